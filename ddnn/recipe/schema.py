@@ -1,0 +1,138 @@
+"""The recipe: every key, its type, default, unit and meaning. `docs/recipe.md` is written from this file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A mapping of a recipe: immutable once read, no keys but its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class CrossValidation(Section):
+    """What is held out to judge an epoch: by default whole speakers of the training data."""
+
+    fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Share of the training frames to hold out, as whole speakers drawn with the recipe's `seed`. 0.1 where nothing in this section is given."""
+    speakers_file: Path | None = None
+    """File with one speaker per line: their utterances are held out."""
+    data: Path | None = None
+    """A Kaldi data dir of its own for cross-validation; then nothing is held out of the training data."""
+    alignments: Path | None = None
+    """The alignments that belong to `data.cv.data`."""
+
+
+class Data(Section):
+    """Features and alignments, as Kaldi leaves them."""
+
+    train: Path
+    """Kaldi data dir: `feats.scp`, `utt2spk`, and `cmvn.scp` where wanted."""
+    alignments: Path
+    """Kaldi alignment dir (`ali.*.gz` of transition-ids and `final.mdl`), or one archive of pdf-ids (`.ark`, `.txt`, `.gz`)."""
+    pdfs: Count | None = None
+    """Number of pdfs (senones). Read from `final.mdl`; needed only with an archive of pdf-ids, where it defaults to the largest pdf-id + 1."""
+    cv: CrossValidation = CrossValidation()
+    """Cross-validation."""
+    splice: Annotated[int, Field(ge=0, le=100)] = 5
+    """Frames of context on each side: 5 makes the network's input 11 frames wide."""
+    cmvn: Literal["none", "mean", "mean-variance"] = "none"
+    """Cepstral mean (and variance) normalisation per speaker, from `cmvn.scp` where the data dir has one, else computed from its features."""
+    deltas: Annotated[int, Field(ge=0, le=4)] = 0
+    """Order of delta features to append (Kaldi's add-deltas, window 2), after CMVN and before splicing."""
+    normalise: bool = True
+    """Shift and scale each spliced dimension to zero mean and unit variance over the training set."""
+    store: Literal["float32", "float16"] = "float32"
+    """How the frames lie in memory. float16 halves the memory."""
+    allow_pipes: bool = False
+    """Run shell commands that stand in an scp (`gunzip -c x.gz |`). Only for data that you wrote yourself."""
+    max_missing: Fraction = 0.05
+    """Largest share of utterances that may lack an alignment, or differ from it by more than 5 frames, before training is refused."""
+
+
+class Model(Section):
+    """The network: equal hidden layers, then softmax over the pdfs."""
+
+    hidden_layers: Annotated[int, Field(ge=0, le=100)] = 6
+    """Number of hidden layers."""
+    hidden_units: Count = 2048
+    """Units in each hidden layer."""
+    activation: Literal["sigmoid", "tanh", "relu"] = "sigmoid"
+    """Activation of the hidden layers."""
+
+
+class Optimizer(Section):
+    """How a gradient becomes a step. Gradients are sums over the minibatch, as in Kaldi: a rate multiplies the sum."""
+
+    name: Literal["sgd", "ng-sgd"] = "sgd"
+    """`sgd`: plain stochastic gradient descent. `ng-sgd`: natural-gradient SGD."""
+    momentum: Fraction = 0.0
+    """c <- momentum * c + gradient; the step is rate * c."""
+    l2: NotNegative = 0.0
+    """Each minibatch of N frames takes rate * l2 * N * W from the weights W; biases have none."""
+
+
+class Schedule(Section):
+    """How the learning rate moves, and when training ends."""
+
+    name: Literal["newbob", "exponential"] = "newbob"
+    """`newbob`: halve once the cross-validation gain is small, reject epochs that made it worse. `exponential`: from `initial` to `final`, no rejection."""
+    initial: Positive = 0.008
+    """Learning rate of the first epoch; multiplies the SUM of the gradient over a minibatch (0.008 at minibatch 256 is 2.048 on the mean)."""
+    final: Positive | None = None
+    """Exponential: rate of the last epoch. Default: 0.01 * `initial`."""
+    epochs: Count | None = None
+    """Newbob: most epochs (default 20). Exponential: all epochs (default 15)."""
+    criterion: Literal["loss", "frame-accuracy"] = "loss"
+    """Newbob: judge by relative improvement of the cross-validation loss (Kaldi nnet1), or by absolute gain in frame accuracy (the paper)."""
+    start_halving: Positive | None = None
+    """Newbob: halving starts below this improvement. Default 0.01 relative for loss, 0.005 absolute for frame accuracy."""
+    end_halving: NotNegative | None = None
+    """Newbob: training ends below this improvement once halving has begun. Default 0.001, relative for loss or absolute for frame accuracy."""
+    halving_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Newbob: what the rate is multiplied by."""
+    keep_epochs: Annotated[int, Field(ge=0)] = 0
+    """Newbob: so many first epochs are accepted, and keep the initial rate, whatever happens (`keep_lr_iters`)."""
+    min_epochs: Annotated[int, Field(ge=0)] = 0
+    """Newbob: so many first epochs are accepted, and training does not end before (`min_iters`)."""
+
+
+class Parallel(Section):
+    """Workers and the averaging of their parameters."""
+
+    workers: Count = 1
+    """Number of workers: one MPI rank with its device each."""
+    reduce: Literal["all-reduce", "butterfly", "ring", "hopping-ring"] = "all-reduce"
+    """Strategy of an averaging."""
+    every: Count = 10
+    """Minibatches between two averagings."""
+
+
+class Recipe(Section):
+    """A whole recipe. All data paths are tried against the working directory, then against the folder of the recipe."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
+    """Seed of everything random: initial parameters, frame order, held-out speakers. Same seed, same machine: the same bits."""
+    data: Data
+    """Features and alignments."""
+    model: Model = Model()
+    """The network."""
+    init: Literal["random", "rbm"] = "random"
+    """Initial parameters: random (as Kaldi nnet1), or a stack of RBMs."""
+    optimizer: Optimizer = Optimizer()
+    """The optimizer."""
+    minibatch: Count = 256
+    """Frames in a minibatch. The tail of an epoch that is shorter is dropped, as in Kaldi."""
+    schedule: Schedule = Schedule()
+    """The learning-rate schedule."""
+    parallel: Parallel = Parallel()
+    """Workers."""
