@@ -1,0 +1,33 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# One thread per process: the tests run in parallel, and two OpenMP threads on small GEMMs are slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The reference data beside the project: Kaldi's golden numbers and the AN4 corpus."""
+    if not (SHARED / "golden").is_dir():
+        pytest.skip(f"reference data not found at {SHARED}")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def golden(shared: Path) -> Path:
+    """Kaldi's own numbers."""
+    return shared / "golden"
+
+
+@pytest.fixture(scope="session")
+def an4(shared: Path) -> Path:
+    """AN4 as Kaldi leaves it."""
+    return shared / "an4"
