@@ -1,0 +1,31 @@
+"""Memory asked for before it is taken, so that a corpus too large is refused with a sentence and not by the kernel."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+from ddnn.errors import DataError
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping (Linux's MemAvailable); None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def require_memory(needed: int, *, what: str, where: str | PathLike[str]) -> None:
+    """Raises DataError where fewer than `needed` bytes are available for `what`."""
+    available = available_memory()
+    if available is not None and needed > available:
+        raise DataError(
+            f"{what} need {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available",
+            where=where,
+            mend="set data.store: float16, use fewer utterances, or a machine with more memory",
+        )

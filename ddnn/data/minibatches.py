@@ -1,0 +1,44 @@
+"""The order of frames within an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddnn.data.corpus import Corpus
+
+
+@dataclass(frozen=True)
+class FrameSet:
+    """Frames to train on or to judge by: a corpus, and the store rows (frames,) int64 of the frames chosen from it."""
+
+    corpus: Corpus
+    rows: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def frame_set(corpus: Corpus, utterances: list[int]) -> FrameSet:
+    """All frames of the utterances with these indices, in order."""
+    return FrameSet(corpus, corpus.rows_of(utterances).to(corpus.store.device))
+
+
+def shuffled_minibatches(frames: FrameSet, minibatch: int, *, seed: int, epoch: int) -> Iterator[Tensor]:
+    """Store rows (minibatch,) int64 of one minibatch after another; the frames of the whole set in one random order.
+
+    Kaldi nnet1 shuffles within 32,768 frames over a shuffled utterance list; a corpus in memory is shuffled whole. The
+    order depends on seed and epoch only. A tail shorter than a minibatch is dropped, as in nnet-train-frmshuff.
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    order = torch.randperm(len(frames), generator=generator).to(frames.rows.device)
+    for start in range(0, len(frames) - minibatch + 1, minibatch):
+        yield frames.rows[order[start : start + minibatch]]
+
+
+def in_order(frames: FrameSet, block: int) -> Iterator[Tensor]:
+    """Store rows of consecutive blocks of at most `block` frames; nothing is dropped."""
+    yield from frames.rows.split(block)

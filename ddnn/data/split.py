@@ -1,0 +1,66 @@
+"""What is held out for cross-validation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from ddnn.data.corpus import Corpus
+from ddnn.errors import DataError
+
+DEFAULT_FRACTION = 0.1
+
+
+def split_by_speakers_file(corpus: Corpus, path: Path) -> tuple[list[int], list[int]]:
+    """Indices of the utterances to train on, and of those of the speakers listed in `path`, one a line.
+
+    Raises:
+        DataError: the file cannot be read, names a speaker that the corpus lacks, or leaves one side empty.
+    """
+    try:
+        listed = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the list of cross-validation speakers: {error}", where=path) from error
+    known = set(corpus.speakers)
+    unknown = sorted(set(listed) - known)
+    if unknown:
+        raise DataError(
+            f"{len(unknown)} of {len(set(listed))} listed speakers are not in the corpus: {', '.join(unknown[:5])}",
+            where=path,
+            mend=f"list speakers of the training data, such as {', '.join(sorted(known)[:3])}",
+        )
+    return _split(corpus, set(listed), str(path))
+
+
+def split_by_fraction(corpus: Corpus, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """Holds out whole speakers, drawn with `seed`, until they have `fraction` of the frames or more.
+
+    Raises:
+        DataError: one side would be empty, as with a single speaker.
+    """
+    frames: dict[str, int] = defaultdict(int)
+    for speaker, count in zip(corpus.speakers, corpus.num_frames, strict=True):
+        frames[speaker] += int(count)
+    wanted = fraction * int(corpus.num_frames.sum())
+    held_out: set[str] = set()
+    names = sorted(frames)
+    for index in np.random.default_rng([seed, 0x5EED]).permutation(len(names)):
+        if sum(frames[s] for s in held_out) >= wanted:
+            break
+        held_out.add(names[index])
+    return _split(corpus, held_out, f"data.cv.fraction {fraction:g}")
+
+
+def _split(corpus: Corpus, held_out: set[str], rule: str) -> tuple[list[int], list[int]]:
+    train = [u for u, speaker in enumerate(corpus.speakers) if speaker not in held_out]
+    cv = [u for u, speaker in enumerate(corpus.speakers) if speaker in held_out]
+    if not train or not cv:
+        side = "training" if not train else "cross-validation"
+        raise DataError(
+            f"{len(held_out)} of {len(set(corpus.speakers))} speakers held out: no utterance is left for {side}",
+            where=rule,
+            mend="hold out other speakers, or give data.cv.data and data.cv.alignments",
+        )
+    return train, cv

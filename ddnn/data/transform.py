@@ -1,0 +1,112 @@
+"""From frames in the store to the network's input: splice, shift, scale (nnet1's feature_transform)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddnn.data.corpus import Corpus
+
+VARIANCE_FLOOR = 1e-10
+"""As in Kaldi's cmvn-to-nnet."""
+
+STATISTICS_UTTERANCES = 10_000
+"""nnet1 takes its statistics from so many utterances of the training set."""
+
+
+@dataclass(frozen=True)
+class InputTransform:
+    """x = (splice(frame) + shift) * scale.
+
+    Attributes:
+        offsets: frames to splice, relative to the frame itself; (-5, ..., 5) for splice 5.
+        dim: feature dimension before splicing.
+        shift: (len(offsets) * dim,) float32, or None.
+        scale: (len(offsets) * dim,) float32, or None.
+    """
+
+    offsets: tuple[int, ...]
+    dim: int
+    shift: Tensor | None = None
+    scale: Tensor | None = None
+
+    @property
+    def output_dim(self) -> int:
+        """Dimension of the network's input."""
+        return self.dim * len(self.offsets)
+
+    @property
+    def context(self) -> int:
+        """Repeated edge frames that a corpus needs for this splice."""
+        return max(abs(offset) for offset in self.offsets)
+
+    def to(self, device: torch.device) -> InputTransform:
+        """The same transform with its vectors on `device`."""
+        shift = None if self.shift is None else self.shift.to(device)
+        scale = None if self.scale is None else self.scale.to(device)
+        return InputTransform(self.offsets, self.dim, shift, scale)
+
+
+def gather(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
+    """Fills `out` (n, output_dim) float32 with the network's input for the frames at `rows` (n,) of the store.
+
+    Consecutive offsets are one contiguous piece of the store per frame: a single gather, no index arithmetic.
+    `gather_plain` is the reference that any offsets can take.
+    """
+    offsets, store = transform.offsets, corpus.store
+    consecutive = offsets == tuple(range(offsets[0], offsets[0] + len(offsets)))
+    if not consecutive or store.dtype != out.dtype:
+        return _normalised(gather_plain(corpus, transform, rows, out), transform)
+    windows = store.as_strided((store.shape[0] - len(offsets) + 1, transform.output_dim), (store.shape[1], 1))
+    torch.index_select(windows, 0, rows + offsets[0], out=out)
+    return _normalised(out, transform)
+
+
+def gather_plain(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
+    """Fills `out` with the spliced frames, each offset gathered by itself; not yet shifted and scaled."""
+    relative = torch.tensor(transform.offsets, device=rows.device)
+    frames = (rows[:, None] + relative).reshape(-1)
+    return out.copy_(corpus.store.index_select(0, frames).view(len(rows), -1))
+
+
+def _normalised(x: Tensor, transform: InputTransform) -> Tensor:
+    if transform.shift is not None:
+        x.add_(transform.shift)
+    if transform.scale is not None:
+        x.mul_(transform.scale)
+    return x
+
+
+def plain_splice(dim: int, context: int) -> InputTransform:
+    """Splices `context` frames on each side and leaves the values as they are."""
+    return InputTransform(tuple(range(-context, context + 1)), dim)
+
+
+def normalising(transform: InputTransform, corpus: Corpus, utterances: list[int]) -> InputTransform:
+    """The transform with shift and scale that give zero mean and unit variance over the utterances' spliced frames.
+
+    Statistics are float64, over the first 10,000 utterances as in nnet1. A spliced dimension sees the store's rows
+    moved by its offset, so that sums over all offsets are one product: (offsets x rows) 0/1 weights times the store.
+    """
+    chosen = utterances[:STATISTICS_UTTERANCES]
+    rows = corpus.rows_of(chosen)
+    context = transform.context
+    is_frame = torch.zeros(corpus.store.shape[0] + 2 * context, dtype=torch.float64)
+    is_frame[rows + context] = 1.0
+    sums = torch.zeros(len(transform.offsets), corpus.dim, dtype=torch.float64)
+    squares = torch.zeros_like(sums)
+    block = 1 << 16
+    for start in range(0, corpus.store.shape[0], block):
+        values = corpus.store[start : start + block].double().cpu()
+        n = len(values)
+        weights = torch.stack([is_frame[start + context - k : start + context - k + n] for k in transform.offsets])
+        if weights.any():
+            sums += weights @ values
+            squares += weights @ values.square_()
+    mean = sums / len(rows)
+    variance = (squares / len(rows) - mean.square()).clamp_(min=VARIANCE_FLOOR)
+    shift = (-mean).flatten().float()
+    scale = variance.rsqrt().flatten().float()
+    return InputTransform(transform.offsets, transform.dim, shift, scale)

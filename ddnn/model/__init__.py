@@ -1,0 +1,1 @@
+"""Networks: flat parameters, forward, backward; initialisation; storage; exchange with Kaldi."""

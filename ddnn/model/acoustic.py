@@ -1,0 +1,132 @@
+"""An acoustic model as it is stored: features, input transform, network. One safetensors file, which holds no code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ddnn.data.corpus import FeaturePipeline
+from ddnn.data.transform import InputTransform
+from ddnn.errors import DataError
+from ddnn.files import written_whole
+from ddnn.model.network import ACTIVATIONS, Layer, Network
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class AcousticModel:
+    """Everything between a Kaldi feature archive and pre-softmax activations."""
+
+    pipeline: FeaturePipeline
+    transform: InputTransform
+    network: Network
+
+    def to(self, device: torch.device) -> AcousticModel:
+        """The model on `device`."""
+        return replace(self, transform=self.transform.to(device), network=self.network.to(device))
+
+    def check_features(self, dim: int, where: Path) -> None:
+        """Raises DataError where features of `dim` dims (after deltas) are not what the model was trained on."""
+        if dim != self.transform.dim:
+            raise DataError(
+                f"the features have {dim} dims, the model was trained on {self.transform.dim}",
+                where=where,
+                mend="use features of the kind that the model was trained on",
+            )
+
+
+def save_model(path: Path, model: AcousticModel) -> None:
+    """Writes the model whole: float32 tensors by name, and their meaning as JSON in the header."""
+    header = {
+        "format": FORMAT,
+        "pipeline": asdict(model.pipeline),
+        "splice": list(model.transform.offsets),
+        "dim": model.transform.dim,
+        "layers": [asdict(layer) for layer in model.network.layers],
+    }
+    tensors = {}
+    for name, value in (("shift", model.transform.shift), ("scale", model.transform.scale)):
+        if value is not None:
+            tensors[f"transform.{name}"] = value.cpu()
+    for i, (weight, bias) in enumerate(zip(model.network.weights, model.network.biases, strict=True)):
+        tensors[f"layer{i}.weight"] = weight.cpu().contiguous()
+        tensors[f"layer{i}.bias"] = bias.cpu().contiguous()
+    with written_whole(path) as handle:
+        handle.write(save(tensors, metadata={"ddnn": json.dumps(header)}))
+
+
+def load_model(path: Path) -> AcousticModel:
+    """Reads a model written by `save_model`.
+
+    Raises:
+        DataError: not a ddnn model, or a damaged one: shapes and values are checked.
+    """
+    try:
+        with safe_open(path, framework="pt") as stored:
+            header = json.loads((stored.metadata() or {})["ddnn"])
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise DataError(f"there is no model {path.name}", where=path, mend="name the run dir of a finished training") from error
+    except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
+        raise DataError(f"not a ddnn model: {error}", where=path) from error
+    try:
+        return _assemble(header, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"a damaged ddnn model: {error}", where=path) from error
+
+
+def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> AcousticModel:
+    if header["format"] != FORMAT:
+        raise ValueError(f"format {header['format']!r} found, {FORMAT} expected")
+    layers = tuple(Layer(**layer) for layer in header["layers"])
+    _check_layers(layers)
+    offsets, dim = tuple(header["splice"]), header["dim"]
+    if not offsets or not all(type(value) is int and abs(value) < 1000 for value in (*offsets, dim)):
+        raise ValueError(f"splice {offsets!r} of {dim!r} dims")
+    if len(offsets) * dim != layers[0].inputs:
+        raise ValueError(f"{len(offsets)} frames of {dim} dims do not make an input of {layers[0].inputs}")
+    pipeline = FeaturePipeline(**header["pipeline"])
+    if pipeline.cmvn not in ("none", "mean", "mean-variance") or type(pipeline.deltas) is not int or not 0 <= pipeline.deltas <= 4:
+        raise ValueError(f"feature pipeline {pipeline!r}")
+
+    def vector(name: str) -> Tensor | None:
+        return _take(tensors, name, (layers[0].inputs,)) if name in tensors else None
+
+    parts = []
+    for i, layer in enumerate(layers):
+        parts += [_take(tensors, f"layer{i}.weight", (layer.outputs, layer.inputs)).flatten()]
+        parts += [_take(tensors, f"layer{i}.bias", (layer.outputs,))]
+    transform = InputTransform(offsets, dim, vector("transform.shift"), vector("transform.scale"))
+    return AcousticModel(pipeline, transform, Network(layers, torch.cat(parts)))
+
+
+def _check_layers(layers: tuple[Layer, ...]) -> None:
+    if not layers:
+        raise ValueError("no layers")
+    for i, layer in enumerate(layers):
+        if layer.activation not in ACTIVATIONS:
+            raise ValueError(f"layer {i}: activation {layer.activation!r}")
+        if not all(type(n) is int and n > 0 for n in (layer.inputs, layer.outputs)):
+            raise ValueError(f"layer {i}: {layer.inputs!r} inputs, {layer.outputs!r} outputs")
+        if not all(isinstance(v, int | float) and np.isfinite(v) for v in (layer.weight_rate, layer.bias_rate, layer.max_norm)):
+            raise ValueError(f"layer {i}: rates {layer.weight_rate!r}, {layer.bias_rate!r}, {layer.max_norm!r}")
+        if i and layer.inputs != layers[i - 1].outputs:
+            raise ValueError(f"layer {i} reads {layer.inputs} dims, the one before gives {layers[i - 1].outputs}")
+
+
+def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    tensor = tensors[name]
+    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+        raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, {shape} float32 expected")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} has values that are not finite")
+    return tensor

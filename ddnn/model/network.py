@@ -1,0 +1,174 @@
+"""The deep neural network: affine layers with activations, softmax over the pdfs, all parameters in one flat buffer.
+
+Forward and backward are written out, after Kaldi's nnet1 (nnet-affine-transform.h, nnet-activation.h, nnet-loss.cc):
+an optimizer needs each layer's input and output derivative, which is where natural gradient works. The tests hold
+both against torch.autograd in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = ("sigmoid", "tanh", "relu", "softmax", "linear")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Shape and learning rates of one layer: y = activation(x W^T + b).
+
+    Attributes:
+        inputs, outputs: dimensions.
+        activation: one of `ACTIVATIONS`; `softmax` only last, and then the network gives pre-softmax activations.
+        weight_rate, bias_rate: multiples of the learning rate (nnet1's LearnRateCoef, BiasLearnRateCoef).
+        max_norm: nnet1's MaxNorm, carried through import and export; 0 is none.
+    """
+
+    inputs: int
+    outputs: int
+    activation: str
+    weight_rate: float = 1.0
+    bias_rate: float = 1.0
+    max_norm: float = 0.0
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases."""
+        return self.outputs * (self.inputs + 1)
+
+
+class Network:
+    """Layers over one flat parameter buffer.
+
+    Attributes:
+        layers: first to last.
+        parameters: (num_parameters,) float32; per layer the weight (outputs x inputs, row-major), then the bias.
+        weights, biases: views into `parameters`, one a layer.
+    """
+
+    def __init__(self, layers: tuple[Layer, ...], parameters: Tensor | None = None) -> None:
+        self.layers = layers
+        total = sum(layer.num_parameters for layer in layers)
+        self.parameters = torch.zeros(total) if parameters is None else parameters
+        if self.parameters.shape != (total,):
+            raise ValueError(f"{tuple(self.parameters.shape)} parameters given, ({total},) expected")
+        self.weights, self.biases = layer_views(layers, self.parameters)
+
+    @property
+    def input_dim(self) -> int:
+        """Dimension of the (spliced) input."""
+        return self.layers[0].inputs
+
+    @property
+    def output_dim(self) -> int:
+        """Number of pdfs."""
+        return self.layers[-1].outputs
+
+    def to(self, device: torch.device) -> Network:
+        """A network of the same layers with its parameters on `device`."""
+        return Network(self.layers, self.parameters.to(device))
+
+
+def layer_views(layers: tuple[Layer, ...], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Per layer the weight (outputs, inputs) and bias (outputs,) parts of a flat buffer laid out like parameters."""
+    weights, biases, at = [], [], 0
+    for layer in layers:
+        size = layer.inputs * layer.outputs
+        weights.append(flat[at : at + size].view(layer.outputs, layer.inputs))
+        biases.append(flat[at + size : at + layer.num_parameters])
+        at += layer.num_parameters
+    return weights, biases
+
+
+def hidden_stack(inputs: int, hidden_layers: int, hidden_units: int, outputs: int, activation: str) -> tuple[Layer, ...]:
+    """Equal hidden layers, then softmax; the output bias learns at 0.1 of the rate (nnet1's make_nnet_proto)."""
+    dims = [inputs] + [hidden_units] * hidden_layers
+    hidden = tuple(Layer(a, b, activation) for a, b in zip(dims[:-1], dims[1:], strict=True))
+    return (*hidden, Layer(dims[-1], outputs, "softmax", bias_rate=0.1))
+
+
+class Buffers:
+    """Memory for one minibatch of at most `frames` frames, taken once.
+
+    Attributes:
+        x: (frames, input_dim) the network's input.
+        outputs: per layer (frames, outputs), after the activation; pre-softmax for the last.
+        derivatives: per layer (frames, outputs), of the summed loss with respect to the layer's affine output.
+    """
+
+    def __init__(self, network: Network, frames: int) -> None:
+        new = network.parameters.new_empty
+        self.x = new(frames, network.input_dim)
+        self.outputs = [new(frames, layer.outputs) for layer in network.layers]
+        self.derivatives = [new(frames, layer.outputs) for layer in network.layers]
+
+    def of(self, frames: int) -> Buffers:
+        """The first `frames` rows of the same memory."""
+        if frames == len(self.x):
+            return self
+        part = Buffers.__new__(Buffers)
+        part.x = self.x[:frames]
+        part.outputs = [y[:frames] for y in self.outputs]
+        part.derivatives = [d[:frames] for d in self.derivatives]
+        return part
+
+    def inputs(self) -> list[Tensor]:
+        """Per layer, what it read: x, then the outputs of the layer before."""
+        return [self.x, *self.outputs[:-1]]
+
+
+def forward(network: Network, buffers: Buffers) -> Tensor:
+    """From `buffers.x` through all layers; returns the last layer's output (frames, outputs), before softmax."""
+    y = buffers.x
+    for layer, weight, bias, out in zip(network.layers, network.weights, network.biases, buffers.outputs, strict=True):
+        y = torch.addmm(bias, y, weight.t(), out=out)
+        if layer.activation == "sigmoid":
+            y.sigmoid_()
+        elif layer.activation == "tanh":
+            y.tanh_()
+        elif layer.activation == "relu":
+            y.relu_()
+    return y
+
+
+def cross_entropy(activations: Tensor, labels: Tensor, derivative: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy over a minibatch and the number of frames classified rightly, both 0-dim, on the device.
+
+    Args:
+        activations: (frames, pdfs) before softmax.
+        labels: (frames,) int64 pdf-ids.
+        derivative: filled with softmax - target, (frames, pdfs), where given.
+    """
+    target = labels[:, None]
+    right = (activations.argmax(dim=1) == labels).sum()
+    log_posteriors = torch.log_softmax(activations, dim=1)
+    loss = -log_posteriors.gather(1, target).sum(dtype=torch.float64)
+    if derivative is not None:
+        torch.exp(log_posteriors, out=derivative)
+        derivative.scatter_add_(1, target, derivative.new_full((1, 1), -1.0).expand_as(target))
+    return loss, right
+
+
+def backward(network: Network, buffers: Buffers) -> None:
+    """From the last layer's derivative back to the first's, in place in `buffers.derivatives`."""
+    for i in range(len(network.layers) - 1, 0, -1):
+        below = network.layers[i - 1].activation
+        y, d = buffers.outputs[i - 1], buffers.derivatives[i - 1]
+        torch.mm(buffers.derivatives[i], network.weights[i], out=d)
+        if below == "sigmoid":
+            torch.ops.aten.sigmoid_backward.grad_input(d, y, grad_input=d)
+        elif below == "tanh":
+            torch.ops.aten.tanh_backward.grad_input(d, y, grad_input=d)
+        elif below == "relu":
+            torch.ops.aten.threshold_backward.grad_input(d, y, 0, grad_input=d)
+
+
+def gradient(network: Network, buffers: Buffers, flat: Tensor) -> Tensor:
+    """Gradient of the loss summed over the minibatch, into `flat` (num_parameters,): dW = d^T x, db = sum of d."""
+    weights, biases = layer_views(network.layers, flat)
+    for x, d, weight, bias in zip(buffers.inputs(), buffers.derivatives, weights, biases, strict=True):
+        torch.mm(d.t(), x, out=weight)
+        torch.sum(d, dim=0, out=bias)
+    return flat

@@ -1,0 +1,50 @@
+"""Plain stochastic gradient descent (Kaldi nnet1: nnet-train-frmshuff, nnet-affine-transform.h Update)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ddnn.model.network import Buffers, Network, gradient, layer_views
+
+
+class Sgd:
+    """c <- momentum * c + g;  W <- W - rate * l2 * N * W - rate * c;  b <- b - rate * c.
+
+    g is the gradient of the loss SUMMED over the N frames of the minibatch, so that a rate of 0.008 at minibatch 256
+    is 2.048 on the mean gradient. Layers with a rate of their own have g scaled by it, biases have no l2.
+
+    Attributes:
+        gradient: (num_parameters,) of the last minibatch.
+        correction: c, (num_parameters,); the gradient itself where momentum is 0.
+    """
+
+    def __init__(self, network: Network, *, momentum: float = 0.0, l2: float = 0.0) -> None:
+        self.momentum = momentum
+        self.l2 = l2
+        self.gradient = network.parameters.new_zeros(network.parameters.shape)
+        self.correction = self.gradient.clone() if momentum else self.gradient
+
+    def start_epoch(self) -> None:
+        """Forgets the momentum: nnet1 runs one process per epoch, and each starts from none."""
+        if self.momentum:
+            self.correction.zero_()
+
+    def step(self, network: Network, buffers: Buffers, rate: float) -> None:
+        """One update from the layer inputs and output derivatives of a minibatch."""
+        gradient(network, buffers, self.gradient)
+        self.apply(network, rate, frames=len(buffers.x))
+
+    def apply(self, network: Network, rate: float, frames: int) -> Tensor:
+        """The update from `self.gradient`, summed over `frames` frames; returns the parameters."""
+        weights, biases = layer_views(network.layers, self.gradient)
+        for layer, weight, bias in zip(network.layers, weights, biases, strict=True):
+            if layer.weight_rate != 1.0:
+                weight.mul_(layer.weight_rate)
+            if layer.bias_rate != 1.0:
+                bias.mul_(layer.bias_rate)
+        if self.momentum:
+            self.correction.mul_(self.momentum).add_(self.gradient)
+        if self.l2:
+            for layer, weight in zip(network.layers, network.weights, strict=True):
+                weight.mul_(1.0 - rate * layer.weight_rate * self.l2 * frames)
+        return network.parameters.add_(self.correction, alpha=-rate)

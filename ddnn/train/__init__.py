@@ -1,0 +1,1 @@
+"""Training: the loop, evaluation, the run dir."""

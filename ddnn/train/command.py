@@ -1,0 +1,158 @@
+"""`ddnn train`: from a recipe to a trained run dir."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ddnn import __version__
+from ddnn.data.corpus import Corpus, FeaturePipeline, load_corpus
+from ddnn.data.minibatches import FrameSet, frame_set
+from ddnn.data.split import DEFAULT_FRACTION, split_by_fraction, split_by_speakers_file
+from ddnn.data.transform import normalising, plain_splice
+from ddnn.device import choose_device
+from ddnn.errors import DataError, RecipeError
+from ddnn.kaldi.alignments import Alignments, pdf_counts, read_alignments
+from ddnn.model.acoustic import AcousticModel
+from ddnn.model.initialise import initialise_randomly
+from ddnn.model.network import Network, hidden_stack
+from ddnn.optim.schedule import make_schedule
+from ddnn.optim.sgd import Sgd
+from ddnn.progress import progress_bar
+from ddnn.recipe.load import dump_recipe
+from ddnn.recipe.schema import Recipe
+from ddnn.train.loop import Setup, train
+from ddnn.train.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Frames to train on and to judge by, and the alignments they carry."""
+
+    corpus: Corpus
+    train_utterances: list[int]
+    cv: FrameSet
+    alignments: Alignments
+
+
+def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
+    """Trains as the recipe says and leaves everything in `run_dir`.
+
+    Raises:
+        UserError: anything the user must mend: recipe, data, device, disk.
+    """
+    on = choose_device(device)
+    run = RunDir(run_dir)
+    root = logging.getLogger("ddnn")
+    root.addHandler(run.log_handler)
+    try:
+        torch.set_num_threads(recipe.parallel.threads)
+        log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, on, platform.python_version())
+        run.write_recipe(dump_recipe(recipe))
+        data = load_training_data(recipe, on)
+        model = initial_model(recipe, data).to(on)
+        setup = Setup(
+            model=model,
+            optimizer=Sgd(model.network, momentum=recipe.optimizer.momentum, l2=recipe.optimizer.l2),
+            schedule=make_schedule(recipe.schedule),
+            train=frame_set(data.corpus, data.train_utterances),
+            cv=data.cv,
+            minibatch=recipe.minibatch,
+            seed=recipe.seed,
+        )
+        _check_sizes(setup)
+        log.info(
+            "%d parameters, %d frames to train on, %d to judge by; rates multiply the gradient summed over %d frames",
+            model.network.parameters.numel(), len(setup.train), len(setup.cv), recipe.minibatch,
+        )  # fmt: skip
+        trained = train(setup, run)
+        names = [data.corpus.utterances[u] for u in data.train_utterances]
+        run.finish(trained.to(torch.device("cpu")), pdf_counts(data.alignments, names))
+        log.info("finished: %s", run_dir / "final.safetensors")
+    finally:
+        root.removeHandler(run.log_handler)
+        run.log_handler.close()
+
+
+def describe(recipe: Recipe) -> str:
+    """One paragraph of what a recipe would train, without reading any data."""
+    hidden = f"{recipe.model.hidden_layers} x {recipe.model.hidden_units} {recipe.model.activation}"
+    return (
+        f"{hidden}, init {recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch}, {recipe.schedule.name} "
+        f"from {recipe.schedule.initial:g} (times the gradient summed over a minibatch, "
+        f"{recipe.schedule.initial * recipe.minibatch:g} on its mean), {recipe.parallel.workers} worker(s)"
+    )
+
+
+def load_training_data(recipe: Recipe, device: torch.device) -> TrainingData:
+    """Reads alignments and features and holds out the cross-validation set; everything ends up on `device`."""
+    alignments = read_alignments(recipe.data.alignments, num_pdfs=recipe.data.pdfs)
+    corpus = _load(recipe, recipe.data.train, alignments).to(device)
+    held_out = recipe.data.cv
+    if held_out.data is not None and held_out.alignments is not None:
+        cv_alignments = read_alignments(held_out.alignments, num_pdfs=recipe.data.pdfs)
+        if cv_alignments.num_pdfs > alignments.num_pdfs:
+            raise DataError(
+                f"the cross-validation alignment has {cv_alignments.num_pdfs} pdfs, the training one {alignments.num_pdfs}",
+                where=held_out.alignments,
+                mend="use alignments made with the same final.mdl",
+            )
+        cv_corpus = _load(recipe, held_out.data, cv_alignments).to(device)
+        if cv_corpus.dim != corpus.dim:
+            raise DataError(f"{cv_corpus.dim} dims found, {corpus.dim} expected as in {recipe.data.train}", where=held_out.data)
+        everything = list(range(len(corpus.utterances)))
+        return TrainingData(corpus, everything, frame_set(cv_corpus, list(range(len(cv_corpus.utterances)))), alignments)
+    if held_out.speakers_file is not None:
+        train_utterances, cv = split_by_speakers_file(corpus, held_out.speakers_file)
+    else:
+        train_utterances, cv = split_by_fraction(corpus, held_out.fraction or DEFAULT_FRACTION, recipe.seed)
+    return TrainingData(corpus, train_utterances, frame_set(corpus, cv), alignments)
+
+
+def _load(recipe: Recipe, data: Path, alignments: Alignments) -> Corpus:
+    corpus = load_corpus(
+        data,
+        alignments,
+        context=recipe.data.splice,
+        pipeline=FeaturePipeline(recipe.data.cmvn, recipe.data.deltas),
+        store_dtype=getattr(torch, recipe.data.store),
+        allow_pipes=recipe.data.allow_pipes,
+        max_missing=recipe.data.max_missing,
+        progress=progress_bar("loading"),
+    )
+    log.info("%s: %d utterances, %d frames of %d dims", data, len(corpus.utterances), corpus.num_frames.sum(), corpus.dim)
+    return corpus
+
+
+def initial_model(recipe: Recipe, data: TrainingData) -> AcousticModel:
+    """The model that training starts from, on the CPU."""
+    transform = plain_splice(data.corpus.dim, recipe.data.splice)
+    if recipe.data.normalise:
+        transform = normalising(transform, data.corpus, data.train_utterances)
+    model = recipe.model
+    layers = hidden_stack(
+        transform.output_dim, model.hidden_layers, model.hidden_units, data.alignments.num_pdfs, model.activation
+    )
+    network = Network(layers)
+    initialise_randomly(network, recipe.seed)
+    return AcousticModel(FeaturePipeline(recipe.data.cmvn, recipe.data.deltas), transform, network)
+
+
+def _check_sizes(setup: Setup) -> None:
+    if len(setup.train) < setup.minibatch:
+        raise RecipeError(
+            f"{len(setup.train)} frames to train on do not fill one minibatch of {setup.minibatch}",
+            where="minibatch",
+            mend="take a smaller minibatch or more data",
+        )
+    labels = setup.train.corpus.labels[setup.train.rows]
+    largest = int(np.max(labels.cpu().numpy()))
+    if largest >= setup.model.network.output_dim:
+        raise DataError(f"pdf-id {largest} found, the model has {setup.model.network.output_dim} pdfs")

@@ -1,0 +1,107 @@
+"""Loss per frame and frame accuracy of a model on labelled frames."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddnn.data.corpus import load_corpus
+from ddnn.data.minibatches import FrameSet, frame_set, in_order
+from ddnn.data.transform import gather
+from ddnn.device import choose_device
+from ddnn.errors import DataError
+from ddnn.kaldi.alignments import read_alignments
+from ddnn.model.acoustic import AcousticModel
+from ddnn.model.network import Buffers, cross_entropy, forward
+from ddnn.progress import progress_bar
+from ddnn.train.run_dir import load_run
+
+BLOCK = 1024
+"""Frames per forward pass: enough for full GEMM speed, few enough to stay in a CPU's cache."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model reaches on some frames.
+
+    Attributes:
+        loss: cross-entropy per frame, in nats.
+        frame_accuracy: share of frames whose most probable pdf is the aligned one, 0 to 1.
+        frames: how many were judged.
+        skipped: utterances that could not be used, by reason; empty where nothing was loaded.
+    """
+
+    loss: float
+    frame_accuracy: float
+    frames: int
+    skipped: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """One line."""
+        return f"loss {self.loss:.4f} per frame, frame accuracy {100 * self.frame_accuracy:.2f} %, {self.frames} frames"
+
+
+class Tally:
+    """Sums of loss and rightly classified frames; stays on the device, so that adding never waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.right = torch.zeros((), dtype=torch.int64, device=device)
+        self.frames = 0
+
+    def add(self, loss: Tensor, right: Tensor, frames: int) -> None:
+        """One minibatch."""
+        self.loss += loss
+        self.right += right
+        self.frames += frames
+
+    def evaluation(self, skipped: dict[str, int] | None = None) -> Evaluation:
+        """The averages; waits for the device."""
+        frames = max(self.frames, 1)
+        return Evaluation(self.loss.item() / frames, self.right.item() / frames, self.frames, skipped or {})
+
+
+def evaluate(model: AcousticModel, frames: FrameSet) -> Evaluation:
+    """Loss and frame accuracy of `model` over all of `frames`."""
+    buffers = Buffers(model.network, min(BLOCK, len(frames)))
+    tally = Tally(frames.corpus.store.device)
+    for rows in in_order(frames, BLOCK):
+        block = buffers.of(len(rows))
+        gather(frames.corpus, model.transform, rows, block.x)
+        tally.add(*cross_entropy(forward(model.network, block), frames.corpus.labels[rows].long()), len(rows))
+    return tally.evaluation()
+
+
+def evaluate_run(
+    run_dir: Path, data: Path, alignments: Path, device: str = "auto", allow_pipes: bool = False
+) -> Evaluation:
+    """Loss and frame accuracy of a run's final model on a data dir and its alignment.
+
+    Raises:
+        DataError: damaged or unfit input; another feature dimension or number of pdfs than the model's.
+    """
+    on = choose_device(device)
+    model = load_run(run_dir)
+    labels = read_alignments(alignments)
+    if labels.num_pdfs > model.network.output_dim:
+        raise DataError(
+            f"the alignment has {labels.num_pdfs} pdfs, the model {model.network.output_dim}",
+            where=alignments,
+            mend="use an alignment made with the same final.mdl as the training alignment",
+        )
+    corpus = load_corpus(
+        data, labels, context=model.transform.context, pipeline=model.pipeline, allow_pipes=allow_pipes, max_missing=0.999,
+        progress=progress_bar("loading"),
+    )  # fmt: skip
+    model.check_features(corpus.dim, where=data)
+    everything = frame_set(corpus.to(on), list(range(len(corpus.utterances))))
+    result = evaluate(model.to(on), everything)
+    return Evaluation(result.loss, result.frame_accuracy, result.frames, corpus.counts)
