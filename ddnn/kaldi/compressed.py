@@ -1,0 +1,117 @@
+"""Kaldi's compressed matrices (tokens CM, CM2, CM3), decoded and encoded to Kaldi's digits.
+
+Follows kaldi `matrix/compressed-matrix.{h,cc}`:
+
+    CM    two-byte percentiles (0, 25, 75, 100) per column, then one byte per value, column after column;
+          piecewise linear: byte 0 at p0, 64 at p25, 192 at p75, 255 at p100 (methods 1 and 2)
+    CM2   two bytes per value, row after row: minimum + range * value / 65535 (methods 3 and 4)
+    CM3   one byte per value, row after row: minimum + range * value / 255 (methods 5, 6 and 7)
+
+kaldiio 2.18.1 rounds in another order, so that a fifth of its values differ from Kaldi's in the 7th digit; and it wraps
+around where it compresses a matrix of fewer than 5 rows. Therefore this is our own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+TOKENS = ("CM", "CM2", "CM3")
+# Kaldi's own constant for 1/65535, single precision.
+_PER_STEP = np.float32(1.52590218966964e-05)
+_BYTES = np.arange(256, dtype=np.float32)
+
+
+def data_size(token: str, rows: int, columns: int) -> int:
+    """Bytes that follow the header of a compressed matrix."""
+    if token == "CM":
+        return 8 * columns + rows * columns
+    return (2 if token == "CM2" else 1) * rows * columns
+
+
+def decode(token: str, minimum: float, span: float, rows: int, columns: int, data: bytes) -> NDArray[np.float32]:
+    """The matrix, float32 (rows, columns); `data` are the `data_size` bytes behind the header."""
+    with np.errstate(over="ignore", invalid="ignore"):  # a damaged header gives NaN or Inf, which the corpus refuses
+        if token == "CM":
+            return _decode_columns(np.float32(minimum), np.float32(span), rows, columns, data)
+        dtype, steps = ("<u2", 65535.0) if token == "CM2" else ("u1", 255.0)
+        values = np.frombuffer(data, dtype).reshape(rows, columns).astype(np.float32)
+        values *= np.float32(float(span) * (1.0 / steps))
+        values += np.float32(minimum)
+        return values
+
+
+def _decode_columns(minimum: np.float32, span: np.float32, rows: int, columns: int, data: bytes) -> NDArray[np.float32]:
+    percentiles = _to_float(minimum, span, np.frombuffer(data, "<u2", 4 * columns).reshape(columns, 4))
+    p0, p25, p75, p100 = (percentiles[:, i : i + 1] for i in range(4))
+    # What each of the 256 bytes means, column by column. Kaldi's 1/64.0 is a double, so the last steps are, too.
+    table = np.empty((columns, 256), np.float32)
+    table[:, :65] = p0 + ((p25 - p0) * _BYTES[:65]).astype(np.float64) * (1 / 64.0)
+    table[:, 65:193] = p25 + ((p75 - p25) * (_BYTES[65:193] - 64)).astype(np.float64) * (1 / 128.0)
+    table[:, 193:] = p75 + ((p100 - p75) * (_BYTES[193:] - 192)).astype(np.float64) * (1 / 63.0)
+    values = np.empty((rows, columns), np.float32)
+    flat = table.reshape(-1)
+    starts = np.arange(0, 256 * columns, 256)
+    coded = np.frombuffer(data, "u1", offset=8 * columns).reshape(columns, rows).T
+    step = max(1, (1 << 16) // columns)  # the indices are 8 bytes each: a block at a time, which also fits the cache
+    for first in range(0, rows, step):
+        # No index can be out of range; "wrap" is merely the fastest way to say so.
+        flat.take(coded[first : first + step] + starts, mode="wrap", out=values[first : first + step])
+    return values
+
+
+def _to_float(minimum: np.float32, span: np.float32, value: NDArray[np.integer]) -> NDArray[np.float32]:
+    return minimum + (span * _PER_STEP) * value.astype(np.float32)
+
+
+def encode(matrix: NDArray[np.float32]) -> bytes:
+    """A record's bytes behind `\\0B`, as `copy-feats --compress` writes them (method 1): CM above 8 rows, else CM2.
+
+    Args:
+        matrix: finite float32 (rows, columns), at least one row and column.
+    """
+    rows, columns = matrix.shape
+    minimum, maximum = matrix.min(), matrix.max()
+    if maximum == minimum:
+        maximum = minimum + (1 + abs(minimum))
+    span = maximum - minimum
+    sizes = np.array([rows, columns], "<i4").tobytes()
+    header = np.array([minimum, span], "<f4").tobytes() + sizes
+    if rows <= 8:
+        return b"CM2 " + header + _to_steps(minimum, span, matrix).tobytes()
+    percentiles = _percentiles(minimum, span, matrix)
+    coded = _to_bytes(_to_float(minimum, span, percentiles), matrix.T)
+    return b"CM " + header + percentiles.tobytes() + coded.tobytes()
+
+
+def _to_steps(minimum: np.float32, span: np.float32, value: NDArray[np.float32]) -> NDArray[np.uint16]:
+    share = np.clip((value - minimum) / span, np.float32(0), np.float32(1))
+    # Kaldi adds the double 0.499: the sum is a double, and the conversion cuts off.
+    return ((share * np.float32(65535)).astype(np.float64) + 0.499).astype("<u2")
+
+
+def _percentiles(minimum: np.float32, span: np.float32, matrix: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """(columns, 4) percentiles 0, 25, 75, 100 of each column, strictly increasing; more than 4 rows."""
+    rows = len(matrix)
+    quarter = rows // 4
+    ranks = [0, quarter, 3 * quarter, rows - 1]
+    steps = _to_steps(minimum, span, np.partition(matrix, ranks, axis=0)[ranks]).astype(np.int64)
+    steps[0] = np.minimum(steps[0], 65532)
+    steps[1] = np.minimum(np.maximum(steps[1], steps[0] + 1), 65533)
+    steps[2] = np.minimum(np.maximum(steps[2], steps[1] + 1), 65534)
+    steps[3] = np.maximum(steps[3], steps[2] + 1)
+    return np.ascontiguousarray(steps.T.astype("<u2"))
+
+
+def _to_bytes(percentiles: NDArray[np.float32], values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """`values` (columns, rows) as bytes between the columns' percentiles (columns, 4)."""
+    p0, p25, p75, p100 = (percentiles[:, i : i + 1] for i in range(4))
+
+    def part(low: NDArray[np.float32], high: NDArray[np.float32], first: int, last: int) -> NDArray[np.float64]:
+        share = (values - low) / (high - low) * np.float32(last - first)
+        # 0/0 where a column's percentiles are one float, as its values then are: any byte decodes to it.
+        return np.clip(np.floor(np.nan_to_num(share.astype(np.float64)) + (first + 0.5)), first, last)
+
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        coded = np.where(values < p25, part(p0, p25, 0, 64), part(p25, p75, 64, 192))
+        return np.where(values < p75, coded, part(p75, p100, 192, 255)).astype(np.uint8)
