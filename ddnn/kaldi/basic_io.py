@@ -172,7 +172,7 @@ class Reader:
         return self._raw(np.dtype("<i4"), (count,), 5, what)
 
     def float_vector(self, what: str = "a vector") -> NDArray[Any]:
-        """float32 (FV, text) or float64 (DV), (n,)."""
+        """float32 (FV) or float64 (DV, and text, which does not say), (n,)."""
         if not self.binary:
             segment = self._bracketed(what)
             if b"\n" in segment:
@@ -182,12 +182,12 @@ class Reader:
         return self._raw(dtype, (self.int32(f"the dim of {what}"),), 0, what)
 
     def float_matrix(self, what: str = "a matrix") -> NDArray[Any]:
-        """float32 (FM, text) or float64 (DM), (rows, columns)."""
+        """float32 (FM) or float64 (DM, and text, which does not say), (rows, columns)."""
         if not self.binary:
             lines = self._bracketed(what).replace(b";", b"\n").split(b"\n")
             rows = [self._text_floats(line, what) for line in lines if not line.isspace() and line]
             if not rows:
-                return np.zeros((0, 0), np.float32)
+                return np.zeros((0, 0))
             if any(len(row) != len(rows[0]) for row in rows):
                 lengths = sorted({len(row) for row in rows})
                 raise self.error(f"{what} with rows of one length", f"rows of {lengths[0]} to {lengths[-1]} numbers")
@@ -222,20 +222,19 @@ class Reader:
             self.position += 1
         return segment
 
-    def _text_floats(self, segment: bytes, what: str) -> NDArray[np.float32]:
+    def _text_floats(self, segment: bytes, what: str) -> NDArray[np.float64]:
         parts = segment.split()
         plain = not segment.translate(None, _NUMBER_CHARACTERS)
         if not plain and not all(_NUMBER.fullmatch(part) for part in parts):
             bad = next(part for part in parts if not _NUMBER.fullmatch(part))
             raise self.error(what, f"{bad[:24]!r} where a number should be")
         try:
-            with np.errstate(over="ignore", under="ignore"):
-                values = np.array([float(part) for part in parts], np.float64).astype(np.float32)
+            values = np.array([float(part) for part in parts], np.float64)
         except ValueError:
             bad = next(part for part in parts if not _NUMBER.fullmatch(part))
             raise self.error(what, f"{bad[:24]!r} where a number should be") from None
         if plain and not np.isfinite(values).all():
-            raise self.error(f"{what} of 32-bit numbers", "a number that is too large")
+            raise self.error(f"{what} of numbers within range", "a number that is too large")
         return values
 
 

@@ -73,8 +73,7 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
             model.network.parameters.numel(), len(setup.train), len(setup.cv), recipe.minibatch,
         )  # fmt: skip
         trained = train(setup, run)
-        names = [data.corpus.utterances[u] for u in data.train_utterances]
-        run.finish(trained.to(torch.device("cpu")), pdf_counts(data.alignments, names))
+        run.finish(trained.to(torch.device("cpu")), pdf_counts(data.alignments, data.corpus.utterances))
         log.info("finished: %s", run_dir / "final.safetensors")
     finally:
         root.removeHandler(run.log_handler)

@@ -6,6 +6,8 @@ import logging
 import time
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ddnn.data.minibatches import FrameSet, shuffled_minibatches
 from ddnn.data.transform import gather
 from ddnn.errors import UserError
@@ -36,13 +38,24 @@ class Setup:
     seed: int
 
 
+def train_minibatch(setup: Setup, buffers: Buffers, rows: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    """One step of training on the frames at `rows`; returns their summed loss and the number classified rightly."""
+    network, corpus = setup.model.network, setup.train.corpus
+    gather(corpus, setup.model.transform, rows, buffers.x)
+    activations = forward(network, buffers)
+    loss, right = cross_entropy(activations, corpus.labels[rows].long(), buffers.derivatives[-1])
+    backward(network, buffers)
+    setup.optimizer.step(network, buffers, rate)
+    return loss, right
+
+
 def train(setup: Setup, run: RunDir) -> AcousticModel:
     """Trains until the schedule ends; returns the model with the best parameters, as the schedule judged them.
 
     Raises:
         UserError: the loss is no longer finite.
     """
-    model, network, corpus, schedule = setup.model, setup.model.network, setup.train.corpus, setup.schedule
+    model, network, schedule = setup.model, setup.model.network, setup.schedule
     buffers = Buffers(network, setup.minibatch)
     best = network.parameters.clone()
     started = time.perf_counter()
@@ -53,15 +66,11 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
     epoch = 0
     while not schedule.finished:
         epoch += 1
-        rate, tally, started = schedule.rate, Tally(corpus.store.device), time.perf_counter()
+        rate, tally, started = schedule.rate, Tally(network.parameters.device), time.perf_counter()
         setup.optimizer.start_epoch()
         with frame_counter(f"epoch {epoch}", len(setup.train)) as bar:
             for rows in shuffled_minibatches(setup.train, setup.minibatch, seed=setup.seed, epoch=epoch):
-                gather(corpus, model.transform, rows, buffers.x)
-                activations = forward(network, buffers)
-                loss, right = cross_entropy(activations, corpus.labels[rows].long(), buffers.derivatives[-1])
-                backward(network, buffers)
-                setup.optimizer.step(network, buffers, rate)
+                loss, right = train_minibatch(setup, buffers, rows, rate)
                 tally.add(loss, right, len(rows))
                 bar.update(len(rows))
                 if tally.frames % (CHECK_EVERY * setup.minibatch) == 0:

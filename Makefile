@@ -1,0 +1,65 @@
+# make demo    the main job on a synthetic corpus: about a minute on 2 cores, after the set-up
+# make test    lint and tests
+# make bench   the training step against the machine's GEMM limit
+# Each sets up what it needs in .venv. PYTHON, VENV, TORCH and PIP_FLAGS can be set on the command line.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PIP_FLAGS ?=
+BIN := $(VENV)/bin
+DDNN := $(BIN)/ddnn
+# Several OpenMP threads on GEMMs of this size are slower than one, and the tests run in parallel.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup setup-dev demo test lint format bench docs clean
+
+setup: $(VENV)/.ready
+setup-dev: $(VENV)/.ready-dev
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "ddnn needs Python 3.10 or newer: make PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { \
+	  echo "this Python cannot make a virtual environment: installing python3-venv"; \
+	  if [ "$$(id -u)" = 0 ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y python3-venv; \
+	  else sudo apt-get update -qq && sudo apt-get install -qq -y python3-venv; fi && $(PYTHON) -m venv --clear $(VENV); \
+	} || { echo "install python3-venv (Debian, Ubuntu), then run make again" >&2; exit 2; }
+
+# torch first and pinned: what asks for it later takes the one that is there.
+$(VENV)/.ready: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) '$(TORCH)'
+	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) -e '.[mpi,decode]'
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) -e '.[mpi,decode,dev]'
+	@touch $@
+
+demo: setup
+	rm -rf demo
+	$(DDNN) synth demo/corpus
+	$(DDNN) info demo/corpus/train
+	$(DDNN) train recipes/demo/demo.yaml --run-dir demo/run
+	$(DDNN) evaluate demo/run --data demo/corpus/test --alignments demo/corpus/ali_test
+	$(DDNN) decode-prep demo/run --data demo/corpus/test --out demo/decode
+	$(DDNN) score demo/decode --graph demo/corpus/graph --model demo/corpus/ali/final.mdl --text demo/corpus/test/text
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+lint: setup-dev
+	$(BIN)/ruff check ddnn tests
+	$(BIN)/ruff format --check ddnn tests
+	$(BIN)/mypy
+
+format: setup-dev
+	$(BIN)/ruff check --fix ddnn tests
+	$(BIN)/ruff format ddnn tests
+
+bench: setup
+	$(DDNN) bench
+
+docs: setup
+	$(BIN)/python -m ddnn.recipe.reference > docs/recipe.md
+
+clean:
+	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache

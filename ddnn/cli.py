@@ -1,0 +1,260 @@
+"""The `ddnn` command: each subcommand imports what it needs and calls one function. No logic here.
+
+Exit codes: 0 success; 2 something the user must mend, said in one message on stderr; 130 interrupted; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import click
+
+from ddnn import __version__
+from ddnn.errors import UserError
+
+PATH = click.Path(path_type=Path)
+DEVICE = click.Choice(["cpu", "cuda", "auto"])
+
+on_device = click.option("--device", type=DEVICE, default="auto", show_default=True, help="Where to compute.")
+allowing_pipes = click.option("--allow-pipes", is_flag=True, help="Run shell commands in an scp (only your own!).")
+as_json = click.option("--json", "json_", is_flag=True, help="Print JSON.")
+
+
+class _InOrder(click.Group):
+    """Lists the commands in the order in which one uses them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(
+    cls=_InOrder,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+    Examples:
+      ddnn synth demo/corpus --hours 0.3            a corpus from nothing
+      ddnn train recipes/demo/demo.yaml             -> exp/demo
+      ddnn evaluate exp/demo --data demo/corpus/test --alignments demo/corpus/ali_test
+      ddnn decode-prep exp/demo --data demo/corpus/test --out exp/demo/decode
+    \b
+    Each command has --help. Recipes: docs/recipe.md. Completion: ddnn completion --help.""",
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Train hybrid DNN-HMM acoustic models on Kaldi features and alignments."""
+
+
+@cli.command(
+    epilog="""\b
+    Examples:
+      ddnn train recipes/an4/sgd-random.yaml --run-dir exp/an4
+      ddnn train my.yaml --set schedule.initial=0.004 --set seed=2 --dry-run"""
+)
+@click.argument("recipe", type=PATH)
+@click.option("--run-dir", type=PATH, help="Where everything goes.  [default: exp/NAME OF THE RECIPE]")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe; repeatable.")
+@click.option("--workers", type=int, help="The same as --set parallel.workers=N.")
+@on_device
+@click.option("--dry-run", is_flag=True, help="Check the recipe, print it as resolved, train nothing.")
+def train(
+    recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str, dry_run: bool
+) -> None:
+    """Train a network as RECIPE says."""
+    from ddnn.recipe.load import dump_recipe, load_recipe
+
+    workers_setting = () if workers is None else (f"parallel.workers={workers}",)
+    loaded = load_recipe(recipe, (*settings, *workers_setting))
+    from ddnn.train import command
+
+    if dry_run:
+        click.echo(f"# {command.describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
+    else:
+        command.run_training(loaded, run_dir or Path("exp", recipe.stem), device)
+
+
+@cli.command()
+@click.argument("run_dir", type=PATH)
+@click.option("--data", type=PATH, required=True, help="Kaldi data dir.")
+@click.option("--alignments", type=PATH, required=True, help="Its alignment dir, or an archive of pdf-ids.")
+@on_device
+@allowing_pipes
+@as_json
+def evaluate(run_dir: Path, data: Path, alignments: Path, device: str, allow_pipes: bool, json_: bool) -> None:
+    """Loss per frame and frame accuracy of a trained network."""
+    from ddnn.train.evaluate import evaluate_run
+
+    _show(evaluate_run(run_dir, data, alignments, device=device, allow_pipes=allow_pipes), json_)
+
+
+@cli.command("decode-prep")
+@click.argument("run_dir", type=PATH)
+@click.option("--data", type=PATH, required=True, help="Kaldi data dir to decode.")
+@click.option("--out", type=PATH, required=True, help="Gets loglikes.ark, loglikes.scp, the counts, decode.sh.")
+@click.option("--prior-scale", type=float, default=1.0, show_default=True, help="Scale of the log-priors taken off.")
+@on_device
+@allowing_pipes
+def decode_prep(run_dir: Path, data: Path, out: Path, prior_scale: float, device: str, allow_pipes: bool) -> None:
+    """Write log-likelihoods that a Kaldi decoder reads."""
+    from ddnn.decode.prepare import prepare_decoding
+
+    prepare_decoding(run_dir, data, out, device=device, prior_scale=prior_scale, allow_pipes=allow_pipes)
+
+
+@cli.command(
+    epilog="""\b
+    Example:
+      ddnn score exp/an4/decode --graph graph --model ali/final.mdl --text test/text --acoustic-scale 0.07,0.1"""
+)
+@click.argument("loglikes", type=PATH)
+@click.option("--graph", type=PATH, required=True, help="Kaldi graph dir: HCLG.fst and words.txt.")
+@click.option("--model", type=PATH, required=True, help="The final.mdl that the graph was made with.")
+@click.option("--text", type=PATH, required=True, help="The reference: a Kaldi text of the same utterances.")
+@click.option("--acoustic-scale", default="0.05,0.07,0.1,0.143", show_default=True, help="One or more, by commas.")
+@click.option("--beam", type=float, help="Decoding beam.")
+@click.option("--per-utterance", is_flag=True, help="Show the words of each utterance at the best scale.")
+@as_json
+def score(
+    loglikes: Path, graph: Path, model: Path, text: Path, acoustic_scale: str, beam: float | None, per_utterance: bool,
+    json_: bool,
+) -> None:  # fmt: skip
+    """Word error rate without Kaldi; needs ddnn[decode]."""
+    from ddnn.decode import score as scoring
+    from ddnn.decode.decoder import DecodeOptions
+
+    scales = _numbers(acoustic_scale, "--acoustic-scale")
+    options = DecodeOptions(scales) if beam is None else DecodeOptions(scales, beam=beam)
+    result = scoring.score(loglikes, graph_dir=graph, model=model, text=text, options=options)
+    if json_:
+        _show_json(scoring.as_json(result, alignments=per_utterance))
+    else:
+        click.echo(scoring.render_text(result, alignments=per_utterance), nl=False)
+
+
+@cli.command()
+@click.argument("run_dir", type=PATH)
+@click.option("--format", "format_", type=click.Choice(["nnet1"]), default="nnet1", help="Only nnet1 so far.")
+@click.option("--out", type=PATH, required=True, help="Gets final.nnet and feature_transform.nnet.")
+def export(run_dir: Path, format_: str, out: Path) -> None:
+    """Write a trained network as Kaldi nnet1 files."""
+    from ddnn.model.exchange import export_nnet1
+
+    export_nnet1(run_dir, out)
+
+
+@cli.command("import-nnet1")
+@click.argument("nnet", type=PATH)
+@click.option("--feature-transform", type=PATH, help="nnet1 file of splice, shift and scale before the network.")
+@click.option("--out", type=PATH, required=True, help="Run dir to make.")
+def import_nnet1(nnet: Path, feature_transform: Path | None, out: Path) -> None:
+    """Make a run dir from a Kaldi nnet1 network."""
+    from ddnn.model import exchange
+
+    exchange.import_nnet1(nnet, feature_transform, out)
+
+
+@cli.command()
+@click.argument("path", type=PATH)
+@as_json
+def info(path: Path, json_: bool) -> None:
+    """Say what PATH is, in a glance."""
+    from ddnn.info import describe_path
+
+    _show(describe_path(path), json_)
+
+
+@cli.command(epilog="\b\nExample:\n  ddnn synth demo/corpus --hours 0.3 --speakers 20")
+@click.argument("out_dir", type=PATH)
+@click.option("--hours", type=float, default=0.3, show_default=True, help="Hours of speech to train on.")
+@click.option("--speakers", type=int, default=20, show_default=True, help="Speakers in the training data.")
+@click.option("--dim", type=int, default=40, show_default=True, help="Feature dims.")
+@click.option("--pdfs", type=int, default=120, show_default=True, help="Senones.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Same seed: the same corpus.")
+def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed: int) -> None:
+    """Write a synthetic corpus in Kaldi's formats."""
+    from ddnn.synth.corpus import SynthOptions, synthesise
+
+    synthesise(out_dir, SynthOptions(hours=hours, speakers=speakers, dim=dim, pdfs=pdfs, seed=seed))
+
+
+@cli.command()
+@click.option("--network", "networks", multiple=True, help="Which network to measure; repeatable.  [default: all]")
+@click.option("--device", type=DEVICE, default="cpu", show_default=True, help="Where to compute.")
+@click.option("--threads", type=int, default=1, show_default=True, help="CPU threads.")
+@click.option("--seconds", type=float, default=3.0, show_default=True, help="Time per measurement.")
+@as_json
+def bench(networks: tuple[str, ...], device: str, threads: int, seconds: float, json_: bool) -> None:
+    """Measure the training step against the machine's GEMM limit."""
+    from ddnn.bench.step import run_bench
+
+    _show(run_bench(networks, device, threads, seconds), json_)
+
+
+@cli.command(
+    epilog="""\b
+    Examples:
+      echo 'eval "$(ddnn completion bash)"' >> ~/.bashrc
+      ddnn completion fish > ~/.config/fish/completions/ddnn.fish"""
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(cli, {}, "ddnn", "_DDNN_COMPLETE").source())
+
+
+def _show(result: Any, json_: bool) -> None:
+    if json_:
+        _show_json(result.as_dict())
+    else:
+        click.echo(result.as_text())
+
+
+def _show_json(value: Any) -> None:
+    import json
+
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _numbers(text: str, option: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise UserError(f"{text!r} found, expected numbers with commas between", where=option) from error
+
+
+def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    print(f"ddnn: this is a bug in ddnn {__version__}; please report it with the lines above", file=sys.stderr)
+
+
+def main() -> None:
+    """Entry point of `ddnn`: runs the command and turns what went wrong into a message and an exit code."""
+    sys.excepthook = _report_bug
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("ddnn").setLevel(logging.INFO)
+    try:
+        code = cli.main(prog_name="ddnn", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        print("ddnn: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except UserError as error:
+        print(f"ddnn: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except MemoryError:
+        print("ddnn: error: out of memory\n  mend:  data.store: float16, or a larger machine", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

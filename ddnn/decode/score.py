@@ -1,0 +1,233 @@
+"""Word error rates without Kaldi: decode at several acoustic scales, align with the reference, count (kaldialign)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ddnn.decode.decoder import DecodeOptions, Hypothesis, check_options, decode_utterances, read_graph
+from ddnn.errors import DataError, UserError
+from ddnn.kaldi.tables import iterate_matrices, read_scp
+
+
+@dataclass(frozen=True)
+class UtteranceScore:
+    """One utterance at one acoustic scale: the words said, the words recognised, and the errors by kind."""
+
+    utterance: str
+    reference: tuple[str, ...]
+    hypothesis: tuple[str, ...]
+    insertions: int
+    deletions: int
+    substitutions: int
+    reached_final: bool
+
+
+@dataclass(frozen=True)
+class ScaleScore:
+    """All utterances at one acoustic scale.
+
+    Attributes:
+        acoustic_scale: what the log-likelihoods were multiplied by.
+        wer: word error rate in percent of the reference words.
+        interval: 95 % bootstrap interval of `wer` in percent (Bisani and Ney 2004), utterances drawn with replacement.
+        words: words in the reference.
+        sentence_errors: utterances with at least one error.
+        not_final: utterances whose best path did not reach a final state; their words so far are counted.
+        utterances: one score each, in the order of the log-likelihoods.
+    """
+
+    acoustic_scale: float
+    wer: float
+    interval: tuple[float, float]
+    insertions: int
+    deletions: int
+    substitutions: int
+    words: int
+    sentence_errors: int
+    not_final: tuple[str, ...]
+    utterances: tuple[UtteranceScore, ...]
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """Word error rates at each scale, in the order asked for; `best` is the index of the lowest (the first one of equals)."""
+
+    scales: tuple[ScaleScore, ...]
+    best: int
+
+
+def _import_kaldialign() -> ModuleType:
+    try:
+        import kaldialign
+    except ImportError as error:
+        raise UserError("counting word errors needs the package kaldialign", mend="pip install 'ddnn[decode]'") from error
+    if not hasattr(kaldialign, "bootstrap_wer_ci"):
+        raise UserError("this kaldialign is too old: it has no bootstrap_wer_ci", mend="pip install 'ddnn[decode]'")
+    return kaldialign
+
+
+def read_reference(path: Path) -> dict[str, tuple[str, ...]]:
+    """Reads a Kaldi `text`: utterance and its words, one a line, split at ASCII white space. An utterance may have no words.
+
+    Raises:
+        DataError: missing, empty, not UTF-8, or an utterance that stands twice.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"cannot read the reference {path.name}: {error.strerror}", where=path, mend="check the path") from error
+    reference: dict[str, tuple[str, ...]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            fields = [field.decode() for field in line.split()]
+        except UnicodeDecodeError as error:
+            raise DataError(f"line {number} is not UTF-8: {line[:60]!r}", where=path, mend="convert the file with iconv") from error
+        if not fields:
+            if number == len(lines):
+                break
+            raise DataError(f"line {number} is empty, expected an utterance and its words", where=path, mend="remove the line")
+        if fields[0] in reference:
+            raise DataError(f"line {number}: utterance {fields[0]} stands twice", where=path, mend="remove one of the two lines")
+        reference[fields[0]] = tuple(fields[1:])
+    if not any(reference.values()):
+        raise DataError("the reference has no words", where=path, mend="give a Kaldi text: utterance and its words, one a line")
+    return reference
+
+
+def _some(utterances: Iterable[str]) -> str:
+    names = sorted(utterances)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _check_same_utterances(found: set[str], reference: set[str], loglikes: Path) -> None:
+    problems = []
+    if found - reference:
+        problems.append(f"{len(found - reference)} utterances have no reference ({_some(found - reference)})")
+    if reference - found:
+        problems.append(f"{len(reference - found)} utterances of the reference have no log-likelihoods ({_some(reference - found)})")
+    if problems:
+        mend = "score with the text of exactly these utterances: a part would give another word error rate"
+        raise DataError("; ".join(problems), where=loglikes, mend=mend)
+
+
+def _locate(loglikes: Path) -> Path:
+    path = loglikes / "loglikes.scp" if loglikes.is_dir() else loglikes
+    if not path.is_file():
+        raise DataError(f"no log-likelihoods at {path.name}", where=path, mend="make them with ddnn decode-prep")
+    return path
+
+
+def _errors(ka: ModuleType, utterance: str, reference: tuple[str, ...], hypothesis: Hypothesis) -> UtteranceScore:
+    counts = ka.edit_distance(reference, hypothesis.words)
+    kinds = (int(counts["ins"]), int(counts["del"]), int(counts["sub"]))
+    return UtteranceScore(utterance, reference, hypothesis.words, *kinds, hypothesis.reached_final)
+
+
+def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]) -> ScaleScore:
+    references, hypotheses = [list(u.reference) for u in utterances], [list(u.hypothesis) for u in utterances]
+    bootstrap = ka.bootstrap_wer_ci(references, hypotheses)
+    kinds = [sum(getattr(u, kind) for u in utterances) for kind in ("insertions", "deletions", "substitutions")]
+    words = sum(len(reference) for reference in references)
+    return ScaleScore(
+        scale, 100 * sum(kinds) / words, (max(0.0, 100 * bootstrap["ci95min"]), 100 * bootstrap["ci95max"]), *kinds, words,
+        sum(u.reference != u.hypothesis for u in utterances), tuple(u.utterance for u in utterances if not u.reached_final), utterances,
+    )  # fmt: skip
+
+
+def score(
+    loglikes: Path,
+    *,
+    graph_dir: Path,
+    model: Path,
+    text: Path,
+    options: DecodeOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> ScoreResult:
+    """Decodes log-likelihoods and gives the word error rate at each acoustic scale.
+
+    Args:
+        loglikes: a `.scp`, an archive, or a directory with `loglikes.scp`: float matrices, frames x pdfs.
+        graph_dir: Kaldi's graph directory: `HCLG.fst` and `words.txt`.
+        model: the `final.mdl` that the graph was made with.
+        text: the reference, a Kaldi `text` of exactly the utterances in `loglikes`.
+        options: acoustic scales and beams.
+        progress: called with the number of utterances decoded so far.
+
+    Raises:
+        UserError: the packages of `ddnn[decode]` are missing, or an option that cannot be.
+        DataError: an input is missing, damaged, or does not fit the others; log-likelihoods and reference name other utterances.
+    """
+    options = DecodeOptions() if options is None else options
+    check_options(options)
+    ka = _import_kaldialign()
+    source, reference = _locate(loglikes), read_reference(text)
+    if source.suffix == ".scp":  # its keys are known before an hour of decoding
+        _check_same_utterances(set(read_scp(source)), set(reference), source)
+    graph = read_graph(graph_dir, model)
+    scores: list[list[UtteranceScore]] = [[] for _ in options.acoustic_scales]
+    seen: set[str] = set()
+
+    def known() -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+        for utterance, matrix in iterate_matrices(source):
+            if utterance in seen:
+                raise DataError(f"utterance {utterance} stands twice", where=source, mend="write the archive again")
+            if utterance not in reference:
+                _check_same_utterances({utterance}, {utterance} & set(reference), source)
+            seen.add(utterance)
+            yield utterance, matrix
+
+    for utterance, hypotheses in decode_utterances(known(), graph, options):
+        for column, hypothesis in zip(scores, hypotheses, strict=True):
+            column.append(_errors(ka, utterance, reference[utterance], hypothesis))
+        if progress is not None:
+            progress(len(seen))
+    _check_same_utterances(seen, set(reference), source)
+    results = tuple(_sum_up(ka, scale, tuple(column)) for scale, column in zip(options.acoustic_scales, scores, strict=True))
+    return ScoreResult(results, min(range(len(results)), key=lambda index: results[index].wer))
+
+
+def align_words(score: UtteranceScore) -> list[tuple[str | None, str | None]]:
+    """Pairs of (word said, word recognised); None on the left is an insertion, on the right a deletion."""
+    words: list[str | None] = [None, *sorted({*score.reference, *score.hypothesis})]
+    number = {word: index for index, word in enumerate(words)}  # numbers, so that no word can be taken for the blank
+    pairs = _import_kaldialign().align([number[w] for w in score.reference], [number[w] for w in score.hypothesis], 0)
+    return [(words[left], words[right]) for left, right in pairs]
+
+
+def render_text(result: ScoreResult, *, alignments: bool = False) -> str:
+    """A line per acoustic scale, the best marked with `*`; with `alignments`, each utterance with errors at the best scale."""
+    lines = []
+    for index, s in enumerate(result.scales):
+        mark = " *" if index == result.best else ""
+        counts = f"{s.insertions} ins, {s.deletions} del, {s.substitutions} sub / {s.words}"
+        failed = f", {len(s.not_final)} utterances did not reach the end of the graph" if s.not_final else ""
+        interval = f"95 % interval {s.interval[0]:.2f} .. {s.interval[1]:.2f}"
+        lines.append(f"acoustic scale {s.acoustic_scale:<6g} WER {s.wer:6.2f} %  ({counts}; {interval}{failed}){mark}")
+    best = result.scales[result.best]
+    lines.append(f"best: WER {best.wer:.2f} % at {best.acoustic_scale:g}; {best.sentence_errors} of {len(best.utterances)} utterances have errors")
+    for u in best.utterances if alignments else ():
+        pairs = [(left or "***", right or "***") for left, right in align_words(u)]
+        lines += ["", f"{u.utterance}: {u.insertions} ins, {u.deletions} del, {u.substitutions} sub"]
+        for name, side in (("ref", 0), ("hyp", 1)):
+            lines.append(f"  {name}: " + " ".join(pair[side].ljust(max(map(len, pair))) for pair in pairs).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def as_json(result: ScoreResult, *, alignments: bool = False) -> dict[str, Any]:
+    """The result as plain values for JSON; with `alignments`, every utterance of the best scale with its word pairs."""
+    scales = []
+    for s in result.scales:
+        plain = dict(vars(replace(s, utterances=())))
+        plain.pop("utterances")
+        scales.append({**plain, "interval": list(s.interval), "not_final": list(s.not_final), "utterances": len(s.utterances)})
+    value: dict[str, Any] = {"scales": scales, "best": scales[result.best]["acoustic_scale"], "wer": scales[result.best]["wer"]}
+    if alignments:
+        value["alignments"] = {u.utterance: [list(pair) for pair in align_words(u)] for u in result.scales[result.best].utterances}
+    return value

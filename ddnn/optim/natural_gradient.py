@@ -1,0 +1,356 @@
+"""Online natural gradient (NG-SGD): the rows of a minibatch times an inverse Fisher matrix kept up to date as we go.
+
+Povey, Zhang and Khudanpur, "Parallel training of DNNs with natural gradient and parameter averaging", 2014 (arXiv
+1410.7455), as in Kaldi's `src/nnet3/natural-gradient-online.{h,cc}`, whose symbols are kept:
+
+    N         rows of the minibatch (frames)            D         dimension of a row          r < D     rank
+    X         N x D, rows to precondition: a layer's input with 1 appended, or its output derivative
+    F         D x D = R^T diag(d) R + rho I             the estimate of the Fisher matrix, a smoothed scatter X^T X / N
+    R, d, rho r x D with orthonormal rows; r; scalar    top eigenvectors of F, their eigenvalues above rho, and the rest
+    alpha     F is smoothed: G = F + alpha/D tr(F) I = R^T diag(d) R + beta I,  beta = rho (1 + alpha) + alpha/D sum(d)
+    eta       = min(1 - exp(-N / num_samples_history), 0.9), the share of the newest minibatch in F
+
+**Applying it.** By Woodbury's identity  G^-1 = 1/beta (I - R^T E R),  e_i = 1 / (beta/d_i + 1).  With W = E^(1/2) R
+kept in place of R, and the scale 1/beta dropped since gamma cancels it:
+
+    H = X W^T (N x r),    X^ = X - H W,    gamma = sqrt(tr(X X^T) / tr(X^ X^^T)), 1 for an all-zero X
+
+gamma X^ has the Frobenius norm of X.
+
+**Updating F.** One step of the power method on T = eta X^T X / N + (1-eta) F:
+
+    Y = R T = E^-.5 (J + (1-eta) (diag(d) + rho I) W),     J = (eta/N) H^T X   (r x D; Kaldi's J times eta/N)
+    Z = Y Y^T = E^-.5 K E^-.5 + (1-eta) [E^-.5 L E^-.5 (diag(d) + rho I) + its transpose] + (1-eta)^2 (diag(d)+rho I)^2
+        K = J J^T,  L = J W^T = (eta/N) H^T H   (r x r)
+    Z = U C U^T  (eigenvalues descending; sqrt(C) estimates the top eigenvalues of T)
+    R' = C^-.5 U^T Y,   d' = sqrt(C) - rho',   rho' such that tr(F') = tr(T):
+    rho' = [eta/N tr(X X^T) + (1-eta) (D rho + sum(d)) - tr(sqrt(C))] / (D - r)
+    W' = E'^.5 R' = A (J + (1-eta) (diag(d) + rho I) W),   A = E'^.5 C^-.5 U^T E^-.5
+
+**Floors.** C at (rho (1-eta))^2, which it cannot be below but for roundoff; rho' and d' at max(1e-10, delta max
+sqrt(C)). R is orthonormalised again if C was floored or cond(C) > 1e6, and max|R R^T - I| > 1e-3: R <- Chol(R R^T)^-1
+R, or by Gram-Schmidt if that fails or the inverse factor holds an element of 100 or more.
+
+**Start.** Row k of R has equal entries in columns k, k+r, ... (the first 1.1 times the others); rho = d = 1e-10, so
+that e = 1 / (2 + (D+r) alpha/D); then 3 updates on the first minibatch, 1 if N <= r. An update follows the calls t =
+0..10, and then those where t - 10 is a multiple of `update_period`. A rank of D or more becomes D - 1; D = 1 needs no
+preconditioning.
+
+**What is computed where.** X, H, J, K, L and W live on the device, in float32. Z, C, U, d and rho are float64 on the
+host. An update takes effect at the next call, so it is cut in two: the call that updates queues J, K, L and their
+copy to pinned host memory and returns; the *next* call does the r x r eigendecomposition on the host and queues W'.
+The numbers are those of an update on the spot. On CUDA the host thus waits for numbers that are a whole minibatch
+old, while the device still has that minibatch's work queued: the eigendecomposition delays the host, not the device,
+as long as the queue lasts longer. The common call waits for nothing. Two things do wait for the device: the first
+minibatch (3 updates on the spot), and the orthonormality check, when C was floored or badly conditioned (it needs W'
+W'^T). The CUDA path has not yet been run on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ddnn.errors import DataError, UserError
+
+_EPSILON = 1e-10  # floor of rho and d, and where they start
+_INITIAL_UPDATES = 10  # updates made before any is skipped
+_CONDITION = 1e6  # cond(C) above which the orthonormality of R is checked
+_ORTHONORMAL = 1e-3  # largest |R R^T - I| left alone
+_INVERSE_FACTOR = 100.0  # largest element of the inverse Cholesky factor that is trusted
+
+MaxChangeMode = Literal["exact", "before-rate"]
+
+
+@dataclass(frozen=True)
+class NaturalGradientOptions:
+    """Options of one preconditioner.
+
+    Args:
+        rank: r, the eigenvectors kept (20 for inputs, 80 for output derivatives; the paper's code 30 and 60).
+        alpha: smoothing of the Fisher matrix with the identity.
+        num_samples_history: time constant of the Fisher matrix, in frames; at most 1e6.
+        update_period: minibatches per update, once the first 10 have been made.
+        delta: floor of rho and d relative to the largest sqrt(C); at most 1e-2.
+    """
+
+    rank: int
+    alpha: float = 4.0
+    num_samples_history: float = 2000.0
+    update_period: int = 4
+    delta: float = 5e-4
+
+    def __post_init__(self) -> None:
+        for name, good, expected in (
+            ("rank", self.rank >= 1, "1 or more"),
+            ("alpha", 0 <= self.alpha < math.inf, "0 or more"),
+            ("num_samples_history", 0 < self.num_samples_history <= 1e6, "over 0 and at most 1e6 frames"),
+            ("update_period", self.update_period >= 1, "1 or more minibatches"),
+            ("delta", 0 < self.delta <= 1e-2, "over 0 and at most 0.01"),
+        ):
+            if not good:
+                raise UserError(f"natural gradient: {name} is {getattr(self, name)}, expected {expected}")
+
+
+class NaturalGradient:
+    """The preconditioner of one side of one layer; see the module for the mathematics.
+
+    Args:
+        dim: D, columns of every minibatch.
+        options: rank and the rest.
+        device: where the minibatches live.
+
+    Attributes:
+        row_norms: (N,) Euclidean norms of the rows of the last X^, for `max_change_factor`.
+    """
+
+    def __init__(self, dim: int, options: NaturalGradientOptions, device: torch.device | str = "cpu") -> None:
+        if dim < 1:
+            raise ValueError(f"dim is {dim}, expected 1 or more")
+        self.dim, self.options, self.device = dim, options, torch.device(device)
+        self.rank = r = min(options.rank, dim - 1)
+        self.t = 0
+        self.rho = _EPSILON
+        self.d = torch.full((r,), _EPSILON, dtype=torch.float64)
+        e = 1.0 / (2.0 + (dim + r) * options.alpha / dim)
+        self.w = (_first_r(r, dim) * math.sqrt(e)).to(self.device, torch.float32)
+        self.row_norms = torch.zeros(0, device=self.device)
+        self._w_next, self._j = torch.empty_like(self.w), torch.empty_like(self.w)
+        self._h = torch.empty(0, device=self.device)  # holds H^T, r x N
+        on_gpu = self.device.type == "cuda"
+        # K, L and |X|_F travel to the host in one copy; A and the coefficients of W come back in another.
+        self._stats = torch.empty(2 * r * r + 1, device=self.device)
+        self._stats_host = torch.empty(2 * r * r + 1, pin_memory=on_gpu)
+        self._a = torch.empty(r, r + 1, device=self.device)
+        self._a_host = torch.empty(r, r + 1, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._pending_n = 0  # rows of the minibatch whose update is under way, 0 if none is
+
+    def precondition(self, x: Tensor) -> Tensor:
+        """Turns X into X^, in place, and returns gamma.
+
+        Args:
+            x: (N, D) float32 on the device; rows may be strided. Overwritten.
+
+        Returns:
+            gamma, 0-dim float32 on the device: gamma X^ has the norm of X. A NaN or infinity in `x` makes it NaN and
+            leaves the Fisher matrix as it was.
+        """
+        if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.dim:
+            raise ValueError(f"minibatch is {tuple(x.shape)} of {x.dtype}, expected (N, {self.dim}) of torch.float32")
+        if self.rank == 0 or x.shape[0] == 0:  # D = 1: X^ is X; no rows: nothing to learn from
+            self.row_norms = torch.linalg.vector_norm(x, dim=1)
+            return torch.ones((), device=x.device)
+        self.finish_update()
+        norm = torch.linalg.vector_norm(x)
+        if self.t == 0:
+            for _ in range(1 if x.shape[0] <= self.rank else 3):
+                self._start_update(x, self._project(x), norm)
+                self.finish_update()
+        h = self._project(x)
+        since = self.t - _INITIAL_UPDATES
+        if since <= 0 or since % self.options.update_period == 0:
+            self._start_update(x, h, norm)
+        self.t += 1
+        x.addmm_(h.T, self.w, alpha=-1.0)
+        self.row_norms = torch.linalg.vector_norm(x, dim=1)
+        norm_hat = torch.linalg.vector_norm(self.row_norms)
+        return torch.where(norm_hat == 0.0, 1.0, norm / norm_hat)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state as copies on the host: `w` (r, D) float32, `d` (r,) float64, `rho` float64, `t` int64."""
+        self.finish_update()
+        return {
+            "w": self.w.detach().to("cpu", copy=True),
+            "d": self.d.clone(),
+            "rho": torch.tensor(self.rho, dtype=torch.float64),
+            "t": torch.tensor(self.t, dtype=torch.int64),
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes up a state from `state_dict`, to the same bits.
+
+        Raises:
+            DataError: it does not fit; nothing is changed then.
+        """
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "w": ((self.rank, self.dim), torch.float32),
+            "d": ((self.rank,), torch.float64),
+            "rho": ((), torch.float64),
+            "t": ((), torch.int64),
+        }
+        mend = "resume with the ranks and layer sizes of the run that wrote the checkpoint, or from another checkpoint"
+        if set(state) != set(wanted):
+            raise DataError(f"natural gradient state holds {sorted(state)}, expected {sorted(wanted)}", mend=mend)
+        for name, (shape, dtype) in wanted.items():
+            value = state[name]
+            if tuple(value.shape) != shape or value.dtype != dtype:
+                found = f"{tuple(value.shape)} of {value.dtype}"
+                raise DataError(f"natural gradient state: {name} is {found}, expected {shape} of {dtype}", mend=mend)
+            positive = name == "w" or bool((value >= (0 if name == "t" else _EPSILON)).all())
+            if not (positive and bool(torch.isfinite(value).all())):
+                raise DataError(f"natural gradient state: {name} has values outside its range", mend=mend)
+        self.w.copy_(state["w"])
+        self.d = state["d"].to("cpu", copy=True)
+        self.rho, self.t, self._pending_n = float(state["rho"]), int(state["t"]), 0
+
+    def _project(self, x: Tensor) -> Tensor:
+        """H^T = W X^T, (r, N), in a buffer that is kept."""
+        n = x.shape[0]
+        if self._h.numel() < self.rank * n:
+            self._h = torch.empty(self.rank * n, device=self.device)
+        return torch.mm(self.w, x.T, out=self._h[: self.rank * n].view(self.rank, n))
+
+    def _eta(self, n: int) -> float:
+        return min(1.0 - math.exp(-n / self.options.num_samples_history), 0.9)
+
+    def _start_update(self, x: Tensor, h: Tensor, norm: Tensor) -> None:
+        """Queues J, K and L from X (N, D), H^T (r, N) and |X|_F, and their copy to the host. Waits for nothing."""
+        r, n = self.rank, x.shape[0]
+        scale = self._eta(n) / n
+        # The factor goes in here, not later: without it K, a fourth power of the data, may overflow float32.
+        torch.addmm(self._j, h, x, beta=0.0, alpha=scale, out=self._j)
+        k, ell = self._stats[: r * r].view(r, r), self._stats[r * r : -1].view(r, r)
+        torch.mm(self._j, self._j.T, out=k)
+        if n > self.dim:
+            torch.mm(self._j, self.w.T, out=ell)
+        else:
+            torch.addmm(ell, h, h.T, beta=0.0, alpha=scale, out=ell)
+        self._stats[-1].copy_(norm)
+        self._stats_host.copy_(self._stats, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        self._pending_n = n
+
+    def finish_update(self) -> None:
+        """Brings W, d and rho up to date with the last minibatch, if that is still to be done; `precondition` and
+        `state_dict` call it themselves."""
+        n, self._pending_n = self._pending_n, 0
+        if n == 0:
+            return
+        if self._copied is not None:
+            self._copied.synchronize()
+        r, dim, eta, alpha = self.rank, self.dim, self._eta(n), self.options.alpha
+        stats = self._stats_host.double()
+        k, ell, norm = stats[: r * r].view(r, r), stats[r * r : -1].view(r, r), float(stats[-1])
+        e = _e(self.d, self.rho, alpha, dim)
+        e_inv = e.rsqrt()
+        kept = (1.0 - eta) * (self.d + self.rho)
+        e_outer = torch.outer(e_inv, e_inv)
+        cross = e_outer * (ell + ell.T) * (0.5 * kept)
+        z = e_outer * (k + k.T) * 0.5 + cross + cross.T + torch.diag(kept * kept)
+        trace = float(z.trace())
+        if not (math.isfinite(trace) and math.isfinite(norm)):
+            return  # a minibatch with NaN or infinity: gamma and X^ show it, the Fisher matrix stays clean
+        z_scale = max(1.0, trace)
+        c, u = torch.linalg.eigh(z / z_scale)
+        c, u = c.flip(0) * z_scale, u.flip(1)
+        floor = (self.rho * (1.0 - eta)) ** 2
+        doubtful = bool(c[0] > _CONDITION * c[-1]) or bool(c[-1] < floor)
+        sqrt_c = c.clamp(min=floor).sqrt()
+        trace_t = eta / n * norm**2 + (1.0 - eta) * (dim * self.rho + float(self.d.sum()))
+        rho = (trace_t - float(sqrt_c.sum())) / (dim - r)
+        low = max(_EPSILON, self.options.delta * float(sqrt_c[0]))
+        d = (sqrt_c - rho).clamp(min=low)  # with rho before its own floor, as Kaldi
+        rho = max(rho, low)
+        e_next = _e(d, rho, alpha, dim)
+        self._a_host[:, :r] = (e_next.sqrt() / sqrt_c).unsqueeze(1) * u.T * e_inv
+        self._a_host[:, r] = kept
+        self._a.copy_(self._a_host, non_blocking=True)
+        self._j.addcmul_(self._a[:, r:], self.w)
+        w = torch.mm(self._a[:, :r], self._j, out=self._w_next)
+        if doubtful:
+            _orthonormalise(w, e_next)
+        self.w, self._w_next = w, self.w
+        self.d, self.rho = d, rho
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """(N,) Euclidean norms of the rows of `x` (N, D), for `max_change_factor` on a side that is not preconditioned."""
+    return torch.linalg.vector_norm(x, dim=1)
+
+
+def max_change_factor(
+    in_norms: Tensor, out_norms: Tensor, gamma: Tensor, rate: float, max_change: float, mode: MaxChangeMode = "exact"
+) -> Tensor:
+    """kappa, by which a layer's step is shortened so that it changes no more than `max_change` per frame.
+
+    kappa = min(1, max_change N / (rate gamma sum_i |x^_i| |y^_i|)), as `GetScalingFactor` of Kaldi's
+    `src/nnet2/nnet-component.cc`. The rate multiplies the *sum* of the gradients over the minibatch.
+
+    Args:
+        in_norms: (N,) |x^_i|, `row_norms` of the input side.
+        out_norms: (N,) |y^_i|, `row_norms` of the output side.
+        gamma: 0-dim, gamma_in * gamma_out.
+        rate: learning rate.
+        max_change: per frame; over 0 (nnet2: 0.075).
+        mode: `exact` limits the step itself; `before-rate` limits the step at a rate of 1, so that the step at `rate`
+            is limited to rate * max_change per frame (the code of arXiv 1507.01239).
+
+    Returns:
+        kappa, 0-dim on the device of the norms, without waiting for it. 1 for a step of 0; NaN for a step that is NaN.
+    """
+    if not max_change > 0:
+        raise ValueError(f"max_change is {max_change}, expected over 0")
+    step = torch.dot(in_norms, out_norms) * gamma * (rate if mode == "exact" else 1.0)
+    return (max_change * in_norms.shape[0] / step).clamp(max=1.0)
+
+
+def _first_r(rank: int, dim: int) -> Tensor:
+    """The R to start from, (r, D) float64: Kaldi's `InitOrthonormalSpecial`."""
+    columns = torch.arange(dim)
+    r = torch.zeros(rank, dim, dtype=torch.float64)
+    if rank:
+        r[columns % rank, columns] = 1.0
+        r.fill_diagonal_(1.1)
+    return torch.nn.functional.normalize(r, dim=1)
+
+
+def _e(d: Tensor, rho: float, alpha: float, dim: int) -> Tensor:
+    """e (r,) = 1 / (beta/d + 1) = d / (d + beta)."""
+    e: Tensor = d / (d + (rho * (1.0 + alpha) + alpha * float(d.sum()) / dim))
+    return e
+
+
+def _orthonormalise(w: Tensor, e: Tensor) -> None:
+    """Makes the rows of R = E^-.5 W orthonormal again, in place, if they are off by over 1e-3. Waits for the device."""
+    sqrt_e = e.sqrt()
+    wide = w.double()  # an inverse factor of 100 would raise the roundoff of float32 to 1e-3
+    o = torch.mm(wide, wide.T).cpu() / torch.outer(sqrt_e, sqrt_e)
+    eye = torch.eye(len(e), dtype=torch.float64)
+    if float((o - eye).abs().max()) <= _ORTHONORMAL:
+        return
+    factor, failed = torch.linalg.cholesky_ex(o)
+    if not int(failed):
+        inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
+        if float(inverse.max()) < _INVERSE_FACTOR:
+            inverse *= sqrt_e.unsqueeze(1) / sqrt_e
+            w.copy_(torch.mm(inverse.to(w.device), wide))
+            return
+    r = wide.cpu()
+    _gram_schmidt(r)
+    w.copy_(r * sqrt_e.unsqueeze(1))
+
+
+def _gram_schmidt(r: Tensor) -> None:
+    """Makes the rows of r (float64, host, no more rows than columns) orthonormal in place: Kaldi's `OrthogonalizeRows`.
+
+    A row of which less than a tenth is left is projected once more; one that vanishes is replaced by a random one,
+    from a generator of its own, so that the same input gives the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    for i, row in enumerate(r):
+        while True:
+            before = float(row @ row)
+            if math.isfinite(before) and before > 0.0:
+                row -= (r[:i] @ row) @ r[:i]
+                after = float(row @ row)
+                if after > 0.01 * before:
+                    row /= math.sqrt(after)
+                    break
+                if after > 0.0:
+                    continue
+            row.normal_(generator=generator)

@@ -1,0 +1,212 @@
+"""YAML as recipes need it: mappings of plain values, each with the line it stands on.
+
+Nothing is constructed but numbers, true/false, text, lists and mappings; anchors, aliases and tags are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MOST_BYTES = 100_000
+DEEPEST = 12
+
+Dotted = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value of a recipe and where it stands: "swbd.yaml, line 3" or "--set seed=3"."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a recipe, in one line. `unread`: a source was not read, so that keys may seem missing."""
+
+    text: str
+    source: str
+    unread: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.text}  [{self.source}]"
+
+
+class _Loader(yaml.SafeLoader):
+    """Scalars after YAML 1.2's core schema (so 1e-3 is a number and 1:30 is not), and yes/no/on/off."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's interface)
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        refused = None
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            refused = "anchors (&) and aliases (*) are not allowed"
+        elif getattr(event, "tag", None):
+            refused = "tags (!) are not allowed"
+        elif self.depth > DEEPEST:
+            refused = f"more than {DEEPEST} levels"
+        if refused:
+            raise yaml.MarkedYAMLError(problem=refused, problem_mark=event.start_mark)  # type: ignore[arg-type]
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+_NULL, _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"))
+_NUMBERS = list("-+.0123456789")
+_Loader.add_implicit_resolver(_NULL, re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|false|yes|no|on|off)$", re.IGNORECASE), list("tfynoTFYNO"))
+# More digits than any key takes stay text: Python refuses to convert thousands of them.
+_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?[0-9]{1,40}$"), _NUMBERS)
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(r"^(?:[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
+    _NUMBERS,
+)
+
+_CONVERT: dict[str, Callable[[str], Any]] = {
+    _NULL: lambda text: None,
+    _BOOL: lambda text: text.lower() in ("true", "yes", "on"),
+    _INT: int,
+    _FLOAT: lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+}
+
+
+def read_file(path: Path, name: str) -> tuple[str | None, list[Problem]]:
+    """The text of a recipe or fragment; None and a problem where it cannot be read, is not UTF-8, or far too large."""
+    try:
+        with path.open("rb") as handle:
+            raw = handle.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return None, [Problem(f"cannot read the file: {reason}", name, unread=True)]
+    if len(raw) > MOST_BYTES:
+        text = f"more than {MOST_BYTES} bytes found, which no recipe needs; is it a recipe?"
+        return None, [Problem(text, name, unread=True)]
+    try:
+        return raw.decode("utf-8-sig"), []
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        text = f"byte 0x{raw[error.start]:02x} found, expected UTF-8 text; convert it with iconv"
+        return None, [Problem(text, f"{name}, line {line}", unread=True)]
+
+
+def parse_file(text: str, name: str) -> tuple[dict[Dotted, Given], list[Problem]]:
+    """The values of a recipe or fragment by their path of keys, and all that is wrong with its YAML."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and "\t" in line[: len(line) - len(line.lstrip())]:
+            where = f"{name}, line {number}, column {line.index(chr(9)) + 1}"
+            return {}, [Problem("a tab found in the indentation; use spaces", where, unread=True)]
+    try:
+        node = _compose(text)
+    except yaml.YAMLError as error:
+        return {}, [_explain(error, text, name)]
+    if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == _NULL):
+        return {}, [Problem("nothing found, expected `key: value` lines", name, unread=True)]
+    if not isinstance(node, yaml.MappingNode):
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else "plain text"
+        return {}, [Problem(f"{kind} found, expected `key: value` lines", f"{name}, line 1", unread=True)]
+    return _flatten(node, lambda line: f"{name}, line {line}")
+
+
+def parse_setting(setting: str) -> tuple[dict[Dotted, Given], list[Problem]]:
+    """The values of one `--set KEY=VALUE`; VALUE is YAML."""
+    source = f"--set {setting}"
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        return {}, [Problem("no KEY=VALUE found, expected for example schedule.initial=0.004", source)]
+    try:
+        node = _compose(text)
+    except yaml.YAMLError as error:
+        return {}, [_explain(error, text, source)]
+    prefix = tuple(part.strip() for part in key.split("."))
+    if isinstance(node, yaml.MappingNode):
+        values, problems = _flatten(node, lambda line: source)
+        return {prefix + path: given for path, given in values.items()}, problems
+    return {prefix: Given(None if node is None else _plain(node), source)}, []
+
+
+def shown(value: Any) -> str:
+    """A value as its writer would recognise it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f".{value}".replace(".-", "-.")
+    if isinstance(value, str):
+        short = value if len(value) <= 200 else f"{value[:200]}..."
+        return f"the text {short!r}"
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    return str(value)
+
+
+def _compose(text: str) -> yaml.Node | None:
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
+def _explain(error: yaml.YAMLError, text: str, name: str) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:  # a byte that YAML does not allow at all
+        place = getattr(error, "position", 0)
+        line = text[:place].count("\n") + 1
+        said = f"character {text[place : place + 1]!r} found, which YAML does not allow"
+        return Problem(said, f"{name}, line {line}", unread=True)
+    where = f"{name}, line {mark.line + 1}, column {mark.column + 1}"
+    if text[mark.index : mark.index + 1] == "\t":
+        return Problem("a tab found; use spaces", where, unread=True)
+    said = ", ".join(part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
+    return Problem(f"not YAML: {said}", where, unread=True)
+
+
+def _plain(node: yaml.Node) -> Any:
+    """The value of a node. A mapping inside a list, which no recipe needs, is only seen to be one."""
+    if isinstance(node, yaml.ScalarNode):
+        return _CONVERT.get(node.tag, str)(node.value)
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item) for item in node.value]
+    return {}
+
+
+def _flatten(mapping: yaml.MappingNode, source: Callable[[int], str]) -> tuple[dict[Dotted, Given], list[Problem]]:
+    values: dict[Dotted, Given] = {}
+    problems: list[Problem] = []
+
+    def visit(prefix: Dotted, node: yaml.MappingNode) -> None:
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                problems.append(Problem("a key that is a list or a mapping found, expected a word", source(line)))
+                continue
+            path = (*prefix, key.value)
+            if "." in key.value:
+                nested = key.value.replace(".", ": {") + ": ..." + "}" * key.value.count(".")
+                text = f"{key.value!r}: names with dots are for --set; here write {nested}"
+                problems.append(Problem(text, source(line)))
+                continue
+            if key.value in lines:
+                dotted = ".".join(path)
+                problems.append(Problem(f"{dotted}: given twice, first in line {lines[key.value]}", source(line)))
+            lines.setdefault(key.value, line)
+            if isinstance(value, yaml.MappingNode) and value.value:
+                visit(path, value)
+            else:
+                values[path] = Given(_plain(value), source(line))
+
+    visit((), mapping)
+    return values, problems

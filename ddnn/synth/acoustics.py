@@ -1,0 +1,138 @@
+"""What the synthetic speakers sound like: a Gaussian mixture per pdf, a shift and a scale per speaker, noise that is
+correlated in time; and how long they stay in each HMM state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ddnn.synth.lexicon import PHONES, STATES, Lexicon
+
+COMPONENTS = 2
+SPEECH_SELF_LOOP, SILENCE_SELF_LOOP = 2 / 3, 0.9
+SILENCE_PROBABILITY = 0.3
+"""Of the optional silence before, between and after the words."""
+WORDS_PER_UTTERANCE = (2, 8)
+# Distances between means in units of the noise's standard deviation, spread over all dims so that more dims are not easier.
+_PHONE, _STATE, _SENONE, _COMPONENT = 2.6, 1.6, 1.3, 1.2
+_SPEAKER_SHIFT, _SPEAKER_SCALE = 1.5, 0.05
+_NEIGHBOUR = np.float32(0.5)  # weight of the frames beside in the noise
+
+
+@dataclass(frozen=True, eq=False)
+class Acoustics:
+    """The true model. All float32; Gaussian `COMPONENTS * pdf + c` is component c of a pdf, of weight 1 / COMPONENTS.
+
+    Attributes:
+        means: [pdfs * COMPONENTS, dim].
+        deviations: [pdfs * COMPONENTS, dim], standard deviations.
+        self_loop: float64 [pdfs], probability of the self-loop.
+    """
+
+    means: npt.NDArray[np.float32]
+    deviations: npt.NDArray[np.float32]
+    self_loop: npt.NDArray[np.float64]
+
+    @property
+    def dim(self) -> int:
+        """Feature dims."""
+        return self.means.shape[1]
+
+
+def make_acoustics(rng: np.random.Generator, lexicon: Lexicon, dim: int) -> Acoustics:
+    """Draws the means so that pdfs of one phone lie near each other, and those of one of its HMM states nearer."""
+    phone, state, pdfs = lexicon.pdf_phone, lexicon.pdf_state, len(lexicon.pdf_phone)
+    unit = 1 / np.sqrt(dim)
+    center = rng.normal(0, _PHONE * unit, (len(PHONES), dim))[phone]
+    center += rng.normal(0, _STATE * unit, (len(PHONES) * STATES, dim))[phone * STATES + state]
+    center += rng.normal(0, _SENONE * unit, (pdfs, dim))
+    apart = rng.normal(0, _COMPONENT * unit, (len(PHONES), COMPONENTS, dim))[phone]
+    means = (center[:, None] + apart).reshape(-1, dim).astype(np.float32)
+    deviations = rng.uniform(0.8, 1.25, (len(PHONES) * STATES, dim))[phone * STATES + state]
+    self_loop = np.where(phone == 0, SILENCE_SELF_LOOP, SPEECH_SELF_LOOP)
+    return Acoustics(means, np.repeat(deviations, COMPONENTS, axis=0).astype(np.float32), self_loop)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some utterances of one speaker.
+
+    Attributes:
+        words: per utterance, its word indices.
+        frames: int64 [utterances + 1]: utterance u owns the rows `frames[u]:frames[u + 1]`.
+        features: float32 [rows, dim].
+        transition_ids: int32 [rows].
+    """
+
+    words: list[npt.NDArray[np.int64]]
+    frames: npt.NDArray[np.int64]
+    features: npt.NDArray[np.float32]
+    transition_ids: npt.NDArray[np.int32]
+
+
+def _gather_ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The concatenation of range(start, start + length)."""
+    ends = np.cumsum(lengths)
+    return np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def draw_block(
+    rng: np.random.Generator, lexicon: Lexicon, acoustics: Acoustics, count: int, shift: npt.NDArray[np.float32],
+    scale: npt.NDArray[np.float32],
+) -> Block:  # fmt: skip
+    """Draws `count` utterances of a speaker with that shift and scale (float32 [dim] each)."""
+    low, high = WORDS_PER_UTTERANCE
+    num_words = rng.integers(low, high + 1, count)
+    cumulative = np.cumsum(lexicon.probabilities)
+    words = np.minimum(np.searchsorted(cumulative, rng.random(int(num_words.sum())), "right"), len(cumulative) - 1)
+    # In each utterance: silence, word, silence, word, ..., silence; then most silences are taken out.
+    slots = 2 * num_words + 1
+    ends = np.cumsum(slots)
+    position = _gather_ranges(np.zeros(count, np.int64), slots)
+    items = np.full(len(position), len(cumulative), np.int64)
+    items[position % 2 == 1] = words
+    keep = (position % 2 == 1) | (rng.random(len(position)) < SILENCE_PROBABILITY)
+    utterance = np.repeat(np.arange(count), slots)[keep]
+    items = items[keep]
+    del ends, position
+    lengths = np.diff(lexicon.offsets)[items]
+    pdfs = lexicon.pdfs[_gather_ranges(lexicon.offsets[items], lengths)]
+    durations = rng.geometric(1 - acoustics.self_loop[pdfs])
+    per_item = np.add.reduceat(durations, np.cumsum(lengths) - lengths)
+    frames = np.concatenate([[0], np.cumsum(np.bincount(utterance, per_item, count))]).astype(np.int64)
+    # The component of the mixture is that of a whole HMM state: a neighbour in time has the same accent.
+    gaussian = np.repeat(pdfs * COMPONENTS + rng.integers(0, COMPONENTS, len(pdfs)), durations)
+    # Transition-ids as Kaldi orders them ("reorder"): the transition out of the state first, then its self-loops.
+    transition_ids = np.repeat(2 * pdfs + 1, durations).astype(np.int32)
+    transition_ids[np.cumsum(durations) - durations] += 1
+    features = _emit(rng, acoustics, gaussian, shift, scale)
+    return Block(np.split(words, np.cumsum(num_words)[:-1]), frames, features, transition_ids)
+
+
+def _emit(
+    rng: np.random.Generator, acoustics: Acoustics, gaussian: npt.NDArray[np.int64], shift: npt.NDArray[np.float32],
+    scale: npt.NDArray[np.float32],
+) -> npt.NDArray[np.float32]:  # fmt: skip
+    features = np.empty((len(gaussian), acoustics.dim), np.float32)
+    unit = np.float32(1 / np.sqrt(1 + 2 * _NEIGHBOUR**2))
+    step = max(1, (1 << 17) // acoustics.dim)  # a piece that fits the cache
+    for first in range(0, len(gaussian), step):
+        piece, which = features[first : first + step], gaussian[first : first + step]
+        white = rng.standard_normal((len(piece) + 2, acoustics.dim), np.float32)
+        np.add(white[:-2], white[2:], out=piece)
+        piece *= _NEIGHBOUR
+        piece += white[1:-1]
+        piece *= unit
+        piece *= acoustics.deviations[which]
+        piece += acoustics.means[which]
+        piece *= scale
+        piece += shift
+    return features
+
+
+def draw_speaker(rng: np.random.Generator, dim: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """A speaker's shift and scale, float32 [dim] each."""
+    shift = rng.normal(0, _SPEAKER_SHIFT / np.sqrt(dim), dim)
+    return shift.astype(np.float32), np.exp(rng.normal(0, _SPEAKER_SCALE, dim)).astype(np.float32)

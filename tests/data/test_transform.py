@@ -1,0 +1,96 @@
+"""Splice and normalisation against naive float64 twins."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddnn.data.corpus import Corpus
+from ddnn.data.minibatches import frame_set, in_order, shuffled_minibatches
+from ddnn.data.transform import InputTransform, gather, gather_plain, normalising, plain_splice
+
+
+def make_corpus(lengths: list[int], dim: int, context: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Corpus, list[np.ndarray]]:
+    """A corpus of random utterances, and the utterances."""
+    rng = np.random.default_rng(seed)
+    features = [rng.normal(2.0, 3.0, (n, dim)).astype(np.float32) for n in lengths]
+    pieces, first, row = [], [], context
+    for matrix in features:
+        pieces += [np.repeat(matrix[:1], context, 0), matrix, np.repeat(matrix[-1:], context, 0)]
+        first.append(row)
+        row += len(matrix) + 2 * context
+    store = torch.from_numpy(np.concatenate(pieces)).to(dtype)
+    names = tuple(f"u{i}" for i in range(len(lengths)))
+    labels = torch.arange(len(store), dtype=torch.int32)
+    return Corpus(store, labels, names, names, np.array(first), np.array(lengths), context), features
+
+
+def twin_splice(matrix: np.ndarray, offsets: tuple[int, ...]) -> np.ndarray:
+    """Frame by frame, clamped at the utterance's ends."""
+    last = len(matrix) - 1
+    return np.array([np.concatenate([matrix[min(max(t + o, 0), last)] for o in offsets]) for t in range(len(matrix))])
+
+
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths, st.integers(1, 4), st.integers(0, 4), st.integers(0, 99))
+def test_gather_splices_and_clamps(sizes: list[int], dim: int, context: int, seed: int) -> None:
+    corpus, features = make_corpus(sizes, dim, context, seed)
+    transform = plain_splice(dim, context)
+    expected = np.concatenate([twin_splice(m, transform.offsets) for m in features])
+    rows = corpus.rows_of(range(len(sizes)))
+    out = torch.full((len(rows), transform.output_dim), float("nan"))
+    np.testing.assert_array_equal(gather(corpus, transform, rows, out).numpy(), expected)
+    np.testing.assert_array_equal(gather_plain(corpus, transform, rows, out.clone()).numpy(), expected)
+
+
+def test_gather_takes_any_offsets_and_half_precision() -> None:
+    corpus, features = make_corpus([7, 3], 4, 3, 1, torch.float16)
+    transform = InputTransform((-3, 0, 2), 4, torch.full((12,), 1.0), torch.full((12,), 2.0))
+    halves = [m.astype(np.float16).astype(np.float32) for m in features]
+    expected = (np.concatenate([twin_splice(m, transform.offsets) for m in halves]) + 1.0) * 2.0
+    rows = corpus.rows_of([0, 1])
+    np.testing.assert_allclose(gather(corpus, transform, rows, torch.empty(10, 12)).numpy(), expected, rtol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths, st.integers(1, 4), st.integers(0, 4), st.integers(0, 99))
+def test_normalisation_is_over_the_chosen_utterances(sizes: list[int], dim: int, context: int, seed: int) -> None:
+    corpus, features = make_corpus(sizes, dim, context, seed)
+    chosen = list(range(0, len(sizes), 2))
+    transform = normalising(plain_splice(dim, context), corpus, chosen)
+    spliced = np.concatenate([twin_splice(features[u].astype(np.float64), transform.offsets) for u in chosen])
+    np.testing.assert_allclose(transform.shift.numpy(), -spliced.mean(0), rtol=1e-5, atol=1e-5)
+    expected = 1.0 / np.sqrt(np.maximum(spliced.var(0), 1e-10))
+    np.testing.assert_allclose(transform.scale.numpy(), expected, rtol=1e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths, st.integers(1, 12), st.integers(0, 2**62), st.integers(1, 30))
+def test_an_epoch_sees_every_frame_once_but_for_the_tail(sizes: list[int], minibatch: int, seed: int, epoch: int) -> None:
+    corpus, _ = make_corpus(sizes, 2, 1, 0)
+    frames = frame_set(corpus, list(range(len(sizes))))
+    batches = list(shuffled_minibatches(frames, minibatch, seed=seed, epoch=epoch))
+    assert [len(b) for b in batches] == [minibatch] * (sum(sizes) // minibatch)
+    seen = torch.cat(batches).tolist() if batches else []
+    assert len(set(seen)) == len(seen)
+    assert set(seen) <= set(frames.rows.tolist())
+    again = list(shuffled_minibatches(frames, minibatch, seed=seed, epoch=epoch))
+    assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
+
+
+def test_the_order_changes_with_epoch_and_seed() -> None:
+    corpus, _ = make_corpus([500], 2, 1, 0)
+    frames = frame_set(corpus, [0])
+    orders = {tuple(next(iter(shuffled_minibatches(frames, 400, seed=s, epoch=e))).tolist()) for s in (1, 2) for e in (1, 2)}
+    assert len(orders) == 4
+
+
+def test_blocks_in_order_drop_nothing() -> None:
+    corpus, _ = make_corpus([5, 4], 2, 1, 0)
+    frames = frame_set(corpus, [1, 0])
+    assert torch.equal(torch.cat(list(in_order(frames, 4))), frames.rows)

@@ -1,0 +1,56 @@
+"""Forward and backward against torch.autograd in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddnn.model.initialise import initialise_randomly
+from ddnn.model.network import Buffers, Layer, Network, backward, cross_entropy, forward, gradient, hidden_stack
+from twins import random_minibatch, twin_loss
+
+@settings(max_examples=25, deadline=None)
+@given(
+    dims=st.lists(st.integers(1, 9), min_size=2, max_size=5),
+    kinds=st.lists(st.sampled_from(["sigmoid", "tanh", "relu", "linear"]), min_size=4, max_size=4),
+    frames=st.integers(1, 7),
+    seed=st.integers(0, 1000),
+)
+def test_gradient_equals_autograd(dims: list[int], kinds: list[str], frames: int, seed: int) -> None:
+    names = [*kinds[: len(dims) - 2], "softmax"]
+    network = Network(tuple(Layer(a, b, k) for a, b, k in zip(dims[:-1], dims[1:], names, strict=True)))
+    generator = torch.Generator().manual_seed(seed)
+    network.parameters.copy_(torch.randn(network.parameters.shape, generator=generator))
+    buffers = Buffers(network, 8).of(frames)
+    labels = random_minibatch(buffers, dims[-1], generator)
+    activations, loss, expected = twin_loss(network, network.parameters, buffers.x, labels)
+
+    found = forward(network, buffers)
+    torch.testing.assert_close(found.double(), activations, rtol=1e-4, atol=1e-5)
+    summed, right = cross_entropy(found, labels, buffers.derivatives[-1])
+    assert summed.item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-5)
+    assert right.item() == (activations.argmax(1) == labels).sum().item()
+    backward(network, buffers)
+    flat = gradient(network, buffers, torch.full_like(network.parameters, float("nan")))
+    torch.testing.assert_close(flat.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_initialisation_follows_make_nnet_proto() -> None:
+    network = Network(hidden_stack(440, 2, 512, 616, "sigmoid"))
+    initialise_randomly(network, seed=3)
+    first, second, last = network.weights
+    assert first.std().item() == pytest.approx(3.5 * (2 / (440 + 512)) ** 0.5 * (1 / 12) ** 0.5, rel=0.02)
+    assert second.std().item() == pytest.approx(3.5 * (2 / 1024) ** 0.5, rel=0.02)
+    assert last.std().item() == pytest.approx(3.5 * (2 / (512 + 616)) ** 0.5, rel=0.02)
+    assert -4 <= network.biases[0].min() < -3.9 and -0.1 < network.biases[0].max() <= 0
+    assert not network.biases[-1].any()
+    assert network.layers[-1].bias_rate == 0.1
+    again = Network(network.layers)
+    initialise_randomly(again, seed=3)
+    assert torch.equal(again.parameters, network.parameters)
+
+
+def test_the_papers_network_has_its_number_of_parameters() -> None:
+    assert sum(layer.num_parameters for layer in hidden_stack(440, 6, 2048, 8806, "sigmoid")) == 39_928_422
