@@ -84,10 +84,11 @@ def test_kaldis_text_matrices_are_written_again_byte_for_byte(golden: Path) -> N
 
 
 def test_double_matrices(golden: Path) -> None:
-    statistics = read_whole(golden / "tables" / "double_stats.mat", "a matrix")
-    matrix = statistics.float_matrix()
-    assert (matrix.dtype, matrix.shape, statistics.remaining) == (np.float64, (2, 7), 0)
-    binary = b"DM \x04\2\0\0\0\x04\7\0\0\0" + matrix.astype("<f8").tobytes()
+    statistics = read_whole(golden / "tables" / "double_stats.mat", "a matrix")  # CMVN statistics, in fact an FM
+    single = statistics.float_matrix()
+    assert (single.dtype, single.shape, single[0, -1], statistics.remaining) == (np.float32, (2, 31), 108, 0)
+    matrix = single.astype("<f8") / 3
+    binary = b"DM \x04\2\0\0\0\x04\x1f\0\0\0" + matrix.tobytes()
     np.testing.assert_array_equal(reader(binary, binary=True).float_matrix(), matrix)
     counts = b" [ 1234567891 0.1 ]\n"
     np.testing.assert_array_equal(reader(counts, binary=False).float_vector(), [1234567891, 0.1])
