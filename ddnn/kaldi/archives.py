@@ -35,23 +35,21 @@ _T = TypeVar("_T")
 
 def open_source(path: Path) -> Source:
     """A file or gzip as a stream with a limit. A name that ends in .gz must be a gzip; any gzip is decompressed."""
-    if not path.is_file():
-        raise DataError("the file does not exist, or is no regular file", where=path, mend="check the path")
     try:
-        stream = path.open("rb")
+        if not path.is_file():
+            raise DataError("the file does not exist, or is no regular file", where=path, mend="check the path")
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            is_gzip = stream.peek(2)[:2] == b"\x1f\x8b"
+        if size == 0 or (path.suffix == ".gz" and not is_gzip):
+            what = "the file is empty" if size == 0 else "expected a gzip, found other bytes"
+            raise DataError(what, where=path, mend=MEND)
+        if is_gzip:
+            unzipped = cast("io.RawIOBase", gzip.GzipFile(path, "rb"))
+            return Source(io.BufferedReader(unzipped, 1 << 16), size * _DEFLATE_LIMIT)
+        return Source(path.open("rb"), size)
     except OSError as error:
         raise DataError(f"cannot read: {error.strerror}", where=path) from error
-    size = os.fstat(stream.fileno()).st_size
-    is_gzip = stream.peek(2)[:2] == b"\x1f\x8b"
-    if size == 0 or (path.suffix == ".gz" and not is_gzip):
-        stream.close()
-        what = "the file is empty" if size == 0 else "expected a gzip, found other bytes"
-        raise DataError(what, where=path, mend=MEND)
-    if not is_gzip:
-        return Source(stream, size)
-    stream.close()
-    unzipped = cast("io.RawIOBase", gzip.GzipFile(path, "rb"))
-    return Source(io.BufferedReader(unzipped, 1 << 16), size * _DEFLATE_LIMIT)
 
 
 def drain(source: Source) -> None:

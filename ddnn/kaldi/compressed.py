@@ -29,7 +29,9 @@ def data_size(token: str, rows: int, columns: int) -> int:
     return (2 if token == "CM2" else 1) * rows * columns
 
 
-def decode(token: str, minimum: float, span: float, rows: int, columns: int, data: bytes) -> NDArray[np.float32]:
+def decode(
+    token: str, minimum: float, span: float, rows: int, columns: int, data: bytes | bytearray
+) -> NDArray[np.float32]:
     """The matrix, float32 (rows, columns); `data` are the `data_size` bytes behind the header."""
     with np.errstate(over="ignore", invalid="ignore"):  # a damaged header gives NaN or Inf, which the corpus refuses
         if token == "CM":
@@ -41,7 +43,9 @@ def decode(token: str, minimum: float, span: float, rows: int, columns: int, dat
         return values
 
 
-def _decode_columns(minimum: np.float32, span: np.float32, rows: int, columns: int, data: bytes) -> NDArray[np.float32]:
+def _decode_columns(
+    minimum: np.float32, span: np.float32, rows: int, columns: int, data: bytes | bytearray
+) -> NDArray[np.float32]:
     percentiles = _to_float(minimum, span, np.frombuffer(data, "<u2", 4 * columns).reshape(columns, 4))
     p0, p25, p75, p100 = (percentiles[:, i : i + 1] for i in range(4))
     # What each of the 256 bytes means, column by column. Kaldi's 1/64.0 is a double, so the last steps are, too.
@@ -61,7 +65,8 @@ def _decode_columns(minimum: np.float32, span: np.float32, rows: int, columns: i
 
 
 def _to_float(minimum: np.float32, span: np.float32, value: NDArray[np.integer]) -> NDArray[np.float32]:
-    return minimum + (span * _PER_STEP) * value.astype(np.float32)
+    result: NDArray[np.float32] = minimum + (span * _PER_STEP) * value.astype(np.float32)
+    return result
 
 
 def encode(matrix: NDArray[np.float32]) -> bytes:
@@ -87,7 +92,8 @@ def encode(matrix: NDArray[np.float32]) -> bytes:
 def _to_steps(minimum: np.float32, span: np.float32, value: NDArray[np.float32]) -> NDArray[np.uint16]:
     share = np.clip((value - minimum) / span, np.float32(0), np.float32(1))
     # Kaldi adds the double 0.499: the sum is a double, and the conversion cuts off.
-    return ((share * np.float32(65535)).astype(np.float64) + 0.499).astype("<u2")
+    steps: NDArray[np.uint16] = ((share * np.float32(65535)).astype(np.float64) + 0.499).astype("<u2")
+    return steps
 
 
 def _percentiles(minimum: np.float32, span: np.float32, matrix: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -110,7 +116,8 @@ def _to_bytes(percentiles: NDArray[np.float32], values: NDArray[np.float32]) -> 
     def part(low: NDArray[np.float32], high: NDArray[np.float32], first: int, last: int) -> NDArray[np.float64]:
         share = (values - low) / (high - low) * np.float32(last - first)
         # 0/0 where a column's percentiles are one float, as its values then are: any byte decodes to it.
-        return np.clip(np.floor(np.nan_to_num(share.astype(np.float64)) + (first + 0.5)), first, last)
+        coded: NDArray[np.float64] = np.floor(np.nan_to_num(share.astype(np.float64)) + (first + 0.5))
+        return coded.clip(first, last)
 
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         coded = np.where(values < p25, part(p0, p25, 0, 64), part(p25, p75, 64, 192))

@@ -59,7 +59,9 @@ def read_data_dir(path: Path, *, allow_pipes: bool = False) -> DataDir:
         every = read_utt2spk(path / "utt2spk")
         missing = [entry.key for entry in entries if entry.key not in every]
         if missing:
-            what = f"{len(missing)} of {len(entries)} utterances of feats.scp have no speaker; the first is {missing[0]}"
+            what = (
+                f"{len(missing)} of {len(entries)} utterances of feats.scp have no speaker; the first is {missing[0]}"
+            )
             raise DataError(what, where=path / "utt2spk", mend=_MEND_SPEAKERS)
         speakers = {entry.key: every[entry.key] for entry in entries}
     cmvn = None
@@ -83,7 +85,7 @@ def _read_pairs(path: Path, kind: str) -> list[tuple[int, str, str]]:
 
 
 def read_utt2spk(path: Path) -> dict[str, str]:
-    """utterance -> speaker, in the file's order; DataError where a line has not two words or an utterance comes twice."""
+    """utterance -> speaker, in the file's order; DataError: a line has not two words, or an utterance two lines."""
     speakers = {}
     for number, key, rest in _read_pairs(path, "utt2spk"):
         if len(rest.encode().split()) != 1:
@@ -104,7 +106,7 @@ def speaker_cmvn_stats(data: DataDir) -> dict[str, NDArray[np.float64]]:
     """CMVN statistics of every speaker: from `cmvn.scp` where the data dir has one, else from the features.
 
     Returns:
-        speaker -> float64 (2, dim + 1), see `features.accumulate_cmvn_stats`.
+        speaker -> float64 (2, dim + 1), see `features.accumulate_cmvn_stats`; without speakers of no frame at all.
 
     Raises:
         DataError: there is no `utt2spk`; a speaker has no statistics, or too few frames; features or statistics are

@@ -12,7 +12,7 @@ _VARIANCE_FLOOR = 1e-20
 
 
 def accumulate_cmvn_stats(features: NDArray[Any]) -> NDArray[np.float64]:
-    """CMVN statistics of `features` (frames, dim), which add up over utterances (kaldi `transform/cmvn.cc`, AccCmvnStats).
+    """CMVN statistics of `features` (frames, dim); add them up over utterances (kaldi `transform/cmvn.cc`).
 
     Returns:
         float64 (2, dim + 1). Row 0: the sums, then the number of frames; row 1: the sums of squares, then 0.
@@ -26,7 +26,7 @@ def accumulate_cmvn_stats(features: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: bool) -> NDArray[np.float32]:
-    """Takes the mean away, and with `variance` divides by the standard deviation (kaldi `transform/cmvn.cc`, ApplyCmvn).
+    """Takes the mean away; with `variance` divides by the standard deviation (kaldi `transform/cmvn.cc`).
 
     Args:
         features: (frames, dim).
@@ -47,7 +47,8 @@ def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: 
         raise ValueError(f"expected CMVN statistics of at least 1 frame, found {count}")
     mean = stats[0, :dim] / count
     if not variance:
-        return np.asarray(features, np.float32) - mean.astype(np.float32)
+        centred: NDArray[np.float32] = np.asarray(features, np.float32) - mean.astype(np.float32)
+        return centred
     spread = np.maximum(stats[1, :dim] / count - mean * mean, _VARIANCE_FLOOR)
     scale = 1.0 / np.sqrt(spread)
     normalised: NDArray[np.float32] = np.asarray(features, np.float32) * scale.astype(np.float32)
@@ -56,7 +57,7 @@ def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: 
 
 
 def _delta_windows(order: int, window: int) -> list[NDArray[np.float32]]:
-    """The taps of each order, 0 to `order`: every order convolves the one before with the slope over `window` frames."""
+    """The taps of each order, 0 to `order`: each convolves those of the order before with the slope over `window`."""
     slope = np.arange(-window, window + 1, dtype=np.float32)
     windows = [np.ones(1, np.float32)]
     for _ in range(order):

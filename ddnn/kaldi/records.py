@@ -77,7 +77,7 @@ class MatrixHeader:
     rows: int
     columns: int
     data_size: int
-    raw: bytes
+    raw: bytes | bytearray
 
 
 def read_matrix_header(source: Source) -> MatrixHeader | None:
@@ -179,7 +179,7 @@ def read_int_vector(source: Source) -> NDArray[np.int32]:
     return _sized_integers(source.take(5 * count, what), what)
 
 
-def _sized_integers(data: bytes, what: str) -> NDArray[np.int32]:
+def _sized_integers(data: bytes | bytearray, what: str) -> NDArray[np.int32]:
     """kaldiio takes these one by one in Python, a microsecond each: minutes for 300 hours."""
     sized = np.frombuffer(data, _SIZED_INT32)
     wrong = np.flatnonzero(sized["size"] != 4)

@@ -53,9 +53,9 @@ def read_lines(path: Path, kind: str) -> list[tuple[int, list[bytes]]]:
     Raises:
         DataError: the file is missing, empty, not readable, or a line is blank.
     """
-    if not path.is_file():
-        raise DataError(f"{kind} does not exist, or is no regular file", where=path, mend="check the path")
     try:
+        if not path.is_file():
+            raise DataError(f"{kind} does not exist, or is no regular file", where=path, mend="check the path")
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"cannot read {kind}: {error.strerror}", where=path) from error
@@ -101,6 +101,8 @@ def read_scp(path: Path, *, allow_pipes: bool = False) -> list[ScpEntry]:
             raise DataError(what, where=path, mend="utterance ids must be unique; remove or rename one")
         seen[key] = number
         rest = decode_utf8(parts[1].strip(), path, number)
+        if "\0" in rest:
+            raise DataError(f"line {number}: a NUL character after {key!r}", where=path, mend=_LINE_OF_SCP)
         where = f"{path}, line {number}"
         if rest.startswith("|"):
             raise DataError(f"utterance {key}: {rest!r} writes to a command; nothing can be read", where=where)
@@ -124,8 +126,6 @@ def read_scp(path: Path, *, allow_pipes: bool = False) -> list[ScpEntry]:
 
 
 def _find(name: str, folder: str | PathLike[str]) -> Path | None:
-    if "\0" in name:
-        return None
     for candidate in (Path(name), Path(folder) / name):
         try:
             if candidate.is_file():
