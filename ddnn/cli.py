@@ -140,7 +140,7 @@ def score(
 @click.option("--out", type=PATH, required=True, help="Gets final.nnet and feature_transform.nnet.")
 def export(run_dir: Path, format_: str, out: Path) -> None:
     """Write a trained network as Kaldi nnet1 files."""
-    from ddnn.model.exchange import export_nnet1
+    from ddnn.train.nnet1_command import export_nnet1
 
     export_nnet1(run_dir, out)
 
@@ -181,16 +181,24 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
 
 
 @cli.command()
-@click.option("--network", "networks", multiple=True, help="Which network to measure; repeatable.  [default: all]")
+@click.option(
+    "--network",
+    "networks",
+    type=click.Choice(["an4", "swbd"]),
+    multiple=True,
+    default=("an4",),
+    show_default=True,
+    help="What to measure; repeatable.",
+)
 @click.option("--device", type=DEVICE, default="cpu", show_default=True, help="Where to compute.")
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads.")
-@click.option("--seconds", type=float, default=3.0, show_default=True, help="Time per measurement.")
+@click.option("--seconds", type=float, default=20.0, show_default=True, help="Time for each network.")
 @as_json
 def bench(networks: tuple[str, ...], device: str, threads: int, seconds: float, json_: bool) -> None:
     """Measure the training step against the machine's GEMM limit."""
     from ddnn.bench.step import run_bench
 
-    _show(run_bench(networks, device, threads, seconds), json_)
+    _show(run_bench(networks, device=device, threads=threads, seconds=seconds), json_)
 
 
 @cli.command(

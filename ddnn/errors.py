@@ -6,7 +6,7 @@ from os import PathLike
 
 
 class UserError(Exception):
-    """Something the user must mend: what is wrong (with the value found and the one expected), where, and how to mend it.
+    """Something the user must mend: what is wrong (the value found, the one expected), where, and how to mend it.
 
     Args:
         what: one sentence; names the utterance and the values found and expected where there are any.

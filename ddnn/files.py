@@ -15,8 +15,16 @@ from ddnn.errors import UserError
 
 def _explain(error: OSError, path: Path) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"no space left while writing {path.name}", where=path.parent, mend="free disk space or quota, then run again")
-    return UserError(f"cannot write {path.name}: {error.strerror}", where=path, mend="check that the directory exists and is writable")
+        return UserError(
+            f"no space left while writing {path.name}",
+            where=path.parent,
+            mend="free disk space or quota, then run again",
+        )
+    return UserError(
+        f"cannot write {path.name}: {error.strerror}",
+        where=path,
+        mend="check that the directory exists and is writable",
+    )
 
 
 @contextmanager

@@ -21,4 +21,6 @@ def progress_bar(description: str, unit: str = "utt") -> Callable[[Sequence[Item
 
 def frame_counter(description: str, total: int) -> tqdm:  # type: ignore[type-arg]
     """A bar counting frames, for a terminal only."""
-    return tqdm(total=total, desc=description, unit=" frames", unit_scale=True, disable=None, leave=False, mininterval=0.5)
+    return tqdm(
+        total=total, desc=description, unit=" frames", unit_scale=True, disable=None, leave=False, mininterval=0.5
+    )

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from ddnn.model.network import Buffers, Network
 
-FUNCTIONS = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "relu": torch.relu, "softmax": lambda x: x, "linear": lambda x: x}
+FUNCTIONS = {
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "softmax": lambda x: x,
+    "linear": lambda x: x,
+}
 
 
 def twin_loss(network: Network, parameters: Tensor, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddnn.data.corpus import Corpus
+from ddnn.data.corpus import Corpus, FeaturePipeline
 from ddnn.data.minibatches import frame_set, shuffled_minibatches
 from ddnn.data.transform import normalising, plain_splice
 from ddnn.device import choose_device
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.initialise import initialise_randomly
 from ddnn.model.network import Buffers, Network, hidden_stack, layer_views
-from ddnn.data.corpus import FeaturePipeline
 from ddnn.optim.schedule import make_schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.recipe.schema import Schedule
@@ -85,22 +84,32 @@ class BenchReport:
     def as_text(self) -> str:
         """A table."""
         lines = [", ".join(f"{k} {v}" for k, v in self.machine.items())]
-        lines.append("network  optimizer  precision  minibatch   frames/s  (min .. max)        GFLOP/s  GEMM limit  share")
+        lines.append(
+            "network  optimizer  precision  minibatch   frames/s  (min .. max)        GFLOP/s  GEMM limit  share"
+        )
         for r in self.results:
             spread = f"({r.spread[0]:.0f} .. {r.spread[1]:.0f})"
             lines.append(
-                f"{r.network:8} {r.optimizer:10} {r.precision:10} {r.minibatch:9d} {r.frames_per_second:10.0f}  {spread:18}"
-                f" {r.gflops:8.1f}  {r.gemm_gflops:10.1f}  {100 * r.share_of_limit:.1f} %"
+                f"{r.network:8} {r.optimizer:10} {r.precision:10} {r.minibatch:9d} {r.frames_per_second:10.0f}  "
+                f"{spread:18} {r.gflops:8.1f}  {r.gemm_gflops:10.1f}  {100 * r.share_of_limit:.1f} %"
             )
         return "\n".join(lines)
 
 
-def run_bench(networks: tuple[str, ...] = ("an4",), device: str = "auto", seconds: float = 20.0, threads: int = 1) -> BenchReport:
+def run_bench(
+    networks: tuple[str, ...] = ("an4",), device: str = "auto", seconds: float = 20.0, threads: int = 1
+) -> BenchReport:
     """Measures the named networks for about `seconds` each."""
     on = choose_device(device)
     torch.set_num_threads(threads)
     results = tuple(bench_step(name, NETWORKS[name], on, seconds) for name in networks)
-    machine = {"date": time.strftime("%Y-%m-%d"), "cpu": _cpu_name(), "device": str(on), "torch": torch.__version__, "threads": str(threads)}
+    machine = {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": _cpu_name(),
+        "device": str(on),
+        "torch": torch.__version__,
+        "threads": str(threads),
+    }
     if on.type == "cuda":
         machine["gpu"] = torch.cuda.get_device_name(on)
     return BenchReport(machine, results)
@@ -185,7 +194,9 @@ def _random_setup(shape: Shape, device: torch.device, frames: int = 60_000) -> S
     spoken = frames - 2 * SPLICE
     corpus = Corpus(store, labels, ("random",), ("random",), np.array([SPLICE]), np.array([spoken]), SPLICE)
     transform = normalising(plain_splice(DIM, SPLICE), corpus, [0])
-    network = Network(hidden_stack(transform.output_dim, shape.hidden_layers, shape.hidden_units, shape.pdfs, "sigmoid"))
+    network = Network(
+        hidden_stack(transform.output_dim, shape.hidden_layers, shape.hidden_units, shape.pdfs, "sigmoid")
+    )
     initialise_randomly(network, 1)
     model = AcousticModel(FeaturePipeline(), transform, network).to(device)
     train = frame_set(corpus.to(device), [0])
@@ -195,6 +206,8 @@ def _random_setup(shape: Shape, device: torch.device, frames: int = 60_000) -> S
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:  # noqa: PTH123
-            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+            return next(
+                (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+            )
     except OSError:
         return platform.machine()

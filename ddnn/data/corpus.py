@@ -22,7 +22,7 @@ from ddnn.errors import DataError
 from ddnn.kaldi.alignments import Alignments
 from ddnn.kaldi.datadir import DataDir, read_data_dir, speaker_cmvn_stats
 from ddnn.kaldi.features import add_deltas, apply_cmvn
-from ddnn.kaldi.tables import ArkReader, ScpEntry, check_finite
+from ddnn.kaldi.tables import MatrixReader, ScpEntry, check_finite
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Corpus:
         store: (rows, dim) float32 or float16; utterances with their `context` repeated edge frames.
         labels: (rows,) int32, the pdf-id of each frame; -1 on the repeated edges and where there is no alignment.
         utterances: utterance ids in the order of the data dir.
-        speakers: speaker of each utterance.
+        speakers: speaker of each utterance; None where the data dir has no utt2spk.
         first_row: (utterances,) int64, store row of each utterance's first frame.
         num_frames: (utterances,) int64.
         context: repeated edge frames on each side.
@@ -61,7 +61,7 @@ class Corpus:
     store: Tensor
     labels: Tensor
     utterances: tuple[str, ...]
-    speakers: tuple[str, ...]
+    speakers: tuple[str, ...] | None
     first_row: np.ndarray
     num_frames: np.ndarray
     context: int
@@ -80,9 +80,15 @@ class Corpus:
     def to(self, device: torch.device) -> Corpus:
         """The corpus with its frames and labels on `device`."""
         return Corpus(
-            self.store.to(device), self.labels.to(device), self.utterances, self.speakers,
-            self.first_row, self.num_frames, self.context, self.counts,
-        )  # fmt: skip
+            self.store.to(device),
+            self.labels.to(device),
+            self.utterances,
+            self.speakers,
+            self.first_row,
+            self.num_frames,
+            self.context,
+            self.counts,
+        )
 
 
 def load_corpus(
@@ -111,27 +117,29 @@ def load_corpus(
         DataError: damaged or unfit input, too much of it skipped, not enough memory.
     """
     directory = read_data_dir(data, allow_pipes=allow_pipes)
-    with ArkReader() as reader:
+    with MatrixReader() as reader:
         kept, lengths, counts = _join(directory, alignments, reader)
         _check_missing(directory, alignments, counts, max_missing)
         dim = reader.shape(kept[0])[1]
         width = dim * (pipeline.deltas + 1)
         rows = int(sum(lengths)) + 2 * context * len(kept)
-        require_memory(rows * (width * store_dtype.itemsize + 4), what=f"{int(sum(lengths))} frames of {width} dims", where=data)
+        require_memory(
+            rows * (width * store_dtype.itemsize + 4), what=f"{int(sum(lengths))} frames of {width} dims", where=data
+        )
         store = torch.empty((rows, width), dtype=store_dtype)
         labels = torch.full((rows,), -1, dtype=torch.int32)
-        prepare = _feature_preparation(directory, pipeline, allow_pipes)
+        prepare = _feature_preparation(directory, pipeline)
         first_row = np.zeros(len(kept), dtype=np.int64)
         row = context
         for u, entry in enumerate(progress(kept)):
-            features = reader.matrix(entry)
+            features = reader.read(entry)
             if features.shape[1] != dim:
                 raise DataError(
                     f"utterance {entry.key}: {features.shape[1]} dims found, {dim} expected as in {kept[0].key}",
                     where=directory.path / "feats.scp",
                     mend="all utterances of a data dir must have features of one kind",
                 )
-            check_finite(entry.key, features, entry.path)
+            check_finite(entry.key, features, entry.where)
             frames = torch.from_numpy(prepare(entry.key, features))[: lengths[u]]
             end = row + lengths[u]
             store[row:end] = frames
@@ -141,14 +149,13 @@ def load_corpus(
                 labels[row:end] = torch.from_numpy(alignments.pdfs[entry.key][: lengths[u]])
             first_row[u] = row
             row = end + 2 * context
-    speakers = tuple(directory.speakers.get(entry.key, entry.key) for entry in kept)
-    return Corpus(
-        store, labels, tuple(e.key for e in kept), speakers, first_row, np.asarray(lengths, dtype=np.int64), context, counts
-    )
+    speakers = None if directory.speakers is None else tuple(directory.speakers[entry.key] for entry in kept)
+    names = tuple(entry.key for entry in kept)
+    return Corpus(store, labels, names, speakers, first_row, np.asarray(lengths, dtype=np.int64), context, counts)
 
 
 def _join(
-    directory: DataDir, alignments: Alignments | None, reader: ArkReader
+    directory: DataDir, alignments: Alignments | None, reader: MatrixReader
 ) -> tuple[list[ScpEntry], list[int], dict[str, int]]:
     """The utterances to keep, their numbers of frames, and what was skipped or trimmed."""
     counts = Counter({"utterances": 0, "no_alignment": 0, "length_differs": 0, "trimmed": 0, "empty": 0})
@@ -162,7 +169,9 @@ def _join(
                 counts["no_alignment"] += 1
                 continue
             if abs(len(labels) - frames) > LENGTH_TOLERANCE:
-                log.warning("utterance %s skipped: %d frames of features, %d of alignment", entry.key, frames, len(labels))
+                log.warning(
+                    "utterance %s skipped: %d frames of features, %d of alignment", entry.key, frames, len(labels)
+                )
                 counts["length_differs"] += 1
                 continue
             length = min(frames, len(labels))
@@ -177,7 +186,9 @@ def _join(
     return kept, lengths, dict(counts)
 
 
-def _check_missing(directory: DataDir, alignments: Alignments | None, counts: dict[str, int], max_missing: float) -> None:
+def _check_missing(
+    directory: DataDir, alignments: Alignments | None, counts: dict[str, int], max_missing: float
+) -> None:
     total = len(directory.entries)
     skipped = total - counts["utterances"]
     described = (
@@ -192,19 +203,25 @@ def _check_missing(directory: DataDir, alignments: Alignments | None, counts: di
             mend=f"check that features and alignments belong together, or raise data.max_missing (now {max_missing:g})",
         )
     if skipped or counts["trimmed"]:
-        log.warning("%s: %d of %d utterances skipped (%s), %d trimmed", directory.path, skipped, total, described, counts["trimmed"])
+        log.warning(
+            "%s: %d of %d utterances skipped (%s), %d trimmed",
+            directory.path,
+            skipped,
+            total,
+            described,
+            counts["trimmed"],
+        )
 
 
-def _feature_preparation(
-    directory: DataDir, pipeline: FeaturePipeline, allow_pipes: bool
-) -> Callable[[str, np.ndarray], np.ndarray]:
+def _feature_preparation(directory: DataDir, pipeline: FeaturePipeline) -> Callable[[str, np.ndarray], np.ndarray]:
     """utterance, features -> features with CMVN and deltas."""
-    stats = speaker_cmvn_stats(directory) if pipeline.cmvn != "none" else {}
+    normalised = pipeline.cmvn != "none"
+    stats = speaker_cmvn_stats(directory) if normalised else {}
+    speakers = directory.speaker_of("data.cmvn") if normalised else {}
 
     def prepare(utterance: str, features: np.ndarray) -> np.ndarray:
-        if pipeline.cmvn != "none":
-            speaker = directory.speakers[utterance]
-            features = apply_cmvn(features, stats[speaker], variance=pipeline.cmvn == "mean-variance")
+        if normalised:
+            features = apply_cmvn(features, stats[speakers[utterance]], variance=pipeline.cmvn == "mean-variance")
         return add_deltas(features, pipeline.deltas) if pipeline.deltas else features
 
     return prepare

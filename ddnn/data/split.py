@@ -23,7 +23,7 @@ def split_by_speakers_file(corpus: Corpus, path: Path) -> tuple[list[int], list[
         listed = path.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the list of cross-validation speakers: {error}", where=path) from error
-    known = set(corpus.speakers)
+    known = set(_speakers(corpus))
     unknown = sorted(set(listed) - known)
     if unknown:
         raise DataError(
@@ -41,7 +41,7 @@ def split_by_fraction(corpus: Corpus, fraction: float, seed: int) -> tuple[list[
         DataError: one side would be empty, as with a single speaker.
     """
     frames: dict[str, int] = defaultdict(int)
-    for speaker, count in zip(corpus.speakers, corpus.num_frames, strict=True):
+    for speaker, count in zip(_speakers(corpus), corpus.num_frames, strict=True):
         frames[speaker] += int(count)
     wanted = fraction * int(corpus.num_frames.sum())
     held_out: set[str] = set()
@@ -53,13 +53,22 @@ def split_by_fraction(corpus: Corpus, fraction: float, seed: int) -> tuple[list[
     return _split(corpus, held_out, f"data.cv.fraction {fraction:g}")
 
 
+def _speakers(corpus: Corpus) -> tuple[str, ...]:
+    if corpus.speakers is None:
+        raise DataError(
+            "the training data has no utt2spk; it is needed to hold out speakers for cross-validation",
+            mend="write utt2spk, or give data.cv.data and data.cv.alignments",
+        )
+    return corpus.speakers
+
+
 def _split(corpus: Corpus, held_out: set[str], rule: str) -> tuple[list[int], list[int]]:
-    train = [u for u, speaker in enumerate(corpus.speakers) if speaker not in held_out]
-    cv = [u for u, speaker in enumerate(corpus.speakers) if speaker in held_out]
+    train = [u for u, speaker in enumerate(_speakers(corpus)) if speaker not in held_out]
+    cv = [u for u, speaker in enumerate(_speakers(corpus)) if speaker in held_out]
     if not train or not cv:
         side = "training" if not train else "cross-validation"
         raise DataError(
-            f"{len(held_out)} of {len(set(corpus.speakers))} speakers held out: no utterance is left for {side}",
+            f"{len(held_out)} of {len(set(_speakers(corpus)))} speakers held out: no utterance is left for {side}",
             where=rule,
             mend="hold out other speakers, or give data.cv.data and data.cv.alignments",
         )

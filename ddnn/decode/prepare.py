@@ -34,7 +34,7 @@ DISABLED_LOG_PRIOR = math.sqrt(float(np.finfo(np.float32).max))
 
 DECODE_SH = """\
 #!/usr/bin/env bash
-# Decodes the log-likelihoods beside this script with Kaldi. Usage: decode.sh GRAPH_DIR FINAL_MDL OUT_DIR [ACOUSTIC_SCALE]
+# Decodes the log-likelihoods beside this script. Usage: decode.sh GRAPH_DIR FINAL_MDL OUT_DIR [ACOUSTIC_SCALE]
 set -euo pipefail
 [ $# -ge 3 ] || {{ echo "usage: $0 GRAPH_DIR FINAL_MDL OUT_DIR [ACOUSTIC_SCALE]" >&2; exit 2; }}
 graph=$(realpath "$1") model=$(realpath "$2") out=$3 scale=${{4:-0.1}}
@@ -71,7 +71,9 @@ def log_likelihoods(model: AcousticModel, corpus: Corpus, priors: Tensor) -> Ite
         gather(corpus, model.transform, rows, block.x)
         scores = (forward(model.network, block) - priors).cpu().numpy()
         if not np.isfinite(scores).all():
-            raise DataError(f"utterance {utterance}: the network's output is not finite", mend="retrain: the model has diverged")
+            raise DataError(
+                f"utterance {utterance}: the network's output is not finite", mend="retrain: the model has diverged"
+            )
         yield utterance, scores
 
 
@@ -95,9 +97,14 @@ def prepare_decoding(
     if (out / "loglikes.scp").exists():
         raise UserError("log-likelihoods are there already", where=out, mend="name another --out, or remove them")
     corpus = load_corpus(
-        data, None, context=model.transform.context, pipeline=model.pipeline, allow_pipes=allow_pipes, max_missing=0.999,
+        data,
+        None,
+        context=model.transform.context,
+        pipeline=model.pipeline,
+        allow_pipes=allow_pipes,
+        max_missing=0.999,
         progress=progress_bar("loading"),
-    )  # fmt: skip
+    )
     model.check_features(corpus.dim, where=data)
     make_directory(out)
     priors = torch.from_numpy(log_priors(counts, prior_scale)).float().to(on)

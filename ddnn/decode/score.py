@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from ddnn.decode.decoder import DecodeOptions, Hypothesis, check_options, decode_utterances, read_graph
 from ddnn.errors import DataError, UserError
-from ddnn.kaldi.tables import iterate_matrices, read_scp
+from ddnn.kaldi.scp import decode_utf8, read_lines
+from ddnn.kaldi.tables import MatrixReader, iterate_matrices, read_scp
 
 
 @dataclass(frozen=True)
@@ -79,23 +80,13 @@ def read_reference(path: Path) -> dict[str, tuple[str, ...]]:
     Raises:
         DataError: missing, empty, not UTF-8, or an utterance that stands twice.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"cannot read the reference {path.name}: {error.strerror}", where=path, mend="check the path") from error
     reference: dict[str, tuple[str, ...]] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            fields = [field.decode() for field in line.split()]
-        except UnicodeDecodeError as error:
-            raise DataError(f"line {number} is not UTF-8: {line[:60]!r}", where=path, mend="convert the file with iconv") from error
-        if not fields:
-            if number == len(lines):
-                break
-            raise DataError(f"line {number} is empty, expected an utterance and its words", where=path, mend="remove the line")
-        if fields[0] in reference:
-            raise DataError(f"line {number}: utterance {fields[0]} stands twice", where=path, mend="remove one of the two lines")
-        reference[fields[0]] = tuple(fields[1:])
+    for number, parts in read_lines(path, "the reference"):
+        key = decode_utf8(parts[0], path, number)
+        if key in reference:
+            raise DataError(f"line {number}: utterance {key} stands twice", where=path, mend="remove one of the two lines")
+        words = parts[1].split() if len(parts) > 1 else []
+        reference[key] = tuple(decode_utf8(word, path, number) for word in words)
     if not any(reference.values()):
         raise DataError("the reference has no words", where=path, mend="give a Kaldi text: utterance and its words, one a line")
     return reference
@@ -122,6 +113,26 @@ def _locate(loglikes: Path) -> Path:
     if not path.is_file():
         raise DataError(f"no log-likelihoods at {path.name}", where=path, mend="make them with ddnn decode-prep")
     return path
+
+
+def _loglikes(source: Path, reference: set[str]) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    """Every utterance and its matrix; those of an scp are known, and checked, before an hour of decoding."""
+    if source.suffix == ".scp":
+        entries = read_scp(source)
+        _check_same_utterances({entry.key for entry in entries}, reference, source)
+        with MatrixReader() as reader:
+            for entry in entries:
+                yield entry.key, reader.read(entry)
+        return
+    seen: set[str] = set()
+    for utterance, matrix in iterate_matrices(source):
+        if utterance in seen:
+            raise DataError(f"utterance {utterance} stands twice", where=source, mend="write the archive again")
+        if utterance not in reference:
+            _check_same_utterances({utterance}, set(), source)
+        seen.add(utterance)
+        yield utterance, matrix
+    _check_same_utterances(seen, reference, source)
 
 
 def _errors(ka: ModuleType, utterance: str, reference: tuple[str, ...], hypothesis: Hypothesis) -> UtteranceScore:
@@ -168,27 +179,15 @@ def score(
     check_options(options)
     ka = _import_kaldialign()
     source, reference = _locate(loglikes), read_reference(text)
-    if source.suffix == ".scp":  # its keys are known before an hour of decoding
-        _check_same_utterances(set(read_scp(source)), set(reference), source)
     graph = read_graph(graph_dir, model)
     scores: list[list[UtteranceScore]] = [[] for _ in options.acoustic_scales]
-    seen: set[str] = set()
-
-    def known() -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-        for utterance, matrix in iterate_matrices(source):
-            if utterance in seen:
-                raise DataError(f"utterance {utterance} stands twice", where=source, mend="write the archive again")
-            if utterance not in reference:
-                _check_same_utterances({utterance}, {utterance} & set(reference), source)
-            seen.add(utterance)
-            yield utterance, matrix
-
-    for utterance, hypotheses in decode_utterances(known(), graph, options):
+    done = 0
+    for utterance, hypotheses in decode_utterances(_loglikes(source, set(reference)), graph, options):
         for column, hypothesis in zip(scores, hypotheses, strict=True):
             column.append(_errors(ka, utterance, reference[utterance], hypothesis))
+        done += 1
         if progress is not None:
-            progress(len(seen))
-    _check_same_utterances(seen, set(reference), source)
+            progress(done)
     results = tuple(_sum_up(ka, scale, tuple(column)) for scale, column in zip(options.acoustic_scales, scores, strict=True))
     return ScoreResult(results, min(range(len(results)), key=lambda index: results[index].wer))
 

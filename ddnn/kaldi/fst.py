@@ -7,6 +7,7 @@ decoder that walks a graph checks nothing.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from ddnn.errors import DataError
 from ddnn.files import written_whole
+from ddnn.kaldi.scp import decode_utf8, read_lines
 
 ARC = np.dtype([("ilabel", "<i4"), ("olabel", "<i4"), ("weight", "<f4"), ("nextstate", "<i4")])
 """One arc as it lies in the file. Weights are costs (negated logs); label 0 is epsilon."""
@@ -233,25 +235,17 @@ def read_symbols(path: Path) -> dict[int, str]:
     Raises:
         DataError: missing, not UTF-8, a line of another form, an id or a symbol that stands twice.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise _bad(f"cannot read the symbol table {path.name}: {error.strerror}", path, "check the path") from error
     symbols: dict[int, str] = {}
-    for number, line in enumerate(lines, 1):
-        fields = line.split()  # at ASCII white space only, as Kaldi does
-        if not fields and number == len(lines):
-            break
+    for number, parts in read_lines(path, "the symbol table"):
+        fields = [*parts[:1], *(parts[1].split() if len(parts) > 1 else [])]
         if len(fields) != 2 or not fields[1].isdigit() or len(fields[1]) > 10:
-            raise _bad(f"line {number} is {line[:80]!r}, expected a symbol and its id", path, "mend the line")
+            line = b" ".join(fields)[:80]
+            raise _bad(f"line {number} is {line!r}, expected a symbol and its id", path, "mend the line")
         if int(fields[1]) in symbols:
             raise _bad(f"line {number}: the id {int(fields[1])} stands twice", path, "remove one of the two lines")
-        try:
-            symbols[int(fields[1])] = fields[0].decode()
-        except UnicodeDecodeError as error:
-            raise _bad(f"line {number}: the symbol {fields[0]!r} is not UTF-8", path, "convert the file with iconv") from error
+        symbols[int(fields[1])] = decode_utf8(fields[0], path, number)
     if len(set(symbols.values())) != len(symbols):
-        seen: set[str] = set()
-        twice = next(symbol for symbol in symbols.values() if symbol in seen or seen.add(symbol))
+        counts = Counter(symbols.values())
+        twice = counts.most_common(1)[0][0]
         raise _bad(f"the symbol {twice!r} stands twice", path, "remove one of the two lines")
     return symbols

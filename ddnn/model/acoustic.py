@@ -75,7 +75,9 @@ def load_model(path: Path) -> AcousticModel:
             header = json.loads((stored.metadata() or {})["ddnn"])
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
-        raise DataError(f"there is no model {path.name}", where=path, mend="name the run dir of a finished training") from error
+        raise DataError(
+            f"there is no model {path.name}", where=path, mend="name the run dir of a finished training"
+        ) from error
     except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise DataError(f"not a ddnn model: {error}", where=path) from error
     try:
@@ -95,7 +97,11 @@ def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> AcousticMod
     if len(offsets) * dim != layers[0].inputs:
         raise ValueError(f"{len(offsets)} frames of {dim} dims do not make an input of {layers[0].inputs}")
     pipeline = FeaturePipeline(**header["pipeline"])
-    if pipeline.cmvn not in ("none", "mean", "mean-variance") or type(pipeline.deltas) is not int or not 0 <= pipeline.deltas <= 4:
+    if (
+        pipeline.cmvn not in ("none", "mean", "mean-variance")
+        or type(pipeline.deltas) is not int
+        or not 0 <= pipeline.deltas <= 4
+    ):
         raise ValueError(f"feature pipeline {pipeline!r}")
 
     def vector(name: str) -> Tensor | None:
@@ -117,7 +123,9 @@ def _check_layers(layers: tuple[Layer, ...]) -> None:
             raise ValueError(f"layer {i}: activation {layer.activation!r}")
         if not all(type(n) is int and n > 0 for n in (layer.inputs, layer.outputs)):
             raise ValueError(f"layer {i}: {layer.inputs!r} inputs, {layer.outputs!r} outputs")
-        if not all(isinstance(v, int | float) and np.isfinite(v) for v in (layer.weight_rate, layer.bias_rate, layer.max_norm)):
+        if not all(
+            isinstance(v, int | float) and np.isfinite(v) for v in (layer.weight_rate, layer.bias_rate, layer.max_norm)
+        ):
             raise ValueError(f"layer {i}: rates {layer.weight_rate!r}, {layer.bias_rate!r}, {layer.max_norm!r}")
         if i and layer.inputs != layers[i - 1].outputs:
             raise ValueError(f"layer {i} reads {layer.inputs} dims, the one before gives {layers[i - 1].outputs}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -10,14 +11,11 @@ from torch import Tensor
 
 from ddnn.data.corpus import FeaturePipeline
 from ddnn.data.transform import InputTransform
-from ddnn.errors import DataError, UserError
-from ddnn.files import make_directory
-from ddnn.kaldi.nnet1 import Activation, AddShift, Affine, Component, Rescale, Splice, read_nnet1, write_nnet1
+from ddnn.errors import DataError
+from ddnn.kaldi.nnet1 import Activation, AddShift, Affine, Component, Rescale, Splice
+from ddnn.kaldi.nnet1_components import Kind
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.network import Layer, Network
-
-NETWORK_FILE = "final.nnet"
-TRANSFORM_FILE = "feature_transform.nnet"
 
 
 def to_nnet1(model: AcousticModel) -> tuple[tuple[Component, ...], tuple[Component, ...]]:
@@ -25,11 +23,9 @@ def to_nnet1(model: AcousticModel) -> tuple[tuple[Component, ...], tuple[Compone
     components: list[Component] = []
     network = model.network
     for layer, weight, bias in zip(network.layers, network.weights, network.biases, strict=True):
-        components.append(
-            Affine(_array(weight), _array(bias), layer.weight_rate, layer.bias_rate, layer.max_norm)
-        )
+        components.append(Affine(_array(weight), _array(bias), layer.weight_rate, layer.bias_rate, layer.max_norm))
         if layer.activation != "linear":
-            components.append(Activation(layer.activation, layer.outputs))
+            components.append(Activation(cast(Kind, layer.activation), layer.outputs))
     front: list[Component] = [Splice(model.transform.offsets, model.transform.dim)]
     if model.transform.shift is not None:
         front.append(AddShift(_array(model.transform.shift), 0.0))
@@ -54,7 +50,8 @@ def from_nnet1(
     transform = _transform(front, layers[0].inputs, where)
     if transform.output_dim != layers[0].inputs:
         raise DataError(
-            f"the feature transform gives {transform.output_dim} dims, the network reads {layers[0].inputs}", where=where
+            f"the feature transform gives {transform.output_dim} dims, the network reads {layers[0].inputs}",
+            where=where,
         )
     return AcousticModel(pipeline or FeaturePipeline(), transform, Network(layers, torch.cat(flat)))
 
@@ -95,7 +92,9 @@ def _transform(front: tuple[Component, ...], input_dim: int, where: Path) -> Inp
     order = [type(component) for component in front]
     if order != [kind for kind in (Splice, AddShift, Rescale) if kind in order]:
         names = ", ".join(kind.__name__ for kind in order)
-        raise DataError(f"the feature transform is {names}; ddnn has one splice, shift and rescale, in this order", where=where)
+        raise DataError(
+            f"the feature transform is {names}; ddnn has one splice, shift and rescale, in this order", where=where
+        )
     for component in front:
         if isinstance(component, Splice):
             offsets, dim = component.offsets, component.input_dim

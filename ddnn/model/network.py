@@ -8,6 +8,7 @@ both against torch.autograd in float64.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -82,10 +83,12 @@ def layer_views(layers: tuple[Layer, ...], flat: Tensor) -> tuple[list[Tensor], 
     return weights, biases
 
 
-def hidden_stack(inputs: int, hidden_layers: int, hidden_units: int, outputs: int, activation: str) -> tuple[Layer, ...]:
+def hidden_stack(
+    inputs: int, hidden_layers: int, hidden_units: int, outputs: int, activation: str
+) -> tuple[Layer, ...]:
     """Equal hidden layers, then softmax; the output bias learns at 0.1 of the rate (nnet1's make_nnet_proto)."""
     dims = [inputs] + [hidden_units] * hidden_layers
-    hidden = tuple(Layer(a, b, activation) for a, b in zip(dims[:-1], dims[1:], strict=True))
+    hidden = tuple(Layer(a, b, activation) for a, b in pairwise(dims))
     return (*hidden, Layer(dims[-1], outputs, "softmax", bias_rate=0.1))
 
 

@@ -52,7 +52,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddnn.errors import DataError, UserError
@@ -63,6 +65,10 @@ _CONDITION = 1e6  # cond(C) above which the orthonormality of R is checked
 _ORTHONORMAL = 1e-3  # largest |R R^T - I| left alone
 _INVERSE_FACTOR = 100.0  # largest element of the inverse Cholesky factor that is trusted
 
+_TINY = 1e-38  # makes 0 / 0 a 1, and is lost in any other norm
+
+Vector = NDArray[np.float64]
+Matrix = NDArray[np.float64]
 MaxChangeMode = Literal["exact", "before-rate"]
 
 
@@ -115,7 +121,7 @@ class NaturalGradient:
         self.rank = r = min(options.rank, dim - 1)
         self.t = 0
         self.rho = _EPSILON
-        self.d = torch.full((r,), _EPSILON, dtype=torch.float64)
+        self.d: Vector = np.full(r, _EPSILON)
         e = 1.0 / (2.0 + (dim + r) * options.alpha / dim)
         self.w = (_first_r(r, dim) * math.sqrt(e)).to(self.device, torch.float32)
         self.row_norms = torch.zeros(0, device=self.device)
@@ -158,15 +164,14 @@ class NaturalGradient:
         self.t += 1
         x.addmm_(h.T, self.w, alpha=-1.0)
         self.row_norms = torch.linalg.vector_norm(x, dim=1)
-        norm_hat = torch.linalg.vector_norm(self.row_norms)
-        return torch.where(norm_hat == 0.0, 1.0, norm / norm_hat)
+        return norm.add_(_TINY).div_(torch.linalg.vector_norm(self.row_norms).add_(_TINY))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state as copies on the host: `w` (r, D) float32, `d` (r,) float64, `rho` float64, `t` int64."""
         self.finish_update()
         return {
             "w": self.w.detach().to("cpu", copy=True),
-            "d": self.d.clone(),
+            "d": torch.tensor(self.d, dtype=torch.float64),
             "rho": torch.tensor(self.rho, dtype=torch.float64),
             "t": torch.tensor(self.t, dtype=torch.int64),
         }
@@ -195,7 +200,7 @@ class NaturalGradient:
             if not (positive and bool(torch.isfinite(value).all())):
                 raise DataError(f"natural gradient state: {name} has values outside its range", mend=mend)
         self.w.copy_(state["w"])
-        self.d = state["d"].to("cpu", copy=True)
+        self.d = state["d"].cpu().numpy().copy()
         self.rho, self.t, self._pending_n = float(state["rho"]), int(state["t"]), 0
 
     def _project(self, x: Tensor) -> Tensor:
@@ -235,36 +240,39 @@ class NaturalGradient:
         if self._copied is not None:
             self._copied.synchronize()
         r, dim, eta, alpha = self.rank, self.dim, self._eta(n), self.options.alpha
-        stats = self._stats_host.double()
-        k, ell, norm = stats[: r * r].view(r, r), stats[r * r : -1].view(r, r), float(stats[-1])
-        e = _e(self.d, self.rho, alpha, dim)
-        e_inv = e.rsqrt()
-        kept = (1.0 - eta) * (self.d + self.rho)
-        e_outer = torch.outer(e_inv, e_inv)
-        cross = e_outer * (ell + ell.T) * (0.5 * kept)
-        z = e_outer * (k + k.T) * 0.5 + cross + cross.T + torch.diag(kept * kept)
+        d, rho = self.d, self.rho
+        stats = self._stats_host.numpy().astype(np.float64)
+        k, ell, norm = stats[: r * r].reshape(r, r), stats[r * r : -1].reshape(r, r), float(stats[-1])
+        e_inv = 1.0 / np.sqrt(_e(d, rho, alpha, dim))
+        kept = (1.0 - eta) * (d + rho)
+        z = k + ell * kept
+        z += ell.T * kept[:, None]
+        z *= e_inv
+        z *= e_inv[:, None]
+        z.flat[:: r + 1] += kept * kept
         trace = float(z.trace())
         if not (math.isfinite(trace) and math.isfinite(norm)):
             return  # a minibatch with NaN or infinity: gamma and X^ show it, the Fisher matrix stays clean
         z_scale = max(1.0, trace)
-        c, u = torch.linalg.eigh(z / z_scale)
-        c, u = c.flip(0) * z_scale, u.flip(1)
-        floor = (self.rho * (1.0 - eta)) ** 2
-        doubtful = bool(c[0] > _CONDITION * c[-1]) or bool(c[-1] < floor)
-        sqrt_c = c.clamp(min=floor).sqrt()
-        trace_t = eta / n * norm**2 + (1.0 - eta) * (dim * self.rho + float(self.d.sum()))
-        rho = (trace_t - float(sqrt_c.sum())) / (dim - r)
+        c, u = _eigh(z / z_scale)
+        c *= z_scale
+        floor = (rho * (1.0 - eta)) ** 2
+        doubtful = c[0] > _CONDITION * c[-1] or c[-1] < floor
+        sqrt_c = np.sqrt(np.maximum(c, floor))
+        trace_t = eta / n * norm**2 + (1.0 - eta) * (dim * rho + d.sum())
+        rho = float(trace_t - sqrt_c.sum()) / (dim - r)
         low = max(_EPSILON, self.options.delta * float(sqrt_c[0]))
-        d = (sqrt_c - rho).clamp(min=low)  # with rho before its own floor, as Kaldi
+        d = np.maximum(sqrt_c - rho, low)  # with rho before its own floor, as Kaldi
         rho = max(rho, low)
-        e_next = _e(d, rho, alpha, dim)
-        self._a_host[:, :r] = (e_next.sqrt() / sqrt_c).unsqueeze(1) * u.T * e_inv
-        self._a_host[:, r] = kept
+        e = _e(d, rho, alpha, dim)
+        host = self._a_host.numpy()
+        np.multiply(u.T * e_inv, (np.sqrt(e) / sqrt_c)[:, None], out=host[:, :r], casting="same_kind")
+        host[:, r] = kept
         self._a.copy_(self._a_host, non_blocking=True)
         self._j.addcmul_(self._a[:, r:], self.w)
         w = torch.mm(self._a[:, :r], self._j, out=self._w_next)
         if doubtful:
-            _orthonormalise(w, e_next)
+            _orthonormalise(w, e)
         self.w, self._w_next = w, self.w
         self.d, self.rho = d, rho
 
@@ -310,15 +318,20 @@ def _first_r(rank: int, dim: int) -> Tensor:
     return torch.nn.functional.normalize(r, dim=1)
 
 
-def _e(d: Tensor, rho: float, alpha: float, dim: int) -> Tensor:
+def _e(d: Vector, rho: float, alpha: float, dim: int) -> Vector:
     """e (r,) = 1 / (beta/d + 1) = d / (d + beta)."""
-    e: Tensor = d / (d + (rho * (1.0 + alpha) + alpha * float(d.sum()) / dim))
-    return e
+    return d / (d + (rho * (1.0 + alpha) + alpha * float(d.sum()) / dim))
 
 
-def _orthonormalise(w: Tensor, e: Tensor) -> None:
+def _eigh(z: Matrix) -> tuple[Vector, Matrix]:
+    """Eigenvalues of a symmetric (r, r) matrix, descending, and its eigenvectors as columns."""
+    c, u = torch.linalg.eigh(torch.from_numpy(z))  # by torch, so that torch's number of threads holds
+    return c.numpy()[::-1].copy(), u.numpy()[:, ::-1]
+
+
+def _orthonormalise(w: Tensor, e: Vector) -> None:
     """Makes the rows of R = E^-.5 W orthonormal again, in place, if they are off by over 1e-3. Waits for the device."""
-    sqrt_e = e.sqrt()
+    sqrt_e = torch.from_numpy(np.sqrt(e))
     wide = w.double()  # an inverse factor of 100 would raise the roundoff of float32 to 1e-3
     o = torch.mm(wide, wide.T).cpu() / torch.outer(sqrt_e, sqrt_e)
     eye = torch.eye(len(e), dtype=torch.float64)

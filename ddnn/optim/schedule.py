@@ -88,7 +88,7 @@ class Exponential:
         return True
 
 
-SCHEDULES = {"newbob": Newbob, "exponential": Exponential}
+SCHEDULES: dict[str, type[Newbob] | type[Exponential]] = {"newbob": Newbob, "exponential": Exponential}
 
 
 def make_schedule(recipe: ScheduleRecipe) -> Schedule:

@@ -47,6 +47,8 @@ def gather_file(path: Path, name: str, into: Gathered, including: tuple[Path, ..
     values, problems = parse_file(text, name)
     into.problems += problems
     include = values.pop(("include",), None)
+    for path_in_include in [p for p in values if p[0] == "include"]:
+        include = Given({}, values.pop(path_in_include).source)
     if include is not None:
         _gather_includes(include, path.parent, into, (*including, path.resolve()))
     into.take(values)

@@ -106,7 +106,8 @@ def _walk() -> tuple[dict[str, str], dict[str, Key]]:
 def _expects(kind: dict[str, Any]) -> str:
     """In words, what a field of the JSON schema takes: "a number >= 0 and < 1"."""
     if "enum" in kind or "const" in kind:
-        return " or ".join(kind.get("enum", [kind.get("const")]))
+        *others, last = kind.get("enum", [kind.get("const")])
+        return f"{', '.join(others)} or {last}" if others else str(last)
     if kind["type"] == "boolean":
         return "true or false"
     if kind["type"] == "string":

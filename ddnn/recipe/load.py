@@ -64,7 +64,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _build(path: Path, gathered: Gathered, must_exist: bool) -> Recipe | None:
-    """The recipe. Problems are added to `gathered`; unsound values are left out, so that the rest is checked as well."""
+    """The recipe. Problems are added to `gathered`; unsound values are left out, so that the rest is still checked."""
     unread = any(problem.unread for problem in gathered.problems)
     sound = _known(gathered)
     for name, given in list(sound.items()):

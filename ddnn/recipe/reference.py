@@ -52,8 +52,10 @@ dir as `recipe.yaml`. Only `data.train` and `data.alignments` must be given.
 ## How a recipe is read
 
 - **Include.** `include:` takes a fragment's file name or a list of them. Each is looked for in the folder of the file
-  that includes it, then among the fragments that come with ddnn ({fragments}). A later fragment wins over
-  an earlier one, and the file itself over its fragments, key by key. Fragments may include others, in no circle.
+  that includes it, then among the fragments that come with ddnn:
+  {fragments}.
+  A later fragment wins over an earlier one, and the file itself over its fragments, key by key. Fragments may include
+  others, in no circle.
 - **`--set KEY=VALUE`** wins over the files, the last one over those before. KEY is written with dots
   (`schedule.initial`), VALUE is YAML.
 - **`null`**, in a file or by `--set`, takes a key back to its default, as if no file had given it.
@@ -76,7 +78,8 @@ def recipe_reference() -> str:
         rows = [_row(key) for key in keys().values() if key.name.rpartition(".")[0] == section]
         title = f"`{section}`" if section else "At the top"
         text = meaning if section else "Beside the sections below:"
-        parts.append(f"### {title}\n\n{text}\n\n| key | value | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
+        table = "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows])
+        parts.append(f"### {title}\n\n{text}\n\n{table}\n")
     return "\n".join(parts)
 
 

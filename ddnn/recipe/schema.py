@@ -23,7 +23,8 @@ class CrossValidation(Section):
     """What is held out to judge an epoch: by default whole speakers of the training data."""
 
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Share of the training frames to hold out, as whole speakers drawn with the recipe's `seed`. 0.1 where nothing in this section is given."""
+    """Share of the training frames to hold out, as whole speakers drawn with the recipe's `seed`. 0.1 where nothing
+    in this section is given."""
     speakers_file: Path | None = None
     """File with one speaker per line: their utterances are held out."""
     data: Path | None = None
@@ -38,15 +39,18 @@ class Data(Section):
     train: Path
     """Kaldi data dir: `feats.scp`, `utt2spk`, and `cmvn.scp` where wanted."""
     alignments: Path
-    """Kaldi alignment dir (`ali.*.gz` of transition-ids and `final.mdl`), or one archive of pdf-ids (`.ark`, `.txt`, `.gz`)."""
+    """Kaldi alignment dir (`ali.*.gz` of transition-ids and `final.mdl`), or one archive of pdf-ids (`.ark`, `.txt`,
+    `.gz`)."""
     pdfs: Count | None = None
-    """Number of pdfs (senones). Read from `final.mdl`; needed only with an archive of pdf-ids, where it defaults to the largest pdf-id + 1."""
+    """Number of pdfs (senones). Read from `final.mdl`; needed only with an archive of pdf-ids, where it defaults to
+    the largest pdf-id + 1."""
     cv: CrossValidation = CrossValidation()
     """Cross-validation."""
     splice: Annotated[int, Field(ge=0, le=100)] = 5
     """Frames of context on each side: 5 makes the network's input 11 frames wide."""
     cmvn: Literal["none", "mean", "mean-variance"] = "none"
-    """Cepstral mean (and variance) normalisation per speaker, from `cmvn.scp` where the data dir has one, else computed from its features."""
+    """Cepstral mean (and variance) normalisation per speaker, from `cmvn.scp` where the data dir has one, else
+    computed from its features."""
     deltas: Annotated[int, Field(ge=0, le=4)] = 0
     """Order of delta features to append (Kaldi's add-deltas, window 2), after CMVN and before splicing."""
     normalise: bool = True
@@ -56,7 +60,8 @@ class Data(Section):
     allow_pipes: bool = False
     """Run shell commands that stand in an scp (`gunzip -c x.gz |`). Only for data that you wrote yourself."""
     max_missing: Fraction = 0.05
-    """Largest share of utterances that may lack an alignment, or differ from it by more than 5 frames, before training is refused."""
+    """Largest share of utterances that may lack an alignment, or differ from it by more than 5 frames, before
+    training is refused."""
 
 
 class Model(Section):
@@ -85,19 +90,24 @@ class Schedule(Section):
     """How the learning rate moves, and when training ends."""
 
     name: Literal["newbob", "exponential"] = "newbob"
-    """`newbob`: halve once the cross-validation gain is small, reject epochs that made it worse. `exponential`: from `initial` to `final`, no rejection."""
+    """`newbob`: halve once the cross-validation gain is small, reject epochs that made it worse. `exponential`: from
+    `initial` to `final`, no rejection."""
     initial: Positive = 0.008
-    """Learning rate of the first epoch; multiplies the SUM of the gradient over a minibatch (0.008 at minibatch 256 is 2.048 on the mean)."""
+    """Learning rate of the first epoch; multiplies the SUM of the gradient over a minibatch (0.008 at minibatch 256
+    is 2.048 on the mean)."""
     final: Positive | None = None
     """Exponential: rate of the last epoch. Default: 0.01 * `initial`."""
     epochs: Count | None = None
     """Newbob: most epochs (default 20). Exponential: all epochs (default 15)."""
     criterion: Literal["loss", "frame-accuracy"] = "loss"
-    """Newbob: judge by relative improvement of the cross-validation loss (Kaldi nnet1), or by absolute gain in frame accuracy (the paper)."""
+    """Newbob: judge by relative improvement of the cross-validation loss (Kaldi nnet1), or by absolute gain in frame
+    accuracy (the paper)."""
     start_halving: Positive | None = None
-    """Newbob: halving starts below this improvement. Default 0.01 relative for loss, 0.005 absolute for frame accuracy."""
+    """Newbob: halving starts below this improvement. Default 0.01 relative for loss, 0.005 absolute for frame
+    accuracy."""
     end_halving: NotNegative | None = None
-    """Newbob: training ends below this improvement once halving has begun. Default 0.001, relative for loss or absolute for frame accuracy."""
+    """Newbob: training ends below this improvement once halving has begun. Default 0.001, relative for loss or
+    absolute for frame accuracy."""
     halving_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Newbob: what the rate is multiplied by."""
     keep_epochs: Annotated[int, Field(ge=0)] = 0
@@ -116,14 +126,16 @@ class Parallel(Section):
     every: Count = 10
     """Minibatches between two averagings."""
     threads: Count = 1
-    """CPU threads of each worker. On minibatches of a few hundred frames one is fastest: two were measured ten times slower."""
+    """CPU threads of each worker. On minibatches of a few hundred frames one is fastest: two were measured ten times
+    slower."""
 
 
 class Recipe(Section):
     """A whole recipe. All data paths are tried against the working directory, then against the folder of the recipe."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
-    """Seed of everything random: initial parameters, frame order, held-out speakers. Same seed, same machine: the same bits."""
+    """Seed of everything random: initial parameters, frame order, held-out speakers. Same seed, same machine: the
+    same bits."""
     data: Data
     """Features and alignments."""
     model: Model = Model()

@@ -16,6 +16,8 @@ import yaml
 
 MOST_BYTES = 100_000
 DEEPEST = 12
+MOST_DIGITS = 40
+"""More than any key takes. Longer ones stay text: Python refuses to convert thousands."""
 
 Dotted = tuple[str, ...]
 
@@ -40,6 +42,10 @@ class Problem:
         return f"{self.text}  [{self.source}]"
 
 
+class _Refused(yaml.MarkedYAMLError):
+    """YAML, but nothing that a recipe may hold."""
+
+
 class _Loader(yaml.SafeLoader):
     """Scalars after YAML 1.2's core schema (so 1e-3 is a number and 1:30 is not), and yes/no/on/off."""
 
@@ -56,7 +62,7 @@ class _Loader(yaml.SafeLoader):
         elif self.depth > DEEPEST:
             refused = f"more than {DEEPEST} levels"
         if refused:
-            raise yaml.MarkedYAMLError(problem=refused, problem_mark=event.start_mark)  # type: ignore[arg-type]
+            raise _Refused(problem=refused, problem_mark=event.start_mark)  # type: ignore[arg-type]
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -67,8 +73,7 @@ _NULL, _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "
 _NUMBERS = list("-+.0123456789")
 _Loader.add_implicit_resolver(_NULL, re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|false|yes|no|on|off)$", re.IGNORECASE), list("tfynoTFYNO"))
-# More digits than any key takes stay text: Python refuses to convert thousands of them.
-_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?[0-9]{1,40}$"), _NUMBERS)
+_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?[0-9]+$"), _NUMBERS)
 _Loader.add_implicit_resolver(
     _FLOAT,
     re.compile(r"^(?:[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
@@ -78,7 +83,7 @@ _Loader.add_implicit_resolver(
 _CONVERT: dict[str, Callable[[str], Any]] = {
     _NULL: lambda text: None,
     _BOOL: lambda text: text.lower() in ("true", "yes", "on"),
-    _INT: int,
+    _INT: lambda text: int(text) if len(text) <= MOST_DIGITS else text,
     _FLOAT: lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
 }
 
@@ -122,7 +127,7 @@ def parse_file(text: str, name: str) -> tuple[dict[Dotted, Given], list[Problem]
 
 def parse_setting(setting: str) -> tuple[dict[Dotted, Given], list[Problem]]:
     """The values of one `--set KEY=VALUE`; VALUE is YAML."""
-    source = f"--set {setting}"
+    source = f"--set {setting if len(setting) <= 200 else setting[:200] + '...'}"
     key, equals, text = setting.partition("=")
     if not equals or not key.strip():
         return {}, [Problem("no KEY=VALUE found, expected for example schedule.initial=0.004", source)]
@@ -131,7 +136,7 @@ def parse_setting(setting: str) -> tuple[dict[Dotted, Given], list[Problem]]:
     except yaml.YAMLError as error:
         return {}, [_explain(error, text, source)]
     prefix = tuple(part.strip() for part in key.split("."))
-    if isinstance(node, yaml.MappingNode):
+    if isinstance(node, yaml.MappingNode) and node.value:
         values, problems = _flatten(node, lambda line: source)
         return {prefix + path: given for path, given in values.items()}, problems
     return {prefix: Given(None if node is None else _plain(node), source)}, []
@@ -169,6 +174,8 @@ def _explain(error: yaml.YAMLError, text: str, name: str) -> Problem:
     where = f"{name}, line {mark.line + 1}, column {mark.column + 1}"
     if text[mark.index : mark.index + 1] == "\t":
         return Problem("a tab found; use spaces", where, unread=True)
+    if isinstance(error, _Refused):
+        return Problem(str(error.problem), where, unread=True)
     said = ", ".join(part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
     return Problem(f"not YAML: {said}", where, unread=True)
 

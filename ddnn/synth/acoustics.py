@@ -16,7 +16,7 @@ SILENCE_PROBABILITY = 0.3
 """Of the optional silence before, between and after the words."""
 WORDS_PER_UTTERANCE = (2, 8)
 # Distances between means in units of the noise's standard deviation, spread over all dims so that more dims are not easier.
-_PHONE, _STATE, _SENONE, _COMPONENT = 2.6, 1.6, 1.3, 1.2
+_PHONE, _STATE, _SENONE, _COMPONENT = 2.0, 1.2, 1.0, 1.2
 _SPEAKER_SHIFT, _SPEAKER_SCALE = 1.5, 0.05
 _NEIGHBOUR = np.float32(0.5)  # weight of the frames beside in the noise
 

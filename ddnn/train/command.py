@@ -70,8 +70,11 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
         _check_sizes(setup)
         log.info(
             "%d parameters, %d frames to train on, %d to judge by; rates multiply the gradient summed over %d frames",
-            model.network.parameters.numel(), len(setup.train), len(setup.cv), recipe.minibatch,
-        )  # fmt: skip
+            model.network.parameters.numel(),
+            len(setup.train),
+            len(setup.cv),
+            recipe.minibatch,
+        )
         trained = train(setup, run)
         run.finish(trained.to(torch.device("cpu")), pdf_counts(data.alignments, data.corpus.utterances))
         log.info("finished: %s", run_dir / "final.safetensors")
@@ -99,15 +102,19 @@ def load_training_data(recipe: Recipe, device: torch.device) -> TrainingData:
         cv_alignments = read_alignments(held_out.alignments, num_pdfs=recipe.data.pdfs)
         if cv_alignments.num_pdfs > alignments.num_pdfs:
             raise DataError(
-                f"the cross-validation alignment has {cv_alignments.num_pdfs} pdfs, the training one {alignments.num_pdfs}",
+                f"{cv_alignments.num_pdfs} pdfs for cross-validation, {alignments.num_pdfs} for training",
                 where=held_out.alignments,
                 mend="use alignments made with the same final.mdl",
             )
         cv_corpus = _load(recipe, held_out.data, cv_alignments).to(device)
         if cv_corpus.dim != corpus.dim:
-            raise DataError(f"{cv_corpus.dim} dims found, {corpus.dim} expected as in {recipe.data.train}", where=held_out.data)
+            raise DataError(
+                f"{cv_corpus.dim} dims found, {corpus.dim} expected as in {recipe.data.train}", where=held_out.data
+            )
         everything = list(range(len(corpus.utterances)))
-        return TrainingData(corpus, everything, frame_set(cv_corpus, list(range(len(cv_corpus.utterances)))), alignments)
+        return TrainingData(
+            corpus, everything, frame_set(cv_corpus, list(range(len(cv_corpus.utterances)))), alignments
+        )
     if held_out.speakers_file is not None:
         train_utterances, cv = split_by_speakers_file(corpus, held_out.speakers_file)
     else:
@@ -126,7 +133,9 @@ def _load(recipe: Recipe, data: Path, alignments: Alignments) -> Corpus:
         max_missing=recipe.data.max_missing,
         progress=progress_bar("loading"),
     )
-    log.info("%s: %d utterances, %d frames of %d dims", data, len(corpus.utterances), corpus.num_frames.sum(), corpus.dim)
+    log.info(
+        "%s: %d utterances, %d frames of %d dims", data, len(corpus.utterances), corpus.num_frames.sum(), corpus.dim
+    )
     return corpus
 
 

@@ -98,9 +98,14 @@ def evaluate_run(
             mend="use an alignment made with the same final.mdl as the training alignment",
         )
     corpus = load_corpus(
-        data, labels, context=model.transform.context, pipeline=model.pipeline, allow_pipes=allow_pipes, max_missing=0.999,
+        data,
+        labels,
+        context=model.transform.context,
+        pipeline=model.pipeline,
+        allow_pipes=allow_pipes,
+        max_missing=0.999,
         progress=progress_bar("loading"),
-    )  # fmt: skip
+    )
     model.check_features(corpus.dim, where=data)
     everything = frame_set(corpus.to(on), list(range(len(corpus.utterances))))
     result = evaluate(model.to(on), everything)

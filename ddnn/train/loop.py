@@ -101,12 +101,21 @@ def _check_finite(so_far: Evaluation, epoch: int, rate: float) -> None:
         )
 
 
-def _record(run: RunDir, epoch: int, split: str, figures: Evaluation, rate: float, seconds: float, accepted: bool) -> None:
+def _record(
+    run: RunDir, epoch: int, split: str, figures: Evaluation, rate: float, seconds: float, accepted: bool
+) -> None:
     speed = figures.frames / max(seconds, 1e-9)
     log.info(
         "epoch %2d %-5s loss %.4f  frame accuracy %5.2f %%  rate %.6g  %.1f s  %.0f frames/s%s",
-        epoch, split, figures.loss, 100 * figures.frame_accuracy, rate, seconds, speed, "" if accepted else "  rejected",
-    )  # fmt: skip
+        epoch,
+        split,
+        figures.loss,
+        100 * figures.frame_accuracy,
+        rate,
+        seconds,
+        speed,
+        "" if accepted else "  rejected",
+    )
     run.record(
         {
             "epoch": epoch,

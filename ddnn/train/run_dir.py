@@ -23,6 +23,8 @@ from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.model.acoustic import AcousticModel, load_model, save_model
 
 COUNTS = "ali_train_pdf.counts"
+FINAL = "final.safetensors"
+BEST = "best.safetensors"
 
 
 class RunDir:
@@ -56,17 +58,19 @@ class RunDir:
             with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(finite, allow_nan=False) + "\n")
         except OSError as error:
-            raise UserError(f"cannot write metrics.jsonl: {error.strerror}", where=self.path, mend="free disk space") from error
+            raise UserError(
+                f"cannot write metrics.jsonl: {error.strerror}", where=self.path, mend="free disk space"
+            ) from error
 
     def save_best(self, model: AcousticModel) -> None:
         """Keeps the best network so far, so that a crash loses one epoch at most."""
-        save_model(self.path / "best.safetensors", model)
+        save_model(self.path / BEST, model)
 
     def finish(self, model: AcousticModel, pdf_counts: np.ndarray) -> None:
         """Writes the trained model and its priors; the last thing that a training does."""
         write_pdf_counts(self.path / COUNTS, pdf_counts)
-        save_model(self.path / "final.safetensors", model)
-        (self.path / "best.safetensors").unlink(missing_ok=True)
+        save_model(self.path / FINAL, model)
+        (self.path / BEST).unlink(missing_ok=True)
 
 
 def load_run(path: Path) -> AcousticModel:
@@ -77,6 +81,8 @@ def load_run(path: Path) -> AcousticModel:
     """
     if not path.is_dir():
         raise DataError("there is no such run dir", where=path, mend="name the --run-dir of a finished training")
-    if not (path / "final.safetensors").exists() and (path / "recipe.yaml").exists():
-        raise DataError("this training has not finished: there is no final.safetensors", where=path, mend="let it finish first")
-    return load_model(path / "final.safetensors")
+    if not (path / FINAL).exists() and (path / "recipe.yaml").exists():
+        raise DataError(
+            "this training has not finished: there is no final.safetensors", where=path, mend="let it finish first"
+        )
+    return load_model(path / FINAL)

@@ -12,7 +12,9 @@ from ddnn.data.minibatches import frame_set, in_order, shuffled_minibatches
 from ddnn.data.transform import InputTransform, gather, gather_plain, normalising, plain_splice
 
 
-def make_corpus(lengths: list[int], dim: int, context: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Corpus, list[np.ndarray]]:
+def make_corpus(
+    lengths: list[int], dim: int, context: int, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[Corpus, list[np.ndarray]]:
     """A corpus of random utterances, and the utterances."""
     rng = np.random.default_rng(seed)
     features = [rng.normal(2.0, 3.0, (n, dim)).astype(np.float32) for n in lengths]
@@ -71,7 +73,9 @@ def test_normalisation_is_over_the_chosen_utterances(sizes: list[int], dim: int,
 
 @settings(max_examples=30, deadline=None)
 @given(lengths, st.integers(1, 12), st.integers(0, 2**62), st.integers(1, 30))
-def test_an_epoch_sees_every_frame_once_but_for_the_tail(sizes: list[int], minibatch: int, seed: int, epoch: int) -> None:
+def test_an_epoch_sees_every_frame_once_but_for_the_tail(
+    sizes: list[int], minibatch: int, seed: int, epoch: int
+) -> None:
     corpus, _ = make_corpus(sizes, 2, 1, 0)
     frames = frame_set(corpus, list(range(len(sizes))))
     batches = list(shuffled_minibatches(frames, minibatch, seed=seed, epoch=epoch))
@@ -86,7 +90,9 @@ def test_an_epoch_sees_every_frame_once_but_for_the_tail(sizes: list[int], minib
 def test_the_order_changes_with_epoch_and_seed() -> None:
     corpus, _ = make_corpus([500], 2, 1, 0)
     frames = frame_set(corpus, [0])
-    orders = {tuple(next(iter(shuffled_minibatches(frames, 400, seed=s, epoch=e))).tolist()) for s in (1, 2) for e in (1, 2)}
+    orders = {
+        tuple(next(iter(shuffled_minibatches(frames, 400, seed=s, epoch=e))).tolist()) for s in (1, 2) for e in (1, 2)
+    }
     assert len(orders) == 4
 
 

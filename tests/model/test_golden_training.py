@@ -81,7 +81,10 @@ def test_forward_equals_kaldis(golden: Path, data_dir: Path) -> None:
     activations = dict(log_likelihoods(model, corpus, zero))
     priors = torch.from_numpy(log_priors(read_pdf_counts(golden / "nnet1/pdf.counts"))).float()
     scores = dict(log_likelihoods(model, corpus, priors))
-    expected = {kind: dict(iterate_matrices(golden / f"nnet1/init.{kind}.txt")) for kind in ("presoftmax", "posterior", "loglikes")}
+    expected = {
+        kind: dict(iterate_matrices(golden / f"nnet1/init.{kind}.txt"))
+        for kind in ("presoftmax", "posterior", "loglikes")
+    }
     assert set(activations) == set(expected["presoftmax"]) == {"utt0", "utt1", "utt2"}
     for utterance, found in activations.items():
         np.testing.assert_allclose(found, expected["presoftmax"][utterance], atol=1e-5)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from twins import random_minibatch, twin_loss
 
 from ddnn.model.initialise import initialise_randomly
 from ddnn.model.network import Buffers, Layer, Network, backward, cross_entropy, forward, gradient, hidden_stack
-from twins import random_minibatch, twin_loss
+
 
 @settings(max_examples=25, deadline=None)
 @given(

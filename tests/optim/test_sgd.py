@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from twins import random_minibatch, twin_loss
 
 from ddnn.model.network import Buffers, Layer, Network, backward, cross_entropy, forward
 from ddnn.optim.sgd import Sgd
-from twins import random_minibatch, twin_loss
 
 
 @pytest.mark.parametrize(("momentum", "l2"), [(0.0, 0.0), (0.9, 0.0), (0.5, 1e-3), (0.0, 1e-2)])

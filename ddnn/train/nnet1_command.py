@@ -1,0 +1,69 @@
+"""`ddnn export` and `ddnn import-nnet1`: run dirs to and from Kaldi's nnet1 files."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from ddnn.data.corpus import FeaturePipeline
+from ddnn.errors import DataError, UserError
+from ddnn.files import make_directory
+from ddnn.kaldi.alignments import read_pdf_counts, write_pdf_counts
+from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
+from ddnn.model.acoustic import AcousticModel, save_model
+from ddnn.model.exchange import from_nnet1, to_nnet1
+from ddnn.train.run_dir import COUNTS, FINAL, RunDir, load_run
+
+log = logging.getLogger(__name__)
+
+NETWORK_FILE = "final.nnet"
+TRANSFORM_FILE = "feature_transform.nnet"
+
+
+def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
+    """Writes `final.nnet` and `feature_transform.nnet` (binary, as Kaldi's nnet-forward reads them) of a run to `out`.
+
+    CMVN and deltas are no part of nnet1's files: where the model has them, Kaldi's apply-cmvn and add-deltas go first,
+    and the log says so.
+    """
+    model = load_run(run_dir)
+    network, front = to_nnet1(model)
+    make_directory(out)
+    paths = [out / NETWORK_FILE, out / TRANSFORM_FILE]
+    for path in paths:
+        if path.exists():
+            raise UserError("the file exists already", where=path, mend="name another --out, or remove it")
+    write_nnet1(paths[0], network)
+    write_nnet1(paths[1], front)
+    if model.pipeline != FeaturePipeline():
+        log.warning(
+            "before nnet-forward run Kaldi's CMVN (%s) and deltas (order %d)",
+            model.pipeline.cmvn,
+            model.pipeline.deltas,
+        )
+    return paths
+
+
+def import_nnet1(
+    nnet: Path, feature_transform: Path | None, out: Path, pdf_counts: Path | None = None
+) -> AcousticModel:
+    """Makes a run dir from nnet1 files (text or binary), for `ddnn evaluate` and `ddnn decode-prep`.
+
+    Args:
+        pdf_counts: nnet1's `ali_train_pdf.counts`, which decode-prep needs.
+
+    Raises:
+        UserError: damaged files, components that do not fit, or `out` has something in it.
+    """
+    front = read_nnet1(feature_transform) if feature_transform is not None else ()
+    model = from_nnet1(read_nnet1(nnet), front, where=nnet)
+    counts = None if pdf_counts is None else read_pdf_counts(pdf_counts)
+    if counts is not None and len(counts) != model.network.output_dim:
+        raise DataError(
+            f"{len(counts)} pdf counts found, the network has {model.network.output_dim} pdfs", where=pdf_counts
+        )
+    RunDir(out)
+    if counts is not None:
+        write_pdf_counts(out / COUNTS, counts)
+    save_model(out / FINAL, model)
+    return model

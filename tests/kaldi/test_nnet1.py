@@ -1,0 +1,295 @@
+"""nnet1 networks: Kaldi's files written again byte for byte, Kaldi's posteriors from a twin, damaged files refused."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddnn.errors import DataError, UserError
+from ddnn.kaldi.basic_io import Reader
+from ddnn.kaldi.nnet1 import (
+    Activation,
+    AddShift,
+    Affine,
+    Component,
+    Rbm,
+    Rescale,
+    Splice,
+    read_nnet1,
+    write_nnet1,
+)
+
+RNG = np.random.default_rng(7)
+ALL_COMPONENTS: tuple[Component, ...] = (
+    Splice((-1, 0, 3), 2),
+    AddShift(RNG.normal(size=6).astype(np.float32), 0.0),
+    Rescale(RNG.normal(size=6).astype(np.float32), 0.5),
+    Rbm("gauss", "bern", *(RNG.normal(size=size).astype(np.float32) for size in ((5, 6), 6, 5))),
+    Affine(RNG.normal(size=(4, 5)).astype(np.float32), RNG.normal(size=4).astype(np.float32), 1.0, 0.1, 2.5),
+    Activation("relu", 4),
+    Affine(RNG.normal(size=(3, 4)).astype(np.float32), RNG.normal(size=3).astype(np.float32)),
+    Activation("tanh", 3),
+    Activation("sigmoid", 3),
+    Activation("softmax", 3),
+)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(x - x.max(axis=1, keepdims=True))
+    return exponentials / exponentials.sum(axis=1, keepdims=True)
+
+
+ACTIVATIONS = {"sigmoid": sigmoid, "tanh": np.tanh, "softmax": softmax, "relu": lambda x: np.maximum(x, 0)}
+
+
+def forward(components: tuple[Component, ...], x: np.ndarray) -> np.ndarray:
+    """The float64 twin: one utterance, (frames, input_dim) -> (frames, output_dim)."""
+    for component in components:
+        if isinstance(component, Affine):
+            x = x @ component.weight.T.astype(np.float64) + component.bias
+        elif isinstance(component, Activation):
+            x = ACTIVATIONS[component.kind](x)
+        elif isinstance(component, Splice):
+            frames = np.arange(len(x))
+            x = np.hstack([x[np.clip(frames + offset, 0, len(x) - 1)] for offset in component.offsets])
+        elif isinstance(component, AddShift):
+            x = x + component.shift
+        elif isinstance(component, Rescale):
+            x = x * component.scale
+        else:
+            x = x @ component.weight.T.astype(np.float64) + component.hidden_bias
+            x = sigmoid(x) if component.hidden == "bern" else x
+        assert x.shape[1] == component.output_dim
+    return x
+
+
+def text_matrices(path: Path) -> dict[str, np.ndarray]:
+    source = Reader(path.read_bytes(), path, "a text archive", binary=False)
+    matrices = {}
+    while source.peek():
+        key = source.token()
+        matrices[key] = source.float_matrix()
+    return matrices
+
+
+def binary_matrices(path: Path) -> dict[str, np.ndarray]:
+    source = Reader(path.read_bytes(), path, "an archive", binary=True)
+    matrices = {}
+    while source.remaining:
+        key = source.token()
+        source.position += 2
+        matrices[key] = source.float_matrix()
+    return matrices
+
+
+def read_bytes(data: bytes, path: Path) -> tuple[Component, ...]:
+    path.write_bytes(data)
+    return read_nnet1(path)
+
+
+def bytes_of(components: tuple[Component, ...], path: Path, *, binary: bool) -> bytes:
+    write_nnet1(path, components, binary=binary)
+    return path.read_bytes()
+
+
+def test_import_then_export_changes_no_byte(shared: Path, tmp_path: Path) -> None:
+    golden = sorted((shared / "golden" / "nnet1").glob("*.nnet"))
+    trained = [*sorted((shared / "an4" / "kaldi_nnet1").glob("*.nnet")), shared / "an4" / "kaldi_nnet1" / "rbm_4.dbn"]
+    assert (len(golden), len(trained)) == (11, 3)
+    for path in golden + trained:
+        kaldi = path.read_bytes()
+        components = read_nnet1(path)
+        assert bytes_of(components, tmp_path / "out.nnet", binary=kaldi[:1] == b"\0") == kaldi, path.name
+
+
+def test_text_and_binary_say_the_same(golden: Path) -> None:
+    for name in ("init", "trained_a", "trained_b", "trained_c"):
+        binary, text = read_nnet1(golden / "nnet1" / f"{name}.nnet"), read_nnet1(golden / "nnet1" / f"{name}.txt.nnet")
+        assert [type(component) for component in binary] == [Affine, Activation] * 3
+        for one, other in zip(binary, text, strict=True):
+            if isinstance(one, Affine) and isinstance(other, Affine):
+                np.testing.assert_allclose(one.weight, other.weight, rtol=1e-6)
+                np.testing.assert_allclose(one.bias, other.bias, rtol=1e-6)
+                assert one.weight.dtype == one.bias.dtype == other.weight.dtype == other.bias.dtype == np.float32
+                assert one.bias_learn_rate_coef == pytest.approx(other.bias_learn_rate_coef)
+            else:
+                assert one == other
+        assert binary[4].bias_learn_rate_coef == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("init", ["init.nnet", "init.txt.nnet"])
+def test_kaldis_posteriors(golden: Path, init: str) -> None:
+    nnet1 = golden / "nnet1"
+    transform, network = read_nnet1(nnet1 / "feature_transform.nnet"), read_nnet1(nnet1 / init)
+    features = binary_matrices(nnet1 / "feats.ark")
+    posteriors, activations = text_matrices(nnet1 / "init.posterior.txt"), text_matrices(nnet1 / "init.presoftmax.txt")
+    assert len(features) == 3
+    assert features.keys() == posteriors.keys() == activations.keys()
+    for utterance, feature in features.items():
+        spliced = forward(transform, feature.astype(np.float64))
+        np.testing.assert_allclose(forward(network[:-1], spliced), activations[utterance], atol=1e-5, rtol=0)
+        np.testing.assert_allclose(forward(network, spliced), posteriors[utterance], atol=1e-6, rtol=0)
+
+
+def test_an4s_network(an4: Path) -> None:
+    transform = read_nnet1(an4 / "kaldi_nnet1" / "feature_transform.nnet")
+    network = read_nnet1(an4 / "kaldi_nnet1" / "rbm_ce.nnet")
+    assert transform[0] == Splice(tuple(range(-5, 6)), 40)
+    dims = [(component.input_dim, component.output_dim) for component in network if isinstance(component, Affine)]
+    assert dims == [(440, 512), (512, 512), (512, 512), (512, 512), (512, 616)]
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_every_component_round_trips(tmp_path: Path, binary: bool) -> None:
+    path = tmp_path / "a nèt.nnet"
+    data = bytes_of(ALL_COMPONENTS, path, binary=binary)
+    again = read_nnet1(path)
+    assert [type(component) for component in again] == [type(component) for component in ALL_COMPONENTS]
+    for one, other in zip(again, ALL_COMPONENTS, strict=True):
+        assert vars(one).keys() == vars(other).keys()
+        for name, value in vars(other).items():
+            if isinstance(value, np.ndarray | float):
+                np.testing.assert_allclose(getattr(one, name), value, rtol=1e-7 if binary else 1e-6)
+            else:
+                assert getattr(one, name) == value
+    assert bytes_of(again, path, binary=binary) == data
+    features = RNG.normal(size=(6, 2))
+    np.testing.assert_allclose(forward(again, features), forward(ALL_COMPONENTS, features), rtol=1e-4)
+
+
+def test_files_of_older_kaldis(tmp_path: Path) -> None:
+    text = b"<Nnet>\n<affinetransform> 2 1\n [\n 1\n 2 ]\n [ 3 4 ]\n<sigmoid> 2 2\n</Nnet>\n"
+    affine, activation = read_bytes(text, tmp_path / "old.nnet")
+    assert isinstance(affine, Affine)
+    np.testing.assert_array_equal(affine.weight, [[1], [2]])
+    np.testing.assert_array_equal(affine.bias, [3, 4])
+    assert (affine.learn_rate_coef, affine.bias_learn_rate_coef, affine.max_norm) == (1, 1, 0)
+    assert activation == Activation("sigmoid", 2)
+    doubles = b"\0B<Nnet> <Rescale> \x04\1\0\0\0\x04\1\0\0\0DV \x04\1\0\0\0" + np.float64(0.1).tobytes() + b"</Nnet> "
+    (rescale,) = read_bytes(doubles, tmp_path / "double.nnet")
+    assert isinstance(rescale, Rescale)
+    assert (rescale.scale.dtype, rescale.scale[0]) == (np.float32, np.float32(0.1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<AffineTransform> 1 1 [\n 1 ]\n [ 1 ]\n", "expected <Nnet> at byte 0, found '<AffineTransform>'"),
+        ("<Nnet> ", "expected a component or </Nnet>"),
+        ("<Nnet> </Nnet> ", "no component"),
+        ("<Nnet> <Sigmoid> 2 2 ", "expected a component or </Nnet>"),
+        ("<Nnet> <Sigmoid> 2 2 </Nnet> <Nnet>", "expected the end of the file behind </Nnet>"),
+        (
+            "<Nnet> <LstmProjected> 2 2 ",
+            "component 1 to be one that is supported .<AffineTransform>, .*'<LstmProjected>'",
+        ),
+        ("<Nnet> <Sigmoid> 2 3 </Nnet> ", "<Sigmoid> .component 1. of 2 x 3 .output x input. .* found 2 x 2"),
+        ("<Nnet> <Sigmoid> 2147483647 2147483647 </Nnet> ", "dims of <Sigmoid> in 1 to 1000000"),
+        ("<Nnet> <Sigmoid> 0 0 </Nnet> ", "dims of <Sigmoid> in 1 to 1000000"),
+        ("<Nnet> <Sigmoid> 2 2 <Tanh> 3 3 </Nnet> ", "component 1 .Activation. has the output dim 2, .* input dim 3"),
+        (
+            "<Nnet> <AffineTransform> 2 1 [\n 1 ]\n [ 1 2 ]\n</Nnet> ",
+            "weights of <AffineTransform> of dims 2 x 1 .* 1 x 1",
+        ),
+        ("<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ 1 2 ]\n</Nnet> ", "bias of <AffineTransform> of dims 1 .* found 2"),
+        (
+            "<Nnet> <AffineTransform> 1 1 [\n nan ]\n [ 1 ]\n</Nnet> ",
+            "finite values in the weights .* found nan at .0, 0.",
+        ),
+        ("<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ inf ]\n</Nnet> ", "finite values in the bias .* found inf at .0."),
+        ("<Nnet> <AffineTransform> 1 1 [\n 1e39 ]\n [ 1 ]\n</Nnet> ", "finite values in the weights"),
+        ("<Nnet> <AffineTransform> 1 1 <MaxNorm> nan [\n 1 ]\n [ 1 ]\n</Nnet> ", "finite value of <MaxNorm>"),
+        (
+            "<Nnet> <AffineTransform> 1 1 <Norm> 1 [\n 1 ]\n [ 1 ]\n</Nnet> ",
+            "<LearnRateCoef> or <BiasLearnRateCoef> or",
+        ),
+        ("<Nnet> <Splice> 4 2 [ -1 0 1 ]\n</Nnet> ", "<Splice> .component 1. of 4 x 2 .* found 6 x 2"),
+        ("<Nnet> <Splice> 2 2 [ 2147483647 ]\n</Nnet> ", "frame offsets within 1000000"),
+        ("<Nnet> <ParametricRelu> 1 1 [ 1 ]\n [ 0.1 ]\n</Nnet> ", "a plain ReLU: slopes 1 and 0"),
+        ("<Nnet> <ParametricRelu> 1 1 <AlphaLearnRateCoef> 1 [ 1 ]\n [ 0 ]\n</Nnet> ", "a plain ReLU"),
+        ("<Nnet> <Rbm> 1 1 bern binary [\n 1 ]\n [ 1 ]\n [ 1 ]\n</Nnet> ", "expected bern or gauss .* 'binary'"),
+        ("<Nnet> <AddShift> 2 3 [ 1 2 ]\n</Nnet> ", "<AddShift> .component 1. of 2 x 3"),
+    ],
+)
+def test_networks_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read_bytes(text.encode(), tmp_path / "a net.nnet")
+    assert caught.value.where == str(tmp_path / "a net.nnet")
+
+
+def test_huge_claims_take_no_memory(tmp_path: Path) -> None:
+    dims = b"\x04" + (1_000_000).to_bytes(4, "little") + b"\x04" + (1_000_000).to_bytes(4, "little")
+    huge = b"\x04" + (2**31 - 1).to_bytes(4, "little")
+    tracemalloc.start()
+    try:
+        for body in (b"FM " + dims, b"FM " + huge * 2, b"DM " + huge * 2, b"<MaxNorm> \x04\0\0\0\0FM " + dims):
+            with pytest.raises(DataError, match="weights of <AffineTransform>"):
+                read_bytes(b"\0B<Nnet> <AffineTransform> " + dims + body + bytes(100), tmp_path / "huge.nnet")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_cut_at_every_byte(tmp_path: Path, binary: bool) -> None:
+    data = bytes_of(ALL_COMPONENTS, tmp_path / "whole.nnet", binary=binary)
+    for length in range(len(data)):
+        try:
+            components = read_bytes(data[:length], tmp_path / "cut.nnet")
+        except DataError:
+            continue
+        assert not binary
+        assert data[length:].strip() == b""
+        assert bytes_of(components, tmp_path / "again.nnet", binary=False) == data
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_each_byte_changed(tmp_path: Path, binary: bool) -> None:
+    data = bytes_of(ALL_COMPONENTS, tmp_path / "whole.nnet", binary=binary)
+    refused = 0
+    for position in range(len(data)):
+        change = (0x01, 0x80, 0xFF)[position % 3]
+        damaged = data[:position] + bytes([data[position] ^ change]) + data[position + 1 :]
+        try:
+            components = read_bytes(damaged, tmp_path / "changed.nnet")
+        except DataError:
+            refused += 1
+            continue
+        assert len(components) == len(ALL_COMPONENTS)
+        assert all(
+            np.isfinite(value).all() for c in components for value in vars(c).values() if not isinstance(value, str)
+        )
+    assert refused > 0.4 * len(data)
+
+
+@given(st.binary(max_size=60), st.sampled_from([b"", b"\0B", b"<Nnet> ", b"\0B<Nnet> <AffineTransform> \x04"]))
+def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, data: bytes, head: bytes) -> None:
+    with pytest.raises(DataError, match="not a Kaldi nnet1 network"):
+        read_bytes(head + data, tmp_path_factory.getbasetemp() / "any.nnet")
+
+
+def test_a_network_that_nnet1_could_not_read_is_not_written(tmp_path: Path) -> None:
+    one, two = np.ones((1, 1), np.float32), np.ones(2, np.float32)
+    for network, message in (
+        ((), "no component"),
+        ((Affine(one * np.nan, one[0]),), "component 1 .Affine.: weight has a value that is not finite"),
+        ((Affine(one, two),), r"component 1 .Affine.: bias has the dims \(2,\), expected \(1,\)"),
+        ((Affine(one, one[0]), Activation("tanh", 2)), "output dim 1, .* input dim 2"),
+        ((Affine(one, one[0], max_norm=float("inf")),), "max_norm"),
+        ((Activation("tanh", 0),), "dims 0 x 0"),
+        ((Splice((), 3),), "dims 0 x 3"),
+    ):
+        with pytest.raises(DataError, match=message):
+            write_nnet1(tmp_path / "out.nnet", network)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="cannot write"):
+        write_nnet1(tmp_path / "no such directory" / "out.nnet", (Activation("tanh", 2),))

@@ -1,0 +1,438 @@
+"""Recipes: what is read, and what is said about those that cannot be."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddnn.errors import RecipeError
+from ddnn.recipe import include
+from ddnn.recipe.keys import keys
+from ddnn.recipe.load import dump_recipe, load_recipe
+from ddnn.recipe.schema import Recipe
+from ddnn.recipe.yaml_tree import parse_file
+
+DATA = "data: {train: train, alignments: ali}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An experiment's folder, hostile in name, with data in it; the working directory is another one."""
+    folder = tmp_path / "my éxp #1"
+    for name in ("train", "ali", "cv", "cv_ali"):
+        (folder / name).mkdir(parents=True)
+    (folder / "speakers.txt").write_text("anna\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    return folder
+
+
+def load(folder: Path, text: str | bytes, *overrides: str) -> Recipe:
+    path = folder / "r.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_recipe(path, overrides)
+
+
+def problems(folder: Path, text: str | bytes, *overrides: str) -> list[str]:
+    """The problems reported, one a line, without bullets."""
+    with pytest.raises(RecipeError) as caught:
+        load(folder, text, *overrides)
+    assert caught.value.where == str(folder / "r.yaml")
+    lines = caught.value.what.split("\n")
+    if len(lines) == 1:
+        return lines
+    assert lines[0] == f"{len(lines) - 1} problems in the recipe:"
+    return [line.removeprefix("  - ") for line in lines[1:]]
+
+
+def one_problem(folder: Path, text: str | bytes, *overrides: str) -> str:
+    found = problems(folder, text, *overrides)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_defaults_and_absolute_paths(folder: Path) -> None:
+    recipe = load(folder, DATA)
+    assert recipe.data.train == folder / "train"
+    assert recipe.data.alignments == folder / "ali"
+    assert (recipe.seed, recipe.minibatch, recipe.schedule.name, recipe.data.cv.fraction) == (1, 256, "newbob", None)
+
+
+def test_relative_path_prefers_the_working_directory(folder: Path) -> None:
+    here = Path.cwd() / "train"
+    here.mkdir()
+    assert load(folder, DATA).data.train == here
+    assert load(folder, DATA).data.alignments == folder / "ali"
+
+
+def test_path_that_is_nowhere_names_both_places(folder: Path) -> None:
+    text = one_problem(folder, "data: {train: ../nix, alignments: ali}")  # both folders lie in the same one
+    assert text.startswith(f"data.train: '../nix' does not exist: there is no {folder.parent / 'nix'}")
+    text = one_problem(folder, "data: {train: nix, alignments: ali}")
+    assert f"neither {Path.cwd() / 'nix'} nor {folder / 'nix'}" in text
+    assert "there is no /nix/nix" in one_problem(folder, "data: {train: /nix/nix, alignments: ali}")
+
+
+@pytest.mark.parametrize("path", ['""', r'"a\0b"', "x" * 5000, r'"\ud800"'])
+def test_impossible_path(folder: Path, path: str) -> None:
+    assert one_problem(folder, f"data: {{train: {path}, alignments: ali}}").startswith("data.train: ")
+
+
+def test_dots_over_a_symbolic_link_name_the_same_place(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "train").mkdir()
+    (folder / "link").symlink_to(tmp_path / "far" / "deep")
+    recipe = load(folder, "data: {train: link/../train, alignments: train/../ali}")
+    assert recipe.data.alignments == folder / "ali"
+    assert recipe.data.train.samefile(tmp_path / "far" / "train")
+    assert recipe.data.train.is_absolute()
+
+
+def test_data_may_be_gone_for_finished_runs(folder: Path) -> None:
+    path = folder / "r.yaml"
+    path.write_text("data: {train: /gone/train, alignments: ali}")
+    assert load_recipe(path, must_exist=False).data.train == Path("/gone/train")
+
+
+def test_all_problems_at_once_with_file_and_line(folder: Path) -> None:
+    text = """\
+data: {train: train, alignments: ali, cv: {fraction: 0.2, speakers_file: speakers.txt}}
+optimizer:
+  momentum: -0.1
+schedule:
+  initail: 0.1
+  final: 0.1
+minibatch: true
+modle: {hidden_layers: 2}
+"""
+    found = problems(folder, text, "model.hidden_units=0")
+    file = folder / "r.yaml"
+    assert found == [
+        f"schedule.initail: unknown key; did you mean schedule.initial?  [{file}, line 5]",
+        f"modle: unknown key; did you mean model?  [{file}, line 8]",
+        "model.hidden_units: 0 found, expected a whole number >= 1  [--set model.hidden_units=0]",
+        f"optimizer.momentum: -0.1 found, expected a number >= 0 and < 1  [{file}, line 3]",
+        f"minibatch: true found, expected a whole number >= 1  [{file}, line 7]",
+        "data.cv.fraction: stands beside data.cv.speakers_file; these are different ways to hold out data: "
+        f"keep one, set the others to null  [{file}, line 1]",
+        "schedule.final: never read by newbob, only by exponential; drop it, set it to null, or change schedule.name"
+        f"  [{file}, line 6]",
+    ]
+
+
+def test_missing_keys(folder: Path) -> None:
+    found = problems(folder, "seed: 3")
+    assert [line.split(";")[0].split(",")[0] for line in found] == ["data.train: missing", "data.alignments: missing"]
+    assert "Kaldi data dir" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("momentum=0.5", "did you mean optimizer.momentum?"),
+        ("schedule.momentum=0.5", "did you mean optimizer.momentum?"),
+        ("data.fraction=0.5", "did you mean data.cv.fraction?"),
+        ("learning_rate=0.5", "did you mean schedule.initial?"),
+        ("optimiser.name=sgd", "optimiser: unknown key; did you mean optimizer?"),
+        ("model.hiden_units=5", "did you mean model.hidden_units?"),
+        (
+            "zzz=5",
+            "zzz: unknown key; the keys here are seed, init, minibatch, data, model, optimizer, schedule, parallel",
+        ),
+        ("seed.x=5", "seed: a mapping found, expected a whole number >= 0 and < 2^63"),
+        ("seed={}", "seed: a mapping found, expected a whole number"),
+        ("model=3", "model: 3 found, expected a mapping of hidden_layers, hidden_units, activation"),
+        ("model={hidden_layers: 2, x: 1}", "model.x: unknown key"),
+        ("seed", "no KEY=VALUE found"),
+        ("=3", "no KEY=VALUE found"),
+        ("seed=[", "not YAML"),
+        ("include=x.yaml", "include: cannot be set"),
+        ("seed=&a 3", "anchors (&) and aliases (*) are not allowed"),
+    ],
+)
+def test_bad_settings(folder: Path, setting: str, said: str) -> None:
+    text = one_problem(folder, DATA, setting)
+    assert said in text
+    assert text.endswith(f"[--set {setting}]") or f"[--set {setting}, line " in text
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("minibatch=true", "true found, expected a whole number >= 1"),
+        ("minibatch='256'", "the text '256' found, expected a whole number >= 1"),
+        ("minibatch=256.0", "256.0 found, expected a whole number >= 1"),
+        ("minibatch=-1", "-1 found"),
+        ("minibatch=[1]", "a list found"),
+        ("minibatch=1:30", "the text '1:30' found"),
+        ("minibatch=" + "9" * 5000, "the text '999"),
+        ("seed=9223372036854775808", "expected a whole number >= 0 and < 2^63"),
+        ("schedule.initial=-0.008", "-0.008 found, expected a number > 0"),
+        ("schedule.initial=0", "0 found, expected a number > 0"),
+        ("schedule.initial=.inf", ".inf found, expected a number > 0"),
+        ("schedule.initial=.nan", ".nan found, expected a number > 0"),
+        ("schedule.initial=1e999", ".inf found, expected a number > 0"),
+        ("schedule.initial=on", "true found, expected a number > 0"),
+        ("schedule.initial=0,008", "the text '0,008' found"),
+        ("schedule.halving_factor=1", "1 found, expected a number > 0 and < 1"),
+        ("data.normalise=1", "1 found, expected true or false"),
+        ("data.normalise='yes'", "the text 'yes' found, expected true or false"),
+        ("data.cmvn=true", "true found, expected none, mean or mean-variance"),
+        ("data.cmvn=means", "the text 'means' found, expected none, mean or mean-variance"),
+        ("data.train=3", "3 found, expected a path"),
+        ("data.cv.fraction=0", "0 found, expected a number > 0 and < 1"),
+        ("data.splice=2023-13-45", "the text '2023-13-45' found"),
+    ],
+)
+def test_values_of_the_wrong_kind(folder: Path, setting: str, said: str) -> None:
+    key = setting.partition("=")[0]
+    assert one_problem(folder, DATA, setting).startswith(f"{key}: ")
+    assert said in one_problem(folder, DATA, setting)
+
+
+def test_numbers_and_switches_as_people_write_them(folder: Path) -> None:
+    text = DATA + "schedule: {initial: 1e-3, end_halving: .5}\noptimizer: {momentum: 0, l2: 1e-05}\n"
+    recipe = load(folder, text, "data.normalise=no", "data.allow_pipes=On", "seed=010")
+    assert (recipe.schedule.initial, recipe.schedule.end_halving, recipe.optimizer.l2) == (1e-3, 0.5, 1e-5)
+    assert isinstance(recipe.optimizer.momentum, float)
+    assert (recipe.data.normalise, recipe.data.allow_pipes, recipe.seed) == (False, True, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "place"),
+    [
+        ("- a\n- b\n", "a list found, expected `key: value` lines", "line 1"),
+        ("just words\n", "plain text found, expected `key: value` lines", "line 1"),
+        ("", "nothing found, expected `key: value` lines", ""),
+        ("# only a comment\n", "nothing found", ""),
+        ("data:\n\ttrain: x\n", "a tab found in the indentation; use spaces", "line 2, column 1"),
+        ("seed:\t3\n" + DATA, "a tab found; use spaces", "line 1, column 6"),
+        (b"seed: 3\nname: \xff\xfe\n", "byte 0xff found, expected UTF-8 text", "line 2"),
+        ("seed: 3\nminibatch: [3\n", "not YAML: ", "line 3, column 1"),
+        ("seed: 3\nminibatch: \x07\n", "character '\\x07' found", "line 2"),
+        ("seed: &a 3\n", "anchors (&) and aliases (*) are not allowed", "line 1, column 7"),
+        ("seed: *a\n", "anchors (&) and aliases (*) are not allowed", "line 1, column 7"),
+        ("seed: !!python/object/apply:os.system [ls]\n", "tags (!) are not allowed", "line 1, column 7"),
+        ("? [a, b]\n: 3\n" + DATA, "a key that is a list or a mapping found, expected a word", "line 1"),
+        (DATA + "seed: 1\nseed: 2\n", "seed: given twice, first in line 2", "line 3"),
+        (DATA + "model:\n  hidden_units: 1\n  hidden_units: 1\n", "model.hidden_units: given twice", "line 4"),
+        (DATA + "schedule.initial: 1\n", "here write schedule: {initial: ...}", "line 2"),
+        ("a: " + "[" * 5000 + "\n", "more than 12 levels", "line 1, column 16"),
+        ("a: 1\n---\nb: 2\n", "not YAML: ", "line 2, column 1"),
+        ("#" + "x" * 100_000, "more than 100000 bytes found", ""),
+    ],
+)  # fmt: skip
+def test_files_that_are_not_recipes(folder: Path, text: str | bytes, said: str, place: str) -> None:
+    found = one_problem(folder, text)
+    assert said in found
+    assert found.endswith(f"[{folder / 'r.yaml'}{', ' * bool(place)}{place}]")
+
+
+def test_unreadable_files(folder: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot read the file: No such file"):
+        load_recipe(folder / "nix.yaml")
+    with pytest.raises(RecipeError, match="cannot read the file: Is a directory"):
+        load_recipe(folder)
+
+
+def test_byte_order_mark_is_no_part_of_the_first_key(folder: Path) -> None:
+    assert load(folder, b"\xef\xbb\xbfseed: 7\n" + DATA.encode()).seed == 7
+
+
+def test_include_order(folder: Path) -> None:
+    (folder / "a.yaml").write_text("seed: 1\nminibatch: 1\nmodel: {hidden_units: 1}\nschedule: {epochs: 1}\n")
+    (folder / "b.yaml").write_text("include: a.yaml\nminibatch: 2\nmodel: {hidden_units: 2}\nschedule: {epochs: 2}\n")
+    (folder / "c.yaml").write_text("model: {hidden_units: 3}\nschedule: {epochs: 3}\n")
+    recipe = load(folder, DATA + "include: [b.yaml, c.yaml]\nschedule: {epochs: 4}\n", "schedule.keep_epochs=5")
+    assert (recipe.seed, recipe.minibatch, recipe.model.hidden_units) == (1, 2, 3)
+    assert (recipe.schedule.epochs, recipe.schedule.keep_epochs) == (4, 5)
+    assert load(folder, DATA + "seed: 3\n", "seed=4", "seed=5").seed == 5
+
+
+def test_shipped_fragments(folder: Path) -> None:
+    recipe = load(folder, DATA + "include: [model/swbd.yaml, schedule/exponential.yaml, optimizer/sgd.yaml]\n")
+    assert (recipe.model.hidden_layers, recipe.model.hidden_units, recipe.minibatch) == (6, 2048, 1024)
+    assert (recipe.schedule.name, recipe.schedule.epochs, recipe.schedule.final) == ("exponential", 15, None)
+    recipe = load(folder, DATA + "include:\n  - model/an4.yaml\n  - schedule/newbob.yaml\n")
+    assert (recipe.model.hidden_layers, recipe.model.hidden_units, recipe.minibatch) == (4, 512, 256)
+    assert (recipe.schedule.name, recipe.schedule.initial, recipe.schedule.epochs) == ("newbob", 0.008, 20)
+
+
+def test_every_shipped_fragment_says_what_it_is(folder: Path) -> None:
+    for name in include.fragments():
+        assert (include.configs_folder() / name).read_text().startswith("# "), name
+        load(folder, DATA + f"include: {name}\n")
+
+
+def test_the_recipes_folder_comes_before_the_shipped_fragments(folder: Path) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "an4.yaml").write_text("seed: 77\n")
+    assert load(folder, DATA + "include: model/an4.yaml\n").seed == 77
+
+
+def test_missing_fragment_says_where_it_was_looked_for_and_which_exist(folder: Path) -> None:
+    found = one_problem(folder, "include: model/swb.yaml\n")  # and no word of missing keys: it may have had them
+    assert f"model/swb.yaml is neither {folder / 'model/swb.yaml'} nor " in found
+    assert "model/an4.yaml, model/swbd.yaml" in found
+    assert found.endswith(f"[{folder / 'r.yaml'}, line 1]")
+
+
+def test_include_circle(folder: Path) -> None:
+    (folder / "a.yaml").write_text("include: b.yaml\n")
+    (folder / "b.yaml").write_text("include: [a.yaml]\n")
+    found = one_problem(folder, DATA + "include: a.yaml\n")
+    assert "include: a.yaml includes itself, by way of r.yaml -> a.yaml -> b.yaml" in found
+    assert "includes itself" in one_problem(folder, "include: r.yaml\n")
+
+
+def test_includes_that_double_at_every_level_end(folder: Path) -> None:
+    for n in range(30):
+        (folder / f"{n}.yaml").write_text(f"include: [{n + 1}.yaml, {n + 1}.yaml]\n")
+    (folder / "30.yaml").write_text("seed: 1\n")
+    assert "include: more than 50 files in all" in problems(folder, "include: 0.yaml\n")[0]
+
+
+@pytest.mark.parametrize("value", ["3", "{a: b}", "[[a]]", "[3]", '""', r'"a\0"'])
+def test_include_that_names_no_file(folder: Path, value: str) -> None:
+    assert "expected a file name or a list of them" in one_problem(folder, f"include: {value}\n")
+
+
+def test_problem_in_a_fragment_names_the_fragment(folder: Path) -> None:
+    (folder / "a.yaml").write_text("# here\nminibatch: 0\n")
+    assert one_problem(folder, DATA + "include: a.yaml\n").endswith(f"[{folder / 'a.yaml'}, line 2]")
+    assert load(folder, DATA + "include: a.yaml\nminibatch: 5\n").minibatch == 5
+
+
+def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
+    text = DATA.replace("}", ", cv: {speakers_file: speakers.txt}}") + "minibatch: 3\nschedule:\n"
+    recipe = load(folder, text, "data.cv.speakers_file=null", "data.cv.fraction=0.2", "minibatch=")
+    assert (recipe.data.cv.speakers_file, recipe.data.cv.fraction, recipe.minibatch) == (None, 0.2, 256)
+    assert "data.train: missing" in one_problem(folder, DATA, "data.train=")
+
+
+@pytest.mark.parametrize(
+    ("settings_", "said"),
+    [
+        (["init=rbm"], "init: rbm is not there yet in this version; use random"),
+        (["optimizer.name=ng-sgd"], "optimizer.name: ng-sgd is not there yet"),
+        (["parallel.workers=4"], "parallel.workers: 4 found; several workers are not there yet"),
+        (["data.cv.data=cv"], "data.cv.data: has no data.cv.alignments beside it"),
+        (["data.cv.alignments=cv_ali"], "data.cv.alignments: has no data.cv.data beside it"),
+        (["data.cv={data: cv, alignments: cv_ali, fraction: 0.1}"], "data.cv.fraction: stands beside data.cv.data"),
+        (["schedule.final=0.001"], "schedule.final: never read by newbob, only by exponential"),
+        (["schedule={name: exponential, criterion: loss}"], "schedule.criterion: never read by exponential"),
+        (["schedule={name: exponential, final: 0.1}"], "final: 0.1 found, expected at most schedule.initial = 0.008"),
+    ],
+)
+def test_contradictions(folder: Path, settings_: list[str], said: str) -> None:
+    assert said in one_problem(folder, DATA, *settings_)
+
+
+def test_sound_combinations(folder: Path) -> None:
+    own = load(folder, DATA, "data.cv.data=cv", "data.cv.alignments=cv_ali")
+    assert own.data.cv.alignments == folder / "cv_ali"
+    exponential = load(
+        folder, DATA, "schedule.name=exponential", "schedule.final=0.008", "schedule.halving_factor=null"
+    )
+    assert exponential.schedule.final == exponential.schedule.initial == 0.008
+
+
+def test_dump_is_readable_and_in_schema_order(folder: Path) -> None:
+    text = dump_recipe(load(folder, "minibatch: 100\n" + DATA, "data.cv.speakers_file=speakers.txt"))
+    tree = yaml.safe_load(text)
+    assert list(tree) == [name for name in Recipe.model_fields if name in tree]
+    assert tree["data"]["cv"] == {"speakers_file": str(folder / "speakers.txt")}
+    assert f"train: {folder / 'train'}\n" in text.replace("'", "")
+    assert "null" not in text
+    assert "final" not in tree["schedule"]
+
+
+FRACTION = st.floats(0, 1, exclude_min=True, exclude_max=True)
+POSITIVE = st.floats(1e-300, 1e300)
+VALUES = {
+    "seed": st.integers(0, 2**63 - 1),
+    "minibatch": st.integers(1, 10**12),
+    "data.pdfs": st.integers(1, 10**6),
+    "data.splice": st.integers(0, 100),
+    "data.normalise": st.booleans(),
+    "data.store": st.sampled_from(["float16", "float32"]),
+    "data.max_missing": FRACTION,
+    "data.cv.fraction": FRACTION,
+    "model.activation": st.sampled_from(["sigmoid", "tanh", "relu"]),
+    "optimizer.l2": POSITIVE,
+    "schedule.name": st.sampled_from(["newbob", "exponential"]),
+    "schedule.initial": POSITIVE,
+    "schedule.epochs": st.integers(1, 1000),
+}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.fixed_dictionaries({}, optional=VALUES))
+def test_dump_and_load_give_an_equal_recipe(folder: Path, values: dict[str, object]) -> None:
+    assert set(VALUES) <= set(keys())
+    recipe = load(folder, DATA, *(f"{key}={str(value).lower()}" for key, value in values.items()))
+    again = load(folder, dump_recipe(recipe))
+    assert again == recipe
+    for key, value in values.items():
+        found: object = again
+        for part in key.split("."):
+            found = getattr(found, part)
+        assert found == value
+
+
+PIECES = st.sampled_from(
+    [
+        "data",
+        "seed",
+        "include",
+        ":",
+        "-",
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+        "&a",
+        "*a",
+        "!!x",
+        "'",
+        '"',
+        "#",
+        "|",
+        ">",
+        "%",
+        "?",
+        "0",
+        "1e",
+        ".",
+        "é",
+        "---",
+        "\x00",
+    ]
+    + [" ", "\n", "\t", ": ", "- "]
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(st.lists(PIECES, max_size=30).map("".join).map(str.encode), st.binary(max_size=60)))
+def test_any_bytes_give_a_recipe_or_an_error(folder: Path, text: bytes) -> None:
+    try:
+        recipe = load(folder, text)
+    except RecipeError as error:
+        assert str(folder / "r.yaml") in str(error)
+    else:
+        assert recipe.data.train.is_absolute()
+
+
+def test_special_floats_are_numbers() -> None:
+    values, found = parse_file("a: -.inf\nb: .NaN\nc: +.5\nd: 3.\ne: 1_000\n", "x")
+    assert found == []
+    assert values[("a",)].value == -math.inf
+    assert math.isnan(values[("b",)].value)
+    assert [values[(key,)].value for key in "cde"] == [0.5, 3.0, "1_000"]

@@ -1,0 +1,50 @@
+"""docs/recipe.md is what the schema says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddnn.recipe.keys import keys, sections
+from ddnn.recipe.load import load_recipe
+from ddnn.recipe.reference import EXAMPLE, recipe_reference
+from ddnn.recipe.schema import Recipe
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "recipe.md"
+
+
+def test_document_is_up_to_date() -> None:
+    assert DOCUMENT.read_text() == recipe_reference(), "run: python -m ddnn.recipe.reference > docs/recipe.md"
+
+
+def test_every_key_of_the_schema_is_there_with_a_meaning() -> None:
+    text = recipe_reference()
+    assert set(Recipe.model_fields) == {name.partition(".")[0] for name in [*keys(), *sections()] if name}
+    for key in keys().values():
+        assert f"| `{key.name}` |" in text
+        assert len(key.meaning) > 10, key
+        assert key.expects not in ("", "text"), key
+
+
+def test_example_is_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("data/train_fmllr", "exp/tri4_ali"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(EXAMPLE)
+    recipe = load_recipe(tmp_path / "r.yaml")
+    assert EXAMPLE in recipe_reference()
+    assert (recipe.model.hidden_units, recipe.minibatch, recipe.schedule.initial) == (2048, 1024, 0.002)
+    assert recipe.schedule.initial * recipe.minibatch == pytest.approx(2.048)
+
+
+def test_shipped_recipes(shared: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = DOCUMENT.parents[1]
+    monkeypatch.chdir(root)
+    recipe = load_recipe(Path("recipes/an4/sgd-random.yaml"))
+    assert recipe.data.cv.speakers_file == shared / "an4" / "cv_speakers.txt"
+    assert (recipe.model.hidden_layers, recipe.model.hidden_units, recipe.minibatch) == (4, 512, 256)
+    monkeypatch.chdir(tmp_path)
+    demo = load_recipe(root / "recipes/demo/demo.yaml", must_exist=False)
+    assert demo.data.train == tmp_path / "demo/corpus/train"
+    assert (demo.model.hidden_layers, demo.model.hidden_units, demo.schedule.epochs) == (3, 256, 6)

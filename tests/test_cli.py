@@ -1,0 +1,327 @@
+"""The command line: what it calls, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddnn import __version__, cli
+from ddnn.errors import UserError
+
+COMMANDS = [
+    "train", "evaluate", "decode-prep", "score", "export", "import-nnet1", "info", "synth", "bench", "completion",
+]  # fmt: skip
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `ddnn` in this process: exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ddnn", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """Puts a recorder in a module's place: called("ddnn.x.y", "function", result) -> its calls."""
+
+    def called(
+        module: str, function: str, result: Any = None, **others: Any
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs))
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        stand_in = types.ModuleType(module)
+        for name, value in {function: record, **others}.items():
+            setattr(stand_in, name, value)
+        parent, _, last = module.rpartition(".")
+        monkeypatch.setitem(sys.modules, module, stand_in)
+        if parent in sys.modules:
+            monkeypatch.setattr(sys.modules[parent], last, stand_in, raising=False)
+        return calls
+
+    return called
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe with the data it names."""
+    for name in ("train", "ali"):
+        (tmp_path / name).mkdir()
+    path = tmp_path / "my recipe.yaml"
+    path.write_text(f"data: {{train: '{tmp_path}/train', alignments: '{tmp_path}/ali'}}\nminibatch: 128\n")
+    return path
+
+
+@dataclass(frozen=True)
+class Result:
+    """Something that can be shown."""
+
+    def as_text(self) -> str:
+        """One line."""
+        return "loss 1.5, größer"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {"loss": 1.5, "name": "größer"}
+
+
+def shell(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ddnn.cli", *arguments], capture_output=True, text=True, **options)
+
+
+def test_help_is_quick_and_names_every_command() -> None:
+    fastest = 9.0
+    for _ in range(3):
+        start = time.monotonic()
+        done = shell("--help")
+        fastest = min(fastest, time.monotonic() - start)
+        assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    listed = [
+        line.split()[0] for line in lines[lines.index("Commands:") + 1 : lines.index("", lines.index("Commands:"))]
+    ]
+    assert listed == COMMANDS
+    assert "..." not in "".join(
+        line for line in lines if line[:4].strip() == "" and line.split()[:1] in [[c] for c in COMMANDS]
+    )
+    assert "Examples:" in done.stdout
+    assert fastest < 0.3
+
+
+def test_help_does_not_import_heavy_packages() -> None:
+    code = "import sys, ddnn.cli; print([m for m in ('torch', 'numpy', 'pydantic', 'yaml', 'kaldiio') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(run: Run, command: str) -> None:
+    code, out, err = run(command, "-h")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"Usage: ddnn {command} ")
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"ddnn {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nope"], "No such command 'nope'"),
+        (["train"], "Missing argument 'RECIPE'"),
+        (["train", "x.yaml", "--device", "tpu"], "'tpu' is not one of"),
+        (["evaluate", "run"], "Missing option '--data'"),
+        (["synth", "out", "--hours", "many"], "'many' is not a valid float"),
+        ([], "Usage: ddnn"),
+    ],
+)
+def test_usage_errors_end_with_2(run: Run, arguments: list[str], said: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_dry_run_prints_the_resolved_recipe_and_trains_nothing(run: Run, called: Any, recipe: Path) -> None:
+    calls = called("ddnn.train.command", "run_training", describe=lambda recipe: "a small network")
+    code, out, _ = run("train", recipe, "--set", "schedule.initial=0.5", "--set", "seed=7", "--dry-run")
+    assert code == 0
+    assert out.startswith("# a small network\nseed: 7\n")
+    tree = yaml.safe_load(out)
+    assert (tree["minibatch"], tree["schedule"]["initial"]) == (128, 0.5)
+    assert calls == []
+
+
+def test_dry_run_for_real(run: Run, recipe: Path) -> None:
+    code, out, _ = run("train", recipe, "--dry-run")
+    assert code == 0
+    assert yaml.safe_load(out)["minibatch"] == 128
+
+
+def test_train(run: Run, called: Any, recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = called("ddnn.train.command", "run_training")
+    assert run("train", recipe)[0] == 0
+    assert run("train", recipe, "--run-dir", "here", "--device", "cpu", "--workers", "1", "--set", "seed=3")[0] == 0
+    (loaded, run_dir, device), _ = calls[0]
+    assert (loaded.minibatch, run_dir, device) == (128, Path("exp/my recipe"), "auto")
+    (loaded, run_dir, device), _ = calls[1]
+    assert (loaded.seed, run_dir, device) == (3, Path("here"), "cpu")
+
+
+def test_bad_recipe_is_one_message_and_2(run: Run, recipe: Path) -> None:
+    code, out, err = run("train", recipe, "--set", "schedule.initail=1", "--workers", "0")
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        "ddnn: error: 2 problems in the recipe:",
+        "  - schedule.initail: unknown key; did you mean schedule.initial?  [--set schedule.initail=1]",
+        "  - parallel.workers: 0 found, expected a whole number >= 1  [--set parallel.workers=0]",
+        f"  where: {recipe}",
+    ]
+
+
+def test_evaluate(run: Run, called: Any) -> None:
+    calls = called("ddnn.train.evaluate", "evaluate_run", Result())
+    arguments = ["evaluate", "run", "--data", "d d", "--alignments", "a", "--device", "cpu"]
+    assert run(*arguments) == (0, "loss 1.5, größer\n", "")
+    code, out, _ = run(*arguments, "--json", "--allow-pipes")
+    assert (code, json.loads(out)) == (0, Result().as_dict())
+    assert calls[0] == ((Path("run"), Path("d d"), Path("a")), {"device": "cpu", "allow_pipes": False})
+    assert calls[1][1] == {"device": "cpu", "allow_pipes": True}
+
+
+def test_commands_without_output(run: Run, called: Any) -> None:
+    calls = called("ddnn.decode.prepare", "prepare_decoding")
+    assert run("decode-prep", "run", "--data", "d", "--out", "o", "--prior-scale", "0.5") == (0, "", "")
+    options = {"device": "auto", "prior_scale": 0.5, "allow_pipes": False}
+    assert calls == [((Path("run"), Path("d"), Path("o")), options)]
+
+    calls = called("ddnn.model.exchange", "export_nnet1")
+    assert run("export", "run", "--format", "nnet1", "--out", "o") == (0, "", "")
+    assert calls == [((Path("run"), Path("o")), {})]
+
+    calls = called("ddnn.model.exchange", "import_nnet1")
+    assert run("import-nnet1", "n", "--feature-transform", "f", "--out", "o") == (0, "", "")
+    assert run("import-nnet1", "n", "--out", "o") == (0, "", "")
+    assert calls == [((Path("n"), Path("f"), Path("o")), {}), ((Path("n"), None, Path("o")), {})]
+
+    calls = called("ddnn.synth.corpus", "synthesise", SynthOptions=dict)
+    assert run("synth", "o", "--hours", "0.1", "--speakers", "4", "--dim", "13", "--pdfs", "9", "--seed", "2") == (
+        0,
+        "",
+        "",
+    )
+    assert calls == [((Path("o"), {"hours": 0.1, "speakers": 4, "dim": 13, "pdfs": 9, "seed": 2}), {})]
+
+
+def test_info_and_bench(run: Run, called: Any) -> None:
+    calls = called("ddnn.info", "describe_path", Result())
+    assert run("info", "x y.scp") == (0, "loss 1.5, größer\n", "")
+    assert json.loads(run("info", "x", "--json")[1]) == Result().as_dict()
+    assert calls == [((Path("x y.scp"),), {}), ((Path("x"),), {})]
+
+    calls = called("ddnn.bench.step", "run_bench", Result())
+    assert run("bench", "--network", "swbd", "--seconds", "1.5", "--threads", "2")[:2] == (0, "loss 1.5, größer\n")
+    assert calls == [((("swbd",),), {"device": "cpu", "seconds": 1.5, "threads": 2})]
+
+
+def test_score(run: Run, called: Any) -> None:
+    from ddnn.decode.decoder import DecodeOptions
+
+    shown = {"as_json": lambda result, alignments: {"wer": 4.14, "alignments": alignments}}
+    shown["render_text"] = lambda result, alignments: f"WER {alignments}\n"
+    calls = called("ddnn.decode.score", "score", **shown)
+    arguments = ["score", "l", "--graph", "g", "--model", "m", "--text", "t"]
+    assert run(*arguments) == (0, "WER False\n", "")
+    code, out, _ = run(*arguments, "--acoustic-scale", "0.1,0.2", "--beam", "9", "--per-utterance", "--json")
+    assert (code, json.loads(out)) == (0, {"wer": 4.14, "alignments": True})
+    paths = {"graph_dir": Path("g"), "model": Path("m"), "text": Path("t")}
+    assert calls[0] == ((Path("l"),), {**paths, "options": DecodeOptions()})
+    assert calls[1][1]["options"] == DecodeOptions((0.1, 0.2), beam=9.0)
+    code, _, err = run(*arguments, "--acoustic-scale", "0.1;0.2")
+    assert (code, err) == (
+        2,
+        "ddnn: error: '0.1;0.2' found, expected numbers with commas between\n  where: --acoustic-scale\n",
+    )
+
+
+def test_user_error(run: Run, called: Any) -> None:
+    called("ddnn.info", "describe_path", UserError("what is wrong", where="file", mend="do this"))
+    assert run("info", "x") == (2, "", "ddnn: error: what is wrong\n  where: file\n  mend:  do this\n")
+
+
+def test_out_of_memory(run: Run, called: Any) -> None:
+    called("ddnn.info", "describe_path", MemoryError())
+    code, _, err = run("info", "x")
+    assert code == 2
+    assert err.startswith("ddnn: error: out of memory\n")
+
+
+def test_keyboard_interrupt(run: Run, called: Any) -> None:
+    called("ddnn.info", "describe_path", KeyboardInterrupt())
+    code, out, err = run("info", "x")
+    assert (code, out, err.strip()) == (130, "", "ddnn: interrupted")
+
+
+BROKEN = """
+import sys, types
+from ddnn import cli
+module = types.ModuleType("ddnn.info")
+def describe_path(path):
+    {body}
+module.describe_path = describe_path
+sys.modules["ddnn.info"] = module
+sys.argv = ["ddnn", "info", "x"]
+cli.main()
+"""
+
+
+def test_anything_else_is_a_bug_with_a_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", BROKEN.format(body="1 / 0")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "ZeroDivisionError" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"ddnn: this is a bug in ddnn {__version__}; ")
+
+
+def test_interrupt_signal() -> None:
+    code = BROKEN.format(body="print('ready', flush=True); import time; time.sleep(30)")
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=20)
+    assert (child.returncode, err.strip()) == (130, "ddnn: interrupted")
+
+
+def test_broken_pipe_is_quiet() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "ddnn.cli", "--help"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("bash", "complete -o nosort"), ("zsh", "compdef"), ("fish", "complete --no-files")]
+)
+def test_completion_script(run: Run, name: str, said: str) -> None:
+    code, out, err = run("completion", name)
+    assert (code, err) == (0, "")
+    assert said in out
+    assert "_DDNN_COMPLETE" in out
+
+
+def test_completion_completes() -> None:
+    words = {"_DDNN_COMPLETE": "bash_complete", "COMP_WORDS": "ddnn tra", "COMP_CWORD": "1"}
+    done = shell(env={**os.environ, **words})
+    assert (done.returncode, done.stdout) == (0, "plain,train\n")
