@@ -88,7 +88,7 @@ def _walk() -> tuple[dict[str, str], dict[str, Key]]:
     found_keys: dict[str, Key] = {}
 
     def visit(prefix: str, section: dict[str, Any]) -> None:
-        found_sections[prefix] = section["description"]
+        found_sections[prefix] = _unwrapped(section["description"])
         for name, field in section["properties"].items():
             dotted = f"{prefix}.{name}".lstrip(".")
             if "$ref" in field:
@@ -97,10 +97,14 @@ def _walk() -> tuple[dict[str, str], dict[str, Key]]:
             kind = next((k for k in field.get("anyOf", []) if k["type"] != "null"), field)
             default = field.get("default", REQUIRED)
             is_path = kind.get("format") == "path"
-            found_keys[dotted] = Key(dotted, _expects(kind), default, field["description"], is_path)
+            found_keys[dotted] = Key(dotted, _expects(kind), default, _unwrapped(field["description"]), is_path)
 
     visit("", schema)
     return found_sections, found_keys
+
+
+def _unwrapped(docstring: str) -> str:
+    return " ".join(docstring.split())
 
 
 def _expects(kind: dict[str, Any]) -> str:

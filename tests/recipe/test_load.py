@@ -386,37 +386,8 @@ def test_dump_and_load_give_an_equal_recipe(folder: Path, values: dict[str, obje
         assert found == value
 
 
-PIECES = st.sampled_from(
-    [
-        "data",
-        "seed",
-        "include",
-        ":",
-        "-",
-        "[",
-        "]",
-        "{",
-        "}",
-        ",",
-        "&a",
-        "*a",
-        "!!x",
-        "'",
-        '"',
-        "#",
-        "|",
-        ">",
-        "%",
-        "?",
-        "0",
-        "1e",
-        ".",
-        "é",
-        "---",
-        "\x00",
-    ]
-    + [" ", "\n", "\t", ": ", "- "]
-)
+CHARACTERS = list(":-[]{},'\"#|>%?0.é \n\t\0")
+PIECES = st.sampled_from([*CHARACTERS, "data", "seed", "include", "&a", "*a", "!!x", "1e", "---", ": ", "- "])
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
