@@ -21,7 +21,7 @@ def layers(design: str) -> dict[str, int]:
 
 
 def imported(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[str, int]]:
-    """Modules under ddnn that a module imports, also inside functions, with the line. `from ddnn import x` names ddnn.x."""
+    """What a module imports of ddnn, also inside functions, with the line. `from ddnn import x` imports ddnn.x."""
     here = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(tree):
         names: list[str] = []
