@@ -148,12 +148,13 @@ def export(run_dir: Path, format_: str, out: Path) -> None:
 @cli.command("import-nnet1")
 @click.argument("nnet", type=PATH)
 @click.option("--feature-transform", type=PATH, help="nnet1 file of splice, shift and scale before the network.")
+@click.option("--pdf-counts", type=PATH, help="nnet1's ali_train_pdf.counts; decode-prep needs them.")
 @click.option("--out", type=PATH, required=True, help="Run dir to make.")
-def import_nnet1(nnet: Path, feature_transform: Path | None, out: Path) -> None:
+def import_nnet1(nnet: Path, feature_transform: Path | None, pdf_counts: Path | None, out: Path) -> None:
     """Make a run dir from a Kaldi nnet1 network."""
-    from ddnn.model import exchange
+    from ddnn.train import nnet1_command
 
-    exchange.import_nnet1(nnet, feature_transform, out)
+    nnet1_command.import_nnet1(nnet, feature_transform, out, pdf_counts)
 
 
 @cli.command()

@@ -52,6 +52,7 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
     run = RunDir(run_dir)
     root = logging.getLogger("ddnn")
     root.addHandler(run.log_handler)
+    root.setLevel(logging.INFO)
     try:
         torch.set_num_threads(recipe.parallel.threads)
         log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, on, platform.python_version())

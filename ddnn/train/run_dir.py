@@ -24,6 +24,8 @@ from ddnn.model.acoustic import AcousticModel, load_model, save_model
 
 COUNTS = "ali_train_pdf.counts"
 FINAL = "final.safetensors"
+RECIPE = "recipe.yaml"
+LOG = "train.log"
 BEST = "best.safetensors"
 
 
@@ -31,12 +33,12 @@ class RunDir:
     """A new run dir, made by the training that owns it."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the directory.
+        """Makes the directory, or takes one over in which no training has begun: its recipe or data were refused.
 
         Raises:
             UserError: it exists already with something in it, or cannot be made.
         """
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - {RECIPE, LOG}):
             raise UserError(
                 "the run dir exists already and is not empty",
                 where=path,
@@ -44,12 +46,12 @@ class RunDir:
             )
         make_directory(path)
         self.path = path
-        self.log_handler = logging.FileHandler(path / "train.log", encoding="utf-8")
+        self.log_handler = logging.FileHandler(path / LOG, mode="w", encoding="utf-8")
         self.log_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
 
     def write_recipe(self, text: str) -> None:
         """The resolved recipe."""
-        write_text(self.path / "recipe.yaml", text)
+        write_text(self.path / RECIPE, text)
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl; null stands for what is not finite."""
@@ -81,7 +83,7 @@ def load_run(path: Path) -> AcousticModel:
     """
     if not path.is_dir():
         raise DataError("there is no such run dir", where=path, mend="name the --run-dir of a finished training")
-    if not (path / FINAL).exists() and (path / "recipe.yaml").exists():
+    if not (path / FINAL).exists() and (path / RECIPE).exists():
         raise DataError(
             "this training has not finished: there is no final.safetensors", where=path, mend="let it finish first"
         )
