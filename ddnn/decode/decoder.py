@@ -1,6 +1,6 @@
-"""Decodes log-likelihoods with Kaldi's own `HCLG.fst`, without Kaldi: one best path by token passing (`faster-decoder.cc`).
+"""Decodes log-likelihoods with Kaldi's own `HCLG.fst`, without Kaldi.
 
-The packages of the extra `[decode]` are imported only when something is decoded.
+The best path by token passing, after kaldi `decoder/faster-decoder.cc`. The packages of the extra `[decode]` are imported only when something is decoded.
 """
 
 from __future__ import annotations
@@ -89,14 +89,18 @@ def _check_epsilon_cycles(fst: Fst, where: Path) -> None:
         if np.all(through >= cost[target]):
             return
         np.minimum.at(cost, target, through)
-    raise DataError("the graph has a cycle of epsilons with a negative cost", where=where, mend="make the graph again with utils/mkgraph.sh")
+    raise DataError(
+        "the graph has a cycle of epsilons with a negative cost",
+        where=where,
+        mend="make the graph again with utils/mkgraph.sh",
+    )
 
 
 def read_graph(graph_dir: Path, model: Path) -> DecodingGraph:
     """Reads `HCLG.fst` and `words.txt`, and turns the transition-ids on the graph into pdf-id + 1 through the model.
 
     Raises:
-        DataError: a file is missing or damaged; a transition-id that the model does not have; a word id that `words.txt` lacks.
+        DataError: a file is missing or damaged; the model lacks a transition-id of the graph, or `words.txt` a word id.
     """
     where = graph_dir / "HCLG.fst"
     fst, words = read_fst(where), read_symbols(graph_dir / "words.txt")
@@ -110,10 +114,14 @@ def read_graph(graph_dir: Path, model: Path) -> DecodingGraph:
     stated = graph_dir / "num_pdfs"
     if stated.is_file() and stated.read_bytes().strip() != str(transitions.num_pdfs).encode():
         found = stated.read_bytes()[:20].strip()
-        raise DataError(f"num_pdfs says {found!r}, but {model.name} has {transitions.num_pdfs} pdfs", where=stated, mend=mend)
+        raise DataError(
+            f"num_pdfs says {found!r}, but {model.name} has {transitions.num_pdfs} pdfs", where=stated, mend=mend
+        )
     for label in np.unique(fst.arcs["olabel"]).tolist():
         if label and label not in words:
-            raise DataError(f"the graph has the word id {label}, which words.txt lacks", where=graph_dir / "words.txt", mend=mend)
+            raise DataError(
+                f"the graph has the word id {label}, which words.txt lacks", where=graph_dir / "words.txt", mend=mend
+            )
     _check_epsilon_cycles(fst, where)
     arcs = fst.arcs.copy()
     table = transitions.transition_to_pdf.astype(np.int32) + 1
@@ -142,7 +150,9 @@ def check_options(options: DecodeOptions) -> None:
     """Raises UserError for options that the decoder cannot work with."""
     scales = options.acoustic_scales
     if not scales or not all(0 < scale < 1e6 for scale in scales) or len(set(scales)) != len(scales):
-        raise UserError(f"acoustic scales {scales}: expected different numbers above 0", mend="for example 0.05,0.07,0.1,0.143")
+        raise UserError(
+            f"acoustic scales {scales}: expected different numbers above 0", mend="for example 0.05,0.07,0.1,0.143"
+        )
     if not 0 < options.beam < 1e6:
         raise UserError(f"beam {options.beam}: expected a number above 0", mend="13 to 15 is usual")
     if not 0 <= options.min_active < options.max_active < 2**31 or options.max_active < 2:
@@ -173,7 +183,9 @@ def decode_utterances(
     with tempfile.TemporaryDirectory(prefix="ddnn-graph-") as folder:
         write_fst(Path(folder) / "pdfs.fst", graph.fst)
         fst = kaldifst.StdFst.read(str(Path(folder) / "pdfs.fst"))
-    config = kaldi_decoder.FasterDecoderOptions(beam=options.beam, max_active=options.max_active, min_active=options.min_active)
+    config = kaldi_decoder.FasterDecoderOptions(
+        beam=options.beam, max_active=options.max_active, min_active=options.min_active
+    )
     # The decoder does not keep the FST alive, nor the decodable its matrix: both names must outlive it.
     decoder = kaldi_decoder.FasterDecoder(fst, config)
     for utterance, matrix in loglikes:

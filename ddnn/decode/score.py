@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ class ScaleScore:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """Word error rates at each scale, in the order asked for; `best` is the index of the lowest (the first one of equals)."""
+    """Word error rates at each scale, in the order asked for; `best` is the index of the (first) lowest."""
 
     scales: tuple[ScaleScore, ...]
     best: int
@@ -68,14 +68,16 @@ def _import_kaldialign() -> ModuleType:
     try:
         import kaldialign
     except ImportError as error:
-        raise UserError("counting word errors needs the package kaldialign", mend="pip install 'ddnn[decode]'") from error
+        raise UserError(
+            "counting word errors needs the package kaldialign", mend="pip install 'ddnn[decode]'"
+        ) from error
     if not hasattr(kaldialign, "bootstrap_wer_ci"):
         raise UserError("this kaldialign is too old: it has no bootstrap_wer_ci", mend="pip install 'ddnn[decode]'")
-    return kaldialign
+    return cast(ModuleType, kaldialign)
 
 
 def read_reference(path: Path) -> dict[str, tuple[str, ...]]:
-    """Reads a Kaldi `text`: utterance and its words, one a line, split at ASCII white space. An utterance may have no words.
+    """Reads a Kaldi `text`: utterance and its words, one a line, split at ASCII white space; there may be none.
 
     Raises:
         DataError: missing, empty, not UTF-8, or an utterance that stands twice.
@@ -84,11 +86,15 @@ def read_reference(path: Path) -> dict[str, tuple[str, ...]]:
     for number, parts in read_lines(path, "the reference"):
         key = decode_utf8(parts[0], path, number)
         if key in reference:
-            raise DataError(f"line {number}: utterance {key} stands twice", where=path, mend="remove one of the two lines")
+            raise DataError(
+                f"line {number}: utterance {key} stands twice", where=path, mend="remove one of the two lines"
+            )
         words = parts[1].split() if len(parts) > 1 else []
         reference[key] = tuple(decode_utf8(word, path, number) for word in words)
     if not any(reference.values()):
-        raise DataError("the reference has no words", where=path, mend="give a Kaldi text: utterance and its words, one a line")
+        raise DataError(
+            "the reference has no words", where=path, mend="give a Kaldi text: utterance and its words, one a line"
+        )
     return reference
 
 
@@ -102,7 +108,9 @@ def _check_same_utterances(found: set[str], reference: set[str], loglikes: Path)
     if found - reference:
         problems.append(f"{len(found - reference)} utterances have no reference ({_some(found - reference)})")
     if reference - found:
-        problems.append(f"{len(reference - found)} utterances of the reference have no log-likelihoods ({_some(reference - found)})")
+        problems.append(
+            f"{len(reference - found)} utterances of the reference have no log-likelihoods ({_some(reference - found)})"
+        )
     if problems:
         mend = "score with the text of exactly these utterances: a part would give another word error rate"
         raise DataError("; ".join(problems), where=loglikes, mend=mend)
@@ -144,12 +152,22 @@ def _errors(ka: ModuleType, utterance: str, reference: tuple[str, ...], hypothes
 def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]) -> ScaleScore:
     references, hypotheses = [list(u.reference) for u in utterances], [list(u.hypothesis) for u in utterances]
     bootstrap = ka.bootstrap_wer_ci(references, hypotheses)
-    kinds = [sum(getattr(u, kind) for u in utterances) for kind in ("insertions", "deletions", "substitutions")]
+    insertions, deletions, substitutions = (
+        sum(counts) for counts in zip(*((u.insertions, u.deletions, u.substitutions) for u in utterances), strict=True)
+    )
     words = sum(len(reference) for reference in references)
     return ScaleScore(
-        scale, 100 * sum(kinds) / words, (max(0.0, 100 * bootstrap["ci95min"]), 100 * bootstrap["ci95max"]), *kinds, words,
-        sum(u.reference != u.hypothesis for u in utterances), tuple(u.utterance for u in utterances if not u.reached_final), utterances,
-    )  # fmt: skip
+        acoustic_scale=scale,
+        wer=100 * (insertions + deletions + substitutions) / words,
+        interval=(max(0.0, 100 * bootstrap["ci95min"]), 100 * bootstrap["ci95max"]),
+        insertions=insertions,
+        deletions=deletions,
+        substitutions=substitutions,
+        words=words,
+        sentence_errors=sum(u.reference != u.hypothesis for u in utterances),
+        not_final=tuple(u.utterance for u in utterances if not u.reached_final),
+        utterances=utterances,
+    )
 
 
 def score(
@@ -173,7 +191,8 @@ def score(
 
     Raises:
         UserError: the packages of `ddnn[decode]` are missing, or an option that cannot be.
-        DataError: an input is missing, damaged, or does not fit the others; log-likelihoods and reference name other utterances.
+        DataError: an input is missing, damaged, or does not fit the others; log-likelihoods and reference differ in
+            their utterances.
     """
     options = DecodeOptions() if options is None else options
     check_options(options)
@@ -181,14 +200,15 @@ def score(
     source, reference = _locate(loglikes), read_reference(text)
     graph = read_graph(graph_dir, model)
     scores: list[list[UtteranceScore]] = [[] for _ in options.acoustic_scales]
-    done = 0
-    for utterance, hypotheses in decode_utterances(_loglikes(source, set(reference)), graph, options):
+    decoded = decode_utterances(_loglikes(source, set(reference)), graph, options)
+    for done, (utterance, hypotheses) in enumerate(decoded, 1):
         for column, hypothesis in zip(scores, hypotheses, strict=True):
             column.append(_errors(ka, utterance, reference[utterance], hypothesis))
-        done += 1
         if progress is not None:
             progress(done)
-    results = tuple(_sum_up(ka, scale, tuple(column)) for scale, column in zip(options.acoustic_scales, scores, strict=True))
+    results = tuple(
+        _sum_up(ka, scale, tuple(column)) for scale, column in zip(options.acoustic_scales, scores, strict=True)
+    )
     return ScoreResult(results, min(range(len(results)), key=lambda index: results[index].wer))
 
 
@@ -201,7 +221,7 @@ def align_words(score: UtteranceScore) -> list[tuple[str | None, str | None]]:
 
 
 def render_text(result: ScoreResult, *, alignments: bool = False) -> str:
-    """A line per acoustic scale, the best marked with `*`; with `alignments`, each utterance with errors at the best scale."""
+    """A line per acoustic scale, the best marked with `*`; with `alignments`, every utterance at the best scale."""
     lines = []
     for index, s in enumerate(result.scales):
         mark = " *" if index == result.best else ""
@@ -210,7 +230,8 @@ def render_text(result: ScoreResult, *, alignments: bool = False) -> str:
         interval = f"95 % interval {s.interval[0]:.2f} .. {s.interval[1]:.2f}"
         lines.append(f"acoustic scale {s.acoustic_scale:<6g} WER {s.wer:6.2f} %  ({counts}; {interval}{failed}){mark}")
     best = result.scales[result.best]
-    lines.append(f"best: WER {best.wer:.2f} % at {best.acoustic_scale:g}; {best.sentence_errors} of {len(best.utterances)} utterances have errors")
+    errors = f"{best.sentence_errors} of {len(best.utterances)} utterances have errors"
+    lines.append(f"best: WER {best.wer:.2f} % at {best.acoustic_scale:g}; {errors}")
     for u in best.utterances if alignments else ():
         pairs = [(left or "***", right or "***") for left, right in align_words(u)]
         lines += ["", f"{u.utterance}: {u.insertions} ins, {u.deletions} del, {u.substitutions} sub"]
@@ -225,8 +246,16 @@ def as_json(result: ScoreResult, *, alignments: bool = False) -> dict[str, Any]:
     for s in result.scales:
         plain = dict(vars(replace(s, utterances=())))
         plain.pop("utterances")
-        scales.append({**plain, "interval": list(s.interval), "not_final": list(s.not_final), "utterances": len(s.utterances)})
-    value: dict[str, Any] = {"scales": scales, "best": scales[result.best]["acoustic_scale"], "wer": scales[result.best]["wer"]}
+        scales.append(
+            {**plain, "interval": list(s.interval), "not_final": list(s.not_final), "utterances": len(s.utterances)}
+        )
+    value: dict[str, Any] = {
+        "scales": scales,
+        "best": scales[result.best]["acoustic_scale"],
+        "wer": scales[result.best]["wer"],
+    }
     if alignments:
-        value["alignments"] = {u.utterance: [list(pair) for pair in align_words(u)] for u in result.scales[result.best].utterances}
+        value["alignments"] = {
+            u.utterance: [list(pair) for pair in align_words(u)] for u in result.scales[result.best].utterances
+        }
     return value

@@ -1,7 +1,7 @@
 """OpenFst binary files, as far as decoding graphs need: FST types `vector` and `const`, arc type `standard`.
 
-Layout after OpenFst 1.7 `fst.cc` (FstHeader), `vector-fst.h` and `const-fst.h`. Everything is checked here, because the C++
-decoder that walks a graph checks nothing.
+Layout after OpenFst 1.7 `fst.cc` (FstHeader), `vector-fst.h` and `const-fst.h`. Everything is checked here, because
+the C++ decoder that walks a graph checks nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from ddnn.kaldi.scp import decode_utf8, read_lines
 ARC = np.dtype([("ilabel", "<i4"), ("olabel", "<i4"), ("weight", "<f4"), ("nextstate", "<i4")])
 """One arc as it lies in the file. Weights are costs (negated logs); label 0 is epsilon."""
 
-_CONST_STATE = np.dtype([("final", "<f4"), ("pos", "<u4"), ("narcs", "<u4"), ("niepsilons", "<u4"), ("noepsilons", "<u4")])
+_CONST_STATE = np.dtype(
+    [("final", "<f4"), ("pos", "<u4"), ("narcs", "<u4"), ("niepsilons", "<u4"), ("noepsilons", "<u4")]
+)
 _MAGIC = 2125659606
 _HAS_SYMBOLS = 3
 _IS_ALIGNED = 4
@@ -97,20 +99,27 @@ def _read_string(data: bytes, position: int, name: str, where: Path | str) -> tu
 def _read_header(data: bytes, where: Path | str) -> _Header:
     (magic,) = _unpack("<i", data, 0, "header", where)
     if magic != _MAGIC:
-        raise _bad(f"not an OpenFst binary file: it begins with {data[:4]!r}, expected {struct.pack('<i', _MAGIC)!r}", where,
+        raise _bad(f"not an OpenFst binary file: it begins with {data[:4]!r}", where,
                    "give a binary FST such as HCLG.fst; fstcompile makes one from text")  # fmt: skip
     fst_type, position = _read_string(data, 4, "type", where)
     arc_type, position = _read_string(data, position, "arc type", where)
     if fst_type not in ("vector", "const") or arc_type != "standard":
-        raise _bad(f"FST type {fst_type!r} with arc type {arc_type!r}, expected 'vector' or 'const' with 'standard'", where,
+        raise _bad(f"FST type {fst_type!r}, arc type {arc_type!r}: expected 'vector' or 'const', 'standard'", where,
                    "convert it: fstconvert --fst_type=const IN OUT")  # fmt: skip
     fields = _unpack("<iiQqqq", data, position, "header", where)
     version, flags, properties, start, num_states, num_arcs = fields
     if flags & _HAS_SYMBOLS:
-        raise _bad("the FST carries symbol tables, which are not read", where, "fstsymbols --clear_isymbols --clear_osymbols IN OUT")
+        raise _bad(
+            "the FST carries symbol tables, which are not read",
+            where,
+            "fstsymbols --clear_isymbols --clear_osymbols IN OUT",
+        )
     versions = (1, 2) if fst_type == "const" else (2,)
     if version not in versions or flags & ~(_HAS_SYMBOLS | _IS_ALIGNED) or properties & _ERROR:
-        raise _bad(f"FST version {version}, flags {flags}, properties {properties:#x}: expected version 2 without errors", where)
+        raise _bad(
+            f"FST version {version}, flags {flags}, properties {properties:#x}: expected version 2 without errors",
+            where,
+        )
     aligned = fst_type == "const" and (version == 1 or bool(flags & _IS_ALIGNED))
     return _Header(fst_type, version, aligned, start, num_states, num_arcs, position + struct.calcsize("<iiQqqq"))
 
@@ -126,7 +135,9 @@ def _read_const(data: bytes, header: _Header, where: Path | str) -> Fst:
     arcs_at = _align(states_at + header.num_states * _CONST_STATE.itemsize, header.aligned)
     expected = arcs_at + header.num_arcs * ARC.itemsize
     if expected != len(data):
-        raise _bad(f"{header.num_states} states and {header.num_arcs} arcs make {expected} bytes, found {len(data)}", where)
+        raise _bad(
+            f"{header.num_states} states and {header.num_arcs} arcs make {expected} bytes, found {len(data)}", where
+        )
     states = np.frombuffer(data, _CONST_STATE, header.num_states, states_at)
     arcs = np.frombuffer(data, ARC, header.num_arcs, arcs_at)
     offsets = np.concatenate([[0], np.cumsum(states["narcs"], dtype=np.int64)])
@@ -151,7 +162,9 @@ def _read_vector(data: bytes, header: _Header, where: Path | str) -> Fst:
             raise _bad(f"state {len(counts)} claims {narcs} arcs, more than the file's {len(data)} bytes hold", where)
         counts.append(narcs)
     if position != end or header.num_states not in (-1, len(counts)):
-        raise _bad(f"{len(counts)} states end at byte {position} of {end}; the header claims {header.num_states} states", where)
+        raise _bad(
+            f"{len(counts)} states end at byte {position} of {end}; the header claims {header.num_states} states", where
+        )
     offsets = np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int64)
     # Three words per state lie between the arcs (four words each): what remains without them is the arcs.
     values = np.frombuffer(data, "<i4", words, header.end)
@@ -163,12 +176,16 @@ def _read_vector(data: bytes, header: _Header, where: Path | str) -> Fst:
 
 
 def check_fst(fst: Fst, where: Path | str) -> None:
-    """Raises DataError unless every state, label and weight can be walked: states in range, labels >= 0, arc weights finite,
-    final costs neither NaN nor -inf."""
+    """Raises DataError unless the FST can be walked: states in range, labels >= 0, arc costs finite, final ones or inf."""
     states, arcs = fst.num_states, fst.arcs
     if not (0 <= fst.start < states or (fst.start == -1 and states == 0)):
         raise _bad(f"start state {fst.start} of an FST with {states} states", where)
-    if len(fst.offsets) != states + 1 or fst.offsets[0] != 0 or fst.offsets[-1] != len(arcs) or np.any(np.diff(fst.offsets) < 0):
+    if (
+        len(fst.offsets) != states + 1
+        or fst.offsets[0] != 0
+        or fst.offsets[-1] != len(arcs)
+        or np.any(np.diff(fst.offsets) < 0)
+    ):
         raise _bad(f"the arc offsets of {states} states do not cover its {len(arcs)} arcs", where)
     final_ok = np.isfinite(fst.final) | np.isposinf(fst.final)
     if not final_ok.all():
@@ -199,7 +216,7 @@ def read_fst(path: Path) -> Fst:
 
 
 def fst_bytes(fst: Fst, kind: Literal["vector", "const"] = "const") -> bytes:
-    """The FST as an OpenFst file of that type (version 2, no symbol tables, not aligned). Raises DataError as `check_fst`."""
+    """The FST as an OpenFst file of that type (version 2, no symbols, not aligned). DataError as `check_fst`."""
     check_fst(fst, "an FST to be written")
     properties = _EXPANDED | (_MUTABLE if kind == "vector" else 0)
     name = kind.encode()
@@ -223,7 +240,7 @@ def fst_bytes(fst: Fst, kind: Literal["vector", "const"] = "const") -> bytes:
 
 
 def write_fst(path: Path, fst: Fst, kind: Literal["vector", "const"] = "const") -> None:
-    """Writes the FST to `path`, whole or not at all. Raises DataError as `check_fst`, UserError where it cannot be written."""
+    """Writes the FST to `path`, whole or not at all. DataError as `check_fst`, UserError where it cannot be written."""
     data = fst_bytes(fst, kind)
     with written_whole(path) as handle:
         handle.write(data)

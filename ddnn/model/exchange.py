@@ -62,7 +62,8 @@ def _layers(components: tuple[Component, ...], where: Path) -> tuple[tuple[Layer
     for i, component in enumerate(components):
         if isinstance(component, Affine):
             outputs, inputs = component.weight.shape
-            rates = (component.learn_rate_coef, component.bias_learn_rate_coef, component.max_norm)
+            stored = (component.learn_rate_coef, component.bias_learn_rate_coef, component.max_norm)
+            rates = [float(str(np.float32(value))) for value in stored]  # float32 in the file: 0.1 is to stay 0.1
             layers.append(Layer(inputs, outputs, "linear", *rates))
             flat += [torch.from_numpy(component.weight.copy()).flatten(), torch.from_numpy(component.bias.copy())]
         elif isinstance(component, Activation) and layers and layers[-1].activation == "linear":

@@ -15,8 +15,8 @@ SPEECH_SELF_LOOP, SILENCE_SELF_LOOP = 2 / 3, 0.9
 SILENCE_PROBABILITY = 0.3
 """Of the optional silence before, between and after the words."""
 WORDS_PER_UTTERANCE = (2, 8)
-# Distances between means in units of the noise's standard deviation, spread over all dims so that more dims are not easier.
-_PHONE, _STATE, _SENONE, _COMPONENT = 2.0, 1.2, 1.0, 1.2
+# Distances between means in units of the noise's standard deviation, over all dims: more dims are not easier.
+_PHONE, _STATE, _SENONE, _COMPONENT = 2.2, 1.35, 1.1, 1.2
 _SPEAKER_SHIFT, _SPEAKER_SCALE = 1.5, 0.05
 _NEIGHBOUR = np.float32(0.5)  # weight of the frames beside in the noise
 
@@ -38,7 +38,7 @@ class Acoustics:
     @property
     def dim(self) -> int:
         """Feature dims."""
-        return self.means.shape[1]
+        return int(self.means.shape[1])
 
 
 def make_acoustics(rng: np.random.Generator, lexicon: Lexicon, dim: int) -> Acoustics:
@@ -75,7 +75,8 @@ class Block:
 def _gather_ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The concatenation of range(start, start + length)."""
     ends = np.cumsum(lengths)
-    return np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)
+    ranges: npt.NDArray[np.int64] = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)
+    return ranges
 
 
 def draw_block(

@@ -33,8 +33,8 @@ class SynthOptions:
     Attributes:
         hours: training speech, at 100 frames a second; reached to within an utterance per speaker.
         test_hours: test speech; None: a tenth of `hours`, but at most 5.
-        speakers: training speakers; a tenth of them (2 or more) stand in `cv_speakers.txt`. An eighth as many others (2 or
-            more) speak the test set.
+        speakers: training speakers; a tenth of them, one or more, stand in `cv_speakers.txt`. An eighth as many others,
+            two or more, speak the test set.
         dim: feature dims.
         pdfs: senones.
         seed: of everything. Same options, same numpy: the same bytes.
@@ -50,7 +50,7 @@ class SynthOptions:
 
 @dataclass(frozen=True)
 class SynthSummary:
-    """What was written: frames and utterances of the training and the test set, and the number of words in the lexicon."""
+    """What was written: frames and utterances of the training and the test set, and the words of the lexicon."""
 
     train_frames: int
     train_utterances: int
@@ -75,10 +75,16 @@ class _Split:
     frames_each: int
 
 
+def _speakers(name: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{name}{index:05d}" for index in range(1, count + 1))
+
+
 def _check(out: Path, options: SynthOptions) -> tuple[float, int]:
     """The hours and speakers of the test set; UserError where an option cannot be."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out.name} exists already and is not empty", where=out, mend="name another OUT_DIR, or remove it")
+        raise UserError(
+            f"{out.name} exists already and is not empty", where=out, mend="name another OUT_DIR, or remove it"
+        )
     test_hours = min(5.0, options.hours / 10) if options.test_hours is None else options.test_hours
     test_speakers = max(2, options.speakers // 8)
     wrong = []
@@ -141,7 +147,7 @@ class _Written:
 def _speak(
     language: _Language, seed: int, split: _Split, speaker: int, written: _Written
 ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """The utterances of one speaker, features one by one; the rest goes to `written`. Every speaker has a seed of its own."""
+    """The utterances of one speaker, features one by one; the rest goes to `written`. Each speaker has an own seed."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1 + split.number, speaker)))
     shift, scale = draw_speaker(rng, language.acoustics.dim)
     name, spoken, utterances = split.speakers[speaker], 0, list[str]()
@@ -197,10 +203,12 @@ def _write_split(
 
 
 def synthesise(out: Path, options: SynthOptions, progress: Callable[[int], None] | None = None) -> SynthSummary:
-    """Writes a corpus: `train/`, `test/` (data dirs), `ali/`, `ali_test/` (alignments, `final.mdl`), `graph/`, `cv_speakers.txt`.
+    """Writes a corpus in Kaldi's formats.
 
-    The data dirs hold compressed features in `feats.N.ark`, their paths in `feats.scp` relative to it. The alignment dirs have
-    no `tree`: the senones' contexts stay within words, which Kaldi's trees cannot say. `out` appears whole or not at all.
+    `train/` and `test/` are data dirs of different speakers: compressed features in `feats.N.ark`, their paths in
+    `feats.scp` relative to it. `ali/` and `ali_test/` hold the true alignments and a `final.mdl` that is the true model.
+    `graph/` is a word loop. `cv_speakers.txt` names speakers to hold out. There is no `tree`: the contexts of these
+    senones end with the word. `out` appears whole or not at all.
 
     Args:
         out: must not exist, or be an empty directory.
@@ -214,25 +222,28 @@ def synthesise(out: Path, options: SynthOptions, progress: Callable[[int], None]
     root = np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=(0,)))
     lexicon = make_lexicon(root, options.pdfs)
     language = _Language(lexicon, make_acoustics(root, lexicon, options.dim))
-    splits = [
-        _Split(name, number, tuple(f"{name}{index:05d}" for index in range(1, count + 1)), round(hours * FRAMES_PER_HOUR / count))
-        for number, (name, count, hours) in enumerate(
-            (("train", options.speakers, options.hours), ("test", test_speakers, test_hours))
-        )
-    ]
+    sizes = (("train", options.speakers, options.hours), ("test", test_speakers, test_hours))
+    train, test = (
+        _Split(name, number, _speakers(name, count), round(hours * FRAMES_PER_HOUR / count))
+        for number, (name, count, hours) in enumerate(sizes)
+    )
+    held_out = np.sort(root.choice(options.speakers, max(1, options.speakers // 10), replace=False)).tolist()
     make_directory(out.parent)
     temporary = out.with_name(f".{out.name}.tmp{os.getpid()}")
     try:
         make_directory(temporary)
         _write_graph(temporary / "graph", language)
-        held_out = root.choice(options.speakers, max(1, min(options.speakers - 1, round(options.speakers / 10))), replace=False)
-        write_text(temporary / "cv_speakers.txt", "".join(f"{splits[0].speakers[index]}\n" for index in sorted(held_out)))
-        train = _write_split(temporary / "train", temporary / "ali", language, options.seed, splits[0], progress)
-        test = _write_split(temporary / "test", temporary / "ali_test", language, options.seed, splits[1], progress)
+        write_text(temporary / "cv_speakers.txt", "".join(f"{train.speakers[index]}\n" for index in held_out))
+        written = [
+            *_write_split(temporary / "train", temporary / "ali", language, options.seed, train, progress),
+            *_write_split(temporary / "test", temporary / "ali_test", language, options.seed, test, progress),
+        ]
         try:
             temporary.replace(out)
         except OSError as error:
-            raise UserError(f"cannot make {out.name}: {error.strerror}", where=out, mend="name another OUT_DIR") from error
+            raise UserError(
+                f"cannot make {out.name}: {error.strerror}", where=out, mend="name another OUT_DIR"
+            ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return SynthSummary(*train, *test, len(lexicon.words))
+    return SynthSummary(*written, words=len(lexicon.words))

@@ -15,8 +15,8 @@ SELF_LOOP_SCALE = 0.1
 def make_graph(lexicon: Lexicon, acoustics: Acoustics) -> Fst:
     """HCLG with transition-ids on its arcs and word ids at the beginning of each word.
 
-    State 0 is the start and comes before the optional silence; state 1 comes after it, leads into the words, and is final.
-    Then one state per HMM state of each word. Self-loops stand on the state that a transition enters ("reorder").
+    State 0 is the start and comes before the optional silence; state 1 comes after it, leads into the words, and is
+    final. Then one state per HMM state of each word. Self-loops stand on the state that a transition enters ("reorder").
     """
     pdfs, count = lexicon.pdfs, len(lexicon.words)
     starts, ends = lexicon.offsets[:-1], lexicon.offsets[1:]
@@ -33,7 +33,9 @@ def make_graph(lexicon: Lexicon, acoustics: Acoustics) -> Fst:
     loops = np.zeros(len(pdfs), ARC)
     loops["ilabel"], loops["nextstate"] = 2 * pdfs + 1, state
     loops["weight"] = -SELF_LOOP_SCALE * np.log(acoustics.self_loop)[pdfs]
-    back = np.zeros(count + 2, ARC)  # without input: from the end of each word to 0, from silence to 1, and past the silence
+    back = np.zeros(
+        count + 2, ARC
+    )  # without input: from the end of each word to 0, from silence to 1, and past the silence
     back["nextstate"][-2:] = 1
     back["weight"][-1] = -np.log(1 - SILENCE_PROBABILITY)
     sources = np.concatenate([source, state, state[ends - 1], [0]])

@@ -9,8 +9,33 @@ import numpy.typing as npt
 
 from ddnn.errors import UserError
 
-CONSONANTS = "B CH D DH F G HH JH K L M N NG P R S SH T TH V W Y Z ZH".split()
-VOWELS = "AA AE AH AO AW AY EH ER EY IH IY OW OY UH UW".split()
+CONSONANTS = [
+    "B",
+    "CH",
+    "D",
+    "DH",
+    "F",
+    "G",
+    "HH",
+    "JH",
+    "K",
+    "L",
+    "M",
+    "N",
+    "NG",
+    "P",
+    "R",
+    "S",
+    "SH",
+    "T",
+    "TH",
+    "V",
+    "W",
+    "Y",
+    "Z",
+    "ZH",
+]
+VOWELS = ["AA", "AE", "AH", "AO", "AW", "AY", "EH", "ER", "EY", "IH", "IY", "OW", "OY", "UH", "UW"]
 PHONES = ("SIL", *sorted(CONSONANTS + VOWELS))
 """Phone-id i + 1 stands at index i."""
 STATES = 3
@@ -55,7 +80,7 @@ def _invent_words(rng: np.random.Generator, count: int) -> tuple[tuple[str, ...]
 
 
 def _share_out(total: int, most: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`total` into parts of at least 1 and at most `most`, in proportion to `most - 1`, the largest remainders first."""
+    """`total` into parts of 1 to `most`, in proportion to `most - 1`; the largest remainders are rounded up."""
     exact = (most - 1) * ((total - len(most)) / max(1, int((most - 1).sum())))
     parts = np.minimum(np.floor(exact).astype(np.int64), most - 1)
     order = np.argsort(parts - exact, kind="stable")
@@ -65,7 +90,7 @@ def _share_out(total: int, most: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]
 
 
 def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:
-    """Invents the words, and ties the contexts of each (phone, HMM state) to exactly `num_pdfs` pdfs, all of them in some word.
+    """Invents the words, and ties the contexts of each (phone, HMM state) to `num_pdfs` pdfs in all, each in some word.
 
     A context is the phone before and the phone after within the word. The contexts of a first state are ordered by the
     phone before, those of a last state by the phone after; neighbours in that order share a pdf, as in a decision tree.
@@ -74,7 +99,9 @@ def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:
         UserError: fewer pdfs than HMM states, or more than the words have contexts.
     """
     if num_pdfs < SMALLEST_PDFS:
-        raise UserError(f"{num_pdfs} pdfs for {SMALLEST_PDFS} HMM states", mend=f"--pdfs {SMALLEST_PDFS} is the smallest possible")
+        raise UserError(
+            f"{num_pdfs} pdfs for {SMALLEST_PDFS} HMM states", mend=f"--pdfs {SMALLEST_PDFS} is the smallest possible"
+        )
     names, pronunciations = _invent_words(rng, min(_MOST_WORDS, max(100, num_pdfs // 4)))
     lengths = np.array([len(p) for p in pronunciations])
     ends = np.cumsum(lengths)
@@ -103,4 +130,6 @@ def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:
     pdfs = np.concatenate([pdf_of[which].reshape(-1), np.arange(STATES, dtype=np.int32)])
     offsets = np.concatenate([[0], ends, [ends[-1] + 1]]) * STATES
     weights = 1.0 / (np.arange(len(names)) + 10.0)
-    return Lexicon(names, weights / weights.sum(), pdfs, offsets, np.array(pdf_phone, np.int32), np.array(pdf_state, np.int32))
+    return Lexicon(
+        names, weights / weights.sum(), pdfs, offsets, np.array(pdf_phone, np.int32), np.array(pdf_state, np.int32)
+    )
