@@ -176,9 +176,13 @@ def info(path: Path, json_: bool) -> None:
 @click.option("--seed", type=int, default=1, show_default=True, help="Same seed: the same corpus.")
 def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed: int) -> None:
     """Write a synthetic corpus in Kaldi's formats."""
+    from ddnn.progress import frame_counter
     from ddnn.synth.corpus import SynthOptions, synthesise
 
-    synthesise(out_dir, SynthOptions(hours=hours, speakers=speakers, dim=dim, pdfs=pdfs, seed=seed))
+    options = SynthOptions(hours=hours, speakers=speakers, dim=dim, pdfs=pdfs, seed=seed)
+    with frame_counter("synth", round(hours * 360_000)) as bar:
+        made = synthesise(out_dir, options, progress=lambda frames: _count(bar, frames))
+    click.echo(f"{out_dir}: {made.train_utterances} utterances to train on, {made.test_utterances} to test")
 
 
 @cli.command()
@@ -216,6 +220,10 @@ def completion(shell: str) -> None:
     found = get_completion_class(shell)
     assert found is not None
     click.echo(found(cli, {}, "ddnn", "_DDNN_COMPLETE").source())
+
+
+def _count(bar: Any, frames: int) -> None:
+    bar.update(frames)
 
 
 def _show(result: Any, json_: bool) -> None:

@@ -206,22 +206,25 @@ def test_commands_without_output(run: Run, called: Any) -> None:
     options = {"device": "auto", "prior_scale": 0.5, "allow_pipes": False}
     assert calls == [((Path("run"), Path("d"), Path("o")), options)]
 
-    calls = called("ddnn.model.exchange", "export_nnet1")
+    calls = called("ddnn.train.nnet1_command", "export_nnet1")
     assert run("export", "run", "--format", "nnet1", "--out", "o") == (0, "", "")
     assert calls == [((Path("run"), Path("o")), {})]
 
-    calls = called("ddnn.model.exchange", "import_nnet1")
-    assert run("import-nnet1", "n", "--feature-transform", "f", "--out", "o") == (0, "", "")
+    calls = called("ddnn.train.nnet1_command", "import_nnet1")
+    assert run("import-nnet1", "n", "--feature-transform", "f", "--pdf-counts", "c", "--out", "o") == (0, "", "")
     assert run("import-nnet1", "n", "--out", "o") == (0, "", "")
-    assert calls == [((Path("n"), Path("f"), Path("o")), {}), ((Path("n"), None, Path("o")), {})]
+    assert [args for args, _ in calls] == [
+        (Path("n"), Path("f"), Path("o"), Path("c")),
+        (Path("n"), None, Path("o"), None),
+    ]
 
-    calls = called("ddnn.synth.corpus", "synthesise", SynthOptions=dict)
-    assert run("synth", "o", "--hours", "0.1", "--speakers", "4", "--dim", "13", "--pdfs", "9", "--seed", "2") == (
-        0,
-        "",
-        "",
-    )
-    assert calls == [((Path("o"), {"hours": 0.1, "speakers": 4, "dim": 13, "pdfs": 9, "seed": 2}), {})]
+
+def test_synth(run: Run, called: Any) -> None:
+    made = types.SimpleNamespace(train_utterances=12, test_utterances=3)
+    calls = called("ddnn.synth.corpus", "synthesise", made, SynthOptions=dict)
+    code, out, _ = run("synth", "o", "--hours", "0.1", "--speakers", "4", "--dim", "13", "--pdfs", "9", "--seed", "2")
+    assert (code, out) == (0, "o: 12 utterances to train on, 3 to test\n")
+    assert calls[0][0] == (Path("o"), {"hours": 0.1, "speakers": 4, "dim": 13, "pdfs": 9, "seed": 2})
 
 
 def test_info_and_bench(run: Run, called: Any) -> None:

@@ -100,7 +100,7 @@ def _iterate(path: Path, read: Callable[[Source], _T]) -> Iterator[tuple[str, _T
                     return
                 value = read(source)
             except UNREADABLE as error:
-                after = "before the first record" if last is None else f"the last whole record is {last}"
+                after = "no record was read" if last is None else f"the last record read whole is {last}"
                 whose = f"utterance {key}: " if key is not None else ""
                 raise DataError(f"{whose}{explain(error)} ({after})", where=path, mend=MEND) from error
             yield key, value

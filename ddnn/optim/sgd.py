@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ddnn.model.network import Buffers, Network, gradient, layer_views
+from ddnn.optim.ng_sgd import NaturalGradientDirection
+from ddnn.recipe.schema import Optimizer as OptimizerRecipe
+
+Direction = Callable[[Network, Buffers, float, Tensor], Tensor]
+"""Network, buffers after the backward pass, rate, flat buffer to fill -> that buffer: what a step goes along."""
 
 
 class Sgd:
@@ -13,12 +20,17 @@ class Sgd:
     g is the gradient of the loss SUMMED over the N frames of the minibatch, so that a rate of 0.008 at minibatch 256
     is 2.048 on the mean gradient. Layers with a rate of their own have g scaled by it, biases have no l2.
 
+    NG-SGD is the same step along another direction: `direction` fills g.
+
     Attributes:
-        gradient: (num_parameters,) of the last minibatch.
+        gradient: g, (num_parameters,), of the last minibatch.
         correction: c, (num_parameters,); the gradient itself where momentum is 0.
     """
 
-    def __init__(self, network: Network, *, momentum: float = 0.0, l2: float = 0.0) -> None:
+    def __init__(
+        self, network: Network, *, momentum: float = 0.0, l2: float = 0.0, direction: Direction | None = None
+    ) -> None:
+        self.direction = direction or plain_gradient
         self.momentum = momentum
         self.l2 = l2
         self.gradient = network.parameters.new_zeros(network.parameters.shape)
@@ -31,7 +43,7 @@ class Sgd:
 
     def step(self, network: Network, buffers: Buffers, rate: float) -> None:
         """One update from the layer inputs and output derivatives of a minibatch."""
-        gradient(network, buffers, self.gradient)
+        self.direction(network, buffers, rate, self.gradient)
         self.apply(network, rate, frames=len(buffers.x))
 
     def apply(self, network: Network, rate: float, frames: int) -> Tensor:
@@ -48,3 +60,14 @@ class Sgd:
             for layer, weight in zip(network.layers, network.weights, strict=True):
                 weight.mul_(1.0 - rate * layer.weight_rate * self.l2 * frames)
         return network.parameters.add_(self.correction, alpha=-rate)
+
+
+def plain_gradient(network: Network, buffers: Buffers, rate: float, flat: Tensor) -> Tensor:
+    """The gradient itself, whatever the rate."""
+    return gradient(network, buffers, flat)
+
+
+def make_optimizer(recipe: OptimizerRecipe, network: Network) -> Sgd:
+    """The optimizer that the recipe names."""
+    direction = NaturalGradientDirection(network, recipe) if recipe.name == "ng-sgd" else plain_gradient
+    return Sgd(network, momentum=recipe.momentum, l2=recipe.l2, direction=direction)

@@ -84,6 +84,21 @@ class Optimizer(Section):
     """c <- momentum * c + gradient; the step is rate * c."""
     l2: NotNegative = 0.0
     """Each minibatch of N frames takes rate * l2 * N * W from the weights W; biases have none."""
+    rank_in: Count = 20
+    """NG-SGD: rank of the Fisher matrix of each layer's input (the paper's code: 30)."""
+    rank_out: Count = 80
+    """NG-SGD: rank of the Fisher matrix of each layer's output derivative (the paper's code: 60)."""
+    alpha: NotNegative = 4.0
+    """NG-SGD: smoothing of the Fisher matrices with the identity."""
+    num_samples_history: Annotated[float, Field(gt=0.0, le=1e6)] = 2000.0
+    """NG-SGD: time constant of the Fisher matrices, in frames."""
+    update_period: Count = 4
+    """NG-SGD: minibatches between two updates of the Fisher matrices, once the first 10 have been made."""
+    max_change_per_sample: NotNegative = 0.075
+    """NG-SGD: a step that would change a layer by more than this per frame is shortened. 0: never."""
+    max_change_mode: Literal["exact", "before-rate"] = "exact"
+    """NG-SGD: `exact` limits the step itself; `before-rate` limits it before it is multiplied by the rate, as the code
+    behind arXiv 1507.01239 did: there rates of 0.32 and more work only so."""
 
 
 class Schedule(Section):

@@ -22,7 +22,7 @@ from ddnn.model.acoustic import AcousticModel
 from ddnn.model.initialise import initialise_randomly
 from ddnn.model.network import Network, hidden_stack
 from ddnn.optim.schedule import make_schedule
-from ddnn.optim.sgd import Sgd
+from ddnn.optim.sgd import make_optimizer
 from ddnn.progress import progress_bar
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
@@ -61,7 +61,7 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
         model = initial_model(recipe, data).to(on)
         setup = Setup(
             model=model,
-            optimizer=Sgd(model.network, momentum=recipe.optimizer.momentum, l2=recipe.optimizer.l2),
+            optimizer=make_optimizer(recipe.optimizer, model.network),
             schedule=make_schedule(recipe.schedule),
             train=frame_set(data.corpus, data.train_utterances),
             cv=data.cv,
