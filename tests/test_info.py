@@ -1,0 +1,264 @@
+"""What a path holds, in a glance."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddnn import info
+from ddnn.errors import DataError, UserError
+from ddnn.info import describe_path
+from ddnn.kaldi.archives import write_int_vectors, write_matrices
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """What `--json` shows; it must be JSON."""
+    found = describe_path(path)
+    shown = found.as_dict()
+    assert shown.pop("path") == str(path)
+    assert found.as_text().startswith(f"{path}: {found.kind}")
+    return json.loads(json.dumps(shown))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Two matrices in a folder with a space: a.ark and a.scp."""
+    folder = tmp_path / "my dät"
+    folder.mkdir()
+    items = [("utt1", np.ones((7, 3), np.float32)), ("utt2", np.ones((5, 3), np.float32))]
+    write_matrices(folder / "a.ark", folder / "a.scp", items)
+    return folder
+
+
+def test_scp_and_archive(table: Path) -> None:
+    assert facts(table / "a.scp") == {
+        "kind": "scp",
+        "entries": 2,
+        "frames": 12,
+        "dims": 3,
+        "first_keys": ["utt1", "utt2"],
+    }
+    assert facts(table / "a.ark") == {
+        "kind": "archive of matrices (FM)", "records": 2, "frames": 12, "dims": 3, "first_keys": ["utt1", "utt2"],
+    }  # fmt: skip
+    (table / "a.ark.gz").write_bytes(gzip.compress((table / "a.ark").read_bytes()))
+    assert facts(table / "a.ark.gz") == facts(table / "a.ark")
+
+
+def test_text_for_people(table: Path) -> None:
+    assert describe_path(table / "a.scp").as_text().splitlines() == [
+        f"{table}/a.scp: scp",
+        "  entries     2",
+        "  frames      12",
+        "  dims        3",
+        "  first keys  utt1, utt2",
+    ]
+
+
+def test_different_dims_are_named(tmp_path: Path) -> None:
+    write_matrices(tmp_path / "a.ark", None, [("a", np.ones((1, 3))), ("b", np.ones((1, 4)))])
+    assert facts(tmp_path / "a.ark")["dims"] == "different: 3, 4"
+    assert facts(tmp_path / "a.ark")["kind"] == "archive of matrices (DM)"
+
+
+def test_shell_commands_are_counted_and_not_run(table: Path) -> None:
+    ran = table / "ran"
+    with (table / "a.scp").open("a") as scp:
+        scp.write(f"utt3 touch '{ran}' |\n")
+    found = facts(table / "a.scp")
+    assert (found["entries"], found["shell_commands"], found["dims"]) == (3, "1, not run", 3)
+    (table / "only.scp").write_text(f"utt3 touch '{ran}' |\n")
+    assert facts(table / "only.scp") == {
+        "kind": "scp", "entries": 1, "shell_commands": "1, not run", "first_keys": ["utt3"],
+    }  # fmt: skip
+    assert not ran.exists()
+
+
+def test_long_scp_is_sampled(table: Path) -> None:
+    line = (table / "a.scp").read_text().splitlines()[0].split(" ", 1)[1]
+    (table / "long.scp").write_text("".join(f"u{n:05d} {line}\n" for n in range(2500)))
+    found = facts(table / "long.scp")
+    assert (found["entries"], found["frames"]) == (2500, "about 17500, from 834 entries")
+
+
+def test_long_archive_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_matrices(tmp_path / "a.ark", None, ((f"u{n}", np.ones((10, 10), np.float32)) for n in range(100)))
+    monkeypatch.setattr(info, "GLANCE_BYTES", 4000)
+    found = facts(tmp_path / "a.ark")
+    assert (found["records"], found["frames"]) == ("at least 11", "at least 110")
+
+
+def test_integer_archives(tmp_path: Path) -> None:
+    items = [("utt1", np.array([3, 1])), ("utt2", np.array([5])), ("utt3", np.array([], np.int32))]
+    expected = {"records": 3, "frames": 3, "largest_id": 5, "first_keys": ["utt1", "utt2", "utt3"]}
+    write_int_vectors(tmp_path / "a.ark", items)
+    assert facts(tmp_path / "a.ark") == {"kind": "archive of integer vectors (binary)", **expected}
+    (tmp_path / "a.txt").write_text("utt1 3 1\nutt2 5\nutt3\n")
+    assert facts(tmp_path / "a.txt") == {"kind": "archive of integer vectors (text)", **expected}
+
+
+def test_text_matrices_and_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("utt1  [\n  1 2\n  3 4 ]\n")
+    assert facts(tmp_path / "a.txt") == {
+        "kind": "archive of matrices (text)", "records": 1, "frames": 2, "dims": 2, "first_keys": ["utt1"],
+    }  # fmt: skip
+    (tmp_path / "x.counts").write_text(" [ 5 9 0 ]\n")
+    assert facts(tmp_path / "x.counts") == {"kind": "Kaldi vector of pdf counts", "pdfs": 3, "frames": 14.0}
+
+
+def test_data_dir(table: Path) -> None:
+    (table / "a.scp").rename(table / "feats.scp")
+    expected = {"utterances": 2, "speakers": "no utt2spk", "cmvn": "no cmvn.scp", "frames": 12, "dims": 3}
+    assert facts(table) == {"kind": "Kaldi data dir", **expected, "first_keys": ["utt1", "utt2"]}
+    (table / "utt2spk").write_text("utt1 anna\nutt2 anna\n")
+    assert facts(table)["speakers"] == 1
+
+
+def test_run_dir(tmp_path: Path) -> None:
+    rows = [(0, 5.5, 0.1, True), (1, 2.5, 0.5, True), (2, 2.25, 0.6, True), (3, 2.75, 0.4, False)]
+    lines = []
+    for epoch, loss, accuracy, accepted in rows:
+        row = {"epoch": epoch, "loss": loss, "frame_accuracy": accuracy, "learning_rate": 0.008, "accepted": accepted}
+        lines += [{**row, "split": "train", "loss": 0.0}, {**row, "split": "cv"}]
+    (tmp_path / "recipe.yaml").write_text("seed: 1\n")
+    assert facts(tmp_path) == {"kind": "ddnn run dir", "finished": False}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert facts(tmp_path) == {
+        "kind": "ddnn run dir",
+        "finished": False,
+        "epochs": 3,
+        "last_cross_validation": "epoch 3: loss 2.7500, frame accuracy 40.00 %, rejected",
+        "best_cross_validation": "epoch 2: loss 2.2500, frame accuracy 60.00 %",
+    }
+    (tmp_path / "metrics.jsonl").write_text('{"split": "cv", "epoch": 1')
+    with pytest.raises(DataError, match="line 1 is no metrics of a training"):
+        describe_path(tmp_path)
+
+
+def test_metrics_of_a_training_that_went_wrong(tmp_path: Path) -> None:
+    row = {"epoch": 1, "split": "cv", "loss": None, "frame_accuracy": None, "learning_rate": 1.0, "accepted": False}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    shown = facts(tmp_path / "metrics.jsonl")["last_cross_validation"]
+    assert shown == "epoch 1: loss not finite, frame accuracy none, rejected"
+
+
+def test_model(tmp_path: Path) -> None:
+    from ddnn.data.corpus import FeaturePipeline
+    from ddnn.data.transform import plain_splice
+    from ddnn.model.acoustic import AcousticModel, save_model
+    from ddnn.model.network import Network, hidden_stack
+
+    model = AcousticModel(FeaturePipeline("mean", 2), plain_splice(4, 1), Network(hidden_stack(12, 2, 8, 5, "tanh")))
+    save_model(tmp_path / "final.safetensors", model)
+    expected = {"network": "12-8-8-5", "activations": ["tanh", "softmax"], "pdfs": 5, "cmvn": "mean", "deltas": 2}
+    expected |= {"parameters": 12 * 8 + 8 + 8 * 8 + 8 + 8 * 5 + 5}
+    assert facts(tmp_path / "final.safetensors") == {"kind": "ddnn model", **expected}
+    assert facts(tmp_path) == {"kind": "ddnn run dir", "finished": True, **expected}
+    (tmp_path / "final.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(DataError, match="not a ddnn model"):
+        describe_path(tmp_path)
+
+
+def test_recipe(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("data: {train: /gone/train, alignments: /gone/ali}\nmodel: {hidden_layers: 2}\n")
+    found = facts(tmp_path / "r.yaml")
+    assert (found["kind"], found["train"], found["model"]) == ("recipe", "/gone/train", "2 x 2048 sigmoid")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "some"),
+    [
+        ("an4/train", "Kaldi data dir", {"utterances": 948, "speakers": 74, "frames": 253682, "dims": 40}),
+        ("an4/ali", "Kaldi alignment dir", {"jobs": 2, "pdfs": 616, "utterances": 948, "frames": 253682}),
+        ("an4/ali/final.mdl", "Kaldi acoustic model (its transition model)", {"pdfs": 616, "transition_ids": 4860}),
+        ("an4/graph", "Kaldi graph dir", {"states": 38708, "arcs": 96162, "words": 107}),
+        ("an4/graph/HCLG.fst", "OpenFst graph", {"states": 38708, "arcs": 96162}),
+        ("an4/kaldi_nnet1/rbm_ce.nnet", "Kaldi nnet1 network", {"input_dim": 440, "output_dim": 616}),
+        ("golden/nnet1/init.txt.nnet", "Kaldi nnet1 network", {"input_dim": 30, "output_dim": 9}),
+        ("an4/kaldi_nnet1/ali_train_pdf.counts", "Kaldi vector of pdf counts", {"pdfs": 616}),
+        (
+            "an4/kaldi_nnet1/loglikes_first3.ark",
+            "archive of matrices (FM)",
+            {"records": 3, "frames": 1137, "dims": 616},
+        ),
+        ("golden/tables/compressed_7.ark", "archive of matrices (CM3)", {"records": 3, "frames": 108, "dims": 6}),
+        ("golden/tables/an4_all_pdfs.txt.gz", "archive of integer vectors (text)", {"records": 948, "largest_id": 615}),
+    ],
+)
+def test_what_kaldi_wrote(shared: Path, name: str, kind: str, some: dict[str, Any]) -> None:
+    found = facts(shared / name)
+    assert found["kind"] == kind
+    assert {key: found[key] for key in some} == some
+
+
+def test_large_alignment_dirs_and_graphs_are_not_read_whole(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "GLANCE_BYTES", 10_000)
+    found = facts(shared / "an4/ali")
+    assert "utterances" not in found
+    assert found["first_keys"] == ["fash-an251-fash-b", "fash-an253-fash-b", "fash-an254-fash-b"]
+    assert facts(shared / "an4/graph/HCLG.fst")["bytes"] == "2312817, too many for a glance"
+
+
+def test_nothing_known(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("anna says hello\n")
+    for path, said in ((tmp_path / "x", "an scp"), (tmp_path, "a data dir")):
+        with pytest.raises(UserError, match="nothing that ddnn knows") as caught:
+            describe_path(path)
+        assert caught.value.where == str(path)
+        assert said in str(caught.value.mend)
+    with pytest.raises(DataError, match="does not exist"):
+        describe_path(tmp_path / "nix")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="no regular file"):
+        describe_path(tmp_path / "pipe")
+
+
+def test_damaged_files_are_not_described(table: Path) -> None:
+    whole = (table / "a.ark").read_bytes()
+    (table / "cut.ark").write_bytes(whole[:-5])
+    with pytest.raises(DataError, match="cut short"):
+        describe_path(table / "cut.ark")
+    (table / "cut.ark.gz").write_bytes(gzip.compress(whole)[:-12])
+    with pytest.raises(DataError, match="gzip"):
+        describe_path(table / "cut.ark.gz")
+    (table / "empty").touch()
+    with pytest.raises(DataError, match="empty"):
+        describe_path(table / "empty")
+
+
+KNOWN = [b"<Nnet>", b"<TransitionModel>", b"FM ", b"[ 1 2"]
+STARTS = [
+    b"",
+    b"u ",
+    b"u \0B",
+    b"u \0BFM ",
+    b"u \0BCM2 ",
+    b"u \0B\x04",
+    b"u [ 1 2",
+    b"u 1 2",
+    b"u\n",
+    b"\xd6\xfd\xb2\x7e",
+]
+STARTS += [b"\x1f\x8b\x08", b"\x1f\x8b\x08\0\0\0\0\0\0\3", b'{"split": "cv"}', *KNOWN, *(b"\0B" + k for k in KNOWN)]
+NAMES = ["a", "a.gz", "a.scp", "a.jsonl", "a.yaml", "a.safetensors"]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(STARTS), st.binary(max_size=80), st.sampled_from(NAMES))
+def test_any_bytes_are_described_or_refused(tmp_path: Path, start: bytes, rest: bytes, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(start + rest)
+    try:
+        found = describe_path(path)
+    except UserError as error:
+        assert str(path) in str(error) or error.where is not None
+    else:
+        json.dumps(found.as_dict())
