@@ -58,12 +58,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddnn.errors import DataError, UserError
+from ddnn.optim.orthonormal import orthonormalise
 
 _EPSILON = 1e-10  # floor of rho and d, and where they start
 _INITIAL_UPDATES = 10  # updates made before any is skipped
 _CONDITION = 1e6  # cond(C) above which the orthonormality of R is checked
-_ORTHONORMAL = 1e-3  # largest |R R^T - I| left alone
-_INVERSE_FACTOR = 100.0  # largest element of the inverse Cholesky factor that is trusted
 
 _TINY = 1e-38  # makes 0 / 0 a 1, and is lost in any other norm
 
@@ -272,7 +271,7 @@ class NaturalGradient:
         self._j.addcmul_(self._a[:, r:], self.w)
         w = torch.mm(self._a[:, :r], self._j, out=self._w_next)
         if doubtful:
-            _orthonormalise(w, e)
+            orthonormalise(w, e)
         self.w, self._w_next = w, self.w
         self.d, self.rho = d, rho
 
@@ -334,43 +333,3 @@ def _eigh(z: Matrix) -> tuple[Vector, Matrix]:
     """Eigenvalues of a symmetric (r, r) matrix, descending, and its eigenvectors as columns."""
     c, u = torch.linalg.eigh(torch.from_numpy(z))  # by torch, so that torch's number of threads holds
     return c.numpy()[::-1].copy(), u.numpy()[:, ::-1]
-
-
-def _orthonormalise(w: Tensor, e: Vector) -> None:
-    """Makes the rows of R = E^-.5 W orthonormal again, in place, if they are off by over 1e-3. Waits for the device."""
-    sqrt_e = torch.from_numpy(np.sqrt(e))
-    wide = w.double()  # an inverse factor of 100 would raise the roundoff of float32 to 1e-3
-    o = torch.mm(wide, wide.T).cpu() / torch.outer(sqrt_e, sqrt_e)
-    eye = torch.eye(len(e), dtype=torch.float64)
-    if float((o - eye).abs().max()) <= _ORTHONORMAL:
-        return
-    factor, failed = torch.linalg.cholesky_ex(o)
-    if not int(failed):
-        inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
-        if float(inverse.max()) < _INVERSE_FACTOR:
-            inverse *= sqrt_e.unsqueeze(1) / sqrt_e
-            w.copy_(torch.mm(inverse.to(w.device), wide))
-            return
-    r = wide.cpu()
-    _gram_schmidt(r)
-    w.copy_(r * sqrt_e.unsqueeze(1))
-
-
-def _gram_schmidt(r: Tensor) -> None:
-    """Makes the rows of r (float64, host, no more rows than columns) orthonormal in place: Kaldi's `OrthogonalizeRows`.
-
-    A row of which less than a tenth is left is projected once more; one that vanishes is replaced by a random one,
-    from a generator of its own, so that the same input gives the same bits."""
-    generator = torch.Generator().manual_seed(0)
-    for i, row in enumerate(r):
-        while True:
-            before = float(row @ row)
-            if math.isfinite(before) and before > 0.0:
-                row -= (r[:i] @ row) @ r[:i]
-                after = float(row @ row)
-                if after > 0.01 * before:
-                    row /= math.sqrt(after)
-                    break
-                if after > 0.0:
-                    continue
-            row.normal_(generator=generator)
