@@ -14,7 +14,7 @@ from ddnn.errors import RecipeError
 from ddnn.recipe.include import Gathered, exists, gather_file
 from ddnn.recipe.keys import keys, keys_of, sections, suggestion
 from ddnn.recipe.schema import Recipe
-from ddnn.recipe.validate import UNREAD, validate
+from ddnn.recipe.validate import is_read, validate
 from ddnn.recipe.yaml_tree import Given, Problem, parse_setting, shown
 
 
@@ -49,15 +49,14 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML, in schema order, defaults written out, paths absolute; `load_recipe` makes it equal again.
 
-    Left out is what was not given and has no default, and what the chosen schedule never reads.
+    Left out is what was not given and has no default, and what the chosen optimizer and schedule never read.
     """
     tree: dict[str, Any] = {}
     for name in keys():
         value: Any = recipe
         for part in name.split("."):
             value = getattr(value, part)
-        section, _, last = name.rpartition(".")
-        if value is None or (section == "schedule" and last in UNREAD[recipe.schedule.name]):
+        if value is None or not is_read(recipe, name):
             continue
         _put(tree, name, str(value) if isinstance(value, Path) else value)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=10_000)

@@ -63,7 +63,7 @@ dir as `recipe.yaml`. Only `data.train` and `data.alignments` must be given.
   those that a fragment or `--set` gives). A path that is in neither is an error.
 - **Numbers** may be written `0.008`, `8e-3` or `.008`, in digits only; text in quotes is not a number, nor is `true`.
 - **Problems** are reported all at once, with file and line: unknown keys (with the nearest known one), values out of
-  range, keys that contradict each other, keys that the chosen schedule never reads. The exit code is then 2.
+  range, keys that contradict each other, keys that the chosen schedule or optimizer never reads. The exit code is 2.
 - Anchors, aliases, tags, tabs and keys given twice are errors.
 
 ## Keys

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from ddnn.recipe.schema import Recipe, Schedule
 
-UNREAD = {
-    "newbob": ("final",),
-    "exponential": (
-        "criterion",
-        "start_halving",
-        "end_halving",
-        "halving_factor",
-        "keep_epochs",
-        "min_epochs",
-    ),
+_ONLY_NEWBOB = ("criterion", "start_halving", "end_halving", "halving_factor", "keep_epochs", "min_epochs")
+_ONLY_NG_SGD = (
+    "rank_in",
+    "rank_out",
+    "alpha",
+    "num_samples_history",
+    "update_period",
+    "max_change_per_sample",
+    "max_change_mode",
+)
+UNREAD: dict[str, dict[str, tuple[str, ...]]] = {
+    "optimizer": {"sgd": _ONLY_NG_SGD, "ng-sgd": ()},
+    "schedule": {"newbob": ("final",), "exponential": _ONLY_NEWBOB},
 }
-"""Keys of `schedule` that each schedule never reads."""
+"""By section and its `name`: the keys that are then never read."""
 
 Complaint = tuple[str, str]
 """A dotted key and what is wrong with it, with how to mend it."""
@@ -23,7 +26,13 @@ Complaint = tuple[str, str]
 
 def validate(recipe: Recipe) -> list[Complaint]:
     """All that is contradictory in a recipe whose single values are sound; empty where nothing is."""
-    return [*not_yet(recipe), *_cross_validation(recipe), *_schedule(recipe.schedule)]
+    return [*not_yet(recipe), *_cross_validation(recipe), *_unread(recipe), *_schedule(recipe.schedule)]
+
+
+def is_read(recipe: Recipe, key: str) -> bool:
+    """Whether the dotted `key` is read at all, as the recipe has it."""
+    section, _, last = key.rpartition(".")
+    return section not in UNREAD or last not in UNREAD[section][getattr(recipe, section).name]
 
 
 def not_yet(recipe: Recipe) -> list[Complaint]:
@@ -59,13 +68,20 @@ def _cross_validation(recipe: Recipe) -> list[Complaint]:
     return found
 
 
+def _unread(recipe: Recipe) -> list[Complaint]:
+    found: list[Complaint] = []
+    for section, unread in UNREAD.items():
+        given = getattr(recipe, section)
+        for key in unread[given.name]:
+            if key in given.model_fields_set and getattr(given, key) is not None:
+                other = next(name for name, keys in unread.items() if key not in keys)
+                text = f"never read by {given.name}, only by {other}; drop it, set it to null, or change {section}.name"
+                found.append((f"{section}.{key}", text))
+    return found
+
+
 def _schedule(schedule: Schedule) -> list[Complaint]:
     found: list[Complaint] = []
-    for key in UNREAD[schedule.name]:
-        if key in schedule.model_fields_set and getattr(schedule, key) is not None:
-            other = next(name for name, unread in UNREAD.items() if key not in unread)
-            text = f"never read by {schedule.name}, only by {other}; drop it, set it to null, or change schedule.name"
-            found.append((f"schedule.{key}", text))
     if schedule.name == "exponential" and schedule.final is not None and schedule.final > schedule.initial:
         text = f"{schedule.final:g} found, expected at most schedule.initial = {schedule.initial:g}: the rate falls"
         found.append(("schedule.final", text))

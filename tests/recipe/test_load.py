@@ -14,7 +14,8 @@ from ddnn.errors import RecipeError
 from ddnn.recipe import include
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
-from ddnn.recipe.schema import Recipe
+from ddnn.recipe.schema import Optimizer, Recipe
+from ddnn.recipe.validate import UNREAD
 from ddnn.recipe.yaml_tree import parse_file
 
 DATA = "data: {train: train, alignments: ali}\n"
@@ -407,3 +408,9 @@ def test_special_floats_are_numbers() -> None:
     assert values[("a",)].value == -math.inf
     assert math.isnan(values[("b",)].value)
     assert [values[(key,)].value for key in "cde"] == [0.5, 3.0, "1_000"]
+
+
+def test_keys_of_another_optimizer_are_refused_and_not_dumped(folder: Path) -> None:
+    assert set(UNREAD["optimizer"]["sgd"]) <= set(Optimizer.model_fields)
+    assert "optimizer.alpha: never read by sgd, only by ng-sgd" in one_problem(folder, DATA, "optimizer.alpha=4")
+    assert list(yaml.safe_load(dump_recipe(load(folder, DATA)))["optimizer"]) == ["name", "momentum", "l2"]
