@@ -1,6 +1,7 @@
 """Decodes log-likelihoods with Kaldi's own `HCLG.fst`, without Kaldi.
 
-The best path by token passing, after kaldi `decoder/faster-decoder.cc`. The packages of the extra `[decode]` are imported only when something is decoded.
+The best path by token passing, after kaldi `decoder/faster-decoder.cc`. The packages of the extra `[decode]` are
+imported only when something is decoded.
 """
 
 from __future__ import annotations

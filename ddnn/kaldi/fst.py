@@ -176,7 +176,7 @@ def _read_vector(data: bytes, header: _Header, where: Path | str) -> Fst:
 
 
 def check_fst(fst: Fst, where: Path | str) -> None:
-    """Raises DataError unless the FST can be walked: states in range, labels >= 0, arc costs finite, final ones or inf."""
+    """Raises DataError unless the FST can be walked: states in range, labels >= 0, finite costs (or inf: not final)."""
     states, arcs = fst.num_states, fst.arcs
     if not (0 <= fst.start < states or (fst.start == -1 and states == 0)):
         raise _bad(f"start state {fst.start} of an FST with {states} states", where)

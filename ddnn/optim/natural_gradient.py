@@ -227,7 +227,7 @@ class NaturalGradient:
         self._stats[-1].copy_(norm)
         self._stats_host.copy_(self._stats, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self.device))
         self._pending_n = n
 
     def finish_update(self) -> None:

@@ -40,8 +40,6 @@ def not_yet(recipe: Recipe) -> list[Complaint]:
     found: list[Complaint] = []
     if recipe.init == "rbm":
         found.append(("init", "rbm is not there yet in this version; use random"))
-    if recipe.optimizer.name == "ng-sgd":
-        found.append(("optimizer.name", "ng-sgd is not there yet in this version; use sgd"))
     if recipe.parallel.workers > 1:
         workers = recipe.parallel.workers
         found.append(("parallel.workers", f"{workers} found; several workers are not there yet in this version; use 1"))

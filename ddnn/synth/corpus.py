@@ -169,9 +169,10 @@ def _speak(
 
 
 def _write_split(
-    data: Path, ali: Path, language: _Language, seed: int, split: _Split, progress: Callable[[int], None] | None
+    out: Path, alignments: str, language: _Language, seed: int, split: _Split, progress: Callable[[int], None] | None
 ) -> tuple[int, int]:
     """A data dir and its alignment dir, an archive at a time; returns the numbers of frames and of utterances."""
+    data, ali = out / split.name, out / alignments
     make_directory(data)
     make_directory(ali)
     bytes_in_all = split.frames_each * len(split.speakers) * language.acoustics.dim
@@ -208,7 +209,7 @@ def synthesise(out: Path, options: SynthOptions, progress: Callable[[int], None]
     `train/` and `test/` are data dirs of different speakers: compressed features in `feats.N.ark`, their paths in
     `feats.scp` relative to it. `ali/` and `ali_test/` hold the true alignments and a `final.mdl` that is the true model.
     `graph/` is a word loop. `cv_speakers.txt` names speakers to hold out. There is no `tree`: the contexts of these
-    senones end with the word. `out` appears whole or not at all.
+    senones end with the word. All appears at the end, or nothing does.
 
     Args:
         out: must not exist, or be an empty directory.
@@ -216,7 +217,7 @@ def synthesise(out: Path, options: SynthOptions, progress: Callable[[int], None]
         progress: called with the number of frames written since the last call.
 
     Raises:
-        UserError: `out` is not empty or not writable, an option cannot be (the smallest and largest possible are named).
+        UserError: `out` is not empty or cannot be written, an option cannot be (the smallest possible is named).
     """
     test_hours, test_speakers = _check(out, options)
     root = np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=(0,)))
@@ -228,22 +229,17 @@ def synthesise(out: Path, options: SynthOptions, progress: Callable[[int], None]
         for number, (name, count, hours) in enumerate(sizes)
     )
     held_out = np.sort(root.choice(options.speakers, max(1, options.speakers // 10), replace=False)).tolist()
-    make_directory(out.parent)
-    temporary = out.with_name(f".{out.name}.tmp{os.getpid()}")
+    temporary = out / f".tmp{os.getpid()}"
+    make_directory(temporary)
     try:
-        make_directory(temporary)
         _write_graph(temporary / "graph", language)
         write_text(temporary / "cv_speakers.txt", "".join(f"{train.speakers[index]}\n" for index in held_out))
-        written = [
-            *_write_split(temporary / "train", temporary / "ali", language, options.seed, train, progress),
-            *_write_split(temporary / "test", temporary / "ali_test", language, options.seed, test, progress),
-        ]
-        try:
-            temporary.replace(out)
-        except OSError as error:
-            raise UserError(
-                f"cannot make {out.name}: {error.strerror}", where=out, mend="name another OUT_DIR"
-            ) from error
+        frames, utterances = _write_split(temporary, "ali", language, options.seed, train, progress)
+        test_frames, test_utterances = _write_split(temporary, "ali_test", language, options.seed, test, progress)
+        for made in sorted(temporary.iterdir()):  # the same file system: each appears whole
+            made.replace(out / made.name)
+    except OSError as error:
+        raise UserError(f"cannot write {out.name}: {error.strerror}", where=out, mend="name another OUT_DIR") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return SynthSummary(*written, words=len(lexicon.words))
+    return SynthSummary(frames, utterances, test_frames, test_utterances, len(lexicon.words))

@@ -16,7 +16,8 @@ def make_graph(lexicon: Lexicon, acoustics: Acoustics) -> Fst:
     """HCLG with transition-ids on its arcs and word ids at the beginning of each word.
 
     State 0 is the start and comes before the optional silence; state 1 comes after it, leads into the words, and is
-    final. Then one state per HMM state of each word. Self-loops stand on the state that a transition enters ("reorder").
+    final. Then one state per HMM state of each word. Self-loops stand on the state that a transition enters, as Kaldi's
+    reordered graphs have it.
     """
     pdfs, count = lexicon.pdfs, len(lexicon.words)
     starts, ends = lexicon.offsets[:-1], lexicon.offsets[1:]

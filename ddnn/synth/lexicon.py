@@ -9,34 +9,12 @@ import numpy.typing as npt
 
 from ddnn.errors import UserError
 
-CONSONANTS = [
-    "B",
-    "CH",
-    "D",
-    "DH",
-    "F",
-    "G",
-    "HH",
-    "JH",
-    "K",
-    "L",
-    "M",
-    "N",
-    "NG",
-    "P",
-    "R",
-    "S",
-    "SH",
-    "T",
-    "TH",
-    "V",
-    "W",
-    "Y",
-    "Z",
-    "ZH",
-]
-VOWELS = ["AA", "AE", "AH", "AO", "AW", "AY", "EH", "ER", "EY", "IH", "IY", "OW", "OY", "UH", "UW"]
-PHONES = ("SIL", *sorted(CONSONANTS + VOWELS))
+VOWELS = ("AA", "AE", "AH", "AO", "AW", "AY", "EH", "ER", "EY", "IH", "IY", "OW", "OY", "UH", "UW")
+CONSONANTS = (
+    *("B", "CH", "D", "DH", "F", "G", "HH", "JH", "K", "L", "M", "N"),
+    *("NG", "P", "R", "S", "SH", "T", "TH", "V", "W", "Y", "Z", "ZH"),
+)
+PHONES = ("SIL", *sorted((*CONSONANTS, *VOWELS)))
 """Phone-id i + 1 stands at index i."""
 STATES = 3
 """Emitting HMM states of every phone, silence too."""
@@ -86,7 +64,8 @@ def _share_out(total: int, most: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]
     order = np.argsort(parts - exact, kind="stable")
     for part in order[parts[order] < (most - 1)[order]][: total - len(most) - int(parts.sum())]:
         parts[part] += 1
-    return parts + 1
+    shares: npt.NDArray[np.int64] = parts + 1
+    return shares
 
 
 def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:

@@ -321,7 +321,6 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
     ("settings_", "said"),
     [
         (["init=rbm"], "init: rbm is not there yet in this version; use random"),
-        (["optimizer.name=ng-sgd"], "optimizer.name: ng-sgd is not there yet"),
         (["parallel.workers=4"], "parallel.workers: 4 found; several workers are not there yet"),
         (["data.cv.data=cv"], "data.cv.data: has no data.cv.alignments beside it"),
         (["data.cv.alignments=cv_ali"], "data.cv.alignments: has no data.cv.data beside it"),
