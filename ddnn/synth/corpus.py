@@ -207,7 +207,7 @@ def synthesise(out: Path, options: SynthOptions, progress: Callable[[int], None]
     """Writes a corpus in Kaldi's formats.
 
     `train/` and `test/` are data dirs of different speakers: compressed features in `feats.N.ark`, their paths in
-    `feats.scp` relative to it. `ali/` and `ali_test/` hold the true alignments and a `final.mdl` that is the true model.
+    `feats.scp` relative to it. `ali/` and `ali_test/` hold the true alignments and a `final.mdl`, the true model.
     `graph/` is a word loop. `cv_speakers.txt` names speakers to hold out. There is no `tree`: the contexts of these
     senones end with the word. All appears at the end, or nothing does.
 
@@ -225,7 +225,7 @@ def synthesise(out: Path, options: SynthOptions, progress: Callable[[int], None]
     language = _Language(lexicon, make_acoustics(root, lexicon, options.dim))
     sizes = (("train", options.speakers, options.hours), ("test", test_speakers, test_hours))
     train, test = (
-        _Split(name, number, _speakers(name, count), round(hours * FRAMES_PER_HOUR / count))
+        _Split(name, number, _speakers(name, count), max(1, round(hours * FRAMES_PER_HOUR / count)))
         for number, (name, count, hours) in enumerate(sizes)
     )
     held_out = np.sort(root.choice(options.speakers, max(1, options.speakers // 10), replace=False)).tolist()
