@@ -117,6 +117,17 @@ def test_entries_of_an_scp_whose_archive_was_cut(golden: Path, tmp_path: Path, n
             assert error.value.where == f"{path}:{offset}"
 
 
+def test_the_checksum_of_a_gzip_counts_in_an_scp(tmp_path: Path) -> None:
+    """The matrix itself is whole; the checksum behind it says that something is not."""
+    whole = bytearray(gzip.compress(b" [ 1 2 ]\n"))
+    whole[-8] ^= 1
+    (tmp_path / "x.gz").write_bytes(whole)
+    (tmp_path / "x.scp").write_text("utt x.gz\n")
+    (entry,) = read_scp(tmp_path / "x.scp")
+    with pytest.raises(DataError, match=r"utterance utt: damaged or cut gzip: CRC check failed"):
+        read_matrix(entry)
+
+
 def test_an_offset_past_the_end(golden: Path, tmp_path: Path) -> None:
     (tmp_path / "x.scp").write_text(f"a {golden}/tables/float.ark:2652\nb {golden}/tables/float.ark:{10**17}\n")
     for entry in read_scp(tmp_path / "x.scp"):

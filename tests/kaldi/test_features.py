@@ -95,7 +95,13 @@ def test_a_constant_dim_is_floored_not_divided_by_zero() -> None:
     features = np.full((4, 2), 2.0, np.float32)
     found = apply_cmvn(features, accumulate_cmvn_stats(features), variance=True)
     np.testing.assert_array_equal(found, np.zeros((4, 2)))
-    assert apply_cmvn(features + 1e-10, np.array([[8.0, 8.0, 4.0], [16.0, 16.0, 0.0]]), variance=True).max() < 1e10
+
+
+def test_the_floor_of_a_variance_is_kaldis() -> None:
+    """Variances 0 and 1e-16 beside mean 0: the floor 1e-20 gives a scale of 1e10, above it nothing is floored."""
+    stats = np.array([[0.0, 0.0, 4.0], [0.0, 4e-16, 0.0]])
+    found = apply_cmvn(np.ones((1, 2), np.float32), stats, variance=True)
+    np.testing.assert_allclose(found, [[1e10, 1e8]], rtol=1e-6)
 
 
 def test_one_row_of_statistics_serves_the_mean_alone() -> None:

@@ -109,6 +109,16 @@ def test_short_matrices_take_two_bytes_per_value(golden: Path, tmp_path: Path) -
     np.testing.assert_allclose(read_matrix(entry), matrix, atol=0.51 * step, rtol=1e-6)
 
 
+def test_compression_rounds_and_orders_as_kaldi() -> None:
+    """Kaldi adds 0.499, not 0.5; and the percentiles of a constant column stay apart, even at the largest value."""
+    steps = np.frombuffer(compressed.encode(np.array([[0, 65535, 10.5005, 10.5015]], np.float32))[20:], "<u2")
+    assert steps.tolist() == [0, 65535, 10, 11]
+    matrix = np.zeros((9, 2), np.float32)
+    matrix[:, 1] = 1
+    record = compressed.encode(matrix)
+    assert np.frombuffer(record[19:35], "<u2").tolist() == [0, 1, 2, 3, 65532, 65533, 65534, 65535]
+
+
 @settings(max_examples=60, deadline=None)
 @given(matrix=hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=30), elements=FINITE))
 def test_compression_stays_near(matrix: np.ndarray) -> None:
