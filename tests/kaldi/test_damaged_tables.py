@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -35,8 +36,8 @@ def cut_everywhere(path: Path, whole: bytes, starts: set[int], integers: bool) -
     """Cut at each byte: an error that names the file, except between two records, where no one can know."""
     path.write_bytes(whole)
     expected = read_all(path, integers)
-    for end in range(len(whole)):
-        path.write_bytes(whole[:end])
+    for end in reversed(range(len(whole))):
+        os.truncate(path, end)  # many times faster than to write the file again
         try:
             found = read_all(path, integers)
         except DataError as error:
@@ -63,8 +64,9 @@ def test_integers_cut_at_every_byte(golden: Path, tmp_path: Path, name: str) -> 
 def test_gzip_cut_at_every_byte_is_an_error(golden: Path, tmp_path: Path, name: str, integers: bool) -> None:
     whole = gzip.compress(first_records(golden, name))
     path = tmp_path / "cut.gz"
-    for end in range(len(whole)):
-        path.write_bytes(whole[:end])
+    path.write_bytes(whole)
+    for end in reversed(range(len(whole))):
+        os.truncate(path, end)  # many times faster than to write the file again
         with pytest.raises(DataError) as error:
             read_all(path, integers)
         assert error.value.where == str(path)
@@ -118,8 +120,8 @@ def test_entries_of_an_scp_whose_archive_was_cut(golden: Path, tmp_path: Path, n
 
 
 def test_the_checksum_of_a_gzip_counts_in_an_scp(tmp_path: Path) -> None:
-    """The matrix itself is whole; the checksum behind it says that something is not."""
-    whole = bytearray(gzip.compress(b" [ 1 2 ]\n"))
+    """The matrix itself is whole; the checksum, behind more bytes than a buffer holds, says that something is not."""
+    whole = bytearray(gzip.compress(b" [ 1 2 ]\n" + b"\n" * 500_000))
     whole[-8] ^= 1
     (tmp_path / "x.gz").write_bytes(whole)
     (tmp_path / "x.scp").write_text("utt x.gz\n")
