@@ -76,6 +76,19 @@ def train(
         command.run_training(loaded, run_dir or Path("exp", recipe.stem), device)
 
 
+@cli.command(epilog="\b\nExample:\n  ddnn pretrain my.yaml --run-dir exp/rbm")
+@click.argument("recipe", type=PATH)
+@click.option("--run-dir", type=PATH, help="Gets the stack.  [default: exp/NAME OF THE RECIPE-rbm]")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe; repeatable.")
+@on_device
+def pretrain(recipe: Path, run_dir: Path | None, settings: tuple[str, ...], device: str) -> None:
+    """Train only the stack of RBMs of RECIPE, for pretrain.from; a broken-off one goes on."""
+    from ddnn.recipe.load import load_recipe
+    from ddnn.train.command import run_pretraining
+
+    run_pretraining(load_recipe(recipe, settings), run_dir or Path("exp", f"{recipe.stem}-rbm"), device)
+
+
 @cli.command()
 @click.argument("run_dir", type=PATH)
 @click.option("--data", type=PATH, required=True, help="Kaldi data dir.")

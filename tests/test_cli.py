@@ -21,7 +21,7 @@ from ddnn import __version__, cli
 from ddnn.errors import UserError
 
 COMMANDS = [
-    "train", "evaluate", "decode-prep", "score", "export", "import-nnet1", "info", "synth", "bench", "completion",
+    "train", "pretrain", "evaluate", "decode-prep", "score", "export", "import-nnet1", "info", "synth", "bench", "completion",
 ]  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]

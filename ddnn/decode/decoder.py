@@ -32,7 +32,7 @@ class DecodeOptions:
     """
 
     acoustic_scales: tuple[float, ...] = (0.05, 0.07, 0.1, 0.143)
-    beam: float = 15.0
+    beam: float = 13.0
     max_active: int = 7000
     min_active: int = 200
 

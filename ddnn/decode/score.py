@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -37,7 +38,8 @@ class ScaleScore:
     Attributes:
         acoustic_scale: what the log-likelihoods were multiplied by.
         wer: word error rate in percent of the reference words.
-        interval: 95 % bootstrap interval of `wer` in percent (Bisani and Ney 2004), utterances drawn with replacement.
+        interval: 95 % bootstrap interval of `wer` in percent (Bisani and Ney 2004), utterances drawn with replacement;
+            None where a draw has no words, as a few utterances without words make it.
         words: words in the reference.
         sentence_errors: utterances with at least one error.
         not_final: utterances whose best path did not reach a final state; their words so far are counted.
@@ -46,7 +48,7 @@ class ScaleScore:
 
     acoustic_scale: float
     wer: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     insertions: int
     deletions: int
     substitutions: int
@@ -152,6 +154,7 @@ def _errors(ka: ModuleType, utterance: str, reference: tuple[str, ...], hypothes
 def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]) -> ScaleScore:
     references, hypotheses = [list(u.reference) for u in utterances], [list(u.hypothesis) for u in utterances]
     bootstrap = ka.bootstrap_wer_ci(references, hypotheses)
+    low, high = 100 * float(bootstrap["ci95min"]), 100 * float(bootstrap["ci95max"])
     insertions, deletions, substitutions = (
         sum(counts) for counts in zip(*((u.insertions, u.deletions, u.substitutions) for u in utterances), strict=True)
     )
@@ -159,7 +162,7 @@ def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]
     return ScaleScore(
         acoustic_scale=scale,
         wer=100 * (insertions + deletions + substitutions) / words,
-        interval=(max(0.0, 100 * bootstrap["ci95min"]), 100 * bootstrap["ci95max"]),
+        interval=(max(0.0, low), high) if math.isfinite(low + high) else None,
         insertions=insertions,
         deletions=deletions,
         substitutions=substitutions,
@@ -227,7 +230,7 @@ def render_text(result: ScoreResult, *, alignments: bool = False) -> str:
         mark = " *" if index == result.best else ""
         counts = f"{s.insertions} ins, {s.deletions} del, {s.substitutions} sub / {s.words}"
         failed = f", {len(s.not_final)} utterances did not reach the end of the graph" if s.not_final else ""
-        interval = f"95 % interval {s.interval[0]:.2f} .. {s.interval[1]:.2f}"
+        interval = "no interval" if s.interval is None else f"95 % interval {s.interval[0]:.2f} .. {s.interval[1]:.2f}"
         lines.append(f"acoustic scale {s.acoustic_scale:<6g} WER {s.wer:6.2f} %  ({counts}; {interval}{failed}){mark}")
     best = result.scales[result.best]
     errors = f"{best.sentence_errors} of {len(best.utterances)} utterances have errors"
@@ -244,11 +247,9 @@ def as_json(result: ScoreResult, *, alignments: bool = False) -> dict[str, Any]:
     """The result as plain values for JSON; with `alignments`, every utterance of the best scale with its word pairs."""
     scales = []
     for s in result.scales:
-        plain = dict(vars(replace(s, utterances=())))
-        plain.pop("utterances")
-        scales.append(
-            {**plain, "interval": list(s.interval), "not_final": list(s.not_final), "utterances": len(s.utterances)}
-        )
+        plain = {name: value for name, value in vars(s).items() if name not in ("interval", "not_final", "utterances")}
+        interval = None if s.interval is None else list(s.interval)
+        scales.append({**plain, "interval": interval, "not_final": list(s.not_final), "utterances": len(s.utterances)})
     value: dict[str, Any] = {
         "scales": scales,
         "best": scales[result.best]["acoustic_scale"],

@@ -116,6 +116,8 @@ def _expects(kind: dict[str, Any]) -> str:
         return "true or false"
     if kind["type"] == "string":
         return "a path" if kind.get("format") == "path" else "text"
+    if kind["type"] == "array":
+        return f"a list, each {_expects(kind['items'])}"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = [f"{sign} {_number(kind[limit])}" for limit, sign in signs.items() if limit in kind]
     noun = "a whole number" if kind["type"] == "integer" else "a number"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def dump_recipe(recipe: Recipe) -> str:
     for name in keys():
         value: Any = recipe
         for part in name.split("."):
-            value = getattr(value, part)
+            value = getattr(value, f"{part}_" if iskeyword(part) else part)
         if value is None or not is_read(recipe, name):
             continue
         _put(tree, name, str(value) if isinstance(value, Path) else value)
@@ -79,7 +80,10 @@ def _build(path: Path, gathered: Gathered, must_exist: bool) -> Recipe | None:
         recipe = Recipe.model_validate(_tree(sound), strict=True)
     except ValidationError as error:
         for detail in error.errors(include_url=False, include_context=False):
-            name = ".".join(str(part) for part in detail["loc"])
+            # A place inside a list ends in its index: the key is what stands before.
+            name = ".".join(part for part in detail["loc"] if isinstance(part, str))
+            if name in wrong:
+                continue
             wrong.add(name)
             if detail["type"] != "missing":
                 text = f"{name}: {shown(sound[name].value)} found, expected {keys()[name].expects}"

@@ -131,6 +131,30 @@ class Schedule(Section):
     """Newbob: so many first epochs are accepted, and training does not end before (`min_iters`)."""
 
 
+class Pretrain(Section):
+    """RBM pretraining, read where `init` is `rbm`. Rates multiply the MEAN gradient over a minibatch, as in Kaldi."""
+
+    from_: Annotated[Path | None, Field(alias="from")] = None
+    """A finished stack: a dir of `ddnn pretrain`, or Kaldi's `N.dbn`. Where it is not given, `ddnn train` makes one."""
+    feature_transform: Path | None = None
+    """With a `.dbn` file: Kaldi's `final.feature_transform` that belongs to it."""
+    passes: Annotated[list[Count], Field(min_length=1)] | None = None
+    """Passes over the data for each RBM, lowest first; the last number serves all further ones."""
+    hours: Positive = 100.0
+    """Hours of speech that each RBM sees where `passes` is not given, the lowest twice as many; one pass at least."""
+    minibatch: Count = 100
+    """Frames in a minibatch of pretraining."""
+    gauss_rate: Positive = 0.01
+    """Learning rate of the lowest RBM, of which the visible units are Gaussian."""
+    rate: Positive = 0.4
+    """Learning rate of the other RBMs."""
+    l2: NotNegative = 2e-4
+    """Weight decay."""
+    momentum_as_kaldi: bool = True
+    """As Kaldi: momentum 0.9 from the second minibatch on, while the rate is scaled as if it rose from 0.5. false: it
+    does rise."""
+
+
 class Parallel(Section):
     """Workers and the averaging of their parameters."""
 
@@ -157,6 +181,8 @@ class Recipe(Section):
     """The network."""
     init: Literal["random", "rbm"] = "random"
     """Initial parameters: random (as Kaldi nnet1), or a stack of RBMs."""
+    pretrain: Pretrain = Pretrain()
+    """RBM pretraining."""
     optimizer: Optimizer = Optimizer()
     """The optimizer."""
     minibatch: Count = 256

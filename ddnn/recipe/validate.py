@@ -26,20 +26,26 @@ Complaint = tuple[str, str]
 
 def validate(recipe: Recipe) -> list[Complaint]:
     """All that is contradictory in a recipe whose single values are sound; empty where nothing is."""
-    return [*not_yet(recipe), *_cross_validation(recipe), *_unread(recipe), *_schedule(recipe.schedule)]
+    return [
+        *not_yet(recipe),
+        *_cross_validation(recipe),
+        *_unread(recipe),
+        *_pretrain(recipe),
+        *_schedule(recipe.schedule),
+    ]
 
 
 def is_read(recipe: Recipe, key: str) -> bool:
     """Whether the dotted `key` is read at all, as the recipe has it."""
     section, _, last = key.rpartition(".")
+    if section == "pretrain":
+        return last not in _unread_pretrain(recipe)
     return section not in UNREAD or last not in UNREAD[section][getattr(recipe, section).name]
 
 
 def not_yet(recipe: Recipe) -> list[Complaint]:
     """What the schema knows and this version cannot do."""
     found: list[Complaint] = []
-    if recipe.init == "rbm":
-        found.append(("init", "rbm is not there yet in this version; use random"))
     if recipe.parallel.workers > 1:
         workers = recipe.parallel.workers
         found.append(("parallel.workers", f"{workers} found; several workers are not there yet in this version; use 1"))
@@ -75,6 +81,34 @@ def _unread(recipe: Recipe) -> list[Complaint]:
                 other = next(name for name, keys in unread.items() if key not in keys)
                 text = f"never read by {given.name}, only by {other}; drop it, set it to null, or change {section}.name"
                 found.append((f"{section}.{key}", text))
+    return found
+
+
+def _unread_pretrain(recipe: Recipe) -> tuple[str, ...]:
+    """The keys of `pretrain` that are not read."""
+    making = ("passes", "hours", "minibatch", "gauss_rate", "rate", "l2", "momentum_as_kaldi")
+    if recipe.init == "random":
+        return ("from", "feature_transform", *making)
+    if recipe.pretrain.from_ is not None:
+        return making
+    return ("feature_transform", "hours") if recipe.pretrain.passes is not None else ("feature_transform",)
+
+
+def _pretrain(recipe: Recipe) -> list[Complaint]:
+    found: list[Complaint] = []
+    given = {name.rstrip("_") for name in recipe.pretrain.model_fields_set}
+    reason = "init is random" if recipe.init == "random" else "pretrain.from brings a finished stack"
+    for key in _unread_pretrain(recipe):
+        if key in given and getattr(recipe.pretrain, "from_" if key == "from" else key) is not None:
+            why = reason
+            if recipe.init == "rbm" and recipe.pretrain.from_ is None:
+                why = "pretrain.passes says it" if key == "hours" else "there is no pretrain.from"
+            found.append((f"pretrain.{key}", f"never read, as {why}; drop it or set it to null"))
+    if recipe.init == "rbm" and recipe.model.activation != "sigmoid":
+        activation = recipe.model.activation
+        found.append(("model.activation", f"{activation} found, expected sigmoid: RBMs have binary hidden units"))
+    if recipe.init == "rbm" and recipe.model.hidden_layers == 0:
+        found.append(("model.hidden_layers", "0 found, expected 1 or more: there is nothing to pretrain"))
     return found
 
 

@@ -14,7 +14,7 @@ from ddnn import __version__
 from ddnn.data.corpus import Corpus, FeaturePipeline, load_corpus
 from ddnn.data.minibatches import FrameSet, frame_set
 from ddnn.data.split import DEFAULT_FRACTION, split_by_fraction, split_by_speakers_file
-from ddnn.data.transform import normalising, plain_splice
+from ddnn.data.transform import InputTransform, normalising, plain_splice
 from ddnn.device import choose_device
 from ddnn.errors import DataError, RecipeError
 from ddnn.kaldi.alignments import Alignments, pdf_counts, read_alignments
@@ -27,6 +27,7 @@ from ddnn.progress import progress_bar
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.train.loop import Setup, train
+from ddnn.train.pretrain import STACK, load_stack, pretrain
 from ddnn.train.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
         log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, on, platform.python_version())
         run.write_recipe(dump_recipe(recipe))
         data = load_training_data(recipe, on)
-        model = initial_model(recipe, data).to(on)
+        model = initial_model(recipe, data, run_dir / "pretrain").to(on)
         setup = Setup(
             model=model,
             optimizer=make_optimizer(recipe.optimizer, model.network),
@@ -140,18 +141,59 @@ def _load(recipe: Recipe, data: Path, alignments: Alignments) -> Corpus:
     return corpus
 
 
-def initial_model(recipe: Recipe, data: TrainingData) -> AcousticModel:
-    """The model that training starts from, on the CPU."""
-    transform = plain_splice(data.corpus.dim, recipe.data.splice)
-    if recipe.data.normalise:
-        transform = normalising(transform, data.corpus, data.train_utterances)
+def initial_model(recipe: Recipe, data: TrainingData, pretrain_dir: Path) -> AcousticModel:
+    """The model that training starts from, on the CPU: random, or on a stack of RBMs, trained where there is none."""
+    stack = None
+    if recipe.init == "random":
+        transform = input_transform(recipe, data.corpus, data.train_utterances)
+    else:
+        if recipe.pretrain.from_ is not None:
+            stack = load_stack(recipe, recipe.pretrain.from_, data.corpus.dim)
+        else:
+            stack = pretrain_on(recipe, data.corpus, pretrain_dir)
+        transform = stack.transform.to(torch.device("cpu"))
     model = recipe.model
     layers = hidden_stack(
         transform.output_dim, model.hidden_layers, model.hidden_units, data.alignments.num_pdfs, model.activation
     )
     network = Network(layers)
     initialise_randomly(network, recipe.seed)
+    if stack is not None:
+        network.parameters[: stack.network.parameters.numel()] = stack.network.parameters.cpu()
     return AcousticModel(FeaturePipeline(recipe.data.cmvn, recipe.data.deltas), transform, network)
+
+
+def input_transform(recipe: Recipe, corpus: Corpus, utterances: list[int]) -> InputTransform:
+    """Splice, and the normalisation that the recipe asks for with the statistics of these utterances."""
+    transform = plain_splice(corpus.dim, recipe.data.splice)
+    return normalising(transform, corpus, utterances) if recipe.data.normalise else transform
+
+
+def pretrain_on(recipe: Recipe, corpus: Corpus, directory: Path) -> AcousticModel:
+    """A stack of RBMs on all utterances of the corpus, those held out too: pretraining reads no labels."""
+    everything = list(range(len(corpus.utterances)))
+    transform = input_transform(recipe, corpus, everything).to(corpus.store.device)
+    return pretrain(recipe, dump_recipe(recipe), frame_set(corpus, everything), transform, directory)
+
+
+def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
+    """`ddnn pretrain`: leaves a stack of RBMs in `run_dir`, for `pretrain.from`.
+
+    Raises:
+        UserError: anything the user must mend.
+    """
+    if recipe.init != "rbm" or recipe.pretrain.from_ is not None:
+        raise RecipeError(
+            "the recipe has nothing to pretrain",
+            where="init" if recipe.init != "rbm" else "pretrain.from",
+            mend="set init: rbm, and leave pretrain.from out",
+        )
+    on = choose_device(device)
+    torch.set_num_threads(recipe.parallel.threads)
+    logging.getLogger("ddnn").setLevel(logging.INFO)
+    alignments = read_alignments(recipe.data.alignments, num_pdfs=recipe.data.pdfs)
+    pretrain_on(recipe, _load(recipe, recipe.data.train, alignments).to(on), run_dir)
+    log.info("finished: %s", run_dir / STACK)
 
 
 def _check_sizes(setup: Setup) -> None:

@@ -2,6 +2,7 @@
 
 recipe.yaml              the recipe as it was run, includes and --set resolved
 train.log                what the training said
+pretrain/                the stack of RBMs, where the training made one
 metrics.jsonl            one JSON object a line: per epoch and split
 best.safetensors         the best network so far, while training runs
 final.safetensors        the trained model
@@ -26,6 +27,7 @@ COUNTS = "ali_train_pdf.counts"
 FINAL = "final.safetensors"
 RECIPE = "recipe.yaml"
 LOG = "train.log"
+PRETRAIN = "pretrain"
 BEST = "best.safetensors"
 
 
@@ -38,7 +40,7 @@ class RunDir:
         Raises:
             UserError: it exists already with something in it, or cannot be made.
         """
-        if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - {RECIPE, LOG}):
+        if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - {RECIPE, LOG, PRETRAIN}):
             raise UserError(
                 "the run dir exists already and is not empty",
                 where=path,

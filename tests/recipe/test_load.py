@@ -144,7 +144,7 @@ def test_missing_keys(folder: Path) -> None:
         ("model.hiden_units=5", "did you mean model.hidden_units?"),
         (
             "zzz=5",
-            "zzz: unknown key; the keys here are seed, init, minibatch, data, model, optimizer, schedule, parallel",
+            "zzz: unknown key; the keys here are seed, init, minibatch, data, model, pretrain, optimizer, schedule, parallel",
         ),
         ("seed.x=5", "seed: a mapping found, expected a whole number >= 0 and < 2^63"),
         ("seed={}", "seed: a mapping found, expected a whole number"),
@@ -320,7 +320,22 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings_", "said"),
     [
-        (["init=rbm"], "init: rbm is not there yet in this version; use random"),
+        (["init=rbm", "model.activation=tanh"], "model.activation: tanh found, expected sigmoid"),
+        (["init=rbm", "model.hidden_layers=0"], "model.hidden_layers: 0 found, expected 1 or more"),
+        (["pretrain.rate=0.1"], "pretrain.rate: never read, as init is random"),
+        (
+            ["init=rbm", "pretrain.passes=[2]", "pretrain.hours=3"],
+            "pretrain.hours: never read, as pretrain.passes says",
+        ),
+        (
+            ["init=rbm", "pretrain.feature_transform=."],
+            "pretrain.feature_transform: never read, as there is no pretrain.from",
+        ),
+        (["init=rbm", "pretrain.from=.", "pretrain.rate=1"], "pretrain.rate: never read, as pretrain.from brings"),
+        (
+            ["init=rbm", "pretrain.passes=[2, x]"],
+            "pretrain.passes: a list found, expected a list, each a whole number >= 1",
+        ),
         (["parallel.workers=4"], "parallel.workers: 4 found; several workers are not there yet"),
         (["data.cv.data=cv"], "data.cv.data: has no data.cv.alignments beside it"),
         (["data.cv.alignments=cv_ali"], "data.cv.alignments: has no data.cv.data beside it"),

@@ -1,0 +1,236 @@
+"""RBM pretraining: a greedy stack of RBMs, layer by layer, after Kaldi nnet1's steps/nnet/pretrain_dbn.sh.
+
+All utterances of the training data are used, those held out for cross-validation too, as Kaldi does: no label is read.
+A pretraining dir holds
+
+recipe.yaml              the recipe as it was run
+metrics.jsonl            one JSON object a line: per layer and pass
+rbm1.safetensors, ...    each RBM once it is finished
+stack.safetensors        all of them as hidden layers, once the last is finished
+
+A dir whose pretraining was broken off goes on at the layer where it was, to the same bits: what is random in a layer
+depends on the recipe's seed and the layer alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddnn.data.corpus import FeaturePipeline
+from ddnn.data.minibatches import FrameSet, in_order, shuffled_minibatches
+from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, gather
+from ddnn.errors import DataError, UserError
+from ddnn.files import make_directory, write_text
+from ddnn.kaldi.nnet1 import read_nnet1
+from ddnn.model.acoustic import AcousticModel, load_model, save_model
+from ddnn.model.exchange import from_nnet1
+from ddnn.model.network import Buffers, Layer, Network, forward
+from ddnn.model.rbm import Cd1Options, Rbm, VisibleKind, cd1_step, init_rbm
+from ddnn.progress import frame_counter
+from ddnn.recipe.schema import Pretrain, Recipe
+
+log = logging.getLogger(__name__)
+
+STACK = "stack.safetensors"
+FRAMES_PER_HOUR = 360_000
+"""At Kaldi's usual 10 ms a frame."""
+
+
+def passes_of_layer(recipe: Pretrain, layer: int, frames: int) -> int:
+    """How often RBM `layer` (0 is the lowest) sees the data, at least once.
+
+    From `passes` (its last number serves all further layers), else from `hours` of speech: the Gauss RBM twice as many.
+    """
+    if recipe.passes is not None:
+        return recipe.passes[min(layer, len(recipe.passes) - 1)]
+    hours = recipe.hours * (2 if layer == 0 else 1)
+    return max(1, round(hours * FRAMES_PER_HOUR / frames))
+
+
+def pretrain(
+    recipe: Recipe, recipe_text: str, frames: FrameSet, transform: InputTransform, directory: Path
+) -> AcousticModel:
+    """Trains the stack that the recipe asks for, or what is missing of it, and leaves it in `directory`.
+
+    Args:
+        recipe_text: the resolved recipe; a directory begun with another one is refused.
+        frames: what to train on, on the device to train on.
+
+    Returns:
+        The stack as a network of hidden layers, with the input transform it was trained behind.
+
+    Raises:
+        UserError: `directory` holds something else; an RBM explodes beyond its guard.
+    """
+    _claim(directory, recipe_text)
+    pipeline = FeaturePipeline(recipe.data.cmvn, recipe.data.deltas)
+    stack = AcousticModel(pipeline, transform, Network((), torch.zeros(0, device=frames.rows.device)))
+    for layer in range(recipe.model.hidden_layers):
+        path = directory / f"rbm{layer + 1}.safetensors"
+        if path.exists():
+            stack = load_model(path).to(frames.rows.device)
+            log.info("rbm %d: finished before", layer + 1)
+            continue
+        _forget_layers(directory / "metrics.jsonl", layer)
+        stack = _with_rbm(stack, _train_layer(recipe, layer, frames, stack, directory / "metrics.jsonl"))
+        save_model(path, stack)
+    save_model(directory / STACK, stack)
+    return stack
+
+
+def _train_layer(recipe: Recipe, layer: int, frames: FrameSet, below: AcousticModel, metrics: Path) -> Rbm:
+    """One RBM on the outputs of the layers below it."""
+    settings, device = recipe.pretrain, frames.rows.device
+    generator = torch.Generator(device).manual_seed((recipe.seed * 1_000_003 + 7919 * (layer + 1)) % 2**63)
+    visible = below.transform.output_dim if layer == 0 else recipe.model.hidden_units
+    mean = _mean_output(below, frames) if layer else None
+    kind: VisibleKind = "bernoulli" if layer else "gauss"
+    rbm = init_rbm(visible, recipe.model.hidden_units, kind, generator, visible_mean=mean)
+    options = Cd1Options(
+        rate=settings.rate if layer else settings.gauss_rate,
+        l2=settings.l2,
+        momentum_as_kaldi=settings.momentum_as_kaldi,
+    )
+    reader = _Reader(below, frames, settings.minibatch)
+    passes = passes_of_layer(settings, layer, len(frames))
+    total, seen = 0.0, 0
+    for number in range(1, passes + 1):
+        started, error, count = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=device), 0
+        with frame_counter(f"rbm {layer + 1} pass {number}/{passes}", len(frames)) as bar:
+            order = shuffled_minibatches(
+                frames, settings.minibatch, seed=recipe.seed, epoch=10_000 * (layer + 1) + number
+            )
+            for rows in order:
+                error += cd1_step(rbm, reader.read(rows), options, generator)
+                count += len(rows)
+                bar.update(len(rows))
+        total, seen = total + error.item(), seen + count
+        _record(metrics, layer, number, error.item() / count, total / seen, count, time.perf_counter() - started, rbm)
+    return rbm
+
+
+class _Reader:
+    """Minibatches as the layer to train sees them: spliced, normalised, through the layers below."""
+
+    def __init__(self, below: AcousticModel, frames: FrameSet, minibatch: int) -> None:
+        self.below, self.frames = below, frames
+        self.x = torch.empty(minibatch, below.transform.output_dim, device=frames.rows.device)
+        self.buffers = Buffers(below.network, minibatch) if below.network.layers else None
+
+    def read(self, rows: Tensor) -> Tensor:
+        """(frames, visible) float32, valid until the next call."""
+        if self.buffers is None:
+            return gather(self.frames.corpus, self.below.transform, rows, self.x[: len(rows)])
+        buffers = self.buffers.of(len(rows))
+        gather(self.frames.corpus, self.below.transform, rows, buffers.x)
+        return forward(self.below.network, buffers)
+
+
+def _mean_output(below: AcousticModel, frames: FrameSet) -> Tensor:
+    """(visible,) mean activation of the units that the next RBM sees, over at most 10,000 utterances."""
+    reader = _Reader(below, frames, 1024)
+    total = torch.zeros(below.network.output_dim, dtype=torch.float64, device=frames.rows.device)
+    last = min(STATISTICS_UTTERANCES, len(frames.corpus.utterances)) - 1
+    end = int(frames.corpus.first_row[last] + frames.corpus.num_frames[last])
+    chosen = FrameSet(frames.corpus, frames.rows[frames.rows < end])
+    for rows in in_order(chosen, 1024):
+        total += reader.read(rows).sum(dim=0, dtype=torch.float64)
+    return total / len(chosen)
+
+
+def _with_rbm(below: AcousticModel, rbm: Rbm) -> AcousticModel:
+    hidden, visible = rbm.weight.shape
+    layers = (*below.network.layers, Layer(visible, hidden, "sigmoid"))
+    parameters = torch.cat([below.network.parameters, rbm.weight.flatten(), rbm.hidden_bias])
+    return AcousticModel(below.pipeline, below.transform, Network(layers, parameters))
+
+
+def _claim(directory: Path, recipe_text: str) -> None:
+    """Takes a new directory, or one in which the same pretraining was begun."""
+    written = directory / "recipe.yaml"
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        if not written.is_file() or written.read_text(encoding="utf-8") != recipe_text:
+            raise UserError(
+                "the directory exists already, and holds no pretraining of this very recipe",
+                where=directory,
+                mend="name another --run-dir, or remove this one if it is not needed",
+            )
+        log.info("%s: going on where it was broken off", directory)
+        return
+    make_directory(directory)
+    write_text(written, recipe_text)
+
+
+def _forget_layers(metrics: Path, layer: int) -> None:
+    """Takes out the lines of a layer that is begun again."""
+    if metrics.exists():
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+        write_text(metrics, "".join(f"{line}\n" for line in lines if json.loads(line)["layer"] <= layer))
+
+
+def _record(
+    metrics: Path, layer: int, number: int, error: float, average: float, frames: int, seconds: float, rbm: Rbm
+) -> None:
+    line: dict[str, Any] = {
+        "layer": layer + 1,
+        "pass": number,
+        "reconstruction_error": error,
+        "reconstruction_error_all_passes": average,
+        "frames": frames,
+        "seconds": round(seconds, 4),
+        "frames_per_second": round(frames / seconds, 1),
+        "guard_count": rbm.guard_count,
+    }
+    log.info(
+        "rbm %d pass %2d reconstruction error %.4f  (all passes %.4f)  %.1f s  %.0f frames/s",
+        *(layer + 1, number, error, average, seconds, frames / seconds),
+    )
+    with metrics.open("a", encoding="utf-8") as handle:
+        handle.write(json.dumps(line) + "\n")
+
+
+def load_stack(recipe: Recipe, source: Path, dim: int) -> AcousticModel:
+    """A finished stack: a pretraining dir, or Kaldi's `N.dbn` with `pretrain.feature_transform`.
+
+    Raises:
+        DataError: unfinished, damaged, or not of the recipe's layers and features of `dim` dims.
+    """
+    stack = _read_stack(recipe, source)
+    stack.check_features(dim, source)
+    model = recipe.model
+    found = [(layer.outputs, layer.activation) for layer in stack.network.layers]
+    expected = [(model.hidden_units, model.activation)] * model.hidden_layers
+    if found != expected:
+        raise DataError(
+            f"the stack has the hidden layers {_describe(found)}, the recipe {_describe(expected)}",
+            where=source,
+            mend="set model.hidden_layers, model.hidden_units and model.activation (sigmoid) to what the stack has",
+        )
+    return stack
+
+
+def _describe(layers: Sequence[tuple[int, str]]) -> str:
+    return ", ".join(f"{units} {activation}" for units, activation in layers)
+
+
+def _read_stack(recipe: Recipe, source: Path) -> AcousticModel:
+    if source.is_dir():
+        if not (source / STACK).exists():
+            raise DataError(
+                f"there is no {STACK}: no pretraining has finished here",
+                where=source,
+                mend="let ddnn pretrain finish: started again with the same recipe, it goes on where it was",
+            )
+        return load_model(source / STACK)
+    front = recipe.pretrain.feature_transform
+    components = read_nnet1(front) if front is not None else ()
+    pipeline = FeaturePipeline(recipe.data.cmvn, recipe.data.deltas)
+    return from_nnet1(read_nnet1(source), components, where=source, pipeline=pipeline)

@@ -1,0 +1,74 @@
+"""The NG-SGD step of a whole network against its parts, put together naively."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from twins import random_minibatch
+
+from ddnn.model.network import Buffers, Layer, Network, backward, cross_entropy, forward
+from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions
+from ddnn.optim.sgd import make_optimizer
+from ddnn.recipe.schema import Optimizer
+
+LAYERS = (Layer(7, 6, "sigmoid"), Layer(6, 5, "tanh", weight_rate=0.5), Layer(5, 4, "softmax", bias_rate=0.1))
+
+
+def network(seed: int) -> tuple[Network, torch.Generator]:
+    generator = torch.Generator().manual_seed(seed)
+    made = Network(LAYERS)
+    made.parameters.copy_(torch.randn(made.parameters.shape, generator=generator))
+    return made, generator
+
+
+@pytest.mark.parametrize("mode", ["exact", "before-rate"])
+@pytest.mark.parametrize(("l2", "max_change"), [(0.0, 0.0), (1e-3, 0.075), (0.0, 1e-3)])
+def test_steps_equal_the_formulas(mode: str, l2: float, max_change: float) -> None:
+    made, generator = network(1)
+    recipe = Optimizer.model_validate(
+        {
+            "name": "ng-sgd", "rank_in": 3, "rank_out": 2, "l2": l2,
+            "max_change_per_sample": max_change, "max_change_mode": mode,
+        }
+    )  # fmt: skip
+    optimizer = make_optimizer(recipe, made)
+    twin_in = [NaturalGradient(layer.inputs + 1, NaturalGradientOptions(3)) for layer in LAYERS]
+    twin_out = [NaturalGradient(layer.outputs, NaturalGradientOptions(2)) for layer in LAYERS]
+    buffers, rate, frames, clipped = Buffers(made, 9), 0.3, 9, 0
+    for _ in range(15):
+        labels = random_minibatch(buffers, 4, generator)
+        cross_entropy(forward(made, buffers), labels, buffers.derivatives[-1])
+        backward(made, buffers)
+        expected = []
+        for i, layer in enumerate(LAYERS):
+            x = torch.cat([buffers.inputs()[i], torch.ones(frames, 1)], dim=1)
+            y = buffers.derivatives[i].clone()
+            gamma = twin_in[i].precondition(x) * twin_out[i].precondition(y)
+            kappa = 1.0
+            if max_change:
+                changes = (x.norm(dim=1) * y.norm(dim=1)).sum() * gamma * (rate if mode == "exact" else 1.0)
+                kappa = min(1.0, float(max_change * frames / changes))
+                clipped += kappa < 1.0
+            step = gamma * kappa * y.t() @ x
+            weight = made.weights[i] * (1 - rate * layer.weight_rate * l2 * frames)
+            expected += [(weight - rate * layer.weight_rate * step[:, :-1]).flatten()]
+            expected += [made.biases[i] - rate * layer.bias_rate * step[:, -1]]
+        optimizer.step(made, buffers, rate)
+        torch.testing.assert_close(made.parameters, torch.cat(expected), rtol=1e-4, atol=1e-5)
+    assert clipped > 0 or max_change == 0.0
+
+
+def test_max_change_holds() -> None:
+    """However large the rate, no layer moves by more than max_change per frame (mode exact)."""
+    made, generator = network(2)
+    optimizer = make_optimizer(Optimizer(name="ng-sgd", rank_in=3, rank_out=2, max_change_per_sample=0.01), made)
+    buffers = Buffers(made, 20)
+    for _ in range(5):
+        before = made.parameters.clone()
+        labels = random_minibatch(buffers, 4, generator)
+        cross_entropy(forward(made, buffers), labels, buffers.derivatives[-1])
+        backward(made, buffers)
+        optimizer.step(made, buffers, 1e6)
+        moved = Network(LAYERS, made.parameters - before)
+        for weight, bias in zip(moved.weights, moved.biases, strict=True):
+            assert torch.cat([weight.flatten(), bias]).norm() <= 0.01 * 20 * 1.001
