@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from ddnn.decode.decoder import DecodeOptions, DecodingGraph, decode_utterances,
 from ddnn.decode.score import UtteranceScore, align_words, as_json, read_reference, render_text, score
 from ddnn.errors import DataError, UserError
 from ddnn.kaldi.fst import ARC, Fst, write_fst
-from ddnn.kaldi.tables import write_matrices
+from ddnn.kaldi.nnet1 import Activation, AddShift, Affine, Rescale, Splice, read_nnet1
+from ddnn.kaldi.tables import read_matrix, read_scp, write_matrices
 from ddnn.kaldi.topology import left_to_right
 from ddnn.kaldi.transitions import build_transition_model, write_transition_model
 
@@ -101,10 +102,44 @@ def test_kaldis_loglikelihoods_decode_to_the_reference(an4: Path, tmp_path: Path
             an4 / "kaldi_nnet1" / "loglikes_first3.ark", graph_dir=an4 / graph, model=an4 / "ali" / "final.mdl",
             text=tmp_path / "text", options=DecodeOptions((0.1,)),
         )  # fmt: skip
-        # Kaldi's network takes the B of the third utterance for a P; 4.14 % over the whole test set comes out like that.
+        # The network takes the B of the third utterance for a P, in Kaldi too: its 4.14 % come out below.
         right = [line.split()[1:] for line in reference]
         right[2][0] = "P"
         assert [list(u.hypothesis) for u in result.scales[0].utterances] == right
+
+
+def kaldis_loglikes(an4: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """What Kaldi's nnet-forward gives for the test set: pre-softmax activations minus log priors."""
+    kaldi = an4 / "kaldi_nnet1"
+    counts = np.array((kaldi / "ali_train_pdf.counts").read_text().strip().strip("[]").split(), float)
+    network = (*read_nnet1(kaldi / "feature_transform.nnet"), *read_nnet1(kaldi / "rbm_ce.nnet"))
+    for entry in read_scp(an4 / "test" / "feats.scp"):
+        x = read_matrix(entry)
+        for component in network:
+            if isinstance(component, Splice):
+                rows = np.arange(len(x))[:, None] + component.offsets
+                x = x[rows.clip(0, len(x) - 1)].reshape(len(x), -1)
+            elif isinstance(component, AddShift):
+                x = x + component.shift
+            elif isinstance(component, Rescale):
+                x = x * component.scale
+            elif isinstance(component, Affine):
+                x = x @ component.weight.T + component.bias
+            elif isinstance(component, Activation) and component.kind == "sigmoid":
+                x = 1 / (1 + np.exp(-x))
+        yield entry.key, (x - np.log(counts / counts.sum())).astype(np.float32)
+
+
+def test_kaldis_word_error_rate(an4: Path, tmp_path: Path) -> None:
+    write_matrices(tmp_path / "loglikes.ark", tmp_path / "loglikes.scp", kaldis_loglikes(an4))
+    result = score(
+        tmp_path, graph_dir=an4 / "graph", model=an4 / "ali" / "final.mdl", text=an4 / "test" / "text",
+        options=DecodeOptions((0.1,)),
+    )  # fmt: skip
+    (only,) = result.scales
+    assert (only.insertions, only.deletions, only.substitutions, only.words) == (5, 2, 25, 773)
+    assert round(only.wer, 2) == 4.14 and only.not_final == ()
+    assert only.interval is not None and only.interval[0] == pytest.approx(2.73, abs=0.2)
 
 
 def test_an_utterance_that_ends_within_a_word_is_counted(toy: Path) -> None:
