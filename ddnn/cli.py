@@ -185,7 +185,7 @@ def info(path: Path, json_: bool) -> None:
 @click.option("--hours", type=float, default=0.3, show_default=True, help="Hours of speech to train on.")
 @click.option("--speakers", type=int, default=20, show_default=True, help="Speakers in the training data.")
 @click.option("--dim", type=int, default=40, show_default=True, help="Feature dims.")
-@click.option("--pdfs", type=int, default=120, show_default=True, help="Senones.")
+@click.option("--pdfs", type=int, default=160, show_default=True, help="Senones.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Same seed: the same corpus.")
 def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed: int) -> None:
     """Write a synthetic corpus in Kaldi's formats."""
@@ -193,7 +193,7 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
     from ddnn.synth.corpus import SynthOptions, synthesise
 
     options = SynthOptions(hours=hours, speakers=speakers, dim=dim, pdfs=pdfs, seed=seed)
-    with frame_counter("synth", round(hours * 360_000)) as bar:
+    with frame_counter("synth", options.expected_frames) as bar:
         made = synthesise(out_dir, options, progress=lambda frames: _count(bar, frames))
     click.echo(f"{out_dir}: {made.train_utterances} utterances to train on, {made.test_utterances} to test")
 

@@ -21,7 +21,8 @@ from ddnn import __version__, cli
 from ddnn.errors import UserError
 
 COMMANDS = [
-    "train", "pretrain", "evaluate", "decode-prep", "score", "export", "import-nnet1", "info", "synth", "bench", "completion",
+    "train", "pretrain", "evaluate", "decode-prep", "score", "export", "import-nnet1", "info", "synth", "bench",
+    "completion",
 ]  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]
@@ -220,11 +221,19 @@ def test_commands_without_output(run: Run, called: Any) -> None:
 
 
 def test_synth(run: Run, called: Any) -> None:
+    from ddnn.synth.corpus import SynthOptions
+
     made = types.SimpleNamespace(train_utterances=12, test_utterances=3)
-    calls = called("ddnn.synth.corpus", "synthesise", made, SynthOptions=dict)
+    calls = called("ddnn.synth.corpus", "synthesise", made)
     code, out, _ = run("synth", "o", "--hours", "0.1", "--speakers", "4", "--dim", "13", "--pdfs", "9", "--seed", "2")
     assert (code, out) == (0, "o: 12 utterances to train on, 3 to test\n")
-    assert calls[0][0] == (Path("o"), {"hours": 0.1, "speakers": 4, "dim": 13, "pdfs": 9, "seed": 2})
+    assert calls[0][0] == (Path("o"), SynthOptions(hours=0.1, speakers=4, dim=13, pdfs=9, seed=2))
+
+
+def test_synth_of_endless_hours(run: Run, tmp_path: Path) -> None:
+    for hours in ("inf", "nan", "-1"):
+        code, _, said = run("synth", str(tmp_path / "o"), "--hours", hours)
+        assert code == 2 and "hours" in said
 
 
 def test_info_and_bench(run: Run, called: Any) -> None:

@@ -64,6 +64,8 @@ _EPSILON = 1e-10  # floor of rho and d, and where they start
 _INITIAL_UPDATES = 10  # updates made before any is skipped
 _CONDITION = 1e6  # cond(C) above which the orthonormality of R is checked
 
+_WIDE = 48  # ranks from here on: H = X W^T is a third faster than its transpose, below the transpose is (measured)
+
 _TINY = 1e-38  # makes 0 / 0 a 1, and is lost in any other norm
 
 Vector = NDArray[np.float64]
@@ -207,6 +209,8 @@ class NaturalGradient:
         n = x.shape[0]
         if self._h.numel() < self.rank * n:
             self._h = torch.empty(self.rank * n, device=self.device)
+        if self.rank >= _WIDE:
+            return torch.mm(x, self.w.T, out=self._h[: self.rank * n].view(n, self.rank)).T
         return torch.mm(self.w, x.T, out=self._h[: self.rank * n].view(self.rank, n))
 
     def _eta(self, n: int) -> float:

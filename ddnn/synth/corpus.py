@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -46,6 +47,11 @@ class SynthOptions:
     dim: int = 40
     pdfs: int = 160
     seed: int = 1
+
+    @property
+    def expected_frames(self) -> int:
+        """Training frames that `hours` amount to, for a progress bar; 0 where it is no number."""
+        return round(self.hours * FRAMES_PER_HOUR) if math.isfinite(self.hours) else 0
 
 
 @dataclass(frozen=True)
