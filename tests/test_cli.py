@@ -224,7 +224,7 @@ def test_synth(run: Run, called: Any) -> None:
     from ddnn.synth.corpus import SynthOptions
 
     made = types.SimpleNamespace(train_utterances=12, test_utterances=3)
-    calls = called("ddnn.synth.corpus", "synthesise", made)
+    calls = called("ddnn.synth.corpus", "synthesise", made, SynthOptions=SynthOptions)
     code, out, _ = run("synth", "o", "--hours", "0.1", "--speakers", "4", "--dim", "13", "--pdfs", "9", "--seed", "2")
     assert (code, out) == (0, "o: 12 utterances to train on, 3 to test\n")
     assert calls[0][0] == (Path("o"), SynthOptions(hours=0.1, speakers=4, dim=13, pdfs=9, seed=2))
