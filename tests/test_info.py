@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddnn import info
 from ddnn.errors import DataError, UserError
 from ddnn.info import describe_path
+from ddnn.info import path as info
 from ddnn.kaldi.archives import write_int_vectors, write_matrices
 
 
@@ -262,3 +262,14 @@ def test_any_bytes_are_described_or_refused(tmp_path: Path, start: bytes, rest: 
         assert str(path) in str(error) or error.where is not None
     else:
         json.dumps(found.as_dict())
+
+
+def test_pretraining_dir_says_how_far_it_is(tmp_path: Path) -> None:
+    row = {"layer": 1, "pass": 1, "reconstruction_error": 2.0, "reconstruction_error_all_passes": 2.0}
+    second = {**row, "pass": 2, "reconstruction_error_all_passes": 1.5}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(second)}\n")
+    (tmp_path / "rbm1.safetensors").touch()
+    found = describe_path(tmp_path)
+    assert found.kind == "ddnn pretraining dir"
+    assert found.as_dict()["finished"] is False
+    assert found.as_dict()["rbm_1"] == "2 passes, reconstruction error 1.5000 over all of them"

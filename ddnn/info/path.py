@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ddnn.errors import DataError, UserError
+from ddnn.info.runs import GLANCE_BYTES, metrics_facts, model_facts, pretraining_facts, recipe_facts, run_facts
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archives import MEND, UNREADABLE, explain, iterate_int_vectors, iterate_matrices, open_source
 from ddnn.kaldi.datadir import read_data_dir
@@ -27,8 +27,6 @@ FEW = 3
 """Keys to show."""
 SAMPLE = 1000
 """Entries of a table to look into."""
-GLANCE_BYTES = 64 << 20
-"""What may be read for a glance."""
 _FST = b"\xd6\xfd\xb2\x7e"
 _HEAD_BYTES = 4096
 _FILES = (
@@ -75,13 +73,13 @@ def describe_path(path: Path) -> Info:
         except UNREADABLE as error:
             raise DataError(explain(error), where=path, mend=MEND) from error
     if path.suffix == ".safetensors":
-        return Info(path, "ddnn model", _model(path))
+        return Info(path, "ddnn model", model_facts(path))
     if path.suffix == ".scp":
         return Info(path, "scp", _scp(read_scp(path, allow_pipes=True)))
     if path.suffix == ".jsonl":
-        return Info(path, "metrics of a training", _metrics(path))
+        return Info(path, "metrics of a training", metrics_facts(path))
     if path.suffix in (".yaml", ".yml"):
-        return Info(path, "recipe", _recipe(path))
+        return Info(path, "recipe", recipe_facts(path))
     return _by_first_bytes(path, head)
 
 
@@ -110,8 +108,10 @@ def _directory(path: Path) -> Info:
     def has(*names: str) -> bool:
         return any((path / name).exists() for name in names)
 
+    if has("stack.safetensors", "rbm1.safetensors"):
+        return Info(path, "ddnn pretraining dir", pretraining_facts(path))
     if has("final.safetensors", "metrics.jsonl", "recipe.yaml"):
-        return Info(path, "ddnn run dir", _run(path))
+        return Info(path, "ddnn run dir", run_facts(path))
     if has("feats.scp"):
         return Info(path, "Kaldi data dir", _data_dir(path))
     if has("HCLG.fst"):
@@ -230,72 +230,3 @@ def _nnet1(components: tuple[Component, ...]) -> dict[str, Any]:
     names = [c.kind if isinstance(c, Activation) else type(c).__name__.lower() for c in components]
     shape = [f"{name} {c.input_dim}-{c.output_dim}" for name, c in zip(names, components, strict=True)]
     return {"input_dim": components[0].input_dim, "output_dim": components[-1].output_dim, "components": shape}
-
-
-def _model(path: Path) -> dict[str, Any]:
-    from ddnn.model.acoustic import load_model  # torch takes a second; the other kinds do without
-
-    model = load_model(path)
-    layers = model.network.layers
-    return {
-        "network": "-".join(str(dim) for dim in [layers[0].inputs, *(layer.outputs for layer in layers)]),
-        "activations": list(dict.fromkeys(layer.activation for layer in layers)),
-        "parameters": model.network.parameters.numel(),
-        "pdfs": layers[-1].outputs,
-        "cmvn": model.pipeline.cmvn,
-        "deltas": model.pipeline.deltas,
-    }
-
-
-def _run(path: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = {"finished": (path / "final.safetensors").exists()}
-    if facts["finished"]:
-        facts |= _model(path / "final.safetensors")
-    if (path / "metrics.jsonl").exists():
-        facts |= _metrics(path / "metrics.jsonl")
-    return facts
-
-
-def _metrics(path: Path) -> dict[str, Any]:
-    """Epochs, the last cross-validation and the best accepted one."""
-    cv: list[dict[str, Any]] = []
-    if path.stat().st_size > GLANCE_BYTES:
-        raise DataError(f"{path.stat().st_size} bytes found, expected a line per epoch and split", where=path)
-    with path.open("rb") as handle:
-        for number, line in enumerate(handle, 1):
-            try:
-                row = json.loads(line)
-                if row["split"] == "cv":
-                    cv.append(
-                        {name: row[name] for name in ("epoch", "loss", "frame_accuracy", "learning_rate", "accepted")}
-                    )
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise DataError(f"line {number} is no metrics of a training: {line[:60]!r}", where=path) from error
-    if not cv:
-        return {"epochs": 0}
-    sound = [row for row in cv if row["accepted"] and isinstance(row["loss"], float)]
-    facts = {"epochs": cv[-1]["epoch"], "last_cross_validation": _figures(cv[-1])}
-    if sound:
-        facts["best_cross_validation"] = _figures(min(sound, key=lambda row: float(row["loss"])))
-    return facts
-
-
-def _figures(row: dict[str, Any]) -> str:
-    accuracy = row["frame_accuracy"]
-    percent = f"{100 * accuracy:.2f} %" if isinstance(accuracy, (int, float)) else "none"
-    loss = f"{row['loss']:.4f}" if isinstance(row["loss"], (int, float)) else "not finite"
-    return f"epoch {row['epoch']}: loss {loss}, frame accuracy {percent}{'' if row['accepted'] else ', rejected'}"
-
-
-def _recipe(path: Path) -> dict[str, Any]:
-    from ddnn.recipe.load import load_recipe
-
-    recipe = load_recipe(path, must_exist=False)
-    model = recipe.model
-    return {
-        "train": str(recipe.data.train),
-        "alignments": str(recipe.data.alignments),
-        "model": f"{model.hidden_layers} x {model.hidden_units} {model.activation}",
-        "training": f"{recipe.optimizer.name}, {recipe.schedule.name} from {recipe.schedule.initial:g}",
-        "minibatch": recipe.minibatch,
-    }
