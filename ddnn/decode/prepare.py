@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddnn.data.corpus import Corpus, load_corpus
+from ddnn.data.corpus import Corpus
 from ddnn.data.transform import gather
 from ddnn.device import choose_device
 from ddnn.errors import DataError, UserError
@@ -22,6 +22,7 @@ from ddnn.kaldi.tables import write_matrices
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.network import Buffers, forward
 from ddnn.progress import progress_bar
+from ddnn.train.evaluate import load_for_model
 from ddnn.train.run_dir import COUNTS, load_run
 
 log = logging.getLogger(__name__)
@@ -96,16 +97,7 @@ def prepare_decoding(
         )
     if (out / "loglikes.scp").exists():
         raise UserError("log-likelihoods are there already", where=out, mend="name another --out, or remove them")
-    corpus = load_corpus(
-        data,
-        None,
-        context=model.transform.context,
-        pipeline=model.pipeline,
-        allow_pipes=allow_pipes,
-        max_missing=0.999,
-        progress=progress_bar("loading"),
-    )
-    model.check_features(corpus.dim, where=data)
+    corpus = load_for_model(model, data, None, allow_pipes=allow_pipes)
     make_directory(out)
     priors = torch.from_numpy(log_priors(counts, prior_scale)).float().to(on)
     scores = log_likelihoods(model.to(on), corpus.to(on), priors)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddnn.data.corpus import load_corpus
+from ddnn.data.corpus import Corpus, load_corpus
 from ddnn.data.minibatches import FrameSet, frame_set, in_order
 from ddnn.data.transform import gather
 from ddnn.device import choose_device
 from ddnn.errors import DataError
-from ddnn.kaldi.alignments import read_alignments
+from ddnn.kaldi.alignments import Alignments, read_alignments
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.network import Buffers, cross_entropy, forward
 from ddnn.progress import progress_bar
@@ -22,6 +22,9 @@ from ddnn.train.run_dir import load_run
 
 BLOCK = 1024
 """Frames per forward pass: enough for full GEMM speed, few enough to stay in a CPU's cache."""
+
+MOST_SKIPPED = 0.999
+"""Outside training a share of utterances without alignment is no reason to refuse: all that can be used are."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +100,26 @@ def evaluate_run(
             where=alignments,
             mend="use an alignment made with the same final.mdl as the training alignment",
         )
-    corpus = load_corpus(
-        data,
-        labels,
-        context=model.transform.context,
-        pipeline=model.pipeline,
-        allow_pipes=allow_pipes,
-        max_missing=0.999,
-        progress=progress_bar("loading"),
-    )
-    model.check_features(corpus.dim, where=data)
+    corpus = load_for_model(model, data, labels, allow_pipes=allow_pipes)
     everything = frame_set(corpus.to(on), list(range(len(corpus.utterances))))
     result = evaluate(model.to(on), everything)
     return Evaluation(result.loss, result.frame_accuracy, result.frames, corpus.counts)
+
+
+def load_for_model(model: AcousticModel, data: Path, alignments: Alignments | None, *, allow_pipes: bool) -> Corpus:
+    """A data dir as `model` reads it: its CMVN, deltas and context. Utterances that cannot be used are skipped.
+
+    Raises:
+        DataError: damaged input, features of other dims than the model's, or no utterance that can be used.
+    """
+    corpus = load_corpus(
+        data,
+        alignments,
+        context=model.transform.context,
+        pipeline=model.pipeline,
+        allow_pipes=allow_pipes,
+        max_missing=MOST_SKIPPED,
+        progress=progress_bar("loading"),
+    )
+    model.check_features(corpus.dim, where=data)
+    return corpus
