@@ -130,3 +130,18 @@ def test_hours_become_passes() -> None:
     assert pretraining.passes_of_layer(Pretrain(hours=100), 1, three_hundred_hours) == 1
     assert pretraining.passes_of_layer(Pretrain(hours=100), 0, pretraining.FRAMES_PER_HOUR) == 200
     assert [pretraining.passes_of_layer(Pretrain(passes=[10, 5]), k, 1) for k in range(4)] == [10, 5, 5, 5]
+
+
+def test_kaldis_own_dbn_of_an4_is_taken(an4: Path) -> None:
+    kaldi = an4 / "kaldi_nnet1"
+    taking = [
+        "init=rbm", f"pretrain={{from: '{kaldi / 'rbm_4.dbn'}', feature_transform: '{kaldi / 'feature_transform.nnet'}'}}",
+        "model={hidden_layers: 4, hidden_units: 512}",
+        f"data={{train: '{an4 / 'train'}', alignments: '{an4 / 'ali'}'}}",
+    ]  # fmt: skip
+    recipe = load_recipe(Path(__file__).parents[2] / "configs/schedule/newbob.yaml", taking)
+    stack = pretraining.load_stack(recipe, kaldi / "rbm_4.dbn", 40)
+    assert [(layer.inputs, layer.outputs) for layer in stack.network.layers] == [(440, 512)] + [(512, 512)] * 3
+    assert stack.transform.offsets == tuple(range(-5, 6))
+    with pytest.raises(DataError, match="features have 39 dims, the model was trained on 40"):
+        pretraining.load_stack(recipe, kaldi / "rbm_4.dbn", 39)
