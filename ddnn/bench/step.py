@@ -7,12 +7,13 @@ slows both; medians and spreads are over the rounds.
 
 from __future__ import annotations
 
+import itertools
 import platform
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,8 +26,8 @@ from ddnn.model.acoustic import AcousticModel
 from ddnn.model.initialise import initialise_randomly
 from ddnn.model.network import Buffers, Network, hidden_stack, layer_views
 from ddnn.optim.schedule import make_schedule
-from ddnn.optim.sgd import Sgd
-from ddnn.recipe.schema import Schedule
+from ddnn.optim.sgd import Sgd, make_optimizer
+from ddnn.recipe.schema import Optimizer, Schedule
 from ddnn.train.loop import Setup, train_minibatch
 
 
@@ -45,6 +46,11 @@ NETWORKS = {
     "swbd": Shape(6, 2048, 8806, 1024),
 }
 DIM, SPLICE = 40, 5
+OPTIMIZERS: tuple[Literal["sgd", "ng-sgd"], ...] = ("sgd", "ng-sgd")
+RATE = 1e-4
+ROUNDS = 9
+WARM_UP = 12
+"""Calls before timing: NG-SGD updates its Fisher matrices in each of its first 10."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class StepBench:
         gflops: floating-point operations of its matrix products per second of the whole step, in 10^9.
         gemm_gflops: the same operations per second of the matrix products alone: the limit.
         share_of_limit: median over the rounds of the one over the other, 0 to 1.
+        time_over_sgd: time of a minibatch over that of plain SGD in the same round, median.
     """
 
     network: str
@@ -68,6 +75,7 @@ class StepBench:
     gflops: float
     gemm_gflops: float
     share_of_limit: float
+    time_over_sgd: float
 
 
 @dataclass(frozen=True)
@@ -85,13 +93,13 @@ class BenchReport:
         """A table."""
         lines = [", ".join(f"{k} {v}" for k, v in self.machine.items())]
         lines.append(
-            "network  optimizer  precision  minibatch   frames/s  (min .. max)        GFLOP/s  GEMM limit  share"
+            "network  optimizer  precision  minibatch   frames/s  (min .. max)        GFLOP/s  GEMM limit   share  time/SGD"
         )
         for r in self.results:
             spread = f"({r.spread[0]:.0f} .. {r.spread[1]:.0f})"
             lines.append(
                 f"{r.network:8} {r.optimizer:10} {r.precision:10} {r.minibatch:9d} {r.frames_per_second:10.0f}  "
-                f"{spread:18} {r.gflops:8.1f}  {r.gemm_gflops:10.1f}  {100 * r.share_of_limit:.1f} %"
+                f"{spread:18} {r.gflops:8.1f}  {r.gemm_gflops:10.1f}  {100 * r.share_of_limit:5.1f} %  {r.time_over_sgd:8.3f}"
             )
         return "\n".join(lines)
 
@@ -102,7 +110,7 @@ def run_bench(
     """Measures the named networks for about `seconds` each."""
     on = choose_device(device)
     torch.set_num_threads(threads)
-    results = tuple(bench_step(name, NETWORKS[name], on, seconds) for name in networks)
+    results = tuple(r for name in networks for r in bench_network(name, NETWORKS[name], on, seconds))
     machine = {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": _cpu_name(),
@@ -115,36 +123,36 @@ def run_bench(
     return BenchReport(machine, results)
 
 
-def bench_step(name: str, shape: Shape, device: torch.device, seconds: float) -> StepBench:
-    """One network: rounds of the training step and of its matrix products, in turn."""
+def bench_network(name: str, shape: Shape, device: torch.device, seconds: float) -> tuple[StepBench, ...]:
+    """One network: rounds of the training step with each optimizer and of its matrix products, in turn."""
     setup = _random_setup(shape, device)
-    buffers = Buffers(setup.model.network, shape.minibatch)
-    batches = list(shuffled_minibatches(setup.train, shape.minibatch, seed=1, epoch=1))
-    position = 0
-
-    def step() -> None:
-        nonlocal position
-        train_minibatch(setup, buffers, batches[position % len(batches)], 1e-4)
-        position += 1
-
-    def gemms() -> None:
-        matrix_products(setup.model.network, buffers, setup.optimizer.gradient)
-
-    steps, limits = _alternate(step, gemms, device, seconds)
     network = setup.model.network
+    buffers = Buffers(network, shape.minibatch)
+    batches = itertools.cycle(shuffled_minibatches(setup.train, shape.minibatch, seed=1, epoch=1))
+    functions: list[Callable[[], object]] = [lambda: matrix_products(network, buffers, setup.optimizer.gradient)]
+    for optimizer in OPTIMIZERS:
+        stepping = replace(setup, optimizer=make_optimizer(Optimizer(name=optimizer), network))
+        functions.append(lambda stepping=stepping: train_minibatch(stepping, buffers, next(batches), RATE))  # type: ignore[misc]
+    limits, *steps = _in_turn(functions, device, seconds)
     flop = matrix_flop(network) * shape.minibatch
-    speeds = [shape.minibatch / s for s in steps]
-    return StepBench(
-        network=name,
-        optimizer="sgd",
-        precision="float32",
-        minibatch=shape.minibatch,
-        frames_per_second=statistics.median(speeds),
-        spread=(min(speeds), max(speeds)),
-        gflops=flop / statistics.median(steps) / 1e9,
-        gemm_gflops=flop / statistics.median(limits) / 1e9,
-        share_of_limit=statistics.median(limit / s for limit, s in zip(limits, steps, strict=True)),
-    )
+    results = []
+    for optimizer, times in zip(OPTIMIZERS, steps, strict=True):
+        speeds = [shape.minibatch / t for t in times]
+        results.append(
+            StepBench(
+                network=name,
+                optimizer=optimizer,
+                precision="float32",
+                minibatch=shape.minibatch,
+                frames_per_second=statistics.median(speeds),
+                spread=(min(speeds), max(speeds)),
+                gflops=flop / statistics.median(times) / 1e9,
+                gemm_gflops=flop / statistics.median(limits) / 1e9,
+                share_of_limit=statistics.median(limit / t for limit, t in zip(limits, times, strict=True)),
+                time_over_sgd=statistics.median(t / sgd for t, sgd in zip(times, steps[0], strict=True)),
+            )
+        )
+    return tuple(results)
 
 
 def matrix_flop(network: Network) -> int:
@@ -167,18 +175,19 @@ def matrix_products(network: Network, buffers: Buffers, flat: torch.Tensor) -> N
         torch.mm(derivative.t(), x, out=out)
 
 
-def _alternate(
-    first: Callable[[], None], second: Callable[[], None], device: torch.device, seconds: float
-) -> tuple[list[float], list[float]]:
-    """Seconds per call of both, one pair a round, about nine rounds in `seconds`."""
-    for function in (first, second):
-        _timed(function, 3, device)
-    calls = max(1, int(seconds / 18 / max(_timed(first, 3, device), 1e-6)))
-    pairs = [(_timed(first, calls, device), _timed(second, calls, device)) for _ in range(9)]
-    return [a for a, _ in pairs], [b for _, b in pairs]
+def _in_turn(functions: Sequence[Callable[[], object]], device: torch.device, seconds: float) -> list[list[float]]:
+    """Seconds per call of each function, one of each a round, `ROUNDS` rounds in about `seconds`."""
+    for function in functions:
+        _timed(function, WARM_UP, device)
+    slowest = max(_timed(function, 3, device) for function in functions)
+    calls = max(1, int(seconds / ROUNDS / len(functions) / max(slowest, 1e-6)))
+    return [
+        list(times)
+        for times in zip(*([_timed(f, calls, device) for f in functions] for _ in range(ROUNDS)), strict=True)
+    ]
 
 
-def _timed(function: Callable[[], None], calls: int, device: torch.device) -> float:
+def _timed(function: Callable[[], object], calls: int, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()

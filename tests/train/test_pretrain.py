@@ -134,8 +134,9 @@ def test_hours_become_passes() -> None:
 
 def test_kaldis_own_dbn_of_an4_is_taken(an4: Path) -> None:
     kaldi = an4 / "kaldi_nnet1"
+    dbn, transform = kaldi / "rbm_4.dbn", kaldi / "feature_transform.nnet"
     taking = [
-        "init=rbm", f"pretrain={{from: '{kaldi / 'rbm_4.dbn'}', feature_transform: '{kaldi / 'feature_transform.nnet'}'}}",
+        "init=rbm", f"pretrain={{from: '{dbn}', feature_transform: '{transform}'}}",
         "model={hidden_layers: 4, hidden_units: 512}",
         f"data={{train: '{an4 / 'train'}', alignments: '{an4 / 'ali'}'}}",
     ]  # fmt: skip
