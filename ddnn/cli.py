@@ -280,6 +280,10 @@ def main() -> None:
     except UserError as error:
         print(f"ddnn: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # a full disk behind stdout, a folder that may not be entered
+        where = "" if error.filename is None else f"\n  where: {error.filename}"
+        print(f"ddnn: error: cannot read or write: {error.strerror or error}{where}", file=sys.stderr)
+        sys.exit(2)
     except MemoryError:
         print("ddnn: error: out of memory\n  mend:  data.store: float16, or a larger machine", file=sys.stderr)
         sys.exit(2)

@@ -119,7 +119,7 @@ def load_corpus(
     directory = read_data_dir(data, allow_pipes=allow_pipes)
     with MatrixReader() as reader:
         kept, lengths, counts = _join(directory, alignments, reader)
-        _check_missing(directory, alignments, counts, max_missing)
+        _check_missing(directory, alignments, kept, counts, max_missing)
         dim = reader.shape(kept[0])[1]
         width = dim * (pipeline.deltas + 1)
         rows = int(sum(lengths)) + 2 * context * len(kept)
@@ -187,7 +187,7 @@ def _join(
 
 
 def _check_missing(
-    directory: DataDir, alignments: Alignments | None, counts: dict[str, int], max_missing: float
+    directory: DataDir, alignments: Alignments | None, kept: list[ScpEntry], counts: dict[str, int], max_missing: float
 ) -> None:
     total = len(directory.entries)
     skipped = total - counts["utterances"]
@@ -197,8 +197,10 @@ def _check_missing(
     )
     if counts["utterances"] == 0 or skipped > max_missing * total:
         aligned_in = f"; alignments are from {alignments.path}" if alignments is not None else ""
+        used = {entry.key for entry in kept}
+        first = next(entry.key for entry in directory.entries if entry.key not in used)
         raise DataError(
-            f"{skipped} of {total} utterances cannot be used ({described}){aligned_in}",
+            f"{skipped} of {total} utterances cannot be used ({described}); the first is {first}{aligned_in}",
             where=directory.path,
             mend=f"check that features and alignments belong together, or raise data.max_missing (now {max_missing:g})",
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from ddnn.data.transform import gather
 from ddnn.device import choose_device
 from ddnn.errors import DataError, UserError
 from ddnn.files import make_directory, write_text
-from ddnn.kaldi.alignments import read_pdf_counts
+from ddnn.kaldi.alignments import read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.tables import write_matrices
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.network import Buffers, forward
@@ -100,9 +99,10 @@ def prepare_decoding(
     corpus = load_for_model(model, data, None, allow_pipes=allow_pipes)
     make_directory(out)
     priors = torch.from_numpy(log_priors(counts, prior_scale)).float().to(on)
-    scores = log_likelihoods(model.to(on), corpus.to(on), priors)
-    write_matrices(out / "loglikes.ark", out / "loglikes.scp", scores)
-    shutil.copyfile(run_dir / COUNTS, out / COUNTS)
+    write_pdf_counts(out / COUNTS, counts)
     write_text(out / "decode.sh", DECODE_SH.format(pdfs=model.network.output_dim))
     (out / "decode.sh").chmod(0o755)
+    # Last: where loglikes.scp is, all is there.
+    scores = log_likelihoods(model.to(on), corpus.to(on), priors)
+    write_matrices(out / "loglikes.ark", out / "loglikes.scp", scores)
     log.info("%s: %d utterances, %d pdfs", out / "loglikes.scp", len(corpus.utterances), model.network.output_dim)

@@ -177,6 +177,7 @@ def write_matrices(
         with written_whole(scp) as scp_handle, written_whole(ark) as handle:
             write(handle)
             scp_handle.write("".join(lines).encode())
+            scp_handle.flush()  # on a full disk this fails while neither has its name yet
     return len(lines)
 
 

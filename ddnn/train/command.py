@@ -51,8 +51,9 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
     """
     on = choose_device(device)
     run = RunDir(run_dir)
+    log_file = run.open_log()
     root = logging.getLogger("ddnn")
-    root.addHandler(run.log_handler)
+    root.addHandler(log_file)
     root.setLevel(logging.INFO)
     try:
         torch.set_num_threads(recipe.parallel.threads)
@@ -81,8 +82,8 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
         run.finish(trained.to(torch.device("cpu")), pdf_counts(data.alignments, data.corpus.utterances))
         log.info("finished: %s", run_dir / "final.safetensors")
     finally:
-        root.removeHandler(run.log_handler)
-        run.log_handler.close()
+        root.removeHandler(log_file)
+        log_file.close()
 
 
 def describe(recipe: Recipe) -> str:

@@ -94,9 +94,11 @@ def evaluate_run(
     on = choose_device(device)
     model = load_run(run_dir)
     labels = read_alignments(alignments)
-    if labels.num_pdfs > model.network.output_dim:
+    most = model.network.output_dim
+    if labels.num_pdfs > most:
+        beyond = next((f"; utterance {u} has more" for u, ids in labels.pdfs.items() if (ids >= most).any()), "")
         raise DataError(
-            f"the alignment has {labels.num_pdfs} pdfs, the model {model.network.output_dim}",
+            f"the alignment has {labels.num_pdfs} pdfs, the model {most}{beyond}",
             where=alignments,
             mend="use an alignment made with the same final.mdl as the training alignment",
         )

@@ -65,5 +65,9 @@ def import_nnet1(
     RunDir(out)
     if counts is not None:
         write_pdf_counts(out / COUNTS, counts)
-    save_model(out / FINAL, model)
+    try:
+        save_model(out / FINAL, model)
+    except UserError:
+        (out / COUNTS).unlink(missing_ok=True)
+        raise
     return model

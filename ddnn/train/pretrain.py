@@ -36,6 +36,7 @@ from ddnn.model.network import Buffers, Layer, Network, forward
 from ddnn.model.rbm import Cd1Options, Rbm, VisibleKind, cd1_step, init_rbm
 from ddnn.progress import frame_counter
 from ddnn.recipe.schema import Pretrain, Recipe
+from ddnn.train.run_dir import append_metrics
 
 log = logging.getLogger(__name__)
 
@@ -193,8 +194,7 @@ def _record(
         "rbm %d pass %2d reconstruction error %.4f  (all passes %.4f)  %.1f s  %.0f frames/s",
         *(layer + 1, number, error, average, seconds, frames / seconds),
     )
-    with metrics.open("a", encoding="utf-8") as handle:
-        handle.write(json.dumps(line) + "\n")
+    append_metrics(metrics, line)
 
 
 def load_stack(recipe: Recipe, source: Path, dim: int) -> AcousticModel:

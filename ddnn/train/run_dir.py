@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,47 @@ COUNTS = "ali_train_pdf.counts"
 FINAL = "final.safetensors"
 RECIPE = "recipe.yaml"
 LOG = "train.log"
+METRICS = "metrics.jsonl"
 PRETRAIN = "pretrain"
 BEST = "best.safetensors"
+
+
+class _RunLog(logging.FileHandler):
+    """The log as a file. Where it cannot be written, that is said once: no reason to end a training of days."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called where a line could not be written; logging's own prints a traceback for each."""
+        if not self.failed:
+            self.failed = True
+            print(f"ddnn: lines of {self.baseFilename} are lost: {sys.exc_info()[1]}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Closes the file; what finds no space is lost."""
+        with suppress(OSError):
+            super().close()
+
+
+def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
+    """Appends one JSON object as a line, whole or not at all; null stands for what is not finite.
+
+    Raises:
+        UserError: the file cannot be written (no permission, disk full).
+    """
+    finite = {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in metrics.items()}
+    before = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(finite, allow_nan=False) + "\n")
+    except OSError as error:
+        with suppress(OSError):
+            os.truncate(path, before)
+        raise UserError(
+            f"cannot write {path.name}: {error.strerror}",
+            where=path.parent,
+            mend="check that there is space, quota and permission to write, then run again",
+        ) from error
 
 
 class RunDir:
@@ -48,23 +90,23 @@ class RunDir:
             )
         make_directory(path)
         self.path = path
-        self.log_handler = logging.FileHandler(path / LOG, mode="w", encoding="utf-8")
-        self.log_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def open_log(self) -> logging.Handler:
+        """`train.log`, begun anew; the caller closes it. UserError where it cannot be written."""
+        try:
+            handler = _RunLog(self.path / LOG, mode="w", encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise UserError(f"cannot write {LOG}: {error.strerror}", where=self.path) from error
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        return handler
 
     def write_recipe(self, text: str) -> None:
         """The resolved recipe."""
         write_text(self.path / RECIPE, text)
 
     def record(self, metrics: dict[str, Any]) -> None:
-        """Appends one line to metrics.jsonl; null stands for what is not finite."""
-        finite = {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in metrics.items()}
-        try:
-            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as handle:
-                handle.write(json.dumps(finite, allow_nan=False) + "\n")
-        except OSError as error:
-            raise UserError(
-                f"cannot write metrics.jsonl: {error.strerror}", where=self.path, mend="free disk space"
-            ) from error
+        """Appends one line to metrics.jsonl."""
+        append_metrics(self.path / METRICS, metrics)
 
     def save_best(self, model: AcousticModel) -> None:
         """Keeps the best network so far, so that a crash loses one epoch at most."""
