@@ -93,13 +93,15 @@ class BenchReport:
         """A table."""
         lines = [", ".join(f"{k} {v}" for k, v in self.machine.items())]
         lines.append(
-            "network  optimizer  precision  minibatch   frames/s  (min .. max)        GFLOP/s  GEMM limit   share  time/SGD"
+            "network  optimizer  precision  minibatch   frames/s  "
+            "(min .. max)        GFLOP/s  GEMM limit   share  time/SGD"
         )
         for r in self.results:
             spread = f"({r.spread[0]:.0f} .. {r.spread[1]:.0f})"
             lines.append(
                 f"{r.network:8} {r.optimizer:10} {r.precision:10} {r.minibatch:9d} {r.frames_per_second:10.0f}  "
-                f"{spread:18} {r.gflops:8.1f}  {r.gemm_gflops:10.1f}  {100 * r.share_of_limit:5.1f} %  {r.time_over_sgd:8.3f}"
+                f"{spread:18} {r.gflops:8.1f}  {r.gemm_gflops:10.1f}  {100 * r.share_of_limit:5.1f} %"
+                f"  {r.time_over_sgd:8.3f}"
             )
         return "\n".join(lines)
 
