@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -31,3 +34,27 @@ def golden(shared: Path) -> Path:
 def an4(shared: Path) -> Path:
     """AN4 as Kaldi leaves it."""
     return shared / "an4"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run_cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Runs `ddnn` with the arguments, in this process."""
+    from ddnn.cli import main
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr("sys.argv", ["ddnn", *map(str, arguments)])
+        monkeypatch.setattr("sys.excepthook", sys.excepthook)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Result(int(ended.value.code or 0), *capfd.readouterr())
+
+    return run

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ddnn.kaldi.tables import write_matrices
+from ddnn.kaldi.fst import ARC, Fst, write_fst
+from ddnn.kaldi.tables import write_int_vectors, write_matrices
+from ddnn.kaldi.topology import left_to_right
+from ddnn.kaldi.transitions import build_transition_model, write_diag_gmms, write_transition_model
 
 DIM, PDFS = 4, 3
 
@@ -38,6 +41,43 @@ def write_data_dir(path: Path, features: Mapping[str, np.ndarray]) -> Path:
 def write_pdfs(path: Path, labels: Mapping[str, np.ndarray]) -> Path:
     """A text archive of pdf-ids."""
     path.write_text("".join(f"{name} {' '.join(map(str, pdfs))}\n" for name, pdfs in sorted(labels.items())))
+    return path
+
+
+def write_model(path: Path) -> Path:
+    """A `final.mdl` of three phones with one state each, phone p + 1 of pdf p: transition-ids 2p + 1 and 2p + 2."""
+    ones = [np.ones((1, DIM))] * PDFS
+    with path.open("wb") as handle:
+        topology = left_to_right(range(1, PDFS + 1), 1)
+        write_transition_model(handle, build_transition_model(topology, [(p + 1, 0, p, p) for p in range(PDFS)]))
+        write_diag_gmms(handle, ones, ones, [np.ones(1)] * PDFS)
+    return path
+
+
+def write_ali_dir(path: Path, labels: Mapping[str, np.ndarray]) -> Path:
+    """An alignment dir of one job: transition-ids in `ali.1.gz`, `final.mdl`, `num_jobs`."""
+    path.mkdir(parents=True, exist_ok=True)
+    write_model(path / "final.mdl")
+    write_int_vectors(path / "ali.1.gz", [(name, 2 * pdfs + 1) for name, pdfs in sorted(labels.items())])
+    (path / "num_jobs").write_text("1\n")
+    return path
+
+
+def loop_of_words() -> Fst:
+    """Words a, b, c in a loop; each is one state of pdf 0, 1, 2, entered by a transition and held by a self-loop."""
+    arcs = [(2 * pdf + 2, pdf + 1, 0.5, pdf + 1) for pdf in range(3)]
+    offsets = [0, 3]
+    for pdf in range(3):
+        arcs += [(2 * pdf + 1, 0, 0.1, pdf + 1), (0, 0, 0.0, 0)]
+        offsets.append(len(arcs))
+    return Fst(0, np.array([0, np.inf, np.inf, np.inf], np.float32), np.array(offsets), np.array(arcs, ARC))
+
+
+def write_graph_dir(path: Path) -> Path:
+    """A graph dir: `HCLG.fst` of `loop_of_words`, `words.txt`."""
+    path.mkdir(parents=True, exist_ok=True)
+    write_fst(path / "HCLG.fst", loop_of_words())
+    (path / "words.txt").write_text("<eps> 0\na 1\nb 2\nc 3\n")
     return path
 
 

@@ -151,7 +151,10 @@ class MatrixReader:
             return _run_pipe(entry)
         if entry.path != self._path or self._source is None:
             self.close()
-            self._source = open_source(entry.path)
+            try:
+                self._source = open_source(entry.path)
+            except DataError as error:
+                raise RecordError(error.what) from error
             self._path = entry.path
         source, offset = self._source, entry.offset or 0
         if offset >= source.limit:

@@ -34,7 +34,11 @@ def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
         if path.exists():
             raise UserError("the file exists already", where=path, mend="name another --out, or remove it")
     write_nnet1(paths[0], network)
-    write_nnet1(paths[1], front)
+    try:
+        write_nnet1(paths[1], front)
+    except UserError:
+        paths[0].unlink(missing_ok=True)
+        raise
     if model.pipeline != FeaturePipeline():
         log.warning(
             "before nnet-forward run Kaldi's CMVN (%s) and deltas (order %d)",

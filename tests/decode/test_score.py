@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import loop_of_words, write_graph_dir, write_model
 
 from ddnn.decode.decoder import DecodeOptions, DecodingGraph, decode_utterances, read_graph
 from ddnn.decode.score import UtteranceScore, align_words, as_json, read_reference, render_text, score
@@ -17,8 +18,6 @@ from ddnn.errors import DataError, UserError
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.nnet1 import Activation, AddShift, Affine, Rescale, Splice, read_nnet1
 from ddnn.kaldi.tables import read_matrix, read_scp, write_matrices
-from ddnn.kaldi.topology import left_to_right
-from ddnn.kaldi.transitions import build_transition_model, write_transition_model
 
 pytest.importorskip("kaldi_decoder")
 pytest.importorskip("kaldialign")
@@ -26,25 +25,11 @@ pytest.importorskip("kaldialign")
 ONE = DecodeOptions((1.0,))
 
 
-def toy_fst() -> Fst:
-    """Words a, b, c in a loop; each is one state of pdf 0, 1, 2, entered by a transition and held by a self-loop."""
-    arcs = [(2 * pdf + 2, pdf + 1, 0.5, pdf + 1) for pdf in range(3)]
-    offsets = [0, 3]
-    for pdf in range(3):
-        arcs += [(2 * pdf + 1, 0, 0.1, pdf + 1), (0, 0, 0.0, 0)]
-        offsets.append(len(arcs))
-    return Fst(0, np.array([0, np.inf, np.inf, np.inf], np.float32), np.array(offsets), np.array(arcs, ARC))
-
-
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
     """A directory with graph/, final.mdl, text and loglikes.scp; the second utterance has `c` for `b`."""
-    (tmp_path / "graph").mkdir()
-    write_fst(tmp_path / "graph" / "HCLG.fst", toy_fst())
-    (tmp_path / "graph" / "words.txt").write_text("<eps> 0\na 1\nb 2\nc 3\n")
-    with (tmp_path / "final.mdl").open("wb") as handle:
-        model = build_transition_model(left_to_right([1, 2, 3], 1), [(p + 1, 0, p, p) for p in range(3)])
-        write_transition_model(handle, model)
+    write_graph_dir(tmp_path / "graph")
+    write_model(tmp_path / "final.mdl")
     (tmp_path / "text").write_text("u1 a b a\nu2 a b\nu3\n")
     write_loglikes(tmp_path, {"u1": spoken(0, 1, 0), "u2": spoken(0, 2), "u3": spoken(2)})
     return tmp_path
@@ -197,7 +182,7 @@ def test_references_that_cannot_be(toy: Path) -> None:
 
 
 def change(toy: Path, **fields: float) -> None:
-    fst = toy_fst()
+    fst = loop_of_words()
     for name, value in fields.items():
         fst.arcs[name][0] = value
     write_fst(toy / "graph" / "HCLG.fst", fst)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from corpora import PDFS, labelled_utterances, write_data_dir, write_pdfs, write_recipe
 
-from ddnn.cli import main
 from ddnn.errors import DataError, UserError
 from ddnn.kaldi.tables import iterate_matrices, read_matrix, read_scp
 from ddnn.recipe.load import load_recipe
 from ddnn.train.command import run_training
 from ddnn.train.evaluate import evaluate_run
 from ddnn.train.run_dir import load_run
+
+RunCli = Callable[..., Any]
 
 
 @pytest.fixture
@@ -128,30 +128,7 @@ def test_too_few_frames_for_a_minibatch(recipe: Path, tmp_path: Path) -> None:
         train(recipe, tmp_path / "run", "minibatch=4096")
 
 
-@dataclass
-class Result:
-    exit_code: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def run_cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """Runs `ddnn` with the arguments, in this process."""
-
-    def run(*arguments: object) -> Result:
-        monkeypatch.setattr("sys.argv", ["ddnn", *map(str, arguments)])
-        monkeypatch.setattr("sys.excepthook", sys.excepthook)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Result(int(ended.value.code or 0), *capfd.readouterr())
-
-    return run
-
-
-def test_from_recipe_to_log_likelihoods_and_back_from_nnet1(
-    recipe: Path, tmp_path: Path, run_cli: Callable[..., Result]
-) -> None:
+def test_from_recipe_to_log_likelihoods_and_back_from_nnet1(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
     data, run = tmp_path / "data dir ü", tmp_path / "run"
     assert run_cli("train", recipe, "--run-dir", run).exit_code == 0
     assert run_cli("decode-prep", run, "--data", data, "--out", tmp_path / "decode").exit_code == 0
@@ -189,9 +166,7 @@ def test_from_recipe_to_log_likelihoods_and_back_from_nnet1(
     assert found["frame_accuracy"] == pytest.approx(right.mean())
 
 
-def test_decode_prep_refuses_counts_of_another_model(
-    recipe: Path, tmp_path: Path, run_cli: Callable[..., Result]
-) -> None:
+def test_decode_prep_refuses_counts_of_another_model(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
     run = tmp_path / "run"
     train(recipe, run)
     (run / "ali_train_pdf.counts").write_text(" [ 1 2 3 4 ]\n")
