@@ -1,0 +1,1 @@
+"""Workers: how they start, how they exchange their parameters, how they stop."""

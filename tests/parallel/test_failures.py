@@ -1,0 +1,129 @@
+"""Whatever happens to one worker or to the launcher, no worker waits for ever and no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from parallel.mpi_worlds import all_gone, launch, need_mpi
+
+from ddnn.errors import UserError
+from ddnn.parallel.exchange import Exchange
+from ddnn.parallel.failures import all_stop_on_error, message_and_code
+
+WORKERS = {"raise": 3}
+"""Two where not named."""
+FAILING = ["raise", "user-error", "exit", "thread", "killed"]
+STOPPED = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL, "mpirun": signal.SIGKILL}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: `seconds` from the moment of the failure or signal to the end of the launcher."""
+
+    code: int
+    output: str
+    errors: str
+    seconds: float
+    all_gone: bool
+
+
+def when_they_run(out: Path, workers: int, process: subprocess.Popen[str]) -> tuple[list[int], float]:
+    """Waits until all workers are past their start; the pids of the workers and of mpirun, when worker 1 failed."""
+    deadline = time.monotonic() + 90
+    while len(found := list(out.glob("*.pid"))) < workers:
+        assert time.monotonic() < deadline, "the workers do not start"
+        time.sleep(0.02)
+    words = {file.stem: file.read_text().split() for file in found}
+    return sorted({int(pid) for line in words.values() for pid in line[:2]}), float(words["1"][2])
+
+
+def outcome(way: str, out: Path) -> Outcome:
+    out.mkdir()
+    workers = WORKERS.get(way, 2)
+    process = launch(workers, "mpi_failing.py", way, out)
+    try:
+        pids, since = when_they_run(out, workers, process)
+        if way in STOPPED:
+            since = time.time()
+            os.kill(child_of(process.pid) if way == "mpirun" else process.pid, STOPPED[way])
+        output, errors = process.communicate(timeout=30)
+        seconds = time.time() - since
+    finally:
+        process.kill()
+    return Outcome(process.returncode, output, errors, seconds, all_gone(pids, 5))
+
+
+def child_of(pid: int) -> int:
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Outcome]]]:
+    """Every run that goes wrong, three at a time."""
+    need_mpi()
+    folder = tmp_path_factory.mktemp("failing")
+    with ThreadPoolExecutor(3) as pool:
+        yield {way: pool.submit(outcome, way, folder / way) for way in [*FAILING, *STOPPED]}
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "said", "unsaid"),
+    [
+        ("raise", 1, ["RuntimeError: boom of the test", "Traceback", "mpi_failing.py", "in fail"], []),
+        ("user-error", 2, ["error: the rate is -1", "where: recipe.yaml", "mend:  take a"], ["Traceback"]),
+        ("exit", 7, ["stopped with 7"], ["Traceback"]),
+        ("thread", 1, ["RuntimeError: boom of the test", "Traceback", "in fail"], []),
+    ],
+)
+def test_one_worker_that_fails_stops_all(
+    outcomes: dict[str, Future[Outcome]], way: str, code: int, said: list[str], unsaid: list[str]
+) -> None:
+    found, workers = outcomes[way].result(), WORKERS.get(way, 2)
+    assert found.code == code
+    assert found.seconds < 10
+    assert found.all_gone
+    assert sorted(found.output.splitlines()) == [f"worker {rank} of {workers}" for rank in range(workers)]
+    (line,) = [line for line in found.errors.splitlines() if line.startswith("ddnn: worker ")]
+    assert line.startswith("ddnn: worker 1 on ")
+    assert all(text in found.errors for text in said), found.errors
+    assert not any(text in found.errors for text in unsaid), found.errors
+
+
+def test_a_worker_killed_by_the_system_stops_all(outcomes: dict[str, Future[Outcome]]) -> None:
+    found = outcomes["killed"].result()
+    assert found.code == 128 + signal.SIGKILL
+    assert found.seconds < 10
+    assert found.all_gone
+    assert "rank 1" in found.errors
+
+
+@pytest.mark.parametrize("way", STOPPED)
+def test_a_launcher_or_mpirun_that_is_stopped_leaves_no_process(outcomes: dict[str, Future[Outcome]], way: str) -> None:
+    found = outcomes[way].result()
+    assert found.all_gone
+    assert found.seconds < 10
+    assert found.code == (-signal.SIGKILL if way == "SIGKILL" else 128 + STOPPED[way])
+
+
+def test_a_single_worker_keeps_its_exceptions() -> None:
+    with pytest.raises(UserError, match="mine"), all_stop_on_error(Exchange()):
+        raise UserError("mine")
+
+
+def test_messages_name_the_worker() -> None:
+    exchange = Exchange(rank=3, size=4, host="node7")
+    assert message_and_code(exchange, UserError("bad", mend="better")) == (
+        "ddnn: worker 3 on node7: error: bad\n  mend:  better\n",
+        2,
+    )
+    assert message_and_code(exchange, KeyboardInterrupt())[1] == 130
+    assert [message_and_code(exchange, SystemExit(code))[1] for code in (None, 0, 5, "text")] == [0, 0, 5, 1]
