@@ -22,7 +22,7 @@ $(BIN)/python:
 	  echo "this Python cannot make a virtual environment: installing python3-venv"; \
 	  if [ "$$(id -u)" = 0 ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y python3-venv; \
 	  else sudo apt-get update -qq && sudo apt-get install -qq -y python3-venv; fi && $(PYTHON) -m venv --clear $(VENV); \
-	} || { echo "install python3-venv (Debian, Ubuntu), then run make again" >&2; exit 2; }
+	} || { rm -rf $(VENV); echo "install python3-venv (Debian, Ubuntu), then run make again" >&2; exit 2; }
 
 # torch first and pinned: what asks for it later takes the one that is there.
 $(VENV)/.ready: pyproject.toml | $(BIN)/python

@@ -40,6 +40,7 @@ class _InOrder(click.Group):
       ddnn train recipes/demo/demo.yaml             -> exp/demo
       ddnn evaluate exp/demo --data demo/corpus/test --alignments demo/corpus/ali_test
       ddnn decode-prep exp/demo --data demo/corpus/test --out exp/demo/decode
+
     \b
     Each command has --help. Recipes: docs/recipe.md. Completion: ddnn completion --help.""",
 )
@@ -82,7 +83,10 @@ def train(
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe; repeatable.")
 @on_device
 def pretrain(recipe: Path, run_dir: Path | None, settings: tuple[str, ...], device: str) -> None:
-    """Train only the stack of RBMs of RECIPE, for pretrain.from; a broken-off one goes on."""
+    """Train the stack of RBMs of RECIPE alone.
+
+    A later training takes it by pretrain.from. One that was broken off goes on where it was.
+    """
     from ddnn.recipe.load import load_recipe
     from ddnn.train.command import run_pretraining
 
@@ -127,7 +131,7 @@ def decode_prep(run_dir: Path, data: Path, out: Path, prior_scale: float, device
 @click.option("--model", type=PATH, required=True, help="The final.mdl that the graph was made with.")
 @click.option("--text", type=PATH, required=True, help="The reference: a Kaldi text of the same utterances.")
 @click.option("--acoustic-scale", default="0.05,0.07,0.1,0.143", show_default=True, help="One or more, by commas.")
-@click.option("--beam", type=float, help="Decoding beam.")
+@click.option("--beam", type=float, help="Decoding beam.  [default: 13]")
 @click.option("--per-utterance", is_flag=True, help="Show the words of each utterance at the best scale.")
 @as_json
 def score(
@@ -283,6 +287,11 @@ def main() -> None:
     except OSError as error:  # a full disk behind stdout, a folder that may not be entered
         where = "" if error.filename is None else f"\n  where: {error.filename}"
         print(f"ddnn: error: cannot read or write: {error.strerror or error}{where}", file=sys.stderr)
+        sys.exit(2)
+    except UnicodeEncodeError as error:  # a name from the file system in another encoding
+        found = error.object[max(error.start - 100, 0) : error.end + 20]
+        print(f"ddnn: error: a name is not UTF-8\n  where: {found!r}", file=sys.stderr)
+        print("  mend:  rename the file or folder, with convmv for example", file=sys.stderr)
         sys.exit(2)
     except MemoryError:
         print("ddnn: error: out of memory\n  mend:  data.store: float16, or a larger machine", file=sys.stderr)

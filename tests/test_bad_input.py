@@ -237,7 +237,7 @@ def test_some_utterances_are_skipped_or_trimmed_and_counted(job: Job, trained: P
     evaluated = run_cli("evaluate", trained, "--data", job.data, "--alignments", job.ali, "--json", "--device", "cpu")
     found = json.loads(evaluated.stdout)
     # A matrix without frames differs from its 20 aligned ones.
-    assert found["skipped"] == {"utterances": 21, "no_alignment": 1, "length_differs": 2, "trimmed": 2, "empty": 0}
+    assert found["utterances"] == {"used": 21, "no_alignment": 1, "length_differs": 2, "trimmed": 2, "empty": 0}
     assert found["frames"] == 20 * 20 + 15
     assert_trains(run_cli, job, ["data.max_missing=0.125"])
     log = (job.run / "train.log").read_text()

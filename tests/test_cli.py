@@ -306,7 +306,9 @@ def test_anything_else_is_a_bug_with_a_traceback() -> None:
 
 
 def test_interrupt_signal() -> None:
-    code = BROKEN.format(body="print('ready', flush=True); import time; time.sleep(30)")
+    # A shell that starts this in the background has SIGINT ignored, which children inherit.
+    body = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); print('ready', flush=True)"
+    code = BROKEN.format(body=f"{body}; time.sleep(30)")
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"

@@ -99,7 +99,7 @@ def load_corpus(
     pipeline: FeaturePipeline,
     store_dtype: torch.dtype = torch.float32,
     allow_pipes: bool = False,
-    max_missing: float = 0.05,
+    max_missing: float | None = 0.05,
     progress: Callable[[Sequence[ScpEntry]], Iterable[ScpEntry]] = iter,
 ) -> Corpus:
     """Loads a Kaldi data dir, with its alignment where given.
@@ -110,7 +110,7 @@ def load_corpus(
     Args:
         alignments: pdf-ids per utterance; None leaves all labels at -1.
         context: frames of context on each side.
-        max_missing: largest share of utterances that may be skipped.
+        max_missing: largest share of utterances that may be skipped (`data.max_missing`); None: all but one.
         progress: wraps the utterances while they are read.
 
     Raises:
@@ -158,7 +158,7 @@ def _join(
     directory: DataDir, alignments: Alignments | None, reader: MatrixReader
 ) -> tuple[list[ScpEntry], list[int], dict[str, int]]:
     """The utterances to keep, their numbers of frames, and what was skipped or trimmed."""
-    counts = Counter({"utterances": 0, "no_alignment": 0, "length_differs": 0, "trimmed": 0, "empty": 0})
+    counts = Counter({"used": 0, "no_alignment": 0, "length_differs": 0, "trimmed": 0, "empty": 0})
     kept, lengths = [], []
     for entry in directory.entries:
         frames = reader.shape(entry)[0]
@@ -182,27 +182,32 @@ def _join(
             continue
         kept.append(entry)
         lengths.append(length)
-    counts["utterances"] = len(kept)
+    counts["used"] = len(kept)
     return kept, lengths, dict(counts)
 
 
 def _check_missing(
-    directory: DataDir, alignments: Alignments | None, kept: list[ScpEntry], counts: dict[str, int], max_missing: float
+    directory: DataDir,
+    alignments: Alignments | None,
+    kept: list[ScpEntry],
+    counts: dict[str, int],
+    max_missing: float | None,
 ) -> None:
     total = len(directory.entries)
-    skipped = total - counts["utterances"]
+    skipped = total - counts["used"]
     described = (
         f"{counts['no_alignment']} without an alignment, {counts['length_differs']} differing from theirs by more than "
         f"{LENGTH_TOLERANCE} frames, {counts['empty']} without frames"
     )
-    if counts["utterances"] == 0 or skipped > max_missing * total:
+    if counts["used"] == 0 or (max_missing is not None and skipped > max_missing * total):
         aligned_in = f"; alignments are from {alignments.path}" if alignments is not None else ""
         used = {entry.key for entry in kept}
         first = next(entry.key for entry in directory.entries if entry.key not in used)
         raise DataError(
             f"{skipped} of {total} utterances cannot be used ({described}); the first is {first}{aligned_in}",
             where=directory.path,
-            mend=f"check that features and alignments belong together, or raise data.max_missing (now {max_missing:g})",
+            mend="check that features and alignments belong together"
+            + (f", or raise data.max_missing (now {max_missing:g})" if max_missing is not None else ""),
         )
     if skipped or counts["trimmed"]:
         log.warning(

@@ -38,6 +38,11 @@ DECODE_SH = """\
 set -euo pipefail
 [ $# -ge 3 ] || {{ echo "usage: $0 GRAPH_DIR FINAL_MDL OUT_DIR [ACOUSTIC_SCALE]" >&2; exit 2; }}
 graph=$(realpath "$1") model=$(realpath "$2") out=$3 scale=${{4:-0.1}}
+command -v latgen-faster-mapped hmm-info >/dev/null || \\
+  {{ echo "Kaldi is not on PATH: source its path.sh" >&2; exit 2; }}
+for file in "$graph/HCLG.fst" "$graph/words.txt" "$model"; do
+  [ -f "$file" ] || {{ echo "there is no $file" >&2; exit 2; }}
+done
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 pdfs=$(hmm-info --print-args=false "$model" | awk '/number of pdfs/ {{ print $NF }}')
 [ "$pdfs" = {pdfs} ] || {{ echo "$model has $pdfs pdfs, the log-likelihoods have {pdfs}" >&2; exit 2; }}
@@ -45,7 +50,7 @@ mkdir -p "$out"
 cd "$out"
 latgen-faster-mapped --min-active=200 --max-active=7000 --max-mem=50000000 --beam=13.0 --lattice-beam=8.0 \\
   --acoustic-scale="$scale" --allow-partial=true --word-symbol-table="$graph/words.txt" \\
-  "$model" "$graph/HCLG.fst" "scp:$here/loglikes.scp" "ark:|gzip -c > lat.1.gz"
+  "$model" "$graph/HCLG.fst" "ark:$here/loglikes.ark" "ark:|gzip -c > lat.1.gz"
 echo 1 > num_jobs
 """
 
@@ -85,8 +90,16 @@ def prepare_decoding(
     Raises:
         UserError: damaged input; another number of pdfs in the counts, or of dims in the features, than in the model.
     """
+    if not (math.isfinite(prior_scale) and prior_scale >= 0.0):
+        raise UserError(f"{prior_scale:g} found, expected a number >= 0", where="--prior-scale")
     on = choose_device(device)
     model = load_run(run_dir)
+    if not (run_dir / COUNTS).exists():
+        raise DataError(
+            f"there is no {COUNTS}, of which the priors are made",
+            where=run_dir,
+            mend="import the network again with --pdf-counts, or copy the counts of its training alignment there",
+        )
     counts = read_pdf_counts(run_dir / COUNTS)
     if len(counts) != model.network.output_dim:
         raise DataError(

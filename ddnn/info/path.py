@@ -89,7 +89,7 @@ def _by_first_bytes(path: Path, head: bytes) -> Info:
         return Info(path, "OpenFst graph", _fst(path))
     if start.startswith(b"<TransitionModel>"):
         return Info(path, "Kaldi acoustic model (its transition model)", _transitions(path))
-    if start.startswith(b"<"):
+    if start.startswith(b"<Nnet>"):
         return Info(path, "Kaldi nnet1 network", _nnet1(read_nnet1(path)))
     if start.startswith(b"["):
         counts = read_pdf_counts(path)
@@ -112,6 +112,8 @@ def _directory(path: Path) -> Info:
         return Info(path, "ddnn pretraining dir", pretraining_facts(path))
     if has("final.safetensors", "metrics.jsonl", "recipe.yaml"):
         return Info(path, "ddnn run dir", run_facts(path))
+    if has("loglikes.scp"):
+        return Info(path, "log-likelihoods for a Kaldi decoder", _scp(read_scp(path / "loglikes.scp")))
     if has("feats.scp"):
         return Info(path, "Kaldi data dir", _data_dir(path))
     if has("HCLG.fst"):

@@ -40,7 +40,8 @@ class AcousticModel:
             raise DataError(
                 f"the features have {dim} dims, the model was trained on {self.transform.dim}",
                 where=where,
-                mend="use features of the kind that the model was trained on",
+                mend="use features of the kind that the model was trained on; an imported network may lack its splice: "
+                "ddnn import-nnet1 --feature-transform",
             )
 
 

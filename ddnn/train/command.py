@@ -16,7 +16,7 @@ from ddnn.data.minibatches import FrameSet, frame_set
 from ddnn.data.split import DEFAULT_FRACTION, split_by_fraction, split_by_speakers_file
 from ddnn.data.transform import InputTransform, normalising, plain_splice
 from ddnn.device import choose_device
-from ddnn.errors import DataError, RecipeError
+from ddnn.errors import DataError, RecipeError, UserError
 from ddnn.kaldi.alignments import Alignments, pdf_counts, read_alignments
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.initialise import initialise_randomly
@@ -81,6 +81,11 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
         trained = train(setup, run)
         run.finish(trained.to(torch.device("cpu")), pdf_counts(data.alignments, data.corpus.utterances))
         log.info("finished: %s", run_dir / "final.safetensors")
+    except (UserError, KeyboardInterrupt) as error:
+        # The command line tells the person; whoever reads the log later is told here.
+        said = {"msg": f"stopped: {error or 'interrupted'}", "levelno": logging.ERROR, "levelname": "ERROR"}
+        log_file.handle(logging.makeLogRecord(said))
+        raise
     finally:
         root.removeHandler(log_file)
         log_file.close()

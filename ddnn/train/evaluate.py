@@ -23,9 +23,6 @@ from ddnn.train.run_dir import load_run
 BLOCK = 1024
 """Frames per forward pass: enough for full GEMM speed, few enough to stay in a CPU's cache."""
 
-MOST_SKIPPED = 0.999
-"""Outside training a share of utterances without alignment is no reason to refuse: all that can be used are."""
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -35,13 +32,13 @@ class Evaluation:
         loss: cross-entropy per frame, in nats.
         frame_accuracy: share of frames whose most probable pdf is the aligned one, 0 to 1.
         frames: how many were judged.
-        skipped: utterances that could not be used, by reason; empty where nothing was loaded.
+        utterances: how many were used, skipped (by reason) and trimmed, where a data dir was loaded.
     """
 
     loss: float
     frame_accuracy: float
     frames: int
-    skipped: dict[str, int]
+    utterances: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -66,10 +63,10 @@ class Tally:
         self.right += right
         self.frames += frames
 
-    def evaluation(self, skipped: dict[str, int] | None = None) -> Evaluation:
+    def evaluation(self) -> Evaluation:
         """The averages; waits for the device."""
         frames = max(self.frames, 1)
-        return Evaluation(self.loss.item() / frames, self.right.item() / frames, self.frames, skipped or {})
+        return Evaluation(self.loss.item() / frames, self.right.item() / frames, self.frames, {})
 
 
 def evaluate(model: AcousticModel, frames: FrameSet) -> Evaluation:
@@ -120,7 +117,7 @@ def load_for_model(model: AcousticModel, data: Path, alignments: Alignments | No
         context=model.transform.context,
         pipeline=model.pipeline,
         allow_pipes=allow_pipes,
-        max_missing=MOST_SKIPPED,
+        max_missing=None,
         progress=progress_bar("loading"),
     )
     model.check_features(corpus.dim, where=data)

@@ -21,7 +21,8 @@ TRANSFORM_FILE = "feature_transform.nnet"
 
 
 def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
-    """Writes `final.nnet` and `feature_transform.nnet` (binary, as Kaldi's nnet-forward reads them) of a run to `out`.
+    """Writes a run as Kaldi's nnet-forward reads it to `out`: `final.nnet` and `feature_transform.nnet` (binary), and
+    `ali_train_pdf.counts` where the run has it.
 
     CMVN and deltas are no part of nnet1's files: where the model has them, Kaldi's apply-cmvn and add-deltas go first,
     and the log says so.
@@ -39,6 +40,9 @@ def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
     except UserError:
         paths[0].unlink(missing_ok=True)
         raise
+    if (run_dir / COUNTS).exists():
+        write_pdf_counts(out / COUNTS, read_pdf_counts(run_dir / COUNTS))
+    log.info("%s", ", ".join(str(path) for path in paths))
     if model.pipeline != FeaturePipeline():
         log.warning(
             "before nnet-forward run Kaldi's CMVN (%s) and deltas (order %d)",
@@ -66,6 +70,9 @@ def import_nnet1(
         raise DataError(
             f"{len(counts)} pdf counts found, the network has {model.network.output_dim} pdfs", where=pdf_counts
         )
+    last = model.network.layers[-1]
+    if last.activation != "softmax":
+        log.warning("%s does not end in a softmax: its %d outputs are taken for pdfs all the same", nnet, last.outputs)
     RunDir(out)
     if counts is not None:
         write_pdf_counts(out / COUNTS, counts)
@@ -74,4 +81,5 @@ def import_nnet1(
     except UserError:
         (out / COUNTS).unlink(missing_ok=True)
         raise
+    log.info("finished: %s", out / FINAL)
     return model

@@ -82,11 +82,13 @@ class RunDir:
         Raises:
             UserError: it exists already with something in it, or cannot be made.
         """
-        if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - {RECIPE, LOG, PRETRAIN}):
+        if path.exists() and not path.is_dir():
+            raise UserError("the run dir is a file", where=path, mend="name a directory that does not exist yet")
+        if path.exists() and ({p.name for p in path.iterdir()} - {RECIPE, LOG, PRETRAIN}):
             raise UserError(
                 "the run dir exists already and is not empty",
                 where=path,
-                mend="name another with --run-dir, or remove this one if it is not needed",
+                mend="name another directory, or remove this one if it is not needed",
             )
         make_directory(path)
         self.path = path

@@ -58,7 +58,7 @@ def test_small_differences_are_trimmed_and_larger_ones_skipped(tmp_path: Path) -
     labels[names[2]] = labels[names[2]][:-6]
     del labels[names[3]]
     corpus = load(tmp_path, features, labels, max_missing=0.2)
-    assert corpus.counts == {"utterances": 10, "no_alignment": 1, "length_differs": 1, "trimmed": 2, "empty": 0}
+    assert corpus.counts == {"used": 10, "no_alignment": 1, "length_differs": 1, "trimmed": 2, "empty": 0}
     assert corpus.utterances == tuple(n for n in names if n not in (names[2], names[3]))
     assert list(corpus.num_frames[:2]) == [35, 40]
 

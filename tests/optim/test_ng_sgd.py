@@ -35,6 +35,7 @@ def test_steps_equal_the_formulas(mode: str, l2: float, max_change: float) -> No
     twin_in = [NaturalGradient(layer.inputs + 1, NaturalGradientOptions(3)) for layer in LAYERS]
     twin_out = [NaturalGradient(layer.outputs, NaturalGradientOptions(2)) for layer in LAYERS]
     buffers, rate, frames, clipped = Buffers(made, 9), 0.3, 9, 0
+    norms = torch.empty(4, frames)
     for _ in range(15):
         labels = random_minibatch(buffers, 4, generator)
         cross_entropy(forward(made, buffers), labels, buffers.derivatives[-1])
@@ -43,7 +44,10 @@ def test_steps_equal_the_formulas(mode: str, l2: float, max_change: float) -> No
         for i, layer in enumerate(LAYERS):
             x = torch.cat([buffers.inputs()[i], torch.ones(frames, 1)], dim=1)
             y = buffers.derivatives[i].clone()
-            gamma = twin_in[i].precondition(x) * twin_out[i].precondition(y)
+            gamma = x.norm() * y.norm()
+            twin_in[i].precondition(x, norms[0], norms[1])
+            twin_out[i].precondition(y, norms[2], norms[3])
+            gamma /= x.norm() * y.norm()
             kappa = 1.0
             if max_change:
                 changes = (x.norm(dim=1) * y.norm(dim=1)).sum() * gamma * (rate if mode == "exact" else 1.0)
