@@ -73,7 +73,7 @@ def test_run_dirs(folder: Path, run_cli: RunCli, damage: Damage, said: tuple[str
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        (None, ("cannot read", "No such file")),
+        (None, ("there is no ali_train_pdf.counts",)),
         (" [ 1 2 3 4 ]\n", ("has 4 pdfs, the model 3",)),
         (" [ 1 -2 3 ]\n", ("pdf-id 1: expected a count of frames, found -2",)),
         (" [ 1 2 3\n", ("expected pdf counts between [ and ]",)),

@@ -34,14 +34,14 @@ def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
     for path in paths:
         if path.exists():
             raise UserError("the file exists already", where=path, mend="name another --out, or remove it")
+    if (run_dir / COUNTS).exists():
+        write_pdf_counts(out / COUNTS, read_pdf_counts(run_dir / COUNTS))
     write_nnet1(paths[0], network)
     try:
         write_nnet1(paths[1], front)
     except UserError:
         paths[0].unlink(missing_ok=True)
         raise
-    if (run_dir / COUNTS).exists():
-        write_pdf_counts(out / COUNTS, read_pdf_counts(run_dir / COUNTS))
     log.info("%s", ", ".join(str(path) for path in paths))
     if model.pipeline != FeaturePipeline():
         log.warning(

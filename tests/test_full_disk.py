@@ -1,0 +1,238 @@
+"""A full disk at every point: one message, no corrupt file, no temporary one, and nothing lost that was whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jobs import BEFORE_TRAINING, Job, RunCli, assert_refused, assert_trains, files_in, make_job
+
+from ddnn.kaldi.tables import iterate_matrices
+from ddnn.model.acoustic import load_model
+
+PAGE = 4096
+FINISHED = {*BEFORE_TRAINING, "metrics.jsonl", "final.safetensors", "ali_train_pdf.counts"}
+DECODABLE = {"loglikes.ark", "loglikes.scp", "ali_train_pdf.counts", "decode.sh"}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return make_job(tmp_path / "job")
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """full(name): from now on no file of that name can be flushed to disk; full(None): all can."""
+    fsync, names = os.fsync, []
+
+    def no_space(descriptor: int) -> None:
+        written = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if any(written.startswith(f".{name}.tmp") for name in names):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr("ddnn.files.os.fsync", no_space)
+
+    def full(name: str | None) -> None:
+        names[:] = [name] if name is not None else []
+
+    return full
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """disk(pages): a real file system of that size, emptied; with 0 pages the one there is gets large."""
+    place = tmp_path / "small disk"
+    place.mkdir()
+    mounted = False
+
+    def mount(*options: str) -> None:
+        done = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", place], capture_output=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+
+    def disk(pages: int) -> Path:
+        nonlocal mounted
+        if not pages:
+            mount("-o", "remount,size=1m")
+            return place
+        if mounted:
+            subprocess.run(["umount", place], check=True)
+        mounted = False
+        mount("-o", f"size={pages * PAGE}")
+        mounted = True
+        return place
+
+    yield disk
+    if mounted:
+        subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("recipe.yaml", {"train.log"}),
+        ("best.safetensors", {*BEFORE_TRAINING, "metrics.jsonl"}),
+        ("ali_train_pdf.counts", {*BEFORE_TRAINING, "metrics.jsonl", "best.safetensors"}),
+        ("final.safetensors", {*BEFORE_TRAINING, "metrics.jsonl", "best.safetensors", "ali_train_pdf.counts"}),
+    ],
+)
+def test_train(job: Job, run_cli: RunCli, full: Callable[[str | None], None], name: str, left: set[str]) -> None:
+    full(name)
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    assert_refused(result, f"no space left while writing {name}", str(job.run), "free disk space or quota")
+    assert files_in(job.run) == left
+    if "best.safetensors" in left:  # the work of the epochs so far is not lost, and not written over
+        load_model(job.run / "best.safetensors")
+    full(None)
+    if left <= BEFORE_TRAINING:
+        assert_trains(run_cli, job)
+    else:
+        assert_refused(run_cli("train", job.recipe, "--run-dir", job.run), "exists already", str(job.run))
+        assert_trains(run_cli, job, run=job.root / "another run")
+
+
+def test_train_on_disks_of_every_size(job: Job, run_cli: RunCli, disk: Callable[[int], Path]) -> None:
+    sizes = []
+    for pages in range(1, 12):
+        run = disk(pages) / "run"
+        result = run_cli("train", job.recipe, "--run-dir", run, "--device", "cpu")
+        left = files_in(run)
+        for line in (run / "metrics.jsonl").read_text().splitlines() if "metrics.jsonl" in left else []:
+            assert json.loads(line)["split"] in ("train", "cv")
+        for model in left & {"best.safetensors", "final.safetensors"}:
+            load_model(run / model)
+        if "final.safetensors" in left:
+            assert left == FINISHED
+            assert result.exit_code == 0 and "are lost" not in result.stderr
+            break
+        sizes.append(pages)
+        assert_refused(result, "o space left", str(run))
+    assert len(sizes) >= 4, "the sizes end in every file, from the first to the last"
+    assert "final.safetensors" in left
+
+
+def test_metrics_end_in_a_whole_line(job: Job, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second line is cut by the full disk: it is taken back."""
+    whole = Path.open
+
+    def cut(path: Path, mode: str = "r", *rest: object, **named: object) -> object:
+        if path.name != "metrics.jsonl" or mode != "a" or not path.exists():
+            return whole(path, mode, *rest, **named)  # type: ignore[call-overload]
+        with whole(path, "a") as handle:
+            handle.write('{"epoch": 1, "spl')
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "open", cut)
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    assert_refused(result, "cannot write metrics.jsonl: No space left on device", str(job.run))
+    (line,) = (job.run / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["epoch"] == 0
+    assert "final.safetensors" not in files_in(job.run)
+
+
+def test_a_log_that_finds_no_space_does_not_end_a_training(job: Job, run_cli: RunCli) -> None:
+    job.run.mkdir()
+    (job.run / "train.log").symlink_to("/dev/full")
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert files_in(job.run) == FINISHED
+    assert "Traceback" not in result.stderr and "Logging error" not in result.stderr
+    assert result.stderr.count("train.log are lost: [Errno 28] No space left on device") == 1
+
+
+@pytest.mark.parametrize("name", sorted(DECODABLE))
+def test_decode_prep(job: Job, run_cli: RunCli, full: Callable[[str | None], None], name: str) -> None:
+    assert_trains(run_cli, job)
+    out = job.root / "decode"
+    arguments = ["decode-prep", job.run, "--data", job.data, "--out", out, "--device", "cpu"]
+    full(name)
+    assert_refused(run_cli(*arguments), f"no space left while writing {name}", str(out))
+    assert "loglikes.scp" not in files_in(out)
+    full(None)
+    assert run_cli(*arguments).exit_code == 0
+    assert files_in(out) == DECODABLE
+
+
+def test_decode_prep_on_disks_of_every_size(job: Job, run_cli: RunCli, disk: Callable[[int], Path]) -> None:
+    assert_trains(run_cli, job)
+    for pages in range(1, 12):
+        out = disk(pages) / "decode"
+        arguments = ["decode-prep", job.run, "--data", job.data, "--out", out, "--device", "cpu"]
+        result = run_cli(*arguments)
+        if result.exit_code == 0:
+            break
+        assert_refused(result, "no space left while writing", str(out))
+        assert not files_in(out) & {"loglikes.ark", "loglikes.scp"}
+        disk(0)
+        assert run_cli(*arguments).exit_code == 0, "the same command works once there is space"
+        assert len(list(iterate_matrices(out / "loglikes.ark"))) == 24
+    assert pages >= 4
+    assert files_in(out) == DECODABLE
+
+
+@pytest.mark.parametrize("name", ["final.nnet", "feature_transform.nnet", "ali_train_pdf.counts"])
+def test_export(job: Job, run_cli: RunCli, full: Callable[[str | None], None], name: str) -> None:
+    assert_trains(run_cli, job)
+    full(name)
+    arguments = ["export", job.run, "--out", job.root / "nnet"]
+    assert_refused(run_cli(*arguments), f"no space left while writing {name}")
+    assert not [left for left in files_in(job.root / "nnet") if left.endswith(".nnet")]
+    full(None)
+    assert run_cli(*arguments).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["ali_train_pdf.counts", "final.safetensors"])
+def test_import(job: Job, run_cli: RunCli, full: Callable[[str | None], None], name: str) -> None:
+    assert_trains(run_cli, job)
+    assert run_cli("export", job.run, "--out", job.root / "nnet").exit_code == 0
+    nnet, counts = job.root / "nnet", job.run / "ali_train_pdf.counts"
+    arguments = ["import-nnet1", nnet / "final.nnet", "--feature-transform", nnet / "feature_transform.nnet"]
+    arguments += ["--pdf-counts", counts, "--out", job.root / "imported"]
+    full(name)
+    assert_refused(run_cli(*arguments), f"no space left while writing {name}")
+    assert files_in(job.root / "imported") == set()
+    full(None)
+    assert run_cli(*arguments).exit_code == 0
+    assert files_in(job.root / "imported") == {"final.safetensors", "ali_train_pdf.counts"}
+
+
+def test_pretraining_goes_on_once_there_is_space(job: Job, run_cli: RunCli, disk: Callable[[int], Path]) -> None:
+    job.recipe.write_text(
+        job.recipe.read_text().replace("hidden_layers: 1", "hidden_layers: 2") + "init: rbm\npretrain: {passes: [2]}\n"
+    )
+    for pages in range(1, 12):
+        run = disk(pages) / "rbm"
+        arguments = ["pretrain", job.recipe, "--run-dir", run, "--device", "cpu"]
+        result = run_cli(*arguments)
+        if result.exit_code == 0:
+            break
+        assert_refused(result, "o space left", str(run))
+        assert "stack.safetensors" not in files_in(run)
+        disk(0)
+        assert run_cli(*arguments).exit_code == 0
+        assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
+    assert pages >= 4
+    assert files_in(run) == {
+        "recipe.yaml", "metrics.jsonl", "rbm1.safetensors", "rbm2.safetensors", "stack.safetensors",
+    }  # fmt: skip
+
+
+def test_synth(tmp_path: Path, run_cli: RunCli, disk: Callable[[int], Path]) -> None:
+    out = disk(100) / "corpus"
+    assert_refused(run_cli("synth", out, "--hours", "0.05"), "no space left while writing")
+    assert [path for path in out.rglob("*") if ".tmp" in path.name] == []
+
+
+def test_output_that_finds_no_space(job: Job) -> None:
+    with Path("/dev/full").open("w") as sink:
+        command = [sys.executable, "-m", "ddnn.cli", "info", job.scp]
+        done = subprocess.run(command, stdout=sink, stderr=subprocess.PIPE, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stderr) == (2, "ddnn: error: cannot read or write: No space left on device\n")
