@@ -36,14 +36,14 @@ that e = 1 / (2 + (D+r) alpha/D); then 3 updates on the first minibatch, 1 if N 
 0..10, and then those where t - 10 is a multiple of `update_period`. A rank of D or more becomes D - 1; D = 1 needs no
 preconditioning.
 
-**What is computed where.** X, H, J, K, L and W live on the device, in float32. Z, C, U, d and rho are float64 on the
-host. An update takes effect at the next call, so it is cut in two: the call that updates queues J, K, L and their
-copy to pinned host memory and returns; the *next* call does the r x r eigendecomposition on the host and queues W'.
-The numbers are those of an update on the spot. On CUDA the host thus waits for numbers that are a whole minibatch
-old, while the device still has that minibatch's work queued: the eigendecomposition delays the host, not the device,
-as long as the queue lasts longer. The common call waits for nothing. Two things do wait for the device: the first
-minibatch (3 updates on the spot), and the orthonormality check, when C was floored or badly conditioned (it needs W'
-W'^T). The CUDA path has not yet been run on a GPU.
+**What is computed where.** X, H, J, K, L and W live on the device, in float32. Z, C, d and rho are float64 on the
+host; U is found in float32 (see `_eigh`). An update takes effect at the next call, so it is cut in two: the call that
+updates queues J, K, L and their copy to pinned host memory and returns; the *next* call does the r x r
+eigendecomposition on the host and queues W'. The numbers are those of an update on the spot. On CUDA the host thus
+waits for numbers that are a whole minibatch old, while the device still has that minibatch's work queued: the
+eigendecomposition delays the host, not the device, as long as the queue lasts longer. The common call waits for
+nothing. Two things do wait for the device: the first minibatch (3 updates on the spot), and the orthonormality check,
+when C was floored or badly conditioned (it needs W' W'^T). The CUDA path has not yet been run on a GPU.
 """
 
 from __future__ import annotations
@@ -111,8 +111,7 @@ class NaturalGradient:
         options: rank and the rest.
         device: where the minibatches live.
 
-    Attributes:
-        row_norms: (N,) Euclidean norms of the rows of the last X^, for `max_change_factor`.
+    Every tensor and view that a minibatch needs is made once: at these sizes making a view costs as much as filling it.
     """
 
     def __init__(self, dim: int, options: NaturalGradientOptions, device: torch.device | str = "cpu") -> None:
@@ -125,47 +124,55 @@ class NaturalGradient:
         self.d: Vector = np.full(r, _EPSILON)
         e = 1.0 / (2.0 + (dim + r) * options.alpha / dim)
         self.w = (_first_r(r, dim) * math.sqrt(e)).to(self.device, torch.float32)
-        self.row_norms = torch.zeros(0, device=self.device)
-        self._w_next, self._j = torch.empty_like(self.w), torch.empty_like(self.w)
-        self._h = torch.empty(0, device=self.device)  # holds H^T, r x N
+        self._w_t = self.w.T
+        self._j = torch.empty_like(self.w)
+        self._j_t = self._j.T
+        self._h = self._h_t = torch.empty(0, 0, device=self.device)  # H (N, r) and its transpose
+        # K, L and |X|_F travel to the host in one copy; A and the coefficients of W come back in another. On the CPU
+        # the host's side is the same memory, and nothing is copied.
         on_gpu = self.device.type == "cuda"
-        # K, L and |X|_F travel to the host in one copy; A and the coefficients of W come back in another.
         self._stats = torch.empty(2 * r * r + 1, device=self.device)
-        self._stats_host = torch.empty(2 * r * r + 1, pin_memory=on_gpu)
-        self._a = torch.empty(r, r + 1, device=self.device)
-        self._a_host = torch.empty(r, r + 1, pin_memory=on_gpu)
+        self._stats_host = torch.empty(2 * r * r + 1, pin_memory=True) if on_gpu else self._stats
+        self._k, self._l, self._norm = _split(self._stats, (r, r), (r, r), ())
+        self._k_host, self._l_host, self._norm_host = (v.numpy() for v in _split(self._stats_host, (r, r), (r, r), ()))
+        self._back = torch.empty(r * r + r, device=self.device)
+        self._back_host = torch.empty(r * r + r, pin_memory=True) if on_gpu else self._back
+        self._a, self._kept = _split(self._back, (r, r), (r, 1))
+        self._a_host, self._kept_host = (v.numpy() for v in _split(self._back_host, (r, r), (r, 1)))
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._pending_n = 0  # rows of the minibatch whose update is under way, 0 if none is
 
-    def precondition(self, x: Tensor) -> Tensor:
-        """Turns X into X^, in place, and returns gamma.
+    def precondition(self, x: Tensor, before: Tensor, after: Tensor) -> None:
+        """Turns X into X^, in place; `gammas` makes gamma of the norms.
+
+        A NaN or infinity in `x` makes gamma NaN and leaves the Fisher matrix as it was.
 
         Args:
             x: (N, D) float32 on the device; rows may be strided. Overwritten.
-
-        Returns:
-            gamma, 0-dim float32 on the device: gamma X^ has the norm of X. A NaN or infinity in `x` makes it NaN and
-            leaves the Fisher matrix as it was.
+            before: (N,) float32 on the device, filled with the Euclidean norms of the rows of X.
+            after: (N,) float32 on the device, filled with those of X^.
         """
+        n = x.shape[0]
         if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.dim:
             raise ValueError(f"minibatch is {tuple(x.shape)} of {x.dtype}, expected (N, {self.dim}) of torch.float32")
-        if self.rank == 0 or x.shape[0] == 0:  # D = 1: X^ is X; no rows: nothing to learn from
-            self.row_norms = row_norms(x)
-            return torch.ones((), device=x.device)
+        # By rows: max-change wants them, and the norm of a whole strided matrix is 10 times slower.
+        torch.linalg.vector_norm(x, dim=1, out=before)
+        if self.rank == 0 or n == 0:  # D = 1: X^ is X; no rows: nothing to learn from
+            after.copy_(before)
+            return
         self.finish_update()
-        norm = _norm(row_norms(x))
         if self.t == 0:
-            for _ in range(1 if x.shape[0] <= self.rank else 3):
-                self._start_update(x, self._project(x), norm)
+            for _ in range(1 if n <= self.rank else 3):
+                self._project(x)
+                self._start_update(x, before)
                 self.finish_update()
-        h = self._project(x)
+        self._project(x)
         since = self.t - _INITIAL_UPDATES
         if since <= 0 or since % self.options.update_period == 0:
-            self._start_update(x, h, norm)
+            self._start_update(x, before)
         self.t += 1
-        x.addmm_(h.T, self.w, alpha=-1.0)
-        self.row_norms = row_norms(x)
-        return norm.add_(_TINY).div_(_norm(self.row_norms).add_(_TINY))
+        x.addmm_(self._h, self.w, alpha=-1.0)
+        torch.linalg.vector_norm(x, dim=1, out=after)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state as copies on the host: `w` (r, D) float32, `d` (r,) float64, `rho` float64, `t` int64."""
@@ -204,33 +211,35 @@ class NaturalGradient:
         self.d = state["d"].cpu().numpy().copy()
         self.rho, self.t, self._pending_n = float(state["rho"]), int(state["t"]), 0
 
-    def _project(self, x: Tensor) -> Tensor:
-        """H^T = W X^T, (r, N), in a buffer that is kept."""
-        n = x.shape[0]
-        if self._h.numel() < self.rank * n:
-            self._h = torch.empty(self.rank * n, device=self.device)
-        if self.rank >= _WIDE:
-            return torch.mm(x, self.w.T, out=self._h[: self.rank * n].view(n, self.rank)).T
-        return torch.mm(self.w, x.T, out=self._h[: self.rank * n].view(self.rank, n))
+    def _project(self, x: Tensor) -> None:
+        """H = X W^T, (N, r), into a buffer that is kept."""
+        n, wide = x.shape[0], self.rank >= _WIDE
+        if n != self._h.shape[0]:
+            shape = (n, self.rank) if wide else (self.rank, n)
+            made = torch.empty(shape, device=self.device)
+            self._h, self._h_t = (made, made.T) if wide else (made.T, made)
+        if wide:
+            torch.mm(x, self._w_t, out=self._h)
+        else:
+            torch.mm(self.w, x.T, out=self._h_t)
 
     def _eta(self, n: int) -> float:
         return min(1.0 - math.exp(-n / self.options.num_samples_history), 0.9)
 
-    def _start_update(self, x: Tensor, h: Tensor, norm: Tensor) -> None:
-        """Queues J, K and L from X (N, D), H^T (r, N) and |X|_F, and their copy to the host. Waits for nothing."""
-        r, n = self.rank, x.shape[0]
+    def _start_update(self, x: Tensor, row_norms: Tensor) -> None:
+        """Queues J, K and L from X (N, D), the norms of its rows and H, and the copy to the host. Waits for nothing."""
+        n = x.shape[0]
         scale = self._eta(n) / n
         # The factor goes in here, not later: without it K, a fourth power of the data, may overflow float32.
-        torch.addmm(self._j, h, x, beta=0.0, alpha=scale, out=self._j)
-        k, ell = self._stats[: r * r].view(r, r), self._stats[r * r : -1].view(r, r)
-        torch.mm(self._j, self._j.T, out=k)
+        torch.addmm(self._j, self._h_t, x, beta=0.0, alpha=scale, out=self._j)
+        torch.mm(self._j, self._j_t, out=self._k)
         if n > self.dim:
-            torch.mm(self._j, self.w.T, out=ell)
+            torch.mm(self._j, self._w_t, out=self._l)
         else:
-            torch.addmm(ell, h, h.T, beta=0.0, alpha=scale, out=ell)
-        self._stats[-1].copy_(norm)
-        self._stats_host.copy_(self._stats, non_blocking=True)
+            torch.addmm(self._l, self._h_t, self._h, beta=0.0, alpha=scale, out=self._l)
+        torch.linalg.vector_norm(row_norms, out=self._norm)
         if self._copied is not None:
+            self._stats_host.copy_(self._stats, non_blocking=True)
             self._copied.record(torch.cuda.current_stream(self.device))
         self._pending_n = n
 
@@ -242,54 +251,56 @@ class NaturalGradient:
             return
         if self._copied is not None:
             self._copied.synchronize()
-        r, dim, eta, alpha = self.rank, self.dim, self._eta(n), self.options.alpha
-        d, rho = self.d, self.rho
-        stats = self._stats_host.numpy().astype(np.float64)
-        k, ell, norm = stats[: r * r].reshape(r, r), stats[r * r : -1].reshape(r, r), float(stats[-1])
-        e_inv = 1.0 / np.sqrt(_e(d, rho, alpha, dim))
+        r, dim, eta, d, rho = self.rank, self.dim, self._eta(n), self.d, self.rho
+        norm = float(self._norm_host)
+        e_inv = 1.0 / np.sqrt(_e(d, rho, self.options.alpha, dim))
         kept = (1.0 - eta) * (d + rho)
-        z = k + ell * kept
-        z += ell.T * kept[:, None]
+        half = self._l_host * kept  # float64 from here on
+        z = self._k_host + half
+        z += half.T
         z *= e_inv
         z *= e_inv[:, None]
-        z.flat[:: r + 1] += kept * kept
-        trace = float(z.trace())
+        diagonal = z.reshape(-1)[:: r + 1]
+        diagonal += kept * kept
+        trace = float(diagonal.sum())
         if not (math.isfinite(trace) and math.isfinite(norm)):
             return  # a minibatch with NaN or infinity: gamma and X^ show it, the Fisher matrix stays clean
         z_scale = max(1.0, trace)
-        c, u = _eigh(z / z_scale)
+        z /= z_scale
+        c, u = _eigh(z)
         c *= z_scale
         floor = (rho * (1.0 - eta)) ** 2
-        doubtful = c[0] > _CONDITION * c[-1] or c[-1] < floor
+        largest, smallest = float(c[0]), float(c[-1])
         sqrt_c = np.sqrt(np.maximum(c, floor))
-        trace_t = eta / n * norm**2 + (1.0 - eta) * (dim * rho + d.sum())
-        rho = float(trace_t - sqrt_c.sum()) / (dim - r)
+        trace_t = eta / n * norm**2 + (1.0 - eta) * (dim * rho + float(d.sum()))
+        rho = (trace_t - float(sqrt_c.sum())) / (dim - r)
         low = max(_EPSILON, self.options.delta * float(sqrt_c[0]))
         d = np.maximum(sqrt_c - rho, low)  # with rho before its own floor, as Kaldi
         rho = max(rho, low)
-        e = _e(d, rho, alpha, dim)
-        host = self._a_host.numpy()
-        np.multiply(u.T * e_inv, (np.sqrt(e) / sqrt_c)[:, None], out=host[:, :r], casting="same_kind")
-        host[:, r] = kept
-        self._a.copy_(self._a_host, non_blocking=True)
-        self._j.addcmul_(self._a[:, r:], self.w)
-        w = torch.mm(self._a[:, :r], self._j, out=self._w_next)
-        if doubtful:
-            orthonormalise(w, e)
-        self.w, self._w_next = w, self.w
+        e = _e(d, rho, self.options.alpha, dim)
+        np.multiply(u.T * e_inv, (np.sqrt(e) / sqrt_c)[:, None], out=self._a_host, casting="same_kind")
+        self._kept_host[:, 0] = kept
+        if self._copied is not None:
+            self._back.copy_(self._back_host, non_blocking=True)
+        self._j.addcmul_(self._kept, self.w)
+        torch.mm(self._a, self._j, out=self.w)
+        if largest > _CONDITION * smallest or smallest < floor:
+            orthonormalise(self.w, e)
         self.d, self.rho = d, rho
 
 
-def row_norms(x: Tensor) -> Tensor:
-    """(N,) Euclidean norms of the rows of `x` (N, D), for `max_change_factor` on a side that is not preconditioned."""
-    norms: Tensor = torch.linalg.vector_norm(x, dim=1)  # by rows: the norm of a whole strided matrix is 10 times slower
-    return norms
+def gammas(before: Tensor, after: Tensor) -> Tensor:
+    """gamma = |X|_F / |X^|_F, by which X^ gets the norm of X.
 
+    Args:
+        before: (..., N) norms of the rows of X; several preconditioners at once where there are leading dimensions.
+        after: (..., N) those of X^.
 
-def _norm(norms: Tensor) -> Tensor:
-    """0-dim Frobenius norm of a matrix whose rows have these norms (N,)."""
-    norm: Tensor = torch.linalg.vector_norm(norms)
-    return norm
+    Returns:
+        (...), on the device of the norms, without waiting for it; 1 where X is zero.
+    """
+    norm: Tensor = torch.linalg.vector_norm(before, dim=-1).add_(_TINY)
+    return norm.div_(torch.linalg.vector_norm(after, dim=-1).add_(_TINY))
 
 
 def max_change_factor(
@@ -301,21 +312,21 @@ def max_change_factor(
     `src/nnet2/nnet-component.cc`. The rate multiplies the *sum* of the gradients over the minibatch.
 
     Args:
-        in_norms: (N,) |x^_i|, `row_norms` of the input side.
-        out_norms: (N,) |y^_i|, `row_norms` of the output side.
-        gamma: 0-dim, gamma_in * gamma_out.
+        in_norms: (..., N) |x^_i|, of the input side; several layers at once where there are leading dimensions.
+        out_norms: (..., N) |y^_i|, of the output side.
+        gamma: (...), gamma_in * gamma_out.
         rate: learning rate.
         max_change: per frame; over 0 (nnet2: 0.075).
         mode: `exact` limits the step itself; `before-rate` limits the step at a rate of 1, so that the step at `rate`
             is limited to rate * max_change per frame (the code of arXiv 1507.01239).
 
     Returns:
-        kappa, 0-dim on the device of the norms, without waiting for it. 1 for a step of 0; NaN for a step that is NaN.
+        kappa (...), on the device of the norms, without waiting for it. 1 for a step of 0; NaN for a step that is NaN.
     """
     if not max_change > 0:
         raise ValueError(f"max_change is {max_change}, expected over 0")
-    step = torch.dot(in_norms, out_norms) * gamma * (rate if mode == "exact" else 1.0)
-    return (max_change * in_norms.shape[0] / step).clamp(max=1.0)
+    step = (in_norms * out_norms).sum(dim=-1) * gamma * (rate if mode == "exact" else 1.0)
+    return (max_change * in_norms.shape[-1] / step).clamp(max=1.0)
 
 
 def _first_r(rank: int, dim: int) -> Tensor:
@@ -328,12 +339,25 @@ def _first_r(rank: int, dim: int) -> Tensor:
     return torch.nn.functional.normalize(r, dim=1)
 
 
+def _split(flat: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Views of these shapes, one after the other."""
+    parts = torch.split_with_sizes(flat, [math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 def _e(d: Vector, rho: float, alpha: float, dim: int) -> Vector:
     """e (r,) = 1 / (beta/d + 1) = d / (d + beta)."""
     return d / (d + (rho * (1.0 + alpha) + alpha * float(d.sum()) / dim))
 
 
 def _eigh(z: Matrix) -> tuple[Vector, Matrix]:
-    """Eigenvalues of a symmetric (r, r) matrix, descending, and its eigenvectors as columns."""
-    c, u = torch.linalg.eigh(torch.from_numpy(z))  # by torch, so that torch's number of threads holds
-    return c.numpy()[::-1].copy(), u.numpy()[:, ::-1]
+    """Eigenvalues of a symmetric (r, r) matrix, descending, float64, and its eigenvectors as columns, float32.
+
+    The eigenvectors are found in float32, half as long a way, since A holds them in float32 anyway. The eigenvalues
+    are then u^T Z u / u^T u in float64, where an error of u counts only squared: as good as by float64 throughout.
+    """
+    wide = torch.from_numpy(z)
+    u = torch.linalg.eigh(wide.float())[1].flip(1)  # by torch, so that torch's number of threads holds
+    u_wide = u.double()
+    c = torch.mm(wide, u_wide).mul_(u_wide).sum(0).div_(u_wide.square().sum(0))
+    return c.numpy(), u.numpy()

@@ -16,11 +16,14 @@ _INVERSE_FACTOR = 100.0  # largest element of the inverse Cholesky factor that i
 def orthonormalise(w: Tensor, e: NDArray[np.float64]) -> None:
     """Makes the rows of R = E^-.5 W orthonormal again, in place, if they are off by over 1e-3. Waits for the device."""
     sqrt_e = torch.from_numpy(np.sqrt(e))
-    wide = w.double()  # an inverse factor of 100 would raise the roundoff of float32 to 1e-3
-    o = torch.mm(wide, wide.T).cpu() / torch.outer(sqrt_e, sqrt_e)
+    scale = torch.outer(sqrt_e, sqrt_e)
     eye = torch.eye(len(e), dtype=torch.float64)
-    if float((o - eye).abs().max()) <= _ORTHONORMAL:
+    if (
+        float((torch.mm(w, w.T).cpu() / scale - eye).abs().max()) <= _ORTHONORMAL
+    ):  # float32 does to see that nothing is to be done
         return
+    wide = w.double()  # an inverse factor of 100 would raise the roundoff of float32 to 1e-3
+    o = torch.mm(wide, wide.T).cpu() / scale
     factor, failed = torch.linalg.cholesky_ex(o)
     if not int(failed):
         inverse = torch.linalg.solve_triangular(factor, eye, upper=False)

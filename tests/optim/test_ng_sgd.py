@@ -34,9 +34,10 @@ def test_steps_equal_the_formulas(mode: str, l2: float, max_change: float) -> No
     optimizer = make_optimizer(recipe, made)
     twin_in = [NaturalGradient(layer.inputs + 1, NaturalGradientOptions(3)) for layer in LAYERS]
     twin_out = [NaturalGradient(layer.outputs, NaturalGradientOptions(2)) for layer in LAYERS]
-    buffers, rate, frames, clipped = Buffers(made, 9), 0.3, 9, 0
-    norms = torch.empty(4, frames)
-    for _ in range(15):
+    whole, rate, clipped = Buffers(made, 9), 0.3, 0
+    for t in range(15):
+        frames = 6 if t % 5 == 3 else 9  # the last minibatch of an epoch is smaller
+        buffers, norms = whole.of(frames), torch.empty(4, frames)
         labels = random_minibatch(buffers, 4, generator)
         cross_entropy(forward(made, buffers), labels, buffers.derivatives[-1])
         backward(made, buffers)
