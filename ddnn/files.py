@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,7 +44,8 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise _explain(error, path) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what went wrong first is what the user is told
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -92,7 +92,8 @@ def evaluate_run(
     model = load_run(run_dir)
     labels = read_alignments(alignments)
     most = model.network.output_dim
-    if labels.num_pdfs > most:
+    # The pdfs of a final.mdl are all that its tree has; an archive of pdf-ids may lack the last ones.
+    if labels.num_pdfs > most or (alignments.is_dir() and labels.num_pdfs != most):
         beyond = next((f"; utterance {u} has more" for u, ids in labels.pdfs.items() if (ids >= most).any()), "")
         raise DataError(
             f"the alignment has {labels.num_pdfs} pdfs, the model {most}{beyond}",

@@ -14,8 +14,8 @@ depends on the recipe's seed and the layer alone.
 
 from __future__ import annotations
 
-import json
 import logging
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -171,10 +171,12 @@ def _claim(directory: Path, recipe_text: str) -> None:
 
 
 def _forget_layers(metrics: Path, layer: int) -> None:
-    """Takes out the lines of a layer that is begun again."""
+    """Takes out the lines of a layer that is begun again, and one that was cut as it was written."""
     if metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-        write_text(metrics, "".join(f"{line}\n" for line in lines if json.loads(line)["layer"] <= layer))
+        whole = r'\{"layer": ([0-9]+), .*\}\n'
+        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        found = [(line, re.fullmatch(whole, line)) for line in lines]
+        write_text(metrics, "".join(line for line, match in found if match and int(match[1]) <= layer))
 
 
 def _record(
