@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import PDFS, labelled_utterances, write_data_dir, write_pdfs, write_recipe
+from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
 
 from ddnn.errors import DataError, UserError
 from ddnn.kaldi.tables import iterate_matrices, read_matrix, read_scp
@@ -194,3 +194,13 @@ def test_a_run_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
     with pytest.raises(DataError, match="has not finished"):
         load_run(tmp_path)
+
+
+def test_the_alignment_dir_of_another_tree_is_refused(recipe: Path, tmp_path: Path) -> None:
+    """A model of 4 pdfs, an alignment dir of which the final.mdl has 3: surely not the tree it was trained on."""
+    train(recipe, tmp_path / "run", "data.pdfs=4")
+    _, labels = labelled_utterances()
+    other = write_ali_dir(tmp_path / "ali", labels)
+    with pytest.raises(DataError, match="the alignment has 3 pdfs, the model 4"):
+        evaluate_run(tmp_path / "run", tmp_path / "data dir ü", other)
+    assert evaluate_run(tmp_path / "run", tmp_path / "data dir ü", tmp_path / "pdfs.txt").frames == 480
