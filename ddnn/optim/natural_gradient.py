@@ -36,14 +36,14 @@ that e = 1 / (2 + (D+r) alpha/D); then 3 updates on the first minibatch, 1 if N 
 0..10, and then those where t - 10 is a multiple of `update_period`. A rank of D or more becomes D - 1; D = 1 needs no
 preconditioning.
 
-**What is computed where.** X, H, J, K, L and W live on the device, in float32. Z, C, d and rho are float64 on the
-host; U is found in float32 (see `_eigh`). An update takes effect at the next call, so it is cut in two: the call that
-updates queues J, K, L and their copy to pinned host memory and returns; the *next* call does the r x r
-eigendecomposition on the host and queues W'. The numbers are those of an update on the spot. On CUDA the host thus
-waits for numbers that are a whole minibatch old, while the device still has that minibatch's work queued: the
-eigendecomposition delays the host, not the device, as long as the queue lasts longer. The common call waits for
-nothing. Two things do wait for the device: the first minibatch (3 updates on the spot), and the orthonormality check,
-when C was floored or badly conditioned (it needs W' W'^T). The CUDA path has not yet been run on a GPU.
+**What is computed where.** X, H, J, K, L and W live on the device, in float32. Z, C, U, d and rho are float64 on the
+host. An update takes effect at the next call, so it is cut in two: the call that updates queues J, K, L and their
+copy to pinned host memory and returns; the *next* call does the r x r eigendecomposition on the host and queues W'.
+The numbers are those of an update on the spot. On CUDA the host thus waits for numbers that are a whole minibatch
+old, while the device still has that minibatch's work queued: the eigendecomposition delays the host, not the device,
+as long as the queue lasts longer. The common call waits for nothing. Two things do wait for the device: the first
+minibatch (3 updates on the spot), and the orthonormality check, when C was floored or badly conditioned (it needs W'
+W'^T). The CUDA path has not yet been run on a GPU.
 """
 
 from __future__ import annotations
@@ -351,13 +351,6 @@ def _e(d: Vector, rho: float, alpha: float, dim: int) -> Vector:
 
 
 def _eigh(z: Matrix) -> tuple[Vector, Matrix]:
-    """Eigenvalues of a symmetric (r, r) matrix, descending, float64, and its eigenvectors as columns, float32.
-
-    The eigenvectors are found in float32, half as long a way, since A holds them in float32 anyway. The eigenvalues
-    are then u^T Z u / u^T u in float64, where an error of u counts only squared: as good as by float64 throughout.
-    """
-    wide = torch.from_numpy(z)
-    u = torch.linalg.eigh(wide.float())[1].flip(1)  # by torch, so that torch's number of threads holds
-    u_wide = u.double()
-    c = torch.mm(wide, u_wide).mul_(u_wide).sum(0).div_(u_wide.square().sum(0))
-    return c.numpy(), u.numpy()
+    """Eigenvalues of a symmetric (r, r) matrix, descending, and its eigenvectors as columns."""
+    c, u = torch.linalg.eigh(torch.from_numpy(z))  # by torch, so that torch's number of threads holds
+    return c.numpy()[::-1].copy(), u.numpy()[:, ::-1]
