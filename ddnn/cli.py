@@ -6,6 +6,7 @@ Exit codes: 0 success; 2 something the user must mend, said in one message on st
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -292,6 +293,11 @@ def main() -> None:
         found = error.object[max(error.start - 100, 0) : error.end + 20]
         print(f"ddnn: error: a name is not UTF-8\n  where: {found!r}", file=sys.stderr)
         print("  mend:  rename the file or folder, with convmv for example", file=sys.stderr)
+        sys.exit(2)
+    except RuntimeError as error:  # torch's way to say it, on CPU and GPU
+        if not re.search("can't allocate memory|out of memory", str(error)):
+            raise
+        print(f"ddnn: error: {str(error).splitlines()[0]}\n  mend:  a smaller network or minibatch", file=sys.stderr)
         sys.exit(2)
     except MemoryError:
         print("ddnn: error: out of memory\n  mend:  data.store: float16, or a larger machine", file=sys.stderr)

@@ -143,6 +143,13 @@ def load_corpus(
             frames = torch.from_numpy(prepare(entry.key, features))[: lengths[u]]
             end = row + lengths[u]
             store[row:end] = frames
+            if not bool(store[row:end].isfinite().all()):
+                raise DataError(
+                    f"utterance {entry.key}: values up to {frames.abs().max():g} after CMVN and deltas, "
+                    f"which data.store {str(store_dtype).removeprefix('torch.')} does not hold",
+                    where=entry.where,
+                    mend="set data.store: float32, or look for frames that are no speech features",
+                )
             store[row - context : row] = frames[0]
             store[end : end + context] = frames[-1]
             if alignments is not None:

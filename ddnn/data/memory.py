@@ -27,5 +27,5 @@ def require_memory(needed: int, *, what: str, where: str | PathLike[str]) -> Non
         raise DataError(
             f"{what} need {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available",
             where=where,
-            mend="set data.store: float16, use fewer utterances, or a machine with more memory",
+            mend="use fewer utterances or a machine with more memory; in training, data.store: float16 needs half",
         )

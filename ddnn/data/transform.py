@@ -53,14 +53,22 @@ def gather(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor)
     """Fills `out` (n, output_dim) float32 with the network's input for the frames at `rows` (n,) of the store.
 
     Consecutive offsets are one contiguous piece of the store per frame: a single gather, no index arithmetic.
-    `gather_plain` is the reference that any offsets can take.
+    `gather_plain` is the reference, and takes offsets with gaps.
+
+    Raises:
+        ValueError: the corpus has other dims, or fewer repeated edge frames, than the transform needs.
     """
     offsets, store = transform.offsets, corpus.store
-    consecutive = offsets == tuple(range(offsets[0], offsets[0] + len(offsets)))
-    if not consecutive or store.dtype != out.dtype:
+    if store.shape[1] != transform.dim or corpus.context < transform.context:
+        found = f"{store.shape[1]} dims with context {corpus.context}"
+        raise ValueError(f"the corpus has {found}, the transform needs {transform.dim} with {transform.context}")
+    if offsets != tuple(range(offsets[0], offsets[0] + len(offsets))):
         return _normalised(gather_plain(corpus, transform, rows, out), transform)
     windows = store.as_strided((store.shape[0] - len(offsets) + 1, transform.output_dim), (store.shape[1], 1))
-    torch.index_select(windows, 0, rows + offsets[0], out=out)
+    if store.dtype == out.dtype:
+        torch.index_select(windows, 0, rows + offsets[0], out=out)
+    else:
+        out.copy_(windows.index_select(0, rows + offsets[0]))
     return _normalised(out, transform)
 
 
@@ -98,13 +106,12 @@ def normalising(transform: InputTransform, corpus: Corpus, utterances: list[int]
     sums = torch.zeros(len(transform.offsets), corpus.dim, dtype=torch.float64)
     squares = torch.zeros_like(sums)
     block = 1 << 16
-    for start in range(0, corpus.store.shape[0], block):
+    for start in range(0, int(rows.max()) + context + 1, block):
         values = corpus.store[start : start + block].double().cpu()
         n = len(values)
         weights = torch.stack([is_frame[start + context - k : start + context - k + n] for k in transform.offsets])
-        if weights.any():
-            sums += weights @ values
-            squares += weights @ values.square_()
+        sums += weights @ values
+        squares += weights @ values.square_()
     mean = sums / len(rows)
     variance = (squares / len(rows) - mean.square()).clamp_(min=VARIANCE_FLOOR)
     shift = (-mean).flatten().float()

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from ddnn.data.corpus import Corpus
-from ddnn.data.transform import gather
+from ddnn.data.minibatches import frame_set
 from ddnn.device import choose_device
 from ddnn.errors import DataError, UserError
 from ddnn.files import make_directory, write_text
-from ddnn.kaldi.alignments import read_pdf_counts, write_pdf_counts
+from ddnn.kaldi.alignments import read_pdf_counts
 from ddnn.kaldi.tables import write_matrices
 from ddnn.model.acoustic import AcousticModel
-from ddnn.model.network import Buffers, forward
+from ddnn.model.network import Buffers
 from ddnn.progress import progress_bar
-from ddnn.train.evaluate import load_for_model
+from ddnn.train.evaluate import BLOCK, load_for_model, outputs
 from ddnn.train.run_dir import COUNTS, load_run
 
 log = logging.getLogger(__name__)
@@ -69,12 +69,10 @@ def log_priors(counts: np.ndarray, prior_scale: float = 1.0) -> np.ndarray:
 
 def log_likelihoods(model: AcousticModel, corpus: Corpus, priors: Tensor) -> Iterator[tuple[str, np.ndarray]]:
     """Per utterance, its id and (frames, pdfs) float32: pre-softmax activation minus prior."""
-    buffers = Buffers(model.network, int(corpus.num_frames.max()))
+    buffers = Buffers(model.network, min(BLOCK, int(corpus.num_frames.max())))
     for u, utterance in enumerate(progress_bar("log-likelihoods")(corpus.utterances)):
-        rows = corpus.rows_of([u]).to(corpus.store.device)
-        block = buffers.of(len(rows))
-        gather(corpus, model.transform, rows, block.x)
-        scores = (forward(model.network, block) - priors).cpu().numpy()
+        blocks = outputs(model, frame_set(corpus, [u]), buffers)
+        scores = np.concatenate([(activations - priors).cpu().numpy() for _, activations in blocks])
         if not np.isfinite(scores).all():
             raise DataError(
                 f"utterance {utterance}: the network's output is not finite", mend="retrain: the model has diverged"
@@ -107,12 +105,16 @@ def prepare_decoding(
             where=run_dir,
             mend="use the counts of the alignment that the model was trained on",
         )
+    if not counts.sum() > 0.0:
+        raise DataError("no pdf has any frame", where=run_dir / COUNTS, mend="use the counts of the training alignment")
+    if (out / COUNTS).exists() and (out / COUNTS).read_bytes() != (run_dir / COUNTS).read_bytes():
+        raise UserError(f"the {COUNTS} of another model is there", where=out, mend="name another --out")
     if (out / "loglikes.scp").exists():
         raise UserError("log-likelihoods are there already", where=out, mend="name another --out, or remove them")
     corpus = load_for_model(model, data, None, allow_pipes=allow_pipes)
     make_directory(out)
     priors = torch.from_numpy(log_priors(counts, prior_scale)).float().to(on)
-    write_pdf_counts(out / COUNTS, counts)
+    write_text(out / COUNTS, (run_dir / COUNTS).read_text(encoding="utf-8"))
     write_text(out / "decode.sh", DECODE_SH.format(pdfs=model.network.output_dim))
     (out / "decode.sh").chmod(0o755)
     # Last: where loglikes.scp is, all is there.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddnn.data.corpus import FeaturePipeline
 from ddnn.data.transform import InputTransform
-from ddnn.errors import DataError
+from ddnn.errors import DataError, UserError
 from ddnn.files import written_whole
 from ddnn.model.network import ACTIVATIONS, Layer, Network
 
@@ -46,7 +46,15 @@ class AcousticModel:
 
 
 def save_model(path: Path, model: AcousticModel) -> None:
-    """Writes the model whole: float32 tensors by name, and their meaning as JSON in the header."""
+    """Writes the model whole: float32 tensors by name, and their meaning as JSON in the header.
+
+    Raises:
+        UserError: it cannot be written, or has values that are not finite.
+    """
+    if not bool(model.network.parameters.isfinite().all()):
+        raise UserError(
+            "the network has values that are not finite", where=path, mend="lower the learning rate: training diverged"
+        )
     header = {
         "format": FORMAT,
         "pipeline": asdict(model.pipeline),
@@ -93,7 +101,9 @@ def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> AcousticMod
     layers = tuple(Layer(**layer) for layer in header["layers"])
     _check_layers(layers)
     offsets, dim = tuple(header["splice"]), header["dim"]
-    if not offsets or not all(type(value) is int and abs(value) < 1000 for value in (*offsets, dim)):
+    if not offsets or not all(type(offset) is int and abs(offset) < 1000 for offset in offsets):
+        raise ValueError(f"splice {offsets!r}")
+    if type(dim) is not int or dim < 1:
         raise ValueError(f"splice {offsets!r} of {dim!r} dims")
     if len(offsets) * dim != layers[0].inputs:
         raise ValueError(f"{len(offsets)} frames of {dim} dims do not make an input of {layers[0].inputs}")
@@ -128,6 +138,8 @@ def _check_layers(layers: tuple[Layer, ...]) -> None:
             isinstance(v, int | float) and np.isfinite(v) for v in (layer.weight_rate, layer.bias_rate, layer.max_norm)
         ):
             raise ValueError(f"layer {i}: rates {layer.weight_rate!r}, {layer.bias_rate!r}, {layer.max_norm!r}")
+        if layer.activation == "softmax" and i != len(layers) - 1:
+            raise ValueError(f"layer {i}: softmax, which only the last layer can be")
         if i and layer.inputs != layers[i - 1].outputs:
             raise ValueError(f"layer {i} reads {layer.inputs} dims, the one before gives {layers[i - 1].outputs}")
 

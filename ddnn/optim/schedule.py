@@ -56,7 +56,9 @@ class Newbob:
         self.finished = self.epoch >= self.max_epochs
         if self.epoch <= self.keep_epochs:
             return accepted
-        gain = (before - self.best) / before if self.by_loss else self.best - before
+        gain = abs(before - self.best)
+        if self.by_loss and before:
+            gain /= before
         if self.halving and gain < self.end_halving:
             self.finished = self.finished or self.epoch > self.min_epochs
             return accepted

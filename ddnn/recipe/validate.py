@@ -107,6 +107,12 @@ def _pretrain(recipe: Recipe) -> list[Complaint]:
     if recipe.init == "rbm" and recipe.model.activation != "sigmoid":
         activation = recipe.model.activation
         found.append(("model.activation", f"{activation} found, expected sigmoid: RBMs have binary hidden units"))
+    passes = recipe.pretrain.passes
+    if recipe.init == "rbm" and passes is not None and len(passes) > recipe.model.hidden_layers > 0:
+        layers = recipe.model.hidden_layers
+        found.append(
+            ("pretrain.passes", f"{len(passes)} numbers found, expected at most one for each of {layers} RBMs")
+        )
     if recipe.init == "rbm" and recipe.model.hidden_layers == 0:
         found.append(("model.hidden_layers", "0 found, expected 1 or more: there is nothing to pretrain"))
     return found

@@ -7,7 +7,6 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ddnn import __version__
@@ -27,8 +26,8 @@ from ddnn.progress import progress_bar
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.train.loop import Setup, train
-from ddnn.train.pretrain import STACK, load_stack, pretrain
-from ddnn.train.run_dir import RunDir
+from ddnn.train.pretrain import STACK, claim, load_stack, pretrain
+from ddnn.train.run_dir import PRETRAIN, RunDir
 
 log = logging.getLogger(__name__)
 
@@ -49,18 +48,21 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
     Raises:
         UserError: anything the user must mend: recipe, data, device, disk.
     """
-    on = choose_device(device)
+    on = choose_device(device, threads=recipe.parallel.threads)
     run = RunDir(run_dir)
     log_file = run.open_log()
     root = logging.getLogger("ddnn")
     root.addHandler(log_file)
     root.setLevel(logging.INFO)
     try:
-        torch.set_num_threads(recipe.parallel.threads)
         log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, on, platform.python_version())
+        if recipe.init == "rbm" and recipe.pretrain.from_ is None:
+            claim(recipe, run_dir / PRETRAIN)  # before anything of an earlier run is written over
         run.write_recipe(dump_recipe(recipe))
         data = load_training_data(recipe, on)
-        model = initial_model(recipe, data, run_dir / "pretrain").to(on)
+        _check_size("minibatch", recipe.minibatch, sum(int(data.corpus.num_frames[u]) for u in data.train_utterances))
+        model = initial_model(recipe, data, run_dir / PRETRAIN).to(on)
+        run.write_counts(pdf_counts(data.alignments, data.corpus.utterances))
         setup = Setup(
             model=model,
             optimizer=make_optimizer(recipe.optimizer, model.network),
@@ -70,7 +72,6 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
             minibatch=recipe.minibatch,
             seed=recipe.seed,
         )
-        _check_sizes(setup)
         log.info(
             "%d parameters, %d frames to train on, %d to judge by; rates multiply the gradient summed over %d frames",
             model.network.parameters.numel(),
@@ -79,11 +80,11 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
             recipe.minibatch,
         )
         trained = train(setup, run)
-        run.finish(trained.to(torch.device("cpu")), pdf_counts(data.alignments, data.corpus.utterances))
+        run.finish(trained.to(torch.device("cpu")))
         log.info("finished: %s", run_dir / "final.safetensors")
     except (UserError, KeyboardInterrupt) as error:
         # The command line tells the person; whoever reads the log later is told here.
-        said = {"msg": f"stopped: {error or 'interrupted'}", "levelno": logging.ERROR, "levelname": "ERROR"}
+        said = {"msg": f"stopped: {str(error) or 'interrupted'}", "levelno": logging.ERROR, "levelname": "ERROR"}
         log_file.handle(logging.makeLogRecord(said))
         raise
     finally:
@@ -154,7 +155,8 @@ def initial_model(recipe: Recipe, data: TrainingData, pretrain_dir: Path) -> Aco
         transform = input_transform(recipe, data.corpus, data.train_utterances)
     else:
         if recipe.pretrain.from_ is not None:
-            stack = load_stack(recipe, recipe.pretrain.from_, data.corpus.dim)
+            stack = load_stack(recipe, recipe.pretrain.from_)
+            stack.check_features(data.corpus.dim, recipe.pretrain.from_)
         else:
             stack = pretrain_on(recipe, data.corpus, pretrain_dir)
         transform = stack.transform.to(torch.device("cpu"))
@@ -179,7 +181,9 @@ def pretrain_on(recipe: Recipe, corpus: Corpus, directory: Path) -> AcousticMode
     """A stack of RBMs on all utterances of the corpus, those held out too: pretraining reads no labels."""
     everything = list(range(len(corpus.utterances)))
     transform = input_transform(recipe, corpus, everything).to(corpus.store.device)
-    return pretrain(recipe, dump_recipe(recipe), frame_set(corpus, everything), transform, directory)
+    frames = frame_set(corpus, everything)
+    _check_size("pretrain.minibatch", recipe.pretrain.minibatch, len(frames))
+    return pretrain(recipe, frames, transform, directory)
 
 
 def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
@@ -194,22 +198,17 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto") -> None
             where="init" if recipe.init != "rbm" else "pretrain.from",
             mend="set init: rbm, and leave pretrain.from out",
         )
-    on = choose_device(device)
-    torch.set_num_threads(recipe.parallel.threads)
+    on = choose_device(device, threads=recipe.parallel.threads)
     logging.getLogger("ddnn").setLevel(logging.INFO)
     alignments = read_alignments(recipe.data.alignments, num_pdfs=recipe.data.pdfs)
     pretrain_on(recipe, _load(recipe, recipe.data.train, alignments).to(on), run_dir)
     log.info("finished: %s", run_dir / STACK)
 
 
-def _check_sizes(setup: Setup) -> None:
-    if len(setup.train) < setup.minibatch:
+def _check_size(key: str, minibatch: int, frames: int) -> None:
+    if frames < minibatch:
         raise RecipeError(
-            f"{len(setup.train)} frames to train on do not fill one minibatch of {setup.minibatch}",
-            where="minibatch",
+            f"{frames} frames do not fill one minibatch of {minibatch}",
+            where=key,
             mend="take a smaller minibatch or more data",
         )
-    labels = setup.train.corpus.labels[setup.train.rows]
-    largest = int(np.max(labels.cpu().numpy()))
-    if largest >= setup.model.network.output_dim:
-        raise DataError(f"pdf-id {largest} found, the model has {setup.model.network.output_dim} pdfs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,12 @@ class Evaluation:
         return asdict(self)
 
     def as_text(self) -> str:
-        """One line."""
-        return f"loss {self.loss:.4f} per frame, frame accuracy {100 * self.frame_accuracy:.2f} %, {self.frames} frames"
+        """One line, and one more where utterances were skipped or trimmed."""
+        figures = (
+            f"loss {self.loss:.4f} per frame, frame accuracy {100 * self.frame_accuracy:.2f} %, {self.frames} frames"
+        )
+        notable = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.utterances.items() if count]
+        return figures if len(notable) < 2 else f"{figures}\nutterances: {', '.join(notable)}"
 
 
 class Tally:
@@ -65,18 +70,26 @@ class Tally:
 
     def evaluation(self) -> Evaluation:
         """The averages; waits for the device."""
-        frames = max(self.frames, 1)
-        return Evaluation(self.loss.item() / frames, self.right.item() / frames, self.frames, {})
+        return Evaluation(self.loss.item() / self.frames, self.right.item() / self.frames, self.frames, {})
+
+
+def outputs(model: AcousticModel, frames: FrameSet, buffers: Buffers) -> Iterator[tuple[Tensor, Tensor]]:
+    """Store rows (n,) and activations (n, outputs) before softmax of consecutive blocks, each valid until the next.
+
+    Args:
+        buffers: memory for one block; its size is the largest block.
+    """
+    for rows in in_order(frames, len(buffers.x)):
+        block = buffers.of(len(rows))
+        gather(frames.corpus, model.transform, rows, block.x)
+        yield rows, forward(model.network, block)
 
 
 def evaluate(model: AcousticModel, frames: FrameSet) -> Evaluation:
     """Loss and frame accuracy of `model` over all of `frames`."""
-    buffers = Buffers(model.network, min(BLOCK, len(frames)))
     tally = Tally(frames.corpus.store.device)
-    for rows in in_order(frames, BLOCK):
-        block = buffers.of(len(rows))
-        gather(frames.corpus, model.transform, rows, block.x)
-        tally.add(*cross_entropy(forward(model.network, block), frames.corpus.labels[rows].long()), len(rows))
+    for rows, activations in outputs(model, frames, Buffers(model.network, min(BLOCK, len(frames)))):
+        tally.add(*cross_entropy(activations, frames.corpus.labels[rows].long()), len(rows))
     return tally.evaluation()
 
 

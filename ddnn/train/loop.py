@@ -60,6 +60,7 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
     best = network.parameters.clone()
     started = time.perf_counter()
     cv = evaluate(model, setup.cv)
+    _check_finite("cross-validation", cv, 0, schedule.rate)
     _record(run, 0, "cv", cv, schedule.rate, time.perf_counter() - started, accepted=True)
     schedule.start(cv.loss, cv.frame_accuracy)
 
@@ -74,15 +75,16 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
                 tally.add(loss, right, len(rows))
                 bar.update(len(rows))
                 if tally.frames % (CHECK_EVERY * setup.minibatch) == 0:
-                    _check_finite(tally.evaluation(), epoch, rate)
+                    _check_finite("training", tally.evaluation(), epoch, rate)
         trained = tally.evaluation()
-        _check_finite(trained, epoch, rate)
+        _check_finite("training", trained, epoch, rate)
         trained_seconds = time.perf_counter() - started
 
         started = time.perf_counter()
         cv = evaluate(model, setup.cv)
         accepted = schedule.judge(cv.loss, cv.frame_accuracy)
         if accepted:
+            _check_finite("cross-validation", cv, epoch, rate)
             best.copy_(network.parameters)
             run.save_best(model)
         else:
@@ -93,11 +95,12 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
     return model
 
 
-def _check_finite(so_far: Evaluation, epoch: int, rate: float) -> None:
+def _check_finite(split: str, so_far: Evaluation, epoch: int, rate: float) -> None:
     if not abs(so_far.loss) < float("inf"):
         raise UserError(
-            f"the loss is {so_far.loss} after {so_far.frames} frames of epoch {epoch} at rate {rate:g}",
-            mend="lower schedule.initial; the rate multiplies the gradient SUMMED over a minibatch",
+            f"the {split} loss is {so_far.loss} after {so_far.frames} frames of epoch {epoch} at rate {rate:g}",
+            mend="look for huge values in the features; else lower schedule.initial: the rate multiplies the gradient "
+            "SUMMED over a minibatch",
         )
 
 

@@ -34,7 +34,7 @@ def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
     for path in paths:
         if path.exists():
             raise UserError("the file exists already", where=path, mend="name another --out, or remove it")
-    if (run_dir / COUNTS).exists():
+    if (run_dir / COUNTS).exists() and not (out / COUNTS).exists():
         write_pdf_counts(out / COUNTS, read_pdf_counts(run_dir / COUNTS))
     write_nnet1(paths[0], network)
     try:

@@ -15,6 +15,7 @@ depends on the recipe's seed and the layer alone.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -35,8 +36,9 @@ from ddnn.model.exchange import from_nnet1
 from ddnn.model.network import Buffers, Layer, Network, forward
 from ddnn.model.rbm import Cd1Options, Rbm, VisibleKind, cd1_step, init_rbm
 from ddnn.progress import frame_counter
-from ddnn.recipe.schema import Pretrain, Recipe
-from ddnn.train.run_dir import append_metrics
+from ddnn.recipe.load import dump_recipe
+from ddnn.recipe.schema import CrossValidation, Optimizer, Pretrain, Recipe, Schedule
+from ddnn.train.run_dir import METRICS, RECIPE, append_metrics
 
 log = logging.getLogger(__name__)
 
@@ -52,36 +54,33 @@ def passes_of_layer(recipe: Pretrain, layer: int, frames: int) -> int:
     """
     if recipe.passes is not None:
         return recipe.passes[min(layer, len(recipe.passes) - 1)]
-    hours = recipe.hours * (2 if layer == 0 else 1)
-    return max(1, round(hours * FRAMES_PER_HOUR / frames))
+    return (2 if layer == 0 else 1) * max(1, round(recipe.hours * FRAMES_PER_HOUR / frames))
 
 
-def pretrain(
-    recipe: Recipe, recipe_text: str, frames: FrameSet, transform: InputTransform, directory: Path
-) -> AcousticModel:
+def pretrain(recipe: Recipe, frames: FrameSet, transform: InputTransform, directory: Path) -> AcousticModel:
     """Trains the stack that the recipe asks for, or what is missing of it, and leaves it in `directory`.
 
     Args:
-        recipe_text: the resolved recipe; a directory begun with another one is refused.
         frames: what to train on, on the device to train on.
 
     Returns:
         The stack as a network of hidden layers, with the input transform it was trained behind.
 
     Raises:
-        UserError: `directory` holds something else; an RBM explodes beyond its guard.
+        UserError: `directory` holds something else, or layers for other features; an RBM explodes beyond its guard.
     """
-    _claim(directory, recipe_text)
+    claim(recipe, directory)
     pipeline = FeaturePipeline(recipe.data.cmvn, recipe.data.deltas)
     stack = AcousticModel(pipeline, transform, Network((), torch.zeros(0, device=frames.rows.device)))
     for layer in range(recipe.model.hidden_layers):
         path = directory / f"rbm{layer + 1}.safetensors"
         if path.exists():
             stack = load_model(path).to(frames.rows.device)
+            stack.check_features(frames.corpus.dim, path)
             log.info("rbm %d: finished before", layer + 1)
             continue
-        _forget_layers(directory / "metrics.jsonl", layer)
-        stack = _with_rbm(stack, _train_layer(recipe, layer, frames, stack, directory / "metrics.jsonl"))
+        _forget_layers(directory / METRICS, layer)
+        stack = _with_rbm(stack, _train_layer(recipe, layer, frames, stack, directory / METRICS))
         save_model(path, stack)
     save_model(directory / STACK, stack)
     return stack
@@ -114,6 +113,11 @@ def _train_layer(recipe: Recipe, layer: int, frames: FrameSet, below: AcousticMo
                 count += len(rows)
                 bar.update(len(rows))
         total, seen = total + error.item(), seen + count
+        if not math.isfinite(total):
+            raise UserError(
+                f"the reconstruction error of RBM {layer + 1} is {total} in pass {number}",
+                mend=f"lower pretrain.{'rate' if layer else 'gauss_rate'}, now {options.rate:g}",
+            )
         _record(metrics, layer, number, error.item() / count, total / seen, count, time.perf_counter() - started, rbm)
     return rbm
 
@@ -154,20 +158,33 @@ def _with_rbm(below: AcousticModel, rbm: Rbm) -> AcousticModel:
     return AcousticModel(below.pipeline, below.transform, Network(layers, parameters))
 
 
-def _claim(directory: Path, recipe_text: str) -> None:
-    """Takes a new directory, or one in which the same pretraining was begun."""
-    written = directory / "recipe.yaml"
+def claim(recipe: Recipe, directory: Path) -> None:
+    """Takes a new directory for the recipe's pretraining, or one in which the same pretraining was begun.
+
+    Raises:
+        UserError: something else is there.
+    """
+    read = recipe.model_copy(
+        update={
+            "data": recipe.data.model_copy(update={"cv": CrossValidation()}),
+            "optimizer": Optimizer(),
+            "schedule": Schedule(),
+            "minibatch": recipe.pretrain.minibatch,
+        }
+    )
+    text, written = dump_recipe(read), directory / RECIPE
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        if not written.is_file() or written.read_text(encoding="utf-8") != recipe_text:
+        if not written.is_file() or written.read_bytes() != text.encode():
             raise UserError(
-                "the directory exists already, and holds no pretraining of this very recipe",
+                "the directory exists already, and holds no pretraining by the same data, model, pretrain and seed",
                 where=directory,
-                mend="name another --run-dir, or remove this one if it is not needed",
+                mend="name another --run-dir, or remove this one if it is not needed; "
+                "a finished stack is taken by pretrain.from",
             )
         log.info("%s: going on where it was broken off", directory)
         return
     make_directory(directory)
-    write_text(written, recipe_text)
+    write_text(written, text)
 
 
 def _forget_layers(metrics: Path, layer: int) -> None:
@@ -199,23 +216,30 @@ def _record(
     append_metrics(metrics, line)
 
 
-def load_stack(recipe: Recipe, source: Path, dim: int) -> AcousticModel:
+def load_stack(recipe: Recipe, source: Path) -> AcousticModel:
     """A finished stack: a pretraining dir, or Kaldi's `N.dbn` with `pretrain.feature_transform`.
 
     Raises:
-        DataError: unfinished, damaged, or not of the recipe's layers and features of `dim` dims.
+        DataError: unfinished, damaged, or not of the recipe's layers, splice and feature pipeline.
     """
     stack = _read_stack(recipe, source)
-    stack.check_features(dim, source)
-    model = recipe.model
-    found = [(layer.outputs, layer.activation) for layer in stack.network.layers]
-    expected = [(model.hidden_units, model.activation)] * model.hidden_layers
-    if found != expected:
-        raise DataError(
-            f"the stack has the hidden layers {_describe(found)}, the recipe {_describe(expected)}",
-            where=source,
-            mend="set model.hidden_layers, model.hidden_units and model.activation (sigmoid) to what the stack has",
-        )
+    model, splice = recipe.model, recipe.data.splice
+    for key, found, expected in (
+        (
+            "model",
+            _describe([(layer.outputs, layer.activation) for layer in stack.network.layers]),
+            _describe([(model.hidden_units, model.activation)] * model.hidden_layers),
+        ),
+        ("data.splice", stack.transform.offsets, tuple(range(-splice, splice + 1))),
+        ("data.cmvn and data.deltas", stack.pipeline, FeaturePipeline(recipe.data.cmvn, recipe.data.deltas)),
+        ("data.normalise", stack.transform.scale is not None, recipe.data.normalise),
+    ):
+        if found != expected:
+            raise DataError(
+                f"the stack was trained with {found}, the recipe has {expected}",
+                where=source,
+                mend=f"set {key} to what the stack was trained with",
+            )
     return stack
 
 

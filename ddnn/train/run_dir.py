@@ -11,6 +11,7 @@ ali_train_pdf.counts     frames per pdf of the training alignment: the priors
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -84,7 +85,7 @@ class RunDir:
         """
         if path.exists() and not path.is_dir():
             raise UserError("the run dir is a file", where=path, mend="name a directory that does not exist yet")
-        if path.exists() and ({p.name for p in path.iterdir()} - {RECIPE, LOG, PRETRAIN}):
+        if path.exists() and ({p.name for p in path.iterdir()} - {RECIPE, LOG, PRETRAIN, COUNTS}):
             raise UserError(
                 "the run dir exists already and is not empty",
                 where=path,
@@ -94,9 +95,19 @@ class RunDir:
         self.path = path
 
     def open_log(self) -> logging.Handler:
-        """`train.log`, begun anew; the caller closes it. UserError where it cannot be written."""
+        """`train.log`, begun anew and locked; the caller closes it.
+
+        Raises:
+            UserError: it cannot be written, or another training holds the lock. A dead process holds none.
+        """
         try:
-            handler = _RunLog(self.path / LOG, mode="w", encoding="utf-8", errors="backslashreplace")
+            handler = _RunLog(self.path / LOG, mode="a", encoding="utf-8", errors="backslashreplace")
+            stream = handler.stream or handler._open()
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError):  # what is no regular file cannot be begun anew
+                stream.truncate(0)
+        except BlockingIOError as error:
+            raise UserError("another training is running in this run dir", where=self.path) from error
         except OSError as error:
             raise UserError(f"cannot write {LOG}: {error.strerror}", where=self.path) from error
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -114,9 +125,12 @@ class RunDir:
         """Keeps the best network so far, so that a crash loses one epoch at most."""
         save_model(self.path / BEST, model)
 
-    def finish(self, model: AcousticModel, pdf_counts: np.ndarray) -> None:
-        """Writes the trained model and its priors; the last thing that a training does."""
+    def write_counts(self, pdf_counts: np.ndarray) -> None:
+        """The priors, (pdfs,) frames of each."""
         write_pdf_counts(self.path / COUNTS, pdf_counts)
+
+    def finish(self, model: AcousticModel) -> None:
+        """Writes the trained model; the last thing that a training does."""
         save_model(self.path / FINAL, model)
         (self.path / BEST).unlink(missing_ok=True)
 
@@ -131,6 +145,8 @@ def load_run(path: Path) -> AcousticModel:
         raise DataError("there is no such run dir", where=path, mend="name the --run-dir of a finished training")
     if not (path / FINAL).exists() and (path / RECIPE).exists():
         raise DataError(
-            "this training has not finished: there is no final.safetensors", where=path, mend="let it finish first"
+            "this training has not finished: there is no final.safetensors",
+            where=path,
+            mend="let it finish first; its best network so far is in best.safetensors",
         )
     return load_model(path / FINAL)

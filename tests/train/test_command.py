@@ -118,13 +118,13 @@ def test_bad_data_leaves_the_run_dir_as_it_was(recipe: Path, tmp_path: Path) -> 
 
 
 def test_a_rate_that_explodes_is_said_plainly(recipe: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the loss is nan") as caught:
+    with pytest.raises(UserError, match="the training loss is nan") as caught:
         train(recipe, tmp_path / "run", "schedule.initial=1e38", "model.activation=relu")
-    assert "lower schedule.initial" in str(caught.value)
+    assert "lower schedule.initial: the rate multiplies the gradient SUMMED" in str(caught.value)
 
 
 def test_too_few_frames_for_a_minibatch(recipe: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="360 frames to train on do not fill one minibatch of 4096"):
+    with pytest.raises(UserError, match="360 frames do not fill one minibatch of 4096"):
         train(recipe, tmp_path / "run", "minibatch=4096")
 
 
