@@ -273,3 +273,14 @@ def test_pretraining_dir_says_how_far_it_is(tmp_path: Path) -> None:
     assert found.kind == "ddnn pretraining dir"
     assert found.as_dict()["finished"] is False
     assert found.as_dict()["rbm_1"] == "2 passes, reconstruction error 1.5000 over all of them"
+
+
+@pytest.mark.parametrize("value", [None, "x", [1], 1.5])
+def test_odd_metrics_of_a_pretraining_are_no_bug(tmp_path: Path, value: object) -> None:
+    row = {"layer": 1, "pass": 1, "reconstruction_error": None, "reconstruction_error_all_passes": None}
+    (tmp_path / "rbm1.safetensors").touch()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
+    assert "not finite" in describe_path(tmp_path).as_dict()["rbm_1"]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**row, "layer": value}))
+    with pytest.raises(DataError, match="no metrics of a training"):
+        describe_path(tmp_path)

@@ -47,7 +47,8 @@ def pretraining_facts(path: Path) -> dict[str, Any]:
         for layer in sorted({row["layer"] for row in rows}):
             last = [row for row in rows if row["layer"] == layer][-1]
             error = last["reconstruction_error_all_passes"]
-            facts[f"rbm_{layer}"] = f"{last['pass']} passes, reconstruction error {error:.4f} over all of them"
+            figure = f"{error:.4f}" if isinstance(error, (int, float)) else "not finite"
+            facts[f"rbm_{layer}"] = f"{last['pass']} passes, reconstruction error {figure} over all of them"
     return facts
 
 
@@ -74,6 +75,8 @@ def _rows(path: Path, names: tuple[str, ...]) -> list[dict[str, Any]]:
             try:
                 row = json.loads(line)
                 rows.append({name: row[name] for name in names})
+                if not all(type(row[name]) is int for name in ("layer", "pass", "epoch") if name in names):
+                    raise ValueError("a number of a layer, pass or epoch is none")
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise DataError(f"line {number} is no metrics of a training: {line[:60]!r}", where=path) from error
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ddnn.kaldi.tables import iterate_matrices, read_matrix, read_scp
 from ddnn.recipe.load import load_recipe
 from ddnn.train.command import run_training
 from ddnn.train.evaluate import evaluate_run
-from ddnn.train.run_dir import load_run
+from ddnn.train.run_dir import RunDir, load_run
 
 RunCli = Callable[..., Any]
 
@@ -204,3 +205,79 @@ def test_the_alignment_dir_of_another_tree_is_refused(recipe: Path, tmp_path: Pa
     with pytest.raises(DataError, match="the alignment has 3 pdfs, the model 4"):
         evaluate_run(tmp_path / "run", tmp_path / "data dir ü", other)
     assert evaluate_run(tmp_path / "run", tmp_path / "data dir ü", tmp_path / "pdfs.txt").frames == 480
+
+
+def test_features_too_large_for_half_precision_name_the_utterance(recipe: Path, tmp_path: Path) -> None:
+    features, _ = labelled_utterances()
+    features["spk1-utt001"][3, 2] = 1e5
+    write_data_dir(tmp_path / "data dir ü", features)
+    with pytest.raises(DataError, match=r"spk1-utt001: values up to 100000 .* float16 does not hold"):
+        train(recipe, tmp_path / "run", "data.store=float16")
+
+
+def test_cross_validation_that_is_not_finite_ends_training(recipe: Path, tmp_path: Path) -> None:
+    """Finite features, a network that overflows on those held out: nothing is saved as a result."""
+    features, labels = labelled_utterances(count=4)
+    huge = write_data_dir(tmp_path / "cv", {name: np.full_like(m, 3e38) for name, m in features.items()})
+    pdfs = write_pdfs(tmp_path / "cv.txt", labels)
+    own = f"data.cv={{data: '{huge}', alignments: '{pdfs}', fraction: null}}"
+    with pytest.raises(UserError, match="the cross-validation loss is"):
+        train(recipe, tmp_path / "run", own, "model.activation=relu", "data.normalise=false")
+    assert not (tmp_path / "run/final.safetensors").exists()
+
+
+def test_one_pdf_is_learnt_at_once(tmp_path: Path) -> None:
+    features, labels = labelled_utterances()
+    data = write_data_dir(tmp_path / "data", features)
+    alone = write_pdfs(tmp_path / "pdfs.txt", {name: pdfs * 0 for name, pdfs in labels.items()})
+    metrics = train(write_recipe(tmp_path / "recipe.yaml", data, alone), tmp_path / "run")
+    assert metrics[-1]["loss"] == 0.0
+
+
+def test_a_second_training_into_a_run_dir_at_work_is_refused(recipe: Path, tmp_path: Path) -> None:
+    owner = RunDir(tmp_path / "run").open_log()
+    owner.handle(logging.makeLogRecord({"msg": "at work", "levelname": "INFO"}))
+    with pytest.raises(UserError, match="another training is running in this run dir"):
+        train(recipe, tmp_path / "run")
+    owner.flush()
+    assert "at work" in (tmp_path / "run/train.log").read_text()
+    owner.close()
+    train(recipe, tmp_path / "run")
+
+
+def test_decode_prep_leaves_the_counts_of_another_model_alone(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    train(recipe, tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/ali_train_pdf.counts").write_text(" [ 9 9 9 ]\n")
+    result = run_cli("decode-prep", tmp_path / "run", "--data", tmp_path / "data dir ü", "--out", tmp_path / "other")
+    assert result.exit_code == 2 and "of another model is there" in result.stderr
+    assert (tmp_path / "other/ali_train_pdf.counts").read_text() == " [ 9 9 9 ]\n"
+
+
+def test_counts_of_no_frames_are_refused(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    train(recipe, tmp_path / "run")
+    (tmp_path / "run/ali_train_pdf.counts").write_text(" [ 0 0 0 ]\n")
+    result = run_cli("decode-prep", tmp_path / "run", "--data", tmp_path / "data dir ü", "--out", tmp_path / "out")
+    assert result.exit_code == 2 and "no pdf has any frame" in result.stderr
+
+
+@pytest.mark.parametrize("pipeline", ["cmvn: mean-variance", "deltas: 2", "splice: 0"])
+def test_evaluation_and_decoding_repeat_the_front_end(tmp_path: Path, pipeline: str, run_cli: RunCli) -> None:
+    """Evaluating the held-out speakers gives what training recorded for them."""
+    features, labels = labelled_utterances(count=24)
+    held_out = {name: matrix for name, matrix in features.items() if name.startswith("spk2")}
+    data = write_data_dir(tmp_path / "data", features)
+    cv, pdfs = write_data_dir(tmp_path / "cv", held_out), write_pdfs(tmp_path / "pdfs.txt", labels)
+    (tmp_path / "speakers").write_text("spk2\n")
+    recipe = write_recipe(tmp_path / "recipe.yaml", data, pdfs)
+    settings = [f"data={{{pipeline}, cv: {{fraction: null, speakers_file: '{tmp_path / 'speakers'}'}}}}"]
+    metrics = train(recipe, tmp_path / "run", *settings)
+    best = min((m for m in metrics if m["split"] == "cv"), key=lambda m: m["loss"])  # type: ignore[return-value,arg-type]
+    found = evaluate_run(tmp_path / "run", cv, pdfs)
+    assert found.loss == pytest.approx(best["loss"], rel=1e-6)
+    assert found.frame_accuracy == best["frame_accuracy"]
+    assert run_cli("decode-prep", tmp_path / "run", "--data", cv, "--out", tmp_path / "decode").exit_code == 0
+    scores = dict(iterate_matrices(tmp_path / "decode/loglikes.ark"))
+    counts = np.bincount(np.concatenate(list(labels.values())))
+    right = [(scores[k] + np.log(counts / counts.sum())).argmax(1) == labels[k] for k in scores]
+    assert np.concatenate(right).mean() == pytest.approx(found.frame_accuracy)

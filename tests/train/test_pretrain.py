@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
@@ -147,3 +148,50 @@ def test_kaldis_own_dbn_of_an4_is_taken(an4: Path) -> None:
     assert stack.transform.offsets == tuple(range(-5, 6))
     with pytest.raises(DataError, match="features have 39 dims, the model was trained on 40"):
         stack.check_features(39, kaldi)
+
+
+def test_layers_of_other_features_are_refused(recipe: Path, tmp_path: Path) -> None:
+    """The data dir was made anew with other dims after pretraining had been broken off."""
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    features, _ = labelled_utterances()
+    write_data_dir(tmp_path / "data", {name: np.tile(matrix, 2) for name, matrix in features.items()})
+    with pytest.raises(DataError, match="features have 8 dims, the model was trained on 4"):
+        run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("data.splice=0", "set data.splice"),
+        ("data.cmvn=mean", "set data.cmvn and data.deltas"),
+        ("data.normalise=false", "set data.normalise"),
+    ],
+)
+def test_a_stack_behind_another_front_end_is_refused(recipe: Path, tmp_path: Path, setting: str, said: str) -> None:
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    taking = [f"pretrain={{from: '{tmp_path / 'rbm'}', passes: null, minibatch: null}}", setting]
+    with pytest.raises(DataError, match="the stack was trained with") as caught:
+        run_training(load_recipe(recipe, taking), tmp_path / "run", "cpu")
+    assert said in str(caught.value)
+
+
+def test_a_bernoulli_rbm_that_explodes_is_said_and_not_saved(recipe: Path, tmp_path: Path) -> None:
+    exploding = ["pretrain={passes: [1, 40], minibatch: 5, rate: 1e38}"]
+    with pytest.raises(UserError, match="reconstruction error of RBM 2 is nan") as caught:
+        run_pretraining(load_recipe(recipe, exploding), tmp_path / "rbm", "cpu")
+    assert "lower pretrain.rate" in str(caught.value)
+    assert not (tmp_path / "rbm/rbm2.safetensors").exists()
+
+
+def test_pretraining_goes_on_under_another_schedule(recipe: Path, tmp_path: Path) -> None:
+    """Only what pretraining reads must be the same."""
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    (tmp_path / "rbm" / pretraining.STACK).unlink()
+    run_pretraining(load_recipe(recipe, ["schedule.initial=0.1", "minibatch=8"]), tmp_path / "rbm", "cpu")
+    assert (tmp_path / "rbm" / pretraining.STACK).exists()
+
+
+def test_a_minibatch_of_pretraining_larger_than_the_data(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="480 frames do not fill one minibatch of 1000") as caught:
+        run_pretraining(load_recipe(recipe, ["pretrain.minibatch=1000"]), tmp_path / "rbm", "cpu")
+    assert caught.value.where == "pretrain.minibatch"
