@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -164,6 +164,8 @@ def initial_model(recipe: Recipe, data: TrainingData, pretrain_dir: Path) -> Aco
     layers = hidden_stack(
         transform.output_dim, model.hidden_layers, model.hidden_units, data.alignments.num_pdfs, model.activation
     )
+    if stack is not None:  # nnet1 makes the output layer on a stack without the output bias's rate of 0.1
+        layers = (*layers[:-1], replace(layers[-1], bias_rate=1.0))
     network = Network(layers)
     initialise_randomly(network, recipe.seed)
     if stack is not None:
