@@ -86,6 +86,7 @@ def test_training_starts_from_the_stack(recipe: Path, tmp_path: Path) -> None:
     found = load_run(tmp_path / "run").network
     assert torch.equal(found.parameters[: stack.network.parameters.numel()], stack.network.parameters)
     assert not found.biases[-1].any()
+    assert found.layers[-1].bias_rate == 1.0, "as in Kaldi's network of AN4 from RBMs"
 
 
 def test_a_kaldi_dbn_is_taken(recipe: Path, tmp_path: Path) -> None:
