@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ddnn.decode.decoder import DecodeOptions, Hypothesis, check_options, decode_utterances, read_graph
 from ddnn.errors import DataError, UserError
-from ddnn.kaldi.scp import decode_utf8, read_lines
+from ddnn.kaldi.datadir import read_text
 from ddnn.kaldi.tables import MatrixReader, iterate_matrices, read_scp
 
 
@@ -79,20 +79,12 @@ def _import_kaldialign() -> ModuleType:
 
 
 def read_reference(path: Path) -> dict[str, tuple[str, ...]]:
-    """Reads a Kaldi `text`: utterance and its words, one a line, split at ASCII white space; there may be none.
+    """The words of each utterance of a Kaldi `text`, by `read_text`.
 
     Raises:
-        DataError: missing, empty, not UTF-8, or an utterance that stands twice.
+        DataError: as `read_text`, or no utterance has any words.
     """
-    reference: dict[str, tuple[str, ...]] = {}
-    for number, parts in read_lines(path, "the reference"):
-        key = decode_utf8(parts[0], path, number)
-        if key in reference:
-            raise DataError(
-                f"line {number}: utterance {key} stands twice", where=path, mend="remove one of the two lines"
-            )
-        words = parts[1].split() if len(parts) > 1 else []
-        reference[key] = tuple(decode_utf8(word, path, number) for word in words)
+    reference = {utterance: tuple(words) for utterance, words in read_text(path).items()}
     if not any(reference.values()):
         raise DataError(
             "the reference has no words", where=path, mend="give a Kaldi text: utterance and its words, one a line"

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 # Kaldi's floor of a variance.
 _VARIANCE_FLOOR = 1e-20
 
+FRAMES_PER_HOUR = 360_000
+"""At Kaldi's usual 10 ms a frame."""
+
 
 def accumulate_cmvn_stats(features: NDArray[Any]) -> NDArray[np.float64]:
     """CMVN statistics of `features` (frames, dim); add them up over utterances (kaldi `transform/cmvn.cc`).

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ddnn.errors import UserError
 from ddnn.files import make_directory, write_text, written_whole
+from ddnn.kaldi.features import FRAMES_PER_HOUR
 from ddnn.kaldi.fst import write_fst
 from ddnn.kaldi.tables import write_int_vectors, write_matrices
 from ddnn.kaldi.topology import left_to_right
@@ -22,7 +23,6 @@ from ddnn.synth.acoustics import COMPONENTS, Acoustics, draw_block, draw_speaker
 from ddnn.synth.graph import make_graph
 from ddnn.synth.lexicon import PHONES, STATES, Lexicon, make_lexicon
 
-FRAMES_PER_HOUR = 360_000
 _BLOCK = 64  # utterances drawn at once: some 18,000 frames
 _ARCHIVE_BYTES = 500_000_000  # of an archive of features, at one byte per value
 

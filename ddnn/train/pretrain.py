@@ -30,6 +30,7 @@ from ddnn.data.minibatches import FrameSet, in_order, shuffled_minibatches
 from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, gather
 from ddnn.errors import DataError, UserError
 from ddnn.files import make_directory, write_text
+from ddnn.kaldi.features import FRAMES_PER_HOUR
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.model.acoustic import AcousticModel, load_model, save_model
 from ddnn.model.exchange import from_nnet1
@@ -43,8 +44,6 @@ from ddnn.train.run_dir import METRICS, RECIPE, append_metrics
 log = logging.getLogger(__name__)
 
 STACK = "stack.safetensors"
-FRAMES_PER_HOUR = 360_000
-"""At Kaldi's usual 10 ms a frame."""
 
 
 def passes_of_layer(recipe: Pretrain, layer: int, frames: int) -> int:

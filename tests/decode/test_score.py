@@ -173,7 +173,11 @@ def test_other_utterances_than_the_reference(toy: Path) -> None:
 
 
 def test_references_that_cannot_be(toy: Path) -> None:
-    for wrong, message in ((b"u1\nu2\n", "no words"), (b"u1 a\nu1 b\n", "u1 stands twice"), (b"u1 \xff\n", "UTF-8")):
+    for wrong, message in (
+        (b"u1\nu2\n", "no words"),
+        (b"u1 a\nu1 b\n", "utterance u1 occurs twice, in lines 1 and 2"),
+        (b"u1 \xff\n", "UTF-8"),
+    ):
         (toy / "text").write_bytes(wrong)
         with pytest.raises(DataError, match=message):
             read_reference(toy / "text")
