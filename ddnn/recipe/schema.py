@@ -156,14 +156,44 @@ class Pretrain(Section):
 
 
 class Parallel(Section):
-    """Workers and the averaging of their parameters."""
+    """Workers and the averaging of their parameters: docs/parallel.md. With one worker nothing but `workers` and
+    `threads` is read."""
 
     workers: Count = 1
     """Number of workers: one MPI rank with its device each."""
-    reduce: Literal["all-reduce", "butterfly", "ring", "hopping-ring"] = "all-reduce"
-    """Strategy of an averaging."""
+    reduce: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient", "bmuf"] = "all-reduce"
+    """Strategy of an averaging. `gradient` averages the gradients of every minibatch instead, `bmuf` gives the
+    averaged change of a block a momentum."""
     every: Count = 10
-    """Minibatches between two averagings."""
+    """Minibatches of each worker between two averagings."""
+    start: Literal["none", "one-worker", "all-reduce"] = "none"
+    """Warm start, before the first epoch: `one-worker` trains on the first worker's shard alone at the unscaled rate
+    and hands its model to all; `all-reduce` averages after every minibatch."""
+    start_minibatches: Count = 100
+    """Minibatches of each worker that takes part in the warm start."""
+    scale_learning_rate: bool | None = None
+    """Multiply the schedule's rates by the number of workers, as arXiv 1507.01239 did. Default: true, but false for
+    bmuf."""
+    momentum_rule: Literal["keep", "average", "reset"] | None = None
+    """What an averaging does with the workers' momentum (`optimizer.momentum`). Default: keep, but reset for bmuf."""
+    block_momentum: Fraction | None = None
+    """bmuf: share of the last block's change that is added to the next. Default: 1 - 1 / `workers`."""
+    block_rate: Positive = 1.0
+    """bmuf: what the averaged change of a block is multiplied by."""
+    nesterov: bool = False
+    """bmuf: start each block where the block momentum will lead (Nesterov)."""
+    overlap: bool = False
+    """Exchange the parameters of a block while the next one trains, and correct when they arrive."""
+    wire: Literal["float32", "bfloat16"] = "float32"
+    """How parameters travel. bfloat16 halves the bytes; sums are made in float32."""
+    transport: Literal["auto", "host", "device", "nccl"] = "auto"
+    """GPUs: through pinned host memory, straight from device memory where the MPI says it can, or by NCCL. auto:
+    device where the MPI says it can, else host."""
+    share_devices: bool = False
+    """Allow more workers than GPUs on a host."""
+    pretrain: Literal["sharded", "replicated"] = "sharded"
+    """RBMs that a training makes itself: `sharded` over the workers, averaged by all-reduce at `every`; or
+    `replicated`, on the whole corpus as one worker would, to the same bits: it must fit into one worker's memory."""
     threads: Count = 1
     """CPU threads of each worker. On minibatches of a few hundred frames one is fastest: two were measured ten times
     slower."""

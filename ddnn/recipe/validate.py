@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ddnn.recipe.schema import Recipe, Schedule
+from ddnn.recipe.schema import Parallel, Recipe, Schedule
 
 _ONLY_NEWBOB = ("criterion", "start_halving", "end_halving", "halving_factor", "keep_epochs", "min_epochs")
+_ONLY_BMUF = ("block_momentum", "block_rate", "nesterov")
 _ONLY_NG_SGD = (
     "rank_in",
     "rank_out",
@@ -27,11 +28,11 @@ Complaint = tuple[str, str]
 def validate(recipe: Recipe) -> list[Complaint]:
     """All that is contradictory in a recipe whose single values are sound; empty where nothing is."""
     return [
-        *not_yet(recipe),
         *_cross_validation(recipe),
         *_unread(recipe),
         *_pretrain(recipe),
         *_schedule(recipe.schedule),
+        *_parallel(recipe),
     ]
 
 
@@ -40,16 +41,9 @@ def is_read(recipe: Recipe, key: str) -> bool:
     section, _, last = key.rpartition(".")
     if section == "pretrain":
         return last not in _unread_pretrain(recipe)
+    if section == "parallel":
+        return last not in _unread_parallel(recipe.parallel)
     return section not in UNREAD or last not in UNREAD[section][getattr(recipe, section).name]
-
-
-def not_yet(recipe: Recipe) -> list[Complaint]:
-    """What the schema knows and this version cannot do."""
-    found: list[Complaint] = []
-    if recipe.parallel.workers > 1:
-        workers = recipe.parallel.workers
-        found.append(("parallel.workers", f"{workers} found; several workers are not there yet in this version; use 1"))
-    return found
 
 
 def _cross_validation(recipe: Recipe) -> list[Complaint]:
@@ -123,4 +117,33 @@ def _schedule(schedule: Schedule) -> list[Complaint]:
     if schedule.name == "exponential" and schedule.final is not None and schedule.final > schedule.initial:
         text = f"{schedule.final:g} found, expected at most schedule.initial = {schedule.initial:g}: the rate falls"
         found.append(("schedule.final", text))
+    return found
+
+
+def _unread_parallel(parallel: Parallel) -> dict[str, str]:
+    """The keys of `parallel` that are not read, and why."""
+    unread: dict[str, str] = {}
+    if parallel.reduce != "bmuf":
+        unread |= dict.fromkeys(_ONLY_BMUF, f"parallel.reduce is {parallel.reduce}, not bmuf")
+    if parallel.reduce == "gradient":
+        unread["every"] = "gradients are averaged at every minibatch"
+        unread["momentum_rule"] = "averaged gradients give every worker the same momentum"
+    if parallel.start == "none":
+        unread["start_minibatches"] = "parallel.start is none"
+    return unread
+
+
+def _parallel(recipe: Recipe) -> list[Complaint]:
+    parallel = recipe.parallel
+    found: list[Complaint] = []
+    for key, why in _unread_parallel(parallel).items():
+        default = type(parallel).model_fields[key].default
+        # `every` stands in fragments that are shared between strategies: only a reader of one recipe would miss it.
+        if key != "every" and key in parallel.model_fields_set and getattr(parallel, key) != default:
+            found.append((f"parallel.{key}", f"never read: {why}; drop it or set it to null"))
+    if parallel.overlap and parallel.reduce in ("gradient", "bmuf"):
+        why = "takes a step from every averaging" if parallel.reduce == "gradient" else "starts a block from the last"
+        found.append(("parallel.overlap", f"true found beside reduce: {parallel.reduce}, which {why}; set it to false"))
+    if parallel.overlap and parallel.momentum_rule == "average":
+        found.append(("parallel.overlap", "true found beside momentum_rule: average; take keep or reset"))
     return found

@@ -336,7 +336,6 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
             ["init=rbm", "pretrain.passes=[2, x]"],
             "pretrain.passes: a list found, expected a list, each a whole number >= 1",
         ),
-        (["parallel.workers=4"], "parallel.workers: 4 found; several workers are not there yet"),
         (["data.cv.data=cv"], "data.cv.data: has no data.cv.alignments beside it"),
         (["data.cv.alignments=cv_ali"], "data.cv.alignments: has no data.cv.data beside it"),
         (["data.cv={data: cv, alignments: cv_ali, fraction: 0.1}"], "data.cv.fraction: stands beside data.cv.data"),
