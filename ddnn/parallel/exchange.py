@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +26,35 @@ SUMMED = (torch.float32, torch.float64, torch.int64)
 SENT = (*SUMMED, torch.int16, torch.uint8)
 
 Wire = Literal["float32", "bfloat16"]
+
+
+@dataclass
+class Traffic:
+    """What this worker sent so far and how long it took; only ever grows.
+
+    Attributes:
+        bytes_sent: what this worker handed to the network. A sum or an all-gather counts its own buffer once, whatever
+            the MPI makes of it (a ring all-reduce moves 2 (n - 1) / n times as much), an all-to-all the chunks for
+            others, a broadcast the root's buffer.
+        transfer_seconds: in messages that move data.
+        waiting_seconds: in small messages that cannot end before the slowest worker is there: `Exchange.waiting`.
+    """
+
+    bytes_sent: int = 0
+    transfer_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+    def copy(self) -> Traffic:
+        """As it is now."""
+        return Traffic(self.bytes_sent, self.transfer_seconds, self.waiting_seconds)
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        """What came since `earlier`."""
+        return Traffic(
+            self.bytes_sent - earlier.bytes_sent,
+            self.transfer_seconds - earlier.transfer_seconds,
+            self.waiting_seconds - earlier.waiting_seconds,
+        )
 
 
 @dataclass
@@ -42,6 +73,7 @@ class Exchange:
         host: name of the host.
         wire: how parameters travel, see `ddnn.parallel.mean` and `ddnn.parallel.strategies`.
         communicator: mpi4py's communicator; None for a single worker, which needs no MPI.
+        traffic: what was sent and how long it took. One thread at a time may use an exchange, any thread may read this.
     """
 
     rank: int = 0
@@ -51,6 +83,8 @@ class Exchange:
     host: str = field(default_factory=socket.gethostname)
     wire: Wire = "float32"
     communicator: Any = None
+    traffic: Traffic = field(default_factory=Traffic)
+    _waiting: bool = field(default=False, repr=False)
     _kept: dict[tuple[str, int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     def keep(self, role: str, size: int, dtype: torch.dtype) -> Tensor:
@@ -60,13 +94,37 @@ class Exchange:
             self._kept[key] = torch.empty(size, dtype=dtype)
         return self._kept[key]
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time of the messages in this block as waiting for the slowest worker. Not collective."""
+        before, self._waiting = self._waiting, True
+        try:
+            yield
+        finally:
+            self._waiting = before
+
+    @contextmanager
+    def _counted(self, sent: int) -> Iterator[None]:
+        """Counts one call: `sent` bytes, and its time."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - since
+            self.traffic.bytes_sent += sent
+            if self._waiting:
+                self.traffic.waiting_seconds += seconds
+            else:
+                self.traffic.transfer_seconds += seconds
+
     def sum_in_place(self, buffer: Tensor) -> None:
         """buffer <- the sum of all workers' buffers: the same bits on each."""
         array = _array(buffer, SUMMED)
         if self.communicator is not None:
             from mpi4py import MPI
 
-            self.communicator.Allreduce(MPI.IN_PLACE, array, op=MPI.SUM)
+            with self._counted(array.nbytes):
+                self.communicator.Allreduce(MPI.IN_PLACE, array, op=MPI.SUM)
 
     def send_receive(self, buffer: Tensor, to: int, source: int) -> Tensor:
         """Sends `buffer` to worker `to` while worker `source` sends one of the same size and dtype here.
@@ -78,7 +136,8 @@ class Exchange:
         if self.communicator is None or to == source == self.rank:
             received.copy_(buffer.detach().view(-1))
         else:
-            self.communicator.Sendrecv(array, dest=to, recvbuf=received.numpy(), source=source)
+            with self._counted(array.nbytes):
+                self.communicator.Sendrecv(array, dest=to, recvbuf=received.numpy(), source=source)
         return received.view(buffer.shape)
 
     def all_gather(self, buffer: Tensor) -> Tensor:
@@ -88,7 +147,8 @@ class Exchange:
         if self.communicator is None:
             gathered.copy_(buffer.detach().view(-1))
         else:
-            self.communicator.Allgather(array, gathered.numpy())
+            with self._counted(array.nbytes):
+                self.communicator.Allgather(array, gathered.numpy())
         return gathered.view(self.size, *buffer.shape)
 
     def all_to_all(self, chunks: Tensor) -> Tensor:
@@ -100,34 +160,41 @@ class Exchange:
         if self.communicator is None:
             swapped.copy_(chunks.detach().view(-1))
         else:
-            self.communicator.Alltoall(array, swapped.numpy())
+            with self._counted(array.nbytes - array.nbytes // self.size):
+                self.communicator.Alltoall(array, swapped.numpy())
         return swapped.view(chunks.shape)
 
     def broadcast(self, buffer: Tensor, root: int = 0) -> None:
         """buffer <- that of worker `root`."""
         array = _array(buffer, SENT)
         if self.communicator is not None:
-            self.communicator.Bcast(array, root=root)
+            with self._counted(array.nbytes if self.rank == root else 0):
+                self.communicator.Bcast(array, root=root)
 
     def agree_min(self, value: int) -> int:
-        """The smallest of all workers' values (as of the averagings that each has data for)."""
-        return int(self.all_gather(torch.tensor([value], dtype=torch.int64)).min())
+        """The smallest of all workers' values (as of the averagings that each has data for). Counts as waiting."""
+        with self.waiting():
+            return int(self.all_gather(torch.tensor([value], dtype=torch.int64)).min())
 
     def gather(self, value: Any) -> list[Any]:
-        """Every worker's value, by rank, on every worker. Travels as JSON: dicts, lists, strings, numbers, None."""
+        """Every worker's value, by rank, on every worker. Travels as JSON: dicts, lists, strings, numbers, None.
+        Counts as waiting."""
         text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
         if self.communicator is None:
             return [json.loads(text.tobytes())]
-        lengths = [int(n) for n in self.all_gather(torch.tensor([len(text)], dtype=torch.int64)).view(-1)]
-        together = np.empty(sum(lengths), dtype=np.uint8)
-        self.communicator.Allgatherv(text, [together, lengths])
+        with self.waiting():
+            lengths = [int(n) for n in self.all_gather(torch.tensor([len(text)], dtype=torch.int64)).view(-1)]
+            together = np.empty(sum(lengths), dtype=np.uint8)
+            with self._counted(text.nbytes):
+                self.communicator.Allgatherv(text, [together, lengths])
         ends = np.cumsum(lengths)
         return [json.loads(together[end - n : end].tobytes()) for end, n in zip(ends, lengths, strict=True)]
 
     def barrier(self) -> None:
-        """Waits until every worker is here."""
+        """Waits until every worker is here, and counts as waiting."""
         if self.communicator is not None:
-            self.communicator.Barrier()
+            with self.waiting(), self._counted(0):
+                self.communicator.Barrier()
 
 
 def connect(environment: Mapping[str, str] = os.environ, wire: Wire = "float32") -> Exchange:

@@ -11,18 +11,23 @@ from ddnn.errors import UserError
 from ddnn.parallel.exchange import Exchange
 
 
+class AllLeftOut(UserError):
+    """Every worker has been left out of an averaging, as where no model is finite; raised on all of them alike."""
+
+
 def shared_weights(exchange: Exchange, weight: float) -> Tensor:
-    """Every worker's weight, (size,) float64, the same bits on each.
+    """Every worker's weight, (size,) float64, the same bits on each. Where a worker waits for the slowest.
 
     Raises:
         ValueError: this worker's weight is negative or not finite.
-        UserError: no worker has a weight above 0.
+        AllLeftOut: no worker has a weight above 0.
     """
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"a weight is a number of frames, 0 to leave a worker out, not {weight}")
-    weights = exchange.all_gather(torch.tensor([weight], dtype=torch.float64)).view(-1)
+    with exchange.waiting():
+        weights = exchange.all_gather(torch.tensor([weight], dtype=torch.float64)).view(-1)
     if not bool(weights.any()):
-        raise UserError("no worker is left to average: every one has been left out")
+        raise AllLeftOut("no worker is left to average: every one has been left out")
     return weights
 
 

@@ -108,7 +108,8 @@ def _mix(exchange: Exchange, parameters: Tensor, partners: tuple[int, int], weig
     to, source = partners
     if exchange.size == 1:
         return
-    theirs_counts = bool(exchange.send_receive(torch.tensor([weight > 0.0], dtype=torch.int64), to, source))
+    with exchange.waiting():
+        theirs_counts = bool(exchange.send_receive(torch.tensor([weight > 0.0], dtype=torch.int64), to, source))
     if exchange.wire == "float32":
         received = exchange.send_receive(parameters, to, source)
     else:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ddnn.errors import UserError
 from ddnn.parallel.bmuf import BlockMomentum
-from ddnn.parallel.exchange import Exchange, connect, over
+from ddnn.parallel.exchange import Exchange, Traffic, connect, over
 from ddnn.parallel.mean import SixteenBitAllReduce, mean, mean_of_differences
 from ddnn.parallel.strategies import STRATEGIES
 
@@ -147,8 +147,23 @@ def communicator_checks(exchange: Exchange) -> dict[str, Any]:
     }
 
 
+def traffic(exchange: Exchange, narrow: Exchange) -> dict[str, list[int]]:
+    """Bytes that each kind of averaging sent, on every worker; and whether time was counted on both accounts."""
+    compressed = SixteenBitAllReduce()
+    compressed.average(exchange, parameters(0, size=LARGE), 0, 1.0)
+    ways = {name: (strategy, exchange) for name, strategy in STRATEGIES.items()}
+    ways |= {"butterfly 16-bit": (STRATEGIES["butterfly"], narrow), "all-reduce 16-bit": (compressed.average, narrow)}
+    sent: dict[str, list[int]] = {}
+    for name, (average, using) in ways.items():
+        before = using.traffic.copy()
+        average(using, parameters(exchange.rank, size=LARGE), 1, 1.0)
+        spent = using.traffic - before
+        sent[name] = exchange.gather([spent.bytes_sent, spent.transfer_seconds > 0, spent.waiting_seconds > 0])
+    return sent
+
+
 def checks(exchange: Exchange) -> dict[str, Any]:
-    narrow = Exchange(**{**vars(exchange), "wire": "bfloat16", "_kept": {}})
+    narrow = Exchange(**{**vars(exchange), "wire": "bfloat16", "traffic": Traffic(), "_kept": {}})
     return {
         "communicator": communicator_checks(exchange),
         "all-reduce": all_reduce_checks(exchange),
@@ -157,6 +172,7 @@ def checks(exchange: Exchange) -> dict[str, Any]:
         "bmuf": {str(nesterov): block_momentum(exchange, nesterov) for nesterov in (False, True)},
         "bmuf 16-bit": block_momentum(narrow, False),
         "16-bit": sixteen_bit_all_reduce(exchange, narrow),
+        "traffic": traffic(exchange, narrow),
         "left out": left_out(exchange, narrow) if exchange.size > 1 else {},
     }
 

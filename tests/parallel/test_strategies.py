@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from parallel.mpi_checks import PARAMETERS, ROUNDS, parameters, weight
+from parallel.mpi_checks import LARGE, PARAMETERS, ROUNDS, parameters, weight
 from parallel.mpi_worlds import launch
 
-from ddnn.parallel.exchange import Exchange
+from ddnn.parallel.exchange import Exchange, Traffic
 from ddnn.parallel.strategies import STRATEGIES, mixing_matrix
 
 WORLDS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -217,6 +217,20 @@ def test_one_worker_needs_no_mpi() -> None:
     assert exchange.agree_min(4) == 4
     with pytest.raises(ValueError, match="not nan"):
         STRATEGIES["all-reduce"](exchange, parameters(0), 0, float("nan"))
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_traffic_counts_each_buffer_once(results: Callable[[int], dict[str, Any]], n: int) -> None:
+    sent = results(n)["traffic"]
+    chunk = 2 * -(-LARGE // n)
+    expected = {name: 4 * LARGE + 8 for name in STRATEGIES}
+    expected |= {"butterfly 16-bit": 2 * LARGE + 8, "all-reduce 16-bit": n * chunk + 8}
+    for name, size in expected.items():
+        assert sent[name] == [[size, True, True] if n > 1 else [0, False, False]] * n, name
+
+
+def test_traffic_of_a_span_is_a_difference() -> None:
+    assert Traffic(9, 4.0, 2.0) - Traffic(3, 1.0, 0.5) == Traffic(6, 3.0, 1.5)
 
 
 def test_importing_the_package_imports_no_mpi(tmp_path: Path) -> None:
