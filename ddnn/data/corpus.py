@@ -1,4 +1,4 @@
-"""The corpus: every frame of a data dir with its pdf-id, held in memory once.
+"""The corpus: every frame of a data dir, or of a worker's shard of it, with its pdf-id, held in memory once.
 
 Utterances lie one after another in `store`, each with `context` copies of its first and last frame around it. The
 input of frame t, spliced over t-context .. t+context, is then one contiguous piece of memory: no splice is ever
@@ -7,10 +7,8 @@ stored, and a frame outside the utterance repeats the first or last one, as in K
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +16,12 @@ import torch
 from torch import Tensor
 
 from ddnn.data.memory import require_memory
+from ddnn.data.plan import CorpusPlan, plan_corpus
 from ddnn.errors import DataError
 from ddnn.kaldi.alignments import Alignments
-from ddnn.kaldi.datadir import DataDir, read_data_dir, speaker_cmvn_stats
+from ddnn.kaldi.datadir import DataDir, speaker_cmvn_stats
 from ddnn.kaldi.features import add_deltas, apply_cmvn
 from ddnn.kaldi.tables import MatrixReader, ScpEntry, check_finite
-
-log = logging.getLogger(__name__)
-
-LENGTH_TOLERANCE = 5
-"""Frames by which features and alignment may differ (nnet1's --length-tolerance); the longer is trimmed."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +96,7 @@ def load_corpus(
     max_missing: float | None = 0.05,
     progress: Callable[[Sequence[ScpEntry]], Iterable[ScpEntry]] = iter,
 ) -> Corpus:
-    """Loads a Kaldi data dir, with its alignment where given.
-
-    Utterances without an alignment, or of which the number of frames differs by more than `LENGTH_TOLERANCE`, are
-    skipped and counted; smaller differences are trimmed to the shorter one and counted (nnet1's nnet-train-frmshuff).
+    """Loads a whole Kaldi data dir, with its alignment where given: `plan_corpus`, then `load_planned`.
 
     Args:
         alignments: pdf-ids per utterance; None leaves all labels at -1.
@@ -116,32 +107,62 @@ def load_corpus(
     Raises:
         DataError: damaged or unfit input, too much of it skipped, not enough memory.
     """
-    directory = read_data_dir(data, allow_pipes=allow_pipes)
+    plan = plan_corpus(data, alignments, allow_pipes=allow_pipes, max_missing=max_missing)
+    return load_planned(
+        plan, alignments, context=context, pipeline=pipeline, store_dtype=store_dtype, progress=progress
+    )
+
+
+def load_planned(
+    plan: CorpusPlan,
+    alignments: Alignments | None,
+    *,
+    utterances: Sequence[int] | None = None,
+    context: int,
+    pipeline: FeaturePipeline,
+    store_dtype: torch.dtype = torch.float32,
+    progress: Callable[[Sequence[ScpEntry]], Iterable[ScpEntry]] = iter,
+    workers_on_host: int = 1,
+) -> Corpus:
+    """Loads the planned utterances, or a shard of them: to the same frames and labels, whoever loads the others.
+
+    CMVN statistics are those of all utterances of a speaker in the data dir. Where there is no `cmvn.scp` to read them
+    from, all features of the shard's speakers are read for them.
+
+    Args:
+        alignments: those of the plan.
+        utterances: indices into the plan, ascending; None: all. There may be none.
+        context: frames of context on each side.
+        progress: wraps the utterances while they are read.
+        workers_on_host: workers that load shards of about this size on this machine at the same time. All must have
+            finished earlier loads before one begins this (`Exchange.barrier`): they ask for memory together.
+
+    Raises:
+        DataError: damaged or unfit input, not what the plan says (so on another host), not enough memory.
+    """
+    entries = plan.entries if utterances is None else tuple(plan.entries[u] for u in utterances)
+    num_frames = plan.num_frames if utterances is None else plan.num_frames[np.asarray(utterances, dtype=np.int64)]
+    speakers = plan.speakers
+    if speakers is not None and utterances is not None:
+        speakers = tuple(speakers[u] for u in utterances)
+    width = plan.dim * (pipeline.deltas + 1)
+    rows = int(num_frames.sum()) + 2 * context * len(entries)
+    require_memory(
+        rows * (width * store_dtype.itemsize + 4),
+        what=f"{int(num_frames.sum())} frames of {width} dims",
+        where=plan.directory.path,
+        workers=workers_on_host,
+    )
+    store = torch.empty((rows, width), dtype=store_dtype)
+    labels = torch.full((rows,), -1, dtype=torch.int32)
+    prepare = _feature_preparation(plan.directory, pipeline, None if utterances is None else speakers)
+    first_row = np.zeros(len(entries), dtype=np.int64)
+    row = context
     with MatrixReader() as reader:
-        kept, lengths, counts = _join(directory, alignments, reader)
-        _check_missing(directory, alignments, kept, counts, max_missing)
-        dim = reader.shape(kept[0])[1]
-        width = dim * (pipeline.deltas + 1)
-        rows = int(sum(lengths)) + 2 * context * len(kept)
-        require_memory(
-            rows * (width * store_dtype.itemsize + 4), what=f"{int(sum(lengths))} frames of {width} dims", where=data
-        )
-        store = torch.empty((rows, width), dtype=store_dtype)
-        labels = torch.full((rows,), -1, dtype=torch.int32)
-        prepare = _feature_preparation(directory, pipeline)
-        first_row = np.zeros(len(kept), dtype=np.int64)
-        row = context
-        for u, entry in enumerate(progress(kept)):
-            features = reader.read(entry)
-            if features.shape[1] != dim:
-                raise DataError(
-                    f"utterance {entry.key}: {features.shape[1]} dims found, {dim} expected as in {kept[0].key}",
-                    where=directory.path / "feats.scp",
-                    mend="all utterances of a data dir must have features of one kind",
-                )
-            check_finite(entry.key, features, entry.where)
-            frames = torch.from_numpy(prepare(entry.key, features))[: lengths[u]]
-            end = row + lengths[u]
+        for u, entry in enumerate(progress(entries)):
+            features = _read_features(plan, entry, reader, int(num_frames[u]))
+            frames = torch.from_numpy(prepare(entry.key, features))[: num_frames[u]]
+            end = row + int(num_frames[u])
             store[row:end] = frames
             if not bool(store[row:end].isfinite().all()):
                 raise DataError(
@@ -153,85 +174,50 @@ def load_corpus(
             store[row - context : row] = frames[0]
             store[end : end + context] = frames[-1]
             if alignments is not None:
-                labels[row:end] = torch.from_numpy(alignments.pdfs[entry.key][: lengths[u]])
+                labels[row:end] = torch.from_numpy(_pdfs(alignments, entry.key, int(num_frames[u])))
             first_row[u] = row
             row = end + 2 * context
-    speakers = None if directory.speakers is None else tuple(directory.speakers[entry.key] for entry in kept)
-    names = tuple(entry.key for entry in kept)
-    return Corpus(store, labels, names, speakers, first_row, np.asarray(lengths, dtype=np.int64), context, counts)
+    names = tuple(entry.key for entry in entries)
+    return Corpus(store, labels, names, speakers, first_row, num_frames, context, plan.counts)
 
 
-def _join(
-    directory: DataDir, alignments: Alignments | None, reader: MatrixReader
-) -> tuple[list[ScpEntry], list[int], dict[str, int]]:
-    """The utterances to keep, their numbers of frames, and what was skipped or trimmed."""
-    counts = Counter({"used": 0, "no_alignment": 0, "length_differs": 0, "trimmed": 0, "empty": 0})
-    kept, lengths = [], []
-    for entry in directory.entries:
-        frames = reader.shape(entry)[0]
-        length = frames
-        if alignments is not None:
-            labels = alignments.pdfs.get(entry.key)
-            if labels is None:
-                counts["no_alignment"] += 1
-                continue
-            if abs(len(labels) - frames) > LENGTH_TOLERANCE:
-                log.warning(
-                    "utterance %s skipped: %d frames of features, %d of alignment", entry.key, frames, len(labels)
-                )
-                counts["length_differs"] += 1
-                continue
-            length = min(frames, len(labels))
-            counts["trimmed"] += len(labels) != frames
-        if length == 0:
-            log.warning("utterance %s skipped: it has no frames", entry.key)
-            counts["empty"] += 1
-            continue
-        kept.append(entry)
-        lengths.append(length)
-    counts["used"] = len(kept)
-    return kept, lengths, dict(counts)
-
-
-def _check_missing(
-    directory: DataDir,
-    alignments: Alignments | None,
-    kept: list[ScpEntry],
-    counts: dict[str, int],
-    max_missing: float | None,
-) -> None:
-    total = len(directory.entries)
-    skipped = total - counts["used"]
-    described = (
-        f"{counts['no_alignment']} without an alignment, {counts['length_differs']} differing from theirs by more than "
-        f"{LENGTH_TOLERANCE} frames, {counts['empty']} without frames"
-    )
-    if counts["used"] == 0 or (max_missing is not None and skipped > max_missing * total):
-        aligned_in = f"; alignments are from {alignments.path}" if alignments is not None else ""
-        used = {entry.key for entry in kept}
-        first = next(entry.key for entry in directory.entries if entry.key not in used)
+def _read_features(plan: CorpusPlan, entry: ScpEntry, reader: MatrixReader, frames: int) -> np.ndarray:
+    """The utterance's features, of which the plan takes the first `frames`."""
+    features = reader.read(entry)
+    if features.shape[1] != plan.dim:
         raise DataError(
-            f"{skipped} of {total} utterances cannot be used ({described}); the first is {first}{aligned_in}",
-            where=directory.path,
-            mend="check that features and alignments belong together"
-            + (f", or raise data.max_missing (now {max_missing:g})" if max_missing is not None else ""),
+            f"utterance {entry.key}: {features.shape[1]} dims found, {plan.dim} expected as in {plan.entries[0].key}",
+            where=plan.directory.path / "feats.scp",
+            mend="all utterances of a data dir must have features of one kind",
         )
-    if skipped or counts["trimmed"]:
-        log.warning(
-            "%s: %d of %d utterances skipped (%s), %d trimmed",
-            directory.path,
-            skipped,
-            total,
-            described,
-            counts["trimmed"],
+    if len(features) < frames:
+        raise DataError(
+            f"utterance {entry.key}: {len(features)} frames found, {frames} or more expected as when the corpus was "
+            "planned",
+            where=entry.where,
+            mend="leave the archives alone while they are read, and give every host the same ones",
         )
+    check_finite(entry.key, features, entry.where)
+    return features
 
 
-def _feature_preparation(directory: DataDir, pipeline: FeaturePipeline) -> Callable[[str, np.ndarray], np.ndarray]:
-    """utterance, features -> features with CMVN and deltas."""
+def _pdfs(alignments: Alignments, utterance: str, frames: int) -> np.ndarray:
+    """The pdf-ids of the utterance's first `frames` frames."""
+    found = alignments.pdfs.get(utterance, np.zeros(0, np.int32))
+    if len(found) < frames:
+        raise ValueError(f"utterance {utterance}: {len(found)} pdf-ids, the plan of another alignment wants {frames}")
+    return found[:frames]
+
+
+def _feature_preparation(
+    directory: DataDir, pipeline: FeaturePipeline, speakers_needed: Iterable[str] | None
+) -> Callable[[str, np.ndarray], np.ndarray]:
+    """utterance, features -> features with CMVN and deltas, for utterances of these speakers; None: of all."""
     normalised = pipeline.cmvn != "none"
-    stats = speaker_cmvn_stats(directory) if normalised else {}
     speakers = directory.speaker_of("data.cmvn") if normalised else {}
+    if normalised and speakers_needed is not None:
+        directory = _of_speakers(directory, set(speakers_needed))
+    stats = speaker_cmvn_stats(directory) if normalised else {}
 
     def prepare(utterance: str, features: np.ndarray) -> np.ndarray:
         if normalised:
@@ -239,3 +225,10 @@ def _feature_preparation(directory: DataDir, pipeline: FeaturePipeline) -> Calla
         return add_deltas(features, pipeline.deltas) if pipeline.deltas else features
 
     return prepare
+
+
+def _of_speakers(directory: DataDir, wanted: set[str]) -> DataDir:
+    """The data dir as if it had these speakers alone."""
+    of_utterance = directory.speaker_of("CMVN per speaker")
+    entries = tuple(entry for entry in directory.entries if of_utterance[entry.key] in wanted)
+    return replace(directory, entries=entries, speakers={entry.key: of_utterance[entry.key] for entry in entries})

@@ -20,12 +20,16 @@ def available_memory() -> int | None:
     return None
 
 
-def require_memory(needed: int, *, what: str, where: str | PathLike[str]) -> None:
-    """Raises DataError where fewer than `needed` bytes are available for `what`."""
+def require_memory(needed: int, *, what: str, where: str | PathLike[str], workers: int = 1) -> None:
+    """Raises DataError where `needed` bytes for `what` are not available to each of so many workers on this machine."""
     available = available_memory()
-    if available is not None and needed > available:
-        raise DataError(
-            f"{what} need {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available",
-            where=where,
-            mend="use fewer utterances or a machine with more memory; in training, data.store: float16 needs half",
-        )
+    if available is None or needed * workers <= available:
+        return
+    who, other = what, ""
+    if workers > 1:
+        who, other = f"{workers} workers on this machine with {what} each", ", or spread the workers over more machines"
+    raise DataError(
+        f"{who} need {workers * needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available",
+        where=where,
+        mend=f"use fewer utterances or a machine with more memory{other}; in training, data.store: float16 needs half",
+    )

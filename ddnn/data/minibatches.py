@@ -27,14 +27,21 @@ def frame_set(corpus: Corpus, utterances: list[int]) -> FrameSet:
     return FrameSet(corpus, corpus.rows_of(utterances).to(corpus.store.device))
 
 
-def shuffled_minibatches(frames: FrameSet, minibatch: int, *, seed: int, epoch: int) -> Iterator[Tensor]:
+def num_minibatches(frames: FrameSet, minibatch: int) -> int:
+    """How many minibatches an epoch has: `shuffled_minibatches` drops the tail."""
+    return len(frames) // minibatch
+
+
+def shuffled_minibatches(frames: FrameSet, minibatch: int, *, seed: int, epoch: int, rank: int = 0) -> Iterator[Tensor]:
     """Store rows (minibatch,) int64 of one minibatch after another; the frames of the whole set in one random order.
 
     Kaldi nnet1 shuffles within 32,768 frames over a shuffled utterance list; a corpus in memory is shuffled whole. The
-    order depends on seed and epoch only. A tail shorter than a minibatch is dropped, as in nnet-train-frmshuff.
+    order depends on seed, epoch and the worker's rank only. A tail shorter than a minibatch is dropped, as in
+    nnet-train-frmshuff.
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    order = torch.randperm(len(frames), generator=generator).to(frames.rows.device)
+    # torch's generator on the CPU uses the lower 32 bits of its seed alone: an odd factor keeps ranks apart in them.
+    mixed = (seed * 1_000_003 + epoch + rank * 2_654_435_761) % 2**63
+    order = torch.randperm(len(frames), generator=torch.Generator().manual_seed(mixed)).to(frames.rows.device)
     for start in range(0, len(frames) - minibatch + 1, minibatch):
         yield frames.rows[order[start : start + minibatch]]
 

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ddnn.data.corpus import Corpus
 from ddnn.errors import DataError
 
 DEFAULT_FRACTION = 0.1
 
 
-def split_by_speakers_file(corpus: Corpus, path: Path) -> tuple[list[int], list[int]]:
+class Utterances(Protocol):
+    """What a split looks at: a `CorpusPlan` has it, and so has a `Corpus`."""
+
+    @property
+    def speakers(self) -> tuple[str, ...] | None:
+        """Speaker of each utterance; None where they are not known."""
+
+    @property
+    def num_frames(self) -> NDArray[np.int64]:
+        """(utterances,) frames of each."""
+
+
+def split_by_speakers_file(corpus: Utterances, path: Path) -> tuple[list[int], list[int]]:
     """Indices of the utterances to train on, and of those of the speakers listed in `path`, one a line.
 
     Raises:
@@ -34,7 +47,7 @@ def split_by_speakers_file(corpus: Corpus, path: Path) -> tuple[list[int], list[
     return _split(corpus, set(listed), str(path))
 
 
-def split_by_fraction(corpus: Corpus, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+def split_by_fraction(corpus: Utterances, fraction: float, seed: int) -> tuple[list[int], list[int]]:
     """Holds out whole speakers, drawn with `seed`, until they have `fraction` of the frames or more.
 
     Raises:
@@ -53,7 +66,7 @@ def split_by_fraction(corpus: Corpus, fraction: float, seed: int) -> tuple[list[
     return _split(corpus, held_out, f"data.cv.fraction {fraction:g}")
 
 
-def _speakers(corpus: Corpus) -> tuple[str, ...]:
+def _speakers(corpus: Utterances) -> tuple[str, ...]:
     if corpus.speakers is None:
         raise DataError(
             "the training data has no utt2spk; it is needed to hold out speakers for cross-validation",
@@ -62,7 +75,7 @@ def _speakers(corpus: Corpus) -> tuple[str, ...]:
     return corpus.speakers
 
 
-def _split(corpus: Corpus, held_out: set[str], rule: str) -> tuple[list[int], list[int]]:
+def _split(corpus: Utterances, held_out: set[str], rule: str) -> tuple[list[int], list[int]]:
     train = [u for u, speaker in enumerate(_speakers(corpus)) if speaker not in held_out]
     cv = [u for u, speaker in enumerate(_speakers(corpus)) if speaker in held_out]
     if not train or not cv:

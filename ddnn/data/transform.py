@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddnn.data.corpus import Corpus
+from ddnn.parallel.exchange import Exchange
 
 VARIANCE_FLOOR = 1e-10
 """As in Kaldi's cmvn-to-nnet."""
@@ -64,6 +65,8 @@ def gather(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor)
         raise ValueError(f"the corpus has {found}, the transform needs {transform.dim} with {transform.context}")
     if offsets != tuple(range(offsets[0], offsets[0] + len(offsets))):
         return _normalised(gather_plain(corpus, transform, rows, out), transform)
+    if len(rows) == 0:  # the store may have fewer rows than a splice
+        return out
     windows = store.as_strided((store.shape[0] - len(offsets) + 1, transform.output_dim), (store.shape[1], 1))
     if store.dtype == out.dtype:
         torch.index_select(windows, 0, rows + offsets[0], out=out)
@@ -92,28 +95,52 @@ def plain_splice(dim: int, context: int) -> InputTransform:
     return InputTransform(tuple(range(-context, context + 1)), dim)
 
 
-def normalising(transform: InputTransform, corpus: Corpus, utterances: list[int]) -> InputTransform:
+def normalising(
+    transform: InputTransform, corpus: Corpus, utterances: list[int], exchange: Exchange | None = None
+) -> InputTransform:
     """The transform with shift and scale that give zero mean and unit variance over the utterances' spliced frames.
 
     Statistics are float64, over the first 10,000 utterances as in nnet1. A spliced dimension sees the store's rows
     moved by its offset, so that sums over all offsets are one product: (offsets x rows) 0/1 weights times the store.
+
+    Args:
+        utterances: indices into the corpus; of several workers each gives those of its shard that are among the first
+            `STATISTICS_UTTERANCES` of all workers' training set (`shards.positions`), or none.
+        exchange: sums the statistics over the workers, who get the same bits each. Collective.
+
+    Raises:
+        ValueError: no worker has any frame.
     """
-    chosen = utterances[:STATISTICS_UTTERANCES]
-    rows = corpus.rows_of(chosen)
+    rows = corpus.rows_of(utterances[:STATISTICS_UTTERANCES])
+    sums, squares = _sums(transform, corpus, rows)
+    frames = len(rows)
+    if exchange is not None and exchange.size > 1:
+        together = torch.cat([sums.flatten(), squares.flatten(), torch.tensor([frames], dtype=torch.float64)])
+        exchange.sum_in_place(together)
+        sums, squares = together[:-1].view(2, *sums.shape)
+        frames = int(together[-1])
+    if frames == 0:
+        raise ValueError("there is no frame to take the statistics of the normalisation from")
+    mean = sums / frames
+    variance = (squares / frames - mean.square()).clamp_(min=VARIANCE_FLOOR)
+    shift = (-mean).flatten().float()
+    scale = variance.rsqrt().flatten().float()
+    return InputTransform(transform.offsets, transform.dim, shift, scale)
+
+
+def _sums(transform: InputTransform, corpus: Corpus, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums and sums of squares of the spliced frames at `rows`, (len(offsets), dim) float64 each."""
     context = transform.context
     is_frame = torch.zeros(corpus.store.shape[0] + 2 * context, dtype=torch.float64)
     is_frame[rows + context] = 1.0
     sums = torch.zeros(len(transform.offsets), corpus.dim, dtype=torch.float64)
     squares = torch.zeros_like(sums)
+    end = int(rows.max()) + context + 1 if len(rows) else 0
     block = 1 << 16
-    for start in range(0, int(rows.max()) + context + 1, block):
+    for start in range(0, end, block):
         values = corpus.store[start : start + block].double().cpu()
         n = len(values)
         weights = torch.stack([is_frame[start + context - k : start + context - k + n] for k in transform.offsets])
         sums += weights @ values
         squares += weights @ values.square_()
-    mean = sums / len(rows)
-    variance = (squares / len(rows) - mean.square()).clamp_(min=VARIANCE_FLOOR)
-    shift = (-mean).flatten().float()
-    scale = variance.rsqrt().flatten().float()
-    return InputTransform(transform.offsets, transform.dim, shift, scale)
+    return sums, squares
