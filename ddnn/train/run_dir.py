@@ -7,6 +7,7 @@ metrics.jsonl            one JSON object a line: per epoch and split
 best.safetensors         the best network so far, while training runs
 final.safetensors        the trained model
 ali_train_pdf.counts     frames per pdf of the training alignment: the priors
+job.sh, .json, .out      where it was submitted to Slurm: the script, the job's number, what it printed
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import json
 import logging
 import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from ddnn.errors import DataError, UserError
 from ddnn.files import make_directory, write_text
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.model.acoustic import AcousticModel, load_model, save_model
+from ddnn.train.job_files import is_job_file
 
 COUNTS = "ali_train_pdf.counts"
 FINAL = "final.safetensors"
@@ -74,6 +77,15 @@ def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
         ) from error
 
 
+def _lock(stream: TextIO) -> None:
+    """Takes the lock or raises BlockingIOError; a second try, since `ddnn status` holds it while it looks."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(0.2)
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 class RunDir:
     """A new run dir, made by the training that owns it."""
 
@@ -85,7 +97,8 @@ class RunDir:
         """
         if path.exists() and not path.is_dir():
             raise UserError("the run dir is a file", where=path, mend="name a directory that does not exist yet")
-        if path.exists() and ({p.name for p in path.iterdir()} - {RECIPE, LOG, PRETRAIN, COUNTS}):
+        found = {p.name for p in path.iterdir() if not is_job_file(p.name)} if path.exists() else set()
+        if found - {RECIPE, LOG, PRETRAIN, COUNTS}:
             raise UserError(
                 "the run dir exists already and is not empty",
                 where=path,
@@ -103,7 +116,7 @@ class RunDir:
         try:
             handler = _RunLog(self.path / LOG, mode="a", encoding="utf-8", errors="backslashreplace")
             stream = handler.stream or handler._open()
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(stream)
             with suppress(OSError):  # what is no regular file cannot be begun anew
                 stream.truncate(0)
         except BlockingIOError as error:
@@ -133,6 +146,27 @@ class RunDir:
         """Writes the trained model; the last thing that a training does."""
         save_model(self.path / FINAL, model)
         (self.path / BEST).unlink(missing_ok=True)
+
+
+class NoRunDir(RunDir):
+    """What the workers other than the first leave behind: nothing."""
+
+    def __init__(self, path: Path) -> None:
+        """`path` is that of the first worker's run dir."""
+        self.path = path
+
+    def open_log(self) -> logging.Handler:
+        return logging.NullHandler()
+
+    def write_recipe(self, text: str) -> None: ...
+
+    def record(self, metrics: dict[str, Any]) -> None: ...
+
+    def save_best(self, model: AcousticModel) -> None: ...
+
+    def write_counts(self, pdf_counts: np.ndarray) -> None: ...
+
+    def finish(self, model: AcousticModel) -> None: ...
 
 
 def load_run(path: Path) -> AcousticModel:
