@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from ddnn.errors import DataError
+from ddnn.train.read_metrics import EpochRow, read_metrics, read_pretraining
 
 GLANCE_BYTES = 64 << 20
 """Larger text files are not read for a glance."""
@@ -43,50 +42,32 @@ def pretraining_facts(path: Path) -> dict[str, Any]:
     if facts["finished"]:
         facts |= {k: v for k, v in model_facts(path / "stack.safetensors").items() if k != "pdfs"}
     if (path / "metrics.jsonl").exists():
-        rows = _rows(path / "metrics.jsonl", ("layer", "pass", "reconstruction_error_all_passes"))
-        for layer in sorted({row["layer"] for row in rows}):
-            last = [row for row in rows if row["layer"] == layer][-1]
-            error = last["reconstruction_error_all_passes"]
-            figure = f"{error:.4f}" if isinstance(error, (int, float)) else "not finite"
-            facts[f"rbm_{layer}"] = f"{last['pass']} passes, reconstruction error {figure} over all of them"
+        last = {row.layer: row for row in read_pretraining(path / "metrics.jsonl")}
+        for layer, row in sorted(last.items()):
+            figure = "not finite" if row.error is None else f"{row.error:.4f}"
+            facts[f"rbm_{layer}"] = f"{row.pass_} passes, reconstruction error {figure} over all of them"
     return facts
 
 
 def metrics_facts(path: Path) -> dict[str, Any]:
-    """Epochs, the last cross-validation and the best accepted one."""
-    names = ("split", "epoch", "loss", "frame_accuracy", "learning_rate", "accepted")
-    cv = [row for row in _rows(path, names) if row["split"] == "cv"]
+    """Epochs, the last cross-validation and the best accepted one; how many workers, where they wrote rows."""
+    metrics = read_metrics(path)
+    cv = metrics.cv
     if not cv:
         return {"epochs": 0}
-    sound = [row for row in cv if row["accepted"] and isinstance(row["loss"], float)]
-    facts = {"epochs": cv[-1]["epoch"], "last_cross_validation": _figures(cv[-1])}
+    facts: dict[str, Any] = {"epochs": cv[-1].epoch, "last_cross_validation": _figures(cv[-1])}
+    sound = [(row.loss, row) for row in cv if row.accepted and row.loss is not None]
     if sound:
-        facts["best_cross_validation"] = _figures(min(sound, key=lambda row: float(row["loss"])))
+        facts["best_cross_validation"] = _figures(min(sound, key=lambda pair: pair[0])[1])
+    if metrics.workers:
+        facts["workers"] = len({row.rank for row in metrics.workers})
     return facts
 
 
-def _rows(path: Path, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """These values of every line of a metrics.jsonl; DataError where a line lacks one."""
-    if path.stat().st_size > GLANCE_BYTES:
-        raise DataError(f"{path.stat().st_size} bytes found, expected a line per epoch and split", where=path)
-    rows: list[dict[str, Any]] = []
-    with path.open("rb") as handle:
-        for number, line in enumerate(handle, 1):
-            try:
-                row = json.loads(line)
-                rows.append({name: row[name] for name in names})
-                if not all(type(row[name]) is int for name in ("layer", "pass", "epoch") if name in names):
-                    raise ValueError("a number of a layer, pass or epoch is none")
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise DataError(f"line {number} is no metrics of a training: {line[:60]!r}", where=path) from error
-    return rows
-
-
-def _figures(row: dict[str, Any]) -> str:
-    accuracy = row["frame_accuracy"]
-    percent = f"{100 * accuracy:.2f} %" if isinstance(accuracy, (int, float)) else "none"
-    loss = f"{row['loss']:.4f}" if isinstance(row["loss"], (int, float)) else "not finite"
-    return f"epoch {row['epoch']}: loss {loss}, frame accuracy {percent}{'' if row['accepted'] else ', rejected'}"
+def _figures(row: EpochRow) -> str:
+    percent = "none" if row.frame_accuracy is None else f"{100 * row.frame_accuracy:.2f} %"
+    loss = "not finite" if row.loss is None else f"{row.loss:.4f}"
+    return f"epoch {row.epoch}: loss {loss}, frame accuracy {percent}{'' if row.accepted else ', rejected'}"
 
 
 def recipe_facts(path: Path) -> dict[str, Any]:
