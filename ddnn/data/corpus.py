@@ -221,7 +221,15 @@ def _feature_preparation(
 
     def prepare(utterance: str, features: np.ndarray) -> np.ndarray:
         if normalised:
-            features = apply_cmvn(features, stats[speakers[utterance]], variance=pipeline.cmvn == "mean-variance")
+            own = stats[speakers[utterance]]
+            if own.shape[1] != features.shape[1] + 1:
+                raise DataError(
+                    f"utterance {utterance}: CMVN statistics of {own.shape[1] - 1} dims found, features of "
+                    f"{features.shape[1]}",
+                    where=directory.path / "cmvn.scp",
+                    mend="run steps/compute_cmvn_stats.sh again, or remove cmvn.scp",
+                )
+            features = apply_cmvn(features, own, variance=pipeline.cmvn == "mean-variance")
         return add_deltas(features, pipeline.deltas) if pipeline.deltas else features
 
     return prepare

@@ -23,12 +23,14 @@ def shards(num_frames: NDArray[np.int64], utterances: Sequence[int], workers: in
     Returns:
         For each rank its utterances, ascending.
     """
+    chosen = np.asarray(utterances, dtype=np.int64)
+    longest_first = chosen[np.lexsort((chosen, -num_frames[chosen]))]
     lightest = [(0, rank) for rank in range(workers)]  # a heap of frames and rank
     shares: list[list[int]] = [[] for _ in range(workers)]
-    for u in sorted(utterances, key=lambda u: (-num_frames[u], u)):
+    for u, length in zip(longest_first.tolist(), num_frames[longest_first].tolist(), strict=True):
         frames, rank = lightest[0]
         shares[rank].append(u)
-        heapq.heapreplace(lightest, (frames + int(num_frames[u]), rank))
+        heapq.heapreplace(lightest, (frames + length, rank))
     return [sorted(share) for share in shares]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddnn.data.corpus import Corpus
-from ddnn.data.minibatches import frame_set, in_order, shuffled_minibatches
+from ddnn.data.minibatches import frame_set, in_order, num_minibatches, shuffled_minibatches
 from ddnn.data.transform import InputTransform, gather, gather_plain, normalising, plain_splice
 
 
@@ -80,6 +81,7 @@ def test_an_epoch_sees_every_frame_once_but_for_the_tail(
     frames = frame_set(corpus, list(range(len(sizes))))
     batches = list(shuffled_minibatches(frames, minibatch, seed=seed, epoch=epoch))
     assert [len(b) for b in batches] == [minibatch] * (sum(sizes) // minibatch)
+    assert num_minibatches(frames, minibatch) == len(batches)
     seen = torch.cat(batches).tolist() if batches else []
     assert len(set(seen)) == len(seen)
     assert set(seen) <= set(frames.rows.tolist())
@@ -100,3 +102,31 @@ def test_blocks_in_order_drop_nothing() -> None:
     corpus, _ = make_corpus([5, 4], 2, 1, 0)
     frames = frame_set(corpus, [1, 0])
     assert torch.equal(torch.cat(list(in_order(frames, 4))), frames.rows)
+
+
+def test_workers_draw_different_orders_and_the_first_that_of_one_worker() -> None:
+    corpus, _ = make_corpus([500], 2, 1, 0)
+    frames = frame_set(corpus, [0])
+    orders = [
+        next(iter(shuffled_minibatches(frames, 400, seed=2**62, epoch=3, rank=rank))).tolist() for rank in range(40)
+    ]
+    assert orders[0] == next(iter(shuffled_minibatches(frames, 400, seed=2**62, epoch=3))).tolist()
+    assert len({tuple(order) for order in orders}) == 40
+    before = torch.randperm(500, generator=torch.Generator().manual_seed((7 * 1_000_003 + 3) % 2**63))
+    now = next(iter(shuffled_minibatches(frames, 500, seed=7, epoch=3)))
+    assert torch.equal(now, frames.rows[before])
+
+
+@pytest.mark.parametrize("sizes", [[], [3]], ids=["empty corpus", "nothing chosen"])
+def test_an_empty_set_has_no_minibatch(sizes: list[int]) -> None:
+    if sizes:
+        corpus, _ = make_corpus(sizes, 2, 1, 0)
+    else:
+        empty = np.zeros(0, dtype=np.int64)
+        corpus = Corpus(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int32), (), None, empty, empty, 1)
+    frames = frame_set(corpus, [])
+    assert len(frames) == num_minibatches(frames, 4) == 0
+    assert list(shuffled_minibatches(frames, 4, seed=1, epoch=1)) == list(in_order(frames, 4)) == []
+    assert gather(corpus, plain_splice(2, 1), frames.rows, torch.empty(0, 6)).shape == (0, 6)
+    with pytest.raises(ValueError, match="no frame"):
+        normalising(plain_splice(2, 1), corpus, [])
