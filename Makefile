@@ -27,11 +27,11 @@ $(BIN)/python:
 # torch first and pinned: what asks for it later takes the one that is there.
 $(VENV)/.ready: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) '$(TORCH)'
-	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) -e '.[mpi,decode]'
+	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) -e '.[mpi,decode,report]'
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) -e '.[mpi,decode,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) -e '.[mpi,decode,report,dev]'
 	@touch $@
 
 demo: setup

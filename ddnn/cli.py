@@ -70,28 +70,43 @@ def train(
 
     workers_setting = () if workers is None else (f"parallel.workers={workers}",)
     loaded = load_recipe(recipe, (*settings, *workers_setting))
-    from ddnn.train import command
-
     if dry_run:
-        click.echo(f"# {command.describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
-    else:
-        command.run_training(loaded, run_dir or Path("exp", recipe.stem), device)
+        from ddnn.train.command import describe
+
+        click.echo(f"# {describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
+        return
+    from ddnn.train.workers import run_together
+
+    run_dir = run_dir or Path("exp", recipe.stem)
+    run_together(
+        loaded.parallel,
+        _arguments("train", recipe, run_dir, (*settings, *workers_setting), device),
+        lambda exchange: _train_here(loaded, run_dir, device, exchange),
+    )
 
 
 @cli.command(epilog="\b\nExample:\n  ddnn pretrain my.yaml --run-dir exp/rbm")
 @click.argument("recipe", type=PATH)
 @click.option("--run-dir", type=PATH, help="Gets the stack.  [default: exp/NAME OF THE RECIPE-rbm]")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe; repeatable.")
+@click.option("--workers", type=int, help="The same as --set parallel.workers=N.")
 @on_device
-def pretrain(recipe: Path, run_dir: Path | None, settings: tuple[str, ...], device: str) -> None:
+def pretrain(recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str) -> None:
     """Train the stack of RBMs of RECIPE alone.
 
     A later training takes it by pretrain.from. One that was broken off goes on where it was.
     """
     from ddnn.recipe.load import load_recipe
-    from ddnn.train.command import run_pretraining
+    from ddnn.train.workers import run_together
 
-    run_pretraining(load_recipe(recipe, settings), run_dir or Path("exp", f"{recipe.stem}-rbm"), device)
+    workers_setting = () if workers is None else (f"parallel.workers={workers}",)
+    loaded = load_recipe(recipe, (*settings, *workers_setting))
+    run_dir = run_dir or Path("exp", f"{recipe.stem}-rbm")
+    run_together(
+        loaded.parallel,
+        _arguments("pretrain", recipe, run_dir, (*settings, *workers_setting), device),
+        lambda exchange: _pretrain_here(loaded, run_dir, device, exchange),
+    )
 
 
 @cli.command()
@@ -224,6 +239,18 @@ def bench(networks: tuple[str, ...], device: str, threads: int, seconds: float, 
     _show(run_bench(networks, device=device, threads=threads, seconds=seconds), json_)
 
 
+@cli.command(epilog="\b\nExample:\n  ddnn report exp/one exp/four --out exp/compared")
+@click.argument("run_dirs", type=PATH, nargs=-1, required=True)
+@click.option("--out", type=PATH, default=Path("report"), show_default=True, help="Gets the plots, as PNG files.")
+@click.option("--no-plots", is_flag=True, help="Draw nothing; plots need ddnn[report].")
+@as_json
+def report(run_dirs: tuple[Path, ...], out: Path, no_plots: bool, json_: bool) -> None:
+    """Set trainings side by side: accuracy, speed, where the time went."""
+    from ddnn.report import table
+
+    _show(table.report(run_dirs, None if no_plots else out), json_)
+
+
 @cli.command(
     epilog="""\b
     Examples:
@@ -238,6 +265,25 @@ def completion(shell: str) -> None:
     found = get_completion_class(shell)
     assert found is not None
     click.echo(found(cli, {}, "ddnn", "_DDNN_COMPLETE").source())
+
+
+def _train_here(recipe: Any, run_dir: Path, device: str, exchange: Any) -> None:
+    from ddnn.train.command import run_training
+
+    run_training(recipe, run_dir, device, exchange)
+
+
+def _pretrain_here(recipe: Any, run_dir: Path, device: str, exchange: Any) -> None:
+    from ddnn.train.command import run_pretraining
+
+    run_pretraining(recipe, run_dir, device, exchange)
+
+
+def _arguments(command: str, recipe: Path, run_dir: Path, settings: tuple[str, ...], device: str) -> list[str]:
+    """The command line of one of several workers."""
+    set_options = [word for setting in settings for word in ("--set", setting)]
+    # Behind --, so that a name that begins with a dash is no option.
+    return [command, "--run-dir", str(run_dir), "--device", device, *set_options, "--", str(recipe)]
 
 
 def _count(bar: Any, frames: int) -> None:

@@ -1,0 +1,146 @@
+"""The plots of `ddnn report`: learning curves, where the time went, how far the workers' models drift apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from ddnn.report.figures import label, legend_below, new_figure, save, style, tidy
+from ddnn.report.runs import SHARES, Run, divergences, share, shares_by_rank, training_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LEARNING, TIME, DIVERGENCE = "learning.png", "time.png", "divergence.png"
+_COLOURS = {"compute": "#0072B2", "data": "#56B4E9", "communication": "#D55E00", "waiting": "#E69F00", "other": "0.8"}
+_MANY_BARS = 40
+"""More bars than this get no names of their own."""
+
+
+def draw_report(runs: Sequence[Run], out: Path) -> tuple[Path, ...]:
+    """Draws what the runs have figures for into PNG files in `out`; returns those that were written.
+
+    Raises:
+        UserError: matplotlib is missing, or a file cannot be written.
+    """
+    drawn = [draw_learning(runs, out / LEARNING)]
+    if any(run.metrics.workers for run in runs):
+        drawn.append(draw_time(runs, out / TIME))
+    if any(divergences(run) for run in runs):
+        drawn.append(draw_divergence(runs, out / DIVERGENCE))
+    return tuple(drawn)
+
+
+def draw_learning(runs: Sequence[Run], path: Path) -> Path:
+    """Cross-validation loss and frame accuracy against epochs and against time; rejected epochs are hollow."""
+    figure = new_figure(11, 8)
+    panels = figure.subplots(2, 2, sharey="row", sharex="col")
+    for number, run in enumerate(runs):
+        until = dict(zip((row.epoch for row in run.metrics.train), training_seconds(run), strict=True))
+        until[0] = 0.0
+        for row, (name, factor) in enumerate((("loss", 1.0), ("frame_accuracy", 100.0))):
+            points = [(cv.epoch, getattr(cv, name), cv.accepted) for cv in run.metrics.cv]
+            sound = [(epoch, factor * value, ok) for epoch, value, ok in points if value is not None]
+            _curve(panels[row][0], sound, number, label(run.name))
+            timed = [(until[epoch], value, ok) for epoch, value, ok in sound if epoch in until]
+            _curve(panels[row][1], timed, number, label(run.name))
+    for column, (against, unit) in enumerate((("epoch", "epoch"), ("training time", "training time (seconds)"))):
+        tidy(
+            panels[0][column], f"Cross-validation loss by {against}", "", "loss per frame (nats)" if not column else ""
+        )
+        accuracy = "frame accuracy (%)" if not column else ""
+        tidy(panels[1][column], f"Cross-validation frame accuracy by {against}", unit, accuracy)
+    panels[1][0].locator_params(axis="x", integer=True)
+    panels[1][1].set_xlim(left=0.0)
+    if any(not cv.accepted for run in runs for cv in run.metrics.cv):
+        figure.suptitle("hollow: epoch rejected by the schedule", fontsize=9, color="0.35", ha="left", x=0.01)
+    legend_below(figure, panels[0][0])
+    if len(runs) == 1:
+        figure.suptitle(label(runs[0].name), fontsize=12)
+    return save(figure, path)
+
+
+def _curve(axes: Axes, points: Sequence[tuple[float, float, bool]], number: int, name: str) -> None:
+    """A line through the accepted epochs; the others are hollow marks beside it."""
+    colour, marker, line = style(number)
+    kept = [(x, y) for x, y, accepted in points if accepted]
+    rejected = [(x, y) for x, y, accepted in points if not accepted]
+    axes.plot(*_columns(kept), line, color=colour, marker=marker, markersize=5, linewidth=1.6, label=name)
+    axes.plot(*_columns(rejected), linestyle="none", color=colour, marker=marker, markersize=5, markerfacecolor="white")
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def draw_time(runs: Sequence[Run], path: Path) -> Path:
+    """Stacked bars of the shares of the time: of each run's workers together, or of each worker of a single run."""
+    bars = _bars(runs)
+    few = len(bars) <= _MANY_BARS
+    figure = new_figure(11, min(max(2.8, 1.5 + 0.42 * len(bars)), 14.0))
+    axes = figure.subplots()
+    left = [0.0] * len(bars)
+    for name in (*SHARES, "other"):
+        widths = [100.0 * shares[name] for _, shares in bars]
+        axes.barh(
+            range(len(bars)),
+            widths,
+            left=left,
+            height=0.72 if few else 1.0,
+            color=_COLOURS[name],
+            edgecolor="white" if few else "none",
+            label={"waiting": "waiting for other workers"}.get(name, name),
+        )
+        for n, width in enumerate(widths):
+            if few and width >= 4.0:
+                colour = "white" if name in ("compute", "communication") else "black"
+                axes.text(left[n] + width / 2, n, f"{width:.1f}", ha="center", va="center", color=colour, fontsize=9)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    single = len(runs) == 1
+    title = f"Where each worker's time went: {label(runs[0].name)}" if single else "Where the time of the workers went"
+    tidy(axes, title, "share of the training time (%)", "worker (rank)" if single else "")
+    if few:
+        axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.set_xlim(0.0, max(100.0, *left))
+    legend_below(figure, axes)
+    return save(figure, path)
+
+
+def _bars(runs: Sequence[Run]) -> list[tuple[str, dict[str, float]]]:
+    """Name of each bar and the shares in it; `other` is what none of them accounts for."""
+    if len(runs) == 1:
+        by_name = {name: shares_by_rank(runs[0], name) for name in SHARES}
+        bars = [(str(rank), {name: by_name[name][rank] or 0.0 for name in SHARES}) for rank in by_name["compute"]]
+    else:
+        means = [(run, {name: share(run, name) for name in SHARES}) for run in runs if run.metrics.workers]
+        bars = [(label(r.name), {name: s.mean if s else 0.0 for name, s in shares.items()}) for r, shares in means]
+    return [(name, {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}) for name, shares in bars]
+
+
+def draw_divergence(runs: Sequence[Run], path: Path) -> Path:
+    """The relative distance of the workers' models from their mean, epoch by epoch; the band spans the workers."""
+    figure = new_figure(9, 5)
+    axes = figure.subplots()
+    shown = [run for run in runs if divergences(run)]
+    for number, run in enumerate(runs):
+        found = divergences(run)
+        if not found:
+            continue
+        colour, marker, line = style(number)
+        epochs = [epoch for epoch, _ in found]
+        means = [100.0 * fmean(values) for _, values in found]
+        axes.plot(epochs, means, line, color=colour, marker=marker, markersize=5, linewidth=1.6, label=label(run.name))
+        lowest, highest = ([100.0 * of(values) for _, values in found] for of in (min, max))
+        axes.fill_between(epochs, lowest, highest, color=colour, alpha=0.15, linewidth=0)
+    title = "How far the workers' models are apart before an averaging (band: lowest to highest worker)"
+    if len(shown) == 1:
+        title = f"{title}\n{label(shown[0].name)}"
+    tidy(axes, title, "epoch", "distance from the mean model (% of its norm)")
+    axes.locator_params(axis="x", integer=True)
+    axes.set_ylim(bottom=0.0)
+    legend_below(figure, axes)
+    return save(figure, path)

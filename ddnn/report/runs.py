@@ -1,0 +1,206 @@
+"""A run dir as `ddnn report` sees it: its recipe and metrics, and what they come to. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from ddnn.errors import DataError
+from ddnn.recipe.load import load_recipe
+from ddnn.recipe.schema import Recipe
+from ddnn.train.read_metrics import EpochRow, Metrics, read_metrics
+
+SHARES = ("compute", "data", "communication", "waiting")
+"""Where the time of a worker's training thread goes."""
+METRICS, RECIPE = "metrics.jsonl", "recipe.yaml"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training that has been, or still goes on.
+
+    Attributes:
+        name: tells it from the others of the report.
+        recipe: as it was run; None where the run dir holds none.
+    """
+
+    name: str
+    path: Path
+    recipe: Recipe | None
+    metrics: Metrics
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs in these run dirs, named by their last folders, as many as tell them apart.
+
+    Raises:
+        DataError: no run dir, or a damaged metrics.jsonl. RecipeError: its recipe is damaged.
+    """
+    return [read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def read_run(path: Path, name: str | None = None) -> Run:
+    """One run dir; see `read_runs`."""
+    if not (path / METRICS).is_file():
+        raise DataError(f"there is no {METRICS} here", where=path, mend="name the run dir of a training")
+    recipe = load_recipe(path / RECIPE, must_exist=False) if (path / RECIPE).exists() else None
+    return Run(name or path.absolute().name, path, recipe, read_metrics(path / METRICS))
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that differ; a run dir that is given twice gets a number."""
+    whole = [path.absolute().parts for path in paths]
+    names = ["/".join(parts) for parts in whole]
+    for length in range(max(map(len, whole), default=0), 0, -1):
+        shorter = ["/".join(parts[-length:]) for parts in whole]
+        if len(set(shorter)) < len(set(names)):
+            break
+        names = shorter
+    seen = [names[:n].count(name) for n, name in enumerate(names)]
+    return [_printable(f"{name} ({n + 1})" if n else name) for name, n in zip(names, seen, strict=True)]
+
+
+def _printable(name: str) -> str:
+    """A folder may be called anything: what is no UTF-8 or moves the cursor is written as an escape."""
+    text = name.encode(errors="backslashreplace").decode()
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure of several workers: their mean, and the worst with its rank."""
+
+    mean: float
+    worst: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to; None where its metrics do not say.
+
+    Attributes:
+        workers: their number.
+        epochs: number of the last epoch.
+        best_loss, best_accuracy: of the accepted epoch with the lowest cross-validation loss.
+        seconds: of training (without cross-validation).
+        frames_per_second, frames_per_second_per_worker: over all epochs.
+        speed_up: in frames per second, against the first run of one worker with the same network.
+        shares: of `SHARES`, over all epochs.
+        divergence: relative distance from the mean model before an averaging, in the last epoch.
+        bytes_per_averaging: that a worker sends.
+        left_out: models that were not finite and left out of an averaging.
+    """
+
+    workers: int
+    epochs: int
+    best_loss: float | None
+    best_accuracy: float | None
+    seconds: float | None
+    frames_per_second: float | None
+    frames_per_second_per_worker: float | None
+    speed_up: float | None
+    shares: dict[str, Spread | None]
+    divergence: Spread | None
+    bytes_per_averaging: float | None
+    left_out: int
+
+
+def summarise(runs: Sequence[Run]) -> list[Summary]:
+    """What each run came to; speed-ups are against the first run of one worker, where there is one."""
+    base = next((run for run in runs if number_of_workers(run) == 1 and speed(run)), None)
+    return [_summary(run, base) for run in runs]
+
+
+def _summary(run: Run, base: Run | None) -> Summary:
+    workers, rows = number_of_workers(run), run.metrics.workers
+    accepted = [(row.loss, row) for row in run.metrics.cv if row.accepted and row.loss is not None]
+    best = min(accepted, key=lambda pair: pair[0])[1] if accepted else None
+    epochs = [*(row.epoch for row in (*run.metrics.train, *run.metrics.cv)), *(row.epoch for row in rows)]
+    last = max((row.epoch for row in rows), default=0)
+    fast, slow = speed(run), None if base is None else speed(base)
+    sent = [(row.bytes_sent, row.averagings) for row in rows if row.bytes_sent is not None and row.averagings]
+    return Summary(
+        workers=workers,
+        epochs=max(epochs, default=0),
+        best_loss=None if best is None else best.loss,
+        best_accuracy=None if best is None else best.frame_accuracy,
+        seconds=training_seconds(run)[-1] if run.metrics.train else None,
+        frames_per_second=fast,
+        frames_per_second_per_worker=None if fast is None else fast / workers,
+        speed_up=fast / slow if fast and slow and base is not None and _same_network(run, base) else None,
+        shares={name: share(run, name) for name in SHARES},
+        divergence=_spread({row.rank: row.divergence for row in rows if row.epoch == last}, max),
+        bytes_per_averaging=sum(b for b, _ in sent) / sum(n for _, n in sent) if sent else None,
+        left_out=sum(row.left_out for row in rows),
+    )
+
+
+def number_of_workers(run: Run) -> int:
+    """How many workers wrote rows; where none did, what the recipe says."""
+    if run.metrics.workers:
+        return len({row.rank for row in run.metrics.workers})
+    return 1 if run.recipe is None else run.recipe.parallel.workers
+
+
+def training_seconds(run: Run) -> list[float]:
+    """Seconds of training up to the end of each row of `run.metrics.train`: what the clock on the wall shows."""
+    total, sums = 0.0, []
+    for row in run.metrics.train:
+        total += _wall(row)
+        sums.append(total)
+    return sums
+
+
+def _wall(row: EpochRow) -> float:
+    if row.frames and row.frames_per_second:
+        return row.frames / row.frames_per_second
+    return row.seconds or 0.0
+
+
+def speed(run: Run) -> float | None:
+    """Frames per second of all workers together, over all epochs."""
+    timed = [(row.frames or 0, _wall(row)) for row in run.metrics.train if _wall(row) > 0.0]
+    return sum(frames for frames, _ in timed) / sum(seconds for _, seconds in timed) if timed else None
+
+
+def share(run: Run, name: str) -> Spread | None:
+    """The share of the time that went into one of `SHARES`; the worst computes least, or loses most."""
+    return _spread(shares_by_rank(run, name), min if name == "compute" else max)
+
+
+def shares_by_rank(run: Run, name: str) -> dict[int, float | None]:
+    """Rank -> share of its time over all epochs that went into one of `SHARES`."""
+    sums: dict[int, tuple[float, float]] = {}
+    for row in run.metrics.workers:
+        value: float | None = getattr(row, f"{name}_share")
+        if value is not None and row.seconds:
+            spent, seconds = sums.get(row.rank, (0.0, 0.0))
+            sums[row.rank] = spent + value * row.seconds, seconds + row.seconds
+    ranks = sorted({row.rank for row in run.metrics.workers})
+    return {rank: sums[rank][0] / sums[rank][1] if rank in sums else None for rank in ranks}
+
+
+def divergences(run: Run) -> list[tuple[int, list[float]]]:
+    """Epoch and the workers' divergences in it, where any is known."""
+    by_epoch: dict[int, list[float]] = {}
+    for row in run.metrics.workers:
+        if row.divergence is not None:
+            by_epoch.setdefault(row.epoch, []).append(row.divergence)
+    return sorted(by_epoch.items())
+
+
+def _spread(values: dict[int, float | None], worst: Callable[[Iterable[float]], float]) -> Spread | None:
+    known = {rank: value for rank, value in values.items() if value is not None}
+    if not known:
+        return None
+    extreme = worst(known.values())
+    return Spread(fmean(known.values()), extreme, next(rank for rank, value in known.items() if value == extreme))
+
+
+def _same_network(run: Run, base: Run) -> bool:
+    sizes = {row.parameters for row in (*run.metrics.workers, *base.metrics.workers) if row.parameters is not None}
+    models = [r.recipe.model for r in (run, base) if r.recipe is not None]
+    return len(sizes) < 2 and all(model == models[0] for model in models)

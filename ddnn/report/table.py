@@ -1,0 +1,139 @@
+"""`ddnn report`: runs side by side, as text, JSON and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ddnn.recipe.keys import keys
+from ddnn.recipe.schema import Recipe
+from ddnn.recipe.validate import is_read
+from ddnn.report.runs import SHARES, Run, Spread, Summary, read_runs, summarise
+
+CONTRAST = ("parallel.reduce", "parallel.every", "optimizer.name")
+"""Keys of the recipe to show always (beside the number of workers); others where they differ."""
+MOST_DIFFERING = 12
+WIDEST = 28
+
+
+@dataclass(frozen=True)
+class Report:
+    """Runs side by side; `plots` are the files that were drawn."""
+
+    runs: tuple[Run, ...]
+    summaries: tuple[Summary, ...]
+    plots: tuple[Path, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        rows = zip(self.runs, self.summaries, strict=True)
+        runs = [{"name": r.name, "path": str(r.path), **_contrast(r.recipe), **asdict(s)} for r, s in rows]
+        return {"runs": runs, "plots": [str(path) for path in self.plots]}
+
+    def as_text(self) -> str:
+        """A column for each run."""
+        rows = [("", [_short(run.name) for run in self.runs])]
+        rows.append(("workers", [str(s.workers) for s in self.summaries]))
+        recipes = [run.recipe for run in self.runs]
+        rows += [(key.removesuffix(".name").split(".")[-1], _settings(recipes, key)) for key in CONTRAST]
+        rows += [(key, _settings(recipes, key)) for key in _differing(recipes)]
+        rows += [(label, [show(s) for s in self.summaries]) for label, show in _figures()]
+        lines = _aligned(rows)
+        if any(s.shares["compute"] is not None for s in self.summaries):
+            lines.append("shares: mean over workers / the worst one, which computes least or loses most (its rank)")
+        lines += [f"plot: {path}" for path in self.plots]
+        return "\n".join(lines)
+
+
+def report(paths: Sequence[Path], out: Path | None) -> Report:
+    """Reads run dirs and, where `out` names a folder, draws their plots into it.
+
+    Raises:
+        DataError, RecipeError: a run dir is damaged. UserError: matplotlib is missing, or `out` cannot be written.
+    """
+    runs = read_runs(paths)
+    plots: tuple[Path, ...] = ()
+    if out is not None:
+        from ddnn.report.curves import draw_report  # the table does without matplotlib
+
+        plots = draw_report(runs, out)
+    return Report(tuple(runs), tuple(summarise(runs)), plots)
+
+
+def _figures() -> list[tuple[str, Any]]:
+    """Label, and how to show that figure of a Summary."""
+    shares = [(f"{name} time", lambda s, name=name: _percent(s.shares[name])) for name in SHARES]
+    return [
+        ("epochs", lambda s: str(s.epochs)),
+        ("best CV loss per frame", lambda s: _number(s.best_loss, "{:.4f}")),
+        ("its CV frame accuracy", lambda s: _number(s.best_accuracy, "{:.2%}").replace("%", " %")),
+        ("training seconds", lambda s: _number(s.seconds, "{:,.1f}")),
+        ("frames/s", lambda s: _number(s.frames_per_second, "{:,.0f}")),
+        ("frames/s per worker", lambda s: _number(s.frames_per_second_per_worker, "{:,.0f}")),
+        ("speed-up over one worker", lambda s: _number(s.speed_up, "{:.2f}")),
+        *shares,
+        ("divergence, last epoch", _divergence),
+        ("bytes sent per averaging", lambda s: _number(s.bytes_per_averaging, "{:,.0f}")),
+        ("left out of averagings", lambda s: str(s.left_out)),
+    ]
+
+
+def _percent(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{100 * spread.mean:.1f} / {100 * spread.worst:.1f} % ({spread.rank})"
+
+
+def _divergence(summary: Summary) -> str:
+    spread = summary.divergence
+    return "-" if spread is None else f"{spread.mean:.3g} / {spread.worst:.3g} ({spread.rank})"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _contrast(recipe: Recipe | None) -> dict[str, Any]:
+    if recipe is None:
+        return {"reduce": None, "every": None, "optimizer": None}
+    parallel = recipe.parallel
+    return {"reduce": parallel.reduce, "every": parallel.every, "optimizer": recipe.optimizer.name}
+
+
+def _settings(recipes: Sequence[Recipe | None], key: str) -> list[str]:
+    """What each recipe says of a dotted key: "-" where it is not read, as with one worker the strategy."""
+    shown = []
+    for recipe in recipes:
+        alone = recipe is not None and recipe.parallel.workers == 1 and key.startswith("parallel.")
+        value = None if recipe is None or alone or not is_read(recipe, key) else _value(recipe, key)
+        shown.append("-" if value is None else _short(str(value)))
+    return shown
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, "from_" if part == "from" else part)
+    return value
+
+
+def _differing(recipes: Sequence[Recipe | None]) -> list[str]:
+    """Further keys in which the recipes that read them differ."""
+    shown_already = (*CONTRAST, "parallel.workers")
+    differ = [key for key in keys() if key not in shown_already and len(set(_settings(recipes, key)) - {"-"}) > 1]
+    return differ[:MOST_DIFFERING]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= WIDEST else f"...{text[3 - WIDEST :]}"
+
+
+def _aligned(rows: list[tuple[str, list[str]]]) -> list[str]:
+    first = max(len(label) for label, _ in rows)
+    widths = [max(map(len, column)) for column in zip(*(cells for _, cells in rows), strict=True)]
+    return [
+        f"{label:<{first}}  {'  '.join(f'{cell:>{width}}' for cell, width in zip(cells, widths, strict=True))}".rstrip()
+        for label, cells in rows
+    ]
