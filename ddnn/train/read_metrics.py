@@ -137,9 +137,7 @@ def read_pretraining(path: Path) -> list[PretrainingRow]:
     Raises:
         DataError: as of `read_metrics`.
     """
-    return [
-        _checked(PretrainingRow, path, number, line, _parse(path, number, line)) for number, line in _lines(path)
-    ]
+    return [_checked(PretrainingRow, path, number, line, _parse(path, number, line)) for number, line in _lines(path)]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
