@@ -1,0 +1,147 @@
+"""The text of an sbatch script: a pure function of what it is made from."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddnn.errors import UserError
+from ddnn.parallel.launch import SETTINGS
+from ddnn.slurm.cluster import Cluster
+from ddnn.slurm.plan import Placement
+from ddnn.train.job_files import JOB_OUTPUT
+
+
+@dataclass(frozen=True)
+class JobScript:
+    """A training as a job: everything that its script says.
+
+    Attributes:
+        run_dir: absolute; the job's output goes into it.
+        training: the command that trains, word by word, as it stands in the job: absolute paths only.
+        name: the job's name, one word.
+        placement: workers over nodes.
+        threads: CPU threads of each worker.
+        cluster: settings of the cluster; of its numbers of nodes, workers and GPUs `placement` is the last word.
+    """
+
+    run_dir: Path
+    training: tuple[str, ...]
+    name: str
+    placement: Placement
+    threads: int
+    cluster: Cluster
+
+    @property
+    def cpus_per_worker(self) -> int:
+        """Cores to ask for."""
+        return max(self.threads, self.cluster.cpus_per_worker)
+
+
+def sbatch_options(job: JobScript) -> list[str]:
+    """Options of sbatch, each one word, unquoted: for its command line, where they win over SBATCH_* variables.
+
+    Raises:
+        UserError: the run dir's name holds what Slurm cannot write to.
+    """
+    cluster, placement = job.cluster, job.placement
+    chosen = {
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "time": cluster.time,
+        "nodes": placement.nodes,
+        "ntasks-per-node": placement.workers_per_node,
+        "cpus-per-task": job.cpus_per_worker,
+        "gres": ":".join(filter(None, ("gpu", cluster.gpu_type, str(placement.gpus_per_node)))),
+        "mem": cluster.mem,
+    }
+    if not placement.gpus_per_node:
+        del chosen["gres"]
+    return [
+        f"--job-name={job.name}",
+        # What stands behind % is Slurm's to fill in; two of them are one.
+        f"--output={_slurm_path(job.run_dir)}".replace("%", "%%") + f"/{JOB_OUTPUT}",
+        "--open-mode=truncate",
+        "--no-requeue",  # begun anew it would find a run dir in which a training has begun
+        *(f"--{name}={value}" for name, value in chosen.items() if value is not None),
+        *cluster.options,
+    ]
+
+
+def script_text(job: JobScript) -> str:
+    """The whole script.
+
+    Raises:
+        UserError: a name holds what neither Slurm nor one line of shell can.
+    """
+    cluster = job.cluster
+    lines = [
+        "#!/bin/bash",
+        f"# Written by ddnn: {job.placement}. `ddnn status {shlex.quote(str(job.run_dir))}` follows it.",
+        *(f"#SBATCH {_quoted(option)}" for option in sbatch_options(job)),
+        "",
+        "# A line that fails ends the job, with its exit code. No -u: module and conda read variables that nobody set.",
+        "set -eo pipefail",
+        """trap 'echo "job.sh: exit code $? from: $BASH_COMMAND" >&2' ERR""",
+        "",
+        *_exports({k: v for k, v in SETTINGS.items() if "MCA" in k} if _by_srun(job) else {}),
+        *(["# setup of the cluster's settings, as it stands there", *cluster.setup, ""] if cluster.setup else []),
+        *_exports({"SLURM_EXPORT_ENV": "ALL", "OMP_NUM_THREADS": str(job.threads), **cluster.environment}),
+        "# In place of this shell: Slurm's signals reach it, and its exit code is the job's.",
+        f"exec {shlex.join([*_launcher(job), *map(_one_line, job.training)])}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _by_srun(job: JobScript) -> bool:
+    return job.cluster.launcher == "srun" and job.placement.workers > 1
+
+
+def _launcher(job: JobScript) -> list[str]:
+    """What stands before the training. Nothing for mpirun: ddnn starts it itself, over the nodes of the allocation."""
+    if not _by_srun(job):
+        return []
+    placement = job.placement
+    return [
+        *("srun", "--mpi=pmix", "--kill-on-bad-exit=1", f"--nodes={placement.nodes}", f"--ntasks={placement.workers}"),
+        f"--ntasks-per-node={placement.workers_per_node}",
+        f"--cpus-per-task={job.cpus_per_worker}",  # since 22.05 srun does not take it from the job
+    ]
+
+
+def _exports(variables: dict[str, str]) -> list[str]:
+    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+
+
+def _quoted(option: str) -> str:
+    """An option for an #SBATCH line. sbatch reads double quotes and backslashes in them as a shell would, no $."""
+    if not re.search(r"[\s\"'#]", option):
+        return option
+    name, _, value = option.partition("=")
+    escaped = value.replace('"', '\\"')
+    return f'{name}="{escaped}"'
+
+
+def _slurm_path(path: Path) -> str:
+    text = str(path)
+    unfit = next((c for c in text if c == "\\" or not c.isprintable()), None)
+    if unfit is not None:
+        raise UserError(
+            f"the name of the run dir holds {unfit!r}, which Slurm cannot have in the name of an output file",
+            where=repr(text),
+            mend="name another --run-dir",
+        )
+    return text
+
+
+def _one_line(text: str) -> str:
+    unfit = next((c for c in text if c in "\n\r\0"), None)
+    if unfit is not None:
+        raise UserError(
+            f"{unfit!r} found, which cannot stand in a job script", where=repr(text), mend="rename the file"
+        )
+    return text
