@@ -16,6 +16,7 @@ import click
 
 from ddnn import __version__
 from ddnn.errors import UserError
+from ddnn.slurm.options import SlurmOptions, slurm_options
 
 PATH = click.Path(path_type=Path)
 DEVICE = click.Choice(["cpu", "cuda", "auto"])
@@ -54,7 +55,8 @@ def cli() -> None:
     epilog="""\b
     Examples:
       ddnn train recipes/an4/sgd-random.yaml --run-dir exp/an4
-      ddnn train my.yaml --set schedule.initial=0.004 --set seed=2 --dry-run"""
+      ddnn train my.yaml --set schedule.initial=0.004 --set seed=2 --dry-run
+      ddnn train my.yaml --slurm --cluster gpu --nodes 2 --time 12:00:00"""
 )
 @click.argument("recipe", type=PATH)
 @click.option("--run-dir", type=PATH, help="Where everything goes.  [default: exp/NAME OF THE RECIPE]")
@@ -62,10 +64,18 @@ def cli() -> None:
 @click.option("--workers", type=int, help="The same as --set parallel.workers=N.")
 @on_device
 @click.option("--dry-run", is_flag=True, help="Check the recipe, print it as resolved, train nothing.")
+@slurm_options
 def train(
-    recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str, dry_run: bool
-) -> None:
+    recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str, dry_run: bool,
+    slurm: SlurmOptions | None,
+) -> None:  # fmt: skip
     """Train a network as RECIPE says."""
+    if slurm is not None:
+        from ddnn.slurm.submit import submit_training
+
+        run_dir = run_dir or Path("exp", recipe.stem)
+        click.echo(submit_training(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run))
+        return
     from ddnn.recipe.load import dump_recipe, load_recipe
 
     workers_setting = () if workers is None else (f"parallel.workers={workers}",)
@@ -245,7 +255,7 @@ def bench(networks: tuple[str, ...], device: str, threads: int, seconds: float, 
 @click.option("--no-plots", is_flag=True, help="Draw nothing; plots need ddnn[report].")
 @as_json
 def report(run_dirs: tuple[Path, ...], out: Path, no_plots: bool, json_: bool) -> None:
-    """Set trainings side by side: accuracy, speed, where the time went."""
+    """Compare trainings: accuracy, speed, where the time went."""
     from ddnn.report import table
 
     _show(table.report(run_dirs, None if no_plots else out), json_)

@@ -30,9 +30,9 @@ def configs_folder() -> Path:
 
 
 def fragments() -> list[str]:
-    """Names of the fragments that come with ddnn, as `include` takes them; cluster settings are no part of a recipe."""
+    """Names of the fragments that come with ddnn, as `include` takes them; cluster settings and measured times are no recipe."""
     names = (path.relative_to(configs_folder()).as_posix() for path in configs_folder().rglob("*.yaml"))
-    return sorted(name for name in names if not name.startswith("cluster/"))
+    return sorted(name for name in names if not name.startswith(("cluster/", "measured/")))
 
 
 def gather_file(path: Path, name: str, into: Gathered, including: tuple[Path, ...] = ()) -> None:
