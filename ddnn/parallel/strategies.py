@@ -113,7 +113,7 @@ def _mix(exchange: Exchange, parameters: Tensor, partners: tuple[int, int], weig
     if exchange.wire == "float32":
         received = exchange.send_receive(parameters, to, source)
     else:
-        sent = exchange.keep("16-bit", parameters.numel(), torch.bfloat16).copy_(parameters)
+        sent = exchange.keep("16-bit", parameters.numel(), torch.bfloat16, parameters.device).copy_(parameters)
         received = exchange.send_receive(sent.view(torch.int16), to, source).view(torch.bfloat16)
     if not theirs_counts:
         return

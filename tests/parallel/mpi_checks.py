@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ddnn.errors import UserError
 from ddnn.parallel.bmuf import BlockMomentum
-from ddnn.parallel.exchange import Exchange, Traffic, connect, over
+from ddnn.parallel.exchange import Exchange, connect, over
 from ddnn.parallel.mean import SixteenBitAllReduce, mean, mean_of_differences
 from ddnn.parallel.strategies import STRATEGIES
+from ddnn.parallel.traffic import Traffic
 
 PARAMETERS = 37
 """Divisible by no number of workers: the chunks of the 16-bit mean are padded."""

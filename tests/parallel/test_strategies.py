@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from parallel.mpi_checks import LARGE, PARAMETERS, ROUNDS, parameters, weight
 from parallel.mpi_worlds import launch
 
-from ddnn.parallel.exchange import Exchange, Traffic
+from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.strategies import STRATEGIES, mixing_matrix
+from ddnn.parallel.traffic import Traffic
 
 WORLDS = [1, 2, 3, 4, 5, 6, 7, 8]
 GOSSIP = ["butterfly", "ring", "hopping-ring"]
