@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from tqdm import tqdm
 
+SHOWN_BY_LAUNCHER = "DDNN_PROGRESS"
+"""Environment variable: the launcher of workers has a terminal, which the first worker writes to through a pipe."""
+
 Item = TypeVar("Item")
+
+
+_disabled: bool | None = None
+"""What tqdm gets: None shows bars on a terminal only."""
+
+
+def only_first_worker_shows(rank: int) -> None:
+    """Bars of the other workers are off from here on; the first one's reach the terminal of their launcher."""
+    global _disabled
+    if rank:
+        _disabled = True
+    elif os.environ.get(SHOWN_BY_LAUNCHER):
+        _disabled = False
 
 
 def progress_bar(description: str, unit: str = "utt") -> Callable[[Sequence[Item]], Iterable[Item]]:
     """Wraps a sequence in a bar that shows only on a terminal."""
 
     def wrap(items: Sequence[Item]) -> Iterable[Item]:
-        return tqdm(items, desc=description, unit=f" {unit}", disable=None, leave=False, mininterval=0.5)
+        return tqdm(items, desc=description, unit=f" {unit}", disable=_disabled, leave=False, mininterval=0.5)
 
     return wrap
 
@@ -22,5 +39,5 @@ def progress_bar(description: str, unit: str = "utt") -> Callable[[Sequence[Item
 def frame_counter(description: str, total: int) -> tqdm:  # type: ignore[type-arg]
     """A bar counting frames, for a terminal only."""
     return tqdm(
-        total=total, desc=description, unit=" frames", unit_scale=True, disable=None, leave=False, mininterval=0.5
+        total=total, desc=description, unit=" frames", unit_scale=True, disable=_disabled, leave=False, mininterval=0.5
     )

@@ -28,6 +28,7 @@ from ddnn.model.network import Buffers, Network, hidden_stack, layer_views
 from ddnn.optim.schedule import make_schedule
 from ddnn.optim.sgd import Sgd, make_optimizer
 from ddnn.recipe.schema import Optimizer, Schedule
+from ddnn.train.averaging import no_averaging
 from ddnn.train.loop import Setup, train_minibatch
 
 
@@ -214,7 +215,9 @@ def _random_setup(shape: Shape, device: torch.device, frames: int = 60_000) -> S
     initialise_randomly(network, 1)
     model = AcousticModel(FeaturePipeline(), transform, network).to(device)
     train = frame_set(corpus.to(device), [0])
-    return Setup(model, Sgd(model.network), make_schedule(Schedule()), train, train, shape.minibatch, 1)
+    optimizer = Sgd(model.network)
+    alone = no_averaging(model.network.parameters, optimizer, shape.minibatch)
+    return Setup(model, optimizer, make_schedule(Schedule()), train, train, shape.minibatch, 1, alone)
 
 
 def _cpu_name() -> str:

@@ -73,6 +73,7 @@ class Rbm:
         weight: W, (hid, vis) float32.
         hidden_bias: b, (hid,).
         visible_bias: a, (vis,).
+        parameters: the flat buffer of which these three are views.
         visible_kind: what the visible units are; hidden units are Bernoulli.
         weight_change, hidden_bias_change, visible_bias_change: dW, db, da, the momentum.
         frames: frames trained on so far, which the momentum follows.
@@ -83,6 +84,7 @@ class Rbm:
     weight: Tensor
     hidden_bias: Tensor
     visible_bias: Tensor
+    parameters: Tensor
     visible_kind: VisibleKind
     weight_change: Tensor
     hidden_bias_change: Tensor
@@ -113,14 +115,16 @@ def init_rbm(
     """
     if (visible_mean is None) == (visible_kind == "bernoulli"):
         raise ValueError("visible_mean is for Bernoulli visible units, and these need it")
-    weight = torch.empty(hidden, visible, device=generator.device).normal_(0.0, stddev, generator=generator)
-    visible_bias = weight.new_zeros(visible)
+    parameters = torch.zeros(hidden * visible + hidden + visible, device=generator.device)
+    flat_weight, hidden_bias, visible_bias = torch.split(parameters, [hidden * visible, hidden, visible])
+    weight = flat_weight.view(hidden, visible).normal_(0.0, stddev, generator=generator)
     if visible_mean is not None:
         visible_bias += torch.logit(visible_mean.to(weight.device, torch.float64).clamp(1e-4, 0.9999)).float()
     return Rbm(
         weight=weight,
-        hidden_bias=weight.new_zeros(hidden),
+        hidden_bias=hidden_bias,
         visible_bias=visible_bias,
+        parameters=parameters,
         visible_kind=visible_kind,
         weight_change=torch.zeros_like(weight),
         hidden_bias_change=weight.new_zeros(hidden),

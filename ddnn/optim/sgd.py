@@ -36,14 +36,22 @@ class Sgd:
         self.gradient = network.parameters.new_zeros(network.parameters.shape)
         self.correction = self.gradient.clone() if momentum else self.gradient
 
-    def start_epoch(self) -> None:
-        """Forgets the momentum: nnet1 runs one process per epoch, and each starts from none."""
+    def clear_momentum(self) -> None:
+        """Forgets the momentum. At each epoch too: nnet1 runs one process per epoch, and each starts from none."""
         if self.momentum:
             self.correction.zero_()
 
-    def step(self, network: Network, buffers: Buffers, rate: float) -> None:
-        """One update from the layer inputs and output derivatives of a minibatch."""
+    def step(
+        self, network: Network, buffers: Buffers, rate: float, average: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """One update from the layer inputs and output derivatives of a minibatch.
+
+        Args:
+            average: what workers that average gradients do with theirs before it is applied, in place.
+        """
         self.direction(network, buffers, rate, self.gradient)
+        if average is not None:
+            average(self.gradient)
         self.apply(network, rate, frames=len(buffers.x))
 
     def apply(self, network: Network, rate: float, frames: int) -> Tensor:

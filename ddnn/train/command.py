@@ -1,95 +1,152 @@
-"""`ddnn train`: from a recipe to a trained run dir."""
+"""`ddnn train` and `ddnn pretrain`: from a recipe to a trained run dir."""
 
 from __future__ import annotations
 
 import logging
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ddnn import __version__
-from ddnn.data.corpus import Corpus, FeaturePipeline, load_corpus
-from ddnn.data.minibatches import FrameSet, frame_set
-from ddnn.data.split import DEFAULT_FRACTION, split_by_fraction, split_by_speakers_file
-from ddnn.data.transform import InputTransform, normalising, plain_splice
-from ddnn.device import choose_device
-from ddnn.errors import DataError, RecipeError, UserError
-from ddnn.kaldi.alignments import Alignments, pdf_counts, read_alignments
+from ddnn.data.corpus import FeaturePipeline
+from ddnn.data.minibatches import frame_set
+from ddnn.device import check_devices, choose_device, device_identity
+from ddnn.errors import RecipeError, UserError
+from ddnn.kaldi.alignments import pdf_counts
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.initialise import initialise_randomly
 from ddnn.model.network import Network, hidden_stack
 from ddnn.optim.schedule import make_schedule
 from ddnn.optim.sgd import make_optimizer
-from ddnn.progress import progress_bar
+from ddnn.parallel.exchange import Exchange
+from ddnn.parallel.mean import AllLeftOut
+from ddnn.progress import only_first_worker_shows
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
+from ddnn.train.averaging import Averaging, scales_rate
+from ddnn.train.load import Frames, TrainingData, check_size, input_transform, load_everything, load_training_data
 from ddnn.train.loop import Setup, train
-from ddnn.train.pretrain import STACK, claim, load_stack, pretrain
-from ddnn.train.run_dir import PRETRAIN, RunDir
+from ddnn.train.pretrain import STACK, claim, load_stack, pretrain, share_stack
+from ddnn.train.run_dir import BEST, PRETRAIN, NoRunDir, RunDir
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainingData:
-    """Frames to train on and to judge by, and the alignments they carry."""
-
-    corpus: Corpus
-    train_utterances: list[int]
-    cv: FrameSet
-    alignments: Alignments
-
-
-def run_training(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
-    """Trains as the recipe says and leaves everything in `run_dir`.
+def run_training(recipe: Recipe, run_dir: Path, device: str = "auto", exchange: Exchange | None = None) -> None:
+    """Trains as the recipe says and leaves everything in `run_dir`; every worker of `exchange` runs it together.
 
     Raises:
         UserError: anything the user must mend: recipe, data, device, disk.
     """
-    on = choose_device(device, threads=recipe.parallel.threads)
-    run = RunDir(run_dir)
+    exchange = exchange or Exchange()
+    recipe = for_these_workers(recipe, exchange)
+    on = device_of_worker(recipe, device, exchange)
+    run = RunDir(run_dir) if exchange.rank == 0 else NoRunDir(run_dir)
     log_file = run.open_log()
     root = logging.getLogger("ddnn")
     root.addHandler(log_file)
-    root.setLevel(logging.INFO)
+    say_as_worker(exchange)
+    averaging = None
     try:
         log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, on, platform.python_version())
-        if recipe.init == "rbm" and recipe.pretrain.from_ is None:
+        _log_workers(recipe, on, exchange)
+        if recipe.init == "rbm" and recipe.pretrain.from_ is None and exchange.rank == 0:
             claim(recipe, run_dir / PRETRAIN)  # before anything of an earlier run is written over
         run.write_recipe(dump_recipe(recipe))
-        data = load_training_data(recipe, on)
-        _check_size("minibatch", recipe.minibatch, sum(int(data.corpus.num_frames[u]) for u in data.train_utterances))
-        model = initial_model(recipe, data, run_dir / PRETRAIN).to(on)
-        run.write_counts(pdf_counts(data.alignments, data.corpus.utterances))
+        stack = _replicated_stack(recipe, on, run_dir / PRETRAIN, exchange)
+        data = load_training_data(recipe, on, exchange)
+        check_size("minibatch", recipe.minibatch, data.train_utterances, data.frames, exchange)
+        model = initial_model(recipe, data, run_dir / PRETRAIN, exchange, stack).to(on)
+        run.write_counts(pdf_counts(data.alignments, data.frames.plan.utterances))
+        optimizer = make_optimizer(recipe.optimizer, model.network)
+        averaging = Averaging(exchange, recipe.parallel, model.network.parameters, optimizer, recipe.minibatch)
+        averaging.share()
+        averaging.restart()
         setup = Setup(
             model=model,
-            optimizer=make_optimizer(recipe.optimizer, model.network),
+            optimizer=optimizer,
             schedule=make_schedule(recipe.schedule),
-            train=frame_set(data.corpus, data.train_utterances),
+            train=data.train,
             cv=data.cv,
             minibatch=recipe.minibatch,
             seed=recipe.seed,
+            averaging=averaging,
         )
         log.info(
             "%d parameters, %d frames to train on, %d to judge by; rates multiply the gradient summed over %d frames",
             model.network.parameters.numel(),
-            len(setup.train),
-            len(setup.cv),
-            recipe.minibatch,
+            sum(exchange.gather(len(setup.train))),
+            sum(exchange.gather(len(setup.cv))),
+            recipe.minibatch * averaging.rate_scale,
         )
         trained = train(setup, run)
         run.finish(trained.to(torch.device("cpu")))
         log.info("finished: %s", run_dir / "final.safetensors")
+    except AllLeftOut as error:
+        good = run_dir / BEST
+        raise UserError(
+            str(error),
+            where=run_dir,
+            mend=(f"the last good model is {good}; " if good.exists() else "") + "lower schedule.initial",
+        ) from error
     except (UserError, KeyboardInterrupt) as error:
         # The command line tells the person; whoever reads the log later is told here.
         said = {"msg": f"stopped: {str(error) or 'interrupted'}", "levelno": logging.ERROR, "levelname": "ERROR"}
         log_file.handle(logging.makeLogRecord(said))
         raise
     finally:
+        if averaging is not None:
+            averaging.close()
         root.removeHandler(log_file)
         log_file.close()
+
+
+def for_these_workers(recipe: Recipe, exchange: Exchange) -> Recipe:
+    """The recipe with as many workers as there are.
+
+    Raises:
+        RecipeError: it says another number.
+    """
+    said, there = recipe.parallel.workers, exchange.size
+    if said not in (1, there):
+        raise RecipeError(
+            f"{said} found, but {there} workers were started",
+            where="parallel.workers",
+            mend=f"start {said} workers, or say --workers {there}",
+        )
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"workers": there})})
+
+
+def device_of_worker(recipe: Recipe, device: str, exchange: Exchange) -> torch.device:
+    """Where this worker computes; UserError where two would share a GPU and the recipe does not allow it."""
+    on = choose_device(device, exchange.local_rank, threads=recipe.parallel.threads)
+    places = exchange.gather([exchange.rank, exchange.host, device_identity(on)])
+    check_devices(places, recipe.parallel.share_devices)
+    return on
+
+
+def say_as_worker(exchange: Exchange) -> None:
+    """The first worker says everything and shows progress, the others only warnings, with their number."""
+    logging.getLogger("ddnn").setLevel(logging.INFO if exchange.rank == 0 else logging.WARNING)
+    only_first_worker_shows(exchange.rank)
+
+
+def _log_workers(recipe: Recipe, on: torch.device, exchange: Exchange) -> None:
+    everyone = exchange.gather(f"{exchange.rank}: {exchange.host} {on}")
+    if exchange.size == 1:
+        return
+    parallel = recipe.parallel
+    log.info("%d workers (%s)", exchange.size, ", ".join(everyone))
+    log.info(
+        "reduce %s every %d minibatches, wire %s%s; rates are multiplied by %d",
+        parallel.reduce,
+        1 if parallel.reduce == "gradient" else parallel.every,
+        parallel.wire,
+        ", overlapped" if parallel.overlap else "",
+        exchange.size if scales_rate(parallel) else 1,
+    )
 
 
 def describe(recipe: Recipe) -> str:
@@ -102,63 +159,18 @@ def describe(recipe: Recipe) -> str:
     )
 
 
-def load_training_data(recipe: Recipe, device: torch.device) -> TrainingData:
-    """Reads alignments and features and holds out the cross-validation set; everything ends up on `device`."""
-    alignments = read_alignments(recipe.data.alignments, num_pdfs=recipe.data.pdfs)
-    corpus = _load(recipe, recipe.data.train, alignments).to(device)
-    held_out = recipe.data.cv
-    if held_out.data is not None and held_out.alignments is not None:
-        cv_alignments = read_alignments(held_out.alignments, num_pdfs=recipe.data.pdfs)
-        if cv_alignments.num_pdfs > alignments.num_pdfs:
-            raise DataError(
-                f"{cv_alignments.num_pdfs} pdfs for cross-validation, {alignments.num_pdfs} for training",
-                where=held_out.alignments,
-                mend="use alignments made with the same final.mdl",
-            )
-        cv_corpus = _load(recipe, held_out.data, cv_alignments).to(device)
-        if cv_corpus.dim != corpus.dim:
-            raise DataError(
-                f"{cv_corpus.dim} dims found, {corpus.dim} expected as in {recipe.data.train}", where=held_out.data
-            )
-        everything = list(range(len(corpus.utterances)))
-        return TrainingData(
-            corpus, everything, frame_set(cv_corpus, list(range(len(cv_corpus.utterances)))), alignments
-        )
-    if held_out.speakers_file is not None:
-        train_utterances, cv = split_by_speakers_file(corpus, held_out.speakers_file)
-    else:
-        train_utterances, cv = split_by_fraction(corpus, held_out.fraction or DEFAULT_FRACTION, recipe.seed)
-    return TrainingData(corpus, train_utterances, frame_set(corpus, cv), alignments)
-
-
-def _load(recipe: Recipe, data: Path, alignments: Alignments) -> Corpus:
-    corpus = load_corpus(
-        data,
-        alignments,
-        context=recipe.data.splice,
-        pipeline=FeaturePipeline(recipe.data.cmvn, recipe.data.deltas),
-        store_dtype=getattr(torch, recipe.data.store),
-        allow_pipes=recipe.data.allow_pipes,
-        max_missing=recipe.data.max_missing,
-        progress=progress_bar("loading"),
-    )
-    log.info(
-        "%s: %d utterances, %d frames of %d dims", data, len(corpus.utterances), corpus.num_frames.sum(), corpus.dim
-    )
-    return corpus
-
-
-def initial_model(recipe: Recipe, data: TrainingData, pretrain_dir: Path) -> AcousticModel:
+def initial_model(
+    recipe: Recipe, data: TrainingData, pretrain_dir: Path, exchange: Exchange, stack: AcousticModel | None
+) -> AcousticModel:
     """The model that training starts from, on the CPU: random, or on a stack of RBMs, trained where there is none."""
-    stack = None
     if recipe.init == "random":
-        transform = input_transform(recipe, data.corpus, data.train_utterances)
+        transform = input_transform(recipe, data.frames, data.train_utterances, exchange)
     else:
         if recipe.pretrain.from_ is not None:
             stack = load_stack(recipe, recipe.pretrain.from_)
-            stack.check_features(data.corpus.dim, recipe.pretrain.from_)
-        else:
-            stack = pretrain_on(recipe, data.corpus, pretrain_dir)
+            stack.check_features(data.frames.corpus.dim, recipe.pretrain.from_)
+        elif stack is None:
+            stack = pretrain_on(recipe, data.frames, pretrain_dir, exchange)
         transform = stack.transform.to(torch.device("cpu"))
     model = recipe.model
     layers = hidden_stack(
@@ -173,22 +185,29 @@ def initial_model(recipe: Recipe, data: TrainingData, pretrain_dir: Path) -> Aco
     return AcousticModel(FeaturePipeline(recipe.data.cmvn, recipe.data.deltas), transform, network)
 
 
-def input_transform(recipe: Recipe, corpus: Corpus, utterances: list[int]) -> InputTransform:
-    """Splice, and the normalisation that the recipe asks for with the statistics of these utterances."""
-    transform = plain_splice(corpus.dim, recipe.data.splice)
-    return normalising(transform, corpus, utterances) if recipe.data.normalise else transform
-
-
-def pretrain_on(recipe: Recipe, corpus: Corpus, directory: Path) -> AcousticModel:
+def pretrain_on(recipe: Recipe, frames: Frames, directory: Path, exchange: Exchange) -> AcousticModel:
     """A stack of RBMs on all utterances of the corpus, those held out too: pretraining reads no labels."""
-    everything = list(range(len(corpus.utterances)))
-    transform = input_transform(recipe, corpus, everything).to(corpus.store.device)
-    frames = frame_set(corpus, everything)
-    _check_size("pretrain.minibatch", recipe.pretrain.minibatch, len(frames))
-    return pretrain(recipe, frames, transform, directory)
+    everything = list(range(len(frames.plan.entries)))
+    transform = input_transform(recipe, frames, everything, exchange).to(frames.corpus.store.device)
+    check_size("pretrain.minibatch", recipe.pretrain.minibatch, everything, frames, exchange)
+    here = frame_set(frames.corpus, list(range(len(frames.shard))))
+    return pretrain(recipe, here, transform, directory, exchange)
 
 
-def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto") -> None:
+def _replicated_stack(recipe: Recipe, on: torch.device, directory: Path, exchange: Exchange) -> AcousticModel | None:
+    """`parallel.pretrain: replicated`: the stack that one worker makes of the whole corpus, for all; else None."""
+    makes_one = recipe.init == "rbm" and recipe.pretrain.from_ is None
+    if not makes_one or exchange.size == 1 or recipe.parallel.pretrain == "sharded":
+        return None
+    stack = None
+    if exchange.rank == 0:
+        alone = Exchange()
+        stack = pretrain_on(recipe, load_everything(recipe, on, alone), directory, alone)
+    dim = exchange.gather(stack.transform.dim if stack is not None else None)[0]
+    return share_stack(recipe, stack, dim, on, exchange, layers=recipe.model.hidden_layers)
+
+
+def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", exchange: Exchange | None = None) -> None:
     """`ddnn pretrain`: leaves a stack of RBMs in `run_dir`, for `pretrain.from`.
 
     Raises:
@@ -200,17 +219,10 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto") -> None
             where="init" if recipe.init != "rbm" else "pretrain.from",
             mend="set init: rbm, and leave pretrain.from out",
         )
-    on = choose_device(device, threads=recipe.parallel.threads)
-    logging.getLogger("ddnn").setLevel(logging.INFO)
-    alignments = read_alignments(recipe.data.alignments, num_pdfs=recipe.data.pdfs)
-    pretrain_on(recipe, _load(recipe, recipe.data.train, alignments).to(on), run_dir)
+    exchange = exchange or Exchange()
+    recipe = for_these_workers(recipe, exchange)
+    on = device_of_worker(recipe, device, exchange)
+    say_as_worker(exchange)
+    if _replicated_stack(recipe, on, run_dir, exchange) is None:
+        pretrain_on(recipe, load_everything(recipe, on, exchange), run_dir, exchange)
     log.info("finished: %s", run_dir / STACK)
-
-
-def _check_size(key: str, minibatch: int, frames: int) -> None:
-    if frames < minibatch:
-        raise RecipeError(
-            f"{frames} frames do not fill one minibatch of {minibatch}",
-            where=key,
-            mend="take a smaller minibatch or more data",
-        )

@@ -18,6 +18,7 @@ from ddnn.errors import DataError
 from ddnn.kaldi.alignments import Alignments, read_alignments
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.network import Buffers, cross_entropy, forward
+from ddnn.parallel.exchange import Exchange
 from ddnn.progress import progress_bar
 from ddnn.train.run_dir import load_run
 
@@ -70,7 +71,25 @@ class Tally:
 
     def evaluation(self) -> Evaluation:
         """The averages; waits for the device."""
-        return Evaluation(self.loss.item() / self.frames, self.right.item() / self.frames, self.frames, {})
+        return _averages(self.loss.item(), self.right.item(), self.frames)
+
+    def over_workers(self, exchange: Exchange, *, skip_not_finite: bool = False) -> Evaluation:
+        """The averages over all workers' frames, the same bits on each; waits for the device.
+
+        Args:
+            skip_not_finite: leave out the frames of a worker whose loss is not finite, unless all workers' are.
+        """
+        sums = torch.tensor([self.loss.item(), self.right.item(), self.frames], dtype=torch.float64)
+        all_sums = exchange.all_gather(sums)
+        finite = all_sums[all_sums[:, 0].isfinite()]
+        loss, right, frames = (finite if skip_not_finite and len(finite) else all_sums).sum(dim=0).tolist()
+        return _averages(loss, right, int(frames))
+
+
+def _averages(loss: float, right: float, frames: int) -> Evaluation:
+    if frames == 0:  # of a worker alone: its shard can be empty
+        return Evaluation(0.0, 0.0, 0, {})
+    return Evaluation(loss / frames, right / frames, frames, {})
 
 
 def outputs(model: AcousticModel, frames: FrameSet, buffers: Buffers) -> Iterator[tuple[Tensor, Tensor]]:
@@ -85,12 +104,16 @@ def outputs(model: AcousticModel, frames: FrameSet, buffers: Buffers) -> Iterato
         yield rows, forward(model.network, block)
 
 
-def evaluate(model: AcousticModel, frames: FrameSet) -> Evaluation:
-    """Loss and frame accuracy of `model` over all of `frames`."""
+def evaluate(model: AcousticModel, frames: FrameSet, exchange: Exchange | None = None) -> Evaluation:
+    """Loss and frame accuracy of `model` over all of `frames`.
+
+    Args:
+        exchange: where `frames` is this worker's shard; all workers evaluate the same model and get the same figures.
+    """
     tally = Tally(frames.corpus.store.device)
-    for rows, activations in outputs(model, frames, Buffers(model.network, min(BLOCK, len(frames)))):
+    for rows, activations in outputs(model, frames, Buffers(model.network, max(1, min(BLOCK, len(frames))))):
         tally.add(*cross_entropy(activations, frames.corpus.labels[rows].long()), len(rows))
-    return tally.evaluation()
+    return tally.evaluation() if exchange is None else tally.over_workers(exchange)
 
 
 def evaluate_run(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
+from itertools import count, islice
 
 from torch import Tensor
 
-from ddnn.data.minibatches import FrameSet, shuffled_minibatches
+from ddnn.data.minibatches import FrameSet, num_minibatches, shuffled_minibatches
 from ddnn.data.transform import gather
 from ddnn.errors import UserError
 from ddnn.model.acoustic import AcousticModel
@@ -16,18 +18,25 @@ from ddnn.model.network import Buffers, backward, cross_entropy, forward
 from ddnn.optim.schedule import Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.progress import frame_counter
+from ddnn.train.averaging import Averaging
 from ddnn.train.evaluate import Evaluation, Tally, evaluate
 from ddnn.train.run_dir import RunDir
+from ddnn.train.telemetry import worker_row
 
 log = logging.getLogger(__name__)
 
 CHECK_EVERY = 500
-"""Minibatches between two looks at the loss; looking waits for the device."""
+"""Minibatches between two looks at the loss of a single worker; looking waits for the device."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """All that the loop needs, ready on the device."""
+    """All that the loop needs, ready on the device of this worker.
+
+    Attributes:
+        train, cv: this worker's shards.
+        averaging: this worker's part in the averagings.
+    """
 
     model: AcousticModel
     optimizer: Sgd
@@ -36,30 +45,37 @@ class Setup:
     cv: FrameSet
     minibatch: int
     seed: int
+    averaging: Averaging
 
 
 def train_minibatch(setup: Setup, buffers: Buffers, rows: Tensor, rate: float) -> tuple[Tensor, Tensor]:
     """One step of training on the frames at `rows`; returns their summed loss and the number classified rightly."""
     network, corpus = setup.model.network, setup.train.corpus
     gather(corpus, setup.model.transform, rows, buffers.x)
+    setup.averaging.clock.lap("data")
     activations = forward(network, buffers)
     loss, right = cross_entropy(activations, corpus.labels[rows].long(), buffers.derivatives[-1])
     backward(network, buffers)
-    setup.optimizer.step(network, buffers, rate)
+    setup.optimizer.step(network, buffers, rate, setup.averaging.average_gradient)
     return loss, right
 
 
 def train(setup: Setup, run: RunDir) -> AcousticModel:
     """Trains until the schedule ends; returns the model with the best parameters, as the schedule judged them.
 
+    All workers run it together: each trains on its shard, all judge and keep the same mean model.
+
     Raises:
         UserError: the loss is no longer finite.
+        AllLeftOut: no worker's model is.
     """
-    model, network, schedule = setup.model, setup.model.network, setup.schedule
+    model, network, schedule, averaging = setup.model, setup.model.network, setup.schedule, setup.averaging
+    exchange = averaging.exchange
     buffers = Buffers(network, setup.minibatch)
+    warm_start(setup, buffers, run)
     best = network.parameters.clone()
     started = time.perf_counter()
-    cv = evaluate(model, setup.cv)
+    cv = evaluate(model, setup.cv, exchange)
     _check_finite("cross-validation", cv, 0, schedule.rate)
     _record(run, 0, "cv", cv, schedule.rate, time.perf_counter() - started, accepted=True)
     schedule.start(cv.loss, cv.frame_accuracy)
@@ -68,20 +84,25 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
     while not schedule.finished:
         epoch += 1
         rate, tally, started = schedule.rate, Tally(network.parameters.device), time.perf_counter()
-        setup.optimizer.start_epoch()
+        setup.optimizer.clear_momentum()
+        minibatches = averaging.start_epoch(num_minibatches(setup.train, setup.minibatch))
+        order = shuffled_minibatches(setup.train, setup.minibatch, seed=setup.seed, epoch=epoch, rank=exchange.rank)
         with frame_counter(f"epoch {epoch}", len(setup.train)) as bar:
-            for rows in shuffled_minibatches(setup.train, setup.minibatch, seed=setup.seed, epoch=epoch):
-                loss, right = train_minibatch(setup, buffers, rows, rate)
+            for rows in islice(order, minibatches):
+                loss, right = train_minibatch(setup, buffers, rows, rate * averaging.rate_scale)
+                averaging.after_minibatch(len(rows))
                 tally.add(loss, right, len(rows))
                 bar.update(len(rows))
-                if tally.frames % (CHECK_EVERY * setup.minibatch) == 0:
+                if averaging.alone and tally.frames % (CHECK_EVERY * setup.minibatch) == 0:
                     _check_finite("training", tally.evaluation(), epoch, rate)
-        trained = tally.evaluation()
+        averaging.finish_epoch()
+        _record_workers(run, setup, epoch)
+        trained = tally.over_workers(exchange, skip_not_finite=not averaging.alone)
         _check_finite("training", trained, epoch, rate)
         trained_seconds = time.perf_counter() - started
 
         started = time.perf_counter()
-        cv = evaluate(model, setup.cv)
+        cv = evaluate(model, setup.cv, exchange)
         accepted = schedule.judge(cv.loss, cv.frame_accuracy)
         if accepted:
             _check_finite("cross-validation", cv, epoch, rate)
@@ -89,19 +110,61 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
             run.save_best(model)
         else:
             network.parameters.copy_(best)
+            averaging.restart()
         _record(run, epoch, "train", trained, rate, trained_seconds, accepted)
         _record(run, epoch, "cv", cv, rate, time.perf_counter() - started, accepted)
     network.parameters.copy_(best)
     return model
 
 
+def warm_start(setup: Setup, buffers: Buffers, run: RunDir) -> None:
+    """`parallel.start`: minibatches before the first epoch, on the first worker alone or averaged after each."""
+    averaging, options = setup.averaging, setup.averaging.options
+    if averaging.alone or options.start == "none":
+        return
+    one, started = options.start == "one-worker", time.perf_counter()
+    rate = setup.schedule.rate * (1 if one else averaging.rate_scale)
+    tally = Tally(setup.model.network.parameters.device)
+    if not one or averaging.exchange.rank == 0:
+        passes = (
+            shuffled_minibatches(
+                setup.train, setup.minibatch, seed=setup.seed, epoch=10**6 + number, rank=averaging.exchange.rank
+            )
+            for number in count()
+        )
+        for rows in islice((rows for order in passes for rows in order), options.start_minibatches):
+            tally.add(*train_minibatch(setup, buffers, rows, rate), len(rows))
+            if not one and not averaging.of_gradients:
+                averaging.mean_now()
+    averaging.share()
+    averaging.restart()
+    trained = tally.over_workers(averaging.exchange)
+    _check_finite("warm start's", trained, 0, rate)
+    _record(run, 0, "start", trained, setup.schedule.rate, time.perf_counter() - started, accepted=True)
+
+
 def _check_finite(split: str, so_far: Evaluation, epoch: int, rate: float) -> None:
-    if not abs(so_far.loss) < float("inf"):
+    if not math.isfinite(so_far.loss):
         raise UserError(
             f"the {split} loss is {so_far.loss} after {so_far.frames} frames of epoch {epoch} at rate {rate:g}",
             mend="look for huge values in the features; else lower schedule.initial: the rate multiplies the gradient "
             "SUMMED over a minibatch",
         )
+
+
+def _record_workers(run: RunDir, setup: Setup, epoch: int) -> None:
+    """A row of every worker, and a warning of each that was left out."""
+    averaging, parameters = setup.averaging, setup.model.network.parameters
+    row = worker_row(
+        epoch, averaging.exchange, parameters.device, averaging.clock, averaging.counts, parameters.numel()
+    )
+    for one in averaging.exchange.gather(row):
+        run.record(one)
+        if one["left_out"]:
+            log.warning(
+                "epoch %2d worker %d on %s was left out of %d averagings of %d: its model was not finite",
+                *(epoch, one["rank"], one["host"], one["left_out"], one["averagings"]),
+            )
 
 
 def _record(

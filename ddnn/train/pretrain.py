@@ -9,7 +9,11 @@ rbm1.safetensors, ...    each RBM once it is finished
 stack.safetensors        all of them as hidden layers, once the last is finished
 
 A dir whose pretraining was broken off goes on at the layer where it was, to the same bits: what is random in a layer
-depends on the recipe's seed and the layer alone.
+depends on the recipe's seed, the layer and the worker's rank alone.
+
+Several workers each train on their shard from the same RBM, and take the mean of their weights and biases after every
+`parallel.every` minibatches and after each pass. Rates stay as they are; momentum stays with its worker. The first
+worker alone reads and writes the dir.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +31,21 @@ import torch
 from torch import Tensor
 
 from ddnn.data.corpus import FeaturePipeline
-from ddnn.data.minibatches import FrameSet, in_order, shuffled_minibatches
-from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, gather
+from ddnn.data.minibatches import FrameSet, in_order, num_minibatches, shuffled_minibatches
+from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, gather, plain_splice
 from ddnn.errors import DataError, UserError
 from ddnn.files import make_directory, write_text
 from ddnn.kaldi.features import FRAMES_PER_HOUR
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.model.acoustic import AcousticModel, load_model, save_model
 from ddnn.model.exchange import from_nnet1
-from ddnn.model.network import Buffers, Layer, Network, forward
+from ddnn.model.network import Buffers, Layer, Network, forward, hidden_stack
 from ddnn.model.rbm import Cd1Options, Rbm, VisibleKind, cd1_step, init_rbm
+from ddnn.parallel.exchange import Exchange
+from ddnn.parallel.mean import mean
 from ddnn.progress import frame_counter
 from ddnn.recipe.load import dump_recipe
-from ddnn.recipe.schema import CrossValidation, Optimizer, Pretrain, Recipe, Schedule
+from ddnn.recipe.schema import CrossValidation, Optimizer, Parallel, Pretrain, Recipe, Schedule
 from ddnn.train.run_dir import METRICS, RECIPE, append_metrics
 
 log = logging.getLogger(__name__)
@@ -56,69 +63,124 @@ def passes_of_layer(recipe: Pretrain, layer: int, frames: int) -> int:
     return (2 if layer == 0 else 1) * max(1, round(recipe.hours * FRAMES_PER_HOUR / frames))
 
 
-def pretrain(recipe: Recipe, frames: FrameSet, transform: InputTransform, directory: Path) -> AcousticModel:
-    """Trains the stack that the recipe asks for, or what is missing of it, and leaves it in `directory`.
+def pretrain(
+    recipe: Recipe, frames: FrameSet, transform: InputTransform, directory: Path, exchange: Exchange | None = None
+) -> AcousticModel:
+    """Trains the stack that the recipe asks for, or what is missing of it, and leaves it in `directory`. Collective.
 
     Args:
-        frames: what to train on, on the device to train on.
+        frames: this worker's frames to train on, on the device to train on.
 
     Returns:
-        The stack as a network of hidden layers, with the input transform it was trained behind.
+        The stack as a network of hidden layers, with the input transform it was trained behind; on all workers the same.
 
     Raises:
         UserError: `directory` holds something else, or layers for other features; an RBM explodes beyond its guard.
     """
-    claim(recipe, directory)
+    exchange = exchange or Exchange()
+    first = exchange.rank == 0
+    if first:
+        claim(recipe, directory)
     pipeline = FeaturePipeline(recipe.data.cmvn, recipe.data.deltas)
     stack = AcousticModel(pipeline, transform, Network((), torch.zeros(0, device=frames.rows.device)))
     for layer in range(recipe.model.hidden_layers):
         path = directory / f"rbm{layer + 1}.safetensors"
-        if path.exists():
-            stack = load_model(path).to(frames.rows.device)
-            stack.check_features(frames.corpus.dim, path)
-            log.info("rbm %d: finished before", layer + 1)
+        if exchange.gather(first and path.exists())[0]:
+            found = None
+            if first:
+                found = load_model(path).to(frames.rows.device)
+                found.check_features(frames.corpus.dim, path)
+                log.info("rbm %d: finished before", layer + 1)
+            stack = share_stack(recipe, found, frames.corpus.dim, frames.rows.device, exchange, layers=layer + 1)
             continue
-        _forget_layers(directory / METRICS, layer)
-        stack = _with_rbm(stack, _train_layer(recipe, layer, frames, stack, directory / METRICS))
-        save_model(path, stack)
-    save_model(directory / STACK, stack)
+        if first:
+            _forget_layers(directory / METRICS, layer)
+        stack = _with_rbm(stack, _train_layer(recipe, layer, frames, stack, directory / METRICS, exchange))
+        if first:
+            save_model(path, stack)
+    if first:
+        save_model(directory / STACK, stack)
     return stack
 
 
-def _train_layer(recipe: Recipe, layer: int, frames: FrameSet, below: AcousticModel, metrics: Path) -> Rbm:
+def share_stack(
+    recipe: Recipe, stack: AcousticModel | None, dim: int, device: torch.device, exchange: Exchange, layers: int
+) -> AcousticModel:
+    """The first worker's stack of `layers` layers, on every worker. Collective; the others give None."""
+    transform = plain_splice(dim, recipe.data.splice)
+    shape = hidden_stack(transform.output_dim, layers, recipe.model.hidden_units, 1, recipe.model.activation)[:-1]
+    sizes = [sum(layer.num_parameters for layer in shape), transform.output_dim, transform.output_dim]
+    flat = torch.zeros(sum(sizes))
+    if stack is not None:
+        if exchange.size == 1:
+            return stack
+        parts = torch.split(flat, sizes)
+        parts[0].copy_(stack.network.parameters)
+        if stack.transform.shift is not None and stack.transform.scale is not None:
+            parts[1].copy_(stack.transform.shift)
+            parts[2].copy_(stack.transform.scale)
+    exchange.broadcast(flat)
+    parameters, shift, scale = (part.to(device) for part in torch.split(flat, sizes))
+    if recipe.data.normalise:
+        transform = replace(transform, shift=shift, scale=scale)
+    return AcousticModel(FeaturePipeline(recipe.data.cmvn, recipe.data.deltas), transform, Network(shape, parameters))
+
+
+def _train_layer(
+    recipe: Recipe, layer: int, frames: FrameSet, below: AcousticModel, metrics: Path, exchange: Exchange
+) -> Rbm:
     """One RBM on the outputs of the layers below it."""
     settings, device = recipe.pretrain, frames.rows.device
-    generator = torch.Generator(device).manual_seed((recipe.seed * 1_000_003 + 7919 * (layer + 1)) % 2**63)
+    seed = (recipe.seed * 1_000_003 + 7919 * (layer + 1)) % 2**63
+    generator = torch.Generator(device).manual_seed(seed)
     visible = below.transform.output_dim if layer == 0 else recipe.model.hidden_units
-    mean = _mean_output(below, frames) if layer else None
+    mean_output = _mean_output(below, frames, exchange) if layer else None
     kind: VisibleKind = "bernoulli" if layer else "gauss"
-    rbm = init_rbm(visible, recipe.model.hidden_units, kind, generator, visible_mean=mean)
+    rbm = init_rbm(visible, recipe.model.hidden_units, kind, generator, visible_mean=mean_output)
+    if exchange.rank:  # another draw of the hidden units; an odd factor keeps the ranks apart
+        generator.manual_seed((seed + exchange.rank * 2_654_435_761) % 2**63)
     options = Cd1Options(
         rate=settings.rate if layer else settings.gauss_rate,
         l2=settings.l2,
         momentum_as_kaldi=settings.momentum_as_kaldi,
     )
     reader = _Reader(below, frames, settings.minibatch)
-    passes = passes_of_layer(settings, layer, len(frames))
+    everyone = int(sum(exchange.gather(len(frames))))
+    passes = passes_of_layer(settings, layer, everyone)
+    averagings = exchange.agree_min(num_minibatches(frames, settings.minibatch) // recipe.parallel.every)
     total, seen = 0.0, 0
     for number in range(1, passes + 1):
         started, error, count = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=device), 0
         with frame_counter(f"rbm {layer + 1} pass {number}/{passes}", len(frames)) as bar:
             order = shuffled_minibatches(
-                frames, settings.minibatch, seed=recipe.seed, epoch=10_000 * (layer + 1) + number
+                frames, settings.minibatch, seed=recipe.seed, epoch=10_000 * (layer + 1) + number, rank=exchange.rank
             )
-            for rows in order:
+            for minibatch, rows in enumerate(order, 1):
                 error += cd1_step(rbm, reader.read(rows), options, generator)
                 count += len(rows)
                 bar.update(len(rows))
-        total, seen = total + error.item(), seen + count
+                if minibatch % recipe.parallel.every == 0 and minibatch // recipe.parallel.every <= averagings:
+                    _average(rbm, exchange)
+        _average(rbm, exchange, weight=count)
+        both = exchange.all_gather(torch.tensor([error.item(), count], dtype=torch.float64)).sum(dim=0).tolist()
+        total, seen = total + both[0], seen + int(both[1])
         if not math.isfinite(total):
             raise UserError(
                 f"the reconstruction error of RBM {layer + 1} is {total} in pass {number}",
                 mend=f"lower pretrain.{'rate' if layer else 'gauss_rate'}, now {options.rate:g}",
             )
-        _record(metrics, layer, number, error.item() / count, total / seen, count, time.perf_counter() - started, rbm)
+        if exchange.rank == 0:
+            seconds = time.perf_counter() - started
+            _record(metrics, layer, number, both[0] / both[1], total / seen, int(both[1]), seconds, rbm)
     return rbm
+
+
+def _average(rbm: Rbm, exchange: Exchange, weight: float = 1.0) -> None:
+    """Weights and biases <- their mean over the workers, the same bits on each."""
+    if exchange.size > 1:
+        staging = rbm.parameters.cpu()
+        mean(exchange, staging, weight)
+        rbm.parameters.copy_(staging)
 
 
 class _Reader:
@@ -138,16 +200,18 @@ class _Reader:
         return forward(self.below.network, buffers)
 
 
-def _mean_output(below: AcousticModel, frames: FrameSet) -> Tensor:
-    """(visible,) mean activation of the units that the next RBM sees, over at most 10,000 utterances."""
+def _mean_output(below: AcousticModel, frames: FrameSet, exchange: Exchange) -> Tensor:
+    """(visible,) mean activation of the units that the next RBM sees, over at most about 10,000 utterances."""
     reader = _Reader(below, frames, 1024)
     total = torch.zeros(below.network.output_dim, dtype=torch.float64, device=frames.rows.device)
-    last = min(STATISTICS_UTTERANCES, len(frames.corpus.utterances)) - 1
+    last = min(-(-STATISTICS_UTTERANCES // exchange.size), len(frames.corpus.utterances)) - 1
     end = int(frames.corpus.first_row[last] + frames.corpus.num_frames[last])
     chosen = FrameSet(frames.corpus, frames.rows[frames.rows < end])
     for rows in in_order(chosen, 1024):
         total += reader.read(rows).sum(dim=0, dtype=torch.float64)
-    return total / len(chosen)
+    together = torch.cat([total.cpu(), torch.tensor([len(chosen)], dtype=torch.float64)])
+    exchange.sum_in_place(together)
+    return together[:-1] / together[-1]
 
 
 def _with_rbm(below: AcousticModel, rbm: Rbm) -> AcousticModel:
@@ -163,9 +227,11 @@ def claim(recipe: Recipe, directory: Path) -> None:
     Raises:
         UserError: something else is there.
     """
+    workers = recipe.parallel.workers if recipe.parallel.pretrain == "sharded" else 1
     read = recipe.model_copy(
         update={
             "data": recipe.data.model_copy(update={"cv": CrossValidation()}),
+            "parallel": Parallel(workers=workers, every=recipe.parallel.every if workers > 1 else 10),
             "optimizer": Optimizer(),
             "schedule": Schedule(),
             "minibatch": recipe.pretrain.minibatch,

@@ -21,7 +21,7 @@ def test_steps_equal_the_twin(momentum: float, l2: float) -> None:
     correction = torch.zeros_like(twin)
     is_weight = torch.cat([torch.ones(35), torch.zeros(5), torch.ones(20), torch.zeros(4)]).double()
     rates = torch.cat([torch.full((35,), 0.5), torch.ones(5), torch.ones(20), torch.full((4,), 0.1)]).double()
-    optimizer.start_epoch()
+    optimizer.clear_momentum()
     for _ in range(5):
         labels = random_minibatch(buffers, 4, generator)
         correction = momentum * correction + twin_loss(network, twin, buffers.x, labels)[2]

@@ -1,0 +1,169 @@
+"""From a recipe to this worker's frames: plan, what is held out, shards, and only then the features."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ddnn.data.corpus import Corpus, FeaturePipeline, load_planned
+from ddnn.data.minibatches import FrameSet, frame_set
+from ddnn.data.plan import CorpusPlan, shared_plan
+from ddnn.data.shards import positions, shards
+from ddnn.data.split import DEFAULT_FRACTION, split_by_fraction, split_by_speakers_file
+from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, normalising, plain_splice
+from ddnn.errors import DataError, RecipeError
+from ddnn.kaldi.alignments import Alignments, read_alignments
+from ddnn.parallel.exchange import Exchange
+from ddnn.progress import progress_bar
+from ddnn.recipe.schema import Recipe
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The whole data dir `data.train` as planned, and of it what this worker holds in memory.
+
+    Attributes:
+        plan: all utterances of all workers.
+        shard: this worker's, indices into the plan; in the order of `corpus`.
+        corpus: the frames of the shard, on the device.
+    """
+
+    plan: CorpusPlan
+    shard: list[int]
+    corpus: Corpus
+
+    def here(self, utterances: list[int]) -> list[int]:
+        """Which of the plan's `utterances` this worker holds: their indices in `corpus`."""
+        return positions(self.shard, utterances)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What this worker trains on and judges by.
+
+    Attributes:
+        frames: of `data.train`, those held out among them.
+        train_utterances: all workers' utterances to train on, indices into `frames.plan`.
+        train, cv: this worker's shards.
+        alignments: of the whole of `data.train`.
+    """
+
+    frames: Frames
+    train_utterances: list[int]
+    train: FrameSet
+    cv: FrameSet
+    alignments: Alignments
+
+
+def load_training_data(recipe: Recipe, device: torch.device, exchange: Exchange | None = None) -> TrainingData:
+    """Reads alignments and this worker's features, and holds out the cross-validation set; all ends up on `device`."""
+    exchange = exchange or Exchange()
+    alignments = read_alignments(recipe.data.alignments, num_pdfs=recipe.data.pdfs)
+    plan = _plan(recipe, recipe.data.train, alignments, exchange)
+    cv = recipe.data.cv
+    if cv.data is not None and cv.alignments is not None:
+        train, held_out = list(range(len(plan.entries))), None
+    elif cv.speakers_file is not None:
+        train, held_out = split_by_speakers_file(plan, cv.speakers_file)
+    else:
+        train, held_out = split_by_fraction(plan, cv.fraction or DEFAULT_FRACTION, recipe.seed)
+    frames = _load(recipe, plan, alignments, [train, held_out or []], device, exchange)
+    if held_out is None:
+        cv_frames = _load_cv(recipe, frames, alignments, device, exchange)
+        cv_set = frame_set(cv_frames.corpus, list(range(len(cv_frames.shard))))
+    else:
+        cv_set = frame_set(frames.corpus, frames.here(held_out))
+    return TrainingData(frames, train, frame_set(frames.corpus, frames.here(train)), cv_set, alignments)
+
+
+def load_everything(recipe: Recipe, device: torch.device, exchange: Exchange) -> Frames:
+    """All of `data.train`, shared out over the workers of `exchange`, nothing held out: what RBMs are trained on."""
+    alignments = read_alignments(recipe.data.alignments, num_pdfs=recipe.data.pdfs)
+    plan = _plan(recipe, recipe.data.train, alignments, exchange)
+    return _load(recipe, plan, alignments, [list(range(len(plan.entries)))], device, exchange)
+
+
+def _plan(recipe: Recipe, data: Path, alignments: Alignments, exchange: Exchange) -> CorpusPlan:
+    plan = shared_plan(
+        exchange, data, alignments, allow_pipes=recipe.data.allow_pipes, max_missing=recipe.data.max_missing
+    )
+    log.info(
+        "%s: %d utterances, %d frames of %d dims",
+        *(data, len(plan.entries), plan.num_frames.sum(), plan.dim * (recipe.data.deltas + 1)),
+    )
+    return plan
+
+
+def _load(
+    recipe: Recipe,
+    plan: CorpusPlan,
+    alignments: Alignments,
+    parts: list[list[int]],
+    device: torch.device,
+    exchange: Exchange,
+) -> Frames:
+    """Each part of the plan is shared out by itself, balanced by frames."""
+    shares = [shards(plan.num_frames, part, exchange.size) for part in parts]
+    if exchange.size > 1:
+        sizes = [int(plan.num_frames[share].sum()) for share in shares[0]]
+        log.info("shards of %d to %d frames for %d workers", min(sizes), max(sizes), exchange.size)
+    shard = sorted(u for share in shares for u in share[exchange.rank])
+    exchange.barrier()  # what was loaded before is there: memory is asked for together
+    corpus = load_planned(
+        plan,
+        alignments,
+        utterances=shard,
+        context=recipe.data.splice,
+        pipeline=FeaturePipeline(recipe.data.cmvn, recipe.data.deltas),
+        store_dtype=getattr(torch, recipe.data.store),
+        progress=progress_bar("loading"),
+        workers_on_host=exchange.local_size,
+    )
+    return Frames(plan, shard, corpus.to(device))
+
+
+def _load_cv(recipe: Recipe, train: Frames, alignments: Alignments, device: torch.device, exchange: Exchange) -> Frames:
+    """The data dir that is held out, with its own alignment."""
+    cv = recipe.data.cv
+    assert cv.data is not None and cv.alignments is not None
+    cv_alignments = read_alignments(cv.alignments, num_pdfs=recipe.data.pdfs)
+    if cv_alignments.num_pdfs > alignments.num_pdfs:
+        raise DataError(
+            f"{cv_alignments.num_pdfs} pdfs for cross-validation, {alignments.num_pdfs} for training",
+            where=cv.alignments,
+            mend="use alignments made with the same final.mdl",
+        )
+    plan = _plan(recipe, cv.data, cv_alignments, exchange)
+    if plan.dim != train.plan.dim:
+        width = recipe.data.deltas + 1
+        raise DataError(
+            f"{plan.dim * width} dims found, {train.plan.dim * width} expected as in {recipe.data.train}", where=cv.data
+        )
+    return _load(recipe, plan, cv_alignments, [list(range(len(plan.entries)))], device, exchange)
+
+
+def input_transform(recipe: Recipe, frames: Frames, utterances: list[int], exchange: Exchange) -> InputTransform:
+    """Splice, and the normalisation that the recipe asks for with the statistics of the plan's `utterances`."""
+    transform = plain_splice(frames.corpus.dim, recipe.data.splice)
+    if not recipe.data.normalise:
+        return transform
+    return normalising(transform, frames.corpus, frames.here(utterances[:STATISTICS_UTTERANCES]), exchange)
+
+
+def check_size(key: str, minibatch: int, utterances: list[int], frames: Frames, exchange: Exchange) -> None:
+    """RecipeError where the smallest shard of the plan's `utterances` does not fill one minibatch."""
+    sizes = [
+        int(frames.plan.num_frames[share].sum()) for share in shards(frames.plan.num_frames, utterances, exchange.size)
+    ]
+    if min(sizes) < minibatch:
+        of = f" of the smallest of {exchange.size} shards" if exchange.size > 1 else ""
+        raise RecipeError(
+            f"{min(sizes)} frames{of} do not fill one minibatch of {minibatch}",
+            where=key,
+            mend="take a smaller minibatch" + (", fewer workers" if exchange.size > 1 else "") + " or more data",
+        )

@@ -1,0 +1,37 @@
+"""One command, several workers: run here, in the MPI job that this process belongs to, or in one started for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from ddnn.parallel.exchange import Exchange, connect
+from ddnn.parallel.failures import all_stop_on_error
+from ddnn.parallel.launch import inside_mpi_job, run_workers
+from ddnn.progress import SHOWN_BY_LAUNCHER
+from ddnn.recipe.schema import Parallel
+
+
+def run_together(parallel: Parallel, arguments: Sequence[str], work: Callable[[Exchange], None]) -> None:
+    """Calls `work` on every worker.
+
+    - Inside an MPI job (mpirun, srun) this process is one of its workers.
+    - Else, for more than one worker, `ddnn` with `arguments` is started so many times by mpirun; returns when all have
+      ended well, and exits with the code of the first that has not.
+    - Else this process is the only worker, and no MPI is touched.
+    """
+    if inside_mpi_job():
+        exchange = connect(wire=parallel.wire)
+        with all_stop_on_error(exchange):
+            work(exchange)
+    elif parallel.workers > 1:
+        # PYTHONSAFEPATH: what lies in the working directory is no module of ours.
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        if sys.stderr.isatty():
+            environment[SHOWN_BY_LAUNCHER] = "1"
+        code = run_workers(parallel.workers, [sys.executable, "-m", "ddnn.cli", *arguments], environment)
+        if code:
+            sys.exit(code)
+    else:
+        work(Exchange())
