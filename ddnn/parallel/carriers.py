@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 _store: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, but its stub does not say so
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 class Carrier(Protocol):
@@ -128,7 +129,7 @@ class OverGroup:
 
     def all_gather(self, buffer: Tensor, gathered: Tensor) -> None:
         """See `Carrier`."""
-        dist.all_gather_into_tensor(_bytes(gathered), _bytes(buffer))
+        _all_gather(_bytes(gathered), _bytes(buffer))
         _finish(buffer)
 
     def all_to_all(self, chunks: Tensor, swapped: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from ddnn.errors import UserError
 from ddnn.parallel.bmuf import BlockMomentum
-from ddnn.parallel.exchange import Exchange, connect, over
+from ddnn.parallel.carriers import OverGroup
+from ddnn.parallel.exchange import CPU, Exchange, connect, over, require_threads
 from ddnn.parallel.mean import SixteenBitAllReduce, mean, mean_of_differences
-from ddnn.parallel.strategies import STRATEGIES
+from ddnn.parallel.strategies import STRATEGIES, Strategy
 from ddnn.parallel.traffic import Traffic
 
 PARAMETERS = 37
@@ -163,6 +165,41 @@ def traffic(exchange: Exchange, narrow: Exchange) -> dict[str, list[int]]:
     return sent
 
 
+def every_averaging(exchange: Exchange, narrow: Exchange, device: torch.device = CPU) -> dict[str, list[list[float]]]:
+    """What three averagings of every kind leave on every worker, the last worker left out of the second."""
+    blocks = BlockMomentum(parameters(99).to(device), exchange.size)
+    ways: dict[str, tuple[Strategy, Exchange]] = {name: (way, exchange) for name, way in STRATEGIES.items()}
+    ways |= {f"{name} 16-bit": (way, narrow) for name, way in STRATEGIES.items() if name != "all-reduce"}
+    ways |= {"all-reduce 16-bit": (SixteenBitAllReduce().average, narrow), "bmuf": (blocks.average, exchange)}
+    after = {}
+    for name, (average, using) in ways.items():
+        theta = parameters(exchange.rank).to(device)
+        for number in range(3):
+            left = number == 1 and exchange.size > 1 and exchange.rank == exchange.size - 1
+            average(using, theta, number, 0.0 if left else weight(exchange.rank))
+        after[name] = everyone(exchange, theta.cpu())
+    return after
+
+
+def beside(exchange: Exchange, narrow: Exchange) -> dict[str, Any]:
+    """The same averagings here, on a thread beside this one, and with a process group that moves the tensors."""
+    require_threads(exchange)
+    results = {"here": every_averaging(exchange, narrow)}
+    with ThreadPoolExecutor(1) as pool:
+        results["thread"] = pool.submit(every_averaging, exchange, narrow).result()
+    if exchange.size > 1:
+        group = OverGroup(exchange, "gloo", CPU, seconds=60)
+        grouped, narrow_grouped = (
+            Exchange(**{**vars(using), "carriers": {"cpu": group}, "_kept": {}}) for using in (exchange, narrow)
+        )
+        results["group"] = every_averaging(grouped, narrow_grouped)
+        told = torch.tensor([exchange.rank, 7], dtype=torch.int16)
+        grouped.broadcast(told, root=exchange.size - 1)
+        results["told"] = grouped.gather(told.tolist())
+        group.close()
+    return results
+
+
 def checks(exchange: Exchange) -> dict[str, Any]:
     narrow = Exchange(**{**vars(exchange), "wire": "bfloat16", "traffic": Traffic(), "_kept": {}})
     return {
@@ -174,6 +211,7 @@ def checks(exchange: Exchange) -> dict[str, Any]:
         "bmuf 16-bit": block_momentum(narrow, False),
         "16-bit": sixteen_bit_all_reduce(exchange, narrow),
         "traffic": traffic(exchange, narrow),
+        "beside": beside(exchange, narrow),
         "left out": left_out(exchange, narrow) if exchange.size > 1 else {},
     }
 

@@ -234,6 +234,26 @@ def test_traffic_of_a_span_is_a_difference() -> None:
     assert Traffic(9, 4.0, 2.0) - Traffic(3, 1.0, 0.5) == Traffic(6, 3.0, 1.5)
 
 
+@pytest.mark.parametrize("n", WORLDS)
+def test_a_thread_beside_gives_the_same_bits(results: Callable[[int], dict[str, Any]], n: int) -> None:
+    found = results(n)["beside"]
+    assert found["thread"] == found["here"]
+    assert len(found["here"]) == 9
+
+
+@pytest.mark.parametrize("n", WORLDS[1:])
+def test_a_process_group_gives_what_mpi_gives(results: Callable[[int], dict[str, Any]], n: int) -> None:
+    """Messages to one other the same bits; sums may be added in another order."""
+    found = results(n)["beside"]
+    assert found["told"] == [[n - 1, 7]] * n
+    for name, theta in found["here"].items():
+        np.testing.assert_allclose(found["group"][name], theta, atol=1e-6, rtol=0, err_msg=name)
+        if name.startswith(tuple(GOSSIP)):
+            assert found["group"][name] == theta, name
+        else:
+            assert found["group"][name] == [found["group"][name][0]] * n, name
+
+
 def test_importing_the_package_imports_no_mpi(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no MPI on this machine')")
     code = (
