@@ -12,6 +12,7 @@ class Schedule(Protocol):
 
     rate: float
     finished: bool
+    max_epochs: int
 
     def start(self, loss: float, frame_accuracy: float) -> None:
         """Takes the cross-validation figures of the initial network."""
@@ -75,7 +76,7 @@ class Exponential:
     def __init__(self, recipe: ScheduleRecipe) -> None:
         self.initial = self.rate = recipe.initial
         self.final = recipe.final if recipe.final is not None else 0.01 * recipe.initial
-        self.epochs = recipe.epochs or 15
+        self.max_epochs = recipe.epochs or 15
         self.epoch = 0
         self.finished = False
 
@@ -84,9 +85,9 @@ class Exponential:
 
     def judge(self, loss: float, frame_accuracy: float) -> bool:
         self.epoch += 1
-        self.finished = self.epoch >= self.epochs
-        if self.epochs > 1:
-            self.rate = self.initial * (self.final / self.initial) ** (self.epoch / (self.epochs - 1))
+        self.finished = self.epoch >= self.max_epochs
+        if self.max_epochs > 1:
+            self.rate = self.initial * (self.final / self.initial) ** (self.epoch / (self.max_epochs - 1))
         return True
 
 

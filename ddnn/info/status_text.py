@@ -1,0 +1,113 @@
+"""A status as text, and the last words of logs."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+TAIL_BYTES = 1 << 16
+MOST_CHARACTERS = 2000
+_ENTRY = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ "
+ERROR_ENTRY = re.compile(_ENTRY + r"(?:ERROR|CRITICAL) ", re.MULTILINE)
+
+
+def last_entry(log: Path, kind: re.Pattern[str]) -> str | None:
+    """The last entry of train.log whose beginning matches, without its time and level, lines and all."""
+    text = _tail(log)
+    found = list(kind.finditer(text))
+    if not found:
+        return None
+    after = re.compile(_ENTRY, re.MULTILINE).search(text, found[-1].end())
+    return text[found[-1].end() : after.start() if after else None].strip()[:MOST_CHARACTERS] or None
+
+
+def last_line(path: Path) -> str | None:
+    """The last line that is not empty."""
+    lines = [line for line in _tail(path).splitlines() if line.strip()]
+    return lines[-1].strip()[:MOST_CHARACTERS] if lines else None
+
+
+def _tail(path: Path) -> str:
+    """The end of a text file; nothing of one that is missing or no regular file. Control characters become ?."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as handle:
+        size = os.fstat(handle.fileno()).st_size
+        handle.seek(max(0, size - TAIL_BYTES))
+        text = handle.read(TAIL_BYTES).decode("utf-8", "replace").replace("\r", "\n")
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def render(status: dict[str, Any], now: float) -> str:
+    """A status, as `Status.as_dict` gives it, in lines."""
+    job = f", Slurm job {status['job']}" if status["job"] else ""
+    slurm = f" ({status['slurm']})" if status["slurm"] and status["state"] != "submitted" else ""
+    phase = f", {status['phase']}" if status["phase"] else ""
+    facts: dict[str, str | None] = {
+        "error": (status["error"] or "none was written: ended from outside, or the machine went down")
+        if status["state"] == "stopped"
+        else None,
+        "submitted": f"{duration(max(0.0, now - status['submitted']))} ago" if status["state"] == "submitted" else None,
+        "epochs": _epochs(status),
+        "last": _figures(status["last"]),
+        "best": _figures(status["best"]),
+        "learning rate": None if status["learning_rate"] is None else f"{status['learning_rate']:.6g}",
+        "speed": _speed(status),
+        "time of workers": _shares(status["shares"]),
+        "ends": _end(status, now),
+        "last line": None if status["age"] is None else f"{duration(status['age'])} ago",
+    }
+    shown = {name: text for name, text in facts.items() if text is not None}
+    lines = [f"{status['run_dir']}: {status['state']}{phase}{job}{slurm}"]
+    for name, text in shown.items():
+        first, *more = text.splitlines()
+        lines += [f"  {name:<15}  {first}", *(f"  {'':<15}  {line}" for line in more)]
+    return "\n".join([*lines, *(f"  problem: {problem}" for problem in status["problems"])])
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units: "3 h 20 min"."""
+    whole = int(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def _epochs(status: dict[str, Any]) -> str:
+    most = status["epochs_most"]
+    return f"{status['epochs_done']}" + (f" of at most {most}" if most is not None else "")
+
+
+def _figures(row: dict[str, Any] | None) -> str | None:
+    if row is None:
+        return None
+    loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+    accuracy = "" if row["frame_accuracy"] is None else f", frame accuracy {100 * row['frame_accuracy']:.2f} %"
+    return f"epoch {row['epoch']}: cross-validation loss {loss}{accuracy}{'' if row['accepted'] else ', rejected'}"
+
+
+def _speed(status: dict[str, Any]) -> str | None:
+    if status["frames_per_second"] is None:
+        return None
+    text = f"{status['frames_per_second']:.0f} frames/s"
+    if (status["workers"] or 1) > 1:
+        text += f", {status['frames_per_second_per_worker']:.0f} for each of {status['workers']} workers"
+    return text
+
+
+def _shares(shares: dict[str, float] | None) -> str | None:
+    return None if not shares else ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
+
+
+def _end(status: dict[str, Any], now: float) -> str | None:
+    end = status["estimated_end"]
+    if end is None:
+        return None
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(end, 4e9)))
+    return f"{when} at the latest, in {duration(max(0.0, end - now))}, if epochs take as long as the last"
