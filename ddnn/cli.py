@@ -210,6 +210,22 @@ def info(path: Path, json_: bool) -> None:
     _show(describe_path(path), json_)
 
 
+@cli.command(epilog="\b\nExample:\n  ddnn status exp/an4 --follow && ddnn evaluate exp/an4 ...")
+@click.argument("run_dir", type=PATH)
+@click.option("--follow", is_flag=True, help="Again every few seconds, until it ends; exit code 1 where it stopped.")
+@as_json
+def status(run_dir: Path, follow: bool, json_: bool) -> None:
+    """Say how a training is doing."""
+    from ddnn.info.follow import follow_status
+    from ddnn.info.status import read_status
+
+    if not follow:
+        _show(read_status(run_dir), json_)
+        return
+    ended = follow_status(run_dir, click.echo, terminal=sys.stdout.isatty(), as_json=json_)
+    sys.exit(1 if ended.state == "stopped" else 0)
+
+
 @cli.command(epilog="\b\nExample:\n  ddnn synth demo/corpus --hours 0.3 --speakers 20")
 @click.argument("out_dir", type=PATH)
 @click.option("--hours", type=float, default=0.3, show_default=True, help="Hours of speech to train on.")

@@ -31,7 +31,7 @@ class Status:
         state: submitted (it waits in Slurm's queue), running, finished, or stopped: begun, or its job gone, and no
             process holds the run dir.
         phase: what a running one does, or what Slurm says of one that waits.
-        job, submitted, slurm: number of the Slurm job, when it was submitted (seconds since 1970), what Slurm says of it.
+        job, submitted, slurm: number of the Slurm job, when it was submitted (seconds since 1970), its state there.
         error: of a stopped one, the last error in train.log, else the last line of the job's output.
         epochs_done, epochs_most: finished epochs, and how many there can be; Newbob may end before.
         last, best: cross-validation: epoch, loss, frame_accuracy; best among the accepted by loss.
