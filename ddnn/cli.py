@@ -280,6 +280,34 @@ def report(run_dirs: tuple[Path, ...], out: Path, no_plots: bool, json_: bool) -
 @cli.command(
     epilog="""\b
     Examples:
+      ddnn scale --measured exp/one,exp/two --workers 1,2,4,8
+      ddnn scale --measured k20-switchboard.yaml --fit 1,2,4 --out scaling"""
+)
+@click.option("--measured", required=True, help="Run dirs, or YAML files of times (docs/scaling.md), by commas.")
+@click.option("--workers", default="1,2,4,8,16,32,64,128,256,512,1024", show_default=True, help="Sizes to predict.")
+@click.option("--network", help="Another network: its dims, as 440-6x2048-8806.")
+@click.option("--minibatch", type=int, help="Another minibatch.")
+@click.option("--every", type=int, help="Other minibatches between averagings.")
+@click.option("--frames", type=float, help="Other frames in an epoch.")
+@click.option("--hours", type=float, help="The same in hours of 360,000 frames.")
+@click.option("--fit", help="Fit to these sizes only, and predict the others.  [default: all]")
+@click.option("--latency", type=float, help="Seconds of a message, instead of the fitted.")
+@click.option("--bandwidth", type=float, help="Bytes a second, instead of the fitted.")
+@click.option("--wire", type=click.Choice(["float32", "bfloat16"]), help="Type that is sent.  [default: as measured]")
+@click.option("--out", type=PATH, help="Gets scaling.png; needs ddnn[report].")
+@as_json
+def scale(measured: str, workers: str, fit: str | None, out: Path | None, json_: bool, **job: Any) -> None:
+    """Predict the speed-up of more workers from measured runs."""
+    from ddnn.report import scale_command
+
+    sizes, fit_sizes = _sizes(workers, "--workers"), None if fit is None else _sizes(fit, "--fit")
+    options = scale_command.ScaleOptions(workers=sizes, fit=fit_sizes, **job)
+    _show(scale_command.scale([Path(part) for part in measured.split(",")], options, out), json_)
+
+
+@cli.command(
+    epilog="""\b
+    Examples:
       echo 'eval "$(ddnn completion bash)"' >> ~/.bashrc
       ddnn completion fish > ~/.config/fish/completions/ddnn.fish"""
 )
@@ -334,6 +362,13 @@ def _numbers(text: str, option: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise UserError(f"{text!r} found, expected numbers with commas between", where=option) from error
+
+
+def _sizes(text: str, option: str) -> tuple[int, ...]:
+    numbers = _numbers(text, option)
+    if not all(number.is_integer() for number in numbers):
+        raise UserError(f"{text!r} found, expected whole numbers with commas between", where=option)
+    return tuple(int(number) for number in numbers)
 
 
 def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
