@@ -89,7 +89,7 @@ def train(
 
     run_dir = run_dir or Path("exp", recipe.stem)
     run_together(
-        loaded.parallel,
+        loaded.parallel.workers,
         _arguments("train", recipe, run_dir, (*settings, *workers_setting), device),
         lambda exchange: _train_here(loaded, run_dir, device, exchange),
     )
@@ -113,7 +113,7 @@ def pretrain(recipe: Path, run_dir: Path | None, settings: tuple[str, ...], work
     loaded = load_recipe(recipe, (*settings, *workers_setting))
     run_dir = run_dir or Path("exp", f"{recipe.stem}-rbm")
     run_together(
-        loaded.parallel,
+        loaded.parallel.workers,
         _arguments("pretrain", recipe, run_dir, (*settings, *workers_setting), device),
         lambda exchange: _pretrain_here(loaded, run_dir, device, exchange),
     )

@@ -59,6 +59,7 @@ class Averaging:
         self, exchange: Exchange, options: Parallel, parameters: Tensor, optimizer: Sgd, minibatch: int
     ) -> None:
         self.exchange, self.options, self.parameters, self.optimizer = exchange, options, parameters, optimizer
+        exchange.wire = options.wire
         self.alone = exchange.size == 1
         self.of_gradients = options.reduce == "gradient" and not self.alone
         self.rate_scale = exchange.size if scales_rate(options) else 1
@@ -128,16 +129,17 @@ class Averaging:
         self._count(finite)
         self._start_block()
 
-    def after_minibatch(self, frames: int) -> None:
-        """To be called after every step; averages where a block is full."""
+    def after_minibatch(self, frames: int) -> bool:
+        """To be called after every step; averages where a block is full. True if it did."""
         self.clock.lap("compute")
         self.counts.minibatches += 1
         self.counts.frames += frames
         self._tail += frames
-        if self.alone or self.of_gradients or self.counts.minibatches % self.options.every:
-            return
-        if self.counts.minibatches // self.options.every > self._agreed:
-            return
+        if self.alone or self.of_gradients:
+            return self.of_gradients
+        blocks, incomplete = divmod(self.counts.minibatches, self.options.every)
+        if incomplete or blocks > self._agreed:
+            return False
         self._end_block()
         if self._background is None:
             self._depart()
@@ -146,6 +148,7 @@ class Averaging:
             self._arrive()
             self._depart()
         self._start_block()
+        return True
 
     def finish_epoch(self) -> None:
         """Leaves in `parameters` the model to judge and save, the same bits on every worker: the mean, or bmuf's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,26 +70,30 @@ class Tally:
         self.right += right
         self.frames += frames
 
+    def take_over(self, block: Tally) -> None:
+        """Adds what `block` has if it is finite, and empties it; waits for the device."""
+        if math.isfinite(block.loss.item()):
+            self.loss += block.loss
+            self.right += block.right
+            self.frames += block.frames
+        block.loss.zero_()
+        block.right.zero_()
+        block.frames = 0
+
     def evaluation(self) -> Evaluation:
         """The averages; waits for the device."""
         return _averages(self.loss.item(), self.right.item(), self.frames)
 
-    def over_workers(self, exchange: Exchange, *, skip_not_finite: bool = False) -> Evaluation:
-        """The averages over all workers' frames, the same bits on each; waits for the device.
-
-        Args:
-            skip_not_finite: leave out the frames of a worker whose loss is not finite, unless all workers' are.
-        """
+    def over_workers(self, exchange: Exchange) -> Evaluation:
+        """The averages over all workers' frames, the same bits on each; waits for the device."""
         sums = torch.tensor([self.loss.item(), self.right.item(), self.frames], dtype=torch.float64)
-        all_sums = exchange.all_gather(sums)
-        finite = all_sums[all_sums[:, 0].isfinite()]
-        loss, right, frames = (finite if skip_not_finite and len(finite) else all_sums).sum(dim=0).tolist()
+        loss, right, frames = exchange.all_gather(sums).sum(dim=0).tolist()
         return _averages(loss, right, int(frames))
 
 
 def _averages(loss: float, right: float, frames: int) -> Evaluation:
-    if frames == 0:  # of a worker alone: its shard can be empty
-        return Evaluation(0.0, 0.0, 0, {})
+    if frames == 0:
+        return Evaluation(math.nan, math.nan, 0, {})
     return Evaluation(loss / frames, right / frames, frames, {})
 
 

@@ -83,21 +83,25 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
     epoch = 0
     while not schedule.finished:
         epoch += 1
-        rate, tally, started = schedule.rate, Tally(network.parameters.device), time.perf_counter()
+        rate, started = schedule.rate, time.perf_counter()
+        tally, block = Tally(network.parameters.device), Tally(network.parameters.device)
         setup.optimizer.clear_momentum()
         minibatches = averaging.start_epoch(num_minibatches(setup.train, setup.minibatch))
         order = shuffled_minibatches(setup.train, setup.minibatch, seed=setup.seed, epoch=epoch, rank=exchange.rank)
         with frame_counter(f"epoch {epoch}", len(setup.train)) as bar:
             for rows in islice(order, minibatches):
                 loss, right = train_minibatch(setup, buffers, rows, rate * averaging.rate_scale)
-                averaging.after_minibatch(len(rows))
-                tally.add(loss, right, len(rows))
+                block.add(loss, right, len(rows))
                 bar.update(len(rows))
-                if averaging.alone and tally.frames % (CHECK_EVERY * setup.minibatch) == 0:
-                    _check_finite("training", tally.evaluation(), epoch, rate)
+                if averaging.after_minibatch(len(rows)):
+                    tally.take_over(block)  # what was lost with a model left out is in no figure
+                elif averaging.alone and block.frames % (CHECK_EVERY * setup.minibatch) == 0:
+                    _check_finite("training", block.evaluation(), epoch, rate)
         averaging.finish_epoch()
         _record_workers(run, setup, epoch)
-        trained = tally.over_workers(exchange, skip_not_finite=not averaging.alone)
+        if not averaging.alone:
+            tally.take_over(block)
+        trained = (block if averaging.alone else tally).over_workers(exchange)
         _check_finite("training", trained, epoch, rate)
         trained_seconds = time.perf_counter() - started
 

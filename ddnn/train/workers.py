@@ -10,10 +10,9 @@ from ddnn.parallel.exchange import Exchange, connect
 from ddnn.parallel.failures import all_stop_on_error
 from ddnn.parallel.launch import inside_mpi_job, run_workers
 from ddnn.progress import SHOWN_BY_LAUNCHER
-from ddnn.recipe.schema import Parallel
 
 
-def run_together(parallel: Parallel, arguments: Sequence[str], work: Callable[[Exchange], None]) -> None:
+def run_together(workers: int, arguments: Sequence[str], work: Callable[[Exchange], None]) -> None:
     """Calls `work` on every worker.
 
     - Inside an MPI job (mpirun, srun) this process is one of its workers.
@@ -22,15 +21,15 @@ def run_together(parallel: Parallel, arguments: Sequence[str], work: Callable[[E
     - Else this process is the only worker, and no MPI is touched.
     """
     if inside_mpi_job():
-        exchange = connect(wire=parallel.wire)
+        exchange = connect()
         with all_stop_on_error(exchange):
             work(exchange)
-    elif parallel.workers > 1:
+    elif workers > 1:
         # PYTHONSAFEPATH: what lies in the working directory is no module of ours.
         environment = {**os.environ, "PYTHONSAFEPATH": "1"}
         if sys.stderr.isatty():
             environment[SHOWN_BY_LAUNCHER] = "1"
-        code = run_workers(parallel.workers, [sys.executable, "-m", "ddnn.cli", *arguments], environment)
+        code = run_workers(workers, [sys.executable, "-m", "ddnn.cli", *arguments], environment)
         if code:
             sys.exit(code)
     else:
