@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddnn.errors import UserError
-from ddnn.info.status_text import ERROR_ENTRY, last_entry, last_line, render
+from ddnn.info.status_text import ERROR_ENTRY, last_entry, render, why_it_ended
 from ddnn.optim.schedule import make_schedule
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
@@ -32,7 +32,7 @@ class Status:
             process holds the run dir.
         phase: what a running one does, or what Slurm says of one that waits.
         job, submitted, slurm: number of the Slurm job, when it was submitted (seconds since 1970), its state there.
-        error: of a stopped one, the last error in train.log, else the last line of the job's output.
+        error: of a stopped one, the last error in train.log, else the likeliest in the job's output.
         epochs_done, epochs_most: finished epochs, and how many there can be; Newbob may end before.
         last, best: cross-validation: epoch, loss, frame_accuracy; best among the accepted by loss.
         frames_per_second: of the last epoch's training, all workers together.
@@ -104,8 +104,10 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
     finished = (run_dir / "final.safetensors").exists()
     slurm = ask_slurm(job) if job is not None and held is not True and not finished else None
     state = _state(finished, held is True, log.exists(), job is not None, slurm)
-    if state == "stopped" and (held == "unknown" or (job is not None and slurm is None)):
-        problems.append("stopped, as far as the lock of train.log says; Slurm or the file system could not be asked")
+    if job is not None and slurm is None and state in ("submitted", "stopped"):
+        problems.append("Slurm could not be asked: this is what the files and the lock of train.log say")
+    elif state == "stopped" and held == "unknown":
+        problems.append("the lock of train.log could not be looked at: it may be running")
     times = [path.stat().st_mtime for path in (log, run_dir / "metrics.jsonl") if path.is_file()]
     age = max(0.0, time.time() - max(times)) if times else None
     most = None if recipe is None else make_schedule(recipe.schedule).max_epochs
@@ -176,7 +178,7 @@ def _phase(run_dir: Path, metrics: Metrics, problems: list[str]) -> str:
 def _error(run_dir: Path, problems: list[str]) -> str | None:
     said: str | None = _tolerant(problems, lambda: last_entry(run_dir / "train.log", ERROR_ENTRY))
     if said is None:
-        said = _tolerant(problems, lambda: last_line(run_dir / JOB_OUTPUT))
+        said = _tolerant(problems, lambda: why_it_ended(run_dir / JOB_OUTPUT))
     return said
 
 

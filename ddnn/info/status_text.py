@@ -13,6 +13,11 @@ MOST_CHARACTERS = 2000
 _ENTRY = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ "
 ERROR_ENTRY = re.compile(_ENTRY + r"(?:ERROR|CRITICAL) ", re.MULTILINE)
 
+_REASONS = [
+    re.compile(pattern, re.MULTILINE)
+    for pattern in (r"^ddnn: .+(?:\n  \w+: .+)*", r"^job\.sh: .+", r"^(?:slurmstepd|srun)\S* error: .+")
+]
+
 
 def last_entry(log: Path, kind: re.Pattern[str]) -> str | None:
     """The last entry of train.log whose beginning matches, without its time and level, lines and all."""
@@ -24,9 +29,15 @@ def last_entry(log: Path, kind: re.Pattern[str]) -> str | None:
     return text[found[-1].end() : after.start() if after else None].strip()[:MOST_CHARACTERS] or None
 
 
-def last_line(path: Path) -> str | None:
-    """The last line that is not empty."""
-    lines = [line for line in _tail(path).splitlines() if line.strip()]
+def why_it_ended(output: Path) -> str | None:
+    """Of what a job printed, the likeliest reason for its end: the first message of ddnn, of its script, of Slurm; else
+    the last line that says anything."""
+    text = _tail(output)
+    for reason in _REASONS:
+        found = reason.search(text)
+        if found:
+            return found[0].strip()[:MOST_CHARACTERS]
+    lines = [line for line in text.splitlines() if re.search(r"\w", line)]
     return lines[-1].strip()[:MOST_CHARACTERS] if lines else None
 
 

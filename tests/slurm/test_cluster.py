@@ -1,0 +1,93 @@
+"""Cluster settings: what the shipped files say, and that everything wrong with a file is said at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddnn.errors import UserError
+from ddnn.recipe.include import configs_folder, fragments
+from ddnn.slurm.cluster import Cluster, load_cluster
+
+SHIPPED = sorted(path.stem for path in (configs_folder() / "cluster").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_settings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_cluster(name).launcher == "mpirun"
+    text = (configs_folder() / "cluster" / f"{name}.yaml").read_text()
+    # What is commented out is right too.
+    (tmp_path / "all.yaml").write_text(re.sub(r"^# ((?:\w+:|  ).*)$", r"\1", text, flags=re.MULTILINE))
+    load_cluster("all.yaml")
+
+
+def test_every_key_is_in_the_gpu_example_and_the_docs() -> None:
+    example = (configs_folder() / "cluster" / "gpu.yaml").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+    for key, field in Cluster.model_fields.items():
+        assert re.search(rf"^(# )?{key}:", example, re.MULTILINE), key
+        assert f"| `{key}` |" in docs, key
+        assert " ".join((field.description or "").split()) in docs, key
+
+
+def test_they_are_no_fragments_of_recipes() -> None:
+    assert not [name for name in fragments() if "cluster" in name]
+
+
+def test_a_file_of_ones_own_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs" / "cluster").mkdir(parents=True)
+    (tmp_path / "configs" / "cluster" / "gpu.yaml").write_text("partition: mine\n")
+    assert load_cluster("gpu").partition == "mine"
+    (tmp_path / "mem ü.yaml").write_text("mem: 64000\ntime: 90\nenvironment: {A: 1, B: a b}\nsetup: ['echo \"$HOME\"']\n")
+    found = load_cluster("mem ü.yaml")
+    assert (found.mem, found.time, found.environment) == ("64000", "90", {"A": "1", "B": "a b"})
+    assert found.setup == ['echo "$HOME"']
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(
+        'partitoin: gpu\ntime: 12h\naccount: true\nnodes: 0\ngpus_per_node: four\nlauncher: aprun\n'
+        'options: [--exclusive, "--output=x", "--outp=x", "--a b", -N2]\nsetup: ["a\\nb", 3]\n'
+        'environment: {A: 1, B-C: x, D: {e: 1}, F: [1]}\nqos: {a: 1}\nconstraint: "a\\"b"\nmem: -1\n'
+    )  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        load_cluster(str(path))
+    for said in (
+        "partitoin: unknown key; did you mean partition?", "time: the text '12h' found", "account: true found",
+        "nodes: 0 found", "gpus_per_node: the text 'four' found", "launcher: the text 'aprun' found",
+        "options.1: the text '--output=x' found: ddnn sets it itself", "options.2:", "options.3:", "options.4:",
+        "setup.0:", "setup.1: 3 found", "environment.B-C:", "environment.D: a mapping found",
+        "environment.F: a list found", "qos: a mapping found", "constraint:", "mem:", f"[{path}, line 2]",
+    ):  # fmt: skip
+        assert said in str(caught.value), said
+    assert "options.0" not in str(caught.value) and "environment.A" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["nope", "../gpu", "", ".", "a\0b", "cluster/gpu"])
+def test_unknown_names(name: str) -> None:
+    with pytest.raises(UserError, match="cpu, gpu"):
+        load_cluster(name)
+
+
+@pytest.mark.parametrize("text", ["!!python/object/apply:os.system [id]", "a: &x 1\nb: *x", "- 1", "", "\tx: 1", "\xff"])
+def test_no_settings(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError):
+        load_cluster(str(tmp_path / "c.yaml"))
+
+
+@given(st.dictionaries(st.sampled_from([*Cluster.model_fields, "x"]), st.text(max_size=12), max_size=4))
+def test_any_text_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactory, values: dict[str, str]) -> None:
+    path = tmp_path_factory.mktemp("cluster") / "c.yaml"
+    path.write_text("".join(f"{key}: {value!r}\n" for key, value in values.items()), errors="replace")
+    try:
+        load_cluster(str(path))
+    except UserError as error:
+        assert str(path) in str(error)
