@@ -1,0 +1,82 @@
+"""job.json, squeue's answers, the lock."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddnn.errors import DataError
+from ddnn.slurm.job import Job, read_job, slurm_state, training_holds, write_job
+from ddnn.train.run_dir import RunDir
+
+JOB = Job("7", None, 1.5e9, 4, 2, "mpirun")
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    assert read_job(tmp_path) is None
+    write_job(tmp_path, JOB)
+    assert read_job(tmp_path) == JOB
+
+
+@given(st.binary(max_size=40) | st.sampled_from([b'{"number": "--help"}', b"[" * 9000, b" " * 20_000]))
+def test_damage_is_named(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "job.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"job\.json"):
+        read_job(folder)
+
+
+@pytest.mark.parametrize(
+    "change", ['"7"->7', '"7"->"--help"', '"7"->"7;x"', "null->\"-x\"", "4->0", "4->true", "1500000000.0->1e300"]
+)  # fmt: skip
+def test_what_would_be_handed_to_squeue_is_checked(tmp_path: Path, change: str) -> None:
+    write_job(tmp_path, JOB)
+    path = tmp_path / "job.json"
+    before, _, after = change.partition("->")
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after))
+    with pytest.raises(DataError):
+        read_job(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "state"),
+    [
+        ("print('|RUNNING')", "RUNNING"),
+        ("print('CLUSTER: x'); print('|PENDING')", "PENDING"),
+        ("pass", "GONE"),
+        ("sys.exit('slurm_load_jobs error: Invalid job id specified')", "GONE"),
+        ("sys.exit('slurm_load_jobs error: Unable to contact slurm controller')", None),
+        ("time.sleep(30)", None),
+    ],
+)
+def test_squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, state: str | None) -> None:
+    (tmp_path / "squeue").write_text(f"#!{sys.executable}\nimport sys, time\n{script}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    began = time.monotonic()
+    assert slurm_state(JOB, seconds=1.0 if "sleep" in script else 10.0) == state
+    assert time.monotonic() - began < 20
+
+
+def test_no_squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert slurm_state(JOB) is None
+
+
+def test_lock(tmp_path: Path) -> None:
+    log = tmp_path / "run" / "train.log"
+    assert training_holds(log) is False
+    handler = RunDir(tmp_path / "run").open_log()
+    assert training_holds(log) is True
+    handler.close()
+    assert training_holds(log) is False
+    log.unlink()
+    os.mkfifo(log)
+    assert training_holds(log) == "unknown"

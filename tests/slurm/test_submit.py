@@ -1,0 +1,169 @@
+"""`ddnn train --slurm` with a made-up sbatch and squeue: what is written, what is handed on, what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Job, make_job
+
+from ddnn.recipe.load import load_recipe
+from ddnn.train.run_dir import RunDir
+
+RunCli = Callable[..., Any]
+HOSTILE = "r ü $HOME`id` 'x\" %j #z;&"
+
+
+class Slurm:
+    """Programs of Slurm that do as they are told, and note how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.answer("sbatch", "4711\n")
+        self.answer("squeue", "|PENDING\n")
+
+    def answer(self, program: str, stdout: str = "", stderr: str = "", code: int = 0) -> None:
+        path = self.folder / program
+        path.write_text(
+            f"#!{sys.executable}\nimport json, os, sys\n"
+            f"json.dump([sys.argv[1:], dict(os.environ)], open({str(path) + '.called'!r}, 'w'))\n"
+            f"sys.stdout.write({stdout!r}); sys.stderr.write({stderr!r}); sys.exit({code})\n"
+        )
+        path.chmod(0o755)
+
+    def called(self, program: str) -> tuple[list[str], dict[str, str]]:
+        arguments, environment = json.loads((self.folder / f"{program}.called").read_text())
+        return arguments, environment
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    made = Slurm(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(made.folder))
+    return made
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return make_job(tmp_path / "job")
+
+
+def test_submits(slurm: Slurm, job: Job, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = job.root / HOSTILE
+    for name in ("PMIX_RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "SLURM_MEM_PER_CPU"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/x.conf")
+    monkeypatch.setenv("OMPI_MCA_coll", "basic")
+    result = run_cli(
+        "train", job.recipe, "--run-dir", run, "--set", "seed=5", "--slurm", "--nodes", 2, "--workers-per-node", 3,
+        "--partition", "p1", "--time", "2:00:00", "--account", "acc", "--job-name", "mine",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("job 4711: 6 workers on 2 nodes, CPU cores\n")
+    assert str(run / "train.log") in result.stdout and "ddnn status --follow" in result.stdout
+    assert {path.name for path in run.iterdir()} == {"recipe.yaml", "job.sh", "job.json"}
+    arguments, environment = slurm.called("sbatch")
+    assert arguments[0] == "--parsable" and arguments[-1] == str(run / "job.sh")
+    for said in ("--partition=p1", "--time=2:00:00", "--account=acc", "--job-name=mine", "--ntasks-per-node=3"):
+        assert said in arguments, "on the command line too, where it wins over SBATCH_* variables"
+    assert (environment["SLURM_CONF"], environment["OMPI_MCA_coll"]) == ("/etc/x.conf", "basic")
+    assert not {"PMIX_RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "SLURM_MEM_PER_CPU"} & set(environment)
+    recipe = load_recipe(run / "recipe.yaml")
+    assert (recipe.seed, recipe.parallel.workers) == (5, 6), "the job trains by what was resolved now"
+    RunDir(run)  # the job finds the run dir as a training wants it
+    assert json.loads((run / "job.json").read_text())["number"] == "4711"
+
+
+def test_the_job_trains_where_it_was_submitted(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
+    """The training that the script starts, without Slurm: it takes the run dir with the job's files in it."""
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--slurm").exit_code == 0
+    before = (job.run / "recipe.yaml").read_text()
+    (job.run / "job.out").write_text("from Slurm\n")
+    assert run_cli("train", job.run / "recipe.yaml", "--run-dir", job.run, "--workers", 1).exit_code == 0
+    assert (job.run / "recipe.yaml").read_text() == before
+    assert (job.run / "final.safetensors").exists() and (job.run / "job.out").read_text() == "from Slurm\n"
+    refused = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
+    assert refused.exit_code == 2 and "PENDING" in refused.stderr
+    slurm.answer("squeue", "", "slurm_load_jobs error: Invalid job id specified\n", 1)
+    refused = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
+    assert refused.exit_code == 2 and "exists already and is not empty" in refused.stderr
+
+
+def test_dry_run_prints_and_leaves_nothing(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm", "--dry-run", "--cluster", "gpu")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("#!/bin/bash\n") and "--gres=gpu:4" in result.stdout
+    assert "--workers 4 --device cuda" in result.stdout
+    assert not job.run.exists() and not (slurm.folder / "sbatch.called").exists()
+
+
+def test_the_command_line_wins_over_the_cluster(slurm: Slurm, job: Job, run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("partition: slow\nnodes: 9\ngpus_per_node: 4\nlauncher: srun\nqos: low\n")
+    result = run_cli(
+        "train", job.recipe, "--slurm", "--dry-run", "--cluster", tmp_path / "c.yaml", "--partition", "fast",
+        "--gpus-per-node", 0, "--workers", 2, "--launcher", "mpirun",
+    )  # fmt: skip
+    for said in ("--partition=fast", "--qos=low", "--nodes=1", "--ntasks-per-node=2", "--device cpu"):
+        assert said in result.stdout, result.stderr
+    assert "gres" not in result.stdout and "srun" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--nodes", "2"], "--nodes without --slurm"),
+        (["--slurm", "--time", "7h"], "no time as Slurm writes it"),
+        (["--slurm", "--nodes", "0"], "greater than or equal to 1"),
+        (["--slurm", "--partition", "a\n#SBATCH --x"], "where: --partition"),
+        (["--slurm", "--job-name", "a b"], "where: --job-name"),
+        (["--slurm", "--cluster", "nope"], "there are cpu, gpu"),
+        (["--slurm", "--workers", "3", "--nodes", "2"], "cannot be spread evenly"),
+        (["--slurm", "--set", "minibtach=2"], "did you mean minibatch"),
+        (["--slurm", "--run-dir", "a\\b"], "Slurm cannot have"),
+    ],
+)
+def test_mistakes(slurm: Slurm, job: Job, run_cli: RunCli, options: list[str], said: str) -> None:
+    result = run_cli("train", job.recipe, *(["--run-dir", job.run] if "--run-dir" not in options else []), *options)
+    assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.stderr
+    assert not job.run.exists() and not (slurm.folder / "sbatch.called").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (("", "sbatch: error: invalid partition specified: x\n", 1), "with 1: sbatch: error: invalid partition"),
+        (("Submitted batch job 7\n", "", 0), "with 0: Submitted batch job 7"),
+        (("", "", 3), "it said nothing"),
+    ],
+)
+def test_sbatch_refuses(slurm: Slurm, job: Job, run_cli: RunCli, answer: tuple[str, str, int], said: str) -> None:
+    slurm.answer("sbatch", *answer)
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
+    assert result.exit_code == 2 and said in result.stderr
+    assert not (job.run / "job.json").exists()
+    slurm.answer("sbatch", "12;far\n")
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--slurm").exit_code == 0
+    assert json.loads((job.run / "job.json").read_text())["slurm_cluster"] == "far"
+
+
+def test_no_sbatch(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
+    (slurm.folder / "sbatch").unlink()
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
+    assert result.exit_code == 2 and "sbatch is not found on PATH" in result.stderr
+
+
+def test_a_second_job_in_one_run_dir(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--slurm").exit_code == 0
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
+    assert result.exit_code == 2 and "job 4711 of this run dir is PENDING" in result.stderr
+    handler = RunDir(job.run).open_log()
+    try:
+        result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
+    finally:
+        handler.close()
+    assert result.exit_code == 2 and "another training is running" in result.stderr
