@@ -257,9 +257,22 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
 @click.option("--device", type=DEVICE, default="cpu", show_default=True, help="Where to compute.")
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads.")
 @click.option("--seconds", type=float, default=20.0, show_default=True, help="Time for each network.")
+@click.option("--workers", type=int, default=1, help="Measure so many workers that average against one alone.")
+@click.option("--reduce", default="all-reduce", show_default=True, help="With --workers: parallel.reduce.")
+@click.option("--every", type=int, default=10, show_default=True, help="With --workers: parallel.every.")
+@click.option("--overlap", is_flag=True, help="With --workers: parallel.overlap.")
 @as_json
-def bench(networks: tuple[str, ...], device: str, threads: int, seconds: float, json_: bool) -> None:
-    """Measure the training step against the machine's GEMM limit."""
+def bench(
+    networks: tuple[str, ...], device: str, threads: int, seconds: float, workers: int, reduce: str, every: int,
+    overlap: bool, json_: bool,
+) -> None:  # fmt: skip
+    """Measure the training step against the machine's GEMM limit, or several workers against one."""
+    if workers > 1:
+        from ddnn.bench.workers import run_bench_workers
+
+        options = {"workers": workers, "reduce": reduce, "every": every, "overlap": overlap, "threads": threads}
+        run_bench_workers(networks, options, device, seconds, json_, show=lambda result: _show(result, json_))
+        return
     from ddnn.bench.step import run_bench
 
     _show(run_bench(networks, device=device, threads=threads, seconds=seconds), json_)

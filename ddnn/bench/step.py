@@ -116,7 +116,7 @@ def run_bench(
     results = tuple(r for name in networks for r in bench_network(name, NETWORKS[name], on, seconds))
     machine = {
         "date": time.strftime("%Y-%m-%d"),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "device": str(on),
         "torch": torch.__version__,
         "threads": str(threads),
@@ -128,7 +128,7 @@ def run_bench(
 
 def bench_network(name: str, shape: Shape, device: torch.device, seconds: float) -> tuple[StepBench, ...]:
     """One network: rounds of the training step with each optimizer and of its matrix products, in turn."""
-    setup = _random_setup(shape, device)
+    setup = random_setup(shape, device)
     network = setup.model.network
     buffers = Buffers(network, shape.minibatch)
     batches = itertools.cycle(shuffled_minibatches(setup.train, shape.minibatch, seed=1, epoch=1))
@@ -201,7 +201,7 @@ def _timed(function: Callable[[], object], calls: int, device: torch.device) -> 
     return (time.perf_counter() - started) / calls
 
 
-def _random_setup(shape: Shape, device: torch.device, frames: int = 60_000) -> Setup:
+def random_setup(shape: Shape, device: torch.device, frames: int = 60_000) -> Setup:
     """The trainer on random frames: speed does not depend on what they say."""
     generator = torch.Generator().manual_seed(1)
     store = torch.randn(frames, DIM, generator=generator)
@@ -220,7 +220,7 @@ def _random_setup(shape: Shape, device: torch.device, frames: int = 60_000) -> S
     return Setup(model, optimizer, make_schedule(Schedule()), train, train, shape.minibatch, 1, alone)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:  # noqa: PTH123
             return next(

@@ -1,0 +1,32 @@
+"""`ddnn bench --workers`: real workers, no time asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from parallel.mpi_worlds import need_mpi
+
+
+def bench(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ddnn.cli", "bench", "--device", "cpu", "--seconds", "0.2", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+
+
+def test_two_workers_against_one() -> None:
+    need_mpi()
+    done = bench("--workers", "2", "--every", "2", "--reduce", "ring", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["workers"], found["reduce"], found["every"], found["network"]) == (2, "ring", 2, "an4")
+    assert found["spread"][0] <= found["speed_up"] <= found["spread"][1]
+    assert 0.0 < found["communication_share"] < 1.0
+
+
+def test_a_strategy_that_is_none() -> None:
+    done = bench("--workers", "2", "--reduce", "star")
+    assert done.returncode == 2
+    assert "where: --reduce" in done.stderr and "Traceback" not in done.stderr
