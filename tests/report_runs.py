@@ -10,7 +10,7 @@ from typing import Any
 PARAMETERS = 1_330_792
 
 
-def epoch_row(epoch: int, split: str, **changes: object) -> dict[str, Any]:
+def epoch_row(epoch: int, split: str, /, **changes: object) -> dict[str, Any]:
     """A row of all workers together, as THE loop writes it."""
     row = {
         "epoch": epoch, "split": split, "loss": 4.0 * math.exp(-epoch / 4), "frame_accuracy": 0.6 - 0.5 / (1 + epoch),
@@ -20,7 +20,7 @@ def epoch_row(epoch: int, split: str, **changes: object) -> dict[str, Any]:
     return {**row, **changes}
 
 
-def worker_row(epoch: int, rank: int, **changes: object) -> dict[str, Any]:
+def worker_row(epoch: int, rank: int, /, **changes: object) -> dict[str, Any]:
     """A row of one worker."""
     row = {
         "epoch": epoch, "split": "worker", "rank": rank, "host": "n1", "device": "cpu", "frames": 28672,

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ddnn.report.figures import label, legend_below, new_figure, save, style, tidy
+from ddnn.report.figures import label, legend_below, legend_height, new_figure, save, style, tidy
 from ddnn.report.runs import SHARES, Run, divergences, share, shares_by_rank, training_seconds
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def draw_report(runs: Sequence[Run], out: Path) -> tuple[Path, ...]:
 
 def draw_learning(runs: Sequence[Run], path: Path) -> Path:
     """Cross-validation loss and frame accuracy against epochs and against time; rejected epochs are hollow."""
-    figure = new_figure(11, 8)
+    figure = new_figure(11, min(7.5 + legend_height([run.name for run in runs], 11), 16.0))
     panels = figure.subplots(2, 2, sharey="row", sharex="col")
     for number, run in enumerate(runs):
         until = dict(zip((row.epoch for row in run.metrics.train), training_seconds(run), strict=True))
@@ -123,7 +123,7 @@ def _bars(runs: Sequence[Run]) -> list[tuple[str, dict[str, float]]]:
 
 def draw_divergence(runs: Sequence[Run], path: Path) -> Path:
     """The relative distance of the workers' models from their mean, epoch by epoch; the band spans the workers."""
-    figure = new_figure(9, 5)
+    figure = new_figure(9, min(4.7 + legend_height([run.name for run in runs], 9), 16.0))
     axes = figure.subplots()
     shown = [run for run in runs if divergences(run)]
     for number, run in enumerate(runs):

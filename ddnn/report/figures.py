@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,12 +63,21 @@ def tidy(axes: Axes, title: str, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def legend_height(names: Sequence[str], width: float) -> float:
+    """Inches that the legend of these curves takes under a figure of `width` inches."""
+    return 0.22 * math.ceil(len(names) / _columns(list(map(label, names)), width))
+
+
 def legend_below(figure: Figure, axes: Axes) -> None:
     """One legend under all panels, of the curves in `axes`."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (max(map(len, labels)) + 6))))
+        columns = _columns(labels, figure.get_figwidth())
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _columns(labels: Sequence[str], width: float) -> int:
+    return max(1, min(len(labels), int(12 * width / (max(map(len, labels), default=0) + 6))))
 
 
 def save(figure: Figure, path: Path) -> Path:

@@ -20,7 +20,9 @@ def draw_scaling(found: Scaling, path: Path) -> Path:
     """
     figure = new_figure(9, 7)
     axes = figure.subplots()
-    sizes = sorted({p.workers for p in found.predictions} | {1})
+    given = {p.workers for p in found.predictions} | {1, *(check.workers for check in found.checks)}
+    powers = [2**q for q in range(max(given).bit_length())]
+    sizes = sorted({*given, *powers})
     axes.plot(sizes, sizes, color="0.6", linewidth=1.2, label="ideal: as many times as workers")
     for name, way in SAME_COST:
         number = {"all-reduce": 0, "butterfly": 1, "gradient": 2}[way.strategy]
@@ -43,7 +45,9 @@ def draw_scaling(found: Scaling, path: Path) -> Path:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(powers[:: 1 + len(powers) // 12])
         axis.set_major_formatter("{x:g}")
+        axis.set_tick_params(which="minor", length=0)
     job = found.job
     title = f"Speed-up: {job.parameters:,} parameters, minibatch {job.minibatch}, every {job.every}, {found.wire}"
     tidy(axes, title, "workers", "speed-up over one worker (frames per second)")
