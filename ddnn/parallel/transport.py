@@ -6,6 +6,7 @@ they are. None of what concerns GPUs has been seen on a GPU yet, but for the cal
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,9 @@ def choose_transport(name: str, device: torch.device, exchange: Exchange) -> Tra
     if chosen == "nccl":
         if not all(row[2] for row in everyone):
             raise _refusal("nccl", "this torch is built without NCCL")
-        exchange.carriers[device.type] = OverGroup(exchange, "nccl", device)
+        group = OverGroup(exchange, "nccl", device)
+        atexit.register(group.close)
+        exchange.carriers[device.type] = group
     elif chosen == "device":
         exchange.carriers[device.type] = exchange.carriers["cpu"]
     return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,10 +18,13 @@ from parallel.mpi_worlds import all_gone, launch, need_mpi
 from ddnn.errors import UserError
 from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.failures import all_stop_on_error, message_and_code
+from ddnn.parallel.strategies import STRATEGIES
 
-WORKERS = {"raise": 3}
+WORKERS = {"raise": 3, "all-reduce": 3, "slow": 3}
 """Two where not named."""
-FAILING = ["raise", "user-error", "exit", "thread", "killed"]
+AVERAGING = ["all-reduce", "butterfly beside"]
+"""Strategies in the middle of which a worker raises."""
+FAILING = ["raise", "user-error", "exit", "thread", "killed", *AVERAGING]
 STOPPED = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL, "mpirun": signal.SIGKILL}
 
 
@@ -33,6 +37,7 @@ class Outcome:
     errors: str
     seconds: float
     all_gone: bool
+    out: Path
 
 
 def when_they_run(out: Path, workers: int, process: subprocess.Popen[str]) -> tuple[list[int], float]:
@@ -58,7 +63,7 @@ def outcome(way: str, out: Path) -> Outcome:
         seconds = time.time() - since
     finally:
         process.kill()
-    return Outcome(process.returncode, output, errors, seconds, all_gone(pids, 5))
+    return Outcome(process.returncode, output, errors, seconds, all_gone(pids, 5), out)
 
 
 def child_of(pid: int) -> int:
@@ -72,7 +77,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
     need_mpi()
     folder = tmp_path_factory.mktemp("failing")
     with ThreadPoolExecutor(3) as pool:
-        yield {way: pool.submit(outcome, way, folder / way) for way in [*FAILING, *STOPPED]}
+        yield {way: pool.submit(outcome, way, folder / way) for way in [*FAILING, *STOPPED, "slow"]}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +87,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
         ("user-error", 2, ["error: the rate is -1", "where: recipe.yaml", "mend:  take a"], ["Traceback"]),
         ("exit", 7, ["stopped with 7"], ["Traceback"]),
         ("thread", 1, ["RuntimeError: boom of the test", "Traceback", "in fail"], []),
+        *((way, 1, ["RuntimeError: boom of the test", "Traceback", "average_for_ever"], []) for way in AVERAGING),
     ],
 )
 def test_one_worker_that_fails_stops_all(
@@ -96,6 +102,17 @@ def test_one_worker_that_fails_stops_all(
     assert line.startswith("ddnn: worker 1 on ")
     assert all(text in found.errors for text in said), found.errors
     assert not any(text in found.errors for text in unsaid), found.errors
+
+
+def test_the_others_wait_for_a_slow_worker(outcomes: dict[str, Future[Outcome]]) -> None:
+    found = outcomes["slow"].result()
+    assert (found.code, found.errors) == (0, "")
+    told = json.loads((found.out / "slow.json").read_text())
+    assert list(told["mean"]) == list(STRATEGIES)
+    for name, mean in told["mean"].items():
+        assert mean == pytest.approx(1.0, abs=1e-6), name
+        waited = told["waited"][name]  # in a ring only the next one waits for the slow one
+        assert max(waited[0], waited[2]) > waited[1], name
 
 
 def test_a_worker_killed_by_the_system_stops_all(outcomes: dict[str, Future[Outcome]]) -> None:
