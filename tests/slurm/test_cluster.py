@@ -44,7 +44,9 @@ def test_a_file_of_ones_own_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "configs" / "cluster").mkdir(parents=True)
     (tmp_path / "configs" / "cluster" / "gpu.yaml").write_text("partition: mine\n")
     assert load_cluster("gpu").partition == "mine"
-    (tmp_path / "mem ü.yaml").write_text("mem: 64000\ntime: 90\nenvironment: {A: 1, B: a b}\nsetup: ['echo \"$HOME\"']\n")
+    (tmp_path / "mem ü.yaml").write_text(
+        "mem: 64000\ntime: 90\nenvironment: {A: 1, B: a b}\nsetup: ['echo \"$HOME\"']\n"
+    )
     found = load_cluster("mem ü.yaml")
     assert (found.mem, found.time, found.environment) == ("64000", "90", {"A": "1", "B": "a b"})
     assert found.setup == ['echo "$HOME"']
@@ -76,7 +78,9 @@ def test_unknown_names(name: str) -> None:
         load_cluster(name)
 
 
-@pytest.mark.parametrize("text", ["!!python/object/apply:os.system [id]", "a: &x 1\nb: *x", "- 1", "", "\tx: 1", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["!!python/object/apply:os.system [id]", "a: &x 1\nb: *x", "- 1", "", "\tx: 1", "\xff"]
+)
 def test_no_settings(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError):

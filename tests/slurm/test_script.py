@@ -33,7 +33,9 @@ def job(cluster: Cluster = GPU, run_dir: str = "/exp/an4", nodes: int = 2, each:
 
 
 def test_whole_text() -> None:
-    assert script_text(job()) == """\
+    assert (
+        script_text(job())
+        == """\
 #!/bin/bash
 # Written by ddnn: 8 workers on 2 nodes, 4 GPUs each. `ddnn status /exp/an4` follows it.
 #SBATCH --job-name=ddnn-an4
@@ -66,6 +68,7 @@ export A='it'"'"'s $5'
 # In place of this shell: Slurm's signals reach it, and its exit code is the job's.
 exec '/my venv/python' -m ddnn.cli train /exp/an4/recipe.yaml --run-dir /exp/an4
 """
+    )
 
 
 def test_srun_joins_the_job_with_open_mpis_settings() -> None:

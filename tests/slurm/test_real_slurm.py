@@ -1,0 +1,183 @@
+"""Under a real Slurm of two nodes on this machine: the same result as without it, and what becomes of jobs that fail.
+
+Skipped where Slurm cannot be installed. All tests that need it are in this file, so that one process runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Job, make_job
+
+from ddnn.errors import UserError
+from ddnn.parallel.launch import find_mpirun
+
+SECONDS = 120
+SETTINGS = ("--set", "parallel.every=2", "--set", "schedule.epochs=2", "--set", "optimizer.momentum=0.5")
+
+
+def free_ports(count: int) -> int:
+    """The first of some ports in a row that nothing listens on."""
+    for first in range(21000 + os.getpid() % 5000, 32000, count):
+        with contextlib.ExitStack() as held:
+            try:
+                for port in range(first, first + count):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    pytest.fail("no free ports")
+
+
+def end_leftovers(conf: str) -> list[str]:
+    """Kills what still runs with this SLURM_CONF in its environment; the command lines of these processes."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"SLURM_CONF={conf}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                os.kill(int(process.name), signal.SIGKILL)
+    return found
+
+
+class Slurm:
+    """The cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def ddnn(self, *arguments: object, timeout: float = SECONDS) -> subprocess.CompletedProcess[str]:
+        """Runs `ddnn` where this Slurm is the cluster."""
+        command = [sys.executable, "-m", "ddnn.cli", *map(str, arguments)]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=timeout)
+
+    def submit(self, job: Job, run: Path, *options: object) -> str:
+        """Submits a training of the job's recipe; its number."""
+        submitted = self.ddnn("train", job.recipe, "--run-dir", run, *SETTINGS, "--slurm", *options)
+        assert submitted.returncode == 0, submitted.stderr
+        number = re.match(r"job (\d+): ", submitted.stdout)
+        assert number, submitted.stdout
+        return number[1]
+
+    def wait(self, number: str) -> dict[str, str]:
+        """What Slurm notes of a job once it is over: JobState, ExitCode, NodeList."""
+        until = time.monotonic() + SECONDS
+        log = self.folder / "log" / "jobcomp.txt"
+        while time.monotonic() < until:
+            for line in log.read_text().splitlines() if log.exists() else ():
+                if line.startswith(f"JobId={number} "):
+                    return dict(word.partition("=")[::2] for word in line.split())
+            time.sleep(0.2)
+        pytest.fail(f"job {number} has not ended in {SECONDS} s")
+
+    def processes_of_jobs(self) -> list[str]:
+        """Command lines of the trainings that run now."""
+        said = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+        return [line for line in said.splitlines() if "ddnn.cli train" in line and str(self.folder) in line]
+
+
+@pytest.fixture(scope="module")
+def slurm(shared: Path) -> Iterator[Slurm]:
+    tool = shared / "tools" / "slurm-dev"
+    if not tool.exists():
+        pytest.skip(f"no Slurm for tests: there is no {tool}")
+    if os.getuid() != 0 or shutil.which("apt-get") is None:
+        pytest.skip("no Slurm for tests: it is installed and started as root, on Debian")
+    try:
+        find_mpirun(os.environ)
+    except UserError as error:
+        pytest.skip(error.what)
+    folder = Path(tempfile.mkdtemp(prefix="ddnn-slurm-"))  # a short name: sockets are made in it
+    settings = {"SLURM_DEV_DIR": str(folder), "SLURM_DEV_PORT": str(free_ports(3)), "SLURM_DEV_CPUS": "2"}
+    environment = {**os.environ, **settings}
+    try:
+        with (folder / "up.txt").open("w") as said:  # a file: the daemons would hold a pipe open
+            up = subprocess.run([tool, "up", "2"], env=environment, stdout=said, stderr=said, timeout=300)
+        text = (folder / "up.txt").read_text()
+        if up.returncode and "apt-get failed" in text:
+            pytest.skip(f"no Slurm for tests: {text.splitlines()[-1]}")
+        assert up.returncode == 0, text
+        yield Slurm(folder)
+    finally:
+        subprocess.run([tool, "down"], env=environment, timeout=120, stdout=subprocess.DEVNULL)
+        end_leftovers(str(folder / "slurm.conf"))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def job(slurm: Slurm) -> Job:
+    return make_job(slurm.folder / "work")
+
+
+@pytest.fixture(scope="module")
+def plain(slurm: Slurm, job: Job) -> Path:
+    """The same training without Slurm."""
+    run = job.root / "plain"
+    ended = slurm.ddnn("train", job.recipe, "--run-dir", run, *SETTINGS, "--workers", 4, "--device", "cpu")
+    assert ended.returncode == 0, ended.stderr
+    return run
+
+
+def losses(run: Path) -> list[tuple[Any, ...]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["epoch"], row["split"], row["loss"], row["frames"]) for row in rows if row["split"] != "worker"]
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_same_result_as_without(slurm: Slurm, job: Job, plain: Path, launcher: str) -> None:
+    run = job.root / f"{launcher} ü $x 'y\" %j #z"
+    number = slurm.submit(job, run, "--nodes", 2, "--workers-per-node", 2, "--launcher", launcher)
+    followed = slurm.ddnn("status", run, "--follow")
+    output = (run / "job.out").read_text()
+    assert followed.returncode == 0, followed.stdout + output
+    assert f"finished, Slurm job {number}" in followed.stdout
+    ended = slurm.wait(number)
+    assert (ended["JobState"], ended["ExitCode"], ended["NodeList"]) == ("COMPLETED", "0:0", "n[1-2]")
+    ranks = [row["rank"] for row in map(json.loads, (run / "metrics.jsonl").open()) if row["split"] == "worker"]
+    assert ranks == [0, 1, 2, 3] * 2
+    assert losses(run) == losses(plain)
+    assert (run / "final.safetensors").read_bytes() == (plain / "final.safetensors").read_bytes()
+
+
+def test_a_cancelled_job_leaves_nothing_running(slurm: Slurm, job: Job) -> None:
+    run = job.root / "cancelled"
+    for_ever = "schedule={name: exponential, initial: 0.001, epochs: 1000000}"
+    number = slurm.submit(job, run, "--nodes", 2, "--workers-per-node", 1, "--set", for_ever)
+    until = time.monotonic() + SECONDS
+    while not (run / "metrics.jsonl").exists() and time.monotonic() < until:
+        time.sleep(0.2)
+    status = json.loads(slurm.ddnn("status", run, "--json").stdout)
+    assert (status["state"], status["workers"], status["job"]) == ("running", 2, number)
+    assert slurm.processes_of_jobs()
+    subprocess.run(["scancel", number], env=slurm.environment, timeout=30, check=True)
+    assert slurm.wait(number)["JobState"] == "CANCELLED"
+    while slurm.processes_of_jobs() and time.monotonic() < until:
+        time.sleep(0.2)
+    assert slurm.processes_of_jobs() == []
+    status = json.loads(slurm.ddnn("status", run, "--json").stdout)
+    assert status["state"] == "stopped" and "CANCELLED" in status["error"]
+
+
+def test_a_line_of_setup_that_fails(slurm: Slurm, job: Job) -> None:
+    settings = job.root / "cluster.yaml"
+    settings.write_text('setup: ["module_of_a_name load x"]\n')
+    number = slurm.submit(job, job.root / "setup", "--cluster", settings)
+    assert slurm.wait(number)["ExitCode"] == "127:0"
+    status = json.loads(slurm.ddnn("status", job.root / "setup", "--json").stdout)
+    assert (status["state"], status["slurm"]) == ("stopped", "GONE")
+    assert status["error"] == "job.sh: exit code 127 from: module_of_a_name load x"
