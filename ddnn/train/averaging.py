@@ -163,7 +163,9 @@ class Averaging:
         if self._blocks is None:
             self._exact_mean(self.counts.frames if finite else 0)
         else:
-            if bool(self.exchange.all_gather(torch.tensor([self._tail])).any()):
+            with self.exchange.waiting():
+                anyone_trained = bool(self.exchange.all_gather(torch.tensor([self._tail])).any())
+            if anyone_trained:
                 self._blocks.average(
                     self.exchange, self._staging.fetch(self.parameters), self.round, float(finite) * self.counts.frames
                 )
@@ -190,9 +192,9 @@ class Averaging:
             self._staging.store(self.parameters)
 
     def close(self) -> None:
-        """Ends the background thread."""
+        """Ends the background thread. After an error its exchange may wait for ever: it is not waited for."""
         if self._background is not None:
-            self._background.shutdown()
+            self._background.shutdown(wait=False, cancel_futures=True)
 
     def _depart(self) -> None:
         """Calls the strategy, with overlap in the background."""
