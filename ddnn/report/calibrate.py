@@ -108,8 +108,8 @@ def _times_of_runs(measured: Sequence[Measurement], assumed: list[str]) -> _Time
     compute, stall = per_minibatch(measured), 0.0
     if not alone:
         assumed.append("no run of one worker: it would compute as fast as one of several does (g = 0)")
-    elif together:
-        compute = min(per_minibatch(alone), per_minibatch(together))
+    elif together and per_minibatch(together) > per_minibatch(alone):
+        compute = per_minibatch(alone)
         stall = per_minibatch(together) - compute
     else:
         assumed.append(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LEARNING, TIME, DIVERGENCE = "learning.png", "time.png", "divergence.png"
 _COLOURS = {"compute": "#0072B2", "data": "#56B4E9", "communication": "#D55E00", "waiting": "#E69F00", "other": "0.8"}
-_MANY_BARS = 40
+_MANY_BARS = 30
 """More bars than this get no names of their own."""
 
 
@@ -41,7 +41,9 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
         until = dict(zip((row.epoch for row in run.metrics.train), training_seconds(run), strict=True))
         until[0] = 0.0
         for row, (name, factor) in enumerate((("loss", 1.0), ("frame_accuracy", 100.0))):
-            points = [(cv.epoch, getattr(cv, name), cv.accepted) for cv in run.metrics.cv]
+            # Epoch 0, the network before training, would take most of the loss's axis.
+            shown = [cv for cv in run.metrics.cv if cv.epoch > 0] or run.metrics.cv
+            points = [(cv.epoch, getattr(cv, name), cv.accepted) for cv in shown]
             sound = [(epoch, factor * value, ok) for epoch, value, ok in points if value is not None]
             _curve(panels[row][0], sound, number, label(run.name))
             timed = [(until[epoch], value, ok) for epoch, value, ok in sound if epoch in until]
@@ -54,11 +56,13 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
         tidy(panels[1][column], f"Cross-validation frame accuracy by {against}", unit, accuracy)
     panels[1][0].locator_params(axis="x", integer=True)
     panels[1][1].set_xlim(left=0.0)
-    if any(not cv.accepted for run in runs for cv in run.metrics.cv):
-        figure.suptitle("hollow: epoch rejected by the schedule", fontsize=9, color="0.35", ha="left", x=0.01)
+    rejected = any(not cv.accepted for run in runs for cv in run.metrics.cv)
+    heading = [label(runs[0].name)] if len(runs) == 1 else []
+    if rejected:
+        heading.append("hollow: epoch rejected by the schedule")
+    if heading:
+        figure.suptitle(", ".join(heading), fontsize=10, color="0.25")
     legend_below(figure, panels[0][0])
-    if len(runs) == 1:
-        figure.suptitle(label(runs[0].name), fontsize=12)
     return save(figure, path)
 
 
@@ -79,35 +83,37 @@ def draw_time(runs: Sequence[Run], path: Path) -> Path:
     """Stacked bars of the shares of the time: of each run's workers together, or of each worker of a single run."""
     bars = _bars(runs)
     few = len(bars) <= _MANY_BARS
-    figure = new_figure(11, min(max(2.8, 1.5 + 0.42 * len(bars)), 14.0))
+    figure = new_figure(11, max(2.8, 1.5 + 0.42 * len(bars)) if few else 9.0)
     axes = figure.subplots()
     left = [0.0] * len(bars)
     for name in (*SHARES, "other"):
-        widths = [100.0 * shares[name] for _, shares in bars]
-        axes.barh(
-            range(len(bars)),
-            widths,
-            left=left,
-            height=0.72 if few else 1.0,
-            color=_COLOURS[name],
-            edgecolor="white" if few else "none",
-            label={"waiting": "waiting for other workers"}.get(name, name),
-        )
-        for n, width in enumerate(widths):
-            if few and width >= 4.0:
-                colour = "white" if name in ("compute", "communication") else "black"
-                axes.text(left[n] + width / 2, n, f"{width:.1f}", ha="center", va="center", color=colour, fontsize=9)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
+        right = [start + 100.0 * shares[name] for start, (_, shares) in zip(left, bars, strict=True)]
+        colour, what = _COLOURS[name], "waiting for other workers" if name == "waiting" else name
+        if few:
+            widths = [end - start for start, end in zip(left, right, strict=True)]
+            axes.barh(range(len(bars)), widths, left=left, height=0.72, color=colour, edgecolor="white", label=what)
+            _write_in_bars(axes, left, widths, "white" if name in ("compute", "communication") else "black")
+        else:
+            axes.fill_betweenx(range(len(bars)), left, right, step="mid", color=colour, linewidth=0, label=what)
+        left = right
     single = len(runs) == 1
     title = f"Where each worker's time went: {label(runs[0].name)}" if single else "Where the time of the workers went"
     tidy(axes, title, "share of the training time (%)", "worker (rank)" if single else "")
     if few:
         axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.margins(y=0.02)
     axes.invert_yaxis()
     axes.grid(False, axis="y")
     axes.set_xlim(0.0, max(100.0, *left))
     legend_below(figure, axes)
     return save(figure, path)
+
+
+def _write_in_bars(axes: Axes, left: Sequence[float], widths: Sequence[float], colour: str) -> None:
+    """The figure into each bar that is wide enough for it."""
+    for n, (start, width) in enumerate(zip(left, widths, strict=True)):
+        if width >= 4.0:
+            axes.text(start + width / 2, n, f"{width:.1f}", ha="center", va="center", color=colour, fontsize=9)
 
 
 def _bars(runs: Sequence[Run]) -> list[tuple[str, dict[str, float]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -107,7 +108,7 @@ def network_dims(text: str) -> list[int]:
     dims: list[int] = []
     for part in parts:
         count, _, size = part.rpartition("x")
-        if not _SIZES.fullmatch(part) or int(size) == 0 or int(count or 1) > 100:
+        if not _SIZES.fullmatch(part) or int(size) == 0 or not 1 <= int(count or 1) <= 100:
             raise UserError(f"{text[:100]!r} found, expected the dims of a network, as 440-6x2048-8806")
         dims += [int(size)] * int(count or 1)
     if not 2 <= len(dims) <= 102:
@@ -160,15 +161,16 @@ def _published(found: Published, path: Path) -> list[Measurement]:
 
 
 def _of_run(run: Run) -> Measurement:
-    rows = [row for row in run.metrics.workers if row.seconds and row.minibatches]
+    rows = [row for row in run.metrics.workers if row.seconds and row.minibatches and row.frames]
     if run.recipe is None or not rows:
         missing = "recipe.yaml" if run.recipe is None else "row of a worker in its metrics.jsonl"
         raise DataError(f"this run dir has no {missing}", where=run.path, mend="train again with this version of ddnn")
     parallel, workers = run.recipe.parallel, number_of_workers(run)
-    complete = [row for row in rows if sum(other.epoch == row.epoch for other in rows) == workers]
-    if not complete or complete[0].parameters is None or complete[0].compute_share is None:
+    of_epoch = Counter(row.epoch for row in rows)
+    complete = [row for row in rows if of_epoch[row.epoch] == workers and row.parameters and row.compute_share]
+    if not complete:
         raise DataError("no epoch has whole rows of all workers", where=run.path, mend="let it train an epoch first")
-    parameters = complete[0].parameters
+    parameters = complete[0].parameters or 0
     epochs = len({row.epoch for row in complete})
     frames = sum(row.frames for row in complete) / epochs
     job = Job(parameters, _operations(run, parameters), run.recipe.minibatch, parallel.every, frames)

@@ -15,6 +15,8 @@ from ddnn.train.read_metrics import EpochRow, Metrics, read_metrics
 SHARES = ("compute", "data", "communication", "waiting")
 """Where the time of a worker's training thread goes."""
 METRICS, RECIPE = "metrics.jsonl", "recipe.yaml"
+LEAST = 1e-9
+"""Seconds, or frames a second, below which no row tells a speed."""
 
 
 @dataclass(frozen=True)
@@ -155,14 +157,13 @@ def training_seconds(run: Run) -> list[float]:
 
 
 def _wall(row: EpochRow) -> float:
-    if row.frames and row.frames_per_second:
-        return row.frames / row.frames_per_second
-    return row.seconds or 0.0
+    rate = row.frames_per_second or 0.0
+    return row.frames / rate if row.frames and rate >= LEAST else row.seconds or 0.0
 
 
 def speed(run: Run) -> float | None:
     """Frames per second of all workers together, over all epochs."""
-    timed = [(row.frames or 0, _wall(row)) for row in run.metrics.train if _wall(row) > 0.0]
+    timed = [(row.frames or 0, _wall(row)) for row in run.metrics.train if _wall(row) >= LEAST]
     return sum(frames for frames, _ in timed) / sum(seconds for _, seconds in timed) if timed else None
 
 

@@ -176,7 +176,7 @@ def _check(options: ScaleOptions) -> None:
         *((options.minibatch, "--minibatch"), (options.every, "--every"), (options.frames, "--frames")),
         *((options.hours, "--hours"), (options.bandwidth, "--bandwidth")),
     ):
-        if value is not None and not 0 < value < 1e15:
+        if value is not None and not 1e-3 <= value <= 1e15:
             raise UserError(f"{value:g} found, expected a number above 0", where=option)
     if options.latency is not None and not 0.0 <= options.latency < 1e6:
         raise UserError(f"{options.latency:g} found, expected seconds", where="--latency")

@@ -161,8 +161,7 @@ def test_any_metrics_that_can_be_read_can_be_shown(tmp_path: Path, data: st.Data
     path = tmp_path / "run"
     path.mkdir(exist_ok=True)
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = tmp_path / "out" if data.draw(st.integers(0, 19)) == 13 else None  # drawing takes most of a second
-    found = report([path], out)
+    found = report([path], None)
     json.dumps(found.as_dict(), allow_nan=False)
     assert found.as_text()
 

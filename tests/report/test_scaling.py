@@ -1,0 +1,321 @@
+"""The scaling model: its formulas, its fit, and whether it foretells the paper's speed-ups."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from report_runs import rows_of, worker_row, write_run
+
+from ddnn.errors import DataError, UserError
+from ddnn.report.calibrate import calibrate
+from ddnn.report.measured import Measurement, network_dims, operations_of, parameters_of, read_measured
+from ddnn.report.scale_command import ScaleOptions, Scaling, scale
+from ddnn.report.scaling import (
+    OVERLAPPING,
+    STRATEGIES,
+    Constants,
+    Job,
+    Way,
+    averagings,
+    epoch_seconds,
+    exchange_seconds,
+    fit_not_negative,
+    largest_of,
+    scaled,
+)
+
+RunCli = Callable[..., Any]
+K20 = Path("k20-switchboard.yaml")
+BUTTERFLY = Path("k20-switchboard-butterfly.yaml")
+PAPER = {2: 1.39, 4: 2.65, 8: 4.99, 16: 9.32, 32: 16.70}
+PAPER_BUTTERFLY = {2: 1.45, 4: 2.83, 8: 5.44, 16: 10.10, 32: 18.02}
+JOB = Job(parameters=40_000_000, operations=240e6, minibatch=1000, every=10, frames=1e8)
+TRUE = Constants(
+    job=JOB, minibatch_seconds=0.15, stall_seconds=0.02, serial_seconds=100.0, averaging_seconds=0.1, block_std=0.05,
+    latency=1e-3, byte_seconds=1e-9, final_mean=True,
+)  # fmt: skip
+
+
+def foretold(*fit: int, **changes: Any) -> Scaling:
+    options = ScaleOptions(workers=tuple(PAPER), fit=fit or None, **changes)
+    return scale([K20], options, None)
+
+
+def speed_ups(found: Scaling, strategy: str) -> dict[int, float]:
+    return {p.workers: p.speed_up for p in found.predictions if p.strategy == strategy and not p.overlap}
+
+
+@pytest.mark.parametrize("fit", [(1, 2, 4), (1, 2, 8), (1, 2, 4, 8, 16, 32)])
+def test_the_papers_all_reduce_within_ten_percent(fit: tuple[int, ...]) -> None:
+    """The acceptance of the model: fitted to the first sizes, it foretells the others."""
+    found = speed_ups(foretold(*fit), "all-reduce")
+    assert found == pytest.approx(PAPER, rel=0.10)
+    assert found == pytest.approx(PAPER, rel=0.025), "what docs/scaling.md says of it"
+
+
+def test_the_papers_butterfly_from_its_all_reduce() -> None:
+    assert speed_ups(foretold(1, 2, 4), "butterfly") == pytest.approx(PAPER_BUTTERFLY, rel=0.04)
+
+
+def test_the_papers_every_20_from_its_every_10() -> None:
+    """Table of the contrasts: 16 GPUs gain 10.07 at every 20."""
+    found = scale([K20], ScaleOptions(workers=(16,), fit=(1, 2, 4), every=20), None)
+    assert speed_ups(found, "all-reduce")[16] == pytest.approx(10.07, rel=0.02)
+
+
+def test_the_files_hold_the_papers_speed_ups() -> None:
+    """The times were copied by hand: their ratios are the speed-ups published beside them."""
+    for path, published in ((K20, PAPER), (BUTTERFLY, PAPER_BUTTERFLY)):
+        alone, *others = read_measured(path)
+        assert {m.workers: alone.seconds / m.seconds for m in others} == pytest.approx(published, rel=0.003)
+        assert alone.job.frames / alone.seconds == pytest.approx(6400)
+
+
+def test_largest_of_normal_variables() -> None:
+    assert [largest_of(n) for n in (1, 2, 3)] == pytest.approx([0, 1 / math.sqrt(math.pi), 1.5 / math.sqrt(math.pi)])
+    draws = np.random.default_rng(1).standard_normal((4000, 100)).max(axis=1)
+    assert largest_of(100) == pytest.approx(draws.mean(), abs=0.03)
+
+
+def test_an_epoch_by_hand() -> None:
+    """Four workers: 2500 averagings of blocks of 10 minibatches; an all-reduce is 4 messages and 1.5 models."""
+    x = 4 * 1e-3 + 1.5 * 160e6 * 1e-9
+    w = 0.05 * largest_of(4)
+    assert averagings(JOB, "all-reduce", 4) == 2500
+    assert exchange_seconds(TRUE, "all-reduce", "float32", 4) == pytest.approx(x)
+    assert epoch_seconds(TRUE, Way("all-reduce"), 1) == pytest.approx(100 + 1e5 * 0.15)
+    assert epoch_seconds(TRUE, Way("all-reduce"), 4) == pytest.approx(100 + 2500 * (1.7 + w + x + 0.1) + x)
+    assert epoch_seconds(TRUE, Way("all-reduce", overlap=True), 4) == pytest.approx(100 + 2500 * (1.7 + w + 0.1) + x)
+    slow = replace(TRUE, byte_seconds=1e-7)
+    assert epoch_seconds(slow, Way("ring", overlap=True), 2) == pytest.approx(
+        100 + 5000 * (16.001 + 0.1) + 2 * 1e-3 + 16.0
+    ), "the exchange takes longer than the block"
+    ring = 1e-3 + 160e6 * 1e-9
+    assert epoch_seconds(TRUE, Way("ring"), 4) == pytest.approx(100 + 2500 * (1.7 + w + ring + 0.1) + x)
+    gradient = 25_000 * (0.17 + w / math.sqrt(10) + x + 0.1)
+    assert epoch_seconds(TRUE, Way("gradient"), 4) == pytest.approx(100 + gradient), "no last mean"
+    half = 1e-3 + 80e6 * 1e-9
+    assert epoch_seconds(TRUE, Way("ring", "bfloat16"), 4) == pytest.approx(100 + 2500 * (1.7 + w + half + 0.1) + x)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@given(workers=st.integers(1, 2000))
+@settings(max_examples=30, deadline=None)
+def test_more_workers_never_beat_the_ideal_and_overlap_never_loses(strategy: str, workers: int) -> None:
+    way = Way(strategy)
+    speed_up = epoch_seconds(TRUE, way, 1) / epoch_seconds(TRUE, way, workers)
+    assert 0 < speed_up <= workers * (1 + 1e-9)
+    if strategy in OVERLAPPING:
+        assert epoch_seconds(TRUE, replace(way, overlap=True), workers) <= epoch_seconds(TRUE, way, workers)
+
+
+def test_another_job() -> None:
+    other = replace(JOB, operations=480e6, minibatch=500, every=40, frames=3e8, parameters=80_000_000)
+    found = scaled(TRUE, other)
+    assert (found.minibatch_seconds, found.stall_seconds) == pytest.approx((0.15, 0.02))
+    assert (found.averaging_seconds, found.serial_seconds, found.block_std) == pytest.approx((0.2, 300.0, 0.1))
+    assert scaled(TRUE, JOB) == TRUE
+
+
+def measurement(workers: int, strategy: str = "all-reduce", every: int = 10, told_apart: bool = True) -> Measurement:
+    """What the model with the constants TRUE (less E and sigma) would have measured."""
+    job = replace(JOB, every=every)
+    constants = replace(TRUE, job=job, block_std=0.0, final_mean=False)
+    rounds = averagings(job, strategy, workers) if workers > 1 else 0.0
+    exchange = rounds * exchange_seconds(constants, strategy, "float32", workers)
+    seconds = epoch_seconds(constants, Way(strategy), workers)
+    compute = job.frames / job.minibatch / workers * (0.15 + 0.02 * (workers > 1))
+    found = Measurement("made up", workers, Way(strategy), job, seconds, exchange, rounds)
+    return replace(found, compute=compute, rest=seconds - compute - exchange) if told_apart else found
+
+
+@pytest.mark.parametrize("told_apart", [True, False])
+def test_the_fit_finds_the_constants_again(told_apart: bool) -> None:
+    measured = [measurement(n, told_apart=told_apart) for n in (1, 2, 4, 8)]
+    measured.append(measurement(4, every=20, told_apart=told_apart))
+    found = calibrate(measured).constants
+    for name in ("minibatch_seconds", "stall_seconds", "serial_seconds", "averaging_seconds", "latency"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
+    assert found.byte_seconds == pytest.approx(1e-9)
+
+
+def test_different_strategies_are_fitted_together() -> None:
+    found = calibrate([measurement(4), measurement(4, "ring")]).constants
+    assert (found.latency, found.byte_seconds) == pytest.approx((1e-3, 1e-9))
+
+
+def test_what_is_not_measured_is_said_to_be_assumed() -> None:
+    alone = calibrate([measurement(1)], latency=0.0, byte_seconds=1e-9)
+    assert any("(g, h = 0)" in note for note in alone.assumed)
+    several = calibrate([measurement(4)])
+    assert any("alpha = 0" in note for note in several.assumed)
+    assert any("(g = 0)" in note for note in several.assumed)
+    assert any("S = 0" in note for note in several.assumed)
+    with pytest.raises(UserError, match="no exchange was measured"):
+        calibrate([measurement(1)])
+    with pytest.raises(UserError, match="times on 2, 4 workers found, expected those on 1 and on more"):
+        calibrate([measurement(n, told_apart=False) for n in (2, 4)])
+    with pytest.raises(UserError, match="differ in network"):
+        calibrate([measurement(1), replace(measurement(2), job=replace(JOB, parameters=5))])
+
+
+def test_given_latency_and_bandwidth_take_the_place_of_the_fitted() -> None:
+    measured = [measurement(n) for n in (1, 2, 4)]
+    assert calibrate(measured, latency=1e-3).constants.byte_seconds == pytest.approx(1e-9)
+    assert calibrate(measured, byte_seconds=1e-9).constants.latency == pytest.approx(1e-3)
+    assert calibrate(measured, 7.0, 8.0).constants.latency == 7.0
+
+
+@given(st.lists(st.floats(0, 10), min_size=3, max_size=3), st.integers(0, 100))
+@settings(max_examples=50, deadline=None)
+def test_no_coefficient_is_negative(wanted: list[float], seed: int) -> None:
+    columns = np.random.default_rng(seed).uniform(0, 1, (3, 6))
+    values = np.array(wanted) @ columns
+    found = fit_not_negative(columns.tolist(), values.tolist(), [1.0] * 6)
+    np.testing.assert_allclose(found @ columns, values, atol=1e-6)
+    opposite = fit_not_negative([[1.0, 2.0, 3.0]], [-1.0, -2.0, -3.0], [1.0] * 3)
+    assert opposite.tolist() == [0.0]
+
+
+def test_networks() -> None:
+    assert network_dims("440-6x2048-8806") == [440, *[2048] * 6, 8806]
+    assert network_dims("440-8806") == [440, 8806]
+    assert parameters_of([3, 4, 5]) == 3 * 4 + 4 + 4 * 5 + 5
+    assert operations_of([3, 4, 5]) == 4 * 12 + 6 * 20
+    assert operations_of(network_dims("440-4x512-616")) == pytest.approx(7.5e6, rel=0.02)  # as ddnn bench counts
+    for text in ("", "440", "440-", "440-0x5-6", "440-0-6", "440--6", "-1-2", "440-x5-6", "440-1e3-6", "1-101x5-6"):
+        with pytest.raises(UserError, match="expected the dims of a network"):
+            network_dims(text)
+
+
+def test_run_dirs(tmp_path: Path) -> None:
+    rows = rows_of(1, averagings=0, exchange_seconds=0.0, compute_share=0.90, data_share=0.02, block_seconds_std=None)
+    one = write_run(tmp_path / "one", rows)
+    two = write_run(tmp_path / "two", rows_of(2), "{workers: 2}")
+    (two / "ali_train_pdf.counts").write_text("[ " + "1 " * 616 + "]\n")
+    found = read_measured(two)[0]
+    assert (found.workers, found.way, found.averagings) == (2, Way("all-reduce"), 11)
+    assert found.job == Job(1_329_768, operations_of([440, 512, 512, 512, 512, 616]), 256, 10, 2 * 28672)
+    assert found.compute == pytest.approx(3.1 * 0.93)
+    assert found.rest == pytest.approx(3.1 * (1 - 0.93 - 0.01) - 0.06)
+    assert found.block_std == pytest.approx(math.sqrt(0.01**2 + 0.005**2)), "in time, and between the workers"
+    scaling = scale([one, two], ScaleOptions(workers=(1, 2, 4)), None)
+    assert scaling.constants.block_std == pytest.approx(found.block_std)
+    assert scaling.constants.final_mean
+    assert scaling.constants.minibatch_seconds == pytest.approx(3.1 * 0.92 / 112)
+    assert scaling.constants.stall_seconds == pytest.approx(3.1 * (0.93 - 0.92) / 112)
+    assert [check.workers for check in scaling.checks] == [2]
+
+
+def test_an_overlapped_run_hides_its_exchange(tmp_path: Path) -> None:
+    rows = rows_of(2, exchange_seconds=1.0, communication_share=0.01)
+    run = write_run(tmp_path / "run", rows, "{workers: 2, overlap: true}")
+    found = read_measured(run)[0]
+    assert found.way.overlap and found.exchange == 1.0
+    assert found.rest == pytest.approx(3.1 * 0.06)
+
+
+def test_an_epoch_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
+    rows = [*rows_of(2, epochs=2), worker_row(3, 0, seconds=99.0)]
+    assert read_measured(write_run(tmp_path / "run", rows))[0].seconds == pytest.approx(3.1)
+    for name, only in (("older", rows[:2]), ("begun", [worker_row(1, 0), worker_row(2, 1)])):
+        with pytest.raises(DataError, match=r"no row of a worker|no epoch has whole rows"):
+            read_measured(write_run(tmp_path / name, only))
+
+
+GOOD = "network: 10-20-30\nminibatch: 8\nevery: 10\nframes: 1000\nworkers: [1, 2]\ntotal: [9, 5]\ncommunication: [0, 1]"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("frames: 1000", "", "frames: Field required"),
+        ("frames: 1000", "frames: .inf", "frames"),
+        ("frames: 1000", "frames: -1", "frames"),
+        ("[9, 5]", "[9]", "differ in length: 2, 1, 2"),
+        ("[9, 5]", "[9, 0]", "total.1"),
+        ("[9, 5]", "[9, 1]", "2 workers: communication is not below the total"),
+        ("[9, 5]", "[9, .nan]", "total.1"),
+        ("[1, 2]", "[0, 2]", "workers.0"),
+        ("[1, 2]", "[1, 2.5]", "workers.1"),
+        ("every: 10", "every: 10\nunit: weeks", "unit"),
+        ("every: 10", "every: 10\nevry: 10", "evry"),
+        ("every: 10", "every: {a: 1}", "every"),
+        ("10-20-30", "10-20-x", "dims of a network"),
+        ("10-20-30", "!!python/object/apply:os.system [ls]", "tags"),
+        ("[1, 2]", "*a", "aliases"),
+        (GOOD, "[" * 5000, "levels"),
+        (GOOD, "", "nothing found"),
+    ],
+)
+def test_damaged_files_of_times(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / "times.yaml"
+    path.write_text(GOOD)
+    assert [m.seconds for m in read_measured(path)] == [9, 5]
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(UserError, match=said):
+        read_measured(path)
+    with pytest.raises(DataError, match="cannot read the file"):
+        read_measured(tmp_path / "gone.yaml")
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, len(GOOD)), st.integers(0, 10), st.binary(max_size=6))
+def test_any_bytes_are_predicted_from_or_refused(tmp_path: Path, place: int, length: int, other: bytes) -> None:
+    path = tmp_path / "times.yaml"
+    text = GOOD.encode()
+    path.write_bytes(text[:place] + other + text[place + length :])
+    try:
+        found = scale([path], ScaleOptions(workers=(1, 1000)), None)
+    except UserError:
+        return
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"workers": (0,)}, "0 workers found, expected 1 to 1,000,000"),
+        ({"fit": (3,)}, "none of the sizes to fit by was measured; measured are 1, 2, 4, 8, 16, 32"),
+        ({"every": 0}, "0 found, expected a number above 0"),
+        ({"bandwidth": float("nan")}, "nan found"),
+        ({"latency": -1.0}, "-1 found, expected seconds"),
+        ({"frames": 1.0, "hours": 1.0}, "both given"),
+        ({"network": "x"}, "dims of a network"),
+    ],
+)
+def test_options_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        scale([K20], replace(ScaleOptions(workers=(2,)), **changes), None)
+
+
+def test_text_says_what_is_fitted_and_assumed() -> None:
+    text = foretold(1, 2, 4, network="440-4x512-616", minibatch=256).as_text()
+    assert text.count("(fitted)") == 2
+    assert "assumed: a frame takes as long in a minibatch of another size" in text
+    assert "assumed: compute grows with the operations" in text
+    assert "1,329,768 parameters, minibatch 256, every 10" in text
+    few = scale([K20], ScaleOptions(workers=(2, 1000), hours=1.0), None).as_text()
+    assert "a part of an averaging only, from 1000 workers on" in few
+
+
+def test_on_the_command_line(tmp_path: Path, run_cli: RunCli) -> None:
+    shown = run_cli("scale", "--measured", f"{K20},{BUTTERFLY}", "--workers", "1,2,1024", "--out", tmp_path, "--json")
+    assert shown.exit_code == 0, shown.stderr
+    found = json.loads(shown.stdout)
+    assert {p["strategy"] for p in found["predictions"]} == set(STRATEGIES)
+    assert len(found["checks"]) == 10
+    head = (tmp_path / "scaling.png").read_bytes()[:24]
+    assert head.startswith(b"\x89PNG") and all(700 <= side <= 1500 for side in struct.unpack(">II", head[16:24]))
+    shown = run_cli("scale", "--measured", K20, "--workers", "2,3.5")
+    assert (shown.exit_code, "whole numbers" in shown.stderr) == (2, True)
