@@ -128,7 +128,8 @@ def bench_workers(
         alone.append(minibatches * shape.minibatch / exchange.gather(took)[0])
         exchange.barrier()
         took = run.seconds(with_others, minibatches)
-        row = worker_row(0, exchange, on, with_others.averaging.clock, with_others.averaging.counts, 0)
+        clock, counts = with_others.averaging.clock, with_others.averaging.counts
+        row = worker_row(0, exchange, on, clock, counts, parameters=parameters.numel(), overlap=options.overlap)
         rows += exchange.gather(row)
         together.append(exchange.size * minibatches * shape.minibatch / max(exchange.gather(took)))
     with_others.averaging.close()

@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from ddnn.errors import UserError
 from ddnn.parallel.exchange import Exchange
 
+FIRST_SPEAKS = 1.0
+"""Seconds that the others keep back a mistake of the user's: most are met by all at once, and one message is enough."""
+
 
 @contextmanager
 def all_stop_on_error(exchange: Exchange) -> Iterator[None]:
@@ -57,6 +60,8 @@ def _stop(exchange: Exchange, error: BaseException) -> None:
     message, code = message_and_code(exchange, error)
     if code == 0:
         return
+    if isinstance(error, UserError) and exchange.rank > 0:
+        time.sleep(FIRST_SPEAKS)
     sys.stdout.flush()
     # One write, so that the lines of two failing workers do not mix.
     sys.stderr.write(message)

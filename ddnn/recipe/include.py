@@ -30,7 +30,7 @@ def configs_folder() -> Path:
 
 
 def fragments() -> list[str]:
-    """Names of the fragments that come with ddnn, as `include` takes them; cluster settings and measured times are no recipe."""
+    """Names of the fragments that come with ddnn, as `include` takes them: not cluster settings and measured times."""
     names = (path.relative_to(configs_folder()).as_posix() for path in configs_folder().rglob("*.yaml"))
     return sorted(name for name in names if not name.startswith(("cluster/", "measured/")))
 

@@ -81,16 +81,9 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto", exchange: 
             sum(exchange.gather(len(setup.cv))),
             recipe.minibatch * averaging.rate_scale,
         )
-        trained = train(setup, run)
+        trained = _train(setup, run)
         run.finish(trained.to(torch.device("cpu")))
         log.info("finished: %s", run_dir / "final.safetensors")
-    except AllLeftOut as error:
-        good = run_dir / BEST
-        raise UserError(
-            str(error),
-            where=run_dir,
-            mend=(f"the last good model is {good}; " if good.exists() else "") + "lower schedule.initial",
-        ) from error
     except (UserError, KeyboardInterrupt) as error:
         # The command line tells the person; whoever reads the log later is told here.
         said = {"msg": f"stopped: {str(error) or 'interrupted'}", "levelno": logging.ERROR, "levelname": "ERROR"}
@@ -101,6 +94,20 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto", exchange: 
             averaging.close()
         root.removeHandler(log_file)
         log_file.close()
+
+
+def _train(setup: Setup, run: RunDir) -> AcousticModel:
+    """`train`; where no worker's model is finite any more, the error names the last good one."""
+    try:
+        return train(setup, run)
+    except AllLeftOut as error:
+        good = run.path / BEST
+        raise UserError(
+            f"{error.what}: their models are not finite",
+            where=run.path,
+            mend=(f"the last good model is {good}; " if good.exists() else "") + "lower schedule.initial, or average "
+            "more often",
+        ) from error
 
 
 def for_these_workers(recipe: Recipe, exchange: Exchange) -> Recipe:

@@ -160,7 +160,13 @@ def _record_workers(run: RunDir, setup: Setup, epoch: int) -> None:
     """A row of every worker, and a warning of each that was left out."""
     averaging, parameters = setup.averaging, setup.model.network.parameters
     row = worker_row(
-        epoch, averaging.exchange, parameters.device, averaging.clock, averaging.counts, parameters.numel()
+        epoch,
+        averaging.exchange,
+        parameters.device,
+        averaging.clock,
+        averaging.counts,
+        parameters=parameters.numel(),
+        overlap=averaging.options.overlap,
     )
     for one in averaging.exchange.gather(row):
         run.record(one)

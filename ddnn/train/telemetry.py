@@ -63,7 +63,14 @@ def counts_from_now(exchange: Exchange) -> Counts:
 
 
 def worker_row(
-    epoch: int, exchange: Exchange, device: torch.device, clock: Clock, counts: Counts, parameters: int
+    epoch: int,
+    exchange: Exchange,
+    device: torch.device,
+    clock: Clock,
+    counts: Counts,
+    *,
+    parameters: int,
+    overlap: bool = False,
 ) -> dict[str, Any]:
     """The row of this worker: shares are of its training thread's `seconds`, from the epoch's start to its mean model.
 
@@ -74,7 +81,7 @@ def worker_row(
     seconds = max(time.perf_counter() - clock.started, 1e-9)
     traffic = exchange.traffic - counts.traffic
     averaging = clock.seconds["averaging"]
-    waiting = min(traffic.waiting_seconds, averaging)
+    waiting = 0.0 if overlap else min(traffic.waiting_seconds, averaging)
     return {
         "epoch": epoch,
         "split": "worker",

@@ -60,7 +60,16 @@ def test_one_epoch_ends_in_kaldis_network(
     frames = frame_set(corpus, [0, 1, 2])
     assert len(frames) == 108
     optimizer = Sgd(model.network, momentum=momentum, l2=l2)
-    setup = Setup(model, optimizer, make_schedule(Schedule()), frames, frames, 16, 0, no_averaging(model.network.parameters, optimizer, 16))
+    setup = Setup(
+        model,
+        optimizer,
+        make_schedule(Schedule()),
+        frames,
+        frames,
+        16,
+        0,
+        no_averaging(model.network.parameters, optimizer, 16),
+    )
     buffers, tally = Buffers(model.network, 16), Tally(torch.device("cpu"))
     for rows in in_order(frames, 16):
         if len(rows) == 16:
