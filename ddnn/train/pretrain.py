@@ -72,7 +72,7 @@ def pretrain(
         frames: this worker's frames to train on, on the device to train on.
 
     Returns:
-        The stack as a network of hidden layers, behind the input transform it was trained with. The same on all workers.
+        The stack as a network of hidden layers behind the input transform it was trained with, the same on all workers.
 
     Raises:
         UserError: `directory` holds something else, or layers for other features; an RBM explodes beyond its guard.
