@@ -53,36 +53,54 @@ class InputTransform:
 def gather(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
     """Fills `out` (n, output_dim) float32 with the network's input for the frames at `rows` (n,) of the store.
 
+    On a GPU the host waits for nothing, unless the corpus lies in host memory and `out` does not
+    (`ddnn.data.streaming` reads ahead there).
+
+    Raises:
+        ValueError: the corpus has other dims, or fewer repeated edge frames, than the transform needs.
+    """
+    return normalise(splice(corpus, transform, rows, out), transform)
+
+
+def splice(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
+    """Fills `out` (n, output_dim) with the spliced frames as they lie in the store, not yet shifted and scaled.
+
     Consecutive offsets are one contiguous piece of the store per frame: a single gather, no index arithmetic.
     `gather_plain` is the reference, and takes offsets with gaps.
 
     Raises:
-        ValueError: the corpus has other dims, or fewer repeated edge frames, than the transform needs.
+        ValueError: as `gather`.
     """
     offsets, store = transform.offsets, corpus.store
     if store.shape[1] != transform.dim or corpus.context < transform.context:
         found = f"{store.shape[1]} dims with context {corpus.context}"
         raise ValueError(f"the corpus has {found}, the transform needs {transform.dim} with {transform.context}")
+    rows = rows.to(store.device)
     if offsets != tuple(range(offsets[0], offsets[0] + len(offsets))):
-        return _normalised(gather_plain(corpus, transform, rows, out), transform)
+        return gather_plain(corpus, transform, rows, out)
     if len(rows) == 0:  # the store may have fewer rows than a splice
         return out
     windows = store.as_strided((store.shape[0] - len(offsets) + 1, transform.output_dim), (store.shape[1], 1))
-    if store.dtype == out.dtype:
-        torch.index_select(windows, 0, rows + offsets[0], out=out)
-    else:
-        out.copy_(windows.index_select(0, rows + offsets[0]))
-    return _normalised(out, transform)
+    if store.dtype == out.dtype and store.device == out.device:
+        return torch.index_select(windows, 0, rows + offsets[0], out=out)
+    return out.copy_(windows.index_select(0, rows + offsets[0]))
 
 
 def gather_plain(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
     """Fills `out` with the spliced frames, each offset gathered by itself; not yet shifted and scaled."""
-    relative = torch.tensor(transform.offsets, device=rows.device)
-    frames = (rows[:, None] + relative).reshape(-1)
-    return out.copy_(corpus.store.index_select(0, frames).view(len(rows), -1))
+    for i, offset in enumerate(transform.offsets):
+        frames = corpus.store.index_select(0, rows + offset)
+        out[:, i * transform.dim : (i + 1) * transform.dim].copy_(frames)
+    return out
 
 
-def _normalised(x: Tensor, transform: InputTransform) -> Tensor:
+def labels_of(corpus: Corpus, rows: Tensor, device: torch.device) -> Tensor:
+    """The pdf-ids (n,) int64 of the frames at `rows` (n,), on `device`."""
+    return corpus.labels[rows].to(device).long()
+
+
+def normalise(x: Tensor, transform: InputTransform) -> Tensor:
+    """Shifts and scales spliced frames (n, output_dim) in place."""
     if transform.shift is not None:
         x.add_(transform.shift)
     if transform.scale is not None:
