@@ -3,15 +3,25 @@
 Forward and backward are written out, after Kaldi's nnet1 (nnet-affine-transform.h, nnet-activation.h, nnet-loss.cc):
 an optimizer needs each layer's input and output derivative, which is where natural gradient works. The tests hold
 both against torch.autograd in float64.
+
+In bf16 the parameters stay float32: what is updated, averaged and saved. Each forward pass casts the flat buffer once
+and multiplies with that copy; activations and derivatives are bf16, products are summed in float32, biases are added
+before the product is rounded. docs/algorithms.md says what is in which precision, and why.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ddnn.model.product import product, widens
+
+Precision = Literal["float32", "bf16"]
+"""What activations, derivatives and the factors of matrix products are held in; parameters are float32 in either."""
 
 ACTIVATIONS = ("sigmoid", "tanh", "relu", "softmax", "linear")
 
@@ -96,35 +106,83 @@ class Buffers:
     """Memory for one minibatch of at most `frames` frames, taken once.
 
     Attributes:
-        x: (frames, input_dim) the network's input.
+        x: (frames, input_dim) float32, the network's input.
         outputs: per layer (frames, outputs), after the activation; pre-softmax for the last.
         derivatives: per layer (frames, outputs), of the summed loss with respect to the layer's affine output.
+        precision: of `outputs` and `derivatives`.
+        low: in bf16 the network's bf16 copy, as of the last forward pass; else None.
+        low_gradient: in bf16 (num_parameters,) bf16, where the device cannot give a product of bf16 matrices in
+            float32; else None.
+        losses: memory of `ddnn.model.loss`.
     """
 
-    def __init__(self, network: Network, frames: int) -> None:
-        new = network.parameters.new_empty
+    def __init__(self, network: Network, frames: int, precision: Precision = "float32") -> None:
+        new, low = network.parameters.new_empty, precision == "bf16"
+        dtype = torch.bfloat16 if low else network.parameters.dtype
+        self.precision = precision
         self.x = new(frames, network.input_dim)
-        self.outputs = [new(frames, layer.outputs) for layer in network.layers]
-        self.derivatives = [new(frames, layer.outputs) for layer in network.layers]
+        self._first = new(frames, network.input_dim, dtype=dtype) if low else self.x
+        self.outputs = [new(frames, layer.outputs, dtype=dtype) for layer in network.layers]
+        self.derivatives = [new(frames, layer.outputs, dtype=dtype) for layer in network.layers]
+        self.low: Network | None = None
+        self.low_gradient: Tensor | None = None
+        if low:
+            self.low = Network(network.layers, torch.empty_like(network.parameters, dtype=dtype))
+            if not widens(network.parameters.device.type):
+                self.low_gradient = torch.empty_like(self.low.parameters)
+        self.losses = LossMemory(network, frames, low)
 
     def of(self, frames: int) -> Buffers:
         """The first `frames` rows of the same memory."""
         if frames == len(self.x):
             return self
         part = Buffers.__new__(Buffers)
-        part.x = self.x[:frames]
+        vars(part).update(vars(self))
+        part.x, part._first = self.x[:frames], self._first[:frames]
         part.outputs = [y[:frames] for y in self.outputs]
         part.derivatives = [d[:frames] for d in self.derivatives]
         return part
 
     def inputs(self) -> list[Tensor]:
-        """Per layer, what it read: x, then the outputs of the layer before."""
-        return [self.x, *self.outputs[:-1]]
+        """Per layer, what it read: x (in bf16 its copy), then the outputs of the layer before."""
+        return [self._first, *self.outputs[:-1]]
+
+    def take_up(self, network: Network) -> Network:
+        """The network to multiply with: `network`, or its bf16 copy made anew; the input is cast along with it."""
+        if self.low is None:
+            return network
+        self.low.parameters.copy_(network.parameters)
+        self._first.copy_(self.x)
+        return self.low
+
+
+class LossMemory:
+    """What `ddnn.model.loss` needs besides the derivative it fills.
+
+    Attributes:
+        log_posteriors: (frames,) float32, of each frame's label.
+        best: (frames,) int64, the most probable pdf.
+        minus_one: (1, 1) float32.
+        blocks: in bf16 two float32 blocks of (rows, pdfs); else None.
+    """
+
+    def __init__(self, network: Network, frames: int, low: bool) -> None:
+        new, pdfs = network.parameters.new_empty, network.output_dim
+        self.log_posteriors = new(frames)
+        self.best = new(frames, dtype=torch.int64)
+        self.minus_one = network.parameters.new_full((1, 1), -1.0)
+        self.rows = max(1, min(frames, BLOCK_VALUES[network.parameters.device.type == "cuda"] // pdfs))
+        self.blocks = (new(self.rows, pdfs), new(self.rows, pdfs)) if low else None
+
+
+BLOCK_VALUES = (1 << 18, 1 << 22)
+"""Values of the output layer that the loss works on at a time, on a CPU and on a GPU: they stay in its cache."""
 
 
 def forward(network: Network, buffers: Buffers) -> Tensor:
     """From `buffers.x` through all layers; returns the last layer's output (frames, outputs), before softmax."""
-    y = buffers.x
+    network = buffers.take_up(network)
+    y = buffers.inputs()[0]
     for layer, weight, bias, out in zip(network.layers, network.weights, network.biases, buffers.outputs, strict=True):
         y = torch.addmm(bias, y, weight.t(), out=out)
         if layer.activation == "sigmoid":
@@ -156,6 +214,7 @@ def cross_entropy(activations: Tensor, labels: Tensor, derivative: Tensor | None
 
 def backward(network: Network, buffers: Buffers) -> None:
     """From the last layer's derivative back to the first's, in place in `buffers.derivatives`."""
+    network = network if buffers.low is None else buffers.low
     for i in range(len(network.layers) - 1, 0, -1):
         below = network.layers[i - 1].activation
         y, d = buffers.outputs[i - 1], buffers.derivatives[i - 1]
@@ -170,8 +229,9 @@ def backward(network: Network, buffers: Buffers) -> None:
 
 def gradient(network: Network, buffers: Buffers, flat: Tensor) -> Tensor:
     """Gradient of the loss summed over the minibatch, into `flat` (num_parameters,): dW = d^T x, db = sum of d."""
-    weights, biases = layer_views(network.layers, flat)
+    made = flat if buffers.low_gradient is None else buffers.low_gradient
+    weights, biases = layer_views(network.layers, made)
     for x, d, weight, bias in zip(buffers.inputs(), buffers.derivatives, weights, biases, strict=True):
-        torch.mm(d.t(), x, out=weight)
-        torch.sum(d, dim=0, out=bias)
-    return flat
+        product(d.t(), x, out=weight)
+        torch.sum(d, dim=0, dtype=bias.dtype, out=bias)
+    return flat if made is flat else flat.copy_(made)

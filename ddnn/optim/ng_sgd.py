@@ -7,14 +7,20 @@ As Kaldi's nnet2 `AffineComponentPreconditionedOnline::Update` (src/nnet2/nnet-c
     dW = gamma_in * gamma_out * kappa * Y^^T X^
 
 with kappa from the max-change rule. What `natural_gradient` keeps, the Fisher matrices, belongs to this worker.
+
+In bf16, X and Y are widened to float32 and preconditioned there, as what preconditioning takes away may be nearly all
+of X; X^ and Y^ are rounded for the last product alone, which is as large as the others of the step.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ddnn.model.network import Buffers, Layer, Network, layer_views
+from ddnn.model.product import product
 from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas, max_change_factor
 from ddnn.recipe.schema import Optimizer as OptimizerRecipe
 
@@ -41,24 +47,31 @@ class NaturalGradientDirection:
         self._work = _Work(network.layers, network.parameters, frames=0)
 
     def __call__(self, network: Network, buffers: Buffers, rate: float, flat: Tensor) -> Tensor:
-        """Fills `flat` (num_parameters,) with the preconditioned gradient; overwrites `buffers.derivatives`."""
-        if self._work.frames != len(buffers.x) or self._work.flat is not flat:
-            self._work = _Work(network.layers, flat, len(buffers.x))
+        """Fills `flat` (num_parameters,) with the preconditioned gradient; overwrites `buffers.derivatives`, and in
+        bf16 `buffers.outputs` too."""
+        low, made = buffers.low is not None, flat if buffers.low_gradient is None else buffers.low_gradient
+        if not self._work.serves(made, len(buffers.x), low):
+            self._work = _Work(network.layers, made, len(buffers.x), low)
         work = self._work
         for i, (x, y) in enumerate(zip(buffers.inputs(), buffers.derivatives, strict=True)):
             work.inputs[i].copy_(x)
             work.ones[i].fill_(1.0)
             self.inputs[i].precondition(work.extended[i], work.before_in[i], work.after_in[i])
-            self.outputs[i].precondition(y, work.before_out[i], work.after_out[i])
+            wide = work.wide[: y.numel()].view(y.shape).copy_(y) if low else y
+            self.outputs[i].precondition(wide, work.before_out[i], work.after_out[i])
+            if low:  # where X and Y were, that the last product finds them
+                x.copy_(work.inputs[i])
+                y.copy_(wide)
         scale = gammas(work.before, work.after).prod(dim=0)  # (layers,), gamma_in gamma_out
         if self.max_change > 0.0:
             scale *= max_change_factor(work.after[0], work.after[1], scale, rate, self.max_change, self.mode)
-        for i, (y, factor) in enumerate(zip(buffers.derivatives, scale.unbind(), strict=True)):
+        inputs = buffers.inputs() if low else work.inputs
+        for i, (x, y, factor) in enumerate(zip(inputs, buffers.derivatives, scale.unbind(), strict=True)):
             y_t = y.mul_(factor).t()
-            torch.mm(y_t, work.inputs[i], out=work.weights[i])
-            # mv is three times quicker where the column is not strided.
-            torch.mv(y_t, work.bias_input.copy_(work.ones[i]), out=work.biases[i])
-        return flat
+            product(y_t, x, out=work.weights[i])
+            # A product with a vector is three times quicker where the column is not strided.
+            product(y_t, work.bias_input.copy_(work.ones[i]), out=work.biases[i])
+        return flat if made is flat else flat.copy_(made)
 
 
 class _Work:
@@ -67,20 +80,27 @@ class _Work:
     Attributes:
         extended: per layer [X 1], (frames, inputs + 1).
         inputs, ones: per layer its columns of X, (frames, inputs), and the last one, (frames,).
+        bias_input: (frames,) for a copy of that last column; bf16 where the network computes so.
+        wide: in bf16 float32 memory for any layer's output derivative, (frames * outputs,).
         before, after: (2, layers, frames) norms of the rows before and after preconditioning; [0] inputs, [1] outputs.
         weights, biases: per layer the parts of `flat`.
     """
 
-    def __init__(self, layers: tuple[Layer, ...], flat: Tensor, frames: int) -> None:
-        self.flat, self.frames = flat, frames
+    def __init__(self, layers: tuple[Layer, ...], flat: Tensor, frames: int, low: bool = False) -> None:
+        self.made_for = (flat, frames, low)
+        new = partial(torch.zeros, dtype=torch.float32, device=flat.device)
         self.extended = [
-            flat.new_zeros(frames, -(-(layer.inputs + 1) // ALIGNMENT) * ALIGNMENT)[:, : layer.inputs + 1]
-            for layer in layers
+            new(frames, -(-(layer.inputs + 1) // ALIGNMENT) * ALIGNMENT)[:, : layer.inputs + 1] for layer in layers
         ]
         self.inputs = [x[:, :-1] for x in self.extended]
         self.ones = [x[:, -1] for x in self.extended]
-        self.bias_input = flat.new_zeros(frames)
-        self.before, self.after = flat.new_zeros(2, 2, len(layers), frames).unbind()
+        self.bias_input = new(frames, dtype=torch.bfloat16 if low else torch.float32)
+        self.wide = new(frames * max(layer.outputs for layer in layers) if low else 0)
+        self.before, self.after = new(2, 2, len(layers), frames).unbind()
         self.before_in, self.before_out = self.before[0].unbind(), self.before[1].unbind()
         self.after_in, self.after_out = self.after[0].unbind(), self.after[1].unbind()
         self.weights, self.biases = layer_views(layers, flat)
+
+    def serves(self, flat: Tensor, frames: int, low: bool) -> bool:
+        """Whether it was made for these."""
+        return self.made_for[0] is flat and self.made_for[1:] == (frames, low)

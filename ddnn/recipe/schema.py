@@ -217,6 +217,13 @@ class Recipe(Section):
     """The optimizer."""
     minibatch: Count = 256
     """Frames in a minibatch. The tail of an epoch that is shorter is dropped, as in Kaldi."""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """What the matrix products of training multiply. `bf16`: parameters, their updates, losses and the state of NG-SGD
+    stay float32, and so do pretraining and cross-validation. `auto`: bf16 where a measurement at the start finds it
+    faster; the log says which."""
+    tf32: bool = False
+    """GPUs: multiply float32 in TF32, with 10 bits of mantissa in place of 23. In training, pretraining and
+    cross-validation."""
     schedule: Schedule = Schedule()
     """The learning-rate schedule."""
     parallel: Parallel = Parallel()

@@ -18,6 +18,7 @@ from ddnn.kaldi.alignments import pdf_counts
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.initialise import initialise_randomly
 from ddnn.model.network import Network, hidden_stack
+from ddnn.model.precision import allow_tf32, choose_precision
 from ddnn.optim.schedule import make_schedule
 from ddnn.optim.sgd import make_optimizer
 from ddnn.parallel.exchange import Exchange
@@ -73,6 +74,7 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto", exchange: 
             minibatch=recipe.minibatch,
             seed=recipe.seed,
             averaging=averaging,
+            precision=choose_precision(recipe.precision, model.network, recipe.minibatch, exchange),
         )
         log.info(
             "%d parameters, %d frames to train on, %d to judge by; rates multiply the gradient summed over %d frames",
@@ -129,6 +131,7 @@ def for_these_workers(recipe: Recipe, exchange: Exchange) -> Recipe:
 def device_of_worker(recipe: Recipe, device: str, exchange: Exchange) -> torch.device:
     """Where this worker computes; UserError where two would share a GPU and the recipe does not allow it."""
     on = choose_device(device, exchange.local_rank, threads=recipe.parallel.threads)
+    allow_tf32(recipe.tf32, on)
     places = exchange.gather([exchange.rank, exchange.host, device_identity(on)])
     check_devices(places, recipe.parallel.share_devices)
     return on

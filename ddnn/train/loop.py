@@ -14,7 +14,8 @@ from ddnn.data.minibatches import FrameSet, num_minibatches, shuffled_minibatche
 from ddnn.data.transform import gather
 from ddnn.errors import UserError
 from ddnn.model.acoustic import AcousticModel
-from ddnn.model.network import Buffers, backward, cross_entropy, forward
+from ddnn.model.loss import cross_entropy_in_place
+from ddnn.model.network import Buffers, Precision, backward, forward
 from ddnn.optim.schedule import Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.progress import frame_counter
@@ -36,6 +37,7 @@ class Setup:
     Attributes:
         train, cv: this worker's shards.
         averaging: this worker's part in the averagings.
+        precision: of forward and backward passes in training; the same on every worker.
     """
 
     model: AcousticModel
@@ -46,6 +48,7 @@ class Setup:
     minibatch: int
     seed: int
     averaging: Averaging
+    precision: Precision = "float32"
 
 
 def train_minibatch(setup: Setup, buffers: Buffers, rows: Tensor, rate: float) -> tuple[Tensor, Tensor]:
@@ -53,8 +56,8 @@ def train_minibatch(setup: Setup, buffers: Buffers, rows: Tensor, rate: float) -
     network, corpus = setup.model.network, setup.train.corpus
     gather(corpus, setup.model.transform, rows, buffers.x)
     setup.averaging.clock.lap("data")
-    activations = forward(network, buffers)
-    loss, right = cross_entropy(activations, corpus.labels[rows].long(), buffers.derivatives[-1])
+    forward(network, buffers)
+    loss, right = cross_entropy_in_place(buffers, corpus.labels[rows].long())
     backward(network, buffers)
     setup.optimizer.step(network, buffers, rate, setup.averaging.average_gradient)
     return loss, right
@@ -71,7 +74,7 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
     """
     model, network, schedule, averaging = setup.model, setup.model.network, setup.schedule, setup.averaging
     exchange = averaging.exchange
-    buffers = Buffers(network, setup.minibatch)
+    buffers = Buffers(network, setup.minibatch, setup.precision)
     warm_start(setup, buffers, run)
     best = network.parameters.clone()
     started = time.perf_counter()
