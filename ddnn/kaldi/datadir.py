@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def speaker_cmvn_stats(data: DataDir) -> dict[str, NDArray[np.float64]]:
             damaged, not finite, or of different dims.
     """
     speakers = data.speaker_of("CMVN per speaker")
-    stats = _read_stats(data.cmvn, speakers) if data.cmvn is not None else _compute_stats(data.entries, speakers)
+    stats = _read_stats(data.cmvn, speakers) if data.cmvn is not None else compute_cmvn_stats(data.entries, speakers)
     source = data.path / ("cmvn.scp" if data.cmvn is not None else "feats.scp")
     for speaker, found in stats.items():
         dim = found.shape[1] - 1
@@ -147,7 +148,8 @@ def _read_stats(cmvn: dict[str, ScpEntry], speakers: dict[str, str]) -> dict[str
     return stats
 
 
-def _compute_stats(entries: tuple[ScpEntry, ...], speakers: dict[str, str]) -> dict[str, NDArray[np.float64]]:
+def compute_cmvn_stats(entries: Sequence[ScpEntry], speakers: Mapping[str, str]) -> dict[str, NDArray[np.float64]]:
+    """CMVN statistics of the speakers of these utterances, from their features; as `speaker_cmvn_stats`."""
     stats: dict[str, NDArray[np.float64]] = {}
     dim: int | None = None
     with MatrixReader() as reader:
