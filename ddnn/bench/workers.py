@@ -164,6 +164,7 @@ class _Steps:
         for rows in itertools.islice(self.rows, minibatches):
             train_minibatch(setup, self.buffers, rows, RATE)
             setup.averaging.after_minibatch(len(rows))
+        setup.averaging.arrive()
         if self.buffers.x.is_cuda:
             torch.cuda.synchronize(self.buffers.x.device)
         return time.perf_counter() - started

@@ -145,10 +145,18 @@ class Averaging:
             self._depart()
             self._take_up()
         else:
-            self._arrive()
+            self.arrive()
             self._depart()
         self._start_block()
         return True
+
+    def arrive(self) -> None:
+        """Waits for the exchange in the background, where one is under way, and takes up its result. Before this
+        returns nothing else may be sent over the exchange."""
+        if self._under_way is not None:
+            self._under_way.result()
+            self._under_way = None
+            self._take_up()
 
     def finish_epoch(self) -> None:
         """Leaves in `parameters` the model to judge and save, the same bits on every worker: the mean, or bmuf's.
@@ -156,9 +164,13 @@ class Averaging:
         Raises:
             AllLeftOut: no worker's model is finite.
         """
-        if self.alone or self.of_gradients:
+        if self.alone:
             return
-        self._arrive()
+        if self.of_gradients:
+            self.share()  # machines of different kinds round differently
+            self.clock.lap("averaging")
+            return
+        self.arrive()
         finite = math.isfinite(_norm(self.parameters))
         if self._blocks is None:
             self._exact_mean(self.counts.frames if finite else 0)
@@ -171,6 +183,7 @@ class Averaging:
                 )
             self.parameters.copy_(self._blocks.model())
         if not finite:
+            self.counts.left_out += 1
             self._join_again()
         self.clock.lap("averaging")
 
@@ -205,24 +218,22 @@ class Averaging:
         if self._background is None:
             self._strategy(self.exchange, buffer, self.round, weight)
             if self.momentum_rule == "average" and self.optimizer.momentum:
-                finite = weight if math.isfinite(_norm(self.optimizer.correction)) else 0.0
-                self._strategy(self.exchange, self._other.fetch(self.optimizer.correction), self.round, finite)
-                self._other.store(self.optimizer.correction)
+                self._average_momentum(weight)
         else:
             self._under_way = self._background.submit(self._beside_training, buffer, self.round, weight)
         self.round += 1
         self._tail = 0
 
+    def _average_momentum(self, weight: float) -> None:
+        """Not by bmuf or `SixteenBitAllReduce`, which remember the model of the last averaging: by all-reduce."""
+        momentum = self._other.fetch(self.optimizer.correction)
+        strategy = STRATEGIES.get(self.options.reduce, STRATEGIES["all-reduce"])
+        strategy(self.exchange, momentum, self.round, weight if math.isfinite(_norm(momentum)) else 0.0)
+        self._other.store(self.optimizer.correction)
+
     def _beside_training(self, buffer: Tensor, round: int, weight: float) -> None:
         with self._staging.beside_training():
             self._strategy(self.exchange, buffer, round, weight)
-
-    def _arrive(self) -> None:
-        """Waits for the exchange in the background, where one is under way."""
-        if self._under_way is not None:
-            self._under_way.result()
-            self._under_way = None
-            self._take_up()
 
     def _take_up(self) -> None:
         """Takes up what the strategy has made of the model."""

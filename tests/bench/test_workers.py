@@ -30,3 +30,11 @@ def test_a_strategy_that_is_none() -> None:
     done = bench("--workers", "2", "--reduce", "star")
     assert done.returncode == 2
     assert "where: --reduce" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_last_exchange_of_a_round_is_waited_for() -> None:
+    """With overlap it is under way while the figures are gathered: both at once would mix their messages."""
+    need_mpi()
+    done = bench("--workers", "3", "--every", "1", "--overlap", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["reduce"] == "all-reduce overlapped"
