@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from ddnn.model.network import Buffers, Precision, backward, forward
 from ddnn.optim.schedule import Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.progress import frame_counter
-from ddnn.train.averaging import Averaging
+from ddnn.train.averaging import Averaging, no_averaging
 from ddnn.train.evaluate import Evaluation, Tally, evaluate
 from ddnn.train.run_dir import RunDir
 from ddnn.train.telemetry import worker_row
@@ -130,6 +130,9 @@ def warm_start(setup: Setup, buffers: Buffers, run: RunDir) -> None:
     if averaging.alone or options.start == "none":
         return
     one, started = options.start == "one-worker", time.perf_counter()
+    if one:  # the others take no part, not even where gradients are averaged
+        by_itself = no_averaging(setup.model.network.parameters, setup.optimizer, setup.minibatch)
+        setup = replace(setup, averaging=by_itself)
     rate = setup.schedule.rate * (1 if one else averaging.rate_scale)
     tally = Tally(setup.model.network.parameters.device)
     if not one or averaging.exchange.rank == 0:
@@ -175,8 +178,8 @@ def _record_workers(run: RunDir, setup: Setup, epoch: int) -> None:
         run.record(one)
         if one["left_out"]:
             log.warning(
-                "epoch %2d worker %d on %s was left out of %d averagings of %d: its model was not finite",
-                *(epoch, one["rank"], one["host"], one["left_out"], one["averagings"]),
+                "epoch %2d worker %d on %s was left out of averaging %d time(s): its model was not finite",
+                *(epoch, one["rank"], one["host"], one["left_out"]),
             )
 
 

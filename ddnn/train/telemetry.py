@@ -42,7 +42,7 @@ class Counts:
     Attributes:
         frames, minibatches: trained on.
         averagings: how many were made.
-        left_out: how many of them without this worker's model.
+        left_out: how many of them, and of the epoch's last mean, were made without this worker's model.
         divergences: |theta - mean| / |theta| before each averaging, where known.
         blocks: seconds of each block of minibatches between two averagings, without these.
         traffic: the exchange's counters as the epoch began.

@@ -121,6 +121,7 @@ def equal_to_one_worker(exchange: Exchange) -> dict[str, Any]:
         for name, options in (
             ("all-reduce", Parallel(every=1, momentum_rule=rule)),
             ("gradient", Parallel(reduce="gradient")),
+            ("bfloat16", Parallel(every=1, momentum_rule=rule, wire="bfloat16")),
         ):
             found, _ = parameters_after(exchange, options, optimizer=sgd)
             differences[f"{name} {momentum:g} {rule}"] = float((found - truth).abs().max())
@@ -139,7 +140,7 @@ def overlapped(exchange: Exchange) -> dict[str, Any]:
             parameters.add_(torch.randn(parameters.shape, generator=torch.Generator().manual_seed(exchange.rank)))
             averaging.after_minibatch(MINIBATCH)  # overlap: departs
             if overlap:
-                averaging._arrive()  # nothing was trained in between
+                averaging.arrive()  # nothing was trained in between
             found.append(exchange.all_gather(parameters).clone())
             averaging.finish_epoch()
             averaging.close()
@@ -166,7 +167,9 @@ def every_strategy(exchange: Exchange) -> dict[str, Any]:
         Parallel(reduce="gradient", wire="bfloat16"),
         Parallel(reduce="bmuf", every=3),
         Parallel(reduce="bmuf", every=3, nesterov=True),
+        Parallel(reduce="bmuf", every=3, momentum_rule="average"),
         Parallel(every=3, start="one-worker", start_minibatches=30),
+        Parallel(reduce="gradient", start="one-worker", start_minibatches=5),
         Parallel(reduce="ring", every=3, start="all-reduce", start_minibatches=5),
     ):
         for name in ("sgd", "ng-sgd"):
@@ -202,6 +205,11 @@ def one_goes_nan(exchange: Exchange) -> dict[str, Any]:
                 "finite": bool(trained.network.parameters.isfinite().all()),
                 "rows": run.rows,
             }
+    run, ready = Recorder(), setup(exchange, Parallel(every=50), epochs=1)
+    if exchange.rank == exchange.size - 1:
+        ready.train.corpus.store[17] = float("nan")
+    train(ready, run)
+    results["at the end"] = [row["left_out"] for row in run.rows if row["split"] == "worker"]
     ready = setup(exchange, Parallel(every=2))
     ready.train.corpus.store.fill_(float("nan"))
     try:
@@ -210,6 +218,17 @@ def one_goes_nan(exchange: Exchange) -> dict[str, Any]:
     except AllLeftOut as error:
         results["everyone"] = str(error)
     return results
+
+
+def gradients_drift(exchange: Exchange) -> dict[str, Any]:
+    """Workers whose models have drifted apart, as on machines of different kinds, at the end of an epoch."""
+    ready = setup(exchange, Parallel(reduce="gradient"))
+    parameters = ready.model.network.parameters
+    first = parameters.clone()
+    parameters.add_(1e-3 * exchange.rank)
+    ready.averaging.start_epoch(1)
+    ready.averaging.finish_epoch()
+    return {"all as the first": exchange.gather(bool((parameters == first).all()))}
 
 
 def slow_worker(exchange: Exchange) -> dict[str, Any]:
@@ -249,6 +268,7 @@ CHECKS = {
     "overlap": overlapped,
     "strategies": every_strategy,
     "nan": one_goes_nan,
+    "drift": gradients_drift,
     "slow": slow_worker,
     "warm": warm_starts,
 }

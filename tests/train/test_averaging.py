@@ -32,9 +32,9 @@ def test_averaging_every_minibatch_is_one_worker_with_larger_minibatches(results
     mean of the workers' momenta is the momentum of the mean)."""
     found = results("equal")
     assert found["moved"] > 0.5, "a training that moves nothing proves nothing"
-    assert len(found["differences"]) == 6
+    assert len(found["differences"]) == 9
     for name, difference in found["differences"].items():
-        assert difference < 1e-5, name
+        assert difference < (5e-3 if "bfloat16" in name else 1e-5), name
 
 
 @pytest.mark.parametrize("name", ["all-reduce", "butterfly", "ring", "hopping-ring"])
@@ -54,7 +54,7 @@ def test_overlap_trains(results: Any) -> None:
 def test_every_strategy_ends_in_one_model_on_unequal_shards(results: Any) -> None:
     """Shards of 7, 30 and 53 minibatches: no worker waits for ever, and all have the same bits in the end."""
     found = results("strategies")
-    assert len(found) == 22
+    assert len(found) == 26
     for name, run in found.items():
         assert run["same"], name
         cv, workers = rows_of(run, "cv"), rows_of(run, "worker")
@@ -86,6 +86,7 @@ def test_a_worker_that_goes_nan_is_left_out_and_comes_back(results: Any) -> None
     """Each epoch its shard makes the last worker's model NaN once."""
     found = results("nan")
     assert "every one has been left out" in found.pop("everyone")
+    assert found.pop("at the end") == [0, 0, 1]
     assert len(found) == 14
     for name, run in found.items():
         assert run["finite"], name
@@ -94,6 +95,10 @@ def test_a_worker_that_goes_nan_is_left_out_and_comes_back(results: Any) -> None
         assert cv[-1]["loss"] < 0.6 * cv[0]["loss"], name
         for row in train:
             assert math.isfinite(row["loss"]) and 320 * WORKERS - 64 <= row["frames"] < 320 * WORKERS, name
+
+
+def test_averaged_gradients_leave_one_model_where_workers_round_differently(results: Any) -> None:
+    assert results("drift")["all as the first"] == [True] * WORKERS
 
 
 def test_the_others_wait_for_a_slow_worker_and_say_so(results: Any) -> None:
