@@ -1,0 +1,64 @@
+"""The cross-entropy of training against its reference, and against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddnn.model.loss import cross_entropy_in_place
+from ddnn.model.network import Buffers, Layer, Network, Precision, cross_entropy
+
+
+def buffers_with(frames: int, pdfs: int, rows: int, precision: Precision, scale: float, seed: int) -> Buffers:
+    """Buffers of which the last layer's output is noise, worked through in blocks of `rows`."""
+    buffers = Buffers(Network((Layer(1, pdfs, "softmax"),)), frames, precision)
+    buffers.losses.rows = min(rows, buffers.losses.rows)
+    generator = torch.Generator().manual_seed(seed)
+    buffers.outputs[-1].copy_(scale * torch.randn(frames, pdfs, generator=generator))
+    buffers.derivatives[-1].fill_(float("nan"))
+    return buffers
+
+
+SHAPES = {
+    "frames": st.integers(1, 40),
+    "pdfs": st.integers(1, 70),
+    "rows": st.integers(1, 50),
+    "scale": st.sampled_from([0.0, 1.0, 30.0]),
+    "seed": st.integers(0, 1000),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(**SHAPES)
+def test_float32_has_the_bits_of_the_reference(frames: int, pdfs: int, rows: int, scale: float, seed: int) -> None:
+    buffers = buffers_with(frames + 3, pdfs, rows, "float32", scale, seed).of(frames)
+    labels = torch.randint(0, pdfs, (frames,), generator=torch.Generator().manual_seed(seed))
+    expected = torch.empty(frames, pdfs)
+    loss, right = cross_entropy(buffers.outputs[-1], labels, expected)
+    found = cross_entropy_in_place(buffers, labels)
+    assert (found[0].item(), found[1].item()) == (loss.item(), right.item())
+    assert torch.equal(buffers.derivatives[-1], expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(**SHAPES)
+def test_bf16_rounds_the_derivative_alone(frames: int, pdfs: int, rows: int, scale: float, seed: int) -> None:
+    buffers = buffers_with(frames + 3, pdfs, rows, "bf16", scale, seed).of(frames)
+    labels = torch.randint(0, pdfs, (frames,), generator=torch.Generator().manual_seed(seed))
+    log_posteriors = torch.log_softmax(buffers.outputs[-1].double(), dim=1)
+    derivative = log_posteriors.exp() - torch.nn.functional.one_hot(labels, pdfs)
+    loss, _ = cross_entropy_in_place(buffers, labels)
+    of_labels = log_posteriors.gather(1, labels[:, None])
+    assert loss.dtype == torch.float64
+    assert loss.item() == pytest.approx(-of_labels.sum().item(), rel=1e-5, abs=1e-4)
+    # 2^-8 is half a unit in the last of bf16's 8 bits; the rest is float32's.
+    torch.testing.assert_close(buffers.derivatives[-1].double(), derivative, rtol=2**-7.99, atol=1e-6)
+
+
+def test_bf16_widens_a_block_not_a_minibatch() -> None:
+    buffers = Buffers(Network((Layer(1, 8806, "softmax"),)), 256, "bf16")
+    assert buffers.losses.blocks is not None
+    assert max(block.numel() for block in buffers.losses.blocks) < 256 * 8806 / 4
+    assert buffers.outputs[-1].dtype == buffers.derivatives[-1].dtype == torch.bfloat16
