@@ -107,7 +107,9 @@ def run_workers(
     Raises:
         UserError: there is no mpirun, or it cannot be started.
     """
-    environment = os.environ if environment is None else environment
+    # Open MPI does not start without HOME, which cron, services and containers may lack.
+    home = os.path.expanduser("~")  # noqa: PTH111 (Path.home() raises for a user that has none)
+    environment = {"HOME": home, **(os.environ if environment is None else environment)}
     command, variables = mpirun_command(workers, argv, environment, find_mpirun(environment))
     sys.stdout.flush()
     sys.stderr.flush()

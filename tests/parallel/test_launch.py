@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from parallel.mpi_worlds import need_mpi
 
 from ddnn.errors import UserError
 from ddnn.parallel import exchange as exchange_module
@@ -62,7 +63,7 @@ def test_srun_without_pmix_is_refused() -> None:
 
 def test_singletons_are_refused() -> None:
     """A process that is told of four workers but whose MPI finds itself alone, as under another MPI's mpirun."""
-    find_mpirun_or_skip()
+    need_mpi()
     code = (
         "import os\nfrom ddnn.errors import UserError\nfrom ddnn.parallel.exchange import connect\n"
         "try: connect({**os.environ, 'PMI_RANK': '0', 'PMI_SIZE': '4'})\nexcept UserError as error: print(error)"
@@ -72,11 +73,11 @@ def test_singletons_are_refused() -> None:
     assert run.stdout.startswith("4 workers were started, but each sees only itself"), run.stderr
 
 
-def find_mpirun_or_skip() -> str:
-    try:
-        return find_mpirun({})
-    except UserError as error:
-        pytest.skip(error.what)
+def test_home_is_made_up_where_there_is_none() -> None:
+    """Open MPI 5 ends with "Unable to get the user home directory" without it."""
+    need_mpi()
+    told = "import os, sys; sys.exit(0 if os.environ.get('HOME') and os.environ.get('OMPI_COMM_WORLD_RANK') else 3)"
+    assert run_workers(2, [sys.executable, "-c", told], {"PATH": "/usr/bin:/bin"}) == 0
 
 
 def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
