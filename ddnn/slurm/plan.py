@@ -38,6 +38,8 @@ def place(cluster: Cluster, workers: int | None, recipe_workers: int, share_devi
     Raises:
         UserError: they cannot be spread evenly, the numbers contradict each other, or there are too few GPUs.
     """
+    if workers is not None and workers < 1:
+        raise UserError(f"{workers} workers found, expected a whole number >= 1", where="--workers")
     nodes, gpus = cluster.nodes, cluster.gpus_per_node or 0
     most = cluster.workers_per_node or gpus or None
     if workers is None and (nodes is None or most is None) and recipe_workers > 1:

@@ -38,6 +38,8 @@ def test_places(
 @pytest.mark.parametrize(
     ("settings", "workers", "said"),
     [
+        ({}, 0, "0 workers found"),
+        ({"nodes": 2}, -2, "-2 workers found"),
         ({"nodes": 2}, 3, "3 workers cannot be spread evenly over 2 nodes"),
         ({"workers_per_node": 4}, 6, "6 workers cannot be spread evenly over nodes of 4"),
         ({"nodes": 2, "workers_per_node": 4}, 6, "are 3 on each, but 4 are asked for"),
