@@ -10,7 +10,7 @@ Not yet seen on a GPU.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
@@ -57,7 +57,7 @@ class Stream:
 
     def over(
         self, order: Iterable[Tensor], lap: Callable[[str], None] = lambda what: None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Spliced frames (minibatch, output_dim), of the store's dtype and not normalised, and their labels
         (minibatch,) int32, on the device; of the rows (minibatch,) in `order`, one after another. Each pair holds until
         the next is asked for. Closing the iterator ends the thread.

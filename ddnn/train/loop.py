@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
 from torch import Tensor
 
 from ddnn.data.minibatches import FrameSet, num_minibatches, shuffled_minibatches
-from ddnn.data.transform import gather
+from ddnn.data.transform import gather, labels_of, normalise
 from ddnn.errors import UserError
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.loss import cross_entropy_in_place
@@ -22,6 +23,7 @@ from ddnn.progress import frame_counter
 from ddnn.train.averaging import Averaging, no_averaging
 from ddnn.train.evaluate import Evaluation, Tally, evaluate
 from ddnn.train.run_dir import RunDir
+from ddnn.train.step import CHECKED, CudaGraph, Feed, GraphedStep, Inputs, Step, checked
 from ddnn.train.telemetry import worker_row
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Setup:
         train, cv: this worker's shards.
         averaging: this worker's part in the averagings.
         precision: of forward and backward passes in training; the same on every worker.
+        graphs: on a GPU, whether the step may be captured as a CUDA graph.
     """
 
     model: AcousticModel
@@ -49,18 +52,48 @@ class Setup:
     seed: int
     averaging: Averaging
     precision: Precision = "float32"
+    graphs: bool = True
 
 
 def train_minibatch(setup: Setup, buffers: Buffers, rows: Tensor, rate: float) -> tuple[Tensor, Tensor]:
     """One step of training on the frames at `rows`; returns their summed loss and the number classified rightly."""
-    network, corpus = setup.model.network, setup.train.corpus
-    gather(corpus, setup.model.transform, rows, buffers.x)
+    gather(setup.train.corpus, setup.model.transform, rows, buffers.x)
+    labels = labels_of(setup.train.corpus, rows, buffers.x.device)
     setup.averaging.clock.lap("data")
+    return learn(setup, buffers, labels, rate)
+
+
+def learn(setup: Setup, buffers: Buffers, labels: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    """The rest of `train_minibatch`, from the network's input in `buffers.x` and its labels (frames,) int64."""
+    network = setup.model.network
     forward(network, buffers)
-    loss, right = cross_entropy_in_place(buffers, corpus.labels[rows].long())
+    loss, right = cross_entropy_in_place(buffers, labels)
     backward(network, buffers)
     setup.optimizer.step(network, buffers, rate, setup.averaging.average_gradient)
     return loss, right
+
+
+def plain_step(setup: Setup, buffers: Buffers) -> Step:
+    """The step for minibatches of a `Feed`: of rows, or of spliced frames and their labels."""
+
+    def step(inputs: Inputs, rate: float) -> tuple[Tensor, Tensor]:
+        if len(inputs) == 1:
+            return train_minibatch(setup, buffers, inputs[0], rate)
+        frames, labels = inputs
+        normalise(buffers.x.copy_(frames), setup.model.transform)
+        return learn(setup, buffers, labels.long(), rate)
+
+    return step
+
+
+def fastest_step(setup: Setup, buffers: Buffers, feed: Feed) -> Step:
+    """The plain step, or on a GPU the same as a CUDA graph where that is allowed and does the same here."""
+    plain, network, averaging = plain_step(setup, buffers), setup.model.network, setup.averaging
+    device = network.parameters.device
+    if device.type != "cuda" or not setup.graphs or averaging.of_gradients:
+        return plain
+    graphed = GraphedStep(plain, network, setup.optimizer, CudaGraph(device))
+    return checked(graphed, feed.some(CHECKED), setup.schedule.rate * averaging.rate_scale)
 
 
 def train(setup: Setup, run: RunDir) -> AcousticModel:
@@ -76,6 +109,8 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
     exchange = averaging.exchange
     buffers = Buffers(network, setup.minibatch, setup.precision)
     warm_start(setup, buffers, run)
+    feed = Feed(setup.train, model.transform, setup.minibatch, buffers.x.device, averaging.clock.lap)
+    step = fastest_step(setup, buffers, feed)
     best = network.parameters.clone()
     started = time.perf_counter()
     cv = evaluate(model, setup.cv, exchange)
@@ -91,12 +126,12 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
         setup.optimizer.clear_momentum()
         minibatches = averaging.start_epoch(num_minibatches(setup.train, setup.minibatch))
         order = shuffled_minibatches(setup.train, setup.minibatch, seed=setup.seed, epoch=epoch, rank=exchange.rank)
-        with frame_counter(f"epoch {epoch}", len(setup.train)) as bar:
-            for rows in islice(order, minibatches):
-                loss, right = train_minibatch(setup, buffers, rows, rate * averaging.rate_scale)
-                block.add(loss, right, len(rows))
-                bar.update(len(rows))
-                if averaging.after_minibatch(len(rows)):
+        with frame_counter(f"epoch {epoch}", len(setup.train)) as bar, closing(feed.over(order)) as inputs:
+            for minibatch in islice(inputs, minibatches):
+                loss, right = step(minibatch, rate * averaging.rate_scale)
+                block.add(loss, right, setup.minibatch)
+                bar.update(setup.minibatch)
+                if averaging.after_minibatch(setup.minibatch):
                     tally.take_over(block)  # what was lost with a model left out is in no figure
                 elif averaging.alone and block.frames % (CHECK_EVERY * setup.minibatch) == 0:
                     _check_finite("training", block.evaluation(), epoch, rate)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from itertools import cycle, islice
 from typing import Protocol
 
@@ -70,7 +70,7 @@ class Feed:
         here = frames.corpus.store.device.type == device.type
         self.stream = None if here else Stream(frames.corpus, transform, minibatch, device)
 
-    def over(self, order: Iterable[Tensor]) -> Iterator[Inputs]:
+    def over(self, order: Iterable[Tensor]) -> Generator[Inputs, None, None]:
         """One minibatch of `order` after another, each valid until the next. To be closed where it is left early."""
         if self.stream is not None:
             yield from self.stream.over(order, self.lap)
