@@ -126,7 +126,8 @@ class Averaging:
         finite = math.isfinite(_norm(gradient))
         mean_of_differences(self.exchange, self._other.fetch(gradient), 1.0 if finite else 0.0)
         self._other.store(gradient)
-        self._count(finite)
+        self.counts.averagings += 1
+        self.counts.left_out += not finite
         self._start_block()
 
     def after_minibatch(self, frames: int) -> bool:
@@ -183,7 +184,6 @@ class Averaging:
                 )
             self.parameters.copy_(self._blocks.model())
         if not finite:
-            self.counts.left_out += 1
             self._join_again()
         self.clock.lap("averaging")
 
@@ -245,11 +245,13 @@ class Averaging:
             self._staging.store(self._averaged)
             change = self._averaged.sub_(self._before)
             self.parameters.add_(change)
+        self.counts.averagings += 1
         if not finite:
             self._join_again()
-        elif self.momentum_rule == "reset":
+            return
+        self.counts.divergences.append(self._divergence(change))
+        if self.momentum_rule == "reset":
             self.optimizer.clear_momentum()
-        self._count(finite, change)
 
     def _exact_mean(self, weight: float) -> None:
         mean(self.exchange, self._staging.fetch(self.parameters), float(weight))
@@ -258,25 +260,25 @@ class Averaging:
             self._sixteen.reference = None  # the next one goes in float32 and makes it anew
 
     def _join_again(self) -> None:
-        """This worker's model was not finite, and now is what the others had: its momentum has to go."""
-        log.warning(
-            "worker %d on %s: its model is not finite and was left out of averaging %d",
-            *(self.exchange.rank, self.exchange.host, self.round),
-        )
+        """This worker's model was not finite, and now is what the others had: its momentum has to go. Said once an
+        epoch, since it may go on for days."""
+        if self.counts.left_out == 0:
+            log.warning(
+                "worker %d on %s: its model is not finite and was left out of averaging %d",
+                *(self.exchange.rank, self.exchange.host, self.round),
+            )
+        self.counts.left_out += 1
         self.optimizer.clear_momentum()
 
-    def _count(self, finite: bool, change: Tensor | None = None) -> None:
-        self.counts.averagings += 1
-        self.counts.left_out += not finite
-        if change is None or not finite:
-            return
+    def _divergence(self, change: Tensor) -> float:
+        """This worker's relative distance from the mean, by what the averaging changed."""
         if self._blocks is not None:
             deviation = self._blocks.deviation
         else:
             deviation = _norm(change)
             if self.options.reduce in GOSSIP:  # half the way to one other: as far from the mean as that is on average
                 deviation *= math.sqrt(2.0 * (self.exchange.size - 1) / self.exchange.size)
-        self.counts.divergences.append(deviation / max(self._norm, 1e-30))
+        return deviation / max(self._norm, 1e-30)
 
     def _end_block(self) -> None:
         if self.parameters.device.type == "cuda":
