@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -256,6 +256,13 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
 )
 @click.option("--device", type=DEVICE, default="cpu", show_default=True, help="Where to compute.")
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads.")
+@click.option(
+    "--precision",
+    "precisions",
+    type=click.Choice(["float32", "bf16"]),
+    multiple=True,
+    help="What to multiply, with one worker; repeatable.  [default: float32, and bf16 where precision: auto would take it]",
+)
 @click.option("--seconds", type=float, default=20.0, show_default=True, help="Time for each network.")
 @click.option("--workers", type=int, default=1, help="Measure so many workers that average against one alone.")
 @click.option("--reduce", default="all-reduce", show_default=True, help="With --workers: parallel.reduce.")
@@ -263,8 +270,8 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
 @click.option("--overlap", is_flag=True, help="With --workers: parallel.overlap.")
 @as_json
 def bench(
-    networks: tuple[str, ...], device: str, threads: int, seconds: float, workers: int, reduce: str, every: int,
-    overlap: bool, json_: bool,
+    networks: tuple[str, ...], device: str, threads: int, precisions: tuple[Literal["float32", "bf16"], ...],
+    seconds: float, workers: int, reduce: str, every: int, overlap: bool, json_: bool,
 ) -> None:  # fmt: skip
     """Measure the training step against the machine's GEMM limit, or several workers against one."""
     if workers > 1:
@@ -275,7 +282,7 @@ def bench(
         return
     from ddnn.bench.step import run_bench
 
-    _show(run_bench(networks, device=device, threads=threads, seconds=seconds), json_)
+    _show(run_bench(networks, device=device, threads=threads, seconds=seconds, precisions=precisions), json_)
 
 
 @cli.command(epilog="\b\nExample:\n  ddnn report exp/one exp/four --out exp/compared")

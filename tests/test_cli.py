@@ -239,7 +239,7 @@ def test_info_and_bench(run: Run, called: Any) -> None:
 
     calls = called("ddnn.bench.step", "run_bench", Result())
     assert run("bench", "--network", "swbd", "--seconds", "1.5", "--threads", "2")[:2] == (0, "loss 1.5, größer\n")
-    assert calls == [((("swbd",),), {"device": "cpu", "seconds": 1.5, "threads": 2})]
+    assert calls == [((("swbd",),), {"device": "cpu", "seconds": 1.5, "threads": 2, "precisions": ()})]
 
 
 def test_score(run: Run, called: Any) -> None:

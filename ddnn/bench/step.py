@@ -2,7 +2,10 @@
 
 The limit is the time of the step's matrix products alone: per layer x W^T, d W (not for the first layer) and d^T x, in
 the same precision and on the same buffers, by the same library. Both are timed in turn, so that a machine that drifts
-slows both; medians and spreads are over the rounds.
+slows both, and so are the other parts of a step; medians and spreads are over the rounds.
+
+On a GPU the step is what training runs, a CUDA graph where it can be one. The parts are launched one operation at a
+time: for a small network they take longer alone than in the graph, and the rest of the shares goes below 0.
 """
 
 from __future__ import annotations
@@ -12,24 +15,29 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 
+from ddnn.bench.results import PARTS, BenchReport, StepBench
 from ddnn.data.corpus import Corpus, FeaturePipeline
 from ddnn.data.minibatches import frame_set, shuffled_minibatches
-from ddnn.data.transform import normalising, plain_splice
+from ddnn.data.transform import gather, normalising, plain_splice
 from ddnn.device import choose_device
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.initialise import initialise_randomly
-from ddnn.model.network import Buffers, Network, hidden_stack, layer_views
+from ddnn.model.loss import cross_entropy_in_place
+from ddnn.model.network import Buffers, Network, Precision, backward, forward, gradient, hidden_stack, layer_views
+from ddnn.model.precision import choose_precision, products_flop
+from ddnn.model.product import product
 from ddnn.optim.schedule import make_schedule
 from ddnn.optim.sgd import Sgd, make_optimizer
 from ddnn.recipe.schema import Optimizer, Schedule
 from ddnn.train.averaging import no_averaging
-from ddnn.train.loop import Setup, train_minibatch
+from ddnn.train.loop import Setup, fastest_step
+from ddnn.train.step import Feed
 
 
 @dataclass(frozen=True)
@@ -49,71 +57,30 @@ NETWORKS = {
 DIM, SPLICE = 40, 5
 OPTIMIZERS: tuple[Literal["sgd", "ng-sgd"], ...] = ("sgd", "ng-sgd")
 RATE = 1e-4
-ROUNDS = 9
+ROUNDS, FEWEST_ROUNDS = 9, 3
 WARM_UP = 12
 """Calls before timing: NG-SGD updates its Fisher matrices in each of its first 10."""
 
 
-@dataclass(frozen=True)
-class StepBench:
-    """What one network reached.
-
-    Attributes:
-        frames_per_second: of the training step, median over the rounds.
-        spread: smallest and largest of the rounds.
-        gflops: floating-point operations of its matrix products per second of the whole step, in 10^9.
-        gemm_gflops: the same operations per second of the matrix products alone: the limit.
-        share_of_limit: median over the rounds of the one over the other, 0 to 1.
-        time_over_sgd: time of a minibatch over that of plain SGD in the same round, median.
-    """
-
-    network: str
-    optimizer: str
-    precision: str
-    minibatch: int
-    frames_per_second: float
-    spread: tuple[float, float]
-    gflops: float
-    gemm_gflops: float
-    share_of_limit: float
-    time_over_sgd: float
-
-
-@dataclass(frozen=True)
-class BenchReport:
-    """All results, and the machine they are from."""
-
-    machine: dict[str, str]
-    results: tuple[StepBench, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        return asdict(self)
-
-    def as_text(self) -> str:
-        """A table."""
-        lines = [", ".join(f"{k} {v}" for k, v in self.machine.items())]
-        lines.append(
-            "network  optimizer  precision  minibatch   frames/s  "
-            "(min .. max)        GFLOP/s  GEMM limit   share  time/SGD"
-        )
-        for r in self.results:
-            spread = f"({r.spread[0]:.0f} .. {r.spread[1]:.0f})"
-            lines.append(
-                f"{r.network:8} {r.optimizer:10} {r.precision:10} {r.minibatch:9d} {r.frames_per_second:10.0f}  "
-                f"{spread:18} {r.gflops:8.1f}  {r.gemm_gflops:10.1f}  {100 * r.share_of_limit:5.1f} %"
-                f"  {r.time_over_sgd:8.3f}"
-            )
-        return "\n".join(lines)
-
-
 def run_bench(
-    networks: tuple[str, ...] = ("an4",), device: str = "auto", seconds: float = 20.0, threads: int = 1
+    networks: tuple[str, ...] = ("an4",),
+    device: str = "auto",
+    seconds: float = 20.0,
+    threads: int = 1,
+    precisions: tuple[Precision, ...] = (),
 ) -> BenchReport:
-    """Measures the named networks for about `seconds` each."""
+    """Measures the named networks for about `seconds` each.
+
+    Args:
+        precisions: to measure; if none is given, float32, and bf16 where `precision: auto` would take it.
+    """
     on = choose_device(device)
     torch.set_num_threads(threads)
-    results = tuple(r for name in networks for r in bench_network(name, NETWORKS[name], on, seconds))
+    results: list[StepBench] = []
+    for name in networks:
+        setup = random_setup(NETWORKS[name], on)
+        wanted = precisions or _worthwhile(setup)
+        results += bench_network(name, setup, wanted, seconds)
     machine = {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": cpu_name(),
@@ -123,71 +90,129 @@ def run_bench(
     }
     if on.type == "cuda":
         machine["gpu"] = torch.cuda.get_device_name(on)
-    return BenchReport(machine, results)
+    return BenchReport(machine, tuple(results))
 
 
-def bench_network(name: str, shape: Shape, device: torch.device, seconds: float) -> tuple[StepBench, ...]:
-    """One network: rounds of the training step with each optimizer and of its matrix products, in turn."""
-    setup = random_setup(shape, device)
-    network = setup.model.network
-    buffers = Buffers(network, shape.minibatch)
-    batches = itertools.cycle(shuffled_minibatches(setup.train, shape.minibatch, seed=1, epoch=1))
-    functions: list[Callable[[], object]] = [lambda: matrix_products(network, buffers, setup.optimizer.gradient)]
-    for optimizer in OPTIMIZERS:
-        stepping = replace(setup, optimizer=make_optimizer(Optimizer(name=optimizer), network))
-        functions.append(lambda stepping=stepping: train_minibatch(stepping, buffers, next(batches), RATE))  # type: ignore[misc]
-    limits, *steps = _in_turn(functions, device, seconds)
-    flop = matrix_flop(network) * shape.minibatch
+def _worthwhile(setup: Setup) -> tuple[Precision, ...]:
+    chosen = choose_precision("auto", setup.model.network, setup.minibatch)
+    return ("float32",) if chosen == "float32" else ("float32", chosen)
+
+
+def bench_network(name: str, setup: Setup, precisions: Sequence[Precision], seconds: float) -> list[StepBench]:
+    """One network: rounds of the training step with each optimizer, and of the step's parts, in turn."""
+    network, device = setup.model.network, setup.model.network.parameters.device
+    functions: dict[tuple[Precision, str], Callable[[], object]] = {}
+    for precision in precisions:
+        low = replace(setup, precision=precision)
+        functions |= {(precision, part): function for part, function in parts_of_step(low).items()}
+        for optimizer in OPTIMIZERS:
+            made = make_optimizer(Optimizer(name=optimizer), network)
+            functions[precision, optimizer] = training_step(replace(low, optimizer=made))
+    times = dict(zip(functions, _in_turn(list(functions.values()), device, seconds), strict=True))
     results = []
-    for optimizer, times in zip(OPTIMIZERS, steps, strict=True):
-        speeds = [shape.minibatch / t for t in times]
+    for precision, optimizer in itertools.product(precisions, OPTIMIZERS):
+        step, sgd, limit = (times[precision, what] for what in (optimizer, "sgd", "gemm"))
+        speeds, flop = [setup.minibatch / t for t in step], products_flop(network) * setup.minibatch
         results.append(
             StepBench(
                 network=name,
                 optimizer=optimizer,
-                precision="float32",
-                minibatch=shape.minibatch,
+                precision=precision,
+                minibatch=setup.minibatch,
                 frames_per_second=statistics.median(speeds),
                 spread=(min(speeds), max(speeds)),
-                gflops=flop / statistics.median(times) / 1e9,
-                gemm_gflops=flop / statistics.median(limits) / 1e9,
-                share_of_limit=statistics.median(limit / t for limit, t in zip(limits, times, strict=True)),
-                time_over_sgd=statistics.median(t / sgd for t, sgd in zip(times, steps[0], strict=True)),
+                gflops=flop / statistics.median(step) / 1e9,
+                gemm_gflops=flop / statistics.median(limit) / 1e9,
+                share_of_limit=_ratio(limit, step),
+                time_over_sgd=_ratio(step, sgd),
+                over_float32=_ratio(times["float32", optimizer], step) if "float32" in precisions else None,
+                shares=_shares(
+                    {what: times[precision, what] for what in ("gemm", "passes", "update", "data")}, sgd, step
+                ),
             )
         )
-    return tuple(results)
+    return results
 
 
-def matrix_flop(network: Network) -> int:
-    """Floating-point operations per frame in the matrix products of a training step: 7.5 million for 440-4x512-616.
+def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
+    """Median over the rounds."""
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
-    Three products a layer, but two for the first: nobody needs the derivative of the input.
-    """
-    sizes = [layer.inputs * layer.outputs for layer in network.layers]
-    return 6 * sum(sizes) - 2 * sizes[0]
+
+def _shares(parts: dict[str, list[float]], sgd: list[float], step: list[float]) -> dict[str, float]:
+    """`StepBench.shares`, from the seconds of the parts, of SGD's step and of the step, each by rounds."""
+    rounds = []
+    for gemm, passes, update, data, plain, whole in zip(*parts.values(), sgd, step, strict=True):
+        known = [gemm, passes - gemm, update, whole - plain, data]
+        rounds.append([part / whole for part in (*known, whole - sum(known))])
+    return dict(zip(PARTS, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+
+
+def training_step(setup: Setup) -> Callable[[], object]:
+    """The trainer's own step, on one minibatch after another."""
+    buffers = Buffers(setup.model.network, setup.minibatch, setup.precision)
+    feed = Feed(setup.train, setup.model.transform, setup.minibatch, buffers.x.device)
+    inputs = feed.over(itertools.cycle(shuffled_minibatches(setup.train, setup.minibatch, seed=1, epoch=1)))
+    step = fastest_step(setup, buffers, feed)
+    return lambda: step(next(inputs), RATE)
+
+
+def parts_of_step(setup: Setup) -> dict[str, Callable[[], object]]:
+    """The parts of SGD's step, each by itself: `gemm`, `passes` (which hold the products), `update` and `data`."""
+    network, corpus = setup.model.network, setup.train.corpus
+    buffers, read = (Buffers(network, setup.minibatch, setup.precision) for _ in range(2))
+    optimizer = Sgd(network)
+    batches = itertools.cycle(shuffled_minibatches(setup.train, setup.minibatch, seed=1, epoch=1))
+    rows = next(batches)
+    gather(corpus, setup.model.transform, rows, buffers.x)
+    labels = corpus.labels[rows].long()
+
+    def passes() -> None:
+        forward(network, buffers)
+        cross_entropy_in_place(buffers, labels)
+        backward(network, buffers)
+        gradient(network, buffers, optimizer.gradient)
+
+    def data() -> None:
+        rows = next(batches)
+        gather(corpus, setup.model.transform, rows, read.x)
+        corpus.labels[rows].long()
+
+    passes()  # so that no part works on what was in the memory before
+    return {
+        "gemm": lambda: matrix_products(network, buffers, optimizer.gradient),
+        "passes": passes,
+        "update": lambda: optimizer.apply(network, 1e-12, setup.minibatch),
+        "data": data,
+    }
 
 
 def matrix_products(network: Network, buffers: Buffers, flat: torch.Tensor) -> None:
     """The matrix products of one training step, and nothing else."""
-    gradients, _ = layer_views(network.layers, flat)
-    for x, weight, out in zip(buffers.inputs(), network.weights, buffers.outputs, strict=True):
+    factors = network if buffers.low is None else buffers.low
+    gradients, _ = layer_views(network.layers, flat if buffers.low_gradient is None else buffers.low_gradient)
+    for x, weight, out in zip(buffers.inputs(), factors.weights, buffers.outputs, strict=True):
         torch.mm(x, weight.t(), out=out)
     for i in range(len(network.layers) - 1, 0, -1):
-        torch.mm(buffers.derivatives[i], network.weights[i], out=buffers.derivatives[i - 1])
+        torch.mm(buffers.derivatives[i], factors.weights[i], out=buffers.derivatives[i - 1])
     for x, derivative, out in zip(buffers.inputs(), buffers.derivatives, gradients, strict=True):
-        torch.mm(derivative.t(), x, out=out)
+        product(derivative.t(), x, out=out)
 
 
 def _in_turn(functions: Sequence[Callable[[], object]], device: torch.device, seconds: float) -> list[list[float]]:
-    """Seconds per call of each function, one of each a round, `ROUNDS` rounds in about `seconds`."""
+    """Seconds per call of each function, all of them in every one of `ROUNDS` rounds, in about `seconds`.
+
+    Every function gets as much of a round. Where a round takes too long for that, there are fewer.
+    """
     for function in functions:
         _timed(function, WARM_UP, device)
-    slowest = max(_timed(function, 3, device) for function in functions)
-    calls = max(1, int(seconds / ROUNDS / len(functions) / max(slowest, 1e-6)))
-    return [
-        list(times)
-        for times in zip(*([_timed(f, calls, device) for f in functions] for _ in range(ROUNDS)), strict=True)
-    ]
+    share = seconds / ROUNDS / len(functions)
+    calls = [max(1, int(share / max(_timed(function, 3, device), 1e-6))) for function in functions]
+    rounds: list[list[float]] = []
+    started = time.perf_counter()
+    while len(rounds) < FEWEST_ROUNDS or (len(rounds) < ROUNDS and time.perf_counter() - started < 2 * seconds):
+        rounds.append([_timed(function, n, device) for function, n in zip(functions, calls, strict=True)])
+    return [list(times) for times in zip(*rounds, strict=True)]
 
 
 def _timed(function: Callable[[], object], calls: int, device: torch.device) -> float:

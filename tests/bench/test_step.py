@@ -8,32 +8,69 @@ import pytest
 import torch
 
 from ddnn.bench import step
-from ddnn.model.network import Network, hidden_stack
+from ddnn.bench.results import PARTS
+from ddnn.model.network import Buffers, Network, hidden_stack
+from ddnn.model.precision import products_flop
+from ddnn.train import loop
 
 
 def test_three_products_a_layer_but_two_for_the_first() -> None:
     """8.0 MFLOP a frame for 440-4x512-616; nobody needs the derivative of the input, which leaves 7.5."""
     network = Network(hidden_stack(440, 4, 512, 616, "sigmoid"))
     first = 2 * 440 * 512
-    assert step.matrix_flop(network) + first == pytest.approx(8.0e6, rel=0.01)
+    assert products_flop(network) + first == pytest.approx(8.0e6, rel=0.01)
 
 
 def test_a_bench_runs_the_trainer_and_says_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "NETWORKS", {"tiny": step.Shape(1, 8, 5, 16)})
+    dtypes = set()
     steps = 0
-    real = step.train_minibatch
+    real = loop.train_minibatch
 
-    def counted(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(setup: loop.Setup, buffers: Buffers, rows: torch.Tensor, rate: float) -> object:
         nonlocal steps
         steps += 1
-        return real(*arguments)  # type: ignore[arg-type]
+        dtypes.add(buffers.outputs[0].dtype)
+        return real(setup, buffers, rows, rate)
 
-    monkeypatch.setattr(step, "train_minibatch", counted)
-    report = step.run_bench(("tiny",), "cpu", seconds=0.05)
+    monkeypatch.setattr(loop, "train_minibatch", counted)
+    report = step.run_bench(("tiny",), "cpu", seconds=0.1, precisions=("float32", "bf16"))
     assert steps > 9
+    assert dtypes == {torch.float32, torch.bfloat16}
     found = json.loads(json.dumps(report.as_dict()))
     assert {"date", "cpu", "torch"} <= set(found["machine"])
-    result = found["results"][0]
-    assert result["spread"][0] <= result["frames_per_second"] <= result["spread"][1]
-    assert all(result[name] > 0.0 for name in ("gflops", "gemm_gflops", "share_of_limit", "time_over_sgd"))
-    assert "tiny" in report.as_text()
+    rows = [(result["optimizer"], result["precision"]) for result in found["results"]]
+    assert rows == [("sgd", "float32"), ("ng-sgd", "float32"), ("sgd", "bf16"), ("ng-sgd", "bf16")]
+    for result in found["results"]:
+        assert result["spread"][0] <= result["frames_per_second"] <= result["spread"][1]
+        figures = ("gflops", "gemm_gflops", "share_of_limit", "time_over_sgd", "over_float32")
+        assert all(result[name] > 0.0 for name in figures)
+        assert set(result["shares"]) == set(PARTS)
+        assert result["shares"]["gemm"] == pytest.approx(result["share_of_limit"])
+    assert found["results"][0]["shares"]["ng"] == 0.0
+    assert found["results"][0]["over_float32"] == 1.0
+    text = report.as_text()
+    assert all(part.replace("_", "-") in text for part in PARTS)
+    assert text.count("tiny") == 8
+
+
+def test_bf16_is_measured_on_request_or_where_auto_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "NETWORKS", {"tiny": step.Shape(1, 8, 5, 16)})
+    monkeypatch.setattr(step, "WARM_UP", 1)
+    chosen = "float32"
+    monkeypatch.setattr(step, "choose_precision", lambda asked, network, minibatch: chosen)
+    found = step.run_bench(("tiny",), "cpu", seconds=0.01)
+    assert [result.precision for result in found.results] == ["float32"] * 2
+    chosen = "bf16"
+    found = step.run_bench(("tiny",), "cpu", seconds=0.01)
+    assert [result.precision for result in found.results] == ["float32"] * 2 + ["bf16"] * 2
+    found = step.run_bench(("tiny",), "cpu", seconds=0.01, precisions=("bf16",))
+    assert [(result.precision, result.over_float32) for result in found.results] == [("bf16", None)] * 2
+
+
+def test_shares_of_a_step_by_hand() -> None:
+    """Two rounds; the median of two is their mean."""
+    parts = {"gemm": [6.0, 6.0], "passes": [7.0, 7.0], "update": [0.5, 0.5], "data": [0.5, 1.5]}
+    found = step._shares(parts, sgd=[10.0, 10.0], step=[20.0, 20.0])
+    expected = {"gemm": 0.3, "element_wise": 0.05, "update": 0.025, "ng": 0.5, "data": 0.05, "other": 0.075}
+    assert found == pytest.approx(expected)
