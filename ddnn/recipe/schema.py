@@ -57,6 +57,15 @@ class Data(Section):
     """Shift and scale each spliced dimension to zero mean and unit variance over the training set."""
     store: Literal["float32", "float16"] = "float32"
     """How the frames lie in memory. float16 halves the memory."""
+    place: Literal["auto", "host"] = "auto"
+    """GPUs: where the frames lie. `auto`: on the GPU where they fit beside the training; else, and with `host`, in host
+    memory, from where minibatches are read ahead. The log says where."""
+    cache: Path | None = None
+    """Directory, made where it is missing, for files that hold what loading makes of the features: the next training
+    on the same data maps one in seconds. docs/input.md says what it depends on. Not given: none."""
+    loaders: Count | None = None
+    """Processes of each worker that read the features, where there are gigabytes of them. Default: the usable cores,
+    up to 8, shared out over the workers of a host."""
     allow_pipes: bool = False
     """Run shell commands that stand in an scp (`gunzip -c x.gz |`). Only for data that you wrote yourself."""
     max_missing: Fraction = 0.05
@@ -224,6 +233,9 @@ class Recipe(Section):
     tf32: bool = False
     """GPUs: multiply float32 in TF32, with 10 bits of mantissa in place of 23. In training, pretraining and
     cross-validation."""
+    graphs: Literal["auto", "off"] = "auto"
+    """GPUs: capture the training step as a CUDA graph, where it is found to do what the plain step does. `off`: the
+    plain step."""
     schedule: Schedule = Schedule()
     """The learning-rate schedule."""
     parallel: Parallel = Parallel()

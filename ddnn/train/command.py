@@ -75,6 +75,7 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto", exchange: 
             seed=recipe.seed,
             averaging=averaging,
             precision=choose_precision(recipe.precision, model.network, recipe.minibatch, exchange),
+            graphs=recipe.graphs == "auto",
         )
         log.info(
             "%d parameters, %d frames to train on, %d to judge by; rates multiply the gradient summed over %d frames",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddnn.data.corpus import Corpus, load_corpus
 from ddnn.data.minibatches import FrameSet, frame_set, in_order
-from ddnn.data.transform import gather
+from ddnn.data.transform import gather, labels_of
 from ddnn.device import choose_device
 from ddnn.errors import DataError
 from ddnn.kaldi.alignments import Alignments, read_alignments
@@ -115,9 +115,10 @@ def evaluate(model: AcousticModel, frames: FrameSet, exchange: Exchange | None =
     Args:
         exchange: where `frames` is this worker's shard; all workers evaluate the same model and get the same figures.
     """
-    tally = Tally(frames.corpus.store.device)
+    device = model.network.parameters.device
+    tally = Tally(device)
     for rows, activations in outputs(model, frames, Buffers(model.network, max(1, min(BLOCK, len(frames))))):
-        tally.add(*cross_entropy(activations, frames.corpus.labels[rows].long()), len(rows))
+        tally.add(*cross_entropy(activations, labels_of(frames.corpus, rows, device)), len(rows))
     return tally.evaluation() if exchange is None else tally.over_workers(exchange)
 
 
