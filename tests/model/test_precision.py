@@ -24,6 +24,7 @@ from ddnn.model.loss import cross_entropy_in_place
 from ddnn.model.network import Buffers, Layer, Network, Precision, backward, forward, gradient, hidden_stack
 from ddnn.model.precision import choose_precision, disagreement, gemm_ratio
 from ddnn.optim.sgd import make_optimizer
+from ddnn.parallel.exchange import Exchange
 from ddnn.recipe.schema import Optimizer
 from ddnn.train.loop import Setup, train_minibatch
 
@@ -82,7 +83,7 @@ def learnable(device: torch.device, precision: Precision, optimizer: str) -> Set
     setup = random_setup(Shape(2, 24, 5, 32), device, frames=1500)
     corpus = setup.train.corpus
     corpus = replace(corpus, labels=corpus.store[:, :5].argmax(dim=1).int())
-    recipe = Optimizer(name=optimizer, rank_in=5, rank_out=3)  # type: ignore[arg-type]
+    recipe = Optimizer(name=optimizer, rank_in=5, rank_out=3)
     made = make_optimizer(recipe, setup.model.network)
     return replace(setup, train=replace(setup.train, corpus=corpus), optimizer=made, precision=precision)
 
@@ -166,6 +167,34 @@ def test_bf16_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog
     assert choose_precision("bf16", made, 16) == "float32"
     assert "NotImplementedError: " in caplog.text
     assert "and so on" not in caplog.text
+
+
+class OtherWorkers(Exchange):
+    """Worker `rank` of several of which the first has measured a ratio of 6, and all have these complaints."""
+
+    def __init__(self, rank: int, complaints: list[str | None]) -> None:
+        super().__init__(rank=rank, size=len(complaints))
+        self.complaints = complaints
+
+    def agree_min(self, value: int) -> int:
+        return min(value, *(one is None for one in self.complaints))
+
+    def gather(self, value: Any) -> list[Any]:
+        if value is None or isinstance(value, str):
+            return [6.0] + [None] * (self.size - 1) if all(c is None for c in self.complaints) else self.complaints
+        return [value] + [None] * (self.size - 1)
+
+
+def test_the_first_worker_measures_and_all_check(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "disagreement", lambda network, minibatch: None)
+    monkeypatch.setattr(module, "gemm_ratio", lambda network, minibatch: pytest.fail("measured by the second"))
+    assert choose_precision("auto", Network(AN4), 256, OtherWorkers(1, [None, None])) == "bf16"
+    monkeypatch.setattr(module, "gemm_ratio", lambda network, minibatch: 6.0)
+    assert choose_precision("auto", Network(AN4), 256, OtherWorkers(0, [None, None])) == "bf16"
+    assert choose_precision("auto", Network(AN4), 256, OtherWorkers(0, [None, "it cannot"])) == "float32"
+    assert "bf16 does not do on this device: it cannot. Training in float32" in caplog.text
 
 
 def test_the_measurement_ends_early_where_bf16_is_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
