@@ -34,6 +34,18 @@ def worthwhile_processes(wanted: int, float32_bytes: int) -> int:
     return max(1, min(wanted, float32_bytes // BYTES_FOR_A_PROCESS))
 
 
+SETTINGS = {
+    "PYTHONSAFEPATH": "1",  # what lies in the working directory is no module of ours
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # glibc keeps memory that was used: to take it from the system anew for each utterance costs more than decompressing
+    "MALLOC_MMAP_THRESHOLD_": str(256 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
+"""Environment of a loading process."""
+
+
 class Loaders:
     """Loading processes; a context manager that leaves none behind, whatever ends its block.
 
@@ -49,9 +61,7 @@ class Loaders:
         self._children: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Loaders:
-        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        # PYTHONSAFEPATH: what lies in the working directory is no module of ours.
-        environment = {**os.environ, **one_thread, "PYTHONSAFEPATH": "1"}
+        environment = {**os.environ, **SETTINGS}
         try:
             for _ in range(self._count):
                 child = subprocess.Popen(

@@ -66,7 +66,7 @@ def plan_corpus(
     Raises:
         DataError: damaged input, or too much of it skipped.
     """
-    return _plan(read_data_dir(data, allow_pipes=allow_pipes), alignments, max_missing)
+    return plan_directory(read_data_dir(data, allow_pipes=allow_pipes), alignments, max_missing)
 
 
 def shared_plan(
@@ -90,7 +90,7 @@ def shared_plan(
         return plan_corpus(data, alignments, allow_pipes=allow_pipes, max_missing=max_missing)
     directory = read_data_dir(data, allow_pipes=allow_pipes)
     _check_same_tables(exchange, directory, alignments)
-    plan = _plan(directory, alignments, max_missing) if exchange.rank == 0 else None
+    plan = plan_directory(directory, alignments, max_missing) if exchange.rank == 0 else None
     summary = None if plan is None else {"utterances": len(plan.entries), "dim": plan.dim, "counts": plan.counts}
     of_first: dict[str, Any] = exchange.gather(summary)[0]
     kept_and_frames = torch.empty(2, of_first["utterances"], dtype=torch.int64)
@@ -101,17 +101,23 @@ def shared_plan(
     exchange.broadcast(kept_and_frames)
     if plan is not None:
         return plan
-    entries = tuple(directory.entries[n] for n in kept_and_frames[0].tolist())
-    num_frames = kept_and_frames[1].numpy().copy()
-    return CorpusPlan(
-        directory, entries, num_frames, _speakers(directory, entries), of_first["dim"], of_first["counts"]
-    )
+    kept, num_frames = kept_and_frames[0].numpy(), kept_and_frames[1].numpy().copy()
+    return plan_of(directory, kept, num_frames, of_first["dim"], of_first["counts"])
 
 
-def _plan(directory: DataDir, alignments: Alignments | None, max_missing: float | None) -> CorpusPlan:
+def plan_of(
+    directory: DataDir, kept: NDArray[np.int64], num_frames: NDArray[np.int64], dim: int, counts: dict[str, int]
+) -> CorpusPlan:
+    """The plan that somebody else made: `kept` are indices into the data dir's utterances."""
+    entries = tuple(directory.entries[n] for n in kept.tolist())
+    return CorpusPlan(directory, entries, num_frames, _speakers(directory, entries), dim, counts)
+
+
+def plan_directory(directory: DataDir, alignments: Alignments | None, max_missing: float | None) -> CorpusPlan:
+    """`plan_corpus` of a data dir of which the tables are read."""
     with MatrixReader() as reader:
         kept, lengths, counts = _join(directory, alignments, reader)
-        _check_missing(directory, alignments, kept, counts, max_missing)
+        check_missing(directory, None if alignments is None else alignments.path, kept, counts, max_missing)
         dim = reader.shape(kept[0])[1]
     entries = tuple(kept)
     return CorpusPlan(
@@ -155,13 +161,14 @@ def _join(
     return kept, lengths, dict(counts)
 
 
-def _check_missing(
+def check_missing(
     directory: DataDir,
-    alignments: Alignments | None,
-    kept: list[ScpEntry],
+    alignments: Path | None,
+    kept: Iterable[ScpEntry],
     counts: dict[str, int],
     max_missing: float | None,
 ) -> None:
+    """Says what is skipped or trimmed; DataError where it is more than `max_missing` of all, or everything."""
     total = len(directory.entries)
     skipped = total - counts["used"]
     described = (
@@ -169,7 +176,7 @@ def _check_missing(
         f"{LENGTH_TOLERANCE} frames, {counts['empty']} without frames"
     )
     if counts["used"] == 0 or (max_missing is not None and skipped > max_missing * total):
-        aligned_in = f"; alignments are from {alignments.path}" if alignments is not None else ""
+        aligned_in = f"; alignments are from {alignments}" if alignments is not None else ""
         used = {entry.key for entry in kept}
         first = next(entry.key for entry in directory.entries if entry.key not in used)
         raise DataError(

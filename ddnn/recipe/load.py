@@ -18,6 +18,9 @@ from ddnn.recipe.schema import Recipe
 from ddnn.recipe.validate import is_read, validate
 from ddnn.recipe.yaml_tree import Given, Problem, parse_setting, shown
 
+MADE = ("data.cache",)
+"""Paths that need not exist: they are made."""
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool = True) -> Recipe:
     """Reads a recipe: first its includes, then its own keys, then `overrides` ("KEY=VALUE" each); the later one wins.
@@ -69,7 +72,7 @@ def _build(path: Path, gathered: Gathered, must_exist: bool) -> Recipe | None:
     sound = _known(gathered)
     for name, given in list(sound.items()):
         if keys()[name].is_path and isinstance(given.value, str):
-            found = _find_path(given.value, path.parent, must_exist)
+            found = _find_path(given.value, path.parent, must_exist and name not in MADE)
             if isinstance(found, str):
                 gathered.problems.append(Problem(f"{name}: {found}", given.source))
                 found = Path("/")

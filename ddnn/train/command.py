@@ -11,10 +11,9 @@ import torch
 
 from ddnn import __version__
 from ddnn.data.corpus import FeaturePipeline
-from ddnn.data.minibatches import frame_set
+from ddnn.data.minibatches import FrameSet
 from ddnn.device import check_devices, choose_device, device_identity
 from ddnn.errors import RecipeError, UserError
-from ddnn.kaldi.alignments import pdf_counts
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.initialise import initialise_randomly
 from ddnn.model.network import Network, hidden_stack
@@ -52,6 +51,7 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto", exchange: 
     averaging = None
     try:
         log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, on, platform.python_version())
+        allow_tf32(recipe.tf32, on)
         _log_workers(recipe, on, exchange)
         if recipe.init == "rbm" and recipe.pretrain.from_ is None and exchange.rank == 0:
             claim(recipe, run_dir / PRETRAIN)  # before anything of an earlier run is written over
@@ -60,7 +60,7 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto", exchange: 
         data = load_training_data(recipe, on, exchange)
         check_size("minibatch", recipe.minibatch, data.train_utterances, data.frames, exchange)
         model = initial_model(recipe, data, run_dir / PRETRAIN, exchange, stack).to(on)
-        run.write_counts(pdf_counts(data.alignments, data.frames.plan.utterances))
+        run.write_counts(data.source.pdf_counts())
         optimizer = make_optimizer(recipe.optimizer, model.network)
         averaging = Averaging(exchange, recipe.parallel, model.network.parameters, optimizer, recipe.minibatch)
         averaging.share()
@@ -132,7 +132,6 @@ def for_these_workers(recipe: Recipe, exchange: Exchange) -> Recipe:
 def device_of_worker(recipe: Recipe, device: str, exchange: Exchange) -> torch.device:
     """Where this worker computes; UserError where two would share a GPU and the recipe does not allow it."""
     on = choose_device(device, exchange.local_rank, threads=recipe.parallel.threads)
-    allow_tf32(recipe.tf32, on)
     places = exchange.gather([exchange.rank, exchange.host, device_identity(on)])
     check_devices(places, recipe.parallel.share_devices)
     return on
@@ -185,7 +184,7 @@ def initial_model(
         transform = stack.transform.to(torch.device("cpu"))
     model = recipe.model
     layers = hidden_stack(
-        transform.output_dim, model.hidden_layers, model.hidden_units, data.alignments.num_pdfs, model.activation
+        transform.output_dim, model.hidden_layers, model.hidden_units, data.source.num_pdfs, model.activation
     )
     if stack is not None:  # nnet1 makes the output layer on a stack without the output bias's rate of 0.1
         layers = (*layers[:-1], replace(layers[-1], bias_rate=1.0))
@@ -199,9 +198,9 @@ def initial_model(
 def pretrain_on(recipe: Recipe, frames: Frames, directory: Path, exchange: Exchange) -> AcousticModel:
     """A stack of RBMs on all utterances of the corpus, those held out too: pretraining reads no labels."""
     everything = list(range(len(frames.plan.entries)))
-    transform = input_transform(recipe, frames, everything, exchange).to(frames.corpus.store.device)
+    transform = input_transform(recipe, frames, everything, exchange).to(frames.device)
     check_size("pretrain.minibatch", recipe.pretrain.minibatch, everything, frames, exchange)
-    here = frame_set(frames.corpus, list(range(len(frames.shard))))
+    here = FrameSet(frames.corpus, frames.corpus.rows_of(range(len(frames.shard))).to(frames.device))
     return pretrain(recipe, here, transform, directory, exchange)
 
 
@@ -234,6 +233,7 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", exchang
     recipe = for_these_workers(recipe, exchange)
     on = device_of_worker(recipe, device, exchange)
     say_as_worker(exchange)
+    allow_tf32(recipe.tf32, on)
     if _replicated_stack(recipe, on, run_dir, exchange) is None:
         pretrain_on(recipe, load_everything(recipe, on, exchange), run_dir, exchange)
     log.info("finished: %s", run_dir / STACK)

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import torch
 
-from ddnn.data.corpus import Corpus, FeaturePipeline, load_planned
+from ddnn.data.corpus import Corpus, FeaturePipeline
+from ddnn.data.loaders import usable_processes
 from ddnn.data.minibatches import FrameSet, frame_set
-from ddnn.data.plan import CorpusPlan, shared_plan
+from ddnn.data.plan import CorpusPlan
+from ddnn.data.residency import place_of_corpus
 from ddnn.data.shards import positions, shards
+from ddnn.data.source import Options, Source, open_source
 from ddnn.data.split import DEFAULT_FRACTION, split_by_fraction, split_by_speakers_file
 from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, normalising, plain_splice
 from ddnn.errors import DataError, RecipeError
-from ddnn.kaldi.alignments import Alignments, read_alignments
 from ddnn.parallel.exchange import Exchange
 from ddnn.progress import progress_bar
 from ddnn.recipe.schema import Recipe
@@ -30,12 +32,14 @@ class Frames:
     Attributes:
         plan: all utterances of all workers.
         shard: this worker's, indices into the plan; in the order of `corpus`.
-        corpus: the frames of the shard, on the device.
+        corpus: the frames of the shard: on the device, or in host memory (`ddnn.data.residency`).
+        device: where this worker computes.
     """
 
     plan: CorpusPlan
     shard: list[int]
     corpus: Corpus
+    device: torch.device
 
     def here(self, utterances: list[int]) -> list[int]:
         """Which of the plan's `utterances` this worker holds: their indices in `corpus`."""
@@ -50,101 +54,98 @@ class TrainingData:
         frames: of `data.train`, those held out among them.
         train_utterances: all workers' utterances to train on, indices into `frames.plan`.
         train, cv: this worker's shards.
-        alignments: of the whole of `data.train`.
+        source: the whole of `data.train`, with the number of pdfs and how often each is.
     """
 
     frames: Frames
     train_utterances: list[int]
     train: FrameSet
     cv: FrameSet
-    alignments: Alignments
+    source: Source
 
 
 def load_training_data(recipe: Recipe, device: torch.device, exchange: Exchange | None = None) -> TrainingData:
-    """Reads alignments and this worker's features, and holds out the cross-validation set; all ends up on `device`."""
+    """Reads alignments and this worker's features, and holds out the cross-validation set; for training on `device`."""
     exchange = exchange or Exchange()
-    alignments = read_alignments(recipe.data.alignments, num_pdfs=recipe.data.pdfs)
-    plan = _plan(recipe, recipe.data.train, alignments, exchange)
-    cv = recipe.data.cv
+    source = _open(recipe, recipe.data.train, recipe.data.alignments, exchange)
+    plan, cv = source.plan, recipe.data.cv
     if cv.data is not None and cv.alignments is not None:
         train, held_out = list(range(len(plan.entries))), None
     elif cv.speakers_file is not None:
         train, held_out = split_by_speakers_file(plan, cv.speakers_file)
     else:
         train, held_out = split_by_fraction(plan, cv.fraction or DEFAULT_FRACTION, recipe.seed)
-    frames = _load(recipe, plan, alignments, [train, held_out or []], device, exchange)
+    frames = _load(recipe, source, [train, held_out or []], device, exchange)
     if held_out is None:
-        cv_frames = _load_cv(recipe, frames, alignments, device, exchange)
+        cv_frames = _load_cv(recipe, source, device, exchange)
         cv_set = frame_set(cv_frames.corpus, list(range(len(cv_frames.shard))))
     else:
         cv_set = frame_set(frames.corpus, frames.here(held_out))
-    return TrainingData(frames, train, frame_set(frames.corpus, frames.here(train)), cv_set, alignments)
+    return TrainingData(frames, train, frame_set(frames.corpus, frames.here(train)), cv_set, source)
 
 
 def load_everything(recipe: Recipe, device: torch.device, exchange: Exchange) -> Frames:
     """All of `data.train`, shared out over the workers of `exchange`, nothing held out: what RBMs are trained on."""
-    alignments = read_alignments(recipe.data.alignments, num_pdfs=recipe.data.pdfs)
-    plan = _plan(recipe, recipe.data.train, alignments, exchange)
-    return _load(recipe, plan, alignments, [list(range(len(plan.entries)))], device, exchange)
+    source = _open(recipe, recipe.data.train, recipe.data.alignments, exchange)
+    return _load(recipe, source, [list(range(len(source.plan.entries)))], device, exchange)
 
 
-def _plan(recipe: Recipe, data: Path, alignments: Alignments, exchange: Exchange) -> CorpusPlan:
-    plan = shared_plan(
-        exchange, data, alignments, allow_pipes=recipe.data.allow_pipes, max_missing=recipe.data.max_missing
+def _open(recipe: Recipe, data: Path, alignments: Path, exchange: Exchange) -> Source:
+    of = recipe.data
+    options = Options(
+        context=of.splice,
+        pipeline=FeaturePipeline(of.cmvn, of.deltas),
+        store=of.store,
+        pdfs=of.pdfs,
+        allow_pipes=of.allow_pipes,
+        max_missing=of.max_missing,
+        cache=of.cache,
+        processes=of.loaders or usable_processes(exchange.local_size),
+        progress=progress_bar("loading"),
     )
+    source = open_source(data, alignments, options, exchange)
+    plan = source.plan
     log.info(
         "%s: %d utterances, %d frames of %d dims",
-        *(data, len(plan.entries), plan.num_frames.sum(), plan.dim * (recipe.data.deltas + 1)),
+        *(data, len(plan.entries), plan.num_frames.sum(), plan.dim * (of.deltas + 1)),
     )
-    return plan
+    return source
 
 
 def _load(
-    recipe: Recipe,
-    plan: CorpusPlan,
-    alignments: Alignments,
-    parts: list[list[int]],
-    device: torch.device,
-    exchange: Exchange,
+    recipe: Recipe, source: Source, parts: list[list[int]], device: torch.device, exchange: Exchange
 ) -> Frames:
     """Each part of the plan is shared out by itself, balanced by frames."""
+    plan = source.plan
     shares = [shards(plan.num_frames, part, exchange.size) for part in parts]
     if exchange.size > 1:
         sizes = [int(plan.num_frames[share].sum()) for share in shares[0]]
         log.info("shards of %d to %d frames for %d workers", min(sizes), max(sizes), exchange.size)
     shard = sorted(u for share in shares for u in share[exchange.rank])
     exchange.barrier()  # what was loaded before is there: memory is asked for together
-    corpus = load_planned(
-        plan,
-        alignments,
-        utterances=shard,
-        context=recipe.data.splice,
-        pipeline=FeaturePipeline(recipe.data.cmvn, recipe.data.deltas),
-        store_dtype=getattr(torch, recipe.data.store),
-        progress=progress_bar("loading"),
-        workers_on_host=exchange.local_size,
-    )
-    return Frames(plan, shard, corpus.to(device))
+    corpus = source.load(shard, exchange)
+    place = place_of_corpus(recipe, corpus, source.num_pdfs, device, exchange)
+    return Frames(plan, shard, corpus.to(place), device)
 
 
-def _load_cv(recipe: Recipe, train: Frames, alignments: Alignments, device: torch.device, exchange: Exchange) -> Frames:
+def _load_cv(recipe: Recipe, train: Source, device: torch.device, exchange: Exchange) -> Frames:
     """The data dir that is held out, with its own alignment."""
     cv = recipe.data.cv
     assert cv.data is not None and cv.alignments is not None
-    cv_alignments = read_alignments(cv.alignments, num_pdfs=recipe.data.pdfs)
-    if cv_alignments.num_pdfs > alignments.num_pdfs:
+    source = _open(recipe, cv.data, cv.alignments, exchange)
+    if source.num_pdfs > train.num_pdfs:
         raise DataError(
-            f"{cv_alignments.num_pdfs} pdfs for cross-validation, {alignments.num_pdfs} for training",
+            f"{source.num_pdfs} pdfs for cross-validation, {train.num_pdfs} for training",
             where=cv.alignments,
             mend="use alignments made with the same final.mdl",
         )
-    plan = _plan(recipe, cv.data, cv_alignments, exchange)
-    if plan.dim != train.plan.dim:
+    if source.plan.dim != train.plan.dim:
         width = recipe.data.deltas + 1
         raise DataError(
-            f"{plan.dim * width} dims found, {train.plan.dim * width} expected as in {recipe.data.train}", where=cv.data
+            f"{source.plan.dim * width} dims found, {train.plan.dim * width} expected as in {recipe.data.train}",
+            where=cv.data,
         )
-    return _load(recipe, plan, cv_alignments, [list(range(len(plan.entries)))], device, exchange)
+    return _load(recipe, source, [list(range(len(source.plan.entries)))], device, exchange)
 
 
 def input_transform(recipe: Recipe, frames: Frames, utterances: list[int], exchange: Exchange) -> InputTransform:
