@@ -144,7 +144,7 @@ def test_missing_keys(folder: Path) -> None:
         ("model.hiden_units=5", "did you mean model.hidden_units?"),
         (
             "zzz=5",
-            "zzz: unknown key; the keys here are seed, init, minibatch, precision, tf32, data, model, pretrain, optimizer,",
+            "zzz: unknown key; the keys here are seed, init, minibatch, precision, tf32, graphs, data, model,",
         ),
         ("seed.x=5", "seed: a mapping found, expected a whole number >= 0 and < 2^63"),
         ("seed={}", "seed: a mapping found, expected a whole number"),
