@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddnn.data.corpus import Corpus, FeaturePipeline
 from ddnn.data.minibatches import FrameSet, frame_set, shuffled_minibatches
+from ddnn.data.streaming import Stream
 from ddnn.data.transform import InputTransform, gather, labels_of, plain_splice
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.initialise import initialise_randomly
@@ -23,9 +26,11 @@ from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.optim.schedule import make_schedule
 from ddnn.optim.sgd import Sgd, make_optimizer
 from ddnn.recipe.schema import Optimizer, Schedule
+from ddnn.train import loop
 from ddnn.train.averaging import no_averaging
-from ddnn.train.evaluate import Tally
+from ddnn.train.evaluate import Tally, evaluate
 from ddnn.train.loop import Setup, train_minibatch
+from ddnn.train.run_dir import NoRunDir
 from ddnn.train.step import CHECKED, CudaGraph, Feed, GraphedStep, Result, State, Step, checked, fisher_matrices
 from ddnn.train.step import host_has_work as has_work
 
@@ -367,3 +372,44 @@ def test_rows_of_a_resident_corpus_pass_through() -> None:
     short = FrameSet(setup.train.corpus, setup.train.rows[: MINIBATCH + 3])
     some = Feed(short, setup.model.transform, MINIBATCH, CPU).some(CHECKED)
     assert len(some) == CHECKED and all(torch.equal(rows, short.rows[:MINIBATCH]) for (rows,) in some)
+
+
+class Streamed(Feed):
+    """As if the corpus lay elsewhere than the model."""
+
+    def __init__(
+        self, frames: FrameSet, transform: InputTransform, minibatch: int, device: torch.device, *lap: Any
+    ) -> None:
+        super().__init__(frames, transform, minibatch, device, *lap)
+        self.stream = Stream(frames.corpus, transform, minibatch, device)
+
+
+def test_a_streamed_corpus_trains_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, shares = [], []
+
+    class Recorder(NoRunDir):
+        def record(self, metrics: dict[str, Any]) -> None:
+            if metrics["split"] == "worker":
+                shares.append(metrics["data_share"] + metrics["compute_share"])
+
+    for feed in (Feed, Streamed):
+        monkeypatch.setattr(loop, "Feed", feed)
+        setup = replace(make_setup(), schedule=make_schedule(Schedule(epochs=2)))
+        trained.append(loop.train(setup, Recorder(Path("nowhere"))).network.parameters)
+    assert torch.equal(*trained)
+    assert len(shares) == 4 and all(0.0 < share <= 1.0 for share in shares)
+    some = Streamed(setup.train, setup.model.transform, MINIBATCH, CPU).some(CHECKED)
+    plain = Feed(setup.train, setup.model.transform, MINIBATCH, CPU).some(CHECKED)
+    for (frames, labels), (rows,) in zip(some, plain, strict=True):
+        assert torch.equal(labels, setup.train.corpus.labels[rows])
+        assert torch.equal(frames[:, 2 * DIM : 3 * DIM], setup.train.corpus.store[rows])
+
+
+def test_cross_validation_reads_a_corpus_elsewhere() -> None:
+    """`meta` stands for the other device: nothing but the copy may mix the two."""
+    setup, meta = make_setup(), torch.device("meta")
+    with pytest.raises(RuntimeError, match="meta"):  # no values there to judge by
+        evaluate(setup.model.to(meta), setup.train)
+    x = torch.empty(9, setup.model.network.input_dim, device="meta")
+    gather(setup.train.corpus, setup.model.to(meta).transform, setup.train.rows[:9], x)
+    assert labels_of(setup.train.corpus, setup.train.rows[:9], meta).device == meta
