@@ -123,9 +123,7 @@ def _open_cached(data: Path, alignments: Path, options: Options, exchange: Excha
     """All workers get the same plan from a cache file, made first where it is missing; or none gets one."""
     assert options.cache is not None
     directory = read_data_dir(data, allow_pipes=options.allow_pipes)
-    pipeline = options.pipeline
-    of: dict[str, str | int | None] = {"cmvn": pipeline.cmvn, "deltas": pipeline.deltas, "context": options.context}
-    key = cache_key(directory, alignments, {**of, "store": options.store, "pdfs": options.pdfs})
+    key = _key(directory, alignments, options)
     keys = exchange.gather(key)
     if key is None or any(other != key for other in keys):
         if exchange.rank == 0:
@@ -133,50 +131,62 @@ def _open_cached(data: Path, alignments: Path, options: Options, exchange: Excha
             log.warning("%s: no cache for %s", data, why)
         return None
     path = options.cache / f"{key[:32]}.corpus"
-    cached = _find_or_make(path, key, directory, alignments, options, exchange)
+    cached, made = _find_or_make(path, key, directory, alignments, options, exchange)
     if cached is None:
         return None
     counts, index = dict(cached.footer.counts), cached.index
     plan = plan_of(directory, index.kept, np.array(index.num_frames), cached.footer.dim, counts)
-    check_missing(directory, alignments, plan.entries, counts, options.max_missing)
+    if exchange.rank == 0 and not made:  # who made the file has said it
+        check_missing(directory, alignments, plan.entries, counts, options.max_missing)
     return Source(plan, cached.footer.pdfs, options, None, cached)
+
+
+def _key(directory: DataDir, alignments: Path, options: Options) -> str | None:
+    pipeline = options.pipeline
+    of: dict[str, str | int | None] = {"cmvn": pipeline.cmvn, "deltas": pipeline.deltas, "context": options.context}
+    return cache_key(directory, alignments, {**of, "store": options.store, "pdfs": options.pdfs})
 
 
 def _find_or_make(
     path: Path, key: str, directory: DataDir, alignments: Path, options: Options, exchange: Exchange
-) -> CacheFile | None:
+) -> tuple[CacheFile | None, bool]:
     """The cache file, checked by the workers of each host together. Where a host has none the first worker makes it,
-    which serves all hosts if they share the directory, and then the first of each host that still lacks one."""
+    which serves all hosts if they share the directory, and then the first of each host that still lacks one.
+
+    Returns:
+        the file, or None where it could not be made; whether this worker made it.
+    """
     tried = False
     for builder in (exchange.rank == 0, exchange.local_rank == 0, False):
         cached = _checked(path, key, len(directory.entries), options, exchange)
         found = exchange.gather([exchange.host, cached is not None])
         if all(good for _, good in found):
-            return cached
+            return cached, tried
         if builder and not tried and not all(good for host, good in found if host == exchange.host):
             tried = True
             _make(path, key, directory, alignments, options, exchange)
         exchange.barrier()
-    return None
+    return None, tried
 
 
 def _checked(path: Path, key: str, entries: int, options: Options, exchange: Exchange) -> CacheFile | None:
     """The file mapped, and this worker's share of it found whole; None, with a warning where there is a file."""
-    started = time.perf_counter()
+    started, cached = time.perf_counter(), None
     try:
         cached = CacheFile(path, key)
         cached.check(entries, options.processes, exchange.local_rank, exchange.local_size)
+        seconds = time.perf_counter() - started
+        log.info("cache: mapped %s (%.2f GB in %.2f s)", path, cached.size / 1e9, seconds)
+        return cached
     except FileNotFoundError:
         return None
     except CacheDamaged as damage:
         log.warning("cache: %s is damaged (%s); loading anew", path, damage)
-        return None
     except OSError as error:
-        log.warning("cache: %s cannot be read (%s)", path, error.strerror)
-        return None
-    seconds = time.perf_counter() - started
-    log.info("cache: mapped %s (%.2f GB in %.2f s)", path, cached.size / 1e9, seconds)
-    return cached
+        log.warning("cache: %s cannot be read (%s); loading anew", path, error.strerror)
+    if cached is not None:
+        cached.close()
+    return None
 
 
 def _make(path: Path, key: str, directory: DataDir, alignments: Path, options: Options, exchange: Exchange) -> None:
@@ -212,10 +222,17 @@ def _make(path: Path, key: str, directory: DataDir, alignments: Path, options: O
         counts=plan.counts,
         pieces=[],
     )
+
+    def write_store(file: int, start: int) -> list[tuple[int, int]]:
+        pieces = load_into_file(loading, file, start)
+        if _key(read_data_dir(directory.path), alignments, options) != key:
+            raise OSError("the data changed while they were read")
+        return pieces
+
     started = time.perf_counter()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_cache(path, key, footer, index, lambda file, start: load_into_file(loading, file, start))
+        write_cache(path, key, footer, index, write_store)
         log.info("cache: wrote %s in %.1f s", path, time.perf_counter() - started)
     except OSError as error:
         log.warning("cache: cannot write %s (%s); loading without it", path, error.strerror or error)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ddnn.data.corpus import FeaturePipeline, load_planned
 from ddnn.data.plan import shared_plan
 from ddnn.data.shards import positions, shards
+from ddnn.data.source import Options, open_source
 from ddnn.data.split import split_by_fraction
 from ddnn.data.transform import normalising, plain_splice
 from ddnn.kaldi import tables
@@ -41,7 +43,14 @@ def main(data: Path, pdfs: Path, out: Path) -> None:
             context=CONTEXT,
             pipeline=PIPELINE,
             workers_on_host=exchange.local_size,
+            exchange=exchange,
         )
+        read = count_frames()
+        options = Options(CONTEXT, PIPELINE, "float32", max_missing=0.5, cache=out / "cache")
+        open_source(data, pdfs, options, exchange)
+        made = len(read)
+        source = open_source(data, pdfs, options, exchange)
+        cached = source.load(mine, exchange)
         splice = plain_splice(corpus.dim, CONTEXT)
         transform = normalising(splice, corpus, positions(mine, train), exchange)
         # Utterances of the first worker alone: the others have nothing to add.
@@ -62,19 +71,32 @@ def main(data: Path, pdfs: Path, out: Path) -> None:
             shift=transform.shift.numpy(),
             scale=transform.scale.numpy(),
             shift_of_one=of_one.shift.numpy(),
+            cached_store=cached.store.numpy(),
+            cached_labels=cached.labels.numpy(),
+            read=[made, len(read) - made],
+            files=len(list((out / "cache").iterdir())),
         )
 
 
 def count_headers() -> list[str]:
     """Notes the utterances of which the header is read from now on."""
+    return count("shape")
+
+
+def count_frames() -> list[str]:
+    """Notes the utterances of which the frames are read from now on."""
+    return count("read")
+
+
+def count(method: str) -> list[str]:
     seen: list[str] = []
-    shape = tables.MatrixReader.shape
+    plain = getattr(tables.MatrixReader, method)
 
-    def noted(self: tables.MatrixReader, entry: ScpEntry) -> tuple[int, int]:
+    def noted(self: tables.MatrixReader, entry: ScpEntry, *more: Any) -> Any:
         seen.append(entry.key)
-        return shape(self, entry)
+        return plain(self, entry, *more)
 
-    tables.MatrixReader.shape = noted  # type: ignore[method-assign]
+    setattr(tables.MatrixReader, method, noted)
     return seen
 
 

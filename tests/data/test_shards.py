@@ -214,6 +214,9 @@ def test_three_workers_load_together_what_one_loads(tmp_path: Path) -> None:
     train, cv = split_by_fraction(whole, FRACTION, SEED)
     workers = [np.load(out / f"{rank}.npz") for rank in range(WORKERS)]
     assert [int(w["headers"]) > 0 for w in workers] == [True, False, False]
+    assert workers[0]["read"][0] > 0  # the first worker makes the cache file, for all
+    assert [worker["read"].tolist() for worker in workers[1:]] == [[0, 0]] * (WORKERS - 1)
+    assert workers[0]["read"][1] == 0
     index = {name: u for u, name in enumerate(whole.utterances)}
     seen: list[int] = []
     for worker in workers:
@@ -231,6 +234,9 @@ def test_three_workers_load_together_what_one_loads(tmp_path: Path) -> None:
         )
         np.testing.assert_array_equal(worker["store"], whole.store[rows].numpy())
         np.testing.assert_array_equal(worker["labels"], whole.labels[rows].numpy())
+        assert worker["cached_store"].tobytes() == worker["store"].tobytes()
+        np.testing.assert_array_equal(worker["cached_labels"], worker["labels"])
+        assert worker["files"] == 1
         seen += mine
     assert sorted(seen) == list(range(len(whole.utterances))) == sorted(train + cv)
     expected = normalising(plain_splice(whole.dim, CONTEXT), whole, train)
