@@ -112,9 +112,7 @@ def _open(recipe: Recipe, data: Path, alignments: Path, exchange: Exchange) -> S
     return source
 
 
-def _load(
-    recipe: Recipe, source: Source, parts: list[list[int]], device: torch.device, exchange: Exchange
-) -> Frames:
+def _load(recipe: Recipe, source: Source, parts: list[list[int]], device: torch.device, exchange: Exchange) -> Frames:
     """Each part of the plan is shared out by itself, balanced by frames."""
     plan = source.plan
     shares = [shards(plan.num_frames, part, exchange.size) for part in parts]
