@@ -11,7 +11,7 @@ from itertools import count, islice
 
 from torch import Tensor
 
-from ddnn.data.minibatches import FrameSet, num_minibatches, shuffled_minibatches
+from ddnn.data.minibatches import FrameSet, Orders, num_minibatches, shuffled_minibatches
 from ddnn.data.transform import gather, labels_of, normalise
 from ddnn.errors import UserError
 from ddnn.model.acoustic import AcousticModel
@@ -111,6 +111,9 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
     warm_start(setup, buffers, run)
     feed = Feed(setup.train, model.transform, setup.minibatch, buffers.x.device, averaging.clock.lap)
     step = fastest_step(setup, buffers, feed)
+    orders = Orders(
+        setup.train, setup.minibatch, seed=setup.seed, rank=exchange.rank, ahead=buffers.x.device.type == "cuda"
+    )
     best = network.parameters.clone()
     started = time.perf_counter()
     cv = evaluate(model, setup.cv, exchange)
@@ -125,8 +128,7 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
         tally, block = Tally(network.parameters.device), Tally(network.parameters.device)
         setup.optimizer.clear_momentum()
         minibatches = averaging.start_epoch(num_minibatches(setup.train, setup.minibatch))
-        order = shuffled_minibatches(setup.train, setup.minibatch, seed=setup.seed, epoch=epoch, rank=exchange.rank)
-        with frame_counter(f"epoch {epoch}", len(setup.train)) as bar, closing(feed.over(order)) as inputs:
+        with frame_counter(f"epoch {epoch}", len(setup.train)) as bar, closing(feed.over(orders.of(epoch))) as inputs:
             for minibatch in islice(inputs, minibatches):
                 loss, right = step(minibatch, rate * averaging.rate_scale)
                 block.add(loss, right, setup.minibatch)
@@ -155,6 +157,7 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
             averaging.restart()
         _record(run, epoch, "train", trained, rate, trained_seconds, accepted)
         _record(run, epoch, "cv", cv, rate, time.perf_counter() - started, accepted)
+    orders.close()
     network.parameters.copy_(best)
     return model
 

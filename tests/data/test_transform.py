@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddnn.data.corpus import Corpus
-from ddnn.data.minibatches import frame_set, in_order, num_minibatches, shuffled_minibatches
+from ddnn.data.minibatches import Orders, frame_set, in_order, num_minibatches, shuffled_minibatches
 from ddnn.data.transform import InputTransform, gather, gather_plain, normalising, plain_splice
 
 
@@ -130,3 +130,14 @@ def test_an_empty_set_has_no_minibatch(sizes: list[int]) -> None:
     assert gather(corpus, plain_splice(2, 1), frames.rows, torch.empty(0, 6)).shape == (0, 6)
     with pytest.raises(ValueError, match="no frame"):
         normalising(plain_splice(2, 1), corpus, [])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_orders_drawn_ahead_are_those_of_their_epochs(ahead: bool) -> None:
+    """Whichever epoch is asked for next."""
+    frames = frame_set(make_corpus([90], 2, 0, 1)[0], [0])
+    orders = Orders(frames, 8, seed=5, rank=2, ahead=ahead)
+    for epoch in (1, 2, 3, 7, 7, 8):
+        expected = list(shuffled_minibatches(frames, 8, seed=5, epoch=epoch, rank=2))
+        assert all(torch.equal(a, b) for a, b in zip(orders.of(epoch), expected, strict=True))
+    orders.close()
