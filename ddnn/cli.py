@@ -261,7 +261,7 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
     "precisions",
     type=click.Choice(["float32", "bf16"]),
     multiple=True,
-    help="What to multiply, with one worker; repeatable.  [default: float32, and bf16 where precision: auto would take it]",
+    help="Of one worker's products; repeatable.  [default: float32, and bf16 where precision: auto would take it]",
 )
 @click.option("--seconds", type=float, default=20.0, show_default=True, help="Time for each network.")
 @click.option("--workers", type=int, default=1, help="Measure so many workers that average against one alone.")

@@ -21,9 +21,9 @@ class StepBench:
         time_over_sgd: time of a minibatch over that of plain SGD in the same round and precision, median.
         over_float32: frames/s over those in float32 in the same round, median; None where float32 was not measured.
         shares: where the time goes, medians of the parts' shares in the step's time. `gemm`: matrix products;
-            `element_wise`: what forward pass, loss, backward pass and gradient take beyond them; `update`: of the
-            parameters; `ng`: what NG-SGD's step takes beyond SGD's; `data`: order, splice, normalisation, labels;
-            `other`: the rest. Parts are timed by themselves: the rest may be a little below 0.
+            `element_wise`: what forward pass, loss, backward pass and gradient take beyond them, casts too; `update`:
+            of the parameters; `ng`: what NG-SGD's step takes beyond SGD's; `data`: order, splice, normalisation,
+            labels; `other`: the rest. Parts are timed by themselves: the rest may be a little below 0.
     """
 
     network: str

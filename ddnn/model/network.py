@@ -128,7 +128,7 @@ class Buffers:
         self.low_gradient: Tensor | None = None
         if low:
             self.low = Network(network.layers, torch.empty_like(network.parameters, dtype=dtype))
-            if not widens(network.parameters.device.type):
+            if not widens(network.parameters.device):
                 self.low_gradient = torch.empty_like(self.low.parameters)
         self.losses = LossMemory(network, frames, low)
 

@@ -24,11 +24,13 @@ def product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 @cache
-def widens(device_type: str) -> bool:
-    """Whether the device gives a product of bf16 matrices in float32, unrounded."""
-    one = torch.ones(16, 16, dtype=torch.bfloat16, device=device_type)
+def widens(device: torch.device) -> bool:
+    """Whether the device gives products of bf16 matrices in float32, unrounded: it is tried."""
+    ones = torch.ones(257, 16, dtype=torch.bfloat16, device=device)
+    matrix, column = torch.empty(16, 16, device=device), torch.empty(16, device=device)
     try:
-        torch.ops.aten.mm.dtype_out(one, one, torch.float32, out=torch.empty(16, 16, device=device_type))
-    except (RuntimeError, NotImplementedError, AttributeError):
+        product(ones.t(), ones, out=matrix)
+        product(ones.t(), ones[:, 0].contiguous(), out=column)
+    except RuntimeError:
         return False
-    return True
+    return bool((matrix == 257).all() and (column == 257).all())  # bf16 has 256 and 258

@@ -23,6 +23,7 @@ from ddnn.model.initialise import initialise_randomly
 from ddnn.model.loss import cross_entropy_in_place
 from ddnn.model.network import Buffers, Layer, Network, Precision, backward, forward, gradient, hidden_stack
 from ddnn.model.precision import choose_precision, disagreement, gemm_ratio
+from ddnn.model.product import product, widens
 from ddnn.optim.sgd import make_optimizer
 from ddnn.parallel.exchange import Exchange
 from ddnn.recipe.schema import Optimizer
@@ -76,6 +77,16 @@ def test_parameters_are_cast_at_every_forward_pass() -> None:
     made.parameters.mul_(2.0)  # as an averaging or a rejected epoch does, from outside
     assert torch.equal(forward(made, buffers), 2 * before)
     assert made.parameters.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_in_bf16_are_summed_in_float32(device: str) -> None:
+    ones = torch.ones(600, 3, dtype=torch.bfloat16, device=device)
+    out = torch.empty(3, 3, dtype=torch.float32 if widens(torch.device(device)) else torch.bfloat16, device=device)
+    product(ones.t(), ones, out=out)
+    assert torch.equal(out.float().cpu(), torch.full((3, 3), 600.0)), "bf16 sums end at 256"
+    product(ones.t(), ones[:, 0].contiguous(), out=out[0])
+    assert out[0].tolist() == [600.0] * 3
 
 
 def learnable(device: torch.device, precision: Precision, optimizer: str) -> Setup:
