@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -413,3 +414,85 @@ def test_cross_validation_reads_a_corpus_elsewhere() -> None:
     x = torch.empty(9, setup.model.network.input_dim, device="meta")
     gather(setup.train.corpus, setup.model.to(meta).transform, setup.train.rows[:9], x)
     assert labels_of(setup.train.corpus, setup.train.rows[:9], meta).device == meta
+
+
+class FakeCuda:
+    """What `CudaGraph` asks of torch.cuda, written down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
+        self.calls: list[str] = []
+        self.current: object = "main stream"
+        self.fails = fails
+        for name in ("Stream", "CUDAGraph", "current_stream", "stream", "set_stream", "graph", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
+
+    def _Stream(self, device: object) -> FakeStream:
+        return FakeStream()
+
+    def _CUDAGraph(self) -> FakeCapture:
+        return FakeCapture(self.calls)
+
+    def _current_stream(self, device: object) -> FakeStream:
+        return FakeStream()
+
+    @contextmanager
+    def _stream(self, stream: object) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def _set_stream(self, stream: object) -> None:
+        self.current = "main stream"
+
+    @contextmanager
+    def _graph(self, graph: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        self.current = stream
+        self.calls.append("capture")
+        yield
+        if self.fails:
+            raise RuntimeError("made up")  # before it puts the stream back, as torch does
+        self.current = "main stream"
+
+    def _synchronize(self, device: object) -> None:
+        self.calls.append("synchronize")
+
+
+class FakeStream:
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+class FakeCapture:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def replay(self) -> None:
+        self.calls.append("replay")
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+
+def test_one_graph_at_a_time_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one is gone, and no longer runs, before the new one is warmed up: it takes memory with it."""
+    cuda, setup = FakeCuda(monkeypatch), make_setup()
+    plain = plain_step(setup)
+
+    def told(inputs: Any, rate: float) -> Result:
+        cuda.calls.append("step" if cuda.current == "main stream" else "step aside")
+        return plain(inputs, rate)
+
+    graphed = GraphedStep(told, setup.model.network, setup.optimizer, CudaGraph(CPU))
+    for rate in (RATE, RATE, RATE / 2):
+        graphed((setup.train.rows[:MINIBATCH],), rate)
+    captured = ["step aside"] * 3 + ["capture", "step aside", "replay"]
+    assert cuda.calls == [*captured, "replay", "synchronize", "reset", *captured]
+    assert not graphed.given_up
+
+
+def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, setup = FakeCuda(monkeypatch, fails=True), make_setup()
+    graphed = GraphedStep(plain_step(setup), setup.model.network, setup.optimizer, CudaGraph(CPU))
+    graphed((setup.train.rows[:MINIBATCH],), RATE)
+    assert graphed.given_up and cuda.current == "main stream"
