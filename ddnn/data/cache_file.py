@@ -137,11 +137,18 @@ def _appearing(path: Path) -> Iterator[int]:
         with suppress(OSError):  # a file system without locks: nothing is removed there either
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield descriptor
+        os.fchmod(descriptor, 0o666 & ~_umask())  # mkstemp lets nobody else read it
         os.fsync(descriptor)
         Path(name).replace(path)
     finally:
         Path(name).unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _remove_unless_written(left: Path) -> None:

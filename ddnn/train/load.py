@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
+from ddnn.data.cached import Options
 from ddnn.data.corpus import Corpus, FeaturePipeline
 from ddnn.data.loaders import usable_processes
 from ddnn.data.minibatches import FrameSet, frame_set
 from ddnn.data.plan import CorpusPlan
 from ddnn.data.residency import place_of_corpus
 from ddnn.data.shards import positions, shards
-from ddnn.data.source import Options, Source, open_source
+from ddnn.data.source import Source, open_source
 from ddnn.data.split import DEFAULT_FRACTION, split_by_fraction, split_by_speakers_file
 from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, normalising, plain_splice
 from ddnn.errors import DataError, RecipeError

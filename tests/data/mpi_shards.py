@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ddnn.data.cached import Options
 from ddnn.data.corpus import FeaturePipeline, load_planned
 from ddnn.data.plan import shared_plan
 from ddnn.data.shards import positions, shards
-from ddnn.data.source import Options, open_source
+from ddnn.data.source import open_source
 from ddnn.data.split import split_by_fraction
 from ddnn.data.transform import normalising, plain_splice
 from ddnn.kaldi import tables

@@ -18,12 +18,12 @@ from corpora import labelled_utterances, write_ali_dir, write_data_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.data import cache_file
-from ddnn.data import source as source_module
+from ddnn.data import cache_file, cached
 from ddnn.data.cache_file import CacheDamaged, CacheFile, Footer, Index, write_cache
 from ddnn.data.cache_key import cache_key
+from ddnn.data.cached import Options
 from ddnn.data.corpus import Corpus, FeaturePipeline
-from ddnn.data.source import Options, Source, open_source
+from ddnn.data.source import Source, open_source
 from ddnn.errors import DataError
 from ddnn.kaldi.datadir import read_data_dir
 from ddnn.kaldi.features import accumulate_cmvn_stats
@@ -96,9 +96,9 @@ def test_the_second_time_the_same_bits_are_mapped(
 
 
 def test_a_shard_is_copied_as_if_loaded_by_itself(folder: Path) -> None:
-    plain, cached = opened(folder, cache=None), opened(folder)
+    plain, mapped = opened(folder, cache=None), opened(folder)
     for shard in ([0], [2, 3, 11], list(range(1, len(plain.plan.entries)))):
-        assert same(cached.load(shard, Exchange()), plain.load(shard, Exchange()))
+        assert same(mapped.load(shard, Exchange()), plain.load(shard, Exchange()))
 
 
 def test_a_corpus_on_the_map_outlives_its_file(folder: Path) -> None:
@@ -323,13 +323,13 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
 def test_what_changes_while_it_is_read_is_not_kept(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = source_module.load_into_file
+    load = cached.load_into_file
 
     def load_and_meanwhile(*of: Any) -> list[tuple[int, int]]:
         touch(folder / "train/feats.ark")
         return load(*of)
 
-    monkeypatch.setattr(source_module, "load_into_file", load_and_meanwhile)
+    monkeypatch.setattr(cached, "load_into_file", load_and_meanwhile)
     assert same(everything(opened(folder)), everything(opened(folder, cache=None)))
     assert "the data changed while they were read" in caplog.text and files(folder) == []
 
@@ -389,7 +389,7 @@ def test_memory_is_asked_for_a_shard_and_less_is_said_of_the_map(
 ) -> None:
     source = opened(folder)
     monkeypatch.setattr("ddnn.data.memory.available_memory", lambda: 1000)
-    monkeypatch.setattr("ddnn.data.source.available_memory", lambda: 1000)
+    monkeypatch.setattr("ddnn.data.cached.available_memory", lambda: 1000)
     assert everything(source).store.shape[1] == 8
     assert "read from disk again and again" in caplog.text
     with pytest.raises(DataError, match="frames of 8 dims need"):
