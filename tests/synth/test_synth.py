@@ -207,6 +207,15 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert digest(tmp_path) == {}
 
 
+def test_it_can_be_stopped(tmp_path: Path) -> None:
+    def interrupt(frames: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        synthesise(tmp_path / "out", SynthOptions(hours=0.02, speakers=4, dim=3), progress=interrupt)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_many_archives_and_fast_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "_ARCHIVE_BYTES", 1_000_000)
     options = SynthOptions(hours=0.3, speakers=12, dim=40, pdfs=200)
