@@ -59,6 +59,7 @@ def choose_precision(
     measured = gemm_ratio(network, minibatch) if exchange.rank == 0 else None
     ratio = float(exchange.gather(measured)[0])
     faster = ratio >= WORTHWHILE
+    notice = logging.WARNING if exchange.rank == 0 else logging.INFO  # of workers, only warnings show
     said = f"bf16 GEMM {ratio:.2f} x float32 on this device"
     if asked == "auto" and not faster:
         log.info("%s: float32", said)
@@ -66,12 +67,12 @@ def choose_precision(
     complaint = disagreement(network, minibatch)
     if exchange.agree_min(complaint is None) == 0:
         complaints = [one for one in exchange.gather(complaint) if one is not None]
-        log.warning("bf16 does not do on this device: %s. Training in float32", complaints[0])
+        log.log(notice, "bf16 does not do on this device: %s. Training in float32", complaints[0])
         return "float32"
     if faster:
         log.info("%s: bf16", said)
     else:
-        log.warning("%s: bf16, as the recipe says; precision: float32 would be faster", said)
+        log.log(notice, "%s: bf16, as the recipe says; precision: float32 would be faster", said)
     return "bf16"
 
 
