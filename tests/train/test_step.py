@@ -78,6 +78,7 @@ class FakeGraph:
         self.captures += 1
         self.held += 1
         assert self.held == 1, "one graph at a time"
+        assert not has_work(self.optimizer), "the host cannot be captured"
         run()  # as CUDA, changes what the host counts; worse, the parameters too
         if self.fails is not None:
             raise self.fails
