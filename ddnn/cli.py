@@ -264,7 +264,7 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
     help="Of one worker's products; repeatable.  [default: float32, and bf16 where precision: auto would take it]",
 )
 @click.option("--seconds", type=float, default=20.0, show_default=True, help="Time for each network.")
-@click.option("--workers", type=int, default=1, help="Measure so many workers that average against one alone.")
+@click.option("--workers", type=click.IntRange(min=1), default=1, help="Measure so many that average against one.")
 @click.option("--reduce", default="all-reduce", show_default=True, help="With --workers: parallel.reduce.")
 @click.option("--every", type=int, default=10, show_default=True, help="With --workers: parallel.every.")
 @click.option("--overlap", is_flag=True, help="With --workers: parallel.overlap.")

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from ddnn.errors import UserError
 from ddnn.parallel.exchange import Exchange
+from ddnn.parallel.launch import leave_last_words
 
 FIRST_SPEAKS = 1.0
 """Seconds that the others keep back a mistake of the user's: most are met by all at once, and one message is enough."""
@@ -60,13 +61,14 @@ def _stop(exchange: Exchange, error: BaseException) -> None:
     message, code = message_and_code(exchange, error)
     if code == 0:
         return
-    if isinstance(error, UserError) and exchange.rank > 0:
-        time.sleep(FIRST_SPEAKS)
     sys.stdout.flush()
-    # One write, so that the lines of two failing workers do not mix.
-    sys.stderr.write(message)
-    sys.stderr.flush()
-    _wait_until_read()
+    if not leave_last_words(exchange.rank, message):
+        if isinstance(error, UserError) and exchange.rank > 0:
+            time.sleep(FIRST_SPEAKS)
+        # One write, so that the lines of two failing workers do not mix.
+        sys.stderr.write(message)
+        sys.stderr.flush()
+        _wait_until_read()
     exchange.communicator.Abort(code)
 
 

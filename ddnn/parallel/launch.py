@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,13 @@ SETTINGS = {
     "OMPI_MCA_mpi_yield_when_idle": "1",  # more workers than cores: a waiting one lets the others run
 }
 """Settings of Open MPI 5 that every run gets, unless the environment says otherwise."""
+
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""What lies in the working directory is no module of ours."""
+
+LAST_WORDS = "DDNN_LAST_WORDS"
+"""Environment variable: a folder in which a worker that fails leaves its message, one file each. The launcher prints it
+once mpirun has ended: below mpirun's own lines, and not lost with what mpirun drops as it is told to abort."""
 
 
 def inside_mpi_job(environment: Mapping[str, str] = os.environ) -> bool:
@@ -111,6 +119,38 @@ def run_workers(
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home() raises for a user that has none)
     environment = {"HOME": home, **(os.environ if environment is None else environment)}
     command, variables = mpirun_command(workers, argv, environment, find_mpirun(environment))
+    with tempfile.TemporaryDirectory(prefix="ddnn-") as folder:
+        try:
+            return _run(command, {**variables, LAST_WORDS: folder}, grace)
+        finally:
+            sys.stderr.write(_last_words(Path(folder)))
+            sys.stderr.flush()
+
+
+def _last_words(folder: Path) -> str:
+    """What failing workers left, the first worker's first; what several say alike once."""
+    said: dict[str, str] = {}
+    for file in sorted(folder.glob("*.txt"), key=lambda file: int(file.stem)):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        said.setdefault(text.partition(": ")[2].partition(": ")[2], text)
+    return "".join(["\n", *said.values()]) if said else ""  # mpirun's own last line does not end
+
+
+def leave_last_words(rank: int, message: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Leaves a worker's message for the launcher; False where there is none on this host: then it is to be printed."""
+    folder = environment.get(LAST_WORDS)
+    if not folder or not Path(folder).is_dir():
+        return False
+    try:
+        written = Path(folder, f"{rank}.tmp")
+        written.write_text(message, encoding="utf-8", errors="backslashreplace")
+        written.rename(written.with_suffix(".txt"))
+    except OSError:
+        return False
+    return True
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str], grace: float) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     received: list[tuple[int, float]] = []
@@ -130,7 +170,7 @@ def run_workers(
         # leave in haste).
         process = subprocess.Popen(
             command,
-            env=variables,
+            env=dict(variables),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=_ends_with_parent(signal.SIGTERM, os.getpid()),

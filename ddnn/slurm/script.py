@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddnn.errors import UserError
-from ddnn.parallel.launch import SETTINGS
+from ddnn.parallel.launch import SAFE_PATH, SETTINGS
 from ddnn.slurm.cluster import Cluster
 from ddnn.slurm.plan import Placement
 from ddnn.train.job_files import JOB_OUTPUT
@@ -90,7 +90,7 @@ def script_text(job: JobScript) -> str:
         "",
         *_exports({k: v for k, v in SETTINGS.items() if "MCA" in k} if _by_srun(job) else {}),
         *(["# setup of the cluster's settings, as it stands there", *cluster.setup, ""] if cluster.setup else []),
-        *_exports({"SLURM_EXPORT_ENV": "ALL", "OMP_NUM_THREADS": str(job.threads), **cluster.environment}),
+        *_exports({"SLURM_EXPORT_ENV": "ALL", "OMP_NUM_THREADS": str(job.threads), **SAFE_PATH, **cluster.environment}),
         "# In place of this shell: Slurm's signals reach it, and its exit code is the job's.",
         f"exec {shlex.join([*_launcher(job), *map(_one_line, job.training)])}",
     ]

@@ -29,17 +29,12 @@ import torch
 from torch import Tensor
 
 from ddnn.optim.sgd import Sgd
-from ddnn.parallel.bmuf import BlockMomentum
 from ddnn.parallel.exchange import Exchange, require_threads
-from ddnn.parallel.mean import SixteenBitAllReduce, mean, mean_of_differences
-from ddnn.parallel.strategies import STRATEGIES, Strategy
-from ddnn.parallel.transport import Staging, choose_transport
 from ddnn.recipe.schema import Parallel
+from ddnn.train.mixing import Mixing
 from ddnn.train.telemetry import Clock, counts_from_now
 
 log = logging.getLogger(__name__)
-
-GOSSIP = ("butterfly", "ring", "hopping-ring")
 
 
 class Averaging:
@@ -65,40 +60,20 @@ class Averaging:
         self.rate_scale = exchange.size if scales_rate(options) else 1
         self.momentum_rule = options.momentum_rule or ("reset" if options.reduce == "bmuf" else "keep")
         self.clock, self.counts = Clock(), counts_from_now(exchange)
-        self.round = self._agreed = self._tail = 0
+        self._agreed: int | None = None
+        self._tail = 0
         self._block_frames = float(options.every * minibatch)
         self._block_started = 0.0
-        self._blocks: BlockMomentum | None = None
-        self._sixteen: SixteenBitAllReduce | None = None
         self._background: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
         if self.alone:
             return
-        transport = choose_transport(options.transport, parameters.device, exchange)
-        self._staging = Staging(parameters, transport, own_buffer=options.overlap)
-        self._other = Staging(optimizer.correction, transport)  # gradients, or momentum: one buffer for either
+        self.mixing = Mixing(exchange, options, parameters, optimizer)
         self._before = torch.empty_like(parameters)
-        self._strategy = self._make_strategy()
         if options.overlap:
             require_threads(exchange)
             self._averaged = torch.empty_like(parameters)
             self._background = ThreadPoolExecutor(1, thread_name_prefix="exchange")
-
-    def _make_strategy(self) -> Strategy:
-        options = self.options
-        if options.reduce == "bmuf":
-            self._blocks = BlockMomentum(
-                self._staging.fetch(self.parameters),
-                self.exchange.size,
-                momentum=options.block_momentum,
-                rate=options.block_rate,
-                nesterov=options.nesterov,
-            )
-            return self._blocks.average
-        if options.reduce == "all-reduce" and options.wire == "bfloat16":
-            self._sixteen = SixteenBitAllReduce()
-            return self._sixteen.average
-        return STRATEGIES.get(options.reduce, STRATEGIES["all-reduce"])
 
     def start_epoch(self, minibatches: int) -> int:
         """Agrees with the others on the epoch's averagings; returns how many of `minibatches` this worker trains on.
@@ -112,9 +87,13 @@ class Averaging:
         self._block_started = time.perf_counter()
         if self.alone:
             return minibatches
-        if self._blocks is not None:
-            self.parameters.copy_(self._blocks.start)
-        self._agreed = self.exchange.agree_min(minibatches // (1 if self.of_gradients else self.options.every))
+        self.mixing.start_epoch()
+        every, known = 1 if self.of_gradients else self.options.every, self._agreed is not None
+        self._agreed = self.exchange.agree_min(minibatches // every)
+        if not known and self.exchange.rank == 0:
+            log.info("%d averagings in an epoch, and the mean at its end", self._agreed)
+            if self._agreed == 0:
+                log.warning("the smallest shard has fewer than parallel.every = %d minibatches", every)
         self.clock.lap("averaging")
         return self._agreed if self.of_gradients else minibatches
 
@@ -124,8 +103,7 @@ class Averaging:
             return
         self._end_block()
         finite = math.isfinite(_norm(gradient))
-        mean_of_differences(self.exchange, self._other.fetch(gradient), 1.0 if finite else 0.0)
-        self._other.store(gradient)
+        self.mixing.average_gradient(gradient, float(finite))
         self.counts.averagings += 1
         self.counts.left_out += not finite
         self._start_block()
@@ -139,7 +117,7 @@ class Averaging:
         if self.alone or self.of_gradients:
             return self.of_gradients
         blocks, incomplete = divmod(self.counts.minibatches, self.options.every)
-        if incomplete or blocks > self._agreed:
+        if incomplete or blocks > (self._agreed or 0):
             return False
         self._end_block()
         if self._background is None:
@@ -168,41 +146,32 @@ class Averaging:
         if self.alone:
             return
         if self.of_gradients:
-            self.share()  # machines of different kinds round differently
-            self.clock.lap("averaging")
-            return
-        self.arrive()
-        finite = math.isfinite(_norm(self.parameters))
-        if self._blocks is None:
-            self._exact_mean(self.counts.frames if finite else 0)
+            self.mixing.share()  # machines of different kinds round differently
         else:
-            with self.exchange.waiting():
-                anyone_trained = bool(self.exchange.all_gather(torch.tensor([self._tail])).any())
-            if anyone_trained:
-                self._blocks.average(
-                    self.exchange, self._staging.fetch(self.parameters), self.round, float(finite) * self.counts.frames
-                )
-            self.parameters.copy_(self._blocks.model())
-        if not finite:
-            self._join_again()
+            self.arrive()
+            finite = math.isfinite(_norm(self.parameters))
+            self.mixing.finish_epoch(self.counts.frames if finite else 0, self._tail)
+            if not finite:
+                self._join_again()
         self.clock.lap("averaging")
-
-    def restart(self) -> None:
-        """After `parameters` were set from outside, the same on every worker: a rejected epoch, a warm start."""
-        if self._blocks is not None:
-            self._blocks.restart(self._staging.fetch(self.parameters))
-        if self._sixteen is not None:
-            self._sixteen.reference = None
 
     def mean_now(self) -> None:
         """parameters <- their exact mean, at once: each step of a warm start by all-reduce."""
-        self._exact_mean(1 if math.isfinite(_norm(self.parameters)) else 0)
+        finite = math.isfinite(_norm(self.parameters))
+        self.mixing.exact_mean(float(finite))
+        if not finite:
+            self._join_again()
 
-    def share(self, root: int = 0) -> None:
-        """parameters <- those of worker `root`."""
+    def share(self) -> None:
+        """parameters <- those of the first worker, from which a training starts; before the first epoch."""
         if not self.alone:
-            self.exchange.broadcast(self._staging.fetch(self.parameters), root)
-            self._staging.store(self.parameters)
+            self.mixing.share()
+            self.mixing.restart()
+
+    def restart(self) -> None:
+        """After `parameters` were set from outside, the same on every worker: a rejected epoch."""
+        if not self.alone:
+            self.mixing.restart()
 
     def close(self) -> None:
         """Ends the background thread. After an error its exchange may wait for ever: it is not waited for."""
@@ -210,75 +179,47 @@ class Averaging:
             self._background.shutdown(wait=False, cancel_futures=True)
 
     def _depart(self) -> None:
-        """Calls the strategy, with overlap in the background."""
+        """Averages, with overlap in the background."""
         self._norm = _norm(self.parameters)
         weight = self._block_frames if math.isfinite(self._norm) else 0.0
         self._before.copy_(self.parameters)
-        buffer = self._staging.fetch(self.parameters)
+        self.mixing.fetch()
         if self._background is None:
-            self._strategy(self.exchange, buffer, self.round, weight)
+            self.mixing.average(weight)
             if self.momentum_rule == "average" and self.optimizer.momentum:
-                self._average_momentum(weight)
+                self.mixing.average_momentum(weight if math.isfinite(_norm(self.optimizer.correction)) else 0.0)
         else:
-            self._under_way = self._background.submit(self._beside_training, buffer, self.round, weight)
-        self.round += 1
+            self._under_way = self._background.submit(self.mixing.average_beside_training, weight)
         self._tail = 0
 
-    def _average_momentum(self, weight: float) -> None:
-        """Not by bmuf or `SixteenBitAllReduce`, which remember the model of the last averaging: by all-reduce."""
-        momentum = self._other.fetch(self.optimizer.correction)
-        strategy = STRATEGIES.get(self.options.reduce, STRATEGIES["all-reduce"])
-        strategy(self.exchange, momentum, self.round, weight if math.isfinite(_norm(momentum)) else 0.0)
-        self._other.store(self.optimizer.correction)
-
-    def _beside_training(self, buffer: Tensor, round: int, weight: float) -> None:
-        with self._staging.beside_training():
-            self._strategy(self.exchange, buffer, round, weight)
-
     def _take_up(self) -> None:
-        """Takes up what the strategy has made of the model."""
+        """Takes up what the averaging has made of the model."""
         finite = math.isfinite(self._norm)
         if self._background is None or not finite:
-            self._staging.store(self.parameters)
+            self.mixing.store(self.parameters)
             change = self._before.sub_(self.parameters)
         else:
-            self._staging.store(self._averaged)
+            self.mixing.store(self._averaged)
             change = self._averaged.sub_(self._before)
             self.parameters.add_(change)
         self.counts.averagings += 1
         if not finite:
             self._join_again()
             return
-        self.counts.divergences.append(self._divergence(change))
+        self.counts.divergences.append(self.mixing.deviation(_norm(change)) / max(self._norm, 1e-30))
         if self.momentum_rule == "reset":
             self.optimizer.clear_momentum()
-
-    def _exact_mean(self, weight: float) -> None:
-        mean(self.exchange, self._staging.fetch(self.parameters), float(weight))
-        self._staging.store(self.parameters)
-        if self._sixteen is not None:
-            self._sixteen.reference = None  # the next one goes in float32 and makes it anew
 
     def _join_again(self) -> None:
         """This worker's model was not finite, and now is what the others had: its momentum has to go. Said once an
         epoch, since it may go on for days."""
         if self.counts.left_out == 0:
             log.warning(
-                "worker %d on %s: its model is not finite and was left out of averaging %d",
-                *(self.exchange.rank, self.exchange.host, self.round),
+                "worker %d on %s: its model is not finite and was left out of averaging %d of the epoch",
+                *(self.exchange.rank, self.exchange.host, self.counts.averagings),
             )
         self.counts.left_out += 1
         self.optimizer.clear_momentum()
-
-    def _divergence(self, change: Tensor) -> float:
-        """This worker's relative distance from the mean, by what the averaging changed."""
-        if self._blocks is not None:
-            deviation = self._blocks.deviation
-        else:
-            deviation = _norm(change)
-            if self.options.reduce in GOSSIP:  # half the way to one other: as far from the mean as that is on average
-                deviation *= math.sqrt(2.0 * (self.exchange.size - 1) / self.exchange.size)
-        return deviation / max(self._norm, 1e-30)
 
     def _end_block(self) -> None:
         if self.parameters.device.type == "cuda":

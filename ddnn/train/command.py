@@ -64,7 +64,6 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto", exchange: 
         optimizer = make_optimizer(recipe.optimizer, model.network)
         averaging = Averaging(exchange, recipe.parallel, model.network.parameters, optimizer, recipe.minibatch)
         averaging.share()
-        averaging.restart()
         setup = Setup(
             model=model,
             optimizer=optimizer,

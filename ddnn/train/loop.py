@@ -172,7 +172,7 @@ def warm_start(setup: Setup, buffers: Buffers, run: RunDir) -> None:
         by_itself = no_averaging(setup.model.network.parameters, setup.optimizer, setup.minibatch)
         setup = replace(setup, averaging=by_itself)
     rate = setup.schedule.rate * (1 if one else averaging.rate_scale)
-    tally = Tally(setup.model.network.parameters.device)
+    tally, last = (Tally(setup.model.network.parameters.device) for _ in range(2))
     if not one or averaging.exchange.rank == 0:
         passes = (
             shuffled_minibatches(
@@ -181,12 +181,14 @@ def warm_start(setup: Setup, buffers: Buffers, run: RunDir) -> None:
             for number in count()
         )
         for rows in islice((rows for order in passes for rows in order), options.start_minibatches):
-            tally.add(*train_minibatch(setup, buffers, rows, rate), len(rows))
-            if not one and not averaging.of_gradients:
+            last.add(*train_minibatch(setup, buffers, rows, rate), len(rows))
+            if one:
+                continue
+            if not averaging.of_gradients:
                 averaging.mean_now()
+            tally.take_over(last)
     averaging.share()
-    averaging.restart()
-    trained = tally.over_workers(averaging.exchange)
+    trained = (last if one else tally).over_workers(averaging.exchange)
     _check_finite("warm start's", trained, 0, rate)
     _record(run, 0, "start", trained, setup.schedule.rate, time.perf_counter() - started, accepted=True)
 

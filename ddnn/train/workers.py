@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ddnn.parallel.exchange import Exchange, connect
 from ddnn.parallel.failures import all_stop_on_error
-from ddnn.parallel.launch import inside_mpi_job, run_workers
+from ddnn.parallel.launch import SAFE_PATH, inside_mpi_job, run_workers
 from ddnn.progress import SHOWN_BY_LAUNCHER
 
 
@@ -25,8 +25,7 @@ def run_together(workers: int, arguments: Sequence[str], work: Callable[[Exchang
         with all_stop_on_error(exchange):
             work(exchange)
     elif workers > 1:
-        # PYTHONSAFEPATH: what lies in the working directory is no module of ours.
-        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        environment = {**os.environ, **SAFE_PATH}
         if sys.stderr.isatty():
             environment[SHOWN_BY_LAUNCHER] = "1"
         code = run_workers(workers, [sys.executable, "-m", "ddnn.cli", *arguments], environment)

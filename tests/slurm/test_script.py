@@ -64,6 +64,7 @@ echo "$HOME"
 
 export SLURM_EXPORT_ENV=ALL
 export OMP_NUM_THREADS=1
+export PYTHONSAFEPATH=1
 export A='it'"'"'s $5'
 # In place of this shell: Slurm's signals reach it, and its exit code is the job's.
 exec '/my venv/python' -m ddnn.cli train /exp/an4/recipe.yaml --run-dir /exp/an4

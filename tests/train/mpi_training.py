@@ -74,7 +74,6 @@ def setup(
     sgd = make_optimizer(optimizer or Optimizer(), start.network)
     averaging = Averaging(exchange, options, start.network.parameters, sgd, MINIBATCH)
     averaging.share()
-    averaging.restart()
     schedule = make_schedule(Schedule(name="exponential", initial=rate, final=rate, epochs=epochs))
     train_set = shard(exchange.rank, frames)
     return Setup(start, sgd, schedule, train_set, shard(50 + exchange.rank, 40), MINIBATCH, 1, averaging)
