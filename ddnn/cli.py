@@ -265,7 +265,7 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
 )
 @click.option("--seconds", type=float, default=20.0, show_default=True, help="Time for each network.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, help="Measure so many that average against one.")
-@click.option("--reduce", default="all-reduce", show_default=True, help="With --workers: parallel.reduce.")
+@click.option("--reduce", default="all-reduce", show_default=True, help="With --workers: parallel.reduce of a recipe.")
 @click.option("--every", type=int, default=10, show_default=True, help="With --workers: parallel.every.")
 @click.option("--overlap", is_flag=True, help="With --workers: parallel.overlap.")
 @as_json

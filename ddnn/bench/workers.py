@@ -7,6 +7,7 @@ both, and the speed-up is the median over the rounds of the ratio within a round
 from __future__ import annotations
 
 import itertools
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -109,6 +110,7 @@ def bench_workers(
     exchange: Exchange, network: str, options: Parallel, device: str = "auto", seconds: float = 20.0
 ) -> WorkersBench:
     """Measures for about `seconds`. Collective; the same figures on every worker."""
+    logging.getLogger("ddnn").setLevel(logging.WARNING)
     on = choose_device(device, exchange.local_rank, threads=options.threads)
     shape = NETWORKS[network]
     setup = random_setup(shape, on)

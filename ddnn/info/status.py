@@ -96,6 +96,10 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
     known = [log, run_dir / "recipe.yaml", run_dir / "metrics.jsonl", run_dir / "final.safetensors"]
     if not any(path.exists() for path in (*known, run_dir / JOB_RECORD)):
         raise UserError("there is no run dir of a training", where=run_dir, mend="name the --run-dir of `ddnn train`")
+    if (run_dir / "stack.safetensors").exists() or (run_dir / "rbm1.safetensors").exists():
+        raise UserError(
+            "this is a dir of ddnn pretrain, not of a training", where=run_dir, mend="ddnn info tells of it"
+        )
     problems: list[str] = []
     recipe = _tolerant(problems, lambda: _recipe(run_dir / "recipe.yaml"))
     metrics = _tolerant(problems, lambda: _metrics(run_dir / "metrics.jsonl")) or Metrics((), (), ())

@@ -233,8 +233,8 @@ class Recipe(Section):
     tf32: bool = False
     """GPUs: multiply float32 in TF32, with 10 bits of mantissa in place of 23. In training, pretraining and
     cross-validation."""
-    graphs: Literal["auto", "off"] = "auto"
-    """GPUs: capture the training step as a CUDA graph, where it is found to do what the plain step does. `off`: the
+    graphs: Literal["auto", "never"] = "auto"
+    """GPUs: capture the training step as a CUDA graph, where it is found to do what the plain step does. `never`: the
     plain step."""
     schedule: Schedule = Schedule()
     """The learning-rate schedule."""

@@ -89,7 +89,7 @@ class Summary:
         best_loss, best_accuracy: of the accepted epoch with the lowest cross-validation loss.
         seconds: of training (without cross-validation).
         frames_per_second, frames_per_second_per_worker: over all epochs.
-        speed_up: in frames per second, against the first run of one worker with the same network.
+        speed_up: in frames per second, against the first run of one worker, if it is of the same network and minibatch.
         shares: of `SHARES`, over all epochs.
         divergence: relative distance from the mean model before an averaging, in the last epoch.
         bytes_per_averaging: that a worker sends.
@@ -123,7 +123,11 @@ def _summary(run: Run, base: Run | None) -> Summary:
     epochs = [*(row.epoch for row in (*run.metrics.train, *run.metrics.cv)), *(row.epoch for row in rows)]
     last = max((row.epoch for row in rows), default=0)
     fast, slow = speed(run), None if base is None else speed(base)
-    sent = [(row.bytes_sent, row.averagings) for row in rows if row.bytes_sent is not None and row.averagings]
+    # An epoch's mean at its end is one more; averaged gradients have none.
+    one_more = 0 if run.recipe is not None and run.recipe.parallel.reduce == "gradient" else 1
+    sent = [
+        (row.bytes_sent, row.averagings + one_more) for row in rows if row.bytes_sent is not None and row.averagings
+    ]
     return Summary(
         workers=workers,
         epochs=max(epochs, default=0),
@@ -132,7 +136,7 @@ def _summary(run: Run, base: Run | None) -> Summary:
         seconds=training_seconds(run)[-1] if run.metrics.train else None,
         frames_per_second=fast,
         frames_per_second_per_worker=None if fast is None else fast / workers,
-        speed_up=fast / slow if fast and slow and base is not None and _same_network(run, base) else None,
+        speed_up=fast / slow if fast and slow and base is not None and _same_job(run, base) else None,
         shares={name: share(run, name) for name in SHARES},
         divergence=_spread({row.rank: row.divergence for row in rows if row.epoch == last}, max),
         bytes_per_averaging=sum(b for b, _ in sent) / sum(n for _, n in sent) if sent else None,
@@ -201,7 +205,7 @@ def _spread(values: dict[int, float | None], worst: Callable[[Iterable[float]], 
     return Spread(fmean(known.values()), extreme, next(rank for rank, value in known.items() if value == extreme))
 
 
-def _same_network(run: Run, base: Run) -> bool:
+def _same_job(run: Run, base: Run) -> bool:
     sizes = {row.parameters for row in (*run.metrics.workers, *base.metrics.workers) if row.parameters is not None}
-    models = [r.recipe.model for r in (run, base) if r.recipe is not None]
-    return len(sizes) < 2 and all(model == models[0] for model in models)
+    jobs = [(r.recipe.model, r.recipe.minibatch) for r in (run, base) if r.recipe is not None]
+    return len(sizes) < 2 and all(job == jobs[0] for job in jobs)

@@ -91,7 +91,8 @@ class Averaging:
         every, known = 1 if self.of_gradients else self.options.every, self._agreed is not None
         self._agreed = self.exchange.agree_min(minibatches // every)
         if not known and self.exchange.rank == 0:
-            log.info("%d averagings in an epoch, and the mean at its end", self._agreed)
+            end = "then the first worker's model" if self.of_gradients else "and the mean at its end"
+            log.info("averagings in an epoch: %d, %s", self._agreed, end)
             if self._agreed == 0:
                 log.warning("the smallest shard has fewer than parallel.every = %d minibatches", every)
         self.clock.lap("averaging")

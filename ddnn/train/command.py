@@ -25,7 +25,7 @@ from ddnn.parallel.mean import AllLeftOut
 from ddnn.progress import only_first_worker_shows
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.train.averaging import Averaging, scales_rate
+from ddnn.train.averaging import Averaging
 from ddnn.train.load import Frames, TrainingData, check_size, input_transform, load_everything, load_training_data
 from ddnn.train.loop import Setup, train
 from ddnn.train.pretrain import STACK, claim, load_stack, pretrain, share_stack
@@ -77,11 +77,14 @@ def run_training(recipe: Recipe, run_dir: Path, device: str = "auto", exchange: 
             graphs=recipe.graphs == "auto",
         )
         log.info(
-            "%d parameters, %d frames to train on, %d to judge by; rates multiply the gradient summed over %d frames",
+            "%d parameters, %d frames to train on, %d to judge by; rates%s multiply the gradient summed over %d frames"
+            "%s",
             model.network.parameters.numel(),
             sum(exchange.gather(len(setup.train))),
             sum(exchange.gather(len(setup.cv))),
-            recipe.minibatch * averaging.rate_scale,
+            f" x {averaging.rate_scale}" if averaging.rate_scale > 1 else "",
+            recipe.minibatch,
+            "" if averaging.alone else " of each worker",
         )
         trained = _train(setup, run)
         run.finish(trained.to(torch.device("cpu")))
@@ -149,12 +152,11 @@ def _log_workers(recipe: Recipe, on: torch.device, exchange: Exchange) -> None:
     parallel = recipe.parallel
     log.info("%d workers (%s)", exchange.size, ", ".join(everyone))
     log.info(
-        "reduce %s every %d minibatches, wire %s%s; rates are multiplied by %d",
+        "reduce %s%s, wire %s%s",
         parallel.reduce,
-        1 if parallel.reduce == "gradient" else parallel.every,
+        " at every minibatch" if parallel.reduce == "gradient" else f", every {parallel.every} minibatches",
         parallel.wire,
         ", overlapped" if parallel.overlap else "",
-        exchange.size if scales_rate(parallel) else 1,
     )
 
 

@@ -246,7 +246,8 @@ def claim(recipe: Recipe, directory: Path) -> None:
                 mend="name another --run-dir, or remove this one if it is not needed; "
                 "a finished stack is taken by pretrain.from",
             )
-        log.info("%s: going on where it was broken off", directory)
+        if (directory / METRICS).exists():
+            log.info("%s: going on where it was broken off", directory)
         return
     make_directory(directory)
     write_text(written, text)

@@ -26,6 +26,9 @@ def run_together(workers: int, arguments: Sequence[str], work: Callable[[Exchang
             work(exchange)
     elif workers > 1:
         environment = {**os.environ, **SAFE_PATH}
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if workers > 2 * cores and "SLURM_JOB_ID" not in environment:
+            print(f"ddnn: starting {workers} workers on the {cores} cores of this machine", file=sys.stderr, flush=True)
         if sys.stderr.isatty():
             environment[SHOWN_BY_LAUNCHER] = "1"
         code = run_workers(workers, [sys.executable, "-m", "ddnn.cli", *arguments], environment)

@@ -63,7 +63,7 @@ def test_figures(runs: list[Path]) -> None:
     spread = four.shares["waiting"]
     assert spread is not None
     assert (spread.mean, spread.worst, spread.rank) == (pytest.approx(0.03), pytest.approx(0.06), 3)
-    assert two.bytes_per_averaging == 58_554_848 / 11
+    assert two.bytes_per_averaging == 58_554_848 / 12, "11 averagings and the mean at the end of the epoch"
     assert four.best_loss == pytest.approx(epoch_row(3, "cv")["loss"]), "the last epoch was rejected"
     assert four.epochs == 4
 

@@ -64,7 +64,7 @@ def test_started_by_itself_or_by_mpirun_is_the_same(recipe: Path, tmp_path: Path
     assert {path.name for path in by_itself.iterdir()} == FILES
     assert done.stderr.count("finished") == 1, "one worker speaks"
     assert "3 workers" in (by_itself / "train.log").read_text()
-    assert "rates are multiplied by 3" in done.stderr
+    assert "rates x 3 multiply the gradient summed over 16 frames of each worker" in done.stderr
     workers = [row for row in rows(by_itself) if row["split"] == "worker"]
     assert [row["rank"] for row in workers] == [0, 1, 2] * 3
     assert sum(row["frames"] for row in workers[:3]) == rows(by_itself)[4]["frames"]
