@@ -167,12 +167,16 @@ class NaturalGradient:
                 self._start_update(x, before)
                 self.finish_update()
         self._project(x)
-        since = self.t - _INITIAL_UPDATES
-        if since <= 0 or since % self.options.update_period == 0:
+        if self.updates_at(self.t):
             self._start_update(x, before)
         self.t += 1
         x.addmm_(self._h, self.w, alpha=-1.0)
         torch.linalg.vector_norm(x, dim=1, out=after)
+
+    def updates_at(self, t: int) -> bool:
+        """Whether the minibatch number `t`, from 0, starts an update of the Fisher matrix."""
+        since = t - _INITIAL_UPDATES
+        return since <= 0 or since % self.options.update_period == 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state as copies on the host: `w` (r, D) float32, `d` (r,) float64, `rho` float64, `t` int64."""

@@ -184,14 +184,14 @@ class Exchange:
                 self.communicator.Barrier()
 
 
-def connect(environment: Mapping[str, str] = os.environ, wire: Wire = "float32") -> Exchange:
+def connect(environment: Mapping[str, str] = os.environ) -> Exchange:
     """Joins the MPI job that this process was started in; a single worker where there is none, without any MPI.
 
     Raises:
         UserError: mpi4py or its MPI is missing, or the job has several workers of which MPI sees only one.
     """
     if not inside_mpi_job(environment):
-        return Exchange(wire=wire)
+        return Exchange()
     die_with_launcher(environment)
     try:
         from mpi4py import MPI
@@ -206,7 +206,7 @@ def connect(environment: Mapping[str, str] = os.environ, wire: Wire = "float32")
             f"({MPI.Get_library_version().splitlines()[0].strip()}) do not belong together",
             mend="under Slurm use `srun --mpi=pmix`, or mpirun inside sbatch; else the mpirun of the same MPI",
         )
-    return over(MPI.COMM_WORLD.Dup(), wire)
+    return over(MPI.COMM_WORLD.Dup())
 
 
 def require_threads(exchange: Exchange) -> None:
@@ -233,7 +233,7 @@ def require_threads(exchange: Exchange) -> None:
         )
 
 
-def over(communicator: Any, wire: Wire = "float32") -> Exchange:
+def over(communicator: Any) -> Exchange:
     """An exchange over a communicator of mpi4py, which becomes its own: nobody else may send over it."""
     from mpi4py import MPI
 
@@ -246,7 +246,6 @@ def over(communicator: Any, wire: Wire = "float32") -> Exchange:
         local_rank=local_rank,
         local_size=local_size,
         host=MPI.Get_processor_name(),
-        wire=wire,
         communicator=communicator if communicator.size > 1 else None,
         carriers={"cpu": OverMpi(communicator)} if communicator.size > 1 else {},
     )

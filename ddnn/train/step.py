@@ -46,8 +46,6 @@ CHECKED = 16
 LOSS_TOLERANCE, CHANGE_TOLERANCE = 1e-3, 2e-2
 """How far the graph's losses, and its change of the parameters, may be from the plain step's, relative to them. Both
 run the same kernels; a library may choose another one for a product on another stream."""
-FIRST_UPDATES = 10
-"""`natural_gradient` updates its Fisher matrices in each of its first calls, up to this one."""
 
 
 class Feed:
@@ -229,11 +227,7 @@ def fisher_matrices(optimizer: Sgd) -> list[NaturalGradient]:
 
 def host_has_work(optimizer: Sgd) -> bool:
     """Whether the next step starts an update of Fisher matrices, or ends the one that the last step started."""
-    for side in fisher_matrices(optimizer):
-        since, period = side.t - FIRST_UPDATES, side.options.update_period
-        if since <= 0 or since % period == 0 or (since - 1) % period == 0:
-            return True
-    return False
+    return any(side.updates_at(side.t) or side.updates_at(side.t - 1) for side in fisher_matrices(optimizer))
 
 
 def checked(graphed: GraphedStep, minibatches: list[Inputs], rate: float) -> Step:
