@@ -20,6 +20,8 @@ from ddnn.train.read_metrics import EpochRow, Metrics, read_metrics, read_pretra
 State = Literal["submitted", "running", "finished", "stopped"]
 SHARES = ("compute", "communication", "waiting", "data")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_OVER = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "DEADLINE", "OUT_OF_MEMORY",
+         "NODE_FAIL", "BOOT_FAIL", "GONE")  # fmt: skip
 _EPOCHS_TO_JUDGE_BY = 3
 
 
@@ -168,7 +170,7 @@ def _state(finished: bool, held: bool, begun: bool, submitted: bool, slurm: str 
         return "finished"
     if submitted and (slurm in _WAITING or (slurm is None and not begun)):
         return "submitted"
-    return "stopped" if slurm in (None, "GONE") else "running"
+    return "stopped" if slurm is None or slurm in _OVER else "running"
 
 
 def _phase(run_dir: Path, metrics: Metrics, problems: list[str]) -> str:

@@ -203,9 +203,25 @@ class Parallel(Section):
     pretrain: Literal["sharded", "replicated"] = "sharded"
     """RBMs that a training makes itself: `sharded` over the workers, averaged by all-reduce at `every`; or
     `replicated`, on the whole corpus as one worker would, to the same bits: it must fit into one worker's memory."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """What follows where a worker dies: `stop`, all end, to be resumed; `continue`, the others share its shard out and
+    go on. `continue` needs Open MPI's ULFM and mpirun (docs/reliability.md)."""
+    timeout: Positive = 300.0
+    """Seconds without progress after which a worker counts as hung and is killed."""
     threads: Count = 1
     """CPU threads of each worker. On minibatches of a few hundred frames one is fastest: two were measured ten times
     slower."""
+
+
+class Checkpoint(Section):
+    """What a training leaves to be resumed from with --resume, after each epoch and within it: docs/reliability.md."""
+
+    every_minutes: Positive = 10.0
+    """Minutes between two checkpoints within an epoch; taken at the next averaging."""
+    every_minibatches: Count | None = None
+    """Minibatches of each worker between two checkpoints, besides; taken at the next averaging."""
+    keep: Count = 2
+    """How many to keep: the newest, and those before it to fall back to should it be damaged."""
 
 
 class Recipe(Section):
@@ -240,3 +256,5 @@ class Recipe(Section):
     """The learning-rate schedule."""
     parallel: Parallel = Parallel()
     """Workers."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Checkpoints."""

@@ -107,7 +107,7 @@ def test_states_without_slurm(run: Path) -> None:
         ("CONFIGURING", True, "submitted"),
         ("RUNNING", False, "running"),
         ("RUNNING", True, "running"),
-        ("COMPLETING", True, "running"),
+        ("COMPLETING", True, "stopped"),
         ("GONE", False, "stopped"),
         ("GONE", True, "stopped"),
         (None, False, "submitted"),
