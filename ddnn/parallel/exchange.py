@@ -11,9 +11,9 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from ddnn.errors import UserError
 from ddnn.parallel.carriers import Carrier, OverMpi
+from ddnn.parallel.guard import Guard
 from ddnn.parallel.launch import announced_workers, die_with_launcher, inside_mpi_job
+from ddnn.parallel.lost import deaths_noticed
 from ddnn.parallel.traffic import Traffic
 
 SUMMED = (torch.float32, torch.float64, torch.int64)
@@ -30,6 +32,15 @@ SENT = (*SUMMED, torch.int16, torch.uint8)
 CPU = torch.device("cpu")
 
 Wire = Literal["float32", "bfloat16"]
+
+
+class Member(NamedTuple):
+    """One of the workers of an exchange."""
+
+    number: int
+    """Its rank when the job began, which it keeps where others die: what messages call it by."""
+    host: str
+    """The host it runs on."""
 
 
 @dataclass
@@ -41,12 +52,17 @@ class Exchange:
     else is a TypeError. What a method returns is a buffer on the same device that is kept: it is allocated once per
     role, size, dtype and device, and valid until the next call of the same method with the same of these.
 
+    In a fault-tolerant MPI job the collective methods raise `ddnn.parallel.lost.WorkerLost` where a worker has died;
+    `ddnn.parallel.survive.survivors` then gives the exchange to go on with.
+
     Attributes:
         rank: number of this worker, from 0.
         size: number of workers.
         local_rank: number of this worker among those of its host, from 0: the GPU to take.
         local_size: number of workers on this host.
         host: name of the host.
+        members: all workers, by rank.
+        guard: what kills this worker should it hang; None without one. Told when a call begins and ends.
         wire: how parameters travel, see `ddnn.parallel.mean` and `ddnn.parallel.strategies`.
         communicator: mpi4py's communicator; None for a single worker, which needs no MPI.
         carriers: type of device -> what moves the tensors there. Empty for a single worker.
@@ -58,12 +74,19 @@ class Exchange:
     local_rank: int = 0
     local_size: int = 1
     host: str = field(default_factory=socket.gethostname)
+    members: list[Member] = field(default_factory=list)
+    guard: Guard | None = None
     wire: Wire = "float32"
     communicator: Any = None
     carriers: dict[str, Carrier] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     _waiting: bool = field(default=False, repr=False)
     _kept: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def number(self) -> int:
+        """This worker's rank when the job began: see `Member`. Not collective."""
+        return self.members[self.rank].number if self.members else self.rank
 
     def keep(self, role: str, size: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """A flat buffer that is allocated at the first call and handed out again at later ones. Not collective."""
@@ -94,10 +117,11 @@ class Exchange:
 
     @contextmanager
     def _counted(self, sent: int) -> Iterator[None]:
-        """Counts one call: `sent` bytes, and its time."""
+        """One call: counts `sent` bytes and its time, tells the guard, names deaths."""
         since = time.perf_counter()
         try:
-            yield
+            with deaths_noticed(), self.guard.busy() if self.guard else nullcontext():
+                yield
         finally:
             seconds = time.perf_counter() - since
             self.traffic.bytes_sent += sent
@@ -240,7 +264,7 @@ def over(communicator: Any) -> Exchange:
     local = communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.rank)
     local_rank, local_size = local.rank, local.size
     local.Free()
-    return Exchange(
+    exchange = Exchange(
         rank=communicator.rank,
         size=communicator.size,
         local_rank=local_rank,
@@ -249,3 +273,6 @@ def over(communicator: Any) -> Exchange:
         communicator=communicator if communicator.size > 1 else None,
         carriers={"cpu": OverMpi(communicator)} if communicator.size > 1 else {},
     )
+    exchange.members = [Member(rank, host) for rank, host in enumerate(exchange.gather(exchange.host))]
+    exchange.traffic = Traffic()
+    return exchange
