@@ -46,7 +46,8 @@ from ddnn.parallel.mean import mean
 from ddnn.progress import frame_counter
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import CrossValidation, Optimizer, Parallel, Pretrain, Recipe, Schedule
-from ddnn.train.run_dir import METRICS, RECIPE, append_metrics
+from ddnn.train.run_dir import METRICS, RECIPE
+from ddnn.train.run_files import append_metrics
 
 log = logging.getLogger(__name__)
 

@@ -1,34 +1,38 @@
 """The run dir: everything a training leaves behind.
 
 recipe.yaml              the recipe as it was run, includes and --set resolved
-train.log                what the training said
+train.log                what the training said; its lock keeps a second training out
 pretrain/                the stack of RBMs, where the training made one
 metrics.jsonl            one JSON object a line: per epoch and split
 best.safetensors         the best network so far, while training runs
+checkpoints/             what --resume goes on from; gone once the training has finished
 final.safetensors        the trained model
 ali_train_pdf.counts     frames per pdf of the training alignment: the priors
 job.sh, .json, .out      where it was submitted to Slurm: the script, the job's number, what it printed
+
+The run dir itself may be a symbolic link; a link in place of one of these is refused, since a run dir may come from a
+stranger and must not lead a training to write elsewhere.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
-import sys
-import time
+import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from ddnn.errors import DataError, UserError
 from ddnn.files import make_directory, write_text
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.model.acoustic import AcousticModel, load_model, save_model
 from ddnn.train.job_files import is_job_file
+from ddnn.train.run_files import MetricsFile, RunLog, refuse_what_is_not, remove_checkpoints
+
+log = logging.getLogger(__name__)
 
 COUNTS = "ali_train_pdf.counts"
 FINAL = "final.safetensors"
@@ -37,136 +41,264 @@ LOG = "train.log"
 METRICS = "metrics.jsonl"
 PRETRAIN = "pretrain"
 BEST = "best.safetensors"
+CHECKPOINTS = "checkpoints"
 
-
-class _RunLog(logging.FileHandler):
-    """The log as a file. Where it cannot be written, that is said once: no reason to end a training of days."""
-
-    failed = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Called where a line could not be written; logging's own prints a traceback for each."""
-        if not self.failed:
-            self.failed = True
-            print(f"ddnn: lines of {self.baseFilename} are lost: {sys.exc_info()[1]}", file=sys.stderr)
-
-    def close(self) -> None:
-        """Closes the file; what finds no space is lost."""
-        with suppress(OSError):
-            super().close()
-
-
-def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
-    """Appends one JSON object as a line, whole or not at all; null stands for what is not finite.
-
-    Raises:
-        UserError: the file cannot be written (no permission, disk full).
-    """
-    finite = {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in metrics.items()}
-    before = path.stat().st_size if path.exists() else 0
-    try:
-        with path.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(finite, allow_nan=False) + "\n")
-    except OSError as error:
-        with suppress(OSError):
-            os.truncate(path, before)
-        raise UserError(
-            f"cannot write {path.name}: {error.strerror}",
-            where=path.parent,
-            mend="check that there is space, quota and permission to write, then run again",
-        ) from error
-
-
-def _lock(stream: TextIO) -> None:
-    """Takes the lock or raises BlockingIOError; a second try, since `ddnn status` holds it while it looks."""
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        time.sleep(0.2)
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+FILES = (RECIPE, LOG, METRICS, BEST, FINAL, COUNTS)
+_BEFORE_TRAINING = {RECIPE, LOG, PRETRAIN, COUNTS}
+_TEMPORARY = re.compile(rf"\.(?:{'|'.join(map(re.escape, (RECIPE, BEST, FINAL, COUNTS)))})\.tmp\d+")
+_MOST_ROWS = 10_000
+_LOCK_SECONDS = 0.2
+_TAKE_OVER_SECONDS = 30.0
+_MOST_BYTES = 64 << 20
 
 
 class RunDir:
-    """A new run dir, made by the training that owns it."""
+    """The run dir of a training that owns it: a new one, or one to go on in."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, resume: bool = False) -> None:
         """Makes the directory, or takes one over in which no training has begun: its recipe or data were refused.
 
+        Args:
+            path: the run dir.
+            resume: take over one in which a training has begun, too; everything in it is kept.
+
         Raises:
-            UserError: it exists already with something in it, or cannot be made.
+            UserError: it holds something else, or a link in place of a file of ours, or cannot be made.
         """
+        self.path, self.resume = path, resume
+        self._metrics = MetricsFile(path / METRICS)
+        self._lock_seconds = _LOCK_SECONDS
+        self._best_failed = False
+        self._check()
+        make_directory(path)
+
+    def _check(self) -> None:
+        path = self.path
         if path.exists() and not path.is_dir():
             raise UserError("the run dir is a file", where=path, mend="name a directory that does not exist yet")
-        found = {p.name for p in path.iterdir() if not is_job_file(p.name)} if path.exists() else set()
-        if found - {RECIPE, LOG, PRETRAIN, COUNTS}:
+        try:
+            found = {p.name for p in path.iterdir() if not is_job_file(p.name)} if path.exists() else set()
+            found -= {name for name in found if _TEMPORARY.fullmatch(name)}
+            for name in found & {*FILES, PRETRAIN, CHECKPOINTS}:
+                refuse_what_is_not(path / name, "file" if name in FILES else "directory")
+            if CHECKPOINTS in found and not any((path / CHECKPOINTS).iterdir()):
+                found.remove(CHECKPOINTS)
+        except OSError as error:
+            raise UserError(f"cannot look into the run dir: {error.strerror}", where=path) from error
+        if not found - _BEFORE_TRAINING:
+            return
+        of_a_training = {RECIPE, LOG} <= found
+        if not self.resume:
             raise UserError(
                 "the run dir exists already and is not empty",
                 where=path,
-                mend="name another directory, or remove this one if it is not needed",
+                mend=("go on with it by --resume; else " if of_a_training else "")
+                + "name another directory, or remove this one if it is not needed",
             )
-        make_directory(path)
-        self.path = path
+        if not of_a_training:
+            raise UserError(
+                f"the directory is not empty, and no run dir of a training: there is no {RECIPE} with a {LOG}",
+                where=path,
+                mend="name the --run-dir of the training to go on with",
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trained model is there."""
+        return (self.path / FINAL).exists()
 
     def open_log(self) -> logging.Handler:
-        """`train.log`, begun anew and locked; the caller closes it.
+        """`train.log`, locked, and begun anew unless this is a resumption; the caller closes it.
 
         Raises:
             UserError: it cannot be written, or another training holds the lock. A dead process holds none.
         """
         try:
-            handler = _RunLog(self.path / LOG, mode="a", encoding="utf-8", errors="backslashreplace")
-            stream = handler.stream or handler._open()
-            _lock(stream)
-            with suppress(OSError):  # what is no regular file cannot be begun anew
-                stream.truncate(0)
-        except BlockingIOError as error:
-            raise UserError("another training is running in this run dir", where=self.path) from error
+            handler = RunLog(self.path / LOG)
         except OSError as error:
             raise UserError(f"cannot write {LOG}: {error.strerror}", where=self.path) from error
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        try:
+            self._take_lock(handler)
+            self._check()  # what another training did until it let go of the lock
+            handler.begin(anew=not self.resume)
+        except UserError:
+            handler.close()
+            raise
+        for name in [p.name for p in self.path.iterdir() if _TEMPORARY.fullmatch(p.name)]:
+            with suppress(OSError):  # left by a training that was killed as it wrote
+                (self.path / name).unlink()
         return handler
+
+    def _take_lock(self, handler: RunLog) -> None:
+        try:
+            handler.claim(self._lock_seconds)
+        except BlockingIOError as error:
+            raise UserError(
+                "another training is running in this run dir",
+                where=self.path,
+                mend="wait for it or end it. If its machine is gone and the file system keeps the lock: "
+                f"cp -p {LOG} t && mv t {LOG}",
+            ) from error
+        except OSError as error:
+            raise UserError(f"cannot lock {LOG}: {error.strerror}", where=self.path) from error
 
     def write_recipe(self, text: str) -> None:
         """The resolved recipe."""
         write_text(self.path / RECIPE, text)
 
     def record(self, metrics: dict[str, Any]) -> None:
-        """Appends one line to metrics.jsonl."""
-        append_metrics(self.path / METRICS, metrics)
+        """Appends one line to metrics.jsonl; where the disk is full, as soon as there is space."""
+        self._metrics.append(metrics)
+
+    def metrics_bytes(self) -> int:
+        """Size of metrics.jsonl with all rows recorded so far, flushed to the disk: for `forget_after` later.
+
+        Raises:
+            UserError: rows wait for space on the disk.
+        """
+        return self._metrics.flush()
+
+    def forget_after(self, offset: int) -> None:
+        """Cuts metrics.jsonl back to its first `offset` bytes, and a torn last line among them, too.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self._metrics.cut(offset)
 
     def save_best(self, model: AcousticModel) -> None:
-        """Keeps the best network so far, so that a crash loses one epoch at most."""
-        save_model(self.path / BEST, model)
+        """Keeps the best network so far, so that a crash loses one epoch at most. A full disk is only warned about.
 
-    def write_counts(self, pdf_counts: np.ndarray) -> None:
+        Raises:
+            UserError: the network has values that are not finite.
+        """
+        try:
+            save_model(self.path / BEST, model)
+            self._best_failed = False
+        except UserError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            if not self._best_failed:
+                log.warning("%s in %s: training goes on, and tries again", error.what, self.path)
+            self._best_failed = True
+
+    def write_counts(self, pdf_counts: NDArray[Any]) -> None:
         """The priors, (pdfs,) frames of each."""
         write_pdf_counts(self.path / COUNTS, pdf_counts)
 
     def finish(self, model: AcousticModel) -> None:
-        """Writes the trained model; the last thing that a training does."""
-        save_model(self.path / FINAL, model)
-        (self.path / BEST).unlink(missing_ok=True)
+        """Writes the trained model, then removes what only --resume needs; the last thing that a training does.
+
+        Raises:
+            UserError: it cannot be written, or rows of metrics.jsonl cannot.
+        """
+        try:
+            self._metrics.flush()
+            save_model(self.path / FINAL, model)
+        except UserError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            raise UserError(
+                error.what, where=error.where, mend="free disk space or quota, then go on with --resume"
+            ) from error
+        with suppress(OSError):
+            (self.path / BEST).unlink(missing_ok=True)
+        remove_checkpoints(self.path / CHECKPOINTS)
 
 
 class NoRunDir(RunDir):
-    """What the workers other than the first leave behind: nothing."""
+    """What the workers other than the first leave behind: nothing. They keep in memory what is small, so that one of
+    them can take the run dir over."""
 
     def __init__(self, path: Path) -> None:
         """`path` is that of the first worker's run dir."""
-        self.path = path
+        self.path, self.resume = path, False
+        self._recipe: str | None = None
+        self._counts: NDArray[Any] | None = None
+        self._rows: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def open_log(self) -> logging.Handler:
         return logging.NullHandler()
 
-    def write_recipe(self, text: str) -> None: ...
+    def write_recipe(self, text: str) -> None:
+        self._recipe = text
 
-    def record(self, metrics: dict[str, Any]) -> None: ...
+    def record(self, metrics: dict[str, Any]) -> None:
+        self._rows[_key(metrics)] = metrics
+        if len(self._rows) > _MOST_ROWS:
+            del self._rows[next(iter(self._rows))]
+
+    def metrics_bytes(self) -> int:
+        return 0
+
+    def forget_after(self, offset: int) -> None:
+        self._rows.clear()
 
     def save_best(self, model: AcousticModel) -> None: ...
 
-    def write_counts(self, pdf_counts: np.ndarray) -> None: ...
+    def write_counts(self, pdf_counts: NDArray[Any]) -> None:
+        self._counts = pdf_counts
 
     def finish(self, model: AcousticModel) -> None: ...
+
+    def take_over(self) -> RunDir:
+        """The run dir, owned by this worker now, since the first one is dead.
+
+        What that one did not write of recipe, counts and metrics is written by `open_log`, which waits some seconds for
+        the lock of the dead one and then goes on without.
+
+        Raises:
+            UserError: as of `RunDir`.
+        """
+        return _TakenOver(self.path, self._recipe, self._counts, self._rows)
+
+
+class _TakenOver(RunDir):
+    def __init__(
+        self, path: Path, recipe: str | None, counts: NDArray[Any] | None, rows: dict[tuple[Any, ...], dict[str, Any]]
+    ) -> None:
+        super().__init__(path, resume=True)
+        self._lock_seconds = _TAKE_OVER_SECONDS
+        self._recipe, self._counts, self._rows = recipe, counts, rows
+
+    def _take_lock(self, handler: RunLog) -> None:
+        try:
+            super()._take_lock(handler)
+        except UserError:  # the workers agree that its owner is dead: its machine may hold the lock on
+            log.warning("the lock of %s is not free: a dead worker's machine may hold it; going on", self.path / LOG)
+
+    def open_log(self) -> logging.Handler:
+        handler = super().open_log()
+        try:
+            if self._recipe is not None and not (self.path / RECIPE).exists():
+                self.write_recipe(self._recipe)
+            if self._counts is not None and not (self.path / COUNTS).exists():
+                self.write_counts(self._counts)
+            self._metrics.cut()  # a line that was torn with its writer
+            there = _keys_in(self.path / METRICS)
+            for key, row in self._rows.items():
+                if key not in there:
+                    self.record(row)
+        except UserError:
+            handler.close()
+            raise
+        return handler
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is of: there is one of each in metrics.jsonl."""
+    return row.get("epoch"), row.get("split"), row.get("rank")
+
+
+def _keys_in(metrics: Path) -> set[tuple[Any, ...]]:
+    """The keys of the rows that can be read."""
+    found = set()
+    with metrics.open("rb") as handle:
+        lines = handle.read(_MOST_BYTES).splitlines()
+    for line in lines:
+        with suppress(ValueError, RecursionError, AttributeError, TypeError):
+            found.add(_key(json.loads(line)))
+    return found
 
 
 def load_run(path: Path) -> AcousticModel:
@@ -181,6 +313,7 @@ def load_run(path: Path) -> AcousticModel:
         raise DataError(
             "this training has not finished: there is no final.safetensors",
             where=path,
-            mend="let it finish first; its best network so far is in best.safetensors",
+            mend="let it finish first, or go on with it by `ddnn train --resume`; its best network so far is in "
+            "best.safetensors",
         )
     return load_model(path / FINAL)

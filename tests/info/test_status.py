@@ -87,9 +87,7 @@ def test_figures(run: Path) -> None:
 
 
 def test_states_without_slurm(run: Path) -> None:
-    handler = RunDir.__new__(RunDir)
-    handler.path = run
-    lock = handler.open_log()
+    lock = RunDir(run, resume=True).open_log()
     running = read_status(run)
     lock.close()
     assert (running.state, running.phase) == ("running", "training")
@@ -229,8 +227,7 @@ def follow(run: Path, steps: list[Callable[[], object]], terminal: bool) -> tupl
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_follows_to_the_end(run: Path, terminal: bool) -> None:
-    owner = RunDir.__new__(RunDir)
-    owner.path = run
+    owner = RunDir(run, resume=True)
     lock = owner.open_log()
     steps: list[Callable[[], object]] = [
         lambda: None,
