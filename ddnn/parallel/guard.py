@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddnn.parallel.launch import LAST_WORDS
+from ddnn.parallel.launch import LAST_WORDS, fault_tolerant
+from ddnn.parallel.watch import ARMED
 
 PATIENCE = 3
 """How many timeouts an exchange or a checkpoint may take: others may hang first, and be killed by their own guards."""
@@ -21,7 +23,7 @@ class Guard:
     """Watches this worker from a process of its own, and kills it with SIGKILL where it
 
     - makes no progress (`tick`) for `timeout` seconds while armed,
-    - is inside one `busy` block for three times as long, or
+    - is inside one `busy` block for three times as long while armed, or
     - is stopped (SIGSTOP), armed or not, for `timeout` seconds.
 
     The process says so on stderr, and for the launcher's last line. It ends with the worker, whatever ends that.
@@ -33,13 +35,15 @@ class Guard:
         with tempfile.TemporaryFile(prefix="ddnn-") as file:  # no name: nothing is left behind
             file.truncate(16)
             self._map = mmap.mmap(file.fileno(), 16)
-            # [0] progress, [1] 0 at rest, 1 armed, and PATIENCE more for each busy block
+            # Progress; then 1 where armed, and 2 more for each busy block.
             self._words = memoryview(self._map).cast("q")
+            self._lock = threading.Lock()
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", str(Path(__file__).with_name("watch.py"))),
                     *(str(file.fileno()), str(os.getpid()), str(rank), host, str(timeout), str(PATIENCE)),
-                    os.environ.get(LAST_WORDS, ""),
+                    # Where the job outlives the worker, its message is for now, not for the launcher's end.
+                    "" if fault_tolerant() else os.environ.get(LAST_WORDS, ""),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -50,26 +54,31 @@ class Guard:
     def arm(self) -> None:
         """From here on there has to be progress."""
         self.tick()
-        self._words[1] |= 1
+        with self._lock:
+            self._words[1] |= ARMED
 
     def disarm(self) -> None:
         """Nothing is expected for now."""
-        self._words[1] &= ~1
+        with self._lock:
+            self._words[1] &= ~ARMED
 
     def tick(self) -> None:
-        """Progress was made; costs less than a microsecond. To be called by one thread."""
+        """Progress was made; costs a tenth of a microsecond. To be called by one thread."""
         self._words[0] += 1
 
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Within this block there may be no progress for three times as long. May be nested, and on any thread."""
-        self._words[0] += 1
-        self._words[1] += 2
+        self._count(1)
         try:
             yield
         finally:
-            self._words[1] -= 2
+            self._count(-1)
+
+    def _count(self, blocks: int) -> None:
+        with self._lock:
             self._words[0] += 1
+            self._words[1] += 2 * ARMED * blocks
 
     def close(self) -> None:
         """Ends the process."""

@@ -16,8 +16,11 @@ from types import FrameType
 
 from ddnn.errors import UserError
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+IGNORING_SIGUSR1 = ("/bin/sh", "-c", 'trap "" USR1; exec "$@"', "sh")
+"""Before a command: SIGUSR1 does not kill it while Python starts. What listens to it then (`StopRequest`) does so all
+the same; a signal of that time is lost, but whoever sent it here sends it again."""
 
 SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",  # both are needed where root starts them, as in most containers
@@ -51,6 +54,12 @@ def inside_mpi_job(environment: Mapping[str, str] = os.environ) -> bool:
             mend="start them with `srun --mpi=pmix` (MPICH: --mpi=pmi2), or with mpirun inside sbatch",
         )
     return False
+
+
+def fault_tolerant(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process belongs to an MPI job that outlives its workers (`mpirun --with-ft ulfm`), by its
+    environment alone."""
+    return environment.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes")
 
 
 def announced_workers(environment: Mapping[str, str]) -> int:
@@ -101,16 +110,22 @@ def find_mpirun(environment: Mapping[str, str]) -> str:
 
 
 def run_workers(
-    workers: int, argv: Sequence[str], environment: Mapping[str, str] | None = None, grace: float = 10.0
+    workers: int,
+    argv: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    grace: float = 10.0,
+    patience: float = 300.0,
 ) -> int:
     """Runs `workers` copies of `argv` by mpirun and waits; their output goes where this process's goes.
 
-    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on to mpirun, which passes them to the workers (it ends them
-    within a second of the first three). If it has not ended `grace` seconds after one of these, it is killed, and the
-    workers with it. They end too when this process is killed with -9.
+    The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 reaches the workers as SIGUSR1, which leaves them `patience` seconds for
+    a checkpoint (mpirun would kill them within a second of the first three); they are to end by themselves. A second
+    SIGINT, SIGTERM or SIGHUP ends them, and after `grace` seconds mpirun is killed, and the workers with it. They end
+    too when this process is killed with -9.
 
     Returns:
-        The exit code of the worker that failed first, else 0; 128 + the signal's number where one ended the run.
+        The exit code of the worker that failed first, else 0; 128 + the signal's number where that ended the run: the
+        second one, or the first where they had to be killed.
 
     Raises:
         UserError: there is no mpirun, or it cannot be started.
@@ -118,10 +133,11 @@ def run_workers(
     # Open MPI does not start without HOME, which cron, services and containers may lack.
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home() raises for a user that has none)
     environment = {"HOME": home, **(os.environ if environment is None else environment)}
+    argv = [*IGNORING_SIGUSR1, *argv]
     command, variables = mpirun_command(workers, argv, environment, find_mpirun(environment))
     with tempfile.TemporaryDirectory(prefix="ddnn-") as folder:
         try:
-            return _run(command, {**variables, LAST_WORDS: folder}, grace)
+            return _run(command, {**variables, LAST_WORDS: folder}, grace, patience)
         finally:
             sys.stderr.write(_last_words(Path(folder)))
             sys.stderr.flush()
@@ -150,47 +166,76 @@ def leave_last_words(rank: int, message: str, environment: Mapping[str, str] = o
     return True
 
 
-def _run(command: Sequence[str], variables: Mapping[str, str], grace: float) -> int:
+class _Signals:
+    """What this process is asked to end by, and what it tells mpirun.
+
+    Attributes:
+        first, second: number and time of the signal that asks, and of the one that insists; None before.
+        process: mpirun, once it runs.
+    """
+
+    def __init__(self) -> None:
+        self.first: tuple[int, float] | None = None
+        self.second: tuple[int, float] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def hear(self, number: int, _frame: FrameType | None) -> None:
+        """The handler of all of them."""
+        if self.first is None:
+            self.first = number, time.monotonic()
+        elif self.second is None and number in ENDING:
+            self.second = number, time.monotonic()
+        self.tell()
+
+    def tell(self) -> None:
+        """Hands on what was heard. Called again and again, since mpirun and the workers do not listen at first."""
+        if self.process is not None and self.first is not None:
+            # A second SIGTERM would make mpirun leave in haste: that one is told by `hear` alone.
+            self.process.send_signal(signal.SIGTERM if self.second else signal.SIGUSR1)
+
+    def overdue(self, grace: float, patience: float) -> bool:
+        """Whether mpirun should have ended by now."""
+        now = time.monotonic()
+        if self.second is not None:
+            return now - self.second[1] > grace
+        return self.first is not None and now - self.first[1] > patience
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str], grace: float, patience: float) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    received: list[tuple[int, float]] = []
-    process: subprocess.Popen[bytes] | None = None
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        if number in ENDING:
-            received.append((number, time.monotonic()))
-        if process is not None:
-            process.send_signal(number)
-
-    # What is ignored stays so: SIGHUP under nohup.
-    heeded = [number for number in FORWARDED if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    previous = {number: signal.signal(number, forward) for number in heeded}
+    signals, killed = _Signals(), False
+    # What is ignored stays so: SIGHUP under nohup. SIGUSR1 is ignored by a job script, to be heard from here on.
+    heeded = [number for number in ENDING if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    previous = {number: signal.signal(number, signals.hear) for number in (*heeded, signal.SIGUSR1)}
     try:
         # A session of its own: a terminal's Ctrl-C reaches mpirun once, from here, not twice (that would make it
         # leave in haste).
-        process = subprocess.Popen(
+        signals.process = subprocess.Popen(
             command,
             env=dict(variables),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=_ends_with_parent(signal.SIGTERM, os.getpid()),
         )
-        if received:
-            process.send_signal(received[0][0])
         while True:
             try:
-                code = process.wait(timeout=0.5)
+                code = signals.process.wait(timeout=1.0)
                 break
             except subprocess.TimeoutExpired:
-                if received and time.monotonic() - received[0][1] > grace:
-                    process.kill()
+                if signals.overdue(grace, patience):
+                    killed = True
+                    signals.process.kill()
+                elif signals.second is None:
+                    signals.tell()
     except OSError as error:
         raise UserError(f"cannot start mpirun: {error.strerror}", where=command[0]) from error
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if received:
-        return 128 + received[0][0]
+    ended_by = signals.second or (signals.first if killed else None)
+    if ended_by is not None:
+        return 128 + ended_by[0]
     return code if code >= 0 else 128 - code
 
 

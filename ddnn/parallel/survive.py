@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from typing import Any
 
 from ddnn.parallel.exchange import Exchange, over
+from ddnn.parallel.launch import fault_tolerant
 from ddnn.parallel.lost import WorkerLost, deaths_noticed
 
 __all__ = ["WorkerLost", "fault_tolerant", "survivors"]
@@ -56,12 +55,3 @@ def survivors(exchange: Exchange, said: Any) -> tuple[Exchange, list[Any], list[
     left.wire, left.guard, left.traffic = exchange.wire, exchange.guard, exchange.traffic
     lost = sorted(set(range(exchange.size)) - set(old_ranks))
     return left, [what for _, what in told], lost
-
-
-def fault_tolerant(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process belongs to an MPI job that outlives its workers: one of `mpirun --with-ft ulfm`.
-
-    Asked of the environment alone, no MPI is started: only Open MPI 5 and later say so, and mpi4py's own binding
-    reports what it lacks (`require_survival`).
-    """
-    return environment.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true", "yes")

@@ -1,0 +1,119 @@
+"""The process of a `ddnn.parallel.guard.Guard`, started by the path of this file with nothing but Python's own modules.
+
+Arguments: file descriptor of the shared words, pid, number and host of the worker, timeout in seconds, its multiple for
+busy blocks, folder for last words (empty: none).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ARMED = 1
+"""Bit of the second shared word; the rest of it is twice the number of busy blocks."""
+
+
+class Watch:
+    """How long a worker has stood still, in time that the watching process has itself seen pass.
+
+    Args:
+        timeout: in seconds.
+        patience: how many timeouts a busy block may take.
+        interval: between two looks, in seconds. Where two looks are farther apart, as after the whole job was
+            suspended, only twice this counts.
+    """
+
+    def __init__(self, timeout: float, patience: int, interval: float) -> None:
+        self.timeout, self.patience, self.interval = timeout, patience, interval
+        self.progress: int | None = None
+        self.still = self.stopped = 0.0
+
+    def look(self, passed: float, progress: int, state: int, stopped: bool) -> str | None:
+        """What is wrong with the worker, if anything is.
+
+        Args:
+            passed: seconds since the last look.
+            progress: first shared word.
+            state: second shared word.
+            stopped: whether the kernel says that the process is stopped.
+        """
+        passed = min(passed, 2 * self.interval)
+        self.stopped = self.stopped + passed if stopped else 0.0
+        self.still = self.still + passed if progress == self.progress and state & ARMED else 0.0
+        self.progress = progress
+        if self.stopped >= self.timeout:
+            return f"was stopped (SIGSTOP) for {self.timeout:g} s (parallel.timeout)"
+        if state > ARMED and self.still >= self.patience * self.timeout:
+            return f"hung in an exchange or a checkpoint for {self.patience} x {self.timeout:g} s (parallel.timeout)"
+        if state == ARMED and self.still >= self.timeout:
+            return f"made no progress for {self.timeout:g} s (parallel.timeout)"
+        return None
+
+
+def watch(words: memoryview, pid: int, judge: Watch, say: Callable[[str], None]) -> None:
+    """Returns when the worker is gone; says why and kills it where it stands still."""
+    last = time.monotonic()
+    while os.getppid() == pid:
+        time.sleep(judge.interval)
+        now = time.monotonic()
+        why = judge.look(now - last, words[0], words[1], is_stopped(pid))
+        last = now
+        if why is not None and os.getppid() == pid:
+            say(why)
+            os.kill(pid, signal.SIGKILL)
+            return
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped, by /proc; False where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
+
+
+def main(descriptor: int, pid: int, number: int, host: str, timeout: float, patience: int, folder: str) -> None:
+    """See the module."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: dies with the worker, stopped or not
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)  # Slurm sends them to every process of a job
+    shared = mmap.mmap(descriptor, 16, prot=mmap.PROT_READ)
+
+    def say(why: str) -> None:
+        text = f"ddnn: worker {number} on {host} (pid {pid}) {why} and was killed\n"
+        if not (folder and leave(Path(folder, f"{number}.txt"), text)):
+            print_now(text)
+
+    watch(memoryview(shared).cast("q"), pid, Watch(timeout, patience, min(1.0, timeout / 10)), say)
+
+
+def leave(file: Path, text: str) -> bool:
+    """Writes the last words of a worker; False where its launcher does not run on this host."""
+    try:
+        file.with_suffix(".tmp").write_text(text, encoding="utf-8", errors="backslashreplace")
+        file.with_suffix(".tmp").rename(file)
+    except OSError:
+        return False
+    return True
+
+
+def print_now(text: str) -> None:
+    """Writes to stderr where it can be written to: the worker is killed in any case."""
+    try:
+        if select.select([], [2], [], 1.0)[1]:
+            os.write(2, text.encode(errors="backslashreplace"))
+    except OSError:
+        return
+
+
+if __name__ == "__main__":
+    descriptor, pid, number, host, timeout, patience, folder = sys.argv[1:]
+    main(int(descriptor), int(pid), int(number), host, float(timeout), int(patience), folder)
