@@ -130,6 +130,11 @@ class Exchange:
             else:
                 self.traffic.transfer_seconds += seconds
 
+    def tick(self) -> None:
+        """Tells the guard that this worker gets on. Not collective."""
+        if self.guard is not None:
+            self.guard.tick()
+
     def sum_in_place(self, buffer: Tensor) -> None:
         """buffer <- the sum of all workers' buffers: the same bits on each."""
         carrier = self._carrier(buffer, SUMMED)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from ddnn.errors import UserError
 from ddnn.parallel.exchange import Exchange
-from ddnn.parallel.launch import leave_last_words
+from ddnn.parallel.last_words import leave_last_words
 
 FIRST_SPEAKS = 1.0
 """Seconds that the others keep back a mistake of the user's: most are met by all at once, and one message is enough."""
@@ -48,7 +48,7 @@ def message_and_code(exchange: Exchange, error: BaseException) -> tuple[str, int
     if isinstance(error, UserError):
         return f"{worker}error: {error}\n", 2
     if isinstance(error, KeyboardInterrupt):
-        return f"{worker}interrupted\n", 130
+        return f"{worker}interrupted\n", getattr(error, "code", 130)  # StoppedEarly knows which signal it was
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return f"{worker}stopped with {error.code}\n", code

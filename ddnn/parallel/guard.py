@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddnn.parallel.launch import LAST_WORDS, fault_tolerant
+from ddnn.parallel.last_words import LAST_WORDS
+from ddnn.parallel.launch import fault_tolerant
 from ddnn.parallel.watch import ARMED
 
 PATIENCE = 3

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from ddnn.errors import UserError
-
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from ddnn.parallel.last_words import LAST_WORDS, exit_code, last_words
+from ddnn.parallel.mpirun import ENDING, ends_with_parent, run_mpirun
 
 IGNORING_SIGUSR1 = ("/bin/sh", "-c", 'trap "" USR1; exec "$@"', "sh")
 """Before a command: SIGUSR1 does not kill it while Python starts. What listens to it then (`StopRequest`) does so all
@@ -34,9 +30,8 @@ SETTINGS = {
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """What lies in the working directory is no module of ours."""
 
-LAST_WORDS = "DDNN_LAST_WORDS"
-"""Environment variable: a folder in which a worker that fails leaves its message, one file each. The launcher prints it
-once mpirun has ended: below mpirun's own lines, and not lost with what mpirun drops as it is told to abort."""
+KILLED = 128 + signal.SIGKILL
+"""What a shell says of a process that was killed with -9."""
 
 
 def inside_mpi_job(environment: Mapping[str, str] = os.environ) -> bool:
@@ -70,13 +65,20 @@ def announced_workers(environment: Mapping[str, str]) -> int:
 
 
 def mpirun_command(
-    workers: int, argv: Sequence[str], environment: Mapping[str, str], mpirun: str = "mpirun"
+    workers: int,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    mpirun: str = "mpirun",
+    fault_tolerant: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """The command that starts `workers` copies of `argv`, and its environment. Pure: Open MPI 5's options.
 
     Any number of workers on one machine, cores or not; in a Slurm allocation of several nodes the same number on each.
     What `environment` sets itself of `SETTINGS` stays. Workers are bound to no core: those of several runs would be
     bound to the same.
+
+    Args:
+        fault_tolerant: the job outlives workers that are killed (Open MPI's ULFM).
 
     Raises:
         UserError: the workers cannot be spread evenly over the nodes of the allocation.
@@ -89,7 +91,8 @@ def mpirun_command(
         )
     # In an allocation a bare :OVERSUBSCRIBE puts all ranks on the first node.
     mapping = ":OVERSUBSCRIBE" if nodes == 1 else f"ppr:{workers // nodes}:node:OVERSUBSCRIBE"
-    command = [mpirun, "--map-by", mapping, "--bind-to", "none", "-n", str(workers), *argv]
+    survival = ["--with-ft", "ulfm"] if fault_tolerant else []
+    command = [mpirun, *survival, "--map-by", mapping, "--bind-to", "none", "-n", str(workers), *argv]
     return command, {**SETTINGS, **environment}
 
 
@@ -115,17 +118,28 @@ def run_workers(
     environment: Mapping[str, str] | None = None,
     grace: float = 10.0,
     patience: float = 300.0,
+    *,
+    fault_tolerant: bool = False,
+    done: Callable[[], bool] | None = None,
+    advice: Callable[[], str | None] | None = None,
 ) -> int:
     """Runs `workers` copies of `argv` by mpirun and waits; their output goes where this process's goes.
 
-    The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 reaches the workers as SIGUSR1, which leaves them `patience` seconds for
-    a checkpoint (mpirun would kill them within a second of the first three); they are to end by themselves. A second
-    SIGINT, SIGTERM or SIGHUP ends them, and after `grace` seconds mpirun is killed, and the workers with it. They end
-    too when this process is killed with -9.
+    The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 reaches the workers as SIGUSR1, which leaves them `patience` seconds
+    for a checkpoint (mpirun would kill them within a second of the first three); they are to end by themselves. A
+    second SIGINT, SIGTERM or SIGHUP ends them, and after `grace` seconds mpirun is killed, and the workers with it.
+    They end too when this process is killed with -9.
+
+    Args:
+        fault_tolerant: the others go on where a worker is killed. mpirun's code 0 then says nothing: it is also that of
+            a job of which no worker is left.
+        done: whether the work was done, asked at the end of a fault-tolerant job that seems to have ended well.
+        advice: what the user can do now, printed last where a worker was ended by a signal that nobody sent here.
 
     Returns:
         The exit code of the worker that failed first, else 0; 128 + the signal's number where that ended the run: the
-        second one, or the first where they had to be killed.
+        second one; or the first, where the workers say that SIGUSR1 did, or had to be killed. 137 (killed) where a
+        fault-tolerant job has not done its work.
 
     Raises:
         UserError: there is no mpirun, or it cannot be started.
@@ -134,109 +148,24 @@ def run_workers(
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home() raises for a user that has none)
     environment = {"HOME": home, **(os.environ if environment is None else environment)}
     argv = [*IGNORING_SIGUSR1, *argv]
-    command, variables = mpirun_command(workers, argv, environment, find_mpirun(environment))
+    command, variables = mpirun_command(workers, argv, environment, find_mpirun(environment), fault_tolerant)
     with tempfile.TemporaryDirectory(prefix="ddnn-") as folder:
         try:
-            return _run(command, {**variables, LAST_WORDS: folder}, grace, patience)
+            code = run_mpirun(command, {**variables, LAST_WORDS: folder}, grace, patience)
         finally:
-            sys.stderr.write(_last_words(Path(folder)))
+            sys.stderr.write(last_words(Path(folder)))
             sys.stderr.flush()
-
-
-def _last_words(folder: Path) -> str:
-    """What failing workers left, the first worker's first; what several say alike once."""
-    said: dict[str, str] = {}
-    for file in sorted(folder.glob("*.txt"), key=lambda file: int(file.stem)):
-        text = file.read_text(encoding="utf-8", errors="replace")
-        said.setdefault(text.partition(": ")[2].partition(": ")[2], text)
-    return "".join(["\n", *said.values()]) if said else ""  # mpirun's own last line does not end
-
-
-def leave_last_words(rank: int, message: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Leaves a worker's message for the launcher; False where there is none on this host: then it is to be printed."""
-    folder = environment.get(LAST_WORDS)
-    if not folder or not Path(folder).is_dir():
-        return False
-    try:
-        written = Path(folder, f"{rank}.tmp")
-        written.write_text(message, encoding="utf-8", errors="backslashreplace")
-        written.rename(written.with_suffix(".txt"))
-    except OSError:
-        return False
-    return True
-
-
-class _Signals:
-    """What this process is asked to end by, and what it tells mpirun.
-
-    Attributes:
-        first, second: number and time of the signal that asks, and of the one that insists; None before.
-        process: mpirun, once it runs.
-    """
-
-    def __init__(self) -> None:
-        self.first: tuple[int, float] | None = None
-        self.second: tuple[int, float] | None = None
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def hear(self, number: int, _frame: FrameType | None) -> None:
-        """The handler of all of them."""
-        if self.first is None:
-            self.first = number, time.monotonic()
-        elif self.second is None and number in ENDING:
-            self.second = number, time.monotonic()
-        self.tell()
-
-    def tell(self) -> None:
-        """Hands on what was heard. Called again and again, since mpirun and the workers do not listen at first."""
-        if self.process is not None and self.first is not None:
-            # A second SIGTERM would make mpirun leave in haste: that one is told by `hear` alone.
-            self.process.send_signal(signal.SIGTERM if self.second else signal.SIGUSR1)
-
-    def overdue(self, grace: float, patience: float) -> bool:
-        """Whether mpirun should have ended by now."""
-        now = time.monotonic()
-        if self.second is not None:
-            return now - self.second[1] > grace
-        return self.first is not None and now - self.first[1] > patience
-
-
-def _run(command: Sequence[str], variables: Mapping[str, str], grace: float, patience: float) -> int:
-    sys.stdout.flush()
+        left = exit_code(Path(folder))
+    if left is not None and (code == 0 or fault_tolerant):
+        code = left
+    if code == 0 and fault_tolerant and done is not None and not done():
+        print("ddnn: the workers have ended and the work is not done: all were killed", file=sys.stderr)
+        code = KILLED
+    said = advice() if advice is not None and code > 128 and code - 128 not in ENDING else None
+    if said:
+        print(f"ddnn: {said}", file=sys.stderr)
     sys.stderr.flush()
-    signals, killed = _Signals(), False
-    # What is ignored stays so: SIGHUP under nohup. SIGUSR1 is ignored by a job script, to be heard from here on.
-    heeded = [number for number in ENDING if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    previous = {number: signal.signal(number, signals.hear) for number in (*heeded, signal.SIGUSR1)}
-    try:
-        # A session of its own: a terminal's Ctrl-C reaches mpirun once, from here, not twice (that would make it
-        # leave in haste).
-        signals.process = subprocess.Popen(
-            command,
-            env=dict(variables),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_ends_with_parent(signal.SIGTERM, os.getpid()),
-        )
-        while True:
-            try:
-                code = signals.process.wait(timeout=1.0)
-                break
-            except subprocess.TimeoutExpired:
-                if signals.overdue(grace, patience):
-                    killed = True
-                    signals.process.kill()
-                elif signals.second is None:
-                    signals.tell()
-    except OSError as error:
-        raise UserError(f"cannot start mpirun: {error.strerror}", where=command[0]) from error
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    ended_by = signals.second or (signals.first if killed else None)
-    if ended_by is not None:
-        return 128 + ended_by[0]
-    return code if code >= 0 else 128 - code
+    return code
 
 
 def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
@@ -245,24 +174,7 @@ def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
     Only under mpirun: srun looks after its own. Linux; elsewhere nothing is done.
     """
     if environment.get("PMIX_NAMESPACE", "").startswith("prterun"):
-        _ends_with_parent(signal.SIGKILL)()
-
-
-def _ends_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
-    """What a child calls to get signal `number` when its parent dies, at once where `parent` is already gone.
-
-    Made before the fork: between fork and exec a child may hardly do anything else.
-    """
-    if not sys.platform.startswith("linux"):
-        return lambda: None
-    prctl, set_death_signal = ctypes.CDLL(None).prctl, 1  # PR_SET_PDEATHSIG
-
-    def ask_for_it() -> None:
-        prctl(set_death_signal, int(number))
-        if parent is not None and os.getppid() != parent:
-            os.kill(os.getpid(), number)
-
-    return ask_for_it
+        ends_with_parent(signal.SIGKILL)()
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:
