@@ -156,10 +156,11 @@ def run_workers(
             sys.stderr.write(last_words(Path(folder)))
             sys.stderr.flush()
         left = exit_code(Path(folder))
-    if left is not None and (code == 0 or fault_tolerant):
+    finished = fault_tolerant and done is not None and done()
+    if left is not None and not finished:
         code = left
-    if code == 0 and fault_tolerant and done is not None and not done():
-        print("ddnn: the workers have ended and the work is not done: all were killed", file=sys.stderr)
+    if code == 0 and fault_tolerant and done is not None and not finished:
+        print("ddnn: no worker is left, and the work is not done", file=sys.stderr)
         code = KILLED
     said = advice() if advice is not None and code > 128 and code - 128 not in ENDING else None
     if said:
