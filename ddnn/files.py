@@ -36,7 +36,8 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:
-        with temporary.open("wb") as handle:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as handle:  # made here: never through a link that somebody left under that name
             yield handle
             handle.flush()
             os.fsync(handle.fileno())

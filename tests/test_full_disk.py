@@ -8,13 +8,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import BEFORE_TRAINING, Job, RunCli, assert_refused, assert_trains, files_in, make_job
 
+from ddnn.errors import UserError
 from ddnn.kaldi.tables import iterate_matrices
 from ddnn.model.acoustic import load_model
+from ddnn.train.run_dir import RunDir
+from ddnn.train.run_log import RunLog
 
 PAGE = 4096
 FINISHED = {*BEFORE_TRAINING, "metrics.jsonl", "final.safetensors"}
@@ -78,7 +83,6 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     ("name", "left"),
     [
         ("recipe.yaml", {"train.log"}),
-        ("best.safetensors", {*BEFORE_TRAINING, "metrics.jsonl"}),
         ("ali_train_pdf.counts", {"recipe.yaml", "train.log"}),
         ("final.safetensors", {*BEFORE_TRAINING, "metrics.jsonl", "best.safetensors"}),
     ],
@@ -87,15 +91,28 @@ def test_train(job: Job, run_cli: RunCli, full: Callable[[str | None], None], na
     full(name)
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
     assert_refused(result, f"no space left while writing {name}", str(job.run), "free disk space or quota")
-    assert files_in(job.run) == left
+    assert files_in(job.run) - {"checkpoints"} == left
     if "best.safetensors" in left:  # the work of the epochs so far is not lost, and not written over
         load_model(job.run / "best.safetensors")
     full(None)
     if left <= BEFORE_TRAINING:
         assert_trains(run_cli, job)
-    else:
-        assert_refused(run_cli("train", job.recipe, "--run-dir", job.run), "exists already", str(job.run))
-        assert_trains(run_cli, job, run=job.root / "another run")
+        return
+    assert "--resume" in result.stderr
+    assert_refused(run_cli("train", job.recipe, "--run-dir", job.run), "exists already", str(job.run), "--resume")
+    if can_resume(run_cli):
+        assert run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--resume").exit_code == 0
+        assert files_in(job.run) == FINISHED
+
+
+def test_the_best_network_without_space_does_not_end_a_training(
+    job: Job, run_cli: RunCli, full: Callable[[str | None], None]
+) -> None:
+    full("best.safetensors")
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert files_in(job.run) == FINISHED
+    assert (job.run / "train.log").read_text().count("no space left while writing best.safetensors") == 1
 
 
 def test_train_on_disks_of_every_size(job: Job, run_cli: RunCli, disk: Callable[[int], Path]) -> None:
@@ -110,7 +127,7 @@ def test_train_on_disks_of_every_size(job: Job, run_cli: RunCli, disk: Callable[
             load_model(run / model)
         if "final.safetensors" in left:
             assert left == FINISHED
-            assert result.exit_code == 0 and "are lost" not in result.stderr
+            assert result.exit_code == 0
             break
         sizes.append(pages)
         assert_refused(result, "o space left", str(run))
@@ -118,28 +135,119 @@ def test_train_on_disks_of_every_size(job: Job, run_cli: RunCli, disk: Callable[
     assert "final.safetensors" in left
 
 
-def test_metrics_end_in_a_whole_line(job: Job, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second line is cut by the full disk: it is taken back."""
-    whole = Path.open
+class Filler:
+    """A file that takes all the space of a disk while it is there."""
 
-    def cut(path: Path, mode: str = "r", *rest: object, **named: object) -> object:
-        if path.name != "metrics.jsonl" or mode != "a" or not path.exists():
-            return whole(path, mode, *rest, **named)  # type: ignore[call-overload]
-        with whole(path, "a") as handle:
-            handle.write('{"epoch": 1, "spl')
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def __init__(self, disk: Path) -> None:
+        self.path = disk / "filler"
 
-    monkeypatch.setattr(Path, "open", cut)
-    result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
-    assert_refused(result, "cannot write metrics.jsonl: No space left on device", str(job.run))
-    (line,) = (job.run / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["epoch"] == 0
-    assert "final.safetensors" not in files_in(job.run)
+    def fill(self) -> None:
+        with suppress(OSError), self.path.open("wb", buffering=0) as handle:
+            while True:
+                handle.write(bytes(PAGE))
+
+    def free(self) -> None:
+        self.path.unlink(missing_ok=True)
 
 
-def test_a_log_that_finds_no_space_does_not_end_a_training(job: Job, run_cli: RunCli) -> None:
-    job.run.mkdir()
-    (job.run / "train.log").symlink_to("/dev/full")
+@pytest.fixture
+def at_epoch(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Callable[[], None]]], None]:
+    """at_epoch({1: f}): f is called when the cross-validation of epoch 1 has been recorded."""
+    record = RunDir.record
+
+    def at_epoch(calls: dict[int, Callable[[], None]]) -> None:
+        def recorded(run: RunDir, row: dict[str, Any]) -> None:
+            record(run, {**row, "more": "x" * PAGE})  # no row fits into what the last page has left
+            if row["split"] == "cv" and row["epoch"] in calls:
+                calls[row["epoch"]]()
+
+        monkeypatch.setattr(RunDir, "record", recorded)
+
+    return at_epoch
+
+
+LONGER = ("schedule={name: exponential, initial: 0.05, epochs: 5}", "checkpoint.every_minibatches=3", "minibatch=64")
+
+
+def train_longer(run_cli: RunCli, job: Job, run: Path, *more: str) -> Any:
+    options = [word for setting in LONGER for word in ("--set", setting)]
+    return run_cli("train", job.recipe, "--run-dir", run, "--device", "cpu", *options, *more)
+
+
+def epochs_of(run: Path) -> list[tuple[int, str]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["epoch"], row["split"]) for row in rows if row["split"] != "worker"]
+
+
+EVERY_ROW = [(0, "cv"), *((epoch, split) for epoch in range(1, 6) for split in ("train", "cv"))]
+
+
+def test_a_disk_that_is_full_for_a_while(
+    job: Job,
+    run_cli: RunCli,
+    disk: Callable[[int], Path],
+    at_epoch: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No checkpoint, no best network, no row and no line of the log finds space for three epochs: training goes on, and
+    ends as if there had always been space."""
+    assert train_longer(run_cli, job, job.run).exit_code == 0
+    place = disk(200)
+    filler, held = Filler(place), []
+    at_epoch({1: filler.fill, 3: lambda: held.extend(epochs_of(place / "run")), 4: filler.free})
+    result = train_longer(run_cli, job, place / "run")
+    assert result.exit_code == 0, result.stderr
+    assert held == EVERY_ROW[:3], "no row of the epochs 2 and 3 found space"
+    assert epochs_of(place / "run") == EVERY_ROW
+    assert files_in(place / "run") == FINISHED
+    assert (place / "run/final.safetensors").read_bytes() == (job.run / "final.safetensors").read_bytes()
+    said = caplog.text
+    assert said.count("best.safetensors in") == said.count("rows are kept in memory until it can") == 1
+    assert "rows that were kept are in it" in said
+
+
+def test_ended_while_the_disk_is_full(
+    job: Job, run_cli: RunCli, disk: Callable[[int], Path], at_epoch: Callable[..., None]
+) -> None:
+    """The last good checkpoint is intact, and a resumption ends in the same bits."""
+    if not can_resume(run_cli):
+        pytest.skip("ddnn train has no --resume here")
+    assert train_longer(run_cli, job, job.run).exit_code == 0
+    place = disk(200)
+    filler = Filler(place)
+
+    def interrupted() -> None:
+        raise UserError("ended here")
+
+    at_epoch({2: filler.fill, 4: interrupted})
+    assert_fails_with(train_longer(run_cli, job, place / "run"), "ended here")
+    assert (4, "cv") not in epochs_of(place / "run")
+    filler.free()
+    at_epoch({})
+    result = train_longer(run_cli, job, place / "run", "--resume")
+    assert result.exit_code == 0, result.stderr
+    assert epochs_of(place / "run") == EVERY_ROW
+    assert (place / "run/final.safetensors").read_bytes() == (job.run / "final.safetensors").read_bytes()
+
+
+def assert_fails_with(result: Any, said: str) -> None:
+    assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.stderr
+
+
+def can_resume(run_cli: RunCli) -> bool:
+    return "--resume" in run_cli("train", "--help").stdout
+
+
+def test_a_log_that_finds_no_space_does_not_end_a_training(
+    job: Job, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = RunLog.begin
+
+    def without_space(log: RunLog, *, anew: bool) -> None:
+        begin(log, anew=anew)
+        os.dup2(os.open("/dev/full", os.O_WRONLY), log.stream.fileno())
+
+    monkeypatch.setattr(RunLog, "begin", without_space)
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
     assert result.exit_code == 0, result.stderr
     assert files_in(job.run) == FINISHED

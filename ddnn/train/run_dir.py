@@ -16,7 +16,6 @@ stranger and must not lead a training to write elsewhere.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from contextlib import suppress
@@ -29,8 +28,11 @@ from ddnn.errors import DataError, UserError
 from ddnn.files import make_directory, write_text
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.model.acoustic import AcousticModel, load_model, save_model
+from ddnn.train.checkpoint_files import folder_number, names_in, opened_folder, remove_folder
 from ddnn.train.job_files import is_job_file
-from ddnn.train.run_files import MetricsFile, RunLog, refuse_what_is_not, remove_checkpoints
+from ddnn.train.kept import Kept
+from ddnn.train.run_files import MetricsFile, flush_directory, refuse_what_is_not
+from ddnn.train.run_log import RunLog
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +48,8 @@ CHECKPOINTS = "checkpoints"
 FILES = (RECIPE, LOG, METRICS, BEST, FINAL, COUNTS)
 _BEFORE_TRAINING = {RECIPE, LOG, PRETRAIN, COUNTS}
 _TEMPORARY = re.compile(rf"\.(?:{'|'.join(map(re.escape, (RECIPE, BEST, FINAL, COUNTS)))})\.tmp\d+")
-_MOST_ROWS = 10_000
 _LOCK_SECONDS = 0.2
 _TAKE_OVER_SECONDS = 30.0
-_MOST_BYTES = 64 << 20
 
 
 class RunDir:
@@ -67,7 +67,7 @@ class RunDir:
         """
         self.path, self.resume = path, resume
         self._metrics = MetricsFile(path / METRICS)
-        self._lock_seconds = _LOCK_SECONDS
+        self._of_dead_owner: Kept | None = None
         self._best_failed = False
         self._check()
         make_directory(path)
@@ -121,6 +121,8 @@ class RunDir:
             self._take_lock(handler)
             self._check()  # what another training did until it let go of the lock
             handler.begin(anew=not self.resume)
+            if self._of_dead_owner is not None:
+                self._write_missing(self._of_dead_owner)
         except UserError:
             handler.close()
             raise
@@ -129,10 +131,23 @@ class RunDir:
                 (self.path / name).unlink()
         return handler
 
+    def _write_missing(self, kept: Kept) -> None:
+        """What the dead owner of the run dir did not write any more."""
+        if kept.recipe is not None and not (self.path / RECIPE).exists():
+            self.write_recipe(kept.recipe)
+        if kept.counts is not None and not (self.path / COUNTS).exists():
+            self.write_counts(kept.counts)
+        self._metrics.cut()  # a line that was torn
+        for row in kept.rows_not_in(self.path / METRICS):
+            self.record(row)
+
     def _take_lock(self, handler: RunLog) -> None:
         try:
-            handler.claim(self._lock_seconds)
+            handler.claim(_LOCK_SECONDS if self._of_dead_owner is None else _TAKE_OVER_SECONDS)
         except BlockingIOError as error:
+            if self._of_dead_owner is not None:  # the workers agree that it is dead: its machine may hold the lock on
+                log.warning("the lock of %s is not free; going on without it", self.path / LOG)
+                return
             raise UserError(
                 "another training is running in this run dir",
                 where=self.path,
@@ -150,6 +165,13 @@ class RunDir:
         """Appends one line to metrics.jsonl; where the disk is full, as soon as there is space."""
         self._metrics.append(metrics)
 
+    def record_once(self, metrics: dict[str, Any]) -> None:
+        """Appends the line unless metrics.jsonl has one of its epoch, split and rank."""
+        kept = Kept()
+        kept.add(metrics)
+        if kept.rows_not_in(self.path / METRICS):
+            self.record(metrics)
+
     def metrics_bytes(self) -> int:
         """Size of metrics.jsonl with all rows recorded so far, flushed to the disk: for `forget_after` later.
 
@@ -165,6 +187,14 @@ class RunDir:
             UserError: it cannot be written.
         """
         self._metrics.cut(offset)
+
+    def forget_epochs_after(self, epoch: int) -> None:
+        """Takes the rows of later epochs out of metrics.jsonl: they are trained again.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self._metrics.cut_after_epoch(epoch)
 
     def save_best(self, model: AcousticModel) -> None:
         """Keeps the best network so far, so that a crash loses one epoch at most. A full disk is only warned about.
@@ -201,9 +231,10 @@ class RunDir:
             raise UserError(
                 error.what, where=error.where, mend="free disk space or quota, then go on with --resume"
             ) from error
+        flush_directory(self.path)
         with suppress(OSError):
             (self.path / BEST).unlink(missing_ok=True)
-        remove_checkpoints(self.path / CHECKPOINTS)
+        _remove_checkpoints(self.path / CHECKPOINTS)
 
 
 class NoRunDir(RunDir):
@@ -213,31 +244,33 @@ class NoRunDir(RunDir):
     def __init__(self, path: Path) -> None:
         """`path` is that of the first worker's run dir."""
         self.path, self.resume = path, False
-        self._recipe: str | None = None
-        self._counts: NDArray[Any] | None = None
-        self._rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._kept = Kept()
 
     def open_log(self) -> logging.Handler:
         return logging.NullHandler()
 
     def write_recipe(self, text: str) -> None:
-        self._recipe = text
+        self._kept.recipe = text
 
     def record(self, metrics: dict[str, Any]) -> None:
-        self._rows[_key(metrics)] = metrics
-        if len(self._rows) > _MOST_ROWS:
-            del self._rows[next(iter(self._rows))]
+        self._kept.add(metrics)
+
+    def record_once(self, metrics: dict[str, Any]) -> None:
+        self.record(metrics)
 
     def metrics_bytes(self) -> int:
         return 0
 
     def forget_after(self, offset: int) -> None:
-        self._rows.clear()
+        self._kept.rows.clear()
+
+    def forget_epochs_after(self, epoch: int) -> None:
+        self._kept.forget_epochs_after(epoch)
 
     def save_best(self, model: AcousticModel) -> None: ...
 
     def write_counts(self, pdf_counts: NDArray[Any]) -> None:
-        self._counts = pdf_counts
+        self._kept.counts = pdf_counts
 
     def finish(self, model: AcousticModel) -> None: ...
 
@@ -250,55 +283,24 @@ class NoRunDir(RunDir):
         Raises:
             UserError: as of `RunDir`.
         """
-        return _TakenOver(self.path, self._recipe, self._counts, self._rows)
+        run = RunDir(self.path, resume=True)
+        run._of_dead_owner = self._kept
+        return run
 
 
-class _TakenOver(RunDir):
-    def __init__(
-        self, path: Path, recipe: str | None, counts: NDArray[Any] | None, rows: dict[tuple[Any, ...], dict[str, Any]]
-    ) -> None:
-        super().__init__(path, resume=True)
-        self._lock_seconds = _TAKE_OVER_SECONDS
-        self._recipe, self._counts, self._rows = recipe, counts, rows
-
-    def _take_lock(self, handler: RunLog) -> None:
-        try:
-            super()._take_lock(handler)
-        except UserError:  # the workers agree that its owner is dead: its machine may hold the lock on
-            log.warning("the lock of %s is not free: a dead worker's machine may hold it; going on", self.path / LOG)
-
-    def open_log(self) -> logging.Handler:
-        handler = super().open_log()
-        try:
-            if self._recipe is not None and not (self.path / RECIPE).exists():
-                self.write_recipe(self._recipe)
-            if self._counts is not None and not (self.path / COUNTS).exists():
-                self.write_counts(self._counts)
-            self._metrics.cut()  # a line that was torn with its writer
-            there = _keys_in(self.path / METRICS)
-            for key, row in self._rows.items():
-                if key not in there:
-                    self.record(row)
-        except UserError:
-            handler.close()
-            raise
-        return handler
-
-
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row is of: there is one of each in metrics.jsonl."""
-    return row.get("epoch"), row.get("split"), row.get("rank")
-
-
-def _keys_in(metrics: Path) -> set[tuple[Any, ...]]:
-    """The keys of the rows that can be read."""
-    found = set()
-    with metrics.open("rb") as handle:
-        lines = handle.read(_MOST_BYTES).splitlines()
-    for line in lines:
-        with suppress(ValueError, RecursionError, AttributeError, TypeError):
-            found.add(_key(json.loads(line)))
-    return found
+def _remove_checkpoints(directory: Path) -> None:
+    """Removes all checkpoints, and their folder if nothing else is in it. What cannot be removed is warned about."""
+    try:
+        with opened_folder(directory) as folder:
+            for name in names_in(folder):
+                if folder_number(name.removeprefix(".tmp-")):
+                    with suppress(OSError):  # something of others is in it: so its folder is not empty below
+                        remove_folder(name, folder)
+        directory.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("something is left in %s: %s", directory, error.strerror)
 
 
 def load_run(path: Path) -> AcousticModel:

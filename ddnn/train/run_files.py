@@ -1,23 +1,17 @@
-"""Files that a training appends to, its lock, and what it removes: never through a symbolic link, never waiting on a
-FIFO, since a run dir may come from a stranger. Needs no torch."""
+"""Files that a training appends to: never through a symbolic link, never waiting on a FIFO, since
+a run dir may come from a stranger. Needs no torch."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import io
 import json
 import logging
 import math
 import os
-import re
 import stat
-import sys
-import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ddnn.errors import UserError
 
@@ -25,10 +19,7 @@ log = logging.getLogger(__name__)
 
 MOST_KEPT = 10_000
 """Rows kept in memory while the disk is full, some 4 MB; beyond it the oldest are lost."""
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 _BLOCK = 1 << 16
-_CHECKPOINT_DIR = re.compile(r"(?:\.tmp-)?\d{8,}")
-_CHECKPOINT_FILE = re.compile(r"\.?(?:checkpoint\.json|shared\.safetensors|worker\d{4,}\.safetensors)(?:\.tmp\d+)?")
 
 
 def refuse_what_is_not(path: Path, kind: str) -> None:
@@ -173,6 +164,35 @@ class MetricsFile:
         except OSError as error:
             raise _cannot_write(self.path, error, "run again") from error
 
+    def cut_after_epoch(self, epoch: int) -> None:
+        """Keeps the lines before the first row of a later epoch, those kept in memory among them.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        self._kept = deque((line for line in self._kept if _epoch_of(line) <= epoch), maxlen=MOST_KEPT)
+        kept, offset = list(self._kept), 0
+        if not self.path.exists():
+            return
+        refuse_what_is_not(self.path, "file")
+        with self.path.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n") or _epoch_of(line) > epoch:
+                    break
+                offset += len(line)
+        self.cut(offset)
+        self._kept.extend(kept)
+
+
+def _epoch_of(line: str | bytes) -> int:
+    """The epoch of a row; -1 where it has none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return -1
+    found = row.get("epoch") if isinstance(row, dict) else None
+    return found if type(found) is int else -1
+
 
 def _end_of_lines(descriptor: int, end: int) -> int:
     """Where the last whole line among the first `end` bytes ends."""
@@ -185,106 +205,11 @@ def _end_of_lines(descriptor: int, end: int) -> int:
     return 0
 
 
-class RunLog(logging.FileHandler):
-    """The log as a file. Where it cannot be written, that is said once: no reason to end a training of days."""
-
-    failed = False
-
-    def __init__(self, path: Path) -> None:
-        """Opens the file, to append. UserError where it is no regular file, OSError where it cannot be opened."""
-        super().__init__(path, mode="a", encoding="utf-8", errors="backslashreplace")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-
-    def _open(self) -> io.TextIOWrapper:
-        descriptor = open_regular(Path(self.baseFilename), os.O_RDWR | os.O_APPEND)
-        return open(descriptor, "a", encoding=self.encoding, errors=self.errors)  # noqa: PTH123 (a descriptor)
-
-    def begin(self, *, anew: bool) -> None:
-        """Empties the file, or makes the next line begin on one of its own after one that was torn."""
-        stream = self.stream or self._open()
-        with suppress(OSError):  # no space for the line break
-            if anew:
-                stream.truncate(0)
-            elif (size := os.fstat(stream.fileno()).st_size) and os.pread(stream.fileno(), 1, size - 1) != b"\n":
-                os.write(stream.fileno(), b"\n")
-
-    def claim(self, wait: float) -> None:
-        """Takes the lock of the file, trying for `wait` seconds; it goes with this process. A file system without
-        locks is warned about.
-
-        Raises:
-            BlockingIOError: another process holds it. OSError: it cannot be taken.
-        """
-        stream = self.stream or self._open()
+def flush_directory(path: Path) -> None:
+    """Names that were made in a directory are on the disk after this, where the file system can say so."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _lock(stream, wait)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            log.warning(
-                "%s lies on a file system without locks (%s): nobody notices a second training into this run dir",
-                *(self.baseFilename, error.strerror),
-            )
-        if not os.path.samestat(os.fstat(stream.fileno()), os.stat(self.baseFilename)):  # noqa: PTH116 (is a string)
-            raise BlockingIOError("it was replaced meanwhile")
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Called where a line could not be written; logging's own prints a traceback for each."""
-        if not self.failed:
-            self.failed = True
-            print(f"ddnn: lines of {self.baseFilename} are lost: {sys.exc_info()[1]}", file=sys.stderr)
-
-    def close(self) -> None:
-        """Closes the file; what finds no space is lost."""
-        with suppress(OSError):
-            super().close()
-
-
-def _lock(stream: TextIO, wait: float) -> None:
-    """Tries at least twice, since `ddnn status` holds the lock while it looks."""
-    until = time.monotonic() + wait
-    while True:
-        last = time.monotonic() >= until
-        try:
-            return fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if last:
-                raise
-        time.sleep(0.2)
-
-
-def remove_checkpoints(directory: Path) -> None:
-    """Removes what a training leaves in its checkpoints folder, and the folder if nothing else is in it. What cannot be
-    removed is warned about."""
-    try:
-        outer = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        log.warning("%s is left: %s", directory, error.strerror)
-        return
-    try:
-        for name in os.listdir(outer):  # noqa: PTH208 (by descriptor: the folder may be swapped for a link)
-            if _CHECKPOINT_DIR.fullmatch(name):
-                _remove_checkpoint(outer, name)
-        directory.rmdir()
-    except OSError as error:
-        log.warning("something is left in %s: %s", directory, error.strerror)
-    finally:
-        os.close(outer)
-
-
-def _remove_checkpoint(outer: int, name: str) -> None:
-    """Of one checkpoint, the regular files with names of ours, the manifest first: without it, it is none."""
-    try:
-        inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=outer)
-    except NotADirectoryError:
-        return
-    try:
-        for file in sorted(os.listdir(inner)):  # noqa: PTH208
-            if _CHECKPOINT_FILE.fullmatch(file) and stat.S_ISREG(os.lstat(file, dir_fd=inner).st_mode):
-                os.unlink(file, dir_fd=inner)
-    finally:
-        os.close(inner)
-    with suppress(OSError):  # not empty: something of others is in it
-        os.rmdir(name, dir_fd=outer)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
