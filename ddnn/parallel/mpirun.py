@@ -90,11 +90,10 @@ def run_mpirun(command: Sequence[str], variables: Mapping[str, str], grace: floa
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    code = code if code >= 0 else 128 - code
     unheard = killed or code == 128 + signal.SIGUSR1  # what the workers were told instead of the first
     ended_by = signals.second or (signals.first if unheard else None)
-    if ended_by is not None:
-        return 128 + ended_by[0]
-    return code if code >= 0 else 128 - code
+    return 128 + ended_by[0] if ended_by is not None else code
 
 
 def _as_child(parent: int) -> Callable[[], None]:

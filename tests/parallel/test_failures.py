@@ -59,6 +59,9 @@ def outcome(way: str, out: Path) -> Outcome:
         if way in STOPPED:
             since = time.time()
             os.kill(child_of(process.pid) if way == "mpirun" else process.pid, STOPPED[way])
+            if way in ("SIGINT", "SIGTERM"):  # these workers do not listen to the first, which asks
+                time.sleep(1.5)
+                process.send_signal(STOPPED[way])
         output, errors = process.communicate(timeout=30)
         seconds = time.time() - since
     finally:
