@@ -56,6 +56,7 @@ def cli() -> None:
     Examples:
       ddnn train recipes/an4/sgd-random.yaml --run-dir exp/an4
       ddnn train my.yaml --set schedule.initial=0.004 --set seed=2 --dry-run
+      ddnn train exp/an4 --resume
       ddnn train my.yaml --slurm --cluster gpu --nodes 2 --time 12:00:00"""
 )
 @click.argument("recipe", type=PATH)
@@ -64,35 +65,31 @@ def cli() -> None:
 @click.option("--workers", type=int, help="The same as --set parallel.workers=N.")
 @on_device
 @click.option("--dry-run", is_flag=True, help="Check the recipe, print it as resolved, train nothing.")
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint of the run dir, if it has one.")
 @slurm_options
 def train(
     recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str, dry_run: bool,
-    slurm: SlurmOptions | None,
+    resume: bool, slurm: SlurmOptions | None,
 ) -> None:  # fmt: skip
-    """Train a network as RECIPE says."""
+    """Train a network as RECIPE says. With --resume, RECIPE may be the run dir."""
     if slurm is not None:
         from ddnn.slurm.submit import submit_training
 
         run_dir = run_dir or Path("exp", recipe.stem)
         click.echo(submit_training(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run))
         return
-    from ddnn.recipe.load import dump_recipe, load_recipe
-
-    workers_setting = () if workers is None else (f"parallel.workers={workers}",)
-    loaded = load_recipe(recipe, (*settings, *workers_setting))
     if dry_run:
+        from ddnn.recipe.load import dump_recipe, load_recipe
         from ddnn.train.command import describe
 
+        loaded = load_recipe(recipe, (*settings, *(() if workers is None else (f"parallel.workers={workers}",))))
         click.echo(f"# {describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
         return
-    from ddnn.train.workers import run_together
+    from ddnn.train.start import start_training
 
-    run_dir = run_dir or Path("exp", recipe.stem)
-    run_together(
-        loaded.parallel.workers,
-        _arguments("train", recipe, run_dir, (*settings, *workers_setting), device),
-        lambda exchange: _train_here(loaded, run_dir, device, exchange),
-    )
+    said = start_training(recipe, run_dir, settings, workers, device, resume)
+    if said is not None:
+        click.echo(said)
 
 
 @cli.command(epilog="\b\nExample:\n  ddnn pretrain my.yaml --run-dir exp/rbm")
@@ -106,17 +103,9 @@ def pretrain(recipe: Path, run_dir: Path | None, settings: tuple[str, ...], work
 
     A later training takes it by pretrain.from. One that was broken off goes on where it was.
     """
-    from ddnn.recipe.load import load_recipe
-    from ddnn.train.workers import run_together
+    from ddnn.train.start import start_pretraining
 
-    workers_setting = () if workers is None else (f"parallel.workers={workers}",)
-    loaded = load_recipe(recipe, (*settings, *workers_setting))
-    run_dir = run_dir or Path("exp", f"{recipe.stem}-rbm")
-    run_together(
-        loaded.parallel.workers,
-        _arguments("pretrain", recipe, run_dir, (*settings, *workers_setting), device),
-        lambda exchange: _pretrain_here(loaded, run_dir, device, exchange),
-    )
+    start_pretraining(recipe, run_dir, settings, workers, device)
 
 
 @cli.command()
@@ -339,25 +328,6 @@ def completion(shell: str) -> None:
     found = get_completion_class(shell)
     assert found is not None
     click.echo(found(cli, {}, "ddnn", "_DDNN_COMPLETE").source())
-
-
-def _train_here(recipe: Any, run_dir: Path, device: str, exchange: Any) -> None:
-    from ddnn.train.command import run_training
-
-    run_training(recipe, run_dir, device, exchange)
-
-
-def _pretrain_here(recipe: Any, run_dir: Path, device: str, exchange: Any) -> None:
-    from ddnn.train.command import run_pretraining
-
-    run_pretraining(recipe, run_dir, device, exchange)
-
-
-def _arguments(command: str, recipe: Path, run_dir: Path, settings: tuple[str, ...], device: str) -> list[str]:
-    """The command line of one of several workers."""
-    set_options = [word for setting in settings for word in ("--set", setting)]
-    # Behind --, so that a name that begins with a dash is no option.
-    return [command, "--run-dir", str(run_dir), "--device", device, *set_options, "--", str(recipe)]
 
 
 def _count(bar: Any, frames: int) -> None:

@@ -36,8 +36,15 @@ def progress_bar(description: str, unit: str = "utt") -> Callable[[Sequence[Item
     return wrap
 
 
-def frame_counter(description: str, total: int) -> tqdm:  # type: ignore[type-arg]
-    """A bar counting frames, for a terminal only."""
+def frame_counter(description: str, total: int, done: int = 0) -> tqdm:  # type: ignore[type-arg]
+    """A bar counting frames from `done` on, for a terminal only."""
     return tqdm(
-        total=total, desc=description, unit=" frames", unit_scale=True, disable=_disabled, leave=False, mininterval=0.5
+        initial=done,
+        total=total,
+        desc=description,
+        unit=" frames",
+        unit_scale=True,
+        disable=_disabled,
+        leave=False,
+        mininterval=0.5,
     )

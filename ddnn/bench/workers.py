@@ -103,7 +103,7 @@ def run_bench_workers(
             if exchange.rank == 0:
                 show(result)
 
-    run_together(parallel.workers, arguments, work)
+    run_together(parallel.workers, arguments, lambda job: work(job.exchange))
 
 
 def bench_workers(

@@ -63,13 +63,13 @@ class Orders:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="order") if ahead else None
         self._drawn: dict[int, Future[Tensor]] = {}
 
-    def of(self, epoch: int) -> Iterator[Tensor]:
-        """The minibatches of an epoch."""
+    def of(self, epoch: int, after: int = 0) -> Iterator[Tensor]:
+        """The minibatches of an epoch, without the first `after`."""
         drawn = self._drawn.pop(epoch, None)
         order = self._draw(epoch) if drawn is None else drawn.result()
         if self._thread is not None:
             self._drawn = {epoch + 1: self._thread.submit(self._draw, epoch + 1)}
-        return _in_minibatches(self.frames, self.minibatch, order)
+        return _in_minibatches(self.frames, self.minibatch, order, after)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -80,9 +80,9 @@ class Orders:
         return frame_order(len(self.frames), seed=self.seed, epoch=epoch, rank=self.rank)
 
 
-def _in_minibatches(frames: FrameSet, minibatch: int, order: Tensor) -> Iterator[Tensor]:
+def _in_minibatches(frames: FrameSet, minibatch: int, order: Tensor, after: int = 0) -> Iterator[Tensor]:
     order = order.to(frames.rows.device)
-    for start in range(0, len(frames) - minibatch + 1, minibatch):
+    for start in range(after * minibatch, len(frames) - minibatch + 1, minibatch):
         yield frames.rows[order[start : start + minibatch]]
 
 

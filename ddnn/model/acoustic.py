@@ -55,22 +55,29 @@ def save_model(path: Path, model: AcousticModel) -> None:
         raise UserError(
             "the network has values that are not finite", where=path, mend="lower the learning rate: training diverged"
         )
-    header = {
+    header, tensors = describe_model(model), transform_tensors(model)
+    for i, (weight, bias) in enumerate(zip(model.network.weights, model.network.biases, strict=True)):
+        tensors[f"layer{i}.weight"] = weight.cpu().contiguous()
+        tensors[f"layer{i}.bias"] = bias.cpu().contiguous()
+    with written_whole(path) as handle:
+        handle.write(save(tensors, metadata={"ddnn": json.dumps(header)}))
+
+
+def describe_model(model: AcousticModel) -> dict[str, Any]:
+    """All of a model but its numbers, as JSON: what `assemble_model` checks and reads."""
+    return {
         "format": FORMAT,
         "pipeline": asdict(model.pipeline),
         "splice": list(model.transform.offsets),
         "dim": model.transform.dim,
         "layers": [asdict(layer) for layer in model.network.layers],
     }
-    tensors = {}
-    for name, value in (("shift", model.transform.shift), ("scale", model.transform.scale)):
-        if value is not None:
-            tensors[f"transform.{name}"] = value.cpu()
-    for i, (weight, bias) in enumerate(zip(model.network.weights, model.network.biases, strict=True)):
-        tensors[f"layer{i}.weight"] = weight.cpu().contiguous()
-        tensors[f"layer{i}.bias"] = bias.cpu().contiguous()
-    with written_whole(path) as handle:
-        handle.write(save(tensors, metadata={"ddnn": json.dumps(header)}))
+
+
+def transform_tensors(model: AcousticModel) -> dict[str, Tensor]:
+    """transform.shift and transform.scale, (input_dim,) float32 on the host, where the model normalises."""
+    named = {"transform.shift": model.transform.shift, "transform.scale": model.transform.scale}
+    return {name: value.cpu() for name, value in named.items() if value is not None}
 
 
 def load_model(path: Path) -> AcousticModel:
@@ -89,10 +96,22 @@ def load_model(path: Path) -> AcousticModel:
         ) from error
     except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise DataError(f"not a ddnn model: {error}", where=path) from error
+    return assemble_model(header, tensors, path)
+
+
+def assemble_model(header: Any, tensors: dict[str, Tensor], where: Path) -> AcousticModel:
+    """The model that `describe_model` described.
+
+    Args:
+        tensors: `transform_tensors`, and the weights and biases by layer, or all of them as `parameters`.
+
+    Raises:
+        DataError: they do not fit; the numbers are not finite.
+    """
     try:
         return _assemble(header, tensors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"a damaged ddnn model: {error}", where=path) from error
+        raise DataError(f"a damaged ddnn model: {error}", where=where) from error
 
 
 def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> AcousticModel:
@@ -118,8 +137,12 @@ def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> AcousticMod
     def vector(name: str) -> Tensor | None:
         return _take(tensors, name, (layers[0].inputs,)) if name in tensors else None
 
-    parts = []
-    for i, layer in enumerate(layers):
+    if "parameters" in tensors:
+        parts = [_take(tensors, "parameters", (sum(layer.num_parameters for layer in layers),))]
+        layers_by_name: tuple[Layer, ...] = ()
+    else:
+        parts, layers_by_name = [], layers
+    for i, layer in enumerate(layers_by_name):
         parts += [_take(tensors, f"layer{i}.weight", (layer.outputs, layer.inputs)).flatten()]
         parts += [_take(tensors, f"layer{i}.bias", (layer.outputs,))]
     transform = InputTransform(offsets, dim, vector("transform.shift"), vector("transform.scale"))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
+from ddnn.errors import DataError
 from ddnn.recipe.schema import Schedule as ScheduleRecipe
+
+State = float | int | bool
 
 
 class Schedule(Protocol):
@@ -20,14 +24,40 @@ class Schedule(Protocol):
     def judge(self, loss: float, frame_accuracy: float) -> bool:
         """Takes those after an epoch; True where the epoch's network is kept. Moves `rate` and `finished` on."""
 
+    def state(self) -> dict[str, State]:
+        """What moves from epoch to epoch, for a checkpoint."""
 
-class Newbob:
+    def load(self, state: Mapping[str, object]) -> None:
+        """Takes up what `state` gave; DataError where it is none of this schedule's."""
+
+
+class _Moving:
+    """A schedule whose attributes `moving` change from epoch to epoch."""
+
+    moving: tuple[str, ...] = ()
+
+    def state(self) -> dict[str, State]:
+        return {name: getattr(self, name) for name in self.moving}
+
+    def load(self, state: Mapping[str, object]) -> None:
+        if set(state) != set(self.moving):
+            raise DataError(f"the schedule's state holds {sorted(state)}, expected {sorted(self.moving)}")
+        for name in self.moving:
+            if type(state[name]) is not type(getattr(self, name)):
+                raise DataError(f"the schedule's state: {name} is {state[name]!r}")
+        for name in self.moving:
+            setattr(self, name, state[name])
+
+
+class Newbob(_Moving):
     """Newbob with accept and reject, as Kaldi nnet1's steps/nnet/train_scheduler.sh.
 
     An epoch is accepted if cross-validation improved (or it is one of the first `keep_epochs` or `min_epochs`). The
     improvement r, 0 on rejection, is relative for the loss; for frame accuracy, as the paper words it, absolute. Once
     r < start_halving the rate is halved after every epoch; once halving is on and r < end_halving, training ends.
     """
+
+    moving = ("rate", "finished", "epoch", "halving", "best")
 
     def __init__(self, recipe: ScheduleRecipe) -> None:
         by_loss = recipe.criterion == "loss"
@@ -70,8 +100,10 @@ class Newbob:
         return accepted
 
 
-class Exponential:
+class Exponential(_Moving):
     """rate_k = initial * (final / initial)^((k-1) / (n-1)) over n epochs; every epoch is kept."""
+
+    moving = ("rate", "finished", "epoch")
 
     def __init__(self, recipe: ScheduleRecipe) -> None:
         self.initial = self.rate = recipe.initial

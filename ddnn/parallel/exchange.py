@@ -63,6 +63,7 @@ class Exchange:
         host: name of the host.
         members: all workers, by rank.
         guard: what kills this worker should it hang; None without one. Told when a call begins and ends.
+        lost: whether `ddnn.parallel.survive.finish` has found that a worker has died.
         wire: how parameters travel, see `ddnn.parallel.mean` and `ddnn.parallel.strategies`.
         communicator: mpi4py's communicator; None for a single worker, which needs no MPI.
         carriers: type of device -> what moves the tensors there. Empty for a single worker.
@@ -76,6 +77,7 @@ class Exchange:
     host: str = field(default_factory=socket.gethostname)
     members: list[Member] = field(default_factory=list)
     guard: Guard | None = None
+    lost: bool = False
     wire: Wire = "float32"
     communicator: Any = None
     carriers: dict[str, Carrier] = field(default_factory=dict)

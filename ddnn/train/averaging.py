@@ -23,18 +23,27 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from ddnn.optim.sgd import Sgd
 from ddnn.parallel.exchange import Exchange, require_threads
+from ddnn.parallel.survive import WorkerLost
+from ddnn.parallel.traffic import Traffic
 from ddnn.recipe.schema import Parallel
-from ddnn.train.mixing import Mixing
+from ddnn.train.mixing import GOSSIP, Mixing
 from ddnn.train.telemetry import Clock, counts_from_now
 
 log = logging.getLogger(__name__)
+
+NOTHING, CHECKPOINT, STOP = 0, 1, 2
+"""What a worker may wish for; the strongest wish is done by all."""
+GOSSIP_MEETS_EVERY = 8
+"""Averagings between two questions to all workers what they wish, where averaging is gossip."""
 
 
 class Averaging:
@@ -48,6 +57,9 @@ class Averaging:
     Attributes:
         rate_scale: what the schedule's rates are multiplied by.
         counts, clock: since the epoch began.
+        wish: what this worker would have done at the next averaging, where all can do it: `NOTHING`, a `CHECKPOINT`,
+            or that and to `STOP`.
+        asked: the strongest wish of all workers, as of the last `meet`.
     """
 
     def __init__(
@@ -60,6 +72,8 @@ class Averaging:
         self.rate_scale = exchange.size if scales_rate(options) else 1
         self.momentum_rule = options.momentum_rule or ("reset" if options.reduce == "bmuf" else "keep")
         self.clock, self.counts = Clock(), counts_from_now(exchange)
+        self.wish: Callable[[], int] = lambda: NOTHING
+        self.asked = NOTHING
         self._agreed: int | None = None
         self._tail = 0
         self._block_frames = float(options.every * minibatch)
@@ -107,28 +121,46 @@ class Averaging:
         self.mixing.average_gradient(gradient, float(finite))
         self.counts.averagings += 1
         self.counts.left_out += not finite
-        self._start_block()
+        self.start_block()
 
     def after_minibatch(self, frames: int) -> bool:
         """To be called after every step; averages where a block is full. True if it did."""
         self.clock.lap("compute")
+        self.exchange.tick()
         self.counts.minibatches += 1
         self.counts.frames += frames
         self._tail += frames
+        self.asked = self.wish() if self.alone else NOTHING
+        blocks, incomplete = divmod(self.counts.minibatches, self.options.every)
+        if self.of_gradients and not incomplete:
+            self.meet()
         if self.alone or self.of_gradients:
             return self.of_gradients
-        blocks, incomplete = divmod(self.counts.minibatches, self.options.every)
         if incomplete or blocks > (self._agreed or 0):
             return False
         self._end_block()
         if self._background is None:
             self._depart()
             self._take_up()
+            self._meet_after(blocks)
         else:
             self.arrive()
+            self._meet_after(blocks)  # while nothing is under way
             self._depart()
-        self._start_block()
+        self.start_block()
         return True
+
+    def meet(self) -> None:
+        """Fills `asked`, on all workers alike. Collective."""
+        self.asked = self.wish()
+        if not self.alone:
+            with self.exchange.waiting():
+                self.asked = int(self.exchange.all_gather(torch.tensor([self.asked])).max())
+
+    def _meet_after(self, blocks: int) -> None:
+        """Gossip has no other message from all to all: there one at each averaging would make everyone wait."""
+        if self.options.reduce not in GOSSIP or blocks % GOSSIP_MEETS_EVERY == 0:
+            self.meet()
 
     def arrive(self) -> None:
         """Waits for the exchange in the background, where one is under way, and takes up its result. Before this
@@ -151,7 +183,9 @@ class Averaging:
         else:
             self.arrive()
             finite = math.isfinite(_norm(self.parameters))
-            self.mixing.finish_epoch(self.counts.frames if finite else 0, self._tail)
+            with self._kept():
+                # An epoch that went on after a loss may have no minibatch left for this worker.
+                self.mixing.finish_epoch(max(1, self.counts.frames) if finite else 0, self._tail)
             if not finite:
                 self._join_again()
         self.clock.lap("averaging")
@@ -159,7 +193,8 @@ class Averaging:
     def mean_now(self) -> None:
         """parameters <- their exact mean, at once: each step of a warm start by all-reduce."""
         finite = math.isfinite(_norm(self.parameters))
-        self.mixing.exact_mean(float(finite))
+        with self._kept():
+            self.mixing.exact_mean(float(finite))
         if not finite:
             self._join_again()
 
@@ -174,6 +209,64 @@ class Averaging:
         if not self.alone:
             self.mixing.restart()
 
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keeps a copy of the parameters, which are put back where a worker is lost in the middle of an averaging."""
+        self._before.copy_(self.parameters)
+        try:
+            yield
+        except WorkerLost:
+            self.parameters.copy_(self._before)
+            raise
+
+    def state(self) -> dict[str, Tensor]:
+        """What this worker alone knows of the epoch's averagings, for a checkpoint after an averaging or between
+        epochs: tensors on any device, some of them the ones in use."""
+        counts, traffic = self.counts, self.exchange.traffic - self.counts.traffic
+        round_ = 0 if self.alone else self.mixing.round
+        numbers = [counts.frames, counts.minibatches, counts.averagings, counts.left_out, self._tail, round_]
+        seconds = [self.clock.seconds[what] for what in ("data", "compute", "averaging")]
+        found = {
+            "counts": torch.tensor([*numbers, self._agreed or 0], dtype=torch.int64),
+            "divergences": torch.tensor(counts.divergences, dtype=torch.float64),
+            "blocks": torch.tensor(counts.blocks, dtype=torch.float64),
+            "seconds": torch.tensor([*seconds, time.perf_counter() - self.clock.started], dtype=torch.float64),
+            "traffic": torch.tensor(list(vars(traffic).values()), dtype=torch.float64),
+        }
+        if self._under_way is not None:
+            self._under_way.result()  # it is waited for, not taken up: that comes after the next block
+            found |= {"under_way.before": self._before, "under_way.made": self.mixing.result()}
+            found["under_way.norm"] = torch.tensor(self._norm, dtype=torch.float64)
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes up `state`, after the parameters were put back."""
+        counts = counts_from_now(self.exchange)
+        numbers = [int(number) for number in state["counts"].tolist()]
+        counts.frames, counts.minibatches, counts.averagings, counts.left_out, self._tail, round_, agreed = numbers
+        counts.divergences, counts.blocks = state["divergences"].tolist(), state["blocks"].tolist()
+        sent, transfer, waiting = state["traffic"].tolist()
+        counts.traffic = self.exchange.traffic - Traffic(int(sent), transfer, waiting)
+        self.counts, self._agreed = counts, agreed
+        self.clock.restart()
+        *seconds, passed = state["seconds"].tolist()
+        self.clock.seconds.update(zip(("data", "compute", "averaging"), seconds, strict=True))
+        self.clock.started -= passed
+        self._block_started = time.perf_counter()
+        if not self.alone:
+            self.mixing.round = round_
+        if "under_way.before" in state:
+            self.mixing.load_result(state["under_way.made"])
+            self._before.copy_(state["under_way.before"])
+            self._norm = float(state["under_way.norm"])
+            self._under_way = Future()
+            self._under_way.set_result(None)
+
+    def abandon(self) -> None:
+        """After WorkerLost, once the others have been called: waits for the exchange in the background, which fails."""
+        if self._background is not None:
+            self._background.shutdown(wait=True, cancel_futures=True)
+
     def close(self) -> None:
         """Ends the background thread. After an error its exchange may wait for ever: it is not waited for."""
         if self._background is not None:
@@ -183,13 +276,15 @@ class Averaging:
         """Averages, with overlap in the background."""
         self._norm = _norm(self.parameters)
         weight = self._block_frames if math.isfinite(self._norm) else 0.0
-        self._before.copy_(self.parameters)
-        self.mixing.fetch()
         if self._background is None:
-            self.mixing.average(weight)
-            if self.momentum_rule == "average" and self.optimizer.momentum:
-                self.mixing.average_momentum(weight if math.isfinite(_norm(self.optimizer.correction)) else 0.0)
+            with self._kept():
+                self.mixing.fetch()
+                self.mixing.average(weight)
+                if self.momentum_rule == "average" and self.optimizer.momentum:
+                    self.mixing.average_momentum(weight if math.isfinite(_norm(self.optimizer.correction)) else 0.0)
         else:
+            self._before.copy_(self.parameters)
+            self.mixing.fetch()
             self._under_way = self._background.submit(self.mixing.average_beside_training, weight)
         self._tail = 0
 
@@ -228,7 +323,8 @@ class Averaging:
         self.clock.lap("compute")
         self.counts.blocks.append(time.perf_counter() - self._block_started)
 
-    def _start_block(self) -> None:
+    def start_block(self) -> None:
+        """The next block begins now: what went before is no training."""
         self.clock.lap("averaging")
         self._block_started = time.perf_counter()
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import platform
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,85 +23,268 @@ from ddnn.model.network import Network, hidden_stack
 from ddnn.model.precision import allow_tf32, choose_precision
 from ddnn.optim.schedule import make_schedule
 from ddnn.optim.sgd import make_optimizer
-from ddnn.parallel.exchange import Exchange
+from ddnn.parallel.exchange import Exchange, Member
+from ddnn.parallel.failures import Job
+from ddnn.parallel.guard import Guard
+from ddnn.parallel.launch import fault_tolerant
 from ddnn.parallel.mean import AllLeftOut
+from ddnn.parallel.survive import WorkerLost
 from ddnn.progress import only_first_worker_shows
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.train.averaging import Averaging
+from ddnn.train.checkpoint import Checkpoints
 from ddnn.train.load import Frames, TrainingData, check_size, input_transform, load_everything, load_training_data
 from ddnn.train.loop import Setup, train
 from ddnn.train.pretrain import STACK, claim, load_stack, pretrain, share_stack
-from ddnn.train.run_dir import BEST, PRETRAIN, NoRunDir, RunDir
+from ddnn.train.recovery import meet
+from ddnn.train.resume import check_same_data, data_digest, newest_saved
+from ddnn.train.run_dir import BEST, CHECKPOINTS, PRETRAIN, NoRunDir, RunDir
+from ddnn.train.saving import Saver
+from ddnn.train.state import Header, Saved, Standing
+from ddnn.train.stopping import Stopped, StoppedEarly, StopRequest
 
 log = logging.getLogger(__name__)
 
 
-def run_training(recipe: Recipe, run_dir: Path, device: str = "auto", exchange: Exchange | None = None) -> None:
+class Session:
+    """A training, as it goes on over stops and over the deaths of workers. Each worker has one.
+
+    Attributes:
+        recipe: as it was begun; `exchange.size` may since have become smaller than its number of workers.
+        saved: what to go on from; None to begin.
+        setup: of the loop, once it is about to run; None while data is loaded.
+        lost: workers that have died and are not yet recorded.
+    """
+
+    def __init__(self, recipe: Recipe, run_dir: Path, device: str, job: Job, stop: StopRequest, resume: bool) -> None:
+        self.recipe, self.device, self.job, self.stop, self.resume = recipe, device, job, stop, resume
+        self.run = RunDir(run_dir, resume) if job.exchange.rank == 0 else NoRunDir(run_dir)
+        self.recipe_text = dump_recipe(recipe)
+        self.data = ""
+        self.saved: Saved | None = None
+        self.setup: Setup | None = None
+        self.lost: list[Member] = []
+        self._log_file: logging.Handler | None = None
+
+    @property
+    def exchange(self) -> Exchange:
+        """This worker's way to those that are left."""
+        return self.job.exchange
+
+    @exchange.setter
+    def exchange(self, exchange: Exchange) -> None:
+        self.job.exchange = exchange
+
+    @property
+    def standing(self) -> Standing | None:
+        """Where the loop stands; None before it."""
+        return None if self.setup is None or self.setup.saver is None else self.setup.saver.standing
+
+    def open_log(self) -> None:
+        """train.log gets what is said from here on."""
+        self._log_file = self.run.open_log()
+        logging.getLogger("ddnn").addHandler(self._log_file)
+
+    def take_over_run_dir(self) -> None:
+        """The first worker has died, and this one is the first now."""
+        assert isinstance(self.run, NoRunDir)
+        say_as_worker(self.exchange)
+        self.run = self.run.take_over()
+        self.open_log()
+        log.info("worker %d writes the run dir from here on", self.exchange.number)
+
+    def say_in_log(self, text: str) -> None:
+        """A line for whoever reads the log later; the command line tells the person."""
+        said = {"msg": f"stopped: {text}", "levelno": logging.ERROR, "levelname": "ERROR"}
+        if self._log_file is not None:
+            self._log_file.handle(logging.makeLogRecord(said))
+
+    def close(self) -> None:
+        """Ends what runs beside the training, and lets go of the run dir."""
+        if self.setup is not None:
+            self.setup.averaging.close()
+        if self.exchange.guard is not None:
+            self.exchange.guard.disarm()
+        if self._log_file is not None:
+            logging.getLogger("ddnn").removeHandler(self._log_file)
+            self._log_file.close()
+
+    def something_to_go_on_from(self) -> bool:
+        """Whether --resume would not begin from nothing."""
+        path = self.run.path
+        return any((path / CHECKPOINTS).glob("[0-9]*")) or (path / PRETRAIN / "rbm1.safetensors").exists()
+
+
+def run_training(
+    recipe: Recipe,
+    run_dir: Path,
+    device: str = "auto",
+    exchange: Exchange | None = None,
+    *,
+    resume: bool = False,
+    job: Job | None = None,
+) -> None:
     """Trains as the recipe says and leaves everything in `run_dir`; every worker of `exchange` runs it together.
+
+    Args:
+        resume: go on from the newest checkpoint of the run dir; where it has none, begin anew in it.
+        job: in place of `exchange`; gets the exchange of the workers that are left where some die.
 
     Raises:
         UserError: anything the user must mend: recipe, data, device, disk.
+        Stopped: a signal has ended it, and it can go on with `resume`.
     """
-    exchange = exchange or Exchange()
-    recipe = for_these_workers(recipe, exchange)
-    on = device_of_worker(recipe, device, exchange)
-    run = RunDir(run_dir) if exchange.rank == 0 else NoRunDir(run_dir)
-    log_file = run.open_log()
-    root = logging.getLogger("ddnn")
-    root.addHandler(log_file)
-    say_as_worker(exchange)
-    averaging = None
-    try:
-        log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, on, platform.python_version())
-        allow_tf32(recipe.tf32, on)
-        _log_workers(recipe, on, exchange)
-        if recipe.init == "rbm" and recipe.pretrain.from_ is None and exchange.rank == 0:
-            claim(recipe, run_dir / PRETRAIN)  # before anything of an earlier run is written over
-        run.write_recipe(dump_recipe(recipe))
-        stack = _replicated_stack(recipe, on, run_dir / PRETRAIN, exchange)
-        data = load_training_data(recipe, on, exchange)
-        check_size("minibatch", recipe.minibatch, data.train_utterances, data.frames, exchange)
-        model = initial_model(recipe, data, run_dir / PRETRAIN, exchange, stack).to(on)
-        run.write_counts(data.source.pdf_counts())
-        optimizer = make_optimizer(recipe.optimizer, model.network)
-        averaging = Averaging(exchange, recipe.parallel, model.network.parameters, optimizer, recipe.minibatch)
-        averaging.share()
-        setup = Setup(
-            model=model,
-            optimizer=optimizer,
-            schedule=make_schedule(recipe.schedule),
-            train=data.train,
-            cv=data.cv,
-            minibatch=recipe.minibatch,
-            seed=recipe.seed,
-            averaging=averaging,
-            precision=choose_precision(recipe.precision, model.network, recipe.minibatch, exchange),
-            graphs=recipe.graphs == "auto",
+    job = job or Job(exchange or Exchange())
+    recipe = for_these_workers(recipe, job.exchange)
+    outlives = continues(recipe, job.exchange)
+    with StopRequest(speaks=job.exchange.rank == 0) as stop:
+        session = Session(recipe, run_dir, device, job, stop, resume)
+        session.open_log()
+        say_as_worker(job.exchange)
+        if job.exchange.size > 1:
+            job.exchange.guard = Guard(job.exchange.rank, job.exchange.host, recipe.parallel.timeout)
+        try:
+            while True:
+                try:
+                    _train_together(session)
+                    break
+                except WorkerLost as error:
+                    if not outlives:
+                        raise UserError(f"another worker has died: {error}", mend="go on with --resume") from error
+                    meet(session)
+                except UserError as error:
+                    if outlives and session.exchange.size > 1:
+                        meet(session, error=str(error))  # raises it on all
+                    raise
+                except StoppedEarly as early:
+                    name = early.received
+                    if outlives and session.exchange.size > 1:
+                        meet(session, stopped=name)  # raises Stopped on all
+                    raise Stopped(name) from early
+        except Stopped as stopped:
+            if not session.something_to_go_on_from():
+                session.say_in_log(f"on {stopped.received}, before there was a checkpoint")
+                raise SystemExit(128 + _number(stopped.received)) from stopped
+            session.say_in_log(f"on {stopped.received}; go on with --resume")
+            if session.exchange.rank == 0:
+                print(f"ddnn: stopped on {stopped.received}; go on with --resume", file=sys.stderr)
+            raise
+        except (UserError, KeyboardInterrupt) as error:
+            session.say_in_log(str(error) or "interrupted")
+            raise
+        finally:
+            session.close()
+
+
+def _train_together(session: Session) -> None:
+    """One training from loading to its end, by the workers that there are now."""
+    recipe, run, exchange = session.recipe, session.run, session.exchange
+    on = device_of_worker(recipe, session.device, exchange)
+    log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, on, platform.python_version())
+    allow_tf32(recipe.tf32, on)
+    _log_workers(recipe, on, exchange)
+    checkpoints = Checkpoints(run.path / CHECKPOINTS, recipe.checkpoint.keep, exchange)
+    if session.saved is None and session.resume:
+        session.saved = newest_saved(checkpoints, recipe, exchange)
+        run.forget_epochs_after(-1 if session.saved is None else session.saved.header.epoch)
+        if session.saved is None:
+            log.info("there is no checkpoint to go on from: the training begins")
+        else:
+            run.record(resumed_row(session.saved.header, exchange))
+    saved, pretrain_dir = session.saved, run.path / PRETRAIN
+    begins_with_rbms = saved is None and recipe.init == "rbm" and recipe.pretrain.from_ is None
+    if begins_with_rbms and exchange.rank == 0:
+        claim(recipe, pretrain_dir)  # before anything of an earlier run is written over
+    run.write_recipe(session.recipe_text)
+    stack = _replicated_stack(recipe, on, pretrain_dir, exchange) if begins_with_rbms else None
+    data = load_training_data(recipe, on, exchange)
+    session.data = data_digest(data)
+    check_size("minibatch", recipe.minibatch, data.train_utterances, data.frames, exchange)
+    if saved is None:
+        model = initial_model(recipe, data, pretrain_dir, exchange, stack).to(on)
+    else:
+        check_same_data(saved, session.data, recipe.data.train)
+        model = saved.model().to(on)
+    run.write_counts(data.source.pdf_counts())
+    optimizer = make_optimizer(recipe.optimizer, model.network)
+    averaging = Averaging(exchange, recipe.parallel, model.network.parameters, optimizer, recipe.minibatch)
+    averaging.share()
+    setup = Setup(
+        model=model,
+        optimizer=optimizer,
+        schedule=make_schedule(recipe.schedule),
+        train=data.train,
+        cv=data.cv,
+        minibatch=recipe.minibatch,
+        seed=recipe.seed,
+        averaging=averaging,
+        precision=choose_precision(
+            recipe.precision if saved is None else saved.header.precision, model.network, recipe.minibatch, exchange
+        ),
+        graphs=recipe.graphs == "auto",
+        saver=Saver(
+            checkpoints,
+            recipe.checkpoint,
+            session.stop,
+            recipe=session.recipe_text,
+            data=session.data,
+            first=exchange.rank == 0,
+        ),
+        saved=saved,
+    )
+    session.setup = setup
+    log.info(
+        "%d parameters, %d frames to train on, %d to judge by; rates%s multiply the gradient summed over %d frames%s",
+        model.network.parameters.numel(),
+        sum(exchange.gather(len(setup.train))),
+        sum(exchange.gather(len(setup.cv))),
+        f" x {averaging.rate_scale}" if averaging.rate_scale > 1 else "",
+        recipe.minibatch,
+        "" if averaging.alone else " of each worker",
+    )
+    trained = _train(setup, run)
+    run.finish(trained.to(torch.device("cpu")))
+    exchange.barrier()  # until the model is there, a worker that is left can write it
+    log.info("finished: %s", run.path / "final.safetensors")
+
+
+def continues(recipe: Recipe, exchange: Exchange) -> bool:
+    """Whether the workers that are left go on where one dies: the recipe asks for it, and this MPI can.
+
+    Raises:
+        RecipeError: parameters would travel by NCCL, which no worker survives.
+    """
+    if recipe.parallel.on_failure == "stop" or exchange.size == 1:
+        return False
+    if recipe.parallel.transport == "nccl":
+        raise RecipeError(
+            "NCCL ends with the first worker that dies",
+            where="parallel.on_failure: continue, parallel.transport: nccl",
+            mend="set parallel.transport to host or device, or parallel.on_failure to stop",
         )
-        log.info(
-            "%d parameters, %d frames to train on, %d to judge by; rates%s multiply the gradient summed over %d frames"
-            "%s",
-            model.network.parameters.numel(),
-            sum(exchange.gather(len(setup.train))),
-            sum(exchange.gather(len(setup.cv))),
-            f" x {averaging.rate_scale}" if averaging.rate_scale > 1 else "",
-            recipe.minibatch,
-            "" if averaging.alone else " of each worker",
-        )
-        trained = _train(setup, run)
-        run.finish(trained.to(torch.device("cpu")))
-        log.info("finished: %s", run_dir / "final.safetensors")
-    except (UserError, KeyboardInterrupt) as error:
-        # The command line tells the person; whoever reads the log later is told here.
-        said = {"msg": f"stopped: {str(error) or 'interrupted'}", "levelno": logging.ERROR, "levelname": "ERROR"}
-        log_file.handle(logging.makeLogRecord(said))
-        raise
-    finally:
-        if averaging is not None:
-            averaging.close()
-        root.removeHandler(log_file)
-        log_file.close()
+    if fault_tolerant():
+        return True
+    log.warning(
+        "parallel.on_failure is continue, but this MPI job ends with the first worker that dies: it was not started by "
+        "mpirun --with-ft ulfm of Open MPI 5 (`ddnn train --workers N` does so); all will stop"
+    )
+    return False
+
+
+def resumed_row(header: Header, exchange: Exchange) -> dict[str, Any]:
+    """A row of metrics.jsonl that says where a training went on."""
+    return {
+        "epoch": header.epoch,
+        "split": "resumed",
+        "rank": header.minibatch,
+        "minibatch": header.minibatch,
+        "workers": exchange.size,
+    }
+
+
+def _number(name: str) -> int:
+    return int(signal.Signals[name]) if name in signal.Signals.__members__ else int(signal.SIGTERM)
 
 
 def _train(setup: Setup, run: RunDir) -> AcousticModel:

@@ -119,6 +119,8 @@ def evaluate(model: AcousticModel, frames: FrameSet, exchange: Exchange | None =
     tally = Tally(device)
     for rows, activations in outputs(model, frames, Buffers(model.network, max(1, min(BLOCK, len(frames))))):
         tally.add(*cross_entropy(activations, labels_of(frames.corpus, rows, device)), len(rows))
+        if exchange is not None:
+            exchange.tick()
     return tally.evaluation() if exchange is None else tally.over_workers(exchange)
 
 

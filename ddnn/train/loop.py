@@ -8,6 +8,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from ddnn.progress import frame_counter
 from ddnn.train.averaging import Averaging, no_averaging
 from ddnn.train.evaluate import Evaluation, Tally, evaluate
 from ddnn.train.run_dir import RunDir
+from ddnn.train.saving import Saver
+from ddnn.train.state import Saved, Standing, restore
 from ddnn.train.step import CHECKED, CudaGraph, Feed, GraphedStep, Inputs, Step, checked
 from ddnn.train.telemetry import worker_row
 
@@ -41,6 +44,8 @@ class Setup:
         averaging: this worker's part in the averagings.
         precision: of forward and backward passes in training; the same on every worker.
         graphs: on a GPU, whether the step may be captured as a CUDA graph.
+        saver: writes checkpoints; None for none.
+        saved: what to go on from; None to begin.
     """
 
     model: AcousticModel
@@ -53,6 +58,8 @@ class Setup:
     averaging: Averaging
     precision: Precision = "float32"
     graphs: bool = True
+    saver: Saver | None = None
+    saved: Saved | None = None
 
 
 def train_minibatch(setup: Setup, buffers: Buffers, rows: Tensor, rate: float) -> tuple[Tensor, Tensor]:
@@ -106,42 +113,44 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
         AllLeftOut: no worker's model is.
     """
     model, network, schedule, averaging = setup.model, setup.model.network, setup.schedule, setup.averaging
-    exchange = averaging.exchange
+    exchange, saver = averaging.exchange, setup.saver
     buffers = Buffers(network, setup.minibatch, setup.precision)
-    warm_start(setup, buffers, run)
+    if setup.saved is None:
+        warm_start(setup, buffers, run)
     feed = Feed(setup.train, model.transform, setup.minibatch, buffers.x.device, averaging.clock.lap)
     step = fastest_step(setup, buffers, feed)
     orders = Orders(
         setup.train, setup.minibatch, seed=setup.seed, rank=exchange.rank, ahead=buffers.x.device.type == "cuda"
     )
-    best = network.parameters.clone()
-    started = time.perf_counter()
-    cv = evaluate(model, setup.cv, exchange)
-    _check_finite("cross-validation", cv, 0, schedule.rate)
-    _record(run, 0, "cv", cv, schedule.rate, time.perf_counter() - started, accepted=True)
-    schedule.start(cv.loss, cv.frame_accuracy)
+    at = begin(setup, run) if setup.saved is None else restore(setup, setup.saved)
+    if saver is not None:
+        saver.begin(setup, at)
 
-    epoch = 0
     while not schedule.finished:
-        epoch += 1
-        rate, started = schedule.rate, time.perf_counter()
-        tally, block = Tally(network.parameters.device), Tally(network.parameters.device)
-        setup.optimizer.clear_momentum()
-        minibatches = averaging.start_epoch(num_minibatches(setup.train, setup.minibatch))
-        with frame_counter(f"epoch {epoch}", len(setup.train)) as bar, closing(feed.over(orders.of(epoch))) as inputs:
-            for minibatch in islice(inputs, minibatches):
+        epoch, rate, started = at.epochs + 1, schedule.rate, time.perf_counter() - at.seconds
+        if at.length is None:  # else it is one that was broken off, and all is as it was
+            setup.optimizer.clear_momentum()
+            at.length = at.done + averaging.start_epoch(num_minibatches(setup.train, setup.minibatch) - at.done)
+        with (
+            frame_counter(f"epoch {epoch}", len(setup.train), done=at.done * setup.minibatch) as bar,
+            closing(feed.over(orders.of(epoch, after=at.done))) as inputs,
+        ):
+            for minibatch in islice(inputs, at.length - at.done):
                 loss, right = step(minibatch, rate * averaging.rate_scale)
-                block.add(loss, right, setup.minibatch)
+                at.block.add(loss, right, setup.minibatch)
+                at.done += 1
                 bar.update(setup.minibatch)
                 if averaging.after_minibatch(setup.minibatch):
-                    tally.take_over(block)  # what was lost with a model left out is in no figure
-                elif averaging.alone and block.frames % (CHECK_EVERY * setup.minibatch) == 0:
-                    _check_finite("training", block.evaluation(), epoch, rate)
+                    at.tally.take_over(at.block)  # what was lost with a model left out is in no figure
+                elif averaging.alone and at.block.frames % (CHECK_EVERY * setup.minibatch) == 0:
+                    _check_finite("training", at.block.evaluation(), epoch, rate)
+                if averaging.asked and saver is not None:
+                    saver.save(setup, at, time.perf_counter() - started)
         averaging.finish_epoch()
         _record_workers(run, setup, epoch)
         if not averaging.alone:
-            tally.take_over(block)
-        trained = (block if averaging.alone else tally).over_workers(exchange)
+            at.tally.take_over(at.block)
+        trained = (at.block if averaging.alone else at.tally).over_workers(exchange)
         _check_finite("training", trained, epoch, rate)
         trained_seconds = time.perf_counter() - started
 
@@ -150,16 +159,32 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
         accepted = schedule.judge(cv.loss, cv.frame_accuracy)
         if accepted:
             _check_finite("cross-validation", cv, epoch, rate)
-            best.copy_(network.parameters)
+            at.best.copy_(network.parameters)
             run.save_best(model)
         else:
-            network.parameters.copy_(best)
+            network.parameters.copy_(at.best)
             averaging.restart()
-        _record(run, epoch, "train", trained, rate, trained_seconds, accepted)
-        _record(run, epoch, "cv", cv, rate, time.perf_counter() - started, accepted)
+        at.rows = [
+            _record(run, epoch, "train", trained, rate, trained_seconds, accepted),
+            _record(run, epoch, "cv", cv, rate, time.perf_counter() - started, accepted),
+        ]
+        at.end_epoch()
+        if saver is not None and not schedule.finished:
+            averaging.meet()
+            saver.save(setup, at, seconds=0.0)
     orders.close()
-    network.parameters.copy_(best)
+    network.parameters.copy_(at.best)
     return model
+
+
+def begin(setup: Setup, run: RunDir) -> Standing:
+    """Judges the initial network, which is epoch 0."""
+    started = time.perf_counter()
+    cv = evaluate(setup.model, setup.cv, setup.averaging.exchange)
+    _check_finite("cross-validation", cv, 0, setup.schedule.rate)
+    _record(run, 0, "cv", cv, setup.schedule.rate, time.perf_counter() - started, accepted=True)
+    setup.schedule.start(cv.loss, cv.frame_accuracy)
+    return Standing(setup.model.network.parameters.clone())
 
 
 def warm_start(setup: Setup, buffers: Buffers, run: RunDir) -> None:
@@ -225,7 +250,7 @@ def _record_workers(run: RunDir, setup: Setup, epoch: int) -> None:
 
 def _record(
     run: RunDir, epoch: int, split: str, figures: Evaluation, rate: float, seconds: float, accepted: bool
-) -> None:
+) -> dict[str, Any]:
     speed = figures.frames / max(seconds, 1e-9)
     log.info(
         "epoch %2d %-5s loss %.4f  frame accuracy %5.2f %%  rate %.6g  %.1f s  %.0f frames/s%s",
@@ -238,16 +263,16 @@ def _record(
         speed,
         "" if accepted else "  rejected",
     )
-    run.record(
-        {
-            "epoch": epoch,
-            "split": split,
-            "loss": figures.loss,
-            "frame_accuracy": figures.frame_accuracy,
-            "learning_rate": rate,
-            "frames": figures.frames,
-            "seconds": round(seconds, 4),
-            "frames_per_second": round(speed, 1),
-            "accepted": accepted,
-        }
-    )
+    row = {
+        "epoch": epoch,
+        "split": split,
+        "loss": figures.loss,
+        "frame_accuracy": figures.frame_accuracy,
+        "learning_rate": rate,
+        "frames": figures.frames,
+        "seconds": round(seconds, 4),
+        "frames_per_second": round(speed, 1),
+        "accepted": accepted,
+    }
+    run.record(row)
+    return row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -111,6 +112,32 @@ class Mixing:
             self._blocks.restart(self._staging.fetch(self.parameters))
         if self._sixteen is not None:
             self._sixteen.reference = None
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """What bmuf and the 16-bit all-reduce remember, the same on every worker; (num_parameters,) float32 each."""
+        found = {}
+        if self._blocks is not None:
+            found["blocks.start"], found["blocks.change"] = self._blocks.start, self._blocks.change
+        if self._sixteen is not None and self._sixteen.reference is not None:
+            found["sixteen.reference"] = self._sixteen.reference
+        return found
+
+    def load_shared_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes up `shared_state`."""
+        if self._blocks is not None:
+            self._blocks.start.copy_(state["blocks.start"])
+            self._blocks.change.copy_(state["blocks.change"])
+        if self._sixteen is not None and "sixteen.reference" in state:
+            self._sixteen.reference = self._buffer.detach().clone().copy_(state["sixteen.reference"])
+
+    def result(self) -> Tensor:
+        """The buffer that holds what the last averaging has made, (num_parameters,)."""
+        return self._buffer
+
+    def load_result(self, made: Tensor) -> None:
+        """As if the last averaging had made this; its parameters were fetched from."""
+        self.fetch()
+        self._buffer.copy_(made)
 
     def share(self) -> None:
         """parameters <- those of the first worker."""

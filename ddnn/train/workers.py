@@ -7,23 +7,36 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ddnn.parallel.exchange import Exchange, connect
-from ddnn.parallel.failures import all_stop_on_error
+from ddnn.parallel.failures import Job, all_stop_on_error
 from ddnn.parallel.launch import SAFE_PATH, inside_mpi_job, run_workers
 from ddnn.progress import SHOWN_BY_LAUNCHER
+from ddnn.train.stopping import StopRequest
 
 
-def run_together(workers: int, arguments: Sequence[str], work: Callable[[Exchange], None]) -> None:
+def run_together(
+    workers: int,
+    arguments: Sequence[str],
+    work: Callable[[Job], None],
+    *,
+    fault_tolerant: bool = False,
+    done: Callable[[], bool] | None = None,
+    advice: Callable[[], str | None] | None = None,
+) -> None:
     """Calls `work` on every worker.
 
     - Inside an MPI job (mpirun, srun) this process is one of its workers.
     - Else, for more than one worker, `ddnn` with `arguments` is started so many times by mpirun; returns when all have
       ended well, and exits with the code of the first that has not.
     - Else this process is the only worker, and no MPI is touched.
+
+    The options are those of `run_workers`.
     """
     if inside_mpi_job():
-        exchange = connect()
-        with all_stop_on_error(exchange):
-            work(exchange)
+        # From the beginning: the launcher has made this process deaf to SIGUSR1, by which it asks to stop.
+        with StopRequest():
+            exchange = connect()
+            with all_stop_on_error(exchange) as job:
+                work(job)
     elif workers > 1:
         environment = {**os.environ, **SAFE_PATH}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -31,8 +44,9 @@ def run_together(workers: int, arguments: Sequence[str], work: Callable[[Exchang
             print(f"ddnn: starting {workers} workers on the {cores} cores of this machine", file=sys.stderr, flush=True)
         if sys.stderr.isatty():
             environment[SHOWN_BY_LAUNCHER] = "1"
-        code = run_workers(workers, [sys.executable, "-m", "ddnn.cli", *arguments], environment)
+        command = [sys.executable, "-m", "ddnn.cli", *arguments]
+        code = run_workers(workers, command, environment, fault_tolerant=fault_tolerant, done=done, advice=advice)
         if code:
             sys.exit(code)
     else:
-        work(Exchange())
+        work(Job(Exchange()))
