@@ -29,6 +29,7 @@ from ddnn.train.checkpoint_files import (
     check_file,
     folder_name,
     folder_number,
+    make_folder,
     names_in,
     opened_folder,
     read_tensors,
@@ -53,7 +54,7 @@ class Found:
         path: its folder.
         number: its running number.
         workers: how many wrote it.
-        header: as it was written; tuples have become lists.
+        header: as it was written, but tuples have become lists, and keys are sorted.
     """
 
     path: Path
@@ -80,7 +81,7 @@ class Found:
             raise DataError(
                 f"the checkpoint is damaged: {_explain(error)}",
                 where=self.path,
-                mend="remove it, and go on from the one before with --resume",
+                mend="run again with --resume: the one before is taken",
             ) from error
 
 
@@ -106,19 +107,19 @@ class Checkpoints:
             nothing is left of it, and the older checkpoints are as they were.
         """
         first = self.exchange.rank == 0
-        begun, wrong = self._all(lambda: self._begin() if first else None)
-        number = begun[0]
+        number, wrong = self._first(self._begin)
         if wrong is None:
             files, wrong = self._all(lambda: self._write_part(number, own, shared if first else None))
         if wrong is None:
             manifest = Manifest(number, self.exchange.size, {k: v for of in files for k, v in of.items()}, header)
-            _, wrong = self._all(lambda: self._commit(manifest) if first else None)
+            _, wrong = self._first(lambda: self._commit(manifest))
         if first and wrong is None:
             self._remove_old()
         elif first:
             if number is not None:
                 self._discard(number)
             log.warning("%s: no checkpoint could be written, training goes on: %s", self.directory, wrong)
+        self.exchange.barrier()  # nothing of it goes on behind anybody's back
         return wrong is None
 
     def newest(self) -> Found | None:
@@ -129,20 +130,19 @@ class Checkpoints:
         Raises:
             DataError: there are checkpoints, but none is whole; or another version of ddnn wrote them.
         """
-        first = self.exchange.rank == 0
-        listed, wrong = self._all(lambda: self._numbers() if first else None)
-        for number in listed[0] or ():
+        numbers, wrong = self._first(self._numbers)
+        for number in numbers or ():
             found, wrong = self._look_at(number)
             if found is not None:
                 return found
             self._damaged.add(number)
-            if first:
+            if self.exchange.rank == 0:
                 log.warning("checkpoint %s is damaged and left out: %s", self.directory / folder_name(number), wrong)
         if wrong is not None:
             raise DataError(
                 f"there is no checkpoint that can be gone on from: {wrong}",
                 where=self.directory,
-                mend="begin anew in another run dir; best.safetensors, if it is there, can be its model.init",
+                mend="restore one, or remove this folder to begin anew with --resume",
             )
         return None
 
@@ -151,10 +151,15 @@ class Checkpoints:
         try:
             said = {"gave": act()}
         except (OSError, MemoryError, Damaged) as error:
-            said = {"wrong": _explain(error) + (f" (worker {self.exchange.rank} on {self.exchange.host})")}
+            said = {"wrong": f"worker {self.exchange.rank} on {self.exchange.host}: {_explain(error)}"}
         everyone = self.exchange.gather(said)
         wrong = next((one["wrong"] for one in everyone if "wrong" in one), None)
         return [one.get("gave") for one in everyone], wrong
+
+    def _first(self, act: Callable[[], Any]) -> tuple[Any, str | None]:
+        """Collective: what `act` returned (JSON) on the first worker, which alone calls it, and what went wrong."""
+        everyone, wrong = self._all(act if self.exchange.rank == 0 else lambda: None)
+        return everyone[0], wrong
 
     def _numbers(self) -> list[int]:
         """Of whatever bears the name of a checkpoint, the newest first."""
@@ -167,11 +172,11 @@ class Checkpoints:
     def _look_at(self, number: int) -> tuple[Found | None, str | None]:
         """Collective: the checkpoint if it is whole, else what is wrong."""
         path = self.directory / folder_name(number)
-        texts, wrong = self._all(lambda: self._manifest_text(path) if self.exchange.rank == 0 else None)
+        text, wrong = self._first(lambda: self._manifest_text(path))
         if wrong is not None:
             return None, wrong
         try:
-            manifest = parse_manifest(texts[0], number, path)
+            manifest = parse_manifest(text, number, path)
         except Damaged as error:  # on all workers alike
             return None, str(error)
         _, wrong = self._all(lambda: self._check_share(path, manifest))
@@ -191,10 +196,7 @@ class Checkpoints:
 
     def _begin(self) -> int:
         """Removes what killed trainings left, and makes the folder of the next checkpoint; its number."""
-        with suppress(FileExistsError):
-            self.directory.mkdir()
-            with opened_folder(self.directory.parent) as above:
-                sync_folder(above)
+        make_folder(self.directory)
         with opened_folder(self.directory) as here:
             for name in names_in(here):
                 if name.startswith(_BEGUN) and folder_number(name.removeprefix(_BEGUN)):

@@ -60,17 +60,32 @@ def folder_number(name: str) -> int:
 
 @contextmanager
 def opened_folder(name: str | Path, parent: int | None = None) -> Iterator[int]:
-    """Descriptor of a folder below another one; OSError where it is none, or a symbolic link to one."""
-    descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    """Descriptor of a folder, below another one where given; OSError where it is none, or a symbolic link to one."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    except OSError as error:
+        link = error.errno in (errno.ENOTDIR, errno.ELOOP)
+        raise OSError(error.errno, "no real folder" if link else error.strerror, str(name)) from error
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder, on the disk too, unless something of that name is there; its parent may be a symbolic link."""
+    if not os.path.lexists(path):
+        path.mkdir()
+        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            sync_folder(parent)
+        finally:
+            os.close(parent)
+
+
 def names_in(folder: int) -> list[str]:
     """What lies in a folder."""
-    return os.listdir(folder)  # noqa: PTH208  (pathlib knows no descriptors)
+    return os.listdir(folder)
 
 
 def sync_folder(folder: int) -> None:
@@ -97,9 +112,12 @@ def write_file(folder: int, name: str, pieces: Iterable[Any]) -> tuple[int, str]
     Raises:
         OSError: the file cannot be written, or what was read back is something else.
     """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=folder)
+
     written, size = hashlib.sha256(), 0
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, 0o666, dir_fd=folder), "r+b", buffering=0) as file:
+    with open(name, "x+b", buffering=0, opener=opener) as file:
         for piece in pieces:
             left = memoryview(piece).cast("B")
             written.update(left)
@@ -124,10 +142,13 @@ def _sha256(file: BinaryIO | Any) -> str:
 
 @contextmanager
 def opened_file(folder: int, name: str) -> Iterator[BinaryIO]:
-    """A file as it is read; whatever hinders that is Damaged."""
+    """A file to read; whatever hinders that is Damaged."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)  # a pipe shall not be waited for
+
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
+        with open(name, "rb", opener=opener) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise Damaged(f"{name} is no regular file")
             yield file
@@ -155,9 +176,9 @@ def read_tensors(folder: int, name: str, size: int, sha256: str) -> dict[str, Te
         tensors = load(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise Damaged(f"{name} is no safetensors file: {error}") from error
-    for key, tensor in tensors.items():
+    for tensor in tensors.values():
         if tensor.dtype not in DTYPES:
-            raise Damaged(f"{name}: {key} is {tensor.dtype}")
+            raise Damaged(f"{name} holds {tensor.dtype}")
     return tensors
 
 
