@@ -52,6 +52,11 @@ class Guard:
                 start_new_session=True,  # signals to the worker's process group are not for it
             )
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def arm(self) -> None:
         """From here on there has to be progress."""
         self.tick()
@@ -64,7 +69,7 @@ class Guard:
             self._words[1] &= ~ARMED
 
     def tick(self) -> None:
-        """Progress was made; costs a tenth of a microsecond. To be called by one thread."""
+        """Progress was made; costs less than a microsecond. To be called by one thread."""
         self._words[0] += 1
 
     @contextmanager

@@ -3,6 +3,7 @@
 argv[1] is a list of deaths with commas between, each "number:when:how":
   compute, raise      killed between two exchanges, or by an exception, in round `when`
   any, stopped        killed, or stopped by SIGSTOP, `when` seconds after the start, wherever it is
+  user-error, stop    ends the job in round `when`; number -1: all workers do
   meeting             killed `when` seconds after it has come to the meeting of the survivors
 argv[2] is the number of rounds, argv[3] a folder for what each worker reports.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from ddnn.errors import UserError
 from ddnn.parallel.exchange import Exchange, connect
 from ddnn.parallel.failures import all_stop_on_error
 from ddnn.parallel.guard import Guard
@@ -45,6 +47,16 @@ class Death(threading.Thread):
         os.kill(os.getpid(), self.number)
 
 
+def end(how: str) -> None:
+    if how == "raise":
+        raise RuntimeError("boom of the test")
+    if how == "user-error":
+        raise UserError("the rate is -1", where="recipe.yaml")
+    if how == "stop":
+        sys.exit(75)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Worker:
     """Blocks of minibatches and averagings, as a training makes them.
 
@@ -59,8 +71,8 @@ class Worker:
         self.recoveries: list[dict[str, object]] = []
         self.round = 0
 
-    def own_deaths(self, *wheres: str) -> list[tuple[float, str]]:
-        return [(float(when), where) for who, when, where in self.deaths if int(who) == self.number and where in wheres]
+    def own_deaths(self, *hows: str) -> list[tuple[float, str]]:
+        return [(float(when), how) for who, when, how in self.deaths if int(who) in (self.number, -1) and how in hows]
 
     def average(self) -> None:
         """One averaging by sum, one by Sendrecv, one on another thread; each checked."""
@@ -85,11 +97,9 @@ class Worker:
 
     def train(self) -> None:
         while self.exchange.agree_min(self.round) < self.rounds:
-            for when, where in self.own_deaths("compute", "raise"):
+            for when, how in self.own_deaths("compute", "raise", "user-error", "stop"):
                 if self.round == int(when):
-                    if where == "raise":
-                        raise RuntimeError("boom of the test")
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    end(how)
             self.compute()
             self.average()
             self.round += 1
@@ -117,10 +127,11 @@ def main(plan: str, rounds: int, out: Path) -> None:
         exchange.guard = Guard(exchange.number, exchange.host, TIMEOUT)
         worker = Worker(exchange, plan, rounds)
         (out / f"{worker.number}.pid").write_text(str(os.getpid()))
+        (out / f"{worker.number}.guard.pid").write_text(str(exchange.guard.pid))
         exchange.barrier()
         exchange.guard.arm()
-        for when, where in worker.own_deaths("any", "stopped"):
-            Death(when, signal.SIGKILL if where == "any" else signal.SIGSTOP).start()
+        for when, how in worker.own_deaths("any", "stopped"):
+            Death(when, signal.SIGKILL if how == "any" else signal.SIGSTOP).start()
         while True:
             try:
                 worker.train()

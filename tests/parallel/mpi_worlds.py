@@ -14,9 +14,11 @@ from ddnn.errors import UserError
 from ddnn.parallel.launch import find_mpirun
 
 HERE = Path(__file__).parent
-LAUNCH = (
-    "import sys; from ddnn.parallel.launch import run_workers; sys.exit(run_workers(int(sys.argv[1]), sys.argv[2:]))"
-)
+LAUNCH = """import sys
+from ddnn.parallel.launch import run_workers
+survives, workers, *argv = sys.argv[1:]
+sys.exit(run_workers(int(workers), argv, fault_tolerant=survives == "True", advice=lambda: "advice of the test"))
+"""
 
 
 def need_mpi() -> None:
@@ -27,7 +29,7 @@ def need_mpi() -> None:
         pytest.skip(error.what)
 
 
-def launch(workers: int, script: str, *arguments: str | Path) -> subprocess.Popen[str]:
+def launch(workers: int, script: str, *arguments: str | Path, fault_tolerant: bool = False) -> subprocess.Popen[str]:
     """A launcher, as `ddnn train --workers N` is one, of `workers` copies of a script beside this file."""
     need_mpi()
     environment = {
@@ -35,7 +37,8 @@ def launch(workers: int, script: str, *arguments: str | Path) -> subprocess.Pope
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-c", LAUNCH, str(workers), sys.executable, str(HERE / script), *map(str, arguments)]
+    command = [sys.executable, "-c", LAUNCH, str(fault_tolerant), str(workers)]
+    command += [sys.executable, str(HERE / script), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
