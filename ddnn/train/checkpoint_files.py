@@ -114,7 +114,7 @@ def write_file(folder: int, name: str, pieces: Iterable[Any]) -> tuple[int, str]
     """
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=folder)
+        return os.open(name, flags, 0o666, dir_fd=folder)  # it must not exist yet, not even as a link
 
     written, size = hashlib.sha256(), 0
     with open(name, "x+b", buffering=0, opener=opener) as file:

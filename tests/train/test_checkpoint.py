@@ -264,6 +264,12 @@ def damage_by_name(kind: str, newest: Path) -> None:
         "folder for a file": lambda: (shared.unlink(), shared.mkdir()),
         "file for the folder": lambda: (shutil.rmtree(newest), newest.touch()),
         "no JSON": lambda: (newest / "checkpoint.json").write_bytes(b"{"),
+        "a space more": lambda: (newest / "checkpoint.json").write_bytes(
+            (newest / "checkpoint.json").read_bytes() + b" "
+        ),
+        "its last byte": lambda: os.truncate(
+            newest / "checkpoint.json", (newest / "checkpoint.json").stat().st_size - 1
+        ),
         "a list": lambda: (newest / "checkpoint.json").write_bytes(b"[1]"),
         "no ASCII": lambda: (newest / "checkpoint.json").write_bytes(b"\xff" * 9),
         "deep": lambda: (newest / "checkpoint.json").write_bytes(b"[" * 500_000),
@@ -302,6 +308,8 @@ def damage_by_name(kind: str, newest: Path) -> None:
         ("folder for a file", "shared.safetensors: Is a directory"),
         ("file for the folder", "00000002: no real folder"),
         ("no JSON", "checkpoint.json is not what was written"),
+        ("a space more", "checkpoint.json is not what was written: its sha256 is another one"),
+        ("its last byte", "checkpoint.json is not what was written: its sha256 is another one"),
         ("a list", "checkpoint.json is not what was written"),
         ("no ASCII", "checkpoint.json is too long, or no JSON"),
         ("deep", "checkpoint.json is not what was written"),
@@ -475,6 +483,31 @@ def test_death_at_every_call(directory: Path, monkeypatch: pytest.MonkeyPatch) -
         assert write(store, n)
         assert names(directory) == [store.newest().path.name]  # type: ignore[union-attr]
     assert olds >= 15
+
+
+def test_all_is_on_the_disk_before_it_gets_its_name(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test survives a power cut: the order of the calls stands for it."""
+    calls: list[tuple[str, str]] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        call = getattr(os, name)
+
+        def note(what: int | str, *rest: Any, **named: Any) -> Any:
+            calls.append((name, Path(f"/proc/self/fd/{what}").readlink().name if isinstance(what, int) else what))
+            return call(what, *rest, **named)
+
+        return note
+
+    for name in ("write", "fsync", "rename"):
+        monkeypatch.setattr(os, name, noted(name))
+    assert write(alone(directory), 1)
+    monkeypatch.undo()
+    order = [call for n, call in enumerate(calls) if call != calls[n - 1]]
+    files = [(name, file) for file in (FILES[2], FILES[1], FILES[0]) for name in ("write", "fsync")]
+    begun, parent = ".tmp-00000001", directory.parent.name
+    assert order == [
+        ("fsync", parent), *files, ("fsync", begun), ("rename", begun), ("fsync", "checkpoints"),
+    ]  # fmt: skip
 
 
 def test_what_is_not_ours_is_not_removed(directory: Path, tmp_path: Path) -> None:
