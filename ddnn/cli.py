@@ -75,8 +75,8 @@ def train(
     if slurm is not None:
         from ddnn.slurm.submit import submit_training
 
-        run_dir = run_dir or Path("exp", recipe.stem)
-        click.echo(submit_training(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run))
+        run_dir = run_dir or (recipe if resume and recipe.is_dir() else Path("exp", recipe.stem))
+        click.echo(submit_training(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume))
         return
     if dry_run:
         from ddnn.recipe.load import dump_recipe, load_recipe

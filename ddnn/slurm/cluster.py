@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +18,9 @@ from ddnn.recipe.yaml_tree import Given, Problem, parse_file, read_file, shown
 
 TIME = re.compile(r"\d+(:\d\d?){0,2}|\d+-\d\d?(:\d\d?){0,2}|UNLIMITED|INFINITE")
 _OURS = (
-    "--array", "--chdir", "--cpus-per-task", "--error", "--gres", "--job-name", "--nodes", "--ntasks",
-    "--ntasks-per-node", "--open-mode", "--output", "--parsable", "--requeue", "--test-only", "--wait", "--wrap",
+    "--array", "--chdir", "--cpus-per-task", "--error", "--gres", "--job-name", "--no-requeue", "--nodes", "--ntasks",
+    "--ntasks-per-node", "--open-mode", "--output", "--parsable", "--requeue", "--signal", "--test-only", "--wait",
+    "--wrap",
 )  # fmt: skip
 
 
@@ -34,6 +36,18 @@ def time_limit(text: str) -> str:
     if not TIME.fullmatch(text):
         raise ValueError("no time as Slurm writes it")
     return text
+
+
+def seconds_of(text: str) -> float:
+    """A time limit in seconds, inf where there is none: what `time_limit` takes."""
+    if not text[0].isdigit():
+        return math.inf
+    days, dash, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if not dash and len(parts) < 3:  # minutes, minutes:seconds
+        parts = [0, *parts]
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
 
 
 def shell_line(text: str) -> str:
@@ -86,6 +100,11 @@ class Cluster(Section):
     """Memory on each node: 64G; 0 is all of it."""
     launcher: Literal["mpirun", "srun"] = "mpirun"
     """Who starts the workers: mpirun, by ddnn itself; or `srun --mpi=pmix`."""
+    requeue: bool = True
+    """Whether the job queues again, to go on, after Slurm's signal, the failure of a node, or preemption."""
+    signal_seconds: Annotated[int, Field(ge=0, le=65535)] = 120
+    """Seconds before the time limit at which Slurm asks for a checkpoint: time for a block of minibatches and the
+    writing. Slurm may be a minute early. 0: it does not ask."""
     options: list[Annotated[str, AfterValidator(option)]] = Field(default_factory=list)
     """Further options of sbatch, one text each: --exclusive, --mail-type=END."""
     setup: list[Line] = Field(default_factory=list)

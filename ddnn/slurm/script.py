@@ -8,10 +8,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddnn.errors import UserError
-from ddnn.parallel.launch import SAFE_PATH, SETTINGS
+from ddnn.parallel.launch import IGNORING_SIGUSR1, SAFE_PATH, SETTINGS
 from ddnn.slurm.cluster import Cluster
 from ddnn.slurm.plan import Placement
 from ddnn.train.job_files import JOB_OUTPUT
+
+RESTARTED = """\
+[ -z "$SLURM_RESTART_COUNT" ] || echo "job.sh: restart $SLURM_RESTART_COUNT of job $SLURM_JOB_ID, $(date)"
+"""
+
+ASKING = """\
+# Slurm's SIGUSR1 before the time limit asks the training for a checkpoint and its end. It is handed on every second,
+# since the training does not listen from the beginning. SIGTERM, which ends a job, Slurm sends to all its processes.
+asked='' heard='' training=''
+ask_training() { while sleep 1; kill -USR1 "$training" 2>/dev/null; do :; done; }
+ask() { heard=1; if [ -z "$asked" ] && [ -n "$training" ]; then ask_training & fi; asked=$1; }
+trap 'ask USR1' USR1
+trap 'ask TERM' TERM
+"""
+
+WAITING = """\
+training=$!
+if [ -n "$asked" ]; then ask_training & fi
+while heard='' code=0; wait "$training" || code=$?; [ -n "$heard" ]; do :; done  # a signal ends wait, too
+"""
+
+REQUEUEING = """\
+# 75: it can go on. 138: SIGUSR1 came before there was anything to go on from; it begins anew, three times at most.
+if [ "$code" = 75 ] || { [ "$code" = 138 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; then
+    [ "$asked" = TERM ] || scontrol requeue "$SLURM_JOB_ID" ||
+        echo "job.sh: the job cannot be requeued: submit it again, with --resume" >&2
+fi
+"""
 
 
 @dataclass(frozen=True)
@@ -65,8 +93,9 @@ def sbatch_options(job: JobScript) -> list[str]:
         f"--job-name={job.name}",
         # What stands behind % is Slurm's to fill in; two of them are one.
         f"--output={_slurm_path(job.run_dir)}".replace("%", "%%") + f"/{JOB_OUTPUT}",
-        "--open-mode=truncate",
-        "--no-requeue",  # begun anew it would find a run dir in which a training has begun
+        "--open-mode=append",  # a job that was requeued goes on with the same file
+        "--requeue" if cluster.requeue else "--no-requeue",
+        *([f"--signal=B:USR1@{cluster.signal_seconds}"] if cluster.signal_seconds else []),
         *(f"--{name}={value}" for name, value in chosen.items() if value is not None),
         *cluster.options,
     ]
@@ -87,12 +116,17 @@ def script_text(job: JobScript) -> str:
         "# A line that fails ends the job, with its exit code. No -u: module and conda read variables that nobody set.",
         "set -eo pipefail",
         """trap 'echo "job.sh: exit code $? from: $BASH_COMMAND" >&2' ERR""",
-        "",
+        RESTARTED,
+        ASKING,
         *_exports({k: v for k, v in SETTINGS.items() if "MCA" in k} if _by_srun(job) else {}),
         *(["# setup of the cluster's settings, as it stands there", *cluster.setup, ""] if cluster.setup else []),
         *_exports({"SLURM_EXPORT_ENV": "ALL", "OMP_NUM_THREADS": str(job.threads), **SAFE_PATH, **cluster.environment}),
-        "# In place of this shell: Slurm's signals reach it, and its exit code is the job's.",
-        f"exec {shlex.join([*_launcher(job), *map(_one_line, job.training)])}",
+        "",
+        "# Deaf to SIGUSR1 until it listens: it would die of it as it starts.",
+        f"(trap '' USR1; exec {shlex.join([*_launcher(job), *map(_one_line, job.training)])}) &",
+        WAITING,
+        *([REQUEUEING] if cluster.requeue else []),
+        'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
 
@@ -110,6 +144,7 @@ def _launcher(job: JobScript) -> list[str]:
         *("srun", "--mpi=pmix", "--kill-on-bad-exit=1", f"--nodes={placement.nodes}", f"--ntasks={placement.workers}"),
         f"--ntasks-per-node={placement.workers_per_node}",
         f"--cpus-per-task={job.cpus_per_worker}",  # since 22.05 srun does not take it from the job
+        *IGNORING_SIGUSR1,
     ]
 
 

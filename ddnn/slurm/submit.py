@@ -10,18 +10,23 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from ddnn.errors import UserError
 from ddnn.files import write_text
 from ddnn.recipe.load import dump_recipe, load_recipe
-from ddnn.slurm.cluster import Cluster, load_cluster, word
+from ddnn.recipe.schema import Recipe
+from ddnn.slurm.cluster import Cluster, load_cluster, seconds_of, word
 from ddnn.slurm.job import Job, read_job, slurm_state, training_holds, write_job
 from ddnn.slurm.options import SlurmOptions
 from ddnn.slurm.plan import place
 from ddnn.slurm.script import JobScript, sbatch_options, script_text
 from ddnn.train.job_files import JOB_OUTPUT, JOB_RECORD, JOB_SCRIPT
+
+if TYPE_CHECKING:
+    from ddnn.train.run_dir import RunDir
 
 SBATCH_SECONDS = 120.0
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
@@ -37,13 +42,14 @@ def submit_training(
     options: SlurmOptions,
     *,
     dry_run: bool = False,
+    resume: bool = False,
 ) -> str:
     """Submits the training of a recipe; what to tell the user. A dry run only returns the script.
 
     The job trains by the recipe as it is now, resolved, from the run dir: later changes of the file do not count.
 
     Args:
-        recipe_path: the recipe.
+        recipe_path: the recipe; to go on, also the run dir, which has its own.
         run_dir: where everything goes; made where it does not exist.
         settings: as given to --set.
         workers: as given to --workers; None where the nodes, the cluster or the recipe say the number.
@@ -51,11 +57,15 @@ def submit_training(
             work is noticed, and cpu where it has none.
         options: those of Slurm.
         dry_run: nothing is written or submitted.
+        resume: go on from the last checkpoint of the run dir, if it has one.
 
     Raises:
         UserError: anything that is wrong with the recipe, the settings or the run dir, or sbatch refused the job.
     """
     cluster = _merged(load_cluster(options.cluster) if options.cluster else Cluster(), options, workers)
+    _check_time(cluster)
+    if resume and recipe_path.is_dir():
+        recipe_path = recipe_path / "recipe.yaml"
     recipe = load_recipe(recipe_path, settings)
     placement = place(cluster, workers, recipe.parallel.workers, recipe.parallel.share_devices)
     recipe = load_recipe(recipe_path, (*settings, f"parallel.workers={placement.workers}"))
@@ -67,6 +77,7 @@ def submit_training(
         training=(
             *(sys.executable, "-m", "ddnn.cli", "train", str(run_dir / "recipe.yaml")),
             *("--run-dir", str(run_dir), "--workers", str(placement.workers), "--device", device),
+            "--resume",  # by what is in the run dir when the job begins, or begins again
         ),
         name=_job_name(options.job_name, run_dir),
         placement=placement,
@@ -76,7 +87,7 @@ def submit_training(
     text = script_text(job)
     if dry_run:
         return text.rstrip("\n")
-    _claim(run_dir)
+    _claim(run_dir, recipe if resume else None)
     write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
     write_text(run_dir / JOB_SCRIPT, text)
     number, slurm_cluster = _sbatch([*sbatch_options(job), str(run_dir / JOB_SCRIPT)], run_dir)
@@ -120,8 +131,19 @@ def _job_name(given: str | None, run_dir: Path) -> str:
         ) from error
 
 
-def _claim(run_dir: Path) -> None:
-    """Makes the run dir, or takes it over; refuses what the job itself would refuse hours later, and a second job."""
+def _check_time(cluster: Cluster) -> None:
+    """UserError where Slurm would ask for the checkpoint as soon as the job begins, and so again and again."""
+    if cluster.time is not None and seconds_of(cluster.time) <= cluster.signal_seconds:
+        raise UserError(
+            f"{cluster.time} found: no time to train, with the checkpoint {cluster.signal_seconds} s before the end",
+            where="--time",
+            mend="give more time, or lower signal_seconds in the cluster's settings",
+        )
+
+
+def _claim(run_dir: Path, resumed: Recipe | None) -> None:
+    """Makes the run dir, or takes it over, also one to go on in by the recipe `resumed`; refuses what the job itself
+    would refuse hours later, and a second job."""
     from ddnn.train.run_dir import RunDir
 
     if training_holds(run_dir / "train.log") is True:
@@ -134,9 +156,27 @@ def _claim(run_dir: Path) -> None:
             where=run_dir,
             mend=f"wait for it, or end it with `scancel {before.number}`, or name another --run-dir",
         )
-    RunDir(run_dir)
+    run = RunDir(run_dir, resume=resumed is not None)
+    if resumed is not None:
+        _check_resume(run, resumed)
+        return
     for name in (JOB_RECORD, JOB_OUTPUT, "train.log"):  # of a job that ended before its training began
         (run_dir / name).unlink(missing_ok=True)
+
+
+def _check_resume(run: RunDir, recipe: Recipe) -> None:
+    """UserError where the training has finished, or the recipe does not go on with that of the checkpoint."""
+    from ddnn.parallel.exchange import Exchange
+    from ddnn.train.checkpoint import Checkpoints
+    from ddnn.train.resume import check_same_recipe
+    from ddnn.train.run_dir import CHECKPOINTS
+    from ddnn.train.state import read_header
+
+    if run.finished:
+        raise UserError("this training has finished", where=run.path, mend="name another --run-dir to train anew")
+    found = Checkpoints(run.path / CHECKPOINTS, recipe.checkpoint.keep, Exchange()).newest()
+    if found is not None:
+        check_same_recipe(read_header(found.header, found.path).recipe, recipe, found.path)
 
 
 def _sbatch(arguments: Sequence[str], run_dir: Path) -> tuple[str, str | None]:

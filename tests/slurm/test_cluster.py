@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddnn.errors import UserError
 from ddnn.recipe.include import configs_folder, fragments
-from ddnn.slurm.cluster import Cluster, load_cluster
+from ddnn.slurm.cluster import Cluster, load_cluster, seconds_of, time_limit
 
 SHIPPED = sorted(path.stem for path in (configs_folder() / "cluster").glob("*.yaml"))
 
@@ -95,3 +96,14 @@ def test_any_text_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactory, 
         load_cluster(str(path))
     except UserError as error:
         assert str(path) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2", 120), ("2:30", 150), ("1:02:03", 3723), ("1-0", 86400), ("1-2", 93600), ("1-2:30", 95400),
+        ("1-02:30:05", 95405), ("UNLIMITED", math.inf),
+    ],
+)  # fmt: skip
+def test_time_limits_in_seconds(text: str, seconds: float) -> None:
+    assert seconds_of(time_limit(text)) == seconds

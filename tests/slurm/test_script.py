@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import signal
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -40,8 +45,9 @@ def test_whole_text() -> None:
 # Written by ddnn: 8 workers on 2 nodes, 4 GPUs each. `ddnn status /exp/an4` follows it.
 #SBATCH --job-name=ddnn-an4
 #SBATCH --output=/exp/an4/job.out
-#SBATCH --open-mode=truncate
-#SBATCH --no-requeue
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
 #SBATCH --partition=gpu,gpu2
 #SBATCH --account=speech
 #SBATCH --qos=high
@@ -57,6 +63,15 @@ def test_whole_text() -> None:
 # A line that fails ends the job, with its exit code. No -u: module and conda read variables that nobody set.
 set -eo pipefail
 trap 'echo "job.sh: exit code $? from: $BASH_COMMAND" >&2' ERR
+[ -z "$SLURM_RESTART_COUNT" ] || echo "job.sh: restart $SLURM_RESTART_COUNT of job $SLURM_JOB_ID, $(date)"
+
+# Slurm's SIGUSR1 before the time limit asks the training for a checkpoint and its end. It is handed on every second,
+# since the training does not listen from the beginning. SIGTERM, which ends a job, Slurm sends to all its processes.
+asked='' heard='' training=''
+ask_training() { while sleep 1; kill -USR1 "$training" 2>/dev/null; do :; done; }
+ask() { heard=1; if [ -z "$asked" ] && [ -n "$training" ]; then ask_training & fi; asked=$1; }
+trap 'ask USR1' USR1
+trap 'ask TERM' TERM
 
 # setup of the cluster's settings, as it stands there
 module load cuda
@@ -66,18 +81,37 @@ export SLURM_EXPORT_ENV=ALL
 export OMP_NUM_THREADS=1
 export PYTHONSAFEPATH=1
 export A='it'"'"'s $5'
-# In place of this shell: Slurm's signals reach it, and its exit code is the job's.
-exec '/my venv/python' -m ddnn.cli train /exp/an4/recipe.yaml --run-dir /exp/an4
+
+# Deaf to SIGUSR1 until it listens: it would die of it as it starts.
+(trap '' USR1; exec '/my venv/python' -m ddnn.cli train /exp/an4/recipe.yaml --run-dir /exp/an4) &
+training=$!
+if [ -n "$asked" ]; then ask_training & fi
+while heard='' code=0; wait "$training" || code=$?; [ -n "$heard" ]; do :; done  # a signal ends wait, too
+
+# 75: it can go on. 138: SIGUSR1 came before there was anything to go on from; it begins anew, three times at most.
+if [ "$code" = 75 ] || { [ "$code" = 138 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; then
+    [ "$asked" = TERM ] || scontrol requeue "$SLURM_JOB_ID" ||
+        echo "job.sh: the job cannot be requeued: submit it again, with --resume" >&2
+fi
+
+exit "$code"
 """
     )
 
 
+def words_of_training(text: str) -> list[str]:
+    """The command that trains, as bash reads it."""
+    (line,) = [line for line in text.splitlines() if line.startswith("(trap '' USR1; exec ")]
+    assert line.endswith(") &")
+    return shlex.split(line.removeprefix("(trap '' USR1; exec ").removesuffix(") &"))
+
+
 def test_srun_joins_the_job_with_open_mpis_settings() -> None:
     text = script_text(job(Cluster(launcher="srun"), gpus=0))
-    (line,) = [line for line in text.splitlines() if line.startswith("exec ")]
-    assert line.startswith(
-        "exec srun --mpi=pmix --kill-on-bad-exit=1 --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=1 '/my venv"
-    )
+    assert words_of_training(text)[:-5] == [
+        *("srun", "--mpi=pmix", "--kill-on-bad-exit=1", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4"),
+        *("--cpus-per-task=1", "/bin/sh", "-c", 'trap "" USR1; exec "$@"', "sh", "/my venv/python", "-m"),
+    ]
     assert "export OMPI_MCA_coll='^han,adapt'\n" in text
     assert "gres" not in text
 
@@ -88,6 +122,13 @@ def test_one_worker_needs_no_launcher() -> None:
 
 def test_as_many_cores_as_threads() -> None:
     assert "--cpus-per-task=3" in sbatch_options(dataclasses.replace(job(Cluster()), threads=3))
+
+
+def test_no_requeue_and_no_signal() -> None:
+    off = job(Cluster(requeue=False, signal_seconds=0))
+    assert "--no-requeue" in sbatch_options(off) and "scontrol" not in script_text(off)
+    assert not [option for option in sbatch_options(off) if option.startswith("--signal")]
+    assert "--signal=B:USR1@300" in sbatch_options(job(Cluster(signal_seconds=300)))
 
 
 def run_bash(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -117,6 +158,90 @@ def test_a_line_of_setup_that_fails_ends_the_job(tmp_path: Path) -> None:
     run = run_bash(script_text(job(settings, gpus=0)), tmp_path)
     assert (run.returncode, run.stdout) == (9, "before\n")
     assert run.stderr.startswith("job.sh: exit code 9 from: ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a job went that was sent signals: `requeued` is what scontrol was called with."""
+
+    code: int
+    heard: list[str]
+    requeued: str
+    errors: str
+
+
+def signal_job(
+    folder: Path,
+    numbers: list[str],
+    code: int,
+    *,
+    cluster: Cluster | None = None,
+    restarts: int = 0,
+    fails: bool = False,
+) -> Ended:
+    """Runs a job's script with a stand-in that listens to SIGUSR1 after a while, and then ends with `code`; the signals
+    go to the shell, as soon as the stand-in has begun."""
+    (folder / "train.py").write_text(
+        "import pathlib, signal, sys, time\nheard = pathlib.Path('heard')\nheard.touch()\ntime.sleep(0.5)\n"
+        "def hear(*_):\n    heard.write_text(heard.read_text() + 'USR1\\n')\n    sys.exit(int(sys.argv[1]))\n"
+        "signal.signal(signal.SIGUSR1, hear)\ntime.sleep(20)\n"
+    )
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > requeued\nexit {int(fails)}\n')
+    scontrol.chmod(0o755)
+    made = dataclasses.replace(job(cluster or Cluster(), gpus=0), training=(sys.executable, "train.py", str(code)))
+    (folder / "job.sh").write_text(script_text(made))
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+    environment |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
+    shell = subprocess.Popen(
+        ["bash", "job.sh"], cwd=folder, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 30
+    while not (folder / "heard").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    for number in numbers:
+        shell.send_signal(signal.Signals[number])
+        time.sleep(0.05)
+    _, errors = shell.communicate(timeout=30)
+    requeued = folder / "requeued"
+    called = requeued.read_text().strip() if requeued.exists() else ""
+    return Ended(shell.returncode, (folder / "heard").read_text().split(), called, errors)
+
+
+REQUEUED = "requeue 4711"
+CANNOT = "job.sh: the job cannot be requeued: submit it again, with --resume\n"
+# Signals, exit code of the training, what is special; what scontrol is called with, what is said.
+CASES: dict[str, tuple[list[str], int, dict[str, Any], str, str]] = {
+    "asked": (["USR1"], 75, {}, REQUEUED, ""),
+    "asked twice, after many restarts": (["USR1", "USR1"], 75, {"restarts": 9}, REQUEUED, ""),
+    "before there is a checkpoint": (["USR1"], 138, {"restarts": 2}, REQUEUED, ""),
+    "so too often": (["USR1"], 138, {"restarts": 3}, "", ""),
+    "a mistake of the user's": (["USR1"], 2, {}, "", ""),
+    "finished all the same": (["USR1"], 0, {}, "", ""),
+    "scancel": (["TERM"], 75, {}, "", ""),
+    "scancel after it was asked": (["USR1", "TERM"], 75, {}, "", ""),
+    "scontrol fails": (["USR1"], 75, {"fails": True}, REQUEUED, CANNOT),
+    "not to be requeued": (["USR1"], 75, {"cluster": Cluster(requeue=False)}, "", ""),
+    "during setup": (["USR1"], 75, {"cluster": Cluster(setup=["touch heard", "sleep 0.5"])}, REQUEUED, ""),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
+    """All of them at once: they mostly sleep."""
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        yield {
+            name: pool.submit(
+                signal_job, tmp_path_factory.mktemp("job"), [f"SIG{signal}" for signal in signals], code, **special
+            )
+            for name, (signals, code, special, _, _) in CASES.items()
+        }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_slurms_signals(ended: dict[str, Future[Ended]], name: str) -> None:
+    _, code, _, requeued, said = CASES[name]
+    assert ended[name].result() == Ended(code, ["USR1"], requeued, said)
 
 
 def as_sbatch_reads(line: str) -> str:
@@ -151,8 +276,7 @@ def test_any_run_dir_is_quoted_or_refused(name: str) -> None:
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
     assert [as_sbatch_reads(line) for line in lines] == sbatch_options(made)
     assert f"--output={made.run_dir}/job.out" == as_sbatch_reads(lines[1]).replace("%%", "%")
-    (last,) = [line for line in text.splitlines() if line.startswith("exec ")]
-    assert shlex.split(last)[1:] == list(made.training)
+    assert words_of_training(text) == list(made.training)
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\\b", "a\0b", "a\x1bb", "a\tb", os.fsdecode(b"a\xff")])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +96,38 @@ def test_the_job_trains_where_it_was_submitted(slurm: Slurm, job: Job, run_cli: 
     assert refused.exit_code == 2 and "exists already and is not empty" in refused.stderr
 
 
+def test_goes_on_in_a_run_dir(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
+    """What was begun without Slurm, here; of the recipe is said at once what the job would say hours later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunDir, "save_best", lambda self, model: os.kill(os.getpid(), signal.SIGUSR1))
+        stopped = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--set", "schedule.epochs=3")
+    assert stopped.exit_code == 75, stopped.stderr
+    (job.run / "job.out").write_text("of an earlier job\n")
+    before = {path.name: path.read_bytes() for path in job.run.iterdir() if path.is_file()}
+
+    changed = run_cli("train", job.run, "--resume", "--slurm", "--set", "seed=77")
+    assert changed.exit_code == 2 and "seed: 77 found, 1 expected" in changed.stderr
+    anew = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
+    assert anew.exit_code == 2 and "--resume" in anew.stderr
+    assert {path.name: path.read_bytes() for path in job.run.iterdir() if path.is_file()} == before
+
+    result = run_cli("train", job.run, "--resume", "--slurm", "--workers-per-node", 2)
+    assert result.exit_code == 0, result.stderr
+    assert f"{job.run / 'recipe.yaml'} --run-dir {job.run} --workers 2" in (job.run / "job.sh").read_text()
+    for name in ("job.out", "train.log", "metrics.jsonl"):
+        assert (job.run / name).read_bytes() == before[name], name
+
+    (job.run / "job.json").unlink()
+    assert run_cli("train", job.run, "--resume", "--workers", 1, "--device", "cpu").exit_code == 0
+    result = run_cli("train", job.run, "--resume", "--slurm")
+    assert result.exit_code == 2 and "this training has finished" in result.stderr
+
+
+def test_resume_of_nothing_begins(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--resume", "--slurm").exit_code == 0
+    assert " --resume) &" in (job.run / "job.sh").read_text()
+
+
 def test_dry_run_prints_and_leaves_nothing(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm", "--dry-run", "--cluster", "gpu")
     assert result.exit_code == 0, result.stderr
@@ -118,6 +152,7 @@ def test_the_command_line_wins_over_the_cluster(slurm: Slurm, job: Job, run_cli:
     [
         (["--nodes", "2"], "--nodes without --slurm"),
         (["--slurm", "--time", "7h"], "no time as Slurm writes it"),
+        (["--slurm", "--time", "2:00"], "the checkpoint 120 s before the end"),
         (["--slurm", "--nodes", "0"], "greater than or equal to 1"),
         (["--slurm", "--partition", "a\n#SBATCH --x"], "where: --partition"),
         (["--slurm", "--job-name", "a b"], "where: --job-name"),
