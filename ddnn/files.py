@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +26,45 @@ def _explain(error: OSError, path: Path) -> UserError:
         where=path,
         mend="check that the directory exists and is writable",
     )
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file to be read. A pipe or a device in its place is neither waited for nor touched.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    _refuse_irregular(path.stat().st_mode, path)
+    handle = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        _refuse_irregular(os.fstat(handle.fileno()).st_mode, path)  # it may have been exchanged meanwhile
+    except OSError:
+        handle.close()
+        raise
+    return handle
+
+
+def _refuse_irregular(mode: int, path: Path) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory, not a regular file", str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The bytes of a regular file, as many as its size says.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, has more than `most` bytes, or does not fit into memory.
+    """
+    with open_regular(path) as handle:
+        size = os.fstat(handle.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, expected at most {most}", str(path))
+        try:
+            return handle.read(size)
+        except MemoryError:
+            raise OSError(errno.ENOMEM, f"its {size} bytes do not fit into memory", str(path)) from None
 
 
 @contextmanager

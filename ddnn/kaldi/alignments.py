@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.errors import DataError
-from ddnn.files import write_text
+from ddnn.files import read_regular, write_text
 from ddnn.kaldi.basic_io import read_whole
 from ddnn.kaldi.tables import iterate_int_vectors
 from ddnn.kaldi.transitions import MAX_PDF, read_transition_model
 
+MAX_FRAMES = 1e18
+"""Of a pdf: more than all speech ever recorded; sums of counts do not overflow."""
 _JOB = re.compile(r"ali\.([1-9][0-9]{0,8})\.gz")
 _MEND_OTHER_MODEL = "the alignment and final.mdl must come from one alignment run; run the alignment again"
 
@@ -78,7 +80,7 @@ def _find_jobs(path: Path) -> list[Path]:
     try:
         names = [entry.name for entry in path.iterdir()]
         num_jobs = path / "num_jobs"
-        said = num_jobs.read_bytes()[:32].strip() if num_jobs.is_file() else None
+        said = read_regular(num_jobs, 100).strip() if num_jobs.exists() else None
     except OSError as error:
         raise DataError(f"cannot read the alignment dir: {error.strerror}", where=path) from error
     numbers = sorted(int(match[1]) for name in names if (match := _JOB.fullmatch(name)))
@@ -183,4 +185,6 @@ def read_pdf_counts(path: Path) -> NDArray[np.float64]:
         raise DataError(what, where=path, mend="count the pdfs of the training alignment again")
     if not counts.size:
         raise DataError("expected pdf counts, found an empty vector", where=path)
+    if counts.max() > MAX_FRAMES:
+        raise DataError(f"expected counts of at most {MAX_FRAMES:g} frames, found {counts.max():g}", where=path)
     return counts

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.errors import DataError
-from ddnn.files import written_whole
+from ddnn.files import open_regular, written_whole
 from ddnn.kaldi.records import (
     RecordError,
     Source,
@@ -26,11 +26,25 @@ from ddnn.kaldi.records import (
 
 MEND = "make the file again, or copy it again from where it was whole"
 _MAX_KEY = 4096
-# No deflate stream decompresses to more than 1032 times its size.
+# No deflate stream decompresses to more than 1032 times its size. Alignments come to 10 to 50 times, so that a large
+# file that comes to more than so many times is none, but made to fill the memory.
 _DEFLATE_LIMIT = 1032
+_LARGE, _LARGE_LIMIT = 64 << 20, 250
 # What a damaged gzip, a disk error or a directory can raise while it is read.
 UNREADABLE = (RecordError, EOFError, OSError, zlib.error)
 _T = TypeVar("_T")
+
+
+class _Unzipped(gzip.GzipFile):
+    """A gzip that says so where it decompresses to more than it may."""
+
+    limit = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if self.tell() > self.limit:
+            raise RecordError(f"decompresses to more than {self.limit} bytes, which no table of its size does")
+        return data
 
 
 def open_source(path: Path) -> Source:
@@ -38,15 +52,16 @@ def open_source(path: Path) -> Source:
     try:
         if not path.is_file():
             raise DataError("the file does not exist, or is no regular file", where=path, mend="check the path")
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
-            is_gzip = stream.peek(2)[:2] == b"\x1f\x8b"
+            is_gzip = stream.read(min(size, 2)) == b"\x1f\x8b"  # nothing of a file in /proc, which might wait
         if size == 0 or (path.suffix == ".gz" and not is_gzip):
             what = "the file is empty" if size == 0 else "expected a gzip, found other bytes"
             raise DataError(what, where=path, mend=MEND)
         if is_gzip:
-            unzipped = cast("io.RawIOBase", gzip.GzipFile(path, "rb"))
-            return Source(io.BufferedReader(unzipped, 1 << 16), size * _DEFLATE_LIMIT)
+            unzipped = _Unzipped(path, "rb")
+            unzipped.limit = min(size * _DEFLATE_LIMIT, max(_LARGE, size * _LARGE_LIMIT))
+            return Source(io.BufferedReader(cast("io.RawIOBase", unzipped), 1 << 16), unzipped.limit)
         return Source(path.open("rb"), size)
     except OSError as error:
         raise DataError(f"cannot read: {error.strerror}", where=path) from error
@@ -67,9 +82,7 @@ def explain(error: Exception) -> str:
 
 def _read_key(source: Source) -> str | None:
     """The key of the next record and the one space behind it; None at the end of the stream."""
-    byte = source.stream.read(1)
-    while byte.isspace():
-        byte = source.stream.read(1)
+    byte = source.first_byte()
     key = bytearray()
     while byte and not byte.isspace():
         key += byte

@@ -6,7 +6,6 @@ Follows kaldi `base/io-funcs.cc`, `base/io-funcs-inl.h`, `matrix/kaldi-vector.cc
 from __future__ import annotations
 
 import re
-import stat
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.errors import DataError
+from ddnn.files import read_regular
 
 # A network of 500 million parameters as text; more is not a model but a mistake.
 MAX_FILE_BYTES = 8 << 30
 
 _TOKEN = re.compile(rb"\s*(\S{1,256})(?=\s)")
 _INTEGER = re.compile(rb"[+-]?\d{1,10}")
-_NUMBER = re.compile(rb"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,6})?|[+-]?(?:inf|infinity|nan)", re.IGNORECASE)
+_NUMBER = re.compile(rb"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,6})?|[+-]?(?:inf|infinity|nan)", re.IGNORECASE)
 _SPACE = re.compile(rb"\s*")
 _NUMBER_CHARACTERS = b"0123456789+-.eE \t\r\n\v\f"
 _INT32 = np.iinfo(np.int32)
@@ -245,14 +245,7 @@ def read_whole(path: str | PathLike[str], kind: str) -> Reader:
         DataError: the file is missing, no regular file, empty, compressed, or larger than 8 GiB.
     """
     try:
-        status = Path(path).stat()  # before open, which would wait at a pipe
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"not {kind}: not a regular file", where=path, mend="give the path of a file")
-        if status.st_size > MAX_FILE_BYTES:
-            what = f"not {kind}: it has {status.st_size} bytes, more than {MAX_FILE_BYTES}"
-            raise DataError(what, where=path, mend="check that this is the right file")
-        with Path(path).open("rb") as handle:
-            data = handle.read(status.st_size)
+        data = read_regular(Path(path), MAX_FILE_BYTES)
     except OSError as error:
         raise DataError(f"cannot read {kind}: {error.strerror}", where=path, mend="check the path") from error
     if not data:

@@ -13,6 +13,8 @@ around where it compresses a matrix of fewer than 5 rows. Therefore this is our 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +22,8 @@ TOKENS = ("CM", "CM2", "CM3")
 # Kaldi's own constant for 1/65535, single precision.
 _PER_STEP = np.float32(1.52590218966964e-05)
 _TINY = 1e-25
+# The table of what 256 bytes mean takes a thousand bytes a column: columns are decoded so many at a time.
+_COLUMNS = 4096
 _BYTES = np.arange(256, dtype=np.float32)
 
 
@@ -48,26 +52,36 @@ def _decode_columns(
     minimum: np.float32, span: np.float32, rows: int, columns: int, data: bytes | bytearray
 ) -> NDArray[np.float32]:
     percentiles = _to_float(minimum, span, np.frombuffer(data, "<u2", 4 * columns).reshape(columns, 4))
+    wide = np.float32 if span > _TINY else np.float64
+    coded = np.frombuffer(data, "u1", offset=8 * columns).reshape(columns, rows)
+    values = np.empty((rows, columns), np.float32)
+    for first in range(0, columns, _COLUMNS):
+        some = slice(first, first + _COLUMNS)
+        _decode_some(percentiles[some], coded[some].T, wide, values[:, some])
+    return values
+
+
+def _decode_some(
+    percentiles: NDArray[np.float32], coded: NDArray[np.uint8], wide: type[np.floating[Any]], out: NDArray[np.float32]
+) -> None:
+    """Fills `out` (rows, columns) from `percentiles` (columns, 4) and `coded` (rows, columns)."""
+    rows, columns = out.shape
     p0, p25, p75, p100 = (percentiles[:, i : i + 1] for i in range(4))
     # What each of the 256 bytes means, column by column. Kaldi's 1/64.0 is a double, so the last steps are, too.
     # In the others a double would change nothing: dividing by 64 or 128 is exact in single precision, too, unless the
     # values are next to nothing, and a sum of two singles rounds to the same single either way.
-    wide = np.float32 if span > _TINY else np.float64
     table = np.empty((columns, 256), np.float32)
     table[:, :65] = p0 + ((p25 - p0) * _BYTES[:65]).astype(wide, copy=False) * wide(1 / 64.0)
     table[:, 65:193] = p25 + ((p75 - p25) * _BYTES[1:129]).astype(wide, copy=False) * wide(1 / 128.0)
     table[:, 193:] = p75 + ((p100 - p75) * _BYTES[1:64]).astype(np.float64) * (1 / 63.0)
-    values = np.empty((rows, columns), np.float32)
     flat = table.reshape(-1)
     starts = np.arange(0, 256 * columns, 256)
-    coded = np.frombuffer(data, "u1", offset=8 * columns).reshape(columns, rows).T
     # The indices are 8 bytes each: a block at a time, which fits the cache, and which malloc keeps. Larger ones come
     # from the system anew each time, page by page: 1000 frames of 40 dims then took three times as long.
     step = max(1, (1 << 13) // columns)
     for first in range(0, rows, step):
         # No index can be out of range; "wrap" is merely the fastest way to say so.
-        flat.take(coded[first : first + step] + starts, mode="wrap", out=values[first : first + step])
-    return values
+        flat.take(coded[first : first + step] + starts, mode="wrap", out=out[first : first + step])
 
 
 def _to_float(minimum: np.float32, span: np.float32, value: NDArray[np.integer]) -> NDArray[np.float32]:

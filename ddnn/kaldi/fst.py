@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddnn.errors import DataError
-from ddnn.files import written_whole
+from ddnn.files import read_regular, written_whole
 from ddnn.kaldi.scp import decode_utf8, read_lines
 
 ARC = np.dtype([("ilabel", "<i4"), ("olabel", "<i4"), ("weight", "<f4"), ("nextstate", "<i4")])
@@ -26,6 +26,7 @@ _CONST_STATE = np.dtype(
     [("final", "<f4"), ("pos", "<u4"), ("narcs", "<u4"), ("niepsilons", "<u4"), ("noepsilons", "<u4")]
 )
 _MAGIC = 2125659606
+MAX_FST_BYTES = 256 << 30
 _HAS_SYMBOLS = 3
 _IS_ALIGNED = 4
 _ALIGNMENT = 16  # bytes: kArchAlignment of OpenFst
@@ -206,7 +207,7 @@ def read_fst(path: Path) -> Fst:
         DataError: the file is missing, is no such FST, is cut, or has states, labels or weights that cannot be.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(path, MAX_FST_BYTES)
     except OSError as error:
         raise _bad(f"cannot read the FST {path.name}: {error.strerror}", path, "check the path") from error
     header = _read_header(data, path)

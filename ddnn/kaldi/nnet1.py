@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 KIND = "a Kaldi nnet1 network"
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def read_nnet1(path: str | PathLike[str]) -> tuple[Component, ...]:
@@ -122,7 +123,7 @@ def _read_coefs(reader: Reader, defaults: dict[str, float]) -> tuple[float, ...]
     while reader.peek() == b"<":
         token = reader.expect(*defaults)
         values[token] = reader.float32(f"the value of {token}")
-        if not np.isfinite(np.float32(values[token])):
+        if not abs(values[token]) <= _LARGEST:
             raise reader.error(f"a finite value of {token}", str(values[token]))
     return tuple(values.values())
 

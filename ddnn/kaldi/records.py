@@ -6,8 +6,10 @@ What a record claims to hold is held against the bytes that are there before any
 
 from __future__ import annotations
 
+import re
 import struct
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
 from typing import Any
@@ -20,6 +22,12 @@ from ddnn.kaldi import compressed
 
 # A line of text: a row of 100,000 numbers, or the alignment of 10 hours.
 MAX_LINE = 16 << 20
+# White space where a record should begin, and empty rows of a text matrix: nobody writes as much.
+MAX_BLANK = 1 << 16
+_PIECE = 1 << 16
+# More than 64 bits have, so that such a number is out of range however it goes on. Python would refuse 4,300.
+_DIGITS = 24
+_SPACE = re.compile(rb"\s")
 _CHUNK = 4 << 20
 _INT32 = np.iinfo(np.int32)
 _SIZED_INT32 = np.dtype([("size", "u1"), ("value", "<i4")])
@@ -58,6 +66,14 @@ class Source:
         if len(line) == MAX_LINE:
             raise RecordError(f"a line of text longer than {MAX_LINE} bytes")
         return line
+
+    def first_byte(self) -> bytes:
+        """The next byte that is no white space, which is taken; empty at the end of the stream."""
+        for _ in range(MAX_BLANK):
+            byte = self.stream.read(1)
+            if not byte.isspace():
+                return byte
+        raise RecordError(f"{MAX_BLANK} characters of white space where a record should begin")
 
     def is_binary(self) -> bool:
         """Whether Kaldi's binary marker comes next; the marker is taken."""
@@ -131,15 +147,13 @@ def read_matrix(source: Source) -> NDArray[Any]:
 
 def _read_text_matrix(source: Source) -> NDArray[np.float64]:
     """`[`, rows that end in a line end or `;`, `]`. kaldiio fails on some (`[ 0 0.5 ]`, a space behind `]`)."""
-    first = b" "
-    while first.isspace():
-        first = source.stream.read(1)
+    first = source.first_byte()
     if not first:
         raise RecordError("cut short: no record where one should begin")
     if first != b"[":
         found = first + source.stream.peek(8)[:8]
         raise RecordError(f"expected a Kaldi matrix (binary marker b'\\x00B', or '['), found {found!r}")
-    values, columns, rows, closed = array("d"), 0, 0, False
+    values, columns, rows, blank, closed = array("d"), 0, 0, 0, False
     while not closed:
         line = source.line()
         if not line:
@@ -149,23 +163,40 @@ def _read_text_matrix(source: Source) -> NDArray[np.float64]:
         if behind.strip():
             raise RecordError(f"expected a line end after ']', found {behind[:16]!r}")
         for row in line.split(b";"):
-            numbers = row.split()
-            if not numbers:
+            found = _extend(values, row)
+            if not found:
+                blank += 1
+                if blank > rows + MAX_BLANK:
+                    raise RecordError(f"more than {MAX_BLANK} rows without numbers in the matrix")
                 continue
-            if rows and len(numbers) != columns:
-                raise RecordError(f"row {rows + 1} has {len(numbers)} columns, the rows before it {columns}")
-            _extend(values, numbers)
-            rows, columns = rows + 1, len(numbers)
+            if rows and found != columns:
+                raise RecordError(f"row {rows + 1} has {found} columns, the rows before it {columns}")
+            rows, columns = rows + 1, found
     return np.frombuffer(values, np.float64).reshape(rows, columns) if rows else np.zeros((0, 0))
 
 
-def _extend(values: array[float], numbers: list[bytes]) -> None:
-    try:
-        values.extend(map(float, numbers))
-    except ValueError as error:
-        raise RecordError(f"expected a number: {error}") from error
-    if any(b"_" in number for number in numbers):  # Python's float takes 1_000
+def _words(line: bytes) -> Iterator[list[bytes]]:
+    """The words of a line, some thousands at a time: a list of all would take twenty times the memory of the line."""
+    start = 0
+    while len(line) - start > _PIECE:
+        space = _SPACE.search(line, start + _PIECE)
+        end = len(line) if space is None else space.end()
+        yield line[start:end].split()
+        start = end
+    yield line[start:].split()
+
+
+def _extend(values: array[float], row: bytes) -> int:
+    """Appends the numbers of a row; how many there were."""
+    if b"_" in row:  # Python's float takes 1_000
         raise RecordError("expected a number, found one with an underscore")
+    before = len(values)
+    try:
+        for numbers in (row.split(),) if len(row) < _PIECE else _words(row):
+            values.extend(map(float, numbers))
+    except ValueError as error:
+        raise RecordError(f"expected a number: {str(error)[:100]}") from error
+    return len(values) - before
 
 
 def read_int_vector(source: Source) -> NDArray[np.int32]:
@@ -196,7 +227,7 @@ def _read_text_integers(source: Source) -> NDArray[np.int32]:
     if b"_" in line:  # Python's int takes 1_000
         raise RecordError("expected integers, found an underscore")
     try:
-        values = np.fromiter(map(int, line.split()), np.int64)
+        values = np.fromiter((int(word[:_DIGITS]) for words in _words(line) for word in words), np.int64)
     except (ValueError, OverflowError) as error:
         raise RecordError(f"expected integers: {str(error)[:100]}") from error
     if values.size and not (_INT32.min <= values.min() and values.max() <= _INT32.max):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 
 from ddnn.errors import DataError
+from ddnn.files import read_regular
 
 _LINE_OF_SCP = "each line of an scp is: utterance, space, path (with :OFFSET and [FIRST:LAST] where wanted)"
 _RANGE = re.compile(r"(?P<rows>:|\d{1,10}:\d{1,10})(?:,(?P<columns>:|\d{1,10}:\d{1,10}))?")
+# A thousand million lines: no corpus has as many utterances.
+MAX_TABLE_BYTES = 64 << 30
 _OFFSET = re.compile(r"(?P<path>.+):(?P<offset>-?\d+)", re.DOTALL)
 
 
@@ -45,8 +50,8 @@ class ScpEntry:
         return str(self.path) if self.offset is None else f"{self.path}:{self.offset}"
 
 
-def read_lines(path: Path, kind: str) -> list[tuple[int, list[bytes]]]:
-    """The lines of a text file, each with its number and split once at its first white space; none may be blank.
+def read_lines(path: Path, kind: str) -> Iterator[tuple[int, list[bytes]]]:
+    """The lines, one after another, of a text file, each with its number and split once at its first white space; none may be blank.
 
     White space is ASCII's, as in Kaldi: a no-break space is part of a name.
 
@@ -56,18 +61,16 @@ def read_lines(path: Path, kind: str) -> list[tuple[int, list[bytes]]]:
     try:
         if not path.is_file():
             raise DataError(f"{kind} does not exist, or is no regular file", where=path, mend="check the path")
-        lines = path.read_bytes().split(b"\n")
+        data = read_regular(path, MAX_TABLE_BYTES)
     except OSError as error:
         raise DataError(f"cannot read {kind}: {error.strerror}", where=path) from error
-    if lines[-1] == b"":
-        lines.pop()
-    if not lines:
+    if not data:
         raise DataError(f"{kind} is empty", where=path, mend="make it again; it should have a line per utterance")
-    split = [line.split(None, 1) for line in lines]
-    for number, parts in enumerate(split, 1):
+    for number, line in enumerate(io.BytesIO(data), 1):  # a list of all lines would take many times the file's size
+        parts = line.split(None, 1)
         if not parts:
             raise DataError(f"line {number} of {kind} is blank", where=path, mend="remove it")
-    return list(enumerate(split, 1))
+        yield number, parts
 
 
 def decode_utf8(data: bytes, path: Path, number: int) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from ddnn.files import open_regular
+
 MOST_BYTES = 100_000
 DEEPEST = 12
 MOST_DIGITS = 40
@@ -76,7 +78,7 @@ _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|false|yes|no|on|off)$
 _Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?[0-9]+$"), _NUMBERS)
 _Loader.add_implicit_resolver(
     _FLOAT,
-    re.compile(r"^(?:[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
+    re.compile(r"^(?:[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
     _NUMBERS,
 )
 
@@ -91,7 +93,7 @@ _CONVERT: dict[str, Callable[[str], Any]] = {
 def read_file(path: Path, name: str) -> tuple[str | None, list[Problem]]:
     """The text of a recipe or fragment; None and a problem where it cannot be read, is not UTF-8, or far too large."""
     try:
-        with path.open("rb") as handle:
+        with open_regular(path) as handle:
             raw = handle.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
