@@ -91,6 +91,8 @@ def _end(job: Job, error: BaseException) -> None:
     message, code = message_and_code(job.exchange, error)
     if code == 0:
         return
+    if job.exchange.guard is not None:
+        job.exchange.guard.disarm()  # the end takes its time, which is limited here
     sys.stdout.flush()
     alike = isinstance(error, (UserError, KeyboardInterrupt, SystemExit))
     if fault_tolerant():

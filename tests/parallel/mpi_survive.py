@@ -31,7 +31,7 @@ from ddnn.parallel.survive import WorkerLost, finish, survivors
 
 PARAMETERS = 1_000_000
 """4 MB: exchanges take some milliseconds, and most deaths come in the middle of one."""
-TIMEOUT = 2.0
+TIMEOUT = 3.0
 """Of the guard, in seconds."""
 
 

@@ -22,13 +22,10 @@ from ddnn.parallel.survive import finish, survivors
 
 ROUNDS = 16
 DEATHS = {
-    # Every worker in turn, wherever it happens to be; another one later.
     "0:0.2:any,3:8:compute": [0, 3],
-    "1:0.5:any,0:8:compute": [0, 1],
-    "2:0.3:any,1:8:compute": [1, 2],
-    "3:0.4:any,2:8:compute": [2, 3],
     "1:0.3:any,0:0.3:any,2:0.005:meeting": [0, 1, 2],
-    "2:0.3:stopped,1:4:raise": [1, 2],
+    "2:0.3:stopped,1:8:raise": [1, 2],
+    "3:0.4:any,2:8:compute": [2, 3],
 }
 """Plan, see mpi_survive.py, and who is dead at the end."""
 ENDS = {"2:0.2:any,-1:8:user-error": 2, "0:0.2:any,-1:8:stop": 75}
