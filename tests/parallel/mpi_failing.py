@@ -16,6 +16,7 @@ import torch
 from ddnn.errors import UserError
 from ddnn.parallel.exchange import Exchange, connect
 from ddnn.parallel.failures import all_stop_on_error
+from ddnn.parallel.guard import Guard
 from ddnn.parallel.strategies import STRATEGIES
 
 AVERAGINGS = 4
@@ -28,6 +29,8 @@ def fail(way: str) -> None:
         raise UserError("the rate is -1", where="recipe.yaml", mend="take a positive one")
     if way == "exit":
         sys.exit(7)
+    if way == "hung":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if way == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if way == "thread":
@@ -68,6 +71,7 @@ def main(way: str, out: Path) -> None:
     exchange = connect()
     with all_stop_on_error(exchange):
         print(f"worker {exchange.rank} of {exchange.size}", flush=True)
+        exchange.guard = Guard(exchange.number, exchange.host, 2.0) if way == "hung" else None
         exchange.barrier()
         temporary = out / f"{exchange.rank}.tmp"
         temporary.write_text(f"{os.getpid()} {os.getppid()} {time.time()}")
@@ -75,6 +79,9 @@ def main(way: str, out: Path) -> None:
         if way == "slow":
             one_is_slow(exchange, out)
             return
+        if way == "stop":
+            time.sleep(0.5 * exchange.rank)
+            sys.exit(75)
         name, _, beside = way.partition(" ")
         if name in STRATEGIES:
             average_for_ever(exchange, name, beside == "beside")

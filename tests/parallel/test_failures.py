@@ -18,13 +18,14 @@ from parallel.mpi_worlds import all_gone, launch, need_mpi
 from ddnn.errors import UserError
 from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.failures import all_stop_on_error, message_and_code
+from ddnn.parallel.launch import KILLED
 from ddnn.parallel.strategies import STRATEGIES
 
 WORKERS = {"raise": 3, "all-reduce": 3, "slow": 3}
 """Two where not named."""
 AVERAGING = ["all-reduce", "butterfly beside"]
 """Strategies in the middle of which a worker raises."""
-FAILING = ["raise", "user-error", "exit", "thread", "killed", *AVERAGING]
+FAILING = ["raise", "user-error", "exit", "thread", "killed", "hung", "stop", *AVERAGING]
 STOPPED = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL, "mpirun": signal.SIGKILL}
 
 
@@ -124,6 +125,24 @@ def test_a_worker_killed_by_the_system_stops_all(outcomes: dict[str, Future[Outc
     assert found.seconds < 10
     assert found.all_gone
     assert "rank 1" in found.errors
+    assert found.errors.endswith("\nddnn: advice of the test\n")
+
+
+def test_a_hung_worker_is_killed_and_stops_all(outcomes: dict[str, Future[Outcome]]) -> None:
+    found = outcomes["hung"].result()
+    assert found.code == KILLED
+    assert found.seconds < 12
+    assert found.all_gone
+    *_, said, advice = found.errors.splitlines()
+    assert said.startswith("ddnn: worker 1 on ")
+    assert said.endswith("was stopped (SIGSTOP) for 2 s (parallel.timeout) and was killed")
+    assert advice == "ddnn: advice of the test"
+
+
+def test_workers_that_stop_together_say_nothing(outcomes: dict[str, Future[Outcome]]) -> None:
+    found = outcomes["stop"].result()
+    assert (found.code, found.errors) == (75, "")
+    assert found.all_gone
 
 
 @pytest.mark.parametrize("way", STOPPED)

@@ -24,6 +24,11 @@ def test_command_for_one_machine() -> None:
     assert environment == {**SETTINGS, "HOME": "/h"}
 
 
+def test_a_job_that_outlives_its_workers() -> None:
+    command, _ = mpirun_command(2, ["x"], {}, fault_tolerant=True)
+    assert command[:3] == ["mpirun", "--with-ft", "ulfm"]
+
+
 def test_what_the_user_set_stays() -> None:
     _, environment = mpirun_command(2, ["x"], {"OMPI_MCA_coll": "basic,libnbc"})
     assert environment["OMPI_MCA_coll"] == "basic,libnbc"
