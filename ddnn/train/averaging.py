@@ -222,6 +222,8 @@ class Averaging:
     def state(self) -> dict[str, Tensor]:
         """What this worker alone knows of the epoch's averagings, for a checkpoint after an averaging or between
         epochs: tensors on any device, some of them the ones in use."""
+        if self._under_way is not None:
+            self._under_way.result()  # it is waited for, not taken up: that comes after the next block
         counts, traffic = self.counts, self.exchange.traffic - self.counts.traffic
         round_ = 0 if self.alone else self.mixing.round
         numbers = [counts.frames, counts.minibatches, counts.averagings, counts.left_out, self._tail, round_]
@@ -234,9 +236,9 @@ class Averaging:
             "traffic": torch.tensor(list(vars(traffic).values()), dtype=torch.float64),
         }
         if self._under_way is not None:
-            self._under_way.result()  # it is waited for, not taken up: that comes after the next block
-            found |= {"under_way.before": self._before, "under_way.made": self.mixing.result()}
-            found["under_way.norm"] = torch.tensor(self._norm, dtype=torch.float64)
+            made, deviation = self.mixing.result()
+            found |= {"under_way.before": self._before, "under_way.made": made}
+            found["under_way.norms"] = torch.tensor([self._norm, deviation], dtype=torch.float64)
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -256,9 +258,9 @@ class Averaging:
         if not self.alone:
             self.mixing.round = round_
         if "under_way.before" in state:
-            self.mixing.load_result(state["under_way.made"])
+            self._norm, deviation = state["under_way.norms"].tolist()
+            self.mixing.load_result(state["under_way.made"], deviation)
             self._before.copy_(state["under_way.before"])
-            self._norm = float(state["under_way.norm"])
             self._under_way = Future()
             self._under_way.set_result(None)
 

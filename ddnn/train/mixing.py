@@ -130,14 +130,16 @@ class Mixing:
         if self._sixteen is not None and "sixteen.reference" in state:
             self._sixteen.reference = self._buffer.detach().clone().copy_(state["sixteen.reference"])
 
-    def result(self) -> Tensor:
-        """The buffer that holds what the last averaging has made, (num_parameters,)."""
-        return self._buffer
+    def result(self) -> tuple[Tensor, float]:
+        """What the last averaging has made, (num_parameters,), and bmuf's deviation in it; NaN of others."""
+        return self._buffer, math.nan if self._blocks is None else self._blocks.deviation
 
-    def load_result(self, made: Tensor) -> None:
-        """As if the last averaging had made this; its parameters were fetched from."""
+    def load_result(self, made: Tensor, deviation: float) -> None:
+        """Takes up `result`."""
         self.fetch()
         self._buffer.copy_(made)
+        if self._blocks is not None:
+            self._blocks.deviation = deviation
 
     def share(self) -> None:
         """parameters <- those of the first worker."""

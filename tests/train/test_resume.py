@@ -1,0 +1,212 @@
+"""A training that is stopped and gone on with ends in the bits of one that never was: model, metrics, Fisher matrices."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
+from parallel.mpi_worlds import need_mpi
+from train.launching import mpi_script
+
+from ddnn.errors import DataError, RecipeError, UserError
+from ddnn.recipe.load import load_recipe
+from ddnn.train.averaging import Averaging
+from ddnn.train.command import run_training
+from ddnn.train.stopping import Stopped
+
+TIMES = ("seconds", "frames_per_second", "block_seconds", "block_seconds_std", "exchange_seconds")
+WAYS = {
+    "sgd, newbob": "optimizer: {momentum: 0.5}\n",
+    "sgd, newbob with rejected epochs": "optimizer: {momentum: 0.9, l2: 0.01}\n",
+    "ng-sgd, exponential": "optimizer: {name: ng-sgd, rank_in: 3, rank_out: 4, momentum: 0.3}\n",
+}
+
+
+def recipe_of(folder: Path, more: str, epochs: str = "schedule: {initial: 0.05, epochs: 4}") -> Path:
+    features, labels = labelled_utterances(count=16)
+    data = write_data_dir(folder / "data", features)
+    path = write_recipe(folder / "recipe.yaml", data, write_pdfs(folder / "pdfs.txt", labels), more)
+    path.write_text(path.read_text().replace("schedule: {initial: 0.05, epochs: 3}", epochs))
+    return path
+
+
+def way(folder: Path, name: str) -> Path:
+    epochs = "schedule: {initial: 0.05, epochs: 4}"
+    if "exponential" in name:
+        epochs = "schedule: {name: exponential, initial: 0.02, epochs: 3}"
+    if "rejected" in name:
+        epochs = "schedule: {initial: 3.0, epochs: 6}"
+    return recipe_of(folder, WAYS[name], epochs)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """What does not depend on time; without the rows that tell of going on."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [row for row in found if row["split"] not in ("resumed", "lost")]
+    return [{key: value for key, value in row.items() if key not in TIMES and "share" not in key} for row in kept]
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, signal.Signals], None]:
+    """Sends this process a signal in the minibatch of this number, from 1; 0 for none."""
+    after = Averaging.after_minibatch
+
+    def arrange(number: int, sent: signal.Signals = signal.SIGTERM) -> None:
+        left = [number]
+
+        def counting(self: Averaging, frames: int) -> bool:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), sent)
+            return after(self, frames)
+
+        monkeypatch.setattr(Averaging, "after_minibatch", counting)
+
+    return arrange
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_stopped_anywhere_and_gone_on_with(
+    name: str, tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]
+) -> None:
+    recipe, whole = load_recipe(way(tmp_path, name)), tmp_path / "whole"
+    run_training(recipe, whole, "cpu")
+    minibatches = sum(row["minibatches"] for row in rows(whole) if row["split"] == "worker")
+    if "rejected" in name:
+        assert any(not row["accepted"] for row in rows(whole) if row["split"] == "cv")
+    moments = random.Random(name).sample(range(minibatches // 8, minibatches), 4)
+    for number, moment in enumerate(moments):
+        run, gone = tmp_path / f"run{number}", 0
+        sent = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)[number % 4]
+        while not (run / "final.safetensors").exists():  # stopped again and again
+            stop_at(moment, sent)
+            try:
+                run_training(recipe, run, "cpu", resume=True)
+            except Stopped as stopped:
+                assert (stopped.code, stopped.received) == (75, sent.name)
+                gone += 1
+        assert gone == minibatches // moment, "so often it was stopped"
+        assert (run / "final.safetensors").read_bytes() == (whole / "final.safetensors").read_bytes()
+        assert rows(run) == rows(whole)
+        assert not (run / "checkpoints").exists()
+        log = (run / "train.log").read_text()
+        assert f"stopped: on {sent.name}; go on with --resume" in log and "resumed from checkpoint" in log
+
+
+def test_workers_stopped_anywhere_and_gone_on_with(tmp_path: Path) -> None:
+    need_mpi()
+    mpi_script("mpi_resume.py", 3, tmp_path, 2)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == 10 and any(one["within"] for one in found.values())
+    for name, one in found.items():
+        assert (one["stopped"], one["same"], one["rows"]) == (True, True, True), name
+
+
+def test_a_checkpoint_of_another_number_of_workers(tmp_path: Path) -> None:
+    """Two workers' checkpoint, one goes on: from the mean of their models, with a warning."""
+    need_mpi()
+    mpi_script("mpi_resume_fewer.py", 2, tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == {"mean": True, "epoch": 1, "done": 9, "finishes": True}
+
+
+def stopped_run(folder: Path, stop_at: Callable[[int, signal.Signals], None], more: str = "") -> tuple[Path, Path]:
+    recipe, run = recipe_of(folder, more), folder / "run"
+    stop_at(40, signal.SIGTERM)
+    with pytest.raises(Stopped):
+        run_training(load_recipe(recipe), run, "cpu")
+    stop_at(0, signal.SIGTERM)
+    return recipe, run
+
+
+def test_what_a_resume_may_change(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at)
+    with pytest.raises(RecipeError, match=r"minibatch: 32 found, 16 expected"):
+        run_training(load_recipe(recipe, ["minibatch=32"]), run, "cpu", resume=True)
+    with pytest.raises(RecipeError, match=r"(?s)model.hidden_units: 9 found.*seed: 2 found, 1 expected"):
+        run_training(load_recipe(recipe, ["seed=2", "model.hidden_units=9"]), run, "cpu", resume=True)
+    run_training(load_recipe(recipe, ["checkpoint.keep=5", "parallel.timeout=60"]), run, "cpu", resume=True)
+    assert (run / "final.safetensors").exists()
+
+
+def test_the_data_has_changed(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at)
+    features, labels = labelled_utterances(count=15)
+    write_data_dir(tmp_path / "data", features)
+    write_pdfs(tmp_path / "pdfs.txt", labels)
+    with pytest.raises(DataError, match="the data has changed since"):
+        run_training(load_recipe(recipe), run, "cpu", resume=True)
+
+
+def test_a_damaged_checkpoint_falls_back(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at, "checkpoint: {every_minibatches: 7}\n")
+    whole = tmp_path / "whole"
+    run_training(load_recipe(recipe), whole, "cpu")
+    newest, before = sorted((run / "checkpoints").iterdir(), reverse=True)
+    part = newest / "worker0000.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    run_training(load_recipe(recipe), run, "cpu", resume=True)
+    assert f"{newest} is damaged" in caplog.text and f"resumed from checkpoint {int(before.name)}" in caplog.text
+    assert (run / "final.safetensors").read_bytes() == (whole / "final.safetensors").read_bytes()
+    assert rows(run) == rows(whole)
+
+
+def test_nothing_to_go_on_from(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(recipe_of(tmp_path, ""))
+    run_training(recipe, tmp_path / "new", "cpu", resume=True)
+    assert "there is no checkpoint to go on from: the training begins" in (tmp_path / "new" / "train.log").read_text()
+
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("ddnn.train.command.load_training_data", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        run_training(recipe, tmp_path / "early", "cpu")
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_no_checkpoint_can_be_written(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddnn.train.checkpoint.Checkpoints.write", lambda *_: False)
+    recipe = load_recipe(recipe_of(tmp_path, ""))
+    stop_at(5, signal.SIGTERM)
+    with pytest.raises(UserError, match="no checkpoint could be written"):
+        run_training(recipe, tmp_path / "run", "cpu")
+
+
+def test_a_checkpoint_of_a_stranger(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
+    """Whole by its checksums, but of another network: refused with what was found and expected."""
+    from ddnn.parallel.exchange import Exchange
+    from ddnn.train.checkpoint import Checkpoints
+
+    recipe, run = stopped_run(tmp_path, stop_at)
+    checkpoints = Checkpoints(run / "checkpoints", 3, Exchange())
+    found = checkpoints.newest()
+    assert found is not None
+    shared, own = found.shared(), found.part(0)
+    for change in (
+        {"parameters": torch.zeros(3)},
+        {"tallies": torch.zeros(2, 2, dtype=torch.float64)},
+        {"averaging.counts": torch.zeros(2, dtype=torch.int64)},
+        {"standing": torch.zeros(1, dtype=torch.int64)},
+    ):
+        checkpoints.write(found.header, shared, {**own, **change})
+        with pytest.raises(DataError):
+            run_training(load_recipe(recipe), run, "cpu", resume=True)
+    for header in ({}, {**found.header, "epoch": -1}, {**found.header, "model": {}}, {**found.header, "schedule": {}}):
+        checkpoints.write(header, shared, own)
+        with pytest.raises(DataError):
+            run_training(load_recipe(recipe), run, "cpu", resume=True)
