@@ -64,6 +64,8 @@ class Exchange:
         members: all workers, by rank.
         guard: what kills this worker should it hang; None without one. Told when a call begins and ends.
         lost: whether `ddnn.parallel.survive.finish` has found that a worker has died.
+        before: the exchange that this one has followed after a death. It is not used any more, but its buffers are
+            kept: what was under way may still be written there.
         wire: how parameters travel, see `ddnn.parallel.mean` and `ddnn.parallel.strategies`.
         communicator: mpi4py's communicator; None for a single worker, which needs no MPI.
         carriers: type of device -> what moves the tensors there. Empty for a single worker.
@@ -78,6 +80,7 @@ class Exchange:
     members: list[Member] = field(default_factory=list)
     guard: Guard | None = None
     lost: bool = False
+    before: Exchange | None = field(default=None, repr=False)
     wire: Wire = "float32"
     communicator: Any = None
     carriers: dict[str, Carrier] = field(default_factory=dict)

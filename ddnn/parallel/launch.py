@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -112,6 +113,18 @@ def find_mpirun(environment: Mapping[str, str]) -> str:
     return found
 
 
+def knows_ulfm(mpirun: str, environment: Mapping[str, str]) -> bool:
+    """Whether jobs of this mpirun can outlive their workers: Open MPI 5 or later, by the ompi_info beside it."""
+    ompi_info = Path(mpirun).with_name("ompi_info")
+    try:
+        told = subprocess.run([ompi_info], env=dict(environment), capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    lines = dict(line.strip().split(": ", 1) for line in told.stdout.splitlines() if ": " in line)
+    major = lines.get("Open MPI", "").partition(".")[0]
+    return major.isdigit() and int(major) >= 5 and lines.get("FT MPI support") == "yes"
+
+
 def run_workers(
     workers: int,
     argv: Sequence[str],
@@ -131,8 +144,9 @@ def run_workers(
     They end too when this process is killed with -9.
 
     Args:
-        fault_tolerant: the others go on where a worker is killed. mpirun's code 0 then says nothing: it is also that of
-            a job of which no worker is left.
+        fault_tolerant: the others go on where a worker is killed, if this MPI can (`knows_ulfm`); the workers find by
+            `fault_tolerant` whether it is so. mpirun's code 0 then says nothing: it is also that of a job of which no
+            worker is left.
         done: whether the work was done, asked at the end of a fault-tolerant job that seems to have ended well.
         advice: what the user can do now, printed last where a worker was ended by a signal that nobody sent here.
 
@@ -148,7 +162,9 @@ def run_workers(
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home() raises for a user that has none)
     environment = {"HOME": home, **(os.environ if environment is None else environment)}
     argv = [*IGNORING_SIGUSR1, *argv]
-    command, variables = mpirun_command(workers, argv, environment, find_mpirun(environment), fault_tolerant)
+    mpirun = find_mpirun(environment)
+    fault_tolerant = fault_tolerant and knows_ulfm(mpirun, environment)
+    command, variables = mpirun_command(workers, argv, environment, mpirun, fault_tolerant)
     with tempfile.TemporaryDirectory(prefix="ddnn-") as folder:
         try:
             code = run_mpirun(command, {**variables, LAST_WORDS: folder}, grace, patience)

@@ -53,6 +53,7 @@ def survivors(exchange: Exchange, said: Any) -> tuple[Exchange, list[Any], list[
     if exchange.members:
         left.members = [exchange.members[rank] for rank in old_ranks]
     left.wire, left.guard, left.traffic = exchange.wire, exchange.guard, exchange.traffic
+    left.before = exchange
     lost = sorted(set(range(exchange.size)) - set(old_ranks))
     return left, [what for _, what in told], lost
 

@@ -12,7 +12,15 @@ from parallel.mpi_worlds import need_mpi
 
 from ddnn.errors import UserError
 from ddnn.parallel import exchange as exchange_module
-from ddnn.parallel.launch import SETTINGS, announced_workers, find_mpirun, inside_mpi_job, mpirun_command, run_workers
+from ddnn.parallel.launch import (
+    SETTINGS,
+    announced_workers,
+    find_mpirun,
+    inside_mpi_job,
+    knows_ulfm,
+    mpirun_command,
+    run_workers,
+)
 
 
 def test_command_for_one_machine() -> None:
@@ -27,6 +35,24 @@ def test_command_for_one_machine() -> None:
 def test_a_job_that_outlives_its_workers() -> None:
     command, _ = mpirun_command(2, ["x"], {}, fault_tolerant=True)
     assert command[:3] == ["mpirun", "--with-ft", "ulfm"]
+
+
+@pytest.mark.parametrize(
+    ("told", "knows"),
+    [
+        ("Open MPI: 5.0.11\n  FT MPI support: yes\n", True),
+        ("Open MPI: 5.0.11\n  FT MPI support: no\n", False),
+        ("Open MPI: 4.1.6\n  FT MPI support: yes\n", False),
+        ("Open MPI: main\n", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_whether_this_mpi_knows_ulfm(tmp_path: Path, told: str | None, knows: bool) -> None:
+    if told is not None:
+        (tmp_path / "ompi_info").write_text(f"#!/bin/sh\necho '{told}'\n")
+        (tmp_path / "ompi_info").chmod(0o755)
+    assert knows_ulfm(str(tmp_path / "mpirun"), {}) is knows
 
 
 def test_what_the_user_set_stays() -> None:
