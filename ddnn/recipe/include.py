@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddnn.recipe.yaml_tree import Dotted, Given, Problem, parse_file, read_file, shown
 
-MOST_FILES = 50
+MOST_FILES = 20
 
 
 @dataclass

@@ -18,6 +18,9 @@ from ddnn.recipe.schema import Recipe
 from ddnn.recipe.validate import is_read, validate
 from ddnn.recipe.yaml_tree import Given, Problem, parse_setting, shown
 
+MOST_PROBLEMS = 50
+"""Shown of what is wrong with a recipe; where as many keys are unknown it is something else."""
+
 MADE = ("data.cache",)
 """Paths that need not exist: they are made."""
 
@@ -118,7 +121,8 @@ def _known(gathered: Gathered) -> dict[str, Given]:
         if leaf is not None:
             wrong, text = leaf, f"{leaf}: a mapping found, expected {keys()[leaf].expects}"
         elif wrong is not None:
-            text = f"{_printable(wrong)}: unknown key; {suggestion(wrong)}"
+            meant = f"; {suggestion(wrong)}" if len(reported) < MOST_PROBLEMS else ""
+            text = f"{_printable(wrong)}: unknown key{meant}"
         elif name in sections():
             if given.value is not None and given.value != {}:
                 text = f"{name}: {shown(given.value)} found, expected a mapping of {', '.join(keys_of(name))}"
@@ -177,5 +181,8 @@ def _error(path: Path, problems: Sequence[Problem]) -> RecipeError:
     lines = list(dict.fromkeys(str(problem) for problem in problems))
     if len(lines) == 1:
         return RecipeError(lines[0], where=path)
-    listed = "".join(f"\n  - {line}" for line in lines)
+    shown_lines = lines[:MOST_PROBLEMS]
+    if len(lines) > MOST_PROBLEMS:
+        shown_lines.append(f"and {len(lines) - MOST_PROBLEMS} more")
+    listed = "".join(f"\n  - {line}" for line in shown_lines)
     return RecipeError(f"{len(lines)} problems in the recipe:{listed}", where=path)

@@ -18,6 +18,8 @@ from ddnn.files import open_regular
 
 MOST_BYTES = 100_000
 DEEPEST = 12
+MOST_VALUES = 3000
+"""Keys and values of one file: a recipe has 200, and a tenth of a second goes into reading so many."""
 MOST_DIGITS = 40
 """More than any key takes. Longer ones stay text: Python refuses to convert thousands."""
 
@@ -53,6 +55,7 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's interface)
     depth = 0
+    values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -63,9 +66,12 @@ class _Loader(yaml.SafeLoader):
             refused = "tags (!) are not allowed"
         elif self.depth > DEEPEST:
             refused = f"more than {DEEPEST} levels"
+        elif self.values >= MOST_VALUES:
+            refused = f"more than {MOST_VALUES} keys and values, which no recipe needs"
         if refused:
             raise _Refused(problem=refused, problem_mark=event.start_mark)  # type: ignore[arg-type]
         self.depth += 1
+        self.values += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node

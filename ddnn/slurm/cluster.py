@@ -164,7 +164,7 @@ def _by_key(values: Mapping[tuple[str, ...], Given]) -> dict[str, Given]:
     for (key, *below), given in values.items():
         value = given.value
         if key == "environment" and below:
-            before = found[key].value if key in found else {}
+            before = found[key].value if key in found and isinstance(found[key].value, dict) else {}
             value = {**before, below[0]: _as_text(value) if len(below) == 1 else {}}
         elif below:  # a mapping where none belongs
             value = {}
@@ -181,8 +181,8 @@ def _as_text(value: Any) -> Any:
 
 def _build(values: dict[str, Given], problems: list[Problem]) -> Cluster | None:
     fields = Cluster.model_fields
-    for key in [key for key in values if key not in fields]:
-        near = difflib.get_close_matches(key, fields, n=1)
+    for number, key in enumerate([key for key in values if key not in fields]):
+        near = difflib.get_close_matches(key, fields, n=1) if number < 50 else []
         meant = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(fields)}"
         problems.append(Problem(f"{key if key.isprintable() else repr(key)}: unknown key; {meant}", values[key].source))
         del values[key]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddnn.errors import DataError
+from ddnn.files import read_regular
 
 MOST_BYTES = 64 << 20
 """Ten thousand epochs of one worker, or a hundred epochs of a thousand."""
@@ -144,10 +145,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines with their numbers from 1; without a last one that has no end and is no JSON: it is being written."""
     if not path.is_file():
         raise DataError("there is no such file", where=path, mend="name the run dir of a training")
-    with path.open("rb") as handle:
-        text = handle.read(MOST_BYTES + 1)
-    if len(text) > MOST_BYTES:
-        raise DataError(f"more than {MOST_BYTES} bytes found, expected a line per epoch and split", where=path)
+    try:
+        text = read_regular(path, MOST_BYTES)
+    except OSError as error:
+        what = f"cannot read: {error.strerror}; expected a line per epoch and split"
+        raise DataError(what, where=path) from error
     *whole, last = text.split(b"\n")
     yield from enumerate(whole, 1)
     if last and not (whole and _is_cut(last)):

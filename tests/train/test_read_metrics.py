@@ -101,7 +101,7 @@ def test_what_is_no_file_and_what_is_too_large(tmp_path: Path, monkeypatch: pyte
             read_metrics(tmp_path / name)
     monkeypatch.setattr(module, "MOST_BYTES", 1000)
     (tmp_path / "large").write_text(lines(*rows_of(1)))
-    with pytest.raises(DataError, match="more than 1000 bytes"):
+    with pytest.raises(DataError, match="expected at most 1000"):
         read_metrics(tmp_path / "large")
 
 

@@ -1,0 +1,18 @@
+"""All readers of bytes from the disk."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from fuzz.harness import Target
+from fuzz.targets_kaldi import kaldi_targets
+from fuzz.targets_models import model_targets
+from fuzz.targets_text import text_targets
+
+
+@cache
+def all_targets() -> tuple[Target, ...]:
+    """Every target, by name each once."""
+    found = (*kaldi_targets(), *text_targets(), *model_targets())
+    assert len({target.name for target in found}) == len(found)
+    return found
