@@ -66,6 +66,12 @@ class Slurm:
         command = [sys.executable, "-m", "ddnn.cli", *map(str, arguments)]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=timeout)
 
+    def command(self, *words: str) -> str:
+        """Runs a program of Slurm; what it prints."""
+        return subprocess.run(
+            words, env=self.environment, timeout=30, check=True, capture_output=True, text=True
+        ).stdout
+
     def submit(self, job: Job, run: Path, *options: object) -> str:
         """Submits a training of the job's recipe; its number."""
         submitted = self.ddnn("train", job.recipe, "--run-dir", run, *SETTINGS, "--slurm", *options)
@@ -80,7 +86,7 @@ class Slurm:
         log = self.folder / "log" / "jobcomp.txt"
         while time.monotonic() < until:
             for line in log.read_text().splitlines() if log.exists() else ():
-                if line.startswith(f"JobId={number} "):
+                if line.startswith(f"JobId={number} ") and " JobState=PENDING " not in line:  # requeued
                     return dict(word.partition("=")[::2] for word in line.split())
             time.sleep(0.2)
         pytest.fail(f"job {number} has not ended in {SECONDS} s")
@@ -103,7 +109,7 @@ def slurm(shared: Path) -> Iterator[Slurm]:
     except UserError as error:
         pytest.skip(error.what)
     folder = Path(tempfile.mkdtemp(prefix="ddnn-slurm-"))  # a short name: sockets are made in it
-    settings = {"SLURM_DEV_DIR": str(folder), "SLURM_DEV_PORT": str(free_ports(3)), "SLURM_DEV_CPUS": "2"}
+    settings = {"SLURM_DEV_DIR": str(folder), "SLURM_DEV_PORT": str(free_ports(3)), "SLURM_DEV_CPUS": "4"}
     environment = {**os.environ, **settings}
     try:
         with (folder / "up.txt").open("w") as said:  # a file: the daemons would hold a pipe open
@@ -135,7 +141,7 @@ def plain(slurm: Slurm, job: Job) -> Path:
 
 def losses(run: Path) -> list[tuple[Any, ...]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["epoch"], row["split"], row["loss"], row["frames"]) for row in rows if row["split"] != "worker"]
+    return [(row["epoch"], row["split"], row["loss"], row["frames"]) for row in rows if "loss" in row]
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
@@ -154,6 +160,50 @@ def test_same_result_as_without(slurm: Slurm, job: Job, plain: Path, launcher: s
     assert (run / "final.safetensors").read_bytes() == (plain / "final.safetensors").read_bytes()
 
 
+SLOW_AT_FIRST = """\
+import os
+if "OMPI_COMM_WORLD_RANK" in os.environ or "PMIX_RANK" in os.environ:
+    import time
+    import ddnn.train.loop as loop
+    real, calls = loop.train_minibatch, []
+    def slow(*arguments):
+        calls.append(1)
+        if "SLURM_RESTART_COUNT" not in os.environ and len(calls) > 6:  # in the second epoch
+            time.sleep(1)
+        return real(*arguments)
+    loop.train_minibatch = slow
+"""
+
+
+def test_a_job_that_is_asked_to_stop_queues_again_and_goes_on(slurm: Slurm, job: Job, plain: Path) -> None:
+    """By both launchers: a checkpoint within the second epoch, requeued, and the same bytes as never stopped."""
+    patch = job.root / "patch"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(SLOW_AT_FIRST)
+    settings = job.root / "slow.yaml"
+    settings.write_text(f"environment: {{PYTHONPATH: {patch}}}\n")
+    options = ("--nodes", 2, "--workers-per-node", 2, "--cluster", settings)
+    runs = {launcher: job.root / f"stopped by {launcher}" for launcher in ("mpirun", "srun")}
+    numbers = {name: slurm.submit(job, run, *options, "--launcher", name) for name, run in runs.items()}
+    until = time.monotonic() + SECONDS
+    waiting = dict(runs)
+    while waiting and time.monotonic() < until:
+        for name, run in list(waiting.items()):
+            if (run / "metrics.jsonl").exists() and '"epoch": 1, "split": "cv"' in (run / "metrics.jsonl").read_text():
+                slurm.command("scancel", "--batch", "--signal=USR1", numbers[name])
+                del waiting[name]
+        time.sleep(0.1)
+    for name, run in runs.items():
+        ended = slurm.wait(numbers[name])
+        output = (run / "job.out").read_text()
+        assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), output
+        assert output.count("ddnn: stopped on SIGUSR1; go on with --resume\n") == 1, output
+        assert f"job.sh: restart 1 of job {numbers[name]}, " in output
+        assert re.search(r"resumed from checkpoint \d+: after epoch 1, \d minibatches", output), output
+        assert losses(run) == losses(plain)
+        assert (run / "final.safetensors").read_bytes() == (plain / "final.safetensors").read_bytes()
+
+
 def test_a_cancelled_job_leaves_nothing_running(slurm: Slurm, job: Job) -> None:
     run = job.root / "cancelled"
     for_ever = "schedule={name: exponential, initial: 0.001, epochs: 1000000}"
@@ -164,11 +214,12 @@ def test_a_cancelled_job_leaves_nothing_running(slurm: Slurm, job: Job) -> None:
     status = json.loads(slurm.ddnn("status", run, "--json").stdout)
     assert (status["state"], status["workers"], status["job"]) == ("running", 2, number)
     assert slurm.processes_of_jobs()
-    subprocess.run(["scancel", number], env=slurm.environment, timeout=30, check=True)
+    slurm.command("scancel", number)
     assert slurm.wait(number)["JobState"] == "CANCELLED"
     while slurm.processes_of_jobs() and time.monotonic() < until:
         time.sleep(0.2)
     assert slurm.processes_of_jobs() == []
+    assert "Restarts=0" in slurm.command("scontrol", "show", "job", number).split()
     status = json.loads(slurm.ddnn("status", run, "--json").stdout)
     assert status["state"] == "stopped" and "CANCELLED" in status["error"]
 

@@ -66,10 +66,11 @@ trap 'echo "job.sh: exit code $? from: $BASH_COMMAND" >&2' ERR
 [ -z "$SLURM_RESTART_COUNT" ] || echo "job.sh: restart $SLURM_RESTART_COUNT of job $SLURM_JOB_ID, $(date)"
 
 # Slurm's SIGUSR1 before the time limit asks the training for a checkpoint and its end. It is handed on every second,
-# since the training does not listen from the beginning. SIGTERM, which ends a job, Slurm sends to all its processes.
+# since the training does not listen from the beginning. SIGTERM, which ends a job, Slurm sends to all its processes:
+# handed on too soon it would be a second signal, which ends the training at once.
 asked='' heard='' training=''
-ask_training() { while sleep 1; kill -USR1 "$training" 2>/dev/null; do :; done; }
-ask() { heard=1; if [ -z "$asked" ] && [ -n "$training" ]; then ask_training & fi; asked=$1; }
+ask_training() { [ "$asked" = USR1 ] || sleep 1; while kill -USR1 "$training" 2>/dev/null; do sleep 1; done; }
+ask() { before=$asked asked=$1 heard=1; if [ -z "$before" ] && [ -n "$training" ]; then ask_training & fi; }
 trap 'ask USR1' USR1
 trap 'ask TERM' TERM
 
