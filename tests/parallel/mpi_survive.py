@@ -4,6 +4,7 @@ argv[1] is a list of deaths with commas between, each "number:when:how":
   compute, raise      killed between two exchanges, or by an exception, in round `when`
   any, stopped        killed, or stopped by SIGSTOP, `when` seconds after the start, wherever it is
   user-error, stop    ends the job in round `when`; number -1: all workers do
+  call                lives, and calls the others to the meeting in round `when`, as one with an error of its own
   meeting             killed `when` seconds after it has come to the meeting of the survivors
 argv[2] is the number of rounds, argv[3] a folder for what each worker reports.
 """
@@ -52,6 +53,8 @@ def end(how: str) -> None:
         raise RuntimeError("boom of the test")
     if how == "user-error":
         raise UserError("the rate is -1", where="recipe.yaml")
+    if how == "call":
+        raise WorkerLost("nobody, but let us meet")
     if how == "stop":
         sys.exit(75)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -97,8 +100,9 @@ class Worker:
 
     def train(self) -> None:
         while self.exchange.agree_min(self.round) < self.rounds:
-            for when, how in self.own_deaths("compute", "raise", "user-error", "stop"):
+            for when, how in self.own_deaths("compute", "raise", "user-error", "stop", "call"):
                 if self.round == int(when):
+                    self.deaths = [death for death in self.deaths if death[2] != "call"]  # once
                     end(how)
             self.compute()
             self.average()

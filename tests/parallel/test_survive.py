@@ -25,7 +25,7 @@ DEATHS = {
     "0:0.2:any,3:8:compute": [0, 3],
     "1:0.3:any,0:0.3:any,2:0.005:meeting": [0, 1, 2],
     "2:0.3:stopped,1:8:raise": [1, 2],
-    "3:0.4:any,2:8:compute": [2, 3],
+    "3:0.4:any,2:8:call": [3],
 }
 """Plan, see mpi_survive.py, and who is dead at the end."""
 ENDS = {"2:0.2:any,-1:8:user-error": 2, "0:0.2:any,-1:8:stop": 75}
