@@ -6,12 +6,13 @@ Decided once, before the frames are moved, and said in the log. Not yet seen on 
 from __future__ import annotations
 
 import logging
-from itertools import pairwise
 
 import torch
 
 from ddnn.data.corpus import Corpus
+from ddnn.data.needs import EVALUATED, count_parameters, layer_widths, training_needs
 from ddnn.device import device_identity
+from ddnn.errors import DataError
 from ddnn.parallel.exchange import Exchange
 from ddnn.recipe.schema import Recipe
 
@@ -22,8 +23,6 @@ MARGIN = 2**30 + 2**29
 PARAMETER_COPIES = 10
 """Of 4 bytes a parameter: parameters, gradient, momentum, the best so far, the bf16 copies, the averaging's, those of
 the check of a captured step."""
-EVALUATED = 1024
-"""Frames in a block of cross-validation."""
 
 
 def place_of_corpus(
@@ -38,11 +37,7 @@ def place_of_corpus(
     host = torch.device("cpu")
     if device.type != "cuda":
         return device
-    exchange = exchange or Exchange()
-    free = torch.cuda.mem_get_info(device)[0]
-    here = [exchange.host, device_identity(device)]
-    on_it = [int(other[2]) for other in exchange.gather([*here, free]) if list(other[:2]) == here]
-    free = min(on_it) // len(on_it)
+    free = _free_on_gpu(device, exchange or Exchange())
     if recipe.data.place == "host":
         log.info("the corpus stays in host memory, as data.place says")
         return host
@@ -59,6 +54,37 @@ def place_of_corpus(
     return host
 
 
+def require_on_gpu(recipe: Recipe, dim: int, pdfs: int, device: torch.device, exchange: Exchange) -> None:
+    """Nothing on the CPU; on a GPU DataError where training cannot fit even beside no corpus. Collective.
+
+    Args:
+        dim: of a frame, before splicing.
+        pdfs: number of outputs.
+    """
+    if device.type != "cuda":
+        return
+    needs = training_needs(recipe, dim, pdfs, exchange.size)
+    needed = needs["parameters"] + needs["activations"]  # at the least, so that nothing is refused that would fit
+    free_here = _free_on_gpu(device, exchange)
+    for host, identity, free in exchange.gather([exchange.host, device_identity(device), free_here]):
+        if needed > int(free):
+            raise DataError(
+                f"training needs at least {needed / 2**30:.1f} GiB of GPU memory, {int(free) / 2**30:.1f} GiB are free "
+                f"on {identity} of {host}",
+                where="minibatch" if needs["activations"] > needs["parameters"] else "model",
+                mend="take a smaller minibatch or network, or a GPU that nobody else uses",
+            )
+
+
+def _free_on_gpu(device: torch.device, exchange: Exchange) -> int:
+    """Bytes that are free on this worker's GPU; workers on the same one share them. Collective."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, of a training before
+    free = torch.cuda.mem_get_info(device)[0] + kept
+    here = [exchange.host, device_identity(device)]
+    on_it = [int(other[2]) for other in exchange.gather([*here, free]) if list(other[:2]) == here]
+    return min(on_it) // len(on_it)
+
+
 def corpus_bytes(corpus: Corpus) -> int:
     """What a corpus takes on a GPU: frames, labels, and of each frame its row and its place in two orders."""
     frames = int(corpus.num_frames.sum())
@@ -72,9 +98,7 @@ def training_bytes(recipe: Recipe, dim: int, pdfs: int) -> int:
         dim: of a frame, before splicing.
         pdfs: number of outputs.
     """
-    model = recipe.model
-    widths = [dim * (2 * recipe.data.splice + 1), *[model.hidden_units] * model.hidden_layers, pdfs]
-    parameters = sum(outputs * (inputs + 1) for inputs, outputs in pairwise(widths))
+    widths = layer_widths(recipe, dim, pdfs)
     # Inputs, outputs and derivatives; as much again for what NG-SGD and the loss work on; all of it in a graph too.
     a_frame = 4 * 4 * (sum(widths) + pdfs)
-    return 4 * PARAMETER_COPIES * parameters + 2 * a_frame * max(recipe.minibatch, EVALUATED) + MARGIN
+    return 4 * PARAMETER_COPIES * count_parameters(widths) + 2 * a_frame * max(recipe.minibatch, EVALUATED) + MARGIN

@@ -12,8 +12,9 @@ from ddnn.data.cached import Options
 from ddnn.data.corpus import Corpus, FeaturePipeline
 from ddnn.data.loaders import usable_processes
 from ddnn.data.minibatches import FrameSet, frame_set
+from ddnn.data.needs import frames_needs, require_for_training, training_needs
 from ddnn.data.plan import CorpusPlan
-from ddnn.data.residency import place_of_corpus
+from ddnn.data.residency import place_of_corpus, require_on_gpu
 from ddnn.data.shards import positions, shards
 from ddnn.data.source import Source, open_source
 from ddnn.data.split import DEFAULT_FRACTION, split_by_fraction, split_by_speakers_file
@@ -122,9 +123,24 @@ def _load(recipe: Recipe, source: Source, parts: list[list[int]], device: torch.
         log.info("shards of %d to %d frames for %d workers", min(sizes), max(sizes), exchange.size)
     shard = sorted(u for share in shares for u in share[exchange.rank])
     exchange.barrier()  # what was loaded before is there: memory is asked for together
+    _require_memory(recipe, source, shard, device, exchange)
     corpus = source.load(shard, exchange)
     place = place_of_corpus(recipe, corpus, source.num_pdfs, device, exchange)
     return Frames(plan, shard, corpus.to(place), device)
+
+
+def _require_memory(recipe: Recipe, source: Source, shard: list[int], device: torch.device, exchange: Exchange) -> None:
+    """DataError where this shard's frames and the training do not fit into the host, or the training into the GPU."""
+    plan, width = source.plan, source.plan.dim * (recipe.data.deltas + 1)
+    frames = int(plan.num_frames[shard].sum())
+    mapped = source.cached is not None and len(shard) == len(plan.entries)
+    rows = 0 if mapped else frames + 2 * recipe.data.splice * len(shard)
+    needs = {
+        **frames_needs(recipe.data.store, frames, rows, width),
+        **training_needs(recipe, width, source.num_pdfs, exchange.size, device.type),
+    }
+    require_for_training(needs, plan.directory.path, exchange)
+    require_on_gpu(recipe, width, source.num_pdfs, device, exchange)
 
 
 def _load_cv(recipe: Recipe, train: Source, device: torch.device, exchange: Exchange) -> Frames:

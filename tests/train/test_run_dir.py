@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jobs import make_job
 
 from ddnn.data.corpus import FeaturePipeline
 from ddnn.data.transform import plain_splice
@@ -477,3 +478,32 @@ def test_finishing_needs_every_row(tmp_path: Path, full: Callable[..., None]) ->
     full(False)
     run.finish(model())
     assert rows_of(run.path) == [(0, "cv"), (1, "cv")]
+
+
+# --- secrets
+
+
+def test_nothing_of_the_environment_is_written(
+    tmp_path: Path, run_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while a training goes on, when there are checkpoints, not in what it leaves, not in a job's script."""
+    secret = "wJalrXUtnFEMIK7MDENGbPxRfiCY"
+    for name in ("AWS_SECRET_ACCESS_KEY", "MY_TOKEN", "SLURM_JWT", "OMPI_MCA_secret"):
+        monkeypatch.setenv(name, secret)
+    job, seen = make_job(tmp_path / "job"), set()
+
+    def look() -> None:
+        for path in job.run.rglob("*"):
+            if path.is_file():
+                seen.add(path.name)
+                assert secret.encode() not in path.read_bytes(), path
+
+    record = RunDir.record
+    monkeypatch.setattr(RunDir, "record", lambda run, metrics: (record(run, metrics), look()))
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    look()
+    assert seen >= {"recipe.yaml", "train.log", "metrics.jsonl", "final.safetensors", "best.safetensors"}
+    dry = run_cli("train", job.recipe, "--run-dir", tmp_path / "other", "--slurm", "--dry-run")
+    assert dry.exit_code == 0 and dry.stdout.startswith("#!"), dry.stderr
+    assert secret not in dry.stdout + dry.stderr + result.stdout + result.stderr
