@@ -49,9 +49,7 @@ def meet(session: Session, error: str | None = None, stopped: str | None = None)
         told: list[dict[str, Any]]
         before = session.exchange
         session.exchange, told, lost = survivors(before, {**said, "error": error, "stopped": stopped})
-        for worker in [before.members[rank] for rank in lost]:
-            session.lost.append(worker)
-            log.warning("worker %d on %s is lost; %d go on", worker.number, worker.host, session.exchange.size)
+        session.lost += [before.members[rank] for rank in lost]
         for one in told:
             if one["error"] is not None:
                 raise UserError(one["error"])
@@ -59,6 +57,9 @@ def meet(session: Session, error: str | None = None, stopped: str | None = None)
                 raise Stopped(one["stopped"])
         if session.exchange.rank == 0 and isinstance(session.run, NoRunDir):
             session.take_over_run_dir()
+        if session.exchange.rank == 0:
+            for worker in session.lost[len(session.lost) - len(lost) :]:
+                log.warning("worker %d on %s is lost; %d go on", worker.number, worker.host, session.exchange.size)
         try:
             saved = _agree(session, told)
         except WorkerLost:

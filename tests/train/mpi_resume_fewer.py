@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -20,10 +21,8 @@ def main(out: Path) -> None:
     exchange = connect()
     way = "all-reduce, overlap"
     stopped = made(exchange, out, way, StopAfter(9), None)  # meetings: 6 in an epoch, and at its end
-    try:
+    with contextlib.suppress(Stopped):
         train(stopped, Recorder())
-    except Stopped:
-        pass
     models = exchange.all_gather(stopped.model.network.parameters)
     if exchange.rank == 0:
         alone = Exchange()

@@ -1,4 +1,4 @@
-"""A training that is stopped and gone on with ends in the bits of one that never was: model, metrics, Fisher matrices."""
+"""A training that is stopped and gone on with ends in the bits of one that never was: model, metrics, NG-SGD."""
 
 from __future__ import annotations
 

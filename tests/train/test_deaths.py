@@ -1,0 +1,75 @@
+"""Workers that die in the middle of a training, and the others that go on (`parallel.on_failure: continue`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
+from parallel.mpi_worlds import need_mpi
+from train.launching import mpi_script
+
+WORKERS = 4
+
+
+@pytest.fixture(autouse=True)
+def with_mpi() -> None:
+    need_mpi()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    features, labels = labelled_utterances(count=40)
+    data = write_data_dir(folder / "data", features)
+    more = "parallel: {workers: 4, every: 2, on_failure: continue, timeout: 30}\noptimizer: {momentum: 0.3}\n"
+    path = write_recipe(folder / "recipe.yaml", data, write_pdfs(folder / "pdfs.txt", labels), more)
+    path.write_text(path.read_text().replace("schedule: {initial: 0.05", "schedule: {initial: 0.01"))
+    return path
+
+
+def rows(run: Path, split: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if row["split"] == split]
+
+
+@pytest.fixture(scope="module")
+def of_three(recipe: Path) -> float:
+    """Frame accuracy that three workers reach from the start."""
+    run = recipe.parent / "three"
+    three = recipe.parent / "three.yaml"
+    three.write_text(recipe.read_text().replace("workers: 4", "workers: 3"))
+    mpi_script("mpi_dying.py", 3, three, run)
+    return float(rows(run, "cv")[-1]["frame_accuracy"])
+
+
+# Each rank, in compute and in an exchange; each time another worker dies later.
+DEATHS = [
+    ("0:minibatch:5", "2:exchange:9"),
+    ("1:exchange:3", "0:minibatch:20"),
+    ("2:minibatch:13", "3:minibatch:14"),
+    ("3:exchange:1", "1:minibatch:21"),
+    ("0:exchange:7", "1:exchange:7"),
+]
+
+
+@pytest.mark.parametrize("deaths", DEATHS, ids="+".join)
+def test_the_others_go_on(recipe: Path, of_three: float, deaths: tuple[str, ...]) -> None:
+    run = recipe.parent / re.sub(r"\W", "_", "-".join(deaths))
+    said = mpi_script("mpi_dying.py", WORKERS, recipe, run, *deaths, tolerant=True)
+    assert (run / "final.safetensors").exists(), said
+    lost = rows(run, "lost")
+    assert sorted(row["rank"] for row in lost) == sorted(int(death[0]) for death in deaths)
+    assert lost[-1]["workers_left"] == 2
+    judged = rows(run, "cv")
+    assert [row["epoch"] for row in judged] == [0, 1, 2, 3]
+    assert [row["epoch"] for row in rows(run, "train")] == [1, 2, 3]
+    assert len({row["frames"] for row in judged}) == 1, "all that is held out is judged, whoever has died"
+    assert abs(judged[-1]["frame_accuracy"] - of_three) < 0.03
+    log = (run / "train.log").read_text()
+    for death in deaths:
+        assert f"worker {death[0]} on " in log and "is lost" in log
+    assert "finished: " in log
