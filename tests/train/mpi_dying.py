@@ -1,6 +1,6 @@
 """Run by mpirun: a training by run_training in which workers kill themselves, where they are told to.
 
-Each death is RANK:WHERE:NUMBER: the worker that was RANK at the start dies when it comes for the NUMBER-th time, from 1,
+Each death is RANK:WHERE:NUMBER: the worker that was RANK at first dies when it comes for the NUMBER-th time, from 1,
 to WHERE: a `minibatch`, or an `exchange` of parameters, which the others are in the middle of.
 """
 
