@@ -176,7 +176,7 @@ def train_longer(run_cli: RunCli, job: Job, run: Path, *more: str) -> Any:
 
 def epochs_of(run: Path) -> list[tuple[int, str]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["epoch"], row["split"]) for row in rows if row["split"] != "worker"]
+    return [(row["epoch"], row["split"]) for row in rows if row["split"] in ("train", "cv")]
 
 
 EVERY_ROW = [(0, "cv"), *((epoch, split) for epoch in range(1, 6) for split in ("train", "cv"))]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+from ddnn.info.checkpoints import newest_checkpoint, resume_command
+from ddnn.info.status_text import duration
 from ddnn.train.read_metrics import EpochRow, read_metrics, read_pretraining
 
 GLANCE_BYTES = 64 << 20
@@ -27,12 +30,25 @@ def model_facts(path: Path) -> dict[str, Any]:
 
 
 def run_facts(path: Path) -> dict[str, Any]:
-    """The model, where there is one, and how its training went."""
+    """The model, where there is one, and how its training went; of one that has not finished, where it can go on."""
     facts: dict[str, Any] = {"finished": (path / "final.safetensors").exists()}
+    if not facts["finished"]:
+        facts |= resume_facts(path)
     if facts["finished"]:
         facts |= model_facts(path / "final.safetensors")
     if (path / "metrics.jsonl").exists():
         facts |= metrics_facts(path / "metrics.jsonl")
+    return facts
+
+
+def resume_facts(path: Path) -> dict[str, Any]:
+    """The newest checkpoint, and the command that goes on with it."""
+    problems: list[str] = []
+    found = newest_checkpoint(path, problems.append)
+    facts: dict[str, Any] = {"damaged": problems} if problems else {}
+    if found is not None:
+        facts["checkpoint"] = f"{found.as_text()}, {duration(max(0.0, time.time() - found.written))} ago"
+        facts["go_on_by"] = resume_command(path)
     return facts
 
 

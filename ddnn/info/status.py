@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ddnn.errors import UserError
+from ddnn.info.checkpoints import newest_checkpoint, resume_command
 from ddnn.info.status_text import ERROR_ENTRY, last_entry, render, why_it_ended
 from ddnn.optim.schedule import make_schedule
 from ddnn.recipe.load import load_recipe
@@ -34,13 +35,16 @@ class Status:
             process holds the run dir.
         phase: what a running one does, or what Slurm says of one that waits.
         job, submitted, slurm: number of the Slurm job, when it was submitted (seconds since 1970), its state there.
-        error: of a stopped one, the last error in train.log, else the likeliest in the job's output.
+        error: of a stopped one, the last error in train.log since it was last begun, else the likeliest in the job's
+            output.
         epochs_done, epochs_most: finished epochs, and how many there can be; Newbob may end before.
         last, best: cross-validation: epoch, loss, frame_accuracy; best among the accepted by loss.
         frames_per_second: of the last epoch's training, all workers together.
         shares: of the workers' time in the last epoch, mean over the workers: `SHARES`.
         estimated_end: seconds since 1970, if the epochs to come take as long as the last three.
         age: seconds since the last line of train.log or metrics.jsonl.
+        checkpoint: the newest: number, workers, epoch, minibatch, and when it was written (`ddnn.info.checkpoints`).
+        resume: of a stopped one, the command that goes on with it.
         problems: files that are damaged, and what could not be found out, a sentence each.
     """
 
@@ -61,6 +65,8 @@ class Status:
     shares: dict[str, float] | None
     estimated_end: float | None
     age: float | None
+    checkpoint: dict[str, Any] | None
+    resume: str | None
     problems: tuple[str, ...]
 
     @property
@@ -114,6 +120,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         problems.append("Slurm could not be asked: this is what the files and the lock of train.log say")
     elif state == "stopped" and held == "unknown":
         problems.append("the lock of train.log could not be looked at: it may be running")
+    found = None if finished else newest_checkpoint(run_dir, problems.append)
     times = [path.stat().st_mtime for path in (log, run_dir / "metrics.jsonl") if path.is_file()]
     age = max(0.0, time.time() - max(times)) if times else None
     most = None if recipe is None else make_schedule(recipe.schedule).max_epochs
@@ -139,6 +146,8 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         shares=_shares(metrics),
         estimated_end=_estimated_end(metrics, most, done, age or 0.0) if running else None,
         age=age,
+        checkpoint=None if found is None else {**asdict(found), "where": found.as_text()},
+        resume=resume_command(run_dir) if state == "stopped" else None,
         problems=tuple(problems),
     )
 

@@ -12,6 +12,8 @@ TAIL_BYTES = 1 << 16
 MOST_CHARACTERS = 2000
 _ENTRY = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ "
 ERROR_ENTRY = re.compile(_ENTRY + r"(?:ERROR|CRITICAL) ", re.MULTILINE)
+_BEGUN_ENTRY = re.compile(_ENTRY + r"INFO ddnn \S+, torch ", re.MULTILINE)
+"""What a training says first, each time that it goes on too."""
 
 _REASONS = [
     re.compile(pattern, re.MULTILINE)
@@ -20,8 +22,12 @@ _REASONS = [
 
 
 def last_entry(log: Path, kind: re.Pattern[str]) -> str | None:
-    """The last entry of train.log whose beginning matches, without its time and level, lines and all."""
+    """The last entry of train.log whose beginning matches, without its time and level, lines and all; of what was said
+    before the training was last begun or gone on with, none."""
     text = _tail(log)
+    begun = list(_BEGUN_ENTRY.finditer(text))
+    if begun:
+        text = text[begun[-1].start() :]
     found = list(kind.finditer(text))
     if not found:
         return None
@@ -69,6 +75,8 @@ def render(status: dict[str, Any], now: float) -> str:
         "speed": _speed(status),
         "time of workers": _shares(status["shares"]),
         "ends": _end(status, now),
+        "checkpoint": _checkpoint(status, now),
+        "go on by": status["resume"],
         "last line": None if status["age"] is None else f"{duration(status['age'])} ago",
     }
     shown = {name: text for name, text in facts.items() if text is not None}
@@ -114,6 +122,13 @@ def _speed(status: dict[str, Any]) -> str | None:
 
 def _shares(shares: dict[str, float] | None) -> str | None:
     return None if not shares else ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
+
+
+def _checkpoint(status: dict[str, Any], now: float) -> str | None:
+    found = status["checkpoint"]
+    if found is None:
+        return "none: going on begins anew" if status["state"] == "stopped" else None
+    return f"{found['where']}, {duration(max(0.0, now - found['written']))} ago"
 
 
 def _end(status: dict[str, Any], now: float) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -16,10 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddnn.errors import UserError
+from ddnn.info.checkpoints import newest_checkpoint
 from ddnn.info.follow import follow_status
 from ddnn.info.status import Status, read_status
 from ddnn.info.status_text import duration
 from ddnn.slurm.job import Job, write_job
+from ddnn.train.checkpoint_manifest import Manifest, manifest_bytes
 from ddnn.train.run_dir import RunDir
 
 RunCli = Callable[..., Any]
@@ -263,3 +266,177 @@ def test_it_needs_no_torch(run: Path) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+# --- going on with it
+
+
+HEADER = {"epoch": 3, "minibatch": 120, "recipe": "x"}
+
+
+def write_checkpoint(run: Path, number: int, header: dict[str, Any], workers: int = 1) -> Path:
+    """As ddnn.train.checkpoint does, with files of a few bytes."""
+    folder = run / "checkpoints" / f"{number:08d}"
+    folder.mkdir(parents=True)
+    files = {}
+    for name in ("shared.safetensors", *(f"worker{rank:04d}.safetensors" for rank in range(workers))):
+        (folder / name).write_bytes(b"12345")
+        files[name] = (5, hashlib.sha256(b"12345").hexdigest())
+    (folder / "checkpoint.json").write_bytes(manifest_bytes(Manifest(number, workers, files, header)))
+    return folder
+
+
+def test_where_a_stopped_training_goes_on(run: Path, run_cli: RunCli) -> None:
+    write_checkpoint(run, 41, {"epoch": 3, "minibatch": 0})
+    write_checkpoint(run, 42, HEADER, workers=2)
+    status = read_status(run)
+    assert status.checkpoint is not None and status.problems == ()
+    assert [status.checkpoint[key] for key in ("number", "workers", "epoch", "minibatch")] == [42, 2, 3, 120]
+    assert status.resume == f"ddnn train {run} --resume"
+    text = status.as_text()
+    assert (
+        "number 42: after epoch 3, 120 minibatches into the next, 0 s ago" in text and f"train {run} --resume" in text
+    )
+    told = run_cli("info", run).stdout
+    assert "number 42: after epoch 3" in told and f"train {run} --resume" in told
+    (run / "final.safetensors").write_bytes(b"")
+    assert (read_status(run).checkpoint, read_status(run).resume) == (None, None)
+
+
+def test_going_on_without_a_checkpoint(run: Path) -> None:
+    assert "none: going on begins anew" in read_status(run).as_text()
+    lock = RunDir(run, resume=True).open_log()
+    running = read_status(run)
+    lock.close()
+    assert running.resume is None and "going on" not in running.as_text()
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [({}, "number 42"), ({"epoch": 3}, "number 42: after epoch 3"), ({"epoch": True}, "number 42"),
+     ({"epoch": -1, "minibatch": "x"}, "number 42"), ({"epoch": 3, "minibatch": 2**80}, "number 42: after epoch 3")],
+)  # fmt: skip
+def test_headers_of_any_kind(run: Path, header: dict[str, Any], text: str) -> None:
+    write_checkpoint(run, 42, header)
+    found = newest_checkpoint(run, pytest.fail)
+    assert found is not None and found.as_text() == text
+
+
+def no_manifest(folder: Path) -> None:
+    (folder / "checkpoint.json").unlink()
+
+
+def huge_manifest(folder: Path) -> None:
+    with (folder / "checkpoint.json").open("r+b") as handle:
+        handle.truncate(2**33)
+
+
+def deep_manifest(folder: Path) -> None:
+    (folder / "checkpoint.json").write_text("[" * 100_000)
+
+
+def pipe_for_a_manifest(folder: Path) -> None:
+    (folder / "checkpoint.json").unlink()
+    os.mkfifo(folder / "checkpoint.json")
+
+
+def linked_manifest(folder: Path) -> None:
+    (folder / "checkpoint.json").rename(folder.parent / "elsewhere.json")
+    (folder / "checkpoint.json").symlink_to(folder.parent / "elsewhere.json")
+
+
+def linked_folder(folder: Path) -> None:
+    folder.rename(folder.parent / "elsewhere")
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+def cut_part(folder: Path) -> None:
+    (folder / "worker0000.safetensors").write_bytes(b"1")
+
+
+def missing_part(folder: Path) -> None:
+    (folder / "shared.safetensors").unlink()
+
+
+def another_number(folder: Path) -> None:
+    (folder / "checkpoint.json").write_bytes((folder.parent / "00000041/checkpoint.json").read_bytes())
+
+
+def one_byte(folder: Path) -> None:
+    text = (folder / "checkpoint.json").read_text()
+    (folder / "checkpoint.json").write_text(text.replace('"epoch": 3', '"epoch": 4'))
+
+
+def names_outside(folder: Path) -> None:
+    value = Manifest(42, 1, {"../../recipe.yaml": (5, ""), "shared.safetensors": (5, "")}, {})
+    (folder / "checkpoint.json").write_bytes(manifest_bytes(value))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [no_manifest, huge_manifest, deep_manifest, pipe_for_a_manifest, linked_manifest, linked_folder, cut_part,
+     missing_part, another_number, one_byte, names_outside],
+)  # fmt: skip
+def test_behind_a_damaged_checkpoint_is_another(run: Path, damage: Callable[[Path], None]) -> None:
+    write_checkpoint(run, 41, HEADER)
+    damage(write_checkpoint(run, 42, HEADER))
+    status = read_status(run)
+    assert status.checkpoint is not None and status.checkpoint["number"] == 41
+    assert len(status.problems) == 1 and "checkpoint 42" in status.problems[0]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "fifo"])
+def test_what_is_no_folder_of_checkpoints(run: Path, kind: str) -> None:
+    (run / "elsewhere").mkdir()
+    path = run / "checkpoints"
+    {"file": path.touch, "link": lambda: path.symlink_to("elsewhere"), "fifo": lambda: os.mkfifo(path)}[kind]()
+    status = read_status(run)
+    assert status.checkpoint is None and status.problems[0].startswith("checkpoints: ")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=300) | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["sha256", "files", "header", "number", "x"]), inner, max_size=5),
+).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+def test_any_manifest(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    folder = tmp_path_factory.mktemp("run") / "checkpoints/00000042"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.json").write_bytes(content)
+    said: list[str] = []
+    assert newest_checkpoint(folder.parents[1], said.append) is None and len(said) == 1
+
+
+def test_stopped_on_a_signal(run: Path) -> None:
+    log = run / "train.log"
+    log.write_text(
+        "2026-11-21 20:40:01,123 INFO ddnn 0.1.0, torch 2.13.0, cpu, python 3.11\n"
+        "2026-11-21 20:41:01,1 ERROR stopped: on SIGTERM; go on with --resume\n"
+    )
+    status = read_status(run)
+    assert (status.state, status.error) == ("stopped", "stopped: on SIGTERM; go on with --resume")
+    with log.open("a") as handle:  # gone on with, and then killed: what ended it before is not what ended it now
+        handle.write("2026-11-21 20:50:01,123 INFO ddnn 0.1.0, torch 2.13.0, cpu, python 3.11\n")
+    assert read_status(run).error is None
+
+
+def test_status_needs_no_torch(run: Path) -> None:
+    write_checkpoint(run, 42, HEADER)
+    code = (
+        "import sys; from pathlib import Path; from ddnn.info.status import read_status; "
+        "assert read_status(Path(sys.argv[1])).checkpoint; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, run], check=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["recipe.yaml", "train.log", "metrics.jsonl", "final.safetensors", "best.safetensors", "job.json", "job.out",
+     "checkpoints", "pretrain"],
+)  # fmt: skip
+def test_pipes_in_place_of_files_are_not_waited_for(run: Path, name: str, run_cli: RunCli) -> None:
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    for command in ("status", "info"):
+        assert "Traceback" not in run_cli(command, run).stderr
