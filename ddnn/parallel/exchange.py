@@ -22,8 +22,8 @@ from torch import Tensor
 from ddnn.errors import UserError
 from ddnn.parallel.carriers import Carrier, OverMpi
 from ddnn.parallel.guard import Guard
-from ddnn.parallel.launch import announced_workers, die_with_launcher, inside_mpi_job
-from ddnn.parallel.lost import deaths_noticed
+from ddnn.parallel.launch import announced_workers, die_with_launcher, fault_tolerant, inside_mpi_job
+from ddnn.parallel.lost import WorkerLost, deaths_noticed, end_here
 from ddnn.parallel.traffic import Traffic
 
 SUMMED = (torch.float32, torch.float64, torch.int64)
@@ -32,6 +32,10 @@ SENT = (*SUMMED, torch.int16, torch.uint8)
 CPU = torch.device("cpu")
 
 Wire = Literal["float32", "bfloat16"]
+
+START_LIMIT = 300.0
+"""Seconds in which the workers of a fault-tolerant job have to meet: MPI's start waits for ever for one that has died
+before it."""
 
 
 class Member(NamedTuple):
@@ -218,8 +222,11 @@ class Exchange:
                 self.communicator.Barrier()
 
 
-def connect(environment: Mapping[str, str] = os.environ) -> Exchange:
+def connect(environment: Mapping[str, str] = os.environ, start_limit: float = START_LIMIT) -> Exchange:
     """Joins the MPI job that this process was started in; a single worker where there is none, without any MPI.
+
+    A fault-tolerant job that loses a worker before all have met ends: every worker is killed, at the latest after
+    `start_limit` seconds.
 
     Raises:
         UserError: mpi4py or its MPI is missing, or the job has several workers of which MPI sees only one.
@@ -227,6 +234,21 @@ def connect(environment: Mapping[str, str] = os.environ) -> Exchange:
     if not inside_mpi_job(environment):
         return Exchange()
     die_with_launcher(environment)
+    if not fault_tolerant(environment):
+        return _join(environment)
+    number, host = int(environment.get("PMIX_RANK", "0")), socket.gethostname()
+    guard = Guard(number, host, start_limit, "while all workers meet")
+    guard.arm()
+    try:
+        return _join(environment)
+    except WorkerLost:
+        end_here(f"ddnn: worker {number} on {host}: another worker has died before all had met\n")
+        raise
+    finally:
+        guard.close()
+
+
+def _join(environment: Mapping[str, str]) -> Exchange:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -240,7 +262,8 @@ def connect(environment: Mapping[str, str] = os.environ) -> Exchange:
             f"({MPI.Get_library_version().splitlines()[0].strip()}) do not belong together",
             mend="under Slurm use `srun --mpi=pmix`, or mpirun inside sbatch; else the mpirun of the same MPI",
         )
-    return over(MPI.COMM_WORLD.Dup())
+    with deaths_noticed():
+        return over(MPI.COMM_WORLD.Dup())
 
 
 def require_threads(exchange: Exchange) -> None:

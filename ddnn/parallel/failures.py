@@ -6,12 +6,7 @@ that ends with a code, or by MPI_Abort, leaves them waiting. So a worker that fa
 
 from __future__ import annotations
 
-import array
-import fcntl
-import os
-import signal
 import sys
-import termios
 import threading
 import time
 import traceback
@@ -23,7 +18,7 @@ from ddnn.errors import UserError
 from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.last_words import leave_exit_code, leave_last_words
 from ddnn.parallel.launch import fault_tolerant
-from ddnn.parallel.lost import WorkerLost, deaths_noticed
+from ddnn.parallel.lost import WorkerLost, deaths_noticed, end_here, kill_this, print_through
 
 FIRST_SPEAKS = 1.0
 """Seconds that the others keep back a mistake of the user's: most are met by all at once, and one message is enough."""
@@ -98,14 +93,13 @@ def _end(job: Job, error: BaseException) -> None:
     if fault_tolerant():
         if alike:
             _end_alike(job, message, code)
-        _print(message)
-        _kill_this()
+        end_here(message)
     if code == STOPPED and alike:
         _end_alike(job, message, code)
     elif not leave_last_words(job.exchange.number, message):
         if isinstance(error, UserError) and job.exchange.rank > 0:
             time.sleep(FIRST_SPEAKS)
-        _print(message)
+        print_through(message)
     job.exchange.communicator.Abort(code)
 
 
@@ -117,15 +111,15 @@ def _end_alike(job: Job, message: str, code: int) -> None:
     exchange, survives = job.exchange, fault_tolerant()
     launched = leave_exit_code(code)
     if message and not (launched and leave_last_words(exchange.number, message)) and exchange.rank == 0:
-        _print(message)
+        print_through(message)
     if threading.current_thread() is threading.main_thread() and _all_come(exchange):
         # What hangs on the way out, as a thread whose exchange never ends, does not keep it.
-        last_resort = threading.Timer(2 * ALL_COME, _kill_this)
+        last_resort = threading.Timer(2 * ALL_COME, kill_this)
         last_resort.daemon = True
         last_resort.start()
         sys.exit(0 if launched and not survives else code)
     if survives:
-        _kill_this()
+        kill_this()
 
 
 def _all_come(exchange: Exchange) -> bool:
@@ -143,32 +137,3 @@ def _all_come(exchange: Exchange) -> bool:
     except WorkerLost:
         return False
     return True
-
-
-def _print(message: str) -> None:
-    """Now, in one write, so that the lines of two failing workers do not mix; returns when mpirun has read it."""
-    sys.stderr.write(message)
-    sys.stderr.flush()
-    _wait_until_read()
-
-
-def _kill_this() -> None:
-    """The one death that the others see."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _wait_until_read(seconds: float = 3.0) -> None:
-    """Waits until mpirun has read what this worker wrote: once it is told to abort, it drops what still stands in the
-    pipes (seen on a loaded machine: the message was lost)."""
-    deadline = time.monotonic() + seconds
-    unread = array.array("i", [0])
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            while time.monotonic() < deadline:
-                fcntl.ioctl(stream.fileno(), termios.FIONREAD, unread)
-                if unread[0] == 0:
-                    break
-                time.sleep(0.02)
-        except OSError:  # not a pipe, or closed: nothing to wait for
-            continue
-    time.sleep(0.3)  # read is not yet passed on

@@ -31,8 +31,14 @@ class Guard:
     Time in which the guard itself did not run, as where a job or a laptop is suspended, does not count.
     """
 
-    def __init__(self, rank: int, host: str, timeout: float) -> None:
-        """Starts the process, unarmed. `rank` and `host` name the worker in the message; `timeout` is in seconds."""
+    def __init__(self, rank: int, host: str, timeout: float, name: str = "parallel.timeout") -> None:
+        """Starts the process, unarmed.
+
+        Args:
+            rank, host: name the worker in the message.
+            timeout: in seconds.
+            name: of the timeout, for the message.
+        """
         with tempfile.TemporaryFile(prefix="ddnn-") as file:  # no name: nothing is left behind
             file.truncate(16)
             self._map = mmap.mmap(file.fileno(), 16)
@@ -42,7 +48,7 @@ class Guard:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", str(Path(__file__).with_name("watch.py"))),
-                    *(str(file.fileno()), str(os.getpid()), str(rank), host, str(timeout), str(PATIENCE)),
+                    *(str(file.fileno()), str(os.getpid()), str(rank), host, str(timeout), name, str(PATIENCE)),
                     # Where the job outlives the worker, its message is for now, not for the launcher's end.
                     "" if fault_tolerant() else os.environ.get(LAST_WORDS, ""),
                 ],

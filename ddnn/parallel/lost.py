@@ -1,8 +1,14 @@
-"""What a worker sees of another's death: MPI's errors for it, as one exception."""
+"""What a worker sees of another's death: MPI's errors for it, as one exception; how it dies so that they see it."""
 
 from __future__ import annotations
 
+import array
+import fcntl
+import os
+import signal
 import sys
+import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,3 +39,39 @@ def is_death(error: RuntimeError) -> bool:
     if mpi is None or not isinstance(error, mpi.Exception):
         return False
     return error.Get_error_class() in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+
+
+def end_here(message: str) -> None:
+    """Prints and kills this process."""
+    print_through(message)
+    kill_this()
+
+
+def kill_this() -> None:
+    """Kills this process by SIGKILL: the one death that the others of a fault-tolerant job see."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def print_through(message: str) -> None:
+    """Writes to stderr, in one write, so that the lines of two failing workers do not mix; returns when mpirun has read
+    it."""
+    sys.stderr.write(message)
+    sys.stderr.flush()
+    _wait_until_read()
+
+
+def _wait_until_read(seconds: float = 3.0) -> None:
+    """Waits until mpirun has read what this worker wrote: once it is told to abort, it drops what still stands in the
+    pipes (seen on a loaded machine: the message was lost)."""
+    deadline = time.monotonic() + seconds
+    unread = array.array("i", [0])
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            while time.monotonic() < deadline:
+                fcntl.ioctl(stream.fileno(), termios.FIONREAD, unread)
+                if unread[0] == 0:
+                    break
+                time.sleep(0.02)
+        except OSError:  # not a pipe, or closed: nothing to wait for
+            continue
+    time.sleep(0.3)  # read is not yet passed on

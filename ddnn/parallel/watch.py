@@ -1,7 +1,7 @@
 """The process of a `ddnn.parallel.guard.Guard`, started by the path of this file with nothing but Python's own modules.
 
-Arguments: file descriptor of the shared words, pid, number and host of the worker, timeout in seconds, its multiple for
-busy blocks, folder for last words (empty: none).
+Arguments: file descriptor of the shared words, pid, number and host of the worker, timeout in seconds and its name, its
+multiple for busy blocks, folder for last words (empty: none).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ class Watch:
 
     Args:
         timeout: in seconds.
+        name: of the timeout, for the message.
         patience: how many timeouts a busy block may take.
         interval: between two looks, in seconds. Where two looks are farther apart, as after the whole job was
             suspended, only twice this counts.
     """
 
-    def __init__(self, timeout: float, patience: int, interval: float) -> None:
-        self.timeout, self.patience, self.interval = timeout, patience, interval
+    def __init__(self, timeout: float, name: str, patience: int, interval: float) -> None:
+        self.timeout, self.name, self.patience, self.interval = timeout, name, patience, interval
         self.progress: int | None = None
         self.still = self.stopped = 0.0
 
@@ -49,11 +50,11 @@ class Watch:
         self.still = self.still + passed if progress == self.progress and state & ARMED else 0.0
         self.progress = progress
         if self.stopped >= self.timeout:
-            return f"was stopped (SIGSTOP) for {self.timeout:g} s (parallel.timeout)"
+            return f"was stopped (SIGSTOP) for {self.timeout:g} s ({self.name})"
         if state > ARMED and self.still >= self.patience * self.timeout:
-            return f"hung in an exchange or a checkpoint for {self.patience} x {self.timeout:g} s (parallel.timeout)"
+            return f"hung in an exchange or a checkpoint for {self.patience} x {self.timeout:g} s ({self.name})"
         if state == ARMED and self.still >= self.timeout:
-            return f"made no progress for {self.timeout:g} s (parallel.timeout)"
+            return f"made no progress for {self.timeout:g} s ({self.name})"
         return None
 
 
@@ -79,7 +80,7 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def main(descriptor: int, pid: int, number: int, host: str, timeout: float, patience: int, folder: str) -> None:
+def main(descriptor: int, pid: int, number: int, host: str, judge: Watch, folder: str) -> None:
     """See the module."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: dies with the worker, stopped or not
@@ -92,7 +93,7 @@ def main(descriptor: int, pid: int, number: int, host: str, timeout: float, pati
         if not (folder and leave(Path(folder, f"{number}.txt"), text)):
             print_now(text)
 
-    watch(memoryview(shared).cast("q"), pid, Watch(timeout, patience, min(1.0, timeout / 10)), say)
+    watch(memoryview(shared).cast("q"), pid, judge, say)
 
 
 def leave(file: Path, text: str) -> bool:
@@ -115,5 +116,6 @@ def print_now(text: str) -> None:
 
 
 if __name__ == "__main__":
-    descriptor, pid, number, host, timeout, patience, folder = sys.argv[1:]
-    main(int(descriptor), int(pid), int(number), host, float(timeout), int(patience), folder)
+    descriptor, pid, number, host, timeout, name, patience, folder = sys.argv[1:]
+    judge = Watch(float(timeout), name, int(patience), interval=min(1.0, float(timeout) / 10))
+    main(int(descriptor), int(pid), int(number), host, judge, folder)

@@ -99,7 +99,7 @@ def test_the_guard_heeds_no_signal_that_is_for_the_worker(tmp_path: Path) -> Non
 )
 def test_judgement(looks: list[tuple[float, bool, int, bool]]) -> None:
     """Against a plain account of the seconds in which nothing moved; a second look after long counts as two seconds."""
-    judge, progress = Watch(4.0, 3, 1.0), 0
+    judge, progress = Watch(4.0, "limit", 3, 1.0), 0
     still = stopped = 0.0
     judge.look(0.0, progress, 0, False)
     for passed, moves, state, is_halted in looks:
@@ -113,7 +113,7 @@ def test_judgement(looks: list[tuple[float, bool, int, bool]]) -> None:
 
 
 def test_a_suspended_guard_blames_nobody() -> None:
-    judge = Watch(300.0, 3, 1.0)
+    judge = Watch(300.0, "limit", 3, 1.0)
     judge.look(1.0, 7, 1, False)
     assert judge.look(86400.0, 7, 1, False) is None
 

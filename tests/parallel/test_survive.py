@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parallel.mpi_worlds import all_gone, launch, need_mpi
+from parallel.mpi_worlds import HERE, all_gone, launch, need_mpi
 
 from ddnn.parallel.exchange import Exchange, Member
 from ddnn.parallel.launch import KILLED, fault_tolerant, run_workers
@@ -113,6 +114,22 @@ def test_a_job_of_which_no_worker_is_left_has_failed(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == ""
     assert run(lambda: False) == KILLED == 128 + signal.SIGKILL
     assert capfd.readouterr().err == "ddnn: no worker is left, and the work is not done\nddnn: go on with --resume\n"
+
+
+def test_a_death_before_all_have_met_ends_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    """MPI's own start waits for the dead one for ever."""
+    need_mpi()
+    code = (
+        "import os\nif os.environ['PMIX_RANK'] == '1': os.kill(os.getpid(), 9)\n"
+        "from ddnn.parallel.exchange import connect\nconnect(start_limit=2.0)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    argv = [sys.executable, "-c", code]
+    assert run_workers(2, argv, environment, fault_tolerant=True, done=lambda: False) == KILLED
+    first, last = capfd.readouterr().err.splitlines()
+    assert first.startswith("ddnn: worker 0 on ")
+    assert first.endswith("made no progress for 2 s (while all workers meet) and was killed")
+    assert last == "ddnn: no worker is left, and the work is not done"
 
 
 def test_the_environment_says_whether_a_job_is_fault_tolerant() -> None:
