@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from ddnn.train.read_metrics import MOST_BYTES
 MOST_ROWS = 10_000
 """Beyond it the oldest are forgotten: their owner wrote them long ago."""
 
-Key = tuple[Any, Any, Any]
-"""Epoch, split and rank: metrics.jsonl has one row of each."""
+Key = tuple[Any, Any, Any, Any]
+"""Epoch, split, rank and minibatch, where a row has them: metrics.jsonl has one row of each."""
 
 
 class Kept:
@@ -42,11 +43,14 @@ class Kept:
         """Forgets the rows of later epochs."""
         self.rows = {key: row for key, row in self.rows.items() if not isinstance(key[0], int) or key[0] <= epoch}
 
-    def rows_not_in(self, metrics: Path) -> list[dict[str, Any]]:
-        """Rows that are not in the file, in their order. Lines of it that cannot be read are passed over."""
-        there = set()
-        with metrics.open("rb") as handle:
-            lines = handle.read(MOST_BYTES).splitlines()
+    def rows_not_in(self, metrics: Path, waiting: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Rows that are neither in the file nor among the lines that wait to be written to it, in their order. Lines
+        that cannot be read are passed over."""
+        there: set[Key] = set()
+        lines: list[str | bytes] = list(waiting)
+        if metrics.is_file():
+            with metrics.open("rb") as handle:
+                lines += handle.read(MOST_BYTES).splitlines()
         for line in lines:
             with suppress(ValueError, RecursionError, AttributeError, TypeError):
                 there.add(_key(json.loads(line)))
@@ -54,4 +58,4 @@ class Kept:
 
 
 def _key(row: dict[str, Any]) -> Key:
-    return row.get("epoch"), row.get("split"), row.get("rank")
+    return row.get("epoch"), row.get("split"), row.get("rank"), row.get("minibatch")

@@ -145,6 +145,7 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
                 elif averaging.alone and at.block.frames % (CHECK_EVERY * setup.minibatch) == 0:
                     _check_finite("training", at.block.evaluation(), epoch, rate)
                 if averaging.asked and saver is not None:
+                    run.settle()
                     saver.save(setup, at, time.perf_counter() - started)
         averaging.finish_epoch()
         _record_workers(run, setup, epoch)
@@ -171,6 +172,7 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
         at.end_epoch()
         if saver is not None and not schedule.finished:
             averaging.meet()
+            run.settle()
             saver.save(setup, at, seconds=0.0)
     orders.close()
     network.parameters.copy_(at.best)

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.errors import DataError, UserError
@@ -67,6 +68,8 @@ class RunDir:
         """
         self.path, self.resume = path, resume
         self._metrics = MetricsFile(path / METRICS)
+        self._recipe: str | None = None
+        self._counts: NDArray[Any] | None = None
         self._of_dead_owner: Kept | None = None
         self._best_failed = False
         self._check()
@@ -133,9 +136,10 @@ class RunDir:
 
     def _write_missing(self, kept: Kept) -> None:
         """What the dead owner of the run dir did not write any more."""
-        if kept.recipe is not None and not (self.path / RECIPE).exists():
+        self._recipe, self._counts = kept.recipe, kept.counts
+        if kept.recipe is not None:
             self.write_recipe(kept.recipe)
-        if kept.counts is not None and not (self.path / COUNTS).exists():
+        if kept.counts is not None:
             self.write_counts(kept.counts)
         self._metrics.cut()  # a line that was torn
         for row in kept.rows_not_in(self.path / METRICS):
@@ -158,8 +162,10 @@ class RunDir:
             raise UserError(f"cannot lock {LOG}: {error.strerror}", where=self.path) from error
 
     def write_recipe(self, text: str) -> None:
-        """The resolved recipe."""
-        write_text(self.path / RECIPE, text)
+        """The resolved recipe. What is there already is not written again, as a disk may be full by now."""
+        if text != self._recipe or not (self.path / RECIPE).exists():
+            write_text(self.path / RECIPE, text)
+            self._recipe = text
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl; where the disk is full, as soon as there is space."""
@@ -169,24 +175,13 @@ class RunDir:
         """Appends the line unless metrics.jsonl has one of its epoch, split and rank."""
         kept = Kept()
         kept.add(metrics)
-        if kept.rows_not_in(self.path / METRICS):
+        if kept.rows_not_in(self.path / METRICS, self._metrics.waiting()):
             self.record(metrics)
 
-    def metrics_bytes(self) -> int:
-        """Size of metrics.jsonl with all rows recorded so far, flushed to the disk: for `forget_after` later.
-
-        Raises:
-            UserError: rows wait for space on the disk.
-        """
-        return self._metrics.flush()
-
-    def forget_after(self, offset: int) -> None:
-        """Cuts metrics.jsonl back to its first `offset` bytes, and a torn last line among them, too.
-
-        Raises:
-            UserError: it cannot be written.
-        """
-        self._metrics.cut(offset)
+    def settle(self) -> None:
+        """Before a checkpoint: rows that wait for space are tried again, and all are on the disk, if that can be."""
+        with suppress(UserError):  # that it cannot be was said
+            self._metrics.flush()
 
     def forget_epochs_after(self, epoch: int) -> None:
         """Takes the rows of later epochs out of metrics.jsonl: they are trained again.
@@ -213,8 +208,10 @@ class RunDir:
             self._best_failed = True
 
     def write_counts(self, pdf_counts: NDArray[Any]) -> None:
-        """The priors, (pdfs,) frames of each."""
-        write_pdf_counts(self.path / COUNTS, pdf_counts)
+        """The priors, (pdfs,) frames of each; as of `write_recipe`."""
+        if self._counts is None or not np.array_equal(self._counts, pdf_counts) or not (self.path / COUNTS).exists():
+            write_pdf_counts(self.path / COUNTS, pdf_counts)
+            self._counts = pdf_counts
 
     def finish(self, model: AcousticModel) -> None:
         """Writes the trained model, then removes what only --resume needs; the last thing that a training does.
@@ -258,11 +255,7 @@ class NoRunDir(RunDir):
     def record_once(self, metrics: dict[str, Any]) -> None:
         self.record(metrics)
 
-    def metrics_bytes(self) -> int:
-        return 0
-
-    def forget_after(self, offset: int) -> None:
-        self._kept.rows.clear()
+    def settle(self) -> None: ...
 
     def forget_epochs_after(self, epoch: int) -> None:
         self._kept.forget_epochs_after(epoch)

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 MOST_KEPT = 10_000
 """Rows kept in memory while the disk is full, some 4 MB; beyond it the oldest are lost."""
 _BLOCK = 1 << 16
+_LONGEST = 1 << 20
+"""Bytes of a row; nobody but a stranger writes longer ones."""
 
 
 def refuse_what_is_not(path: Path, kind: str) -> None:
@@ -127,8 +129,8 @@ class MetricsFile:
             self._kept.clear()
         self._full = False
 
-    def flush(self) -> int:
-        """Writes what was kept, down to the disk; the size of the file in bytes.
+    def flush(self) -> None:
+        """Writes what was kept, and all down to the disk.
 
         Raises:
             UserError: it cannot be written.
@@ -138,11 +140,14 @@ class MetricsFile:
             descriptor = open_regular(self.path, os.O_WRONLY)
             try:
                 os.fsync(descriptor)
-                return os.fstat(descriptor).st_size
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise _cannot_write(self.path, error, "go on with --resume") from error
+
+    def waiting(self) -> list[str]:
+        """The lines that wait for space."""
+        return list(self._kept)
 
     def cut(self, offset: int | None = None) -> None:
         """Keeps the whole lines, those among the first `offset` bytes only where that is given.
@@ -175,8 +180,8 @@ class MetricsFile:
         if not self.path.exists():
             return
         refuse_what_is_not(self.path, "file")
-        with self.path.open("rb") as lines:
-            for line in lines:
+        with self.path.open("rb") as file:
+            for line in iter(lambda: file.readline(_LONGEST), b""):
                 if not line.endswith(b"\n") or _epoch_of(line) > epoch:
                     break
                 offset += len(line)

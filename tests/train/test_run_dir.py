@@ -112,8 +112,9 @@ def test_resume_begins_where_there_is_nothing(tmp_path: Path, made: bool) -> Non
     run = RunDir(tmp_path / "run", resume=True)
     assert not run.finished
     run.open_log().close()
-    run.forget_after(0)
-    assert run.metrics_bytes() == 0
+    run.forget_epochs_after(-1)
+    run.settle()
+    assert (run.path / "metrics.jsonl").read_bytes() == b""
     assert not (run.path / ".recipe.yaml.tmp77").exists()
 
 
@@ -130,16 +131,28 @@ def test_a_torn_line_of_the_log_is_ended(tmp_path: Path) -> None:
 
 def test_rows_of_an_epoch_that_is_done_again_are_forgotten(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
-    offset = run.metrics_bytes()
     run.record(row(1, "train"))
     run.record(row(1))
     run = RunDir(run.path, resume=True)
-    run.forget_after(offset)
+    run.forget_epochs_after(0)
     assert rows_of(run.path) == [(0, "cv")]
     run.record(row(1))
+    with (run.path / "metrics.jsonl").open("a") as handle:
+        handle.write('{"epoch": 1, "torn')
+    run.forget_epochs_after(1)
     assert rows_of(run.path) == [(0, "cv"), (1, "cv")]
-    run.forget_after(10**9)  # somebody took rows out: what is there stays
-    assert rows_of(run.path) == [(0, "cv"), (1, "cv")]
+    run.record_once(row(1))
+    run.record_once(row(1, "train"))
+    assert rows_of(run.path) == [(0, "cv"), (1, "cv"), (1, "train")]
+
+
+def test_an_endless_line_of_a_stranger_is_cut_off(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    with (run.path / "metrics.jsonl").open("r+b") as handle:
+        handle.seek(0, os.SEEK_END)
+        handle.truncate(handle.tell() + 2**33)  # takes no space
+    run.forget_epochs_after(5)
+    assert rows_of(run.path) == [(0, "cv")]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -211,7 +224,7 @@ def test_what_was_forgotten_is_not_written_by_the_heir(tmp_path: Path) -> None:
     begun(tmp_path / "run")
     other = NoRunDir(tmp_path / "run")
     other.record(row(1))
-    other.forget_after(0)
+    other.forget_epochs_after(0)
     other.take_over().open_log().close()
     assert rows_of(tmp_path / "run") == [(0, "cv")]
 
@@ -428,13 +441,19 @@ def test_rows_wait_for_space(tmp_path: Path, full: Callable[..., None], caplog: 
         run.record(row(epoch))
         assert rows_of(run.path) == [(0, "cv")], "whole lines only"
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1, "said once"
-    with pytest.raises(UserError, match=r"cannot write metrics.jsonl: No space left"):
-        run.metrics_bytes()
+    run.record_once(row(2))  # waits already
+    run.settle()
+    assert rows_of(run.path) == [(0, "cv")]
     full(False)
     run.record(row(3))
     assert rows_of(run.path) == [(0, "cv"), (1, "train"), (1, "cv"), (2, "train"), (2, "cv"), (3, "cv")]
     assert "5 rows that were kept" in caplog.text
-    assert run.metrics_bytes() == (run.path / "metrics.jsonl").stat().st_size
+    full(True)
+    run.record(row(4))
+    full(False)
+    run.settle()  # a checkpoint is about to be written, which the row must not be younger than
+    run.forget_epochs_after(3)
+    assert rows_of(run.path)[-1] == (3, "cv")
     assert [one.epoch for one in read_metrics(run.path / "metrics.jsonl").cv] == [0, 1, 2, 3]
 
 
@@ -464,6 +483,20 @@ def test_the_best_network_waits_for_space(
     diverged.network.parameters[0] = torch.nan
     with pytest.raises(UserError, match="not finite"):
         run.save_best(diverged)
+
+
+def test_what_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are left begin again after a death, maybe on a full disk."""
+    run, other = RunDir(tmp_path / "run"), NoRunDir(tmp_path / "run")
+    for one in (run, other):
+        one.write_recipe("seed: 1\n")
+        one.write_counts(np.array([3, 4]))
+    heir = other.take_over()
+    heir.open_log().close()
+    monkeypatch.setattr("ddnn.files.os.fsync", lambda _: pytest.fail("written"))
+    for one in (run, heir):
+        one.write_recipe("seed: 1\n")
+        one.write_counts(np.array([3, 4]))
 
 
 def test_finishing_needs_every_row(tmp_path: Path, full: Callable[..., None]) -> None:
