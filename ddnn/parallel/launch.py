@@ -147,13 +147,13 @@ def run_workers(
         fault_tolerant: the others go on where a worker is killed, if this MPI can (`knows_ulfm`); the workers find by
             `fault_tolerant` whether it is so. mpirun's code 0 then says nothing: it is also that of a job of which no
             worker is left.
-        done: whether the work was done, asked at the end of a fault-tolerant job that seems to have ended well.
+        done: whether the work was done, asked at the end of a job that seems to have ended well.
         advice: what the user can do now, printed last where a worker was ended by a signal that nobody sent here.
 
     Returns:
         The exit code of the worker that failed first, else 0; 128 + the signal's number where that ended the run: the
         second one; or the first, where the workers say that SIGUSR1 did, or had to be killed. 137 (killed) where a
-        fault-tolerant job has not done its work.
+        job that seems to have ended well has not done its work.
 
     Raises:
         UserError: there is no mpirun, or it cannot be started.
@@ -172,10 +172,11 @@ def run_workers(
             sys.stderr.write(last_words(Path(folder)))
             sys.stderr.flush()
         left = exit_code(Path(folder))
-    finished = fault_tolerant and done is not None and done()
-    if left is not None and not finished:
+    finished = done is not None and done()
+    if left is not None and not (fault_tolerant and finished):
         code = left
-    if code == 0 and fault_tolerant and done is not None and not finished:
+    # Not fault-tolerant ones too: mpirun says 0 where it and its daemons on other nodes are sent SIGTERM.
+    if code == 0 and done is not None and not finished:
         print("ddnn: no worker is left, and the work is not done", file=sys.stderr)
         code = KILLED
     said = advice() if advice is not None and code > 128 and code - 128 not in ENDING else None

@@ -111,6 +111,14 @@ def test_home_is_made_up_where_there_is_none() -> None:
     assert run_workers(2, [sys.executable, "-c", told], {"PATH": "/usr/bin:/bin"}) == 0
 
 
+def test_success_is_the_work_done(capfd: pytest.CaptureFixture[str]) -> None:
+    """mpirun said 0 of a training of two nodes that Slurm had ended by SIGTERM."""
+    need_mpi()
+    assert run_workers(2, ["true"], done=lambda: False) == 137
+    assert "the work is not done" in capfd.readouterr().err
+    assert run_workers(2, ["true"], done=lambda: True) == 0
+
+
 def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(UserError, match=r"pip install 'ddnn\[mpi\]'"):
