@@ -35,10 +35,13 @@ while heard='' code=0; wait "$training" || code=$?; [ -n "$heard" ]; do :; done 
 """
 
 REQUEUEING = """\
-# 75: it can go on. 138: SIGUSR1 came before there was anything to go on from; it begins anew, three times at most.
-if [ "$code" = 75 ] || { [ "$code" = 138 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; then
-    [ "$asked" = TERM ] || scontrol requeue "$SLURM_JOB_ID" ||
-        echo "job.sh: the job cannot be requeued: submit it again, with --resume" >&2
+# 75: it can go on. Over 128: a signal ended it before a checkpoint was written; it goes on from an older one, or begins
+# anew, three times at most. Slurm still counts it as running: a job that is cancelled does not queue again.
+if [ "$code" = 75 ] || { [ "$asked" ] && [ "$code" -gt 128 ] &&
+    { [ -d CHECKPOINTS ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; }; then
+    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown
+    if [ "$state" = RUNNING ]; then scontrol requeue "$SLURM_JOB_ID" || state=unknown; fi
+    [ "$state" != unknown ] || echo "job.sh: the job cannot be requeued: submit it again, with --resume" >&2
 fi
 """
 
@@ -126,7 +129,7 @@ def script_text(job: JobScript) -> str:
         "# Deaf to SIGUSR1 until it listens: it would die of it as it starts.",
         f"(trap '' USR1; exec {shlex.join([*_launcher(job), *map(_one_line, job.training)])}) &",
         WAITING,
-        *([REQUEUEING] if cluster.requeue else []),
+        *([REQUEUEING.replace("CHECKPOINTS", shlex.quote(f"{job.run_dir}/checkpoints"))] if cluster.requeue else []),
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"

@@ -89,10 +89,13 @@ training=$!
 if [ -n "$asked" ]; then ask_training & fi
 while heard='' code=0; wait "$training" || code=$?; [ -n "$heard" ]; do :; done  # a signal ends wait, too
 
-# 75: it can go on. 138: SIGUSR1 came before there was anything to go on from; it begins anew, three times at most.
-if [ "$code" = 75 ] || { [ "$code" = 138 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; then
-    [ "$asked" = TERM ] || scontrol requeue "$SLURM_JOB_ID" ||
-        echo "job.sh: the job cannot be requeued: submit it again, with --resume" >&2
+# 75: it can go on. Over 128: a signal ended it before a checkpoint was written; it goes on from an older one, or begins
+# anew, three times at most. Slurm still counts it as running: a job that is cancelled does not queue again.
+if [ "$code" = 75 ] || { [ "$asked" ] && [ "$code" -gt 128 ] &&
+    { [ -d /exp/an4/checkpoints ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; }; then
+    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown
+    if [ "$state" = RUNNING ]; then scontrol requeue "$SLURM_JOB_ID" || state=unknown; fi
+    [ "$state" != unknown ] || echo "job.sh: the job cannot be requeued: submit it again, with --resume" >&2
 fi
 
 exit "$code"
@@ -178,6 +181,8 @@ def signal_job(
     *,
     cluster: Cluster | None = None,
     restarts: int = 0,
+    checkpoint: bool = False,
+    state: str = "RUNNING",
     fails: bool = False,
 ) -> Ended:
     """Runs a job's script with a stand-in that listens to SIGUSR1 after a while, and then ends with `code`; the signals
@@ -187,10 +192,13 @@ def signal_job(
         "def hear(*_):\n    heard.write_text(heard.read_text() + 'USR1\\n')\n    sys.exit(int(sys.argv[1]))\n"
         "signal.signal(signal.SIGUSR1, hear)\ntime.sleep(20)\n"
     )
-    scontrol = folder / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" > requeued\nexit {int(fails)}\n')
-    scontrol.chmod(0o755)
-    made = dataclasses.replace(job(cluster or Cluster(), gpus=0), training=(sys.executable, "train.py", str(code)))
+    for name, line in (("squeue", f"echo {state}"), ("scontrol", f'echo "$@" > requeued; exit {int(fails)}')):
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    if checkpoint:
+        (folder / "checkpoints").mkdir()
+    training = (sys.executable, "train.py", str(code))
+    made = dataclasses.replace(job(cluster or Cluster(), gpus=0), training=training, run_dir=folder)
     (folder / "job.sh").write_text(script_text(made))
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
     environment |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
@@ -219,8 +227,10 @@ CASES: dict[str, tuple[list[str], int, dict[str, Any], str, str]] = {
     "so too often": (["USR1"], 138, {"restarts": 3}, "", ""),
     "a mistake of the user's": (["USR1"], 2, {}, "", ""),
     "finished all the same": (["USR1"], 0, {}, "", ""),
-    "scancel": (["TERM"], 75, {}, "", ""),
-    "scancel after it was asked": (["USR1", "TERM"], 75, {}, "", ""),
+    "killed, with a checkpoint": (["TERM"], 143, {"restarts": 9, "checkpoint": True}, REQUEUED, ""),
+    "preempted": (["TERM"], 75, {}, REQUEUED, ""),
+    "scancel": (["TERM"], 75, {"state": "COMPLETING"}, "", ""),
+    "scancel after it was asked": (["USR1", "TERM"], 75, {"state": "COMPLETING"}, "", ""),
     "scontrol fails": (["USR1"], 75, {"fails": True}, REQUEUED, CANNOT),
     "not to be requeued": (["USR1"], 75, {"cluster": Cluster(requeue=False)}, "", ""),
     "during setup": (["USR1"], 75, {"cluster": Cluster(setup=["touch heard", "sleep 0.5"])}, REQUEUED, ""),
