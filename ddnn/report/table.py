@@ -29,7 +29,9 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         rows = zip(self.runs, self.summaries, strict=True)
-        runs = [{"name": r.name, "path": str(r.path), **_contrast(r.recipe), **asdict(s)} for r, s in rows]
+        runs = [
+            {"name": r.name, "path": str(r.path), **_contrast(r.recipe), **asdict(s), **_events(r)} for r, s in rows
+        ]
         return {"runs": runs, "plots": [str(path) for path in self.plots]}
 
     def as_text(self) -> str:
@@ -43,6 +45,7 @@ class Report:
         lines = _aligned(rows)
         if any(s.shares["compute"] is not None for s in self.summaries):
             lines.append("shares: mean over workers / the worst one, which computes least or loses most (its rank)")
+        lines += [f"{run.name}: {event.as_text()}" for run in self.runs for event in run.metrics.events]
         lines += [f"plot: {path}" for path in self.plots]
         return "\n".join(lines)
 
@@ -78,6 +81,10 @@ def _figures() -> list[tuple[str, Any]]:
         ("bytes sent per averaging", lambda s: _number(s.bytes_per_averaging, "{:,.0f}")),
         ("left out of averagings", lambda s: str(s.left_out)),
     ]
+
+
+def _events(run: Run) -> dict[str, Any]:
+    return {"events": [event.model_dump() for event in run.metrics.events]}
 
 
 def _percent(spread: Spread | None) -> str:

@@ -180,6 +180,8 @@ def run_training(
 def _train_together(session: Session) -> None:
     """One training from loading to its end, by the workers that there are now."""
     recipe, run, exchange = session.recipe, session.run, session.exchange
+    if exchange.guard is not None:
+        exchange.guard.disarm()  # loading may take longer than any minibatch
     on = device_of_worker(recipe, session.device, exchange)
     log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, on, platform.python_version())
     allow_tf32(recipe.tf32, on)
@@ -277,7 +279,6 @@ def resumed_row(header: Header, exchange: Exchange) -> dict[str, Any]:
     return {
         "epoch": header.epoch,
         "split": "resumed",
-        "rank": header.minibatch,
         "minibatch": header.minibatch,
         "workers": exchange.size,
     }

@@ -77,6 +77,32 @@ class WorkerRow(Row):
     block_seconds_std: NotNegative = None
 
 
+class EventRow(Row):
+    """Where a training went on after it was broken off, or after workers were lost.
+
+    Attributes:
+        epoch: finished epochs.
+        minibatch: resumed: those of the epoch under way that the first worker had behind it.
+        workers: how many go on.
+        rank, host: lost: the worker, by its rank when the training began.
+    """
+
+    epoch: Count
+    split: Literal["resumed", "lost"]
+    workers: Count
+    minibatch: Count = 0
+    rank: Count | None = None
+    host: Annotated[str, Field(max_length=1000)] = ""
+
+    def as_text(self) -> str:
+        """A sentence."""
+        where = f"after epoch {self.epoch}" + (f" and {self.minibatch} minibatches" if self.minibatch else "")
+        if self.split == "resumed":
+            return f"resumed {where} by {self.workers} worker(s)"
+        host = "".join(c if c.isprintable() else "?" for c in self.host)
+        return f"worker {self.rank} on {host} was lost {where}; {self.workers} went on"
+
+
 class PretrainingRow(Row):
     """What a pass over an RBM came to."""
 
@@ -87,11 +113,12 @@ class PretrainingRow(Row):
 
 @dataclass(frozen=True)
 class Metrics:
-    """The rows of a training, each in the order of epochs (and ranks)."""
+    """The rows of a training, each in the order of epochs (and ranks); events in the order of the file."""
 
     train: tuple[EpochRow, ...]
     cv: tuple[EpochRow, ...]
     workers: tuple[WorkerRow, ...]
+    events: tuple[EventRow, ...] = ()
 
 
 RowType = TypeVar("RowType", bound=Row)
@@ -106,11 +133,14 @@ def read_metrics(path: Path) -> Metrics:
             the same epoch and rank.
     """
     found: dict[tuple[str, int, int], EpochRow | WorkerRow] = {}
+    events = []
     for number, line in _lines(path):
         values = _parse(path, number, line)
         split = values.get("split")
         if not isinstance(split, str):
             _refuse(path, number, line, "no split")
+        if split in ("resumed", "lost"):
+            events.append(_checked(EventRow, path, number, line, values))
         if split not in _KINDS:
             continue
         row = _checked(_KINDS[split], path, number, line, values)
@@ -129,6 +159,7 @@ def read_metrics(path: Path) -> Metrics:
         train=tuple(row for row in epochs if row.split == "train"),
         cv=tuple(row for row in epochs if row.split == "cv"),
         workers=tuple(row for row in rows if isinstance(row, WorkerRow)),
+        events=tuple(events),
     )
 
 

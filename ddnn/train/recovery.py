@@ -72,10 +72,8 @@ def meet(session: Session, error: str | None = None, stopped: str | None = None)
             session.run.record_once(row)
     for worker in session.lost:
         epoch = 0 if saved is None else saved.header.epoch
-        left = session.exchange.size
-        session.run.record(
-            {"epoch": epoch, "split": "lost", "rank": worker.number, "host": worker.host, "workers_left": left}
-        )
+        row = {"epoch": epoch, "minibatch": 0 if saved is None else saved.header.minibatch, "split": "lost"}
+        session.run.record({**row, "rank": worker.number, "host": worker.host, "workers": session.exchange.size})
     session.lost.clear()
 
 

@@ -85,7 +85,7 @@ def worker_row(
     return {
         "epoch": epoch,
         "split": "worker",
-        "rank": exchange.rank,
+        "rank": exchange.number,
         "host": exchange.host,
         "device": str(device),
         "frames": counts.frames,

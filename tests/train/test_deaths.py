@@ -63,7 +63,7 @@ def test_the_others_go_on(recipe: Path, of_three: float, deaths: tuple[str, ...]
     assert (run / "final.safetensors").exists(), said
     lost = rows(run, "lost")
     assert sorted(row["rank"] for row in lost) == sorted(int(death[0]) for death in deaths)
-    assert lost[-1]["workers_left"] == 2
+    assert lost[-1]["workers"] == 2
     judged = rows(run, "cv")
     assert [row["epoch"] for row in judged] == [0, 1, 2, 3]
     assert [row["epoch"] for row in rows(run, "train")] == [1, 2, 3]

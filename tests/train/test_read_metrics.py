@@ -34,7 +34,7 @@ def test_rows_are_told_apart_and_sorted(tmp_path: Path) -> None:
 def test_what_is_not_finite_is_null_and_later_versions_may_say_more(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     row = epoch_row(1, "cv", loss=None, frame_accuracy=None, new_in_a_later_version=[1])
-    path.write_text(lines(row, worker_row(1, 0, divergence=None, block_seconds=None), {"split": "resumed"}))
+    path.write_text(lines(row, worker_row(1, 0, divergence=None, block_seconds=None), {"split": "of a later version"}))
     found = read_metrics(path)
     assert (found.cv[0].loss, found.workers[0].divergence) == (None, None)
 
