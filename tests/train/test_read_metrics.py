@@ -130,3 +130,15 @@ def test_any_value_in_any_place_is_read_or_refused(tmp_path: Path, data: st.Data
         assert error.where == str(path)
     else:
         assert len(found.train) + len(found.cv) + len(found.workers) <= len(rows)
+
+
+def test_events(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    resumed = {"epoch": 2, "split": "resumed", "minibatch": 30, "workers": 4}
+    lost = {"epoch": 2, "split": "lost", "minibatch": 40, "rank": 3, "host": "n1\x1b", "workers": 3}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (resumed, resumed, lost)))
+    events = [event.as_text() for event in read_metrics(path).events]
+    assert events[1:] == [
+        "resumed after epoch 2 and 30 minibatches by 4 worker(s)",
+        "worker 3 on n1? was lost after epoch 2 and 40 minibatches; 3 went on",
+    ]
