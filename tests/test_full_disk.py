@@ -100,9 +100,8 @@ def test_train(job: Job, run_cli: RunCli, full: Callable[[str | None], None], na
         return
     assert "--resume" in result.stderr
     assert_refused(run_cli("train", job.recipe, "--run-dir", job.run), "exists already", str(job.run), "--resume")
-    if can_resume(run_cli):
-        assert run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--resume").exit_code == 0
-        assert files_in(job.run) == FINISHED
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--resume").exit_code == 0
+    assert files_in(job.run) == FINISHED
 
 
 def test_the_best_network_without_space_does_not_end_a_training(
@@ -210,8 +209,6 @@ def test_ended_while_the_disk_is_full(
     job: Job, run_cli: RunCli, disk: Callable[[int], Path], at_epoch: Callable[..., None]
 ) -> None:
     """The last good checkpoint is intact, and a resumption ends in the same bits."""
-    if not can_resume(run_cli):
-        pytest.skip("ddnn train has no --resume here")
     assert train_longer(run_cli, job, job.run).exit_code == 0
     place = disk(200)
     filler = Filler(place)
@@ -232,10 +229,6 @@ def test_ended_while_the_disk_is_full(
 
 def assert_fails_with(result: Any, said: str) -> None:
     assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.stderr
-
-
-def can_resume(run_cli: RunCli) -> bool:
-    return "--resume" in run_cli("train", "--help").stdout
 
 
 def test_a_log_that_finds_no_space_does_not_end_a_training(

@@ -533,10 +533,12 @@ def test_nothing_of_the_environment_is_written(
 
     record = RunDir.record
     monkeypatch.setattr(RunDir, "record", lambda run, metrics: (record(run, metrics), look()))
-    result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    often = ("--set", "checkpoint.every_minibatches=1")
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", *often)
     assert result.exit_code == 0, result.stderr
     look()
     assert seen >= {"recipe.yaml", "train.log", "metrics.jsonl", "final.safetensors", "best.safetensors"}
+    assert seen >= {"checkpoint.json", "shared.safetensors", "worker0000.safetensors"}
     dry = run_cli("train", job.recipe, "--run-dir", tmp_path / "other", "--slurm", "--dry-run")
     assert dry.exit_code == 0 and dry.stdout.startswith("#!"), dry.stderr
     assert secret not in dry.stdout + dry.stderr + result.stdout + result.stderr
