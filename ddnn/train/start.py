@@ -5,12 +5,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddnn.errors import UserError
-from ddnn.parallel.failures import Job
 from ddnn.recipe.load import load_recipe
-from ddnn.train.run_dir import CHECKPOINTS, FINAL, RECIPE
 from ddnn.train.workers import run_together
+
+if TYPE_CHECKING:
+    from ddnn.parallel.failures import Job  # needs torch, which takes seconds: a launcher does without
+
+CHECKPOINTS, FINAL, RECIPE = "checkpoints", "final.safetensors", "recipe.yaml"
+"""As in run_dir.py."""
 
 
 def start_training(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from ddnn.parallel.exchange import Exchange, connect
-from ddnn.parallel.failures import Job, all_stop_on_error
 from ddnn.parallel.launch import SAFE_PATH, inside_mpi_job, run_workers
 from ddnn.progress import SHOWN_BY_LAUNCHER
 from ddnn.train.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from ddnn.parallel.failures import Job
 
 
 def run_together(
@@ -34,6 +36,10 @@ def run_together(
     if inside_mpi_job():
         # From the beginning: the launcher has made this process deaf to SIGUSR1, by which it asks to stop.
         with StopRequest():
+            # Here, since these need torch, which takes seconds to import: the launcher does without.
+            from ddnn.parallel.exchange import connect
+            from ddnn.parallel.failures import all_stop_on_error
+
             exchange = connect()
             with all_stop_on_error(exchange) as job:
                 work(job)
@@ -49,4 +55,7 @@ def run_together(
         if code:
             sys.exit(code)
     else:
+        from ddnn.parallel.exchange import Exchange
+        from ddnn.parallel.failures import Job
+
         work(Job(Exchange()))
