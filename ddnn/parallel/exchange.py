@@ -225,8 +225,8 @@ class Exchange:
 def connect(environment: Mapping[str, str] = os.environ, start_limit: float = START_LIMIT) -> Exchange:
     """Joins the MPI job that this process was started in; a single worker where there is none, without any MPI.
 
-    A fault-tolerant job that loses a worker before all have met ends: every worker is killed, at the latest after
-    `start_limit` seconds.
+    A fault-tolerant job that loses a worker before all have met ends: every worker is killed, on the same host within
+    seconds, else after `start_limit` seconds.
 
     Raises:
         UserError: mpi4py or its MPI is missing, or the job has several workers of which MPI sees only one.
@@ -237,7 +237,8 @@ def connect(environment: Mapping[str, str] = os.environ, start_limit: float = ST
     if not fault_tolerant(environment):
         return _join(environment)
     number, host = int(environment.get("PMIX_RANK", "0")), socket.gethostname()
-    guard = Guard(number, host, start_limit, "while all workers meet")
+    siblings = int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0"))
+    guard = Guard(number, host, start_limit, "while all workers meet", siblings)
     guard.arm()
     try:
         return _join(environment)

@@ -31,13 +31,14 @@ class Guard:
     Time in which the guard itself did not run, as where a job or a laptop is suspended, does not count.
     """
 
-    def __init__(self, rank: int, host: str, timeout: float, name: str = "parallel.timeout") -> None:
+    def __init__(self, rank: int, host: str, timeout: float, name: str = "parallel.timeout", siblings: int = 0) -> None:
         """Starts the process, unarmed.
 
         Args:
             rank, host: name the worker in the message.
             timeout: in seconds.
             name: of the timeout, for the message.
+            siblings: number of workers on this host, to kill this one as soon as one of them has ended; 0: no matter.
         """
         with tempfile.TemporaryFile(prefix="ddnn-") as file:  # no name: nothing is left behind
             file.truncate(16)
@@ -48,7 +49,16 @@ class Guard:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", str(Path(__file__).with_name("watch.py"))),
-                    *(str(file.fileno()), str(os.getpid()), str(rank), host, str(timeout), name, str(PATIENCE)),
+                    *(
+                        str(file.fileno()),
+                        str(os.getpid()),
+                        str(rank),
+                        host,
+                        str(timeout),
+                        name,
+                        str(PATIENCE),
+                        str(siblings),
+                    ),
                     # Where the job outlives the worker, its message is for now, not for the launcher's end.
                     "" if fault_tolerant() else os.environ.get(LAST_WORDS, ""),
                 ],

@@ -1,7 +1,8 @@
 """The process of a `ddnn.parallel.guard.Guard`, started by the path of this file with nothing but Python's own modules.
 
 Arguments: file descriptor of the shared words, pid, number and host of the worker, timeout in seconds and its name, its
-multiple for busy blocks, folder for last words (empty: none).
+multiple for busy blocks, number of workers on this host if none of them may end (else 0), folder for last words (empty:
+none).
 """
 
 from __future__ import annotations
@@ -58,13 +59,47 @@ class Watch:
         return None
 
 
-def watch(words: memoryview, pid: int, judge: Watch, say: Callable[[str], None]) -> None:
-    """Returns when the worker is gone; says why and kills it where it stands still."""
+class Siblings:
+    """The workers of this host, children of one mpirun or daemon of it, none of which may end.
+
+    Args:
+        pid: of one of them.
+        number: how many there are, or will be soon; 0 asks nothing.
+    """
+
+    PATIENCE = 3.0
+    """Seconds in which they are all started."""
+
+    def __init__(self, pid: int, number: int) -> None:
+        self.number, self.missing = number, 0.0
+        status = stat_fields(pid)
+        self.parent = int(status[1]) if status else 0
+
+    def look(self, passed: float) -> str | None:
+        """What is wrong with one of them; `passed`: seconds since the last look."""
+        if self.number:
+            self.missing = self.missing + passed if 0 < self._alive() < self.number else 0.0
+        if self.missing < self.PATIENCE:
+            return None
+        return "cannot meet the others, of which one has died,"
+
+    def _alive(self) -> int:
+        """How many there are; 0 where the kernel does not say."""
+        try:
+            tasks = list(Path(f"/proc/{self.parent}/task").iterdir())
+            children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        except OSError:
+            return 0
+        return sum(stat_fields(child)[:1] not in ([], [b"Z"]) for child in children)
+
+
+def watch(words: memoryview, pid: int, judge: Watch, siblings: Siblings, say: Callable[[str], None]) -> None:
+    """Returns when the worker is gone; says why and kills it where it stands still, or another must not have ended."""
     last = time.monotonic()
     while os.getppid() == pid:
         time.sleep(judge.interval)
         now = time.monotonic()
-        why = judge.look(now - last, words[0], words[1], is_stopped(pid))
+        why = judge.look(now - last, words[0], words[1], is_stopped(pid)) or siblings.look(now - last)
         last = now
         if why is not None and os.getppid() == pid:
             say(why)
@@ -74,13 +109,18 @@ def watch(words: memoryview, pid: int, judge: Watch, say: Callable[[str], None])
 
 def is_stopped(pid: int) -> bool:
     """Whether the process is stopped, by /proc; False where there is none."""
+    return stat_fields(pid)[:1] == [b"T"]
+
+
+def stat_fields(pid: int) -> list[bytes]:
+    """State, parent and so on of a process, by /proc; empty where there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):
-        return False
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return []
 
 
-def main(descriptor: int, pid: int, number: int, host: str, judge: Watch, folder: str) -> None:
+def main(descriptor: int, pid: int, number: int, host: str, judge: Watch, siblings: int, folder: str) -> None:
     """See the module."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: dies with the worker, stopped or not
@@ -93,7 +133,7 @@ def main(descriptor: int, pid: int, number: int, host: str, judge: Watch, folder
         if not (folder and leave(Path(folder, f"{number}.txt"), text)):
             print_now(text)
 
-    watch(memoryview(shared).cast("q"), pid, judge, say)
+    watch(memoryview(shared).cast("q"), pid, judge, Siblings(pid, siblings), say)
 
 
 def leave(file: Path, text: str) -> bool:
@@ -116,6 +156,6 @@ def print_now(text: str) -> None:
 
 
 if __name__ == "__main__":
-    descriptor, pid, number, host, timeout, name, patience, folder = sys.argv[1:]
+    descriptor, pid, number, host, timeout, name, patience, siblings, folder = sys.argv[1:]
     judge = Watch(float(timeout), name, int(patience), interval=min(1.0, float(timeout) / 10))
-    main(int(descriptor), int(pid), int(number), host, judge, folder)
+    main(int(descriptor), int(pid), int(number), host, judge, int(siblings), folder)
