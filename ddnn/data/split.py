@@ -10,8 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.errors import DataError
+from ddnn.files import read_regular
 
 DEFAULT_FRACTION = 0.1
+MOST_BYTES = 1 << 30
+"""Of a list of speakers."""
 
 
 class Utterances(Protocol):
@@ -33,7 +36,7 @@ def split_by_speakers_file(corpus: Utterances, path: Path) -> tuple[list[int], l
         DataError: the file cannot be read, names a speaker that the corpus lacks, or leaves one side empty.
     """
     try:
-        listed = path.read_text(encoding="utf-8").split()
+        listed = read_regular(path, MOST_BYTES).decode("utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the list of cross-validation speakers: {error}", where=path) from error
     known = set(_speakers(corpus))

@@ -15,7 +15,7 @@ from ddnn.data.corpus import Corpus
 from ddnn.data.minibatches import frame_set
 from ddnn.device import choose_device
 from ddnn.errors import DataError, UserError
-from ddnn.files import make_directory, write_text
+from ddnn.files import make_directory, read_regular, write_text, written_whole
 from ddnn.kaldi.alignments import read_pdf_counts
 from ddnn.kaldi.tables import write_matrices
 from ddnn.model.acoustic import AcousticModel
@@ -80,6 +80,14 @@ def log_likelihoods(model: AcousticModel, corpus: Corpus, priors: Tensor) -> Ite
         yield utterance, scores
 
 
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether a file holds these bytes and no more."""
+    try:
+        return read_regular(path, len(data)) == data
+    except OSError:
+        return False
+
+
 def prepare_decoding(
     run_dir: Path, data: Path, out: Path, device: str = "auto", prior_scale: float = 1.0, allow_pipes: bool = False
 ) -> None:
@@ -99,6 +107,7 @@ def prepare_decoding(
             mend="import the network again with --pdf-counts, or copy the counts of its training alignment there",
         )
     counts = read_pdf_counts(run_dir / COUNTS)
+    read_counts = (run_dir / COUNTS).read_bytes()
     if len(counts) != model.network.output_dim:
         raise DataError(
             f"{COUNTS} has {len(counts)} pdfs, the model {model.network.output_dim}",
@@ -107,14 +116,15 @@ def prepare_decoding(
         )
     if not counts.sum() > 0.0:
         raise DataError("no pdf has any frame", where=run_dir / COUNTS, mend="use the counts of the training alignment")
-    if (out / COUNTS).exists() and (out / COUNTS).read_bytes() != (run_dir / COUNTS).read_bytes():
+    if (out / COUNTS).exists() and not _holds(out / COUNTS, read_counts):
         raise UserError(f"the {COUNTS} of another model is there", where=out, mend="name another --out")
     if (out / "loglikes.scp").exists():
         raise UserError("log-likelihoods are there already", where=out, mend="name another --out, or remove them")
     corpus = load_for_model(model, data, None, allow_pipes=allow_pipes)
     make_directory(out)
     priors = torch.from_numpy(log_priors(counts, prior_scale)).float().to(on)
-    write_text(out / COUNTS, (run_dir / COUNTS).read_text(encoding="utf-8"))
+    with written_whole(out / COUNTS) as handle:  # byte for byte: they may be text or binary
+        handle.write(read_counts)
     write_text(out / "decode.sh", DECODE_SH.format(pdfs=model.network.output_dim))
     (out / "decode.sh").chmod(0o755)
     # Last: where loglikes.scp is, all is there.

@@ -170,7 +170,8 @@ def read_pdf_counts(path: Path) -> NDArray[np.float64]:
     """
     reader = read_whole(path, "a vector of pdf counts")
     if reader.binary:
-        counts = reader.float_vector("pdf counts").astype(np.float64)
+        with np.errstate(invalid="ignore"):  # NaN of the kind that signals
+            counts = reader.float_vector("pdf counts").astype(np.float64)
     else:  # in double precision: counts of silence exceed a float's 24 bits
         words = reader.data.split()
         if len(words) < 2 or words[0] != b"[" or words[-1] != b"]" or b"_" in reader.data:

@@ -123,7 +123,7 @@ def speaker_cmvn_stats(data: DataDir) -> dict[str, NDArray[np.float64]]:
             what = f"speaker {speaker}: expected CMVN statistics of 1 frame or more, found {found[0, dim]:g}"
             raise DataError(what, where=source, mend="leave the speaker out, or compute its statistics again")
         # A single-precision number holds the square of as much; features of such a size are none.
-        if not (np.abs(found) <= _LARGEST * found[0, dim]).all():
+        if not (np.abs(found) / found[0, dim] <= _LARGEST).all():
             what = f"speaker {speaker}: expected CMVN statistics of features within 1e18, found larger ones"
             raise DataError(what, where=source, mend="compute the statistics again from sound features")
     return stats

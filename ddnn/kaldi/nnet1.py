@@ -129,7 +129,7 @@ def _read_coefs(reader: Reader, defaults: dict[str, float]) -> tuple[float, ...]
 
 
 def _finite(reader: Reader, values: NDArray[Any], what: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         single = values.astype(np.float32)
     if single.shape != shape:
         raise reader.error(f"{what} of dims {' x '.join(map(str, shape))}", " x ".join(map(str, single.shape)))

@@ -173,7 +173,7 @@ def _check_component(component: Component, number: int, where: str | PathLike[st
         if isinstance(value, np.ndarray) and value.shape != expected[field]:
             raise DataError(f"{name}: {field} has the dims {value.shape}, expected {expected[field]}", where=where)
         if isinstance(value, np.ndarray | float):
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):
                 finite = np.isfinite(np.asarray(value, np.float32)).all()
             if not finite:
                 raise DataError(f"{name}: {field} has a value that is not finite", where=where)

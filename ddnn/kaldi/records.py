@@ -163,15 +163,15 @@ def _read_text_matrix(source: Source) -> NDArray[np.float64]:
         if behind.strip():
             raise RecordError(f"expected a line end after ']', found {behind[:16]!r}")
         for row in line.split(b";"):
-            found = _extend(values, row)
-            if not found:
+            count = _extend(values, row)
+            if not count:
                 blank += 1
                 if blank > rows + MAX_BLANK:
                     raise RecordError(f"more than {MAX_BLANK} rows without numbers in the matrix")
                 continue
-            if rows and found != columns:
-                raise RecordError(f"row {rows + 1} has {found} columns, the rows before it {columns}")
-            rows, columns = rows + 1, found
+            if rows and count != columns:
+                raise RecordError(f"row {rows + 1} has {count} columns, the rows before it {columns}")
+            rows, columns = rows + 1, count
     return np.frombuffer(values, np.float64).reshape(rows, columns) if rows else np.zeros((0, 0))
 
 

@@ -51,7 +51,7 @@ class ScpEntry:
 
 
 def read_lines(path: Path, kind: str) -> Iterator[tuple[int, list[bytes]]]:
-    """The lines, one after another, of a text file, each with its number and split once at its first white space; none may be blank.
+    """The lines of a text file, each with its number and split once at its first white space; none may be blank.
 
     White space is ASCII's, as in Kaldi: a no-break space is part of a name.
 

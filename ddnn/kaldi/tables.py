@@ -122,7 +122,8 @@ class MatrixReader:
                 whole = whole[_ranges(entry, whole.shape)].copy()
             except RecordError as error:
                 raise _entry_error(entry, error) from error
-        with np.errstate(over="ignore"):  # a double too large for a float becomes Inf, which check_finite finds
+        # A double too large for a float becomes Inf, which check_finite finds; NaN may be of the kind that signals.
+        with np.errstate(over="ignore", invalid="ignore"):
             return np.require(whole, dtype, ["C", "W"])
 
     def _read_whole(self, entry: ScpEntry) -> NDArray[Any]:

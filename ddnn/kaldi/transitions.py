@@ -99,7 +99,7 @@ def read_transition_model(path: str | PathLike[str]) -> TransitionModel:
 
 
 def _read_log_probs(reader: Reader, topology: Topology, tuples: NDArray[np.int32]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         log_probs = reader.float_vector("the log probabilities").astype(np.float32)
     # Before any table is made: a few transition-states with many transitions each could claim any number of ids.
     expected = 1 + sum(len(topology.states(phone)[state].transitions) for phone, state in tuples[:, :2].tolist())

@@ -86,6 +86,8 @@ def load_model(path: Path) -> AcousticModel:
     Raises:
         DataError: not a ddnn model, or a damaged one: shapes and values are checked.
     """
+    if path.exists() and not path.is_file():  # safe_open would wait at a pipe
+        raise DataError("not a ddnn model: not a regular file", where=path, mend="name the run dir of a training")
     try:
         with safe_open(path, framework="pt") as stored:
             header = json.loads((stored.metadata() or {})["ddnn"])

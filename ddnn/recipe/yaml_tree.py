@@ -84,7 +84,9 @@ _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|false|yes|no|on|off)$
 _Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?[0-9]+$"), _NUMBERS)
 _Loader.add_implicit_resolver(
     _FLOAT,
-    re.compile(r"^(?:[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
+    re.compile(
+        r"^(?:[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
     _NUMBERS,
 )
 

@@ -34,7 +34,7 @@ from ddnn.data.corpus import FeaturePipeline
 from ddnn.data.minibatches import FrameSet, in_order, num_minibatches, shuffled_minibatches
 from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, gather, plain_splice
 from ddnn.errors import DataError, UserError
-from ddnn.files import make_directory, write_text
+from ddnn.files import make_directory, read_regular, write_text
 from ddnn.kaldi.features import FRAMES_PER_HOUR
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.model.acoustic import AcousticModel, load_model, save_model
@@ -46,6 +46,7 @@ from ddnn.parallel.mean import mean
 from ddnn.progress import frame_counter
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import CrossValidation, Optimizer, Parallel, Pretrain, Recipe, Schedule
+from ddnn.train.read_metrics import MOST_BYTES
 from ddnn.train.run_dir import METRICS, RECIPE
 from ddnn.train.run_files import append_metrics
 
@@ -240,7 +241,7 @@ def claim(recipe: Recipe, directory: Path) -> None:
     )
     text, written = dump_recipe(read), directory / RECIPE
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        if not written.is_file() or written.read_bytes() != text.encode():
+        if not written.is_file() or _text_of(written, MOST_BYTES) != text:
             raise UserError(
                 "the directory exists already, and holds no pretraining by the same data, model, pretrain and seed",
                 where=directory,
@@ -254,11 +255,18 @@ def claim(recipe: Recipe, directory: Path) -> None:
     write_text(written, text)
 
 
+def _text_of(path: Path, most: int) -> str:
+    try:
+        return read_regular(path, most).decode("utf-8", "replace")
+    except OSError as error:
+        raise DataError(f"cannot read {path.name}: {error.strerror}", where=path, mend="take it away") from error
+
+
 def _forget_layers(metrics: Path, layer: int) -> None:
     """Takes out the lines of a layer that is begun again, and one that was cut as it was written."""
     if metrics.exists():
-        whole = r'\{"layer": ([0-9]+), .*\}\n'
-        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        whole = r'\{"layer": ([0-9]{1,9}), .*\}\n'
+        lines = _text_of(metrics, MOST_BYTES).splitlines(keepends=True)
         found = [(line, re.fullmatch(whole, line)) for line in lines]
         write_text(metrics, "".join(line for line, match in found if match and int(match[1]) <= layer))
 

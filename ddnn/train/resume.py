@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from ddnn.errors import DataError, RecipeError
 from ddnn.parallel.exchange import Exchange
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
+from ddnn.recipe.yaml_tree import MOST_BYTES, Problem, parse_file
 from ddnn.train.checkpoint import Checkpoints, Found
 from ddnn.train.load import TrainingData
 from ddnn.train.state import Header, Saved, mean_of_parts, read_header
@@ -90,13 +90,12 @@ def describe(header: Header) -> str:
 
 def check_same_recipe(before: str, recipe: Recipe, where: Path) -> None:
     """RecipeError where the recipe has changed in what a resume may not change."""
-    try:
-        old = _flat(yaml.safe_load(before))
-    except yaml.YAMLError as error:
-        raise DataError("the recipe in the checkpoint is no YAML", where=where) from error
-    new = _flat(yaml.safe_load(dump_recipe(recipe)))
+    old, problems = _flat(before)
+    if problems:
+        raise DataError(f"the recipe in the checkpoint is none: {problems[0]}"[:500], where=where)
+    new, _ = _flat(dump_recipe(recipe))
     changed = [
-        f"{key}: {new.get(key, 'not given')} found, {old.get(key, 'not given')} expected"
+        f"{key}: {str(new.get(key, 'not given'))[:200]} found, {str(old.get(key, 'not given'))[:200]} expected"
         for key in sorted({*old, *new})
         if old.get(key) != new.get(key) and not any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
     ]
@@ -109,10 +108,12 @@ def check_same_recipe(before: str, recipe: Recipe, where: Path) -> None:
         )
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}
+def _flat(text: str) -> tuple[dict[str, Any], list[Problem]]:
+    """Values by dotted key. As careful as with any recipe: YAML alone would build a million things of twenty lines."""
+    if len(text) > MOST_BYTES:
+        return {}, [Problem(f"more than {MOST_BYTES} characters", "checkpoint.json")]
+    values, problems = parse_file(text, "checkpoint.json")
+    return {".".join(path): given.value for path, given in values.items()}, problems
 
 
 def data_digest(data: TrainingData) -> str:

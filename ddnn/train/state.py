@@ -113,6 +113,8 @@ class Saved:
     def model(self) -> AcousticModel:
         """The model with its best parameters, on the CPU."""
         tensors = {name: value for name, value in self.shared.items() if name.startswith("transform.")}
+        if "best" not in self.shared:
+            raise DataError("best: nothing found, parameters of a network expected", where=self.where)
         return assemble_model(self.header.model, {**tensors, "parameters": self.shared["best"]}, self.where)
 
 
@@ -189,6 +191,8 @@ def restore(setup: Setup, saved: Saved) -> Standing:
         if state or saved.exact:  # a worker that was not there before has none
             side.load_state_dict(state)
     sums = _like(torch.zeros(2, 3, dtype=torch.float64), own, "tallies", where)
+    if not bool((sums.abs() < 2**53).all()):  # false for NaN too
+        raise DataError("tallies: sums of an epoch expected, found others", where=where)
     for tally, (loss, right, frames) in zip((at.tally, at.block), sums.tolist(), strict=True):
         tally.loss.fill_(loss)
         tally.right.fill_(int(right))
@@ -211,7 +215,7 @@ def restore(setup: Setup, saved: Saved) -> Standing:
         averaging.load({name.removeprefix(prefix): one for name, one in own.items() if name.startswith(prefix)})
         if not averaging.alone:
             averaging.mixing.load_shared_state(shared)
-    except (KeyError, ValueError, RuntimeError) as error:
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError, RuntimeError) as error:
         raise DataError(f"the checkpoint's averaging does not fit: {error}", where=where) from error
     return at
 

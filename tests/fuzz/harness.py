@@ -146,12 +146,13 @@ class _Guard:
 
 
 def fuzz(
-    target: Target, scratch: Path, *, seed: int, inputs: int, seconds: float = 1e9, only: bytes | None = None
+    target: Target, scratch: Path, *, seed: int, inputs: int, seconds: float = 1e9, crafted: bool = True
 ) -> Outcome:
-    """Feeds `inputs` inputs to the target, or as many as fit into `seconds`; `only`: this one (before `pack`).
+    """Feeds `inputs` inputs to the target, or as many as fit into `seconds`.
 
     Args:
         scratch: an empty folder; everything the reader writes must be in it.
+        crafted: whether the target's crafted inputs come first.
     """
     outcome = Outcome(target.name)
     shared = mmap.mmap(-1, _STATE.size + 16 * LARGEST)
@@ -164,7 +165,9 @@ def fuzz(
         if child == 0:
             try:
                 left = seconds - (time.monotonic() - started)
-                _Child(target, folder, shared).run(seed + 1000 * attempt, inputs - outcome.inputs, left, only)
+                _Child(target, folder, shared).run(
+                    seed + 1000 * attempt, inputs - outcome.inputs, left, crafted and attempt == 0
+                )
             except BaseException:
                 traceback.print_exc()
                 os._exit(_BROKEN)
@@ -231,28 +234,25 @@ class _Child:
         self.unraised: list[str] = []
         self.guard = _Guard(folder)
 
-    def run(self, seed: int, inputs: int, seconds: float, only: bytes | None) -> None:
+    def run(self, seed: int, inputs: int, seconds: float, crafted: bool) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
-        if only is None:
-            for data in self.target.seeds:  # also imports what is imported late, before the limits
-                self.file.write_bytes(self.target.pack(data))
-                self.target.read(self.work)
+        for data in self.target.seeds:  # also imports what is imported late, before the limits
+            self.file.write_bytes(self.target.pack(data))
+            self.target.read(self.work)
         self._limit()
         rng, started = Random(seed), time.monotonic()
         corpus = list(self.target.seeds)
         signatures: set[str] = set()
-        queue = [only] if only is not None else [*self.target.seeds, *self.target.crafted]
+        queue = [*self.target.seeds, *(self.target.crafted if crafted else ())]
         while self.count < inputs and time.monotonic() - started < seconds:
+            listed = bool(queue)
             data = queue.pop(0) if queue else mutate(rng, corpus, self.target.tokens)
-            listed = self.count < len(self.target.seeds) + len(self.target.crafted)
             signature = self._try(data, measured=listed or self.count % _MEASURED_EVERY == 0)
             # What fails, or succeeds, in a new place is worth damaging further.
             if signature not in signatures and len(data) <= LARGEST:
                 signatures.add(signature)
                 corpus.append(data)
-            if only is not None:
-                break
 
     def _limit(self) -> None:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

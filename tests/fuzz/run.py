@@ -23,10 +23,11 @@ def _scratch() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _round(index: int, seed: int, seconds: float, inputs: int) -> Outcome:
+def _round(index: int, seed: int, seconds: float, crafted: bool) -> Outcome:
     """One target for so many seconds; in a process of the pool, which forks the one that reads."""
     with tempfile.TemporaryDirectory(prefix="ddnn-fuzz-", dir=_scratch()) as folder:
-        return fuzz(all_targets()[index], Path(folder), seed=seed, inputs=inputs, seconds=seconds)
+        target = all_targets()[index]
+        return fuzz(target, Path(folder), seed=seed, inputs=10**9, seconds=seconds, crafted=crafted)
 
 
 def _add(total: Outcome, more: Outcome) -> None:
@@ -82,7 +83,7 @@ def main() -> int:
                 index = chosen[turn % len(chosen)]
                 turn += 1
                 mine = share if all_targets()[index].inputs > 200 else share / 3  # slow ones, of which few come anyway
-                job = pool.submit(_round, index, options.seed + 7919 * turn, min(mine, left), 10**9)
+                job = pool.submit(_round, index, options.seed + 7919 * turn, min(mine, left), turn <= len(chosen))
                 running[job] = index
             if not running:
                 break

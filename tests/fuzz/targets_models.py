@@ -35,7 +35,7 @@ TENSORS = (b'"F32"', b'"F64"', b'"F16"', b'"BF16"', b'"I64"', b'"U8"', b'"BOOL"'
            b"softmax", b'\\"inputs\\": ', b'\\"splice\\": ', b'\\"dim\\": ', b"[[", b"{", b"}", b"\xff" * 7)  # fmt: skip
 
 
-def _model(layers: int = 2, hidden: int = 4, top: bool = True) -> AcousticModel:
+def tiny_model(layers: int = 2, hidden: int = 4, top: bool = True) -> AcousticModel:
     generator = torch.Generator().manual_seed(1)
     shape = [Layer(6 if n == 0 else hidden, hidden, "sigmoid") for n in range(layers - top)]
     if top:
@@ -49,13 +49,13 @@ def _model(layers: int = 2, hidden: int = 4, top: bool = True) -> AcousticModel:
 
 def model_bytes() -> bytes:
     """A stored model."""
-    return file_of(lambda path: save_model(path, _model()), "final.safetensors")
+    return file_of(lambda path: save_model(path, tiny_model()), "final.safetensors")
 
 
 def stack_bytes() -> bytes:
     """A stored stack of RBMs, as the recipe beside it wants one."""
     transform = InputTransform((-1, 0, 1), 2, None, None)
-    model = AcousticModel(FeaturePipeline("none", 0), transform, _model(2, 4, top=False).network)
+    model = AcousticModel(FeaturePipeline("none", 0), transform, tiny_model(2, 4, top=False).network)
     return file_of(lambda path: save_model(path, model), "stack.safetensors")
 
 
