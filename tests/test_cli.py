@@ -168,11 +168,32 @@ def test_train(run: Run, called: Any, recipe: Path, monkeypatch: pytest.MonkeyPa
     calls = called("ddnn.train.command", "run_training")
     assert run("train", recipe)[0] == 0
     assert run("train", recipe, "--run-dir", "here", "--device", "cpu", "--workers", "1", "--set", "seed=3")[0] == 0
-    (loaded, run_dir, device, exchange), _ = calls[0]
+    (loaded, run_dir, device), options = calls[0]
     assert (loaded.minibatch, run_dir, device) == (128, Path("exp/my recipe"), "auto")
-    assert exchange.size == 1
-    (loaded, run_dir, device, _), _ = calls[1]
+    assert (options["job"].exchange.size, options["resume"]) == (1, False)
+    (loaded, run_dir, device), _ = calls[1]
     assert (loaded.seed, run_dir, device) == (3, Path("here"), "cpu")
+
+
+def test_resume(run: Run, called: Any, recipe: Path, tmp_path: Path) -> None:
+    calls = called("ddnn.train.command", "run_training")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    code, _, err = run("train", run_dir, "--resume")
+    assert code == 2 and "there is no recipe.yaml" in err
+    (run_dir / "recipe.yaml").write_text(recipe.read_text())
+    assert run("train", run_dir, "--resume", "--set", "checkpoint.keep=3")[0] == 0
+    (loaded, where, _), options = calls[0]
+    assert (loaded.checkpoint.keep, where, options["resume"]) == (3, run_dir, True)
+    (run_dir / "final.safetensors").write_bytes(b"")
+    code, out, _ = run("train", run_dir, "--resume")
+    assert code == 0 and "this training has finished" in out and len(calls) == 1
+
+
+def test_a_launcher_imports_no_torch() -> None:
+    code = "import sys, ddnn.cli, ddnn.train.start; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_bad_recipe_is_one_message_and_2(run: Run, recipe: Path) -> None:

@@ -133,7 +133,7 @@ def write_file(folder: int, name: str, pieces: Iterable[Any]) -> tuple[int, str]
     return size, written.hexdigest()
 
 
-def _sha256(file: BinaryIO | Any) -> str:
+def _sha256(file: Any) -> str:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ))
     while read := file.readinto(buffer):
         digest.update(buffer[:read])
