@@ -139,6 +139,17 @@ class Exchange:
             else:
                 self.traffic.transfer_seconds += seconds
 
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """In this block the guard wants to see this worker get on: `tick`. Not collective."""
+        if self.guard is not None:
+            self.guard.arm()
+        try:
+            yield
+        finally:
+            if self.guard is not None:
+                self.guard.disarm()
+
     def tick(self) -> None:
         """Tells the guard that this worker gets on. Not collective."""
         if self.guard is not None:

@@ -97,7 +97,9 @@ def pretrain(
             continue
         if first:
             _forget_layers(directory / METRICS, layer)
-        stack = _with_rbm(stack, _train_layer(recipe, layer, frames, stack, directory / METRICS, exchange))
+        with exchange.guarded():
+            rbm = _train_layer(recipe, layer, frames, stack, directory / METRICS, exchange)
+        stack = _with_rbm(stack, rbm)
         if first:
             save_model(path, stack)
     if first:
@@ -146,7 +148,7 @@ def _train_layer(
         l2=settings.l2,
         momentum_as_kaldi=settings.momentum_as_kaldi,
     )
-    reader = _Reader(below, frames, settings.minibatch)
+    reader = _Reader(below, frames, settings.minibatch, exchange)
     everyone = int(sum(exchange.gather(len(frames))))
     passes = passes_of_layer(settings, layer, everyone)
     averagings = exchange.agree_min(num_minibatches(frames, settings.minibatch) // recipe.parallel.every)
@@ -188,13 +190,14 @@ def _average(rbm: Rbm, exchange: Exchange, weight: float = 1.0) -> None:
 class _Reader:
     """Minibatches as the layer to train sees them: spliced, normalised, through the layers below."""
 
-    def __init__(self, below: AcousticModel, frames: FrameSet, minibatch: int) -> None:
-        self.below, self.frames = below, frames
+    def __init__(self, below: AcousticModel, frames: FrameSet, minibatch: int, exchange: Exchange) -> None:
+        self.below, self.frames, self.exchange = below, frames, exchange
         self.x = torch.empty(minibatch, below.transform.output_dim, device=frames.rows.device)
         self.buffers = Buffers(below.network, minibatch) if below.network.layers else None
 
     def read(self, rows: Tensor) -> Tensor:
         """(frames, visible) float32, valid until the next call."""
+        self.exchange.tick()
         if self.buffers is None:
             return gather(self.frames.corpus, self.below.transform, rows, self.x[: len(rows)])
         buffers = self.buffers.of(len(rows))
@@ -204,7 +207,7 @@ class _Reader:
 
 def _mean_output(below: AcousticModel, frames: FrameSet, exchange: Exchange) -> Tensor:
     """(visible,) mean activation of the units that the next RBM sees, over at most about 10,000 utterances."""
-    reader = _Reader(below, frames, 1024)
+    reader = _Reader(below, frames, 1024, exchange)
     total = torch.zeros(below.network.output_dim, dtype=torch.float64, device=frames.rows.device)
     last = min(-(-STATISTICS_UTTERANCES // exchange.size), len(frames.corpus.utterances)) - 1
     end = int(frames.corpus.first_row[last] + frames.corpus.num_frames[last])
