@@ -35,13 +35,18 @@ while heard='' code=0; wait "$training" || code=$?; [ -n "$heard" ]; do :; done 
 """
 
 REQUEUEING = """\
-# 75: it can go on. Over 128: a signal ended it before a checkpoint was written; it goes on from an older one, or begins
-# anew, three times at most. Slurm still counts it as running: a job that is cancelled does not queue again.
-if [ "$code" = 75 ] || { [ "$asked" ] && [ "$code" -gt 128 ] &&
+# 75: it can go on. Over 128: it was killed before the checkpoint that it was asked for, or by a preemption of which
+# only its workers were told; it goes on from an older one, or begins anew, three times at most.
+job=''
+if [ "$code" = 75 ] || [ "$code" -gt 128 ]; then job=$(scontrol --oneliner show job "$SLURM_JOB_ID") || job=unknown; fi
+case $job in *' PreemptTime='[0-9]*) asked=preempted ;; esac
+if [ "$code" = 75 ] || { [ "$code" -gt 128 ] && [ -n "$asked" ] &&
     { [ -d CHECKPOINTS ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; }; then
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown
-    if [ "$state" = RUNNING ]; then scontrol requeue "$SLURM_JOB_ID" || state=unknown; fi
-    [ "$state" != unknown ] || echo "job.sh: the job cannot be requeued: submit it again, with --resume" >&2
+    # Slurm still counts it as running: a job that is cancelled does not queue again.
+    case $job in
+    *' JobState=RUNNING '* | *' JobState=SIGNALING '*) scontrol requeue "$SLURM_JOB_ID" || job=unknown ;;
+    esac
+    [ "$job" != unknown ] || echo "job.sh: the job cannot be requeued: submit it again, with --resume" >&2
 fi
 """
 

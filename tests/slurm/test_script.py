@@ -89,13 +89,18 @@ training=$!
 if [ -n "$asked" ]; then ask_training & fi
 while heard='' code=0; wait "$training" || code=$?; [ -n "$heard" ]; do :; done  # a signal ends wait, too
 
-# 75: it can go on. Over 128: a signal ended it before a checkpoint was written; it goes on from an older one, or begins
-# anew, three times at most. Slurm still counts it as running: a job that is cancelled does not queue again.
-if [ "$code" = 75 ] || { [ "$asked" ] && [ "$code" -gt 128 ] &&
+# 75: it can go on. Over 128: it was killed before the checkpoint that it was asked for, or by a preemption of which
+# only its workers were told; it goes on from an older one, or begins anew, three times at most.
+job=''
+if [ "$code" = 75 ] || [ "$code" -gt 128 ]; then job=$(scontrol --oneliner show job "$SLURM_JOB_ID") || job=unknown; fi
+case $job in *' PreemptTime='[0-9]*) asked=preempted ;; esac
+if [ "$code" = 75 ] || { [ "$code" -gt 128 ] && [ -n "$asked" ] &&
     { [ -d /exp/an4/checkpoints ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; }; then
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T) || state=unknown
-    if [ "$state" = RUNNING ]; then scontrol requeue "$SLURM_JOB_ID" || state=unknown; fi
-    [ "$state" != unknown ] || echo "job.sh: the job cannot be requeued: submit it again, with --resume" >&2
+    # Slurm still counts it as running: a job that is cancelled does not queue again.
+    case $job in
+    *' JobState=RUNNING '* | *' JobState=SIGNALING '*) scontrol requeue "$SLURM_JOB_ID" || job=unknown ;;
+    esac
+    [ "$job" != unknown ] || echo "job.sh: the job cannot be requeued: submit it again, with --resume" >&2
 fi
 
 exit "$code"
@@ -190,11 +195,14 @@ def signal_job(
     (folder / "train.py").write_text(
         "import pathlib, signal, sys, time\nheard = pathlib.Path('heard')\nheard.touch()\ntime.sleep(0.5)\n"
         "def hear(*_):\n    heard.write_text(heard.read_text() + 'USR1\\n')\n    sys.exit(int(sys.argv[1]))\n"
-        "signal.signal(signal.SIGUSR1, hear)\ntime.sleep(20)\n"
+        f"signal.signal(signal.SIGUSR1, hear)\ntime.sleep({20 if numbers else 0})\nsys.exit(int(sys.argv[1]))\n"
     )
-    for name, line in (("squeue", f"echo {state}"), ("scontrol", f'echo "$@" > requeued; exit {int(fails)}')):
-        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
-        (folder / name).chmod(0o755)
+    scontrol = folder / "scontrol"
+    shown = f"JobId=4711 UserId=me(1) JobState={state} Reason=None Command=x"
+    scontrol.write_text(
+        f'#!/bin/sh\ncase $1 in requeue) echo "$@" > requeued; exit {int(fails)} ;; *) echo "{shown}" ;; esac\n'
+    )
+    scontrol.chmod(0o755)
     if checkpoint:
         (folder / "checkpoints").mkdir()
     training = (sys.executable, "train.py", str(code))
@@ -228,8 +236,10 @@ CASES: dict[str, tuple[list[str], int, dict[str, Any], str, str]] = {
     "a mistake of the user's": (["USR1"], 2, {}, "", ""),
     "finished all the same": (["USR1"], 0, {}, "", ""),
     "killed, with a checkpoint": (["TERM"], 143, {"restarts": 9, "checkpoint": True}, REQUEUED, ""),
-    "preempted": (["TERM"], 75, {}, REQUEUED, ""),
+    "preempted": (["TERM"], 75, {"state": "SIGNALING"}, REQUEUED, ""),
     "scancel": (["TERM"], 75, {"state": "COMPLETING"}, "", ""),
+    "killed by nobody knows whom": ([], 137, {"checkpoint": True}, "", ""),
+    "preempted unheard": ([], 137, {"checkpoint": True, "state": "RUNNING PreemptTime=2026-11-22"}, REQUEUED, ""),
     "scancel after it was asked": (["USR1", "TERM"], 75, {"state": "COMPLETING"}, "", ""),
     "scontrol fails": (["USR1"], 75, {"fails": True}, REQUEUED, CANNOT),
     "not to be requeued": (["USR1"], 75, {"cluster": Cluster(requeue=False)}, "", ""),
@@ -251,8 +261,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future
 
 @pytest.mark.parametrize("name", CASES)
 def test_slurms_signals(ended: dict[str, Future[Ended]], name: str) -> None:
-    _, code, _, requeued, said = CASES[name]
-    assert ended[name].result() == Ended(code, ["USR1"], requeued, said)
+    signals, code, _, requeued, said = CASES[name]
+    assert ended[name].result() == Ended(code, ["USR1"] if signals else [], requeued, said)
 
 
 def as_sbatch_reads(line: str) -> str:
