@@ -12,8 +12,10 @@ from ddnn.parallel.launch import find_mpirun, mpirun_command
 HERE = Path(__file__).parent
 
 
-def mpi_script(name: str, workers: int, *arguments: object, timeout: float = 240, tolerant: bool = False) -> str:
-    """Runs a script beside this file as so many workers; what it said. Fails where it does."""
+def mpi_script(
+    name: str, workers: int, *arguments: object, timeout: float = 240, tolerant: bool = False, code: int = 0
+) -> str:
+    """Runs a script beside this file as so many workers; what it said. Fails where it ends with another code."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMIX_"))}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}"}
     words = [sys.executable, str(HERE / name), *map(str, arguments)]
@@ -21,5 +23,5 @@ def mpi_script(name: str, workers: int, *arguments: object, timeout: float = 240
     done = subprocess.run(
         command, env=variables, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr

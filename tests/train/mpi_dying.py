@@ -1,7 +1,8 @@
 """Run by mpirun: a training by run_training in which workers kill themselves, where they are told to.
 
 Each death is RANK:WHERE:NUMBER: the worker that was RANK at first dies when it comes for the NUMBER-th time, from 1,
-to WHERE: a `minibatch`, or an `exchange` of parameters, which the others are in the middle of.
+to WHERE: a `minibatch`, or an `exchange` of parameters, which the others are in the middle of. Where WHERE is `mistake`
+it meets a user's mistake in that minibatch, `bug` an exception of ours.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ddnn.errors import UserError
 from ddnn.parallel.carriers import OverMpi
 from ddnn.parallel.exchange import Exchange, connect
 from ddnn.parallel.failures import all_stop_on_error
@@ -36,16 +38,22 @@ def die_at(exchange: Exchange, deaths: list[str]) -> None:
             if left[where] == 0:
                 if where == "exchange":
                     time.sleep(0.05)  # the others are in it by now
+                if where == "mistake":
+                    raise UserError("a made-up mistake")
+                if where == "bug":
+                    raise RuntimeError("a made-up bug")
                 os.kill(os.getpid(), signal.SIGKILL)
 
     step, total = Averaging.after_minibatch, OverMpi.sum_in_place
 
     def after_minibatch(self: Averaging, frames: int) -> bool:
         count("minibatch")
+        count("mistake")
+        count("bug")
         return step(self, frames)
 
     def sum_in_place(self: OverMpi, buffer: Tensor) -> None:
-        if buffer.numel() > 100:  # parameters, no small message
+        if buffer.numel() > 50:  # parameters, no small message
             count("exchange")
         total(self, buffer)
 

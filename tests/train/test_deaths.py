@@ -51,7 +51,7 @@ DEATHS = [
     ("0:minibatch:5", "2:exchange:9"),
     ("1:exchange:3", "0:minibatch:20"),
     ("2:minibatch:13", "3:minibatch:14"),
-    ("3:exchange:1", "1:minibatch:21"),
+    ("3:exchange:1", "1:bug:21"),
     ("0:exchange:7", "1:exchange:7"),
 ]
 
@@ -73,3 +73,25 @@ def test_the_others_go_on(recipe: Path, of_three: float, deaths: tuple[str, ...]
     for death in deaths:
         assert f"worker {death[0]} on " in log and "is lost" in log
     assert "finished: " in log
+
+
+def test_a_mistake_of_one_ends_all(recipe: Path) -> None:
+    """What the user has to mend is no death: the others do not go on as if it had not been."""
+    run = recipe.parent / "mistake"
+    said = mpi_script("mpi_dying.py", WORKERS, recipe, run, "2:mistake:7", tolerant=True, code=2)
+    assert "error: a made-up mistake" in said and "Traceback" not in said
+    assert "stopped: a made-up mistake" in (run / "train.log").read_text()
+    assert not (run / "final.safetensors").exists()
+
+
+def test_deaths_in_pretraining(recipe: Path) -> None:
+    """The others begin the RBM anew, also without the worker that writes the run dir."""
+    more = "init: rbm\npretrain: {passes: [1, 1], minibatch: 16}\n"
+    with_rbms = recipe.parent / "rbms.yaml"
+    with_rbms.write_text(recipe.read_text().replace("hidden_layers: 1", "hidden_layers: 2") + more)
+    run = recipe.parent / "rbms"
+    mpi_script("mpi_dying.py", WORKERS, with_rbms, run, "2:exchange:3", "0:exchange:24", tolerant=True)
+    assert (run / "final.safetensors").exists()
+    log = (run / "train.log").read_text()
+    assert "rbm 1: finished before" in log and "worker 1 writes the run dir from here on" in log
+    assert [row["rank"] for row in rows(run, "lost")] == [2, 0]
