@@ -1,6 +1,7 @@
 # make demo    the main job on a synthetic corpus: about a minute on 2 cores, after the set-up
 # make test    lint and tests
 # make bench   the training step against the machine's GEMM limit
+# make soak    200 trainings killed at random moments, gone on with, and compared: about half an hour on 2 cores
 # Each sets up what it needs in .venv. PYTHON, VENV, TORCH and PIP_FLAGS can be set on the command line.
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ DDNN := $(BIN)/ddnn
 # Several OpenMP threads on GEMMs of this size are slower than one, and the tests run in parallel.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev demo test lint format bench docs clean
+.PHONY: setup setup-dev demo test lint format bench soak docs clean
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
@@ -57,6 +58,10 @@ format: setup-dev
 
 bench: setup
 	$(DDNN) bench
+
+KILLS ?= 200
+soak: setup-dev
+	PYTHONPATH=tests $(BIN)/python tests/train/killing.py --kills $(KILLS)
 
 docs: setup
 	$(BIN)/python -m ddnn.recipe.reference > docs/recipe.md
