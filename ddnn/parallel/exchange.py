@@ -23,7 +23,7 @@ from ddnn.errors import UserError
 from ddnn.parallel.carriers import Carrier, OverMpi
 from ddnn.parallel.guard import Guard
 from ddnn.parallel.launch import announced_workers, die_with_launcher, fault_tolerant, inside_mpi_job
-from ddnn.parallel.lost import WorkerLost, deaths_noticed, end_here
+from ddnn.parallel.lost import WorkerLost, all_agree, deaths_noticed, end_here
 from ddnn.parallel.traffic import Traffic
 
 SUMMED = (torch.float32, torch.float64, torch.int64)
@@ -45,6 +45,8 @@ class Member(NamedTuple):
     """Its rank when the job began, which it keeps where others die: what messages call it by."""
     host: str
     """The host it runs on."""
+    node: int
+    """The same for all workers that share the memory of a host."""
 
 
 @dataclass
@@ -67,7 +69,9 @@ class Exchange:
         host: name of the host.
         members: all workers, by rank.
         guard: what kills this worker should it hang; None without one. Told when a call begins and ends.
-        lost: whether `ddnn.parallel.survive.finish` has found that a worker has died.
+        outlives: whether the job outlives its workers. Then every collective call ends with an agreement that all is
+            well: what Open MPI 5 says itself is not to be relied on, its Allgatherv returns rubbish and no error.
+        lost: whether such an agreement has failed.
         before: the exchange that this one has followed after a death. It is not used any more, but its buffers are
             kept: what was under way may still be written there.
         wire: how parameters travel, see `ddnn.parallel.mean` and `ddnn.parallel.strategies`.
@@ -83,6 +87,7 @@ class Exchange:
     host: str = field(default_factory=socket.gethostname)
     members: list[Member] = field(default_factory=list)
     guard: Guard | None = None
+    outlives: bool = False
     lost: bool = False
     before: Exchange | None = field(default=None, repr=False)
     wire: Wire = "float32"
@@ -96,6 +101,12 @@ class Exchange:
     def number(self) -> int:
         """This worker's rank when the job began: see `Member`. Not collective."""
         return self.members[self.rank].number if self.members else self.rank
+
+    def become(self, members: list[Member]) -> None:
+        """Takes up who the workers are, by rank. Not collective."""
+        self.members, own = members, members[self.rank]
+        together = [rank for rank, member in enumerate(members) if member.node == own.node]
+        self.host, self.local_rank, self.local_size = own.host, together.index(self.rank), len(together)
 
     def keep(self, role: str, size: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """A flat buffer that is allocated at the first call and handed out again at later ones. Not collective."""
@@ -129,7 +140,7 @@ class Exchange:
         """One call: counts `sent` bytes and its time, tells the guard, names deaths."""
         since = time.perf_counter()
         try:
-            with deaths_noticed(), self.guard.busy() if self.guard else nullcontext():
+            with deaths_noticed(self.communicator), self.guard.busy() if self.guard else nullcontext():
                 yield
         finally:
             seconds = time.perf_counter() - since
@@ -138,6 +149,23 @@ class Exchange:
                 self.traffic.waiting_seconds += seconds
             else:
                 self.traffic.transfer_seconds += seconds
+
+    @contextmanager
+    def _together(self, sent: int) -> Iterator[None]:
+        """One call of all workers: as `_counted`, and where workers may die all agree that none has."""
+        with self._counted(sent):
+            yield
+            self.agree()
+
+    def agree(self) -> None:
+        """Agrees with all workers that all is well, where the job outlives them; else nothing.
+
+        Raises:
+            WorkerLost: a worker has died; on all that are left.
+        """
+        if self.outlives and self.communicator is not None and not all_agree(self.communicator, True):
+            self.lost = True
+            raise WorkerLost("a worker has died")
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -159,7 +187,7 @@ class Exchange:
         """buffer <- the sum of all workers' buffers: the same bits on each."""
         carrier = self._carrier(buffer, SUMMED)
         if carrier is not None:
-            with self._counted(buffer.nbytes):
+            with self._together(buffer.nbytes):
                 carrier.sum_in_place(buffer)
 
     def send_receive(self, buffer: Tensor, to: int, source: int) -> Tensor:
@@ -183,7 +211,7 @@ class Exchange:
         if carrier is None:
             gathered.copy_(buffer.detach().view(-1))
         else:
-            with self._counted(buffer.nbytes):
+            with self._together(buffer.nbytes):
                 carrier.all_gather(buffer, gathered)
         return gathered.view(self.size, *buffer.shape)
 
@@ -196,7 +224,7 @@ class Exchange:
         if carrier is None:
             swapped.copy_(chunks.detach().view(-1))
         else:
-            with self._counted(chunks.nbytes - chunks.nbytes // self.size):
+            with self._together(chunks.nbytes - chunks.nbytes // self.size):
                 carrier.all_to_all(chunks, swapped)
         return swapped.view(chunks.shape)
 
@@ -204,7 +232,7 @@ class Exchange:
         """buffer <- that of worker `root`."""
         carrier = self._carrier(buffer, SENT)
         if carrier is not None:
-            with self._counted(buffer.nbytes if self.rank == root else 0):
+            with self._together(buffer.nbytes if self.rank == root else 0):
                 carrier.broadcast(buffer, root)
 
     def agree_min(self, value: int) -> int:
@@ -221,7 +249,7 @@ class Exchange:
         with self.waiting():
             lengths = [int(n) for n in self.all_gather(torch.tensor([len(text)], dtype=torch.int64)).view(-1)]
             together = np.empty(sum(lengths), dtype=np.uint8)
-            with self._counted(text.nbytes):
+            with self._together(text.nbytes):
                 self.communicator.Allgatherv(text, [together, lengths])
         ends = np.cumsum(lengths)
         return [json.loads(together[end - n : end].tobytes()) for end, n in zip(ends, lengths, strict=True)]
@@ -229,7 +257,7 @@ class Exchange:
     def barrier(self) -> None:
         """Waits until every worker is here, and counts as waiting."""
         if self.communicator is not None:
-            with self.waiting(), self._counted(0):
+            with self.waiting(), self._together(0):
                 self.communicator.Barrier()
 
 
@@ -307,17 +335,24 @@ def over(communicator: Any) -> Exchange:
     from mpi4py import MPI
 
     local = communicator.Split_type(MPI.COMM_TYPE_SHARED, key=communicator.rank)
-    local_rank, local_size = local.rank, local.size
+    first = np.array([communicator.rank], dtype=np.int64)
+    local.Bcast(first, root=0)
     local.Free()
-    exchange = Exchange(
-        rank=communicator.rank,
-        size=communicator.size,
-        local_rank=local_rank,
-        local_size=local_size,
-        host=MPI.Get_processor_name(),
-        communicator=communicator if communicator.size > 1 else None,
-        carriers={"cpu": OverMpi(communicator)} if communicator.size > 1 else {},
-    )
-    exchange.members = [Member(rank, host) for rank, host in enumerate(exchange.gather(exchange.host))]
+    exchange = bare(communicator)
+    exchange.host = MPI.Get_processor_name()
+    told = exchange.gather([exchange.host, int(first[0])])
+    exchange.become([Member(rank, host, node) for rank, (host, node) in enumerate(told)])
     exchange.traffic = Traffic()
     return exchange
+
+
+def bare(communicator: Any) -> Exchange:
+    """An exchange over a communicator that does not know its members yet: `Exchange.become`. Not collective."""
+    several = communicator.size > 1
+    return Exchange(
+        rank=communicator.rank,
+        size=communicator.size,
+        communicator=communicator if several else None,
+        carriers={"cpu": OverMpi(communicator)} if several else {},
+        outlives=several and fault_tolerant(),
+    )

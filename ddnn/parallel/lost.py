@@ -11,6 +11,9 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from ddnn.parallel.launch import fault_tolerant
 
 
 class WorkerLost(Exception):
@@ -23,22 +26,40 @@ class WorkerLost(Exception):
 
 
 @contextmanager
-def deaths_noticed() -> Iterator[None]:
+def deaths_noticed(communicator: Any = None) -> Iterator[None]:
     """MPI's errors of a dead worker or a revoked communicator become `WorkerLost`; others pass."""
     try:
         yield
     except RuntimeError as error:  # MPI.Exception is one, and mpi4py may be missing
-        if not is_death(error):
+        if not is_death(error, communicator):
             raise
         raise WorkerLost(str(error)) from error
 
 
-def is_death(error: RuntimeError) -> bool:
-    """Whether this is MPI's error of a dead worker or of a revoked communicator."""
+def is_death(error: RuntimeError, communicator: Any = None) -> bool:
+    """Whether this is MPI's error of a dead worker or of a revoked communicator.
+
+    Open MPI 5 also calls it "known error not in list", or else: any error counts once the communicator of mpi4py's is
+    revoked, or holds a dead worker. Asked of this process alone.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(error, mpi.Exception):
         return False
-    return error.Get_error_class() in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+    if error.Get_error_class() in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
+        return True
+    if communicator is None or not fault_tolerant():
+        return False
+    return bool(communicator.Is_revoked() or communicator.Get_failed().size)
+
+
+def all_agree(communicator: Any, well: bool) -> bool:
+    """Whether all say that all is well and none has died: the same answer on all that are left, over a revoked
+    communicator too. Collective."""
+    try:
+        with deaths_noticed(communicator):
+            return bool(communicator.Agree(int(well)))
+    except WorkerLost:
+        return False
 
 
 def end_here(message: str) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from typing import Any
 
-from ddnn.parallel.exchange import Exchange, over
+from ddnn.parallel.exchange import Exchange, bare
 from ddnn.parallel.launch import fault_tolerant
-from ddnn.parallel.lost import WorkerLost, deaths_noticed
+from ddnn.parallel.lost import WorkerLost, all_agree
 
 __all__ = ["WorkerLost", "fault_tolerant", "finish", "survivors"]
+
+SETTLE = 0.2
+"""Seconds between the news of a death and `Shrink`: what kills one worker often kills another at once, and Open MPI 5.0
+crashes where it hears of a death in the midst of it, for some milliseconds (in ompi_comm_activate)."""
 
 
 def survivors(exchange: Exchange, said: Any) -> tuple[Exchange, list[Any], list[int]]:
@@ -30,32 +35,40 @@ def survivors(exchange: Exchange, said: Any) -> tuple[Exchange, list[Any], list[
         said: what each of them said, by their new ranks.
         lost: ranks in the old exchange of those that have died.
     """
-    communicator = exchange.communicator
-    if communicator is None:
+    if exchange.communicator is None:
         return exchange, exchange.gather(said), []
     with exchange.guard.busy() if exchange.guard else nullcontext():
-        if not exchange.lost:
-            communicator.Revoke()
-            _all_agree(communicator, False)  # where a worker that has finished its work may stand
-        done = False
-        while not done:
-            smaller = communicator.Shrink()
-            communicator.Free()
-            communicator = smaller
+        now = exchange
+        while True:
+            left = _without_the_dead(now)
             try:
-                left, told = _meet(communicator, [exchange.rank, said])
+                # As every call, agreed upon: all have heard all, or none goes on.
+                told = left.gather([exchange.rank, said])
+                break
             except WorkerLost:
-                communicator.Revoke()  # the others may wait for the dead one, or for this one
-                done = _all_agree(communicator, False)
-            else:
-                done = _all_agree(communicator, True)
+                now = left
     old_ranks = [rank for rank, _ in told]
-    if exchange.members:
-        left.members = [exchange.members[rank] for rank in old_ranks]
+    left.become([exchange.members[rank] for rank in old_ranks])
     left.wire, left.guard, left.traffic = exchange.wire, exchange.guard, exchange.traffic
     left.before = exchange
-    lost = sorted(set(range(exchange.size)) - set(old_ranks))
-    return left, [what for _, what in told], lost
+    return left, [what for _, what in told], sorted(set(range(exchange.size)) - set(old_ranks))
+
+
+def _without_the_dead(exchange: Exchange) -> Exchange:
+    """A bare exchange of those that are left. Frees the old communicator."""
+    communicator = exchange.communicator
+    if not exchange.lost:
+        communicator.Revoke()
+        all_agree(communicator, False)  # what those wait for that have met no error yet
+    time.sleep(SETTLE)
+    smaller = communicator.Shrink()
+    communicator.Free()
+    left = bare(smaller)
+    # Before anyone may revoke the new communicator all have to be out of Shrink, in which Open MPI 5 crashes over it.
+    if not all_agree(smaller, True):
+        left.lost = True
+        return _without_the_dead(left) if left.communicator is not None else left
+    return left
 
 
 def finish(exchange: Exchange) -> None:
@@ -64,27 +77,8 @@ def finish(exchange: Exchange) -> None:
     Without it a worker might end while another, that has met a death in their last exchange, waits for it for ever.
     In a job that is not fault tolerant it is a barrier.
     """
-    if exchange.communicator is None or not fault_tolerant():
+    if not exchange.outlives:
         exchange.barrier()
         return
     with exchange.guard.busy() if exchange.guard else nullcontext():
-        if not _all_agree(exchange.communicator, True):
-            exchange.lost = True
-            raise WorkerLost("a worker has died before all had finished")
-
-
-def _meet(communicator: Any, said: Any) -> tuple[Exchange, list[Any]]:
-    """The exchange over a communicator, and what everyone says."""
-    with deaths_noticed():
-        left = over(communicator)
-        return left, left.gather(said)
-
-
-def _all_agree(communicator: Any, well: bool) -> bool:
-    """Whether all say that all is well and none has died: the same answer on all that are left, over a revoked
-    communicator too."""
-    try:
-        with deaths_noticed():
-            return bool(communicator.Agree(int(well)))
-    except WorkerLost:
-        return False
+        exchange.agree()

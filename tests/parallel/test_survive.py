@@ -139,7 +139,7 @@ def test_the_environment_says_whether_a_job_is_fault_tolerant() -> None:
 
 
 def test_a_single_worker_loses_nobody() -> None:
-    exchange = Exchange(members=[Member(3, "n1")])
+    exchange = Exchange(members=[Member(3, "n1", 0)])
     finish(exchange)
     assert survivors(exchange, {"a": 1}) == (exchange, [{"a": 1}], [])
     assert exchange.number == 3
