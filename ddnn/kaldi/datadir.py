@@ -15,7 +15,8 @@ from ddnn.kaldi.features import accumulate_cmvn_stats
 from ddnn.kaldi.scp import ScpEntry, decode_utf8, read_lines, read_scp
 from ddnn.kaldi.tables import MatrixReader, check_finite
 
-_LARGEST = 1e36
+# Of a mean, and of a mean square, whose product with the largest scale a single-precision number still holds.
+_LARGEST = np.array([[1e18], [1e36]])
 _MEND_SPEAKERS = "write utt2spk: on each line an utterance and its speaker; utils/fix_data_dir.sh makes them agree"
 
 
@@ -122,7 +123,6 @@ def speaker_cmvn_stats(data: DataDir) -> dict[str, NDArray[np.float64]]:
         if not found[0, dim] >= 1.0:
             what = f"speaker {speaker}: expected CMVN statistics of 1 frame or more, found {found[0, dim]:g}"
             raise DataError(what, where=source, mend="leave the speaker out, or compute its statistics again")
-        # A single-precision number holds the square of as much; features of such a size are none.
         if not (np.abs(found) / found[0, dim] <= _LARGEST).all():
             what = f"speaker {speaker}: expected CMVN statistics of features within 1e18, found larger ones"
             raise DataError(what, where=source, mend="compute the statistics again from sound features")

@@ -96,7 +96,7 @@ def load_model(path: Path) -> AcousticModel:
         raise DataError(
             f"there is no model {path.name}", where=path, mend="name the run dir of a finished training"
         ) from error
-    except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
+    except (OSError, MemoryError, SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise DataError(f"not a ddnn model: {error}", where=path) from error
     return assemble_model(header, tensors, path)
 

@@ -6,6 +6,7 @@ Nothing is constructed but numbers, true/false, text, lists and mappings; anchor
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def read_file(path: Path, name: str) -> tuple[str | None, list[Problem]]:
     """The text of a recipe or fragment; None and a problem where it cannot be read, is not UTF-8, or far too large."""
     try:
         with open_regular(path) as handle:
-            raw = handle.read(MOST_BYTES + 1)
+            raw = handle.read(min(os.fstat(handle.fileno()).st_size, MOST_BYTES + 1))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         return None, [Problem(f"cannot read the file: {reason}", name, unread=True)]

@@ -136,11 +136,15 @@ class _Guard:
             self.armed = False
             raise Forbidden(f"{event}{arguments!r}"[:300])
         elif event in _CHANGES:
-            for path in arguments[: 2 if event in ("os.rename", "os.link", "shutil.move") else 1]:
-                self._inside(event, path)
+            both = event in ("os.rename", "os.link", "shutil.move")
+            for path in arguments[1:2] if event == "os.symlink" else arguments[: 1 + both]:
+                if not isinstance(path, int):  # a descriptor: opening it was looked at
+                    self._inside(event, path)
 
     def _inside(self, event: str, path: Any) -> None:
-        if not os.path.realpath(os.fsdecode(path)).startswith(self.scratch):
+        folder, name = os.path.split(os.fsdecode(path))
+        real = os.path.realpath(path) if event == "open" else os.path.join(os.path.realpath(folder), name)
+        if not real.startswith(self.scratch):
             self.armed = False
             raise Forbidden(f"{event} outside the scratch folder: {path!r}"[:300])
 
