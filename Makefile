@@ -1,5 +1,6 @@
 # make demo    the main job on a synthetic corpus: about a minute on 2 cores, after the set-up
 # make test    lint and tests
+# make fuzz    damaged files to every reader, for FUZZ_SECONDS (600) on all cores
 # make bench   the training step against the machine's GEMM limit
 # make soak    200 trainings killed at random moments, gone on with, and compared: about half an hour on 2 cores
 # Each sets up what it needs in .venv. PYTHON, VENV, TORCH and PIP_FLAGS can be set on the command line.
@@ -7,12 +8,13 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
+FUZZ_SECONDS ?= 600
 BIN := $(VENV)/bin
 DDNN := $(BIN)/ddnn
 # Several OpenMP threads on GEMMs of this size are slower than one, and the tests run in parallel.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev demo test lint format bench soak docs clean
+.PHONY: setup setup-dev demo test lint format fuzz bench soak docs clean
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
@@ -55,6 +57,9 @@ lint: setup-dev
 format: setup-dev
 	$(BIN)/ruff check --fix ddnn tests
 	$(BIN)/ruff format ddnn tests
+
+fuzz: setup-dev
+	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS)
 
 bench: setup
 	$(DDNN) bench

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from ddnn.errors import DataError
-from ddnn.files import write_json
+from ddnn.files import read_regular, write_json
 from ddnn.train.job_files import JOB_RECORD
 
 MOST_BYTES = 10_000
@@ -46,9 +46,7 @@ def read_job(run_dir: Path) -> Job | None:
     if not path.is_file():
         return None
     try:
-        with path.open("rb") as handle:
-            raw = handle.read(MOST_BYTES + 1)
-        found = json.loads(raw) if len(raw) <= MOST_BYTES else None
+        found = json.loads(read_regular(path, MOST_BYTES))
         job = Job(**found) if isinstance(found, dict) else None
     except (OSError, ValueError, TypeError, RecursionError):
         job = None

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fuzz.child import Target
+from fuzz.targets_models import TENSORS, apart, tiny_model, with_header
 
 from ddnn.errors import DataError
 from ddnn.model.acoustic import describe_model, transform_tensors
@@ -22,16 +24,33 @@ from ddnn.train.checkpoint import Checkpoints, Found
 from ddnn.train.checkpoint_manifest import Manifest, manifest_bytes
 from ddnn.train.resume import check_same_recipe
 from ddnn.train.state import Saved, read_header
-from fuzz.harness import Target
-from fuzz.targets_models import TENSORS, apart, tiny_model, with_header
 
 NUMBER = "checkpoints/00000001"
 RECIPE = "data: {train: /x, alignments: /x, splice: 1}\nmodel: {hidden_layers: 2, hidden_units: 4}\n"
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(n + 1)}: &{chr(n + 1)} {{{', '.join(f'{k}: *{chr(n)}' for k in range(8))}}}\n" for n in range(97, 112)
 )
-HEADER = (b'"header":', b'"epoch":', b'"share":', b'"schedule":', b'"model":', b'"layers":', b'"recipe":', b'"rows":', b'{"$float":"7ff0000000000000"}',
-          b'"files":', b'"workers":', b'"worker0001.safetensors"', b'"../../x"', b"[", b"]", b"{", b"}", b"null", b"1e999")  # fmt: skip
+HEADER = (
+    b'"header":',
+    b'"epoch":',
+    b'"share":',
+    b'"schedule":',
+    b'"model":',
+    b'"layers":',
+    b'"recipe":',
+    b'"rows":',
+    b'{"$float":"7ff0000000000000"}',
+    b'"files":',
+    b'"workers":',
+    b'"worker0001.safetensors"',
+    b'"../../x"',
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b"null",
+    b"1e999",
+)
 
 
 @cache
@@ -117,10 +136,25 @@ def _newest_header() -> dict[str, Any]:
 def _crafted() -> tuple[bytes, ...]:
     """Manifests whose header is an adversary's."""
     told = json.loads(_files()["checkpoint.json"])
-    wrong: list[dict[str, Any]] = [{"recipe": LAUGHS}, {"recipe": "[" * 900}, {"recipe": "? " * 5000}, {"recipe": "a: !!python/object/apply:os.system [id]"},
-                                   {"recipe": "- 1"}, {"recipe": "1: 2\na: 3"}, {"recipe": "\0"}, {"recipe": "2026-99-99"}, {"recipe": "a: " + "1:" * 9000 + "1"},
-                                   {"share": 2}, {"epoch": 2**53}, {"schedule": {"rate": 10**400}}, {"model": {}}, {"rows": [{}] * 5000},
-                                   {"model": {**told["header"]["model"], "layers": []}}, {"recipe": "&a [*a]"}, {"recipe": "a: &a {b: *a}"}]  # fmt: skip
+    wrong: list[dict[str, Any]] = [
+        {"recipe": LAUGHS},
+        {"recipe": "[" * 900},
+        {"recipe": "? " * 5000},
+        {"recipe": "a: !!python/object/apply:os.system [id]"},
+        {"recipe": "- 1"},
+        {"recipe": "1: 2\na: 3"},
+        {"recipe": "\0"},
+        {"recipe": "2026-99-99"},
+        {"recipe": "a: " + "1:" * 9000 + "1"},
+        {"share": 2},
+        {"epoch": 2**53},
+        {"schedule": {"rate": 10**400}},
+        {"model": {}},
+        {"rows": [{}] * 5000},
+        {"model": {**told["header"]["model"], "layers": []}},
+        {"recipe": "&a [*a]"},
+        {"recipe": "a: &a {b: *a}"},
+    ]
     return tuple(json.dumps({**told, "header": {**told["header"], **change}}).encode() for change in wrong)
 
 
@@ -128,13 +162,55 @@ def checkpoint_targets() -> list[Target]:
     """The manifest raw and resealed, the files of tensors."""
     files = _files()
     return [
-        Target("checkpoint, manifest", f"{NUMBER}/checkpoint.json", _read, (files["checkpoint.json"],), (b"[" * 60_000, b" " * 2_000_000), beside=_lay,
-               tokens=HEADER, per_byte=300, inputs=200),
-        Target("checkpoint, manifest resealed", f"{NUMBER}/checkpoint.json", _read, (files["checkpoint.json"],), _crafted(), beside=_lay,
-               pack=_sealed_manifest, tokens=HEADER, per_byte=300, inputs=200),
-        Target("checkpoint, shared tensors", f"{NUMBER}/shared.safetensors", _read, (files["shared.safetensors"],), beside=_lay, tokens=TENSORS, inputs=100),
-        Target("checkpoint, shared tensors resealed", f"{NUMBER}/shared.safetensors", _with_shared, (apart(files["shared.safetensors"]),), beside=_lay,
-               pack=with_header, tokens=TENSORS, inputs=200),
-        Target("checkpoint, a worker's tensors", f"{NUMBER}/worker0000.safetensors", _read, (files["worker0000.safetensors"],), beside=_lay, tokens=TENSORS,
-               inputs=100),
-    ]  # fmt: skip
+        Target(
+            "checkpoint, manifest",
+            f"{NUMBER}/checkpoint.json",
+            _read,
+            (files["checkpoint.json"],),
+            (b"[" * 60_000, b" " * 2_000_000),
+            beside=_lay,
+            tokens=HEADER,
+            per_byte=300,
+            inputs=200,
+        ),
+        Target(
+            "checkpoint, manifest resealed",
+            f"{NUMBER}/checkpoint.json",
+            _read,
+            (files["checkpoint.json"],),
+            _crafted(),
+            beside=_lay,
+            pack=_sealed_manifest,
+            tokens=HEADER,
+            per_byte=300,
+            inputs=200,
+        ),
+        Target(
+            "checkpoint, shared tensors",
+            f"{NUMBER}/shared.safetensors",
+            _read,
+            (files["shared.safetensors"],),
+            beside=_lay,
+            tokens=TENSORS,
+            inputs=100,
+        ),
+        Target(
+            "checkpoint, shared tensors resealed",
+            f"{NUMBER}/shared.safetensors",
+            _with_shared,
+            (apart(files["shared.safetensors"]),),
+            beside=_lay,
+            pack=with_header,
+            tokens=TENSORS,
+            inputs=200,
+        ),
+        Target(
+            "checkpoint, a worker's tensors",
+            f"{NUMBER}/worker0000.safetensors",
+            _read,
+            (files["worker0000.safetensors"],),
+            beside=_lay,
+            tokens=TENSORS,
+            inputs=100,
+        ),
+    ]

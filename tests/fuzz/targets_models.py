@@ -11,6 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from fuzz import seeds
+from fuzz.child import Target
+from fuzz.seeds import file_of
+from fuzz.targets_kaldi import NNET
 
 from ddnn.data.cache_file import END, CacheDamaged, CacheFile, Footer, Index, write_cache
 from ddnn.data.corpus import FeaturePipeline
@@ -23,16 +27,43 @@ from ddnn.model.exchange import from_nnet1
 from ddnn.model.network import Layer, Network
 from ddnn.recipe.load import load_recipe
 from ddnn.train.pretrain import load_stack
-from fuzz import seeds
-from fuzz.harness import Target
-from fuzz.seeds import file_of
-from fuzz.targets_kaldi import NNET
 
 KEY = "0" * 64
 _TRAILER = struct.Struct("<QI8s")
-TENSORS = (b'"F32"', b'"F64"', b'"F16"', b'"BF16"', b'"I64"', b'"U8"', b'"BOOL"', b'"F8_E4M3"', b'"F8_E8M0"', b'"F4"', b'"C64"', b'"U16"', b'"dtype":', b'"shape":',
-           b'"data_offsets":', b"[0,0]", b"[]", b"[0]", b'"__metadata__":', b'"ddnn"', b"layer0.weight", b"layer0.bias", b"transform.shift", b"sigmoid",
-           b"softmax", b'\\"inputs\\": ', b'\\"splice\\": ', b'\\"dim\\": ', b"[[", b"{", b"}", b"\xff" * 7)  # fmt: skip
+TENSORS = (
+    b'"F32"',
+    b'"F64"',
+    b'"F16"',
+    b'"BF16"',
+    b'"I64"',
+    b'"U8"',
+    b'"BOOL"',
+    b'"F8_E4M3"',
+    b'"F8_E8M0"',
+    b'"F4"',
+    b'"C64"',
+    b'"U16"',
+    b'"dtype":',
+    b'"shape":',
+    b'"data_offsets":',
+    b"[0,0]",
+    b"[]",
+    b"[0]",
+    b'"__metadata__":',
+    b'"ddnn"',
+    b"layer0.weight",
+    b"layer0.bias",
+    b"transform.shift",
+    b"sigmoid",
+    b"softmax",
+    b'\\"inputs\\": ',
+    b'\\"splice\\": ',
+    b'\\"dim\\": ',
+    b"[[",
+    b"{",
+    b"}",
+    b"\xff" * 7,
+)
 
 
 def tiny_model(layers: int = 2, hidden: int = 4, top: bool = True) -> AcousticModel:
@@ -100,10 +131,21 @@ def _headers() -> tuple[bytes, ...]:
         {"pipeline": {"cmvn": [], "deltas": 0}},
         {"pipeline": {"cmvn": "none", "deltas": True}},
         {"format": "1"},
-    ]  # fmt: skip
+    ]
     nested = tuple(b'{"__metadata__":{"ddnn":"' + b"[" * n + b"]" * n + b'"}}\n#\n' for n in (100, 900, 990, 20_000))
-    tensors = tuple(b'{"__metadata__":{"ddnn":"{}"},"a":{"dtype":"F32","shape":%s,"data_offsets":[0,%d]}}\n#\n' % (shape, size) + bytes(24)
-                    for shape in (b"[0,4611686018427387904]", b"[4611686018427387904,4]", b"[6]", b"[-1]", b"[1,1,1,1,1,1,6]", b"[" + b"1," * 3000 + b"6]") for size in (0, 24))  # fmt: skip
+    tensors = tuple(
+        b'{"__metadata__":{"ddnn":"{}"},"a":{"dtype":"F32","shape":%s,"data_offsets":[0,%d]}}\n#\n' % (shape, size)
+        + bytes(24)
+        for shape in (
+            b"[0,4611686018427387904]",
+            b"[4611686018427387904,4]",
+            b"[6]",
+            b"[-1]",
+            b"[1,1,1,1,1,1,6]",
+            b"[" + b"1," * 3000 + b"6]",
+        )
+        for size in (0, 24)
+    )
     return (*(_header("about", change) for change in wrong), *nested, *tensors)
 
 
@@ -196,15 +238,68 @@ def model_targets() -> list[Target]:
     model, cached = model_bytes(), cache_bytes()
     fronts = tuple(seeds.front(binary=binary) for binary in (True, False))
     return [
-        Target("model", "final.safetensors", lambda folder: load_model(folder / "final.safetensors"), (model,), (b"\xff" * 8 + b"{", struct.pack("<Q", 2**40) + b"{}"),
-               tokens=TENSORS),
-        Target("model, header", "final.safetensors", lambda folder: load_model(folder / "final.safetensors"), (apart(model),), _headers(), pack=with_header,
-               tokens=TENSORS),
-        Target("stack of RBMs", "stack/stack.safetensors", _stack, (apart(stack_bytes()),), beside=_stack_beside, pack=with_header, tokens=TENSORS, inputs=100),
+        Target(
+            "model",
+            "final.safetensors",
+            lambda folder: load_model(folder / "final.safetensors"),
+            (model,),
+            (b"\xff" * 8 + b"{", struct.pack("<Q", 2**40) + b"{}"),
+            tokens=TENSORS,
+        ),
+        Target(
+            "model, header",
+            "final.safetensors",
+            lambda folder: load_model(folder / "final.safetensors"),
+            (apart(model),),
+            _headers(),
+            pack=with_header,
+            tokens=TENSORS,
+        ),
+        Target(
+            "stack of RBMs",
+            "stack/stack.safetensors",
+            _stack,
+            (apart(stack_bytes()),),
+            beside=_stack_beside,
+            pack=with_header,
+            tokens=TENSORS,
+            inputs=100,
+        ),
         Target("cache file", "x.corpus", _cache, (cached,), tokens=(END,)),
-        Target("cache file, resealed", "x.corpus", _cache, (unsealed(cached),), pack=sealed,
-               tokens=(b'"rows":', b'"dim":', b'"width":', b'"context":', b'"utterances":', b'"pdfs":', b'"float16"', b'"counts":{}', b'"pieces":[]')),
-        Target("nnet1 import, network", "final.nnet", _from_nnet1, (seeds.network(binary=True), seeds.network(binary=False)), beside=_nnet1_beside, tokens=NNET),
+        Target(
+            "cache file, resealed",
+            "x.corpus",
+            _cache,
+            (unsealed(cached),),
+            pack=sealed,
+            tokens=(
+                b'"rows":',
+                b'"dim":',
+                b'"width":',
+                b'"context":',
+                b'"utterances":',
+                b'"pdfs":',
+                b'"float16"',
+                b'"counts":{}',
+                b'"pieces":[]',
+            ),
+        ),
+        Target(
+            "nnet1 import, network",
+            "final.nnet",
+            _from_nnet1,
+            (seeds.network(binary=True), seeds.network(binary=False)),
+            beside=_nnet1_beside,
+            tokens=NNET,
+        ),
         Target("nnet1 import, feature transform", "front.nnet", _from_nnet1, fronts, beside=_nnet1_beside, tokens=NNET),
-        Target("speakers file", "speakers", _speakers, (b"a\nb\n",), (b"a " * 30_000, b"x%d " * 9000), per_byte=250, inputs=300),
-    ]  # fmt: skip
+        Target(
+            "speakers file",
+            "speakers",
+            _speakers,
+            (b"a\nb\n",),
+            (b"a " * 30_000, b"x%d " * 9000),
+            per_byte=250,
+            inputs=300,
+        ),
+    ]

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fuzz.harness import Target, fuzz
+from fuzz.child import Target
+from fuzz.harness import fuzz
 from fuzz.targets import all_targets
 
 KINDS: dict[bytes, Callable[[Path], object]] = {
@@ -63,5 +64,6 @@ def test_what_is_no_file(tmp_path: Path, target: Target) -> None:
     kinds = replace(target, file="kind", read=read, seeds=(b"sound",), crafted=tuple(KINDS), beside=beside, pack=bytes)
     outcome = fuzz(kinds, tmp_path, seed=1, inputs=1 + len(KINDS))
     assert not outcome.findings, "\n".join(f"{f.data!r}: {f.what}\n{f.trace}" for f in outcome.findings)
-    optional = target.name.endswith(("num_jobs", "num_pdfs"))  # a link to nothing is as if there were none
-    assert outcome.accepted <= (3 if optional else 1), "something that is no file was read"
+    # A link to nothing is as if there were none, where one may be missing; and no rows yet are no damage.
+    lenient = target.name.endswith(("num_jobs", "num_pdfs")) or target.name.startswith("metrics")
+    assert outcome.accepted <= (4 if lenient else 1), "something that is no file was read"

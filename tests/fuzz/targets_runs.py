@@ -1,0 +1,270 @@
+"""What a run dir holds beside models, and `ddnn info` of anything, as fuzz targets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from corpora import write_recipe
+from fuzz import seeds
+from fuzz.child import Target
+
+from ddnn.info.path import describe_path
+from ddnn.info.status import read_status
+from ddnn.report.measured import read_measured
+from ddnn.report.table import report
+from ddnn.slurm.job import read_job
+from ddnn.train.read_metrics import read_metrics, read_pretraining
+
+RECIPE = b"data: {train: /x, alignments: /x}\nmodel: {hidden_layers: 2}\nschedule: {initial: 0.1, epochs: 3}\n"
+ROWS = (
+    {
+        "epoch": 0,
+        "split": "cv",
+        "loss": 1.1,
+        "frame_accuracy": 0.3,
+        "frames": 10,
+        "seconds": 0.1,
+        "frames_per_second": 100.0,
+        "learning_rate": 0.1,
+        "accepted": True,
+    },
+    {
+        "epoch": 1,
+        "split": "train",
+        "loss": 1.0,
+        "frame_accuracy": 0.4,
+        "frames": 90,
+        "seconds": 1.5,
+        "frames_per_second": 60.0,
+        "learning_rate": 0.1,
+    },
+    {
+        "epoch": 1,
+        "split": "worker",
+        "rank": 0,
+        "host": "n1",
+        "device": "cpu",
+        "frames": 90,
+        "minibatches": 9,
+        "seconds": 1.5,
+        "frames_per_second": 60.0,
+        "compute_share": 0.9,
+        "data_share": 0.01,
+        "communication_share": 0.02,
+        "waiting_share": 0.03,
+        "averagings": 2,
+        "left_out": 0,
+        "divergence": 0.01,
+        "bytes_sent": 123,
+        "exchange_seconds": 0.06,
+        "parameters": 131,
+        "block_seconds": 0.2,
+        "block_seconds_std": 0.01,
+    },
+    {
+        "epoch": 1,
+        "split": "cv",
+        "loss": 0.9,
+        "frame_accuracy": 0.5,
+        "frames": 10,
+        "seconds": 0.1,
+        "frames_per_second": 100.0,
+        "learning_rate": 0.1,
+        "accepted": True,
+    },
+)
+
+
+METRICS = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+
+
+PRETRAINING = b"".join(
+    b'{"layer": %d, "pass": %d, "reconstruction_error": 1.5, "reconstruction_error_all_passes": 1.25, "frames": 90}\n'
+    % (n // 2 + 1, n % 2 + 1)
+    for n in range(4)
+)
+
+
+JOB = json.dumps(
+    {"number": "17", "slurm_cluster": None, "submitted": 1.7e9, "workers": 4, "nodes": 2, "launcher": "mpirun"}
+).encode()
+
+
+LOG = b"""2026-01-01 00:00:00,000 INFO ddnn 0.1.0
+2026-01-01 00:00:01,000 ERROR no space left
+  where: /x
+2026-01-01 00:00:02,000 INFO the end
+"""
+
+
+JSON = (
+    b'"epoch": ',
+    b'"split": "cv"',
+    b'"worker"',
+    b'"rank": 0',
+    b"null",
+    b"true",
+    b"NaN",
+    b"-Infinity",
+    b"1e999",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b", ",
+    b"\\ud800",
+    b'"\\u0000"',
+    b'"parameters": ',
+    b'"seconds": ',
+    b"-1",
+    b"0",
+    b"1e-320",
+    b"9007199254740992",
+    b"\n",
+)
+
+
+JSON_CRAFTED = (
+    *(
+        b'{"epoch": ' + b"[" * n + b"]" * n + b', "split": "cv"}\n'
+        for n in (100, 900, 940, 960, 970, 975, 980, 985, 990, 995, 1000, 5000, 30_000)
+    ),
+    *(b'{"epoch": ' + b'{"a":' * n + b"1" + b"}" * n + b', "split": "cv"}\n' for n in (500, 900, 950, 970, 980, 990)),
+    b'{"epoch": ' + b"9" * 4000 + b', "split": "cv", "loss": ' + b"9" * 4000 + b', "frame_accuracy": 1}\n',
+    b'{"epoch": 1, "split": "cv", "loss": ' + b"9" * 30_000 + b"}\n",
+    b'{"epoch": 1, "split": "cv", "loss": 1e308, "frame_accuracy": 1e308}\n',
+    b'{"epoch": 1, "split": "train", "loss": 1e308, "frame_accuracy": -1e308, "seconds": 1e-300, '
+    b'"frames": 9007199254740992, "frames_per_second": 1e-300}\n',
+    b"{}\n" * 10_000,
+    b'{"split": "x"}\n' * 3000,
+    b"\0" * 60_000,
+)
+
+
+def _report(folder: Path) -> None:
+    report([folder / "run"], None)
+
+
+def _run_beside(folder: Path) -> None:
+    run = folder / "run"
+    run.mkdir()
+    write_recipe(run / "recipe.yaml", folder / "data", folder / "pdfs")
+    (run / "metrics.jsonl").write_bytes(METRICS)
+    (run / "job.json").write_bytes(JOB)
+    (run / "train.log").write_bytes(LOG)
+    (run / "ali_train_pdf.counts").write_bytes(seeds.counts(binary=False))
+
+
+def _status(folder: Path) -> None:
+    status = read_status(folder / "run", lambda job: "RUNNING")
+    status.as_text()
+    json.dumps(status.as_dict())
+
+
+def _describe(name: str, folder: Path) -> None:
+    info = describe_path(folder / name)
+    info.as_text()
+    json.dumps(info.as_dict())
+
+
+def _info(name: str, *valid: bytes, inputs: int = 200) -> Target:
+    tokens = (b"\0B", b"<Nnet> ", b"<TransitionModel> ", b"[ ", b"\xd6\xfd\xb2\x7e", b"utt 1 2\n", b"a x |\n")
+    return Target(
+        f"info, {name}",
+        name,
+        lambda folder: _describe(name, folder),
+        valid,
+        tokens=tokens,
+        beside=_info_beside,
+        inputs=inputs,
+        per_byte=1100,
+    )
+
+
+def _info_beside(folder: Path) -> None:
+    (folder / "feats.ark").write_bytes(seeds.archive())
+
+
+def run_targets() -> list[Target]:
+    """Metrics, job.json, logs, and whatever `ddnn info` is asked about."""
+    info = (
+        seeds.archive(),
+        seeds.integers(),
+        seeds.text_archive(),
+        seeds.final_mdl(),
+        seeds.network(binary=True),
+        seeds.network(binary=False),
+        seeds.graph("const"),
+        seeds.counts(binary=False),
+        seeds.zipped(seeds.integers()),
+    )
+    return [
+        Target(
+            "metrics",
+            "metrics.jsonl",
+            lambda folder: read_metrics(folder / "metrics.jsonl"),
+            (METRICS,),
+            JSON_CRAFTED,
+            tokens=JSON,
+            per_byte=300,
+        ),
+        Target(
+            "metrics of a pretraining",
+            "metrics.jsonl",
+            lambda folder: read_pretraining(folder / "metrics.jsonl"),
+            (PRETRAINING,),
+            JSON_CRAFTED,
+            tokens=JSON,
+            per_byte=300,
+        ),
+        Target(
+            "metrics, reported",
+            "run/metrics.jsonl",
+            _report,
+            (METRICS,),
+            JSON_CRAFTED,
+            beside=_run_beside,
+            tokens=JSON,
+            per_byte=300,
+            inputs=100,
+        ),
+        Target(
+            "metrics, measured",
+            "run/metrics.jsonl",
+            lambda folder: read_measured(folder / "run"),
+            (METRICS,),
+            JSON_CRAFTED,
+            beside=_run_beside,
+            tokens=JSON,
+            per_byte=300,
+            inputs=100,
+        ),
+        Target(
+            "status, metrics",
+            "run/metrics.jsonl",
+            _status,
+            (METRICS,),
+            JSON_CRAFTED,
+            beside=_run_beside,
+            tokens=JSON,
+            per_byte=300,
+            inputs=100,
+        ),
+        Target(
+            "status, train.log",
+            "run/train.log",
+            _status,
+            (LOG,),
+            (b"2026-01-01 00:00:00,0 ERROR " * 2000, b"9" * 60_000),
+            beside=_run_beside,
+            inputs=100,
+        ),
+        Target(
+            "job.json", "job.json", read_job, (JOB,), (b"[" * 9000, b'{"number": ' + b"9" * 5000 + b"}"), tokens=JSON
+        ),
+        _info("x.ark", *info, inputs=400),
+        _info("x.scp", b"a feats.ark:10\nb feats.ark:10[0:1]\nc x |\n"),
+        _info("x.yaml", RECIPE),
+        _info("x.jsonl", METRICS),
+    ]
