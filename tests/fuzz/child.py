@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import json
@@ -67,7 +68,7 @@ class Target:
     pack: Callable[[bytes], bytes] = bytes
     tokens: tuple[bytes, ...] = ()
     per_byte: int = 64
-    inputs: int = 500
+    inputs: int = 200
 
 
 class Forbidden(BaseException):
@@ -140,7 +141,8 @@ class Child:
         self.unraised: list[str] = []
         self.guard = _Guard(folder)
 
-    def run(self, seed: int, inputs: int, seconds: float, crafted: bool) -> None:
+    def run(self, seed: int, inputs: int, seconds: float, crafted: bool, thorough: bool) -> None:
+        faulthandler.disable()  # a crash is told of by the parent
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         for data in self.target.seeds:  # also imports what is imported late, before the limits
@@ -152,9 +154,9 @@ class Child:
         signatures: set[str] = set()
         queue = [*self.target.seeds, *(self.target.crafted if crafted else ())]
         while self.count < inputs and time.monotonic() - started < seconds:
-            listed = bool(queue)
+            exact = self.count < len(self.target.seeds) or (thorough and bool(queue))
             data = queue.pop(0) if queue else mutate(rng, corpus, self.target.tokens)
-            signature = self._try(data, measured=listed or self.count % _MEASURED_EVERY == 0)
+            signature = self._try(data, measured=exact or self.count % _MEASURED_EVERY == 0)
             # What fails, or succeeds, in a new place is worth damaging further.
             if signature not in signatures and len(data) <= LARGEST:
                 signatures.add(signature)

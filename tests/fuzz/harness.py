@@ -46,13 +46,21 @@ class Outcome:
 
 
 def fuzz(
-    target: Target, scratch: Path, *, seed: int, inputs: int, seconds: float = 1e9, crafted: bool = True
+    target: Target,
+    scratch: Path,
+    *,
+    seed: int,
+    inputs: int,
+    seconds: float = 1e9,
+    crafted: bool = True,
+    thorough: bool = False,
 ) -> Outcome:
     """Feeds `inputs` inputs to the target, or as many as fit into `seconds`.
 
     Args:
         scratch: an empty folder; everything the reader writes must be in it.
         crafted: whether the target's crafted inputs come first.
+        thorough: measures the memory of each crafted input to the byte, which takes several times as long.
     """
     outcome = Outcome(target.name)
     shared = mmap.mmap(-1, STATE.size + 16 * LARGEST)
@@ -66,7 +74,7 @@ def fuzz(
             try:
                 left = seconds - (time.monotonic() - started)
                 Child(target, folder, shared).run(
-                    seed + 1000 * attempt, inputs - outcome.inputs, left, crafted and attempt == 0
+                    seed + 1000 * attempt, inputs - outcome.inputs, left, crafted and attempt == 0, thorough
                 )
             except BaseException:  # noqa: BLE001
                 traceback.print_exc()

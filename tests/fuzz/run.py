@@ -27,7 +27,7 @@ def _round(index: int, seed: int, seconds: float, crafted: bool) -> Outcome:
     """One target for so many seconds; in a process of the pool, which forks the one that reads."""
     with tempfile.TemporaryDirectory(prefix="ddnn-fuzz-", dir=_scratch()) as folder:
         target = all_targets()[index]
-        return fuzz(target, Path(folder), seed=seed, inputs=10**9, seconds=seconds, crafted=crafted)
+        return fuzz(target, Path(folder), seed=seed, inputs=10**9, seconds=seconds, crafted=crafted, thorough=True)
 
 
 def _add(total: Outcome, more: Outcome) -> None:
@@ -82,7 +82,7 @@ def main() -> int:
             while len(running) < options.processes and left > 0.5 and not enough and chosen:
                 index = chosen[turn % len(chosen)]
                 turn += 1
-                mine = share if all_targets()[index].inputs > 200 else share / 3  # slow ones, of which few come anyway
+                mine = share if all_targets()[index].inputs > 60 else share / 3  # slow ones, of which few come anyway
                 job = pool.submit(_round, index, options.seed + 7919 * turn, min(mine, left), turn <= len(chosen))
                 running[job] = index
             if not running:

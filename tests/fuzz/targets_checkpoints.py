@@ -171,7 +171,7 @@ def checkpoint_targets() -> list[Target]:
             beside=_lay,
             tokens=HEADER,
             per_byte=300,
-            inputs=200,
+            inputs=60,
         ),
         Target(
             "checkpoint, manifest resealed",
@@ -183,7 +183,7 @@ def checkpoint_targets() -> list[Target]:
             pack=_sealed_manifest,
             tokens=HEADER,
             per_byte=300,
-            inputs=200,
+            inputs=60,
         ),
         Target(
             "checkpoint, shared tensors",
@@ -192,7 +192,7 @@ def checkpoint_targets() -> list[Target]:
             (files["shared.safetensors"],),
             beside=_lay,
             tokens=TENSORS,
-            inputs=100,
+            inputs=60,
         ),
         Target(
             "checkpoint, shared tensors resealed",
@@ -202,7 +202,7 @@ def checkpoint_targets() -> list[Target]:
             beside=_lay,
             pack=with_header,
             tokens=TENSORS,
-            inputs=200,
+            inputs=60,
         ),
         Target(
             "checkpoint, a worker's tensors",
@@ -211,6 +211,6 @@ def checkpoint_targets() -> list[Target]:
             (files["worker0000.safetensors"],),
             beside=_lay,
             tokens=TENSORS,
-            inputs=100,
+            inputs=60,
         ),
     ]

@@ -173,7 +173,8 @@ def _cache(folder: Path) -> None:
         cached = CacheFile(folder / "x.corpus", KEY)
         try:
             cached.check(3, 1)
-            assert cached.store.sum() is not None and cached.index.labels.max() < cached.footer.pdfs
+            assert len(cached.store.tobytes()) == cached.footer.store_bytes
+            assert cached.index.labels.max() < cached.footer.pdfs
         finally:
             cached.close()
     except (CacheDamaged, OSError) as error:  # the caller warns and loads anew

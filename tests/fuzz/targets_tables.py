@@ -159,7 +159,7 @@ def table_targets() -> list[Target]:
     archives = tuple(seeds.archive(dtype, compress=c) for dtype in (np.float32, np.float64) for c in (False, True))
     archives += (seeds.compressed_archive(b"CM2"), seeds.compressed_archive(b"CM3"), seeds.text_archive())
     bombs = tuple(
-        seeds.zipped(start + fill * (2 << 20))
+        seeds.zipped(start + fill * (1 << 19))
         for start in (b"utt ", b"utt [", b"utt [\n1 ", b"utt \0BFM \4\0\0\0\1\4\1\0\0\0", b"")
         for fill in (b" ", b"\n", b"0", b"0 ", b"\0", b"[", b";")
     )

@@ -164,7 +164,7 @@ def text_targets() -> list[Target]:
             beside=_recipe_beside,
             tokens=YAML,
             per_byte=400,
-            inputs=200,
+            inputs=50,
         ),
         Target(
             "recipe, included",
@@ -175,7 +175,7 @@ def text_targets() -> list[Target]:
             beside=_recipe_beside,
             tokens=YAML,
             per_byte=400,
-            inputs=100,
+            inputs=50,
         ),
         Target(
             "recipe, --set",
@@ -186,7 +186,7 @@ def text_targets() -> list[Target]:
             beside=_recipe_beside,
             tokens=YAML,
             per_byte=400,
-            inputs=100,
+            inputs=50,
         ),
         Target(
             "cluster",
@@ -196,7 +196,7 @@ def text_targets() -> list[Target]:
             YAML_CRAFTED,
             tokens=YAML,
             per_byte=400,
-            inputs=200,
+            inputs=50,
         ),
         Target(
             "published times",
@@ -206,6 +206,6 @@ def text_targets() -> list[Target]:
             (*YAML_CRAFTED, MEASURED.replace(b"440-6x2048-8806", b"100x1-" * 9000 + b"1")),
             tokens=YAML,
             per_byte=400,
-            inputs=200,
+            inputs=50,
         ),
     ]

@@ -31,7 +31,7 @@ def of(tmp_path: Path, read: object, **others: object) -> Outcome:
             read(folder)  # type: ignore[operator]
 
     target = Target("x", "x", guarded, (b"sound",), **others)  # type: ignore[arg-type]
-    return fuzz(target, tmp_path, seed=1, inputs=30)
+    return fuzz(target, tmp_path, seed=1, inputs=4, thorough=True)
 
 
 def loop(folder: Path) -> None:
@@ -101,10 +101,12 @@ def test_a_refusal_is_no_finding(tmp_path: Path) -> None:
         raise DataError("no")
 
     outcome = of(tmp_path, refuse)
-    assert (outcome.inputs, outcome.findings) == (30, []) and outcome.refused > 20
+    assert (outcome.inputs, outcome.findings) == (4, []) and outcome.refused == 3
 
 
 def test_the_same_seed_gives_the_same_inputs(tmp_path: Path) -> None:
     target = all_targets()[0]
-    first, again, other = (fuzz(target, tmp_path / str(n), seed=seed, inputs=300) for n, seed in enumerate((5, 5, 6)))
+    first, again, other = (
+        fuzz(target, tmp_path / str(n), seed=seed, inputs=100, crafted=False) for n, seed in enumerate((5, 5, 6))
+    )
     assert (first.accepted, first.refused) == (again.accepted, again.refused) != (other.accepted, other.refused)
