@@ -11,8 +11,8 @@ import struct
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from io import BufferedReader, BytesIO
+from itertools import chain
 from typing import Any
 
 import numpy as np
