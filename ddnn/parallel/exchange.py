@@ -178,6 +178,12 @@ class Exchange:
             if self.guard is not None:
                 self.guard.disarm()
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """In this block the guard does not expect this worker to get on for some time, as on a slow disk."""
+        with self.guard.busy() if self.guard is not None else nullcontext():
+            yield
+
     def tick(self) -> None:
         """Tells the guard that this worker gets on. Not collective."""
         if self.guard is not None:

@@ -134,6 +134,6 @@ def _all_come(exchange: Exchange) -> bool:
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.01)
-    except WorkerLost:
+    except (WorkerLost, RuntimeError):  # mpi4py's own: the communicator is gone
         return False
     return True

@@ -14,6 +14,8 @@ from types import FrameType
 from ddnn.errors import UserError
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INSISTING = (signal.SIGINT, signal.SIGTERM)
+"""A terminal that is closed sends SIGHUP twice: the second is not meant to insist."""
 
 
 class _Signals:
@@ -34,7 +36,7 @@ class _Signals:
         if self.first is None:
             self.first = number, time.monotonic()
             self.ask()
-        elif self.second is None and number in ENDING:
+        elif self.second is None and number in INSISTING:
             self.second = number, time.monotonic()
             self.insist()
 

@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 
 NOTHING, CHECKPOINT, STOP = 0, 1, 2
 """What a worker may wish for; the strongest wish is done by all."""
-GOSSIP_MEETS_EVERY = 8
-"""Averagings between two questions to all workers what they wish, where averaging is gossip."""
+GOSSIP_MEETS_EVERY, GOSSIP_MEETS_SECONDS = 8, 30.0
+"""Where averaging is gossip: at most so many averagings, and about so long, between two questions to all workers what
+they wish."""
 
 
 class Averaging:
@@ -75,7 +76,7 @@ class Averaging:
         self.wish: Callable[[], int] = lambda: NOTHING
         self.asked = NOTHING
         self._agreed: int | None = None
-        self._tail = 0
+        self._tail, self._meets_every = 0, 1
         self._block_frames = float(options.every * minibatch)
         self._block_started = 0.0
         self._background: ThreadPoolExecutor | None = None
@@ -96,6 +97,7 @@ class Averaging:
         What a worker has beyond that it trains on all the same, and it counts in the epoch's mean; only where gradients
         are averaged it is left.
         """
+        longest = max(self.counts.blocks, default=GOSSIP_MEETS_SECONDS)  # not known: a question at each averaging
         self.counts, self._tail = counts_from_now(self.exchange), 0
         self.clock.restart()
         self._block_started = time.perf_counter()
@@ -104,6 +106,9 @@ class Averaging:
         self.mixing.start_epoch()
         every, known = 1 if self.of_gradients else self.options.every, self._agreed is not None
         self._agreed = self.exchange.agree_min(minibatches // every)
+        self._meets_every = self.exchange.agree_min(
+            max(1, min(GOSSIP_MEETS_EVERY, int(GOSSIP_MEETS_SECONDS / max(longest, 1e-9))))
+        )
         if not known and self.exchange.rank == 0:
             end = "then the first worker's model" if self.of_gradients else "and the mean at its end"
             log.info("averagings in an epoch: %d, %s", self._agreed, end)
@@ -159,7 +164,7 @@ class Averaging:
 
     def _meet_after(self, blocks: int) -> None:
         """Gossip has no other message from all to all: there one at each averaging would make everyone wait."""
-        if self.options.reduce not in GOSSIP or blocks % GOSSIP_MEETS_EVERY == 0:
+        if self.options.reduce not in GOSSIP or blocks % self._meets_every == 0:
             self.meet()
 
     def arrive(self) -> None:

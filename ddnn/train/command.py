@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import platform
 import signal
-import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,12 +56,14 @@ class Session:
         recipe: as it was begun; `exchange.size` may since have become smaller than its number of workers.
         saved: what to go on from; None to begin.
         setup: of the loop, once it is about to run; None while data is loaded.
+        opened: whether the run dir is this training's. Before, no worker may take it over: it may be another one's.
         lost: workers that have died and are not yet recorded.
     """
 
     def __init__(self, recipe: Recipe, run_dir: Path, device: str, job: Job, stop: StopRequest, resume: bool) -> None:
         self.recipe, self.device, self.job, self.stop, self.resume = recipe, device, job, stop, resume
-        self.run = RunDir(run_dir, resume) if job.exchange.rank == 0 else NoRunDir(run_dir)
+        self.run: RunDir = NoRunDir(run_dir)
+        self.opened = False
         self.recipe_text = dump_recipe(recipe)
         self.data = ""
         self.saved: Saved | None = None
@@ -80,6 +84,24 @@ class Session:
     def standing(self) -> Standing | None:
         """Where the loop stands; None before it."""
         return None if self.setup is None or self.setup.saver is None else self.setup.saver.standing
+
+    def open_run_dir(self) -> None:
+        """The first worker claims the run dir, and all know whether it may. Collective.
+
+        Raises:
+            UserError: it may not; on all workers.
+        """
+        refused = None
+        if self.exchange.rank == 0:
+            try:
+                self.run = RunDir(self.run.path, self.resume)
+                self.open_log()
+            except UserError as error:
+                refused = [error.what, error.where, error.mend]
+        told = self.exchange.gather(refused)[0]
+        if told is not None:
+            raise UserError(told[0], where=told[1], mend=told[2])
+        self.opened = True
 
     def open_log(self) -> None:
         """train.log gets what is said from here on."""
@@ -140,7 +162,6 @@ def run_training(
     outlives = continues(recipe, job.exchange)
     with StopRequest(speaks=job.exchange.rank == 0) as stop:
         session = Session(recipe, run_dir, device, job, stop, resume)
-        session.open_log()
         say_as_worker(job.exchange)
         if job.exchange.size > 1:
             job.exchange.guard = Guard(job.exchange.rank, job.exchange.host, recipe.parallel.timeout)
@@ -152,7 +173,7 @@ def run_training(
                 except WorkerLost as error:
                     if not outlives:
                         raise UserError(f"another worker has died: {error}", mend="go on with --resume") from error
-                    meet(session)
+                    meet(session, error=None if session.opened else "a worker died as the training began")
                 except UserError as error:
                     if outlives and session.exchange.size > 1:
                         meet(session, error=str(error))  # raises it on all
@@ -168,7 +189,8 @@ def run_training(
                 raise SystemExit(128 + _number(stopped.received)) from stopped
             session.say_in_log(f"on {stopped.received}; go on with --resume")
             if session.exchange.rank == 0:
-                print(f"ddnn: stopped on {stopped.received}; go on with --resume", file=sys.stderr)
+                with suppress(OSError):  # nobody may listen any more
+                    os.write(2, f"ddnn: stopped on {stopped.received}; go on with --resume\n".encode())
             raise
         except (UserError, KeyboardInterrupt) as error:
             session.say_in_log(str(error) or "interrupted")
@@ -179,6 +201,12 @@ def run_training(
 
 def _train_together(session: Session) -> None:
     """One training from loading to its end, by the workers that there are now."""
+    session.stop.safe = False
+    if session.stop.received is not None:  # in a meeting, after all had told each other
+        raise StoppedEarly(session.stop.received)
+    gc.collect()  # the frames of before a death, which a cycle of its exception may hold
+    if not session.opened:
+        session.open_run_dir()
     recipe, run, exchange = session.recipe, session.run, session.exchange
     if exchange.guard is not None:
         exchange.guard.disarm()  # loading may take longer than any minibatch
@@ -187,18 +215,18 @@ def _train_together(session: Session) -> None:
     allow_tf32(recipe.tf32, on)
     _log_workers(recipe, on, exchange)
     checkpoints = Checkpoints(run.path / CHECKPOINTS, recipe.checkpoint.keep, exchange)
-    if session.saved is None and session.resume:
+    resumes = session.saved is None and session.resume
+    if resumes:
         session.saved = newest_saved(checkpoints, recipe, exchange)
-        run.forget_epochs_after(-1 if session.saved is None else session.saved.header.epoch)
         if session.saved is None:
             log.info("there is no checkpoint to go on from: the training begins")
-        else:
-            run.record(resumed_row(session.saved.header, exchange))
+            run.forget_epochs_after(-1)
     saved, pretrain_dir = session.saved, run.path / PRETRAIN
     begins_with_rbms = saved is None and recipe.init == "rbm" and recipe.pretrain.from_ is None
     if begins_with_rbms and exchange.rank == 0:
         claim(recipe, pretrain_dir)  # before anything of an earlier run is written over
-    run.write_recipe(session.recipe_text)
+    if saved is None:
+        run.write_recipe(session.recipe_text)
     stack = _replicated_stack(recipe, on, pretrain_dir, exchange) if begins_with_rbms else None
     data = load_training_data(recipe, on, exchange)
     session.data = data_digest(data)
@@ -208,6 +236,11 @@ def _train_together(session: Session) -> None:
     else:
         check_same_data(saved, session.data, recipe.data.train)
         model = saved.model().to(on)
+        model.check_features(data.frames.corpus.dim, recipe.data.train)
+        run.write_recipe(session.recipe_text)
+        if resumes:
+            run.forget_epochs_after(saved.header.epoch)
+            run.record(resumed_row(saved.header, exchange))
     run.write_counts(data.source.pdf_counts())
     optimizer = make_optimizer(recipe.optimizer, model.network)
     averaging = Averaging(exchange, recipe.parallel, model.network.parameters, optimizer, recipe.minibatch)
@@ -246,6 +279,8 @@ def _train_together(session: Session) -> None:
         "" if averaging.alone else " of each worker",
     )
     trained = _train(setup, run)
+    if exchange.guard is not None:
+        exchange.guard.disarm()  # a slow disk is no hang
     run.finish(trained.to(torch.device("cpu")))
     exchange.barrier()  # until the model is there, a worker that is left can write it
     log.info("finished: %s", run.path / "final.safetensors")
@@ -269,7 +304,7 @@ def continues(recipe: Recipe, exchange: Exchange) -> bool:
         return True
     log.warning(
         "parallel.on_failure is continue, but this MPI job ends with the first worker that dies: it was not started by "
-        "mpirun --with-ft ulfm of Open MPI 5 (`ddnn train --workers N` does so); all will stop"
+        "mpirun --with-ft ulfm (which `ddnn train --workers N` does where the Open MPI has ULFM); all will stop"
     )
     return False
 

@@ -57,6 +57,7 @@ class TrainingData:
         train_utterances: all workers' utterances to train on, indices into `frames.plan`.
         train, cv: this worker's shards.
         source: the whole of `data.train`, with the number of pdfs and how often each is.
+        cv_source: of `data.cv.data`; None where the frames to judge by are held out of `data.train`.
     """
 
     frames: Frames
@@ -64,6 +65,7 @@ class TrainingData:
     train: FrameSet
     cv: FrameSet
     source: Source
+    cv_source: Source | None = None
 
 
 def load_training_data(recipe: Recipe, device: torch.device, exchange: Exchange | None = None) -> TrainingData:
@@ -78,12 +80,13 @@ def load_training_data(recipe: Recipe, device: torch.device, exchange: Exchange 
     else:
         train, held_out = split_by_fraction(plan, cv.fraction or DEFAULT_FRACTION, recipe.seed)
     frames = _load(recipe, source, [train, held_out or []], device, exchange)
-    if held_out is None:
-        cv_frames = _load_cv(recipe, source, device, exchange)
-        cv_set = frame_set(cv_frames.corpus, list(range(len(cv_frames.shard))))
-    else:
-        cv_set = frame_set(frames.corpus, frames.here(held_out))
-    return TrainingData(frames, train, frame_set(frames.corpus, frames.here(train)), cv_set, source)
+    train_set = frame_set(frames.corpus, frames.here(train))
+    if held_out is not None:
+        return TrainingData(frames, train, train_set, frame_set(frames.corpus, frames.here(held_out)), source)
+    cv_source = _open_cv(recipe, source, exchange)
+    cv_frames = _load(recipe, cv_source, [list(range(len(cv_source.plan.entries)))], device, exchange)
+    cv_set = frame_set(cv_frames.corpus, list(range(len(cv_frames.shard))))
+    return TrainingData(frames, train, train_set, cv_set, source, cv_source)
 
 
 def load_everything(recipe: Recipe, device: torch.device, exchange: Exchange) -> Frames:
@@ -143,7 +146,7 @@ def _require_memory(recipe: Recipe, source: Source, shard: list[int], device: to
     require_on_gpu(recipe, width, source.num_pdfs, device, exchange)
 
 
-def _load_cv(recipe: Recipe, train: Source, device: torch.device, exchange: Exchange) -> Frames:
+def _open_cv(recipe: Recipe, train: Source, exchange: Exchange) -> Source:
     """The data dir that is held out, with its own alignment."""
     cv = recipe.data.cv
     assert cv.data is not None and cv.alignments is not None
@@ -160,7 +163,7 @@ def _load_cv(recipe: Recipe, train: Source, device: torch.device, exchange: Exch
             f"{source.plan.dim * width} dims found, {train.plan.dim * width} expected as in {recipe.data.train}",
             where=cv.data,
         )
-    return _load(recipe, source, [list(range(len(source.plan.entries)))], device, exchange)
+    return source
 
 
 def input_transform(recipe: Recipe, frames: Frames, utterances: list[int], exchange: Exchange) -> InputTransform:

@@ -127,7 +127,7 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
         saver.begin(setup, at)
 
     while not schedule.finished:
-        epoch, rate, started = at.epochs + 1, schedule.rate, time.perf_counter() - at.seconds
+        epoch, rate, at.begun = at.epochs + 1, schedule.rate, time.perf_counter() - at.seconds
         if at.length is None:  # else it is one that was broken off, and all is as it was
             setup.optimizer.clear_momentum()
             at.length = at.done + averaging.start_epoch(num_minibatches(setup.train, setup.minibatch) - at.done)
@@ -145,15 +145,16 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
                 elif averaging.alone and at.block.frames % (CHECK_EVERY * setup.minibatch) == 0:
                     _check_finite("training", at.block.evaluation(), epoch, rate)
                 if averaging.asked and saver is not None:
-                    run.settle()
-                    saver.save(setup, at, time.perf_counter() - started)
+                    if averaging.alone:
+                        _check_finite("training", at.block.evaluation(), epoch, rate)
+                    saver.save(setup, at, run)
         averaging.finish_epoch()
         _record_workers(run, setup, epoch)
         if not averaging.alone:
             at.tally.take_over(at.block)
         trained = (at.block if averaging.alone else at.tally).over_workers(exchange)
         _check_finite("training", trained, epoch, rate)
-        trained_seconds = time.perf_counter() - started
+        trained_seconds = at.elapsed()
 
         started = time.perf_counter()
         cv = evaluate(model, setup.cv, exchange)
@@ -161,7 +162,8 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
         if accepted:
             _check_finite("cross-validation", cv, epoch, rate)
             at.best.copy_(network.parameters)
-            run.save_best(model)
+            with exchange.busy():
+                run.save_best(model)
         else:
             network.parameters.copy_(at.best)
             averaging.restart()
@@ -172,8 +174,7 @@ def train(setup: Setup, run: RunDir) -> AcousticModel:
         at.end_epoch()
         if saver is not None and not schedule.finished:
             averaging.meet()
-            run.settle()
-            saver.save(setup, at, seconds=0.0)
+            saver.save(setup, at, run)
     orders.close()
     network.parameters.copy_(at.best)
     return model

@@ -128,7 +128,8 @@ class Mixing:
             self._blocks.start.copy_(state["blocks.start"])
             self._blocks.change.copy_(state["blocks.change"])
         if self._sixteen is not None and "sixteen.reference" in state:
-            self._sixteen.reference = self._buffer.detach().clone().copy_(state["sixteen.reference"])
+            exchanged = self.parameters if self._staging.buffer is None else self._staging.buffer
+            self._sixteen.reference = torch.empty_like(exchanged).copy_(state["sixteen.reference"])
 
     def result(self) -> tuple[Tensor, float]:
         """What the last averaging has made, (num_parameters,), and bmuf's deviation in it; NaN of others."""

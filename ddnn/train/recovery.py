@@ -21,7 +21,8 @@ from ddnn.model.acoustic import transform_tensors
 from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.mean import mean
 from ddnn.parallel.survive import WorkerLost, survivors
-from ddnn.train.run_dir import NoRunDir
+from ddnn.train.checkpoint import Checkpoints
+from ddnn.train.run_dir import CHECKPOINTS, NoRunDir
 from ddnn.train.state import Saved, header_of, own_state, read_header
 from ddnn.train.stopping import Stopped
 
@@ -42,9 +43,11 @@ def meet(session: Session, error: str | None = None, stopped: str | None = None)
         UserError: a worker has an error.
         Stopped: a worker was ended by a signal.
     """
+    session.stop.safe = True  # a signal is noted here, and acted on below
     if session.setup is not None:
         session.setup.averaging.abandon()
     while True:
+        stopped = stopped or session.stop.received
         said = {"header": _header(session), "transform": _transform(session) is not None}
         told: list[dict[str, Any]]
         before = session.exchange
@@ -53,8 +56,7 @@ def meet(session: Session, error: str | None = None, stopped: str | None = None)
         for one in told:
             if one["error"] is not None:
                 raise UserError(one["error"])
-            if one["stopped"] is not None:
-                raise Stopped(one["stopped"])
+        signals = [one["stopped"] for one in told if one["stopped"] is not None]
         if session.exchange.rank == 0 and isinstance(session.run, NoRunDir):
             session.take_over_run_dir()
         if session.exchange.rank == 0:
@@ -62,6 +64,8 @@ def meet(session: Session, error: str | None = None, stopped: str | None = None)
                 log.warning("worker %d on %s is lost; %d go on", worker.number, worker.host, session.exchange.size)
         try:
             saved = _agree(session, told)
+            if signals and saved is not None:
+                _leave_checkpoint(session, saved)
         except WorkerLost:
             continue
         break
@@ -75,6 +79,14 @@ def meet(session: Session, error: str | None = None, stopped: str | None = None)
         row = {"epoch": epoch, "minibatch": 0 if saved is None else saved.header.minibatch, "split": "lost"}
         session.run.record({**row, "rank": worker.number, "host": worker.host, "workers": session.exchange.size})
     session.lost.clear()
+    if signals:
+        raise Stopped(signals[0])
+
+
+def _leave_checkpoint(session: Session, saved: Saved) -> None:
+    """All are to stop: what they would have gone on from is what a resume goes on from. Collective."""
+    checkpoints = Checkpoints(session.run.path / CHECKPOINTS, session.recipe.checkpoint.keep, session.exchange)
+    checkpoints.write({**saved.header.model_dump(), "whole": False}, dict(saved.shared), dict(saved.own))
 
 
 def _header(session: Session) -> dict[str, Any] | None:

@@ -56,13 +56,13 @@ def newest_saved(checkpoints: Checkpoints, recipe: Recipe, exchange: Exchange) -
         return None
     header = read_header(found.header, found.path)
     check_same_recipe(header.recipe, recipe, found.path)
-    exact = found.workers == exchange.size
+    exact = found.workers == exchange.size and header.whole
     log.info("resumed from checkpoint %d: %s", found.number, describe(header))
     if not exact:
         log.warning(
-            "the checkpoint is of %d worker(s), %d go on: from the mean of the workers' models, without momentum; "
+            "the checkpoint is of %d worker(s)%s, %d go on: from the mean of the workers' models, without momentum; "
             "frames are shared out anew, so that of an epoch under way some are seen twice and some not",
-            *(found.workers, exchange.size),
+            *(found.workers, "" if header.whole else " that had just lost others", exchange.size),
         )
     return Saved(header, found.shared(), _own(found, exchange, exact), exact, found.path)
 
@@ -117,12 +117,18 @@ def _flat(text: str) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def data_digest(data: TrainingData) -> str:
-    """Of which utterances there are to train on, how long each is, and how often each pdf is aligned."""
+    """Of which utterances there are to train on and to judge by, how long each is, and how often each pdf is
+    aligned."""
     digest = hashlib.sha256()
     plan = data.frames.plan
     for utterance, frames in zip(plan.utterances, plan.num_frames.tolist(), strict=True):
         digest.update(f"{utterance} {frames}\n".encode())
     digest.update(f"train {data.train_utterances}\n".encode())
+    held_out = data.cv_source
+    if held_out is not None:
+        for utterance, frames in zip(held_out.plan.utterances, held_out.plan.num_frames.tolist(), strict=True):
+            digest.update(f"held out {utterance} {frames}\n".encode())
+        digest.update(held_out.pdf_counts().tobytes())
     digest.update(data.source.pdf_counts().tobytes())
     return digest.hexdigest()
 

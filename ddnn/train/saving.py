@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ddnn.errors import UserError
 from ddnn.recipe.schema import Checkpoint
 from ddnn.train.averaging import CHECKPOINT, NOTHING, STOP
 from ddnn.train.checkpoint import Checkpoints
+from ddnn.train.run_dir import RunDir
 from ddnn.train.state import Standing, header_of, own_state, shared_state
 from ddnn.train.stopping import Stopped, StopRequest
 
@@ -69,11 +69,8 @@ class Saver:
         every = self.options.every_minibatches
         return CHECKPOINT if every is not None and self.standing.done - self._saved_done >= every else NOTHING
 
-    def save(self, setup: Setup, at: Standing, seconds: float) -> None:
+    def save(self, setup: Setup, at: Standing, run: RunDir) -> None:
         """Writes a checkpoint; collective, after an averaging in which `asked` was agreed, or between two epochs.
-
-        Args:
-            seconds: that the epoch under way has taken so far.
 
         Raises:
             Stopped: a worker was asked to stop.
@@ -81,12 +78,10 @@ class Saver:
         """
         averaging, stop = setup.averaging, setup.averaging.asked == STOP
         started = self._clock()
-        at.seconds = seconds
-        guard = averaging.exchange.guard
-        with guard.busy() if guard is not None else nullcontext():
-            written = self.checkpoints.write(
-                header_of(setup, at, self.recipe, self.data), shared_state(setup, at), own_state(setup, at)
-            )
+        with averaging.exchange.busy():
+            run.settle()
+            own = own_state(setup, at)  # first: it waits for what is under way, which shared_state is to have, too
+            written = self.checkpoints.write(header_of(setup, at, self.recipe, self.data), shared_state(setup, at), own)
         self._saved_at, self._saved_done = self._clock(), at.done
         averaging.asked = NOTHING
         if written and at.length is not None:

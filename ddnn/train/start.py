@@ -46,6 +46,7 @@ def start_training(
     where = run_dir or Path("exp", recipe.stem)
     if resume and (where / FINAL).exists():
         return f"{where}: this training has finished: {where / FINAL}"
+    before = _stamp(where / FINAL)
     arguments = worker_arguments("train", recipe, where, settings, device, *(["--resume"] if resume else []))
 
     def advice() -> str | None:
@@ -63,10 +64,19 @@ def start_training(
         arguments,
         work,
         fault_tolerant=loaded.parallel.on_failure == "continue",
-        done=(where / FINAL).exists,
+        done=lambda: _stamp(where / FINAL) not in (None, before),
         advice=advice,
     )
     return None
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """By which a file that was written anew is known; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def start_pretraining(

@@ -7,6 +7,7 @@ goes on from the mean of the workers' models: `Saved.exact` says which, and docs
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ class Header(BaseModel):
         recipe: the resolved recipe.
         data: digest of the utterances, their lengths and their pdfs.
         rows: of metrics.jsonl, the last finished epoch's.
+        seconds: that the epoch under way has taken.
+        whole: false where it was written by workers that had just lost others, so that no exact resume is possible.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
@@ -53,6 +56,8 @@ class Header(BaseModel):
     recipe: str
     data: str
     rows: list[dict[str, Any]] = []
+    seconds: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
+    whole: bool = True
 
 
 def read_header(values: object, where: Path) -> Header:
@@ -75,6 +80,7 @@ class Standing:
         done: minibatches of the epoch under way that are behind it.
         length: minibatches of that epoch; None between two epochs.
         seconds: that the epoch took before it was broken off.
+        begun: when it would have begun had it not been, by time.perf_counter.
         tally, block: sums of the epoch, and those since the last averaging.
         rows: see `Header`.
     """
@@ -84,10 +90,15 @@ class Standing:
     done: int = 0
     length: int | None = None
     seconds: float = 0.0
+    begun: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tally, self.block = Tally(self.best.device), Tally(self.best.device)
+
+    def elapsed(self) -> float:
+        """Seconds that the epoch under way has taken; between two epochs 0, or what is to be gone on with had taken."""
+        return self.seconds if self.length is None else time.perf_counter() - self.begun
 
     def end_epoch(self) -> None:
         """The epoch under way is finished."""
@@ -131,6 +142,7 @@ def header_of(setup: Setup, at: Standing, recipe: str, data: str) -> dict[str, A
         "recipe": recipe,
         "data": data,
         "rows": at.rows,
+        "seconds": at.elapsed(),
     }
 
 
@@ -145,13 +157,17 @@ def own_state(setup: Setup, at: Standing, *, exact: bool = True) -> dict[str, Te
     found = {"parameters": setup.model.network.parameters}
     for number, side in enumerate(fisher_matrices(setup.optimizer)):
         found |= {f"fisher.{number}.{name}": value for name, value in side.state_dict().items()}
-    sums = [[t.loss.item(), float(t.right.item()), float(t.frames)] for t in (at.tally, at.block)]
-    found["tallies"] = torch.tensor(sums, dtype=torch.float64)
+    sums = torch.tensor(
+        [[t.loss.item(), float(t.right.item()), float(t.frames)] for t in (at.tally, at.block)], dtype=torch.float64
+    )
+    if not exact:  # a block that a model left out has made is in no figure
+        sums[~sums.isfinite().all(dim=1)] = 0.0
+    found["tallies"] = sums
     if exact:
         if setup.optimizer.momentum:
             found["momentum"] = setup.optimizer.correction
         found["standing"] = torch.tensor([at.done, -1 if at.length is None else at.length], dtype=torch.int64)
-        found["seconds"] = torch.tensor(at.seconds, dtype=torch.float64)
+        found["seconds"] = torch.tensor(at.elapsed(), dtype=torch.float64)
         found |= {f"averaging.{name}": value for name, value in setup.averaging.state().items()}
     return found
 
@@ -202,7 +218,7 @@ def restore(setup: Setup, saved: Saved) -> Standing:
         if averaging.alone:
             at.tally, at.block = at.block, at.tally
         total = num_minibatches(setup.train, setup.minibatch)
-        at.done = min(total, round(header.share * total))
+        at.done, at.seconds = min(total, round(header.share * total)), header.seconds
         averaging.share()
         return at
     if setup.optimizer.momentum:

@@ -10,8 +10,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+INSISTING = (signal.SIGTERM, signal.SIGINT)
 """A second one of these ends the process at once. A second SIGUSR1 does not: the launcher, the job script and mpirun
-may pass on the same one several times."""
+may pass on the same one several times. Nor does SIGHUP: a terminal that is closed sends it twice."""
 
 STOPPED = 75
 """Exit code of a training that was stopped and can go on: EX_TEMPFAIL of sysexits.h."""
@@ -43,8 +44,8 @@ class StopRequest:
     """Whether this process was asked to stop. As a context manager it listens, and gives the old handlers back.
 
     Until `safe` is set, the first signal raises StoppedEarly where the main thread stands. Once it is set, the first
-    signal only fills `received`, which the training loop reads at each minibatch, and says so on stderr. A second
-    SIGTERM, SIGINT or SIGHUP ends the process at once.
+    signal only fills `received`, which the training loop reads at each minibatch, and says so on stderr. A SIGTERM or
+    SIGINT after that ends the process at once.
 
     What is ignored on entry stays ignored (SIGHUP under nohup), except SIGUSR1: the launcher and the job script ignore
     it for their children, so that it does not kill them before they come to listen here. Threads other than the main
@@ -89,7 +90,7 @@ class StopRequest:
             self._say(f"{name}: a checkpoint as soon as can be, then the end; another SIGTERM or Ctrl-C ends at once")
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
-        elif number in ENDING:
+        elif number in INSISTING:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

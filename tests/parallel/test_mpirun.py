@@ -81,7 +81,7 @@ def test_the_second_ends() -> None:
     thread.join()
 
 
-@pytest.mark.parametrize(("numbers", "code"), [(["SIGTERM"], 143), (["SIGTERM", "SIGHUP"], 129)])
+@pytest.mark.parametrize(("numbers", "code"), [(["SIGTERM"], 143), (["SIGTERM", "SIGHUP", "SIGINT"], 130)])
 def test_what_does_not_end_is_killed(numbers: list[str], code: int) -> None:
     thread = ends(0.3, *(signal.Signals[number] for number in numbers))
     assert run(WAIT + "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(30)", grace=0.5, patience=1.5) == code

@@ -2,7 +2,7 @@
 
 Each death is RANK:WHERE:NUMBER: the worker that was RANK at first dies when it comes for the NUMBER-th time, from 1,
 to WHERE: a `minibatch`, or an `exchange` of parameters, which the others are in the middle of. Where WHERE is `mistake`
-it meets a user's mistake in that minibatch, `bug` an exception of ours.
+it meets a user's mistake in that minibatch, `bug` an exception of ours, `nan` a model that is not finite from then on.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ def die_at(exchange: Exchange, deaths: list[str]) -> None:
         count("minibatch")
         count("mistake")
         count("bug")
+        if "nan" in left:
+            left["nan"] -= 1
+            if left["nan"] <= 0:
+                self.parameters[0] = float("nan")
         return step(self, frames)
 
     def sum_in_place(self: OverMpi, buffer: Tensor) -> None:

@@ -28,6 +28,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = "parallel: {workers: 4, every: 2, on_failure: continue, timeout: 30}\noptimizer: {momentum: 0.3}\n"
     path = write_recipe(folder / "recipe.yaml", data, write_pdfs(folder / "pdfs.txt", labels), more)
     path.write_text(path.read_text().replace("schedule: {initial: 0.05", "schedule: {initial: 0.01"))
+    path.with_name("two.yaml").write_text(path.read_text().replace("workers: 4", "workers: 2"))
     return path
 
 
@@ -86,6 +87,25 @@ def test_a_mistake_of_one_ends_all(recipe: Path) -> None:
     assert "error: a made-up mistake" in said and "Traceback" not in said
     assert "stopped: a made-up mistake" in (run / "train.log").read_text()
     assert not (run / "final.safetensors").exists()
+
+
+def test_a_run_dir_of_others_is_not_taken_over(recipe: Path) -> None:
+    """The first worker refuses it: that is a mistake, no death after which another one would take it over."""
+    run = recipe.parent / "finished"
+    run.mkdir()
+    for name in ("final.safetensors", "recipe.yaml", "train.log", "metrics.jsonl"):
+        (run / name).write_text(name)
+    said = mpi_script("mpi_dying.py", 2, recipe.with_name("two.yaml"), run, tolerant=True, code=2)
+    assert said.count("error: the run dir exists already and is not empty") == 1
+    assert {path.name: path.read_text() for path in run.iterdir()} == {path.name: path.name for path in run.iterdir()}
+
+
+def test_a_model_left_out_and_a_death(recipe: Path) -> None:
+    """A worker whose model is not finite brings none into the meeting, and no sums."""
+    run = recipe.parent / "left_out"
+    mpi_script("mpi_dying.py", WORKERS, recipe, run, "1:nan:6", "2:exchange:3", tolerant=True)
+    assert (run / "final.safetensors").exists()
+    assert [row["rank"] for row in rows(run, "lost")] == [2]
 
 
 def test_deaths_in_pretraining(recipe: Path) -> None:

@@ -6,6 +6,9 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ WAYS = {
 
 
 def recipe_of(folder: Path, more: str, epochs: str = "schedule: {initial: 0.05, epochs: 4}") -> Path:
+    folder.mkdir(exist_ok=True)
     features, labels = labelled_utterances(count=16)
     data = write_data_dir(folder / "data", features)
     path = write_recipe(folder / "recipe.yaml", data, write_pdfs(folder / "pdfs.txt", labels), more)
@@ -105,7 +109,7 @@ def test_workers_stopped_anywhere_and_gone_on_with(tmp_path: Path) -> None:
     need_mpi()
     mpi_script("mpi_resume.py", 3, tmp_path, 2)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == 10 and any(one["within"] for one in found.values())
+    assert len(found) == 11 and any(one["within"] for one in found.values())
     for name, one in found.items():
         assert (one["stopped"], one["same"], one["rows"]) == (True, True, True), name
 
@@ -135,6 +139,73 @@ def test_what_a_resume_may_change(tmp_path: Path, stop_at: Callable[[int, signal
         run_training(load_recipe(recipe, ["seed=2", "model.hidden_units=9"]), run, "cpu", resume=True)
     run_training(load_recipe(recipe, ["checkpoint.keep=5", "parallel.timeout=60"]), run, "cpu", resume=True)
     assert (run / "final.safetensors").exists()
+
+
+def test_what_is_refused_changes_nothing(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at)
+    before = {path.name: path.read_bytes() for path in run.glob("*.*") if path.name != "train.log"}
+    other = recipe_of(tmp_path / "other", "")
+    wrong = [f"data.train={other.parent / 'data'}", f"data.alignments={other.parent / 'pdfs.txt'}", "checkpoint.keep=7"]
+    features, labels = labelled_utterances(count=15)
+    write_data_dir(other.parent / "data", features)
+    write_pdfs(other.parent / "pdfs.txt", labels)
+    with pytest.raises(DataError, match="the data has changed since"):
+        run_training(load_recipe(recipe, wrong), run, "cpu", resume=True)
+    assert {path.name: path.read_bytes() for path in run.glob("*.*") if path.name != "train.log"} == before
+
+
+def test_the_held_out_data_has_changed(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
+    held_out = recipe_of(tmp_path / "cv", "").parent
+    recipe = recipe_of(tmp_path, "")
+    cv = f"cv: {{data: '{held_out / 'data'}', alignments: '{held_out / 'pdfs.txt'}'}}"
+    recipe.write_text(recipe.read_text().replace("cv: {fraction: 0.25}", cv))
+    stop_at(40, signal.SIGTERM)
+    with pytest.raises(Stopped):
+        run_training(load_recipe(recipe), tmp_path / "run", "cpu")
+    stop_at(0, signal.SIGTERM)
+    features, labels = labelled_utterances(count=9)
+    write_data_dir(held_out / "data", features)
+    write_pdfs(held_out / "pdfs.txt", labels)
+    with pytest.raises(DataError, match="the data has changed since"):
+        run_training(load_recipe(recipe), tmp_path / "run", "cpu", resume=True)
+
+
+def test_no_checkpoint_of_a_model_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be whole, and refused for ever."""
+    after = Averaging.after_minibatch
+
+    def spoiled(self: Averaging, frames: int) -> bool:
+        if self.counts.minibatches == 12:
+            self.parameters[0] = float("nan")
+        return after(self, frames)
+
+    monkeypatch.setattr(Averaging, "after_minibatch", spoiled)
+    recipe, run = recipe_of(tmp_path, "checkpoint: {every_minibatches: 5}\n"), tmp_path / "run"
+    with pytest.raises(UserError, match="the training loss is nan"):
+        run_training(load_recipe(recipe), run, "cpu")
+    monkeypatch.undo()
+    run_training(load_recipe(recipe), run, "cpu", resume=True)
+    assert (run / "final.safetensors").exists()
+
+
+def test_nobody_hears_that_it_was_stopped(tmp_path: Path) -> None:
+    """A closed terminal or pipe: exit code 75 all the same."""
+    recipe, run = (
+        recipe_of(tmp_path, "", "schedule: {name: exponential, initial: 0.001, epochs: 100000}"),
+        tmp_path / "r",
+    )
+    words = [sys.executable, "-m", "ddnn.cli", "train", str(recipe), "--run-dir", str(run), "--device", "cpu"]
+    training = subprocess.Popen(words, stderr=subprocess.PIPE)
+    until = time.monotonic() + 120
+    while not any(run.glob("checkpoints/0*")) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert training.stderr is not None
+    training.stderr.close()
+    training.send_signal(signal.SIGHUP)
+    training.send_signal(signal.SIGHUP)
+    assert training.wait(60) == 75
 
 
 def test_the_data_has_changed(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
