@@ -59,7 +59,7 @@ def peak(read: Callable[[Path], object], path: Path) -> int:
 
 
 def test_numbers_of_thousands_of_digits_and_a_letter(tmp_path: Path) -> None:
-    """Patterns backtracked, in the square of the digits: 10,000 took 4 s, 60,000 more than two minutes."""
+    """Patterns backtracked, in the square of the digits: 10,000 took 4 s, 30,000 took 35 s."""
     digits = b"1" * 60_000 + b"x"
     refused(
         read_nnet1, tmp_path / "x.nnet", b"<Nnet> <AddShift> 1 1 [ " + digits + b" ] </Nnet> ", "a number should be"
@@ -90,7 +90,7 @@ def test_a_wide_compressed_matrix_takes_no_table_of_a_thousand_bytes_a_column(tm
 @pytest.mark.parametrize("start", [b"", b"utt ", b"utt [", b"utt [\n1\n"])
 @pytest.mark.parametrize("fill", [b" ", b"\n", b";"])
 def test_endless_blanks(tmp_path: Path, start: bytes, fill: bytes) -> None:
-    """A gzip of ten megabytes kept a reader busy for hours, byte by byte."""
+    """Each was taken byte by byte, or row by row, to the end of whatever a small gzip comes to."""
     if start in (b"", b"utt ") and fill == b";":
         pytest.skip("no blank")
     data = gzip.compress(start + fill * (4 << 20), 1)
@@ -163,7 +163,7 @@ def test_cmvn_statistics_that_overflow(tmp_path: Path, value: float) -> None:
 
 
 def test_epsilons_of_negative_cost_in_a_long_chain(tmp_path: Path) -> None:
-    """Each round reached one state more: 20,000 states took 20 s, a million would have taken hours."""
+    """Each of up to 10,000 rounds looked at every arc and reached one state more: 1.4 s for 20,000 arcs."""
     from ddnn.decode.decoder import read_graph
 
     write_graph_dir(tmp_path)
@@ -195,7 +195,7 @@ def test_a_small_file_that_is_large(tmp_path: Path, name: str) -> None:
 
 
 def test_recipes_of_thousands_of_keys(tmp_path: Path) -> None:
-    """Each unknown key was compared with all known ones: 5,000 took 20 s, and the message had as many lines."""
+    """Each unknown key was compared with all known ones: 5,000 took 2.4 s, and the message had as many lines."""
     path = tmp_path / "x.yaml"
     refused(load_recipe, path, b"".join(b"key%d: 1\n" % n for n in range(8000)), "more than 3000 keys and values")
     path.write_bytes(b"".join(b"a%d: {b: 1}\n" % n for n in range(700)))
