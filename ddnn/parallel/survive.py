@@ -6,7 +6,8 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from ddnn.parallel.exchange import Exchange, bare
+from ddnn.parallel.connect import bare
+from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.launch import fault_tolerant
 from ddnn.parallel.lost import WorkerLost, all_agree
 

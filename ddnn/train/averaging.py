@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from ddnn.optim.sgd import Sgd
-from ddnn.parallel.exchange import Exchange, require_threads
+from ddnn.parallel.connect import require_threads
+from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.survive import WorkerLost
 from ddnn.parallel.traffic import Traffic
 from ddnn.recipe.schema import Parallel

@@ -27,7 +27,7 @@ from ddnn.train.state import Saved, header_of, own_state, read_header
 from ddnn.train.stopping import Stopped
 
 if TYPE_CHECKING:
-    from ddnn.train.command import Session
+    from ddnn.train.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ def run_together(
         # From the beginning: the launcher has made this process deaf to SIGUSR1, by which it asks to stop.
         with StopRequest():
             # Here, since these need torch, which takes seconds to import: the launcher does without.
-            from ddnn.parallel.exchange import connect
+            from ddnn.parallel.connect import connect
             from ddnn.parallel.failures import all_stop_on_error
 
             exchange = connect()

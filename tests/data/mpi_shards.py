@@ -18,7 +18,7 @@ from ddnn.data.transform import normalising, plain_splice
 from ddnn.kaldi import tables
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.tables import ScpEntry
-from ddnn.parallel.exchange import connect
+from ddnn.parallel.connect import connect
 from ddnn.parallel.failures import all_stop_on_error
 
 CONTEXT, SEED, FRACTION = 2, 3, 0.3

@@ -20,7 +20,8 @@ from torch import Tensor
 from ddnn.errors import UserError
 from ddnn.parallel.bmuf import BlockMomentum
 from ddnn.parallel.carriers import OverGroup
-from ddnn.parallel.exchange import CPU, Exchange, connect, over, require_threads
+from ddnn.parallel.connect import connect, over, require_threads
+from ddnn.parallel.exchange import CPU, Exchange
 from ddnn.parallel.mean import SixteenBitAllReduce, mean, mean_of_differences
 from ddnn.parallel.strategies import STRATEGIES, Strategy
 from ddnn.parallel.traffic import Traffic

@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from ddnn.errors import UserError
-from ddnn.parallel.exchange import Exchange, connect
+from ddnn.parallel.connect import connect
+from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.failures import all_stop_on_error
 from ddnn.parallel.guard import Guard
 from ddnn.parallel.mean import mean

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ddnn.device import choose_device
 from ddnn.errors import UserError
-from ddnn.parallel.exchange import CPU, Exchange, connect
+from ddnn.parallel.connect import connect
+from ddnn.parallel.exchange import CPU, Exchange
 from ddnn.parallel.strategies import STRATEGIES
 from ddnn.parallel.traffic import Traffic
 from ddnn.parallel.transport import Staging, choose_transport, cuda_aware

@@ -96,7 +96,7 @@ def test_singletons_are_refused() -> None:
     """A process that is told of four workers but whose MPI finds itself alone, as under another MPI's mpirun."""
     need_mpi()
     code = (
-        "import os\nfrom ddnn.errors import UserError\nfrom ddnn.parallel.exchange import connect\n"
+        "import os\nfrom ddnn.errors import UserError\nfrom ddnn.parallel.connect import connect\n"
         "try: connect({**os.environ, 'PMI_RANK': '0', 'PMI_SIZE': '4'})\nexcept UserError as error: print(error)"
     )
     root = Path(__file__).parents[2]

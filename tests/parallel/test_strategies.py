@@ -258,7 +258,7 @@ def test_importing_the_package_imports_no_mpi(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no MPI on this machine')")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from ddnn.parallel import bmuf, failures, strategies\n"
-        "from ddnn.parallel.exchange import connect\n"
+        "from ddnn.parallel.connect import connect\n"
         "exchange = connect({})\n"
         "with failures.all_stop_on_error(exchange): exchange.barrier()\n"
         "print(exchange.size, 'mpi4py' in sys.modules)"

@@ -121,7 +121,7 @@ def test_a_death_before_all_have_met_ends_the_job(capfd: pytest.CaptureFixture[s
     need_mpi()
     code = (
         "import os\nif os.environ['PMIX_RANK'] == '1': os.kill(os.getpid(), 9)\n"
-        "from ddnn.parallel.exchange import connect\nconnect(start_limit=60.0)"
+        "from ddnn.parallel.connect import connect\nconnect(start_limit=60.0)"
     )
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     argv = [sys.executable, "-c", code]

@@ -13,7 +13,8 @@ import torch
 from parallel.mpi_worlds import launch
 
 from ddnn.errors import UserError
-from ddnn.parallel.exchange import Exchange, require_threads
+from ddnn.parallel.connect import require_threads
+from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.transport import Staging, choose_transport, cuda_aware, decide
 
 GPUS = ["GPU-1", "GPU-2"]

@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 
 from ddnn.errors import DataError
-from ddnn.parallel.exchange import Exchange, connect
+from ddnn.parallel.connect import connect
+from ddnn.parallel.exchange import Exchange
 from ddnn.train.checkpoint import Checkpoints
 
 

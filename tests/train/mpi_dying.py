@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ddnn.errors import UserError
 from ddnn.parallel.carriers import OverMpi
-from ddnn.parallel.exchange import Exchange, connect
+from ddnn.parallel.connect import connect
+from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.failures import all_stop_on_error
 from ddnn.recipe.load import load_recipe
 from ddnn.train.averaging import Averaging

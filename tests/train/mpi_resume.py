@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from mpi_training import Recorder, setup
 
-from ddnn.parallel.exchange import Exchange, connect
+from ddnn.parallel.connect import connect
+from ddnn.parallel.exchange import Exchange
 from ddnn.recipe.schema import Checkpoint, Optimizer, Parallel
 from ddnn.train.checkpoint import Checkpoints
 from ddnn.train.loop import Setup, train

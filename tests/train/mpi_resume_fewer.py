@@ -11,7 +11,8 @@ import torch
 from mpi_resume import StopAfter, made, newest
 from mpi_training import Recorder
 
-from ddnn.parallel.exchange import Exchange, connect
+from ddnn.parallel.connect import connect
+from ddnn.parallel.exchange import Exchange
 from ddnn.train.loop import train
 from ddnn.train.state import restore
 from ddnn.train.stopping import Stopped, StopRequest

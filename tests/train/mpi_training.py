@@ -24,7 +24,8 @@ from ddnn.model.initialise import initialise_randomly
 from ddnn.model.network import Buffers, Network, hidden_stack
 from ddnn.optim.schedule import make_schedule
 from ddnn.optim.sgd import Sgd, make_optimizer
-from ddnn.parallel.exchange import Exchange, connect
+from ddnn.parallel.connect import connect
+from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.mean import AllLeftOut
 from ddnn.recipe.schema import Optimizer, Parallel, Schedule
 from ddnn.train.averaging import Averaging, no_averaging
