@@ -11,7 +11,7 @@ import pytest
 from parallel.mpi_worlds import need_mpi
 
 from ddnn.errors import UserError
-from ddnn.parallel import exchange as exchange_module
+from ddnn.parallel import connect as connect_module
 from ddnn.parallel.launch import (
     SETTINGS,
     announced_workers,
@@ -134,6 +134,6 @@ def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_mpi4py_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.setattr(exchange_module, "die_with_launcher", lambda environment: None)
+    monkeypatch.setattr(connect_module, "die_with_launcher", lambda environment: None)
     with pytest.raises(UserError, match=r"mpi4py cannot be used"):
-        exchange_module.connect({"PMIX_RANK": "0"})
+        connect_module.connect({"PMIX_RANK": "0"})
