@@ -198,14 +198,18 @@ def test_nobody_hears_that_it_was_stopped(tmp_path: Path) -> None:
     )
     words = [sys.executable, "-m", "ddnn.cli", "train", str(recipe), "--run-dir", str(run), "--device", "cpu"]
     training = subprocess.Popen(words, stderr=subprocess.PIPE)
-    until = time.monotonic() + 120
-    while not any(run.glob("checkpoints/0*")) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert training.stderr is not None
-    training.stderr.close()
-    training.send_signal(signal.SIGHUP)
-    training.send_signal(signal.SIGHUP)
-    assert training.wait(60) == 75
+    try:
+        until = time.monotonic() + 120
+        while not any(run.glob("checkpoints/0*")) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert training.stderr is not None
+        training.stderr.close()
+        training.send_signal(signal.SIGHUP)
+        training.send_signal(signal.SIGHUP)
+        assert training.wait(60) == 75
+    finally:
+        training.kill()
+        training.wait()
 
 
 def test_the_data_has_changed(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
