@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ import pytest
 
 # One thread per process: the tests run in parallel, and two OpenMP threads on small GEMMs are slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Under nohup SIGHUP is ignored, by whatever the tests start, too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -128,6 +128,8 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
     sound = [row for row in metrics.cv if row.accepted and row.loss is not None]
     running = state == "running"
     workers = recipe.parallel.workers if recipe is not None else job.workers if job is not None else None
+    if metrics.workers:  # some may have been lost since
+        workers = sum(row.epoch == metrics.workers[-1].epoch for row in metrics.workers)
     return Status(
         run_dir=run_dir,
         state=state,

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import platform
+import shlex
 import signal
 from contextlib import suppress
 from dataclasses import replace
@@ -99,7 +100,8 @@ def run_training(
             session.say_in_log(f"on {stopped.received}; go on with --resume")
             if session.exchange.rank == 0:
                 with suppress(OSError):  # nobody may listen any more
-                    os.write(2, f"ddnn: stopped on {stopped.received}; go on with --resume\n".encode())
+                    command = f"ddnn train {shlex.quote(str(run_dir))} --resume"
+                    os.write(2, f"ddnn: stopped on {stopped.received}; go on with: {command}\n".encode())
             raise
         except (UserError, KeyboardInterrupt) as error:
             session.say_in_log(str(error) or "interrupted")

@@ -61,7 +61,11 @@ def meet(session: Session, error: str | None = None, stopped: str | None = None)
             session.take_over_run_dir()
         if session.exchange.rank == 0:
             for worker in session.lost[len(session.lost) - len(lost) :]:
-                log.warning("worker %d on %s is lost; %d go on", worker.number, worker.host, session.exchange.size)
+                log.warning(
+                    "worker %d on %s is lost; %d worker(s) go on, from the mean of their models, without momentum; its "
+                    "frames are shared out",
+                    *(worker.number, worker.host, session.exchange.size),
+                )
         try:
             saved = _agree(session, told)
             if signals and saved is not None:

@@ -58,7 +58,7 @@ def newest_saved(checkpoints: Checkpoints, recipe: Recipe, exchange: Exchange) -
     check_same_recipe(header.recipe, recipe, found.path)
     exact = found.workers == exchange.size and header.whole
     log.info("resumed from checkpoint %d: %s", found.number, describe(header))
-    if not exact:
+    if not exact and exchange.rank == 0:
         log.warning(
             "the checkpoint is of %d worker(s)%s, %d go on: from the mean of the workers' models, without momentum; "
             "frames are shared out anew, so that of an epoch under way some are seen twice and some not",

@@ -37,6 +37,8 @@ def start_training(
     Raises:
         UserError: anything that the user must mend.
     """
+    if recipe.is_dir() and not resume and (recipe / RECIPE).is_file():
+        raise UserError("this is a run dir, no recipe", where=recipe, mend="go on with it by --resume")
     if recipe.is_dir() and resume:
         run_dir, recipe = run_dir or recipe, recipe / RECIPE
         if not recipe.is_file():
