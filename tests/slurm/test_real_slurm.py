@@ -197,7 +197,7 @@ def test_a_job_that_is_asked_to_stop_queues_again_and_goes_on(slurm: Slurm, job:
         ended = slurm.wait(numbers[name])
         output = (run / "job.out").read_text()
         assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), output
-        assert output.count("ddnn: stopped on SIGUSR1; go on with --resume\n") == 1, output
+        assert output.count("ddnn: stopped on SIGUSR1; go on with: ddnn train ") == 1, output
         assert f"job.sh: restart 1 of job {numbers[name]}, " in output
         assert re.search(r"resumed from checkpoint \d+: after epoch 1, \d minibatches", output), output
         assert losses(run) == losses(plain)

@@ -185,7 +185,7 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint_and_no_process(tmp_path: P
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert "go on with --resume" in errors
+    assert "go on with: ddnn train" in errors
     assert any((run / "checkpoints").glob("0*"))
     assert all_gone(family, 10)
 
