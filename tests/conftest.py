@@ -14,8 +14,10 @@ import pytest
 # One thread per process: the tests run in parallel, and two OpenMP threads on small GEMMs are slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Under nohup SIGHUP is ignored, by whatever the tests start, too.
+# Under nohup SIGHUP is ignored, in the background of a script SIGINT: by whatever the tests start, too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
