@@ -1,6 +1,7 @@
 """The `ddnn` command: each subcommand imports what it needs and calls one function. No logic here.
 
-Exit codes: 0 success; 2 something the user must mend, said in one message on stderr; 130 interrupted; 1 anything else.
+Exit codes: 0 success; 2 something the user must mend, said in one message on stderr; 75 stopped by a signal, to be
+resumed; 130 interrupted; 1 anything else.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from ddnn.model.acoustic import AcousticModel
 from ddnn.model.network import Buffers
 from ddnn.progress import progress_bar
 from ddnn.train.evaluate import BLOCK, load_for_model, outputs
-from ddnn.train.run_dir import COUNTS, load_run
+from ddnn.train.run_dir import load_run
+from ddnn.train.run_dir_files import COUNTS
 
 log = logging.getLogger(__name__)
 

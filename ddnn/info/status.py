@@ -14,9 +14,10 @@ from ddnn.info.status_text import ERROR_ENTRY, last_entry, render, why_it_ended
 from ddnn.optim.schedule import make_schedule
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.slurm.job import Job, read_job, slurm_state, training_holds
-from ddnn.train.job_files import JOB_OUTPUT, JOB_RECORD
+from ddnn.slurm.job import Job, read_job, slurm_state
 from ddnn.train.read_metrics import EpochRow, Metrics, read_metrics, read_pretraining
+from ddnn.train.run_dir_files import JOB_OUTPUT, JOB_RECORD
+from ddnn.train.run_log import training_holds
 
 State = Literal["submitted", "running", "finished", "stopped"]
 SHARES = ("compute", "communication", "waiting", "data")

@@ -127,7 +127,9 @@ def _shares(shares: dict[str, float] | None) -> str | None:
 def _checkpoint(status: dict[str, Any], now: float) -> str | None:
     found = status["checkpoint"]
     if found is None:
-        return "none: going on begins anew" if status["state"] == "stopped" else None
+        damaged = any(problem.startswith("checkpoint") for problem in status["problems"])
+        told = "none that is whole" if damaged else "none: going on begins anew"
+        return told if status["state"] == "stopped" else None
     return f"{found['where']}, {duration(max(0.0, now - found['written']))} ago"
 
 

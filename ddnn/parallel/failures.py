@@ -19,15 +19,13 @@ from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.last_words import leave_exit_code, leave_last_words
 from ddnn.parallel.launch import fault_tolerant
 from ddnn.parallel.lost import WorkerLost, deaths_noticed, end_here, kill_this, print_through
+from ddnn.parallel.mpirun import STOPPED
 
 FIRST_SPEAKS = 1.0
 """Seconds that the others keep back a mistake of the user's: most are met by all at once, and one message is enough."""
 
 ALL_COME = 5.0
 """Seconds in which all workers meet that are to end together."""
-
-STOPPED = 75
-"""EX_TEMPFAIL of sysexits.h, the code of `SystemExit` where all workers stop together, to go on later."""
 
 
 @dataclass

@@ -13,9 +13,13 @@ from types import FrameType
 
 from ddnn.errors import UserError
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-INSISTING = (signal.SIGINT, signal.SIGTERM)
-"""A terminal that is closed sends SIGHUP twice: the second is not meant to insist."""
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask a training to stop, as SIGUSR1 does."""
+INSISTING = (signal.SIGTERM, signal.SIGINT)
+"""One of these after the first ends at once. SIGUSR1 does not: the launcher, the job script and mpirun may pass on the
+same one several times. Nor does SIGHUP: a terminal that is closed sends it twice."""
+STOPPED = 75
+"""Exit code of a training that was stopped and can go on: EX_TEMPFAIL of sysexits.h. All workers end with it."""
 
 
 class _Signals:

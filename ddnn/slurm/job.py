@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
-import stat
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from ddnn.errors import DataError
 from ddnn.files import read_regular, write_json
-from ddnn.train.job_files import JOB_RECORD
+from ddnn.train.run_dir_files import JOB_RECORD
 
 MOST_BYTES = 10_000
 
@@ -84,27 +80,3 @@ def slurm_state(job: Job, seconds: float = 10.0) -> str | None:
         return str(states[0])
     # An unknown number, or one that is known but done.
     return "GONE" if asked.returncode == 0 or "Invalid job id" in asked.stderr else None
-
-
-def training_holds(log: Path) -> bool | Literal["unknown"]:
-    """Whether a training holds the lock of its train.log now; "unknown" on a file system without locks.
-
-    Where another machine holds it, some network file systems do not tell.
-    """
-    try:
-        handle = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return "unknown"
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            return "unknown"
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return "unknown"
-    finally:
-        os.close(handle)
-    return False

@@ -11,7 +11,7 @@ from ddnn.errors import UserError
 from ddnn.parallel.launch import IGNORING_SIGUSR1, SAFE_PATH, SETTINGS
 from ddnn.slurm.cluster import Cluster
 from ddnn.slurm.plan import Placement
-from ddnn.train.job_files import JOB_OUTPUT
+from ddnn.train.run_dir_files import JOB_OUTPUT
 
 RESTARTED = """\
 [ -z "$SLURM_RESTART_COUNT" ] || echo "job.sh: restart $SLURM_RESTART_COUNT of job $SLURM_JOB_ID, $(date)"

@@ -19,11 +19,12 @@ from ddnn.files import write_text
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.slurm.cluster import Cluster, load_cluster, seconds_of, word
-from ddnn.slurm.job import Job, read_job, slurm_state, training_holds, write_job
+from ddnn.slurm.job import Job, read_job, slurm_state, write_job
 from ddnn.slurm.options import SlurmOptions
 from ddnn.slurm.plan import place
 from ddnn.slurm.script import JobScript, sbatch_options, script_text
-from ddnn.train.job_files import JOB_OUTPUT, JOB_RECORD, JOB_SCRIPT
+from ddnn.train.run_dir_files import JOB_OUTPUT, JOB_RECORD, JOB_SCRIPT
+from ddnn.train.run_log import training_holds
 
 if TYPE_CHECKING:
     from ddnn.train.run_dir import RunDir
@@ -169,7 +170,7 @@ def _check_resume(run: RunDir, recipe: Recipe) -> None:
     from ddnn.parallel.exchange import Exchange
     from ddnn.train.checkpoint import Checkpoints
     from ddnn.train.resume import check_same_recipe
-    from ddnn.train.run_dir import CHECKPOINTS
+    from ddnn.train.run_dir_files import CHECKPOINTS
     from ddnn.train.state import read_header
 
     if run.finished:

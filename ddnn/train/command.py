@@ -39,7 +39,8 @@ from ddnn.train.loop import Setup, train
 from ddnn.train.pretrain import STACK, claim, load_stack, pretrain, share_stack
 from ddnn.train.recovery import meet
 from ddnn.train.resume import check_same_data, data_digest, newest_saved
-from ddnn.train.run_dir import BEST, CHECKPOINTS, PRETRAIN, RunDir
+from ddnn.train.run_dir import RunDir
+from ddnn.train.run_dir_files import BEST, CHECKPOINTS, FINAL, PRETRAIN
 from ddnn.train.saving import Saver
 from ddnn.train.session import Session, continues, say_as_worker
 from ddnn.train.state import Header
@@ -112,15 +113,41 @@ def run_training(
 
 def _train_together(session: Session) -> None:
     """One training from loading to its end, by the workers that there are now."""
+    _enter(session)
+    run, exchange = session.run, session.exchange
+    session.setup = setup = _prepare(session)
+    log.info(
+        "%d parameters, %d frames to train on, %d to judge by; rates%s multiply the gradient summed over %d frames%s",
+        setup.model.network.parameters.numel(),
+        sum(exchange.gather(len(setup.train))),
+        sum(exchange.gather(len(setup.cv))),
+        f" x {setup.averaging.rate_scale}" if setup.averaging.rate_scale > 1 else "",
+        setup.minibatch,
+        "" if setup.averaging.alone else " of each worker",
+    )
+    trained = _train(setup, run)
+    if exchange.guard is not None:
+        exchange.guard.disarm()  # a slow disk is no hang
+    run.finish(trained.to(torch.device("cpu")))
+    exchange.barrier()  # until the model is there, a worker that is left can write it
+    log.info("finished: %s", run.path / FINAL)
+
+
+def _enter(session: Session) -> None:
+    """What comes first, also after a death: signals end loading at once, and the run dir is this training's."""
     session.stop.safe = False
     if session.stop.received is not None:  # in a meeting, after all had told each other
         raise StoppedEarly(session.stop.received)
     gc.collect()  # the frames of before a death, which a cycle of its exception may hold
     if not session.opened:
         session.open_run_dir()
+    if session.exchange.guard is not None:
+        session.exchange.guard.disarm()  # loading may take longer than any minibatch
+
+
+def _prepare(session: Session) -> Setup:
+    """Loads this worker's data and makes what the loop needs, from the beginning or as it was saved. Collective."""
     recipe, run, exchange = session.recipe, session.run, session.exchange
-    if exchange.guard is not None:
-        exchange.guard.disarm()  # loading may take longer than any minibatch
     on = device_of_worker(recipe, session.device, exchange)
     log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, on, platform.python_version())
     allow_tf32(recipe.tf32, on)
@@ -156,7 +183,7 @@ def _train_together(session: Session) -> None:
     optimizer = make_optimizer(recipe.optimizer, model.network)
     averaging = Averaging(exchange, recipe.parallel, model.network.parameters, optimizer, recipe.minibatch)
     averaging.share()
-    setup = Setup(
+    return Setup(
         model=model,
         optimizer=optimizer,
         schedule=make_schedule(recipe.schedule),
@@ -179,22 +206,6 @@ def _train_together(session: Session) -> None:
         ),
         saved=saved,
     )
-    session.setup = setup
-    log.info(
-        "%d parameters, %d frames to train on, %d to judge by; rates%s multiply the gradient summed over %d frames%s",
-        model.network.parameters.numel(),
-        sum(exchange.gather(len(setup.train))),
-        sum(exchange.gather(len(setup.cv))),
-        f" x {averaging.rate_scale}" if averaging.rate_scale > 1 else "",
-        recipe.minibatch,
-        "" if averaging.alone else " of each worker",
-    )
-    trained = _train(setup, run)
-    if exchange.guard is not None:
-        exchange.guard.disarm()  # a slow disk is no hang
-    run.finish(trained.to(torch.device("cpu")))
-    exchange.barrier()  # until the model is there, a worker that is left can write it
-    log.info("finished: %s", run.path / "final.safetensors")
 
 
 def resumed_row(header: Header, exchange: Exchange) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from ddnn.kaldi.alignments import read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
 from ddnn.model.acoustic import AcousticModel, save_model
 from ddnn.model.exchange import from_nnet1, to_nnet1
-from ddnn.train.run_dir import COUNTS, FINAL, RunDir, load_run
+from ddnn.train.run_dir import RunDir, load_run
+from ddnn.train.run_dir_files import COUNTS, FINAL
 
 log = logging.getLogger(__name__)
 

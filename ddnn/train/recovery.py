@@ -22,7 +22,8 @@ from ddnn.parallel.exchange import Exchange
 from ddnn.parallel.mean import mean
 from ddnn.parallel.survive import WorkerLost, survivors
 from ddnn.train.checkpoint import Checkpoints
-from ddnn.train.run_dir import CHECKPOINTS, NoRunDir
+from ddnn.train.run_dir import NoRunDir
+from ddnn.train.run_dir_files import CHECKPOINTS
 from ddnn.train.state import Saved, header_of, own_state, read_header
 from ddnn.train.stopping import Stopped
 

@@ -30,21 +30,13 @@ from ddnn.files import make_directory, write_text
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.model.acoustic import AcousticModel, load_model, save_model
 from ddnn.train.checkpoint_files import folder_number, names_in, opened_folder, remove_folder
-from ddnn.train.job_files import is_job_file
 from ddnn.train.kept import Kept
+from ddnn.train.run_dir_files import BEST, CHECKPOINTS, COUNTS, FINAL, LOG, METRICS, PRETRAIN, RECIPE, is_job_file
 from ddnn.train.run_files import MetricsFile, flush_directory, refuse_what_is_not
-from ddnn.train.run_log import RunLog
+from ddnn.train.run_log import RunLog, training_holds
 
 log = logging.getLogger(__name__)
 
-COUNTS = "ali_train_pdf.counts"
-FINAL = "final.safetensors"
-RECIPE = "recipe.yaml"
-LOG = "train.log"
-METRICS = "metrics.jsonl"
-PRETRAIN = "pretrain"
-BEST = "best.safetensors"
-CHECKPOINTS = "checkpoints"
 
 FILES = (RECIPE, LOG, METRICS, BEST, FINAL, COUNTS)
 _BEFORE_TRAINING = {RECIPE, LOG, PRETRAIN, COUNTS}
@@ -72,6 +64,8 @@ class RunDir:
         self._counts: NDArray[Any] | None = None
         self._of_dead_owner: Kept | None = None
         self._best_failed = False
+        if not resume and training_holds(path / LOG) is True:
+            raise UserError("another training is running in this run dir", where=path, mend="wait for it, or end it")
         self._check()
         make_directory(path)
 

@@ -7,11 +7,12 @@ import fcntl
 import io
 import logging
 import os
+import stat
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from ddnn.train.run_files import open_regular
 
@@ -86,3 +87,27 @@ def _lock(stream: TextIO, wait: float) -> None:
             if last:
                 raise
         time.sleep(0.2)
+
+
+def training_holds(log: Path) -> bool | Literal["unknown"]:
+    """Whether a training holds the lock of its train.log now; "unknown" on a file system without locks.
+
+    Where another machine holds it, some network file systems do not tell.
+    """
+    try:
+        handle = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return "unknown"
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            return "unknown"
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return "unknown"
+    finally:
+        os.close(handle)
+    return False

@@ -13,7 +13,8 @@ from ddnn.progress import only_first_worker_shows
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.train.loop import Setup
-from ddnn.train.run_dir import CHECKPOINTS, PRETRAIN, NoRunDir, RunDir
+from ddnn.train.run_dir import NoRunDir, RunDir
+from ddnn.train.run_dir_files import CHECKPOINTS, PRETRAIN
 from ddnn.train.state import Saved, Standing
 from ddnn.train.stopping import StopRequest
 

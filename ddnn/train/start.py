@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 
 from ddnn.errors import UserError
 from ddnn.recipe.load import load_recipe
+from ddnn.train.run_dir_files import CHECKPOINTS, FINAL, RECIPE
 from ddnn.train.workers import run_together
 
 if TYPE_CHECKING:
     from ddnn.parallel.failures import Job  # needs torch, which takes seconds: a launcher does without
-
-CHECKPOINTS, FINAL, RECIPE = "checkpoints", "final.safetensors", "recipe.yaml"
-"""As in run_dir.py."""
 
 
 def start_training(

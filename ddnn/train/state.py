@@ -147,13 +147,25 @@ def header_of(setup: Setup, at: Standing, recipe: str, data: str) -> dict[str, A
 
 
 def shared_state(setup: Setup, at: Standing) -> dict[str, Tensor]:
-    """Tensors that are the same on every worker."""
+    """Tensors that are the same on every worker: `best`, `transform.*` and `Mixing.shared_state`.
+
+    (num_parameters,) float32 each on the training's device, `transform.*` (input_dim,) on the CPU; those in use, not
+    copies.
+    """
     blocks = {} if setup.averaging.alone else setup.averaging.mixing.shared_state()
     return {"best": at.best, **transform_tensors(setup.model), **blocks}
 
 
 def own_state(setup: Setup, at: Standing, *, exact: bool = True) -> dict[str, Tensor]:
-    """Tensors of this worker. Not `exact`: without what cannot be had in the middle of an averaging."""
+    """Tensors of this worker; those in use, not copies, where they are.
+
+    `parameters` and, with momentum, `momentum`: (num_parameters,) float32. `fisher.N.*`: `NaturalGradient.state_dict`.
+    `tallies`: (2, 3) float64, loss, rightly classified frames and frames of the epoch and of a block. `standing`: (2,)
+    int64, minibatches done and in all, -1 between epochs. `seconds`: 0-dim float64. `averaging.*`: `Averaging.state`.
+
+    Args:
+        exact: False leaves out what cannot be had in the middle of an averaging: momentum and all from `standing` on.
+    """
     found = {"parameters": setup.model.network.parameters}
     for number, side in enumerate(fisher_matrices(setup.optimizer)):
         found |= {f"fisher.{number}.{name}": value for name, value in side.state_dict().items()}

@@ -9,13 +9,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-INSISTING = (signal.SIGTERM, signal.SIGINT)
-"""A second one of these ends the process at once. A second SIGUSR1 does not: the launcher, the job script and mpirun
-may pass on the same one several times. Nor does SIGHUP: a terminal that is closed sends it twice."""
-
-STOPPED = 75
-"""Exit code of a training that was stopped and can go on: EX_TEMPFAIL of sysexits.h."""
+from ddnn.parallel.mpirun import ENDING, INSISTING, STOPPED
 
 
 class Stopped(SystemExit):

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddnn.errors import DataError
-from ddnn.slurm.job import Job, read_job, slurm_state, training_holds, write_job
+from ddnn.slurm.job import Job, read_job, slurm_state, write_job
 from ddnn.train.run_dir import RunDir
+from ddnn.train.run_log import training_holds
 
 JOB = Job("7", None, 1.5e9, 4, 2, "mpirun")
 

@@ -28,7 +28,8 @@ from ddnn.model.acoustic import AcousticModel, load_model
 from ddnn.model.initialise import initialise_randomly
 from ddnn.model.network import Network, hidden_stack
 from ddnn.train.read_metrics import read_metrics
-from ddnn.train.run_dir import CHECKPOINTS, FILES, PRETRAIN, NoRunDir, RunDir
+from ddnn.train.run_dir import FILES, NoRunDir, RunDir
+from ddnn.train.run_dir_files import CHECKPOINTS, PRETRAIN
 from ddnn.train.run_files import MOST_KEPT, MetricsFile
 
 HOLDER = """

@@ -1,4 +1,13 @@
-"""Names of what `ddnn train --slurm` leaves in a run dir, apart from run_dir.py: whoever reads them needs no torch."""
+"""Names of what a run dir holds, apart from run_dir.py: whoever reads them needs no torch."""
+
+COUNTS = "ali_train_pdf.counts"
+FINAL = "final.safetensors"
+RECIPE = "recipe.yaml"
+LOG = "train.log"
+METRICS = "metrics.jsonl"
+PRETRAIN = "pretrain"
+BEST = "best.safetensors"
+CHECKPOINTS = "checkpoints"
 
 JOB_SCRIPT = "job.sh"
 JOB_RECORD = "job.json"
