@@ -7,7 +7,7 @@ import json
 import logging
 import tempfile
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,9 @@ def _crafted() -> tuple[bytes, ...]:
     return tuple(json.dumps({**told, "header": {**told["header"], **change}}).encode() for change in wrong)
 
 
+_tensors = partial(Target, beside=_lay, tokens=TENSORS, inputs=60)
+
+
 def checkpoint_targets() -> list[Target]:
     """The manifest raw and resealed, the files of tensors."""
     files = _files()
@@ -185,32 +188,23 @@ def checkpoint_targets() -> list[Target]:
             per_byte=300,
             inputs=60,
         ),
-        Target(
+        _tensors(
             "checkpoint, shared tensors",
             f"{NUMBER}/shared.safetensors",
             _read,
             (files["shared.safetensors"],),
-            beside=_lay,
-            tokens=TENSORS,
-            inputs=60,
         ),
-        Target(
+        _tensors(
             "checkpoint, shared tensors resealed",
             f"{NUMBER}/shared.safetensors",
             _with_shared,
             (apart(files["shared.safetensors"]),),
-            beside=_lay,
             pack=with_header,
-            tokens=TENSORS,
-            inputs=60,
         ),
-        Target(
+        _tensors(
             "checkpoint, a worker's tensors",
             f"{NUMBER}/worker0000.safetensors",
             _read,
             (files["worker0000.safetensors"],),
-            beside=_lay,
-            tokens=TENSORS,
-            inputs=60,
         ),
     ]

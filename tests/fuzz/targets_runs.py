@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 from corpora import write_recipe
@@ -186,6 +187,9 @@ def _info_beside(folder: Path) -> None:
     (folder / "feats.ark").write_bytes(seeds.archive())
 
 
+_json = partial(Target, crafted=JSON_CRAFTED, tokens=JSON, per_byte=300)
+
+
 def run_targets() -> list[Target]:
     """Metrics, job.json, logs, and whatever `ddnn info` is asked about."""
     info = (
@@ -200,55 +204,40 @@ def run_targets() -> list[Target]:
         seeds.zipped(seeds.integers()),
     )
     return [
-        Target(
+        _json(
             "metrics",
             "metrics.jsonl",
             lambda folder: read_metrics(folder / "metrics.jsonl"),
             (METRICS,),
-            JSON_CRAFTED,
-            tokens=JSON,
-            per_byte=300,
         ),
-        Target(
+        _json(
             "metrics of a pretraining",
             "metrics.jsonl",
             lambda folder: read_pretraining(folder / "metrics.jsonl"),
             (PRETRAINING,),
-            JSON_CRAFTED,
-            tokens=JSON,
-            per_byte=300,
         ),
-        Target(
+        _json(
             "metrics, reported",
             "run/metrics.jsonl",
             _report,
             (METRICS,),
-            JSON_CRAFTED,
             beside=_run_beside,
-            tokens=JSON,
-            per_byte=300,
             inputs=100,
         ),
-        Target(
+        _json(
             "metrics, measured",
             "run/metrics.jsonl",
             lambda folder: read_measured(folder / "run"),
             (METRICS,),
-            JSON_CRAFTED,
             beside=_run_beside,
-            tokens=JSON,
-            per_byte=300,
             inputs=100,
         ),
-        Target(
+        _json(
             "status, metrics",
             "run/metrics.jsonl",
             _status,
             (METRICS,),
-            JSON_CRAFTED,
             beside=_run_beside,
-            tokens=JSON,
-            per_byte=300,
             inputs=100,
         ),
         Target(

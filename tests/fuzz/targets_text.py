@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from corpora import write_data_dir, write_pdfs
@@ -152,30 +153,25 @@ def _setting(folder: Path) -> None:
     load_recipe(folder / "recipe.yaml", [setting])
 
 
+_yaml = partial(Target, crafted=YAML_CRAFTED, tokens=YAML, per_byte=400, inputs=50)
+
+
 def text_targets() -> list[Target]:
     """Recipes, fragments, --set, clusters, published times."""
     return [
-        Target(
+        _yaml(
             "recipe",
             "recipe.yaml",
             _recipe,
             (RECIPE,),
-            YAML_CRAFTED,
             beside=_recipe_beside,
-            tokens=YAML,
-            per_byte=400,
-            inputs=50,
         ),
-        Target(
+        _yaml(
             "recipe, included",
             "base.yaml",
             _recipe,
             (BASE,),
-            YAML_CRAFTED,
             beside=_recipe_beside,
-            tokens=YAML,
-            per_byte=400,
-            inputs=50,
         ),
         Target(
             "recipe, --set",
@@ -188,15 +184,11 @@ def text_targets() -> list[Target]:
             per_byte=400,
             inputs=50,
         ),
-        Target(
+        _yaml(
             "cluster",
             "cluster.yaml",
             lambda folder: load_cluster(str(folder / "cluster.yaml")),
             (CLUSTER,),
-            YAML_CRAFTED,
-            tokens=YAML,
-            per_byte=400,
-            inputs=50,
         ),
         Target(
             "published times",

@@ -87,12 +87,15 @@ def test_a_wide_compressed_matrix_takes_no_table_of_a_thousand_bytes_a_column(tm
     assert matrix.shape == (1, columns) and matrix[0, :10].tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("start", [b"", b"utt ", b"utt [", b"utt [\n1\n"])
-@pytest.mark.parametrize("fill", [b" ", b"\n", b";"])
+@pytest.mark.parametrize(
+    ("start", "fill"),
+    [
+        *((start, fill) for start in (b"", b"utt ") for fill in (b" ", b"\n")),
+        *((start, fill) for start in (b"utt [", b"utt [\n1\n") for fill in (b" ", b"\n", b";")),
+    ],
+)
 def test_endless_blanks(tmp_path: Path, start: bytes, fill: bytes) -> None:
     """Each was taken byte by byte, or row by row, to the end of whatever a small gzip comes to."""
-    if start in (b"", b"utt ") and fill == b";":
-        pytest.skip("no blank")
     data = gzip.compress(start + fill * (4 << 20), 1)
     if (start == b"utt [" and fill == b" ") or (start == b"utt [\n1\n" and fill == b" "):
         refused(read_all, tmp_path / "x.gz", data, "no '\\]' ends the matrix")
