@@ -2,7 +2,7 @@
 # make test    lint and tests
 # make fuzz    damaged files to every reader, for FUZZ_SECONDS (600) on all cores
 # make bench   the training step against the machine's GEMM limit
-# make soak    200 trainings killed at random moments, gone on with, and compared: about half an hour on 2 cores
+# make soak    200 trainings killed at random moments, gone on with, and compared; 20 in which workers die: half an hour
 # Each sets up what it needs in .venv. PYTHON, VENV, TORCH and PIP_FLAGS can be set on the command line.
 PYTHON ?= python3
 VENV ?= .venv
@@ -65,8 +65,10 @@ bench: setup
 	$(DDNN) bench
 
 KILLS ?= 200
+DEATHS ?= 20
 soak: setup-dev
 	PYTHONPATH=tests $(BIN)/python tests/train/killing.py --kills $(KILLS)
+	PYTHONPATH=tests $(BIN)/python tests/train/dying.py --runs $(DEATHS)
 
 docs: setup
 	$(BIN)/python -m ddnn.recipe.reference > docs/recipe.md

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from parallel.mpi_worlds import need_mpi
+from train.dying import WORKERS, accuracy_of_three, rows, write_job
 from train.launching import mpi_script
-
-WORKERS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -22,29 +18,15 @@ def with_mpi() -> None:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("job")
-    features, labels = labelled_utterances(count=40)
-    data = write_data_dir(folder / "data", features)
-    more = "parallel: {workers: 4, every: 2, on_failure: continue, timeout: 30}\noptimizer: {momentum: 0.3}\n"
-    path = write_recipe(folder / "recipe.yaml", data, write_pdfs(folder / "pdfs.txt", labels), more)
-    path.write_text(path.read_text().replace("schedule: {initial: 0.05", "schedule: {initial: 0.01"))
+    path = write_job(tmp_path_factory.mktemp("job"))
     path.with_name("two.yaml").write_text(path.read_text().replace("workers: 4", "workers: 2"))
     return path
-
-
-def rows(run: Path, split: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if row["split"] == split]
 
 
 @pytest.fixture(scope="module")
 def of_three(recipe: Path) -> float:
     """Frame accuracy that three workers reach from the start."""
-    run = recipe.parent / "three"
-    three = recipe.parent / "three.yaml"
-    three.write_text(recipe.read_text().replace("workers: 4", "workers: 3"))
-    mpi_script("mpi_dying.py", 3, three, run)
-    return float(rows(run, "cv")[-1]["frame_accuracy"])
+    return accuracy_of_three(recipe)
 
 
 # Each rank, in compute and in an exchange; each time another worker dies later.
