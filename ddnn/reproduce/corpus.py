@@ -1,0 +1,120 @@
+"""`reproduce.yaml` beside the recipes of a corpus: its sizes and seeds, and what its models are tested on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ddnn.errors import DataError, UserError
+from ddnn.files import read_regular
+
+FILE = "reproduce.yaml"
+MOST_BYTES = 1 << 20
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.' -]{1,60}$")]
+
+
+class Part(BaseModel):
+    """A mapping of the file: immutable, no keys but its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TestSet(Part):
+    """What every model is tested on. Paths are relative to the working directory, then to the file."""
+
+    __test__ = False  # not one of pytest's
+
+    name: Name
+    """What the tables call it."""
+    data: Path
+    """A Kaldi data dir."""
+    alignments: Path | None = None
+    """Its alignments: for the frame accuracy."""
+    text: Path | None = None
+    """The reference; with `graphs`."""
+    graphs: dict[Name, Path] = {}
+    """Name of a language model -> Kaldi graph dir, decoded by `ddnn score`. None: word error rates come from Kaldi."""
+    model: Path | None = None
+    """The `final.mdl` that the graphs were made with."""
+    acoustic_scales: tuple[Annotated[float, Field(gt=0.0, lt=100.0)], ...] = (0.07, 0.1, 0.143)
+    """The best one counts, for each run by itself."""
+
+
+class CorpusPlan(Part):
+    """What to run on a corpus."""
+
+    name: Name
+    """What the tables call it."""
+    recipes: str = "tables/{setting}.yaml"
+    """Where the recipe of a setting lies, beside this file; `{workers}` where each size has one of its own."""
+    stack: str = "tables/base.yaml"
+    """The recipe of the RBMs, of which each seed has one stack for all its runs."""
+    same: dict[Name, Name] = {}
+    """Setting -> the setting that it is on this corpus, and with which it shares its runs: minibatch-256: base."""
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (1, 2, 3)
+    workers: tuple[Annotated[int, Field(ge=1, le=10_000)], ...]
+    """Sizes, smallest first."""
+    many: Annotated[int, Field(ge=2, le=10_000)]
+    """The size of "many" in tables that contrast one worker with many."""
+    tests: tuple[TestSet, ...]
+
+
+def find_corpus(name: str) -> Path:
+    """The folder of a corpus: `recipes/NAME` in the working directory, or a folder with a reproduce.yaml.
+
+    Raises:
+        UserError: there is none.
+    """
+    tried = [Path("recipes", name), Path(name)]
+    for folder in tried:
+        if (folder / FILE).is_file():
+            return folder
+    raise UserError(
+        f"no corpus {name!r}: neither {' nor '.join(str(folder / FILE) for folder in tried)}",
+        where=Path.cwd(),
+        mend="run it in ddnn's checkout, or name a folder with such a file",
+    )
+
+
+def load_corpus_plan(folder: Path) -> CorpusPlan:
+    """Reads reproduce.yaml and finds its paths.
+
+    Raises:
+        DataError: it cannot be read, is no YAML or says what cannot be, or a path does not exist.
+    """
+    path = folder / FILE
+    try:
+        tree = yaml.safe_load(read_regular(path, MOST_BYTES))
+        plan = CorpusPlan.model_validate(tree)
+    except OSError as error:
+        raise DataError(f"cannot read: {error.strerror}", where=path) from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"no YAML: {' '.join(str(error).split())[:200]}", where=path) from error
+    except ValidationError as error:
+        detail = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, detail["loc"])) or "the file"
+        raise DataError(f"{place}: {detail['msg']}", where=path, mend="docs/reproduce.md says what it holds") from error
+    if 1 not in plan.workers or plan.many not in plan.workers or list(plan.workers) != sorted(set(plan.workers)):
+        raise DataError(
+            f"workers: {list(plan.workers)} found, expected rising sizes with 1 and {plan.many} (`many`) among them",
+            where=path,
+        )
+    return plan.model_copy(update={"tests": tuple(_found(test, folder) for test in plan.tests)})
+
+
+def _found(test: TestSet, folder: Path) -> TestSet:
+    """With absolute paths."""
+    if test.graphs and (test.model is None or test.text is None):
+        raise DataError(f"test {test.name}: graphs need `model` and `text`", where=folder / FILE)
+
+    def find(path: Path) -> Path:
+        for candidate in (Path.cwd() / path, folder.absolute() / path):
+            if candidate.exists():
+                return candidate.resolve()
+        raise DataError(f"test {test.name}: {path} does not exist", where=folder / FILE)
+
+    changes = {name: find(value) for name in ("data", "alignments", "text", "model") if (value := getattr(test, name))}
+    return test.model_copy(update={**changes, "graphs": {name: find(path) for name, path in test.graphs.items()}})
