@@ -35,3 +35,7 @@ class DataError(UserError):
 
 class RecipeError(UserError):
     """The recipe or a `--set` says something that cannot be done."""
+
+
+DIVERGED = "the training diverged"
+"""How an error begins that says so, by which the programs that start trainings know it."""

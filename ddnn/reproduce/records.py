@@ -1,4 +1,4 @@
-"""What one run came to: a JSON file of a few kilobytes that outlives the run dir, and from which all tables are made."""
+"""What one run came to: a JSON file of a few kilobytes that outlives the run dir, and from which tables are made."""
 
 from __future__ import annotations
 
@@ -69,6 +69,26 @@ class Time(Part):
     cores: Count = 0
 
 
+class MeasuredEpoch(Part):
+    """A mean epoch, as the scaling model starts from: attributes of ddnn.report.measured.Measurement and its job."""
+
+    strategy: str
+    wire: str
+    overlap: bool
+    parameters: Count
+    operations: Finite
+    minibatch: Annotated[int, Field(ge=1)]
+    every: Annotated[int, Field(ge=1)]
+    frames: Finite
+    seconds: Finite
+    exchange: Finite
+    averagings: Finite
+    compute: Finite | None
+    rest: Finite | None
+    block_std: Finite | None
+    final_mean: bool
+
+
 class Record(Part):
     """One finished run of a setting.
 
@@ -82,6 +102,7 @@ class Record(Part):
         tests: name of a test set -> the final model on it; none where it has no alignments.
         wers: name of a test set (or "NAME GRAPH" of several graphs) -> word errors.
         time: of the training.
+        measured: of its epochs, for the scaling model.
         machine, date, version: the processor or GPU; the day it was recorded; ddnn's and torch's.
         command: that trains it.
     """
@@ -97,6 +118,7 @@ class Record(Part):
     tests: dict[str, FrameFigures] = {}
     wers: dict[str, WordErrors] = {}
     time: Time | None = None
+    measured: MeasuredEpoch | None = None
     machine: str = ""
     date: str = ""
     version: str = ""

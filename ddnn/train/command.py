@@ -19,7 +19,7 @@ from ddnn import __version__
 from ddnn.data.corpus import FeaturePipeline
 from ddnn.data.minibatches import FrameSet
 from ddnn.device import check_devices, choose_device, device_identity
-from ddnn.errors import RecipeError, UserError
+from ddnn.errors import DIVERGED, RecipeError, UserError
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.initialise import initialise_randomly
 from ddnn.model.network import Network, hidden_stack
@@ -229,7 +229,7 @@ def _train(setup: Setup, run: RunDir) -> AcousticModel:
     except AllLeftOut as error:
         good = run.path / BEST
         raise UserError(
-            f"{error.what}: their models are not finite",
+            f"{DIVERGED}: {error.what}: their models are not finite",
             where=run.path,
             mend=(f"the last good model is {good}; " if good.exists() else "") + "lower schedule.initial, or average "
             "more often",

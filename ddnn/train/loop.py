@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddnn.data.minibatches import FrameSet, Orders, num_minibatches, shuffled_minibatches
 from ddnn.data.transform import gather, labels_of, normalise
-from ddnn.errors import UserError
+from ddnn.errors import DIVERGED, UserError
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.loss import cross_entropy_in_place
 from ddnn.model.network import Buffers, Precision, backward, forward
@@ -224,7 +224,7 @@ def warm_start(setup: Setup, buffers: Buffers, run: RunDir) -> None:
 def _check_finite(split: str, so_far: Evaluation, epoch: int, rate: float) -> None:
     if not math.isfinite(so_far.loss):
         raise UserError(
-            f"the {split} loss is {so_far.loss} after {so_far.frames} frames of epoch {epoch} at rate {rate:g}",
+            f"{DIVERGED}: the {split} loss is {so_far.loss} after {so_far.frames} frames of epoch {epoch} at rate {rate:g}",
             mend="look for huge values in the features; else lower schedule.initial: the rate multiplies the gradient "
             "SUMMED over a minibatch",
         )

@@ -1,0 +1,187 @@
+"""`ddnn reproduce`: plans the runs of the tables, makes those that are missing, writes the report."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from ddnn.errors import UserError
+from ddnn.recipe.load import load_recipe
+from ddnn.reproduce.corpus import CorpusPlan, find_corpus, load_corpus_plan
+from ddnn.reproduce.measure import words_by_kaldi
+from ddnn.reproduce.plan import Run, digest, missing, plan_runs
+from ddnn.reproduce.records import Record, read_records, write_record
+from ddnn.reproduce.report import build_report, write_report
+from ddnn.reproduce.run import Place, Workshop
+from ddnn.reproduce.speed import speed_ups
+from ddnn.reproduce.tables import Table, chosen
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the command line.
+
+    Attributes:
+        corpus: its name or folder.
+        out: for run dirs, stacks, logs.
+        records: folder of the records; None is `out`/records.
+        report: the report's files without their ending; None is `out`/report.
+        seeds, workers: only these are run; None runs all. The report has all that there are.
+        cores: to share out; None takes all that this process may use.
+        dry_run: say what is missing, run nothing, write nothing.
+        only_report: run nothing.
+        again: also what diverged before.
+    """
+
+    corpus: str
+    out: Path | None
+    records: Path | None
+    report: Path | None
+    seeds: tuple[int, ...] | None
+    workers: tuple[int, ...] | None
+    device: str
+    cores: int | None
+    dry_run: bool
+    only_report: bool
+    again: bool
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What there is now: records of the tables' runs, names of runs that are missing, files that were written."""
+
+    tables: tuple[str, ...]
+    records: int
+    missing: tuple[str, ...]
+    problems: tuple[str, ...]
+    files: tuple[Path, ...]
+    summary: dict[str, object]
+
+    def as_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {
+            "tables": list(self.tables),
+            "records": self.records,
+            "missing": list(self.missing),
+            "problems": list(self.problems),
+            "files": [str(path) for path in self.files],
+            **self.summary,
+        }
+
+    def as_text(self) -> str:
+        """A few lines."""
+        lines = [f"{', '.join(self.tables)}: {self.records} runs there, {len(self.missing)} missing"]
+        lines += [f"missing: {name}" for name in self.missing[:20]]
+        lines += [f"and {len(self.missing) - 20} more"] if len(self.missing) > 20 else []
+        return "\n".join([*lines, *(f"report: {path}" for path in self.files)])
+
+
+def reproduce(names: tuple[str, ...], options: Options, say: Callable[[str], None]) -> Reproduction:
+    """Everything that `ddnn reproduce` does.
+
+    Raises:
+        UserError: an option, a recipe or a record that cannot be.
+        KeyboardInterrupt: told to stop; the same call goes on.
+    """
+    from ddnn.reproduce.measure import cores
+
+    tables = chosen(names)
+    folder = find_corpus(options.corpus)
+    plan = load_corpus_plan(folder)
+    out = options.out or Path("exp", "reproduce", folder.name)
+    place = Place(out.absolute(), (options.records or out / "records").absolute())
+    runs = plan_runs(plan, folder, tables)
+    records = read_records(place.records)
+    wanted = [run for run in runs if _is_wanted(run, options)]
+    if options.again:
+        records = {name: record for name, record in records.items() if record.failed is None}
+    to_make = missing(wanted, records)
+    problems: list[str] = []
+    if to_make and not (options.dry_run or options.only_report):
+        there = len(runs) - len(missing(runs, records))
+        say(f"{len(runs)} runs, {there} of them there; {len(to_make)} to make in {out}")
+        began = time.monotonic()
+        stack = digest(load_recipe(folder / plan.stack)) if any(run.stack for run in to_make) else ""
+        shop = Workshop(plan, folder, stack, place, options.device, options.cores or cores(), say)
+        with _told_to_stop():
+            problems = shop.make(to_make)
+        say(f"made in {(time.monotonic() - began) / 60:.1f} min")
+        records = read_records(place.records)
+    left = tuple(run.name for run in missing(runs, records))
+    found = {run.name: records[run.name] for run in runs if run.is_made(records)}
+    if options.dry_run:
+        return Reproduction(_names(tables), len(found), left, (), (), {})
+    found = _with_words_of_kaldi(plan, place, runs, found)
+    files, summary = _report(plan, tables, found, left, names, options, out)
+    return Reproduction(_names(tables), len(found), left, tuple(problems), files, summary)
+
+
+def _names(tables: tuple[Table, ...]) -> tuple[str, ...]:
+    return tuple(table.name for table in tables)
+
+
+def _is_wanted(run: Run, options: Options) -> bool:
+    return (options.seeds is None or run.seed in options.seeds) and (
+        options.workers is None or run.workers in options.workers
+    )
+
+
+def _report(
+    plan: CorpusPlan, tables: tuple[Table, ...], records: Mapping[str, Record], left: tuple[str, ...],
+    names: tuple[str, ...], options: Options, out: Path,
+) -> tuple[tuple[Path, ...], dict[str, object]]:  # fmt: skip
+    command = shlex.join(["ddnn", "reproduce", *names, "--corpus", options.corpus])
+    speeds = [
+        speed for table in tables if table.kind == "speed" for speed in speed_ups(table.settings, plan.workers, records)
+    ]
+    document = build_report(plan, tables, records, command, left, speeds)
+    return tuple(write_report(document, options.report or out / "report")), document.summary
+
+
+def _with_words_of_kaldi(
+    plan: CorpusPlan, place: Place, runs: list[Run], records: Mapping[str, Record]
+) -> dict[str, Record]:
+    """The records with the word error rates that Kaldi's scoring has left in the run dirs since."""
+    found = dict(records)
+    by_kaldi = [test for test in plan.tests if not test.graphs]
+    for run in runs if by_kaldi else []:
+        record = found.get(run.name)
+        if record is None or record.failed is not None:
+            continue
+        wers = {name: w for test in by_kaldi for name, w in words_by_kaldi(place.run_dir(run), test).items()}
+        if wers and wers != record.wers:
+            found[run.name] = record.model_copy(update={"wers": {**record.wers, **wers}})
+            write_record(place.records, found[run.name])
+    return found
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[None]:
+    """A SIGTERM or SIGHUP is a Ctrl-C: trainings that are under way write their checkpoints first."""
+
+    def stop(number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check(reproduction: Reproduction) -> None:
+    """UserError where runs failed for a reason that the user must mend."""
+    if reproduction.problems:
+        raise UserError(
+            f"{len(reproduction.problems)} runs failed: {reproduction.problems[0]}",
+            mend="mend it, then give the same command again: it goes on with what is missing",
+        )

@@ -1,0 +1,121 @@
+"""Which runs the tables need, and which of them have been made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddnn.errors import UserError
+from ddnn.recipe.keys import keys
+from ddnn.recipe.load import dump_recipe, load_recipe
+from ddnn.recipe.schema import Recipe
+from ddnn.reproduce.corpus import CorpusPlan
+from ddnn.reproduce.records import Record
+from ddnn.reproduce.tables import Table, sizes
+
+BESIDE = ("parallel.threads", "parallel.timeout", "parallel.on_failure", "data.loaders")
+"""Keys that change nothing of what a training computes; those of `checkpoint` neither."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training that a table needs.
+
+    Attributes:
+        setting, workers, seed: which; `setting` after the corpus's `same`.
+        recipe: its file.
+        digest: of all that its recipe says but paths; part of the run dir's name, a changed recipe gets another.
+        stack: whether it starts from the seed's stack of RBMs.
+    """
+
+    setting: str
+    workers: int
+    seed: int
+    recipe: Path
+    digest: str
+    stack: bool
+
+    @property
+    def name(self) -> str:
+        """As of its record."""
+        return f"{self.setting}-{self.workers}-{self.seed}"
+
+    @property
+    def folder(self) -> str:
+        """Of its run dir."""
+        return f"{self.name}-{self.digest[:8]}"
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """As for --set, but for the stack."""
+        return f"seed={self.seed}", f"parallel.workers={self.workers}"
+
+    def is_made(self, records: Mapping[str, Record]) -> bool:
+        """Whether a record of this very recipe is there."""
+        record = records.get(self.name)
+        return record is not None and record.recipe == self.digest
+
+
+def plan_runs(plan: CorpusPlan, folder: Path, tables: Iterable[Table]) -> list[Run]:
+    """The runs of these tables, each once: all of the first seed, then all of the second, and so on.
+
+    Args:
+        folder: of the corpus, with its recipes.
+
+    Raises:
+        UserError: a setting has no recipe. RecipeError: a recipe is damaged, or its data are not there.
+    """
+    cells: dict[tuple[str, int], None] = {}
+    for table in tables:
+        for setting in table.settings:
+            for workers in sizes(table, plan.workers, plan.many):
+                name = plan.same.get(setting.name, setting.name)
+                if not setting.beyond or recipe_of(plan, folder, name, workers).is_file():
+                    cells[name, workers] = None
+    stack = digest(load_recipe(folder / plan.stack)) if _exists(folder / plan.stack, "the RBMs") else ""
+    runs = []
+    for seed in plan.seeds:
+        for setting_name, workers in cells:
+            path = recipe_of(plan, folder, setting_name, workers)
+            _exists(path, f"the setting {setting_name}")
+            recipe = load_recipe(path, (f"seed={seed}", f"parallel.workers={workers}"))
+            from_stack = recipe.init == "rbm" and recipe.pretrain.from_ is None
+            runs.append(Run(setting_name, workers, seed, path, digest(recipe, stack if from_stack else ""), from_stack))
+    return runs
+
+
+def recipe_of(plan: CorpusPlan, folder: Path, setting: str, workers: int) -> Path:
+    """The recipe of a setting, whether it is there or not."""
+    return folder / plan.recipes.replace("{setting}", setting).replace("{workers}", str(workers))
+
+
+def _exists(path: Path, what: str) -> bool:
+    if not path.is_file():
+        raise UserError(f"{what} has no recipe on this corpus", where=path, mend="write it, or name other tables")
+    return True
+
+
+def digest(recipe: Recipe, stack: str = "") -> str:
+    """SHA-256 of what a recipe says: not where things lie, nor what changes no figure; `stack` is that of the RBMs."""
+    tree: dict[str, Any] = yaml.safe_load(dump_recipe(recipe))
+    for name, key in keys().items():
+        if key.is_path or name in BESIDE or name.startswith("checkpoint."):
+            _drop(tree, name.split("."))
+    return hashlib.sha256(json.dumps([tree, stack], sort_keys=True).encode()).hexdigest()
+
+
+def _drop(tree: dict[str, Any], parts: Sequence[str]) -> None:
+    for part in parts[:-1]:
+        tree = tree.get(part, {})
+    tree.pop(parts[-1], None)
+
+
+def missing(runs: Sequence[Run], records: Mapping[str, Record]) -> list[Run]:
+    """Those without a record."""
+    return [run for run in runs if not run.is_made(records)]
