@@ -234,6 +234,28 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
     click.echo(f"{out_dir}: {made.train_utterances} utterances to train on, {made.test_utterances} to test")
 
 
+@cli.group(cls=_InOrder)
+def convert() -> None:
+    """Make Kaldi data dirs of other formats."""
+
+
+@convert.command(
+    epilog="\b\nExample:\n  ddnn convert idx --images train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz "
+    "--out train"
+)
+@click.option("--images", type=PATH, required=True, help="IDX file of images (unsigned bytes), plain or gzip.")
+@click.option("--labels", type=PATH, required=True, help="IDX file of their labels.")
+@click.option("--out", type=PATH, required=True, help="Data dir to make; its pdfs.ark holds the labels.")
+@click.option("--name", default="image", show_default=True, help="What the utterance ids begin with.")
+@click.option("--speakers", default=100, show_default=True, help="Equal runs of images, to hold some out.")
+@click.option("--utterance", default=100, show_default=True, help="Most images in an utterance.")
+def idx(images: Path, labels: Path, out: Path, name: str, speakers: int, utterance: int) -> None:
+    """Images as frames, labels as pdf-ids: train on them with data.splice: 0."""
+    from ddnn.convert.images import ConvertOptions, convert_idx
+
+    click.echo(f"{out}: {convert_idx(images, labels, out, ConvertOptions(name, speakers, utterance))}")
+
+
 @cli.command()
 @click.option(
     "--network",
@@ -273,6 +295,43 @@ def bench(
     from ddnn.bench.step import run_bench
 
     _show(run_bench(networks, device=device, threads=threads, seconds=seconds, precisions=precisions), json_)
+
+
+@cli.command(
+    epilog="""\b
+    Examples:
+      ddnn reproduce table6 --corpus an4
+      ddnn reproduce all --corpus an4 --dry-run"""
+)
+@click.argument("tables", nargs=-1, required=True)
+@click.option("--corpus", default="an4", show_default=True, help="recipes/NAME, or a folder with a reproduce.yaml.")
+@click.option("--out", type=PATH, help="Gets run dirs and logs.  [default: exp/reproduce/CORPUS]")
+@click.option("--records", type=PATH, help="What came of each run, a file each.  [default: OUT/records]")
+@click.option("--report", type=PATH, help="Gets .md and .html, and a folder of plots.  [default: OUT/report]")
+@click.option("--seeds", help="Run only these, by commas.  [default: those of the corpus]")
+@click.option("--workers", help="Run only these sizes, by commas.")
+@click.option("--cores", type=click.IntRange(min=1), help="To share out.  [default: all]")
+@on_device
+@click.option("--dry-run", is_flag=True, help="Say what is missing, run nothing.")
+@click.option("--only-report", is_flag=True, help="Write the report of what there is, run nothing.")
+@click.option("--again", is_flag=True, help="Also what diverged before.")
+@as_json
+def reproduce(
+    tables: tuple[str, ...], seeds: str | None, workers: str | None, json_: bool, **options: Any
+) -> None:  # fmt: skip
+    """Train the tables of arXiv 1507.01239 on a corpus: table1 to table6, figure2, reduce, all.
+
+    What is missing is run; the same call goes on after a break, and runs nothing once all is there.
+    """
+    from ddnn.reproduce import command
+
+    only = {
+        "seeds": None if seeds is None else _sizes(seeds, "--seeds"),
+        "workers": None if workers is None else _sizes(workers, "--workers"),
+    }
+    found = command.reproduce(tables, command.Options(**options, **only), lambda line: click.echo(line, err=True))
+    _show(found, json_)
+    command.check(found)
 
 
 @cli.command(epilog="\b\nExample:\n  ddnn report exp/one exp/four --out exp/compared")

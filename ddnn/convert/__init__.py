@@ -1,0 +1,1 @@
+"""Kaldi data dirs from other formats."""
