@@ -191,10 +191,10 @@ def matrix_products(network: Network, buffers: Buffers, flat: torch.Tensor) -> N
     """The matrix products of one training step, and nothing else."""
     factors = network if buffers.low is None else buffers.low
     gradients, _ = layer_views(network.layers, flat if buffers.low_gradient is None else buffers.low_gradient)
-    for x, weight, out in zip(buffers.inputs(), factors.weights, buffers.outputs, strict=True):
+    for x, weight, out in zip(buffers.inputs(), factors.weights, buffers.padded_outputs, strict=True):
         torch.mm(x, weight.t(), out=out)
     for i in range(len(network.layers) - 1, 0, -1):
-        torch.mm(buffers.derivatives[i], factors.weights[i], out=buffers.derivatives[i - 1])
+        torch.mm(buffers.padded_derivatives[i], factors.weights[i], out=buffers.padded_derivatives[i - 1])
     for x, derivative, out in zip(buffers.inputs(), buffers.derivatives, gradients, strict=True):
         product(derivative.t(), x, out=out)
 

@@ -6,18 +6,20 @@ both against torch.autograd in float64.
 
 In bf16 the parameters stay float32: what is updated, averaged and saved. Each forward pass casts the flat buffer once
 and multiplies with that copy; activations and derivatives are bf16, products are summed in float32, biases are added
-before the product is rounded. docs/algorithms.md says what is in which precision, and why.
+before the product is rounded. docs/algorithms.md says what is in which precision, and why. On a GPU that copy's output
+layer is wider than the network's, by outputs of zero weight that neither loss nor update sees.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ddnn.model.loss_memory import LossMemory
 from ddnn.model.product import product, widens
 
 Precision = Literal["float32", "bf16"]
@@ -109,28 +111,43 @@ class Buffers:
         x: (frames, input_dim) float32, the network's input.
         outputs: per layer (frames, outputs), after the activation; pre-softmax for the last.
         derivatives: per layer (frames, outputs), of the summed loss with respect to the layer's affine output.
+        padded_outputs, padded_derivatives: what the products read and write. The same memory as those two, in bf16 with
+            further columns in the last layer: the derivatives there are 0, the outputs nobody's.
         precision: of `outputs` and `derivatives`.
-        low: in bf16 the network's bf16 copy, as of the last forward pass; else None.
+        low: in bf16 the network's bf16 copy, as of the last forward pass, its last layer padded; else None.
         low_gradient: in bf16 (num_parameters,) bf16, where the device cannot give a product of bf16 matrices in
             float32; else None.
         losses: memory of `ddnn.model.loss`.
+
+    Args:
+        multiple: in bf16 the last layer is padded to a multiple of so many outputs; None: `CUDA_MULTIPLE` on a GPU, 1
+            elsewhere.
     """
 
-    def __init__(self, network: Network, frames: int, precision: Precision = "float32") -> None:
+    def __init__(
+        self, network: Network, frames: int, precision: Precision = "float32", multiple: int | None = None
+    ) -> None:
         new, low = network.parameters.new_empty, precision == "bf16"
+        if multiple is None:
+            multiple = CUDA_MULTIPLE if network.parameters.device.type == "cuda" else 1
+        layers = padded(network.layers, multiple) if low else network.layers
         dtype = torch.bfloat16 if low else network.parameters.dtype
         self.precision = precision
         self.x = new(frames, network.input_dim)
         self._first = new(frames, network.input_dim, dtype=dtype) if low else self.x
-        self.outputs = [new(frames, layer.outputs, dtype=dtype) for layer in network.layers]
-        self.derivatives = [new(frames, layer.outputs, dtype=dtype) for layer in network.layers]
+        self.padded_outputs = [new(frames, layer.outputs, dtype=dtype) for layer in layers]
+        self.padded_derivatives = [torch.zeros_like(y) for y in self.padded_outputs]
+        self.outputs, self.derivatives = (
+            [y[:, : layer.outputs] for y, layer in zip(whole, network.layers, strict=True)]
+            for whole in (self.padded_outputs, self.padded_derivatives)
+        )
         self.low: Network | None = None
         self.low_gradient: Tensor | None = None
         if low:
-            self.low = Network(network.layers, torch.empty_like(network.parameters, dtype=dtype))
+            self.low = Network(layers, new(sum(layer.num_parameters for layer in layers), dtype=dtype).zero_())
             if not widens(network.parameters.device):
-                self.low_gradient = torch.empty_like(self.low.parameters)
-        self.losses = LossMemory(network, frames, low)
+                self.low_gradient = torch.empty_like(network.parameters, dtype=dtype)
+        self.losses = LossMemory(network.parameters, network.output_dim, frames, low)
 
     def of(self, frames: int) -> Buffers:
         """The first `frames` rows of the same memory."""
@@ -141,6 +158,8 @@ class Buffers:
         part.x, part._first = self.x[:frames], self._first[:frames]
         part.outputs = [y[:frames] for y in self.outputs]
         part.derivatives = [d[:frames] for d in self.derivatives]
+        part.padded_outputs = [y[:frames] for y in self.padded_outputs]
+        part.padded_derivatives = [d[:frames] for d in self.padded_derivatives]
         return part
 
     def inputs(self) -> list[Tensor]:
@@ -151,39 +170,28 @@ class Buffers:
         """The network to multiply with: `network`, or its bf16 copy made anew; the input is cast along with it."""
         if self.low is None:
             return network
-        self.low.parameters.copy_(network.parameters)
+        shared = len(network.parameters) - network.output_dim  # up to the last bias, which padding moves
+        self.low.parameters[:shared].copy_(network.parameters[:shared])
+        self.low.biases[-1][: network.output_dim].copy_(network.biases[-1])
         self._first.copy_(self.x)
         return self.low
 
 
-class LossMemory:
-    """What `ddnn.model.loss` needs besides the derivative it fills.
-
-    Attributes:
-        log_posteriors: (frames,) float32, of each frame's label.
-        best: (frames,) int64, the most probable pdf.
-        minus_one: (1, 1) float32.
-        blocks: in bf16 two float32 blocks of (rows, pdfs); else None.
-    """
-
-    def __init__(self, network: Network, frames: int, low: bool) -> None:
-        new, pdfs = network.parameters.new_empty, network.output_dim
-        self.log_posteriors = new(frames)
-        self.best = new(frames, dtype=torch.int64)
-        self.minus_one = network.parameters.new_full((1, 1), -1.0)
-        self.rows = max(1, min(frames, BLOCK_VALUES[network.parameters.device.type == "cuda"] // pdfs))
-        self.blocks = (new(self.rows, pdfs), new(self.rows, pdfs)) if low else None
+CUDA_MULTIPLE = 64
+"""Of the outputs in bf16 on a GPU, whose library wants rows to start at multiples of 16 bytes, which those of 8806 do
+not, and likes 128. Not yet seen on a GPU."""
 
 
-BLOCK_VALUES = (1 << 18, 1 << 22)
-"""Values of the output layer that the loss works on at a time, on a CPU and on a GPU: they stay in its cache."""
+def padded(layers: tuple[Layer, ...], multiple: int) -> tuple[Layer, ...]:
+    """The same layers with the last one's outputs rounded up to a multiple."""
+    *below, last = layers
+    return (*below, replace(last, outputs=-(-last.outputs // multiple) * multiple))
 
 
 def forward(network: Network, buffers: Buffers) -> Tensor:
     """From `buffers.x` through all layers; returns the last layer's output (frames, outputs), before softmax."""
-    network = buffers.take_up(network)
-    y = buffers.inputs()[0]
-    for layer, weight, bias, out in zip(network.layers, network.weights, network.biases, buffers.outputs, strict=True):
+    made, y = buffers.take_up(network), buffers.inputs()[0]
+    for layer, weight, bias, out in zip(made.layers, made.weights, made.biases, buffers.padded_outputs, strict=True):
         y = torch.addmm(bias, y, weight.t(), out=out)
         if layer.activation == "sigmoid":
             y.sigmoid_()
@@ -191,7 +199,7 @@ def forward(network: Network, buffers: Buffers) -> Tensor:
             y.tanh_()
         elif layer.activation == "relu":
             y.relu_()
-    return y
+    return buffers.outputs[-1]
 
 
 def cross_entropy(activations: Tensor, labels: Tensor, derivative: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -218,7 +226,7 @@ def backward(network: Network, buffers: Buffers) -> None:
     for i in range(len(network.layers) - 1, 0, -1):
         below = network.layers[i - 1].activation
         y, d = buffers.outputs[i - 1], buffers.derivatives[i - 1]
-        torch.mm(buffers.derivatives[i], network.weights[i], out=d)
+        torch.mm(buffers.padded_derivatives[i], network.weights[i], out=d)
         if below == "sigmoid":
             torch.ops.aten.sigmoid_backward.grad_input(d, y, grad_input=d)
         elif below == "tanh":
