@@ -1,6 +1,7 @@
 # make demo    the main job on a synthetic corpus: about a minute on 2 cores, after the set-up
 # make test    lint and tests
 # make fuzz    damaged files to every reader, for FUZZ_SECONDS (600) on all cores
+# make check-swbd  recipes/swbd against a synthetic corpus of Switchboard's shape, without training: seconds
 # make bench   the training step against the machine's GEMM limit
 # make soak    200 trainings killed at random moments, gone on with, and compared; 20 in which workers die: half an hour
 # Each sets up what it needs in .venv. PYTHON, VENV, TORCH and PIP_FLAGS can be set on the command line.
@@ -14,7 +15,7 @@ DDNN := $(BIN)/ddnn
 # Several OpenMP threads on GEMMs of this size are slower than one, and the tests run in parallel.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev demo test lint format fuzz bench soak docs clean
+.PHONY: setup setup-dev demo test lint format fuzz bench soak check-swbd docs clean
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
@@ -63,6 +64,9 @@ fuzz: setup-dev
 
 bench: setup
 	$(DDNN) bench
+
+check-swbd: setup
+	$(BIN)/python tests/check_swbd.py
 
 KILLS ?= 200
 DEATHS ?= 20

@@ -1,0 +1,135 @@
+"""recipes/swbd: each recipe is the paper's setting with the one change that it is named after, and all are there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import check_swbd
+import pytest
+from check_swbd import NO_CELLS, RECIPES, Shape, cells, check_recipe, corpus, problems
+
+from ddnn.errors import UserError
+from ddnn.recipe.load import load_recipe
+from ddnn.reproduce.corpus import CorpusPlan, load_corpus_plan
+from ddnn.reproduce.tables import TABLES
+
+SGD = {
+    f"optimizer.{key}": None
+    for key in ("rank_in", "rank_out", "alpha", "num_samples_history", "update_period", "max_change_per_sample",
+                "max_change_mode")
+} | {"optimizer.name": "sgd"}  # fmt: skip
+BMUF = {"parallel.reduce": "bmuf", "parallel.nesterov": True, "parallel.every": 117}
+WARM = {"parallel.start": "one-worker", "parallel.start_minibatches": 100}
+CHANGES: dict[str, dict[str, Any]] = {
+    "base": {},
+    "random": {"init": "random"},
+    **{f"every-{n}": {"parallel.every": n} for n in (1, 5, 20, 50)},
+    "minibatch-256": {"minibatch": 256},
+    "newbob": {"schedule.name": "newbob", "schedule.criterion": "frame-accuracy", "schedule.epochs": 20},
+    "sgd": {**SGD, "schedule.initial": 0.002},
+    "sgd-half": {**SGD, "schedule.initial": 0.001},
+    **{name: {"parallel.reduce": name} for name in ("butterfly", "ring", "hopping-ring", "gradient")},
+    "bmuf": BMUF,
+    "overlap": {"parallel.overlap": True},
+    "wire-16": {"parallel.wire": "bfloat16"},
+    "warm-start": WARM,
+    "closing": {**BMUF, **WARM},
+}
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.name not in (*NO_CELLS, "reproduce.yaml"))
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shape]:
+    """A corpus of Switchboard's shape in the working directory."""
+    with corpus(tmp_path_factory.mktemp("s5c")) as made:
+        yield made
+
+
+def test_paper_s_setting() -> None:
+    recipe = load_recipe(RECIPES / "base.yaml", must_exist=False)
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    assert (recipe.model.hidden_layers, recipe.model.hidden_units, recipe.minibatch) == (6, 2048, 1024)
+    assert (optimizer.name, optimizer.rank_in, optimizer.rank_out, optimizer.update_period) == ("ng-sgd", 30, 60, 4)
+    assert (optimizer.num_samples_history, optimizer.alpha) == (2000.0, 4.0)
+    assert (optimizer.max_change_per_sample, optimizer.max_change_mode) == (0.075, "before-rate")
+    assert (schedule.name, schedule.initial, schedule.final, schedule.epochs) == ("exponential", 0.32, None, 15)
+    assert (recipe.init, recipe.pretrain.hours, recipe.pretrain.passes) == ("rbm", 100.0, None)
+    assert (recipe.parallel.reduce, recipe.parallel.every, recipe.data.splice) == ("all-reduce", 10, 5)
+    assert recipe.parallel.scale_learning_rate is None  # multiplied by the workers, but for bmuf
+    assert recipe.data.cv.fraction == 0.1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cell_is_the_base_with_one_change(name: str) -> None:
+    setting, _, workers = name.rpartition("-")
+    changes = {**CHANGES[setting], "parallel.workers": int(workers)}
+    overrides = [f"{key}={'null' if value is None else value}" for key, value in changes.items()]
+    expected = load_recipe(RECIPES / "base.yaml", overrides, must_exist=False)
+    assert load_recipe(RECIPES / f"{name}.yaml", must_exist=False).model_dump() == expected.model_dump()
+
+
+def test_stack_is_that_of_the_base() -> None:
+    base, rbm = (load_recipe(RECIPES / name, must_exist=False) for name in NO_CELLS)
+    assert rbm.model_dump() == base.model_dump()
+
+
+def test_all_cells_are_there_and_no_more(shape: Shape) -> None:
+    assert sorted(f"{setting}-{workers}" for setting, workers in cells(load_corpus_plan(RECIPES))) == NAMES
+
+
+@pytest.mark.parametrize("name", ["base-32", "sgd-16", "gradient-8", "closing-2", "newbob-1"])
+def test_check_passes_on_a_recipe(shape: Shape, name: str) -> None:
+    line = check_recipe(RECIPES / f"{name}.yaml", shape)
+    assert line.startswith(f"{name}.yaml: 440-6x2048-8806 (39,928,422 parameters), rbm, ")
+    assert f"{name.rpartition('-')[2]} worker" in line
+
+
+def test_check_names_the_file_of_each_problem(
+    shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check_swbd, "cells", lambda plan: [("base", 1), ("base", 2), ("sgd", 1), ("sgd", 16)])
+    for name in ("base.yaml", "rbm.yaml", "reproduce.yaml", "base-1.yaml", "base-2.yaml", "sgd-1.yaml"):
+        shutil.copy(RECIPES / name, tmp_path)
+    (tmp_path / "base-2.yaml").write_text("include: base.yaml\nparallel: {workers: 3}\n")
+    (tmp_path / "sgd-1.yaml").write_text("include: base-1.yaml\noptimizer: {nam: sgd}\n")
+    (tmp_path / "wide-1.yaml").write_text("include: base-1.yaml\ndata: {splice: 7}\n")
+    found = problems(tmp_path, shape)
+    said = "\n".join(found)
+    assert len(found) == 5, said
+    assert "parallel.workers: 3 found, expected 2" in said and str(tmp_path / "base-2.yaml") in said
+    assert "optimizer.nam: unknown key" in said and str(tmp_path / "sgd-1.yaml") in said
+    assert "network: (600, 2048" in said and str(tmp_path / "wide-1.yaml") in said
+    assert f"the tables ask for it and it is not there\n  where: {tmp_path / 'sgd-16.yaml'}" in said
+    assert f"no table asks for it\n  where: {tmp_path / 'wide-1.yaml'}" in said
+    assert "base-1.yaml: 440-6x2048-8806" in capsys.readouterr().out
+
+
+def test_too_many_workers_for_a_corpus_are_a_problem(shape: Shape, tmp_path: Path) -> None:
+    path = tmp_path / "base-500.yaml"
+    path.write_text(f"include: {RECIPES / 'base.yaml'}\nparallel: {{workers: 500}}\n")
+    with pytest.raises(UserError, match=r"training: a worker has .* frames, expected 1024 or more"):
+        check_recipe(path, shape)
+
+
+def test_plan_of_the_corpus(shape: Shape) -> None:
+    plan: CorpusPlan = load_corpus_plan(RECIPES)
+    assert (plan.workers, plan.many, plan.stack) == ((1, 2, 4, 8, 16, 32), 16, "rbm.yaml")
+    assert [(test.name, test.graphs) for test in plan.tests] == [("eval2000", {})]
+
+
+def test_readme_has_the_paper_s_numbers() -> None:
+    rows = {
+        match[1]: [cell.strip() for cell in match[2].split("|")]
+        for line in (RECIPES / "README.md").read_text().splitlines()
+        if (match := re.match(r"\| `([a-z0-9-]+)\.yaml` \|(.*)\|$", line))
+    }
+    for table in TABLES.values():
+        for (setting, workers), rates in table.paper.items():
+            name = f"{setting.replace('minibatch-1024', 'base')}-{workers}"
+            assert rows[name][1:3] == [f"{rates['SWB']:.1f}", f"{rates['CH']:.1f}"], name
+            if "SWB01" in rates:
+                assert rows[name][3:6] == [f"{rates[key]:.1f}" for key in ("SWB01", "SWB2P3", "SWBCELL")], name
