@@ -6,6 +6,7 @@ from functools import cache
 
 from fuzz.child import Target
 from fuzz.targets_checkpoints import checkpoint_targets
+from fuzz.targets_convert import convert_targets
 from fuzz.targets_kaldi import kaldi_targets
 from fuzz.targets_models import model_targets
 from fuzz.targets_runs import run_targets
@@ -23,6 +24,7 @@ def all_targets() -> tuple[Target, ...]:
         *run_targets(),
         *model_targets(),
         *checkpoint_targets(),
+        *convert_targets(),
     )
     assert len({target.name for target in found}) == len(found)
     return found
