@@ -21,7 +21,13 @@ from torch import Tensor
 
 from ddnn.model.network import Buffers, Layer, Network, layer_views
 from ddnn.model.product import product
-from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas, max_change_factor
+from ddnn.optim.natural_gradient import (
+    MaxChangeMode,
+    NaturalGradient,
+    NaturalGradientOptions,
+    gammas,
+    max_change_factor,
+)
 from ddnn.recipe.schema import Optimizer as OptimizerRecipe
 
 ALIGNMENT = 16
@@ -41,7 +47,7 @@ class NaturalGradientDirection:
             return NaturalGradient(dim, options, network.parameters.device)
 
         self.max_change = recipe.max_change_per_sample
-        self.mode = recipe.max_change_mode
+        self.mode: MaxChangeMode = "before-rate" if recipe.max_change_mode == "before-rate" else "exact"
         self.inputs = [preconditioner(layer.inputs + 1, recipe.rank_in) for layer in network.layers]
         self.outputs = [preconditioner(layer.outputs, recipe.rank_out) for layer in network.layers]
         self._work = _Work(network.layers, network.parameters, frames=0)

@@ -11,7 +11,8 @@ from ddnn.optim.ng_sgd import NaturalGradientDirection
 from ddnn.recipe.schema import Optimizer as OptimizerRecipe
 
 Direction = Callable[[Network, Buffers, float, Tensor], Tensor]
-"""Network, buffers after the backward pass, rate, flat buffer to fill -> that buffer: what a step goes along."""
+"""Network, buffers after the backward pass, rate of one worker, flat buffer to fill -> that buffer: what a step goes
+along."""
 
 
 class Sgd:
@@ -25,6 +26,8 @@ class Sgd:
     Attributes:
         gradient: g, (num_parameters,), of the last minibatch.
         correction: c, (num_parameters,); the gradient itself where momentum is 0.
+        shared_by: workers whose rates are multiplied by their number. NG-SGD limits its step as it is at the rate of
+            one: each worker may go so many times as far, since the mean over the workers does not.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Sgd:
         self.direction = direction or plain_gradient
         self.momentum = momentum
         self.l2 = l2
+        self.shared_by = 1
         self.gradient = network.parameters.new_zeros(network.parameters.shape)
         self.correction = self.gradient.clone() if momentum else self.gradient
 
@@ -49,7 +53,7 @@ class Sgd:
         Args:
             average: what workers that average gradients do with theirs before it is applied, in place.
         """
-        self.direction(network, buffers, rate, self.gradient)
+        self.direction(network, buffers, rate / self.shared_by, self.gradient)
         if average is not None:
             average(self.gradient)
         self.apply(network, rate, frames=len(buffers.x))

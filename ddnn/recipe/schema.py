@@ -105,9 +105,11 @@ class Optimizer(Section):
     """NG-SGD: minibatches between two updates of the Fisher matrices, once the first 10 have been made."""
     max_change_per_sample: NotNegative = 0.075
     """NG-SGD: a step that would change a layer by more than this per frame is shortened. 0: never."""
-    max_change_mode: Literal["exact", "before-rate"] = "exact"
-    """NG-SGD: `exact` limits the step itself; `before-rate` limits it before it is multiplied by the rate, as the code
-    behind arXiv 1507.01239 did: there rates of 0.32 and more work only so."""
+    max_change_mode: Literal["exact", "each-worker", "before-rate"] = "exact"
+    """NG-SGD: `exact` limits the step that the model makes: where rates are multiplied by the workers, each of them may
+    go as many times as far, since their mean does not. `each-worker` limits the step of every worker (nnet2), which
+    slows down many. `before-rate` limits it before it is multiplied by the rate, as the code behind arXiv 1507.01239
+    did: there rates of 0.32 and more work only so."""
 
 
 class Schedule(Section):

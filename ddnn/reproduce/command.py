@@ -96,7 +96,7 @@ def reproduce(names: tuple[str, ...], options: Options, say: Callable[[str], Non
     folder = find_corpus(options.corpus)
     plan = load_corpus_plan(folder)
     out = options.out or Path("exp", "reproduce", folder.name)
-    place = Place(out.absolute(), (options.records or out / "records").absolute())
+    place = Place(out, options.records or out / "records")
     runs = plan_runs(plan, folder, tables)
     records = read_records(place.records)
     wanted = [run for run in runs if _is_wanted(run, options)]

@@ -99,12 +99,19 @@ _TABLES = (
         "How many workers",
         (
             BASE,
+            Setting("each-worker", "the same, each worker's step limited by itself", beyond=True),
             Setting("warm-start", "the same, after 100 minibatches on one worker", beyond=True),
             Setting("closing", "the setting that closes the loss", beyond=True),
         ),
         "every size",
         (
             Contrast("one worker is better than many: averaging costs accuracy", ("base", "one"), ("base", "many")),
+            Contrast(
+                "limiting the step of the averaged model is better than limiting each worker's, on many",
+                ("base", "many"),
+                ("each-worker", "many"),
+                published=False,
+            ),
             Contrast(
                 "the setting that closes the loss is better than the paper's, on many workers",
                 ("closing", "many"),

@@ -182,6 +182,8 @@ def _prepare(session: Session) -> Setup:
     run.write_counts(data.source.pdf_counts())
     optimizer = make_optimizer(recipe.optimizer, model.network)
     averaging = Averaging(exchange, recipe.parallel, model.network.parameters, optimizer, recipe.minibatch)
+    if recipe.optimizer.max_change_mode != "each-worker":
+        optimizer.shared_by = averaging.rate_scale
     averaging.share()
     return Setup(
         model=model,

@@ -200,6 +200,7 @@ def warm_start(setup: Setup, buffers: Buffers, run: RunDir) -> None:
         by_itself = no_averaging(setup.model.network.parameters, setup.optimizer, setup.minibatch)
         setup = replace(setup, averaging=by_itself)
     rate = setup.schedule.rate * (1 if one else averaging.rate_scale)
+    limit, setup.optimizer.shared_by = setup.optimizer.shared_by, 1 if one else setup.optimizer.shared_by
     tally, last = (Tally(setup.model.network.parameters.device) for _ in range(2))
     if not one or averaging.exchange.rank == 0:
         passes = (
@@ -215,6 +216,7 @@ def warm_start(setup: Setup, buffers: Buffers, run: RunDir) -> None:
             if not averaging.of_gradients:
                 averaging.mean_now()
             tally.take_over(last)
+    setup.optimizer.shared_by = limit
     averaging.share()
     trained = (last if one else tally).over_workers(averaging.exchange)
     _check_finite("warm start's", trained, 0, rate)
@@ -224,7 +226,8 @@ def warm_start(setup: Setup, buffers: Buffers, run: RunDir) -> None:
 def _check_finite(split: str, so_far: Evaluation, epoch: int, rate: float) -> None:
     if not math.isfinite(so_far.loss):
         raise UserError(
-            f"{DIVERGED}: the {split} loss is {so_far.loss} after {so_far.frames} frames of epoch {epoch} at rate {rate:g}",
+            f"{DIVERGED}: the {split} loss is {so_far.loss} after {so_far.frames} frames of epoch {epoch} "
+            f"at rate {rate:g}",
             mend="look for huge values in the features; else lower schedule.initial: the rate multiplies the gradient "
             "SUMMED over a minibatch",
         )

@@ -1,0 +1,44 @@
+"""A corpus of toys with a reproduce.yaml: two settings, sizes 1 and 2, trained in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_graph_dir
+
+from ddnn.reproduce.tables import BASE, Contrast, Setting, Table
+
+TOY = Table(
+    "toy",
+    "Toys",
+    (Setting("sgd", "SGD"), BASE, Setting("further", "not there", beyond=True)),
+    "one and many",
+    (Contrast("NG-SGD is better", ("base", "one"), ("sgd", "one")),),
+    {("base", 1): {"SWB": 14.7}},
+)
+
+
+def write_corpus(root: Path, *, graphs: bool = True, init: str = "rbm", rate: float = 0.01) -> Path:
+    """A corpus in `root`; returns the folder with its reproduce.yaml."""
+    features, labels = labelled_utterances()
+    write_data_dir(root / "data", features)
+    write_ali_dir(root / "ali", labels)
+    write_graph_dir(root / "graph")
+    (root / "data" / "text").write_text("".join(f"{name} a b\n" for name in sorted(features)))
+    folder = root / "recipes" / "toy"
+    (folder / "tables").mkdir(parents=True)
+    pretrain = "pretrain: {passes: [1]}\n" if init == "rbm" else ""
+    (folder / "tables" / "base.yaml").write_text(
+        f"data: {{train: {root}/data, alignments: {root}/ali, splice: 1}}\ninit: {init}\n{pretrain}"
+        "model: {hidden_layers: 1, hidden_units: 4}\nminibatch: 32\nprecision: float32\n"
+        f"optimizer: {{name: ng-sgd, rank_in: 2, rank_out: 2}}\n"
+        f"schedule: {{name: exponential, epochs: 2, initial: {rate:g}}}\nparallel: {{every: 2}}\n"
+    )
+    sgd = "include: base.yaml\noptimizer: {name: sgd, rank_in: null, rank_out: null}\n"
+    (folder / "tables" / "sgd.yaml").write_text(sgd)
+    decoding = f"    text: {root}/data/text\n    model: {root}/ali/final.mdl\n    graphs: {{loop: {root}/graph}}\n"
+    (folder / "reproduce.yaml").write_text(
+        f"name: Toy\nseeds: [1, 2]\nworkers: [1, 2]\nmany: 2\ntests:\n  - name: test\n    data: {root}/data\n"
+        f"    alignments: {root}/ali\n{decoding if graphs else ''}"
+    )
+    return folder

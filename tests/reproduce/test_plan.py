@@ -1,0 +1,136 @@
+"""Which runs a table needs: each once, under a name that a changed recipe changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from reproduce.small import TOY, write_corpus
+
+from ddnn.errors import DataError, RecipeError, UserError
+from ddnn.reproduce.corpus import find_corpus, load_corpus_plan
+from ddnn.reproduce.plan import Run, missing, plan_runs
+from ddnn.reproduce.records import Record, read_records, write_record
+from ddnn.reproduce.tables import TABLES, chosen, sizes
+
+
+def runs_of(folder: Path) -> list[Run]:
+    return plan_runs(load_corpus_plan(folder), folder, [TOY])
+
+
+def test_each_run_once_and_seed_by_seed(tmp_path: Path) -> None:
+    runs = runs_of(write_corpus(tmp_path))
+    assert [run.name for run in runs] == [
+        *("sgd-1-1", "sgd-2-1", "base-1-1", "base-2-1"),
+        *("sgd-1-2", "sgd-2-2", "base-1-2", "base-2-2"),
+    ]
+    assert all(run.stack for run in runs) and len({run.digest for run in runs}) == 8
+
+
+def test_a_setting_that_is_another_shares_its_runs(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path)
+    (folder / "reproduce.yaml").write_text((folder / "reproduce.yaml").read_text() + "same: {sgd: base}\n")
+    assert [run.name for run in runs_of(folder)] == ["base-1-1", "base-2-1", "base-1-2", "base-2-2"]
+
+
+def test_a_changed_recipe_is_another_run_but_a_moved_corpus_is_not(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "a")
+    before = runs_of(folder)
+    records = {run.name: Record(setting=run.setting, workers=run.workers, seed=run.seed, recipe=run.digest)
+               for run in before}  # fmt: skip
+    assert missing(before, records) == []
+    assert [run.digest for run in runs_of(write_corpus(tmp_path / "b"))] == [run.digest for run in before]
+    base = folder / "tables" / "base.yaml"
+    base.write_text(base.read_text() + "checkpoint: {keep: 3}\n")
+    assert missing(runs_of(folder), records) == []
+    base.write_text(base.read_text().replace("epochs: 2", "epochs: 3"))
+    assert len(missing(runs_of(folder), records)) == 8
+
+
+def test_the_stack_counts_as_part_of_the_recipe(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path)
+    text = (folder / "tables" / "base.yaml").read_text()
+    (folder / "tables" / "stack.yaml").write_text(text)
+    plan = (folder / "reproduce.yaml").read_text()
+    (folder / "reproduce.yaml").write_text(plan + "stack: tables/stack.yaml\n")
+    before = [run.digest for run in runs_of(folder)]
+    (folder / "tables" / "stack.yaml").write_text(text.replace("passes: [1]", "passes: [2]"))
+    assert not set(before) & {run.digest for run in runs_of(folder)}
+
+
+def test_records_outlive_their_run_dirs(tmp_path: Path) -> None:
+    record = Record(setting="base", workers=2, seed=1, recipe="x", failed="it diverged")
+    write_record(tmp_path / "records", record)
+    assert read_records(tmp_path / "records") == {"base-2-1": record}
+    assert read_records(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{", '{"setting": 1}', "\xff", '{"setting":"a","workers":0}'])
+def test_a_damaged_record_is_named(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "base-1-1.json").write_bytes(damage.encode("latin-1"))
+    with pytest.raises(DataError, match=r"base-1-1\.json"):
+        read_records(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("workers: [2, 4]\nmany: 2", "with 1 and 2"),
+        ("workers: [1, 4]\nmany: 2", "rising sizes"),
+        ("workers: []\nmany: 2", "rising sizes"),
+        ("workers: [1, 2]\nmany: 2\nfurther: 3", "further"),
+        ("workers: [1, 2]\nmany: 2\nname: 7", "name"),
+        ("workers: [1, 2]\nmany: !!python/object:os.system x", "no YAML"),
+        ("[" * 3000, "no YAML"),
+    ],
+)
+def test_what_is_wrong_with_a_corpus_is_said(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "reproduce.yaml").write_text("" if line.startswith("[") else "name: Toy\ntests: []\n")
+    with (tmp_path / "reproduce.yaml").open("a") as handle:
+        handle.write(line.replace("name: 7", "seeds: [-1]") if "name: 7" in line else line)
+    with pytest.raises(DataError, match=said if "name: 7" not in line else "seeds"):
+        load_corpus_plan(tmp_path)
+
+
+def test_a_setting_without_a_recipe_is_named(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path)
+    (folder / "tables" / "sgd.yaml").unlink()
+    with pytest.raises(UserError, match="the setting sgd has no recipe"):
+        runs_of(folder)
+
+
+def test_a_recipe_whose_data_are_missing_is_refused(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path)
+    (tmp_path / "ali" / "final.mdl").unlink()
+    with pytest.raises(DataError, match=r"final\.mdl"):
+        load_corpus_plan(folder)
+    (folder / "tables" / "sgd.yaml").write_text("include: base.yaml\nminibatchh: 3\n")
+    plan = (folder / "reproduce.yaml").read_text()
+    (folder / "reproduce.yaml").write_text(plan[: plan.index("    text:")])
+    with pytest.raises(RecipeError, match="minibatchh"):
+        runs_of(folder)
+
+
+def test_corpora_are_found_by_name_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_corpus(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert find_corpus("toy").resolve() == folder == find_corpus(str(folder))
+    with pytest.raises(UserError, match="no corpus 'other'"):
+        find_corpus("other")
+
+
+def test_tables_are_chosen_by_name() -> None:
+    assert [table.name for table in chosen(("table6", "table2", "table6"))] == ["table6", "table2"]
+    assert chosen(("all",)) == tuple(TABLES.values())
+    with pytest.raises(UserError, match="no table 'table7'"):
+        chosen(("table7",))
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=lambda table: str(table.name))
+def test_contrasts_and_the_papers_numbers_belong_to_rows(table: object) -> None:
+    assert hasattr(table, "settings")
+    names = {setting.name for setting in table.settings}
+    assert {setting for setting, _ in table.paper} <= names
+    for contrast in table.contrasts:
+        assert {contrast.better[0], contrast.worse[0]} <= names
+    assert sizes(table, (1, 2, 4), 4) == {"every size": (1, 2, 4), "one and many": (1, 4), "many": (4,)}[table.columns]

@@ -1,0 +1,119 @@
+"""Runs are made once, go on after a break, and end in records; a diverged one is a result."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from reproduce.small import TOY, write_corpus
+
+from ddnn.recipe.load import load_recipe
+from ddnn.reproduce.children import Children
+from ddnn.reproduce.corpus import load_corpus_plan
+from ddnn.reproduce.plan import digest, missing, plan_runs
+from ddnn.reproduce.records import Record, read_records
+from ddnn.reproduce.run import Place, Workshop
+from ddnn.reproduce.slots import Slots
+
+
+def make(folder: Path, out: Path, sizes: tuple[int, ...] = (1, 2), seeds: tuple[int, ...] = (1,)) -> list[str]:
+    """Makes what is missing; the names of the runs that were made, and the problems."""
+    plan = load_corpus_plan(folder)
+    place = Place(out, out / "records")
+    runs = [run for run in plan_runs(plan, folder, [TOY]) if run.workers in sizes and run.seed in seeds]
+    todo = missing(runs, read_records(place.records))
+    shop = Workshop(plan, folder, digest(load_recipe(folder / plan.stack)), place, "cpu", 2, lambda line: None)
+    return [*(run.name for run in todo), *shop.make(todo)]
+
+
+def test_runs_are_made_judged_and_recorded_once(tmp_path: Path) -> None:
+    pytest.importorskip("kaldi_decoder")
+    folder, out = write_corpus(tmp_path / "a b"), tmp_path / "out"
+    assert make(folder, out) == ["sgd-1-1", "sgd-2-1", "base-1-1", "base-2-1"]
+    assert make(folder, out) == []
+    records = read_records(out / "records")
+    assert len(list((out / "stacks").iterdir())) == 1
+    for name, record in records.items():
+        assert record.failed is None and record.epochs == 2 and len(record.cv_by_epoch) == 2
+        assert record.cv is not None and record.cv == record.cv_by_epoch[-1]
+        assert record.tests["test"].frame_accuracy > 0.3
+        words = record.wers["test loop"]
+        assert sum(words.words) == 24 and words.wer == pytest.approx(100 * sum(words.errors) / 24)
+        assert record.time is not None and (record.time.bytes_sent or 0) > 0 if "-2-" in name else record.time
+        assert record.measured is not None and record.measured.strategy == "all-reduce"
+        assert record.command.startswith("ddnn train ") and str(folder) in record.command
+    assert not list(out.glob("runs/*/decode-*"))
+
+
+def test_what_was_trained_before_a_break_is_only_judged(tmp_path: Path) -> None:
+    folder, out = write_corpus(tmp_path, graphs=False, init="random"), tmp_path / "out"
+    assert make(folder, out, sizes=(1,)) == ["sgd-1-1", "base-1-1"]
+    (out / "records" / "base-1-1.json").unlink()
+    run_dir = next((out / "runs").glob("base-1-1-*"))
+    before = (run_dir / "final.safetensors").stat()
+    assert make(folder, out, sizes=(1,)) == ["base-1-1"]
+    assert (run_dir / "final.safetensors").stat().st_ino == before.st_ino
+    assert (run_dir / "decode-test" / "loglikes.scp").exists()  # for Kaldi, where there is no graph
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_that_diverges_is_a_result(tmp_path: Path, size: int) -> None:
+    folder, out = write_corpus(tmp_path, init="random", rate=1e38), tmp_path / "out"
+    assert make(folder, out, sizes=(size,)) == [f"sgd-{size}-1", f"base-{size}-1"]
+    record = read_records(out / "records")[f"sgd-{size}-1"]
+    assert record.failed is not None and "diverged" in record.failed and record.cv is None
+    assert make(folder, out, sizes=(size,)) == []
+
+
+def test_a_failure_that_is_none_of_the_training_leaves_no_record(tmp_path: Path) -> None:
+    folder, out = write_corpus(tmp_path, init="random"), tmp_path / "out"
+    plan = load_corpus_plan(folder)
+    runs = [run for run in plan_runs(plan, folder, [TOY]) if run.name == "sgd-1-1"]
+    (tmp_path / "data" / "feats.ark").write_bytes(b"")
+    place = Place(out, out / "records")
+    problems = Workshop(plan, folder, "", place, "cpu", 1, lambda line: None).make(runs)
+    assert len(problems) == 1 and "sgd-1-1.txt" in problems[0] and "exit code 2" in problems[0]
+    assert read_records(place.records) == {}
+
+
+def test_cores_are_shared_out_in_order() -> None:
+    slots, began, at_once, most = Slots(2), [], 0, 0
+    lock = threading.Lock()
+
+    def work(name: str, cores: int) -> None:
+        nonlocal at_once, most
+        with slots.taken(cores):
+            with lock:
+                began.append(name)
+                at_once += min(cores, 2)
+                most = max(most, at_once)
+            time.sleep(0.02)
+            with lock:
+                at_once -= min(cores, 2)
+
+    threads = []
+    for name, cores in (("a", 1), ("b", 16), ("c", 1), ("d", 1)):
+        threads.append(threading.Thread(target=work, args=(name, cores)))
+        threads[-1].start()
+        time.sleep(0.005)
+    for thread in threads:
+        thread.join()
+    assert most <= 2 and began[:2] == ["a", "b"] and sorted(began) == ["a", "b", "c", "d"]
+
+
+def test_children_are_told_to_stop(tmp_path: Path) -> None:
+    children, ended = Children(), []
+    thread = threading.Thread(target=lambda: ended.append(children.run(["status", "--help"], tmp_path / "a" / "log")))
+    thread.start()
+    thread.join()
+    assert ended[0][0] == 0 and "Usage" in ended[0][1]
+    children.stop()
+    assert children.run(["--version"], tmp_path / "log")[0] != 0
+
+
+def test_a_record_says_what_came_out() -> None:
+    from ddnn.reproduce.run import summary
+
+    assert summary(Record(setting="a", workers=1, seed=1, recipe="", failed="the training diverged")).endswith("diverged")
