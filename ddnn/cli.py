@@ -273,7 +273,7 @@ def idx(images: Path, labels: Path, out: Path, name: str, speakers: int, utteran
     "precisions",
     type=click.Choice(["float32", "bf16"]),
     multiple=True,
-    help="Of one worker's products; repeatable.  [default: float32, and bf16 where precision: auto would take it]",
+    help="Of the products; repeatable.  [default: float32, and of one worker bf16 where precision: auto would take it]",
 )
 @click.option("--seconds", type=float, default=20.0, show_default=True, help="Time for each network.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, help="Measure so many that average against one.")
@@ -290,7 +290,7 @@ def bench(
         from ddnn.bench.workers import run_bench_workers
 
         options = {"workers": workers, "reduce": reduce, "every": every, "overlap": overlap, "threads": threads}
-        run_bench_workers(networks, options, device, seconds, json_, show=lambda result: _show(result, json_))
+        run_bench_workers(networks, options, device, seconds, precisions, json_, lambda result: _show(result, json_))
         return
     from ddnn.bench.step import run_bench
 

@@ -21,7 +21,7 @@ from ddnn.bench.step import NETWORKS, RATE, ROUNDS, WARM_UP, Shape, cpu_name, ra
 from ddnn.data.minibatches import shuffled_minibatches
 from ddnn.device import choose_device
 from ddnn.errors import UserError
-from ddnn.model.network import Buffers
+from ddnn.model.network import Buffers, Precision
 from ddnn.optim.sgd import make_optimizer
 from ddnn.parallel.exchange import Exchange
 from ddnn.recipe.schema import Optimizer, Parallel
@@ -45,6 +45,7 @@ class WorkersBench:
     machine: dict[str, str]
     network: str
     optimizer: str
+    precision: Precision
     workers: int
     reduce: str
     every: int
@@ -63,8 +64,8 @@ class WorkersBench:
         """A few lines."""
         return (
             f"{', '.join(f'{k} {v}' for k, v in self.machine.items())}\n"
-            f"{self.network} {self.optimizer}, {self.workers} workers, {self.reduce} every {self.every}: "
-            f"{self.together:.0f} frames/s, one alone {self.alone:.0f}: {self.speed_up:.2f} times "
+            f"{self.network} {self.optimizer} {self.precision}, {self.workers} workers, {self.reduce} "
+            f"every {self.every}: {self.together:.0f} frames/s, one alone {self.alone:.0f}: {self.speed_up:.2f} times "
             f"({self.spread[0]:.2f} .. {self.spread[1]:.2f})\n"
             f"communication {100 * self.communication_share:.1f} %, waiting for the slowest "
             f"{100 * self.waiting_share:.1f} % of the workers' time"
@@ -76,13 +77,16 @@ def run_bench_workers(
     options: Mapping[str, Any],
     device: str,
     seconds: float,
+    precisions: Sequence[Precision],
     json_: bool,
     show: Callable[[WorkersBench], None],
 ) -> None:
-    """Starts the workers and shows what each network reached.
+    """Starts the workers and shows what each network reached in each precision.
 
     Args:
         options: keys of `parallel`, as a recipe gives them.
+        seconds: for each of them.
+        precisions: to measure; if none is given, float32.
 
     Raises:
         UserError: one of them is out of range.
@@ -96,10 +100,11 @@ def run_bench_workers(
     arguments += ["--reduce", parallel.reduce, "--every", str(parallel.every), "--threads", str(parallel.threads)]
     arguments += ["--overlap"] * parallel.overlap + ["--json"] * json_
     arguments += [word for network in networks for word in ("--network", network)]
+    arguments += [word for precision in precisions for word in ("--precision", precision)]
 
     def work(exchange: Exchange) -> None:
-        for network in networks:
-            result = bench_workers(exchange, network, parallel, device, seconds)
+        for network, precision in itertools.product(networks, precisions or ("float32",)):
+            result = bench_workers(exchange, network, parallel, device, seconds, precision)
             if exchange.rank == 0:
                 show(result)
 
@@ -107,7 +112,12 @@ def run_bench_workers(
 
 
 def bench_workers(
-    exchange: Exchange, network: str, options: Parallel, device: str = "auto", seconds: float = 20.0
+    exchange: Exchange,
+    network: str,
+    options: Parallel,
+    device: str = "auto",
+    seconds: float = 20.0,
+    precision: Precision = "float32",
 ) -> WorkersBench:
     """Measures for about `seconds`. Collective; the same figures on every worker."""
     logging.getLogger("ddnn").setLevel(logging.WARNING)
@@ -115,7 +125,7 @@ def bench_workers(
     shape = NETWORKS[network]
     setup = random_setup(shape, on)
     optimizer = make_optimizer(Optimizer(name="ng-sgd"), setup.model.network)
-    setup = replace(setup, optimizer=optimizer)
+    setup = replace(setup, optimizer=optimizer, precision=precision)
     parameters = setup.model.network.parameters
     by_itself = replace(setup, averaging=no_averaging(parameters, optimizer, shape.minibatch))
     with_others = replace(setup, averaging=Averaging(exchange, options, parameters, optimizer, shape.minibatch))
@@ -140,6 +150,7 @@ def bench_workers(
         machine={"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "device": str(on), "torch": torch.__version__},
         network=network,
         optimizer="ng-sgd",
+        precision=precision,
         workers=exchange.size,
         reduce=options.reduce + (" overlapped" if options.overlap else ""),
         every=options.every,
@@ -156,7 +167,7 @@ class _Steps:
     """Trains on minibatches of random frames, over and over."""
 
     def __init__(self, shape: Shape, setup: Setup) -> None:
-        self.buffers = Buffers(setup.model.network, shape.minibatch)
+        self.buffers = Buffers(setup.model.network, shape.minibatch, setup.precision)
         self.rows = itertools.cycle(shuffled_minibatches(setup.train, shape.minibatch, seed=1, epoch=1))
 
     def seconds(self, setup: Setup, minibatches: int) -> float:

@@ -18,10 +18,11 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
 
 def test_two_workers_against_one() -> None:
     need_mpi()
-    done = bench("--workers", "2", "--every", "2", "--reduce", "ring", "--json")
+    done = bench("--workers", "2", "--every", "2", "--reduce", "ring", "--precision", "bf16", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["workers"], found["reduce"], found["every"], found["network"]) == (2, "ring", 2, "an4")
+    assert found["precision"] == "bf16"
     assert found["spread"][0] <= found["speed_up"] <= found["spread"][1]
     assert 0.0 < found["communication_share"] < 1.0
 
@@ -37,4 +38,5 @@ def test_the_last_exchange_of_a_round_is_waited_for() -> None:
     need_mpi()
     done = bench("--workers", "3", "--every", "1", "--overlap", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["reduce"] == "all-reduce overlapped"
+    found = json.loads(done.stdout)
+    assert (found["reduce"], found["precision"]) == ("all-reduce overlapped", "float32")

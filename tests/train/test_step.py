@@ -22,7 +22,7 @@ from ddnn.data.streaming import Stream
 from ddnn.data.transform import InputTransform, gather, labels_of, plain_splice
 from ddnn.model.acoustic import AcousticModel
 from ddnn.model.initialise import initialise_randomly
-from ddnn.model.network import Buffers, Network, hidden_stack
+from ddnn.model.network import Buffers, Network, Precision, hidden_stack
 from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.optim.schedule import make_schedule
 from ddnn.optim.sgd import Sgd, make_optimizer
@@ -59,7 +59,7 @@ def make_setup(kind: Kind = "sgd", device: torch.device = CPU, frames: int = 900
 
 
 def plain_step(setup: Setup) -> Step:
-    buffers = Buffers(setup.model.network, MINIBATCH)
+    buffers = Buffers(setup.model.network, MINIBATCH, setup.precision, multiple=64)
     return lambda inputs, rate: train_minibatch(setup, buffers, inputs[0], rate)
 
 
@@ -265,10 +265,10 @@ def run_steps(setup: Setup, step: Step, minibatches: int) -> None:
     assert waits.found == []
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_no_step_of_sgd_waits_for_the_device(device: str) -> None:
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "float32"), ("cpu", "bf16"), ("meta", "float32")])
+def test_no_step_of_sgd_waits_for_the_device(device: str, precision: Precision) -> None:
     """`meta` has no values to wait for, and no copy to the host: what asks for either fails."""
-    setup = make_setup(device=torch.device(device))
+    setup = replace(make_setup(device=torch.device(device)), precision=precision)
     run_steps(setup, plain_step(setup), 50)
 
 
