@@ -13,6 +13,8 @@ from ddnn.reproduce.tables import Setting, Table, sizes
 
 NONE = "-"
 """Where there is no figure."""
+BEYOND = " †"
+"""Behind what is not in the paper."""
 
 
 @dataclass(frozen=True)
@@ -146,3 +148,23 @@ def spread(values: Sequence[float]) -> str:
 def counted(number: int, what: str) -> str:
     """A number with its noun: 1 worker, 2 workers."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def marked(setting: Setting) -> str:
+    """Its label, with a dagger where it is beyond the paper."""
+    return setting.label + (BEYOND if setting.beyond else "")
+
+
+def figure(value: float | None) -> str:
+    """With two digits."""
+    return NONE if value is None else f"{value:.2f}"
+
+
+def signed(value: float | None) -> str:
+    """With two digits and its sign."""
+    return NONE if value is None else f"{value:+.2f}"
+
+
+def mean(values: Sequence[float], digits: int) -> str:
+    """Mean alone."""
+    return f"{fmean(values):.{digits}f}" if values else NONE

@@ -75,7 +75,7 @@ def _markdown(block: Block, folder: str) -> str:
         return "\n".join(f"- {_line(item)}" for item in block.items)
     if isinstance(block, Code):
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", block.text)), default=0))
-        return f"{fence}\n{_printable(block.text, '\n')}\n{fence}"
+        return "\n".join((fence, _printable(block.text, "\n"), fence))
     if isinstance(block, Grid):
         rule = ("---:" if side == "r" else "---" for side in block.align)
         rows = [map(_inline, block.header), rule, *(map(_inline, row) for row in block.rows)]
@@ -94,7 +94,7 @@ def _element(block: Block, number: int | None, pictures: Mapping[str, bytes]) ->
     if isinstance(block, Bullets):
         return "<ul>\n" + "\n".join(f"<li>{_html(item)}</li>" for item in block.items) + "\n</ul>"
     if isinstance(block, Code):
-        return f"<pre><code>{escape(_printable(block.text, chr(10)))}</code></pre>"
+        return "<pre><code>" + escape(_printable(block.text, "\n")) + "</code></pre>"
     if isinstance(block, Grid):
         return _table(block)
     return _figure(block, pictures[block.name])
@@ -127,7 +127,7 @@ def _html(text: str) -> str:
 
 def _inline(text: str) -> str:
     """Text within a line or a cell: nothing in it is markup, HTML or the end of a cell."""
-    return re.sub(r"([\\`*_\[\]<>|~&$#!])", r"\\\1", " ".join(_printable(text).split()))
+    return re.sub(r"([\\`*_\[\]<>|~&$#!]|:(?=//))", r"\\\1", " ".join(_printable(text).split()))
 
 
 def _line(text: str) -> str:

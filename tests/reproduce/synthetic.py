@@ -1,0 +1,91 @@
+"""Records of trainings that never ran, with figures as they could be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ddnn.reproduce.corpus import CorpusPlan, TestSet
+from ddnn.reproduce.records import FrameFigures, Record, Time, WordErrors
+from ddnn.reproduce.tables import TABLES, Table, sizes
+
+WORDS = (7, 3, 9, 1, 5, 4, 8, 6) * 5
+
+
+def plan(**changes: object) -> CorpusPlan:
+    """A corpus of three seeds, 1 to 16 workers, one test set with two graphs."""
+    test = TestSet(
+        name="test",
+        data=Path("test"),
+        alignments=Path("ali_test"),
+        text=Path("text"),
+        model=Path("final.mdl"),
+        graphs={"trigram": Path("graph"), "unigram": Path("graph_ug")},
+    )
+    fields = {"name": "synthetic", "workers": (1, 2, 4, 16), "many": 16, "tests": (test,), "seeds": (1, 2, 3)}
+    return CorpusPlan.model_validate({**fields, **changes})
+
+
+def record(setting: str, workers: int, seed: int, accuracy: float, wer: float = 0.2, **changes: object) -> Record:
+    """One run: frame accuracy (0 to 1) and word error rate (0 to 1), with errors drawn from the name of the run."""
+    draw = random.Random(f"{setting} {workers} {seed}")
+    figures = FrameFigures(loss=2.0 - accuracy, frame_accuracy=accuracy)
+    epochs = tuple(
+        FrameFigures(loss=2.0, frame_accuracy=accuracy * (1.0 - 0.4 / (epoch + 1) ** 2)) for epoch in range(1, 11)
+    )
+    wers = {}
+    for name, factor in (("test trigram", 1.0), ("test unigram", 2.0)):
+        errors = tuple(sum(draw.random() < factor * wer for _ in range(count)) for count in WORDS)
+        wers[name] = WordErrors(wer=100.0 * sum(errors) / sum(WORDS), acoustic_scale=0.1, words=WORDS, errors=errors)
+    found = Record(
+        setting=setting,
+        workers=workers,
+        seed=seed,
+        recipe="0" * 64,
+        epochs=10,
+        cv=figures.model_copy(update={"frame_accuracy": accuracy - 0.01}),
+        cv_by_epoch=epochs,
+        tests={"test": figures},
+        wers=wers,
+        time=Time(
+            seconds=100.0 / workers + 5.0,
+            compute_seconds=90.0 / workers,
+            exchange_seconds=3.0,
+            waiting_seconds=1.0,
+            averagings=0 if workers == 1 else 900 // workers,
+            bytes_sent=0.0 if workers == 1 else 1e9,
+            cores=2,
+        ),
+        machine="a machine, 2 cores",
+        date=f"2026-01-0{1 + seed % 9}",
+        version="ddnn 0.1.0, torch 2.13.0",
+        command=f"ddnn train {setting}.yaml",
+    )
+    return found.model_copy(update=changes)
+
+
+def diverged(setting: str, workers: int, seed: int, why: str = "the training diverged") -> Record:
+    """A run that ended without a model."""
+    return Record(setting=setting, workers=workers, seed=seed, recipe="0" * 64, failed=why)
+
+
+def by_name(records: Iterable[Record]) -> dict[str, Record]:
+    """As read_records gives them."""
+    return {found.name: found for found in records}
+
+
+def table_records(
+    corpus: CorpusPlan, tables: Iterable[Table] = tuple(TABLES.values()), lost: Mapping[str, float] | None = None
+) -> dict[str, Record]:
+    """All runs of these tables; `lost` is frame accuracy by setting, and more workers lose a little."""
+    found = []
+    for table in tables:
+        for setting in table.settings:
+            name = corpus.same.get(setting.name, setting.name)
+            for workers in sizes(table, corpus.workers, corpus.many):
+                for seed in corpus.seeds:
+                    wobble = random.Random(f"{name} {workers} {seed}").gauss(0.0, 0.001)
+                    down = (lost or {}).get(name, 0.0) + 0.001 * workers.bit_length() + wobble
+                    found.append(record(name, workers, seed, 0.6 - down, 0.1 + down))
+    return by_name(found)
