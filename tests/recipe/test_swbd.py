@@ -36,6 +36,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bmuf": BMUF,
     "overlap": {"parallel.overlap": True},
     "wire-16": {"parallel.wire": "bfloat16"},
+    "each-worker": {"optimizer.max_change_mode": "each-worker"},
     "warm-start": WARM,
     "closing": {**BMUF, **WARM},
 }
