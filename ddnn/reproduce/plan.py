@@ -81,7 +81,7 @@ def plan_runs(plan: CorpusPlan, folder: Path, tables: Iterable[Table]) -> list[R
     stack = digest(load_recipe(folder / plan.stack)) if _exists(folder / plan.stack, "the RBMs") else ""
     runs = []
     for seed in plan.seeds:
-        for setting_name, workers in cells:
+        for setting_name, workers in sorted(cells, key=lambda cell: cell[1]):  # equal sizes share the cores best
             path = recipe_of(plan, folder, setting_name, workers)
             _exists(path, f"the setting {setting_name}")
             recipe = load_recipe(path, (f"seed={seed}", f"parallel.workers={workers}"))

@@ -21,7 +21,7 @@ def network(seed: int) -> tuple[Network, torch.Generator]:
     return made, generator
 
 
-@pytest.mark.parametrize("mode", ["exact", "before-rate"])
+@pytest.mark.parametrize("mode", ["exact", "each-worker", "before-rate"])
 @pytest.mark.parametrize(("l2", "max_change"), [(0.0, 0.0), (1e-3, 0.075), (0.0, 1e-3)])
 def test_steps_equal_the_formulas(mode: str, l2: float, max_change: float) -> None:
     made, generator = network(1)
@@ -51,7 +51,7 @@ def test_steps_equal_the_formulas(mode: str, l2: float, max_change: float) -> No
             gamma /= x.norm() * y.norm()
             kappa = 1.0
             if max_change:
-                changes = (x.norm(dim=1) * y.norm(dim=1)).sum() * gamma * (rate if mode == "exact" else 1.0)
+                changes = (x.norm(dim=1) * y.norm(dim=1)).sum() * gamma * (1.0 if mode == "before-rate" else rate)
                 kappa = min(1.0, float(max_change * frames / changes))
                 clipped += kappa < 1.0
             step = gamma * kappa * y.t() @ x
@@ -77,3 +77,21 @@ def test_max_change_holds() -> None:
         moved = Network(LAYERS, made.parameters - before)
         for weight, bias in zip(moved.weights, moved.biases, strict=True):
             assert torch.cat([weight.flatten(), bias]).norm() <= 0.01 * 20 * 1.001
+
+
+@pytest.mark.parametrize("rate", [1e-3, 10.0])
+def test_a_step_shared_by_workers_is_limited_as_one_at_the_rate_of_one(rate: float) -> None:
+    """At N times the rate a worker moves N times as far as one alone, whether the limit holds it or not."""
+    moved = []
+    for workers in (1, 16):
+        made, generator = network(3)
+        recipe = Optimizer(name="ng-sgd", rank_in=3, rank_out=2, max_change_per_sample=0.01)
+        optimizer = make_optimizer(recipe, made)
+        optimizer.shared_by = workers
+        buffers, before = Buffers(made, 20), made.parameters.clone()
+        labels = random_minibatch(buffers, 4, generator)
+        cross_entropy(forward(made, buffers), labels, buffers.derivatives[-1])
+        backward(made, buffers)
+        optimizer.step(made, buffers, workers * rate)
+        moved.append((made.parameters - before) / workers)
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-4, atol=1e-5)

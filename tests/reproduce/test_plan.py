@@ -21,8 +21,8 @@ def runs_of(folder: Path) -> list[Run]:
 def test_each_run_once_and_seed_by_seed(tmp_path: Path) -> None:
     runs = runs_of(write_corpus(tmp_path))
     assert [run.name for run in runs] == [
-        *("sgd-1-1", "sgd-2-1", "base-1-1", "base-2-1"),
-        *("sgd-1-2", "sgd-2-2", "base-1-2", "base-2-2"),
+        *("sgd-1-1", "base-1-1", "sgd-2-1", "base-2-1"),
+        *("sgd-1-2", "base-1-2", "sgd-2-2", "base-2-2"),
     ]
     assert all(run.stack for run in runs) and len({run.digest for run in runs}) == 8
 

@@ -31,7 +31,7 @@ def make(folder: Path, out: Path, sizes: tuple[int, ...] = (1, 2), seeds: tuple[
 def test_runs_are_made_judged_and_recorded_once(tmp_path: Path) -> None:
     pytest.importorskip("kaldi_decoder")
     folder, out = write_corpus(tmp_path / "a b"), tmp_path / "out"
-    assert make(folder, out) == ["sgd-1-1", "sgd-2-1", "base-1-1", "base-2-1"]
+    assert make(folder, out) == ["sgd-1-1", "base-1-1", "sgd-2-1", "base-2-1"]
     assert make(folder, out) == []
     records = read_records(out / "records")
     assert len(list((out / "stacks").iterdir())) == 1
