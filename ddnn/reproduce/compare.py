@@ -106,23 +106,21 @@ def compare(plan: CorpusPlan, table: Table, contrast: Contrast, records: Mapping
     given = Verdict("not tested", "the same runs on this corpus") if same else _without_figures(better, worse)
     results = tuple(_by(measure, better, worse, given) for measure in known)
     counts = accuracy(known)
-    main = [result.verdict for result in results if result.measure == counts or result.measure.kind == "words"]
+    main = [result for result in results if result.measure == counts or result.measure.kind == "words"]
     return Comparison(table, contrast, better, worse, results, given or overall(main))
 
 
-def overall(verdicts: Sequence[Verdict]) -> Verdict:
+def overall(results: Sequence[Result]) -> Verdict:
     """One verdict of those by several measures."""
-    tested = [verdict.word for verdict in verdicts if verdict.word != "not tested"]
+    tested = [result for result in results if result.verdict.word != "not tested"]
     if not tested:
-        return Verdict("not tested", verdicts[0].why if verdicts else "no figures")
-    sure = [word for word in tested if word in ("reproduces", "opposite")]
-    if len(set(sure)) == 2:
-        return Verdict("mixed", "measures that are significant contradict each other")
-    if sure:
-        return Verdict(sure[0], f"by {len(sure)} of {counted(len(tested), 'measure')}")
-    if len(set(tested)) == 1:
-        return Verdict(tested[0])
-    return Verdict("mixed", "no measure is significant, and their directions differ")
+        return Verdict("not tested", results[0].verdict.why if results else "no figures")
+    sure = [result for result in tested if result.verdict.word in ("reproduces", "opposite")]
+    found = {result.verdict.word for result in sure or tested}
+    if len(found) > 1:
+        why = "measures contradict each other" if sure else "no measure is significant, their directions differ"
+        return Verdict("mixed", why)
+    return Verdict(found.pop(), f"by {', '.join(result.measure.short for result in sure)}" if sure else "")
 
 
 def losses(plan: CorpusPlan, cells: Iterable[Cell], records: Mapping[str, Record]) -> tuple[Measure | None, list[Loss]]:

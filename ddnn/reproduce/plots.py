@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ddnn.report.figures import COLOURS, MARKERS, label, legend_below, legend_height, new_figure, save, style, tidy
+from ddnn.report.figures import COLOURS, MARKERS, legend_below, legend_height, new_figure, save, style, tidy
 from ddnn.reproduce.cells import Cell, Measure, counted
 from ddnn.reproduce.speed import SpeedUp
 
@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 WIDTH = 11.0
 APART = 0.14
 """Distance of series beside each other, in settings; along workers, in octaves."""
-_KINDS = {"measured": ("-", True, "measured"), "predicted": (":", True, "predicted by the scaling model")}
-_PAPER = ("--", False, "the paper's, on GPUs")
+_KINDS = {
+    "measured": ("-", True, "measured"),
+    "predicted": (":", True, "predicted by the scaling model"),
+    "paper": ("--", False, "the paper's, on GPUs"),
+}
+"""Kind of a speed-up -> its line, whether its markers are filled, its name."""
 
 
 def draw_accuracies(title: str, cells: Sequence[Cell], shown: Sequence[Measure], path: Path) -> Path:
@@ -32,7 +36,7 @@ def draw_accuracies(title: str, cells: Sequence[Cell], shown: Sequence[Measure],
     sizes = list(dict.fromkeys(cell.workers for cell in cells))
     rows = list(dict.fromkeys(cell.setting.label for cell in cells))
     by_size = len(sizes) > 2
-    series = [label(row) for row in rows] if by_size else [counted(size, "worker") for size in sizes]
+    series = [_plain(row) for row in rows] if by_size else [counted(size, "worker") for size in sizes]
     figure = new_figure(WIDTH, 4.8 + legend_height(series, WIDTH))
     panels = figure.subplots(1, len(shown), squeeze=False)[0]
     for axes, measure in zip(panels, shown, strict=True):
@@ -47,9 +51,12 @@ def draw_accuracies(title: str, cells: Sequence[Cell], shown: Sequence[Measure],
             _points(axes, places, own, measure, number, name, joined=by_size)
         better = "lower" if measure.kind == "words" else "higher"
         x = "workers" if by_size else f"setting, {series[0]}" if len(series) == 1 else "setting"
-        tidy(axes, f"{label(measure.short)}: {better} is better", x, label(measure.title))
-        _ticks(axes, sizes if by_size else [label(row) for row in rows])
-    figure.suptitle(f"{label(title)} (large: mean over the seeds; dots: seeds; bar: lowest to highest)", fontsize=12)
+        tidy(axes, f"{_plain(measure.short)}: {better} is better", x, _plain(measure.title))
+        if any(cell.failed for cell in cells):
+            low, high = axes.get_ylim()
+            axes.set_ylim(low - 0.3 * (high - low), high)  # room to say so
+        _ticks(axes, sizes if by_size else [_plain(row) for row in rows])
+    figure.suptitle(f"{_plain(title)} (large: mean over the seeds; dots: seeds; bar: lowest to highest)", fontsize=12)
     legend_below(figure, panels[0])
     return save(figure, path)
 
@@ -70,9 +77,8 @@ def _points(
               markeredgewidth=0.5, zorder=3)  # fmt: skip
     for x, cell in zip(places, cells, strict=True):
         if cell.failed:
-            text = f"{cell.failed} of {len(cell.runs)} diverged"
-            axes.text(x, 0.02, text, transform=axes.get_xaxis_transform(), rotation=90, ha="center", va="bottom",
-                      fontsize=8, color=colour)  # fmt: skip
+            axes.text(x, 0.02, f"{cell.failed} diverged", transform=axes.get_xaxis_transform(), rotation=90,
+                      ha="center", va="bottom", fontsize=9, color=colour)  # fmt: skip
 
 
 def _ticks(axes: Axes, names: Sequence[str] | Sequence[int]) -> None:
@@ -107,12 +113,12 @@ def draw_learning(title: str, cells: Sequence[Cell], path: Path) -> Path:
             points = curves[0] if curves else []
             epochs = [epoch for epoch, _ in points]
             means = [fmean(values) for _, values in points]
-            axes.plot(epochs, means, line, color=colour, marker=marker, markersize=4, linewidth=1.5, label=label(row))
+            axes.plot(epochs, means, line, color=colour, marker=marker, markersize=4, linewidth=1.5, label=_plain(row))
             lowest, highest = ([of(values) for _, values in points] for of in (min, max))
             axes.fill_between(epochs, lowest, highest, color=colour, alpha=0.15, linewidth=0)
         tidy(axes, counted(size, "worker"), "epoch", "CV frame accuracy (%)" if size == sizes[0] else "")
         axes.locator_params(axis="x", integer=True)
-    figure.suptitle(f"{label(title)}: learning curves (mean over the seeds; band: lowest to highest)", fontsize=12)
+    figure.suptitle(f"{_plain(title)}: learning curves (mean over the seeds; band: lowest to highest)", fontsize=12)
     legend_below(figure, panels[0])
     return save(figure, path)
 
@@ -140,26 +146,32 @@ def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
     powers = [2**q for q in range(largest.bit_length())]
     axes.plot(powers, powers, color="0.6", linewidth=1.2, label="ideal: as many times as workers")
     settings = list(dict.fromkeys(speed.setting for speed in speeds))
-    for kind in ("measured", "predicted", "paper"):
+    for kind, (line, filled, words) in _KINDS.items():
         for number, setting in enumerate(settings):
-            own = [speed for speed in speeds if (speed.setting, speed.kind) == (setting, kind)]
-            if not own:
+            own = sorted((s for s in speeds if (s.setting, s.kind) == (setting, kind)), key=lambda s: s.workers)
+            if not own or own[-1].workers == 1:
                 continue
-            line, filled, words = _KINDS.get(kind, _PAPER)
+            ours = [s for s in speeds if (s.setting, s.kind) == (setting, "measured") and s.workers < own[0].workers]
+            start = sorted(ours, key=lambda s: s.workers)[-1:]
+            points = [(s.workers, s.speed_up) for s in (*start, *own)]
             colour = COLOURS[number % len(COLOURS)]
-            points = sorted((speed.workers, speed.speed_up) for speed in own)
-            name = f"{label(own[0].label)}: {words}"
             axes.plot(*_columns(points), line, color=colour, marker=MARKERS[number % len(MARKERS)], markersize=7,
-                      markerfacecolor=colour if filled else "white", linewidth=1.6, label=name)  # fmt: skip
+                      markerfacecolor=colour if filled else "white", markevery=range(len(start), len(points)),
+                      linewidth=1.6, label=f"{_plain(own[0].label)}: {words}")  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(powers)
         axis.set_major_formatter("{x:g}")
         axis.set_tick_params(which="minor", length=0)
-    tidy(axes, label(title), "workers", "speed-up over one worker (times)")
+    tidy(axes, _plain(title), "workers", "speed-up over one worker (times)")
     legend_below(figure, axes)
     return save(figure, path)
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib shows as it is: no formula between dollars, not hidden for its underscore."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
