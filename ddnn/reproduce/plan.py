@@ -17,7 +17,7 @@ from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.reproduce.corpus import CorpusPlan
 from ddnn.reproduce.records import Record
-from ddnn.reproduce.tables import Table, sizes
+from ddnn.reproduce.tables import Table, sizes_of
 
 BESIDE = ("parallel.threads", "parallel.timeout", "parallel.on_failure", "data.loaders")
 """Keys that change nothing of what a training computes; those of `checkpoint` neither."""
@@ -74,7 +74,7 @@ def plan_runs(plan: CorpusPlan, folder: Path, tables: Iterable[Table]) -> list[R
     cells: dict[tuple[str, int], None] = {}
     for table in tables:
         for setting in table.settings:
-            for workers in sizes(table, plan.workers, plan.many):
+            for workers in sizes_of(setting, table, plan.workers, plan.many):
                 name = plan.same.get(setting.name, setting.name)
                 if not setting.beyond or recipe_of(plan, folder, name, workers).is_file():
                     cells[name, workers] = None

@@ -25,11 +25,13 @@ class Setting:
         name: of its recipe.
         label: what a reader sees.
         beyond: it is not in the paper; a corpus may do without its recipe.
+        only_many: it is run with many workers only, whatever the columns of the table.
     """
 
     name: str
     label: str
     beyond: bool = False
+    only_many: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,9 @@ _TABLES = (
         "How many workers",
         (
             BASE,
-            Setting("each-worker", "the same, each worker's step limited by itself", beyond=True),
-            Setting("warm-start", "the same, after 100 minibatches on one worker", beyond=True),
-            Setting("closing", "the setting that closes the loss", beyond=True),
+            Setting("each-worker", "the same, each worker's step limited by itself", beyond=True, only_many=True),
+            Setting("warm-start", "the same, after 100 minibatches on one worker", beyond=True, only_many=True),
+            Setting("closing", "the setting that closes the loss", beyond=True, only_many=True),
         ),
         "every size",
         (
@@ -225,8 +227,8 @@ _TABLES = (
             Setting("hopping-ring", "hopping ring"),
             Setting("gradient", "gradients, every minibatch"),
             Setting("bmuf", "BMUF", beyond=True),
-            Setting("overlap", "all-reduce, overlap", beyond=True),
-            Setting("wire-16", "all-reduce, 16 bits on the wire", beyond=True),
+            Setting("overlap", "all-reduce, overlap", beyond=True, only_many=True),
+            Setting("wire-16", "all-reduce, 16 bits on the wire", beyond=True, only_many=True),
         ),
         "every size",
         (
@@ -241,6 +243,7 @@ _TABLES = (
         note="The accuracies of these strategies were announced and never published.",
     ),
 )
+_AVERAGING = {"butterfly", "ring", "hopping-ring", "gradient", "bmuf", "overlap", "wire-16"}
 TABLES: Mapping[str, Table] = {table.name: table for table in _TABLES}
 """Name -> table, in the paper's order."""
 
@@ -260,3 +263,9 @@ def chosen(names: tuple[str, ...]) -> tuple[Table, ...]:
 def sizes(table: Table, workers: tuple[int, ...], many: int) -> tuple[int, ...]:
     """The columns of a table for a corpus with these sizes."""
     return {"every size": workers, "one and many": (1, many), "many": (many,)}[table.columns]
+
+
+def sizes_of(setting: Setting, table: Table, workers: tuple[int, ...], many: int) -> tuple[int, ...]:
+    """The columns in which a row of a table has figures. One worker averages nothing: all strategies are `base` then."""
+    columns = (many,) if setting.only_many else sizes(table, workers, many)
+    return tuple(n for n in columns if n > 1 or setting.name not in _AVERAGING)
