@@ -325,11 +325,10 @@ def reproduce(
     """
     from ddnn.reproduce import command
 
-    only = {
-        "seeds": None if seeds is None else _sizes(seeds, "--seeds"),
-        "workers": None if workers is None else _sizes(workers, "--workers"),
-    }
-    found = command.reproduce(tables, command.Options(**options, **only), lambda line: click.echo(line, err=True))
+    only_seeds = None if seeds is None else _sizes(seeds, "--seeds")
+    only_sizes = None if workers is None else _sizes(workers, "--workers")
+    chosen = command.Options(seeds=only_seeds, workers=only_sizes, **options)
+    found = command.reproduce(tables, chosen, lambda line: click.echo(line, err=True))
     _show(found, json_)
     command.check(found)
 

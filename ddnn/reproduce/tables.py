@@ -266,6 +266,6 @@ def sizes(table: Table, workers: tuple[int, ...], many: int) -> tuple[int, ...]:
 
 
 def sizes_of(setting: Setting, table: Table, workers: tuple[int, ...], many: int) -> tuple[int, ...]:
-    """The columns in which a row of a table has figures. One worker averages nothing: all strategies are `base` then."""
+    """The columns in which a row has figures. One worker averages nothing: all strategies are `base` then."""
     columns = (many,) if setting.only_many else sizes(table, workers, many)
     return tuple(n for n in columns if n > 1 or setting.name not in _AVERAGING)
