@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddnn.model.loss import cross_entropy_in_place
+from ddnn.model.loss_memory import BLOCK_VALUES
 from ddnn.model.network import Buffers, Layer, Network, Precision, cross_entropy
 
 
@@ -57,8 +61,23 @@ def test_bf16_rounds_the_derivative_alone(frames: int, pdfs: int, rows: int, sca
     torch.testing.assert_close(buffers.derivatives[-1].double(), derivative, rtol=2**-7.99, atol=1e-6)
 
 
+class LargestFloat32(TorchDispatchMode):
+    """The most values that any operation gave in float32."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.found = max(self.found, result.numel())
+        return result
+
+
 def test_bf16_widens_a_block_not_a_minibatch() -> None:
     buffers = Buffers(Network((Layer(1, 8806, "softmax"),)), 256, "bf16")
-    assert buffers.losses.blocks is not None
-    assert max(block.numel() for block in buffers.losses.blocks) < 256 * 8806 / 4
     assert buffers.outputs[-1].dtype == buffers.derivatives[-1].dtype == torch.bfloat16
+    buffers.outputs[-1].zero_()
+    with LargestFloat32() as largest:
+        cross_entropy_in_place(buffers, torch.arange(256))
+    assert largest.found == buffers.losses.rows * 8806 <= BLOCK_VALUES[0]
+    assert BLOCK_VALUES[True] < 1024 * 8806 / 2, "on a GPU"
