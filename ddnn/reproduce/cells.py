@@ -9,7 +9,7 @@ from typing import Literal
 
 from ddnn.reproduce.corpus import CorpusPlan
 from ddnn.reproduce.records import Record
-from ddnn.reproduce.tables import Setting, Table, sizes
+from ddnn.reproduce.tables import Setting, Table, sizes_of
 
 NONE = "-"
 """Where there is no figure."""
@@ -113,7 +113,7 @@ def table_cells(
         find_cell(plan, records, setting, workers)
         for setting in table.settings
         if not setting.beyond or plan.same.get(setting.name, setting.name) in awaited
-        for workers in sizes(table, plan.workers, plan.many)
+        for workers in sizes_of(setting, table, plan.workers, plan.many)
     ]
 
 
@@ -162,7 +162,7 @@ def figure(value: float | None) -> str:
 
 def signed(value: float | None) -> str:
     """With two digits and its sign."""
-    return NONE if value is None else f"{value:+.2f}"
+    return NONE if value is None else f"{round(value, 2) + 0.0:+.2f}"  # never -0.00
 
 
 def mean(values: Sequence[float], digits: int) -> str:

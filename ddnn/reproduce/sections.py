@@ -141,7 +141,7 @@ def lost(measure: Measure | None, losses: Sequence[Loss], base_epochs: float, ma
     aim = f"At equal epochs, {counted(many, 'worker')} lose at most {AIM:.1f} points (mean over the seeds)"
     return [
         Paragraph(
-            f"{measure.short} of the base on one worker minus that of each setting, in percent points, mean over the "
+            f"The base's {measure.short} on one worker minus that of each setting, in percent points, mean over the "
             f"common seeds with its 95 % interval (bootstrap over seeds).{BEYOND}: beyond the paper.{OTHER_EPOCHS}: "
             "another number of epochs than the base."
         ),

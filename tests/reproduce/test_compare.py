@@ -1,0 +1,161 @@
+"""Verdicts in words, as the records make them."""
+
+from __future__ import annotations
+
+import pytest
+from reproduce.synthetic import WORDS, by_name, diverged, plan, record, table_records
+
+from ddnn.reproduce.cells import accuracy, find_cell, measures, table_cells
+from ddnn.reproduce.compare import Comparison, compare, losses
+from ddnn.reproduce.records import Record, WordErrors
+from ddnn.reproduce.tables import TABLES, Contrast, Setting, Table
+
+GOOD, BAD = Setting("good", "the good"), Setting("bad", "the bad")
+ASKED = Contrast("good is better", ("good", "many"), ("bad", "many"))
+TOY = Table("toy", "A toy", (GOOD, BAD), "many", (ASKED,))
+
+
+def compared(*records: Record, asked: Contrast = ASKED, **changes: object) -> Comparison:
+    return compare(plan(**changes), TOY, asked, by_name(records))
+
+
+def pairs(gains: list[float], errors: list[int] | None = None) -> list[Record]:
+    """Runs of both on 16 workers: frame accuracy differs by these percents, each utterance by these errors."""
+    found = []
+    for seed, gain in enumerate(gains, 1):
+        for name, worse in (("good", 0), ("bad", 1)):
+            made = tuple(3 + w // 2 + worse * (errors or [0])[i % len(errors or [0])] for i, w in enumerate(WORDS))
+            words = WordErrors(wer=100.0 * sum(made) / sum(WORDS), words=WORDS, errors=made)
+            value = 0.5 - worse * gain / 100.0
+            found.append(record(name, 16, seed, value, wers={"test trigram": words}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gains", "errors", "verdict"),
+    [
+        ([1.0, 2.0, 0.5], [1, 0, 1], "reproduces (by test frame accuracy, test trigram WER)"),
+        ([1.0, 2.0, 0.5], [0], "reproduces (by test frame accuracy)"),
+        ([1.0, 2.0, -0.5], [2, -2, 1, -1, 0, 1], "same direction, not significant"),
+        ([-1.0, 0.5, -1.0], [-2, 2, -1, 1, 0, -1], "opposite direction, not significant"),
+        ([-1.0, -2.0, -0.5], [-1], "opposite (by test frame accuracy, test trigram WER)"),
+        ([0.0, 0.0], [0], "no difference"),
+        ([1.0, 2.0, 0.5], [-1], "mixed (measures contradict each other)"),
+        ([1.0], [0], "no difference"),
+    ],
+)
+def test_verdicts(gains: list[float], errors: list[int], verdict: str) -> None:
+    assert compared(*pairs(gains, errors)).text == verdict
+
+
+def test_figures_of_a_contrast() -> None:
+    found = compared(*pairs([1.0, 2.0, 0.6], [1]))
+    cv, frames, words = found.results
+    assert (cv.measure.kind, frames.measure.title, words.measure.title) == (
+        "cv",
+        "test frame accuracy (%)",
+        "test trigram WER (%)",
+    )
+    assert frames.better == pytest.approx(50.0) and frames.worse == pytest.approx(48.8)
+    assert frames.difference == pytest.approx(1.2) and frames.estimate is not None
+    assert (frames.estimate.low, frames.estimate.high) == pytest.approx((0.6, 2.0))
+    assert words.difference == pytest.approx(100.0 * len(WORDS) / sum(WORDS))
+    assert (frames.over, words.over, words.seeds) == ("seeds", "utterances", 3)
+
+
+def test_only_common_seeds_are_compared() -> None:
+    odd = record("bad", 16, 9, 0.1)
+    assert compared(*pairs([1.0, 2.0], [1]), odd).results[:3] == compared(*pairs([1.0, 2.0], [1])).results
+
+
+def test_what_was_not_tested_says_why() -> None:
+    one = compared(*pairs([1.0], [1]))
+    assert one.results[1].verdict.text(True) == "not tested (1 common seed, expected 2 or more)"
+    assert one.text == "reproduces (by test trigram WER)"
+    assert compared(record("good", 16, 1, 0.5)).text == "not tested (no runs of: the bad, 16 workers)"
+    apart = compared(record("good", 16, 1, 0.5), record("bad", 16, 2, 0.4))
+    assert apart.text == "not tested (0 common seeds, expected 2 or more)"
+    same = compared(*pairs([1.0, 1.0]), same={"bad": "good"})
+    assert same.text == "not tested (the same runs on this corpus)"
+    assert compared().text == "not tested (no runs of: the good, 16 workers)"
+
+
+def test_a_diverged_run_counts() -> None:
+    sound = pairs([-1.0, -1.0], [-1])
+    worse = compared(*sound, diverged("bad", 16, 3))
+    assert worse.text == "reproduces (1 of 3 runs of the bad, 16 workers diverged)"
+    assert {result.verdict for result in worse.results} == {worse.verdict}
+    assert worse.results[1].difference == pytest.approx(-1.0)
+    better = compared(*sound, diverged("good", 16, 3), diverged("good", 16, 4))
+    assert better.text == "opposite (2 of 4 runs of the good, 16 workers diverged)"
+    both = compared(*sound, diverged("good", 16, 3), diverged("bad", 16, 3))
+    assert both.verdict.word == "not tested" and "diverged" in both.text
+    all_of_them = compared(record("good", 16, 1, 0.5), diverged("bad", 16, 1))
+    assert all_of_them.verdict.word == "reproduces"
+
+
+def test_words_without_utterances_are_tested_over_seeds() -> None:
+    bare = [r.model_copy(update={"wers": {"SWB": WordErrors(wer=20.0 + (r.setting == "bad"))}}) for r in pairs([1, 1])]
+    words = compared(*bare).results[-1]
+    assert (words.over, words.difference, words.verdict.word) == ("seeds", pytest.approx(1.0), "reproduces")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        WordErrors(wer=1.0, words=WORDS[1:], errors=WORDS[1:]),
+        WordErrors(wer=1.0, words=WORDS, errors=WORDS[1:]),
+        WordErrors(wer=1.0, words=WORDS, errors=(10**30, *WORDS[1:])),
+    ],
+)
+def test_words_that_do_not_fit_are_not_tested(words: WordErrors) -> None:
+    odd = pairs([1.0, 1.0], [1])
+    odd[-1] = odd[-1].model_copy(update={"wers": {"test trigram": words}})
+    found = compared(*odd)
+    assert found.results[-1].verdict.word == "not tested"
+    assert found.text == "reproduces (by test frame accuracy)"
+
+
+def test_what_is_not_published_holds() -> None:
+    own = Contrast("good is better", ("good", "many"), ("bad", "many"), published=False)
+    assert compared(*pairs([1.0, 1.0]), asked=own).text == "holds (by test frame accuracy)"
+
+
+def test_shared_runs_and_rows_without_a_recipe() -> None:
+    corpus = plan(same={"minibatch-256": "base"})
+    records = table_records(corpus, [TABLES["table4"]])
+    assert "minibatch-256-1-1" not in records
+    assert len(find_cell(corpus, records, Setting("minibatch-256", "256"), 16).runs) == 3
+    rows = {cell.setting.name for cell in table_cells(corpus, TABLES["table1"], records)}
+    assert rows == {"base"}
+    assert "closing" in {cell.setting.name for cell in table_cells(corpus, TABLES["table1"], records, ["closing-16-1"])}
+
+
+def test_losses_against_one_worker() -> None:
+    corpus = plan()
+    records = by_name(
+        [record("base", 1, seed, 0.60) for seed in (1, 2, 3)]
+        + [record("base", 16, seed, 0.60 - 0.001 * seed) for seed in (1, 2, 3)]
+        + [record("other", 16, 1, 0.59), diverged("other", 16, 2)]
+    )
+    cells = [
+        find_cell(corpus, records, Setting(name, name), size)
+        for name, size in (("base", 1), ("base", 16), ("other", 16), ("absent", 16))
+    ]
+    measure, found = losses(corpus, cells, records)
+    assert measure is not None and measure.title == "test frame accuracy (%)"
+    assert [(loss.cell.setting.name, loss.seeds) for loss in found] == [("base", 3), ("other", 1)]
+    assert [loss.points for loss in found] == pytest.approx([0.2, 1.0])
+    assert found[0].estimate is not None and found[1].estimate is None
+    assert losses(corpus, cells, {}) == (None, [])
+
+
+def test_measures_are_in_the_order_of_the_tests() -> None:
+    found = measures(plan(), [record("a", 1, 1, 0.5), diverged("a", 1, 2)])
+    assert [m.title for m in found] == [
+        "CV frame accuracy (%)",
+        "test frame accuracy (%)",
+        "test trigram WER (%)",
+        "test unigram WER (%)",
+    ]
+    assert accuracy(found) == found[1] and accuracy(found[:1]) == found[0] and accuracy(found[2:]) is None
