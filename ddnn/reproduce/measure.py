@@ -16,7 +16,7 @@ from ddnn.reproduce.records import FrameFigures, MeasuredEpoch, Record, Time, Wo
 from ddnn.train.read_metrics import EpochRow, Metrics, WorkerRow, read_metrics
 
 DECODE = "decode-"
-"""Folder in a run dir: decode-TEST, with the log-likelihoods for a Kaldi decoder and what it made of them."""
+"""Folder in a run dir: decode-TEST, where Kaldi decodes a test set that has no graph here, and scores it."""
 
 
 def measure_run(run_dir: Path, empty: Record, tests: Sequence[TestSet], device: str) -> Record:
@@ -71,14 +71,10 @@ def _frames(run_dir: Path, test: TestSet, device: str) -> dict[str, FrameFigures
 
 def _decoded(run_dir: Path, test: TestSet, device: str) -> dict[str, WordErrors]:
     """Word errors with each graph; of a test set without graphs what Kaldi's scoring has left, if it has."""
-    from ddnn.decode.prepare import prepare_decoding
-
     if not test.graphs or test.model is None or test.text is None:
-        kept = run_dir / f"{DECODE}{test.name}"
-        if not (kept / "loglikes.scp").exists():
-            prepare_decoding(run_dir, test.data, kept, device=device)
         return words_by_kaldi(run_dir, test)
     from ddnn.decode.decoder import DecodeOptions
+    from ddnn.decode.prepare import prepare_decoding
     from ddnn.decode.score import score
 
     found = {}
