@@ -26,7 +26,7 @@ th, td { border: 1px solid var(--line); padding: .3rem .6rem; text-align: left; 
 th { background: var(--faint); }
 .r { text-align: right; }
 td.r { white-space: nowrap; }
-td:not(.r) { min-width: 6.5rem; }
+@media (max-width: 45rem) { td:not(.r) { min-width: 6.5rem; } }
 pre { overflow-x: auto; padding: .8rem; background: var(--faint); border-radius: .4rem; }
 figure { margin: 1rem 0; }
 img { max-width: 100%; height: auto; background: #fff; border-radius: .4rem; }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from ddnn.reproduce.cells import BEYOND, NONE, Cell, Measure, counted, figure, marked, mean, signed, spread
-from ddnn.reproduce.compare import Comparison, Loss
+from ddnn.reproduce.compare import Comparison, Loss, Result
 from ddnn.reproduce.document import Block, Bullets, Grid, Paragraph
 from ddnn.reproduce.tables import PAPER_SOURCE, Contrast, Table
 
@@ -70,11 +70,16 @@ def contrast(found: Comparison) -> list[Block]:
                 signed(result.difference),
                 NONE if estimate is None else f"{signed(estimate.low)} to {signed(estimate.high)}",
                 NONE if estimate is None else f"{100.0 * estimate.probability:.1f} %",
-                f"{result.over}, {counted(result.seeds, 'seed')}" if result.over else NONE,
+                _drawn(result),
                 result.verdict.text(found.contrast.published),
             )
         )
     return [said, Grid(header, tuple(rows), "lrrrrrll")]
+
+
+def _drawn(result: Result) -> str:
+    seeds = counted(result.seeds, "seed")
+    return {"utterances": f"utterances, {seeds}", "seeds": seeds, "": NONE}[result.over]
 
 
 def summary(comparisons: Sequence[Comparison]) -> list[Block]:
@@ -98,7 +103,10 @@ def summary(comparisons: Sequence[Comparison]) -> list[Block]:
         return []
     return [
         Grid(("table", "claim", "the paper, points of WER", "here, points", "verdict"), tuple(rows), "lllll"),
-        Paragraph("Differences are in percent points; + is as claimed: more frames right, fewer words wrong."),
+        Paragraph(
+            "Differences are in percent points; + is as claimed: more frames right, fewer words wrong. What a verdict "
+            "means is said under: How it was tested."
+        ),
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddnn.reproduce.corpus import CorpusPlan, TestSet
 from ddnn.reproduce.records import FrameFigures, Record, Time, WordErrors
-from ddnn.reproduce.tables import TABLES, Table, sizes
+from ddnn.reproduce.tables import TABLES, Table, sizes_of
 
 WORDS = (7, 3, 9, 1, 5, 4, 8, 6) * 5
 
@@ -83,7 +83,7 @@ def table_records(
     for table in tables:
         for setting in table.settings:
             name = corpus.same.get(setting.name, setting.name)
-            for workers in sizes(table, corpus.workers, corpus.many):
+            for workers in sizes_of(setting, table, corpus.workers, corpus.many):
                 for seed in corpus.seeds:
                     wobble = random.Random(f"{name} {workers} {seed}").gauss(0.0, 0.001)
                     down = (lost or {}).get(name, 0.0) + 0.001 * workers.bit_length() + wobble
