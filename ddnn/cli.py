@@ -77,14 +77,11 @@ def train(
         from ddnn.slurm.submit import submit_training
 
         run_dir = run_dir or (recipe if resume and recipe.is_dir() else Path("exp", recipe.stem))
-        click.echo(submit_training(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume))
+        sent = submit_training(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume)
+        click.echo(sent.text)
         return
     if dry_run:
-        from ddnn.recipe.load import dump_recipe, load_recipe
-        from ddnn.train.command import describe
-
-        loaded = load_recipe(recipe, (*settings, *(() if workers is None else (f"parallel.workers={workers}",))))
-        click.echo(f"# {describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
+        _show_recipe(recipe, settings, workers)
         return
     from ddnn.train.start import start_training
 
@@ -93,17 +90,36 @@ def train(
         click.echo(said)
 
 
-@cli.command(epilog="\b\nExample:\n  ddnn pretrain my.yaml --run-dir exp/rbm")
+@cli.command(
+    epilog="""\b
+    Examples:
+      ddnn pretrain my.yaml --run-dir exp/rbm
+      ddnn pretrain my.yaml --slurm --cluster gpu --workers 1 --time 12:00:00"""
+)
 @click.argument("recipe", type=PATH)
 @click.option("--run-dir", type=PATH, help="Gets the stack.  [default: exp/NAME OF THE RECIPE-rbm]")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe; repeatable.")
 @click.option("--workers", type=int, help="The same as --set parallel.workers=N.")
 @on_device
-def pretrain(recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str) -> None:
+@click.option("--dry-run", is_flag=True, help="Check the recipe, print it as resolved, train nothing.")
+@slurm_options
+def pretrain(
+    recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str, dry_run: bool,
+    slurm: SlurmOptions | None,
+) -> None:  # fmt: skip
     """Train the stack of RBMs of RECIPE alone.
 
     A later training takes it by pretrain.from. One that was broken off goes on where it was.
     """
+    if slurm is not None:
+        from ddnn.slurm.submit import submit_pretraining
+
+        run_dir = run_dir or Path("exp", f"{recipe.stem}-rbm")
+        click.echo(submit_pretraining(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run).text)
+        return
+    if dry_run:
+        _show_recipe(recipe, settings, workers)
+        return
     from ddnn.train.start import start_pretraining
 
     start_pretraining(recipe, run_dir, settings, workers, device)
@@ -387,6 +403,14 @@ def completion(shell: str) -> None:
     found = get_completion_class(shell)
     assert found is not None
     click.echo(found(cli, {}, "ddnn", "_DDNN_COMPLETE").source())
+
+
+def _show_recipe(path: Path, settings: tuple[str, ...], workers: int | None) -> None:
+    from ddnn.recipe.load import dump_recipe, load_recipe
+    from ddnn.train.command import describe
+
+    loaded = load_recipe(path, (*settings, *(() if workers is None else (f"parallel.workers={workers}",))))
+    click.echo(f"# {describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
 
 
 def _count(bar: Any, frames: int) -> None:

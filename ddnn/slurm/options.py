@@ -1,4 +1,4 @@
-"""The options of `ddnn train` that are for Slurm. Imports nothing heavy: every `ddnn` command loads it."""
+"""The options of `ddnn train`, `pretrain` and `reproduce` that are for Slurm. Imports nothing heavy: every `ddnn` command loads it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def slurm_options(command: Callable[..., None]) -> Callable[..., None]:
 
 _SETTINGS = ("nodes", "gpus_per_node", "workers_per_node", "time", "partition", "account", "launcher")
 _OPTIONS = (
-    click.option("--slurm", is_flag=True, help="Submit the training to Slurm; with --dry-run print the job's script."),
+    click.option("--slurm", is_flag=True, help="Submit it to Slurm; with --dry-run only say what would be."),
     click.option("--cluster", metavar="NAME|FILE", help="Slurm: settings of the cluster, see docs/slurm.md."),
-    click.option("--nodes", type=int, help="Slurm: number of nodes."),
+    click.option("--nodes", type=int, help="Slurm: number of nodes of a job."),
     click.option("--gpus-per-node", type=int, help="Slurm: GPUs on each node, a worker on each; 0: CPU."),
     click.option("--workers-per-node", type=int, help="Slurm: workers on each node.  [default: one for each GPU]"),
     click.option("--time", help="Slurm: time limit, as HOURS:MM:SS or DAYS-HOURS."),

@@ -41,7 +41,7 @@ job=''
 if [ "$code" = 75 ] || [ "$code" -gt 128 ]; then job=$(scontrol --oneliner show job "$SLURM_JOB_ID") || job=unknown; fi
 case $job in *' PreemptTime='[0-9]*) asked=preempted ;; esac
 if [ "$code" = 75 ] || { [ "$code" -gt 128 ] && [ -n "$asked" ] &&
-    { [ -d CHECKPOINTS ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; }; then
+    { [ SAVED ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; }; then
     # Slurm still counts it as running: a job that is cancelled does not queue again.
     case $job in
     *' JobState=RUNNING '* | *' JobState=SIGNALING '*) scontrol requeue "$SLURM_JOB_ID" || job=unknown ;;
@@ -62,6 +62,7 @@ class JobScript:
         placement: workers over nodes.
         threads: CPU threads of each worker.
         cluster: settings of the cluster; of its numbers of nodes, workers and GPUs `placement` is the last word.
+        pretraining: whether it is one.
     """
 
     run_dir: Path
@@ -70,6 +71,7 @@ class JobScript:
     placement: Placement
     threads: int
     cluster: Cluster
+    pretraining: bool = False
 
     @property
     def cpus_per_worker(self) -> int:
@@ -119,7 +121,7 @@ def script_text(job: JobScript) -> str:
     cluster = job.cluster
     lines = [
         "#!/bin/bash",
-        f"# Written by ddnn: {job.placement}. `ddnn status {shlex.quote(str(job.run_dir))}` follows it.",
+        f"# Written by ddnn: {job.placement}. {_followed(job)}",
         *(f"#SBATCH {_quoted(option)}" for option in sbatch_options(job)),
         "",
         "# A line that fails ends the job, with its exit code. No -u: module and conda read variables that nobody set.",
@@ -134,10 +136,23 @@ def script_text(job: JobScript) -> str:
         "# Deaf to SIGUSR1 until it listens: it would die of it as it starts.",
         f"(trap '' USR1; exec {shlex.join([*_launcher(job), *map(_one_line, job.training)])}) &",
         WAITING,
-        *([REQUEUEING.replace("CHECKPOINTS", shlex.quote(f"{job.run_dir}/checkpoints"))] if cluster.requeue else []),
+        *([_requeueing(job)] if cluster.requeue else []),
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _followed(job: JobScript) -> str:
+    if job.pretraining:
+        return "A pretraining: submitted again, it goes on with the RBM that it was at."
+    return f"`ddnn status {shlex.quote(str(job.run_dir))}` follows it."
+
+
+def _requeueing(job: JobScript) -> str:
+    """With what is there once there is something to go on from."""
+    name, kind = ("rbm1.safetensors", "-f") if job.pretraining else ("checkpoints", "-d")
+    text = REQUEUEING.replace("SAVED", f"{kind} {shlex.quote(f'{job.run_dir}/{name}')}")
+    return text.replace(", with --resume", "") if job.pretraining else text
 
 
 def _by_srun(job: JobScript) -> bool:

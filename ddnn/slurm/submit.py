@@ -1,16 +1,15 @@
-"""`ddnn train --slurm`: checks everything that can be checked now, writes the job's script, submits it."""
+"""`ddnn train --slurm` and `ddnn pretrain --slurm`: check all that can be checked now, write the script, submit it."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -18,20 +17,25 @@ from ddnn.errors import UserError
 from ddnn.files import write_text
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
+from ddnn.slurm.claim import claim_for_pretraining, claim_for_training
 from ddnn.slurm.cluster import Cluster, load_cluster, seconds_of, word
-from ddnn.slurm.job import Job, read_job, slurm_state, write_job
+from ddnn.slurm.job import Job, write_job
 from ddnn.slurm.options import SlurmOptions
-from ddnn.slurm.plan import place
+from ddnn.slurm.plan import Placement, place
+from ddnn.slurm.sbatch import sbatch
 from ddnn.slurm.script import JobScript, sbatch_options, script_text
-from ddnn.train.run_dir_files import JOB_OUTPUT, JOB_RECORD, JOB_SCRIPT
-from ddnn.train.run_log import training_holds
+from ddnn.train.run_dir_files import JOB_OUTPUT, JOB_SCRIPT, RECIPE
 
-if TYPE_CHECKING:
-    from ddnn.train.run_dir import RunDir
+PRETRAINING_RECIPE = "job.yaml"
+"""In the dir of a pretraining: the recipe as it was submitted. Its recipe.yaml says only what the stack depends on."""
 
-SBATCH_SECONDS = 120.0
-_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
-_OF_A_RANK = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "SLURMD_")
+
+@dataclass(frozen=True)
+class Submitted:
+    """What was submitted: the job's `number`, None of a dry run, and a `text` to show: of a dry run the script."""
+
+    number: str | None
+    text: str
 
 
 def submit_training(
@@ -44,8 +48,9 @@ def submit_training(
     *,
     dry_run: bool = False,
     resume: bool = False,
-) -> str:
-    """Submits the training of a recipe; what to tell the user. A dry run only returns the script.
+    after: str | None = None,
+) -> Submitted:
+    """Submits the training of a recipe. A dry run only makes the script.
 
     The job trains by the recipe as it is now, resolved, from the run dir: later changes of the file do not count.
 
@@ -59,6 +64,7 @@ def submit_training(
         options: those of Slurm.
         dry_run: nothing is written or submitted.
         resume: go on from the last checkpoint of the run dir, if it has one.
+        after: number of a job that must have ended well first. Where it does not, Slurm cancels this one.
 
     Raises:
         UserError: anything that is wrong with the recipe, the settings or the run dir, or sbatch refused the job.
@@ -66,20 +72,13 @@ def submit_training(
     cluster = _merged(load_cluster(options.cluster) if options.cluster else Cluster(), options, workers)
     _check_time(cluster)
     if resume and recipe_path.is_dir():
-        recipe_path = recipe_path / "recipe.yaml"
-    recipe = load_recipe(recipe_path, settings)
-    placement = place(cluster, workers, recipe.parallel.workers, recipe.parallel.share_devices)
-    recipe = load_recipe(recipe_path, (*settings, f"parallel.workers={placement.workers}"))
-    run_dir = Path(os.path.abspath(run_dir))  # noqa: PTH100 (resolve() would follow links, which may be meant)
-    if device == "auto":
-        device = "cuda" if placement.gpus_per_node else "cpu"
+        recipe_path = recipe_path / RECIPE
+    recipe, placement = _placed(recipe_path, settings, workers, cluster)
+    run_dir = _absolute(run_dir)
     job = JobScript(
         run_dir=run_dir,
-        training=(
-            *(sys.executable, "-m", "ddnn.cli", "train", str(run_dir / "recipe.yaml")),
-            *("--run-dir", str(run_dir), "--workers", str(placement.workers), "--device", device),
-            "--resume",  # by what is in the run dir when the job begins, or begins again
-        ),
+        # --resume: by what is in the run dir when the job begins, or begins again
+        training=(*_command("train", run_dir / RECIPE, run_dir, placement, device), "--resume"),
         name=_job_name(options.job_name, run_dir),
         placement=placement,
         threads=recipe.parallel.threads,
@@ -87,19 +86,100 @@ def submit_training(
     )
     text = script_text(job)
     if dry_run:
-        return text.rstrip("\n")
-    _claim(run_dir, recipe if resume else None)
-    write_text(run_dir / "recipe.yaml", dump_recipe(recipe))
-    write_text(run_dir / JOB_SCRIPT, text)
-    number, slurm_cluster = _sbatch([*sbatch_options(job), str(run_dir / JOB_SCRIPT)], run_dir)
-    write_job(run_dir, Job(number, slurm_cluster, time.time(), placement.workers, placement.nodes, cluster.launcher))
-    quoted = shlex.quote(
-        os.path.relpath(run_dir) if len(os.path.relpath(run_dir)) < len(str(run_dir)) else str(run_dir)
-    )
-    return (
+        return Submitted(None, text.rstrip("\n"))
+    claim_for_training(run_dir, recipe if resume else None)
+    write_text(run_dir / RECIPE, dump_recipe(recipe))
+    number = _send(job, text, after)
+    return Submitted(
+        number,
         f"job {number}: {placement}\n  log:    {run_dir / 'train.log'}\n  output: {run_dir / JOB_OUTPUT}\n"
-        f"  follow: ddnn status --follow {quoted}\n  end it: scancel {number}"
+        f"  follow: ddnn status --follow {_quoted(run_dir)}\n  end it: scancel {number}",
     )
+
+
+def submit_pretraining(
+    recipe_path: Path,
+    run_dir: Path,
+    settings: Sequence[str],
+    workers: int | None,
+    device: str,
+    options: SlurmOptions,
+    *,
+    dry_run: bool = False,
+) -> Submitted:
+    """Submits `ddnn pretrain`, which goes on where one in `run_dir` was broken off. Arguments as of `submit_training`.
+
+    Within an RBM there is no checkpoint, so Slurm is not told to ask for one: the time limit ends the job, and the
+    RBMs that were finished stay.
+
+    Raises:
+        UserError: anything that is wrong with the recipe, the settings or the dir, or sbatch refused the job.
+    """
+    from ddnn.train.command import check_pretrains
+
+    cluster = _merged(load_cluster(options.cluster) if options.cluster else Cluster(), options, workers)
+    cluster = cluster.model_copy(update={"signal_seconds": 0})
+    recipe, placement = _placed(recipe_path, settings, workers, cluster)
+    check_pretrains(recipe)
+    run_dir = _absolute(run_dir)
+    job = JobScript(
+        run_dir=run_dir,
+        training=_command("pretrain", run_dir / PRETRAINING_RECIPE, run_dir, placement, device),
+        name=_job_name(options.job_name, run_dir),
+        placement=placement,
+        threads=recipe.parallel.threads,
+        cluster=cluster,
+        pretraining=True,
+    )
+    text = script_text(job)
+    if dry_run:
+        return Submitted(None, text.rstrip("\n"))
+    claim_for_pretraining(run_dir, recipe)
+    write_text(run_dir / PRETRAINING_RECIPE, dump_recipe(recipe))
+    number = _send(job, text, None)
+    return Submitted(
+        number,
+        f"job {number}: {placement}\n  output: {run_dir / JOB_OUTPUT}\n"
+        f"  follow: tail -F {_quoted(run_dir / JOB_OUTPUT)}\n  end it: scancel {number}",
+    )
+
+
+def _placed(path: Path, settings: Sequence[str], workers: int | None, cluster: Cluster) -> tuple[Recipe, Placement]:
+    """The recipe with as many workers as there will be, and where they go."""
+    recipe = load_recipe(path, settings)
+    placement = place(cluster, workers, recipe.parallel.workers, recipe.parallel.share_devices)
+    return load_recipe(path, (*settings, f"parallel.workers={placement.workers}")), placement
+
+
+def _absolute(run_dir: Path) -> Path:
+    return Path(os.path.abspath(run_dir))  # noqa: PTH100 (resolve() would follow links, which may be meant)
+
+
+def _command(name: str, recipe: Path, run_dir: Path, placement: Placement, device: str) -> tuple[str, ...]:
+    """`ddnn train` or `pretrain` as it stands in the job."""
+    if device == "auto":
+        device = "cuda" if placement.gpus_per_node else "cpu"
+    return (
+        *(sys.executable, "-m", "ddnn.cli", name, str(recipe)),
+        *("--run-dir", str(run_dir), "--workers", str(placement.workers), "--device", device),
+    )
+
+
+def _send(job: JobScript, text: str, after: str | None) -> str:
+    """Leaves the script and the job's record in the run dir; the number of the job."""
+    script = job.run_dir / JOB_SCRIPT
+    write_text(script, text)
+    # Not in the script: by the time somebody submits it again by hand, Slurm has forgotten the other job.
+    waits = [] if after is None else [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
+    number, slurm_cluster = sbatch([*sbatch_options(job), *waits], script)
+    placement, launcher = job.placement, job.cluster.launcher
+    write_job(job.run_dir, Job(number, slurm_cluster, time.time(), placement.workers, placement.nodes, launcher))
+    return number
+
+
+def _quoted(path: Path) -> str:
+    """For a shell, as short as it can be named from here."""
+    return shlex.quote(min(os.path.relpath(path), str(path), key=len))
 
 
 def _merged(cluster: Cluster, options: SlurmOptions, workers: int | None) -> Cluster:
@@ -140,80 +220,3 @@ def _check_time(cluster: Cluster) -> None:
             where="--time",
             mend="give more time, or lower signal_seconds in the cluster's settings",
         )
-
-
-def _claim(run_dir: Path, resumed: Recipe | None) -> None:
-    """Makes the run dir, or takes it over, also one to go on in by the recipe `resumed`; refuses what the job itself
-    would refuse hours later, and a second job."""
-    from ddnn.train.run_dir import RunDir
-
-    if training_holds(run_dir / "train.log") is True:
-        raise UserError("another training is running in this run dir", where=run_dir)
-    before = read_job(run_dir)
-    state = None if before is None else slurm_state(before)
-    if before is not None and state not in ("GONE", None):
-        raise UserError(
-            f"job {before.number} of this run dir is {state}",
-            where=run_dir,
-            mend=f"wait for it, or end it with `scancel {before.number}`, or name another --run-dir",
-        )
-    run = RunDir(run_dir, resume=resumed is not None)
-    if resumed is not None:
-        _check_resume(run, resumed)
-        return
-    for name in (JOB_RECORD, JOB_OUTPUT, "train.log"):  # of a job that ended before its training began
-        (run_dir / name).unlink(missing_ok=True)
-
-
-def _check_resume(run: RunDir, recipe: Recipe) -> None:
-    """UserError where the training has finished, or the recipe does not go on with that of the checkpoint."""
-    from ddnn.parallel.exchange import Exchange
-    from ddnn.train.checkpoint import Checkpoints
-    from ddnn.train.resume import check_same_recipe
-    from ddnn.train.run_dir_files import CHECKPOINTS
-    from ddnn.train.state import read_header
-
-    if run.finished:
-        raise UserError("this training has finished", where=run.path, mend="name another --run-dir to train anew")
-    found = Checkpoints(run.path / CHECKPOINTS, recipe.checkpoint.keep, Exchange()).newest()
-    if found is not None:
-        check_same_recipe(read_header(found.header, found.path).recipe, recipe, found.path)
-
-
-def _sbatch(arguments: Sequence[str], run_dir: Path) -> tuple[str, str | None]:
-    """Submits; the job's number and, in a federation, its cluster."""
-    kept = f"the script is {run_dir / JOB_SCRIPT}"
-    try:
-        answer = subprocess.run(
-            ["sbatch", "--parsable", *arguments],
-            env=_outside_of_jobs(os.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SBATCH_SECONDS,
-        )
-    except FileNotFoundError as error:
-        raise UserError(
-            "sbatch is not found on PATH: is this a login node of a Slurm cluster?",
-            mend=f"run it there, or see the script with --dry-run; {kept}",
-        ) from error
-    except OSError as error:
-        raise UserError(f"sbatch cannot be started: {error.strerror}", mend=kept) from error
-    except subprocess.TimeoutExpired as error:
-        raise UserError(
-            f"sbatch has not answered in {SBATCH_SECONDS:g} s; the job may have been submitted all the same",
-            mend="look for it with `squeue --me`, and end it with scancel before you try again",
-        ) from error
-    said = answer.stdout.strip().splitlines()
-    number, _, slurm_cluster = (said[-1] if said else "").partition(";")
-    if answer.returncode != 0 or not number.isdigit():
-        words = " ".join(answer.stderr.split()) or " ".join(answer.stdout.split()) or "it said nothing"
-        raise UserError(f"sbatch refused the job with {answer.returncode}: {words[:1000]}", where=run_dir, mend=kept)
-    return number, slurm_cluster or None
-
-
-def _outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for sbatch, which hands it on to the job: without what says that this process is itself part of
-    a job (an interactive `srun --pty bash`, say), since the training would take itself for that one's rank."""
-    return {name: value for name, value in environment.items() if name in _KEPT or not name.startswith(_OF_A_RANK)}

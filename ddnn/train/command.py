@@ -341,12 +341,7 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", exchang
     Raises:
         UserError: anything the user must mend.
     """
-    if recipe.init != "rbm" or recipe.pretrain.from_ is not None:
-        raise RecipeError(
-            "the recipe has nothing to pretrain",
-            where="init" if recipe.init != "rbm" else "pretrain.from",
-            mend="set init: rbm, and leave pretrain.from out",
-        )
+    check_pretrains(recipe)
     exchange = exchange or Exchange()
     recipe = for_these_workers(recipe, exchange)
     on = device_of_worker(recipe, device, exchange)
@@ -355,3 +350,13 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", exchang
     if _replicated_stack(recipe, on, run_dir, exchange) is None:
         pretrain_on(recipe, load_everything(recipe, on, exchange), run_dir, exchange)
     log.info("finished: %s", run_dir / STACK)
+
+
+def check_pretrains(recipe: Recipe) -> None:
+    """RecipeError where the recipe has no RBMs to train."""
+    if recipe.init != "rbm" or recipe.pretrain.from_ is not None:
+        raise RecipeError(
+            "the recipe has nothing to pretrain",
+            where="init" if recipe.init != "rbm" else "pretrain.from",
+            mend="set init: rbm, and leave pretrain.from out",
+        )
