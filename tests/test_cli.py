@@ -21,7 +21,7 @@ from ddnn.errors import UserError
 
 COMMANDS = [
     "train", "pretrain", "evaluate", "decode-prep", "score", "export", "import-nnet1", "info", "status", "synth",
-    "bench", "report", "scale", "completion",
+    "convert", "bench", "reproduce", "report", "scale", "completion",
 ]  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]

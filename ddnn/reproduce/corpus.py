@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -103,6 +106,12 @@ def load_corpus_plan(folder: Path) -> CorpusPlan:
             where=path,
         )
     return plan.model_copy(update={"tests": tuple(_found(test, folder) for test in plan.tests)})
+
+
+def judged_by(tests: Sequence[TestSet]) -> str:
+    """SHA-256 of what models are tested on and how, but not of where it lies."""
+    facts = [(t.name, t.alignments is not None, sorted(t.graphs), list(t.acoustic_scales)) for t in tests]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _found(test: TestSet, folder: Path) -> TestSet:

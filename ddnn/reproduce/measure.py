@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
-from ddnn.reproduce.corpus import TestSet
+from ddnn.reproduce.corpus import TestSet, judged_by
 from ddnn.reproduce.records import FrameFigures, MeasuredEpoch, Record, Time, WordErrors
 from ddnn.train.read_metrics import EpochRow, Metrics, WorkerRow, read_metrics
 
@@ -40,6 +40,7 @@ def measure_run(run_dir: Path, empty: Record, tests: Sequence[TestSet], device: 
     accepted = [row for row in metrics.cv if row.accepted and row.epoch > 0]
     return empty.model_copy(
         update={
+            "judged": judged_by(tests),
             "epochs": len([row for row in metrics.cv if row.epoch > 0]),
             "cv": _figures(accepted[-1]) if accepted else None,
             "cv_by_epoch": tuple(_figures(row) for row in metrics.cv if row.epoch > 0),

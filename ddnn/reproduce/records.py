@@ -95,6 +95,7 @@ class Record(Part):
     Attributes:
         setting, workers, seed: which run.
         recipe: SHA-256 of what its recipe says, resolved, but for where things lie. Another recipe: another run.
+        judged: SHA-256 of what the model was tested on; other tests: it is judged again.
         failed: why the training ended without a model (it diverged); the figures are then None or empty.
         epochs: that were trained.
         cv: the final model on the cross-validation set.
@@ -111,6 +112,7 @@ class Record(Part):
     workers: Annotated[int, Field(ge=1)]
     seed: Count
     recipe: str
+    judged: str = ""
     failed: str | None = None
     epochs: Count = 0
     cv: FrameFigures | None = None
