@@ -15,7 +15,7 @@ from ddnn.errors import UserError
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.reproduce.corpus import CorpusPlan
+from ddnn.reproduce.corpus import CorpusPlan, judged_by
 from ddnn.reproduce.records import Record
 from ddnn.reproduce.tables import Table, sizes_of
 
@@ -32,6 +32,7 @@ class Run:
         recipe: its file.
         digest: of all that its recipe says but paths; part of the run dir's name, a changed recipe gets another.
         stack: whether it starts from the seed's stack of RBMs.
+        judged: SHA-256 of what its model is tested on.
     """
 
     setting: str
@@ -40,6 +41,7 @@ class Run:
     recipe: Path
     digest: str
     stack: bool
+    judged: str
 
     @property
     def name(self) -> str:
@@ -57,9 +59,13 @@ class Run:
         return f"seed={self.seed}", f"parallel.workers={self.workers}"
 
     def is_made(self, records: Mapping[str, Record]) -> bool:
-        """Whether a record of this very recipe is there."""
+        """Whether a record of this very recipe and these tests is there."""
         record = records.get(self.name)
-        return record is not None and record.recipe == self.digest
+        return (
+            record is not None
+            and record.recipe == self.digest
+            and (record.failed is not None or record.judged == self.judged)
+        )
 
 
 def plan_runs(plan: CorpusPlan, folder: Path, tables: Iterable[Table]) -> list[Run]:
@@ -79,14 +85,16 @@ def plan_runs(plan: CorpusPlan, folder: Path, tables: Iterable[Table]) -> list[R
                 if not setting.beyond or recipe_of(plan, folder, name, workers).is_file():
                     cells[name, workers] = None
     stack = digest(load_recipe(folder / plan.stack)) if _exists(folder / plan.stack, "the RBMs") else ""
-    runs = []
+    runs, judged = [], judged_by(plan.tests)
     for seed in plan.seeds:
         for setting_name, workers in sorted(cells, key=lambda cell: cell[1]):  # equal sizes share the cores best
             path = recipe_of(plan, folder, setting_name, workers)
             _exists(path, f"the setting {setting_name}")
             recipe = load_recipe(path, (f"seed={seed}", f"parallel.workers={workers}"))
             from_stack = recipe.init == "rbm" and recipe.pretrain.from_ is None
-            runs.append(Run(setting_name, workers, seed, path, digest(recipe, stack if from_stack else ""), from_stack))
+            runs.append(
+                Run(setting_name, workers, seed, path, digest(recipe, stack if from_stack else ""), from_stack, judged)
+            )
     return runs
 
 

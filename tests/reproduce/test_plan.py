@@ -18,6 +18,11 @@ def runs_of(folder: Path) -> list[Run]:
     return plan_runs(load_corpus_plan(folder), folder, [TOY])
 
 
+def made(run: Run) -> Record:
+    names = {"setting": run.setting, "workers": run.workers, "seed": run.seed}
+    return Record.model_validate({**names, "recipe": run.digest, "judged": run.judged})
+
+
 def test_each_run_once_and_seed_by_seed(tmp_path: Path) -> None:
     runs = runs_of(write_corpus(tmp_path))
     assert [run.name for run in runs] == [
@@ -36,8 +41,7 @@ def test_a_setting_that_is_another_shares_its_runs(tmp_path: Path) -> None:
 def test_a_changed_recipe_is_another_run_but_a_moved_corpus_is_not(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "a")
     before = runs_of(folder)
-    records = {run.name: Record(setting=run.setting, workers=run.workers, seed=run.seed, recipe=run.digest)
-               for run in before}  # fmt: skip
+    records = {run.name: made(run) for run in before}
     assert missing(before, records) == []
     assert [run.digest for run in runs_of(write_corpus(tmp_path / "b"))] == [run.digest for run in before]
     base = folder / "tables" / "base.yaml"
@@ -45,6 +49,16 @@ def test_a_changed_recipe_is_another_run_but_a_moved_corpus_is_not(tmp_path: Pat
     assert missing(runs_of(folder), records) == []
     base.write_text(base.read_text().replace("epochs: 2", "epochs: 3"))
     assert len(missing(runs_of(folder), records)) == 8
+
+
+def test_other_tests_judge_again_what_did_not_diverge(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path)
+    records = {run.name: made(run) for run in runs_of(folder)}
+    records["sgd-1-1"] = records["sgd-1-1"].model_copy(update={"failed": "it diverged"})
+    text = (folder / "reproduce.yaml").read_text()
+    (folder / "reproduce.yaml").write_text(text + "    acoustic_scales: [0.2]\n")
+    left = [run.name for run in missing(runs_of(folder), records)]
+    assert len(left) == 7 and "sgd-1-1" not in left
 
 
 def test_the_stack_counts_as_part_of_the_recipe(tmp_path: Path) -> None:
