@@ -1,0 +1,92 @@
+"""`ddnn reproduce` from the command line: once, again, and after a stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reproduce.small import write_corpus
+
+pytest.importorskip("matplotlib")
+
+RunCli = Callable[..., Any]
+
+
+def one_seed(folder: Path) -> Path:
+    path = folder / "reproduce.yaml"
+    path.write_text(path.read_text().replace("seeds: [1, 2]", "seeds: [1]"))
+    return folder
+
+
+def test_a_table_from_nothing_then_nothing_to_do(tmp_path: Path, run_cli: RunCli) -> None:
+    pytest.importorskip("kaldi_decoder")
+    folder, out = one_seed(write_corpus(tmp_path)), tmp_path / "out"
+    arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--device", "cpu")
+    planned = run_cli(*arguments, "--dry-run")
+    assert planned.exit_code == 0 and "0 runs there, 4 missing" in planned.stdout and not out.exists()
+    first = run_cli(*arguments)
+    assert first.exit_code == 0, first.stderr
+    assert "4 runs there, 0 missing" in first.stdout and "4/4" in first.stderr
+    markdown, html = (out / "report.md").read_text(), (out / "report.html").read_text()
+    assert "NG-SGD is better than SGD" in markdown and "test loop WER" in markdown
+    assert "data:image/png" in html and not re.search(r"(src|href)=.https?:", html)
+    assert (out / "report" / "table6.png").read_bytes().startswith(b"\x89PNG")
+    made = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*")}
+    second = run_cli(*arguments, "--json")
+    assert second.exit_code == 0 and json.loads(second.stdout)["missing"] == []
+    assert {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*")} == made
+
+
+def test_only_some_are_run_but_all_are_reported(tmp_path: Path, run_cli: RunCli) -> None:
+    folder, out = one_seed(write_corpus(tmp_path, graphs=False, init="random")), tmp_path / "out"
+    arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--device", "cpu")
+    some = run_cli(*arguments, "--workers", "1")
+    assert some.exit_code == 0 and "2 runs there, 2 missing" in some.stdout
+    assert "2 runs missing" in (out / "report.md").read_text()
+    none = run_cli(*arguments, "--only-report", "--report", tmp_path / "elsewhere" / "toy")
+    assert (
+        none.exit_code == 0
+        and (tmp_path / "elsewhere" / "toy.html").exists()
+        and len(list((out / "runs").iterdir())) == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("table7",), "no table 'table7'"),
+        (("table6", "--corpus", "nowhere"), "no corpus 'nowhere'"),
+        (("table6", "--seeds", "x"), "--seeds"),
+    ],
+)
+def test_what_cannot_be_is_said(run_cli: RunCli, arguments: tuple[str, ...], said: str) -> None:
+    result = run_cli("reproduce", *arguments)
+    assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_stop_leaves_checkpoints_and_the_same_call_goes_on(tmp_path: Path, run_cli: RunCli) -> None:
+    folder, out = one_seed(write_corpus(tmp_path, graphs=False, init="random")), tmp_path / "out"
+    base = folder / "tables" / "base.yaml"
+    base.write_text(base.read_text().replace("epochs: 2", "epochs: 200"))
+    arguments = ["reproduce", "table6", "--corpus", str(folder), "--out", str(out), "--device", "cpu", "--workers", "1"]
+    command = [sys.executable, "-m", "ddnn.cli", *arguments, "--cores", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        deadline = time.monotonic() + 120
+        while not list(out.glob("runs/*/checkpoints/[0-9]*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode not in (0, 1) and b"goes on with them" in said and b"Traceback" not in said
+    assert not list((out).glob("records/*")) and list(out.glob("runs/*/checkpoints/[0-9]*"))
+    result = run_cli(*arguments)
+    assert result.exit_code == 0 and "2 runs there, 2 missing" in result.stdout
+    assert any('"resumed"' in path.read_text() for path in out.glob("runs/*/metrics.jsonl"))
