@@ -25,13 +25,13 @@ class Setting:
         name: of its recipe.
         label: what a reader sees.
         beyond: it is not in the paper; a corpus may do without its recipe.
-        only_many: it is run with many workers only, whatever the columns of the table.
+        columns: its own sizes; None has those of the table.
     """
 
     name: str
     label: str
     beyond: bool = False
-    only_many: bool = False
+    columns: Columns | None = None
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ _TABLES = (
         "How many workers",
         (
             BASE,
-            Setting("each-worker", "the same, each worker's step limited by itself", beyond=True, only_many=True),
-            Setting("warm-start", "the same, after 100 minibatches on one worker", beyond=True, only_many=True),
-            Setting("closing", "the setting that closes the loss", beyond=True, only_many=True),
+            Setting("each-worker", "the same, each worker's step limited by itself", beyond=True, columns="many"),
+            Setting("warm-start", "the same, after 100 minibatches on one worker", beyond=True, columns="many"),
+            Setting("closing", "the setting that closes the loss", beyond=True, columns="one and many"),
         ),
         "every size",
         (
@@ -112,6 +112,12 @@ _TABLES = (
                 "limiting the step of the averaged model is better than limiting each worker's, on many",
                 ("base", "many"),
                 ("each-worker", "many"),
+                published=False,
+            ),
+            Contrast(
+                "the setting that closes the loss, on many workers, is better than the paper's on one",
+                ("closing", "many"),
+                ("base", "one"),
                 published=False,
             ),
             Contrast(
@@ -227,8 +233,8 @@ _TABLES = (
             Setting("hopping-ring", "hopping ring"),
             Setting("gradient", "gradients, every minibatch"),
             Setting("bmuf", "BMUF", beyond=True),
-            Setting("overlap", "all-reduce, overlap", beyond=True, only_many=True),
-            Setting("wire-16", "all-reduce, 16 bits on the wire", beyond=True, only_many=True),
+            Setting("overlap", "all-reduce, overlap", beyond=True, columns="many"),
+            Setting("wire-16", "all-reduce, 16 bits on the wire", beyond=True, columns="many"),
         ),
         "every size",
         (
@@ -262,10 +268,14 @@ def chosen(names: tuple[str, ...]) -> tuple[Table, ...]:
 
 def sizes(table: Table, workers: tuple[int, ...], many: int) -> tuple[int, ...]:
     """The columns of a table for a corpus with these sizes."""
-    return {"every size": workers, "one and many": (1, many), "many": (many,)}[table.columns]
+    return _of(table.columns, workers, many)
 
 
 def sizes_of(setting: Setting, table: Table, workers: tuple[int, ...], many: int) -> tuple[int, ...]:
     """The columns in which a row has figures. One worker averages nothing: all strategies are `base` then."""
-    columns = (many,) if setting.only_many else sizes(table, workers, many)
+    columns = _of(setting.columns or table.columns, workers, many)
     return tuple(n for n in columns if n > 1 or setting.name not in _AVERAGING)
+
+
+def _of(columns: Columns, workers: tuple[int, ...], many: int) -> tuple[int, ...]:
+    return {"every size": workers, "one and many": (1, many), "many": (many,)}[columns]
