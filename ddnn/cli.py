@@ -317,7 +317,8 @@ def bench(
     epilog="""\b
     Examples:
       ddnn reproduce table6 --corpus an4
-      ddnn reproduce all --corpus an4 --dry-run"""
+      ddnn reproduce all --corpus an4 --dry-run
+      ddnn reproduce table1 --corpus swbd --slurm --cluster gpu"""
 )
 @click.argument("tables", nargs=-1, required=True)
 @click.option("--corpus", default="an4", show_default=True, help="recipes/NAME, or a folder with a reproduce.yaml.")
@@ -332,12 +333,14 @@ def bench(
 @click.option("--only-report", is_flag=True, help="Write the report of what there is, run nothing.")
 @click.option("--again", is_flag=True, help="Also what diverged before.")
 @as_json
+@slurm_options
 def reproduce(
     tables: tuple[str, ...], seeds: str | None, workers: str | None, json_: bool, **options: Any
 ) -> None:  # fmt: skip
     """Train the tables of arXiv 1507.01239 on a corpus: table1 to table6, figure2, reduce, all.
 
-    What is missing is run; the same call goes on after a break, and runs nothing once all is there.
+    What is missing is run, with --slurm as jobs; the same call goes on after a break, looks what became of the jobs,
+    and runs nothing once all is there.
     """
     from ddnn.reproduce import command
 

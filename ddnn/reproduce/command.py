@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import NoReturn
 from ddnn.errors import UserError
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.corpus import CorpusPlan, find_corpus, load_corpus_plan
+from ddnn.reproduce.jobs import Jobs
 from ddnn.reproduce.measure import words_by_kaldi
 from ddnn.reproduce.plan import Run, digest, missing, plan_runs
 from ddnn.reproduce.records import Record, read_records, write_record
@@ -22,6 +23,7 @@ from ddnn.reproduce.report import build_report, write_report
 from ddnn.reproduce.run import Place, Workshop
 from ddnn.reproduce.speed import speed_ups
 from ddnn.reproduce.tables import Table, chosen
+from ddnn.slurm.options import SlurmOptions
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Options:
         dry_run: say what is missing, run nothing, write nothing.
         only_report: run nothing.
         again: also what diverged before.
+        slurm: make the runs as jobs; None makes them here.
     """
 
     corpus: str
@@ -51,11 +54,12 @@ class Options:
     dry_run: bool
     only_report: bool
     again: bool
+    slurm: SlurmOptions | None = None
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What there is now: records of the tables' runs, names of runs that are missing, files that were written."""
+    """What there is now: records of the tables' runs, names of runs that are missing, files that were written, jobs."""
 
     tables: tuple[str, ...]
     records: int
@@ -63,6 +67,7 @@ class Reproduction:
     problems: tuple[str, ...]
     files: tuple[Path, ...]
     summary: dict[str, object]
+    jobs: Jobs | None = None
 
     def as_dict(self) -> dict[str, object]:
         """For `--json`."""
@@ -72,14 +77,18 @@ class Reproduction:
             "missing": list(self.missing),
             "problems": list(self.problems),
             "files": [str(path) for path in self.files],
+            **({} if self.jobs is None else {"jobs": self.jobs.as_dict()}),
             **self.summary,
         }
 
     def as_text(self) -> str:
         """A few lines."""
         lines = [f"{', '.join(self.tables)}: {self.records} runs there, {len(self.missing)} missing"]
-        lines += [f"missing: {name}" for name in self.missing[:20]]
-        lines += [f"and {len(self.missing) - 20} more"] if len(self.missing) > 20 else []
+        if self.jobs is not None:
+            lines += self.jobs.as_lines()
+        else:
+            lines += [f"missing: {name}" for name in self.missing[:20]]
+            lines += [f"and {len(self.missing) - 20} more"] if len(self.missing) > 20 else []
         return "\n".join([*lines, *(f"report: {path}" for path in self.files)])
 
 
@@ -90,8 +99,6 @@ def reproduce(names: tuple[str, ...], options: Options, say: Callable[[str], Non
         UserError: an option, a recipe or a record that cannot be.
         KeyboardInterrupt: told to stop; the same call goes on.
     """
-    from ddnn.reproduce.measure import cores
-
     tables = chosen(names)
     folder = find_corpus(options.corpus)
     plan = load_corpus_plan(folder)
@@ -100,27 +107,53 @@ def reproduce(names: tuple[str, ...], options: Options, say: Callable[[str], Non
     runs = plan_runs(plan, folder, tables)
     records = read_records(place.records)
     wanted = [run for run in runs if _is_wanted(run, options)]
+    diverged = {run.name for run in wanted if run.is_made(records) and records[run.name].failed is not None}
     if options.again:
         records = {name: record for name, record in records.items() if record.failed is None}
     to_make = missing(wanted, records)
     problems: list[str] = []
-    if to_make and not (options.dry_run or options.only_report):
+    jobs = None
+    if to_make and not options.only_report and (options.slurm or not options.dry_run):
         there = len(runs) - len(missing(runs, records))
         say(f"{len(runs)} runs, {there} of them there; {len(to_make)} to make in {out}")
         began = time.monotonic()
-        stack = digest(load_recipe(folder / plan.stack)) if any(run.stack for run in to_make) else ""
-        shop = Workshop(plan, folder, stack, place, options.device, options.cores or cores(), say)
         with _told_to_stop():
-            problems = shop.make(to_make)
-        say(f"made in {(time.monotonic() - began) / 60:.1f} min")
-        records = read_records(place.records)
+            problems, jobs = _make(plan, folder, place, to_make, diverged, options, say)
+        say(f"{'made' if jobs is None else 'looked after'} in {(time.monotonic() - began) / 60:.1f} min")
+        records = records if options.dry_run else read_records(place.records)
     left = tuple(run.name for run in missing(runs, records))
     found = {run.name: records[run.name] for run in runs if run.is_made(records)}
     if options.dry_run:
-        return Reproduction(_names(tables), len(found), left, (), (), {})
+        return Reproduction(_names(tables), len(found), left, (), (), {}, jobs)
     found = _with_words_of_kaldi(plan, place, runs, found)
     files, summary = _report(plan, tables, found, left, names, options, out)
-    return Reproduction(_names(tables), len(found), left, tuple(problems), files, summary)
+    return Reproduction(_names(tables), len(found), left, tuple(problems), files, summary, jobs)
+
+
+def _make(
+    plan: CorpusPlan, folder: Path, place: Place, runs: Sequence[Run], diverged: Collection[str], options: Options,
+    say: Callable[[str], None],
+) -> tuple[list[str], Jobs | None]:  # fmt: skip
+    """Makes the runs here, or sends them off as jobs and judges those that have ended; what went wrong, and the jobs.
+
+    Args:
+        diverged: names of the runs that did before.
+    """
+    from ddnn.reproduce.measure import cores
+
+    stack = digest(load_recipe(folder / plan.stack)) if any(run.stack for run in runs) else ""
+    device = options.device
+    if options.slurm is None:
+        return Workshop(plan, folder, stack, place, device, options.cores or cores(), say).make(runs), None
+    from ddnn.reproduce.as_jobs import Sender, send_jobs
+
+    sender = Sender(plan, folder, stack, place, device, options.slurm)
+    jobs, problems = send_jobs(sender, runs, diverged, dry_run=options.dry_run)
+    finished = [run for run in runs if run.name in jobs.finished]
+    if finished and not options.dry_run:
+        here = "cpu" if device == "cpu" else "auto"  # where jobs are submitted there are rarely GPUs
+        problems += Workshop(plan, folder, stack, place, here, options.cores or cores(), say).make(finished)
+    return problems, jobs
 
 
 def _names(tables: tuple[Table, ...]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from ddnn.reproduce.measure import measure_run
 from ddnn.reproduce.plan import Run
 from ddnn.reproduce.records import Record, write_record
 from ddnn.reproduce.slots import Slots
+from ddnn.slurm.job import Job, read_job
 from ddnn.train.run_dir_files import FINAL
 
 STACK = "stack.safetensors"
@@ -91,11 +92,13 @@ class Workshop:
 
     def _one(self, run: Run, judges: ProcessPoolExecutor) -> str:
         """One run, from whatever of it is there to its record; what came out, in a line."""
-        stack = self._stack(run) if run.stack else None
+        stack = self.place.stack(run.seed, self.stack_digest) if run.stack else None
         run_dir = self.place.run_dir(run)
         failed = None
         command = train_arguments(run, run_dir, stack, self.device)
         if not (run_dir / FINAL).exists():
+            if stack is not None:
+                self._make_stack(run.seed, stack)
             with self.slots.taken(run.workers):
                 failed = self._train(run, command)
         record = Record(
@@ -105,20 +108,19 @@ class Workshop:
         if failed is None:
             with self.slots.taken(1):
                 record = judges.submit(measure_run, run_dir, record, self.plan.tests, self.device).result()
+            record = _as_of_job(record, read_job(run_dir))
         write_record(self.place.records, record)
         return f"{run.name}: {summary(record)}"
 
-    def _stack(self, run: Run) -> Path:
+    def _make_stack(self, seed: int, path: Path) -> None:
         """The seed's stack of RBMs, made by the first run that needs it while the others wait."""
-        path = self.place.stack(run.seed, self.stack_digest)
-        with self._stacks[run.seed]:
+        with self._stacks[seed]:
             if not (path / STACK).exists():
-                arguments = ["pretrain", str(self.folder / self.plan.stack), "--set", f"seed={run.seed}"]
+                arguments = ["pretrain", str(self.folder / self.plan.stack), "--set", f"seed={seed}"]
                 arguments += ["--run-dir", str(path), "--device", self.device]
                 with self.slots.taken(1):
-                    self._call(arguments, f"stack-{run.seed}")
-                self.say(f"RBMs of seed {run.seed}: {path}")
-        return path
+                    self._call(arguments, f"stack-{seed}")
+                self.say(f"RBMs of seed {seed}: {path}")
 
     def _train(self, run: Run, arguments: Sequence[str]) -> str | None:
         """Trains, or goes on; why it diverged, where it did."""
@@ -153,13 +155,24 @@ def _outcome(run: Run, future: Future[str], problems: list[str]) -> str:
         return f"{run.name}: failed: {error.what}"
 
 
+def _as_of_job(record: Record, job: Job | None) -> Record:
+    """Where a job trained, the processor of the machine that judges it and its cores are those of another machine."""
+    if job is None or record.time is None:
+        return record
+    time = record.time.model_copy(update={"cores": job.workers})  # each has a GPU or cores of its own
+    return record.model_copy(update={"machine": f"Slurm, {job.nodes} node{'s' * (job.nodes > 1)}", "time": time})
+
+
 def train_arguments(run: Run, run_dir: Path, stack: Path | None, device: str) -> list[str]:
     """Of `ddnn`, which trains this run, or goes on with it."""
     arguments = ["train", str(run.recipe), "--run-dir", str(run_dir), "--device", device, "--resume"]
-    settings = list(run.settings)
-    if stack is not None:
-        settings.append("pretrain=" + json.dumps({"from": str(stack), "passes": None}))
-    return arguments + [word for setting in settings for word in ("--set", setting)]
+    return arguments + [word for setting in settings_of(run, stack) for word in ("--set", setting)]
+
+
+def settings_of(run: Run, stack: Path | None) -> tuple[str, ...]:
+    """As for --set, with the stack that the training starts from, where it does from one."""
+    pretrain = {"from": str(stack), "passes": None}
+    return run.settings if stack is None else (*run.settings, "pretrain=" + json.dumps(pretrain))
 
 
 def summary(record: Record) -> str:

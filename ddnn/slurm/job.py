@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,3 +81,23 @@ def slurm_state(job: Job, seconds: float = 10.0) -> str | None:
         return str(states[0])
     # An unknown number, or one that is known but done.
     return "GONE" if asked.returncode == 0 or "Invalid job id" in asked.stderr else None
+
+
+def slurm_states(jobs: Sequence[Job], seconds: float = 30.0) -> dict[Job, str | None]:
+    """The same of many jobs, with one call of squeue for each cluster of a federation, and so many seconds for it."""
+    found: dict[Job, str | None] = {}
+    for cluster in {job.slurm_cluster for job in jobs}:
+        here = [job for job in jobs if job.slurm_cluster == cluster]
+        command = ["squeue", "--noheader", f"--jobs={','.join(job.number for job in here)}", "--format=%A|%T"]
+        try:
+            asked = subprocess.run(
+                [*command, *([] if cluster is None else [f"--clusters={cluster}"])],
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired):
+            found |= dict.fromkeys(here)
+            continue
+        said = dict(re.findall(r"^(\d+)\|([A-Z_]+)", asked.stdout, re.MULTILINE))
+        known = asked.returncode == 0 or (len(here) == 1 and "Invalid job id" in asked.stderr)
+        found |= {job: said.get(job.number, "GONE" if known else None) for job in here}
+    return found

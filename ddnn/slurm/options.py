@@ -1,4 +1,4 @@
-"""The options of `ddnn train`, `pretrain` and `reproduce` that are for Slurm. Imports nothing heavy: every `ddnn` command loads it."""
+"""The options of `ddnn train`, `pretrain` and `reproduce` for Slurm. Imports nothing heavy: every command loads it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddnn.errors import DataError
-from ddnn.slurm.job import Job, read_job, slurm_state, write_job
+from ddnn.slurm.job import Job, read_job, slurm_state, slurm_states, write_job
 from ddnn.train.run_dir import RunDir
 from ddnn.train.run_log import training_holds
 
@@ -64,6 +64,28 @@ def test_squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, st
     began = time.monotonic()
     assert slurm_state(JOB, seconds=1.0 if "sleep" in script else 10.0) == state
     assert time.monotonic() - began < 20
+
+
+MANY = [JOB, Job("8", None, 1.5e9, 1, 1, "srun"), Job("7", "far", 1.5e9, 1, 1, "srun")]
+
+
+@pytest.mark.parametrize(
+    ("script", "states"),
+    [
+        ("print('8|RUNNING') if '--jobs=7,8' in sys.argv else print('CLUSTER: far', '7|PENDING', sep='\\n')",
+         ["GONE", "RUNNING", "PENDING"]),
+        ("sys.exit('slurm_load_jobs error: Invalid job id specified' if '--jobs=7' in sys.argv else 'no')",
+         [None, None, "GONE"]),
+        ("time.sleep(30)", [None, None, None]),
+    ],
+)  # fmt: skip
+def test_squeue_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, states: list[str | None]) -> None:
+    (tmp_path / "squeue").write_text(f"#!{sys.executable}\nimport sys, time\n{script}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = slurm_states(MANY, seconds=1.0 if "sleep" in script else 10.0)
+    assert [found[job] for job in MANY] == states
+    assert slurm_states([]) == {}
 
 
 def test_no_squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -202,3 +203,41 @@ def test_a_second_job_in_one_run_dir(slurm: Slurm, job: Job, run_cli: RunCli) ->
     finally:
         handler.close()
     assert result.exit_code == 2 and "another training is running" in result.stderr
+
+
+def test_a_pretraining_as_a_job(slurm: Slurm, job: Job, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script makes the stack; broken off it goes on; a second job and a finished stack are refused."""
+    monkeypatch.setenv("PATH", f"{slurm.folder}:/usr/bin:/bin")
+    stack = job.root / HOSTILE
+    settings = ("--set", "init=rbm", "--set", "pretrain.passes=[1]", "--set", "data.cv.fraction=0.3")
+    call = ("pretrain", job.recipe, "--run-dir", stack, *settings, "--slurm", "--time", "1:00")
+    dry = run_cli(*call, "--dry-run")
+    assert dry.exit_code == 0 and dry.stdout.startswith("#!/bin/bash\n") and not stack.exists()
+    assert "--signal=" not in dry.stdout and "--time=1:00" in dry.stdout, "the time limit ends it: it has no checkpoint"
+    assert "-f " in dry.stdout and "rbm1.safetensors" in dry.stdout and "with --resume" not in dry.stdout
+
+    submitted = run_cli(*call)
+    assert submitted.exit_code == 0 and submitted.stdout.startswith("job 4711: 1 worker on 1 node"), submitted.stderr
+    assert {path.name for path in stack.iterdir()} == {"recipe.yaml", "job.yaml", "job.sh", "job.json"}
+    refused = run_cli(*call)
+    assert refused.exit_code == 2 and "job 4711 of this run dir is PENDING" in refused.stderr
+    slurm.answer("squeue")
+    other = run_cli(*call, "--set", "seed=9")
+    assert other.exit_code == 2 and "holds no pretraining by the same" in other.stderr
+    assert run_cli(*call).exit_code == 0, "broken off: submitted again, it goes on"
+    for _ in range(2):  # begun again by Slurm it is content
+        ended = subprocess.run(["bash", stack / "job.sh"], capture_output=True, text=True, timeout=100)
+        assert ended.returncode == 0, ended.stderr
+    finished = run_cli(*call)
+    assert finished.exit_code == 2 and "this pretraining has finished" in finished.stderr
+    started = run_cli("pretrain", job.recipe, "--run-dir", job.root / "plain", *settings, "--device", "cpu")
+    assert started.exit_code == 0, started.stderr
+    plain = (job.root / "plain" / "stack.safetensors").read_bytes()
+    assert (stack / "stack.safetensors").read_bytes() == plain
+
+
+def test_nothing_to_pretrain(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
+    result = run_cli("pretrain", job.recipe, "--run-dir", job.run, "--slurm")
+    assert result.exit_code == 2 and "nothing to pretrain" in result.stderr and not job.run.exists()
+    result = run_cli("pretrain", job.recipe, "--set", "init=rbm", "--dry-run")
+    assert result.exit_code == 0 and "init: rbm" in result.stdout

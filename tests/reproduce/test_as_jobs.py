@@ -1,0 +1,204 @@
+"""`ddnn reproduce --slurm` with a made-up sbatch and squeue: one job a run, stacks first, and what became of them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reproduce.small import TOY, write_corpus
+
+from ddnn.errors import DIVERGED, UserError
+from ddnn.recipe.load import load_recipe
+from ddnn.reproduce.as_jobs import LOCK, Sender, send_jobs
+from ddnn.reproduce.corpus import load_corpus_plan
+from ddnn.reproduce.jobs import Jobs
+from ddnn.reproduce.plan import digest, missing, plan_runs
+from ddnn.reproduce.records import read_records
+from ddnn.reproduce.run import STACK, Place
+from ddnn.slurm.options import SlurmOptions
+
+SBATCH = """\
+calls = open(FOLDER + "/sbatch.calls", "a+")
+calls.seek(0)
+number = 1 + len(calls.readlines())
+calls.write(json.dumps(sys.argv[1:]) + "\\n")
+states = json.load(open(FOLDER + "/states"))
+if states.get("refuse") == number:
+    sys.exit("sbatch: error: invalid partition")
+states[str(number)] = "PENDING"
+json.dump(states, open(FOLDER + "/states", "w"))
+print(number)
+"""
+SQUEUE = """\
+states = json.load(open(FOLDER + "/states"))
+if states.get("down"):
+    sys.exit("slurm_load_jobs error: Unable to contact slurm controller")
+asked = [word for word in sys.argv if word.startswith("--jobs=")][0][7:].split(",")
+for number in asked:
+    if number in states:
+        print(("" if "--format=|%T" in sys.argv else number) + "|" + states[number])
+"""
+
+
+class Slurm:
+    """Jobs of which the test says how they are; `finish` runs a job's script here."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.set_states({})
+        for name, body in (("sbatch", SBATCH), ("squeue", SQUEUE), ("scontrol", "")):
+            path = folder / name
+            path.write_text(f"#!{sys.executable}\nimport json, sys\nFOLDER = {str(folder)!r}\n{body}")
+            path.chmod(0o755)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        (self.folder / "states").write_text(json.dumps(states))
+
+    @property
+    def calls(self) -> list[list[str]]:
+        """Arguments of each sbatch, in order: job N is the N-th."""
+        path = self.folder / "sbatch.calls"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def finish(self, number: int) -> int:
+        """Runs the job's script, as Slurm would; its exit code."""
+        script = Path(self.calls[number - 1][-1])
+        with (script.parent / "job.out").open("ab") as output:
+            ended = subprocess.run(
+                ["bash", script], stdout=output, stderr=output, env={**os.environ, "SLURM_JOB_ID": "1"}
+            )
+        return ended.returncode
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    made = Slurm(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{made.folder}:{os.environ['PATH']}")
+    return made
+
+
+def send(
+    folder: Path, out: Path, *, sizes: tuple[int, ...] = (1, 2), again: tuple[str, ...] = (), dry_run: bool = False,
+    **settings: object,
+) -> tuple[Jobs, list[str]]:  # fmt: skip
+    """Sends the toy table's runs of seed 1."""
+    plan = load_corpus_plan(folder)
+    place = Place(out, out / "records")
+    records = {n: r for n, r in read_records(place.records).items() if n not in again}
+    runs = [run for run in plan_runs(plan, folder, [TOY]) if run.workers in sizes and run.seed == 1]
+    stack = digest(load_recipe(folder / plan.stack))
+    sender = Sender(plan, folder, stack, place, "auto", SlurmOptions(None, None, dict(settings)))
+    return send_jobs(sender, missing(runs, records), again, dry_run=dry_run)
+
+
+def test_each_run_gets_one_job_after_that_of_its_stack(slurm: Slurm, tmp_path: Path) -> None:
+    folder, out = write_corpus(tmp_path / "a b"), tmp_path / "out"
+    dry, _ = send(folder, out, dry_run=True)
+    assert list(dry.submitted) == ["stack-1", "sgd-1-1", "base-1-1", "sgd-2-1", "base-2-1"]
+    assert not out.exists() and slurm.calls == []
+    assert dry.as_lines()[0].startswith("jobs: 5 would be submitted, 0 waiting")
+
+    jobs, problems = send(folder, out)
+    assert problems == []
+    assert jobs.submitted == {"stack-1": "1", "sgd-1-1": "2", "base-1-1": "3", "sgd-2-1": "4", "base-2-1": "5"}
+    stack, *trainings = slurm.calls
+    assert "--job-name=ddnn-stack-1" in stack and not any(word.startswith("--dependency") for word in stack)
+    for call, tasks in zip(trainings, (1, 1, 2, 2), strict=True):
+        assert "--dependency=afterok:1" in call and "--kill-on-invalid-dep=yes" in call
+        assert f"--ntasks-per-node={tasks}" in call and "--nodes=1" in call
+        script = Path(call[-1])
+        assert "--dependency" not in script.read_text(), "a script submitted by hand later waits for nothing"
+        recipe = load_recipe(script.parent / "recipe.yaml")
+        assert recipe.pretrain.from_ == next((out / "stacks").iterdir()) and recipe.parallel.workers == tasks
+
+    slurm.set_states({"1": "RUNNING", **{str(n): "PENDING" for n in (2, 3, 4, 5)}})
+    jobs, _ = send(folder, out)
+    assert (jobs.submitted, jobs.running, len(jobs.waiting)) == ({}, {"stack-1": "1"}, 4)
+    # A run whose job was cancelled waits for the same stack, which is being made.
+    slurm.set_states({"1": "RUNNING", **{str(n): "PENDING" for n in (2, 3, 4)}})
+    jobs, _ = send(folder, out)
+    assert jobs.submitted == {"base-2-1": "6"} and "--dependency=afterok:1" in slurm.calls[5]
+    assert [ended.job for ended in jobs.ended] == ["5"] and "cancelled" in str(jobs.ended[0])
+
+
+def test_from_the_first_call_to_the_records(
+    slurm: Slurm, tmp_path: Path, run_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the command line, the scripts run here. What ended without a result is submitted again, and goes on."""
+    monkeypatch.setattr("ddnn.reproduce.command._report", lambda *_: ((), {}))
+    folder, out = write_corpus(tmp_path, graphs=False), tmp_path / "out"
+    call = ("reproduce", "table6", "--corpus", folder, "--out", out, "--seeds", "1", "--workers", "1", "--slurm")
+    first = run_cli(*call)
+    assert first.exit_code == 0 and "jobs: 3 submitted" in first.stdout and "same command again" in first.stdout
+    assert slurm.finish(1) == 0 and (next((out / "stacks").iterdir()) / STACK).exists()
+    assert slurm.finish(2) == 0
+    run_dir = Path(slurm.calls[2][-1]).parent
+    (run_dir / "job.out").write_text("slurmstepd: error: *** JOB 3 ON n1 CANCELLED ***\n")
+    slurm.set_states({"1": "COMPLETING"})
+    second = json.loads(run_cli(*call, "--json").stdout)
+    assert second["jobs"]["finished"] == ["sgd-1-1"] and second["jobs"]["submitted"] == {"base-1-1": "4"}
+    assert [(ended["job"], "CANCELLED" in ended["said"]) for ended in second["jobs"]["ended"]] == [("3", True)]
+    assert not any(word.startswith("--dependency") for word in slurm.calls[3]), "the stack is there"
+    assert slurm.finish(4) == 0
+    slurm.set_states({})
+    assert json.loads(run_cli(*call, "--json").stdout)["jobs"]["finished"] == ["base-1-1"]
+    records = read_records(out / "records")
+    assert {name: record.machine for name, record in records.items()} == dict.fromkeys(
+        ("sgd-1-1", "base-1-1"), "Slurm, 1 node"
+    )
+    assert all(record.epochs == 2 and record.tests["test"].frame_accuracy > 0.3 for record in records.values())
+    last = json.loads(run_cli(*call, "--json").stdout)
+    assert "jobs" not in last and len(slurm.calls) == 4, "once all is there nothing is submitted"
+
+
+def test_a_run_that_diverges_is_a_result(slurm: Slurm, tmp_path: Path) -> None:
+    folder, out = write_corpus(tmp_path, init="random", rate=1e38), tmp_path / "out"
+    send(folder, out, sizes=(1,))
+    assert slurm.finish(1) == 2
+    slurm.set_states({"2": "RUNNING"})
+    jobs, _ = send(folder, out, sizes=(1,))
+    assert list(jobs.diverged) == ["sgd-1-1"] and jobs.submitted == {} and list(jobs.running) == ["base-1-1"]
+    record = read_records(out / "records")["sgd-1-1"]
+    assert record.failed is not None and record.failed.startswith(DIVERGED) and record.command.startswith("ddnn train ")
+    jobs, _ = send(folder, out, sizes=(1,))
+    assert jobs.diverged == {} and list(jobs.running) == ["base-1-1"] and len(slurm.calls) == 2
+    jobs, _ = send(folder, out, sizes=(1,), again=("sgd-1-1",))
+    assert jobs.submitted == {"sgd-1-1": "3"} and read_records(out / "records") == {}
+
+
+def test_nothing_is_submitted_where_something_is_wrong(slurm: Slurm, tmp_path: Path) -> None:
+    folder, out = write_corpus(tmp_path), tmp_path / "out"
+    with pytest.raises(UserError, match="1 workers cannot be spread evenly over 2 nodes"):
+        send(folder, out, nodes=2)
+    with (out / LOCK).open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another call"):
+            send(folder, out)
+    assert slurm.calls == []
+    send(folder, out, sizes=(1,))
+    slurm.set_states({"down": True})
+    with pytest.raises(UserError, match="Slurm does not say what became of job"):
+        send(folder, out)
+    (next((out / "runs").iterdir()) / "job.json").write_text("{}")
+    with pytest.raises(UserError, match="damaged"):
+        send(folder, out)
+    assert len(slurm.calls) == 3
+
+
+def test_what_sbatch_refuses_is_said_and_tried_at_the_next_call(slurm: Slurm, tmp_path: Path) -> None:
+    folder, out = write_corpus(tmp_path, init="random"), tmp_path / "out"
+    slurm.set_states({"refuse": 2})
+    jobs, problems = send(folder, out)
+    assert jobs.submitted == {"sgd-1-1": "1"} and len(slurm.calls) == 2
+    assert len(problems) == 1 and problems[0].startswith("base-1-1: sbatch refused the job")
+    slurm.set_states({"1": "PENDING"})
+    jobs, problems = send(folder, out)
+    assert list(jobs.submitted) == ["base-1-1", "sgd-2-1", "base-2-1"] and problems == []
