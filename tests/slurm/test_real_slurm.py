@@ -22,9 +22,11 @@ from typing import Any
 
 import pytest
 from jobs import Job, make_job
+from reproduce.small import write_corpus
 
 from ddnn.errors import UserError
 from ddnn.parallel.launch import find_mpirun
+from ddnn.reproduce.records import read_records
 
 SECONDS = 120
 SETTINGS = ("--set", "parallel.every=2", "--set", "schedule.epochs=2", "--set", "optimizer.momentum=0.5")
@@ -235,3 +237,46 @@ def test_a_line_of_setup_that_fails(slurm: Slurm, job: Job) -> None:
     status = json.loads(slurm.ddnn("status", job.root / "setup", "--json").stdout)
     assert (status["state"], status["slurm"]) == ("stopped", "GONE")
     assert status["error"] == "job.sh: exit code 127 from: module_of_a_name load x"
+
+
+def test_a_table_as_jobs(slurm: Slurm, tmp_path: Path) -> None:
+    """`ddnn reproduce --slurm`: what waits for a stack that fails is cancelled; the same call again makes all of it."""
+    folder, out = write_corpus(slurm.folder / "toy", graphs=False), slurm.folder / "reproduced"
+    (tmp_path / "fails.yaml").write_text('setup: ["echo no module >&2; false"]\n')
+    call = (
+        "reproduce",
+        "table6",
+        "--corpus",
+        folder,
+        "--out",
+        out,
+        "--seeds",
+        1,
+        "--device",
+        "cpu",
+        "--json",
+        "--slurm",
+    )
+
+    def jobs(*options: object) -> dict[str, Any]:
+        said = slurm.ddnn(*call, *options)
+        assert said.returncode == 0, said.stderr
+        found: dict[str, Any] = json.loads(said.stdout).get("jobs", {})
+        return found
+
+    names = {"stack-1", "sgd-1-1", "base-1-1", "sgd-2-1", "base-2-1"}
+    first = jobs("--cluster", tmp_path / "fails.yaml")["submitted"]
+    assert set(first) == names
+    assert {name: slurm.wait(number)["JobState"] for name, number in first.items()} == {
+        name: "FAILED" if name == "stack-1" else "CANCELLED" for name in names
+    }
+    again = jobs()
+    assert set(again["submitted"]) == names and {ended["job"] for ended in again["ended"]} == set(first.values())
+    meanwhile = jobs()
+    assert meanwhile["submitted"] == {} and meanwhile["ended"] == []
+    for name, number in again["submitted"].items():
+        assert slurm.wait(number)["JobState"] == "COMPLETED", name
+    assert set(jobs()["finished"]) | set(meanwhile["finished"]) == names - {"stack-1"}
+    records = read_records(out / "records")
+    assert {record.failed for record in records.values()} == {None} and set(records) == names - {"stack-1"}
+    assert jobs() == {}
