@@ -29,7 +29,8 @@ from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.reproduce.corpus import CorpusPlan as TablesPlan
 from ddnn.reproduce.corpus import load_corpus_plan
-from ddnn.reproduce.tables import TABLES, sizes
+from ddnn.reproduce.table import sizes
+from ddnn.reproduce.tables import TABLES
 from ddnn.synth.corpus import SynthOptions, synthesise
 from ddnn.train.averaging import scales_rate
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ddnn.reproduce.corpus import CorpusPlan
 from ddnn.reproduce.records import Record
-from ddnn.reproduce.tables import Setting, Table, sizes_of
+from ddnn.reproduce.table import Setting, Table, sizes_of
 
 NONE = "-"
 """Where there is no figure."""

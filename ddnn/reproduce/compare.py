@@ -13,7 +13,7 @@ from ddnn.reproduce.cells import Cell, Measure, accuracy, counted, find_cell, me
 from ddnn.reproduce.corpus import CorpusPlan
 from ddnn.reproduce.records import Record, WordErrors
 from ddnn.reproduce.statistics import Estimate, bootstrap_seeds, bootstrap_words
-from ddnn.reproduce.tables import BASE, Contrast, Table
+from ddnn.reproduce.table import BASE, Contrast, Table
 
 MOST_WORDS = 1 << 31
 """Of a run's utterances together: what 64 bits can still multiply."""

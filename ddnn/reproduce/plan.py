@@ -17,7 +17,7 @@ from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.reproduce.corpus import CorpusPlan, judged_by
 from ddnn.reproduce.records import Record
-from ddnn.reproduce.tables import Table, sizes_of
+from ddnn.reproduce.table import Table, sizes_of
 
 BESIDE = ("parallel.threads", "parallel.timeout", "parallel.on_failure", "data.loaders")
 """Keys that change nothing of what a training computes; those of `checkpoint` neither."""

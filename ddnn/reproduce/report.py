@@ -18,7 +18,7 @@ from ddnn.reproduce.records import Record
 from ddnn.reproduce.render import to_html, to_markdown
 from ddnn.reproduce.sections import contrast, lost, method, paper_figures, results, summary
 from ddnn.reproduce.speed import SpeedUp
-from ddnn.reproduce.tables import BASE, Table
+from ddnn.reproduce.table import BASE, Table
 
 MOST_BYTES = 16 << 20
 """Of a plot."""

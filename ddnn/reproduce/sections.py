@@ -8,7 +8,8 @@ from statistics import fmean
 from ddnn.reproduce.cells import BEYOND, NONE, Cell, Measure, counted, figure, marked, mean, signed, spread
 from ddnn.reproduce.compare import Comparison, Loss, Result
 from ddnn.reproduce.document import Block, Bullets, Grid, Paragraph
-from ddnn.reproduce.tables import PAPER_SOURCE, Contrast, Table
+from ddnn.reproduce.table import Contrast, Table
+from ddnn.reproduce.tables import PAPER_SOURCE
 
 OTHER_EPOCHS = " ‡"
 AIM = 0.1

@@ -12,7 +12,8 @@ from ddnn.report.calibrate import calibrate
 from ddnn.report.measured import Measurement
 from ddnn.report.scaling import Job, Way, epoch_seconds
 from ddnn.reproduce.records import MeasuredEpoch, Record
-from ddnn.reproduce.tables import PAPER_SPEED_UPS, Setting
+from ddnn.reproduce.table import Setting
+from ddnn.reproduce.tables import PAPER_SPEED_UPS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_graph_dir
 
-from ddnn.reproduce.tables import BASE, Contrast, Setting, Table
+from ddnn.reproduce.table import BASE, Contrast, Setting, Table
 
 TOY = Table(
     "toy",

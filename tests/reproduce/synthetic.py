@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ddnn.reproduce.corpus import CorpusPlan, TestSet
 from ddnn.reproduce.records import FrameFigures, Record, Time, WordErrors
-from ddnn.reproduce.tables import TABLES, Table, sizes_of
+from ddnn.reproduce.table import Table, sizes_of
+from ddnn.reproduce.tables import TABLES
 
 WORDS = (7, 3, 9, 1, 5, 4, 8, 6) * 5
 

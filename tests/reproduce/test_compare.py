@@ -8,7 +8,8 @@ from reproduce.synthetic import WORDS, by_name, diverged, plan, record, table_re
 from ddnn.reproduce.cells import accuracy, find_cell, measures, table_cells
 from ddnn.reproduce.compare import Comparison, compare, losses
 from ddnn.reproduce.records import Record, WordErrors
-from ddnn.reproduce.tables import TABLES, Contrast, Setting, Table
+from ddnn.reproduce.table import Contrast, Setting, Table
+from ddnn.reproduce.tables import TABLES
 
 GOOD, BAD = Setting("good", "the good"), Setting("bad", "the bad")
 ASKED = Contrast("good is better", ("good", "many"), ("bad", "many"))

@@ -11,7 +11,8 @@ from ddnn.errors import DataError, RecipeError, UserError
 from ddnn.reproduce.corpus import find_corpus, load_corpus_plan
 from ddnn.reproduce.plan import Run, missing, plan_runs
 from ddnn.reproduce.records import Record, read_records, write_record
-from ddnn.reproduce.tables import TABLES, chosen, sizes
+from ddnn.reproduce.table import sizes
+from ddnn.reproduce.tables import TABLES, chosen
 
 
 def runs_of(folder: Path) -> list[Run]:
