@@ -17,12 +17,14 @@ from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.corpus import CorpusPlan, find_corpus, load_corpus_plan
 from ddnn.reproduce.jobs import Jobs
 from ddnn.reproduce.measure import words_by_kaldi
+from ddnn.reproduce.needs import check_packages
 from ddnn.reproduce.plan import Run, digest, missing, plan_runs
 from ddnn.reproduce.records import Record, read_records, write_record
 from ddnn.reproduce.report import build_report, write_report
 from ddnn.reproduce.run import Place, Workshop
 from ddnn.reproduce.speed import speed_ups
-from ddnn.reproduce.tables import Table, chosen
+from ddnn.reproduce.table import Table
+from ddnn.reproduce.tables import chosen
 from ddnn.slurm.options import SlurmOptions
 
 
@@ -102,6 +104,8 @@ def reproduce(names: tuple[str, ...], options: Options, say: Callable[[str], Non
     tables = chosen(names)
     folder = find_corpus(options.corpus)
     plan = load_corpus_plan(folder)
+    if not options.dry_run:
+        check_packages(plan.tests)
     out = options.out or Path("exp", "reproduce", folder.name)
     place = Place(out, options.records or out / "records")
     runs = plan_runs(plan, folder, tables)

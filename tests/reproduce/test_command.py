@@ -90,3 +90,11 @@ def test_a_stop_leaves_checkpoints_and_the_same_call_goes_on(tmp_path: Path, run
     result = run_cli(*arguments)
     assert result.exit_code == 0 and "2 runs there, 2 missing" in result.stdout
     assert any('"resumed"' in path.read_text() for path in out.glob("runs/*/metrics.jsonl"))
+
+
+def test_a_missing_package_is_said_before_anything_is_trained(
+    tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddnn.reproduce.needs.find_spec", lambda name: None if name == "kaldi_decoder" else object())
+    result = run_cli("reproduce", "table6", "--corpus", write_corpus(tmp_path), "--out", tmp_path / "out")
+    assert result.exit_code == 2 and "kaldi_decoder" in result.stderr and not (tmp_path / "out").exists()
