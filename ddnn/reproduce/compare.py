@@ -15,6 +15,8 @@ from ddnn.reproduce.records import Record, WordErrors
 from ddnn.reproduce.statistics import Estimate, bootstrap_seeds, bootstrap_words
 from ddnn.reproduce.table import BASE, Contrast, Table
 
+FEWEST_SEEDS = 3
+"""Two differences agree in sign one time in two: that says nothing."""
 MOST_WORDS = 1 << 31
 """Of a run's utterances together: what 64 bits can still multiply."""
 
@@ -168,7 +170,7 @@ def _by(measure: Measure, better: Cell, worse: Cell, given: Verdict | None) -> R
     difference = fmean(differences) if differences else None
     estimate = _over_seeds(differences)
     over: Literal["seeds", "utterances", ""] = "seeds"
-    why = f"{counted(len(common), 'common seed')}, expected 2 or more"
+    why = f"{counted(len(common), 'common seed')}, expected {FEWEST_SEEDS} or more"
     if measure.kind == "words" and common:
         pooled = _over_utterances(measure, better, worse, common)
         if isinstance(pooled, Estimate):
@@ -205,7 +207,7 @@ def _paired(minuend: Mapping[int, float], subtrahend: Mapping[int, float]) -> li
 
 
 def _over_seeds(differences: Sequence[float]) -> Estimate | None:
-    return bootstrap_seeds(differences) if len(differences) > 1 else None
+    return bootstrap_seeds(differences) if len(differences) >= FEWEST_SEEDS else None
 
 
 def _over_utterances(measure: Measure, better: Cell, worse: Cell, seeds: Sequence[int]) -> Estimate | str:

@@ -71,7 +71,7 @@ def test_only_common_seeds_are_compared() -> None:
 
 def test_what_was_not_tested_says_why() -> None:
     one = compared(*pairs([1.0], [1]))
-    assert one.results[1].verdict.text(True) == "not tested (1 common seed, expected 2 or more)"
+    assert one.results[1].verdict.text(True) == "not tested (1 common seed, expected 3 or more)"
     assert one.text == "reproduces (by test trigram WER)"
     assert compared(record("good", 16, 1, 0.5)).text == "not tested (no runs of: the bad, 16 workers)"
     apart = compared(record("good", 16, 1, 0.5), record("bad", 16, 2, 0.4))
@@ -96,7 +96,7 @@ def test_a_diverged_run_counts() -> None:
 
 
 def test_words_without_utterances_are_tested_over_seeds() -> None:
-    bare = [r.model_copy(update={"wers": {"SWB": WordErrors(wer=20.0 + (r.setting == "bad"))}}) for r in pairs([1, 1])]
+    bare = [r.model_copy(update={"wers": {"SWB": WordErrors(wer=20.0 + (r.setting == "bad"))}}) for r in pairs([1, 1, 1])]
     words = compared(*bare).results[-1]
     assert (words.over, words.difference, words.verdict.word) == ("seeds", pytest.approx(1.0), "reproduces")
 
@@ -110,7 +110,7 @@ def test_words_without_utterances_are_tested_over_seeds() -> None:
     ],
 )
 def test_words_that_do_not_fit_are_not_tested(words: WordErrors) -> None:
-    odd = pairs([1.0, 1.0], [1])
+    odd = pairs([1.0, 1.0, 1.0], [1])
     odd[-1] = odd[-1].model_copy(update={"wers": {"test trigram": words}})
     found = compared(*odd)
     assert found.results[-1].verdict.word == "not tested"
@@ -119,7 +119,7 @@ def test_words_that_do_not_fit_are_not_tested(words: WordErrors) -> None:
 
 def test_what_is_not_published_holds() -> None:
     own = Contrast("good is better", ("good", "many"), ("bad", "many"), published=False)
-    assert compared(*pairs([1.0, 1.0]), asked=own).text == "holds (by test frame accuracy)"
+    assert compared(*pairs([1.0, 1.0, 1.0]), asked=own).text == "holds (by test frame accuracy)"
 
 
 def test_shared_runs_and_rows_without_a_recipe() -> None:
