@@ -29,7 +29,7 @@ from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.reproduce.corpus import CorpusPlan as TablesPlan
 from ddnn.reproduce.corpus import load_corpus_plan
-from ddnn.reproduce.table import sizes
+from ddnn.reproduce.table import sizes_of
 from ddnn.reproduce.tables import TABLES
 from ddnn.synth.corpus import SynthOptions, synthesise
 from ddnn.train.averaging import scales_rate
@@ -58,7 +58,7 @@ def cells(plan: TablesPlan) -> list[tuple[str, int]]:
         (setting.name, workers)
         for table in TABLES.values()
         for setting in table.settings
-        for workers in sizes(table, plan.workers, plan.many)
+        for workers in sizes_of(setting, table, plan.workers, plan.many)
     }
     paper = {key for table in TABLES.values() for key in table.paper}
     return sorted({(plan.same.get(setting, setting), workers) for setting, workers in asked | paper})

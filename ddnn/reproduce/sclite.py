@@ -3,8 +3,8 @@
     score_LMWT/NAME.ctm[.SUBSET].filt.{sys,raw}             s5b
     score_LMWT_PENALTY/NAME.ctm[.SUBSET].filt.{sys,raw}     s5c, with a word insertion penalty
 
-NAME is that of the data dir; eval2000 has the subsets `swbd` and `callhm`. `.sys` has percentages with one decimal,
-`.raw` counts of words. The best weight counts for each subset by itself, as in `utils/best_wer.sh`.
+NAME is that of the data dir; eval2000 has the subsets `swbd` and `callhm`, rt03 `swbd` and `fsh`. `.sys` has percentages
+with one decimal, `.raw` counts of words. The best weight counts for each subset by itself, as in `utils/best_wer.sh`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from ddnn.errors import DataError
 from ddnn.files import read_regular
 
-SUBSETS = {"swbd": "SWB", "callhm": "CH"}
-"""Kaldi's names of the subsets of eval2000 -> the paper's."""
+PAPER_NAMES = {("eval2000", "swbd"): "SWB", ("eval2000", "callhm"): "CH"}
+"""Data dir and subset of Kaldi's -> the paper's name. Other test sets have a `swbd` too: not the paper's SWB."""
 MOST_BYTES = 1 << 20
 """Of a summary, which has a line of some hundred bytes for each speaker."""
 MOST_ENTRIES = 10_000
@@ -57,27 +57,29 @@ def read_sclite(decode_dir: Path) -> dict[str, float]:
 def best_scores(decode_dir: Path) -> dict[str, Score]:
     """The lowest word error rate of each test set; of equal ones that of the lowest weight, then penalty.
 
-    Names: SWB and CH for the subsets of eval2000 and its like, that of the data dir for the whole of it. Of a summary
-    in both forms the counts are read. Empty where nothing has been scored, or there is no such directory.
+    Names: that of the data dir for the whole of it, SWB and CH for the subsets of eval2000, "NAME SUBSET" for those of
+    others. Of a summary in both forms the counts are read. Empty where nothing has been scored, or there is no such
+    directory.
 
     Raises:
         DataError: a directory or a summary cannot be read, a summary is none, or two data dirs have been scored into
             one directory.
     """
     found: dict[str, list[Score]] = {}
-    owners: dict[str, str] = {}
+    owner = ""
     for folder in _entries(decode_dir):
         settings = _FOLDER.fullmatch(folder.name)
         if settings is None:
             continue
         for (data, subset), summary in sorted(_summaries(folder).items()):
-            name = data if not subset else SUBSETS.get(subset, f"{data} {subset}")
-            if owners.setdefault(name, data) != data:
+            owner = owner or data
+            if data != owner:
                 raise DataError(
-                    f"two data dirs have been scored here, {owners[name]} and {data}",
+                    f"two data dirs have been scored here, {owner} and {data}",
                     where=decode_dir,
                     mend="decode each into a directory of its own",
                 )
+            name = PAPER_NAMES.get((data, subset), f"{data} {subset}".rstrip())
             score = Score(read_summary(summary), int(settings[1]), float(settings[2] or 0.0), summary)
             found.setdefault(name, []).append(score)
     return {name: min(scores, key=lambda s: (s.wer, s.lm_weight, s.penalty)) for name, scores in sorted(found.items())}

@@ -112,11 +112,21 @@ def test_damaged_summaries_are_refused(tmp_path: Path, text: str, said: str) -> 
     assert str(path) in str(caught.value)
 
 
-def test_two_data_dirs_in_one_directory_are_not_mixed(tmp_path: Path) -> None:
-    for name in ("eval2000", "eval2000_hires"):
-        put(tmp_path, "score_10", f"{name}.ctm.swbd.filt.sys", SYS.format(err=14.6))
-    with pytest.raises(DataError, match="eval2000 and eval2000_hires"):
+@pytest.mark.parametrize("name", ["rt03", "eval2000_hires"])
+def test_subsets_of_others_are_not_the_paper_s(tmp_path: Path, name: str) -> None:
+    for subset, wer in (("", 20.5), (".swbd", 23.4), (".fsh", 17.4)):
+        put(tmp_path, "score_10", f"{name}.ctm{subset}.filt.sys", SYS.format(err=wer))
+    assert read_sclite(tmp_path) == {name: 20.5, f"{name} swbd": 23.4, f"{name} fsh": 17.4}
+
+
+@pytest.mark.parametrize("name", ["eval2000_hires", "rt03", "SWB"])
+@pytest.mark.parametrize("folder", ["score_10", "score_11"])
+def test_two_data_dirs_in_one_directory_are_refused(tmp_path: Path, name: str, folder: str) -> None:
+    put(tmp_path, "score_10", "eval2000.ctm.swbd.filt.sys", SYS.format(err=14.6))
+    put(tmp_path, folder, f"{name}.ctm.filt.sys", SYS.format(err=23.4))
+    with pytest.raises(DataError, match="two data dirs") as caught:
         read_sclite(tmp_path)
+    assert "eval2000" in str(caught.value) and name in str(caught.value)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
