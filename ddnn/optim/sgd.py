@@ -27,7 +27,7 @@ class Sgd:
         gradient: g, (num_parameters,), of the last minibatch.
         correction: c, (num_parameters,); the gradient itself where momentum is 0.
         shared_by: workers whose rates are multiplied by their number. NG-SGD limits its step as it is at the rate of
-            one: each worker may go so many times as far, since the mean over the workers does not.
+            one: each worker may go so many times as far, as one worker with so many times the minibatch may.
     """
 
     def __init__(

@@ -106,10 +106,10 @@ class Optimizer(Section):
     max_change_per_sample: NotNegative = 0.075
     """NG-SGD: a step that would change a layer by more than this per frame is shortened. 0: never."""
     max_change_mode: Literal["exact", "each-worker", "before-rate"] = "exact"
-    """NG-SGD: `exact` limits the step that the model makes: where rates are multiplied by the workers, each of them may
-    go as many times as far, since their mean does not. `each-worker` limits the step of every worker (nnet2), which
-    slows down many. `before-rate` limits it before it is multiplied by the rate, as the code behind arXiv 1507.01239
-    did: there rates of 0.32 and more work only so."""
+    """NG-SGD: `exact` limits the step by the frames of all workers: where rates are multiplied by the workers, each of
+    them may go as many times as far, as one with as many times the minibatch may. `each-worker` limits it by the
+    worker's own frames (nnet2), which slows down many. `before-rate` limits it before it is multiplied by the rate, as
+    the code behind arXiv 1507.01239 did: there rates of 0.32 and more work only so."""
 
 
 class Schedule(Section):

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ddnn.errors import UserError
+from ddnn.errors import DataError, UserError
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.corpus import CorpusPlan, find_corpus, load_corpus_plan
 from ddnn.reproduce.jobs import Jobs
 from ddnn.reproduce.measure import words_by_kaldi
 from ddnn.reproduce.needs import check_packages
 from ddnn.reproduce.plan import Run, digest, missing, plan_runs
-from ddnn.reproduce.records import Record, read_records, write_record
+from ddnn.reproduce.records import Record, WordErrors, read_records, write_record
 from ddnn.reproduce.report import build_report, write_report
 from ddnn.reproduce.run import Place, Workshop
 from ddnn.reproduce.speed import speed_ups
@@ -105,16 +105,16 @@ def reproduce(names: tuple[str, ...], options: Options, say: Callable[[str], Non
     folder = find_corpus(options.corpus)
     plan = load_corpus_plan(folder)
     if not options.dry_run:
-        check_packages(plan.tests)
+        check_packages(() if options.only_report else plan.tests)
+    _check(options, plan)
     out = options.out or Path("exp", "reproduce", folder.name)
     place = Place(out, options.records or out / "records")
     runs = plan_runs(plan, folder, tables)
     records = read_records(place.records)
     wanted = [run for run in runs if _is_wanted(run, options)]
     diverged = {run.name for run in wanted if run.is_made(records) and records[run.name].failed is not None}
-    if options.again:
-        records = {name: record for name, record in records.items() if record.failed is None}
-    to_make = missing(wanted, records)
+    sound = {name: record for name, record in records.items() if record.failed is None}
+    to_make = missing(wanted, sound if options.again else records)
     problems: list[str] = []
     jobs = None
     if to_make and not options.only_report and (options.slurm or not options.dry_run):
@@ -164,6 +164,18 @@ def _names(tables: tuple[Table, ...]) -> tuple[str, ...]:
     return tuple(table.name for table in tables)
 
 
+def _check(options: Options, plan: CorpusPlan) -> None:
+    """UserError where only runs are asked for that the corpus does not have."""
+    for given, known, option in ((options.seeds, plan.seeds, "--seeds"), (options.workers, plan.workers, "--workers")):
+        unknown = sorted(set(given or ()) - set(known))
+        if unknown:
+            raise UserError(
+                f"{unknown[0]} found, the corpus has {', '.join(map(str, known))}",
+                where=option,
+                mend="name some of these",
+            )
+
+
 def _is_wanted(run: Run, options: Options) -> bool:
     return (options.seeds is None or run.seed in options.seeds) and (
         options.workers is None or run.workers in options.workers
@@ -174,7 +186,9 @@ def _report(
     plan: CorpusPlan, tables: tuple[Table, ...], records: Mapping[str, Record], left: tuple[str, ...],
     names: tuple[str, ...], options: Options, out: Path,
 ) -> tuple[tuple[Path, ...], dict[str, object]]:  # fmt: skip
-    command = shlex.join(["ddnn", "reproduce", *names, "--corpus", options.corpus])
+    given = {"out": options.out, "records": options.records, "report": options.report, "cores": options.cores}
+    settings = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    command = shlex.join(["ddnn", "reproduce", *names, "--corpus", options.corpus, *settings])
     speeds = [
         speed for table in tables if table.kind == "speed" for speed in speed_ups(table.settings, plan.workers, records)
     ]
@@ -192,7 +206,14 @@ def _with_words_of_kaldi(
         record = found.get(run.name)
         if record is None or record.failed is not None:
             continue
-        wers = {name: w for test in by_kaldi for name, w in words_by_kaldi(place.run_dir(run), test).items()}
+        wers: dict[str, WordErrors] = {}
+        for test in by_kaldi:
+            more = words_by_kaldi(place.run_dir(run), test)
+            if both := wers.keys() & more.keys():
+                raise DataError(
+                    f"two test sets have a {min(both)}", where=place.run_dir(run), mend="give them other names"
+                )
+            wers |= more
         if wers and wers != record.wers:
             found[run.name] = record.model_copy(update={"wers": {**record.wers, **wers}})
             write_record(place.records, found[run.name])

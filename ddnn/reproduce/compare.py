@@ -171,7 +171,7 @@ def _by(measure: Measure, better: Cell, worse: Cell, given: Verdict | None) -> R
     estimate = _over_seeds(differences)
     over: Literal["seeds", "utterances", ""] = "seeds"
     why = f"{counted(len(common), 'common seed')}, expected {FEWEST_SEEDS} or more"
-    if measure.kind == "words" and common:
+    if measure.kind == "words" and len(common) >= FEWEST_SEEDS:
         pooled = _over_utterances(measure, better, worse, common)
         if isinstance(pooled, Estimate):
             estimate, over, difference = pooled, "utterances", pooled.difference

@@ -6,16 +6,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddnn.errors import DataError, UserError
-from ddnn.files import read_regular
+from ddnn.recipe.yaml_tree import parse_file, read_file
 
 FILE = "reproduce.yaml"
-MOST_BYTES = 1 << 20
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.' -]{1,60}$")]
 
 
@@ -62,7 +60,8 @@ class CorpusPlan(Part):
     """Sizes, smallest first."""
     many: Annotated[int, Field(ge=2, le=10_000)]
     """The size of "many" in tables that contrast one worker with many."""
-    tests: tuple[TestSet, ...]
+    tests: tuple[TestSet, ...] = ()
+    """By name in the file."""
 
 
 def find_corpus(name: str) -> Path:
@@ -90,16 +89,13 @@ def load_corpus_plan(folder: Path) -> CorpusPlan:
     """
     path = folder / FILE
     try:
-        tree = yaml.safe_load(read_regular(path, MOST_BYTES))
-        plan = CorpusPlan.model_validate(tree)
-    except OSError as error:
-        raise DataError(f"cannot read: {error.strerror}", where=path) from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"no YAML: {' '.join(str(error).split())[:200]}", where=path) from error
+        plan = CorpusPlan.model_validate(_tree(path))
     except ValidationError as error:
         detail = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, detail["loc"])) or "the file"
         raise DataError(f"{place}: {detail['msg']}", where=path, mend="docs/reproduce.md says what it holds") from error
+    if not plan.seeds or len(set(plan.seeds)) < len(plan.seeds):
+        raise DataError(f"seeds: {list(plan.seeds)} found, expected one or more, each once", where=path)
     if 1 not in plan.workers or plan.many not in plan.workers or list(plan.workers) != sorted(set(plan.workers)):
         raise DataError(
             f"workers: {list(plan.workers)} found, expected rising sizes with 1 and {plan.many} (`many`) among them",
@@ -108,10 +104,41 @@ def load_corpus_plan(folder: Path) -> CorpusPlan:
     return plan.model_copy(update={"tests": tuple(_found(test, folder) for test in plan.tests)})
 
 
+def _tree(path: Path) -> dict[str, Any]:
+    """What the file says, nested; anchors, tags and the like are refused as in recipes."""
+    text, problems = read_file(path, str(path))
+    values, more = ({}, []) if text is None else parse_file(text, str(path))
+    for problem in [*problems, *more]:
+        raise DataError(problem.text, where=problem.source, mend="docs/reproduce.md says what it holds")
+    tree: dict[str, Any] = {}
+    for (*above, last), given in values.items():
+        place = tree
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = given.value
+    tests = tree.get("tests")
+    if isinstance(tests, dict):  # by their names, so that no two have the same
+        tree["tests"] = [{"name": name, **test} if isinstance(test, dict) else test for name, test in tests.items()]
+    return tree
+
+
 def judged_by(tests: Sequence[TestSet]) -> str:
-    """SHA-256 of what models are tested on and how, but not of where it lies."""
-    facts = [(t.name, t.alignments is not None, sorted(t.graphs), list(t.acoustic_scales)) for t in tests]
+    """SHA-256 of what models are tested on and how: names and sizes of files, not the folders that they lie in."""
+    facts = [
+        [t.name, list(t.acoustic_scales), [named(p) for p in (t.data, t.alignments, t.text, t.model)]]
+        + [[name, named(path)] for name, path in sorted(t.graphs.items())]
+        for t in tests
+    ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def named(path: Path | None) -> list[object]:
+    """By what a file or folder is known wherever it lies: its name, and the size of it or of the files right in it, but
+    of scripts, which hold paths."""
+    if path is None:
+        return []
+    files = list(path.iterdir()) if path.is_dir() else [path]
+    return [path.name, sum(file.stat().st_size for file in files if file.is_file() and file.suffix != ".scp")]
 
 
 def _found(test: TestSet, folder: Path) -> TestSet:

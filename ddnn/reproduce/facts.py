@@ -60,7 +60,8 @@ def speed_ups(speeds: Sequence[SpeedUp]) -> list[Block]:
     ]
     header = ("setting", "speed-up", *(counted(n, "worker") for n in sizes))
     notes = (
-        "Speed-ups over one worker. measured: every worker had a core of its own. predicted: by the scaling model "
+        "Speed-ups over one worker, of the fastest seed of each. measured: every worker had a core of its own. "
+        "predicted: by the scaling model "
         "(docs/scaling.md), from measured times of computing and exchange. paper: the paper's, on GPUs."
     )
     return [Grid(header, tuple(rows), "ll" + "r" * len(sizes)), Paragraph(notes)]

@@ -15,12 +15,18 @@ from ddnn.errors import UserError
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.reproduce.corpus import CorpusPlan, judged_by
+from ddnn.reproduce.corpus import CorpusPlan, judged_by, named
 from ddnn.reproduce.records import Record
 from ddnn.reproduce.table import Table, sizes_of
 
-BESIDE = ("parallel.threads", "parallel.timeout", "parallel.on_failure", "data.loaders")
-"""Keys that change nothing of what a training computes; those of `checkpoint` neither."""
+MEANING = 1
+"""To be raised when what is computed by the same recipe changes: all runs are then made again."""
+BESIDE = (
+    "data.cache",
+    *("parallel.threads", "parallel.timeout", "parallel.on_failure", "parallel.share_devices", "parallel.transport"),
+    *("data.loaders", "data.place", "data.max_missing", "graphs"),
+)
+"""Keys that change nothing of what a training computes, or only its last bits; those of `checkpoint` neither."""
 
 
 @dataclass(frozen=True)
@@ -110,18 +116,19 @@ def _exists(path: Path, what: str) -> bool:
 
 
 def digest(recipe: Recipe, stack: str = "") -> str:
-    """SHA-256 of what a recipe says: not where things lie, nor what changes no figure; `stack` is that of the RBMs."""
+    """SHA-256 of what a recipe says, and the stack's: of the data their names and sizes, not where they lie; nothing
+    that changes no figure."""
     tree: dict[str, Any] = yaml.safe_load(dump_recipe(recipe))
     for name, key in keys().items():
-        if key.is_path or name in BESIDE or name.startswith("checkpoint."):
-            _drop(tree, name.split("."))
-    return hashlib.sha256(json.dumps([tree, stack], sort_keys=True).encode()).hexdigest()
-
-
-def _drop(tree: dict[str, Any], parts: Sequence[str]) -> None:
-    for part in parts[:-1]:
-        tree = tree.get(part, {})
-    tree.pop(parts[-1], None)
+        *above, last = name.split(".")
+        place = tree
+        for part in above:
+            place = place.get(part, {})
+        if name in BESIDE or name.startswith("checkpoint."):
+            place.pop(last, None)
+        elif key.is_path and last in place:
+            place[last] = named(Path(place[last]))
+    return hashlib.sha256(json.dumps([MEANING, tree, stack], sort_keys=True).encode()).hexdigest()
 
 
 def missing(runs: Sequence[Run], records: Mapping[str, Record]) -> list[Run]:

@@ -15,8 +15,10 @@ MOST_BYTES = 16 << 20
 """Of a record: the errors of half a million utterances."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Percent = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
+Percent = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0.0, le=1e15, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=1e-9, le=1e18, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class Part(BaseModel):
@@ -60,12 +62,12 @@ class Time(Part):
         cores: of the machine, which the workers shared.
     """
 
-    seconds: Finite
-    compute_seconds: Finite | None = None
-    exchange_seconds: Finite | None = None
-    waiting_seconds: Finite | None = None
+    seconds: Amount
+    compute_seconds: Amount | None = None
+    exchange_seconds: Amount | None = None
+    waiting_seconds: Amount | None = None
     averagings: Count = 0
-    bytes_sent: Finite | None = None
+    bytes_sent: Amount | None = None
     cores: Count = 0
 
 
@@ -75,17 +77,17 @@ class MeasuredEpoch(Part):
     strategy: str
     wire: str
     overlap: bool
-    parameters: Count
-    operations: Finite
+    parameters: Annotated[int, Field(ge=1, le=2**53)]
+    operations: Positive
     minibatch: Annotated[int, Field(ge=1)]
     every: Annotated[int, Field(ge=1)]
-    frames: Finite
-    seconds: Finite
-    exchange: Finite
-    averagings: Finite
-    compute: Finite | None
-    rest: Finite | None
-    block_std: Finite | None
+    frames: Positive
+    seconds: Positive
+    exchange: Amount
+    averagings: Amount
+    compute: Amount | None
+    rest: Amount | None
+    block_std: Amount | None
     final_mean: bool
 
 
@@ -167,5 +169,12 @@ def read_records(folder: Path) -> dict[str, Record]:
     Raises:
         DataError: one of them is damaged.
     """
-    found = [read_record(path) for path in sorted(folder.glob("*.json"))]
-    return {record.name: record for record in found}
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        record = read_record(path)
+        if record.name != path.stem:
+            raise DataError(
+                f"the record of {record.name}", where=path, mend="a record is called after its run: move it"
+            )
+        found[record.name] = record
+    return found

@@ -164,8 +164,8 @@ def method() -> list[Block]:
     return [
         Bullets(
             (
-                "Word error rates: paired bootstrap over utterances, 10,000 draws (Bisani and Ney 2004), the seeds "
-                "that both settings have pooled. The interval is about other utterances, not other seeds. The "
+                "Word error rates: paired bootstrap over utterances and seeds, 10,000 draws (after Bisani and Ney "
+                "2004), of the seeds that both settings have; three at least. The "
                 "acoustic scale is the best of those tried for each run. Without errors by utterance: over seeds.",
                 "Frame accuracies: bootstrap over the differences of the common seeds. With three seeds the interval "
                 "leaves 0 out just where all three differences agree in sign. Three that mean nothing do so one time "

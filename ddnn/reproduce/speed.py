@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Literal
 
 from ddnn.errors import UserError
@@ -43,18 +42,21 @@ def speed_ups(settings: Iterable[Setting], workers: Sequence[int], records: Mapp
             continue
         found.append(SpeedUp(setting.name, setting.label, 1, 1.0, "measured"))
         own_cores = {n: _epochs(records, setting.name, n) for n in workers if n > 1}
-        base = fmean(epoch.seconds for epoch in alone)
+        base = alone[0].seconds
         for n, epochs in own_cores.items():
             if epochs:
-                value = base / fmean(epoch.seconds for epoch in epochs)
+                value = base / epochs[0].seconds
                 found.append(SpeedUp(setting.name, setting.label, n, value, "measured"))
         found += _predicted(setting, [n for n in workers if n > 1 and not own_cores[n]], alone, own_cores)
     return found
 
 
 def _epochs(records: Mapping[str, Record], setting: str, workers: int) -> list[MeasuredEpoch]:
-    """Of the runs of a setting in which every worker had a core of its own."""
-    return [
+    """Of the fastest run of a setting in which every worker had a core of its own; none where there is no such run.
+
+    The fastest: the others may have shared the machine with other work.
+    """
+    found = [
         record.measured
         for record in records.values()
         if (record.setting, record.workers) == (setting, workers)
@@ -62,6 +64,7 @@ def _epochs(records: Mapping[str, Record], setting: str, workers: int) -> list[M
         and record.time is not None
         and record.time.cores >= workers
     ]
+    return sorted(found, key=lambda epoch: epoch.seconds)[:1]
 
 
 def _predicted(

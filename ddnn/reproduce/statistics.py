@@ -1,4 +1,4 @@
-"""Bootstrap: over utterances for word error rates, over seeds for frame accuracies."""
+"""Bootstrap: over utterances and seeds for word error rates, over seeds for frame accuracies."""
 
 from __future__ import annotations
 
@@ -43,27 +43,35 @@ class Estimate:
 
 
 def bootstrap_words(worse: Integers, better: Integers, words: Integers, draws: int = DRAWS) -> Estimate:
-    """Paired bootstrap of a difference of word error rates (Bisani and Ney, ICASSP 2004), the runs of each side pooled.
+    """Paired bootstrap of a difference of word error rates (Bisani and Ney, ICASSP 2004), over utterances and seeds.
 
-    An utterance that is drawn brings its errors of all runs. The interval is about other utterances, not other seeds.
+    Each draw takes as many runs as there are, and as many utterances, both with replacement; a run brings its partner
+    of the same seed, an utterance its errors of all runs. The interval is about other utterances and other seeds.
 
     Args:
-        worse, better: word errors, runs x utterances; the sides may have unequal numbers of runs.
+        worse, better: word errors, runs x utterances, in the same order of seeds.
         words: of each utterance's reference; the sum is above 0.
 
     Returns:
         WER(worse) - WER(better) in percent points; the same arguments give the same figures.
     """
+    if worse.shape != better.shape:
+        raise ValueError(f"{len(worse)} and {len(better)} runs, expected a partner for each")
     # Whole numbers: a draw without a difference is 0, not 1e-17.
-    gain = worse.sum(axis=0) * len(better) - better.sum(axis=0) * len(worse)
-    percent = 100.0 / (len(worse) * len(better))
-    generator = np.random.default_rng(SEED)
-    rows = max(1, BLOCK // len(words))
+    gain = worse - better
+    runs, utterances = gain.shape
+    percent = 100.0 / runs
+    of_runs, of_utterances = np.random.default_rng(SEED + 1), np.random.default_rng(SEED)
+    rows = max(1, BLOCK // utterances)
     found = []
     for start in range(0, draws, rows):
-        picked = generator.integers(0, len(words), size=(min(rows, draws - start), len(words)))
+        now = min(rows, draws - start)
+        drawn = of_runs.integers(0, runs, size=(now, runs))
+        picked = of_utterances.integers(0, utterances, size=(now, utterances))
         spoken = words[picked].sum(axis=1)
-        gained = gain[picked].sum(axis=1)
+        gained = np.zeros(now, dtype=np.int64)
+        for run in range(runs):
+            gained += (drawn == run).sum(axis=1) * gain[run][picked].sum(axis=1)
         found.append(percent * gained[spoken > 0] / spoken[spoken > 0])
     return _estimate(percent * float(gain.sum()) / float(words.sum()), np.concatenate(found))
 

@@ -37,7 +37,7 @@ _TABLES = (
         "How many workers",
         (
             BASE,
-            Setting("each-worker", "the same, each worker's step limited by itself", beyond=True, columns="many"),
+            Setting("each-worker", "the same, steps limited by the worker's own frames", beyond=True, columns="many"),
             Setting("warm-start", "the same, after 100 minibatches on one worker", beyond=True, columns="many"),
             Setting("closing", "the setting that closes the loss", beyond=True, columns="one and many"),
         ),
@@ -45,7 +45,7 @@ _TABLES = (
         (
             Contrast("one worker is better than many: averaging costs accuracy", ("base", "one"), ("base", "many")),
             Contrast(
-                "limiting the step of the averaged model is better than limiting each worker's, on many",
+                "limiting a step by the frames of all workers is better than by the worker's own, on many",
                 ("base", "many"),
                 ("each-worker", "many"),
                 published=False,

@@ -38,7 +38,7 @@ def write_corpus(root: Path, *, graphs: bool = True, init: str = "rbm", rate: fl
     (folder / "tables" / "sgd.yaml").write_text(sgd)
     decoding = f"    text: {root}/data/text\n    model: {root}/ali/final.mdl\n    graphs: {{loop: {root}/graph}}\n"
     (folder / "reproduce.yaml").write_text(
-        f"name: Toy\nseeds: [1, 2]\nworkers: [1, 2]\nmany: 2\ntests:\n  - name: test\n    data: {root}/data\n"
+        f"name: Toy\nseeds: [1, 2]\nworkers: [1, 2]\nmany: 2\ntests:\n  test:\n    data: {root}/data\n"
         f"    alignments: {root}/ali\n{decoding if graphs else ''}"
     )
     return folder

@@ -66,10 +66,13 @@ def test_only_some_are_run_but_all_are_reported(tmp_path: Path, run_cli: RunCli)
         (("table7",), "no table 'table7'"),
         (("table6", "--corpus", "nowhere"), "no corpus 'nowhere'"),
         (("table6", "--seeds", "x"), "--seeds"),
+        (("table6", "--seeds", "9", "--corpus", "TOY"), "the corpus has 1, 2"),
+        (("table6", "--workers", "3", "--corpus", "TOY"), "the corpus has 1, 2"),
     ],
 )
-def test_what_cannot_be_is_said(run_cli: RunCli, arguments: tuple[str, ...], said: str) -> None:
-    result = run_cli("reproduce", *arguments)
+def test_what_cannot_be_is_said(tmp_path: Path, run_cli: RunCli, arguments: tuple[str, ...], said: str) -> None:
+    toy = write_corpus(tmp_path)
+    result = run_cli("reproduce", *(str(toy) if word == "TOY" else word for word in arguments))
     assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.stderr
 
 

@@ -52,6 +52,20 @@ def test_a_changed_recipe_is_another_run_but_a_moved_corpus_is_not(tmp_path: Pat
     assert len(missing(runs_of(folder), records)) == 8
 
 
+def test_other_data_are_other_runs(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path)
+    before = [run.digest for run in runs_of(folder)]
+    with (tmp_path / "data" / "feats.ark").open("ab") as handle:
+        handle.write(b"x")
+    assert not set(before) & {run.digest for run in runs_of(folder)}
+
+
+def test_a_record_under_another_name_is_refused(tmp_path: Path) -> None:
+    write_record(tmp_path, Record(setting="base", workers=1, seed=1, recipe="x")).rename(tmp_path / "base-1-1.old.json")
+    with pytest.raises(DataError, match=r"the record of base-1-1"):
+        read_records(tmp_path)
+
+
 def test_other_tests_judge_again_what_did_not_diverge(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path)
     records = {run.name: made(run) for run in runs_of(folder)}
@@ -88,22 +102,27 @@ def test_a_damaged_record_is_named(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("text", "said"),
     [
-        ("workers: [2, 4]\nmany: 2", "with 1 and 2"),
-        ("workers: [1, 4]\nmany: 2", "rising sizes"),
-        ("workers: []\nmany: 2", "rising sizes"),
-        ("workers: [1, 2]\nmany: 2\nfurther: 3", "further"),
-        ("workers: [1, 2]\nmany: 2\nname: 7", "name"),
-        ("workers: [1, 2]\nmany: !!python/object:os.system x", "no YAML"),
-        ("[" * 3000, "no YAML"),
+        ("name: Toy\nworkers: [2, 4]\nmany: 2", "with 1 and 2"),
+        ("name: Toy\nworkers: [1, 4]\nmany: 2", "rising sizes"),
+        ("name: Toy\nworkers: []\nmany: 2", "rising sizes"),
+        ("name: Toy\nworkers: [1, 2]\nmany: 2\nfurther: 3", "further"),
+        ("name: Toy\nworkers: [1, 2]\nmany: 2\nseeds: [-1]", "seeds"),
+        ("name: Toy\nworkers: [1, 2]\nmany: 2\nseeds: [1, 1]", "each once"),
+        ("name: Toy\nworkers: [1, 2]\nmany: 2\nseeds: []", "one or more"),
+        ("name: Toy\nworkers: [1, 2]\nmany: 2\ntests: {a: 1}", "tests"),
+        ("name: Toy\nworkers: [1, 2]\nmany: 2\ntests:\n  a: {data: x}\n  a: {data: x}", "given twice"),
+        ("name: Toy\nworkers: &a [1, 2]\nmany: *a", "anchors"),
+        ("name: !!python/object:os.system x", "tags"),
+        ("name: 2026-99-99\nworkers: [1, 2]\nmany: " + 5000 * "9", "many"),
+        ("[" * 3000, "levels"),
+        ("", "nothing found"),
     ],
 )
-def test_what_is_wrong_with_a_corpus_is_said(tmp_path: Path, line: str, said: str) -> None:
-    (tmp_path / "reproduce.yaml").write_text("" if line.startswith("[") else "name: Toy\ntests: []\n")
-    with (tmp_path / "reproduce.yaml").open("a") as handle:
-        handle.write(line.replace("name: 7", "seeds: [-1]") if "name: 7" in line else line)
-    with pytest.raises(DataError, match=said if "name: 7" not in line else "seeds"):
+def test_what_is_wrong_with_a_corpus_is_said(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "reproduce.yaml").write_text(text)
+    with pytest.raises(DataError, match=said):
         load_corpus_plan(tmp_path)
 
 
