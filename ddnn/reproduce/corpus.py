@@ -60,6 +60,8 @@ class CorpusPlan(Part):
     """Sizes, smallest first."""
     many: Annotated[int, Field(ge=2, le=10_000)]
     """The size of "many" in tables that contrast one worker with many."""
+    notes: dict[Name, Annotated[str, Field(max_length=4000)]] = {}
+    """Name of a table -> what a reader has to know of it on this corpus; `all` stands at the top."""
     tests: tuple[TestSet, ...] = ()
     """By name in the file."""
 

@@ -57,6 +57,7 @@ def build_report(
     if missing:
         some = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
         blocks.append(Paragraph(f"{counted(len(missing), 'run')} missing: {some}. Figures are of the runs there are."))
+    blocks += [Paragraph(plan.notes["all"])] if "all" in plan.notes else []
     overview = summary(comparisons)
     blocks += [Heading(2, "Summary"), *overview] if overview else []
     for table in tables:
@@ -146,7 +147,7 @@ def _chapter(
     cells = table_cells(plan, table, records, missing)
     shown = measures(plan, [run for cell in cells for run in cell.runs])
     blocks: list[Block] = [Heading(2, f"{table.name}: {table.title}")]
-    blocks += [Paragraph(table.note)] if table.note else []
+    blocks += [Paragraph(note) for note in (table.note, plan.notes.get(table.name, "")) if note]
     for setting in table.settings:
         if setting.name in plan.same:
             text = f"On {plan.name} the setting {setting.label} is {plan.same[setting.name]} and shares its runs."

@@ -159,3 +159,10 @@ def test_the_aim_is_met_or_not() -> None:
     longer = [run.model_copy(update={"epochs": 11}) for run in closing]
     text = to_markdown(build_report(corpus, [TABLES["table1"]], by_name(runs + longer), "c", [], []), "x")
     assert "in none of these settings" in text and "+0.00 (+0.00 to +0.00) ‡" in text
+
+
+def test_what_a_corpus_says_of_a_table_stands_in_the_report() -> None:
+    corpus = plan(notes={"table2": "An hour | of speech.", "all": "Small."})
+    document = build_report(corpus, [TABLES["table2"]], {}, "ddnn reproduce", [], [])
+    markdown = to_markdown(document, "x")
+    assert "Small." in markdown and "An hour" in markdown and "of speech." in markdown
