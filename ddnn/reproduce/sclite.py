@@ -3,8 +3,9 @@
     score_LMWT/NAME.ctm[.SUBSET].filt.{sys,raw}             s5b
     score_LMWT_PENALTY/NAME.ctm[.SUBSET].filt.{sys,raw}     s5c, with a word insertion penalty
 
-NAME is that of the data dir; eval2000 has the subsets `swbd` and `callhm`, rt03 `swbd` and `fsh`. `.sys` has percentages
-with one decimal, `.raw` counts of words. The best weight counts for each subset by itself, as in `utils/best_wer.sh`.
+NAME is that of the data dir; eval2000 has the subsets `swbd` and `callhm`, rt03 `swbd` and `fsh`. `.sys` has
+percentages with one decimal, `.raw` counts of words. The best weight counts for each subset by itself, as in
+`utils/best_wer.sh`.
 """
 
 from __future__ import annotations
