@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import shlex
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddnn.errors import DIVERGED, UserError
-from ddnn.files import make_directory
 from ddnn.info.status import read_status
 from ddnn.info.status_text import why_it_ended
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.corpus import CorpusPlan
 from ddnn.reproduce.jobs import Ended, Jobs
+from ddnn.reproduce.lock import alone
 from ddnn.reproduce.plan import Run
 from ddnn.reproduce.records import Record, write_record
 from ddnn.reproduce.run import STACK, Place, settings_of, train_arguments
@@ -24,9 +23,6 @@ from ddnn.slurm.options import SlurmOptions
 from ddnn.slurm.sbatch import SbatchError
 from ddnn.slurm.submit import submit_pretraining, submit_training
 from ddnn.train.run_dir_files import JOB_OUTPUT
-
-LOCK = "jobs.lock"
-"""In OUT: held while jobs are submitted, so that two calls at once do not submit the same runs."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +75,9 @@ def send_jobs(
 
     Raises:
         UserError: the options do not fit a run, Slurm cannot be asked about a job that there was, another call is
-            submitting, or a job's record is damaged. Nothing has been submitted then.
+            at work, or a job's record is damaged. Nothing has been submitted then.
     """
-    with nullcontext() if dry_run else _alone(sender.place.out):
+    with nullcontext() if dry_run else alone(sender.place.out):
         found = _look(sender, runs, again)
         stacks = _check(sender, found)
         names = [*(f"stack-{seed}" for seed in stacks), *(run.name for run in found.left)]
@@ -227,17 +223,3 @@ def _diverged(sender: Sender, run: Run, said: str) -> Record:
         setting=run.setting, workers=run.workers, seed=run.seed, recipe=run.digest, failed=said,
         command=shlex.join(["ddnn", *command]),
     )  # fmt: skip
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Only one call at a time submits into OUT. Where the file system has no locks, nobody notices a second."""
-    make_directory(out)
-    with (out / LOCK).open("ab") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError("another call is submitting these runs", where=out, mend="wait until it ends") from error
-        except OSError:
-            pass
-        yield

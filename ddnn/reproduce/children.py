@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,11 +11,39 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddnn.errors import UserError
 from ddnn.files import make_directory
 
 TAIL_BYTES = 4000
 GRACE = 300.0
 """Seconds that a training has for its checkpoint."""
+DDNN = "ddnn.cli"
+"""The module that is the command `ddnn`."""
+
+
+class CommandFailed(UserError):
+    """A process that ended with another code than 0.
+
+    Attributes:
+        said: the end of its output.
+    """
+
+    def __init__(self, words: Sequence[str], code: int, said: str, output: Path) -> None:
+        """`words` are the command as the user would give it; `code` is negative where a signal ended it."""
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        told = [line for line in lines if line.startswith("ddnn: error:")]
+        last = (told or lines or ["it said nothing"])[-1]
+        ended = f"ended by {_signal(-code)}" if code < 0 else f"exit code {code}"
+        self.said = said
+        mend = f"see there, then again; it ran: {shlex.join(words)}"
+        super().__init__(f"{ended}: {last[:300]}", where=output, mend=mend)
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals
+        return f"signal {number}"
 
 
 class Children:
@@ -25,20 +54,31 @@ class Children:
         self._lock = threading.Lock()
         self._stopping = False
 
-    def run(self, arguments: Sequence[str], output: Path) -> tuple[int, str]:
-        """`ddnn` with these arguments, its output appended to a file: the exit code, and the end of what it said.
+    def call(self, arguments: Sequence[str], output: Path, module: str = DDNN) -> None:
+        """As `run`, for a process that must succeed.
+
+        Raises:
+            CommandFailed: it did not, or all have been told to stop.
+        """
+        code, said = self.run(arguments, output, module)
+        if code:
+            program = ["ddnn"] if module == DDNN else ["python", "-m", module]
+            raise CommandFailed([*program, *arguments], code, said, output)
+
+    def run(self, arguments: Sequence[str], output: Path, module: str = DDNN) -> tuple[int, str]:
+        """`python -m MODULE` with these arguments, its output appended to a file: exit code, and the end of the output.
 
         One thread computes in each process: as many as the cores run side by side.
         """
         make_directory(output.parent)
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with output.open("ab") as said:
             before = said.tell()
             with self._lock:
                 if self._stopping:
                     return 128 + signal.SIGTERM, "not begun"
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "ddnn.cli", *arguments],
+                    [sys.executable, "-m", module, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=said,
                     stderr=subprocess.STDOUT,

@@ -11,19 +11,25 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
+from ddnn.errors import UserError
 from ddnn.reproduce.corpus import TestSet, judged_by
 from ddnn.reproduce.records import FrameFigures, MeasuredEpoch, Record, Time, WordErrors
 from ddnn.train.read_metrics import EpochRow, Metrics, WorkerRow, read_metrics
+from ddnn.train.run_dir_files import METRICS
 
 DECODE = "decode-"
 """Folder in a run dir: decode-TEST, where Kaldi decodes a test set that has no graph here, and scores it."""
 
 
-def measure_run(run_dir: Path, empty: Record, tests: Sequence[TestSet], device: str) -> Record:
+def measure_run(run_dir: Path, empty: Record, tests: Sequence[TestSet], device: str, scratch: Path) -> Record:
     """The record of a finished training; runs in a process of its own.
 
     Args:
         empty: which run it is; what was found is added.
+        scratch: folder for the log-likelihoods of a test set while it is decoded.
+
+    Returns:
+        As if it had been trained on this machine, but for `time.cores`, which is 0: not known.
 
     Raises:
         UserError: a test set is damaged or does not fit the model.
@@ -31,12 +37,12 @@ def measure_run(run_dir: Path, empty: Record, tests: Sequence[TestSet], device: 
     import torch
 
     torch.set_num_threads(1)
-    metrics = read_metrics(run_dir / "metrics.jsonl")
+    metrics = read_metrics(run_dir / METRICS)
     figures: dict[str, FrameFigures] = {}
     words: dict[str, WordErrors] = {}
     for test in tests:
         figures |= _frames(run_dir, test, device)
-        words |= _decoded(run_dir, test, device)
+        words |= _decoded(run_dir, test, device, scratch)
     accepted = [row for row in metrics.cv if row.accepted and row.epoch > 0]
     return empty.model_copy(
         update={
@@ -55,6 +61,16 @@ def measure_run(run_dir: Path, empty: Record, tests: Sequence[TestSet], device: 
     )
 
 
+def refuse_lost(run_dir: Path) -> None:
+    """UserError where workers died in a training and the others went on: it is no run of so many workers."""
+    path = run_dir / METRICS
+    lost = [event for event in read_metrics(path).events if event.split == "lost"] if path.is_file() else []
+    if lost:
+        raise UserError(
+            lost[0].as_text(), where=run_dir, mend="delete this run dir: the run is then made anew with all its workers"
+        )
+
+
 def _figures(row: EpochRow) -> FrameFigures | None:
     if row.loss is None or row.frame_accuracy is None:
         return None
@@ -70,7 +86,7 @@ def _frames(run_dir: Path, test: TestSet, device: str) -> dict[str, FrameFigures
     return {test.name: FrameFigures(loss=found.loss, frame_accuracy=found.frame_accuracy)}
 
 
-def _decoded(run_dir: Path, test: TestSet, device: str) -> dict[str, WordErrors]:
+def _decoded(run_dir: Path, test: TestSet, device: str, scratch: Path) -> dict[str, WordErrors]:
     """Word errors with each graph; of a test set without graphs what Kaldi's scoring has left, if it has."""
     if not test.graphs or test.model is None or test.text is None:
         return words_by_kaldi(run_dir, test)
@@ -79,7 +95,7 @@ def _decoded(run_dir: Path, test: TestSet, device: str) -> dict[str, WordErrors]
     from ddnn.decode.score import score
 
     found = {}
-    with tempfile.TemporaryDirectory(dir=run_dir, prefix="decode-") as folder:
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
         prepare_decoding(run_dir, test.data, Path(folder), device=device)
         for name, graph in test.graphs.items():
             options = DecodeOptions(test.acoustic_scales)
@@ -122,7 +138,6 @@ def spent(metrics: Metrics) -> Time:
         waiting_seconds=share("waiting") if rows else None,
         averagings=sum(row.averagings for row in first),
         bytes_sent=_bytes(rows),
-        cores=cores(),
     )
 
 
@@ -133,7 +148,6 @@ def _bytes(rows: Sequence[WorkerRow]) -> float | None:
 
 def measured_epoch(run_dir: Path) -> MeasuredEpoch | None:
     """What the scaling model starts from; None where the metrics do not say."""
-    from ddnn.errors import UserError
     from ddnn.report.measured import read_measured
 
     try:

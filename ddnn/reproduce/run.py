@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shlex
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddnn.errors import DIVERGED, UserError
-from ddnn.reproduce.children import Children
+from ddnn.reproduce.children import Children, CommandFailed
 from ddnn.reproduce.corpus import CorpusPlan
-from ddnn.reproduce.measure import measure_run
+from ddnn.reproduce.judge import Task, judge_run
+from ddnn.reproduce.lock import alone
+from ddnn.reproduce.measure import cores, refuse_lost
 from ddnn.reproduce.plan import Run
-from ddnn.reproduce.records import Record, write_record
+from ddnn.reproduce.records import Record, read_record, write_record
 from ddnn.reproduce.slots import Slots
 from ddnn.slurm.job import Job, read_job
-from ddnn.train.run_dir_files import FINAL
+from ddnn.train.run_dir_files import FINAL, METRICS
 
 STACK = "stack.safetensors"
 
@@ -57,94 +57,109 @@ class Workshop:
         self.plan, self.folder, self.stack_digest = plan, folder, stack_digest
         self.place, self.device, self.say = place, device, say
         self.slots, self.children = Slots(cores), Children()
-        self._stacks: dict[int, threading.Lock] = {}
-        self._lock = threading.Lock()
+        self._stacks: dict[int, Future[None]] = {}
 
     def make(self, runs: Sequence[Run]) -> list[str]:
         """Makes these runs and their records; what went wrong, a sentence for each run that has no record now.
 
         Raises:
+            UserError: another call makes runs into the same folder.
             KeyboardInterrupt: after all trainings that were under way have been stopped.
         """
-        problems: list[str] = []
-        done = 0
-        began = time.monotonic()
-        self._stacks = {run.seed: threading.Lock() for run in runs}
-        context = multiprocessing.get_context("spawn")
-        with (
-            ProcessPoolExecutor(self.slots.number, mp_context=context) as judges,
-            ThreadPoolExecutor(self.slots.number + 1) as threads,
-        ):
-            waiting = [threads.submit(self._one, run, judges) for run in runs]
+        with alone(self.place.out), ThreadPoolExecutor(self.slots.number + 1) as threads:
             try:
-                for run, future in zip(runs, waiting, strict=True):
-                    said = _outcome(run, future, problems)
-                    done += 1
-                    left = (time.monotonic() - began) / done * (len(runs) - done)
-                    self.say(f"{done}/{len(runs)} {said}{f'; about {left / 60:.0f} min left' if left else ''}")
+                return self._make(runs, threads)
             except BaseException:
                 self.say("stopping: trainings write a checkpoint, the same command goes on with them")
-                for future in waiting:
-                    future.cancel()
+                threads.shutdown(wait=False, cancel_futures=True)
                 self.children.stop()
                 raise
+
+    def _make(self, runs: Sequence[Run], threads: ThreadPoolExecutor) -> list[str]:
+        """The stacks first, then the runs that need none of these, which compute while stacks are made."""
+        problems: list[str] = []
+        began = time.monotonic()
+        seeds = dict.fromkeys(run.seed for run in runs if self._missing_stack(run))
+        self._stacks = {seed: threads.submit(self._make_stack, seed) for seed in seeds}
+        order = sorted(runs, key=self._missing_stack)
+        waiting = [threads.submit(self._one, run) for run in order]
+        for done, (run, future) in enumerate(zip(order, waiting, strict=True), 1):
+            said = _outcome(run, future, problems)
+            left = (time.monotonic() - began) / done * (len(runs) - done)
+            self.say(f"{done}/{len(runs)} {said}{f'; about {left / 60:.0f} min left' if left else ''}")
         return problems
 
-    def _one(self, run: Run, judges: ProcessPoolExecutor) -> str:
+    def _missing_stack(self, run: Run) -> bool:
+        """Whether the run is still to be trained, from RBMs that are not there."""
+        trained = (self.place.run_dir(run) / FINAL).exists()
+        return run.stack and not trained and not (self.place.stack(run.seed, self.stack_digest) / STACK).exists()
+
+    def _make_stack(self, seed: int) -> None:
+        path = self.place.stack(seed, self.stack_digest)
+        arguments = ["pretrain", str(self.folder / self.plan.stack), "--set", f"seed={seed}"]
+        arguments += ["--run-dir", str(path), "--device", self.device]
+        with self.slots.taken(1):
+            self.children.call(arguments, self._output(f"stack-{seed}"))
+        self.say(f"RBMs of seed {seed}: {path}")
+
+    def _one(self, run: Run) -> str:
         """One run, from whatever of it is there to its record; what came out, in a line."""
         stack = self.place.stack(run.seed, self.stack_digest) if run.stack else None
         run_dir = self.place.run_dir(run)
-        failed = None
+        failed, whole = None, False
         command = train_arguments(run, run_dir, stack, self.device)
         if not (run_dir / FINAL).exists():
-            if stack is not None:
-                self._make_stack(run.seed, stack)
+            if stack is not None and run.seed in self._stacks:
+                self._stacks[run.seed].result()
+            whole = not (run_dir / METRICS).exists()
             with self.slots.taken(run.workers):
                 failed = self._train(run, command)
+        refuse_lost(run_dir)
         record = Record(
             setting=run.setting, workers=run.workers, seed=run.seed, recipe=run.digest, failed=failed,
             command=shlex.join(["ddnn", *command]),
         )  # fmt: skip
         if failed is None:
+            task = Task(record=record, tests=self.plan.tests, device=self.device)
             with self.slots.taken(1):
-                record = judges.submit(measure_run, run_dir, record, self.plan.tests, self.device).result()
-            record = _as_of_job(record, read_job(run_dir))
+                record = judge_run(self.children, run_dir, task, self._output(run.name))
+            record = self._with_machine(record, read_job(run_dir), whole)
         write_record(self.place.records, record)
         return f"{run.name}: {summary(record)}"
-
-    def _make_stack(self, seed: int, path: Path) -> None:
-        """The seed's stack of RBMs, made by the first run that needs it while the others wait."""
-        with self._stacks[seed]:
-            if not (path / STACK).exists():
-                arguments = ["pretrain", str(self.folder / self.plan.stack), "--set", f"seed={seed}"]
-                arguments += ["--run-dir", str(path), "--device", self.device]
-                with self.slots.taken(1):
-                    self._call(arguments, f"stack-{seed}")
-                self.say(f"RBMs of seed {seed}: {path}")
 
     def _train(self, run: Run, arguments: Sequence[str]) -> str | None:
         """Trains, or goes on; why it diverged, where it did."""
         try:
-            self._call(arguments, run.name)
-        except _CommandFailed as error:
+            self.children.call(arguments, self._output(run.name))
+        except CommandFailed as error:
             if DIVERGED not in error.said:
                 raise
             return next(line.strip() for line in error.said.splitlines() if DIVERGED in line)
         return None
 
-    def _call(self, arguments: Sequence[str], name: str) -> None:
-        output = self.place.out / "logs" / f"{name}.txt"
-        code, said = self.children.run(arguments, output)
-        if code:
-            raise _CommandFailed(shlex.join(["ddnn", *arguments]), code, said, output)
+    def _output(self, name: str) -> Path:
+        return self.place.out / "logs" / f"{name}.txt"
 
+    def _with_machine(self, record: Record, job: Job | None, whole: bool) -> Record:
+        """With the machine that trained, and its cores: the judge knows its own alone.
 
-class _CommandFailed(UserError):
-    def __init__(self, command: str, code: int, said: str, output: Path) -> None:
-        last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
-        self.said = said
-        mend = f"see there, then again; it ran: {command}"
-        super().__init__(f"exit code {code}: {last[:300]}", where=output, mend=mend)
+        Args:
+            job: that trained it; None where none did.
+            whole: whether it was trained here and now from the beginning; else what an earlier record of this very
+                training says counts, and without one they are not known.
+        """
+        if record.time is None:
+            return record
+        name, number = "", 0
+        if job is not None:
+            name, number = f"Slurm, {job.nodes} node{'s' * (job.nodes > 1)}", job.workers  # a core or GPU for each
+        elif whole:
+            name, number = record.machine, cores()
+        elif (path := self.place.records / f"{record.name}.json").is_file():
+            before = read_record(path)
+            if before.recipe == record.recipe and before.time and before.time.seconds == record.time.seconds:
+                name, number = before.machine, before.time.cores
+        return record.model_copy(update={"machine": name, "time": record.time.model_copy(update={"cores": number})})
 
 
 def _outcome(run: Run, future: Future[str], problems: list[str]) -> str:
@@ -153,14 +168,6 @@ def _outcome(run: Run, future: Future[str], problems: list[str]) -> str:
     except UserError as error:
         problems.append(f"{run.name}: {error}")
         return f"{run.name}: failed: {error.what}"
-
-
-def _as_of_job(record: Record, job: Job | None) -> Record:
-    """Where a job trained, the processor of the machine that judges it and its cores are those of another machine."""
-    if job is None or record.time is None:
-        return record
-    time = record.time.model_copy(update={"cores": job.workers})  # each has a GPU or cores of its own
-    return record.model_copy(update={"machine": f"Slurm, {job.nodes} node{'s' * (job.nodes > 1)}", "time": time})
 
 
 def train_arguments(run: Run, run_dir: Path, stack: Path | None, device: str) -> list[str]:

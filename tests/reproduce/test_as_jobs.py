@@ -16,9 +16,10 @@ from reproduce.small import TOY, write_corpus
 
 from ddnn.errors import DIVERGED, UserError
 from ddnn.recipe.load import load_recipe
-from ddnn.reproduce.as_jobs import LOCK, Sender, send_jobs
+from ddnn.reproduce.as_jobs import Sender, send_jobs
 from ddnn.reproduce.corpus import load_corpus_plan
 from ddnn.reproduce.jobs import Jobs
+from ddnn.reproduce.lock import LOCK
 from ddnn.reproduce.plan import digest, missing, plan_runs
 from ddnn.reproduce.records import read_records
 from ddnn.reproduce.run import STACK, Place

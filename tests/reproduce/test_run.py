@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reproduce.small import TOY, write_corpus
 
+from ddnn.errors import UserError
 from ddnn.recipe.load import load_recipe
-from ddnn.reproduce.children import Children
+from ddnn.reproduce import measure
 from ddnn.reproduce.corpus import load_corpus_plan
-from ddnn.reproduce.plan import digest, missing, plan_runs
-from ddnn.reproduce.records import Record, read_records
+from ddnn.reproduce.lock import alone
+from ddnn.reproduce.plan import Run, digest, missing, plan_runs
+from ddnn.reproduce.records import Record, read_records, write_record
 from ddnn.reproduce.run import Place, Workshop
 from ddnn.reproduce.slots import Slots
+
+
+def workshop(folder: Path, out: Path) -> tuple[Workshop, list[Run]]:
+    """With all runs of the toy table."""
+    plan = load_corpus_plan(folder)
+    stack = digest(load_recipe(folder / plan.stack))
+    place = Place(out, out / "records")
+    return Workshop(plan, folder, stack, place, "cpu", 2, lambda line: None), plan_runs(plan, folder, [TOY])
 
 
 def make(folder: Path, out: Path, sizes: tuple[int, ...] = (1, 2), seeds: tuple[int, ...] = (1,)) -> list[str]:
@@ -44,7 +57,7 @@ def test_runs_are_made_judged_and_recorded_once(tmp_path: Path) -> None:
         assert record.time is not None and (record.time.bytes_sent or 0) > 0 if "-2-" in name else record.time
         assert record.measured is not None and record.measured.strategy == "all-reduce"
         assert record.command.startswith("ddnn train ") and str(folder) in record.command
-    assert not list(out.glob("runs/*/decode-*"))
+    assert not list(out.glob("runs/*/judging"))
 
 
 def test_what_was_trained_before_a_break_is_only_judged(tmp_path: Path) -> None:
@@ -53,8 +66,68 @@ def test_what_was_trained_before_a_break_is_only_judged(tmp_path: Path) -> None:
     (out / "records" / "base-1-1.json").unlink()
     run_dir = next((out / "runs").glob("base-1-1-*"))
     before = (run_dir / "final.safetensors").stat()
-    assert make(folder, out, sizes=(1,)) == ["base-1-1"]
+    first = read_records(out / "records")["sgd-1-1"]
+    assert first.time is not None and first.time.cores == measure.cores() and first.machine
+    write_record(out / "records", first.model_copy(update={"judged": "on other tests"}))
+    assert make(folder, out, sizes=(1,)) == ["sgd-1-1", "base-1-1"]
     assert (run_dir / "final.safetensors").stat().st_ino == before.st_ino
+    again = read_records(out / "records")
+    assert again["sgd-1-1"] == first, "its record said where it was trained"
+    assert again["base-1-1"].time is not None and again["base-1-1"].time.cores == 0 and not again["base-1-1"].machine
+
+
+def test_a_run_that_lost_workers_is_no_run_of_so_many(tmp_path: Path) -> None:
+    folder, out = write_corpus(tmp_path, graphs=False, init="random"), tmp_path / "out"
+    assert make(folder, out, sizes=(1,)) == ["sgd-1-1", "base-1-1"]
+    (out / "records" / "base-1-1.json").unlink()
+    metrics = next((out / "runs").glob("base-1-1-*")) / "metrics.jsonl"
+    with metrics.open("a") as rows:
+        rows.write('{"epoch": 1, "minibatch": 0, "split": "lost", "rank": 1, "host": "n1", "workers": 1}\n')
+    _, problem = make(folder, out, sizes=(1,))
+    assert problem.startswith("base-1-1: worker 1 on n1 was lost after epoch 1") and str(metrics.parent) in problem
+    assert list(read_records(out / "records")) == ["sgd-1-1"]
+
+
+def test_a_stack_that_fails_fails_once_for_all_its_runs(tmp_path: Path) -> None:
+    folder, out = write_corpus(tmp_path), tmp_path / "out"
+    shop, runs = workshop(folder, out)
+    (tmp_path / "data" / "feats.ark").write_bytes(b"")
+    problems = shop.make(runs)
+    assert len(runs) == 8 and len(problems) == 8, "all runs of two seeds"
+    assert all(f"stack-{run.seed}.txt" in problem for run, problem in zip(runs, problems, strict=True))
+    for seed in (1, 2):
+        assert (out / "logs" / f"stack-{seed}.txt").read_text().count("ddnn: error:") == 1
+    assert not (out / "runs").exists()
+
+
+def test_one_call_at_a_time_makes_runs(tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    folder, out = write_corpus(tmp_path, graphs=False, init="random"), tmp_path / "out"
+    shop, runs = workshop(folder, out)
+    with alone(out):
+        with pytest.raises(UserError, match="another call"):
+            shop.make(runs)
+        said = run_cli("reproduce", "table6", "--corpus", folder, "--out", out)
+    assert said.exit_code == 2 and "another call" in said.stderr and not (out / "runs").exists()
+    with alone(out):
+        pass  # it was given back
+
+
+def test_ctrl_c_while_runs_are_lined_up_begins_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted: list[Future[Any]] = []
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **more: Any) -> Future[Any]:
+            if submitted:
+                raise KeyboardInterrupt
+            submitted.append(super().submit(*arguments, **more))
+            return submitted[0]
+
+    monkeypatch.setattr("ddnn.reproduce.run.ThreadPoolExecutor", Interrupted)
+    shop, runs = workshop(write_corpus(tmp_path, init="random"), tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        shop.make(runs)
+    assert shop.children.run(["--version"], tmp_path / "log") == (143, "not begun")
+    assert read_records(tmp_path / "out" / "records") == {}
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -68,13 +141,12 @@ def test_a_run_that_diverges_is_a_result(tmp_path: Path, size: int) -> None:
 
 def test_a_failure_that_is_none_of_the_training_leaves_no_record(tmp_path: Path) -> None:
     folder, out = write_corpus(tmp_path, init="random"), tmp_path / "out"
-    plan = load_corpus_plan(folder)
-    runs = [run for run in plan_runs(plan, folder, [TOY]) if run.name == "sgd-1-1"]
+    shop, runs = workshop(folder, out)
     (tmp_path / "data" / "feats.ark").write_bytes(b"")
-    place = Place(out, out / "records")
-    problems = Workshop(plan, folder, "", place, "cpu", 1, lambda line: None).make(runs)
-    assert len(problems) == 1 and "sgd-1-1.txt" in problems[0] and "exit code 2" in problems[0]
-    assert read_records(place.records) == {}
+    problems = shop.make([run for run in runs if run.name == "sgd-1-1"])
+    assert len(problems) == 1 and "sgd-1-1.txt" in problems[0]
+    assert "exit code 2: ddnn: error: " in problems[0] and "the file is empty" in problems[0]
+    assert read_records(out / "records") == {}
 
 
 def test_cores_are_shared_out_in_order() -> None:
@@ -100,16 +172,6 @@ def test_cores_are_shared_out_in_order() -> None:
     for thread in threads:
         thread.join()
     assert most <= 2 and began[:2] == ["a", "b"] and sorted(began) == ["a", "b", "c", "d"]
-
-
-def test_children_are_told_to_stop(tmp_path: Path) -> None:
-    children, ended = Children(), []
-    thread = threading.Thread(target=lambda: ended.append(children.run(["status", "--help"], tmp_path / "a" / "log")))
-    thread.start()
-    thread.join()
-    assert ended[0][0] == 0 and "Usage" in ended[0][1]
-    children.stop()
-    assert children.run(["--version"], tmp_path / "log")[0] != 0
 
 
 def test_a_record_says_what_came_out() -> None:
