@@ -59,7 +59,7 @@ class Time(Part):
         waiting_seconds: of waiting for other workers, mean over the workers.
         averagings: of the training.
         bytes_sent: by one worker in the training, mean over the workers.
-        cores: of the machine, which the workers shared.
+        cores: of the machine, which the workers shared; 0: not known.
     """
 
     seconds: Amount
