@@ -9,6 +9,7 @@ from typing import Any
 from ddnn.info.checkpoints import newest_checkpoint, resume_command
 from ddnn.info.status_text import duration
 from ddnn.train.read_metrics import EpochRow, read_metrics, read_pretraining
+from ddnn.train.run_dir_files import FINAL, METRICS, STACK
 
 GLANCE_BYTES = 64 << 20
 """Larger text files are not read for a glance."""
@@ -31,13 +32,13 @@ def model_facts(path: Path) -> dict[str, Any]:
 
 def run_facts(path: Path) -> dict[str, Any]:
     """The model, where there is one, and how its training went; of one that has not finished, where it can go on."""
-    facts: dict[str, Any] = {"finished": (path / "final.safetensors").exists()}
+    facts: dict[str, Any] = {"finished": (path / FINAL).exists()}
     if not facts["finished"]:
         facts |= resume_facts(path)
     if facts["finished"]:
-        facts |= model_facts(path / "final.safetensors")
-    if (path / "metrics.jsonl").exists():
-        facts |= metrics_facts(path / "metrics.jsonl")
+        facts |= model_facts(path / FINAL)
+    if (path / METRICS).exists():
+        facts |= metrics_facts(path / METRICS)
     return facts
 
 
@@ -54,11 +55,11 @@ def resume_facts(path: Path) -> dict[str, Any]:
 
 def pretraining_facts(path: Path) -> dict[str, Any]:
     """The stack of RBMs as far as it has come: its last pass, or the finished stack's shape."""
-    facts: dict[str, Any] = {"finished": (path / "stack.safetensors").exists()}
+    facts: dict[str, Any] = {"finished": (path / STACK).exists()}
     if facts["finished"]:
-        facts |= {k: v for k, v in model_facts(path / "stack.safetensors").items() if k != "pdfs"}
-    if (path / "metrics.jsonl").exists():
-        last = {row.layer: row for row in read_pretraining(path / "metrics.jsonl")}
+        facts |= {k: v for k, v in model_facts(path / STACK).items() if k != "pdfs"}
+    if (path / METRICS).exists():
+        last = {row.layer: row for row in read_pretraining(path / METRICS)}
         for layer, row in sorted(last.items()):
             figure = "not finite" if row.error is None else f"{row.error:.4f}"
             facts[f"rbm_{layer}"] = f"{row.pass_} passes, reconstruction error {figure} over all of them"

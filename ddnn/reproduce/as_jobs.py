@@ -17,12 +17,12 @@ from ddnn.reproduce.jobs import Ended, Jobs
 from ddnn.reproduce.lock import alone
 from ddnn.reproduce.plan import Run
 from ddnn.reproduce.records import Record, write_record
-from ddnn.reproduce.run import STACK, Place, settings_of, train_arguments
+from ddnn.reproduce.run import Place, settings_of, train_arguments
 from ddnn.slurm.job import Job, read_job, slurm_states
 from ddnn.slurm.options import SlurmOptions
 from ddnn.slurm.sbatch import SbatchError
 from ddnn.slurm.submit import submit_pretraining, submit_training
-from ddnn.train.run_dir_files import JOB_OUTPUT
+from ddnn.train.run_dir_files import JOB_OUTPUT, STACK
 
 
 @dataclass(frozen=True)

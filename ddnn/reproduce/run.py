@@ -20,9 +20,7 @@ from ddnn.reproduce.plan import Run
 from ddnn.reproduce.records import Record, read_record, write_record
 from ddnn.reproduce.slots import Slots
 from ddnn.slurm.job import Job, read_job
-from ddnn.train.run_dir_files import FINAL, METRICS
-
-STACK = "stack.safetensors"
+from ddnn.train.run_dir_files import FINAL, METRICS, STACK
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ddnn.errors import UserError
 from ddnn.recipe.schema import Recipe
 from ddnn.slurm.job import read_job, slurm_state
-from ddnn.train.run_dir_files import JOB_OUTPUT, JOB_RECORD
+from ddnn.train.run_dir_files import JOB_OUTPUT, JOB_RECORD, STACK
 from ddnn.train.run_log import training_holds
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def claim_for_pretraining(run_dir: Path, recipe: Recipe) -> None:
     Raises:
         UserError: what the job itself would say hours later, or another job has the dir.
     """
-    from ddnn.train.pretrain import STACK, claim
+    from ddnn.train.pretrain import claim
 
     _refuse_second_job(run_dir)
     if (run_dir / STACK).exists():

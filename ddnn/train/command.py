@@ -36,11 +36,11 @@ from ddnn.train.averaging import Averaging
 from ddnn.train.checkpoint import Checkpoints
 from ddnn.train.load import Frames, TrainingData, check_size, input_transform, load_everything, load_training_data
 from ddnn.train.loop import Setup, train
-from ddnn.train.pretrain import STACK, claim, load_stack, pretrain, share_stack
+from ddnn.train.pretrain import claim, load_stack, pretrain, share_stack
 from ddnn.train.recovery import meet
 from ddnn.train.resume import check_same_data, data_digest, newest_saved
 from ddnn.train.run_dir import RunDir
-from ddnn.train.run_dir_files import BEST, CHECKPOINTS, FINAL, PRETRAIN
+from ddnn.train.run_dir_files import BEST, CHECKPOINTS, FINAL, PRETRAIN, STACK
 from ddnn.train.saving import Saver
 from ddnn.train.session import Session, continues, say_as_worker
 from ddnn.train.state import Header

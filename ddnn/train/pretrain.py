@@ -47,12 +47,10 @@ from ddnn.progress import frame_counter
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import CrossValidation, Optimizer, Parallel, Pretrain, Recipe, Schedule
 from ddnn.train.read_metrics import MOST_BYTES
-from ddnn.train.run_dir_files import METRICS, RECIPE
+from ddnn.train.run_dir_files import METRICS, RECIPE, STACK
 from ddnn.train.run_files import append_metrics
 
 log = logging.getLogger(__name__)
-
-STACK = "stack.safetensors"
 
 
 def passes_of_layer(recipe: Pretrain, layer: int, frames: int) -> int:

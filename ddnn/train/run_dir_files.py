@@ -6,6 +6,7 @@ RECIPE = "recipe.yaml"
 LOG = "train.log"
 METRICS = "metrics.jsonl"
 PRETRAIN = "pretrain"
+STACK = "stack.safetensors"
 BEST = "best.safetensors"
 CHECKPOINTS = "checkpoints"
 
