@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddnn.data.corpus import Corpus
+from ddnn.kernels import load_kernels
 from ddnn.parallel.exchange import Exchange
 
 VARIANCE_FLOOR = 1e-10
@@ -51,7 +52,9 @@ class InputTransform:
 
 
 def gather(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
-    """Fills `out` (n, output_dim) float32 with the network's input for the frames at `rows` (n,) of the store.
+    """Fills `out` (n, output_dim) with the network's input for the frames at `rows` (n,) of the store.
+
+    It is made in float32. Where `out` is bf16 the compiled kernels do it in one pass, if the store is float32.
 
     On a GPU the host waits for nothing, unless the corpus lies in host memory and `out` does not
     (`ddnn.data.streaming` reads ahead there).
@@ -59,7 +62,14 @@ def gather(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor)
     Raises:
         ValueError: the corpus has other dims, or fewer repeated edge frames, than the transform needs.
     """
-    return normalise(splice(corpus, transform, rows, out), transform)
+    if out.dtype == torch.float32:
+        return normalise(splice(corpus, transform, rows, out), transform)
+    kernels, offsets, store = load_kernels(), transform.offsets, corpus.store
+    if kernels is None or store.dtype != torch.float32 or store.device.type != "cpu" or not consecutive(offsets):
+        return out.copy_(gather(corpus, transform, rows, out.new_empty(out.shape, dtype=torch.float32)))
+    check_fits(corpus, transform)
+    kernels.gather(store, rows, offsets[0], transform.shift, transform.scale, out)
+    return out
 
 
 def splice(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
@@ -72,11 +82,9 @@ def splice(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor)
         ValueError: as `gather`.
     """
     offsets, store = transform.offsets, corpus.store
-    if store.shape[1] != transform.dim or corpus.context < transform.context:
-        found = f"{store.shape[1]} dims with context {corpus.context}"
-        raise ValueError(f"the corpus has {found}, the transform needs {transform.dim} with {transform.context}")
+    check_fits(corpus, transform)
     rows = rows.to(store.device)
-    if offsets != tuple(range(offsets[0], offsets[0] + len(offsets))):
+    if not consecutive(offsets):
         return gather_plain(corpus, transform, rows, out)
     if len(rows) == 0:  # the store may have fewer rows than a splice
         return out
@@ -84,6 +92,18 @@ def splice(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor)
     if store.dtype == out.dtype and store.device == out.device:
         return torch.index_select(windows, 0, rows + offsets[0], out=out)
     return out.copy_(windows.index_select(0, rows + offsets[0]))
+
+
+def check_fits(corpus: Corpus, transform: InputTransform) -> None:
+    """ValueError where the corpus has other dims, or fewer repeated edge frames, than the transform needs."""
+    if corpus.store.shape[1] != transform.dim or corpus.context < transform.context:
+        found = f"{corpus.store.shape[1]} dims with context {corpus.context}"
+        raise ValueError(f"the corpus has {found}, the transform needs {transform.dim} with {transform.context}")
+
+
+def consecutive(offsets: tuple[int, ...]) -> bool:
+    """Whether no frame between the first and the last is left out."""
+    return offsets == tuple(range(offsets[0], offsets[0] + len(offsets)))
 
 
 def gather_plain(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
@@ -96,7 +116,7 @@ def gather_plain(corpus: Corpus, transform: InputTransform, rows: Tensor, out: T
 
 def labels_of(corpus: Corpus, rows: Tensor, device: torch.device) -> Tensor:
     """The pdf-ids (n,) int64 of the frames at `rows` (n,), on `device`."""
-    return corpus.labels[rows].to(device).long()
+    return corpus.labels.index_select(0, rows.to(corpus.labels.device)).to(device).long()
 
 
 def normalise(x: Tensor, transform: InputTransform) -> Tensor:

@@ -2,7 +2,8 @@
 
 The rows are worked through in blocks that fit into a cache. In float32 the log-posteriors are made where the
 derivative goes. In bf16 a block is widened to float32, and only its derivative is rounded, once. The reference is
-`ddnn.model.network.cross_entropy`: in float32 the derivative and both sums have its very bits.
+`ddnn.model.network.cross_entropy`: in float32 the derivative and both sums have its very bits. Where the buffers have
+compiled kernels, those do it row by row.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ def cross_entropy_in_place(buffers: Buffers, labels: Tensor) -> tuple[Tensor, Te
     """
     activations, derivative, memory = buffers.outputs[-1], buffers.derivatives[-1], buffers.losses
     frames, target = len(labels), labels[:, None]
+    if buffers.kernels is not None:
+        loss, right = buffers.kernels.cross_entropy(activations, labels, derivative, memory.row)
+        return torch.tensor(loss, dtype=torch.float64), torch.tensor(right)
     best, log_posteriors = memory.best[:frames], memory.log_posteriors[:frames]
     for start in range(0, frames, memory.rows):
         rows = slice(start, min(start + memory.rows, frames))

@@ -24,6 +24,7 @@ class LossMemory:
         best: (frames,) int64, the most probable pdf.
         minus_one: (1, 1) float32.
         blocks: in bf16 two float32 blocks of (rows, pdfs); else None.
+        row: (pdfs,) float32.
     """
 
     def __init__(self, parameters: Tensor, pdfs: int, frames: int, low: bool) -> None:
@@ -32,4 +33,5 @@ class LossMemory:
         self.best = new(frames, dtype=torch.int64)
         self.minus_one = parameters.new_full((1, 1), -1.0)
         self.rows = max(1, min(frames, BLOCK_VALUES[parameters.device.type == "cuda"] // pdfs))
+        self.row = new(pdfs)
         self.blocks = (new(self.rows, pdfs), new(self.rows, pdfs)) if low else None

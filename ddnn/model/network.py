@@ -8,10 +8,14 @@ In bf16 the parameters stay float32: what is updated, averaged and saved. Each f
 and multiplies with that copy; activations and derivatives are bf16, products are summed in float32, biases are added
 before the product is rounded. docs/algorithms.md says what is in which precision, and why. On a GPU that copy's output
 layer is wider than the network's, by outputs of zero weight that neither loss nor update sees.
+
+On a CPU `ddnn.kernels` does the element-wise parts of bf16, where it is compiled. What the update changes it casts at
+once; the next forward pass then casts nothing, unless someone else has changed the parameters meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -19,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ddnn.kernels import Kernels, load_kernels
 from ddnn.model.loss_memory import LossMemory
 from ddnn.model.product import product, widens
 
@@ -108,7 +113,7 @@ class Buffers:
     """Memory for one minibatch of at most `frames` frames, taken once.
 
     Attributes:
-        x: (frames, input_dim) float32, the network's input.
+        x: (frames, input_dim), the network's input; float32, with kernels bf16.
         outputs: per layer (frames, outputs), after the activation; pre-softmax for the last.
         derivatives: per layer (frames, outputs), of the summed loss with respect to the layer's affine output.
         padded_outputs, padded_derivatives: what the products read and write. The same memory as those two, in bf16 with
@@ -118,14 +123,22 @@ class Buffers:
         low_gradient: in bf16 (num_parameters,) bf16, where the device cannot give a product of bf16 matrices in
             float32; else None.
         losses: memory of `ddnn.model.loss`.
+        kernels: in bf16 on a CPU what does the element-wise parts, where it is compiled; else None.
+        scratch: with kernels, per layer weight and bias of its shapes, bf16, all in the same memory; else empty.
 
     Args:
         multiple: in bf16 the last layer is padded to a multiple of so many outputs; None: `CUDA_MULTIPLE` on a GPU, 1
             elsewhere.
+        compiled: use kernels where there are any.
     """
 
     def __init__(
-        self, network: Network, frames: int, precision: Precision = "float32", multiple: int | None = None
+        self,
+        network: Network,
+        frames: int,
+        precision: Precision = "float32",
+        multiple: int | None = None,
+        compiled: bool = True,
     ) -> None:
         new, low = network.parameters.new_empty, precision == "bf16"
         if multiple is None:
@@ -148,6 +161,17 @@ class Buffers:
             if not widens(network.parameters.device):
                 self.low_gradient = torch.empty_like(network.parameters, dtype=dtype)
         self.losses = LossMemory(network.parameters, network.output_dim, frames, low)
+        self._low_is: tuple[int, int] | None = None
+        self.kernels: Kernels | None = None
+        self.scratch: list[tuple[Tensor, Tensor]] = []
+        if low and compiled and layers == network.layers and network.parameters.device.type == "cpu":
+            self.kernels = load_kernels()
+        if self.kernels is not None:
+            self.x = self._first
+            block = new(max(layer.num_parameters for layer in layers), dtype=dtype)
+            for layer in layers:
+                weights, biases = layer_views((layer,), block[: layer.num_parameters])
+                self.scratch.append((weights[0], biases[0]))
 
     def of(self, frames: int) -> Buffers:
         """The first `frames` rows of the same memory."""
@@ -170,11 +194,18 @@ class Buffers:
         """The network to multiply with: `network`, or its bf16 copy made anew; the input is cast along with it."""
         if self.low is None:
             return network
+        if self.x is not self._first:
+            self._first.copy_(self.x)
+        if self._low_is == (id(network.parameters), network.parameters._version):
+            return self.low
         shared = len(network.parameters) - network.output_dim  # up to the last bias, which padding moves
         self.low.parameters[:shared].copy_(network.parameters[:shared])
         self.low.biases[-1][: network.output_dim].copy_(network.biases[-1])
-        self._first.copy_(self.x)
         return self.low
+
+    def descended(self, network: Network) -> None:
+        """To be called once `kernels` have brought parameters and bf16 copy to the next values, both of them."""
+        self._low_is = id(network.parameters), network.parameters._version
 
 
 CUDA_MULTIPLE = 64
@@ -193,7 +224,9 @@ def forward(network: Network, buffers: Buffers) -> Tensor:
     made, y = buffers.take_up(network), buffers.inputs()[0]
     for layer, weight, bias, out in zip(made.layers, made.weights, made.biases, buffers.padded_outputs, strict=True):
         y = torch.addmm(bias, y, weight.t(), out=out)
-        if layer.activation == "sigmoid":
+        if layer.activation == "sigmoid" and buffers.kernels is not None:
+            buffers.kernels.sigmoid_(y)
+        elif layer.activation == "sigmoid":
             y.sigmoid_()
         elif layer.activation == "tanh":
             y.tanh_()
@@ -227,7 +260,9 @@ def backward(network: Network, buffers: Buffers) -> None:
         below = network.layers[i - 1].activation
         y, d = buffers.outputs[i - 1], buffers.derivatives[i - 1]
         torch.mm(buffers.padded_derivatives[i], network.weights[i], out=d)
-        if below == "sigmoid":
+        if below == "sigmoid" and buffers.kernels is not None:
+            buffers.kernels.sigmoid_backward_(d, y)
+        elif below == "sigmoid":
             torch.ops.aten.sigmoid_backward.grad_input(d, y, grad_input=d)
         elif below == "tanh":
             torch.ops.aten.tanh_backward.grad_input(d, y, grad_input=d)
@@ -238,8 +273,22 @@ def backward(network: Network, buffers: Buffers) -> None:
 def gradient(network: Network, buffers: Buffers, flat: Tensor) -> Tensor:
     """Gradient of the loss summed over the minibatch, into `flat` (num_parameters,): dW = d^T x, db = sum of d."""
     made = flat if buffers.low_gradient is None else buffers.low_gradient
-    weights, biases = layer_views(network.layers, made)
-    for x, d, weight, bias in zip(buffers.inputs(), buffers.derivatives, weights, biases, strict=True):
-        product(d.t(), x, out=weight)
-        torch.sum(d, dim=0, dtype=bias.dtype, out=bias)
+    for _ in gradient_by_layer(buffers, zip(*layer_views(network.layers, made), strict=True)):
+        pass
     return flat if made is flat else flat.copy_(made)
+
+
+def gradient_by_layer(buffers: Buffers, places: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """The gradient again, one layer filled after another.
+
+    Args:
+        places: per layer weight and bias, of the precision that products have. They may share their memory, if each
+            layer is taken up before the next is asked for.
+    """
+    for x, d, (weight, bias) in zip(buffers.inputs(), buffers.derivatives, places, strict=True):
+        product(d.t(), x, out=weight)
+        if buffers.kernels is None:
+            torch.sum(d, dim=0, dtype=bias.dtype, out=bias)
+        else:
+            buffers.kernels.sum_rows(d, bias)
+        yield

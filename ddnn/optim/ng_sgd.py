@@ -14,12 +14,13 @@ of X; X^ and Y^ are rounded for the last product alone, which is as large as the
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ddnn.model.network import Buffers, Layer, Network, layer_views
+from ddnn.model.network import Buffers, Layer, Network
 from ddnn.model.product import product
 from ddnn.optim.natural_gradient import (
     MaxChangeMode,
@@ -50,14 +51,16 @@ class NaturalGradientDirection:
         self.mode: MaxChangeMode = "before-rate" if recipe.max_change_mode == "before-rate" else "exact"
         self.inputs = [preconditioner(layer.inputs + 1, recipe.rank_in) for layer in network.layers]
         self.outputs = [preconditioner(layer.outputs, recipe.rank_out) for layer in network.layers]
-        self._work = _Work(network.layers, network.parameters, frames=0)
+        self._work = _Work(network.layers, network.parameters.device, frames=0)
 
-    def __call__(self, network: Network, buffers: Buffers, rate: float, flat: Tensor) -> Tensor:
-        """Fills `flat` (num_parameters,) with the preconditioned gradient; overwrites `buffers.derivatives`, and in
-        bf16 `buffers.outputs` too."""
-        low, made = buffers.low is not None, flat if buffers.low_gradient is None else buffers.low_gradient
-        if not self._work.serves(made, len(buffers.x), low):
-            self._work = _Work(network.layers, made, len(buffers.x), low)
+    def __call__(
+        self, network: Network, buffers: Buffers, rate: float, places: Iterable[tuple[Tensor, Tensor]]
+    ) -> Iterator[None]:
+        """Fills one layer after another of `places` with the preconditioned gradient, see `gradient_by_layer`;
+        overwrites `buffers.derivatives`, and in bf16 `buffers.outputs` too."""
+        low = buffers.low is not None
+        if self._work.made_for != (len(buffers.x), low):
+            self._work = _Work(network.layers, network.parameters.device, len(buffers.x), low)
         work = self._work
         for i, (x, y) in enumerate(zip(buffers.inputs(), buffers.derivatives, strict=True)):
             work.inputs[i].copy_(x)
@@ -72,16 +75,17 @@ class NaturalGradientDirection:
         if self.max_change > 0.0:
             scale *= max_change_factor(work.after[0], work.after[1], scale, rate, self.max_change, self.mode)
         inputs = buffers.inputs() if low else work.inputs
-        for i, (x, y, factor) in enumerate(zip(inputs, buffers.derivatives, scale.unbind(), strict=True)):
+        layers = zip(inputs, work.ones, buffers.derivatives, scale.unbind(), places, strict=True)
+        for x, ones, y, factor, (weight, bias) in layers:
             y_t = y.mul_(factor).t()
-            product(y_t, x, out=work.weights[i])
+            product(y_t, x, out=weight)
             # A product with a vector is three times quicker where the column is not strided.
-            product(y_t, work.bias_input.copy_(work.ones[i]), out=work.biases[i])
-        return flat if made is flat else flat.copy_(made)
+            product(y_t, work.bias_input.copy_(ones), out=bias)
+            yield
 
 
 class _Work:
-    """Memory for minibatches of `frames` frames and the views of it and of `flat`, made once.
+    """Memory for minibatches of `frames` frames and the views of it, made once.
 
     Attributes:
         extended: per layer [X 1], (frames, inputs + 1).
@@ -89,12 +93,12 @@ class _Work:
         bias_input: (frames,) for a copy of that last column; bf16 where the network computes so.
         wide: in bf16 float32 memory for any layer's output derivative, (frames * outputs,).
         before, after: (2, layers, frames) norms of the rows before and after preconditioning; [0] inputs, [1] outputs.
-        weights, biases: per layer the parts of `flat`.
+        made_for: frames, and whether in bf16.
     """
 
-    def __init__(self, layers: tuple[Layer, ...], flat: Tensor, frames: int, low: bool = False) -> None:
-        self.made_for = (flat, frames, low)
-        new = partial(torch.zeros, dtype=torch.float32, device=flat.device)
+    def __init__(self, layers: tuple[Layer, ...], device: torch.device, frames: int, low: bool = False) -> None:
+        self.made_for = (frames, low)
+        new = partial(torch.zeros, dtype=torch.float32, device=device)
         self.extended = [
             new(frames, -(-(layer.inputs + 1) // ALIGNMENT) * ALIGNMENT)[:, : layer.inputs + 1] for layer in layers
         ]
@@ -105,8 +109,3 @@ class _Work:
         self.before, self.after = new(2, 2, len(layers), frames).unbind()
         self.before_in, self.before_out = self.before[0].unbind(), self.before[1].unbind()
         self.after_in, self.after_out = self.after[0].unbind(), self.after[1].unbind()
-        self.weights, self.biases = layer_views(layers, flat)
-
-    def serves(self, flat: Tensor, frames: int, low: bool) -> bool:
-        """Whether it was made for these."""
-        return self.made_for[0] is flat and self.made_for[1:] == (frames, low)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from ddnn.model.network import Buffers, Network, gradient, layer_views
+from ddnn.model.network import Buffers, Network, gradient_by_layer, layer_views
 from ddnn.optim.ng_sgd import NaturalGradientDirection
 from ddnn.recipe.schema import Optimizer as OptimizerRecipe
 
-Direction = Callable[[Network, Buffers, float, Tensor], Tensor]
-"""Network, buffers after the backward pass, rate of one worker, flat buffer to fill -> that buffer: what a step goes
-along."""
+Places = Iterable[tuple[Tensor, Tensor]]
+"""Per layer where the direction's weight and bias go, as of `gradient_by_layer`."""
+Direction = Callable[[Network, Buffers, float, Places], Iterator[None]]
+"""Network, buffers after the backward pass, rate of one worker, places -> fills one layer's after another's: what a
+step goes along."""
 
 
 class Sgd:
@@ -53,10 +55,31 @@ class Sgd:
         Args:
             average: what workers that average gradients do with theirs before it is applied, in place.
         """
-        self.direction(network, buffers, rate / self.shared_by, self.gradient)
+        if buffers.kernels is not None and average is None and not self.momentum:
+            self._descend(network, buffers, rate)
+            return
+        made = self.gradient if buffers.low_gradient is None else buffers.low_gradient
+        places = zip(*layer_views(network.layers, made), strict=True)
+        for _ in self.direction(network, buffers, rate / self.shared_by, places):
+            pass
+        if made is not self.gradient:
+            self.gradient.copy_(made)
         if average is not None:
             average(self.gradient)
         self.apply(network, rate, frames=len(buffers.x))
+
+    def _descend(self, network: Network, buffers: Buffers, rate: float) -> None:
+        """The same in bf16 on a CPU, layer by layer: what a layer has of the direction is taken up and forgotten while
+        it is in the cache, in one pass that also makes the bf16 copy of the new parameters."""
+        assert buffers.kernels is not None
+        assert buffers.low is not None
+        filled = self.direction(network, buffers, rate / self.shared_by, buffers.scratch)
+        for i, (layer, _) in enumerate(zip(network.layers, filled, strict=True)):
+            weight, bias = buffers.scratch[i]
+            keep = 1.0 - rate * layer.weight_rate * self.l2 * len(buffers.x)
+            buffers.kernels.descend(network.weights[i], buffers.low.weights[i], weight, rate * layer.weight_rate, keep)
+            buffers.kernels.descend(network.biases[i], buffers.low.biases[i], bias, rate * layer.bias_rate)
+        buffers.descended(network)
 
     def apply(self, network: Network, rate: float, frames: int) -> Tensor:
         """The update from `self.gradient`, summed over `frames` frames; returns the parameters."""
@@ -74,9 +97,9 @@ class Sgd:
         return network.parameters.add_(self.correction, alpha=-rate)
 
 
-def plain_gradient(network: Network, buffers: Buffers, rate: float, flat: Tensor) -> Tensor:
+def plain_gradient(network: Network, buffers: Buffers, rate: float, places: Places) -> Iterator[None]:
     """The gradient itself, whatever the rate."""
-    return gradient(network, buffers, flat)
+    return gradient_by_layer(buffers, places)
 
 
 def make_optimizer(recipe: OptimizerRecipe, network: Network) -> Sgd:

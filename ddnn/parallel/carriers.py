@@ -78,6 +78,7 @@ def _memory(tensor: Tensor) -> Any:
         torch.cuda.set_device(tensor.device)  # per thread; an MPI may ask for the thread's current device
         torch.cuda.current_stream(tensor.device).synchronize()
         return tensor.detach()
+    torch.autograd.graph.increment_version(tensor)  # MPI may write there, unseen by torch: it counts as changed
     return tensor.detach().numpy()
 
 

@@ -76,7 +76,8 @@ def learn(setup: Setup, buffers: Buffers, labels: Tensor, rate: float) -> tuple[
     forward(network, buffers)
     loss, right = cross_entropy_in_place(buffers, labels)
     backward(network, buffers)
-    setup.optimizer.step(network, buffers, rate, setup.averaging.average_gradient)
+    averaging = setup.averaging
+    setup.optimizer.step(network, buffers, rate, averaging.average_gradient if averaging.of_gradients else None)
     return loss, right
 
 

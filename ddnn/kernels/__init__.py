@@ -1,0 +1,178 @@
+"""Compiled parts of the bf16 training step on a CPU: `kernels.c`, which pip compiles where there is a C compiler.
+
+Every function has a plain counterpart in PyTorch, named in its docstring, which runs wherever these cannot: where
+nothing was compiled, on a processor without AVX512-BF16, on a GPU, in float32. The tests hold the two together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+SOURCE, LIBRARY = Path(__file__).with_name("kernels.c"), Path(__file__).with_name("kernels.so")
+
+_POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS = {
+    "ddnn_gather": [_POINTER, *[_COUNT] * 3, _POINTER, *[_COUNT] * 2, *[_POINTER] * 3],
+    "ddnn_sigmoid": [_POINTER, _COUNT],
+    "ddnn_sigmoid_backward": [_POINTER, _POINTER, _COUNT],
+    "ddnn_sum_rows": [_POINTER, _COUNT, _COUNT, _POINTER],
+    "ddnn_cross_entropy": [_POINTER, _POINTER, _COUNT, _COUNT, _POINTER, ctypes.POINTER(ctypes.c_double), _POINTER],
+    "ddnn_descend": [_POINTER, _POINTER, _POINTER, _COUNT, _FLOAT, _FLOAT],
+}
+
+
+class Kernels:
+    """The functions of a compiled `kernels.c`. All tensors lie in host memory, contiguous.
+
+    Raises:
+        OSError, AttributeError: the library cannot be loaded, or is none of ours.
+    """
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.ddnn_kernels_source.restype = ctypes.c_char_p
+        self.source = bytes(self._library.ddnn_kernels_source() or b"").decode("ascii", "replace")
+        self.usable = bool(self._library.ddnn_kernels_usable())
+        if not self.usable:
+            return
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, None
+        self._library.ddnn_cross_entropy.restype = self._library.ddnn_gather.restype = _COUNT
+
+    def gather(
+        self, store: Tensor, rows: Tensor, first: int, shift: Tensor | None, scale: Tensor | None, out: Tensor
+    ) -> None:
+        """out <- the spliced frames at `rows`, shifted and scaled. Plain: `ddnn.data.transform.gather`.
+
+        Args:
+            store: (frames, dim) float32.
+            rows: (n,) int64, of the store.
+            first: the first frame of a splice, relative to its row.
+            shift, scale: (columns,) float32, or None.
+            out: (n, columns) bf16, columns a multiple of dim.
+
+        Raises:
+            IndexError: a splice reaches beyond the store.
+        """
+        n, columns = out.shape
+        dim, vectors = store.shape[1], [one for one in (shift, scale) if one is not None]
+        _check(torch.float32, store, *vectors)
+        _check(torch.int64, rows)
+        _check(torch.bfloat16, out)
+        _check_shape(torch.Size([n]), rows)
+        _check_shape(torch.Size([columns]), *vectors)
+        windows = len(store) - columns // dim + 1
+        done = self._library.ddnn_gather(
+            *(store.data_ptr(), windows, dim, columns, rows.data_ptr(), n, first),
+            *(None if one is None else one.data_ptr() for one in (shift, scale)),
+            out.data_ptr(),
+        )
+        if columns % dim or done != 0:
+            raise IndexError(f"splices of {columns} from {first} on reach beyond {tuple(store.shape)}")
+
+    def sigmoid_(self, y: Tensor) -> None:
+        """y <- 1 / (1 + e^-y), bf16. Plain: `y.sigmoid_()`."""
+        _check(torch.bfloat16, y)
+        self._library.ddnn_sigmoid(y.data_ptr(), y.numel())
+
+    def sigmoid_backward_(self, d: Tensor, y: Tensor) -> None:
+        """d <- d y (1 - y), bf16, of one shape. Plain: `torch.ops.aten.sigmoid_backward(d, y)`."""
+        _check(torch.bfloat16, d, y)
+        _check_shape(d.shape, y)
+        self._library.ddnn_sigmoid_backward(d.data_ptr(), y.data_ptr(), y.numel())
+
+    def sum_rows(self, d: Tensor, out: Tensor) -> None:
+        """out (columns,) <- the sum of the rows of d (rows, columns), bf16, summed in float32. Plain: `d.sum(0)`."""
+        _check(torch.bfloat16, d, out)
+        _check_shape(d.shape[1:], out)
+        self._library.ddnn_sum_rows(d.data_ptr(), *d.shape, out.data_ptr())
+
+    def cross_entropy(self, activations: Tensor, labels: Tensor, derivative: Tensor, row: Tensor) -> tuple[float, int]:
+        """Softmax and its derivative. Plain: `ddnn.model.loss.cross_entropy_in_place`.
+
+        Args:
+            activations: (frames, pdfs) bf16, before softmax.
+            labels: (frames,) int64 pdf-ids.
+            derivative: (frames, pdfs) bf16, filled with softmax - target.
+            row: (pdfs,) float32 memory to work in.
+
+        Returns:
+            The loss summed over the frames, and how many have their label as the first of the largest activations.
+
+        Raises:
+            IndexError: a label is not one of the pdfs.
+        """
+        frames, pdfs = activations.shape
+        _check(torch.bfloat16, activations, derivative)
+        _check(torch.float32, row)
+        _check(torch.int64, labels)
+        _check_shape(activations.shape, derivative)
+        _check_shape(torch.Size([frames]), labels)
+        _check_shape(torch.Size([pdfs]), row)
+        loss = ctypes.c_double()
+        right = self._library.ddnn_cross_entropy(
+            *(activations.data_ptr(), labels.data_ptr(), frames, pdfs),
+            *(derivative.data_ptr(), ctypes.byref(loss), row.data_ptr()),
+        )
+        if right < 0:
+            raise IndexError(f"labels are {int(labels.min())} to {int(labels.max())}, of {pdfs} pdfs")
+        return loss.value, int(right)
+
+    def descend(self, parameters: Tensor, low: Tensor, gradient: Tensor, rate: float, keep: float = 1.0) -> None:
+        """parameters <- keep * parameters - rate * gradient; low <- parameters, rounded.
+
+        Plain: `parameters.mul_(keep).add_(gradient, alpha=-rate)`, `low.copy_(parameters)`.
+
+        Args:
+            parameters: float32 of any shape.
+            low, gradient: bf16 of that shape.
+        """
+        _check(torch.float32, parameters)
+        _check(torch.bfloat16, low, gradient)
+        _check_shape(parameters.shape, low, gradient)
+        pointers = parameters.data_ptr(), low.data_ptr(), gradient.data_ptr()
+        self._library.ddnn_descend(*pointers, parameters.numel(), rate, keep)
+        torch.autograd.graph.increment_version(parameters)  # who watches for changes sees this one
+
+
+def _check(dtype: torch.dtype, *tensors: Tensor) -> None:
+    for one in tensors:
+        if one.dtype != dtype or not one.is_contiguous() or one.device.type != "cpu":
+            raise TypeError(f"{one.dtype} on {one.device} with strides {one.stride()}, contiguous {dtype} expected")
+
+
+def _check_shape(shape: torch.Size, *tensors: Tensor) -> None:
+    for one in tensors:
+        if one.shape != shape:
+            raise ValueError(f"shape {tuple(one.shape)}, {tuple(shape)} expected")
+
+
+@cache
+def load_kernels() -> Kernels | None:
+    """The compiled kernels, or None where they cannot be used; the log says why."""
+    if platform.machine() != "x86_64":
+        return None
+    mend = "pip install compiles it, where there is a C compiler"
+    if not LIBRARY.is_file():
+        log.info("no compiled kernels: bf16 steps run in PyTorch alone, which is slower; %s", mend)
+        return None
+    try:
+        kernels = Kernels(LIBRARY)
+    except (OSError, AttributeError) as error:
+        log.warning("compiled kernels cannot be loaded, bf16 steps run in PyTorch alone: %s; %s", error, mend)
+        return None
+    if kernels.source != hashlib.sha256(SOURCE.read_bytes()).hexdigest():
+        log.warning("%s was compiled from another %s and is not used; %s", LIBRARY, SOURCE.name, mend)
+        return None
+    return kernels if kernels.usable else None
