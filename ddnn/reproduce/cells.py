@@ -22,11 +22,12 @@ class Measure:
     """A figure of a run.
 
     Attributes:
-        kind: frame accuracy on the cross-validation set, frame accuracy of a test set, or word error rate.
-        name: of the test set, or of test set and graph; "" of the cross-validation set.
+        kind: frame accuracy on the cross-validation set, frame accuracy of a test set, word error rate, or share of
+            the runs that diverged.
+        name: of the test set, or of test set and graph; "" where there is none.
     """
 
-    kind: Literal["cv", "frames", "words"]
+    kind: Literal["cv", "frames", "words", "diverged"]
     name: str = ""
 
     @property
@@ -36,6 +37,7 @@ class Measure:
             "cv": "CV frame accuracy (%)",
             "frames": f"{self.name} frame accuracy (%)",
             "words": f"{self.name} WER (%)",
+            "diverged": "runs that diverged (%)",
         }[self.kind]
 
     @property
@@ -45,11 +47,18 @@ class Measure:
 
     def of(self, record: Record) -> float | None:
         """In percent; None where the run does not have it."""
+        if self.kind == "diverged":
+            return 0.0 if record.failed is None else 100.0
+        if record.failed is not None:
+            return None
         if self.kind == "words":
             words = record.wers.get(self.name)
             return None if words is None else words.wer
         figures = record.cv if self.kind == "cv" else record.tests.get(self.name)
         return None if figures is None else 100.0 * figures.frame_accuracy
+
+
+DIVERGENCE = Measure("diverged")
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ class Cell:
 
     def values(self, measure: Measure) -> dict[int, float]:
         """Seed -> percent, of the runs that have it."""
-        found = {run.seed: measure.of(run) for run in self.sound}
+        found = {run.seed: measure.of(run) for run in self.runs}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def number(self) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
 import numpy as np
 
-from ddnn.reproduce.cells import Cell, Measure, accuracy, counted, find_cell, measures
+from ddnn.reproduce.cells import DIVERGENCE, Cell, Measure, accuracy, counted, find_cell, measures
 from ddnn.reproduce.corpus import CorpusPlan
 from ddnn.reproduce.records import Record, WordErrors
 from ddnn.reproduce.statistics import Estimate, bootstrap_seeds, bootstrap_words
@@ -29,6 +29,8 @@ Word = Literal[
     "mixed",
     "not tested",
 ]
+SURE: tuple[Word, ...] = ("reproduces", "opposite")
+"""Verdicts of a measure whose interval leaves 0 out."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ def compare(plan: CorpusPlan, table: Table, contrast: Contrast, records: Mapping
     """One contrast by everything that was measured.
 
     The verdict on all is that of the frame accuracy of the first test set with alignments and of the word error rates:
-    it reproduces where one of them does and none is opposite.
+    it reproduces where one of them does and none is opposite. These are of the seeds of which neither run diverged.
+    Divergence is one more measure, by seed as frame accuracy is; without an interval that leaves 0 out it counts for
+    nothing: a single diverged run gives no direction.
     """
     better, worse = (
         find_cell(plan, records, next(s for s in table.settings if s.name == name), 1 if size == "one" else plan.many)
@@ -105,11 +109,22 @@ def compare(plan: CorpusPlan, table: Table, contrast: Contrast, records: Mapping
     )
     known = measures(plan, [*better.runs, *worse.runs])
     same = bool(better.runs) and better.runs == worse.runs
-    given = Verdict("not tested", "the same runs on this corpus") if same else _without_figures(better, worse)
-    results = tuple(_by(measure, better, worse, given) for measure in known)
+    given = Verdict("not tested", "the same runs on this corpus") if same else _without_runs(better, worse)
     counts = accuracy(known)
-    main = [result for result in results if result.measure == counts or result.measure.kind == "words"]
-    return Comparison(table, contrast, better, worse, results, given or overall(main))
+    diverged = [cell for cell in (better, worse) if cell.failed]
+    results = tuple(_by(measure, better, worse, given) for measure in (*known, *([DIVERGENCE] if diverged else [])))
+    main = [
+        result
+        for result in results
+        if result.measure == counts
+        or result.measure.kind == "words"
+        or (result.measure == DIVERGENCE and result.verdict.word in SURE)
+    ]
+    verdict = given or overall(main)
+    if diverged and not given:
+        why = [verdict.why] if verdict.why else []
+        verdict = replace(verdict, why="; ".join([*why, *(f"{_share(cell)} diverged" for cell in diverged)]))
+    return Comparison(table, contrast, better, worse, results, verdict)
 
 
 def overall(results: Sequence[Result]) -> Verdict:
@@ -117,7 +132,7 @@ def overall(results: Sequence[Result]) -> Verdict:
     tested = [result for result in results if result.verdict.word != "not tested"]
     if not tested:
         return Verdict("not tested", results[0].verdict.why if results else "no figures")
-    sure = [result for result in tested if result.verdict.word in ("reproduces", "opposite")]
+    sure = [result for result in tested if result.verdict.word in SURE]
     found = {result.verdict.word for result in sure or tested}
     if len(found) > 1:
         why = "measures contradict each other" if sure else "no measure is significant, their directions differ"
@@ -143,17 +158,11 @@ def losses(plan: CorpusPlan, cells: Iterable[Cell], records: Mapping[str, Record
     return measure, found
 
 
-def _without_figures(better: Cell, worse: Cell) -> Verdict | None:
-    """The verdict where runs are missing or have diverged."""
+def _without_runs(better: Cell, worse: Cell) -> Verdict | None:
+    """The verdict where a setting has no runs."""
     for cell in (better, worse):
         if not cell.runs:
             return Verdict("not tested", f"no runs of: {cell.title}")
-    if better.failed and worse.failed:
-        return Verdict("not tested", f"diverged: {_share(better)} and {_share(worse)}")
-    if worse.failed:
-        return Verdict("reproduces", f"{_share(worse)} diverged")
-    if better.failed:
-        return Verdict("opposite", f"{_share(better)} diverged")
     return None
 
 
@@ -162,8 +171,8 @@ def _share(cell: Cell) -> str:
 
 
 def _by(measure: Measure, better: Cell, worse: Cell, given: Verdict | None) -> Result:
-    """Args: given: the verdict, where it is settled without figures; the figures of the sound runs are shown still."""
-    sign = -1.0 if measure.kind == "words" else 1.0
+    """Args: given: the verdict, where it is settled without figures; those that there are are shown still."""
+    sign = -1.0 if measure.kind in ("words", "diverged") else 1.0
     good, bad = better.values(measure), worse.values(measure)
     common = sorted(good.keys() & bad.keys())
     differences = [sign * difference for difference in _paired(good, bad)]

@@ -81,18 +81,36 @@ def test_what_was_not_tested_says_why() -> None:
     assert compared().text == "not tested (no runs of: the good, 16 workers)"
 
 
-def test_a_diverged_run_counts() -> None:
-    sound = pairs([-1.0, -1.0], [-1])
-    worse = compared(*sound, diverged("bad", 16, 3))
-    assert worse.text == "reproduces (1 of 3 runs of the bad, 16 workers diverged)"
-    assert {result.verdict for result in worse.results} == {worse.verdict}
-    assert worse.results[1].difference == pytest.approx(-1.0)
-    better = compared(*sound, diverged("good", 16, 3), diverged("good", 16, 4))
-    assert better.text == "opposite (2 of 4 runs of the good, 16 workers diverged)"
-    both = compared(*sound, diverged("good", 16, 3), diverged("bad", 16, 3))
-    assert both.verdict.word == "not tested" and "diverged" in both.text
-    all_of_them = compared(record("good", 16, 1, 0.5), diverged("bad", 16, 1))
-    assert all_of_them.verdict.word == "reproduces"
+def test_one_diverged_run_gives_no_direction() -> None:
+    sound = [record("good", 16, 3, 0.5), diverged("bad", 16, 3)]
+    too_few = compared(*pairs([-1.0, -1.0], [-1]), *sound)
+    assert too_few.text == (
+        "not tested (2 common seeds, expected 3 or more; 1 of 3 runs of the bad, 16 workers diverged)"
+    )
+    assert too_few.results[1].difference == pytest.approx(-1.0) and too_few.results[1].seeds == 2
+    share = too_few.results[-1]
+    assert (share.measure.title, share.better, share.seeds) == ("runs that diverged (%)", 0.0, 3)
+    assert share.difference == pytest.approx(100.0 / 3) and share.verdict.word == "same direction, not significant"
+    enough = [r for r in pairs([-1.0, -2.0, 9.0, -0.5], [-1]) if r.seed != 3]
+    figures = compared(*enough, *sound)
+    assert figures.text == (
+        "opposite (by test frame accuracy, test trigram WER; 1 of 4 runs of the bad, 16 workers diverged)"
+    )
+
+
+def test_divergence_of_as_many_seeds_as_are_tested_counts() -> None:
+    good = [record("good", 16, seed, 0.5) for seed in (1, 2, 3, 4, 5, 6)]
+    bad = [diverged("bad", 16, seed) for seed in (1, 2, 3)]
+    said = "3 of 3 runs of the bad, 16 workers diverged"
+    assert compared(*good[:3], *bad).text == f"reproduces (by runs that diverged; {said})"
+    assert compared(*good[:2], *bad[:2]).verdict.word == "not tested"
+    swapped = Contrast("bad is better", ("bad", "many"), ("good", "many"))
+    assert compared(*good[:3], *bad, asked=swapped).text == f"opposite (by runs that diverged; {said})"
+    both = compared(*(diverged("good", 16, seed) for seed in (1, 2, 3)), *bad)
+    assert both.text == f"not tested (no figures; 3 of 3 runs of the good, 16 workers diverged; {said})"
+    # The three that did not diverge are better than the good ones: two ways to be worse contradict each other.
+    mixed = compared(*good, *bad, *(record("bad", 16, seed, 0.55) for seed in (4, 5, 6)))
+    assert mixed.text == ("mixed (measures contradict each other; 3 of 6 runs of the bad, 16 workers diverged)")
 
 
 def test_words_without_utterances_are_tested_over_seeds() -> None:
