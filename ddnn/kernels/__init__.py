@@ -23,9 +23,11 @@ SOURCE, LIBRARY = Path(__file__).with_name("kernels.c"), Path(__file__).with_nam
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "ddnn_gather": [_POINTER, *[_COUNT] * 3, _POINTER, *[_COUNT] * 2, *[_POINTER] * 3],
-    "ddnn_sigmoid": [_POINTER, _COUNT],
+    "ddnn_sigmoid": [_POINTER, _COUNT, _COUNT, _POINTER],
     "ddnn_sigmoid_backward": [_POINTER, _POINTER, _COUNT],
-    "ddnn_sum_rows": [_POINTER, _COUNT, _COUNT, _POINTER],
+    "ddnn_sum_rows": [_POINTER, _COUNT, _COUNT, _POINTER, _POINTER],
+    "ddnn_widen_rows": [_POINTER, *[_COUNT] * 2, _POINTER, _COUNT, ctypes.c_int, _POINTER],
+    "ddnn_narrow_rows": [_POINTER, *[_COUNT] * 3, *[_POINTER] * 3],
     "ddnn_cross_entropy": [_POINTER, _POINTER, _COUNT, _COUNT, _POINTER, ctypes.POINTER(ctypes.c_double), _POINTER],
     "ddnn_descend": [_POINTER, _POINTER, _POINTER, _COUNT, _FLOAT, _FLOAT],
 }
@@ -81,10 +83,17 @@ class Kernels:
         if columns % dim or done != 0:
             raise IndexError(f"splices of {columns} from {first} on reach beyond {tuple(store.shape)}")
 
-    def sigmoid_(self, y: Tensor) -> None:
-        """y <- 1 / (1 + e^-y), bf16. Plain: `y.sigmoid_()`."""
+    def sigmoid_(self, y: Tensor, bias: Tensor) -> None:
+        """y <- 1 / (1 + e^-(y + bias)). Plain: `y.add_(bias).sigmoid_()`.
+
+        Args:
+            y: (rows, columns) bf16.
+            bias: (columns,) float32.
+        """
         _check(torch.bfloat16, y)
-        self._library.ddnn_sigmoid(y.data_ptr(), y.numel())
+        _check(torch.float32, bias)
+        _check_shape(y.shape[1:], bias)
+        self._library.ddnn_sigmoid(y.data_ptr(), *y.shape, bias.data_ptr())
 
     def sigmoid_backward_(self, d: Tensor, y: Tensor) -> None:
         """d <- d y (1 - y), bf16, of one shape. Plain: `torch.ops.aten.sigmoid_backward(d, y)`."""
@@ -92,11 +101,59 @@ class Kernels:
         _check_shape(d.shape, y)
         self._library.ddnn_sigmoid_backward(d.data_ptr(), y.data_ptr(), y.numel())
 
-    def sum_rows(self, d: Tensor, out: Tensor) -> None:
-        """out (columns,) <- the sum of the rows of d (rows, columns), bf16, summed in float32. Plain: `d.sum(0)`."""
+    def sum_rows(self, d: Tensor, out: Tensor, weights: Tensor | None = None) -> None:
+        """out (columns,) <- the sum of the rows of d (rows, columns), bf16, summed in float32. Plain: `d.sum(0)`.
+
+        Args:
+            weights: (rows,) float32, by which each row is multiplied. Plain: `d.t() @ weights`.
+        """
         _check(torch.bfloat16, d, out)
         _check_shape(d.shape[1:], out)
-        self._library.ddnn_sum_rows(d.data_ptr(), *d.shape, out.data_ptr())
+        if weights is not None:
+            _check(torch.float32, weights)
+            _check_shape(d.shape[:1], weights)
+        self._library.ddnn_sum_rows(
+            d.data_ptr(), *d.shape, None if weights is None else weights.data_ptr(), out.data_ptr()
+        )
+
+    def widen_rows(self, x: Tensor, out: Tensor, norms: Tensor) -> None:
+        """out <- x, and a last column of ones where it has one column more; norms <- those of its rows.
+
+        Plain: `out[:, :columns].copy_(x)`, `out[:, columns:].fill_(1)`, `torch.linalg.vector_norm(out, dim=1)`.
+
+        Args:
+            x: (rows, columns) bf16.
+            out: (rows, columns) or (rows, columns + 1) float32, rows contiguous in themselves.
+            norms: (rows,) float32.
+        """
+        stride = _check_rows(out)
+        _check(torch.bfloat16, x)
+        _check(torch.float32, norms)
+        one = out.shape[1] == x.shape[1] + 1
+        _check_shape(torch.Size([x.shape[0], x.shape[1] + one]), out)
+        _check_shape(x.shape[:1], norms)
+        self._library.ddnn_widen_rows(x.data_ptr(), *x.shape, out.data_ptr(), stride, one, norms.data_ptr())
+
+    def narrow_rows(self, x: Tensor, out: Tensor, norms: Tensor, last: Tensor | None = None) -> None:
+        """out <- x, rounded, but for the last column where `last` is given: it goes there; norms <- those of the rows.
+
+        Plain: `out.copy_(x[:, :columns])`, `last.copy_(x[:, columns])`, `torch.linalg.vector_norm(x, dim=1)`.
+
+        Args:
+            x: (rows, columns) float32, with `last` (rows, columns + 1), rows contiguous in themselves.
+            out: (rows, columns) bf16.
+            norms, last: (rows,) float32.
+        """
+        stride, one = _check_rows(x), last is not None
+        _check(torch.bfloat16, out)
+        _check_shape(torch.Size([out.shape[0], out.shape[1] + one]), x)
+        for each in (norms,) if last is None else (norms, last):
+            _check(torch.float32, each)
+            _check_shape(out.shape[:1], each)
+        self._library.ddnn_narrow_rows(
+            *(x.data_ptr(), *out.shape, stride, out.data_ptr()),
+            *(None if last is None else last.data_ptr(), norms.data_ptr()),
+        )
 
     def cross_entropy(self, activations: Tensor, labels: Tensor, derivative: Tensor, row: Tensor) -> tuple[float, int]:
         """Softmax and its derivative. Plain: `ddnn.model.loss.cross_entropy_in_place`.
@@ -132,7 +189,8 @@ class Kernels:
     def descend(self, parameters: Tensor, low: Tensor, gradient: Tensor, rate: float, keep: float = 1.0) -> None:
         """parameters <- keep * parameters - rate * gradient; low <- parameters, rounded.
 
-        Plain: `parameters.mul_(keep).add_(gradient, alpha=-rate)`, `low.copy_(parameters)`.
+        Plain: `parameters.mul_(keep).add_(gradient, alpha=-rate)`, `low.copy_(parameters)`. Who watches the version of
+        the parameters does not see it.
 
         Args:
             parameters: float32 of any shape.
@@ -143,13 +201,19 @@ class Kernels:
         _check_shape(parameters.shape, low, gradient)
         pointers = parameters.data_ptr(), low.data_ptr(), gradient.data_ptr()
         self._library.ddnn_descend(*pointers, parameters.numel(), rate, keep)
-        torch.autograd.graph.increment_version(parameters)  # who watches for changes sees this one
 
 
 def _check(dtype: torch.dtype, *tensors: Tensor) -> None:
     for one in tensors:
-        if one.dtype != dtype or not one.is_contiguous() or one.device.type != "cpu":
+        if one.dtype is not dtype or not one.is_cpu or not one.is_contiguous():
             raise TypeError(f"{one.dtype} on {one.device} with strides {one.stride()}, contiguous {dtype} expected")
+
+
+def _check_rows(matrix: Tensor) -> int:
+    """Floats between the starts of two rows."""
+    if matrix.dtype is not torch.float32 or matrix.dim() != 2 or not matrix.is_cpu or matrix.stride(1) != 1:
+        raise TypeError(f"{matrix.dtype} on {matrix.device} with strides {matrix.stride()}, float32 rows expected")
+    return matrix.stride(0)
 
 
 def _check_shape(shape: torch.Size, *tensors: Tensor) -> None:

@@ -85,14 +85,15 @@ FAST int64_t ddnn_gather(const float *store, int64_t windows, int64_t dim, int64
     return 0;
 }
 
-/* y <- 1 / (1 + e^-y), n values. */
-FAST void ddnn_sigmoid(uint16_t *y, int64_t n) {
-    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
-    for (int64_t i = 0; i < n; i += LANES) {
-        __mmask16 on = lanes(n - i);
-        __m512 e = exponential(_mm512_sub_ps(zero, widen(on, y + i)));
-        narrow(y + i, on, inverse(_mm512_add_ps(one, e)));
-    }
+/* y (rows, columns) <- 1 / (1 + e^-(y + bias)); bias (columns). */
+FAST void ddnn_sigmoid(uint16_t *y, int64_t rows, int64_t columns, const float *bias) {
+    const __m512 one = _mm512_set1_ps(1.0f), minus = _mm512_set1_ps(-1.0f);
+    for (int64_t i = 0; i < rows; i++, y += columns)
+        for (int64_t j = 0; j < columns; j += LANES) {
+            __mmask16 on = lanes(columns - j);
+            __m512 v = _mm512_add_ps(widen(on, y + j), _mm512_maskz_loadu_ps(on, bias + j));
+            narrow(y + j, on, inverse(_mm512_add_ps(one, exponential(_mm512_mul_ps(minus, v)))));
+        }
 }
 
 /* d <- d y (1 - y), n values. */
@@ -105,8 +106,9 @@ FAST void ddnn_sigmoid_backward(uint16_t *d, const uint16_t *y, int64_t n) {
     }
 }
 
-/* sums (columns) <- the sum over the rows of d (rows, columns), rounded to bf16. */
-FAST void ddnn_sum_rows(const uint16_t *d, int64_t rows, int64_t columns, uint16_t *sums) {
+/* sums (columns) <- the sum over the rows of d (rows, columns), each times its weight, rounded to bf16. The weights
+ * (rows) may be null. */
+FAST void ddnn_sum_rows(const uint16_t *d, int64_t rows, int64_t columns, const float *weights, uint16_t *sums) {
     for (int64_t j = 0; j < columns; j += 4 * LANES) {
         __mmask16 on[4];
         __m512 sum[4];
@@ -114,10 +116,50 @@ FAST void ddnn_sum_rows(const uint16_t *d, int64_t rows, int64_t columns, uint16
             on[k] = columns - j > k * LANES ? lanes(columns - j - k * LANES) : 0;
             sum[k] = _mm512_setzero_ps();
         }
-        for (int64_t i = 0; i < rows; i++)
+        for (int64_t i = 0; i < rows; i++) {
+            const __m512 weight = _mm512_set1_ps(weights ? weights[i] : 1.0f);
             for (int k = 0; k < 4; k++)
-                sum[k] = _mm512_add_ps(sum[k], widen(on[k], d + i * columns + j + k * LANES));
+                sum[k] = _mm512_fmadd_ps(weight, widen(on[k], d + i * columns + j + k * LANES), sum[k]);
+        }
         for (int k = 0; k < 4; k++) narrow(sums + j + k * LANES, on[k], sum[k]);
+    }
+}
+
+/* to (rows, columns) <- from, its rows `stride` floats apart, with a 1 after each row where `one`; norms (rows) <- the
+ * Euclidean norms of the rows of `to`, the 1 with them. */
+FAST void ddnn_widen_rows(const uint16_t *from, int64_t rows, int64_t columns, float *to, int64_t stride, int one,
+                          float *norms) {
+    for (int64_t i = 0; i < rows; i++, from += columns, to += stride) {
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t j = 0; j < columns; j += LANES) {
+            __mmask16 on = lanes(columns - j);
+            __m512 v = widen(on, from + j);
+            _mm512_mask_storeu_ps(to + j, on, v);
+            squares = _mm512_fmadd_ps(v, v, squares);
+        }
+        if (one) to[columns] = 1.0f;
+        norms[i] = sqrtf(_mm512_reduce_add_ps(squares) + (one ? 1.0f : 0.0f));
+    }
+}
+
+/* to (rows, columns) <- from, rounded; norms (rows) <- the Euclidean norms of the rows of `from`. Where `last` is not
+ * null the rows of `from` have one value more, which goes there (rows) and not to `to`. */
+FAST void ddnn_narrow_rows(const float *from, int64_t rows, int64_t columns, int64_t stride, uint16_t *to, float *last,
+                           float *norms) {
+    for (int64_t i = 0; i < rows; i++, from += stride, to += columns) {
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t j = 0; j < columns; j += LANES) {
+            __mmask16 on = lanes(columns - j);
+            __m512 v = _mm512_maskz_loadu_ps(on, from + j);
+            narrow(to + j, on, v);
+            squares = _mm512_fmadd_ps(v, v, squares);
+        }
+        float sum = _mm512_reduce_add_ps(squares);
+        if (last) {
+            last[i] = from[columns];
+            sum += last[i] * last[i];
+        }
+        norms[i] = sqrtf(sum);
     }
 }
 

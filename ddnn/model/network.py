@@ -9,7 +9,8 @@ and multiplies with that copy; activations and derivatives are bf16, products ar
 before the product is rounded. docs/algorithms.md says what is in which precision, and why. On a GPU that copy's output
 layer is wider than the network's, by outputs of zero weight that neither loss nor update sees.
 
-On a CPU `ddnn.kernels` does the element-wise parts of bf16, where it is compiled. What the update changes it casts at
+On a CPU `ddnn.kernels` does the element-wise parts of bf16, where it is compiled: biases before a sigmoid are then
+added in float32 to the rounded product. What the update changes it casts at
 once; the next forward pass then casts nothing, unless someone else has changed the parameters meanwhile.
 """
 
@@ -64,6 +65,7 @@ class Network:
         layers: first to last.
         parameters: (num_parameters,) float32; per layer the weight (outputs x inputs, row-major), then the bias.
         weights, biases: views into `parameters`, one a layer.
+        parts: both of a layer as one flat view, one a layer.
     """
 
     def __init__(self, layers: tuple[Layer, ...], parameters: Tensor | None = None) -> None:
@@ -73,6 +75,7 @@ class Network:
         if self.parameters.shape != (total,):
             raise ValueError(f"{tuple(self.parameters.shape)} parameters given, ({total},) expected")
         self.weights, self.biases = layer_views(layers, self.parameters)
+        self.parts = list(torch.split(self.parameters, [layer.num_parameters for layer in layers]))
 
     @property
     def input_dim(self) -> int:
@@ -125,6 +128,7 @@ class Buffers:
         losses: memory of `ddnn.model.loss`.
         kernels: in bf16 on a CPU what does the element-wise parts, where it is compiled; else None.
         scratch: with kernels, per layer weight and bias of its shapes, bf16, all in the same memory; else empty.
+        scratch_parts: both of a layer as one flat view.
 
     Args:
         multiple: in bf16 the last layer is padded to a multiple of so many outputs; None: `CUDA_MULTIPLE` on a GPU, 1
@@ -164,14 +168,17 @@ class Buffers:
         self._low_is: tuple[int, int] | None = None
         self.kernels: Kernels | None = None
         self.scratch: list[tuple[Tensor, Tensor]] = []
+        self.scratch_parts: list[Tensor] = []
         if low and compiled and layers == network.layers and network.parameters.device.type == "cpu":
             self.kernels = load_kernels()
         if self.kernels is not None:
             self.x = self._first
             block = new(max(layer.num_parameters for layer in layers), dtype=dtype)
             for layer in layers:
-                weights, biases = layer_views((layer,), block[: layer.num_parameters])
+                part = block[: layer.num_parameters]
+                weights, biases = layer_views((layer,), part)
                 self.scratch.append((weights[0], biases[0]))
+                self.scratch_parts.append(part)
 
     def of(self, frames: int) -> Buffers:
         """The first `frames` rows of the same memory."""
@@ -205,6 +212,7 @@ class Buffers:
 
     def descended(self, network: Network) -> None:
         """To be called once `kernels` have brought parameters and bf16 copy to the next values, both of them."""
+        torch.autograd.graph.increment_version(network.parameters)  # other buffers of this network shall see it
         self._low_is = id(network.parameters), network.parameters._version
 
 
@@ -222,11 +230,15 @@ def padded(layers: tuple[Layer, ...], multiple: int) -> tuple[Layer, ...]:
 def forward(network: Network, buffers: Buffers) -> Tensor:
     """From `buffers.x` through all layers; returns the last layer's output (frames, outputs), before softmax."""
     made, y = buffers.take_up(network), buffers.inputs()[0]
-    for layer, weight, bias, out in zip(made.layers, made.weights, made.biases, buffers.padded_outputs, strict=True):
-        y = torch.addmm(bias, y, weight.t(), out=out)
+    for i, (layer, weight, bias) in enumerate(zip(made.layers, made.weights, made.biases, strict=True)):
+        out = buffers.padded_outputs[i]
         if layer.activation == "sigmoid" and buffers.kernels is not None:
-            buffers.kernels.sigmoid_(y)
-        elif layer.activation == "sigmoid":
+            torch.mm(y, weight.t(), out=out)
+            buffers.kernels.sigmoid_(out, network.biases[i])
+        else:
+            torch.addmm(bias, y, weight.t(), out=out)
+        y = out
+        if layer.activation == "sigmoid" and buffers.kernels is None:
             y.sigmoid_()
         elif layer.activation == "tanh":
             y.tanh_()

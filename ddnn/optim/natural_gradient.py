@@ -152,13 +152,17 @@ class NaturalGradient:
             before: (N,) float32 on the device, filled with the Euclidean norms of the rows of X.
             after: (N,) float32 on the device, filled with those of X^.
         """
-        n = x.shape[0]
         if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.dim:
             raise ValueError(f"minibatch is {tuple(x.shape)} of {x.dtype}, expected (N, {self.dim}) of torch.float32")
         # By rows: max-change wants them, and the norm of a whole strided matrix is 10 times slower.
         torch.linalg.vector_norm(x, dim=1, out=before)
+        self.apply(x, before)
+        torch.linalg.vector_norm(x, dim=1, out=after)
+
+    def apply(self, x: Tensor, before: Tensor) -> None:
+        """As `precondition`, given the norms of the rows of X in `before`; those of X^ are left to the caller."""
+        n = x.shape[0]
         if self.rank == 0 or n == 0:  # D = 1: X^ is X; no rows: nothing to learn from
-            after.copy_(before)
             return
         self.finish_update()
         if self.t == 0:
@@ -171,7 +175,6 @@ class NaturalGradient:
             self._start_update(x, before)
         self.t += 1
         x.addmm_(self._h, self.w, alpha=-1.0)
-        torch.linalg.vector_norm(x, dim=1, out=after)
 
     def updates_at(self, t: int) -> bool:
         """Whether the minibatch number `t`, from 0, starts an update of the Fisher matrix."""

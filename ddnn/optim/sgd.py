@@ -12,9 +12,9 @@ from ddnn.recipe.schema import Optimizer as OptimizerRecipe
 
 Places = Iterable[tuple[Tensor, Tensor]]
 """Per layer where the direction's weight and bias go, as of `gradient_by_layer`."""
-Direction = Callable[[Network, Buffers, float, Places], Iterator[None]]
+Direction = Callable[[Network, Buffers, float, Places], Iterator[float]]
 """Network, buffers after the backward pass, rate of one worker, places -> fills one layer's after another's: what a
-step goes along."""
+step goes along, but for the factor that it gives, which is 1 where the buffers have no kernels."""
 
 
 class Sgd:
@@ -56,30 +56,36 @@ class Sgd:
             average: what workers that average gradients do with theirs before it is applied, in place.
         """
         if buffers.kernels is not None and average is None and not self.momentum:
-            self._descend(network, buffers, rate)
+            filled = self.direction(network, buffers, rate / self.shared_by, buffers.scratch)
+            for i, factor in enumerate(filled):
+                self.apply_to_layer(i, network, buffers, rate, factor)
+            buffers.descended(network)
             return
         made = self.gradient if buffers.low_gradient is None else buffers.low_gradient
-        places = zip(*layer_views(network.layers, made), strict=True)
-        for _ in self.direction(network, buffers, rate / self.shared_by, places):
-            pass
+        places = list(zip(*layer_views(network.layers, made), strict=True))
+        filled = self.direction(network, buffers, rate / self.shared_by, places)
+        for place, factor in zip(places, filled, strict=True):
+            for part in place if factor != 1.0 else ():
+                part.mul_(factor)
         if made is not self.gradient:
             self.gradient.copy_(made)
         if average is not None:
             average(self.gradient)
         self.apply(network, rate, frames=len(buffers.x))
 
-    def _descend(self, network: Network, buffers: Buffers, rate: float) -> None:
-        """The same in bf16 on a CPU, layer by layer: what a layer has of the direction is taken up and forgotten while
-        it is in the cache, in one pass that also makes the bf16 copy of the new parameters."""
+    def apply_to_layer(self, i: int, network: Network, buffers: Buffers, rate: float, factor: float = 1.0) -> None:
+        """The update of layer `i` from its part of `buffers.scratch`, times `factor`, by the kernels: taken up while it
+        is in the cache, in one pass that also makes the bf16 copy of the new parameters."""
         assert buffers.kernels is not None
         assert buffers.low is not None
-        filled = self.direction(network, buffers, rate / self.shared_by, buffers.scratch)
-        for i, (layer, _) in enumerate(zip(network.layers, filled, strict=True)):
-            weight, bias = buffers.scratch[i]
-            keep = 1.0 - rate * layer.weight_rate * self.l2 * len(buffers.x)
-            buffers.kernels.descend(network.weights[i], buffers.low.weights[i], weight, rate * layer.weight_rate, keep)
-            buffers.kernels.descend(network.biases[i], buffers.low.biases[i], bias, rate * layer.bias_rate)
-        buffers.descended(network)
+        layer, low, descend = network.layers[i], buffers.low, buffers.kernels.descend
+        far, keep = rate * layer.weight_rate, 1.0 - rate * layer.weight_rate * self.l2 * len(buffers.x)
+        if keep == 1.0 and layer.bias_rate == layer.weight_rate:
+            descend(network.parts[i], low.parts[i], buffers.scratch_parts[i], far * factor)
+            return
+        weight, bias = buffers.scratch[i]
+        descend(network.weights[i], low.weights[i], weight, far * factor, keep)
+        descend(network.biases[i], low.biases[i], bias, rate * layer.bias_rate * factor)
 
     def apply(self, network: Network, rate: float, frames: int) -> Tensor:
         """The update from `self.gradient`, summed over `frames` frames; returns the parameters."""
@@ -97,9 +103,10 @@ class Sgd:
         return network.parameters.add_(self.correction, alpha=-rate)
 
 
-def plain_gradient(network: Network, buffers: Buffers, rate: float, places: Places) -> Iterator[None]:
+def plain_gradient(network: Network, buffers: Buffers, rate: float, places: Places) -> Iterator[float]:
     """The gradient itself, whatever the rate."""
-    return gradient_by_layer(buffers, places)
+    for _ in gradient_by_layer(buffers, places):
+        yield 1.0
 
 
 def make_optimizer(recipe: OptimizerRecipe, network: Network) -> Sgd:
