@@ -239,4 +239,7 @@ def load_kernels() -> Kernels | None:
     if kernels.source != hashlib.sha256(SOURCE.read_bytes()).hexdigest():
         log.warning("%s was compiled from another %s and is not used; %s", LIBRARY, SOURCE.name, mend)
         return None
-    return kernels if kernels.usable else None
+    if not kernels.usable:
+        return None
+    log.info("bf16: what is beside the matrix products is done by compiled kernels")
+    return kernels
