@@ -1,4 +1,4 @@
-"""Commands of ddnn run as processes of their own; all are told to stop when this one is."""
+"""Commands of ddnn run as processes of their own; all are told to stop when this one is, or when it is killed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ GRACE = 300.0
 """Seconds that a training has for its checkpoint."""
 DDNN = "ddnn.cli"
 """The module that is the command `ddnn`."""
+CHILD = "ddnn.reproduce.child"
 
 
 class CommandFailed(UserError):
@@ -68,7 +69,8 @@ class Children:
     def run(self, arguments: Sequence[str], output: Path, module: str = DDNN) -> tuple[int, str]:
         """`python -m MODULE` with these arguments, its output appended to a file: exit code, and the end of the output.
 
-        One thread computes in each process: as many as the cores run side by side.
+        One thread computes in each process: as many as the cores run side by side. Where this process is killed with
+        -9, the child gets a SIGTERM (on Linux).
         """
         make_directory(output.parent)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -77,8 +79,9 @@ class Children:
             with self._lock:
                 if self._stopping:
                     return 128 + signal.SIGTERM, "not begun"
+                # The parent that must not die is to the kernel this thread, which waits below.
                 child = subprocess.Popen(
-                    [sys.executable, "-m", module, *arguments],
+                    [sys.executable, "-m", CHILD, str(os.getpid()), module, *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=said,
                     stderr=subprocess.STDOUT,

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from ddnn.reproduce.children import Children, CommandFailed
+from ddnn.reproduce.children import CHILD, Children, CommandFailed
+
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere no parent's death is told")
+PARENT = """\
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from ddnn.reproduce.children import Children
+with ThreadPoolExecutor(1) as threads:
+    threads.submit(Children().run, [], Path(sys.argv[1]), "stand_in").result()
+"""
 
 
 @pytest.fixture
@@ -67,3 +81,34 @@ def test_a_stop_ends_what_runs(tmp_path: Path, module: Path) -> None:
     children.stop()
     thread.join(60)
     assert ended == [-15]
+
+
+@on_linux
+def test_kill_9_asks_what_runs_to_end(tmp_path: Path, module: Path) -> None:
+    module.write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('asked', flush=True)))\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    log = tmp_path / "log"
+
+    def said(lines: int) -> list[str]:
+        deadline = time.monotonic() + 30
+        while len(found := log.read_text().split() if log.exists() else []) < lines and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found
+
+    with subprocess.Popen([sys.executable, "-c", PARENT, log]) as parent:
+        begun = said(1)
+        parent.kill()
+    assert begun and said(2) == [*begun, "asked"]
+
+
+@on_linux
+def test_a_child_whose_parent_is_gone_does_not_begin(tmp_path: Path, module: Path) -> None:
+    module.write_text("print('began')\n")
+    child = subprocess.run(
+        [sys.executable, "-m", CHILD, str(os.getpid() + 1), "stand_in"], capture_output=True, timeout=60
+    )
+    assert (child.returncode, child.stdout) == (-signal.SIGTERM, b"")

@@ -95,6 +95,41 @@ def test_a_stop_leaves_checkpoints_and_the_same_call_goes_on(tmp_path: Path, run
     assert any('"resumed"' in path.read_text() for path in out.glob("runs/*/metrics.jsonl"))
 
 
+def processes_of(out: Path) -> list[int]:
+    """Those whose command names this folder, but for ones that have ended and are not yet reaped."""
+    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if str(out) in command_of(path)]
+
+
+def command_of(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has just ended
+        return ""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere no parent's death is told")
+def test_kill_9_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
+    folder, out = one_seed(write_corpus(tmp_path, graphs=False, init="random")), tmp_path / "out"
+    base = folder / "tables" / "base.yaml"
+    base.write_text(base.read_text().replace("epochs: 2", "epochs: 100000"))
+    command = [sys.executable, "-m", "ddnn.cli", "reproduce", "table6", "--corpus", folder, "--out", out]
+    try:
+        with subprocess.Popen([*command, "--device", "cpu", "--workers", "2", "--cores", "2"]) as process:
+            deadline = time.monotonic() + 120
+            while not list(out.glob("runs/*/best.safetensors")) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            training = set(processes_of(out)) - {process.pid}
+            process.kill()
+        deadline = time.monotonic() + 60
+        while (left := processes_of(out)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        for pid in processes_of(out):
+            os.kill(pid, signal.SIGKILL)
+    assert len(training) >= 4 and left == [], "its launcher, mpirun and two workers"
+    assert list(out.glob("runs/*/checkpoints/[0-9]*"))
+
+
 def test_a_missing_package_is_said_before_anything_is_trained(
     tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
