@@ -66,21 +66,24 @@ class Kernels:
 
         Raises:
             IndexError: a splice reaches beyond the store.
+            ValueError: shapes that do not go together.
         """
-        n, columns = out.shape
-        dim, vectors = store.shape[1], [one for one in (shift, scale) if one is not None]
+        (_, dim), (n, columns) = store.shape, out.shape
+        vectors = [one for one in (shift, scale) if one is not None]
         _check(torch.float32, store, *vectors)
         _check(torch.int64, rows)
         _check(torch.bfloat16, out)
         _check_shape(torch.Size([n]), rows)
         _check_shape(torch.Size([columns]), *vectors)
+        if dim == 0 or columns % dim:
+            raise ValueError(f"splices of {columns} from a store of shape {tuple(store.shape)}")
         windows = len(store) - columns // dim + 1
         done = self._library.ddnn_gather(
             *(store.data_ptr(), windows, dim, columns, rows.data_ptr(), n, first),
             *(None if one is None else one.data_ptr() for one in (shift, scale)),
             out.data_ptr(),
         )
-        if columns % dim or done != 0:
+        if done != 0:
             raise IndexError(f"splices of {columns} from {first} on reach beyond {tuple(store.shape)}")
 
     def sigmoid_(self, y: Tensor, bias: Tensor) -> None:
@@ -90,10 +93,11 @@ class Kernels:
             y: (rows, columns) bf16.
             bias: (columns,) float32.
         """
+        rows, columns = y.shape
         _check(torch.bfloat16, y)
         _check(torch.float32, bias)
-        _check_shape(y.shape[1:], bias)
-        self._library.ddnn_sigmoid(y.data_ptr(), *y.shape, bias.data_ptr())
+        _check_shape(torch.Size([columns]), bias)
+        self._library.ddnn_sigmoid(y.data_ptr(), rows, columns, bias.data_ptr())
 
     def sigmoid_backward_(self, d: Tensor, y: Tensor) -> None:
         """d <- d y (1 - y), bf16, of one shape. Plain: `torch.ops.aten.sigmoid_backward(d, y)`."""
@@ -107,13 +111,14 @@ class Kernels:
         Args:
             weights: (rows,) float32, by which each row is multiplied. Plain: `d.t() @ weights`.
         """
+        rows, columns = d.shape
         _check(torch.bfloat16, d, out)
-        _check_shape(d.shape[1:], out)
+        _check_shape(torch.Size([columns]), out)
         if weights is not None:
             _check(torch.float32, weights)
-            _check_shape(d.shape[:1], weights)
+            _check_shape(torch.Size([rows]), weights)
         self._library.ddnn_sum_rows(
-            d.data_ptr(), *d.shape, None if weights is None else weights.data_ptr(), out.data_ptr()
+            d.data_ptr(), rows, columns, None if weights is None else weights.data_ptr(), out.data_ptr()
         )
 
     def widen_rows(self, x: Tensor, out: Tensor, norms: Tensor) -> None:
@@ -126,13 +131,13 @@ class Kernels:
             out: (rows, columns) or (rows, columns + 1) float32, rows contiguous in themselves.
             norms: (rows,) float32.
         """
-        stride = _check_rows(out)
+        (rows, columns), stride = x.shape, _check_rows(out)
         _check(torch.bfloat16, x)
         _check(torch.float32, norms)
-        one = out.shape[1] == x.shape[1] + 1
-        _check_shape(torch.Size([x.shape[0], x.shape[1] + one]), out)
-        _check_shape(x.shape[:1], norms)
-        self._library.ddnn_widen_rows(x.data_ptr(), *x.shape, out.data_ptr(), stride, one, norms.data_ptr())
+        one = out.shape[1] == columns + 1
+        _check_shape(torch.Size([rows, columns + one]), out)
+        _check_shape(torch.Size([rows]), norms)
+        self._library.ddnn_widen_rows(x.data_ptr(), rows, columns, out.data_ptr(), stride, one, norms.data_ptr())
 
     def narrow_rows(self, x: Tensor, out: Tensor, norms: Tensor, last: Tensor | None = None) -> None:
         """out <- x, rounded, but for the last column where `last` is given: it goes there; norms <- those of the rows.
@@ -144,14 +149,14 @@ class Kernels:
             out: (rows, columns) bf16.
             norms, last: (rows,) float32.
         """
-        stride, one = _check_rows(x), last is not None
+        (rows, columns), stride = out.shape, _check_rows(x)
         _check(torch.bfloat16, out)
-        _check_shape(torch.Size([out.shape[0], out.shape[1] + one]), x)
+        _check_shape(torch.Size([rows, columns + (last is not None)]), x)
         for each in (norms,) if last is None else (norms, last):
             _check(torch.float32, each)
-            _check_shape(out.shape[:1], each)
+            _check_shape(torch.Size([rows]), each)
         self._library.ddnn_narrow_rows(
-            *(x.data_ptr(), *out.shape, stride, out.data_ptr()),
+            *(x.data_ptr(), rows, columns, stride, out.data_ptr()),
             *(None if last is None else last.data_ptr(), norms.data_ptr()),
         )
 

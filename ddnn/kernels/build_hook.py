@@ -37,7 +37,10 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
 def compile_library(source: Path, library: Path) -> str | None:
     """Compiles with $CC, cc, gcc or clang, whichever is there; returns why not, or None."""
     library.unlink(missing_ok=True)  # a stale one is worse than none
-    asked = shlex.split(os.environ.get("CC", ""))
+    try:
+        asked = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        return f"CC is {os.environ['CC']!r}: {error}"
     compilers = [asked] if asked else [[name] for name in ("cc", "gcc", "clang") if shutil.which(name)]
     if not compilers:
         return "there is no C compiler"
@@ -45,7 +48,7 @@ def compile_library(source: Path, library: Path) -> str | None:
     made = library.with_suffix(f".{os.getpid()}.tmp")
     command = [*compilers[0], *FLAGS, f'-DDDNN_SOURCE="{digest}"', "-o", str(made), str(source), "-lm"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
         if done.returncode != 0:
             return f"{command[0]}: {done.stderr.strip()[-500:] or done.returncode}"
         made.replace(library)

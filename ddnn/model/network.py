@@ -165,7 +165,7 @@ class Buffers:
             if not widens(network.parameters.device):
                 self.low_gradient = torch.empty_like(network.parameters, dtype=dtype)
         self.losses = LossMemory(network.parameters, network.output_dim, frames, low)
-        self._low_is: tuple[int, int] | None = None
+        self._cast = _Cast()
         self.kernels: Kernels | None = None
         self.scratch: list[tuple[Tensor, Tensor]] = []
         self.scratch_parts: list[Tensor] = []
@@ -203,8 +203,9 @@ class Buffers:
             return network
         if self.x is not self._first:
             self._first.copy_(self.x)
-        if self._low_is == (id(network.parameters), network.parameters._version):
+        if self._cast.is_of(network.parameters):
             return self.low
+        self._cast.parameters = None
         shared = len(network.parameters) - network.output_dim  # up to the last bias, which padding moves
         self.low.parameters[:shared].copy_(network.parameters[:shared])
         self.low.biases[-1][: network.output_dim].copy_(network.biases[-1])
@@ -213,7 +214,24 @@ class Buffers:
     def descended(self, network: Network) -> None:
         """To be called once `kernels` have brought parameters and bf16 copy to the next values, both of them."""
         torch.autograd.graph.increment_version(network.parameters)  # other buffers of this network shall see it
-        self._low_is = id(network.parameters), network.parameters._version
+        self._cast.parameters, self._cast.version = network.parameters, network.parameters._version
+
+
+@dataclass
+class _Cast:
+    """What `Buffers.low` is the bf16 copy of, if that is known. All parts of one memory share it, as they share `low`.
+
+    Attributes:
+        parameters: the network's; None: not known.
+        version: torch's count of the changes made to them in place.
+    """
+
+    parameters: Tensor | None = None
+    version: int = 0
+
+    def is_of(self, parameters: Tensor) -> bool:
+        """Whether they are the same, and as they were."""
+        return self.parameters is parameters and self.version == parameters._version
 
 
 CUDA_MULTIPLE = 64
