@@ -1,0 +1,246 @@
+"""What pip compiles the kernels with, and what is loaded of it: never the wrong library, never a training less."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ddnn import kernels
+from ddnn.kernels import Kernels, load_kernels
+
+COMPILER = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler here")
+on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="nothing is loaded on other processors than x86-64")
+
+
+@pytest.fixture(scope="module")
+def hook() -> ModuleType:
+    """`build_hook.py`, as hatchling takes it: a file by itself."""
+    pytest.importorskip("hatchling", reason="hatchling, of the dev extras, is not installed")
+    spec = importlib.util.spec_from_file_location("build_hook", kernels.SOURCE.with_name("build_hook.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """ddnn/kernels of an installation of its own, from which `load_kernels` loads; there is no library yet."""
+    made = tmp_path / "ddnn" / "kernels"
+    made.mkdir(parents=True)
+    source = made / "kernels.c"
+    source.write_bytes(kernels.SOURCE.read_bytes())
+    monkeypatch.setattr(kernels, "SOURCE", source)
+    monkeypatch.setattr(kernels, "LIBRARY", made / "kernels.so")
+    monkeypatch.delenv("CC", raising=False)
+    load_kernels.cache_clear()
+    yield made
+    load_kernels.cache_clear()
+
+
+@pytest.fixture
+def compile_here(hook: ModuleType, folder: Path) -> Callable[[], str | None]:
+    """Compiles what is in `folder`; gives the reason why not."""
+    return lambda: hook.compile_library(folder / "kernels.c", folder / "kernels.so")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def script(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o755)
+    return path
+
+
+@needs_compiler
+@pytest.mark.parametrize("cc", [None, "", f"{COMPILER} -O1"])
+def test_a_library_is_compiled(
+    cc: str | None, compile_here: Callable[[], str | None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cc is not None:
+        monkeypatch.setenv("CC", cc)
+    (folder / "kernels.so").write_text("an old one")
+    assert compile_here() is None
+    assert names(folder) == ["kernels.c", "kernels.so"]
+    assert Kernels(folder / "kernels.so").source == hashlib.sha256((folder / "kernels.c").read_bytes()).hexdigest()
+
+
+FAILING: dict[str, tuple[list[str], str]] = {
+    "says why": (["echo 'no such thing' >&2", "exit 3"], "no such thing"),
+    "says nothing": (["exit 3"], "3"),
+    "says it in no language": ([r"printf 'before\377after' >&2", "exit 1"], "before\N{REPLACEMENT CHARACTER}after"),
+    "leaves half a library": (
+        ['while [ "$1" != -o ]; do shift; done', 'echo half > "$2"', "echo no space >&2", "exit 1"],
+        "no space",
+    ),
+    "takes for ever": (["exec sleep 60"], "timed out"),
+}
+
+
+@pytest.mark.parametrize("how", FAILING)
+def test_a_compiler_that_fails_leaves_nothing(
+    how: str,
+    hook: ModuleType,
+    compile_here: Callable[[], str | None],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines, said = FAILING[how]
+    compiler = script(tmp_path / "failing", *lines)
+    monkeypatch.setenv("CC", f"{compiler} --flag")
+    monkeypatch.setattr(hook, "SECONDS", 1.0 if how == "takes for ever" else 60.0)
+    (folder / "kernels.so").write_text("an old one, from another source")
+    reason = compile_here()
+    assert reason is not None and reason.startswith(f"{compiler}: ") and said in reason
+    assert names(folder) == ["kernels.c"]
+    assert load_kernels() is None
+
+
+@pytest.mark.parametrize(("cc", "said"), [("/nowhere/cc -O2", "/nowhere/cc: "), ("'cc", "No closing quotation")])
+def test_a_compiler_that_is_none_leaves_nothing(
+    cc: str, said: str, compile_here: Callable[[], str | None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", cc)
+    reason = compile_here()
+    assert reason is not None and said in reason
+    assert names(folder) == ["kernels.c"]
+
+
+def test_without_a_compiler_nothing_is_compiled(
+    compile_here: Callable[[], str | None], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compile_here() == "there is no C compiler"
+    assert names(folder) == ["kernels.c"]
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_leaves_nothing(compile_here: Callable[[], str | None], folder: Path) -> None:
+    (folder / "kernels.c").write_text("int half(")
+    reason = compile_here()
+    assert reason is not None and "error" in reason
+    assert names(folder) == ["kernels.c"]
+
+
+def hook_of(hook: ModuleType, root: Path) -> Any:
+    config: dict[str, Any] = {}
+    return hook.CompileKernels(str(root), config, None, None, str(root / "dist"), "wheel")
+
+
+@needs_compiler
+def test_the_hook_adds_the_library_to_the_wheel(hook: ModuleType, folder: Path, tmp_path: Path) -> None:
+    build_data: dict[str, Any] = {"artifacts": [], "pure_python": True, "infer_tag": False}
+    hook_of(hook, tmp_path).initialize("standard", build_data)
+    assert build_data == {"artifacts": ["ddnn/kernels/kernels.so"], "pure_python": False, "infer_tag": True}
+    assert (tmp_path / build_data["artifacts"][0]).is_file()
+
+
+def test_the_hook_lets_an_installation_go_on_without(
+    hook: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    build_data: dict[str, Any] = {"artifacts": [], "pure_python": True, "infer_tag": False}
+    hook_of(hook, tmp_path).initialize("standard", build_data)
+    assert build_data == {"artifacts": [], "pure_python": True, "infer_tag": False}
+    assert "its kernels are not compiled, bf16 on a CPU will be slower: /nowhere/cc: " in capsys.readouterr().err
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@on_x86
+@needs_compiler
+def test_only_a_library_of_this_source_is_loaded(
+    compile_here: Callable[[], str | None], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert compile_here() is None
+    assert (load_kernels() is not None) == Kernels(folder / "kernels.so").usable
+    assert not warnings(caplog)
+    load_kernels.cache_clear()
+    with (folder / "kernels.c").open("a") as source:
+        source.write("/* a later version */\n")
+    assert load_kernels() is None
+    (warning,) = warnings(caplog)
+    assert warning.startswith(f"{folder / 'kernels.so'} was compiled from another kernels.c and is not used; ")
+
+
+@on_x86
+@pytest.mark.parametrize("content", [b"", b"no library", b"\x7fELF"])
+def test_a_file_that_is_no_library(content: bytes, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "kernels.so").write_bytes(content)
+    assert load_kernels() is None
+    (warning,) = warnings(caplog)
+    assert "compiled kernels cannot be loaded, bf16 steps run in PyTorch alone: " in warning
+
+
+OURS = """
+const char *ddnn_kernels_source(void) { return DDNN_SOURCE; }
+int ddnn_kernels_usable(void) { return USABLE; }
+"""
+
+
+@on_x86
+@needs_compiler
+@pytest.mark.parametrize("source", ["int other;", OURS.replace("USABLE", "1")], ids=["another's", "half of ours"])
+def test_a_library_of_something_else(
+    source: str, compile_here: Callable[[], str | None], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "kernels.c").write_text(source)
+    assert compile_here() is None
+    assert load_kernels() is None
+    (warning,) = warnings(caplog)
+    assert "cannot be loaded" in warning and "undefined symbol" in warning
+
+
+@on_x86
+@needs_compiler
+@pytest.mark.parametrize("source", [None, OURS.replace("USABLE", "0")], ids=["other compiler", "other processor"])
+def test_what_cannot_run_here_is_not_used_and_nobody_is_warned(
+    source: str | None,
+    compile_here: Callable[[], str | None],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if source is None:  # the very source, as if by a compiler that it does not know
+        monkeypatch.setenv("CC", f"{COMPILER} -U__GNUC__")
+    else:
+        (folder / "kernels.c").write_text(source)
+    assert compile_here() is None
+    assert not Kernels(folder / "kernels.so").usable
+    assert load_kernels() is None
+    assert not warnings(caplog)
+
+
+@on_x86
+def test_without_a_library_the_log_says_what_to_do(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="ddnn")
+    assert load_kernels() is None
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "no compiled kernels: bf16 steps run in PyTorch alone, which is slower; pip install" in record.getMessage()
+
+
+def test_other_processors_load_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "kernels.so").write_bytes(b"no library")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert load_kernels() is None
+    assert not caplog.records
+    assert os.fspath(kernels.LIBRARY).startswith(os.fspath(folder)), "or this saw the library of the installation"
