@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from ddnn.info.status_text import why_it_ended
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.corpus import CorpusPlan
 from ddnn.reproduce.jobs import Ended, Jobs
-from ddnn.reproduce.lock import alone
 from ddnn.reproduce.plan import Run
 from ddnn.reproduce.records import Record, write_record
 from ddnn.reproduce.run import Place, settings_of, train_arguments
@@ -65,6 +63,8 @@ def send_jobs(
 ) -> tuple[Jobs, list[str]]:
     """Looks at each run, submits those that no job has, and records those that diverged.
 
+    The caller is alone in the folder (`ddnn.reproduce.lock.alone`), from before it read which runs there are.
+
     Args:
         runs: without a record that counts.
         again: names of those that diverged before and are to be tried once more.
@@ -74,19 +74,18 @@ def send_jobs(
         What became of them (the finished are not yet judged), and what could not be submitted, a sentence each.
 
     Raises:
-        UserError: the options do not fit a run, Slurm cannot be asked about a job that there was, another call is
-            at work, or a job's record is damaged. Nothing has been submitted then.
+        UserError: the options do not fit a run, Slurm cannot be asked about a job that there was, or a job's record is
+            damaged. Nothing has been submitted then.
     """
-    with nullcontext() if dry_run else alone(sender.place.out):
-        found = _look(sender, runs, again)
-        stacks = _check(sender, found)
-        names = [*(f"stack-{seed}" for seed in stacks), *(run.name for run in found.left)]
-        submitted, problems = dict.fromkeys(names, ""), list[str]()
-        if not dry_run:
-            for run in runs:
-                if run.name in found.diverged:
-                    write_record(sender.place.records, _diverged(sender, run, found.diverged[run.name]))
-            submitted, problems = _submit(sender, found, again)
+    found = _look(sender, runs, again)
+    stacks = _check(sender, found)
+    names = [*(f"stack-{seed}" for seed in stacks), *(run.name for run in found.left)]
+    submitted, problems = dict.fromkeys(names, ""), list[str]()
+    if not dry_run:
+        for run in runs:
+            if run.name in found.diverged:
+                write_record(sender.place.records, _diverged(sender, run, found.diverged[run.name]))
+        submitted, problems = _submit(sender, found, again)
     jobs = Jobs(
         dry_run, submitted, found.waiting, found.running, tuple(found.finished), found.diverged, tuple(found.ended)
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,6 +16,7 @@ from ddnn.errors import DataError, UserError
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.corpus import CorpusPlan, find_corpus, load_corpus_plan
 from ddnn.reproduce.jobs import Jobs
+from ddnn.reproduce.lock import alone
 from ddnn.reproduce.measure import words_by_kaldi
 from ddnn.reproduce.needs import check_packages
 from ddnn.reproduce.plan import Run, digest, missing, plan_runs
@@ -98,7 +99,7 @@ def reproduce(names: tuple[str, ...], options: Options, say: Callable[[str], Non
     """Everything that `ddnn reproduce` does.
 
     Raises:
-        UserError: an option, a recipe or a record that cannot be.
+        UserError: an option, a recipe or a record that cannot be, or another call makes runs into the same folder.
         KeyboardInterrupt: told to stop; the same call goes on.
     """
     tables = chosen(names)
@@ -111,19 +112,12 @@ def reproduce(names: tuple[str, ...], options: Options, say: Callable[[str], Non
     place = Place(out, options.records or out / "records")
     runs = plan_runs(plan, folder, tables)
     records = read_records(place.records)
-    wanted = [run for run in runs if _is_wanted(run, options)]
-    diverged = {run.name for run in wanted if run.is_made(records) and records[run.name].failed is not None}
-    sound = {name: record for name, record in records.items() if record.failed is None}
-    to_make = missing(wanted, sound if options.again else records)
     problems: list[str] = []
     jobs = None
-    if to_make and not options.only_report and (options.slurm or not options.dry_run):
-        there = len(runs) - len(missing(runs, records))
-        say(f"{len(runs)} runs, {there} of them there; {len(to_make)} to make in {out}")
-        began = time.monotonic()
-        with _told_to_stop():
-            problems, jobs = _make(plan, folder, place, to_make, diverged, options, say)
-        say(f"{'made' if jobs is None else 'looked after'} in {(time.monotonic() - began) / 60:.1f} min")
+    if _to_make(runs, records, options) and not options.only_report and (options.slurm or not options.dry_run):
+        with _told_to_stop(), nullcontext() if options.dry_run else alone(out):
+            records = read_records(place.records)  # with those of a call that ended just before this one was alone
+            problems, jobs = _make(plan, folder, place, runs, records, options, say)
         records = records if options.dry_run else read_records(place.records)
     left = tuple(run.name for run in missing(runs, records))
     found = {run.name: records[run.name] for run in runs if run.is_made(records)}
@@ -134,29 +128,37 @@ def reproduce(names: tuple[str, ...], options: Options, say: Callable[[str], Non
     return Reproduction(_names(tables), len(found), left, tuple(problems), files, summary, jobs)
 
 
+def _to_make(runs: Sequence[Run], records: Mapping[str, Record], options: Options) -> list[Run]:
+    """The runs that are asked for and not there; with --again those that diverged are not there."""
+    wanted = [run for run in runs if _is_wanted(run, options)]
+    there = {name: record for name, record in records.items() if record.failed is None or not options.again}
+    return missing(wanted, there)
+
+
 def _make(
-    plan: CorpusPlan, folder: Path, place: Place, runs: Sequence[Run], diverged: Collection[str], options: Options,
+    plan: CorpusPlan, folder: Path, place: Place, runs: Sequence[Run], records: Mapping[str, Record], options: Options,
     say: Callable[[str], None],
 ) -> tuple[list[str], Jobs | None]:  # fmt: skip
-    """Makes the runs here, or sends them off as jobs and judges those that have ended; what went wrong, and the jobs.
-
-    Args:
-        diverged: names of the runs that did before.
-    """
+    """Makes what is missing of the runs, here or as jobs of which those that have ended are judged; what went wrong,
+    and the jobs."""
     from ddnn.reproduce.measure import cores
 
-    stack = digest(load_recipe(folder / plan.stack)) if any(run.stack for run in runs) else ""
-    device = options.device
-    if options.slurm is None:
-        return Workshop(plan, folder, stack, place, device, options.cores or cores(), say).make(runs), None
-    from ddnn.reproduce.as_jobs import Sender, send_jobs
+    to_make, began = _to_make(runs, records, options), time.monotonic()
+    there = len(runs) - len(missing(runs, records))
+    say(f"{len(runs)} runs, {there} of them there; {len(to_make)} to make in {place.out}")
+    stack = digest(load_recipe(folder / plan.stack)) if any(run.stack for run in to_make) else ""
+    device, jobs, problems = options.device, None, list[str]()
+    if options.slurm is not None:
+        from ddnn.reproduce.as_jobs import Sender, send_jobs
 
-    sender = Sender(plan, folder, stack, place, device, options.slurm)
-    jobs, problems = send_jobs(sender, runs, diverged, dry_run=options.dry_run)
-    finished = [run for run in runs if run.name in jobs.finished]
-    if finished and not options.dry_run:
-        here = "cpu" if device == "cpu" else "auto"  # where jobs are submitted there are rarely GPUs
-        problems += Workshop(plan, folder, stack, place, here, options.cores or cores(), say).make(finished)
+        sender = Sender(plan, folder, stack, place, device, options.slurm)
+        again = {run.name for run in to_make if run.is_made(records)}
+        jobs, problems = send_jobs(sender, to_make, again, dry_run=options.dry_run)
+        to_make = [] if options.dry_run else [run for run in to_make if run.name in jobs.finished]
+        device = "cpu" if device == "cpu" else "auto"  # where jobs are submitted there are rarely GPUs
+    if to_make:
+        problems += Workshop(plan, folder, stack, place, device, options.cores or cores(), say).make(to_make)
+    say(f"{'made' if jobs is None else 'looked after'} in {(time.monotonic() - began) / 60:.1f} min")
     return problems, jobs
 
 

@@ -14,7 +14,6 @@ from ddnn.errors import DIVERGED, UserError
 from ddnn.reproduce.children import Children, CommandFailed
 from ddnn.reproduce.corpus import CorpusPlan
 from ddnn.reproduce.judge import Task, judge_run
-from ddnn.reproduce.lock import alone
 from ddnn.reproduce.measure import cores, refuse_lost
 from ddnn.reproduce.plan import Run
 from ddnn.reproduce.records import Record, read_record, write_record
@@ -60,11 +59,12 @@ class Workshop:
     def make(self, runs: Sequence[Run]) -> list[str]:
         """Makes these runs and their records; what went wrong, a sentence for each run that has no record now.
 
+        The caller is alone in the folder (`ddnn.reproduce.lock.alone`), from before it read which runs there are.
+
         Raises:
-            UserError: another call makes runs into the same folder.
             KeyboardInterrupt: after all trainings that were under way have been stopped.
         """
-        with alone(self.place.out), ThreadPoolExecutor(self.slots.number + 1) as threads:
+        with ThreadPoolExecutor(self.slots.number + 1) as threads:
             try:
                 return self._make(runs, threads)
             except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.as_jobs import Sender, send_jobs
 from ddnn.reproduce.corpus import load_corpus_plan
 from ddnn.reproduce.jobs import Jobs
-from ddnn.reproduce.lock import LOCK
+from ddnn.reproduce.lock import alone
 from ddnn.reproduce.plan import digest, missing, plan_runs
 from ddnn.reproduce.records import read_records
 from ddnn.reproduce.run import STACK, Place
@@ -137,6 +136,9 @@ def test_from_the_first_call_to_the_records(
     monkeypatch.setattr("ddnn.reproduce.command._report", lambda *_: ((), {}))
     folder, out = write_corpus(tmp_path, graphs=False), tmp_path / "out"
     call = ("reproduce", "table6", "--corpus", folder, "--out", out, "--seeds", "1", "--workers", "1", "--slurm")
+    with alone(out):
+        refused = run_cli(*call)
+    assert refused.exit_code == 2 and "another call" in refused.stderr and slurm.calls == []
     first = run_cli(*call)
     assert first.exit_code == 0 and "jobs: 3 submitted" in first.stdout and "same command again" in first.stdout
     assert slurm.finish(1) == 0 and (next((out / "stacks").iterdir()) / STACK).exists()
@@ -179,10 +181,6 @@ def test_nothing_is_submitted_where_something_is_wrong(slurm: Slurm, tmp_path: P
     folder, out = write_corpus(tmp_path), tmp_path / "out"
     with pytest.raises(UserError, match="1 workers cannot be spread evenly over 2 nodes"):
         send(folder, out, nodes=2)
-    with (out / LOCK).open("ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another call"):
-            send(folder, out)
     assert slurm.calls == []
     send(folder, out, sizes=(1,))
     slurm.set_states({"down": True})

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +95,26 @@ def test_a_stop_leaves_checkpoints_and_the_same_call_goes_on(tmp_path: Path, run
     result = run_cli(*arguments)
     assert result.exit_code == 0 and "2 runs there, 2 missing" in result.stdout
     assert any('"resumed"' in path.read_text() for path in out.glob("runs/*/metrics.jsonl"))
+
+
+def test_what_another_call_made_just_before_it_ended_is_not_made_again(
+    tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = one_seed(write_corpus(tmp_path, graphs=False, init="random")), tmp_path / "out"
+    arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--device", "cpu", "--workers", "1")
+    assert run_cli(*arguments).exit_code == 0
+    shutil.rmtree(out / "runs")
+    hidden = (out / "records").rename(tmp_path / "hidden")
+
+    def flock(descriptor: object, operation: int) -> None:
+        """The other call writes its last records and lets go."""
+        if hidden.exists():
+            hidden.rename(out / "records")
+
+    monkeypatch.setattr("ddnn.reproduce.lock.fcntl", SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4))
+    late = run_cli(*arguments)
+    assert late.exit_code == 0 and "2 runs there, 2 missing" in late.stdout
+    assert not (out / "runs").exists() and not hidden.exists()
 
 
 def processes_of(out: Path) -> list[int]:
