@@ -13,6 +13,7 @@ from ddnn.info.status_text import why_it_ended
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.corpus import CorpusPlan
 from ddnn.reproduce.jobs import Ended, Jobs
+from ddnn.reproduce.measure import refuse_lost
 from ddnn.reproduce.plan import Run
 from ddnn.reproduce.records import Record, write_record
 from ddnn.reproduce.run import Place, settings_of, train_arguments
@@ -48,7 +49,7 @@ class Sender:
 
 @dataclass
 class _Found:
-    """What became of the runs so far; `left` have neither a job nor a result."""
+    """What became of the runs so far; `left` have neither a job nor a result, `refused` one that does not count."""
 
     left: list[Run] = field(default_factory=list)
     waiting: dict[str, str] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class _Found:
     finished: list[str] = field(default_factory=list)
     diverged: dict[str, str] = field(default_factory=dict)
     ended: list[Ended] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
 
 def send_jobs(
@@ -71,7 +73,8 @@ def send_jobs(
         dry_run: submit nothing, write nothing.
 
     Returns:
-        What became of them (the finished are not yet judged), and what could not be submitted, a sentence each.
+        What became of them (the finished are not yet judged), and what was refused or could not be submitted, a
+        sentence each.
 
     Raises:
         UserError: the options do not fit a run, Slurm cannot be asked about a job that there was, or a job's record is
@@ -89,7 +92,7 @@ def send_jobs(
     jobs = Jobs(
         dry_run, submitted, found.waiting, found.running, tuple(found.finished), found.diverged, tuple(found.ended)
     )
-    return jobs, problems
+    return jobs, [*found.refused, *problems]
 
 
 def _look(sender: Sender, runs: Sequence[Run], again: Collection[str]) -> _Found:
@@ -101,19 +104,34 @@ def _look(sender: Sender, runs: Sequence[Run], again: Collection[str]) -> _Found
         status = read_status(run_dir, ask) if run_dir.is_dir() and any(run_dir.iterdir()) else None
         if status is None:
             found.left.append(run)
-        elif status.state == "finished":
-            found.finished.append(run.name)
-        elif status.slurm not in (None, "GONE") or status.state == "running":
+            continue
+        error = status.error or ""
+        diverged = error[error.index(DIVERGED) :].splitlines()[0] if DIVERGED in error and run.name not in again else ""
+        if status.slurm not in (None, "GONE") or status.state == "running":
             jobs = found.waiting if status.state == "submitted" else found.running
             jobs[run.name] = status.job or "none of Slurm"
-        elif status.error is not None and DIVERGED in status.error and run.name not in again:
-            found.diverged[run.name] = status.error[status.error.index(DIVERGED) :].splitlines()[0]
+        elif (status.state == "finished" or diverged) and (why := _refused(run_dir)) is not None:
+            found.ended.append(Ended(run.name, status.job or "none of Slurm", why.what, run_dir))
+            found.refused.append(f"{run.name}: {why}")
+        elif status.state == "finished":
+            found.finished.append(run.name)
+        elif diverged:
+            found.diverged[run.name] = diverged
         else:
             found.left.append(run)
             if status.job is not None:  # else it was trained without Slurm, and broken off
                 found.ended.append(Ended(run.name, status.job, status.error, run_dir / JOB_OUTPUT))
     _look_at_stacks(sender, runs, found, ask)
     return found
+
+
+def _refused(run_dir: Path) -> UserError | None:
+    """Why what came of a run does not count: workers were lost, or nobody can say whether any were."""
+    try:
+        refuse_lost(run_dir)
+    except UserError as error:
+        return error
+    return None
 
 
 def _look_at_stacks(sender: Sender, runs: Sequence[Run], found: _Found, ask: Callable[[Job], str | None]) -> None:

@@ -33,7 +33,8 @@ class Jobs:
         waiting, running: the same of jobs of earlier calls.
         finished: runs whose model is there, to be judged in this call.
         diverged: run -> the error.
-        ended: jobs that ended without a result; their runs are among the submitted.
+        ended: jobs that ended without a result; their runs are among the submitted, but for those of which what came
+            does not count, since they lost workers.
     """
 
     dry_run: bool

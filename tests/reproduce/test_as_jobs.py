@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -175,6 +176,28 @@ def test_a_run_that_diverges_is_a_result(slurm: Slurm, tmp_path: Path) -> None:
     assert jobs.diverged == {} and list(jobs.running) == ["base-1-1"] and len(slurm.calls) == 2
     jobs, _ = send(folder, out, sizes=(1,), again=("sgd-1-1",))
     assert jobs.submitted == {"sgd-1-1": "3"} and read_records(out / "records") == {}
+
+
+def test_a_run_that_lost_workers_is_no_result(slurm: Slurm, tmp_path: Path) -> None:
+    """Neither a model nor a divergence of the workers that were left counts as one of all; nor is it gone on with."""
+    folder, out = write_corpus(tmp_path, init="random", rate=1e38), tmp_path / "out"
+    send(folder, out, sizes=(1,))
+    assert slurm.finish(1) == 2, "it diverged"
+    slurm.set_states({})
+    sgd, base = (Path(call[-1]).parent for call in slurm.calls)
+    (base / "final.safetensors").touch()
+    for run_dir in (sgd, base):
+        with (run_dir / "metrics.jsonl").open("a") as rows:
+            rows.write('{"epoch": 1, "minibatch": 0, "split": "lost", "rank": 1, "host": "n1", "workers": 1}\n')
+    jobs, problems = send(folder, out, sizes=(1,))
+    assert (jobs.submitted, jobs.finished, jobs.diverged) == ({}, (), {}) and read_records(out / "records") == {}
+    for ended, problem, name, run_dir in zip(jobs.ended, problems, ("sgd-1-1", "base-1-1"), (sgd, base), strict=True):
+        assert ended.name == name and problem.startswith(f"{name}: worker 1 on n1 was lost after epoch 1")
+        assert "was lost after epoch 1" in str(ended) and str(ended).endswith(f"see {run_dir}")
+        assert "delete this run dir" in problem
+    shutil.rmtree(base)
+    jobs, _ = send(folder, out, sizes=(1,))
+    assert list(jobs.submitted) == ["base-1-1"]
 
 
 def test_nothing_is_submitted_where_something_is_wrong(slurm: Slurm, tmp_path: Path) -> None:
