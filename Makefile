@@ -29,7 +29,7 @@ $(BIN)/python:
 	} || { rm -rf $(VENV); echo "install python3-venv (Debian, Ubuntu), then run make again" >&2; exit 2; }
 
 # torch first and pinned: what asks for it later takes the one that is there.
-$(VENV)/.ready: pyproject.toml | $(BIN)/python
+$(VENV)/.ready: pyproject.toml ddnn/kernels/kernels.c | $(BIN)/python
 	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) '$(TORCH)'
 	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) -e '.[mpi,decode,report]'
 	@touch $@
