@@ -15,9 +15,11 @@ from ddnn.model.loss_memory import BLOCK_VALUES
 from ddnn.model.network import Buffers, Layer, Network, Precision, cross_entropy
 
 
-def buffers_with(frames: int, pdfs: int, rows: int, precision: Precision, scale: float, seed: int) -> Buffers:
+def buffers_with(
+    frames: int, pdfs: int, rows: int, precision: Precision, scale: float, seed: int, compiled: bool = False
+) -> Buffers:
     """Buffers of which the last layer's output is noise, worked through in blocks of `rows`."""
-    buffers = Buffers(Network((Layer(1, pdfs, "softmax"),)), frames, precision)
+    buffers = Buffers(Network((Layer(1, pdfs, "softmax"),)), frames, precision, compiled=compiled)
     buffers.losses.rows = min(rows, buffers.losses.rows)
     generator = torch.Generator().manual_seed(seed)
     buffers.outputs[-1].copy_(scale * torch.randn(frames, pdfs, generator=generator))
@@ -47,9 +49,11 @@ def test_float32_has_the_bits_of_the_reference(frames: int, pdfs: int, rows: int
 
 
 @settings(max_examples=40, deadline=None)
-@given(**SHAPES)
-def test_bf16_rounds_the_derivative_alone(frames: int, pdfs: int, rows: int, scale: float, seed: int) -> None:
-    buffers = buffers_with(frames + 3, pdfs, rows, "bf16", scale, seed).of(frames)
+@given(**SHAPES, compiled=st.booleans())
+def test_bf16_rounds_the_derivative_alone(
+    frames: int, pdfs: int, rows: int, scale: float, seed: int, compiled: bool
+) -> None:
+    buffers = buffers_with(frames + 3, pdfs, rows, "bf16", scale, seed, compiled).of(frames)
     labels = torch.randint(0, pdfs, (frames,), generator=torch.Generator().manual_seed(seed))
     log_posteriors = torch.log_softmax(buffers.outputs[-1].double(), dim=1)
     derivative = log_posteriors.exp() - torch.nn.functional.one_hot(labels, pdfs)
@@ -74,7 +78,7 @@ class LargestFloat32(TorchDispatchMode):
 
 
 def test_bf16_widens_a_block_not_a_minibatch() -> None:
-    buffers = Buffers(Network((Layer(1, 8806, "softmax"),)), 256, "bf16")
+    buffers = Buffers(Network((Layer(1, 8806, "softmax"),)), 256, "bf16", compiled=False)
     assert buffers.outputs[-1].dtype == buffers.derivatives[-1].dtype == torch.bfloat16
     buffers.outputs[-1].zero_()
     with LargestFloat32() as largest:

@@ -68,12 +68,15 @@ SLOPES = {
     kind=st.sampled_from(["sigmoid", "tanh", "relu", "linear"]),
     frames=st.integers(1, 30),
     seed=st.integers(0, 1000),
+    compiled=st.booleans(),
 )
-def test_every_product_is_float64s_but_for_rounding(dims: list[int], kind: str, frames: int, seed: int) -> None:
+def test_every_product_is_float64s_but_for_rounding(
+    dims: list[int], kind: str, frames: int, seed: int, compiled: bool
+) -> None:
     """Each layer's output, derivative and gradient in float64 from what it read in bf16, rounded once or twice."""
     kinds = [kind] * (len(dims) - 2) + ["softmax"]
     made = network(tuple(Layer(a, b, k) for a, b, k in zip(dims[:-1], dims[1:], kinds, strict=True)), seed)
-    buffers = Buffers(made, 32, "bf16").of(frames)
+    buffers = Buffers(made, 32, "bf16", compiled=compiled).of(frames)
     labels = random_minibatch(buffers, dims[-1], torch.Generator().manual_seed(seed))
     forward(made, buffers)
     cross_entropy_in_place(buffers, labels)
@@ -99,9 +102,10 @@ def within(found: torch.Tensor, exact: torch.Tensor, error: torch.Tensor) -> boo
     return bool(((found - exact).abs() <= error + 1e-6).all())
 
 
-def test_parameters_are_cast_at_every_forward_pass() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parameters_are_cast_at_every_forward_pass(compiled: bool) -> None:
     made = network((Layer(4, 3, "softmax"),))
-    buffers = Buffers(made, 2, "bf16")
+    buffers = Buffers(made, 2, "bf16", compiled=compiled)
     buffers.x.fill_(1.0)
     before = forward(made, buffers).clone()
     made.parameters.mul_(2.0)  # as an averaging or a rejected epoch does, from outside
@@ -129,9 +133,9 @@ def learnable(device: torch.device, precision: Precision, optimizer: str) -> Set
     return replace(setup, train=replace(setup.train, corpus=corpus), optimizer=made, precision=precision)
 
 
-def losses(setup: Setup, minibatches: int = 200) -> torch.Tensor:
+def losses(setup: Setup, minibatches: int = 200, compiled: bool = True) -> torch.Tensor:
     """Losses per frame, averaged over 20 minibatches at a time."""
-    buffers = Buffers(setup.model.network, setup.minibatch, setup.precision)
+    buffers = Buffers(setup.model.network, setup.minibatch, setup.precision, compiled=compiled)
     rows = cycle(shuffled_minibatches(setup.train, setup.minibatch, seed=1, epoch=1))
     found = [train_minibatch(setup, buffers, one, 0.02)[0] for one in islice(rows, minibatches)]
     return torch.stack(found).view(-1, 20).mean(dim=1).cpu() / setup.minibatch
@@ -139,17 +143,19 @@ def losses(setup: Setup, minibatches: int = 200) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("optimizer", ["sgd", "ng-sgd"])
-def test_200_minibatches_have_the_same_losses_in_either_precision(optimizer: str, device: str) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_200_minibatches_have_the_same_losses_in_either_precision(compiled: bool, optimizer: str, device: str) -> None:
     plain = losses(learnable(torch.device(device), "float32", optimizer))
-    low = losses(learnable(torch.device(device), "bf16", optimizer))
+    low = losses(learnable(torch.device(device), "bf16", optimizer), compiled=compiled)
     assert plain[-1] < 0.85 * plain[0], "it has to learn, or nothing is compared"
     torch.testing.assert_close(low, plain, rtol=0.01, atol=0.002)
     assert not torch.equal(low, plain), "bf16 was not in bf16"
 
 
-def test_what_is_trained_in_bf16_is_saved_in_float32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_trained_in_bf16_is_saved_in_float32(compiled: bool, tmp_path: Path) -> None:
     setup = learnable(torch.device("cpu"), "bf16", "ng-sgd")
-    losses(setup, minibatches=20)
+    losses(setup, minibatches=20, compiled=compiled)
     assert setup.model.network.parameters.dtype == setup.optimizer.gradient.dtype == torch.float32
     # Not rounded to bf16 either: an update smaller than 2^-8 of a parameter must not be lost.
     assert not torch.equal(setup.model.network.parameters, setup.model.network.parameters.bfloat16().float())
