@@ -151,6 +151,25 @@ def test_a_few_steps_change_every_layer_alike(layers: tuple[Layer, ...], frames:
         assert off_by <= 0.05 * size
 
 
+@needs_kernels
+@pytest.mark.parametrize("name", ["sgd", "ng-sgd"])
+def test_gradients_that_workers_average_are_averaged(name: str) -> None:
+    """As if there were another with the same gradient, and both were summed: each goes twice as far."""
+    recipe = Optimizer(name=name, rank_in=5, rank_out=3, max_change_mode="before-rate")  # that limits any rate alike
+    moved = []
+    for rate, average in ((0.02, None), (0.01, lambda gradient: gradient.mul_(2.0))):
+        network = network_of(RATED)
+        buffers, step = Buffers(network, 32, "bf16"), make_optimizer(recipe, network).step
+        labels = random_minibatch(buffers, 5, torch.Generator().manual_seed(1))
+        forward(network, buffers)
+        cross_entropy_in_place(buffers, labels)
+        backward(network, buffers)
+        step(network, buffers, rate, average)
+        moved.append(torch.cat([change.flatten() for change in changes(RATED, network)]))
+    assert moved[0].any()
+    torch.testing.assert_close(moved[1], moved[0], rtol=0.01, atol=1e-6)
+
+
 @pytest.mark.parametrize("optimizer", ["momentum", "ng-sgd"])
 def test_float32_knows_no_kernels(optimizer: str) -> None:
     recipe = OPTIMIZERS[optimizer]
