@@ -1,4 +1,4 @@
-"""How a training is doing, by the files of its run dir and, where there is one, by Slurm. Needs no torch."""
+"""How a training or pretraining is doing, by the files of its run dir, and by Slurm if it has a job. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any, Literal
 
 from ddnn.errors import UserError
 from ddnn.info.checkpoints import newest_checkpoint, resume_command
+from ddnn.info.pretraining import go_on_command, is_pretraining, rbms
 from ddnn.info.status_text import ERROR_ENTRY, last_entry, render, why_it_ended
 from ddnn.optim.schedule import make_schedule
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.slurm.job import Job, read_job, slurm_state
-from ddnn.train.read_metrics import EpochRow, Metrics, read_metrics, read_pretraining
-from ddnn.train.run_dir_files import JOB_OUTPUT, JOB_RECORD
+from ddnn.train.read_metrics import EpochRow, Metrics, PretrainingRow, read_metrics, read_pretraining
+from ddnn.train.run_dir_files import FINAL, JOB_OUTPUT, JOB_RECORD, STACK
 from ddnn.train.run_log import training_holds
 
-State = Literal["submitted", "running", "finished", "stopped"]
+State = Literal["submitted", "running", "finished", "stopped", "unfinished"]
 SHARES = ("compute", "communication", "waiting", "data")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _OVER = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "DEADLINE", "OUT_OF_MEMORY",
@@ -29,11 +30,11 @@ _EPOCHS_TO_JUDGE_BY = 3
 
 @dataclass(frozen=True)
 class Status:
-    """A training at one moment; None where a figure is not known (yet).
+    """A training, or a pretraining, at one moment; None where a figure is not known (yet), or is none of its.
 
     Attributes:
         state: submitted (it waits in Slurm's queue), running, finished, or stopped: begun, or its job gone, and no
-            process holds the run dir.
+            process holds the run dir. A pretraining holds nothing: it is unfinished where Slurm does not say more.
         phase: what a running one does, or what Slurm says of one that waits.
         job, submitted, slurm: number of the Slurm job, when it was submitted (seconds since 1970), its state there.
         error: of a stopped one, the last error in train.log since it was last begun, else the likeliest in the job's
@@ -45,7 +46,8 @@ class Status:
         estimated_end: seconds since 1970, if the epochs to come take as long as the last three.
         age: seconds since the last line of train.log or metrics.jsonl.
         checkpoint: the newest: number, workers, epoch, minibatch, and when it was written (`ddnn.info.checkpoints`).
-        resume: of a stopped one, the command that goes on with it.
+        resume: of a stopped or unfinished one, the command that goes on with it.
+        rbms: of a pretraining, how far it is (`ddnn.info.pretraining`).
         problems: files that are damaged, and what could not be found out, a sentence each.
     """
 
@@ -68,6 +70,7 @@ class Status:
     age: float | None
     checkpoint: dict[str, Any] | None
     resume: str | None
+    rbms: dict[str, Any] | None
     problems: tuple[str, ...]
 
     @property
@@ -94,47 +97,53 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
     """The status of a run dir, now. Damaged files are among its `problems`; what the others say is still told.
 
     Args:
-        run_dir: of `ddnn train`, with --slurm or without.
+        run_dir: of `ddnn train` or `ddnn pretrain`, with --slurm or without.
         ask_slurm: what Slurm says of a job; asked only where neither a process that holds the run dir nor a
-            final model is seen.
+            final model (or stack) is seen.
 
     Raises:
         UserError: there is no run dir.
     """
     log = run_dir / "train.log"
-    known = [log, run_dir / "recipe.yaml", run_dir / "metrics.jsonl", run_dir / "final.safetensors"]
-    if not any(path.exists() for path in (*known, run_dir / JOB_RECORD)):
+    known = (log.name, "recipe.yaml", "metrics.jsonl", FINAL, STACK, JOB_RECORD)
+    if not any((run_dir / name).exists() for name in known):
         raise UserError("there is no run dir of a training", where=run_dir, mend="name the --run-dir of `ddnn train`")
-    if (run_dir / "stack.safetensors").exists() or (run_dir / "rbm1.safetensors").exists():
-        raise UserError(
-            "this is a dir of ddnn pretrain, not of a training", where=run_dir, mend="ddnn info tells of it"
-        )
     problems: list[str] = []
     recipe = _tolerant(problems, lambda: _recipe(run_dir / "recipe.yaml"))
-    metrics = _tolerant(problems, lambda: _metrics(run_dir / "metrics.jsonl")) or Metrics((), (), ())
+    pretraining = is_pretraining(run_dir, recipe)
+    read = None if pretraining else _tolerant(problems, lambda: _metrics(run_dir / "metrics.jsonl"))
+    metrics = read or Metrics((), (), ())
     job = _tolerant(problems, lambda: read_job(run_dir))
     held = training_holds(log)
-    finished = (run_dir / "final.safetensors").exists()
+    finished = (run_dir / (STACK if pretraining else FINAL)).exists()
     slurm = ask_slurm(job) if job is not None and held is not True and not finished else None
     state = _state(finished, held is True, log.exists(), job is not None, slurm)
-    if job is not None and slurm is None and state in ("submitted", "stopped"):
+    if pretraining and slurm is None and not finished:
+        state = "unfinished"
+        unasked = "" if job is None else ", and Slurm could not be asked"
+        problems.append(f"whether a process is at it is not known: a pretraining has no lock{unasked}")
+    elif job is not None and slurm is None and state in ("submitted", "stopped"):
         problems.append("Slurm could not be asked: this is what the files and the lock of train.log say")
     elif state == "stopped" and held == "unknown":
         problems.append("the lock of train.log could not be looked at: it may be running")
-    found = None if finished else newest_checkpoint(run_dir, problems.append)
+    found = None if finished or pretraining else newest_checkpoint(run_dir, problems.append)
     times = [path.stat().st_mtime for path in (log, run_dir / "metrics.jsonl") if path.is_file()]
     age = max(0.0, time.time() - max(times)) if times else None
-    most = None if recipe is None else make_schedule(recipe.schedule).max_epochs
+    most = None if recipe is None or pretraining else make_schedule(recipe.schedule).max_epochs
     done = metrics.cv[-1].epoch if metrics.cv else 0
     sound = [row for row in metrics.cv if row.accepted and row.loss is not None]
     running = state == "running"
     workers = recipe.parallel.workers if recipe is not None else job.workers if job is not None else None
     if metrics.workers:  # some may have been lost since
         workers = sum(row.epoch == metrics.workers[-1].epoch for row in metrics.workers)
+    phase = slurm if state == "submitted" else None
+    if running and not pretraining:
+        phase = _phase(run_dir, metrics, problems)
+    go_on_by = go_on_command if pretraining else resume_command
     return Status(
         run_dir=run_dir,
         state=state,
-        phase=_phase(run_dir, metrics, problems) if running else slurm if state == "submitted" else None,
+        phase=phase,
         error=_error(run_dir, problems) if state == "stopped" else None,
         job=None if job is None else job.number,
         submitted=None if job is None else job.submitted,
@@ -150,7 +159,8 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         estimated_end=_estimated_end(metrics, most, done, age or 0.0) if running else None,
         age=age,
         checkpoint=None if found is None else {**asdict(found), "where": found.as_text()},
-        resume=resume_command(run_dir) if state == "stopped" else None,
+        resume=go_on_by(run_dir) if state in ("stopped", "unfinished") else None,
+        rbms=rbms(run_dir, recipe, _pretrained(problems, run_dir / "metrics.jsonl")) if pretraining else None,
         problems=tuple(problems),
     )
 
@@ -188,9 +198,13 @@ def _state(finished: bool, held: bool, begun: bool, submitted: bool, slurm: str 
 def _phase(run_dir: Path, metrics: Metrics, problems: list[str]) -> str:
     if metrics.cv:
         return "training"
-    pretraining = run_dir / "pretrain" / "metrics.jsonl"
-    rows = _tolerant(problems, lambda: read_pretraining(pretraining)) if pretraining.exists() else None
+    rows = _pretrained(problems, run_dir / "pretrain" / "metrics.jsonl")
     return f"pretraining, RBM {rows[-1].layer}, {rows[-1].pass_} passes done" if rows else "starting"
+
+
+def _pretrained(problems: list[str], path: Path) -> list[PretrainingRow]:
+    """What is written of passes over RBMs; nothing where there is no such file."""
+    return (_tolerant(problems, lambda: read_pretraining(path)) if path.exists() else None) or []
 
 
 def _error(run_dir: Path, problems: list[str]) -> str | None:

@@ -68,7 +68,9 @@ def render(status: dict[str, Any], now: float) -> str:
         if status["state"] == "stopped"
         else None,
         "submitted": f"{duration(max(0.0, now - status['submitted']))} ago" if status["state"] == "submitted" else None,
-        "epochs": _epochs(status),
+        "RBMs": _rbms(status["rbms"]),
+        "last pass": _last_pass(status["rbms"]),
+        "epochs": None if status["rbms"] else _epochs(status),
         "last": _figures(status["last"]),
         "best": _figures(status["best"]),
         "learning rate": None if status["learning_rate"] is None else f"{status['learning_rate']:.6g}",
@@ -96,6 +98,19 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def _rbms(found: dict[str, Any] | None) -> str | None:
+    if found is None:
+        return None
+    return f"{found['done']}" + (f" of {found['most']}" if found["most"] is not None else "") + " finished"
+
+
+def _last_pass(found: dict[str, Any] | None) -> str | None:
+    if found is None or found["layer"] is None:
+        return None
+    error = "not finite" if found["error"] is None else f"{found['error']:.4f}"
+    return f"RBM {found['layer']}, pass {found['passes']}: reconstruction error {error} over its passes"
 
 
 def _epochs(status: dict[str, Any]) -> str:
@@ -126,6 +141,8 @@ def _shares(shares: dict[str, float] | None) -> str | None:
 
 def _checkpoint(status: dict[str, Any], now: float) -> str | None:
     found = status["checkpoint"]
+    if status["rbms"]:
+        return None  # it goes on with the RBM that it was at
     if found is None:
         damaged = any(problem.startswith("checkpoint") for problem in status["problems"])
         told = "none that is whole" if damaged else "none: going on begins anew"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jobs import make_job
 
 from ddnn.errors import UserError
 from ddnn.info.checkpoints import newest_checkpoint
@@ -215,6 +217,60 @@ def test_pretraining(run: Path) -> None:
     row = {"layer": 2, "pass": 3, "reconstruction_error_all_passes": 0.5}
     (run / "pretrain" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert read_status(run, asked("RUNNING")).phase == "pretraining, RBM 2, 3 passes done"
+
+
+@pytest.fixture
+def stack(tmp_path: Path, run_cli: RunCli) -> Path:
+    """The dir of a finished pretraining of two RBMs, by `ddnn pretrain`."""
+    make_job(tmp_path / "job")
+    shape = ("init=rbm", "model.hidden_layers=2", "pretrain.passes=[2, 1]")
+    made = run_cli(
+        "pretrain", tmp_path / "job" / "recipe.yaml", "--run-dir", tmp_path / "my stack", "--device", "cpu",
+        *(word for setting in shape for word in ("--set", setting)),
+    )  # fmt: skip
+    assert made.exit_code == 0, made.stderr
+    return tmp_path / "my stack"
+
+
+def test_how_far_a_pretraining_is(stack: Path, run_cli: RunCli) -> None:
+    finished = read_status(stack, pytest.fail)
+    assert (finished.state, finished.resume, finished.problems) == ("finished", None, ())
+    (stack / "stack.safetensors").unlink()
+    (stack / "rbm2.safetensors").unlink()
+    broken_off = read_status(stack)
+    assert broken_off.state == "unfinished" and broken_off.rbms is not None
+    assert [broken_off.rbms[key] for key in ("done", "most", "layer", "passes")] == [1, 2, 2, 1]
+    text = broken_off.as_text()
+    assert (
+        "1 of 2 finished" in text
+        and "RBM 2, pass 1: reconstruction error" in text
+        and "a pretraining has no lock" in text
+    )
+    assert "epochs" not in text and "checkpoint" not in text
+    json.dumps(broken_off.as_dict(), allow_nan=False)
+    assert broken_off.resume is not None
+    again = run_cli(*shlex.split(broken_off.resume)[1:], "--device", "cpu")
+    assert again.exit_code == 0, again.stderr
+    assert read_status(stack).state == "finished" and "2 of 2 finished" in read_status(stack).as_text()
+
+
+def test_a_pretraining_in_its_first_passes_and_as_a_job(stack: Path) -> None:
+    for name in ("stack", "rbm1", "rbm2"):
+        (stack / f"{name}.safetensors").unlink()
+    first = (stack / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
+    (stack / "metrics.jsonl").write_text(first)
+    begun = read_status(stack)
+    assert begun.state == "unfinished" and begun.rbms is not None and len(begun.problems) == 1
+    assert [begun.rbms[key] for key in ("done", "layer", "passes")] == [0, 1, 1]
+    (stack / "metrics.jsonl").unlink()
+    assert read_status(stack).rbms == {"done": 0, "most": 2, "layer": None, "passes": None, "error": None}
+    (stack / "recipe.yaml").rename(stack / "job.yaml")  # before its job begins
+    write_job(stack, JOB)
+    (stack / "job.out").write_text("slurmstepd: error: *** JOB 4711 CANCELLED DUE TO TIME LIMIT ***\n")
+    found = {slurm: read_status(stack, asked(slurm)) for slurm in ("PENDING", "RUNNING", "GONE", None)}
+    assert [status.state for status in found.values()] == ["submitted", "running", "stopped", "unfinished"]
+    assert "TIME LIMIT" in (found["GONE"].error or "") and found["RUNNING"].problems == ()
+    assert "Slurm could not be asked" in found[None].problems[0]
 
 
 def test_nothing_there(tmp_path: Path, run_cli: RunCli) -> None:
