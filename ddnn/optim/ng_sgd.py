@@ -58,7 +58,7 @@ class NaturalGradientDirection:
         self, network: Network, buffers: Buffers, rate: float, places: Iterable[tuple[Tensor, Tensor]]
     ) -> Iterator[float]:
         """Fills one layer after another of `places`, as `plain_gradient` of `ddnn.optim.sgd`, with the preconditioned
-        gradient; overwrites `buffers.derivatives`, and in bf16 `buffers.outputs` too."""
+        gradient; overwrites `buffers.derivatives`, and in bf16 `buffers.outputs` too, with kernels `buffers.x`."""
         low = buffers.low is not None
         if self._work.made_for != (len(buffers.x), low):
             self._work = _Work(network.layers, network.parameters.device, len(buffers.x), low)

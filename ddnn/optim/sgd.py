@@ -26,7 +26,7 @@ class Sgd:
     NG-SGD is the same step along another direction: `direction` fills g.
 
     Attributes:
-        gradient: g, (num_parameters,), of the last minibatch.
+        gradient: g, (num_parameters,), of the last minibatch; not filled where the kernels take it up layer by layer.
         correction: c, (num_parameters,); the gradient itself where momentum is 0.
         shared_by: workers whose rates are multiplied by their number. NG-SGD limits its step as it is at the rate of
             one: each worker may go so many times as far, as one worker with so many times the minibatch may.
