@@ -39,6 +39,7 @@ _TABLES = (
             BASE,
             Setting("each-worker", "the same, steps limited by the worker's own frames", beyond=True, columns="many"),
             Setting("warm-start", "the same, after 100 minibatches on one worker", beyond=True, columns="many"),
+            Setting("every-1", "the same, averaged after every minibatch", beyond=True, columns="many"),
             Setting("closing", "the setting that closes the loss", beyond=True, columns="one and many"),
         ),
         "every size",
@@ -48,6 +49,12 @@ _TABLES = (
                 "limiting a step by the frames of all workers is better than by the worker's own, on many",
                 ("base", "many"),
                 ("each-worker", "many"),
+                published=False,
+            ),
+            Contrast(
+                "averaging after every minibatch, on many workers, is better than the paper's setting on one",
+                ("every-1", "many"),
+                ("base", "one"),
                 published=False,
             ),
             Contrast(
