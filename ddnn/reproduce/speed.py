@@ -20,8 +20,8 @@ class SpeedUp:
     """T(1) / T(workers) of a setting.
 
     Attributes:
-        kind: "measured" on this machine; "predicted" by the scaling model (docs/scaling.md) from compute and exchange
-            times of runs in which no two workers shared a core; "paper": the paper's.
+        kind: "measured" on machines of one kind; "predicted" by the scaling model (docs/scaling.md) from compute and
+            exchange times of runs in which no two workers shared a core; "paper": the paper's.
     """
 
     setting: str
@@ -32,16 +32,24 @@ class SpeedUp:
 
 
 def speed_ups(settings: Iterable[Setting], workers: Sequence[int], records: Mapping[str, Record]) -> list[SpeedUp]:
-    """Of all settings that can be told: the paper's, those measured, and the model's for the other sizes."""
+    """Of all settings that can be told: the paper's, those measured, and the model's for the other sizes.
+
+    Only runs of one kind of machine are held against each other: of the kind that has most of a setting's sizes.
+    """
     found: list[SpeedUp] = []
-    alone = _epochs(records, "base", 1)
+    kinds = sorted({_kind(record) for record in records.values()})
     for setting in settings:
         published = PAPER_SPEED_UPS.get(setting.name, {})
         found += [SpeedUp(setting.name, setting.label, n, value, "paper") for n, value in published.items()]
-        if not alone:
+        measured = [
+            (_epochs(records, "base", 1, kind), {n: _epochs(records, setting.name, n, kind) for n in workers if n > 1})
+            for kind in kinds
+        ]
+        measured = [(alone, several) for alone, several in measured if alone]
+        if not measured:
             continue
+        alone, own_cores = max(measured, key=lambda one: sum(map(bool, one[1].values())))
         found.append(SpeedUp(setting.name, setting.label, 1, 1.0, "measured"))
-        own_cores = {n: _epochs(records, setting.name, n) for n in workers if n > 1}
         base = alone[0].seconds
         for n, epochs in own_cores.items():
             if epochs:
@@ -51,7 +59,12 @@ def speed_ups(settings: Iterable[Setting], workers: Sequence[int], records: Mapp
     return found
 
 
-def _epochs(records: Mapping[str, Record], setting: str, workers: int) -> list[MeasuredEpoch]:
+def _kind(record: Record) -> str:
+    """Of machine: its processor, or Slurm."""
+    return record.machine.split(",")[0]
+
+
+def _epochs(records: Mapping[str, Record], setting: str, workers: int, kind: str) -> list[MeasuredEpoch]:
     """Of the fastest run of a setting in which every worker had a core of its own; none where there is no such run.
 
     The fastest: the others may have shared the machine with other work.
@@ -59,7 +72,7 @@ def _epochs(records: Mapping[str, Record], setting: str, workers: int) -> list[M
     found = [
         record.measured
         for record in records.values()
-        if (record.setting, record.workers) == (setting, workers)
+        if (record.setting, record.workers, _kind(record)) == (setting, workers, kind)
         and record.measured is not None
         and record.time is not None
         and record.time.cores >= workers
