@@ -182,6 +182,8 @@ def parts_of_step(setup: Setup) -> dict[str, Callable[[], object]]:
     places = buffers.scratch or list(zip(*layer_views(network.layers, made), strict=True))
 
     def passes() -> None:
+        if buffers.kernels is not None:  # as after a step, which leaves nothing to cast
+            buffers.descended(network)
         forward(network, buffers)
         cross_entropy_in_place(buffers, labels)
         backward(network, buffers)

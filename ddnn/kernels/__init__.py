@@ -231,20 +231,22 @@ def _check_shape(shape: torch.Size, *tensors: Tensor) -> None:
 def load_kernels() -> Kernels | None:
     """The compiled kernels, or None where they cannot be used; the log says why."""
     if platform.machine() != "x86_64":
+        log.info("compiled kernels are for x86-64: bf16 steps run in PyTorch alone")
         return None
     mend = "pip install compiles it, where there is a C compiler"
     if not LIBRARY.is_file():
         log.info("no compiled kernels: bf16 steps run in PyTorch alone, which is slower; %s", mend)
         return None
     try:
-        kernels = Kernels(LIBRARY)
+        kernels, source = Kernels(LIBRARY), hashlib.sha256(SOURCE.read_bytes()).hexdigest()
     except (OSError, AttributeError) as error:
         log.warning("compiled kernels cannot be loaded, bf16 steps run in PyTorch alone: %s; %s", error, mend)
         return None
-    if kernels.source != hashlib.sha256(SOURCE.read_bytes()).hexdigest():
+    if kernels.source != source:
         log.warning("%s was compiled from another %s and is not used; %s", LIBRARY, SOURCE.name, mend)
         return None
     if not kernels.usable:
+        log.info("this processor has no AVX512-BF16: bf16 steps run in PyTorch alone")
         return None
     log.info("bf16: what is beside the matrix products is done by compiled kernels")
     return kernels

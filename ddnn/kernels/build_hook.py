@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +25,36 @@ SECONDS = 120
 
 
 class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
-    """Makes `ddnn/kernels/kernels.so` beside its source."""
+    """Makes `kernels.so`: for an editable install beside its source, for a wheel in the wheel alone."""
+
+    _folder: str | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before files are gathered."""
-        folder = Path(self.root) / "ddnn" / "kernels"
-        failure = compile_library(folder / "kernels.c", folder / "kernels.so")
+        here = Path(self.root) / "ddnn" / "kernels"
+        if version != "editable":
+            self._folder = tempfile.mkdtemp()
+        library = Path(self._folder or here) / "kernels.so"
+        failure = compile_library(here / "kernels.c", library)
         if failure is not None:
             print(f"ddnn: its kernels are not compiled, bf16 on a CPU will be slower: {failure}", file=sys.stderr)
             return
-        build_data["artifacts"].append("ddnn/kernels/kernels.so")
-        build_data["pure_python"], build_data["infer_tag"] = False, True
+        if self._folder is not None:
+            build_data["force_include"][str(library)] = "ddnn/kernels/kernels.so"
+        platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
+        build_data["pure_python"], build_data["tag"] = False, f"py3-none-{platform}"  # it knows nothing of Python
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Called when all is packed."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def compile_library(source: Path, library: Path) -> str | None:
-    """Compiles with $CC, cc, gcc or clang, whichever is there; returns why not, or None."""
-    library.unlink(missing_ok=True)  # a stale one is worse than none
+    """Compiles with $CC, cc, gcc or clang, whichever is there; returns why not, or None.
+
+    Where it fails an older library stays: it knows which source it was made from, and is used with no other.
+    """
     try:
         asked = shlex.split(os.environ.get("CC", ""))
     except ValueError as error:
@@ -44,16 +62,17 @@ def compile_library(source: Path, library: Path) -> str | None:
     compilers = [asked] if asked else [[name] for name in ("cc", "gcc", "clang") if shutil.which(name)]
     if not compilers:
         return "there is no C compiler"
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()
     made = library.with_suffix(f".{os.getpid()}.tmp")
-    command = [*compilers[0], *FLAGS, f'-DDDNN_SOURCE="{digest}"', "-o", str(made), str(source), "-lm"]
     try:
+        digest = hashlib.sha256(source.read_bytes()).hexdigest()
+        command = [*compilers[0], *FLAGS, f'-DDDNN_SOURCE="{digest}"', "-o", str(made), str(source), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
         if done.returncode != 0:
-            return f"{command[0]}: {done.stderr.strip()[-500:] or done.returncode}"
+            return f"{compilers[0][0]}: {done.stderr.strip()[-500:] or done.returncode}"
         made.replace(library)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"{command[0]}: {error}"
+        return f"{compilers[0][0]}: {error}"
     finally:
-        made.unlink(missing_ok=True)
+        with suppress(OSError):  # also that of a tree that cannot be written
+            made.unlink()
     return None

@@ -1,8 +1,9 @@
 /* The element-wise parts of a training step in bf16, on processors with AVX-512 and its bf16 instructions.
  *
  * Each function does in one pass over memory what ddnn.kernels describes, and what PyTorch does in several. Values
- * are widened to float32, worked on there, and rounded once, to nearest even. NaN and infinity go through as they do
- * in PyTorch; subnormal numbers become 0 where they are rounded to bf16.
+ * are widened to float32, worked on there, and rounded once, to nearest even. NaN gives NaN (and a
+ * row with one a loss of NaN), infinity its limit to within 2^-126; subnormal numbers become 0 where they are rounded
+ * to bf16.
  *
  * Elsewhere than on x86-64 with GCC or Clang there is only ddnn_kernels_usable, which says no.
  */

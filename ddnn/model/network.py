@@ -158,19 +158,19 @@ class Buffers:
             [y[:, : layer.outputs] for y, layer in zip(whole, network.layers, strict=True)]
             for whole in (self.padded_outputs, self.padded_derivatives)
         )
+        self.kernels: Kernels | None = None
+        if low and compiled and layers == network.layers and network.parameters.device.type == "cpu":
+            self.kernels = load_kernels() if torch.get_num_threads() <= KERNELS_THREADS else None
         self.low: Network | None = None
         self.low_gradient: Tensor | None = None
         if low:
             self.low = Network(layers, new(sum(layer.num_parameters for layer in layers), dtype=dtype).zero_())
-            if not widens(network.parameters.device):
+            if self.kernels is not None or not widens(network.parameters.device):
                 self.low_gradient = torch.empty_like(network.parameters, dtype=dtype)
         self.losses = LossMemory(network.parameters, network.output_dim, frames, low)
         self._cast = _Cast()
-        self.kernels: Kernels | None = None
         self.scratch: list[tuple[Tensor, Tensor]] = []
         self.scratch_parts: list[Tensor] = []
-        if low and compiled and layers == network.layers and network.parameters.device.type == "cpu":
-            self.kernels = load_kernels()
         if self.kernels is not None:
             self.x = self._first
             block = new(max(layer.num_parameters for layer in layers), dtype=dtype)
@@ -186,7 +186,8 @@ class Buffers:
             return self
         part = Buffers.__new__(Buffers)
         vars(part).update(vars(self))
-        part.x, part._first = self.x[:frames], self._first[:frames]
+        part._first = self._first[:frames]
+        part.x = part._first if self.x is self._first else self.x[:frames]
         part.outputs = [y[:frames] for y in self.outputs]
         part.derivatives = [d[:frames] for d in self.derivatives]
         part.padded_outputs = [y[:frames] for y in self.padded_outputs]
@@ -233,6 +234,9 @@ class _Cast:
         """Whether they are the same, and as they were."""
         return self.parameters is parameters and self.version == parameters._version
 
+
+KERNELS_THREADS = 2
+"""Most threads of a worker with which kernels, which run on one, are used: PyTorch shares its passes among them all."""
 
 CUDA_MULTIPLE = 64
 """Of the outputs in bf16 on a GPU, whose library wants rows to start at multiples of 16 bytes, which those of 8806 do

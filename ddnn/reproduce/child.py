@@ -14,8 +14,11 @@ from ddnn.parallel.mpirun import ends_with_parent
 
 
 def main(parent: int, module: str, *arguments: str) -> None:
-    """Runs the module as a program; SIGTERM ends it where process `parent` dies, or has died before this."""
-    ends_with_parent(signal.SIGTERM, parent)()
+    """Runs the module as a program; SIGUSR1 ends it where process `parent` dies, or has died before this.
+
+    To a training that signal is never the second one, which would end it without the checkpoint it is at.
+    """
+    ends_with_parent(signal.SIGUSR1, parent)()
     sys.argv = [module, *arguments]  # the module's file takes the first's place
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -70,7 +70,7 @@ class Children:
         """`python -m MODULE` with these arguments, its output appended to a file: exit code, and the end of the output.
 
         One thread computes in each process: as many as the cores run side by side. Where this process is killed with
-        -9, the child gets a SIGTERM (on Linux).
+        -9, the child gets a SIGUSR1 (on Linux).
         """
         make_directory(output.parent)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

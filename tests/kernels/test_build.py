@@ -106,7 +106,8 @@ def test_a_compiler_that_fails_leaves_nothing(
     (folder / "kernels.so").write_text("an old one, from another source")
     reason = compile_here()
     assert reason is not None and reason.startswith(f"{compiler}: ") and said in reason
-    assert names(folder) == ["kernels.c"]
+    assert names(folder) == ["kernels.c", "kernels.so"]
+    assert (folder / "kernels.so").read_text() == "an old one, from another source"
     assert load_kernels() is None
 
 
@@ -142,20 +143,49 @@ def hook_of(hook: ModuleType, root: Path) -> Any:
 
 
 @needs_compiler
-def test_the_hook_adds_the_library_to_the_wheel(hook: ModuleType, folder: Path, tmp_path: Path) -> None:
-    build_data: dict[str, Any] = {"artifacts": [], "pure_python": True, "infer_tag": False}
-    hook_of(hook, tmp_path).initialize("standard", build_data)
-    assert build_data == {"artifacts": ["ddnn/kernels/kernels.so"], "pure_python": False, "infer_tag": True}
-    assert (tmp_path / build_data["artifacts"][0]).is_file()
+def test_the_hook_adds_the_library_to_the_wheel_and_leaves_the_tree_as_it_is(
+    hook: ModuleType, folder: Path, tmp_path: Path
+) -> None:
+    build_data: dict[str, Any] = {"force_include": {}, "pure_python": True, "tag": None}
+    made = hook_of(hook, tmp_path)
+    made.initialize("standard", build_data)
+    ((library, place),) = build_data["force_include"].items()
+    assert place == "ddnn/kernels/kernels.so" and Kernels(Path(library)).source
+    assert not build_data["pure_python"] and build_data["tag"].startswith("py3-none-")
+    made.finalize("standard", build_data, "the wheel")
+    assert not Path(library).exists()
+    assert names(folder) == ["kernels.c"]
+
+
+@needs_compiler
+def test_an_editable_install_has_the_library_beside_its_source(hook: ModuleType, folder: Path, tmp_path: Path) -> None:
+    build_data: dict[str, Any] = {"force_include": {}, "pure_python": True, "tag": None}
+    made = hook_of(hook, tmp_path)
+    made.initialize("editable", build_data)
+    made.finalize("editable", build_data, "the wheel")
+    assert names(folder) == ["kernels.c", "kernels.so"] and not build_data["force_include"]
+
+
+@needs_compiler
+def test_a_tree_that_cannot_be_written_is_no_failure(
+    compile_here: Callable[[], str | None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
+    reason = compile_here()
+    assert reason is not None and "Read-only file system" in reason
 
 
 def test_the_hook_lets_an_installation_go_on_without(
     hook: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
-    build_data: dict[str, Any] = {"artifacts": [], "pure_python": True, "infer_tag": False}
+    build_data: dict[str, Any] = {"force_include": {}, "pure_python": True, "tag": None}
     hook_of(hook, tmp_path).initialize("standard", build_data)
-    assert build_data == {"artifacts": [], "pure_python": True, "infer_tag": False}
+    assert build_data == {"force_include": {}, "pure_python": True, "tag": None}
     assert "its kernels are not compiled, bf16 on a CPU will be slower: /nowhere/cc: " in capsys.readouterr().err
 
 

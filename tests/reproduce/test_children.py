@@ -87,7 +87,7 @@ def test_a_stop_ends_what_runs(tmp_path: Path, module: Path) -> None:
 def test_kill_9_asks_what_runs_to_end(tmp_path: Path, module: Path) -> None:
     module.write_text(
         "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('asked', flush=True)))\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print('asked', flush=True)))\n"
         "print(os.getpid(), flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -111,4 +111,4 @@ def test_a_child_whose_parent_is_gone_does_not_begin(tmp_path: Path, module: Pat
     child = subprocess.run(
         [sys.executable, "-m", CHILD, str(os.getpid() + 1), "stand_in"], capture_output=True, timeout=60
     )
-    assert (child.returncode, child.stdout) == (-signal.SIGTERM, b"")
+    assert (child.returncode, child.stdout) == (-signal.SIGUSR1, b"")
