@@ -316,6 +316,7 @@ def test_networks_take_turns_in_the_same_memory() -> None:
         one.check(first)
 
 
+@needs_kernels
 def test_more_threads_than_kernels_have_use_for_take_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Network(hidden_stack(4, 1, 8, 5, "sigmoid"))
     for threads, kernels in ((1, True), (2, True), (3, False)):
