@@ -10,8 +10,8 @@ before the product is rounded. docs/algorithms.md says what is in which precisio
 layer is wider than the network's, by outputs of zero weight that neither loss nor update sees.
 
 On a CPU `ddnn.kernels` does the element-wise parts of bf16, where it is compiled: biases before a sigmoid are then
-added in float32 to the rounded product. What the update changes it casts at
-once; the next forward pass then casts nothing, unless someone else has changed the parameters meanwhile.
+added in float32 to the rounded product. What the update changes it casts at once; the next forward pass then casts
+nothing, unless someone else has changed the parameters meanwhile.
 """
 
 from __future__ import annotations
@@ -255,12 +255,11 @@ def forward(network: Network, buffers: Buffers) -> Tensor:
     for i, (layer, weight, bias) in enumerate(zip(made.layers, made.weights, made.biases, strict=True)):
         out = buffers.padded_outputs[i]
         if layer.activation == "sigmoid" and buffers.kernels is not None:
-            torch.mm(y, weight.t(), out=out)
-            buffers.kernels.sigmoid_(out, network.biases[i])
-        else:
-            torch.addmm(bias, y, weight.t(), out=out)
-        y = out
-        if layer.activation == "sigmoid" and buffers.kernels is None:
+            y = torch.mm(y, weight.t(), out=out)
+            buffers.kernels.sigmoid_(y, network.biases[i])
+            continue
+        y = torch.addmm(bias, y, weight.t(), out=out)
+        if layer.activation == "sigmoid":
             y.sigmoid_()
         elif layer.activation == "tanh":
             y.tanh_()
@@ -313,7 +312,7 @@ def gradient(network: Network, buffers: Buffers, flat: Tensor) -> Tensor:
 
 
 def gradient_by_layer(buffers: Buffers, places: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """The gradient again, one layer filled after another.
+    """The gradient of `gradient`, one layer filled after another, from the first on.
 
     Args:
         places: per layer weight and bias, of the precision that products have. They may share their memory, if each
