@@ -48,9 +48,14 @@ def _signal(number: int) -> str:
 
 
 class Children:
-    """The processes that run now."""
+    """The processes that run now.
 
-    def __init__(self) -> None:
+    Args:
+        held: file descriptors that they keep open.
+    """
+
+    def __init__(self, held: Sequence[int] = ()) -> None:
+        self._held = tuple(held)
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._stopping = False
@@ -86,6 +91,7 @@ class Children:
                     stdout=said,
                     stderr=subprocess.STDOUT,
                     env=environment,
+                    pass_fds=self._held,
                     start_new_session=True,  # Ctrl-C reaches it through stop(), once
                 )
                 self._running.add(child)

@@ -115,9 +115,9 @@ def reproduce(names: tuple[str, ...], options: Options, say: Callable[[str], Non
     problems: list[str] = []
     jobs = None
     if _to_make(runs, records, options) and not options.only_report and (options.slurm or not options.dry_run):
-        with _told_to_stop(), nullcontext() if options.dry_run else alone(out):
+        with _told_to_stop(), nullcontext() if options.dry_run else alone(out) as lock:
             records = read_records(place.records)  # with those of a call that ended just before this one was alone
-            problems, jobs = _make(plan, folder, place, runs, records, options, say)
+            problems, jobs = _make(plan, folder, place, runs, records, options, say, lock)
         records = records if options.dry_run else read_records(place.records)
     left = tuple(run.name for run in missing(runs, records))
     found = {run.name: records[run.name] for run in runs if run.is_made(records)}
@@ -137,10 +137,10 @@ def _to_make(runs: Sequence[Run], records: Mapping[str, Record], options: Option
 
 def _make(
     plan: CorpusPlan, folder: Path, place: Place, runs: Sequence[Run], records: Mapping[str, Record], options: Options,
-    say: Callable[[str], None],
+    say: Callable[[str], None], lock: int | None,
 ) -> tuple[list[str], Jobs | None]:  # fmt: skip
     """Makes what is missing of the runs, here or as jobs of which those that have ended are judged; what went wrong,
-    and the jobs."""
+    and the jobs. `lock` is held until the last process has ended."""
     from ddnn.reproduce.measure import cores
 
     to_make, began = _to_make(runs, records, options), time.monotonic()
@@ -157,7 +157,8 @@ def _make(
         to_make = [] if options.dry_run else [run for run in to_make if run.name in jobs.finished]
         device = "cpu" if device == "cpu" else "auto"  # where jobs are submitted there are rarely GPUs
     if to_make:
-        problems += Workshop(plan, folder, stack, place, device, options.cores or cores(), say).make(to_make)
+        held = () if lock is None else (lock,)
+        problems += Workshop(plan, folder, stack, place, device, options.cores or cores(), say, held).make(to_make)
     say(f"{'made' if jobs is None else 'looked after'} in {(time.monotonic() - began) / 60:.1f} min")
     return problems, jobs
 

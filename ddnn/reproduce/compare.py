@@ -70,7 +70,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A contrast of a table on a corpus."""
+    """A contrast of a table on a corpus.
+
+    Attributes:
+        apart: seeds of which the two runs began with different stacks of RBMs; two that did not both begin with RBMs
+            are not among them.
+    """
 
     table: Table
     contrast: Contrast
@@ -78,6 +83,7 @@ class Comparison:
     worse: Cell
     results: tuple[Result, ...]
     verdict: Verdict
+    apart: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -124,7 +130,7 @@ def compare(plan: CorpusPlan, table: Table, contrast: Contrast, records: Mapping
     if diverged and not given:
         why = [verdict.why] if verdict.why else []
         verdict = replace(verdict, why="; ".join([*why, *(f"{_share(cell)} diverged" for cell in diverged)]))
-    return Comparison(table, contrast, better, worse, results, verdict)
+    return Comparison(table, contrast, better, worse, results, verdict, _apart(better, worse))
 
 
 def overall(results: Sequence[Result]) -> Verdict:
@@ -164,6 +170,11 @@ def _without_runs(better: Cell, worse: Cell) -> Verdict | None:
         if not cell.runs:
             return Verdict("not tested", f"no runs of: {cell.title}")
     return None
+
+
+def _apart(better: Cell, worse: Cell) -> tuple[int, ...]:
+    stacks = {run.seed: run.stack for run in better.runs if run.stack}
+    return tuple(run.seed for run in worse.runs if run.stack and stacks.get(run.seed, run.stack) != run.stack)
 
 
 def _share(cell: Cell) -> str:

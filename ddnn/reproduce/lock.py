@@ -15,8 +15,11 @@ LOCK = "jobs.lock"
 
 
 @contextmanager
-def alone(out: Path) -> Iterator[None]:
+def alone(out: Path) -> Iterator[int]:
     """Holds OUT's lock for the block. Where the file system has no locks, nobody notices a second call.
+
+    Yields:
+        The lock's file descriptor: processes that keep it open hold the lock too, as long as they run.
 
     Raises:
         UserError: another call holds it, or OUT cannot be made.
@@ -26,7 +29,11 @@ def alone(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError("another call is making these runs", where=out, mend="wait until it ends") from error
+            raise UserError(
+                "another call is making these runs, or trainings of one that was killed write their checkpoints",
+                where=out,
+                mend="wait until they end",
+            ) from error
         except OSError:
             pass
-        yield
+        yield held.fileno()

@@ -108,6 +108,8 @@ class Record(Part):
         measured: of its epochs, for the scaling model.
         machine, date, version: the processor or GPU; the day it was recorded; ddnn's and torch's.
         command: that trains it.
+        stack: the RBMs that it was trained from, by the first 12 digits of the SHA-256 of their file; "": it starts
+            from random parameters, or nobody knows.
     """
 
     setting: str
@@ -127,6 +129,7 @@ class Record(Part):
     date: str = ""
     version: str = ""
     command: str = ""
+    stack: str = ""
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import time
@@ -48,12 +49,12 @@ class Workshop:
 
     def __init__(
         self, plan: CorpusPlan, folder: Path, stack_digest: str, place: Place, device: str, cores: int,
-        say: Callable[[str], None],
+        say: Callable[[str], None], held: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`folder` is the corpus's; `say` tells the user one line."""
+        """`folder` is the corpus's; `say` tells the user one line; processes keep the descriptors `held` open."""
         self.plan, self.folder, self.stack_digest = plan, folder, stack_digest
         self.place, self.device, self.say = place, device, say
-        self.slots, self.children = Slots(cores), Children()
+        self.slots, self.children = Slots(cores), Children(held)
         self._stacks: dict[int, Future[None]] = {}
 
     def make(self, runs: Sequence[Run]) -> list[str]:
@@ -121,7 +122,7 @@ class Workshop:
             task = Task(record=record, tests=self.plan.tests, device=self.device)
             with self.slots.taken(1):
                 record = judge_run(self.children, run_dir, task, self._output(run.name))
-            record = self._with_machine(record, read_job(run_dir), whole)
+            record = self._with_origin(record, read_job(run_dir), whole, stack)
         write_record(self.place.records, record)
         return f"{run.name}: {summary(record)}"
 
@@ -138,17 +139,19 @@ class Workshop:
     def _output(self, name: str) -> Path:
         return self.place.out / "logs" / f"{name}.txt"
 
-    def _with_machine(self, record: Record, job: Job | None, whole: bool) -> Record:
-        """With the machine that trained, and its cores: the judge knows its own alone.
+    def _with_origin(self, record: Record, job: Job | None, whole: bool, stack: Path | None) -> Record:
+        """With the machine that trained, its cores, and the RBMs that it began with: the judge knows its own alone.
 
         Args:
             job: that trained it; None where none did.
             whole: whether it was trained here and now from the beginning; else what an earlier record of this very
                 training says counts, and without one they are not known.
+            stack: dir of the RBMs; None where it begins with none.
         """
         if record.time is None:
             return record
         name, number = "", 0
+        rbms = "" if stack is None or not (whole or job) else digest_of_stack(stack / STACK)
         if job is not None:
             name, number = f"Slurm, {job.nodes} node{'s' * (job.nodes > 1)}", job.workers  # a core or GPU for each
         elif whole:
@@ -156,8 +159,17 @@ class Workshop:
         elif (path := self.place.records / f"{record.name}.json").is_file():
             before = read_record(path)
             if before.recipe == record.recipe and before.time and before.time.seconds == record.time.seconds:
-                name, number = before.machine, before.time.cores
-        return record.model_copy(update={"machine": name, "time": record.time.model_copy(update={"cores": number})})
+                name, number, rbms = before.machine, before.time.cores, before.stack
+        spent = record.time.model_copy(update={"cores": number})
+        return record.model_copy(update={"machine": name, "stack": rbms, "time": spent})
+
+
+def digest_of_stack(path: Path) -> str:
+    """The first 12 digits of the SHA-256 of a finished stack's file; "" where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return ""
 
 
 def _outcome(run: Run, future: Future[str], problems: list[str]) -> str:

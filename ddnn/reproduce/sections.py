@@ -75,7 +75,19 @@ def contrast(found: Comparison) -> list[Block]:
                 result.verdict.text(found.contrast.published),
             )
         )
-    return [said, Grid(header, tuple(rows), "lrrrrrll")]
+    return [said, Grid(header, tuple(rows), "lrrrrrll"), *_stacks(found)]
+
+
+def _stacks(found: Comparison) -> list[Block]:
+    """A warning where the two settings do not share the stack of a seed."""
+    if not found.apart:
+        return []
+    seeds = f"seed{'s' * (len(found.apart) > 1)} {', '.join(map(str, found.apart))}"
+    return [
+        Paragraph(
+            f"Of {seeds} the two began with different stacks of RBMs: the difference is also one between the stacks."
+        )
+    ]
 
 
 def _drawn(result: Result) -> str:

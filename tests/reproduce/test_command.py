@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 from reproduce.small import write_corpus
 
+from ddnn.errors import UserError
+from ddnn.reproduce.lock import alone
+
 pytest.importorskip("matplotlib")
 
 RunCli = Callable[..., Any]
@@ -142,6 +145,8 @@ def test_kill_9_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
                 time.sleep(0.05)
             training = set(processes_of(out)) - {process.pid}
             process.kill()
+        with pytest.raises(UserError, match="trainings of one that was killed"), alone(out):
+            pass
         deadline = time.monotonic() + 60
         while (left := processes_of(out)) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -150,6 +155,8 @@ def test_kill_9_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
     assert len(training) >= 4 and left == [], "its launcher, mpirun and two workers"
     assert list(out.glob("runs/*/checkpoints/[0-9]*"))
+    with alone(out):
+        pass  # the lock went with the last process
 
 
 def test_a_missing_package_is_said_before_anything_is_trained(

@@ -7,7 +7,9 @@ from reproduce.synthetic import WORDS, by_name, diverged, plan, record, table_re
 
 from ddnn.reproduce.cells import accuracy, find_cell, measures, table_cells
 from ddnn.reproduce.compare import Comparison, compare, losses
+from ddnn.reproduce.document import Paragraph
 from ddnn.reproduce.records import Record, WordErrors
+from ddnn.reproduce.sections import contrast
 from ddnn.reproduce.table import Contrast, Setting, Table
 from ddnn.reproduce.tables import TABLES
 
@@ -67,6 +69,16 @@ def test_figures_of_a_contrast() -> None:
 def test_only_common_seeds_are_compared() -> None:
     odd = record("bad", 16, 9, 0.1)
     assert compared(*pairs([1.0, 2.0], [1]), odd).results[:3] == compared(*pairs([1.0, 2.0], [1])).results
+
+
+def test_runs_of_one_seed_from_different_stacks_are_named() -> None:
+    made = pairs([1.0, 2.0, 0.5, 0.5, 1.0])
+    stacks = ["a", "a", "a", "b", "a", "", "", "", "c", "d"]  # of good and bad, seed by seed
+    found = compared(*(run.model_copy(update={"stack": s}) for run, s in zip(made, stacks, strict=True)))
+    assert found.apart == (2, 5), "who has none, or may have any, is not held against another"
+    *_, warning = contrast(found)
+    assert isinstance(warning, Paragraph) and warning.text.startswith("Of seeds 2, 5 the two began with different")
+    assert compared(*made).apart == () and len(contrast(compared(*made))) == 2
 
 
 def test_what_was_not_tested_says_why() -> None:

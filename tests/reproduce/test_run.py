@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -47,7 +48,9 @@ def test_runs_are_made_judged_and_recorded_once(tmp_path: Path) -> None:
     assert make(folder, out) == []
     records = read_records(out / "records")
     assert len(list((out / "stacks").iterdir())) == 1
+    stack = next((out / "stacks").glob("*/stack.safetensors"))
     for name, record in records.items():
+        assert record.stack == hashlib.sha256(stack.read_bytes()).hexdigest()[:12]
         assert record.failed is None and record.epochs == 2 and len(record.cv_by_epoch) == 2
         assert record.cv is not None and record.cv == record.cv_by_epoch[-1]
         assert record.tests["test"].frame_accuracy > 0.3
@@ -66,12 +69,13 @@ def test_what_was_trained_before_a_break_is_only_judged(tmp_path: Path) -> None:
     run_dir = next((out / "runs").glob("base-1-1-*"))
     before = (run_dir / "final.safetensors").stat()
     first = read_records(out / "records")["sgd-1-1"]
-    assert first.time is not None and first.time.cores == measure.cores() and first.machine
+    assert first.time is not None and first.time.cores == measure.cores() and first.machine and not first.stack
+    first = first.model_copy(update={"stack": "of its own"})
     write_record(out / "records", first.model_copy(update={"judged": "on other tests"}))
     assert make(folder, out, sizes=(1,)) == ["sgd-1-1", "base-1-1"]
     assert (run_dir / "final.safetensors").stat().st_ino == before.st_ino
     again = read_records(out / "records")
-    assert again["sgd-1-1"] == first, "its record said where it was trained"
+    assert again["sgd-1-1"] == first, "its record said where it was trained, and from what"
     assert again["base-1-1"].time is not None and again["base-1-1"].time.cores == 0 and not again["base-1-1"].machine
 
 
