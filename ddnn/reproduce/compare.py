@@ -105,7 +105,8 @@ def compare(plan: CorpusPlan, table: Table, contrast: Contrast, records: Mapping
     """One contrast by everything that was measured.
 
     The verdict on all is that of the frame accuracy of the first test set with alignments and of the word error rates:
-    it reproduces where one of them does and none is opposite. These are of the seeds of which neither run diverged.
+    it reproduces where one of them does and none is opposite. Where the cross-validation set says the opposite, it is
+    said beside. These are of the seeds of which neither run diverged.
     Divergence is one more measure, by seed as frame accuracy is; without an interval that leaves 0 out it counts for
     nothing: a single diverged run gives no direction.
     """
@@ -127,6 +128,9 @@ def compare(plan: CorpusPlan, table: Table, contrast: Contrast, records: Mapping
         or (result.measure == DIVERGENCE and result.verdict.word in SURE)
     ]
     verdict = given or overall(main)
+    contrary = [r.measure.short for r in results if {r.verdict.word, verdict.word} == set(SURE)]
+    if contrary:
+        verdict = replace(verdict, why=f"{verdict.why}; not by {', '.join(contrary)}")
     if diverged and not given:
         why = [verdict.why] if verdict.why else []
         verdict = replace(verdict, why="; ".join([*why, *(f"{_share(cell)} diverged" for cell in diverged)]))

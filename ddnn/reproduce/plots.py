@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -40,14 +41,15 @@ def draw_accuracies(title: str, cells: Sequence[Cell], shown: Sequence[Measure],
     figure = new_figure(WIDTH, 4.8 + legend_height(series, WIDTH))
     panels = figure.subplots(1, len(shown), squeeze=False)[0]
     for axes, measure in zip(panels, shown, strict=True):
+        aside = _aside([cell.workers if by_size else cell.setting.label for cell in cells], cells, measure)
         for number, name in enumerate(series):
-            shift = min(APART, 0.7 / len(series)) * (number - (len(series) - 1) / 2)
             if by_size:
-                own = [cell for cell in cells if cell.setting.label == rows[number]]
-                places = [cell.workers * 2.0**shift for cell in own]
+                mine = [(c, c.workers * 2.0**moved) for c, moved in zip(cells, aside, strict=True)]
+                mine = [(c, place) for c, place in mine if c.setting.label == rows[number]]
             else:
-                own = [cell for cell in cells if cell.workers == sizes[number]]
-                places = [rows.index(cell.setting.label) + shift for cell in own]
+                mine = [(c, rows.index(c.setting.label) + moved) for c, moved in zip(cells, aside, strict=True)]
+                mine = [(c, place) for c, place in mine if c.workers == sizes[number]]
+            own, places = [cell for cell, _ in mine], [place for _, place in mine]
             _points(axes, places, own, measure, number, name, joined=by_size)
         better = "lower" if measure.kind == "words" else "higher"
         x = "workers" if by_size else f"setting, {series[0]}" if len(series) == 1 else "setting"
@@ -61,16 +63,32 @@ def draw_accuracies(title: str, cells: Sequence[Cell], shown: Sequence[Measure],
     return save(figure, path)
 
 
+def _aside(at: Sequence[object], cells: Sequence[Cell], measure: Measure) -> list[float]:
+    """How far the points of each cell are moved aside, that all at one place may be seen; who is alone there is not.
+
+    Args:
+        at: place of each cell.
+    """
+    shown = [bool(cell.values(measure) or cell.failed) for cell in cells]
+    found = []
+    for number, place in enumerate(at):
+        beside = [other for other, its in enumerate(at) if its == place and shown[other]]
+        position = beside.index(number) if shown[number] else 0
+        found.append(min(APART, 0.7 / max(1, len(beside))) * (position - (len(beside) - 1) / 2))
+    return found
+
+
 def _points(
     axes: Axes, places: Sequence[float], cells: Sequence[Cell], measure: Measure, number: int, name: str, joined: bool
 ) -> None:
-    """One series, and below it how many of its runs diverged."""
+    """One series, and below it how many of its runs diverged. A line ends where runs are missing."""
     colour, marker, _ = style(number)
     found = [(x, list(cell.values(measure).values())) for x, cell in zip(places, cells, strict=True)]
     found = [(x, values) for x, values in found if values]
-    xs, means = [x for x, _ in found], [fmean(values) for _, values in found]
+    xs = [x for x, _ in found]
+    means = [fmean(values) if values else nan for values in (list(cell.values(measure).values()) for cell in cells)]
     line = "-" if joined else "none"
-    axes.plot(xs, means, linestyle=line, color=colour, marker=marker, markersize=8, linewidth=1.2, label=name)
+    axes.plot(places, means, linestyle=line, color=colour, marker=marker, markersize=8, linewidth=1.2, label=name)
     axes.vlines(xs, [min(v) for _, v in found], [max(v) for _, v in found], color=colour, linewidth=1.6)
     dots = [(x, value) for x, values in found for value in values]
     axes.plot(*_columns(dots), linestyle="none", marker="o", markersize=3.5, color="black", markeredgecolor="white",
@@ -155,7 +173,8 @@ def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
             start = sorted(ours, key=lambda s: s.workers)[-1:]
             points = [(s.workers, s.speed_up) for s in (*start, *own)]
             colour = COLOURS[number % len(COLOURS)]
-            axes.plot(*_columns(points), line, color=colour, marker=MARKERS[number % len(MARKERS)], markersize=7,
+            axes.plot(*_columns(points), line, color=colour, marker=MARKERS[number % len(MARKERS)],
+                      markersize=max(5, 12 - 4 * number),  # those of several that are as fast lie in each other
                       markerfacecolor=colour if filled else "white", markevery=range(len(start), len(points)),
                       linewidth=1.6, label=f"{_plain(own[0].label)}: {words}")  # fmt: skip
     axes.set_xscale("log", base=2)

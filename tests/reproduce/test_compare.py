@@ -81,6 +81,16 @@ def test_runs_of_one_seed_from_different_stacks_are_named() -> None:
     assert compared(*made).apart == () and len(contrast(compared(*made))) == 2
 
 
+def test_a_cross_validation_set_that_says_the_opposite_is_named() -> None:
+    made = pairs([1.0, 2.0, 0.5])
+    swapped = [
+        run.model_copy(update={"cv": run.cv.model_copy(update={"frame_accuracy": 1.0 - run.cv.frame_accuracy})})
+        for run in made
+        if run.cv is not None
+    ]
+    assert compared(*swapped).text == "reproduces (by test frame accuracy; not by CV frame accuracy)"
+
+
 def test_what_was_not_tested_says_why() -> None:
     one = compared(*pairs([1.0], [1]))
     assert one.results[1].verdict.text(True) == "not tested (1 common seed, expected 3 or more)"

@@ -8,7 +8,7 @@ import pytest
 from reproduce.synthetic import diverged, plan, table_records
 
 from ddnn.reproduce.cells import measures, table_cells
-from ddnn.reproduce.plots import draw_accuracies, draw_learning, draw_speed_ups
+from ddnn.reproduce.plots import APART, _aside, draw_accuracies, draw_learning, draw_speed_ups
 from ddnn.reproduce.speed import SpeedUp
 from ddnn.reproduce.tables import TABLES
 
@@ -39,6 +39,18 @@ def test_a_table_without_figures_is_drawn(tmp_path: Path) -> None:
     cells = table_cells(corpus, table, {})
     assert draw_accuracies("t", cells, shown, tmp_path / "a.png").exists()
     assert draw_learning("t", cells, tmp_path / "b.png").exists()
+
+
+def test_points_are_moved_aside_only_from_those_that_are_there() -> None:
+    corpus, table = plan(), TABLES["reduce"]
+    records = {n: r for n, r in table_records(corpus, [table]).items() if r.setting in ("base", "bmuf")}
+    del records["bmuf-16-1"], records["bmuf-16-2"], records["bmuf-16-3"]
+    cells = table_cells(corpus, table, records)
+    (measure,) = measures(corpus, records.values())[1:2]
+    aside = _aside([cell.workers for cell in cells], cells, measure)
+    moved = {(cell.setting.name, cell.workers): by for cell, by in zip(cells, aside, strict=True)}
+    assert moved["base", 1] == moved["base", 16] == 0.0, "nobody else is there"
+    assert (moved["base", 2], moved["bmuf", 2]) == (-APART / 2, APART / 2)
 
 
 def test_speed_ups(tmp_path: Path) -> None:
