@@ -10,10 +10,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+import ddnn
 from ddnn.errors import DataError, UserError
 from ddnn.recipe.yaml_tree import parse_file, read_file
 
 FILE = "reproduce.yaml"
+README = "README.md"
+"""Beside it, where there is one: says where the data come from."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.' -]{1,60}$")]
 
 
@@ -67,19 +70,24 @@ class CorpusPlan(Part):
 
 
 def find_corpus(name: str) -> Path:
-    """The folder of a corpus: `recipes/NAME` in the working directory, or a folder with a reproduce.yaml.
+    """The folder of a corpus: `recipes/NAME` in the working directory, a folder with a reproduce.yaml, that file, or
+    `recipes/NAME` in ddnn's checkout.
 
     Raises:
         UserError: there is none.
     """
+    if Path(name).name == FILE and Path(name).is_file():
+        return Path(name).parent
     tried = [Path("recipes", name), Path(name)]
+    if Path(name).name == name:  # in an installed package there are no recipes
+        tried.append(Path(ddnn.__file__).parents[1] / "recipes" / name)
     for folder in tried:
         if (folder / FILE).is_file():
             return folder
     raise UserError(
         f"no corpus {name!r}: neither {' nor '.join(str(folder / FILE) for folder in tried)}",
         where=Path.cwd(),
-        mend="run it in ddnn's checkout, or name a folder with such a file",
+        mend=f"name a folder with a {FILE}, as DDNN/recipes/{Path(name).name or 'NAME'} where DDNN is ddnn's checkout",
     )
 
 
@@ -148,11 +156,19 @@ def _found(test: TestSet, folder: Path) -> TestSet:
     if test.graphs and (test.model is None or test.text is None):
         raise DataError(f"test {test.name}: graphs need `model` and `text`", where=folder / FILE)
 
-    def find(path: Path) -> Path:
-        for candidate in (Path.cwd() / path, folder.absolute() / path):
+    def find(key: str, path: Path) -> Path:
+        tried = list(dict.fromkeys((Path.cwd() / path, folder.absolute() / path)))
+        for candidate in tried:
             if candidate.exists():
                 return candidate.resolve()
-        raise DataError(f"test {test.name}: {path} does not exist", where=folder / FILE)
+        said = f"; {folder / README} says where they come from" if (folder / README).is_file() else ""
+        raise DataError(
+            f"tests.{test.name}.{key}: {path} does not exist: there is no {' and no '.join(map(str, tried))}",
+            where=folder / FILE,
+            mend=f"run it in the folder from which this path leads to the data, or put the data there{said}",
+        )
 
-    changes = {name: find(value) for name in ("data", "alignments", "text", "model") if (value := getattr(test, name))}
-    return test.model_copy(update={**changes, "graphs": {name: find(path) for name, path in test.graphs.items()}})
+    keys = ("data", "alignments", "text", "model")
+    changes = {key: find(key, value) for key in keys if (value := getattr(test, key)) is not None}
+    graphs = {name: find(f"graphs.{name}", path) for name, path in test.graphs.items()}
+    return test.model_copy(update={**changes, "graphs": graphs})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddnn.errors import DataError
-from ddnn.files import read_regular, write_text
+from ddnn.files import make_directory, read_regular, write_text
 
 MOST_BYTES = 16 << 20
 """Of a record: the errors of half a million utterances."""
@@ -144,7 +145,7 @@ def write_record(folder: Path, record: Record) -> Path:
         UserError: it cannot be written.
     """
     path = folder / f"{record.name}.json"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directory(folder)
     write_text(path, json.dumps(record.model_dump(mode="json"), separators=(",", ":")) + "\n")
     return path
 
@@ -155,7 +156,10 @@ def read_record(path: Path) -> Record:
     Raises:
         DataError: it cannot be read or is none.
     """
-    mend = "delete it: the run is then looked at again"
+    if re.fullmatch(r".+-\d+-\d+", path.stem):
+        mend = "delete it: its run is then judged again, or trained again where its run dir is gone"
+    else:
+        mend = "move it elsewhere: records are called SETTING-WORKERS-SEED.json, and their folder holds no other .json"
     try:
         return Record.model_validate_json(read_regular(path, MOST_BYTES))
     except OSError as error:

@@ -87,6 +87,22 @@ def test_the_stack_counts_as_part_of_the_recipe(tmp_path: Path) -> None:
     assert not set(before) & {run.digest for run in runs_of(folder)}
 
 
+def test_a_folder_of_records_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "records"):
+        with pytest.raises(UserError, match="cannot make the directory"):
+            write_record(folder, Record(setting="base", workers=2, seed=1, recipe="x"))
+
+
+def test_a_stray_file_is_to_be_moved_and_a_damaged_record_deleted(tmp_path: Path) -> None:
+    for name, mend in (("notes", "move it elsewhere"), ("base-1-1", "trained again where its run dir is gone")):
+        path = tmp_path / f"{name}.json"
+        path.write_text("{}")
+        with pytest.raises(DataError, match=mend):
+            read_records(tmp_path)
+        path.unlink()
+
+
 def test_records_outlive_their_run_dirs(tmp_path: Path) -> None:
     record = Record(setting="base", workers=2, seed=1, recipe="x", failed="it diverged")
     write_record(tmp_path / "records", record)
@@ -151,6 +167,30 @@ def test_corpora_are_found_by_name_and_folder(tmp_path: Path, monkeypatch: pytes
     assert find_corpus("toy").resolve() == folder == find_corpus(str(folder))
     with pytest.raises(UserError, match="no corpus 'other'"):
         find_corpus("other")
+
+
+def test_a_corpus_is_found_in_the_checkout_too_and_as_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_corpus(tmp_path)
+    assert find_corpus(str(folder / "reproduce.yaml")) == folder
+    (tmp_path / "ddnn").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr("ddnn.__file__", str(tmp_path / "ddnn" / "__init__.py"))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert find_corpus("toy") == folder
+    with pytest.raises(UserError, match=r"DDNN/recipes/other"):
+        find_corpus("other")
+    with pytest.raises(UserError, match="no corpus"):
+        find_corpus(str(folder / "tables" / "base.yaml"))
+
+
+def test_missing_data_of_a_test_are_named_by_their_key(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path)
+    (folder / "README.md").touch()
+    (tmp_path / "graph").rename(tmp_path / "moved")
+    with pytest.raises(DataError, match=r"tests\.test\.graphs\.loop: .* does not exist") as error:
+        load_corpus_plan(folder)
+    assert error.value.where == str(folder / "reproduce.yaml")
+    assert error.value.mend is not None and "README.md says where they come from" in error.value.mend
 
 
 def test_tables_are_chosen_by_name() -> None:
