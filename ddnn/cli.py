@@ -316,22 +316,30 @@ def bench(
 @cli.command(
     epilog="""\b
     Examples:
+      ddnn reproduce table6 --corpus an4 --workers 1 --seeds 1 --dry-run
       ddnn reproduce table6 --corpus an4
-      ddnn reproduce all --corpus an4 --dry-run
-      ddnn reproduce table1 --corpus swbd --slurm --cluster gpu"""
+      ddnn reproduce all --corpus an4 --only-report --records docs/results/an4/records --report exp/an4
+      cd egs/swbd/s5c && ddnn reproduce table1 --corpus swbd --slurm --cluster gpu"""
 )
 @click.argument("tables", nargs=-1, required=True)
-@click.option("--corpus", default="an4", show_default=True, help="recipes/NAME, or a folder with a reproduce.yaml.")
-@click.option("--out", type=PATH, help="Gets run dirs and logs.  [default: exp/reproduce/CORPUS]")
-@click.option("--records", type=PATH, help="What came of each run, a file each.  [default: OUT/records]")
-@click.option("--report", type=PATH, help="Gets .md and .html, and a folder of plots.  [default: OUT/report]")
-@click.option("--seeds", help="Run only these, by commas.  [default: those of the corpus]")
-@click.option("--workers", help="Run only these sizes, by commas.")
-@click.option("--cores", type=click.IntRange(min=1), help="To share out.  [default: all]")
+@click.option(
+    "--corpus",
+    default="an4",
+    show_default=True,
+    help="NAME of recipes/NAME, here or in ddnn's checkout; or a folder with a reproduce.yaml, or that file.",
+)
+@click.option("--out", type=PATH, help="Gets run dirs, stacks of RBMs and logs.  [default: exp/reproduce/CORPUS]")
+@click.option("--records", type=PATH, help="Folder of what came of each run, a file each.  [default: OUT/records]")
+@click.option("--report", type=PATH, help="Writes REPORT.md, REPORT.html, plots into REPORT/.  [default: OUT/report]")
+@click.option("--seeds", help="Run only these of the corpus, as 1,2; the report has all.")
+@click.option("--workers", help="Run only these sizes, as 1,16; the report has all.")
+@click.option(
+    "--cores", type=click.IntRange(min=1), help="Cores that runs side by side share, a worker on each.  [default: all]"
+)
 @on_device
-@click.option("--dry-run", is_flag=True, help="Say what is missing, run nothing.")
-@click.option("--only-report", is_flag=True, help="Write the report of what there is, run nothing.")
-@click.option("--again", is_flag=True, help="Also what diverged before.")
+@click.option("--dry-run", is_flag=True, help="Say what would be run and what is missing; run nothing, write nothing.")
+@click.option("--only-report", is_flag=True, help="Write the report of the records that there are, run nothing.")
+@click.option("--again", is_flag=True, help="Run those again too that diverged; else that is their result.")
 @as_json
 @slurm_options
 def reproduce(
@@ -437,13 +445,15 @@ def _numbers(text: str, option: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise UserError(f"{text!r} found, expected numbers with commas between", where=option) from error
+        expected = f"{text!r} found, expected numbers with commas between"
+        raise UserError(expected, where=option, mend=f"give them as in {option} 1,2,4") from error
 
 
 def _sizes(text: str, option: str) -> tuple[int, ...]:
     numbers = _numbers(text, option)
     if not all(number.is_integer() for number in numbers):
-        raise UserError(f"{text!r} found, expected whole numbers with commas between", where=option)
+        expected = f"{text!r} found, expected whole numbers with commas between"
+        raise UserError(expected, where=option, mend=f"give them as in {option} 1,2,4")
     return tuple(int(number) for number in numbers)
 
 

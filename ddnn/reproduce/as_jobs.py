@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,6 +59,16 @@ class _Found:
     diverged: dict[str, str] = field(default_factory=dict)
     ended: list[Ended] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+
+
+def check_sbatch() -> None:
+    """UserError where no job can be submitted from here."""
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "sbatch is not found on PATH: is this a login node of a Slurm cluster?",
+            where="--slurm",
+            mend="give the command on one, or with --dry-run to see which jobs there would be",
+        )
 
 
 def send_jobs(

@@ -131,6 +131,39 @@ def digest(recipe: Recipe, stack: str = "") -> str:
     return hashlib.sha256(json.dumps([MEANING, tree, stack], sort_keys=True).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class Stale:
+    """Names of runs that have a record which does not count.
+
+    Attributes:
+        recipe: it is of another recipe, or of other data.
+        tests: its model was judged on other tests, or in another way.
+    """
+
+    recipe: tuple[str, ...]
+    tests: tuple[str, ...]
+
+    def as_lines(self) -> list[str]:
+        """To read: what is done about them."""
+        again = "their runs are judged again, or trained again where the run dirs are gone"
+        return [
+            *_not_counted(self.recipe, "of another recipe or other data", "their runs are trained again"),
+            *_not_counted(self.tests, "judged on other tests", again),
+        ]
+
+
+def _not_counted(names: tuple[str, ...], why: str, then: str) -> list[str]:
+    some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return [f"records {why}: {len(names)}, which do not count; {then}: {some}"] if names else []
+
+
+def stale(runs: Sequence[Run], records: Mapping[str, Record]) -> Stale:
+    """Those of the missing that have a record nevertheless."""
+    left = [run for run in missing(runs, records) if run.name in records]
+    others = [run.name for run in left if records[run.name].recipe != run.digest]
+    return Stale(tuple(others), tuple(run.name for run in left if run.name not in others))
+
+
 def missing(runs: Sequence[Run], records: Mapping[str, Record]) -> list[Run]:
     """Those without a record."""
     return [run for run in runs if not run.is_made(records)]

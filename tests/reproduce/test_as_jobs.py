@@ -21,7 +21,7 @@ from ddnn.reproduce.corpus import load_corpus_plan
 from ddnn.reproduce.jobs import Jobs
 from ddnn.reproduce.lock import alone
 from ddnn.reproduce.plan import digest, missing, plan_runs
-from ddnn.reproduce.records import read_records
+from ddnn.reproduce.records import Record, read_records, write_record
 from ddnn.reproduce.run import STACK, Place
 from ddnn.slurm.options import SlurmOptions
 
@@ -161,6 +161,31 @@ def test_from_the_first_call_to_the_records(
     assert all(record.epochs == 2 and record.tests["test"].frame_accuracy > 0.3 for record in records.values())
     last = json.loads(run_cli(*call, "--json").stdout)
     assert "jobs" not in last and len(slurm.calls) == 4, "once all is there nothing is submitted"
+
+
+def test_without_sbatch_nothing_is_written(
+    tmp_path: Path, run_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = write_corpus(tmp_path, graphs=False), tmp_path / "out"
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    call = ("reproduce", "table6", "--corpus", folder, "--out", out, "--seeds", "1", "--workers", "1", "--slurm")
+    result = run_cli(*call)
+    assert result.exit_code == 2 and "sbatch is not found" in result.stderr and result.stderr.count("mend:") == 1
+    assert not out.exists()
+    dry = run_cli(*call, "--dry-run")
+    assert dry.exit_code == 0 and "jobs: 3 would be submitted" in dry.stdout and "6 more missing" in dry.stdout
+
+
+def test_a_dry_run_says_where_the_selection_leaves_nothing_to_submit(
+    slurm: Slurm, tmp_path: Path, run_cli: Callable[..., Any]
+) -> None:
+    folder, out = write_corpus(tmp_path, graphs=False), tmp_path / "out"
+    for run in plan_runs(load_corpus_plan(folder), folder, [TOY])[:2]:
+        made = Record(setting=run.setting, workers=1, seed=1, recipe=run.digest, judged=run.judged)
+        write_record(out / "records", made)
+    call = ("reproduce", "table6", "--corpus", folder, "--out", out, "--seeds", "1", "--workers", "1", "--slurm")
+    said = run_cli(*call, "--dry-run").stdout
+    assert "would make no runs" in said and "6 more missing and not asked for" in said and "missing:" not in said
 
 
 def test_a_run_that_diverges_is_a_result(slurm: Slurm, tmp_path: Path) -> None:

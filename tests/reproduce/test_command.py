@@ -19,7 +19,13 @@ import pytest
 from reproduce.small import write_corpus
 
 from ddnn.errors import UserError
+from ddnn.reproduce.command import check
+from ddnn.reproduce.corpus import load_corpus_plan
 from ddnn.reproduce.lock import alone
+from ddnn.reproduce.outcome import Reproduction
+from ddnn.reproduce.plan import Run, Stale, plan_runs
+from ddnn.reproduce.records import Record, write_record
+from ddnn.reproduce.tables import chosen
 
 pytest.importorskip("matplotlib")
 
@@ -30,6 +36,16 @@ def one_seed(folder: Path) -> Path:
     path = folder / "reproduce.yaml"
     path.write_text(path.read_text().replace("seeds: [1, 2]", "seeds: [1]"))
     return folder
+
+
+def runs_of(folder: Path) -> list[Run]:
+    return plan_runs(load_corpus_plan(folder), folder, chosen(("table6",)))
+
+
+def record_of(run: Run, **changes: object) -> Record:
+    """One that counts, but for the changes."""
+    names = {"setting": run.setting, "workers": run.workers, "seed": run.seed}
+    return Record.model_validate({**names, "recipe": run.digest, "judged": run.judged, **changes})
 
 
 def test_a_table_from_nothing_then_nothing_to_do(tmp_path: Path, run_cli: RunCli) -> None:
@@ -73,12 +89,100 @@ def test_only_some_are_run_but_all_are_reported(tmp_path: Path, run_cli: RunCli)
         (("table6", "--seeds", "x"), "--seeds"),
         (("table6", "--seeds", "9", "--corpus", "TOY"), "the corpus has 1, 2"),
         (("table6", "--workers", "3", "--corpus", "TOY"), "the corpus has 1, 2"),
+        (("table6", "--report", ".", "--dry-run", "--corpus", "TOY"), "expected DIR/NAME"),
+        (("table6", "--only-report", "--records", "TOY/nowhere", "--corpus", "TOY"), "no such folder of records"),
+        (("table6", "--only-report", "--records", "TOY/tables", "--corpus", "TOY"), "no record in it"),
+        (
+            ("table6", "--only-report", "--records", "TOY/reproduce.yaml", "--corpus", "TOY"),
+            "a file, expected a folder",
+        ),
+        (("table6", "--dry-run", "--records", "TOY/reproduce.yaml", "--corpus", "TOY"), "a file, expected a folder"),
+        (
+            ("table6", "--records", "TOY/reproduce.yaml/here", "--corpus", "TOY", "--out", "TOY/out"),
+            "name another folder with --rec",
+        ),
+        (
+            ("table6", "--report", "TOY/reproduce.yaml/here/r", "--corpus", "TOY", "--out", "TOY/out"),
+            "name another folder with --rep",
+        ),
+        (("table6", "--out", "TOY/reproduce.yaml/out", "--corpus", "TOY"), "name another folder with --out"),
+        (("table6", "--report", "TOY/reproduce.yaml", "--corpus", "TOY", "--out", "TOY/out"), "the report's plots"),
     ],
 )
 def test_what_cannot_be_is_said(tmp_path: Path, run_cli: RunCli, arguments: tuple[str, ...], said: str) -> None:
-    toy = write_corpus(tmp_path)
-    result = run_cli("reproduce", *(str(toy) if word == "TOY" else word for word in arguments))
+    toy = write_corpus(tmp_path, graphs=False)
+    result = run_cli("reproduce", *(word.replace("TOY", str(toy)) for word in arguments))
     assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.stderr
+    assert "\n  mend:  " in result.stderr and not (toy / "out" / "logs").exists()
+
+
+def test_a_dry_run_lists_what_this_call_would_make(tmp_path: Path, run_cli: RunCli) -> None:
+    folder, out = write_corpus(tmp_path), tmp_path / "out"
+    arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--cores", "3", "--dry-run")
+    said = run_cli(*arguments, "--seeds", "2", "--workers", "1").stdout
+    assert f"this call would make 2 runs and 1 stack of RBMs in {out}, on 3 cores" in said
+    assert re.findall("would be made: (.*)", said) == ["sgd-1-2", "base-1-2"]
+    assert "0 runs there, 8 missing" in said and "6 more missing and not asked for" in said
+    runs = {run.name: run for run in runs_of(folder)}
+    write_record(out / "records", record_of(runs["sgd-1-2"]))
+    (out / "runs" / runs["base-1-2"].folder).mkdir(parents=True)
+    (out / "runs" / runs["base-1-2"].folder / "final.safetensors").touch()
+    told = json.loads(run_cli(*arguments, "--seeds", "2", "--workers", "1", "--json").stdout)
+    assert told["would_make"] == {
+        "runs": ["base-1-2"],
+        "trained": ["base-1-2"],
+        "stacks": [],
+        "out": str(out),
+        "cores": 3,
+    }
+    assert len(told["missing"]) == 7 and len(told["not_asked_for"]) == 6
+    assert "make no runs" in run_cli(*arguments, "--only-report").stdout
+
+
+def test_sizes_that_no_run_of_the_table_has_are_refused(tmp_path: Path, run_cli: RunCli) -> None:
+    folder = write_corpus(tmp_path, graphs=False)
+    path = folder / "reproduce.yaml"
+    path.write_text(path.read_text().replace("workers: [1, 2]", "workers: [1, 2, 4]"))
+    result = run_cli(
+        "reproduce", "table6", "--corpus", folder, "--out", tmp_path / "out", "--workers", "4", "--dry-run"
+    )
+    assert result.exit_code == 2 and "no run of these tables" in result.stderr and "workers 1, 2" in result.stderr
+
+
+def test_records_that_do_not_count_are_named(tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = write_corpus(tmp_path, graphs=False), tmp_path / "out"
+    first, second, third, *_ = runs_of(folder)
+    write_record(out / "records", record_of(first))
+    write_record(out / "records", record_of(second, recipe="another"))
+    write_record(out / "records", record_of(third, judged="another"))
+    arguments = ("reproduce", "table6", "--corpus", folder, "--out", out)
+    said = run_cli(*arguments, "--dry-run").stdout
+    assert "1 runs there, 7 missing" in said
+    assert re.search(f"of another recipe or other data: 1,.* trained again: {second.name}$", said, re.MULTILINE)
+    assert re.search(f"judged on other tests: 1,.* judged again, or trained .*: {third.name}$", said, re.MULTILINE)
+    told = json.loads(run_cli(*arguments, "--only-report", "--json").stdout)
+    assert (told["of_another_recipe"], told["judged_on_other_tests"]) == ([second.name], [third.name])
+    monkeypatch.setattr("ddnn.reproduce.command.Workshop.make", lambda *_: [])
+    assert "of another recipe or other data: 1" in run_cli(*arguments).stderr, "before it is trained again"
+
+
+def test_a_report_is_called_as_it_is_given_without_its_ending(tmp_path: Path, run_cli: RunCli) -> None:
+    folder, out = write_corpus(tmp_path, graphs=False), tmp_path / "out"
+    write_record(out / "records", record_of(runs_of(folder)[0]))
+    arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--only-report", "--report")
+    assert run_cli(*arguments, tmp_path / "a" / "r.html").exit_code == 0
+    assert {"r.md", "r.html"} <= {path.name for path in (tmp_path / "a").iterdir()} <= {"r.md", "r.html", "r"}
+
+
+def test_what_failed_is_said_with_one_mend() -> None:
+    def raised(*problems: str) -> str:
+        with pytest.raises(UserError) as error:
+            check(Reproduction(("table6",), 0, (), (), Stale((), ()), problems, (), {}))
+        return str(error.value)
+
+    assert raised("base-1-1: it broke\n  mend:  sew it").count("mend:") == 1
+    assert raised("base-1-1: it broke").startswith("1 run failed: base-1-1: it broke\n  mend:  mend it, then give")
+    assert raised("a", "b").startswith("2 runs failed, the first of them: a")
 
 
 def test_a_stop_leaves_checkpoints_and_the_same_call_goes_on(tmp_path: Path, run_cli: RunCli) -> None:
