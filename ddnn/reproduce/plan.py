@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ddnn.errors import UserError
+from ddnn.errors import RecipeError, UserError
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
@@ -90,13 +90,13 @@ def plan_runs(plan: CorpusPlan, folder: Path, tables: Iterable[Table]) -> list[R
                 name = plan.same.get(setting.name, setting.name)
                 if not setting.beyond or recipe_of(plan, folder, name, workers).is_file():
                     cells[name, workers] = None
-    stack = digest(load_recipe(folder / plan.stack)) if _exists(folder / plan.stack, "the RBMs") else ""
+    stack = digest(_load(folder / plan.stack)) if _exists(folder / plan.stack, "the RBMs") else ""
     runs, judged = [], judged_by(plan.tests)
     for seed in plan.seeds:
         for setting_name, workers in sorted(cells, key=lambda cell: cell[1]):  # equal sizes share the cores best
             path = recipe_of(plan, folder, setting_name, workers)
             _exists(path, f"the setting {setting_name}")
-            recipe = load_recipe(path, (f"seed={seed}", f"parallel.workers={workers}"))
+            recipe = _load(path, (f"seed={seed}", f"parallel.workers={workers}"))
             from_stack = recipe.init == "rbm" and recipe.pretrain.from_ is None
             runs.append(
                 Run(setting_name, workers, seed, path, digest(recipe, stack if from_stack else ""), from_stack, judged)
@@ -107,6 +107,15 @@ def plan_runs(plan: CorpusPlan, folder: Path, tables: Iterable[Table]) -> list[R
 def recipe_of(plan: CorpusPlan, folder: Path, setting: str, workers: int) -> Path:
     """The recipe of a setting, whether it is there or not."""
     return folder / plan.recipes.replace("{setting}", setting).replace("{workers}", str(workers))
+
+
+def _load(path: Path, settings: tuple[str, ...] = ()) -> Recipe:
+    """The recipe; where it cannot be, with what to do about it."""
+    try:
+        return load_recipe(path, settings)
+    except RecipeError as error:
+        mend = "where data are missing: run it in the folder from which their paths lead to them; else mend the recipe"
+        raise RecipeError(error.what, where=error.where, mend=error.mend or mend) from error
 
 
 def _exists(path: Path, what: str) -> bool:

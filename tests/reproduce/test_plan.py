@@ -159,6 +159,10 @@ def test_a_recipe_whose_data_are_missing_is_refused(tmp_path: Path) -> None:
     (folder / "reproduce.yaml").write_text(plan[: plan.index("    text:")])
     with pytest.raises(RecipeError, match="minibatchh"):
         runs_of(folder)
+    (tmp_path / "data").rename(tmp_path / "moved")
+    (folder / "reproduce.yaml").write_text(plan[: plan.index("tests:")])
+    with pytest.raises(RecipeError, match=r"data\.train: .* does not exist(?s:.*)mend: .* from which their paths"):
+        runs_of(folder)
 
 
 def test_corpora_are_found_by_name_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
