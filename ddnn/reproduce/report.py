@@ -56,11 +56,8 @@ def build_report(
     ]
     if missing:
         some = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
-        blocks.append(
-            Paragraph(
-                f"{counted(len(missing), 'run')} missing: {some}. Figures are of the runs there are; the command trains the others."
-            )
-        )
+        said = f"{counted(len(missing), 'run')} missing: {some}. Figures are of the runs there are"
+        blocks.append(Paragraph(f"{said}; the command trains the others."))
     blocks += [Paragraph(plan.notes["all"])] if "all" in plan.notes else []
     overview = summary(comparisons)
     blocks += [Heading(2, "Summary"), *overview] if overview else []
