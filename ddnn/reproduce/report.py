@@ -175,7 +175,8 @@ def _pictures(plan: CorpusPlan, table: Table, cells: Sequence[Cell], speeds: Seq
         blocks.append(Picture(f"{table.name}-speed.png", f"Plot, {title}: speed-up", text, draw))
     if panels and table.kind == "accuracy":
         what = " and ".join(measure.short for measure in panels)
-        text = f"{what}: the mean over the seeds, each seed as a dot, a bar from the lowest to the highest."
+        text = f"{what}: the mean over the seeds, each seed as a dot, a bar from the lowest to the highest. "
+        text += "Points that would cover each other are moved aside."
         blocks.append(
             Picture(f"{table.name}.png", f"Plot, {title}: {what}", text, partial(draw_accuracies, title, cells, panels))
         )
