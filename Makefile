@@ -48,7 +48,7 @@ demo: setup
 	$(DDNN) score demo/decode --graph demo/corpus/graph --model demo/corpus/ali/final.mdl --text demo/corpus/test/text
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup-dev
 	$(BIN)/ruff check ddnn tests

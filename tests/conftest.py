@@ -19,7 +19,15 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+LONG = ("test_kills.py", "test_deaths.py", "test_real_slurm.py")
+"""Files that take minutes: they begin, so that at the end no core waits for them."""
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files first; all others stay in their order."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 @pytest.fixture(scope="session")

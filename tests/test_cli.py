@@ -279,7 +279,8 @@ def test_score(run: Run, called: Any) -> None:
     code, _, err = run(*arguments, "--acoustic-scale", "0.1;0.2")
     assert (code, err) == (
         2,
-        "ddnn: error: '0.1;0.2' found, expected numbers with commas between\n  where: --acoustic-scale\n",
+        "ddnn: error: '0.1;0.2' found, expected numbers with commas between\n  where: --acoustic-scale\n"
+        "  mend:  give them as in --acoustic-scale 1,2,4\n",
     )
 
 

@@ -18,6 +18,7 @@ def main(parent: int, module: str, *arguments: str) -> None:
 
     To a training that signal is never the second one, which would end it without the checkpoint it is at.
     """
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the parent may have been told to ignore it
     ends_with_parent(signal.SIGUSR1, parent)()
     sys.argv = [module, *arguments]  # the module's file takes the first's place
     runpy.run_module(module, run_name="__main__", alter_sys=True)

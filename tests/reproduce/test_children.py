@@ -106,9 +106,14 @@ def test_kill_9_asks_what_runs_to_end(tmp_path: Path, module: Path) -> None:
 
 
 @on_linux
-def test_a_child_whose_parent_is_gone_does_not_begin(tmp_path: Path, module: Path) -> None:
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_child_whose_parent_is_gone_does_not_begin(tmp_path: Path, module: Path, handler: signal.Handlers) -> None:
     module.write_text("print('began')\n")
-    child = subprocess.run(
-        [sys.executable, "-m", CHILD, str(os.getpid() + 1), "stand_in"], capture_output=True, timeout=60
-    )
+    before = signal.signal(signal.SIGUSR1, handler)  # that it is ignored, a child inherits
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", CHILD, str(os.getpid() + 1), "stand_in"], capture_output=True, timeout=60
+        )
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     assert (child.returncode, child.stdout) == (-signal.SIGUSR1, b"")
