@@ -318,7 +318,7 @@ def bench(
     Examples:
       ddnn reproduce table6 --corpus an4 --workers 1 --seeds 1 --dry-run
       ddnn reproduce table6 --corpus an4
-      ddnn reproduce all --corpus an4 --only-report --records docs/results/an4/records --report exp/an4
+      ddnn reproduce table6 --corpus an4 --only-report --records docs/results/an4/records --report exp/t6
       cd egs/swbd/s5c && ddnn reproduce table1 --corpus swbd --slurm --cluster gpu"""
 )
 @click.argument("tables", nargs=-1, required=True)
