@@ -1,9 +1,11 @@
 # make demo    the main job on a synthetic corpus: about a minute on 2 cores, after the set-up
 # make test    lint and tests
+# make test-slurm  the tests that start a real Slurm on this machine (root, Debian)
 # make fuzz    damaged files to every reader, for FUZZ_SECONDS (600) on all cores
 # make check-swbd  recipes/swbd against a synthetic corpus of Switchboard's shape, without training: seconds
 # make bench   the training step against the machine's GEMM limit
-# make soak    200 trainings killed at random moments, gone on with, and compared; 20 in which workers die: half an hour
+# make soak    200 trainings killed at random moments, resumed, and compared: half an hour
+# make same-results  a few dozen tiny trainings against recorded digests: first make same-results RECORD=1, on the code before a change
 # Each sets up what it needs in .venv. PYTHON, VENV, TORCH and PIP_FLAGS can be set on the command line.
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +17,7 @@ DDNN := $(BIN)/ddnn
 # Several OpenMP threads on GEMMs of this size are slower than one, and the tests run in parallel.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev demo test lint format fuzz bench soak check-swbd docs clean
+.PHONY: setup setup-dev demo test test-slurm lint format fuzz bench soak same-results check-swbd docs clean
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
@@ -29,7 +31,7 @@ $(BIN)/python:
 	} || { rm -rf $(VENV); echo "install python3-venv (Debian, Ubuntu), then run make again" >&2; exit 2; }
 
 # torch first and pinned: what asks for it later takes the one that is there.
-$(VENV)/.ready: pyproject.toml ddnn/kernels/kernels.c | $(BIN)/python
+$(VENV)/.ready: pyproject.toml ddnn/nn/kernels/kernels.c | $(BIN)/python
 	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) '$(TORCH)'
 	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) -e '.[mpi,decode,report]'
 	@touch $@
@@ -50,6 +52,9 @@ demo: setup
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+test-slurm: setup-dev
+	DDNN_TEST_SLURM=1 $(BIN)/python -m pytest tests/slurm/test_real_slurm.py
+
 lint: setup-dev
 	$(BIN)/ruff check ddnn tests
 	$(BIN)/ruff format --check ddnn tests
@@ -69,10 +74,12 @@ check-swbd: setup
 	$(BIN)/python tests/check_swbd.py
 
 KILLS ?= 200
-DEATHS ?= 20
 soak: setup-dev
-	PYTHONPATH=tests $(BIN)/python tests/train/killing.py --kills $(KILLS)
-	PYTHONPATH=tests $(BIN)/python tests/train/dying.py --runs $(DEATHS)
+	PYTHONPATH=tests $(BIN)/python tests/training/killing.py --kills $(KILLS)
+
+SAME_RESULTS ?= .same-results.json
+same-results: setup-dev
+	$(BIN)/python tests/same_results.py $(if $(RECORD),--record,--compare) $(SAME_RESULTS)
 
 docs: setup
 	$(BIN)/python -m ddnn.recipe.reference > docs/recipe.md

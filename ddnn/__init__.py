@@ -1,3 +1,3 @@
 """ddnn: trains hybrid DNN-HMM acoustic models on Kaldi features and alignments."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -17,22 +17,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddnn.data.needs import count_parameters, frames_needs, layer_widths, training_needs
-from ddnn.data.plan import CorpusPlan, plan_corpus
-from ddnn.data.shards import shards
-from ddnn.data.split import DEFAULT_FRACTION, split_by_fraction
-from ddnn.errors import UserError
+from ddnn.data.index import UtteranceIndex, build_index
+from ddnn.data.memory import frame_bytes
+from ddnn.data.partition import DEFAULT_FRACTION, assign_shards, hold_out_fraction
 from ddnn.kaldi.alignments import read_alignments
-from ddnn.kaldi.datadir import read_data_dir
-from ddnn.kaldi.features import FRAMES_PER_HOUR
+from ddnn.kaldi.data_dir import FRAMES_PER_HOUR, read_data_dir
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.reproduce.corpus import CorpusPlan as TablesPlan
-from ddnn.reproduce.corpus import load_corpus_plan
-from ddnn.reproduce.table import sizes_of
-from ddnn.reproduce.tables import TABLES
-from ddnn.synth.corpus import SynthOptions, synthesise
-from ddnn.train.averaging import scales_rate
+from ddnn.reproduce.corpus import ReproduceConfig, load_config
+from ddnn.reproduce.tables import paper
+from ddnn.synth.corpus import SynthOptions, synthesize
+from ddnn.training.options import averaging_options, footprint
+from ddnn.util.errors import UserError
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "swbd"
 NO_CELLS = ("base.yaml", "rbm.yaml")
@@ -48,26 +44,26 @@ HOURS, FRAMES_OF_AN_UTTERANCE = 286, 433
 class Shape:
     """A corpus of Switchboard's shape, small, in the working directory: as planned from headers, and its pdfs."""
 
-    plan: CorpusPlan
+    plan: UtteranceIndex
     pdfs: int
 
 
-def cells(plan: TablesPlan) -> list[tuple[str, int]]:
-    """Setting and workers of all that the tables ask of this corpus, and of what the paper has beside."""
+def cells(config: ReproduceConfig) -> list[tuple[str, int]]:
+    """Condition and workers of all that the tables ask of this corpus, and of what the paper has beside."""
     asked = {
-        (setting.name, workers)
-        for table in TABLES.values()
-        for setting in table.settings
-        for workers in sizes_of(setting, table, plan.workers, plan.many)
+        (condition.name, workers)
+        for table in paper().tables.values()
+        for condition in table.conditions
+        for workers in table.columns(condition, config.workers, config.max_workers)
     }
-    paper = {key for table in TABLES.values() for key in table.paper}
-    return sorted({(plan.same.get(setting, setting), workers) for setting, workers in asked | paper})
+    published = {key for table in paper().tables.values() for key in table.published}
+    return sorted({(config.recipe_name(condition), workers) for condition, workers in asked | published})
 
 
 @contextlib.contextmanager
 def corpus(folder: Path) -> Iterator[Shape]:
     """Writes the corpus under Kaldi's names and makes `folder` the working directory meanwhile."""
-    synthesise(folder / "synth", SHAPE)
+    synthesize(folder / "synth", SHAPE)
     for made, name in (("train", DATA), ("ali", ALIGNMENTS), ("test", TEST)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "synth" / made).rename(folder / name)
@@ -75,7 +71,7 @@ def corpus(folder: Path) -> Iterator[Shape]:
     os.chdir(folder)
     try:
         alignments = read_alignments(Path(ALIGNMENTS))
-        yield Shape(plan_corpus(Path(DATA), alignments), alignments.num_pdfs)
+        yield Shape(build_index(read_data_dir(Path(DATA)), alignments), alignments.num_pdfs)
     finally:
         os.chdir(before)
 
@@ -87,7 +83,7 @@ def check_recipe(path: Path, shape: Shape) -> str:
         UserError: it is not what its name says, or cannot be run on such a corpus.
     """
     recipe = load_recipe(path)
-    _expect(path, "network", tuple(layer_widths(recipe, shape.plan.dim, shape.pdfs)), WIDTHS)
+    _expect(path, "network", tuple(widths_of(recipe, shape)), WIDTHS)
     _expect(path, "data.train", recipe.data.train, Path(DATA).resolve())
     _expect(path, "data.alignments", recipe.data.alignments, Path(ALIGNMENTS).resolve())
     name = re.fullmatch(r"[a-z0-9-]+-([0-9]+)", path.stem)
@@ -97,46 +93,53 @@ def check_recipe(path: Path, shape: Shape) -> str:
     return f"{path.name}: {describe(recipe, shape)}"
 
 
+def widths_of(recipe: Recipe, shape: Shape) -> list[int]:
+    """Inputs of the network, units of each hidden layer, outputs."""
+    inputs = shape.plan.dim * (2 * recipe.data.splice + 1)
+    return [inputs, *[recipe.model.hidden_units] * recipe.model.hidden_layers, shape.pdfs]
+
+
 def _check_shards(path: Path, recipe: Recipe, shape: Shape) -> None:
     """Every worker has minibatches to train on and frames to judge by."""
     plan, workers = shape.plan, recipe.parallel.workers
-    for what, chosen in zip(
+    for message, chosen in zip(
         ("training", "cross-validation"),
-        split_by_fraction(plan, recipe.data.cv.fraction or DEFAULT_FRACTION, recipe.seed),
+        hold_out_fraction(plan, recipe.data.cv.fraction or DEFAULT_FRACTION, recipe.seed),
         strict=True,
     ):
-        shares = shards(plan.num_frames, chosen, workers)
-        _expect(path, f"utterances for {what}", sorted(u for share in shares for u in share), chosen)
+        shares = assign_shards(plan.num_frames, chosen, workers)
+        _expect(path, f"utterances for {message}", sorted(u for share in shares for u in share), chosen)
         frames = [int(plan.num_frames[share].sum()) for share in shares]
-        least = recipe.minibatch if what == "training" else 1
+        least = recipe.minibatch_size if message == "training" else 1
         if min(frames) < least:
-            raise UserError(f"{what}: a worker has {min(frames)} frames, expected {least} or more", where=path)
+            raise UserError(f"{message}: a worker has {min(frames)} frames, expected {least} or more", location=path)
 
 
 def describe(recipe: Recipe, shape: Shape) -> str:
     """What it trains, and what a worker on a CPU needs for 286 hours of it."""
     options, workers = recipe.parallel, recipe.parallel.workers
-    widths = layer_widths(recipe, shape.plan.dim, shape.pdfs)
+    widths = widths_of(recipe, shape)
     fraction = recipe.data.cv.fraction or DEFAULT_FRACTION
     frames = HOURS * FRAMES_PER_HOUR // workers
-    rate = recipe.schedule.initial * (workers if scales_rate(options) else 1)
+    rate = recipe.schedule.initial_learning_rate * (workers if averaging_options(options).scale_learning_rate else 1)
     rows = frames + 2 * recipe.data.splice * frames // FRAMES_OF_AN_UTTERANCE
+    training = footprint(recipe, widths[0], shape.pdfs, workers)
     needs = {
-        **training_needs(recipe, shape.plan.dim, shape.pdfs, workers),
-        **frames_needs(recipe.data.store, frames, rows, shape.plan.dim),
+        **training.on_host("cpu"),
+        "frames": frame_bytes(recipe.data.feature_dtype, frames, rows, shape.plan.dim),
     }
-    minibatches = int(frames * (1 - fraction)) // recipe.minibatch
-    every = 1 if options.reduce == "gradient" else options.every
+    minibatches = int(frames * (1 - fraction)) // recipe.minibatch_size
+    every = 1 if options.strategy == "gradient-all-reduce" else options.averaging_period
     extras = [
-        f"after {options.start_minibatches} minibatches of {options.start}" if options.start != "none" else "",
+        f"after {options.warmup_minibatches} minibatches of {options.warmup}" if options.warmup != "none" else "",
         "overlap" if options.overlap else "",
-        f"{options.wire} on the wire" if options.wire != "float32" else "",
+        f"{options.comm_dtype} on the wire" if options.comm_dtype != "float32" else "",
     ]
-    averaging = f"{options.reduce} every {every}: {minibatches // every} an epoch" if workers > 1 else "no averaging"
+    averaging = f"{options.strategy} every {every}: {minibatches // every} an epoch" if workers > 1 else "no averaging"
     return ", ".join(
         [
-            f"{widths[0]}-{len(widths) - 2}x{widths[1]}-{widths[-1]} ({count_parameters(widths):,} parameters)",
-            f"{recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch}",
+            f"{widths[0]}-{len(widths) - 2}x{widths[1]}-{widths[-1]} ({training.num_parameters:,} parameters)",
+            f"{recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch_size}",
             f"{recipe.schedule.name} from {rate:g}",
             f"{workers} workers, {averaging}" if workers > 1 else "1 worker",
             *filter(None, extras if workers > 1 else []),
@@ -145,9 +148,9 @@ def describe(recipe: Recipe, shape: Shape) -> str:
     )
 
 
-def _expect(path: Path, what: str, found: object, expected: object) -> None:
+def _expect(path: Path, message: str, found: object, expected: object) -> None:
     if found != expected:
-        raise UserError(f"{what}: {found} found, expected {expected}", where=path)
+        raise UserError(f"{message}: {found} found, expected {expected}", location=path)
 
 
 def _by_workers(path: Path) -> tuple[str, int]:
@@ -165,17 +168,17 @@ def problems(folder: Path, shape: Shape) -> list[str]:
         except UserError as error:
             found.append(str(error))
     try:
-        plan = load_corpus_plan(folder)
-        wanted = [plan.recipes.format(setting=setting, workers=workers) for setting, workers in cells(plan)]
-        for name in [*wanted, plan.stack]:
+        config = load_config(folder)
+        wanted = [config.recipes.format(condition=name, workers=workers) for name, workers in cells(config)]
+        for name in [*wanted, config.dbn_recipe]:
             if not (folder / name).is_file():
-                found.append(f"the tables ask for it and it is not there\n  where: {folder / name}")
+                found.append(f"the tables ask for it and it is not there\n  location: {folder / name}")
         for path in paths:
             if path.name not in (*wanted, *NO_CELLS):
-                found.append(f"no table asks for it\n  where: {path}")
-        for test in plan.tests:
+                found.append(f"no table asks for it\n  location: {path}")
+        for test in config.tests:
             if read_data_dir(test.data).speakers is None:
-                found.append(f"no utt2spk\n  where: {test.data}")
+                found.append(f"no utt2spk\n  location: {test.data}")
     except UserError as error:
         found.append(str(error))
     print(f"{len(paths)} recipes, {len(found)} problems; memory on a CPU at {HOURS} hours")

@@ -19,7 +19,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONG = ("test_kills.py", "test_deaths.py", "test_real_slurm.py")
+LONG = ("test_restarts.py", "test_real_slurm.py")
 """Files that take minutes: they begin, so that at the end no core waits for them."""
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -28,6 +28,15 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files first; all others stay in their order."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+@pytest.fixture(autouse=True)
+def parameters_are_not_written_behind_the_back_of_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See parameter_check.py. Only for tests that import networks: torch takes seconds."""
+    if "ddnn.nn.network" in sys.modules:
+        from parameter_check import Workspace, checked
+
+        monkeypatch.setattr(Workspace, "refresh", checked(Workspace.refresh))
 
 
 @pytest.fixture(scope="session")
@@ -67,8 +76,11 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr("sys.argv", ["ddnn", *map(str, arguments)])
         monkeypatch.setattr("sys.excepthook", sys.excepthook)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
         with pytest.raises(SystemExit) as ended:
             main()
+        for number, handler in handlers.items():  # a stopped training ignores SIGUSR1 to the end of its process
+            signal.signal(number, handler)
         return Result(int(ended.value.code or 0), *capfd.readouterr())
 
     return run

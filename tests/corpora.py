@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from kaldi_files import write_diag_gmms
 
+from ddnn.data.dataset import AcousticDataset, DataConfig
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.index import UtteranceIndex, build_index
+from ddnn.data.pipeline import load_data_dir
+from ddnn.kaldi.alignments import Alignments
+from ddnn.kaldi.archive import write_int_vectors, write_matrices
+from ddnn.kaldi.data_dir import read_data_dir
 from ddnn.kaldi.fst import ARC, Fst, write_fst
-from ddnn.kaldi.tables import write_int_vectors, write_matrices
-from ddnn.kaldi.topology import left_to_right
-from ddnn.kaldi.transitions import build_transition_model, write_diag_gmms, write_transition_model
+from ddnn.kaldi.transition_model import build_transition_model, left_to_right, write_transition_model
 
 DIM, PDFS = 4, 3
 
@@ -85,7 +93,23 @@ def write_recipe(path: Path, data: Path, pdfs: Path, more: str = "") -> Path:
     """A recipe that trains in a second."""
     path.write_text(
         f"data:\n  train: '{data}'\n  alignments: '{pdfs}'\n  splice: 1\n  cv: {{fraction: 0.25}}\n"
-        "model: {hidden_layers: 1, hidden_units: 8}\nminibatch: 16\n"
-        "schedule: {initial: 0.05, epochs: 3}\n" + more
+        "model: {hidden_layers: 1, hidden_units: 8}\nminibatch_size: 16\n"
+        "schedule: {initial_learning_rate: 0.05, max_epochs: 3}\n" + more
     )
     return path
+
+
+def load_all(
+    data: Path,
+    alignments: Alignments | None,
+    splice: int = 2,
+    features: FeatureConfig = FeatureConfig(),  # noqa: B008 (frozen)
+    **config: Any,
+) -> AcousticDataset:
+    """A whole data dir; `config` as of `DataConfig`."""
+    return load_data_dir(data, alignments, DataConfig(replace(features, splice=splice), **config))
+
+
+def index_of(data: Path, alignments: Alignments | None, max_skipped_fraction: float | None = 0.05) -> UtteranceIndex:
+    """What one worker finds in a data dir."""
+    return build_index(read_data_dir(data), alignments, max_skipped_fraction=max_skipped_fraction)

@@ -11,7 +11,7 @@ import numpy as np
 from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_graph_dir, write_recipe
 
 RunCli = Callable[..., Any]
-BEFORE_TRAINING = {"recipe.yaml", "train.log", "ali_train_pdf.counts"}
+BEFORE_TRAINING = {"recipe.yaml", "train.log", "status.json", "ali_train_pdf.counts"}
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def assert_refused(result: Any, *said: str) -> None:
     assert "Traceback" not in result.stderr and "Logging error" not in result.stderr
     assert result.stderr.count("ddnn: error: ") == 1
     message = result.stderr.partition("ddnn: error: ")[2]
-    assert "where: " in message
+    assert "location: " in message
     for part in said:
-        assert part in message
+        assert part in message, f"{part!r} not in {message!r}"
 
 
 def files_in(folder: Path) -> set[str]:

@@ -14,7 +14,7 @@ PARAMETERS = 1_329_768
 def epoch_row(epoch: int, split: str, /, **changes: object) -> dict[str, Any]:
     """A row of all workers together, as THE loop writes it."""
     row = {
-        "epoch": epoch, "split": split, "loss": 4.0 * math.exp(-epoch / 4), "frame_accuracy": 0.6 - 0.5 / (1 + epoch),
+        "type": "epoch", "epoch": epoch, "split": split, "loss": 4.0 * math.exp(-epoch / 4), "frame_accuracy": 0.6 - 0.5 / (1 + epoch),
         "learning_rate": 0.008, "frames": 57344 if split == "train" else 6000, "seconds": 3.1,
         "frames_per_second": 18000.0, "accepted": True,
     }  # fmt: skip
@@ -24,12 +24,13 @@ def epoch_row(epoch: int, split: str, /, **changes: object) -> dict[str, Any]:
 def worker_row(epoch: int, rank: int, /, **changes: object) -> dict[str, Any]:
     """A row of one worker."""
     row = {
-        "epoch": epoch, "split": "worker", "rank": rank, "host": "n1", "device": "cpu", "frames": 28672,
-        "minibatches": 112, "seconds": 3.1, "frames_per_second": 9249.0, "compute_share": 0.93 - 0.02 * rank,
-        "data_share": 0.01, "communication_share": 0.04, "waiting_share": 0.02 * rank, "averagings": 11, "left_out": 0,
-        "divergence": 0.0123 * math.exp(-epoch / 5) * (1 + rank / 10), "bytes_sent": 58_554_848,
-        "exchange_seconds": 0.06, "parameters": PARAMETERS, "block_seconds": 0.26 + 0.01 * rank,
-        "block_seconds_std": 0.01,
+        "type": "worker", "epoch": epoch, "rank": rank, "host": "n1", "device": "cpu", "frames": 28672,
+        "minibatches": 112, "seconds": 3.1, "frames_per_second": 9249.0, "compute_fraction": 0.93 - 0.02 * rank,
+        "data_fraction": 0.01, "comm_fraction": 0.04, "wait_fraction": 0.02 * rank, "averagings": 11,
+        "excluded_averagings": 0,
+        "consensus_distance": 0.0123 * math.exp(-epoch / 5) * (1 + rank / 10), "bytes_sent": 58_554_848,
+        "comm_seconds": 0.06, "num_parameters": PARAMETERS, "interval_seconds": 0.26 + 0.01 * rank,
+        "interval_seconds_std": 0.01,
     }  # fmt: skip
     return {**row, **changes}
 

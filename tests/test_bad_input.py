@@ -13,7 +13,7 @@ import pytest
 from corpora import write_pdfs, write_recipe
 from jobs import BEFORE_TRAINING, Job, RunCli, assert_refused, assert_trains, files_in, make_job
 
-from ddnn.kaldi.tables import iterate_matrices, write_int_vectors
+from ddnn.kaldi.archive import iterate_matrices, write_int_vectors
 
 U = "spk1-utt005"
 """The utterance that is damaged: neither the first of the corpus nor the last."""
@@ -30,7 +30,7 @@ def job(tmp_path: Path) -> Job:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run dir of a training that went well."""
     from ddnn.recipe.load import load_recipe
-    from ddnn.train.command import run_training
+    from ddnn.training.job import run_training
 
     job = make_job(tmp_path_factory.mktemp("trained"))
     run_training(load_recipe(job.recipe), job.run, "cpu")
@@ -98,15 +98,15 @@ DATA: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "empty scp": (lambda job: job.scp.write_text(""), ("feats.scp", "is empty", "a line per utterance")),
     "no archive": (lambda job: job.ark.unlink(), ("spk0-utt000", "feats.ark", "does not exist", "feats.scp, line 1")),
     "empty archive": (lambda job: cut(job.ark, 0), ("spk0-utt000", "feats.ark", "the file is empty")),
-    "cut before the record": (cut_ark(0), (U, "feats.ark", "lies past the end of the file, which has")),
-    "cut in the marker": (cut_ark(1), (U, "feats.ark", "binary marker takes 2 bytes, at most 1 are left")),
-    "cut in the type": (cut_ark(4), (U, "feats.ark", "the type of the matrix takes 3 bytes, at most 2 are left")),
-    "cut in the dims": (cut_ark(9), (U, "feats.ark", "the dims of the matrix takes 10 bytes, at most 4 are left")),
-    "cut before the data": (cut_ark(15), (U, "feats.ark", "20 rows and 4 columns, 320 bytes, at most 0 are left")),
-    "cut in the data": (cut_ark(15 + 319), (U, "feats.ark", "20 rows and 4 columns, 320 bytes, at most 319 are left")),
+    "cut before the record": (cut_ark(0), (U, "feats.ark", "is past the end of the file, which has")),
+    "cut in the marker": (cut_ark(1), (U, "feats.ark", "binary marker takes 2 bytes, at most 1 remain")),
+    "cut in the type": (cut_ark(4), (U, "feats.ark", "the type of the matrix takes 3 bytes, at most 2 remain")),
+    "cut in the dims": (cut_ark(9), (U, "feats.ark", "the dims of the matrix takes 10 bytes, at most 4 remain")),
+    "cut before the data": (cut_ark(15), (U, "feats.ark", "20 rows and 4 columns, 320 bytes, at most 0 remain")),
+    "cut in the data": (cut_ark(15 + 319), (U, "feats.ark", "20 rows and 4 columns, 320 bytes, at most 319 remain")),
     "offset past the end": (
         change_line(lambda line: line + "000"),
-        (U, "feats.ark", "lies past the end of the file, which has"),
+        (U, "feats.ark", "is past the end of the file, which has"),
     ),
     "offset into the middle": (
         change_line(lambda line: f"{line.rpartition(':')[0]}:{int(line.rpartition(':')[2]) + 40}"),
@@ -119,7 +119,7 @@ DATA: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "other dims": (change_features(lambda x: x[:, :3]), (U, "feats.scp", "3 dims found, 4 expected as in spk0-utt000")),
     "a vector": (
         lambda job: job.ark.write_bytes(job.ark.read_bytes().replace(b"FM ", b"FV ", 1)),
-        ("spk0-utt000", "feats.ark", "expected a matrix, found a vector"),
+        ("spk0-utt000", "feats.ark", "expected a matrix (FM, DM, CM, CM2 or CM3), found a vector"),
     ),
     "utterance twice": (
         change_scp(lambda lines: [*lines, next(line for line in lines if line.startswith(U))]),
@@ -150,7 +150,7 @@ ALIGNMENTS: dict[str, tuple[Damage, tuple[str, ...]]] = {
         lambda job: (job.ali / "ali.1.gz").write_bytes(
             gzip.compress(gzip.decompress((job.ali / "ali.1.gz").read_bytes())[:-7])
         ),
-        ("ali.1.gz", "spk3-utt023", "cut short: a vector of 20 integers takes 100 bytes, 93 are left"),
+        ("ali.1.gz", "spk3-utt023", "cut short: a vector of 20 integers takes 100 bytes, 93 remain"),
     ),
     "a job too few": (lambda job: (job.ali / "num_jobs").write_text("2\n"), ("ali", "ali.2.gz is missing: expected 2")),
     "utterance aligned twice": (twice_aligned, ("ali.2.gz", U, "occurs twice")),
@@ -171,14 +171,18 @@ ALIGNMENTS: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "final.mdl is an archive": (rename_model, ("final.mdl", "not a Kaldi transition model: expected <Tr")),
     "final.mdl is cut": (
         lambda job: cut(job.ali / "final.mdl", 100),
-        ("final.mdl", "not a Kaldi transition model: expected", "it has 100 bytes"),
+        ("final.mdl", "not a Kaldi transition model: cut short", "it has 100 bytes"),
     ),
 }
 
 TOO_FEW: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "alignments missing": (
         change_ids(lambda ids: [ids.pop(name) for name in (U, "spk2-utt006")] and None),
-        ("2 of 24 utterances cannot be used (2 without an alignment", f"the first is {U}", "max_missing (now 0.05)"),
+        (
+            "2 of 24 utterances cannot be used (2 without an alignment",
+            f"the first is {U}",
+            "max_skipped_fraction (now 0.05)",
+        ),
     ),
     "lengths differ": (
         change_ids(lambda ids: ids.update({name: ids[name][:-6] for name in (U, "spk2-utt006")})),
@@ -239,13 +243,15 @@ def test_some_utterances_are_skipped_or_trimmed_and_counted(job: Job, trained: P
     # A matrix without frames differs from its 20 aligned ones.
     assert found["utterances"] == {"used": 21, "no_alignment": 1, "length_differs": 2, "trimmed": 2, "empty": 0}
     assert found["frames"] == 20 * 20 + 15
-    assert_trains(run_cli, job, ["data.max_missing=0.125"])
+    assert_trains(run_cli, job, ["data.max_skipped_fraction=0.125"])
     log = (job.run / "train.log").read_text()
     assert "3 of 24 utterances skipped (1 without an alignment, 2 differing from theirs by more than 5" in log
     assert "2 trimmed" in log
     assert f"{six_less} skipped: 20 frames of features, 14 of alignment" in log
     (job.root / "run").rename(job.root / "other run")
-    refused = run_cli("train", job.recipe, "--run-dir", job.run, "--set", "data.max_missing=0.12", "--device", "cpu")
+    refused = run_cli(
+        "train", job.recipe, "--run-dir", job.run, "--set", "data.max_skipped_fraction=0.12", "--device", "cpu"
+    )
     assert_refused(refused, "3 of 24 utterances cannot be used", "the first is spk0-utt000")
 
 
@@ -265,14 +271,14 @@ def test_pdf_ids_beyond_the_model(job: Job, trained: Path, run_cli: RunCli) -> N
     pdfs[U][4] = 3
     archive = write_pdfs(job.root / "pdfs.txt", pdfs)
     write_recipe(job.recipe, job.data, archive)
-    settings = ["--set", "data.pdfs=3", "--run-dir", job.run, "--device", "cpu"]
+    settings = ["--set", "data.num_pdfs=3", "--run-dir", job.run, "--device", "cpu"]
     said = ("pdfs.txt", U, "frame 4: expected a pdf-id from 0 to 2, found 3")
     assert_refused(run_cli("train", job.recipe, *settings), *said)
     assert files_in(job.run) <= BEFORE_TRAINING
     result = run_cli("evaluate", trained, "--data", job.data, "--alignments", archive, "--device", "cpu")
     assert_refused(result, "pdfs.txt", U, "the alignment has 4 pdfs, the model 3")
     write_pdfs(archive, job.labels)
-    assert_trains(run_cli, job, ["data.pdfs=3"])
+    assert_trains(run_cli, job, ["data.num_pdfs=3"])
 
 
 @pytest.mark.parametrize(
@@ -282,11 +288,17 @@ def test_pdf_ids_beyond_the_model(job: Job, trained: Path, run_cli: RunCli) -> N
         ("train me\n", ("line 1", "plain text found, expected `key: value` lines")),
         ("", ("nothing found, expected `key: value` lines",)),
         ("data:\n\ttrain: data\n", ("line 2", "a tab found in the indentation; use spaces")),
-        ("{data}schedule: {{initail: 0.1}}\n", ("line 2", "schedule.initail: unknown key", "schedule.initial?")),
-        ("{data}schedule: {{initial: -0.1}}\n", ("line 2", "schedule.initial: -0.1 found, expected a number > 0")),
         (
-            "{data}minibtach: 8\nschedule: {{initial: -1}}\n",
-            ("2 problems", "line 2", "minibatch?", "line 3", "-1 found"),
+            "{data}schedule: {{initail: 0.1}}\n",
+            ("line 2", "schedule.initail: unknown key", "schedule.initial_learning_rate?"),
+        ),
+        (
+            "{data}schedule: {{initial_learning_rate: -0.1}}\n",
+            ("line 2", "schedule.initial_learning_rate: -0.1 found, expected a number > 0"),
+        ),
+        (
+            "{data}minibtach: 8\nschedule: {{initial_learning_rate: -1}}\n",
+            ("2 problems", "line 2", "minibatch_size?", "line 3", "-1 found"),
         ),
         ("data: {{train: nowhere, alignments: '{ali}'}}\n", ("line 1", "data.train: 'nowhere' does not exist")),
         (None, ("cannot read the file: No such file or directory",)),

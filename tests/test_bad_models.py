@@ -11,7 +11,7 @@ import pytest
 from corpora import write_graph_dir, write_model
 from jobs import RunCli, assert_refused, files_in, make_job
 
-from ddnn.kaldi.tables import write_matrices
+from ddnn.kaldi.archive import write_matrices
 
 Damage = Callable[[Path], object]
 NOT_NNET1 = "not a Kaldi nnet1 network: expected"
@@ -20,10 +20,10 @@ NOT_NNET1 = "not a Kaldi nnet1 network: expected"
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run, exported and with log-likelihoods, a graph and its model: everything under one folder."""
-    from ddnn.decode.prepare import prepare_decoding
+    from ddnn.decoding.prepare import prepare_decoding
     from ddnn.recipe.load import load_recipe
-    from ddnn.train.command import run_training
-    from ddnn.train.nnet1_command import export_nnet1
+    from ddnn.training.job import run_training
+    from ddnn.training.nnet1_command import export_nnet1
 
     job = make_job(tmp_path_factory.mktemp("whole"))
     run_training(load_recipe(job.recipe), job.run, "cpu")
@@ -76,7 +76,7 @@ def test_run_dirs(folder: Path, run_cli: RunCli, damage: Damage, said: tuple[str
         (None, ("there is no ali_train_pdf.counts",)),
         (" [ 1 2 3 4 ]\n", ("has 4 pdfs, the model 3",)),
         (" [ 1 -2 3 ]\n", ("pdf-id 1: expected a count of frames, found -2",)),
-        (" [ 1 2 3\n", ("expected pdf counts between [ and ]",)),
+        (" [ 1 2 3\n", ("cut short: no ']' ends pdf counts",)),
     ],
 )
 def test_pdf_counts(folder: Path, run_cli: RunCli, counts: str | None, said: tuple[str, ...]) -> None:
@@ -113,8 +113,8 @@ def test_import_nnet1(folder: Path, run_cli: RunCli, name: str, damage: Damage, 
     arguments = ["import-nnet1", nnet / "final.nnet", "--feature-transform", nnet / "feature_transform.nnet"]
     arguments += ["--pdf-counts", nnet / "counts", "--out", out]
     damage(nnet / name)
-    where = "final.nnet" if name == "feature_transform.nnet" and "12" in said else name
-    assert_refused(run_cli(*arguments), where, *said)
+    location = "final.nnet" if name == "feature_transform.nnet" and "12" in said else name
+    assert_refused(run_cli(*arguments), location, *said)
     assert not out.exists()
     (nnet / name).write_bytes(kept)
     assert run_cli(*arguments).exit_code == 0
@@ -126,7 +126,7 @@ U = "spk1-utt005"
 
 def change_matrix(change: Callable[[np.ndarray], np.ndarray]) -> Damage:
     def damage(folder: Path) -> None:
-        from ddnn.kaldi.tables import iterate_matrices
+        from ddnn.kaldi.archive import iterate_matrices
 
         matrices = list(iterate_matrices(folder / "decode/loglikes.ark"))
         changed = [(name, change(matrix.copy()) if name == U else matrix) for name, matrix in matrices]
@@ -156,7 +156,7 @@ SCORE: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "no scp": (lambda f: (f / "decode/loglikes.scp").unlink(), ("loglikes.scp", "no log-likelihoods")),
     "empty scp": (lambda f: cut(f / "decode/loglikes.scp", 0), ("loglikes.scp", "is empty")),
     "no archive": (lambda f: (f / "decode/loglikes.ark").unlink(), ("spk0-utt000", "loglikes.ark", "does not exist")),
-    "cut archive": (lambda f: cut(f / "decode/loglikes.ark", 5000), ("spk", "loglikes.ark", "at most", "are left")),
+    "cut archive": (lambda f: cut(f / "decode/loglikes.ark", 5000), ("spk", "loglikes.ark", "at most", "remain")),
     "utterance twice": (add_line, ("loglikes.scp", "occurs twice, in lines 4 and 25")),
     "utterance too few": (lambda f: lose_line(f / "decode/loglikes.scp"), ("have no log-likelihoods (spk0-utt000)",)),
     "reference too short": (lambda f: lose_line(f / "data/text"), ("have no reference (spk0-utt000)", "loglikes.scp")),
@@ -169,7 +169,10 @@ SCORE: dict[str, tuple[Damage, tuple[str, ...]]] = {
         lambda f: (f / "ali/final.mdl").write_bytes((f / "data/feats.ark").read_bytes()),
         ("final.mdl", "not a Kaldi transition model: expected <TransitionModel>", "found"),
     ),
-    "cut final.mdl": (lambda f: cut(f / "ali/final.mdl", 100), ("final.mdl", "not a Kaldi transition model: expected")),
+    "cut final.mdl": (
+        lambda f: cut(f / "ali/final.mdl", 100),
+        ("final.mdl", "not a Kaldi transition model: cut short"),
+    ),
     "no graph": (lambda f: shutil.rmtree(f / "graph"), ("HCLG.fst", "No such file")),
     "cut graph": (lambda f: cut(f / "graph/HCLG.fst", 150), ("HCLG.fst",)),
     "no words": (lambda f: (f / "graph/words.txt").write_text("<eps> 0\na 1\n"), ("words.txt", "word id 2")),

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from ddnn import __version__, cli
-from ddnn.errors import UserError
+from ddnn.util.errors import UserError
 
 COMMANDS = [
     "train", "pretrain", "evaluate", "decode-prep", "score", "export", "import-nnet1", "info", "status", "synth",
@@ -76,7 +76,7 @@ def recipe(tmp_path: Path) -> Path:
     for name in ("train", "ali"):
         (tmp_path / name).mkdir()
     path = tmp_path / "my recipe.yaml"
-    path.write_text(f"data: {{train: '{tmp_path}/train', alignments: '{tmp_path}/ali'}}\nminibatch: 128\n")
+    path.write_text(f"data: {{train: '{tmp_path}/train', alignments: '{tmp_path}/ali'}}\nminibatch_size: 128\n")
     return path
 
 
@@ -148,50 +148,50 @@ def test_usage_errors_end_with_2(run: Run, arguments: list[str], said: str) -> N
 
 
 def test_dry_run_prints_the_resolved_recipe_and_trains_nothing(run: Run, called: Any, recipe: Path) -> None:
-    calls = called("ddnn.train.command", "run_training", describe=lambda recipe: "a small network")
-    code, out, _ = run("train", recipe, "--set", "schedule.initial=0.5", "--set", "seed=7", "--dry-run")
+    calls = called("ddnn.training.job", "run_training", describe=lambda recipe: "a small network")
+    code, out, _ = run("train", recipe, "--set", "schedule.initial_learning_rate=0.5", "--set", "seed=7", "--dry-run")
     assert code == 0
     assert out.startswith("# a small network\nseed: 7\n")
     tree = yaml.safe_load(out)
-    assert (tree["minibatch"], tree["schedule"]["initial"]) == (128, 0.5)
+    assert (tree["minibatch_size"], tree["schedule"]["initial_learning_rate"]) == (128, 0.5)
     assert calls == []
 
 
 def test_dry_run_for_real(run: Run, recipe: Path) -> None:
     code, out, _ = run("train", recipe, "--dry-run")
     assert code == 0
-    assert yaml.safe_load(out)["minibatch"] == 128
+    assert yaml.safe_load(out)["minibatch_size"] == 128
 
 
 def test_train(run: Run, called: Any, recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    calls = called("ddnn.train.command", "run_training")
+    calls = called("ddnn.training.job", "run_training")
     assert run("train", recipe)[0] == 0
     assert run("train", recipe, "--run-dir", "here", "--device", "cpu", "--workers", "1", "--set", "seed=3")[0] == 0
-    (loaded, run_dir, device), options = calls[0]
-    assert (loaded.minibatch, run_dir, device) == (128, Path("exp/my recipe"), "auto")
-    assert (options["job"].exchange.size, options["resume"]) == (1, False)
-    (loaded, run_dir, device), _ = calls[1]
+    (loaded, run_dir, device, comm), options = calls[0]
+    assert (loaded.minibatch_size, run_dir, device) == (128, Path("exp/my recipe"), "auto")
+    assert (comm.world_size, options["resume"]) == (1, False)
+    (loaded, run_dir, device, _), _ = calls[1]
     assert (loaded.seed, run_dir, device) == (3, Path("here"), "cpu")
 
 
 def test_resume(run: Run, called: Any, recipe: Path, tmp_path: Path) -> None:
-    calls = called("ddnn.train.command", "run_training")
+    calls = called("ddnn.training.job", "run_training")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     code, _, err = run("train", run_dir, "--resume")
     assert code == 2 and "there is no recipe.yaml" in err
     (run_dir / "recipe.yaml").write_text(recipe.read_text())
-    assert run("train", run_dir, "--resume", "--set", "checkpoint.keep=3")[0] == 0
-    (loaded, where, _), options = calls[0]
-    assert (loaded.checkpoint.keep, where, options["resume"]) == (3, run_dir, True)
+    assert run("train", run_dir, "--resume", "--set", "checkpoint.keep_last=3")[0] == 0
+    (loaded, location, _, _), options = calls[0]
+    assert (loaded.checkpoint.keep_last, location, options["resume"]) == (3, run_dir, True)
     (run_dir / "final.safetensors").write_bytes(b"")
     code, out, _ = run("train", run_dir, "--resume")
     assert code == 0 and "this training has finished" in out and len(calls) == 1
 
 
 def test_a_launcher_imports_no_torch() -> None:
-    code = "import sys, ddnn.cli, ddnn.train.start; print('torch' in sys.modules)"
+    code = "import sys, ddnn.cli, ddnn.training.start; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -201,14 +201,14 @@ def test_bad_recipe_is_one_message_and_2(run: Run, recipe: Path) -> None:
     assert (code, out) == (2, "")
     assert err.splitlines() == [
         "ddnn: error: 2 problems in the recipe:",
-        "  - schedule.initail: unknown key; did you mean schedule.initial?  [--set schedule.initail=1]",
+        "  - schedule.initail: unknown key; did you mean schedule.initial_learning_rate?  [--set schedule.initail=1]",
         "  - parallel.workers: 0 found, expected a whole number >= 1  [--set parallel.workers=0]",
-        f"  where: {recipe}",
+        f"  location: {recipe}",
     ]
 
 
 def test_evaluate(run: Run, called: Any) -> None:
-    calls = called("ddnn.train.evaluate", "evaluate_run", Result())
+    calls = called("ddnn.training.evaluation", "evaluate_run", Result())
     arguments = ["evaluate", "run", "--data", "d d", "--alignments", "a", "--device", "cpu"]
     assert run(*arguments) == (0, "loss 1.5, größer\n", "")
     code, out, _ = run(*arguments, "--json", "--allow-pipes")
@@ -218,16 +218,16 @@ def test_evaluate(run: Run, called: Any) -> None:
 
 
 def test_commands_without_output(run: Run, called: Any) -> None:
-    calls = called("ddnn.decode.prepare", "prepare_decoding")
+    calls = called("ddnn.decoding.prepare", "prepare_decoding")
     assert run("decode-prep", "run", "--data", "d", "--out", "o", "--prior-scale", "0.5") == (0, "", "")
     options = {"device": "auto", "prior_scale": 0.5, "allow_pipes": False}
     assert calls == [((Path("run"), Path("d"), Path("o")), options)]
 
-    calls = called("ddnn.train.nnet1_command", "export_nnet1")
+    calls = called("ddnn.training.nnet1_command", "export_nnet1")
     assert run("export", "run", "--format", "nnet1", "--out", "o") == (0, "", "")
     assert calls == [((Path("run"), Path("o")), {})]
 
-    calls = called("ddnn.train.nnet1_command", "import_nnet1")
+    calls = called("ddnn.training.nnet1_command", "import_nnet1")
     assert run("import-nnet1", "n", "--feature-transform", "f", "--pdf-counts", "c", "--out", "o") == (0, "", "")
     assert run("import-nnet1", "n", "--out", "o") == (0, "", "")
     assert [args for args, _ in calls] == [
@@ -240,7 +240,7 @@ def test_synth(run: Run, called: Any) -> None:
     from ddnn.synth.corpus import SynthOptions
 
     made = types.SimpleNamespace(train_utterances=12, test_utterances=3)
-    calls = called("ddnn.synth.corpus", "synthesise", made, SynthOptions=SynthOptions)
+    calls = called("ddnn.synth.corpus", "synthesize", made, SynthOptions=SynthOptions)
     code, out, _ = run("synth", "o", "--hours", "0.1", "--speakers", "4", "--dim", "13", "--pdfs", "9", "--seed", "2")
     assert (code, out) == (0, "o: 12 utterances to train on, 3 to test\n")
     assert calls[0][0] == (Path("o"), SynthOptions(hours=0.1, speakers=4, dim=13, pdfs=9, seed=2))
@@ -253,7 +253,7 @@ def test_synth_of_endless_hours(run: Run, tmp_path: Path) -> None:
 
 
 def test_info_and_bench(run: Run, called: Any) -> None:
-    calls = called("ddnn.info", "describe_path", Result())
+    calls = called("ddnn.inspection.path", "describe_path", Result())
     assert run("info", "x y.scp") == (0, "loss 1.5, größer\n", "")
     assert json.loads(run("info", "x", "--json")[1]) == Result().as_dict()
     assert calls == [((Path("x y.scp"),), {}), ((Path("x"),), {})]
@@ -264,11 +264,11 @@ def test_info_and_bench(run: Run, called: Any) -> None:
 
 
 def test_score(run: Run, called: Any) -> None:
-    from ddnn.decode.decoder import DecodeOptions
+    from ddnn.decoding.decoder import DecodeOptions
 
     shown = {"as_json": lambda result, alignments: {"wer": 4.14, "alignments": alignments}}
     shown["render_text"] = lambda result, alignments: f"WER {alignments}\n"
-    calls = called("ddnn.decode.score", "score", **shown)
+    calls = called("ddnn.decoding.scoring", "score", **shown)
     arguments = ["score", "l", "--graph", "g", "--model", "m", "--text", "t"]
     assert run(*arguments) == (0, "WER False\n", "")
     code, out, _ = run(*arguments, "--acoustic-scale", "0.1,0.2", "--beam", "9", "--per-utterance", "--json")
@@ -279,25 +279,25 @@ def test_score(run: Run, called: Any) -> None:
     code, _, err = run(*arguments, "--acoustic-scale", "0.1;0.2")
     assert (code, err) == (
         2,
-        "ddnn: error: '0.1;0.2' found, expected numbers with commas between\n  where: --acoustic-scale\n"
-        "  mend:  give them as in --acoustic-scale 1,2,4\n",
+        "ddnn: error: '0.1;0.2' found, expected numbers with commas between\n  location: --acoustic-scale\n"
+        "  hint: give them as in --acoustic-scale 1,2,4\n",
     )
 
 
 def test_user_error(run: Run, called: Any) -> None:
-    called("ddnn.info", "describe_path", UserError("what is wrong", where="file", mend="do this"))
-    assert run("info", "x") == (2, "", "ddnn: error: what is wrong\n  where: file\n  mend:  do this\n")
+    called("ddnn.inspection.path", "describe_path", UserError("what is wrong", location="file", hint="do this"))
+    assert run("info", "x") == (2, "", "ddnn: error: what is wrong\n  location: file\n  hint: do this\n")
 
 
 def test_out_of_memory(run: Run, called: Any) -> None:
-    called("ddnn.info", "describe_path", MemoryError())
+    called("ddnn.inspection.path", "describe_path", MemoryError())
     code, _, err = run("info", "x")
     assert code == 2
     assert err.startswith("ddnn: error: out of memory\n")
 
 
 def test_keyboard_interrupt(run: Run, called: Any) -> None:
-    called("ddnn.info", "describe_path", KeyboardInterrupt())
+    called("ddnn.inspection.path", "describe_path", KeyboardInterrupt())
     code, out, err = run("info", "x")
     assert (code, out, err.strip()) == (130, "", "ddnn: interrupted")
 
@@ -305,11 +305,11 @@ def test_keyboard_interrupt(run: Run, called: Any) -> None:
 BROKEN = """
 import sys, types
 from ddnn import cli
-module = types.ModuleType("ddnn.info")
+module = types.ModuleType("ddnn.inspection.path")
 def describe_path(path):
     {body}
 module.describe_path = describe_path
-sys.modules["ddnn.info"] = module
+sys.modules["ddnn.inspection.path"] = module
 sys.argv = ["ddnn", "info", "x"]
 cli.main()
 """

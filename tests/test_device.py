@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddnn.device import check_devices, choose_device, device_identity
-from ddnn.errors import UserError
+from ddnn.util.device import check_devices, choose_device, device_identity
+from ddnn.util.errors import UserError
 
 ONE, TWO = "GPU-1111", "GPU-2222"
 
@@ -29,8 +29,8 @@ def test_a_shared_gpu_is_named_with_its_host_and_workers() -> None:
     places = [(0, "a", ONE), (1, "a", TWO), (2, "a", ONE), (3, "b", "GPU-3333"), (4, "a", ONE)]
     with pytest.raises(UserError) as caught:
         check_devices(places, share=False)
-    assert caught.value.what == f"5 workers have 3 GPUs between them: workers 0, 2, 4 share GPU {ONE} of a"
-    assert "share_devices" in str(caught.value.mend)
+    assert caught.value.message == f"5 workers have 3 GPUs between them: workers 0, 2, 4 share GPU {ONE} of a"
+    assert "oversubscribe_gpus" in str(caught.value.hint)
     with pytest.raises(UserError, match="2 workers have 1 GPU between"):
         check_devices([[0, "a", ONE], [1, "a", ONE]], share=False)
 
@@ -64,7 +64,7 @@ def test_a_gpu_in_exclusive_mode_that_is_taken_is_said_plainly(monkeypatch: pyte
     Gpus(monkeypatch, "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might ...")
     with pytest.raises(UserError, match="GPU 1 is taken") as caught:
         choose_device("cuda", 1)
-    assert "CUDA_VISIBLE_DEVICES" in str(caught.value.mend)
+    assert "CUDA_VISIBLE_DEVICES" in str(caught.value.hint)
     Gpus(monkeypatch, "CUDA error: out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
         choose_device("cuda", 1)

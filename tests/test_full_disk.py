@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -15,11 +16,12 @@ from typing import Any
 import pytest
 from jobs import BEFORE_TRAINING, Job, RunCli, assert_refused, assert_trains, files_in, make_job
 
-from ddnn.errors import UserError
-from ddnn.kaldi.tables import iterate_matrices
-from ddnn.model.acoustic import load_model
-from ddnn.train.run_dir import RunDir
-from ddnn.train.run_log import RunLog
+from ddnn.kaldi.archive import iterate_matrices
+from ddnn.nn.acoustic_model import load_model
+from ddnn.training import run_dir
+from ddnn.training.metrics import EpochRow, MetricsRow
+from ddnn.training.run_dir import RunDir
+from ddnn.util.errors import UserError
 
 PAGE = 4096
 FINISHED = {*BEFORE_TRAINING, "metrics.jsonl", "final.safetensors"}
@@ -42,7 +44,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(descriptor)
 
-    monkeypatch.setattr("ddnn.files.os.fsync", no_space)
+    monkeypatch.setattr("ddnn.util.files.os.fsync", no_space)
 
     def full(name: str | None) -> None:
         names[:] = [name] if name is not None else []
@@ -82,8 +84,8 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 @pytest.mark.parametrize(
     ("name", "left"),
     [
-        ("recipe.yaml", {"train.log"}),
-        ("ali_train_pdf.counts", {"recipe.yaml", "train.log"}),
+        ("recipe.yaml", {"train.log", "status.json"}),
+        ("ali_train_pdf.counts", {"recipe.yaml", "train.log", "status.json"}),
         ("final.safetensors", {*BEFORE_TRAINING, "metrics.jsonl", "best.safetensors"}),
     ],
 )
@@ -121,7 +123,7 @@ def test_train_on_disks_of_every_size(job: Job, run_cli: RunCli, disk: Callable[
         result = run_cli("train", job.recipe, "--run-dir", run, "--device", "cpu")
         left = files_in(run)
         for line in (run / "metrics.jsonl").read_text().splitlines() if "metrics.jsonl" in left else []:
-            assert json.loads(line)["split"] in ("train", "cv", "worker")
+            assert json.loads(line)["type"] in ("epoch", "worker")
         for model in left & {"best.safetensors", "final.safetensors"}:
             load_model(run / model)
         if "final.safetensors" in left:
@@ -155,17 +157,26 @@ def at_epoch(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Callable[[]
     record = RunDir.record
 
     def at_epoch(calls: dict[int, Callable[[], None]]) -> None:
-        def recorded(run: RunDir, row: dict[str, Any]) -> None:
-            record(run, {**row, "more": "x" * PAGE})  # no row fits into what the last page has left
-            if row["split"] == "cv" and row["epoch"] in calls:
-                calls[row["epoch"]]()
+        def recorded(run: RunDir, row: MetricsRow) -> None:
+            record(run, row)
+            if isinstance(row, EpochRow) and row.split == "cv" and row.epoch in calls:
+                calls[row.epoch]()
+
+        class LongRow(EpochRow):  # none fits into what the last page has left
+            more: str = "x" * PAGE
+
+        monkeypatch.setattr("ddnn.training.trainer.EpochRow", LongRow)
 
         monkeypatch.setattr(RunDir, "record", recorded)
 
     return at_epoch
 
 
-LONGER = ("schedule={name: exponential, initial: 0.05, epochs: 5}", "checkpoint.every_minibatches=3", "minibatch=64")
+LONGER = (
+    "schedule={name: exponential, initial_learning_rate: 0.05, epochs: 5, max_epochs: null}",
+    "checkpoint.interval_minibatches=3",
+    "minibatch_size=64",
+)
 
 
 def train_longer(run_cli: RunCli, job: Job, run: Path, *more: str) -> Any:
@@ -175,7 +186,7 @@ def train_longer(run_cli: RunCli, job: Job, run: Path, *more: str) -> Any:
 
 def epochs_of(run: Path) -> list[tuple[int, str]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["epoch"], row["split"]) for row in rows if row["split"] in ("train", "cv")]
+    return [(row["epoch"], row["split"]) for row in rows if row["type"] == "epoch"]
 
 
 EVERY_ROW = [(0, "cv"), *((epoch, split) for epoch in range(1, 6) for split in ("train", "cv"))]
@@ -202,7 +213,7 @@ def test_a_disk_that_is_full_for_a_while(
     assert (place / "run/final.safetensors").read_bytes() == (job.run / "final.safetensors").read_bytes()
     said = caplog.text
     assert said.count("best.safetensors in") == said.count("rows are kept in memory until it can") == 1
-    assert "rows that were kept are in it" in said
+    assert "pending rows are in it" in said
 
 
 def test_ended_while_the_disk_is_full(
@@ -234,13 +245,14 @@ def assert_fails_with(result: Any, said: str) -> None:
 def test_a_log_that_finds_no_space_does_not_end_a_training(
     job: Job, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = RunLog.begin
+    open_log = run_dir._RunLog._open
 
-    def without_space(log: RunLog, *, anew: bool) -> None:
-        begin(log, anew=anew)
-        os.dup2(os.open("/dev/full", os.O_WRONLY), log.stream.fileno())
+    def without_space(log: run_dir._RunLog) -> io.TextIOWrapper:
+        stream = open_log(log)
+        os.dup2(os.open("/dev/full", os.O_WRONLY), stream.fileno())
+        return stream
 
-    monkeypatch.setattr(RunLog, "begin", without_space)
+    monkeypatch.setattr(run_dir._RunLog, "_open", without_space)
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
     assert result.exit_code == 0, result.stderr
     assert files_in(job.run) == FINISHED
@@ -306,7 +318,7 @@ def test_import(job: Job, run_cli: RunCli, full: Callable[[str | None], None], n
 
 def test_pretraining_goes_on_once_there_is_space(job: Job, run_cli: RunCli, disk: Callable[[int], Path]) -> None:
     job.recipe.write_text(
-        job.recipe.read_text().replace("hidden_layers: 1", "hidden_layers: 2") + "init: rbm\npretrain: {passes: [2]}\n"
+        job.recipe.read_text().replace("hidden_layers: 1", "hidden_layers: 2") + "init: rbm\npretrain: {epochs: [2]}\n"
     )
     for pages in range(1, 12):
         run = disk(pages) / "rbm"
@@ -315,13 +327,14 @@ def test_pretraining_goes_on_once_there_is_space(job: Job, run_cli: RunCli, disk
         if result.exit_code == 0:
             break
         assert_refused(result, "o space left", str(run))
-        assert "stack.safetensors" not in files_in(run)
+        assert "dbn.safetensors" not in files_in(run)
         disk(0)
         assert run_cli(*arguments).exit_code == 0
         assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
     assert pages >= 4
     assert files_in(run) == {
-        "recipe.yaml", "metrics.jsonl", "rbm1.safetensors", "rbm2.safetensors", "stack.safetensors",
+        *("recipe.yaml", "train.log", "status.json", "metrics.jsonl"),
+        *("rbm1.safetensors", "rbm2.safetensors", "dbn.safetensors"),
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a path holds, in a glance."""
+"""What a path is."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddnn.errors import DataError, UserError
-from ddnn.info import describe_path
-from ddnn.info import path as info
-from ddnn.kaldi.archives import write_int_vectors, write_matrices
+from ddnn.inspection import path as info
+from ddnn.inspection.path import describe_path
+from ddnn.kaldi.archive import write_int_vectors, write_matrices
+from ddnn.training.metrics import PretrainRow
+from ddnn.util.errors import DataError, UserError
 
 
 def facts(path: Path) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def test_long_scp_is_sampled(table: Path) -> None:
 
 def test_long_archive_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_matrices(tmp_path / "a.ark", None, ((f"u{n}", np.ones((10, 10), np.float32)) for n in range(100)))
-    monkeypatch.setattr(info, "GLANCE_BYTES", 4000)
+    monkeypatch.setattr(info, "MAX_SCAN_BYTES", 4000)
     found = facts(tmp_path / "a.ark")
     assert (found["records"], found["frames"]) == ("at least 11", "at least 110")
 
@@ -122,46 +123,49 @@ def test_data_dir(table: Path) -> None:
     assert facts(table)["speakers"] == 1
 
 
+def epoch_row(epoch: int, loss: float | None, accuracy: float | None, accepted: bool = True) -> str:
+    row = {"type": "epoch", "split": "cv", "epoch": epoch, "loss": loss, "frame_accuracy": accuracy}
+    return json.dumps({**row, "accepted": accepted}) + "\n"
+
+
 def test_run_dir(tmp_path: Path) -> None:
     rows = [(0, 5.5, 0.1, True), (1, 2.5, 0.5, True), (2, 2.25, 0.6, True), (3, 2.75, 0.4, False)]
-    lines = []
-    for epoch, loss, accuracy, accepted in rows:
-        row = {"epoch": epoch, "loss": loss, "frame_accuracy": accuracy, "learning_rate": 0.008, "accepted": accepted}
-        lines += [{**row, "split": "train", "loss": 0.0}, {**row, "split": "cv"}]
     (tmp_path / "recipe.yaml").write_text("seed: 1\n")
-    assert facts(tmp_path) == {"kind": "ddnn run dir", "finished": False}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert facts(tmp_path) == {
-        "kind": "ddnn run dir",
-        "finished": False,
-        "epochs": 3,
-        "last_cross_validation": "epoch 3: loss 2.7500, frame accuracy 40.00 %, rejected",
-        "best_cross_validation": "epoch 2: loss 2.2500, frame accuracy 60.00 %",
-    }
-    (tmp_path / "metrics.jsonl").write_text('{"split": "cv", "epoch": 1')
-    with pytest.raises(DataError, match="line 1 is no metrics of a training"):
-        describe_path(tmp_path)
+    found = facts(tmp_path)
+    assert (found["kind"], found["state"], found["epochs"]) == ("ddnn run dir", "unknown", "0")
+    (tmp_path / "metrics.jsonl").write_text("".join(epoch_row(*row) for row in rows))
+    found = facts(tmp_path)
+    assert found["epochs"] == "3"
+    assert found["last"] == "epoch 3: cross-validation loss 2.7500, frame accuracy 40.00 %, rejected"
+    assert found["best"] == "epoch 2: cross-validation loss 2.2500, frame accuracy 60.00 %"
+    assert found["resume"] == f"ddnn train {tmp_path} --resume" and "problems" not in found
+    (tmp_path / "metrics.jsonl").write_text('{"type": "epoch", "epoch": 1')
+    assert "line 1 is not a metrics row" in facts(tmp_path)["problems"][0]
+    with pytest.raises(DataError, match="line 1 is not a metrics row"):
+        describe_path(tmp_path / "metrics.jsonl")
 
 
 def test_metrics_of_a_training_that_went_wrong(tmp_path: Path) -> None:
-    row = {"epoch": 1, "split": "cv", "loss": None, "frame_accuracy": None, "learning_rate": 1.0, "accepted": False}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    shown = facts(tmp_path / "metrics.jsonl")["last_cross_validation"]
-    assert shown == "epoch 1: loss not finite, frame accuracy none, rejected"
+    (tmp_path / "metrics.jsonl").write_text(epoch_row(1, None, None, accepted=False))
+    found = facts(tmp_path / "metrics.jsonl")
+    assert found["last"] == "epoch 1: cross-validation loss not finite, rejected" and "best" not in found
 
 
 def test_model(tmp_path: Path) -> None:
-    from ddnn.data.corpus import FeaturePipeline
-    from ddnn.data.transform import plain_splice
-    from ddnn.model.acoustic import AcousticModel, save_model
-    from ddnn.model.network import Network, hidden_stack
+    from ddnn.data.feature_reader import FeatureConfig
+    from ddnn.data.transform import splice_only
+    from ddnn.nn.acoustic_model import AcousticModel, save_model
+    from ddnn.nn.layers import mlp_layers
+    from ddnn.nn.network import Network
 
-    model = AcousticModel(FeaturePipeline("mean", 2), plain_splice(4, 1), Network(hidden_stack(12, 2, 8, 5, "tanh")))
+    model = AcousticModel(FeatureConfig("mean", 2), splice_only(4, 1), Network(mlp_layers(12, 2, 8, 5, "tanh")))
     save_model(tmp_path / "final.safetensors", model)
     expected = {"network": "12-8-8-5", "activations": ["tanh", "softmax"], "pdfs": 5, "cmvn": "mean", "deltas": 2}
     expected |= {"parameters": 12 * 8 + 8 + 8 * 8 + 8 + 8 * 5 + 5}
     assert facts(tmp_path / "final.safetensors") == {"kind": "ddnn model", **expected}
-    assert facts(tmp_path) == {"kind": "ddnn run dir", "finished": True, **expected}
+    found = facts(tmp_path)
+    assert (found["kind"], found["state"]) == ("ddnn run dir", "finished")
+    assert {key: found[key] for key in expected} == expected
     (tmp_path / "final.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(DataError, match="not a ddnn model"):
         describe_path(tmp_path)
@@ -200,20 +204,20 @@ def test_what_kaldi_wrote(shared: Path, name: str, kind: str, some: dict[str, An
 
 
 def test_large_alignment_dirs_and_graphs_are_not_read_whole(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "GLANCE_BYTES", 10_000)
+    monkeypatch.setattr(info, "MAX_SCAN_BYTES", 10_000)
     found = facts(shared / "an4/ali")
     assert "utterances" not in found
     assert found["first_keys"] == ["fash-an251-fash-b", "fash-an253-fash-b", "fash-an254-fash-b"]
-    assert facts(shared / "an4/graph/HCLG.fst")["bytes"] == "2312817, too many for a glance"
+    assert facts(shared / "an4/graph/HCLG.fst")["bytes"] == "2312817, too many to scan"
 
 
 def test_nothing_known(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("anna says hello\n")
-    for path, said in ((tmp_path / "x", "an scp"), (tmp_path, "a data dir")):
-        with pytest.raises(UserError, match="nothing that ddnn knows") as caught:
+    for path, said in ((tmp_path / "x", "an scp"), (tmp_path, "Kaldi data dir")):
+        with pytest.raises(UserError, match="that ddnn reads or writes") as caught:
             describe_path(path)
-        assert caught.value.where == str(path)
-        assert said in str(caught.value.mend)
+        assert caught.value.location == str(path)
+        assert said in str(caught.value.hint)
     with pytest.raises(DataError, match="does not exist"):
         describe_path(tmp_path / "nix")
     os.mkfifo(tmp_path / "pipe")
@@ -259,28 +263,28 @@ def test_any_bytes_are_described_or_refused(tmp_path: Path, start: bytes, rest: 
     try:
         found = describe_path(path)
     except UserError as error:
-        assert str(path) in str(error) or error.where is not None
+        assert str(path) in str(error) or error.location is not None
     else:
         json.dumps(found.as_dict())
 
 
-def test_pretraining_dir_says_how_far_it_is(tmp_path: Path) -> None:
-    row = {"layer": 1, "pass": 1, "reconstruction_error": 2.0, "reconstruction_error_all_passes": 2.0}
-    second = {**row, "pass": 2, "reconstruction_error_all_passes": 1.5}
-    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(second)}\n")
+def test_metrics_of_a_pretraining(tmp_path: Path) -> None:
+    rows = [
+        PretrainRow(rbm=1, epoch=n, reconstruction_error=2.0, mean_reconstruction_error=1.0 + 0.5 * n) for n in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(row.model_dump_json() + "\n" for row in rows))
     (tmp_path / "rbm1.safetensors").touch()
-    found = describe_path(tmp_path)
-    assert found.kind == "ddnn pretraining dir"
-    assert found.as_dict()["finished"] is False
-    assert found.as_dict()["rbm_1"] == "2 passes, reconstruction error 1.5000 over all of them"
+    assert describe_path(tmp_path).kind == "ddnn pretraining dir"
+    shown = facts(tmp_path / "metrics.jsonl")["rbm_1"]
+    assert shown.startswith("rbm 1 epoch  2 reconstruction error 2.0000  (mean over epochs 2.0000)")
 
 
 @pytest.mark.parametrize("value", [None, "x", [1], 1.5])
 def test_odd_metrics_of_a_pretraining_are_no_bug(tmp_path: Path, value: object) -> None:
-    row = {"layer": 1, "pass": 1, "reconstruction_error": None, "reconstruction_error_all_passes": None}
-    (tmp_path / "rbm1.safetensors").touch()
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
-    assert "not finite" in describe_path(tmp_path).as_dict()["rbm_1"]
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({**row, "layer": value}))
-    with pytest.raises(DataError, match="no metrics of a training"):
-        describe_path(tmp_path)
+    row = {"type": "pretrain", "rbm": 1, "epoch": 1, "mean_reconstruction_error": None}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(row))
+    assert "nan" in facts(path)["rbm_1"]
+    path.write_text(json.dumps({**row, "rbm": value}))
+    with pytest.raises(DataError, match="not a metrics row"):
+        describe_path(path)

@@ -1,11 +1,11 @@
 """`ddnn bench`: the real training step against the machine's GEMM limit for the same shapes, in one run.
 
 The limit is the time of the step's matrix products alone: per layer x W^T, d W (not for the first layer) and d^T x, in
-the same precision and on the same buffers, by the same library. Both are timed in turn, so that a machine that drifts
-slows both, and so are the other parts of a step; medians and spreads are over the rounds.
+the same precision, on the same buffers, with the same library. Both are timed alternately, so that a change of the
+machine's speed affects both, and so are the other parts of a step; medians and spreads are over the rounds.
 
-On a GPU the step is what training runs, a CUDA graph where it can be one. The parts are launched one operation at a
-time: for a small network they take longer alone than in the graph, and the rest of the shares goes below 0.
+On a GPU the step is that of training, a CUDA graph if possible. The parts are launched one operation at a time: for a
+small network they take longer than in the graph, and the remaining share is negative.
 """
 
 from __future__ import annotations
@@ -14,39 +14,44 @@ import itertools
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ddnn.bench.results import PARTS, BenchReport, StepBench
-from ddnn.data.corpus import Corpus, FeaturePipeline
-from ddnn.data.minibatches import frame_set, shuffled_minibatches
-from ddnn.data.transform import gather, normalising, plain_splice
-from ddnn.device import choose_device
-from ddnn.model.acoustic import AcousticModel
-from ddnn.model.initialise import initialise_randomly
-from ddnn.model.loss import cross_entropy_in_place
-from ddnn.model.network import (
-    Buffers,
-    Network,
-    Precision,
-    backward,
-    forward,
-    gradient_by_layer,
-    hidden_stack,
-    layer_views,
-)
-from ddnn.model.precision import choose_precision, products_flop
-from ddnn.model.product import product
-from ddnn.optim.schedule import make_schedule
-from ddnn.optim.sgd import Sgd, make_optimizer
-from ddnn.recipe.schema import Optimizer, Schedule
-from ddnn.train.averaging import no_averaging
-from ddnn.train.loop import Setup, fastest_step
-from ddnn.train.step import Feed
+from ddnn.data.batches import Batch, BatchLoader, make_batch_loader
+from ddnn.data.dataset import AcousticDataset, FrameSubset
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.sampler import ShuffledSampler
+from ddnn.data.transform import estimate_normalization, splice_only
+from ddnn.nn.acoustic_model import AcousticModel
+from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
+from ddnn.nn.layers import mlp_layers, training_flop_per_frame
+from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.nn.precision import choose_arithmetic
+from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
+from ddnn.optim.sgd import Sgd, SgdOptions
+from ddnn.training.step import EagerStep, make_step
+from ddnn.util.device import choose_device
+
+
+@dataclass(frozen=True)
+class RandomTask:
+    """A network to train, and random frames to train it on: the speed does not depend on their values."""
+
+    model: AcousticModel
+    train: FrameSubset
+    minibatch: int
+
+    def batches(self, workspace: Workspace) -> BatchLoader:
+        """The minibatches of training, in `workspace.x`."""
+        sampler = ShuffledSampler(self.train, self.minibatch, seed=1)
+        gather = workspace.arithmetic.gather
+        return make_batch_loader(self.train, self.model.transform, sampler, out=workspace.x, gather=gather)
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,12 @@ NETWORKS = {
     "swbd": Shape(6, 2048, 8806, 1024),
 }
 DIM, SPLICE = 40, 5
-OPTIMIZERS: tuple[Literal["sgd", "ng-sgd"], ...] = ("sgd", "ng-sgd")
-RATE = 1e-4
-LITTLE = 1e-12
-"""A rate for updates over and over from one gradient."""
+OPTIMIZERS: dict[Literal["sgd", "ng-sgd"], SgdOptions] = {"sgd": SgdOptions(), "ng-sgd": NgSgdOptions()}
+LR = 1e-4
+TINY_LR = 1e-12
+"""A learning rate for many updates from one gradient."""
 ROUNDS, FEWEST_ROUNDS = 25, 3
-"""Many short ones: on a shared machine its speed changes within seconds, and a ratio is of one round."""
+"""Many short rounds: the speed of a shared machine changes within seconds, and each ratio is within a round."""
 WARM_UP = 12
 """Calls before timing: NG-SGD updates its Fisher matrices in each of its first 10."""
 
@@ -84,15 +89,14 @@ def run_bench(
     """Measures the named networks for about `seconds` each.
 
     Args:
-        precisions: to measure; if none is given, float32, and bf16 where `precision: auto` would take it.
+        precisions: to measure; if none is given, float32, and bf16 if `precision: auto` would select it.
     """
     on = choose_device(device)
     torch.set_num_threads(threads)
     results: list[StepBench] = []
     for name in networks:
-        setup = random_setup(NETWORKS[name], on)
-        wanted = precisions or _worthwhile(setup)
-        results += bench_network(name, setup, wanted, seconds)
+        task = random_task(NETWORKS[name], on)
+        results += bench_network(name, task, precisions or _worthwhile(task), seconds)
     machine = {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": cpu_name(),
@@ -105,41 +109,40 @@ def run_bench(
     return BenchReport(machine, tuple(results))
 
 
-def _worthwhile(setup: Setup) -> tuple[Precision, ...]:
-    chosen = choose_precision("auto", setup.model.network, setup.minibatch)
+def _worthwhile(task: RandomTask) -> tuple[Precision, ...]:
+    chosen = choose_arithmetic("auto", task.model.network, task.minibatch).precision
     return ("float32",) if chosen == "float32" else ("float32", chosen)
 
 
-def bench_network(name: str, setup: Setup, precisions: Sequence[Precision], seconds: float) -> list[StepBench]:
-    """One network: rounds of the training step with each optimizer, and of the step's parts, in turn."""
-    network, device = setup.model.network, setup.model.network.parameters.device
+def bench_network(name: str, task: RandomTask, precisions: Sequence[Precision], seconds: float) -> list[StepBench]:
+    """One network: alternating rounds of the training step with each optimizer, and of the parts of the step."""
+    network, device = task.model.network, task.model.network.parameters.device
     functions: dict[tuple[Precision, str], Callable[[], object]] = {}
     for precision in precisions:
-        low = replace(setup, precision=precision)
-        functions |= {(precision, part): function for part, function in parts_of_step(low).items()}
-        for optimizer in OPTIMIZERS:
-            made = make_optimizer(Optimizer(name=optimizer), network)
-            functions[precision, optimizer] = training_step(replace(low, optimizer=made))
+        arithmetic = make_arithmetic(precision, device)
+        functions |= {(precision, part): function for part, function in parts_of_step(task, arithmetic).items()}
+        for optimizer, options in OPTIMIZERS.items():
+            functions[precision, optimizer] = training_step(task, arithmetic, make_optimizer(options, network))
     times = dict(zip(functions, _in_turn(list(functions.values()), device, seconds), strict=True))
     results = []
     for precision, optimizer in itertools.product(precisions, OPTIMIZERS):
-        step, sgd, limit = (times[precision, what] for what in (optimizer, "sgd", "gemm"))
-        speeds, flop = [setup.minibatch / t for t in step], products_flop(network) * setup.minibatch
+        step, sgd, limit = (times[precision, message] for message in (optimizer, "sgd", "gemm"))
+        speeds, flop = [task.minibatch / t for t in step], training_flop_per_frame(network.layers) * task.minibatch
         results.append(
             StepBench(
                 network=name,
                 optimizer=optimizer,
                 precision=precision,
-                minibatch=setup.minibatch,
+                minibatch=task.minibatch,
                 frames_per_second=statistics.median(speeds),
                 spread=(min(speeds), max(speeds)),
                 gflops=flop / statistics.median(step) / 1e9,
                 gemm_gflops=flop / statistics.median(limit) / 1e9,
-                share_of_limit=_ratio(limit, step),
-                time_over_sgd=_ratio(step, sgd),
-                over_float32=_ratio(times["float32", optimizer], step) if "float32" in precisions else None,
+                gemm_efficiency=_ratio(limit, step),
+                time_ratio_to_sgd=_ratio(step, sgd),
+                speedup_over_float32=_ratio(times["float32", optimizer], step) if "float32" in precisions else None,
                 shares=_shares(
-                    {what: times[precision, what] for what in ("gemm", "passes", "update", "data")}, sgd, step
+                    {message: times[precision, message] for message in ("gemm", "passes", "update", "data")}, sgd, step
                 ),
             )
         )
@@ -160,72 +163,95 @@ def _shares(parts: dict[str, list[float]], sgd: list[float], step: list[float]) 
     return dict(zip(PARTS, map(statistics.median, zip(*rounds, strict=True)), strict=True))
 
 
-def training_step(setup: Setup) -> Callable[[], object]:
+def training_step(task: RandomTask, arithmetic: Float32, optimizer: Sgd) -> Callable[[], object]:
     """The trainer's own step, on one minibatch after another."""
-    buffers = Buffers(setup.model.network, setup.minibatch, setup.precision)
-    feed = Feed(setup.train, setup.model.transform, setup.minibatch, buffers.x.device)
-    inputs = feed.over(itertools.cycle(shuffled_minibatches(setup.train, setup.minibatch, seed=1, epoch=1)))
-    step = fastest_step(setup, buffers, feed)
-    return lambda: step(next(inputs), RATE)
+    workspace = Workspace(task.model.network, task.minibatch, arithmetic)
+    loader = task.batches(workspace)
+    step = make_step(EagerStep(workspace, optimizer), loader.sample, LR)
+    batches = endless(loader)
+    return lambda: step(next(batches), LR)
 
 
-def parts_of_step(setup: Setup) -> dict[str, Callable[[], object]]:
-    """The parts of SGD's step, each by itself: `gemm`, `passes` (which hold the products), `update` and `data`."""
-    network, corpus = setup.model.network, setup.train.corpus
-    buffers, read = (Buffers(network, setup.minibatch, setup.precision) for _ in range(2))
+def endless(loader: BatchLoader) -> Iterator[Batch]:
+    """The minibatches of one epoch after another."""
+    for epoch in itertools.count(1):
+        yield from loader.epoch(epoch)
+
+
+def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[], object]]:
+    """The parts of SGD's step, each by itself: `gemm`, `passes` (which include the products), `update` and `data`."""
+    network = task.model.network
+    workspace, read = (Workspace(network, task.minibatch, arithmetic) for _ in range(2))
     optimizer = Sgd(network)
-    batches = itertools.cycle(shuffled_minibatches(setup.train, setup.minibatch, seed=1, epoch=1))
-    rows = next(batches)
-    gather(corpus, setup.model.transform, rows, buffers.x)
-    labels = corpus.labels[rows].long()
-    made = optimizer.gradient if buffers.low_gradient is None else buffers.low_gradient
-    places = buffers.scratch or list(zip(*layer_views(network.layers, made), strict=True))
+    by_layer = optimizer.updates_by_layer(workspace)
+    labels = next(endless(task.batches(workspace))).labels
+    flat, views = workspace.gradient_memory(optimizer.gradient, network.split(optimizer.gradient))
+    gradients = workspace.layer_gradients or views
+    batches = endless(task.batches(read))
 
     def passes() -> None:
-        if buffers.kernels is not None:  # as after a step, which leaves nothing to cast
-            buffers.descended(network)
-        forward(network, buffers)
-        cross_entropy_in_place(buffers, labels)
-        backward(network, buffers)
-        for _ in gradient_by_layer(buffers, places):
+        if by_layer:  # as after a step, which leaves nothing to cast
+            workspace.copy_updated()
+        else:
+            network.parameters_changed()
+        workspace.forward()
+        workspace.cross_entropy(labels)
+        workspace.backward()
+        for _ in optimizer.fill_gradient(workspace, TINY_LR, gradients):
             pass
 
     def update() -> None:
-        if buffers.kernels is not None:
+        if by_layer:
             for i in range(len(network.layers)):
-                optimizer.apply_to_layer(i, network, buffers, LITTLE)
+                optimizer.update_layer(i, workspace, TINY_LR)
             return
-        if made is not optimizer.gradient:
-            optimizer.gradient.copy_(made)
-        optimizer.apply(network, LITTLE, setup.minibatch)
-
-    def data() -> None:
-        rows = next(batches)
-        gather(corpus, setup.model.transform, rows, read.x)
-        corpus.labels[rows].long()
+        if flat is not optimizer.gradient:
+            optimizer.gradient.copy_(flat)
+        optimizer.update(TINY_LR, task.minibatch)
 
     passes()  # so that no part works on what was in the memory before
     return {
-        "gemm": lambda: matrix_products(network, buffers, [weight for weight, _ in places]),
+        "gemm": MatrixProducts(network, workspace).run,
         "passes": passes,
         "update": update,
-        "data": data,
+        "data": lambda: next(batches),
     }
 
 
-def matrix_products(network: Network, buffers: Buffers, gradients: Sequence[torch.Tensor]) -> None:
-    """The matrix products of one training step, and nothing else.
+class MatrixProducts:
+    """The matrix products of one training step, and nothing else, on memory of the sizes that the step uses.
 
-    Args:
-        gradients: where those of the weights' gradients go.
+    Per layer x W^T, d W (not for the first layer) and d^T x, as `Layer.gemm` has them; what a layer gives is what the
+    next reads, where it has as many values.
     """
-    factors = network if buffers.low is None else buffers.low
-    for x, weight, out in zip(buffers.inputs(), factors.weights, buffers.padded_outputs, strict=True):
-        torch.mm(x, weight.t(), out=out)
-    for i in range(len(network.layers) - 1, 0, -1):
-        torch.mm(buffers.padded_derivatives[i], factors.weights[i], out=buffers.padded_derivatives[i - 1])
-    for x, derivative, out in zip(buffers.inputs(), buffers.derivatives, gradients, strict=True):
-        product(derivative.t(), x, out=out)
+
+    def __init__(self, network: Network, workspace: Workspace) -> None:
+        a, frames, self._matmul = workspace.arithmetic, len(workspace.x), workspace.arithmetic.matmul
+        device, y, grad = network.parameters.device, torch.empty(0), torch.empty(0)
+        self._products: list[tuple[Tensor, Tensor, Tensor]] = []
+        backward: list[tuple[Tensor, Tensor, Tensor]] = []
+        gradients: list[tuple[Tensor, Tensor, Tensor]] = []
+        for i, layer in enumerate(workspace.compute.layers):
+            if layer.gemm is None:
+                continue
+            rows, fan_in, fan_out = frames * layer.gemm.rows, layer.gemm.fan_in, layer.gemm.fan_out
+
+            def noise(*shape: int, dtype: torch.dtype = a.dtype) -> Tensor:
+                return torch.randn(shape, device=device).mul_(0.01).to(dtype)
+
+            x = y if y.shape == (rows, fan_in) else noise(rows, fan_in)
+            below = grad if grad.shape == x.shape else torch.empty_like(x)
+            weight, y, grad = noise(fan_out, fan_in), noise(rows, fan_out), noise(rows, fan_out)
+            self._products.append((x, weight.t(), y))
+            if i:
+                backward.insert(0, (grad, weight, below))
+            gradients.append((grad.t(), x, noise(fan_out, fan_in, dtype=a.gradient_dtype)))
+        self._products += backward + gradients
+
+    def run(self) -> None:
+        """All of them, in the order of a step."""
+        for left, right, out in self._products:
+            self._matmul(left, right, out)
 
 
 def _in_turn(functions: Sequence[Callable[[], object]], device: torch.device, seconds: float) -> list[list[float]]:
@@ -258,23 +284,20 @@ def _timed(function: Callable[[], object], calls: int, device: torch.device) -> 
     return (time.perf_counter() - started) / calls
 
 
-def random_setup(shape: Shape, device: torch.device, frames: int = 60_000) -> Setup:
-    """The trainer on random frames: speed does not depend on what they say."""
+def random_task(shape: Shape, device: torch.device, frames: int = 60_000) -> RandomTask:
+    """A network of this shape and random frames."""
     generator = torch.Generator().manual_seed(1)
-    store = torch.randn(frames, DIM, generator=generator)
+    features = torch.randn(frames, DIM, generator=generator)
     labels = torch.randint(0, shape.pdfs, (frames,), generator=generator, dtype=torch.int32)
     spoken = frames - 2 * SPLICE
-    corpus = Corpus(store, labels, ("random",), ("random",), np.array([SPLICE]), np.array([spoken]), SPLICE)
-    transform = normalising(plain_splice(DIM, SPLICE), corpus, [0])
-    network = Network(
-        hidden_stack(transform.output_dim, shape.hidden_layers, shape.hidden_units, shape.pdfs, "sigmoid")
+    dataset = AcousticDataset(
+        features, labels, ("random",), ("random",), np.array([SPLICE]), np.array([spoken]), SPLICE
     )
-    initialise_randomly(network, 1)
-    model = AcousticModel(FeaturePipeline(), transform, network).to(device)
-    train = frame_set(corpus.to(device), [0])
-    optimizer = Sgd(model.network)
-    alone = no_averaging(model.network.parameters, optimizer, shape.minibatch)
-    return Setup(model, optimizer, make_schedule(Schedule()), train, train, shape.minibatch, 1, alone)
+    transform = estimate_normalization(splice_only(DIM, SPLICE), dataset, [0])
+    network = Network(mlp_layers(transform.output_dim, shape.hidden_layers, shape.hidden_units, shape.pdfs))
+    initialize(network, 1)
+    model = AcousticModel(FeatureConfig(), transform, network).to(device)
+    return RandomTask(model, dataset.to(device).subset([0]), shape.minibatch)
 
 
 def cpu_name() -> str:

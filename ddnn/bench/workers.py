@@ -1,6 +1,6 @@
-"""`ddnn bench --workers N`: N workers that average against one of them alone, by the trainer's own steps.
+"""`ddnn bench --workers N`: compares N workers that average with one of them alone, with the trainer's own steps.
 
-In turn: the first worker trains alone while the others wait, then all train and average. A machine that drifts slows
+Alternately, rank 0 trains alone while the others wait, then all train and average. A change of the machine's speed affects
 both, and the speed-up is the median over the rounds of the ratio within a round.
 """
 
@@ -11,35 +11,37 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from ddnn.bench.step import NETWORKS, RATE, ROUNDS, WARM_UP, Shape, cpu_name, random_setup
-from ddnn.data.minibatches import shuffled_minibatches
-from ddnn.device import choose_device
-from ddnn.errors import UserError
-from ddnn.model.network import Buffers, Precision
-from ddnn.optim.sgd import make_optimizer
-from ddnn.parallel.exchange import Exchange
-from ddnn.recipe.schema import Optimizer, Parallel
-from ddnn.train.averaging import Averaging, no_averaging
-from ddnn.train.loop import Setup, train_minibatch
-from ddnn.train.telemetry import worker_row
-from ddnn.train.workers import run_together
+from ddnn.averaging.averager import NoAveraging, make_averager
+from ddnn.bench.step import LR, NETWORKS, ROUNDS, WARM_UP, RandomTask, cpu_name, endless, random_task
+from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.launcher import run_distributed
+from ddnn.nn.arithmetic import Precision, make_arithmetic
+from ddnn.nn.network import Workspace
+from ddnn.optim.ng_sgd import NgSgd
+from ddnn.optim.sgd import Sgd
+from ddnn.recipe.schema import AveragingConfig, BmufConfig, ParallelConfig
+from ddnn.training.metrics import worker_row
+from ddnn.training.options import averaging_options
+from ddnn.training.step import EagerStep
+from ddnn.util.device import choose_device
+from ddnn.util.errors import UserError
 
 
 @dataclass(frozen=True)
 class WorkersBench:
-    """What several workers reached.
+    """The result of several workers.
 
     Attributes:
-        alone: frames/s of the first worker alone, median over the rounds.
-        together: frames/s of all workers, median over the rounds.
+        single_worker_fps: frames/s of rank 0 alone, median over the rounds.
+        aggregate_fps: frames/s of all workers, median over the rounds.
         speed_up, spread: the second over the first, median over the rounds, and smallest and largest.
-        communication_share, waiting_share: of the workers' time, mean over workers and rounds, 0 to 1.
+        comm_fraction, wait_fraction: of the workers' time, mean over workers and rounds, 0 to 1.
     """
 
     machine: dict[str, str]
@@ -47,14 +49,14 @@ class WorkersBench:
     optimizer: str
     precision: Precision
     workers: int
-    reduce: str
-    every: int
-    alone: float
-    together: float
+    strategy: str
+    averaging_period: int
+    single_worker_fps: float
+    aggregate_fps: float
     speed_up: float
     spread: tuple[float, float]
-    communication_share: float
-    waiting_share: float
+    comm_fraction: float
+    wait_fraction: float
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -64,11 +66,12 @@ class WorkersBench:
         """A few lines."""
         return (
             f"{', '.join(f'{k} {v}' for k, v in self.machine.items())}\n"
-            f"{self.network} {self.optimizer} {self.precision}, {self.workers} workers, {self.reduce} "
-            f"every {self.every}: {self.together:.0f} frames/s, one alone {self.alone:.0f}: {self.speed_up:.2f} times "
+            f"{self.network} {self.optimizer} {self.precision}, {self.workers} workers, {self.strategy} "
+            f"every {self.averaging_period} minibatches: {self.aggregate_fps:.0f} frames/s, "
+            f"one worker {self.single_worker_fps:.0f} frames/s: speed-up {self.speed_up:.2f} "
             f"({self.spread[0]:.2f} .. {self.spread[1]:.2f})\n"
-            f"communication {100 * self.communication_share:.1f} %, waiting for the slowest "
-            f"{100 * self.waiting_share:.1f} % of the workers' time"
+            f"communication {100 * self.comm_fraction:.1f} %, waiting for the slowest "
+            f"{100 * self.wait_fraction:.1f} % of the workers' time"
         )
 
 
@@ -81,7 +84,7 @@ def run_bench_workers(
     json_: bool,
     show: Callable[[WorkersBench], None],
 ) -> None:
-    """Starts the workers and shows what each network reached in each precision.
+    """Starts the workers and shows the result of each network in each precision.
 
     Args:
         options: keys of `parallel`, as a recipe gives them.
@@ -92,92 +95,102 @@ def run_bench_workers(
         UserError: one of them is out of range.
     """
     try:
-        parallel = Parallel.model_validate(dict(options))
+        model = BmufConfig if options["strategy"] == "bmuf" else AveragingConfig
+        parallel: ParallelConfig = model.model_validate(dict(options))
     except ValidationError as error:
         bad = error.errors()[0]
-        raise UserError(f"{bad['input']} found: {bad['msg']}", where=f"--{bad['loc'][0]}") from error
+        raise UserError(f"{bad['input']} found: {bad['msg']}", location=f"--{bad['loc'][0]}") from error
     arguments = ["bench", "--device", device, "--seconds", str(seconds), "--workers", str(parallel.workers)]
-    arguments += ["--reduce", parallel.reduce, "--every", str(parallel.every), "--threads", str(parallel.threads)]
+    arguments += [
+        "--strategy",
+        parallel.strategy,
+        "--averaging-period",
+        str(parallel.averaging_period),
+        "--threads",
+        str(parallel.cpu_threads),
+    ]
     arguments += ["--overlap"] * parallel.overlap + ["--json"] * json_
     arguments += [word for network in networks for word in ("--network", network)]
     arguments += [word for precision in precisions for word in ("--precision", precision)]
 
-    def work(exchange: Exchange) -> None:
+    def work(comm: Communicator) -> None:
         for network, precision in itertools.product(networks, precisions or ("float32",)):
-            result = bench_workers(exchange, network, parallel, device, seconds, precision)
-            if exchange.rank == 0:
+            result = bench_workers(comm, network, parallel, device, seconds, precision)
+            if comm.rank == 0:
                 show(result)
 
-    run_together(parallel.workers, arguments, lambda job: work(job.exchange))
+    run_distributed(parallel.workers, arguments, work)
 
 
 def bench_workers(
-    exchange: Exchange,
+    comm: Communicator,
     network: str,
-    options: Parallel,
+    options: ParallelConfig,
     device: str = "auto",
     seconds: float = 20.0,
     precision: Precision = "float32",
 ) -> WorkersBench:
-    """Measures for about `seconds`. Collective; the same figures on every worker."""
+    """Measures for about `seconds`. Collective; every worker returns the same result."""
     logging.getLogger("ddnn").setLevel(logging.WARNING)
-    on = choose_device(device, exchange.local_rank, threads=options.threads)
+    on = choose_device(device, comm.local_rank, threads=options.cpu_threads)
     shape = NETWORKS[network]
-    setup = random_setup(shape, on)
-    optimizer = make_optimizer(Optimizer(name="ng-sgd"), setup.model.network)
-    setup = replace(setup, optimizer=optimizer, precision=precision)
-    parameters = setup.model.network.parameters
-    by_itself = replace(setup, averaging=no_averaging(parameters, optimizer, shape.minibatch))
-    with_others = replace(setup, averaging=Averaging(exchange, options, parameters, optimizer, shape.minibatch))
-    run = _Steps(shape, setup)
-    each = exchange.gather(run.seconds(by_itself, WARM_UP) / WARM_UP)
-    blocks = max(1, int(seconds / ROUNDS / 2 / max(each) / options.every))
-    minibatches = blocks * options.every
+    task = random_task(shape, on)
+    optimizer = NgSgd(task.model.network)
+    parameters = task.model.network.parameters
+    trained = task.model.network
+    by_itself = NoAveraging(SingleProcess(), trained, optimizer)
+    with_others = make_averager(averaging_options(options), comm, trained, optimizer, shape.minibatch)
+    run = _Steps(task, optimizer, precision)
+    each = comm.all_gather_object(run.seconds(by_itself, WARM_UP) / WARM_UP)
+    blocks = max(1, int(seconds / ROUNDS / 2 / max(each) / options.averaging_period))
+    minibatches = blocks * options.averaging_period
     alone, together, rows = [], [], []
     for _ in range(ROUNDS):
-        exchange.barrier()
-        took = run.seconds(by_itself, minibatches) if exchange.rank == 0 else 0.0
-        alone.append(minibatches * shape.minibatch / exchange.gather(took)[0])
-        exchange.barrier()
+        comm.barrier()
+        took = run.seconds(by_itself, minibatches) if comm.rank == 0 else 0.0
+        alone.append(minibatches * shape.minibatch / comm.all_gather_object(took)[0])
+        comm.barrier()
         took = run.seconds(with_others, minibatches)
-        clock, counts = with_others.averaging.clock, with_others.averaging.counts
-        row = worker_row(0, exchange, on, clock, counts, parameters=parameters.numel(), overlap=options.overlap)
-        rows += exchange.gather(row)
-        together.append(exchange.size * minibatches * shape.minibatch / max(exchange.gather(took)))
-    with_others.averaging.close()
+        row = worker_row(0, with_others, str(on), parameters.numel(), overlap=options.overlap)
+        rows += comm.all_gather_object(row.model_dump())
+        together.append(comm.world_size * minibatches * shape.minibatch / max(comm.all_gather_object(took)))
+    with_others.close()
     ratios = [both / one for both, one in zip(together, alone, strict=True)]
     return WorkersBench(
         machine={"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "device": str(on), "torch": torch.__version__},
         network=network,
         optimizer="ng-sgd",
         precision=precision,
-        workers=exchange.size,
-        reduce=options.reduce + (" overlapped" if options.overlap else ""),
-        every=options.every,
-        alone=statistics.median(alone),
-        together=statistics.median(together),
+        workers=comm.world_size,
+        strategy=options.strategy + (" overlapped" if options.overlap else ""),
+        averaging_period=options.averaging_period,
+        single_worker_fps=statistics.median(alone),
+        aggregate_fps=statistics.median(together),
         speed_up=statistics.median(ratios),
         spread=(min(ratios), max(ratios)),
-        communication_share=statistics.fmean(row["communication_share"] for row in rows),
-        waiting_share=statistics.fmean(row["waiting_share"] for row in rows),
+        comm_fraction=statistics.fmean(row["comm_fraction"] for row in rows),
+        wait_fraction=statistics.fmean(row["wait_fraction"] for row in rows),
     )
 
 
 class _Steps:
-    """Trains on minibatches of random frames, over and over."""
+    """Trains on minibatches of random frames."""
 
-    def __init__(self, shape: Shape, setup: Setup) -> None:
-        self.buffers = Buffers(setup.model.network, shape.minibatch, setup.precision)
-        self.rows = itertools.cycle(shuffled_minibatches(setup.train, shape.minibatch, seed=1, epoch=1))
+    def __init__(self, task: RandomTask, optimizer: Sgd, precision: Precision) -> None:
+        arithmetic = make_arithmetic(precision, task.model.network.parameters.device)
+        self.workspace, self.optimizer = Workspace(task.model.network, task.minibatch, arithmetic), optimizer
+        self.batches = endless(task.batches(self.workspace))
 
-    def seconds(self, setup: Setup, minibatches: int) -> float:
-        """Time of so many steps, with what averaging goes with them."""
-        setup.averaging.start_epoch(minibatches)
+    def seconds(self, averager: NoAveraging, minibatches: int) -> float:
+        """Seconds for so many steps and their averagings."""
+        step = EagerStep(self.workspace, self.optimizer, averager.average_gradient)
+        averager.begin_epoch(minibatches)
         started = time.perf_counter()
-        for rows in itertools.islice(self.rows, minibatches):
-            train_minibatch(setup, self.buffers, rows, RATE)
-            setup.averaging.after_minibatch(len(rows))
-        setup.averaging.arrive()
-        if self.buffers.x.is_cuda:
-            torch.cuda.synchronize(self.buffers.x.device)
+        for batch in itertools.islice(self.batches, minibatches):
+            averager.timer.mark("data")
+            step(batch, LR)
+            averager.after_minibatch(len(batch.labels))
+        averager.wait()
+        if self.workspace.x.is_cuda:
+            torch.cuda.synchronize(self.workspace.x.device)
         return time.perf_counter() - started

@@ -17,10 +17,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ddnn.errors import DataError
-from ddnn.files import written_whole
-from ddnn.kaldi.archives import MEND, UNREADABLE, explain, open_source
-from ddnn.kaldi.records import RecordError, Source
+from ddnn.kaldi.stream import (
+    HINT_REMAKE,
+    READ_ERRORS,
+    BoundedStream,
+    MalformedRecordError,
+    describe_read_error,
+    open_stream,
+)
+from ddnn.util.errors import DataError
+from ddnn.util.files import atomic_write
 
 MAX_PIXELS = 1 << 16
 """Of an image: 256 x 256. Each is an input of the network."""
@@ -49,7 +55,7 @@ class IdxImages:
     count: int
     rows: int
     columns: int
-    source: Source
+    source: BoundedStream
 
     def read(self, count: int) -> NDArray[np.uint8]:
         """The next `count` images, uint8 (count, rows * columns), row by row.
@@ -59,11 +65,11 @@ class IdxImages:
         """
         size = count * self.rows * self.columns
         with _reading(self.path):
-            data = self.source.take(size, f"a block of {count} images")
+            data = self.source.read_exact(size, f"a block of {count} images")
         return np.frombuffer(data, np.uint8).reshape(count, self.rows * self.columns)
 
     def finish(self) -> None:
-        """To be called behind the last image: DataError where more follows, or a gzip's checksum is wrong."""
+        """To be called after the last image: DataError where more follows, or a gzip's checksum does not match."""
         _finish(self.source, self.path, "images")
 
 
@@ -75,12 +81,12 @@ def open_images(path: Path) -> Iterator[IdxImages]:
         DataError: the file is missing, damaged, or no IDX file of images (unsigned bytes, images x rows x columns); an
             image has no pixel, or more than `MAX_PIXELS`.
     """
-    source = open_source(path)
+    source = open_stream(path)
     with source.stream:
         count, rows, columns = _read_header(source, path, "images", 3)
         if not 0 < rows * columns <= MAX_PIXELS:
-            what = f"expected images of 1 to {MAX_PIXELS} pixels, found {rows} x {columns}"
-            raise DataError(what, where=path, mend="scale the images down" if rows * columns else MEND)
+            message = f"expected images of 1 to {MAX_PIXELS} pixels, found {rows} x {columns}"
+            raise DataError(message, location=path, hint="scale the images down" if rows * columns else HINT_REMAKE)
         yield IdxImages(path, count, rows, columns, source)
 
 
@@ -90,14 +96,14 @@ def read_labels(path: Path, expected: int) -> NDArray[np.uint8]:
     Raises:
         DataError: the file is missing, damaged, no IDX file of labels (unsigned bytes, one dim), or has more or fewer.
     """
-    source = open_source(path)
+    source = open_stream(path)
     with source.stream:
         (count,) = _read_header(source, path, "labels", 1)
         if count != expected:
-            what = f"expected a label of each of {expected} images, found {count} labels"
-            raise DataError(what, where=path, mend="give the images and the labels that belong to each other")
+            message = f"expected a label of each of {expected} images, found {count} labels"
+            raise DataError(message, location=path, hint="give the images and the labels that belong to each other")
         with _reading(path):
-            data = source.take(count, f"a block of {count} labels")
+            data = source.read_exact(count, f"a block of {count} labels")
         _finish(source, path, "labels")
     return np.frombuffer(data, np.uint8)
 
@@ -109,7 +115,7 @@ def write_idx(path: Path, values: NDArray[np.uint8]) -> None:
         UserError: the file cannot be written.
     """
     header = bytes((0, 0, _UNSIGNED_BYTES, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape)
-    with written_whole(path) as handle:
+    with atomic_write(path) as handle:
         if path.suffix == ".gz":
             with gzip.GzipFile("", "wb", 6, handle, 0) as packed:
                 packed.write(header + values.tobytes())
@@ -121,35 +127,37 @@ def write_idx(path: Path, values: NDArray[np.uint8]) -> None:
 def _reading(path: Path) -> Iterator[None]:
     try:
         yield
-    except UNREADABLE as error:
-        raise DataError(explain(error), where=path, mend=MEND) from error
+    except READ_ERRORS as error:
+        raise DataError(describe_read_error(error), location=path, hint=HINT_REMAKE) from error
 
 
-def _read_header(source: Source, path: Path, kind: str, dims: int) -> tuple[int, ...]:
+def _read_header(source: BoundedStream, path: Path, kind: str, dims: int) -> tuple[int, ...]:
     """The dims. DataError where the type is another, there is nothing, or more is promised than can be there."""
     with _reading(path):
-        magic = source.take(4, "the magic number")
+        magic = source.read_exact(4, "the magic number")
         if magic[:2] != b"\0\0" or magic[2] not in _TYPES or not magic[3]:
             expected = bytes((0, 0, _UNSIGNED_BYTES, dims)).hex(" ")
-            raise RecordError(f"expected an IDX file of {kind}, which begins with {expected}, found {magic.hex(' ')}")
+            raise MalformedRecordError(
+                f"expected an IDX file of {kind}, which begins with {expected}, found {magic.hex(' ')}"
+            )
         if (magic[2], magic[3]) != (_UNSIGNED_BYTES, dims):
             found = f"{_TYPES[magic[2]]} of {magic[3]} dims"
             swapped = magic[2] == _UNSIGNED_BYTES and magic[3] == 4 - dims
-            mend = "give --images and --labels the other way round" if swapped else f"give the file of the {kind}"
-            what = f"expected an IDX file of {kind}, {_TYPES[_UNSIGNED_BYTES]} of {dims} dims, found {found}"
-            raise DataError(what, where=path, mend=mend)
-        shape = struct.unpack(f">{dims}I", source.take(4 * dims, "the header"))
-        promised, left = math.prod(shape), source.limit - source.stream.tell()
-        if promised > left:
-            said = " x ".join(map(str, shape))
-            raise RecordError(f"cut short: the header promises {said} bytes, at most {left} are left")
+            hint = "give --images and --labels the other way round" if swapped else f"give the file of the {kind}"
+            message = f"expected an IDX file of {kind}, {_TYPES[_UNSIGNED_BYTES]} of {dims} dims, found {found}"
+            raise DataError(message, location=path, hint=hint)
+        shape = struct.unpack(f">{dims}I", source.read_exact(4 * dims, "the header"))
+        promised, remaining = math.prod(shape), source.remaining
+        if promised > remaining:
+            dims_text = " x ".join(map(str, shape))
+            raise MalformedRecordError(f"cut short: the header promises {dims_text} bytes, at most {remaining} remain")
     if not shape[0]:
-        raise DataError(f"expected {kind}, found none", where=path, mend=MEND)
+        raise DataError(f"expected {kind}, found none", location=path, hint=HINT_REMAKE)
     return shape
 
 
-def _finish(source: Source, path: Path, kind: str) -> None:
+def _finish(source: BoundedStream, path: Path, kind: str) -> None:
     """Nothing may follow. Of a gzip this also reads the checksum."""
     with _reading(path):
         if source.stream.read(1):
-            raise RecordError(f"more bytes follow than the header promises {kind}")
+            raise MalformedRecordError(f"more bytes follow than the header promises {kind}")

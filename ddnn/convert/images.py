@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.convert.idx import IdxImages, open_images, read_labels
-from ddnn.errors import UserError
-from ddnn.files import make_directory, write_text
-from ddnn.kaldi.tables import write_int_vectors, write_matrices
+from ddnn.kaldi.archive import write_int_vectors, write_matrices
+from ddnn.util.errors import UserError
+from ddnn.util.files import atomic_directory, write_text
 
 ALIGNMENTS = "pdfs.ark"
 """The archive of labels in a converted data dir."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
-_MOST_SPEAKERS = 99_999
+_MAX_SPEAKERS = 99_999
 _BLOCK_BYTES = 64 << 20  # of an utterance, in float32
 
 
@@ -32,24 +30,24 @@ class ConvertOptions:
     Attributes:
         name: what the ids of speakers and utterances begin with.
         speakers: equal runs of images in the file's order, each a speaker: what cross-validation holds out.
-        utterance: most images in an utterance; fewer where so many would take more than 64 MiB.
+        images_per_utterance: images in an utterance, at most; fewer where so many would take more than 64 MiB.
     """
 
     name: str = "image"
     speakers: int = 100
-    utterance: int = 100
+    images_per_utterance: int = 100
 
     def check(self) -> None:
-        """Raises UserError, with all problems, where an option cannot be."""
-        wrong = []
+        """Raises UserError, with all problems, where an option is out of range."""
+        errors = []
         if not _NAME.fullmatch(self.name):
-            wrong.append(f"name {self.name[:100]!r}: expected 1 to 100 of letters, digits, '.', '_' and '-'")
-        if not 1 <= self.speakers <= _MOST_SPEAKERS:
-            wrong.append(f"speakers {self.speakers}: expected 1 to {_MOST_SPEAKERS}")
-        if self.utterance < 1:
-            wrong.append(f"images per utterance {self.utterance}: expected 1 or more")
-        if wrong:
-            raise UserError("; ".join(wrong), mend="ddnn convert idx --help has the defaults")
+            errors.append(f"name {self.name[:100]!r}: expected 1 to 100 of letters, digits, '.', '_' and '-'")
+        if not 1 <= self.speakers <= _MAX_SPEAKERS:
+            errors.append(f"speakers {self.speakers}: expected 1 to {_MAX_SPEAKERS}")
+        if self.images_per_utterance < 1:
+            errors.append(f"images per utterance {self.images_per_utterance}: expected 1 or more")
+        if errors:
+            raise UserError("; ".join(errors), hint="ddnn convert idx --help has the defaults")
 
 
 @dataclass(frozen=True)
@@ -81,30 +79,19 @@ def convert_idx(images: Path, labels: Path, out: Path, options: ConvertOptions) 
 
     Raises:
         DataError: a file is missing, damaged, or does not fit the other. UserError: `out` is not empty or cannot be
-            written, an option cannot be.
+            written, an option is out of range.
     """
     options.check()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out.name} exists already and is not empty", where=out, mend="name another --out")
-    with open_images(images) as found:
-        pdfs = read_labels(labels, found.count)
-        if found.count < options.speakers:
-            what = f"expected an image or more of each of {options.speakers} speakers, found {found.count} images"
-            raise UserError(what, where=images, mend=f"--speakers {max(1, found.count // 10)}, for example")
-        cut = _cut(found, options)
-        temporary = out / f".tmp{os.getpid()}"
-        make_directory(temporary)
-        try:
-            _write(temporary, found, pdfs, cut)
-            for name in ("feats.ark", ALIGNMENTS, "utt2spk", "spk2utt", "feats.scp"):  # it speaks of the others: last
-                (temporary / name).replace(out / name)
-        except OSError as error:
-            raise UserError(
-                f"cannot write {out.name}: {error.strerror}", where=out, mend="name another --out"
-            ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return ConvertSummary(found.count, found.rows, found.columns, int(pdfs.max()) + 1, options.speakers, len(cut))
+    with atomic_directory(out) as folder, open_images(images) as opened:
+        pdfs = read_labels(labels, opened.count)
+        if opened.count < options.speakers:
+            message = f"expected an image or more of each of {options.speakers} speakers, found {opened.count} images"
+            raise UserError(message, location=images, hint=f"--speakers {max(1, opened.count // 10)}, for example")
+        utterances = _split_utterances(opened, options)
+        _write(folder, opened, pdfs, utterances)
+    return ConvertSummary(
+        opened.count, opened.rows, opened.columns, int(pdfs.max()) + 1, options.speakers, len(utterances)
+    )
 
 
 @dataclass(frozen=True)
@@ -115,29 +102,29 @@ class _Utterance:
     end: int
 
 
-def _cut(images: IdxImages, options: ConvertOptions) -> list[_Utterance]:
+def _split_utterances(images: IdxImages, options: ConvertOptions) -> list[_Utterance]:
     """The utterances, in the order of the images."""
-    most = max(1, min(options.utterance, _BLOCK_BYTES // (4 * images.rows * images.columns)))
+    size = max(1, min(options.images_per_utterance, _BLOCK_BYTES // (4 * images.rows * images.columns)))
     bounds = [images.count * n // options.speakers for n in range(options.speakers + 1)]
-    cut = []
+    utterances = []
     for number, (first, end) in enumerate(pairwise(bounds), 1):
         speaker = f"{options.name}-{number:05d}"
-        for part, start in enumerate(range(first, end, most), 1):
-            cut.append(_Utterance(f"{speaker}-{part:07d}", speaker, start, min(start + most, end)))
-    return cut
+        for part, start in enumerate(range(first, end, size), 1):
+            utterances.append(_Utterance(f"{speaker}-{part:07d}", speaker, start, min(start + size, end)))
+    return utterances
 
 
-def _write(folder: Path, images: IdxImages, pdfs: NDArray[np.uint8], cut: list[_Utterance]) -> None:
+def _write(folder: Path, images: IdxImages, pdfs: NDArray[np.uint8], utterances: list[_Utterance]) -> None:
     def features() -> Iterator[tuple[str, NDArray[np.float32]]]:
-        for utterance in cut:
+        for utterance in utterances:
             yield utterance.name, images.read(utterance.end - utterance.first).astype(np.float32) / np.float32(255)
         images.finish()
 
     write_matrices(folder / "feats.ark", folder / "feats.scp", features(), relative=True)
-    labels = ((utterance.name, pdfs[utterance.first : utterance.end].astype(np.int32)) for utterance in cut)
+    labels = ((utterance.name, pdfs[utterance.first : utterance.end].astype(np.int32)) for utterance in utterances)
     write_int_vectors(folder / ALIGNMENTS, labels)
-    write_text(folder / "utt2spk", "".join(f"{utterance.name} {utterance.speaker}\n" for utterance in cut))
+    write_text(folder / "utt2spk", "".join(f"{utterance.name} {utterance.speaker}\n" for utterance in utterances))
     spoken: dict[str, list[str]] = {}
-    for utterance in cut:
+    for utterance in utterances:
         spoken.setdefault(utterance.speaker, []).append(utterance.name)
     write_text(folder / "spk2utt", "".join(f"{' '.join([speaker, *names])}\n" for speaker, names in spoken.items()))

@@ -1,1 +1,1 @@
-"""Frames in memory: the corpus, what is held out of it, splicing, normalisation, frame order."""
+"""Frames in memory: the corpus, what is held out of it, splicing, normalization, frame order."""

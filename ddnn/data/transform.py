@@ -1,4 +1,4 @@
-"""From frames in the store to the network's input: splice, shift, scale (nnet1's feature_transform)."""
+"""From frames in the dataset to the network's input: splice, shift, scale (nnet1's feature_transform)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddnn.data.corpus import Corpus
-from ddnn.kernels import load_kernels
-from ddnn.parallel.exchange import Exchange
+from ddnn.data.dataset import AcousticDataset
+from ddnn.distributed.communicator import Communicator
 
 VARIANCE_FLOOR = 1e-10
 """As in Kaldi's cmvn-to-nnet."""
@@ -41,8 +40,12 @@ class InputTransform:
 
     @property
     def context(self) -> int:
-        """Repeated edge frames that a corpus needs for this splice."""
+        """Repeated edge frames that a dataset needs for this splice."""
         return max(abs(offset) for offset in self.offsets)
+
+    def layout(self, deltas: int = 0) -> FrameLayout:
+        """How the network's input is ordered where the features have deltas up to this order."""
+        return FrameLayout(len(self.offsets), deltas + 1, self.dim // (deltas + 1))
 
     def to(self, device: torch.device) -> InputTransform:
         """The same transform with its vectors on `device`."""
@@ -51,75 +54,90 @@ class InputTransform:
         return InputTransform(self.offsets, self.dim, shift, scale)
 
 
-def gather(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
-    """Fills `out` (n, output_dim) with the network's input for the frames at `rows` (n,) of the store.
+@dataclass(frozen=True)
+class FrameLayout:
+    """The order of the values in a spliced frame: [offset][delta order][dim], as Kaldi's add-deltas and splice-feats
+    write them. A layer that is not fully connected asks for it.
 
-    It is made in float32. Where `out` is bf16 the compiled kernels do it in one pass, if the store is float32.
+    Attributes:
+        offsets: spliced frames, the time axis.
+        orders: 1 + the order of the deltas, the channels.
+        dim: feature dimension, the frequency axis.
+    """
 
-    On a GPU the host waits for nothing, unless the corpus lies in host memory and `out` does not
-    (`ddnn.data.streaming` reads ahead there).
+    offsets: int
+    orders: int
+    dim: int
+
+    def as_channels(self, x: Tensor) -> Tensor:
+        """A view (n, orders, offsets, dim), (channels, time, frequency), of spliced frames (n, offsets*orders*dim)."""
+        return x.view(len(x), self.offsets, self.orders, self.dim).transpose(1, 2)
+
+
+def gather(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
+    """Fills `out` (n, output_dim) with the network's input for the frames at `rows` (n,) of the dataset.
+
+    It is computed in float32. `ddnn.nn.arithmetic` has a compiled kernel that does it in one pass for bf16.
+
+    On a GPU the host waits for nothing, unless the features are in host memory and `out` is not
+    (`ddnn.data.batches` reads ahead there).
 
     Raises:
-        ValueError: the corpus has other dims, or fewer repeated edge frames, than the transform needs.
+        ValueError: the dataset has other dims, or fewer repeated edge frames, than the transform needs.
     """
-    if out.dtype == torch.float32:
-        return normalise(splice(corpus, transform, rows, out), transform)
-    kernels, offsets, store = load_kernels(), transform.offsets, corpus.store
-    if kernels is None or store.dtype != torch.float32 or store.device.type != "cpu" or not consecutive(offsets):
-        return out.copy_(gather(corpus, transform, rows, out.new_empty(out.shape, dtype=torch.float32)))
-    check_fits(corpus, transform)
-    kernels.gather(store, rows, offsets[0], transform.shift, transform.scale, out)
-    return out
+    if out.dtype != torch.float32:
+        return out.copy_(gather(dataset, transform, rows, out.new_empty(out.shape, dtype=torch.float32)))
+    return normalize_(splice(dataset, transform, rows, out), transform)
 
 
-def splice(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
-    """Fills `out` (n, output_dim) with the spliced frames as they lie in the store, not yet shifted and scaled.
+def splice(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
+    """Fills `out` (n, output_dim) with the spliced frames as they are in the dataset, not yet shifted and scaled.
 
-    Consecutive offsets are one contiguous piece of the store per frame: a single gather, no index arithmetic.
+    Consecutive offsets are one contiguous piece of memory per frame: a single gather, no index arithmetic.
     `gather_plain` is the reference, and takes offsets with gaps.
 
     Raises:
         ValueError: as `gather`.
     """
-    offsets, store = transform.offsets, corpus.store
-    check_fits(corpus, transform)
-    rows = rows.to(store.device)
+    offsets, features = transform.offsets, dataset.features
+    check_fits(dataset, transform)
+    rows = rows.to(features.device)
     if not consecutive(offsets):
-        return gather_plain(corpus, transform, rows, out)
-    if len(rows) == 0:  # the store may have fewer rows than a splice
+        return gather_plain(dataset, transform, rows, out)
+    if len(rows) == 0:  # the dataset may have fewer rows than a splice
         return out
-    windows = store.as_strided((store.shape[0] - len(offsets) + 1, transform.output_dim), (store.shape[1], 1))
-    if store.dtype == out.dtype and store.device == out.device:
+    windows = features.as_strided((len(features) - len(offsets) + 1, transform.output_dim), (features.shape[1], 1))
+    if features.dtype == out.dtype and features.device == out.device:
         return torch.index_select(windows, 0, rows + offsets[0], out=out)
     return out.copy_(windows.index_select(0, rows + offsets[0]))
 
 
-def check_fits(corpus: Corpus, transform: InputTransform) -> None:
-    """ValueError where the corpus has other dims, or fewer repeated edge frames, than the transform needs."""
-    if corpus.store.shape[1] != transform.dim or corpus.context < transform.context:
-        found = f"{corpus.store.shape[1]} dims with context {corpus.context}"
-        raise ValueError(f"the corpus has {found}, the transform needs {transform.dim} with {transform.context}")
+def check_fits(dataset: AcousticDataset, transform: InputTransform) -> None:
+    """ValueError where the dataset has other dims, or fewer repeated edge frames, than the transform needs."""
+    if dataset.features.shape[1] != transform.dim or dataset.context < transform.context:
+        found = f"{dataset.features.shape[1]} dims with context {dataset.context}"
+        raise ValueError(f"the dataset has {found}, the transform needs {transform.dim} with {transform.context}")
 
 
 def consecutive(offsets: tuple[int, ...]) -> bool:
-    """Whether no frame between the first and the last is left out."""
+    """Whether no frame between the first and the last is missing."""
     return offsets == tuple(range(offsets[0], offsets[0] + len(offsets)))
 
 
-def gather_plain(corpus: Corpus, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
+def gather_plain(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
     """Fills `out` with the spliced frames, each offset gathered by itself; not yet shifted and scaled."""
     for i, offset in enumerate(transform.offsets):
-        frames = corpus.store.index_select(0, rows + offset)
+        frames = dataset.features.index_select(0, rows + offset)
         out[:, i * transform.dim : (i + 1) * transform.dim].copy_(frames)
     return out
 
 
-def labels_of(corpus: Corpus, rows: Tensor, device: torch.device) -> Tensor:
+def labels_of(dataset: AcousticDataset, rows: Tensor, device: torch.device) -> Tensor:
     """The pdf-ids (n,) int64 of the frames at `rows` (n,), on `device`."""
-    return corpus.labels.index_select(0, rows.to(corpus.labels.device)).to(device).long()
+    return dataset.labels.index_select(0, rows.to(dataset.labels.device)).to(device).long()
 
 
-def normalise(x: Tensor, transform: InputTransform) -> Tensor:
+def normalize_(x: Tensor, transform: InputTransform) -> Tensor:
     """Shifts and scales spliced frames (n, output_dim) in place."""
     if transform.shift is not None:
         x.add_(transform.shift)
@@ -128,37 +146,37 @@ def normalise(x: Tensor, transform: InputTransform) -> Tensor:
     return x
 
 
-def plain_splice(dim: int, context: int) -> InputTransform:
+def splice_only(dim: int, context: int) -> InputTransform:
     """Splices `context` frames on each side and leaves the values as they are."""
     return InputTransform(tuple(range(-context, context + 1)), dim)
 
 
-def normalising(
-    transform: InputTransform, corpus: Corpus, utterances: list[int], exchange: Exchange | None = None
+def estimate_normalization(
+    transform: InputTransform, dataset: AcousticDataset, utterances: list[int], comm: Communicator | None = None
 ) -> InputTransform:
-    """The transform with shift and scale that give zero mean and unit variance over the utterances' spliced frames.
+    """The transform with shift and scale for zero mean and unit variance over the utterances' spliced frames.
 
-    Statistics are float64, over the first 10,000 utterances as in nnet1. A spliced dimension sees the store's rows
-    moved by its offset, so that sums over all offsets are one product: (offsets x rows) 0/1 weights times the store.
+    Statistics are float64, over the first 10,000 utterances as in nnet1. A spliced dimension sees the dataset's rows
+    shifted by its offset, so that sums over all offsets are one product, of (offsets x rows) 0/1 weights and the features.
 
     Args:
-        utterances: indices into the corpus; of several workers each gives those of its shard that are among the first
-            `STATISTICS_UTTERANCES` of all workers' training set (`shards.positions`), or none.
-        exchange: sums the statistics over the workers, who get the same bits each. Collective.
+        utterances: indices into the dataset; of several workers each passes those of its shard that are among the first
+            `STATISTICS_UTTERANCES` of all workers' training set (`partition.local_positions`), or none.
+        comm: sums the statistics over the workers, who all get the same bits. Collective.
 
     Raises:
         ValueError: no worker has any frame.
     """
-    rows = corpus.rows_of(utterances[:STATISTICS_UTTERANCES])
-    sums, squares = _sums(transform, corpus, rows)
+    rows = dataset.rows_of(utterances[:STATISTICS_UTTERANCES])
+    sums, squares = _sums(transform, dataset, rows)
     frames = len(rows)
-    if exchange is not None and exchange.size > 1:
+    if comm is not None and comm.world_size > 1:
         together = torch.cat([sums.flatten(), squares.flatten(), torch.tensor([frames], dtype=torch.float64)])
-        exchange.sum_in_place(together)
+        comm.all_reduce(together)
         sums, squares = together[:-1].view(2, *sums.shape)
         frames = int(together[-1])
     if frames == 0:
-        raise ValueError("there is no frame to take the statistics of the normalisation from")
+        raise ValueError("there is no frame to take the statistics of the normalization from")
     mean = sums / frames
     variance = (squares / frames - mean.square()).clamp_(min=VARIANCE_FLOOR)
     shift = (-mean).flatten().float()
@@ -166,17 +184,17 @@ def normalising(
     return InputTransform(transform.offsets, transform.dim, shift, scale)
 
 
-def _sums(transform: InputTransform, corpus: Corpus, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _sums(transform: InputTransform, dataset: AcousticDataset, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Sums and sums of squares of the spliced frames at `rows`, (len(offsets), dim) float64 each."""
     context = transform.context
-    is_frame = torch.zeros(corpus.store.shape[0] + 2 * context, dtype=torch.float64)
+    is_frame = torch.zeros(dataset.features.shape[0] + 2 * context, dtype=torch.float64)
     is_frame[rows + context] = 1.0
-    sums = torch.zeros(len(transform.offsets), corpus.dim, dtype=torch.float64)
+    sums = torch.zeros(len(transform.offsets), dataset.dim, dtype=torch.float64)
     squares = torch.zeros_like(sums)
     end = int(rows.max()) + context + 1 if len(rows) else 0
     block = 1 << 16
     for start in range(0, end, block):
-        values = corpus.store[start : start + block].double().cpu()
+        values = dataset.features[start : start + block].double().cpu()
         n = len(values)
         weights = torch.stack([is_frame[start + context - k : start + context - k + n] for k in transform.offsets])
         sums += weights @ values

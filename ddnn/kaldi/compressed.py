@@ -77,7 +77,7 @@ def _decode_some(
     flat = table.reshape(-1)
     starts = np.arange(0, 256 * columns, 256)
     # The indices are 8 bytes each: a block at a time, which fits the cache, and which malloc keeps. Larger ones come
-    # from the system anew each time, page by page: 1000 frames of 40 dims then took three times as long.
+    # from the system again each time, page by page: 1000 frames of 40 dims then took three times as long.
     step = max(1, (1 << 13) // columns)
     for first in range(0, rows, step):
         # No index can be out of range; "wrap" is merely the fastest way to say so.

@@ -10,17 +10,17 @@ import struct
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ddnn.errors import DataError
-from ddnn.files import read_regular, written_whole
 from ddnn.kaldi.scp import decode_utf8, read_lines
+from ddnn.kaldi.stream import MalformedRecordError
+from ddnn.util.errors import DataError
+from ddnn.util.files import atomic_write, read_bytes_limited
 
 ARC = np.dtype([("ilabel", "<i4"), ("olabel", "<i4"), ("weight", "<f4"), ("nextstate", "<i4")])
-"""One arc as it lies in the file. Weights are costs (negated logs); label 0 is epsilon."""
+"""One arc as it is in the file. Weights are costs (negated logs); label 0 is epsilon."""
 
 _CONST_STATE = np.dtype(
     [("final", "<f4"), ("pos", "<u4"), ("narcs", "<u4"), ("niepsilons", "<u4"), ("noepsilons", "<u4")]
@@ -30,7 +30,7 @@ MAX_FST_BYTES = 256 << 30
 _HAS_SYMBOLS = 3
 _IS_ALIGNED = 4
 _ALIGNMENT = 16  # bytes: kArchAlignment of OpenFst
-_EXPANDED, _MUTABLE, _ERROR = 1, 2, 4  # property bits that hold whatever the labels are
+_EXPANDED, _ERROR = 1, 4  # property bits that hold whatever the labels are
 
 _DAMAGED = "the file is damaged or cut: make it again with utils/mkgraph.sh, or copy it again"
 
@@ -77,49 +77,51 @@ class _Header:
     end: int
 
 
-def _bad(what: str, where: Path | str, mend: str = _DAMAGED) -> DataError:
-    return DataError(what, where=where, mend=mend)
+def _bad(message: str, hint: str = _DAMAGED) -> MalformedRecordError:
+    return MalformedRecordError(message, hint=hint)
 
 
-def _unpack(layout: str, data: bytes, position: int, name: str, where: Path | str) -> tuple[int, ...]:
+def _unpack(layout: str, data: bytes, position: int, name: str) -> tuple[int, ...]:
     if position + struct.calcsize(layout) > len(data):
-        raise _bad(f"the FST ends within its {name}: {len(data)} bytes in all", where)
+        raise _bad(f"the FST ends within its {name}: {len(data)} bytes in all")
     return struct.unpack_from(layout, data, position)
 
 
-def _read_string(data: bytes, position: int, name: str, where: Path | str) -> tuple[str, int]:
-    (length,) = _unpack("<i", data, position, name, where)
+def _read_string(data: bytes, position: int, name: str) -> tuple[str, int]:
+    (length,) = _unpack("<i", data, position, name)
     if not 0 <= length <= 64:
-        raise _bad(f"the FST's {name} claims {length} characters, expected a short word", where)
+        raise _bad(f"the FST's {name} claims {length} characters, expected a short word")
     end = position + 4 + length
     if end > len(data):
-        raise _bad(f"the FST ends within its {name}", where)
+        raise _bad(f"the FST ends within its {name}")
     return data[position + 4 : end].decode("ascii", "backslashreplace"), end
 
 
-def _read_header(data: bytes, where: Path | str) -> _Header:
-    (magic,) = _unpack("<i", data, 0, "header", where)
+def _read_header(data: bytes) -> _Header:
+    (magic,) = _unpack("<i", data, 0, "header")
     if magic != _MAGIC:
-        raise _bad(f"not an OpenFst binary file: it begins with {data[:4]!r}", where,
-                   "give a binary FST such as HCLG.fst; fstcompile makes one from text")  # fmt: skip
-    fst_type, position = _read_string(data, 4, "type", where)
-    arc_type, position = _read_string(data, position, "arc type", where)
+        raise _bad(
+            f"not an OpenFst binary file: it begins with {data[:4]!r}",
+            "give a binary FST such as HCLG.fst; fstcompile makes one from text",
+        )
+    fst_type, position = _read_string(data, 4, "type")
+    arc_type, position = _read_string(data, position, "arc type")
     if fst_type not in ("vector", "const") or arc_type != "standard":
-        raise _bad(f"FST type {fst_type!r}, arc type {arc_type!r}: expected 'vector' or 'const', 'standard'", where,
-                   "convert it: fstconvert --fst_type=const IN OUT")  # fmt: skip
-    fields = _unpack("<iiQqqq", data, position, "header", where)
+        raise _bad(
+            f"FST type {fst_type!r}, arc type {arc_type!r}: expected 'vector' or 'const', 'standard'",
+            "convert it: fstconvert --fst_type=const IN OUT",
+        )
+    fields = _unpack("<iiQqqq", data, position, "header")
     version, flags, properties, start, num_states, num_arcs = fields
     if flags & _HAS_SYMBOLS:
         raise _bad(
             "the FST carries symbol tables, which are not read",
-            where,
             "fstsymbols --clear_isymbols --clear_osymbols IN OUT",
         )
     versions = (1, 2) if fst_type == "const" else (2,)
     if version not in versions or flags & ~(_HAS_SYMBOLS | _IS_ALIGNED) or properties & _ERROR:
         raise _bad(
-            f"FST version {version}, flags {flags}, properties {properties:#x}: expected version 2 without errors",
-            where,
+            f"FST version {version}, flags {flags}, properties {properties:#x}: expected version 2 without errors"
         )
     aligned = fst_type == "const" and (version == 1 or bool(flags & _IS_ALIGNED))
     return _Header(fst_type, version, aligned, start, num_states, num_arcs, position + struct.calcsize("<iiQqqq"))
@@ -129,45 +131,43 @@ def _align(position: int, aligned: bool) -> int:
     return -(-position // _ALIGNMENT) * _ALIGNMENT if aligned else position
 
 
-def _read_const(data: bytes, header: _Header, where: Path | str) -> Fst:
+def _read_const(data: bytes, header: _Header) -> Fst:
     states_at = _align(header.end, header.aligned)
     if min(header.num_states, header.num_arcs) < 0 or header.num_states > len(data) or header.num_arcs > len(data):
-        raise _bad(f"the FST claims {header.num_states} states and {header.num_arcs} arcs in {len(data)} bytes", where)
+        raise _bad(f"the FST claims {header.num_states} states and {header.num_arcs} arcs in {len(data)} bytes")
     arcs_at = _align(states_at + header.num_states * _CONST_STATE.itemsize, header.aligned)
     expected = arcs_at + header.num_arcs * ARC.itemsize
     if expected != len(data):
-        raise _bad(
-            f"{header.num_states} states and {header.num_arcs} arcs make {expected} bytes, found {len(data)}", where
-        )
+        raise _bad(f"{header.num_states} states and {header.num_arcs} arcs make {expected} bytes, found {len(data)}")
     states = np.frombuffer(data, _CONST_STATE, header.num_states, states_at)
     arcs = np.frombuffer(data, ARC, header.num_arcs, arcs_at)
     offsets = np.concatenate([[0], np.cumsum(states["narcs"], dtype=np.int64)])
-    wrong = np.flatnonzero(states["pos"] != offsets[:-1])
-    if len(wrong) or offsets[-1] != header.num_arcs:
-        at = int(wrong[0]) if len(wrong) else header.num_states
-        raise _bad(f"the arcs of state {at} do not begin where those of the state before end", where)
+    invalid = np.flatnonzero(states["pos"] != offsets[:-1])
+    if len(invalid) or offsets[-1] != header.num_arcs:
+        at = int(invalid[0]) if len(invalid) else header.num_states
+        raise _bad(f"the arcs of state {at} do not begin where those of the state before end")
     return Fst(header.start, states["final"].astype(np.float32), offsets, arcs)
 
 
-def _read_vector(data: bytes, header: _Header, where: Path | str) -> Fst:
+def _read_vector(data: bytes, header: _Header) -> Fst:
     words, rest = divmod(len(data) - header.end, 4)
-    # OpenFst writes -1 states where it could not seek back: then they go on to the end of the file.
+    # OpenFst writes -1 states where it could not seek back: then they extend to the end of the file.
     if rest or header.num_states < -1 or header.num_states * 3 > words:
-        raise _bad(f"the FST claims {header.num_states} states in {len(data) - header.end} bytes", where)
+        raise _bad(f"the FST claims {header.num_states} states in {len(data) - header.end} bytes")
     counts: list[int] = []
     unpack, position, end = struct.Struct("<4xq").unpack_from, header.end, len(data)
     while position < end and len(counts) != header.num_states:
         narcs = unpack(data, position)[0] if position + 12 <= end else -1
         position += 12 + narcs * 16
         if narcs < 0 or position > end:
-            raise _bad(f"state {len(counts)} claims {narcs} arcs, more than the file's {len(data)} bytes hold", where)
+            raise _bad(f"state {len(counts)} claims {narcs} arcs, more than the file's {len(data)} bytes hold")
         counts.append(narcs)
     if position != end or header.num_states not in (-1, len(counts)):
         raise _bad(
-            f"{len(counts)} states end at byte {position} of {end}; the header claims {header.num_states} states", where
+            f"{len(counts)} states end at byte {position} of {end}; the header claims {header.num_states} states"
         )
     offsets = np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int64)
-    # Three words per state lie between the arcs (four words each): what remains without them is the arcs.
+    # Three words per state are between the arcs (four words each): what remains without them is the arcs.
     values = np.frombuffer(data, "<i4", words, header.end)
     heads = offsets[:-1] * 4 + np.arange(len(counts)) * 3
     is_arc = np.ones(words, bool)
@@ -176,28 +176,30 @@ def _read_vector(data: bytes, header: _Header, where: Path | str) -> Fst:
     return Fst(header.start, values[heads].view("<f4").astype(np.float32), offsets, values[is_arc].view(ARC))
 
 
-def check_fst(fst: Fst, where: Path | str) -> None:
+def check_fst(fst: Fst) -> None:
     """Raises DataError unless the FST can be walked: states in range, labels >= 0, finite costs (or inf: not final)."""
     states, arcs = fst.num_states, fst.arcs
     if not (0 <= fst.start < states or (fst.start == -1 and states == 0)):
-        raise _bad(f"start state {fst.start} of an FST with {states} states", where)
+        raise _bad(f"start state {fst.start} of an FST with {states} states")
     if (
         len(fst.offsets) != states + 1
         or fst.offsets[0] != 0
         or fst.offsets[-1] != len(arcs)
         or np.any(np.diff(fst.offsets) < 0)
     ):
-        raise _bad(f"the arc offsets of {states} states do not cover its {len(arcs)} arcs", where)
+        raise _bad(f"the arc offsets of {states} states do not cover its {len(arcs)} arcs")
     final_ok = np.isfinite(fst.final) | np.isposinf(fst.final)
     if not final_ok.all():
         state = int(np.argmin(final_ok))
-        raise _bad(f"state {state} has the final cost {fst.final[state]}, expected a number or inf", where)
+        raise _bad(f"state {state} has the final cost {fst.final[state]}, expected a number or inf")
     arc_ok = (arcs["nextstate"] >= 0) & (arcs["nextstate"] < states) & (arcs["ilabel"] >= 0) & (arcs["olabel"] >= 0)
     arc_ok &= np.isfinite(arcs["weight"])
     if not arc_ok.all():
         bad = int(np.argmin(arc_ok))
-        raise _bad(f"arc {bad} (ilabel, olabel, cost, next state) is {arcs[bad]}: expected labels >= 0, a finite cost, "
-                   f"a next state under {states}", where)  # fmt: skip
+        raise _bad(
+            f"arc {bad} (ilabel, olabel, cost, next state) is {arcs[bad]}: expected labels >= 0, a finite cost, "
+            f"a next state under {states}"
+        )
 
 
 def read_fst(path: Path) -> Fst:
@@ -207,63 +209,53 @@ def read_fst(path: Path) -> Fst:
         DataError: the file is missing, is no such FST, is cut, or has states, labels or weights that cannot be.
     """
     try:
-        data = read_regular(path, MAX_FST_BYTES)
+        data = read_bytes_limited(path, MAX_FST_BYTES)
+        header = _read_header(data)
+        fst = _read_const(data, header) if header.fst_type == "const" else _read_vector(data, header)
+        check_fst(fst)
     except OSError as error:
-        raise _bad(f"cannot read the FST {path.name}: {error.strerror}", path, "check the path") from error
-    header = _read_header(data, path)
-    fst = _read_const(data, header, path) if header.fst_type == "const" else _read_vector(data, header, path)
-    check_fst(fst, path)
+        message = f"cannot read the FST {path.name}: {error.strerror}"
+        raise DataError(message, location=path, hint="check the path") from error
+    except MalformedRecordError as error:
+        raise DataError(error.message, location=path, hint=error.hint) from error
     return fst
 
 
-def fst_bytes(fst: Fst, kind: Literal["vector", "const"] = "const") -> bytes:
-    """The FST as an OpenFst file of that type (version 2, no symbols, not aligned). DataError as `check_fst`."""
-    check_fst(fst, "an FST to be written")
-    properties = _EXPANDED | (_MUTABLE if kind == "vector" else 0)
-    name = kind.encode()
-    header = struct.pack("<ii", _MAGIC, len(name)) + name + struct.pack("<i", 8) + b"standard"
-    header += struct.pack("<iiQqqq", 2, 0, properties, fst.start, fst.num_states, fst.num_arcs)
-    counts = np.diff(fst.offsets)
-    if kind == "const":
-        states = np.zeros(fst.num_states, _CONST_STATE)
-        states["final"], states["pos"], states["narcs"] = fst.final, fst.offsets[:-1], counts
-        for field, label in (("niepsilons", "ilabel"), ("noepsilons", "olabel")):
-            states[field] = np.bincount(fst.sources()[fst.arcs[label] == 0], minlength=fst.num_states)
-        return b"".join([header, states.tobytes(), fst.arcs.astype(ARC).tobytes()])
-    words = np.empty(fst.num_states * 3 + fst.num_arcs * 4, "<i4")
-    heads = fst.offsets[:-1] * 4 + np.arange(fst.num_states) * 3
-    is_arc = np.ones(len(words), bool)
-    for word, value in enumerate((fst.final.astype("<f4").view("<i4"), counts.astype("<i4"), 0)):
-        words[heads + word] = value
-        is_arc[heads + word] = False
-    words[is_arc] = np.frombuffer(fst.arcs.astype(ARC).tobytes(), "<i4")
-    return header + words.tobytes()
+def write_fst(path: Path, fst: Fst) -> None:
+    """Writes a `const` FST (version 2, no symbols, not aligned) to `path`, complete or not at all.
 
-
-def write_fst(path: Path, fst: Fst, kind: Literal["vector", "const"] = "const") -> None:
-    """Writes the FST to `path`, whole or not at all. DataError as `check_fst`, UserError where it cannot be written."""
-    data = fst_bytes(fst, kind)
-    with written_whole(path) as handle:
-        handle.write(data)
+    Raises:
+        DataError: as `check_fst`. UserError: it cannot be written.
+    """
+    check_fst(fst)
+    header = struct.pack("<ii5si8s", _MAGIC, 5, b"const", 8, b"standard")
+    header += struct.pack("<iiQqqq", 2, 0, _EXPANDED, fst.start, fst.num_states, fst.num_arcs)
+    states = np.zeros(fst.num_states, _CONST_STATE)
+    states["final"], states["pos"], states["narcs"] = fst.final, fst.offsets[:-1], np.diff(fst.offsets)
+    for field, label in (("niepsilons", "ilabel"), ("noepsilons", "olabel")):
+        states[field] = np.bincount(fst.sources()[fst.arcs[label] == 0], minlength=fst.num_states)
+    with atomic_write(path) as handle:
+        for part in (header, states.tobytes(), fst.arcs.astype(ARC).tobytes()):
+            handle.write(part)
 
 
 def read_symbols(path: Path) -> dict[int, str]:
     """Reads a symbol table (`words.txt`, `phones.txt`): one `symbol id` a line, to id -> symbol.
 
     Raises:
-        DataError: missing, not UTF-8, a line of another form, an id or a symbol that stands twice.
+        DataError: missing, not UTF-8, a line of another form, an id or a symbol that occurs twice.
     """
     symbols: dict[int, str] = {}
+    hint = "remove one of the two lines"
     for number, parts in read_lines(path, "the symbol table"):
         fields = [*parts[:1], *(parts[1].split() if len(parts) > 1 else [])]
         if len(fields) != 2 or not fields[1].isdigit() or len(fields[1]) > 10:
-            line = b" ".join(fields)[:80]
-            raise _bad(f"line {number} is {line!r}, expected a symbol and its id", path, "mend the line")
+            message = f"line {number} is {b' '.join(fields)[:80]!r}, expected a symbol and its id"
+            raise DataError(message, location=path, hint="correct the line")
         if int(fields[1]) in symbols:
-            raise _bad(f"line {number}: the id {int(fields[1])} stands twice", path, "remove one of the two lines")
+            raise DataError(f"line {number}: the id {int(fields[1])} occurs twice", location=path, hint=hint)
         symbols[int(fields[1])] = decode_utf8(fields[0], path, number)
-    if len(set(symbols.values())) != len(symbols):
-        counts = Counter(symbols.values())
-        twice = counts.most_common(1)[0][0]
-        raise _bad(f"the symbol {twice!r} stands twice", path, "remove one of the two lines")
+    symbol, count = Counter(symbols.values()).most_common(1)[0]
+    if count > 1:
+        raise DataError(f"the symbol {symbol!r} occurs twice", location=path, hint=hint)
     return symbols

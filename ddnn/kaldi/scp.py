@@ -1,19 +1,19 @@
-"""Script files: where the record of each utterance lies (kaldi `util/kaldi-table-inl.h`, `ClassifyRxfilename`)."""
+"""Script files: where the record of each utterance is stored (kaldi `util/kaldi-table-inl.h`, `ClassifyRxfilename`)."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 
-from ddnn.errors import DataError
-from ddnn.files import read_regular
+from ddnn.util.errors import DataError
+from ddnn.util.files import read_bytes_limited
 
-_LINE_OF_SCP = "each line of an scp is: utterance, space, path (with :OFFSET and [FIRST:LAST] where wanted)"
+_HINT_LINE = "each line of an scp is: utterance, space, path (with :OFFSET and [FIRST:LAST] where wanted)"
 _RANGE = re.compile(r"(?P<rows>:|\d{1,10}:\d{1,10})(?:,(?P<columns>:|\d{1,10}:\d{1,10}))?")
 # A thousand million lines: no corpus has as many utterances.
 MAX_TABLE_BYTES = 64 << 30
@@ -43,7 +43,7 @@ class ScpEntry:
     scp: Path
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """File and offset (or command), for messages."""
         if self.path is None:
             return f"{self.pipe} | (in {self.scp})"
@@ -60,16 +60,16 @@ def read_lines(path: Path, kind: str) -> Iterator[tuple[int, list[bytes]]]:
     """
     try:
         if not path.is_file():
-            raise DataError(f"{kind} does not exist, or is no regular file", where=path, mend="check the path")
-        data = read_regular(path, MAX_TABLE_BYTES)
+            raise DataError(f"{kind} does not exist, or is no regular file", location=path, hint="check the path")
+        data = read_bytes_limited(path, MAX_TABLE_BYTES)
     except OSError as error:
-        raise DataError(f"cannot read {kind}: {error.strerror}", where=path) from error
+        raise DataError(f"cannot read {kind}: {error.strerror}", location=path) from error
     if not data:
-        raise DataError(f"{kind} is empty", where=path, mend="make it again; it should have a line per utterance")
+        raise DataError(f"{kind} is empty", location=path, hint="make it again; it should have a line per utterance")
     for number, line in enumerate(io.BytesIO(data), 1):  # a list of all lines would take many times the file's size
         parts = line.split(None, 1)
         if not parts:
-            raise DataError(f"line {number} of {kind} is blank", where=path, mend="remove it")
+            raise DataError(f"line {number} of {kind} is blank", location=path, hint="remove it")
         yield number, parts
 
 
@@ -78,8 +78,20 @@ def decode_utf8(data: bytes, path: Path, number: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        what = f"line {number} is not UTF-8 (byte {data[error.start]:#04x})"
-        raise DataError(what, where=path, mend="convert the file to UTF-8") from error
+        message = f"line {number} is not UTF-8 (byte {data[error.start]:#04x})"
+        raise DataError(message, location=path, hint="convert the file to UTF-8") from error
+
+
+def read_keyed_lines(path: Path, kind: str) -> Iterator[tuple[int, str, str]]:
+    """(line number, key, the rest) of each line of a table, as `read_lines`; DataError also where a key occurs twice."""
+    seen: dict[str, int] = {}
+    for number, parts in read_lines(path, kind):
+        key = decode_utf8(parts[0], path, number)
+        if key in seen:
+            message = f"utterance {key} occurs twice, in lines {seen[key]} and {number}"
+            raise DataError(message, location=path, hint="utterance ids must be unique; remove or rename one")
+        seen[key] = number
+        yield number, key, decode_utf8(parts[1].strip(), path, number) if len(parts) > 1 else ""
 
 
 def read_scp(path: Path, *, allow_pipes: bool = False) -> list[ScpEntry]:
@@ -93,39 +105,37 @@ def read_scp(path: Path, *, allow_pipes: bool = False) -> list[ScpEntry]:
             exist; a shell command where none is allowed.
     """
     find = lru_cache(maxsize=None)(lambda name: _find(name, path.parent))
-    entries = []
-    seen: dict[str, int] = {}
-    for number, parts in read_lines(path, "the scp"):
-        key = decode_utf8(parts[0], path, number)
-        if len(parts) < 2:
-            raise DataError(f"line {number} has no path after {key!r}", where=path, mend=_LINE_OF_SCP)
-        if key in seen:
-            what = f"utterance {key} occurs twice, in lines {seen[key]} and {number}"
-            raise DataError(what, where=path, mend="utterance ids must be unique; remove or rename one")
-        seen[key] = number
-        rest = decode_utf8(parts[1].strip(), path, number)
-        if "\0" in rest:
-            raise DataError(f"line {number}: a NUL character after {key!r}", where=path, mend=_LINE_OF_SCP)
-        where = f"{path}, line {number}"
-        if rest.startswith("|"):
-            raise DataError(f"utterance {key}: {rest!r} writes to a command; nothing can be read", where=where)
-        rest, rows, columns = _split_range(key, rest, where)
-        if rest.endswith("|"):
-            if not allow_pipes:
-                mend = "set `data.allow_pipes: true` if you wrote this scp yourself, or copy the features to an archive"
-                raise DataError(
-                    f"utterance {key}: {rest!r} is a shell command, which is not run", where=where, mend=mend
-                )
-            entries.append(ScpEntry(key, None, None, rows, columns, rest[:-1].strip(), path))
-            continue
-        name, offset = _split_offset(key, rest, where)
-        found = find(name)
-        if found is None:
-            tried = f"tried against the working directory ({Path.cwd()}) and the scp's folder"
-            what = f"utterance {key}: the file {name!r} does not exist, or is no regular file"
-            raise DataError(what, where=where, mend=f"check the path in the scp; {tried}")
-        entries.append(ScpEntry(key, found, offset, rows, columns, None, path))
-    return entries
+    return [
+        _parse_entry(key, rest, path, number, find, allow_pipes)
+        for number, key, rest in read_keyed_lines(path, "the scp")
+    ]
+
+
+def _parse_entry(
+    key: str, rest: str, path: Path, number: int, find: Callable[[str], Path | None], allow_pipes: bool
+) -> ScpEntry:
+    if not rest or "\0" in rest:
+        message = (
+            f"line {number}: a NUL character after {key!r}" if rest else f"line {number} has no path after {key!r}"
+        )
+        raise DataError(message, location=path, hint=_HINT_LINE)
+    location = f"{path}, line {number}"
+    if rest.startswith("|"):
+        raise DataError(f"utterance {key}: {rest!r} writes to a command; nothing can be read", location=location)
+    rest, rows, columns = _split_range(key, rest, location)
+    if rest.endswith("|"):
+        if not allow_pipes:
+            message = f"utterance {key}: {rest!r} is a shell command, which is not run"
+            hint = "set `data.allow_pipes: true` if you wrote this scp yourself, or copy the features to an archive"
+            raise DataError(message, location=location, hint=hint)
+        return ScpEntry(key, None, None, rows, columns, rest[:-1].strip(), path)
+    name, offset = _split_offset(key, rest, location)
+    found = find(name)
+    if found is None:
+        tried = f"tried against the working directory ({Path.cwd()}) and the scp's folder"
+        message = f"utterance {key}: the file {name!r} does not exist, or is no regular file"
+        raise DataError(message, location=location, hint=f"check the path in the scp; {tried}")
+    return ScpEntry(key, found, offset, rows, columns, None, path)
 
 
 def _find(name: str, folder: str | PathLike[str]) -> Path | None:
@@ -138,15 +148,15 @@ def _find(name: str, folder: str | PathLike[str]) -> Path | None:
     return None
 
 
-def _split_range(key: str, rest: str, where: str) -> tuple[str, tuple[int, int] | None, tuple[int, int] | None]:
+def _split_range(key: str, rest: str, location: str) -> tuple[str, tuple[int, int] | None, tuple[int, int] | None]:
     """Cuts `[first:last]` or `[first:last,first:last]` off the end; `:` alone is everything."""
     if not rest.endswith("]") or "[" not in rest:
         return rest, None, None
     name, _, text = rest[:-1].rpartition("[")
     match = _RANGE.fullmatch(text)
     if match is None:
-        what = f"utterance {key}: expected a range [first:last] or [first:last,first:last], found [{text}]"
-        raise DataError(what, where=where, mend=_LINE_OF_SCP)
+        message = f"utterance {key}: expected a range [first:last] or [first:last,first:last], found [{text}]"
+        raise DataError(message, location=location, hint=_HINT_LINE)
     ranges: list[tuple[int, int] | None] = []
     for part in (match["rows"], match["columns"]):
         if part is None or part == ":":
@@ -154,18 +164,20 @@ def _split_range(key: str, rest: str, where: str) -> tuple[str, tuple[int, int] 
             continue
         first, last = map(int, part.split(":"))
         if first > last:
-            raise DataError(f"utterance {key}: the range [{text}] ends before it begins", where=where)
+            raise DataError(f"utterance {key}: the range [{text}] ends before it begins", location=location)
         ranges.append((first, last))
     return name.strip(), ranges[0], ranges[1]
 
 
-def _split_offset(key: str, rest: str, where: str) -> tuple[str, int | None]:
+def _split_offset(key: str, rest: str, location: str) -> tuple[str, int | None]:
     match = _OFFSET.fullmatch(rest)
     if match is None:
         if rest in ("", "-"):
-            raise DataError(f"utterance {key}: expected a file, found {rest!r}", where=where, mend=_LINE_OF_SCP)
+            raise DataError(f"utterance {key}: expected a file, found {rest!r}", location=location, hint=_HINT_LINE)
         return rest, None
     digits = match["offset"]
     if digits.startswith("-") or len(digits) > 18:
-        raise DataError(f"utterance {key}: {digits[:40]} is no offset into a file", where=where, mend=_LINE_OF_SCP)
+        raise DataError(
+            f"utterance {key}: {digits[:40]} is not an offset into a file", location=location, hint=_HINT_LINE
+        )
     return match["path"], int(digits)

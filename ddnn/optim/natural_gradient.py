@@ -50,15 +50,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddnn.errors import DataError, UserError
-from ddnn.optim.orthonormal import orthonormalise
+from ddnn.util.errors import DataError, UserError
 
 _EPSILON = 1e-10  # floor of rho and d, and where they start
 _INITIAL_UPDATES = 10  # updates made before any is skipped
@@ -67,10 +65,11 @@ _CONDITION = 1e6  # cond(C) above which the orthonormality of R is checked
 _WIDE = 48  # ranks from here on: H = X W^T is a third faster than its transpose, below the transpose is (measured)
 
 _TINY = 1e-38  # makes 0 / 0 a 1, and is lost in any other norm
+_ORTHONORMAL = 1e-3  # largest |R R^T - I| left alone
+_INVERSE_FACTOR = 100.0  # largest element of the inverse Cholesky factor that is trusted
 
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
-MaxChangeMode = Literal["exact", "before-rate"]
 
 
 @dataclass(frozen=True)
@@ -203,17 +202,17 @@ class NaturalGradient:
             "rho": ((), torch.float64),
             "t": ((), torch.int64),
         }
-        mend = "resume with the ranks and layer sizes of the run that wrote the checkpoint, or from another checkpoint"
+        hint = "resume with the ranks and layer sizes of the run that wrote the checkpoint, or from another checkpoint"
         if set(state) != set(wanted):
-            raise DataError(f"natural gradient state holds {sorted(state)}, expected {sorted(wanted)}", mend=mend)
+            raise DataError(f"natural gradient state holds {sorted(state)}, expected {sorted(wanted)}", hint=hint)
         for name, (shape, dtype) in wanted.items():
             value = state[name]
             if tuple(value.shape) != shape or value.dtype != dtype:
                 found = f"{tuple(value.shape)} of {value.dtype}"
-                raise DataError(f"natural gradient state: {name} is {found}, expected {shape} of {dtype}", mend=mend)
+                raise DataError(f"natural gradient state: {name} is {found}, expected {shape} of {dtype}", hint=hint)
             positive = name == "w" or bool((value >= (0 if name == "t" else _EPSILON)).all())
             if not (positive and bool(torch.isfinite(value).all())):
-                raise DataError(f"natural gradient state: {name} has values outside its range", mend=mend)
+                raise DataError(f"natural gradient state: {name} has values outside its range", hint=hint)
         self.w.copy_(state["w"])
         self.d = state["d"].cpu().numpy().copy()
         self.rho, self.t, self._pending_n = float(state["rho"]), int(state["t"]), 0
@@ -310,9 +309,7 @@ def gammas(before: Tensor, after: Tensor) -> Tensor:
     return norm.div_(torch.linalg.vector_norm(after, dim=-1).add_(_TINY))
 
 
-def max_change_factor(
-    in_norms: Tensor, out_norms: Tensor, gamma: Tensor, rate: float, max_change: float, mode: MaxChangeMode = "exact"
-) -> Tensor:
+def max_change_factor(in_norms: Tensor, out_norms: Tensor, gamma: Tensor, rate: float, max_change: float) -> Tensor:
     """kappa, by which a layer's step is shortened so that it changes no more than `max_change` per frame.
 
     kappa = min(1, max_change N / (rate gamma sum_i |x^_i| |y^_i|)), as `GetScalingFactor` of Kaldi's
@@ -322,17 +319,16 @@ def max_change_factor(
         in_norms: (..., N) |x^_i|, of the input side; several layers at once where there are leading dimensions.
         out_norms: (..., N) |y^_i|, of the output side.
         gamma: (...), gamma_in * gamma_out.
-        rate: learning rate.
+        rate: learning rate; 1 limits the step at a rate of 1, so that the step at any rate is limited to rate *
+            max_change per frame (the code of arXiv 1507.01239).
         max_change: per frame; over 0 (nnet2: 0.075).
-        mode: `exact` limits the step itself; `before-rate` limits the step at a rate of 1, so that the step at `rate`
-            is limited to rate * max_change per frame (the code of arXiv 1507.01239).
 
     Returns:
         kappa (...), on the device of the norms, without waiting for it. 1 for a step of 0; NaN for a step that is NaN.
     """
     if not max_change > 0:
         raise ValueError(f"max_change is {max_change}, expected over 0")
-    step = (in_norms * out_norms).sum(dim=-1) * gamma * (rate if mode == "exact" else 1.0)
+    step = (in_norms * out_norms).sum(dim=-1) * gamma * rate
     return (max_change * in_norms.shape[-1] / step).clamp(max=1.0)
 
 
@@ -361,3 +357,47 @@ def _eigh(z: Matrix) -> tuple[Vector, Matrix]:
     """Eigenvalues of a symmetric (r, r) matrix, descending, and its eigenvectors as columns."""
     c, u = torch.linalg.eigh(torch.from_numpy(z))  # by torch, so that torch's number of threads holds
     return c.numpy()[::-1].copy(), u.numpy()[:, ::-1]
+
+
+def orthonormalise(w: Tensor, e: Vector) -> None:
+    """Makes the rows of R = E^-.5 W orthonormal again, in place, if they are off by over 1e-3: Kaldi's
+    `OnlineNaturalGradient::ReorthogonalizeRt1`. Waits for the device."""
+    sqrt_e = torch.from_numpy(np.sqrt(e))
+    scale = torch.outer(sqrt_e, sqrt_e)
+    eye = torch.eye(len(e), dtype=torch.float64)
+    if (
+        float((torch.mm(w, w.T).cpu() / scale - eye).abs().max()) <= _ORTHONORMAL
+    ):  # float32 does to see that nothing is to be done
+        return
+    wide = w.double()  # an inverse factor of 100 would raise the roundoff of float32 to 1e-3
+    o = torch.mm(wide, wide.T).cpu() / scale
+    factor, failed = torch.linalg.cholesky_ex(o)
+    if not int(failed):
+        inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
+        if float(inverse.max()) < _INVERSE_FACTOR:
+            inverse *= sqrt_e.unsqueeze(1) / sqrt_e
+            w.copy_(torch.mm(inverse.to(w.device), wide))
+            return
+    r = wide.cpu()
+    _gram_schmidt(r)
+    w.copy_(r * sqrt_e.unsqueeze(1))
+
+
+def _gram_schmidt(r: Tensor) -> None:
+    """Makes the rows of r (float64, host, no more rows than columns) orthonormal in place: Kaldi's `OrthogonalizeRows`.
+
+    A row of which less than a tenth is left is projected once more; one that vanishes is replaced by a random one,
+    from a generator of its own, so that the same input gives the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    for i, row in enumerate(r):
+        while True:
+            before = float(row @ row)
+            if math.isfinite(before) and before > 0.0:
+                row -= (r[:i] @ row) @ r[:i]
+                after = float(row @ row)
+                if after > 0.01 * before:
+                    row /= math.sqrt(after)
+                    break
+                if after > 0.0:
+                    continue
+            row.normal_(generator=generator)

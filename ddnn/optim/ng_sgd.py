@@ -1,4 +1,4 @@
-"""NG-SGD: SGD whose gradient is preconditioned on both sides of every affine layer (section 3 of arXiv 1410.7455).
+"""NG-SGD: SGD whose gradient is preconditioned on both sides of every layer (section 3 of arXiv 1410.7455).
 
 As Kaldi's nnet2 `AffineComponentPreconditionedOnline::Update` (src/nnet2/nnet-component.cc), the code behind arXiv
 1507.01239. For a layer with input X (N x D, 1 appended for the bias) and output derivative Y (N x K):
@@ -8,135 +8,181 @@ As Kaldi's nnet2 `AffineComponentPreconditionedOnline::Update` (src/nnet2/nnet-c
 
 with kappa from the max-change rule. What `natural_gradient` keeps, the Fisher matrices, belongs to this worker.
 
-In bf16, X and Y are widened to float32 and preconditioned there, as what preconditioning takes away may be nearly all
+A layer that gives P rows for each frame (`Layer.gemm`) has N P rows in X and Y. Its history is P times as long, so
+that it counts frames, and kappa is in frames too: the bound of the step is the same for every layer. A layer without
+such rows has its plain gradient, limited alike by the norms of the frames' gradients.
+
+In bf16, X and Y are converted to float32 and preconditioned there, as what preconditioning takes away may be nearly all
 of X; X^ and Y^ are rounded for the last product alone, which is as large as the others of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ddnn.kernels import Kernels
-from ddnn.model.network import Buffers, Layer, Network
-from ddnn.model.product import product
-from ddnn.optim.natural_gradient import (
-    MaxChangeMode,
-    NaturalGradient,
-    NaturalGradientOptions,
-    gammas,
-    max_change_factor,
-)
-from ddnn.recipe.schema import Optimizer as OptimizerRecipe
-
-ALIGNMENT = 16
-"""Floats between the starts of two rows are a multiple of this: GEMMs are slower on rows that are not aligned."""
+from ddnn.nn.arithmetic import Float32, InputRows
+from ddnn.nn.layer import Gemm, Layer, Views
+from ddnn.nn.network import Network, Workspace
+from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas, max_change_factor
+from ddnn.optim.sgd import Sgd, SgdOptions
 
 
-class NaturalGradientDirection:
-    """The direction of NG-SGD's step, in place of the gradient.
+@dataclass(frozen=True)
+class NgSgdOptions(SgdOptions):
+    """Options of NG-SGD.
 
-    Attributes:
-        inputs, outputs: the preconditioners of each layer's input (with 1 appended) and output derivative.
+    Args:
+        rank_in, rank_out, alpha, num_samples_history, update_period: see `NaturalGradientOptions`; the ranks of a
+            layer's input and of its output derivative, the history in frames.
+        max_change: a step that would change a layer by more than this per frame is shortened; 0: never.
+        max_change_scope: `global` limits the step by the frames of all workers, `local` by the worker's own (nnet2), so
+            that `Sgd.lr_scale` is to stay 1; `unscaled` limits the step at a learning rate of 1, so that the step at
+            `lr` is limited to lr * max_change per frame (the code of arXiv 1507.01239).
     """
 
-    def __init__(self, network: Network, recipe: OptimizerRecipe) -> None:
-        def preconditioner(dim: int, rank: int) -> NaturalGradient:
-            options = NaturalGradientOptions(rank, recipe.alpha, recipe.num_samples_history, recipe.update_period)
-            return NaturalGradient(dim, options, network.parameters.device)
+    rank_in: int = 20
+    rank_out: int = 80
+    alpha: float = 4.0
+    num_samples_history: float = 2000.0
+    update_period: int = 4
+    max_change: float = 0.075
+    max_change_scope: Literal["global", "local", "unscaled"] = "global"
 
-        self.max_change = recipe.max_change_per_sample
-        self.mode: MaxChangeMode = "before-rate" if recipe.max_change_mode == "before-rate" else "exact"
-        self.inputs = [preconditioner(layer.inputs + 1, recipe.rank_in) for layer in network.layers]
-        self.outputs = [preconditioner(layer.outputs, recipe.rank_out) for layer in network.layers]
-        self._work = _Work(network.layers, network.parameters.device, frames=0)
+    def sides(self, gemm: Gemm) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Dimension and rank of a layer's two preconditioners, of the input with 1 appended and of the derivative."""
+        return (gemm.fan_in + 1, self.rank_in), (gemm.fan_out, self.rank_out)
 
-    def __call__(
-        self, network: Network, buffers: Buffers, rate: float, places: Iterable[tuple[Tensor, Tensor]]
-    ) -> Iterator[float]:
-        """Fills one layer after another of `places`, as `plain_gradient` of `ddnn.optim.sgd`, with the preconditioned
-        gradient; overwrites `buffers.derivatives`, and in bf16 `buffers.outputs` too, with kernels `buffers.x`."""
-        low = buffers.low is not None
-        if self._work.made_for != (len(buffers.x), low):
-            self._work = _Work(network.layers, network.parameters.device, len(buffers.x), low)
-        work = self._work
-        if buffers.kernels is not None:
-            yield from self._by_kernels(buffers.kernels, buffers, rate, places)
-            return
-        for i, (x, y) in enumerate(zip(buffers.inputs(), buffers.derivatives, strict=True)):
-            work.inputs[i].copy_(x)
-            work.ones[i].fill_(1.0)
-            self.inputs[i].precondition(work.extended[i], work.before_in[i], work.after_in[i])
-            wide = work.wide[: y.numel()].view(y.shape).copy_(y) if low else y
-            self.outputs[i].precondition(wide, work.before_out[i], work.after_out[i])
-            if low:  # where X and Y were, that the last product finds them
-                x.copy_(work.inputs[i])
-                y.copy_(wide)
-        scale = self._scale(rate)
-        inputs = buffers.inputs() if low else work.inputs
-        layers = zip(inputs, work.ones, buffers.derivatives, scale.unbind(), places, strict=True)
-        for x, ones, y, factor, (weight, bias) in layers:
-            y_t = y.mul_(factor).t()
-            product(y_t, x, out=weight)
-            # A product with a vector is three times quicker where the column is not strided.
-            product(y_t, work.bias_input.copy_(ones), out=bias)
-            yield 1.0
-
-    def _by_kernels(
-        self, kernels: Kernels, buffers: Buffers, rate: float, places: Iterable[tuple[Tensor, Tensor]]
-    ) -> Iterator[float]:
-        """The same in bf16 on a CPU: what is cast is measured in the same pass, and scaled where it is taken up."""
-        work, inputs = self._work, buffers.inputs()
-        for i, (x, y) in enumerate(zip(inputs, buffers.derivatives, strict=True)):
-            kernels.widen_rows(x, work.extended[i], work.before_in[i])
-            self.inputs[i].apply(work.extended[i], work.before_in[i])
-            kernels.narrow_rows(work.extended[i], x, work.after_in[i], work.last[i])
-            wide = work.wide[: y.numel()].view(y.shape)
-            kernels.widen_rows(y, wide, work.before_out[i])
-            self.outputs[i].apply(wide, work.before_out[i])
-            kernels.narrow_rows(wide, y, work.after_out[i])
-        layers = zip(inputs, work.last, buffers.derivatives, self._scale(rate).tolist(), places, strict=True)
-        for x, last, y, factor, (weight, bias) in layers:
-            product(y.t(), x, out=weight)
-            kernels.sum_rows(y, bias, weights=last)
-            yield factor
-
-    def _scale(self, rate: float) -> Tensor:
-        """(layers,) gamma_in gamma_out kappa, from the norms before and after preconditioning."""
-        work = self._work
-        scale = gammas(work.before, work.after).prod(dim=0)
-        if self.max_change > 0.0:
-            scale *= max_change_factor(work.after[0], work.after[1], scale, rate, self.max_change, self.mode)
-        return scale
+    def num_bytes(self, layers: Sequence[Layer], minibatch: int) -> int:
+        """As `SgdOptions.num_bytes`: per side of a layer W and its update, in float64 as it
+        begins; per minibatch the inputs once more, H, and the largest derivative."""
+        gemms = [layer.gemm for layer in layers if layer.gemm is not None]
+        matrices = sum(4 * 4 * min(rank, dim - 1) * dim for gemm in gemms for dim, rank in self.sides(gemm))
+        projections = sum(2 * rank * gemm.rows for gemm in gemms for _, rank in self.sides(gemm))
+        rows = sum(gemm.rows * gemm.fan_in for gemm in gemms)
+        return matrices + 4 * minibatch * (projections + rows + max((g.rows * g.fan_out for g in gemms), default=0))
 
 
-class _Work:
-    """Memory for minibatches of `frames` frames and the views of it, made once.
+class NgSgd(Sgd):
+    """SGD along the natural gradient.
 
     Attributes:
-        extended: per layer [X 1], (frames, inputs + 1).
-        inputs, ones: per layer its columns of X, (frames, inputs), and the last one, (frames,).
-        bias_input: (frames,) for a copy of that last column; bf16 where the network computes so.
-        last: (layers, frames), with kernels copies of those last columns.
-        wide: in bf16 float32 memory for any layer's output derivative, (frames * outputs,).
-        before, after: (2, layers, frames) norms of the rows before and after preconditioning; [0] inputs, [1] outputs.
-        made_for: frames, and whether in bf16.
+        input_preconditioners, grad_preconditioners: by the number of a layer that has a `gemm`, those of its input
+            (with 1 appended) and of its output derivative.
     """
 
-    def __init__(self, layers: tuple[Layer, ...], device: torch.device, frames: int, low: bool = False) -> None:
-        self.made_for = (frames, low)
-        new = partial(torch.zeros, dtype=torch.float32, device=device)
-        self.extended = [
-            new(frames, -(-(layer.inputs + 1) // ALIGNMENT) * ALIGNMENT)[:, : layer.inputs + 1] for layer in layers
-        ]
-        self.inputs = [x[:, :-1] for x in self.extended]
-        self.ones = [x[:, -1] for x in self.extended]
-        self.bias_input = new(frames, dtype=torch.bfloat16 if low else torch.float32)
-        self.last = new(len(layers), frames).unbind()
-        self.wide = new(frames * max(layer.outputs for layer in layers) if low else 0)
-        self.before, self.after = new(2, 2, len(layers), frames).unbind()
-        self.before_in, self.before_out = self.before[0].unbind(), self.before[1].unbind()
-        self.after_in, self.after_out = self.after[0].unbind(), self.after[1].unbind()
+    def __init__(self, network: Network, options: NgSgdOptions | None = None) -> None:
+        options = options or NgSgdOptions()
+        super().__init__(network, options)
+        self._options = options
+        self.input_preconditioners: dict[int, NaturalGradient] = {}
+        self.grad_preconditioners: dict[int, NaturalGradient] = {}
+        for i, layer in enumerate(network.layers):
+            if layer.gemm is not None:
+                history = options.num_samples_history * layer.gemm.rows
+                self.input_preconditioners[i], self.grad_preconditioners[i] = (
+                    NaturalGradient(
+                        dim,
+                        NaturalGradientOptions(rank, options.alpha, history, options.update_period),
+                        network.parameters.device,
+                    )
+                    for dim, rank in options.sides(layer.gemm)
+                )
+        self._memory = _Memory(network, 0, Float32())
+
+    @property
+    def preconditioners(self) -> list[NaturalGradient]:
+        return [one for one in (*self.input_preconditioners.values(), *self.grad_preconditioners.values()) if one.rank]
+
+    def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[float]:
+        """As `Sgd.fill_gradient`; overwrites the workspace's derivatives and, in bf16, activations and input."""
+        a, options = workspace.arithmetic, self._options
+        limited_lr = 1.0 if options.max_change_scope == "unscaled" else lr
+        if not self._memory.fits(workspace):
+            self._memory = _Memory(self.network, len(workspace.x), a)
+        memory = self._memory
+        rows: dict[int, tuple[Tensor, Tensor]] = {}
+        for i, made in memory.inputs.items():
+            x, grad = workspace.statistics(i)
+            a.load_input_rows(x, made)
+            self.input_preconditioners[i].apply(made.rows, made.before)
+            inputs = a.store_input_rows(made, x)
+            float32_grad = a.load_grad_rows(grad, memory.float32_grad, memory.grad_before[i])
+            self.grad_preconditioners[i].apply(float32_grad, memory.grad_before[i])
+            a.store_grad_rows(float32_grad, grad, memory.grad_after[i])
+            rows[i] = inputs, grad
+        scales = memory.scales(a, limited_lr, options.max_change)
+        for i, (layer, views) in enumerate(zip(self.network.layers, out, strict=True)):
+            if i in rows:
+                inputs, grad = rows[i]
+                factor = a.scale_grad_(grad, scales[i])
+                layer.preconditioned_gradient(a, inputs, memory.inputs[i].bias_input, grad, views)
+                yield factor
+            else:
+                yield self._plain_gradient(i, workspace, limited_lr, views)
+
+    def _plain_gradient(self, i: int, workspace: Workspace, lr: float, out: Views) -> float:
+        """Fills the plain gradient of a layer without `gemm`, so that it changes no more than `max_change` per frame."""
+        workspace.layer_gradient(i, out)
+        if self.network.layers[i].num_parameters and self._options.max_change > 0.0:
+            norms = workspace.gradient_norms(i)
+            one = norms.new_ones(())
+            kappa = max_change_factor(norms, one, one, lr, self._options.max_change)
+            for part in out.values():
+                part.mul_(kappa)
+        return 1.0
+
+
+class _Memory:
+    """Memory for minibatches of `frames` frames in one arithmetic, and the views of it, made once.
+
+    Attributes:
+        inputs: by layer [X 1].
+        float32_grad: for arithmetics that need a copy, float32 memory for any layer's output derivative.
+        grad_before, grad_after: by layer (rows,) norms of the derivative's rows before and after preconditioning.
+    """
+
+    def __init__(self, network: Network, frames: int, arithmetic: Float32) -> None:
+        self._made_for = frames, arithmetic
+        gemms = {i: layer.gemm for i, layer in enumerate(network.layers) if layer.gemm is not None}
+        new = partial(torch.zeros, dtype=torch.float32, device=network.parameters.device)
+        self.inputs: dict[int, InputRows] = {}
+        self.grad_before: dict[int, Tensor] = {}
+        self.grad_after: dict[int, Tensor] = {}
+        # Layers with as many rows per frame have their norms in one piece: [0] inputs, [1] derivatives; (2, layers, N).
+        self._groups: list[tuple[int, list[int], Tensor, Tensor]] = []
+        for rows in dict.fromkeys(gemm.rows for gemm in gemms.values()):
+            layers = [i for i, gemm in gemms.items() if gemm.rows == rows]
+            before, after = new(2, 2, len(layers), rows * frames).unbind()
+            self._groups.append((rows, layers, before, after))
+            for k, i in enumerate(layers):
+                bias_input = new(rows * frames, dtype=arithmetic.bias_input_dtype)
+                self.inputs[i] = InputRows(gemms[i].fan_in, bias_input, before[0, k], after[0, k])
+                self.grad_before[i], self.grad_after[i] = before[1, k], after[1, k]
+        largest = max((gemm.rows * gemm.fan_out for gemm in gemms.values()), default=0)
+        self.float32_grad = new(frames * largest if arithmetic.casts else 0)
+
+    def fits(self, workspace: Workspace) -> bool:
+        """Whether it is for minibatches as that of `workspace`."""
+        frames, arithmetic = self._made_for
+        return frames == len(workspace.x) and arithmetic is workspace.arithmetic
+
+    def scales(self, a: Float32, lr: float, max_change: float) -> dict[int, Any]:
+        """By layer gamma_in gamma_out kappa, for `scale_grad_`, from the norms before and after preconditioning."""
+        found: dict[int, Any] = {}
+        for rows, layers, before, after in self._groups:
+            scale = gammas(before, after).prod(dim=0)
+            if max_change > 0.0:
+                scale *= max_change_factor(after[0], after[1], scale, lr, max_change / rows)
+            found |= zip(layers, a.scales(scale), strict=True)
+        return found
+
+
+def make_optimizer(options: SgdOptions, network: Network) -> Sgd:
+    """The optimizer of these options."""
+    return NgSgd(network, options) if isinstance(options, NgSgdOptions) else Sgd(network, options)

@@ -2,114 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from ddnn.model.network import Buffers, Network, gradient_by_layer, layer_views
-from ddnn.optim.ng_sgd import NaturalGradientDirection
-from ddnn.recipe.schema import Optimizer as OptimizerRecipe
+from ddnn.nn.layer import Layer, Views
+from ddnn.nn.network import Network, Workspace
+from ddnn.optim.natural_gradient import NaturalGradient
+from ddnn.util.errors import DataError
 
-Places = Iterable[tuple[Tensor, Tensor]]
-"""Per layer where the direction's weight and bias go, as of `gradient_by_layer`."""
-Direction = Callable[[Network, Buffers, float, Places], Iterator[float]]
-"""Network, buffers after the backward pass, rate of one worker, places -> fills one layer's after another's: what a
-step goes along, but for the factor that it gives, which is 1 where the buffers have no kernels."""
+
+@dataclass(frozen=True)
+class SgdOptions:
+    """Options of SGD.
+
+    Args:
+        momentum: share of the last step's gradient that is kept, 0 to under 1.
+        l2: weight decay, per frame, before it is multiplied by the learning rate.
+    """
+
+    momentum: float = 0.0
+    l2: float = 0.0
+
+    def num_bytes(self, layers: Sequence[Layer], minibatch: int) -> int:
+        """What the optimizer takes of memory besides gradient and momentum, at most."""
+        return 0
 
 
 class Sgd:
-    """c <- momentum * c + g;  W <- W - rate * l2 * N * W - rate * c;  b <- b - rate * c.
+    """c <- momentum * c + g;  W <- W - lr * l2 * N * W - lr * c;  b <- b - lr * c.
 
-    g is the gradient of the loss SUMMED over the N frames of the minibatch, so that a rate of 0.008 at minibatch 256
-    is 2.048 on the mean gradient. Layers with a rate of their own have g scaled by it, biases have no l2.
+    g is the gradient of the loss SUMMED over the N frames of the minibatch, so that a learning rate of 0.008 at
+    minibatch 256 is 2.048 on the mean gradient. Parameters with a learning rate coefficient of their own have g scaled
+    by it; which of them have l2 and momentum, their layer says.
 
-    NG-SGD is the same step along another direction: `direction` fills g.
+    NG-SGD is the same step along another direction: it overrides `fill_gradient` alone.
 
     Attributes:
-        gradient: g, (num_parameters,), of the last minibatch; not filled where the kernels take it up layer by layer.
-        correction: c, (num_parameters,); the gradient itself where momentum is 0.
-        shared_by: workers whose rates are multiplied by their number. NG-SGD limits its step as it is at the rate of
-            one: each worker may go so many times as far, as one worker with so many times the minibatch may.
+        network: whose parameters are updated.
+        gradient: g, (num_parameters,), of the last minibatch; not filled where layers are updated one by one.
+        momentum_buffer: c, (num_parameters,); the gradient itself where momentum is 0.
+        lr_scale: by which the rates given to `step` were multiplied because there are several workers. NG-SGD limits
+            its step as it is at the rate of one: each worker may go so many times as far, as one worker with so many
+            times the minibatch may.
     """
 
-    def __init__(
-        self, network: Network, *, momentum: float = 0.0, l2: float = 0.0, direction: Direction | None = None
-    ) -> None:
-        self.direction = direction or plain_gradient
-        self.momentum = momentum
-        self.l2 = l2
-        self.shared_by = 1
+    def __init__(self, network: Network, options: SgdOptions | None = None) -> None:
+        options = options or SgdOptions()
+        self.network = network
+        self.momentum, self.l2 = options.momentum, options.l2
+        self.lr_scale = 1.0
         self.gradient = network.parameters.new_zeros(network.parameters.shape)
-        self.correction = self.gradient.clone() if momentum else self.gradient
+        self.momentum_buffer = self.gradient.clone() if self.momentum else self.gradient
+        self._views, momentum_views = network.split(self.gradient), network.split(self.momentum_buffer)
+        # What the layers ask for beside the plain step, found once: small operations are as dear as their arithmetic.
+        layers = list(zip(network.layers, network.views, self._views, momentum_views, strict=True))
+        self._scaled = [
+            (gradient[name], coef)
+            for layer, _, gradient, _ in layers
+            for name, coef in layer.learn_rate_coefs.items()
+            if coef != 1.0
+        ]
+        self._without_momentum = [
+            (buffer[name], gradient[name])
+            for layer, _, gradient, buffer in layers
+            for name in layer.parameters
+            if name not in layer.momentum
+        ]
+        self._decayed = [
+            (parameters[name], layer.learn_rate_coefs[name])
+            for layer, parameters, _, _ in layers
+            for name in layer.parameters
+            if name in layer.l2
+        ]
+        self._coefs = [layer.learn_rate_coefs for layer in network.layers]
+        self._one_coef = [
+            next(iter(coefs.values())) if len(set(coefs.values())) == 1 else None for coefs in self._coefs
+        ]
+        self._bounded = [
+            (layer, parameters)
+            for layer, parameters, _, _ in layers
+            if type(layer).after_update is not Layer.after_update
+        ]
+
+    @property
+    def preconditioners(self) -> list[NaturalGradient]:
+        """Those of NG-SGD, without those of rank 0, which have no state; of SGD none."""
+        return []
 
     def clear_momentum(self) -> None:
         """Forgets the momentum. At each epoch too: nnet1 runs one process per epoch, and each starts from none."""
         if self.momentum:
-            self.correction.zero_()
+            self.momentum_buffer.zero_()
 
-    def step(
-        self, network: Network, buffers: Buffers, rate: float, average: Callable[[Tensor], None] | None = None
-    ) -> None:
-        """One update from the layer inputs and output derivatives of a minibatch.
+    def step(self, workspace: Workspace, lr: float, average: Callable[[Tensor], None] | None = None) -> None:
+        """One update from the layer inputs and output derivatives of a minibatch, after its backward pass.
 
         Args:
             average: what workers that average gradients do with theirs before it is applied, in place.
         """
-        if buffers.kernels is not None and average is None and not self.momentum:
-            filled = self.direction(network, buffers, rate / self.shared_by, buffers.scratch)
-            for i, factor in enumerate(filled):
-                self.apply_to_layer(i, network, buffers, rate, factor)
-            buffers.descended(network)
-            return
-        made = self.gradient if buffers.low_gradient is None else buffers.low_gradient
-        places = list(zip(*layer_views(network.layers, made), strict=True))
-        filled = self.direction(network, buffers, rate / self.shared_by, places)
-        for place, factor in zip(places, filled, strict=True):
-            for part in place if factor != 1.0 else ():
-                part.mul_(factor)
-        if made is not self.gradient:
-            self.gradient.copy_(made)
-        if average is not None:
-            average(self.gradient)
-        self.apply(network, rate, frames=len(buffers.x))
+        limit_lr = lr / self.lr_scale
+        if average is None and self.updates_by_layer(workspace):
+            for i, factor in enumerate(self.fill_gradient(workspace, limit_lr, workspace.layer_gradients)):
+                self.update_layer(i, workspace, lr, factor)
+            workspace.copy_updated()
+        else:
+            made, views = workspace.gradient_memory(self.gradient, self._views)
+            for view, factor in zip(views, self.fill_gradient(workspace, limit_lr, views), strict=True):
+                for part in view.values() if factor != 1.0 else ():
+                    part.mul_(factor)
+            if made is not self.gradient:
+                self.gradient.copy_(made)
+            if average is not None:
+                average(self.gradient)
+            self.update(lr, frames=len(workspace.x))
+        if any([layer.after_update(parameters) for layer, parameters in self._bounded]):
+            self.network.parameters_changed()
 
-    def apply_to_layer(self, i: int, network: Network, buffers: Buffers, rate: float, factor: float = 1.0) -> None:
-        """The update of layer `i` from its part of `buffers.scratch`, times `factor`, by the kernels: taken up while it
-        is in the cache, in one pass that also makes the bf16 copy of the new parameters."""
-        assert buffers.kernels is not None
-        assert buffers.low is not None
-        layer, low, descend = network.layers[i], buffers.low, buffers.kernels.descend
-        far, keep = rate * layer.weight_rate, 1.0 - rate * layer.weight_rate * self.l2 * len(buffers.x)
-        if keep == 1.0 and layer.bias_rate == layer.weight_rate:
-            descend(network.parts[i], low.parts[i], buffers.scratch_parts[i], far * factor)
-            return
-        weight, bias = buffers.scratch[i]
-        descend(network.weights[i], low.weights[i], weight, far * factor, keep)
-        descend(network.biases[i], low.biases[i], bias, rate * layer.bias_rate * factor)
+    def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[float]:
+        """Fills one layer's part of `out` after another with what the step goes along, but for the factor that it
+        yields with each.
 
-    def apply(self, network: Network, rate: float, frames: int) -> Tensor:
-        """The update from `self.gradient`, summed over `frames` frames; returns the parameters."""
-        weights, biases = layer_views(network.layers, self.gradient)
-        for layer, weight, bias in zip(network.layers, weights, biases, strict=True):
-            if layer.weight_rate != 1.0:
-                weight.mul_(layer.weight_rate)
-            if layer.bias_rate != 1.0:
-                bias.mul_(layer.bias_rate)
+        Args:
+            lr: of one worker.
+            out: per layer, of the arithmetic's `gradient_dtype`; they may share their memory, as each is used before
+                the next is asked for.
+        """
+        for i, views in enumerate(out):
+            workspace.layer_gradient(i, views)
+            yield 1.0
+
+    def updates_by_layer(self, workspace: Workspace) -> bool:
+        """Whether each layer is updated right after its gradient was computed, while that is in the cache."""
+        return workspace.arithmetic.updates_by_layer and not self.momentum
+
+    def update_layer(self, i: int, workspace: Workspace, lr: float, factor: float = 1.0) -> None:
+        """The update of layer `i` from workspace.layer_gradients[i], times `factor`, of its parameters and the copy of
+        them that layers multiply with."""
+        network, compute, update = self.network, workspace.compute, workspace.arithmetic.sgd_update
+        one, decayed = self._one_coef[i], network.layers[i].l2 if self.l2 else frozenset()
+        if one is not None and not decayed:
+            update(network.parts[i], compute.parts[i], workspace.layer_gradient_parts[i], lr * one * factor)
+            return
+        for name, coef in self._coefs[i].items():
+            step = lr * coef
+            decay = 1.0 - step * self.l2 * len(workspace.x) if name in decayed else 1.0
+            parameters, copy = network.views[i][name], compute.views[i][name]
+            update(parameters, copy, workspace.layer_gradients[i][name], step * factor, decay)
+
+    def update(self, lr: float, frames: int) -> None:
+        """The update of all layers from `gradient`, summed over `frames` frames."""
+        for gradient, coef in self._scaled:
+            gradient.mul_(coef)
         if self.momentum:
-            self.correction.mul_(self.momentum).add_(self.gradient)
+            self.momentum_buffer.mul_(self.momentum).add_(self.gradient)
+            for buffer, gradient in self._without_momentum:
+                buffer.copy_(gradient)
         if self.l2:
-            for layer, weight in zip(network.layers, network.weights, strict=True):
-                weight.mul_(1.0 - rate * layer.weight_rate * self.l2 * frames)
-        return network.parameters.add_(self.correction, alpha=-rate)
+            for parameters, coef in self._decayed:
+                parameters.mul_(1.0 - lr * coef * self.l2 * frames)
+        self.network.parameters.add_(self.momentum_buffer, alpha=-lr)
+        self.network.parameters_changed()
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What goes from minibatch to minibatch: `momentum_buffer`, where there is momentum, the tensor in use, and
+        `preconditioner.N.*`, see `NaturalGradient.state_dict`."""
+        found = {"momentum_buffer": self.momentum_buffer} if self.momentum else {}
+        for i, preconditioner in enumerate(self.preconditioners):
+            found |= {f"preconditioner.{i}.{name}": value for name, value in preconditioner.state_dict().items()}
+        return found
 
-def plain_gradient(network: Network, buffers: Buffers, rate: float, places: Places) -> Iterator[float]:
-    """The gradient itself, whatever the rate."""
-    for _ in gradient_by_layer(buffers, places):
-        yield 1.0
-
-
-def make_optimizer(recipe: OptimizerRecipe, network: Network) -> Sgd:
-    """The optimizer that the recipe names."""
-    direction = NaturalGradientDirection(network, recipe) if recipe.name == "ng-sgd" else plain_gradient
-    return Sgd(network, momentum=recipe.momentum, l2=recipe.l2, direction=direction)
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes up what `state_dict` gave, to the same bits; DataError where it does not fit."""
+        parts: list[dict[str, Tensor]] = [{} for _ in self.preconditioners]
+        unknown = set(state) - ({"momentum_buffer"} if self.momentum else set())
+        for i, part in enumerate(parts):
+            prefix = f"preconditioner.{i}."
+            part.update({name.removeprefix(prefix): state[name] for name in unknown if name.startswith(prefix)})
+            unknown -= {prefix + name for name in part}
+        if unknown:
+            raise DataError(f"the optimizer's state holds {', '.join(sorted(unknown))}, which this optimizer has not")
+        if self.momentum:
+            found = state.get("momentum_buffer")
+            if found is None or found.shape != self.momentum_buffer.shape or found.dtype != self.momentum_buffer.dtype:
+                shown = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
+                raise DataError(f"momentum_buffer: {shown} found, {tuple(self.gradient.shape)} torch.float32 expected")
+            self.momentum_buffer.copy_(found)
+        for preconditioner, part in zip(self.preconditioners, parts, strict=True):
+            preconditioner.load_state_dict(part)

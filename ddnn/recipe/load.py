@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from keyword import iskeyword
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from ddnn.errors import RecipeError
-from ddnn.recipe.include import Gathered, exists, gather_file
-from ddnn.recipe.keys import keys, keys_of, sections, suggestion
-from ddnn.recipe.schema import Recipe
-from ddnn.recipe.validate import is_read, validate
-from ddnn.recipe.yaml_tree import Given, Problem, parse_setting, shown
+from ddnn.recipe.checks import is_read, validate
+from ddnn.recipe.keys import REQUIRED, keys, keys_of, sections, suggest_key
+from ddnn.recipe.schema import VARIANTS, Recipe
+from ddnn.recipe.source import SourceTree, exists, nested, read_with_includes
+from ddnn.recipe.yaml_parser import Problem, SourceValue, format_value, parse_setting
+from ddnn.util.errors import RecipeError
 
 MOST_PROBLEMS = 50
 """Shown of what is wrong with a recipe; where as many keys are unknown it is something else."""
 
-MADE = ("data.cache",)
+OUTPUT_PATHS = ("data.cache_dir",)
 """Paths that need not exist: they are made."""
 
 
@@ -39,81 +39,115 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
     Raises:
         RecipeError: with all problems of all sources, one a line.
     """
-    gathered = Gathered()
-    gather_file(path, str(path), gathered)
+    tree = SourceTree()
+    read_with_includes(path, str(path), tree)
     for setting in overrides:
         values, problems = parse_setting(setting)
-        gathered.problems += problems
+        tree.problems += problems
         if any(given_path[0] == "include" for given_path in values):
-            gathered.problems.append(Problem("include: cannot be set; write it in the recipe", f"--set {setting}"))
-        gathered.take({p: given for p, given in values.items() if p[0] != "include"})
-    recipe = _build(path, gathered, must_exist)
-    if recipe is None or gathered.problems:
-        raise _error(path, gathered.problems)
+            tree.problems.append(Problem("include: cannot be set; write it in the recipe", f"--set {setting}"))
+        tree.update({p: given for p, given in values.items() if p[0] != "include"})
+    recipe = _build(path, tree, must_exist)
+    if recipe is None or tree.problems:
+        raise _error(path, tree.problems)
     return recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML, in schema order, defaults written out, paths absolute; `load_recipe` makes it equal again.
 
-    Left out is what was not given and has no default, and what the chosen optimizer and schedule never read.
+    Omitted are keys that were not given and have no default, and those that the chosen optimizer and schedule never read.
     """
-    tree: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in keys():
-        value: Any = recipe
-        for part in name.split("."):
-            value = getattr(value, f"{part}_" if iskeyword(part) else part)
-        if value is None or not is_read(recipe, name):
-            continue
-        _put(tree, name, str(value) if isinstance(value, Path) else value)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=10_000)
+        if is_read(recipe, name):
+            value = get_value(recipe, name)
+            if value is not None:
+                values[name] = str(value) if isinstance(value, Path) else value
+    return yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True, width=10_000)
 
 
-def _build(path: Path, gathered: Gathered, must_exist: bool) -> Recipe | None:
-    """The recipe. Problems are added to `gathered`; unsound values are left out, so that the rest is still checked."""
-    unread = any(problem.unread for problem in gathered.problems)
-    sound = _known(gathered)
+def get_value(recipe: Recipe, name: str) -> Any:
+    """The value of a dotted key; None where the chosen variant of its section does not have it."""
+    value: Any = recipe
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
+    """The recipe. Problems are added to `tree`; wrong values are not used, so that the rest is still checked."""
+    unread = tree.unread
+    sound = _known(tree)
     for name, given in list(sound.items()):
         if keys()[name].is_path and isinstance(given.value, str):
-            found = _find_path(given.value, path.parent, must_exist and name not in MADE)
+            found = _find_path(given.value, path.parent, must_exist and name not in OUTPUT_PATHS)
             if isinstance(found, str):
-                gathered.problems.append(Problem(f"{name}: {found}", given.source))
+                tree.problems.append(Problem(f"{name}: {found}", given.source))
                 found = Path("/")
-            sound[name] = Given(found, given.source)
-    wrong: set[str] = set()
+            sound[name] = SourceValue(found, given.source)
+    wrong: dict[str, str] = {}
     recipe = None
-    try:
-        recipe = Recipe.model_validate(_tree(sound), strict=True)
-    except ValidationError as error:
-        for detail in error.errors(include_url=False, include_context=False):
-            # A place inside a list ends in its index: the key is what stands before.
-            name = ".".join(part for part in detail["loc"] if isinstance(part, str))
-            if name in wrong:
-                continue
-            wrong.add(name)
-            if detail["type"] != "missing":
-                text = f"{name}: {shown(sound[name].value)} found, expected {keys()[name].expects}"
-                gathered.problems.append(Problem(text, sound.pop(name).source))
-            elif not unread:
-                key = keys()[name]
-                gathered.problems.append(Problem(f"{name}: missing, expected {key.expects}. {key.meaning}", str(path)))
+    while recipe is None:
+        try:
+            recipe = Recipe.model_validate(nested({"data": {}} | _plain(sound)), strict=True)
+        except ValidationError as error:
+            found_now = {name: detail["type"] for detail in error.errors() if (name := _key_of(detail)) not in wrong}
+            if not wrong:  # what a second look finds follows from the values that were taken out after the first
+                _report(found_now, sound, path, tree, unread)
+            wrong |= found_now
+            for name in found_now:
+                sound.pop(name, None)
+                if keys()[name].default is REQUIRED:
+                    sound[name] = SourceValue(Path("/"), "")
     if unread:
         return None
-    if recipe is None:
-        stand_ins = {name: Given(Path("/"), "") for name in wrong if keys()[name].is_path}
-        recipe = Recipe.model_validate(_tree({**stand_ins, **sound}), strict=True)
     for name, complaint in validate(recipe):
         if name not in wrong:
             source = sound[name].source if name in sound else str(path)
-            gathered.problems.append(Problem(f"{name}: {complaint}", source))
+            tree.problems.append(Problem(f"{name}: {complaint}", source))
     return recipe
 
 
-def _known(gathered: Gathered) -> dict[str, Given]:
+def _plain(values: Mapping[str, SourceValue]) -> dict[str, Any]:
+    return {name: given.value for name, given in values.items()}
+
+
+def _key_of(detail: ErrorDetails) -> str:
+    """The dotted key that an error is about: without the index in a list and the name of a variant."""
+    section, *below = [part for part in detail["loc"] if isinstance(part, str)]
+    if section in VARIANTS:
+        below = below[1:] or [VARIANTS[section][0]]
+    return ".".join((section, *below))
+
+
+def _report(
+    found: Mapping[str, str], sound: Mapping[str, SourceValue], path: Path, tree: SourceTree, unread: bool
+) -> None:
+    """Adds a problem for each key in `found` (with pydantic's type of error), in the order of the error."""
+    for name, kind in found.items():
+        key = keys()[name]
+        if kind == "missing":
+            if not unread:
+                tree.problems.append(Problem(f"{name}: missing, expected {key.expects}. {key.meaning}", str(path)))
+        elif kind == "extra_forbidden":
+            section = name.rpartition(".")[0]
+            chooser, default = VARIANTS[section]
+            chosen = sound[f"{section}.{chooser}"].value if f"{section}.{chooser}" in sound else default
+            text = (
+                f"{name}: never read by {chosen}, only by {' or '.join(key.variants)}; remove it, set it to null, or "
+            )
+            tree.problems.append(Problem(f"{text}change {section}.{chooser}", sound[name].source))
+        elif name in sound:
+            text = f"{name}: {format_value(sound[name].value)} found, expected {key.expects}"
+            tree.problems.append(Problem(text, sound[name].source))
+
+
+def _known(tree: SourceTree) -> dict[str, SourceValue]:
     """The values whose keys exist; the others become problems, each once. A null is as if it had not been given."""
-    known: dict[str, Given] = {}
+    known: dict[str, SourceValue] = {}
     reported: set[str] = set()
-    for name, given in gathered.values.items():
+    for name, given in tree.values.items():
         parts = name.split(".")
         prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
         wrong = next((p for p in prefixes if p not in sections() and p not in keys()), None)
@@ -121,12 +155,12 @@ def _known(gathered: Gathered) -> dict[str, Given]:
         if leaf is not None:
             wrong, text = leaf, f"{leaf}: a mapping found, expected {keys()[leaf].expects}"
         elif wrong is not None:
-            meant = f"; {suggestion(wrong)}" if len(reported) < MOST_PROBLEMS else ""
+            meant = f"; {suggest_key(wrong)}" if len(reported) < MOST_PROBLEMS else ""
             text = f"{_printable(wrong)}: unknown key{meant}"
         elif name in sections():
             if given.value is not None and given.value != {}:
-                text = f"{name}: {shown(given.value)} found, expected a mapping of {', '.join(keys_of(name))}"
-                gathered.problems.append(Problem(text, given.source))
+                text = f"{name}: {format_value(given.value)} found, expected a mapping of {', '.join(keys_of(name))}"
+                tree.problems.append(Problem(text, given.source))
             continue
         else:
             if given.value is not None:
@@ -134,14 +168,14 @@ def _known(gathered: Gathered) -> dict[str, Given]:
             continue
         if wrong not in reported:
             reported.add(wrong)
-            gathered.problems.append(Problem(text, given.source))
+            tree.problems.append(Problem(text, given.source))
     return known
 
 
 def _find_path(text: str, folder: Path, must_exist: bool) -> Path | str:
     """The absolute path that a recipe's path means, or what is wrong with it."""
     if not text or "\0" in text:
-        return f"{shown(text)} found, expected a path"
+        return f"{format_value(text)} found, expected a path"
     tried = [Path(text)] if Path(text).is_absolute() else [Path.cwd() / text, folder.absolute() / text]
     for candidate in tried:
         if exists(candidate):
@@ -159,20 +193,6 @@ def _tidy(path: Path) -> Path:
     return tidy if not exists(path) or (exists(tidy) and tidy.samefile(path)) else path
 
 
-def _tree(values: dict[str, Given]) -> dict[str, Any]:
-    tree: dict[str, Any] = {"data": {}}
-    for name, given in values.items():
-        _put(tree, name, given.value)
-    return tree
-
-
-def _put(tree: dict[str, Any], name: str, value: Any) -> None:
-    *above, last = name.split(".")
-    for part in above:
-        tree = tree.setdefault(part, {})
-    tree[last] = value
-
-
 def _printable(text: str) -> str:
     return text if text.isprintable() and text else repr(text)
 
@@ -180,9 +200,7 @@ def _printable(text: str) -> str:
 def _error(path: Path, problems: Sequence[Problem]) -> RecipeError:
     lines = list(dict.fromkeys(str(problem) for problem in problems))
     if len(lines) == 1:
-        return RecipeError(lines[0], where=path)
-    shown_lines = lines[:MOST_PROBLEMS]
-    if len(lines) > MOST_PROBLEMS:
-        shown_lines.append(f"and {len(lines) - MOST_PROBLEMS} more")
-    listed = "".join(f"\n  - {line}" for line in shown_lines)
-    return RecipeError(f"{len(lines)} problems in the recipe:{listed}", where=path)
+        return RecipeError(lines[0], location=path)
+    further = [f"and {len(lines) - MOST_PROBLEMS} more"] if len(lines) > MOST_PROBLEMS else []
+    text = "".join(f"\n  - {line}" for line in (*lines[:MOST_PROBLEMS], *further))
+    return RecipeError(f"{len(lines)} problems in the recipe:{text}", location=path)

@@ -1,14 +1,14 @@
-"""The text of docs/recipe.md, written from the schema: `python -m ddnn.recipe.reference > docs/recipe.md`."""
+"""The text of docs/recipe.md, generated from the schema: `python -m ddnn.recipe.reference > docs/recipe.md`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ddnn.recipe.include import fragments
-from ddnn.recipe.keys import REQUIRED, Key, keys, sections
+from ddnn.recipe.keys import REQUIRED, KeyInfo, keys, sections
+from ddnn.recipe.source import shipped_fragments
 
 EXAMPLE = """\
-include:                          # fragments first: below wins over above, the recipe over all of them
+include:                          # fragments; a later one overrides an earlier one, the recipe overrides all
   - model/swbd.yaml               # 6 x 2048 sigmoids, minibatch 1024
   - schedule/newbob.yaml
 seed: 1
@@ -16,12 +16,12 @@ data:
   train: data/train_fmllr         # a Kaldi data dir
   alignments: exp/tri4_ali        # ali.*.gz and final.mdl
   cv:
-    fraction: 0.05                # of the training data, whole speakers
+    fraction: 0.05                # of the training data, as whole speakers
   splice: 5                       # 40 dims -> 440
   cmvn: none
   deltas: 0
-  normalise: true
-  store: float16                  # halves the memory
+  normalize: true
+  feature_dtype: float16          # halves the memory
 model:
   activation: sigmoid
 init: random
@@ -30,7 +30,7 @@ optimizer:
   momentum: 0.0
   l2: 0.0
 schedule:
-  initial: 0.002                  # over the fragment's 0.008; 2.048 on the mean gradient of 1024 frames
+  initial_learning_rate: 0.002    # overrides 0.008 of the fragment; 2.048 on the mean gradient of 1024 frames
   min_epochs: 2
 parallel:
   workers: 1
@@ -40,31 +40,32 @@ parallel:
 _INTRODUCTION = """\
 # Recipes
 
-<!-- Written from the schema by `python -m ddnn.recipe.reference > docs/recipe.md`; a test compares. -->
+<!-- Generated from the schema by `python -m ddnn.recipe.reference > docs/recipe.md`; a test compares them. -->
 
-A recipe is one YAML file that says what to train, on what, and how: `ddnn train RECIPE`.
-`ddnn train RECIPE --dry-run` checks it and prints it with everything filled in; training leaves that text in the run
-dir as `recipe.yaml`. Only `data.train` and `data.alignments` must be given.
+A recipe is a YAML file that describes a training: `ddnn train RECIPE`. `ddnn train RECIPE --dry-run` checks it and prints
+it with all defaults filled in; training writes the same text as `recipe.yaml` into the run dir. Only `data.train` and
+`data.alignments` are required.
 
 ```yaml
 {example}```
 
 ## How a recipe is read
 
-- **Include.** `include:` takes a fragment's file name or a list of them. Each is looked for in the folder of the file
-  that includes it, then among the fragments that come with ddnn:
+- **Include.** `include:` takes the file name of a fragment, or a list of them. Each is looked up in the folder of the
+  file that includes it, then among the fragments that come with ddnn:
   {fragments}.
-  A later fragment wins over an earlier one, and the file itself over its fragments, key by key. Fragments may include
-  others, in no circle.
-- **`--set KEY=VALUE`** wins over the files, the last one over those before. KEY is written with dots
-  (`schedule.initial`), VALUE is YAML.
-- **`null`**, in a file or by `--set`, takes a key back to its default, as if no file had given it.
-- **Paths** that are relative are tried against the working directory, then against the folder of the recipe (also
-  those that a fragment or `--set` gives). A path that is in neither is an error.
-- **Numbers** may be written `0.008`, `8e-3` or `.008`, in digits only; text in quotes is not a number, nor is `true`.
-- **Problems** are reported all at once, with file and line: unknown keys (with the nearest known one), values out of
-  range, keys that contradict each other, keys that the chosen schedule or optimizer never reads. The exit code is 2.
-- Anchors, aliases, tags, tabs and keys given twice are errors.
+  A later fragment overrides an earlier one, and the file itself overrides its fragments, key by key. Fragments may
+  include others, but not each other in a circle.
+- **`--set KEY=VALUE`** overrides the files; a later `--set` overrides an earlier one. KEY is written with dots
+  (`schedule.initial_learning_rate`), VALUE is YAML.
+- **`null`**, in a file or with `--set`, resets a key to its default, as if no file had given it.
+- **Relative paths** are looked up in the working directory, then in the folder of the recipe (also those given by a
+  fragment or by `--set`). A path that exists in neither is an error.
+- **Numbers** may be written `0.008`, `8e-3` or `.008`, with digits only; text in quotes and `true` are not numbers.
+- **Problems** are reported all at once, with file and line: unknown keys (with the nearest known key), keys of version
+  0.1 (with their new name), values out of range, keys that contradict each other, keys that the selected schedule,
+  optimizer or strategy does not use. The exit code is 2.
+- Anchors, aliases, tags, tabs and duplicate keys are errors.
 
 ## Keys
 """
@@ -72,19 +73,21 @@ dir as `recipe.yaml`. Only `data.train` and `data.alignments` must be given.
 
 def recipe_reference() -> str:
     """The reference of all keys in Markdown, with how a recipe is read and an example."""
-    shipped = ", ".join(f"`{name}`" for name in fragments())
+    shipped = ", ".join(f"`{name}`" for name in shipped_fragments())
     parts = [_INTRODUCTION.format(example=EXAMPLE, fragments=shipped)]
     for section, meaning in sections().items():
         rows = [_row(key) for key in keys().values() if key.name.rpartition(".")[0] == section]
-        title = f"`{section}`" if section else "At the top"
-        text = meaning if section else "Beside the sections below:"
+        title = f"`{section}`" if section else "Top level"
+        text = meaning if section else "Keys outside the sections below:"
         table = "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows])
         parts.append(f"### {title}\n\n{text}\n\n{table}\n")
     return "\n".join(parts)
 
 
-def _row(key: Key) -> str:
-    return f"| `{key.name}` | {key.expects} | {_default(key.default)} | {key.meaning.replace('|', chr(92) + '|')} |"
+def _row(key: KeyInfo) -> str:
+    only = f"{' or '.join(f'`{variant}`' for variant in key.variants)}: " if key.variants else ""
+    meaning = (only + key.meaning).replace("|", "\\|")
+    return f"| `{key.name}` | {key.expects} | {_default(key.default)} | {meaning} |"
 
 
 def _default(default: Any) -> str:

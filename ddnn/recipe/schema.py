@@ -1,80 +1,90 @@
-"""The recipe: every key, its type, default, unit and meaning. `docs/recipe.md` is written from this file."""
+"""The recipe: every key, its type, default, unit and meaning. `docs/recipe.md` is generated from this file."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+NotNegativeCount = Annotated[int, Field(ge=0)]
+
+
+def _off_is_a_word(value: object) -> object:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
 
 
 class Section(BaseModel):
-    """A mapping of a recipe: immutable once read, no keys but its own."""
+    """A mapping of a recipe: immutable, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class CrossValidation(Section):
-    """What is held out to judge an epoch: by default whole speakers of the training data."""
+def _held_out(known: dict[str, Any]) -> float | None:
+    return 0.1 if all(value is None for value in known.values()) else None
 
-    fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Share of the training frames to hold out, as whole speakers drawn with the recipe's `seed`. 0.1 where nothing
-    in this section is given."""
-    speakers_file: Path | None = None
-    """File with one speaker per line: their utterances are held out."""
+
+class CrossValidationConfig(Section):
+    """The cross-validation set, by default whole speakers held out of the training data."""
+
+    speakers: Path | None = None
+    """File with one speaker per line, whose utterances are held out."""
     data: Path | None = None
-    """A Kaldi data dir of its own for cross-validation; then nothing is held out of the training data."""
+    """A separate Kaldi data dir for cross-validation. Nothing is then held out of the training data."""
     alignments: Path | None = None
-    """The alignments that belong to `data.cv.data`."""
+    """The alignments of `data.cv.data`."""
+    fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(default_factory=_held_out)
+    """Fraction of the training frames to hold out, as whole speakers drawn with the recipe's `seed`. Default: 0.1
+    if nothing else in this section is given."""
 
 
-class Data(Section):
-    """Features and alignments, as Kaldi leaves them."""
+class DataConfig(Section):
+    """Kaldi features and alignments."""
 
     train: Path
-    """Kaldi data dir: `feats.scp`, `utt2spk`, and `cmvn.scp` where wanted."""
+    """Kaldi data dir: `feats.scp`, `utt2spk` and, optionally, `cmvn.scp`."""
     alignments: Path
     """Kaldi alignment dir (`ali.*.gz` of transition-ids and `final.mdl`), or one archive of pdf-ids (`.ark`, `.txt`,
     `.gz`)."""
-    pdfs: Count | None = None
-    """Number of pdfs (senones). Read from `final.mdl`; needed only with an archive of pdf-ids, where it defaults to
-    the largest pdf-id + 1."""
-    cv: CrossValidation = CrossValidation()
+    num_pdfs: Count | None = None
+    """Number of pdfs (senones). It is read from `final.mdl` and only used with an archive of pdf-ids, where the default
+    is the largest pdf-id + 1."""
+    cv: CrossValidationConfig = CrossValidationConfig()
     """Cross-validation."""
     splice: Annotated[int, Field(ge=0, le=100)] = 5
-    """Frames of context on each side: 5 makes the network's input 11 frames wide."""
+    """Frames of context on each side: with 5, the network's input is 11 frames wide."""
     cmvn: Literal["none", "mean", "mean-variance"] = "none"
-    """Cepstral mean (and variance) normalisation per speaker, from `cmvn.scp` where the data dir has one, else
+    """Cepstral mean (and variance) normalization per speaker, from `cmvn.scp` if the data dir has one, otherwise
     computed from its features."""
     deltas: Annotated[int, Field(ge=0, le=4)] = 0
     """Order of delta features to append (Kaldi's add-deltas, window 2), after CMVN and before splicing."""
-    normalise: bool = True
+    normalize: bool = True
     """Shift and scale each spliced dimension to zero mean and unit variance over the training set."""
-    store: Literal["float32", "float16"] = "float32"
-    """How the frames lie in memory. float16 halves the memory."""
-    place: Literal["auto", "host"] = "auto"
-    """GPUs: where the frames lie. `auto`: on the GPU where they fit beside the training; else, and with `host`, in host
-    memory, from where minibatches are read ahead. The log says where."""
-    cache: Path | None = None
-    """Directory, made where it is missing, for files that hold what loading makes of the features: the next training
-    on the same data maps one in seconds. docs/input.md says what it depends on. Not given: none."""
-    loaders: Count | None = None
-    """Processes of each worker that read the features, where there are gigabytes of them. Default: the usable cores,
-    up to 8, shared out over the workers of a host."""
+    feature_dtype: Literal["float32", "float16"] = "float32"
+    """Type of the features in memory. float16 halves the memory."""
+    feature_device: Literal["auto", "cpu"] = "auto"
+    """GPUs: where the features are kept. `auto`: in GPU memory if they fit, together with the training. Otherwise, and
+    with `cpu`, they are kept in host memory, and minibatches are prefetched. The log says where they are."""
+    cache_dir: Path | None = None
+    """Directory of cached features, created if it does not exist: the next training on the same data maps a file in
+    seconds. docs/input.md says what the file depends on. Not given: no cache."""
+    loader_processes: Count | None = None
+    """Processes of each worker that read the features, if these take gigabytes. Default: the usable cores, up to 8,
+    divided among the workers of a host."""
     allow_pipes: bool = False
-    """Run shell commands that stand in an scp (`gunzip -c x.gz |`). Only for data that you wrote yourself."""
-    max_missing: Fraction = 0.05
-    """Largest share of utterances that may lack an alignment, or differ from it by more than 5 frames, before
+    """Run shell commands in an scp (`gunzip -c x.gz |`). Only for data that you wrote yourself."""
+    max_skipped_fraction: Fraction = 0.05
+    """Largest fraction of utterances that may have no alignment, or differ from it by more than 5 frames. With more,
     training is refused."""
 
 
-class Model(Section):
-    """The network: equal hidden layers, then softmax over the pdfs."""
+class ModelConfig(Section):
+    """The network: hidden layers of equal size, then softmax over the pdfs."""
 
     hidden_layers: Annotated[int, Field(ge=0, le=100)] = 6
     """Number of hidden layers."""
@@ -83,180 +93,247 @@ class Model(Section):
     activation: Literal["sigmoid", "tanh", "relu"] = "sigmoid"
     """Activation of the hidden layers."""
 
+    def summary(self) -> str:
+        """The hidden layers in a few words: "6 x 2048 sigmoid"."""
+        return f"{self.hidden_layers} x {self.hidden_units} {self.activation}"
 
-class Optimizer(Section):
-    """How a gradient becomes a step. Gradients are sums over the minibatch, as in Kaldi: a rate multiplies the sum."""
 
-    name: Literal["sgd", "ng-sgd"] = "sgd"
+class SgdConfig(Section):
+    """The optimizer. Gradients are sums over the minibatch, as in Kaldi: the learning rate multiplies the sum."""
+
+    name: Literal["sgd"] = "sgd"
     """`sgd`: plain stochastic gradient descent. `ng-sgd`: natural-gradient SGD."""
     momentum: Fraction = 0.0
-    """c <- momentum * c + gradient; the step is rate * c."""
+    """c <- momentum * c + gradient; the step is learning rate * c."""
     l2: NotNegative = 0.0
-    """Each minibatch of N frames takes rate * l2 * N * W from the weights W; biases have none."""
+    """Each minibatch of N frames subtracts learning rate * l2 * N * W from the weights W, but nothing from biases."""
+
+
+class NgSgdConfig(Section):
+    """Natural-gradient SGD."""
+
+    name: Literal["ng-sgd"] = "ng-sgd"
+    """Natural-gradient SGD."""
+    momentum: Fraction = 0.0
+    """As for `sgd`."""
+    l2: NotNegative = 0.0
+    """As for `sgd`."""
     rank_in: Count = 20
-    """NG-SGD: rank of the Fisher matrix of each layer's input (the paper's code: 30)."""
+    """Rank of the Fisher matrix of each layer's input (the paper's code: 30)."""
     rank_out: Count = 80
-    """NG-SGD: rank of the Fisher matrix of each layer's output derivative (the paper's code: 60)."""
+    """Rank of the Fisher matrix of each layer's output derivative (the paper's code: 60)."""
     alpha: NotNegative = 4.0
-    """NG-SGD: smoothing of the Fisher matrices with the identity."""
+    """Smoothing of the Fisher matrices with the identity."""
     num_samples_history: Annotated[float, Field(gt=0.0, le=1e6)] = 2000.0
-    """NG-SGD: time constant of the Fisher matrices, in frames."""
+    """Time constant of the Fisher matrices, in frames."""
     update_period: Count = 4
-    """NG-SGD: minibatches between two updates of the Fisher matrices, once the first 10 have been made."""
+    """Minibatches between two updates of the Fisher matrices, after the first 10 minibatches."""
     max_change_per_sample: NotNegative = 0.075
-    """NG-SGD: a step that would change a layer by more than this per frame is shortened. 0: never."""
-    max_change_mode: Literal["exact", "each-worker", "before-rate"] = "exact"
-    """NG-SGD: `exact` limits the step by the frames of all workers: where rates are multiplied by the workers, each of
-    them may go as many times as far, as one with as many times the minibatch may. `each-worker` limits it by the
-    worker's own frames (nnet2), which slows down many. `before-rate` limits it before it is multiplied by the rate, as
-    the code behind arXiv 1507.01239 did: there rates of 0.32 and more work only so."""
+    """A step that would change a layer by more than this per frame is scaled down. 0: never."""
+    max_change_scope: Literal["global", "local", "unscaled"] = "global"
+    """`global` counts the frames of all workers: if learning rates are multiplied by N workers, a step may be N times
+    as long, as with one worker and N times the minibatch. `local` counts the worker's own frames (nnet2), which
+    slows down training with many workers. `unscaled` limits the step before it is multiplied by the learning rate, as
+    in the code behind arXiv 1507.01239: learning rates of 0.32 and more work only with it."""
 
 
-class Schedule(Section):
-    """How the learning rate moves, and when training ends."""
+def _start_halving(known: dict[str, Any]) -> float:
+    return 0.01 if known["criterion"] == "loss" else 0.005
 
-    name: Literal["newbob", "exponential"] = "newbob"
-    """`newbob`: halve once the cross-validation gain is small, reject epochs that made it worse. `exponential`: from
-    `initial` to `final`, no rejection."""
-    initial: Positive = 0.008
-    """Learning rate of the first epoch; multiplies the SUM of the gradient over a minibatch (0.008 at minibatch 256
-    is 2.048 on the mean)."""
-    final: Positive | None = None
-    """Exponential: rate of the last epoch. Default: 0.01 * `initial`."""
-    epochs: Count | None = None
-    """Newbob: most epochs (default 20). Exponential: all epochs (default 15)."""
+
+class NewbobConfig(Section):
+    """The learning-rate schedule, which also decides when training ends."""
+
+    name: Literal["newbob"] = "newbob"
+    """`newbob`: the learning rate is halved once the cross-validation improves only a little; epochs that make it worse
+    are rejected. `exponential`: from `initial_learning_rate` to `final_learning_rate`, without rejection."""
+    initial_learning_rate: Positive = 0.008
+    """Learning rate of the first epoch. It multiplies the SUM of the gradient over a minibatch (0.008 at minibatch size
+    256 is 2.048 on the mean)."""
+    max_epochs: Count = 20
+    """Largest number of epochs."""
     criterion: Literal["loss", "frame-accuracy"] = "loss"
-    """Newbob: judge by relative improvement of the cross-validation loss (Kaldi nnet1), or by absolute gain in frame
-    accuracy (the paper)."""
-    start_halving: Positive | None = None
-    """Newbob: halving starts below this improvement. Default 0.01 relative for loss, 0.005 absolute for frame
+    """What is compared: the relative improvement of the cross-validation loss (Kaldi nnet1), or the absolute gain in
+    frame accuracy (the paper)."""
+    start_halving_impr: Positive = Field(default_factory=_start_halving)
+    """Halving starts below this improvement. Default: 0.01 (relative) for loss, 0.005 (absolute) for frame
     accuracy."""
-    end_halving: NotNegative | None = None
-    """Newbob: training ends below this improvement once halving has begun. Default 0.001, relative for loss or
-    absolute for frame accuracy."""
+    end_halving_impr: NotNegative = 0.001
+    """Training ends below this improvement once halving has begun; relative for loss, absolute for frame accuracy."""
     halving_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """Newbob: what the rate is multiplied by."""
-    keep_epochs: Annotated[int, Field(ge=0)] = 0
-    """Newbob: so many first epochs are accepted, and keep the initial rate, whatever happens (`keep_lr_iters`)."""
+    """Factor of the learning rate when it is halved."""
+    keep_lr_epochs: Annotated[int, Field(ge=0)] = 0
+    """Number of first epochs that are always accepted and keep the initial learning rate (`keep_lr_iters`)."""
     min_epochs: Annotated[int, Field(ge=0)] = 0
-    """Newbob: so many first epochs are accepted, and training does not end before (`min_iters`)."""
+    """Number of first epochs that are always accepted; training does not end before them (`min_iters`)."""
 
 
-class Pretrain(Section):
-    """RBM pretraining, read where `init` is `rbm`. Rates multiply the MEAN gradient over a minibatch, as in Kaldi."""
+class ExponentialConfig(Section):
+    """An exponentially falling learning rate."""
 
-    from_: Annotated[Path | None, Field(alias="from")] = None
-    """A finished stack: a dir of `ddnn pretrain`, or Kaldi's `N.dbn`. Where it is not given, `ddnn train` makes one."""
+    name: Literal["exponential"] = "exponential"
+    """An exponentially falling learning rate."""
+    initial_learning_rate: Positive = 0.008
+    """As for `newbob`."""
+    final_learning_rate: Positive = Field(default_factory=lambda known: 0.01 * float(known["initial_learning_rate"]))
+    """Learning rate of the last epoch. Default: 0.01 * `initial_learning_rate`."""
+    epochs: Count = 15
+    """Number of epochs."""
+
+
+class PretrainConfig(Section):
+    """RBM pretraining, if `init` is `rbm`. Its learning rates multiply the MEAN gradient over a minibatch, as in Kaldi."""
+
+    dbn: Path | None = None
+    """A pretrained DBN: a dir of `ddnn pretrain`, or Kaldi's `N.dbn`. Not given: `ddnn train` pretrains one."""
     feature_transform: Path | None = None
-    """With a `.dbn` file: Kaldi's `final.feature_transform` that belongs to it."""
-    passes: Annotated[list[Count], Field(min_length=1)] | None = None
-    """Passes over the data for each RBM, lowest first; the last number serves all further ones."""
+    """The `final.feature_transform` of a Kaldi `.dbn` file."""
+    epochs: Annotated[list[Count], Field(min_length=1)] | None = None
+    """Epochs for each RBM, lowest first; the last number applies to all further RBMs."""
     hours: Positive = 100.0
-    """Hours of speech that each RBM sees where `passes` is not given, the lowest twice as many; one pass at least."""
-    minibatch: Count = 100
+    """Hours of speech on which each RBM is trained if `epochs` is not given, twice as many for the lowest; at least one
+    epoch."""
+    minibatch_size: Count = 100
     """Frames in a minibatch of pretraining."""
-    gauss_rate: Positive = 0.01
-    """Learning rate of the lowest RBM, of which the visible units are Gaussian."""
-    rate: Positive = 0.4
+    gaussian_learning_rate: Positive = 0.01
+    """Learning rate of the lowest RBM, which has Gaussian visible units."""
+    learning_rate: Positive = 0.4
     """Learning rate of the other RBMs."""
     l2: NotNegative = 2e-4
     """Weight decay."""
-    momentum_as_kaldi: bool = True
-    """As Kaldi: momentum 0.9 from the second minibatch on, while the rate is scaled as if it rose from 0.5. false: it
-    does rise."""
+    kaldi_momentum: bool = True
+    """`true`: as in Kaldi, momentum 0.9 from the second minibatch on, while the learning rate is scaled as if the
+    momentum rose from 0.5. `false`: it does rise from 0.5."""
 
 
-class Parallel(Section):
-    """Workers and the averaging of their parameters: docs/parallel.md. With one worker nothing but `workers` and
-    `threads` is read."""
+class WorkersConfig(Section):
+    """The keys that all averaging strategies have."""
 
     workers: Count = 1
-    """Number of workers: one MPI rank with its device each."""
-    reduce: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient", "bmuf"] = "all-reduce"
-    """Strategy of an averaging. `gradient` averages the gradients of every minibatch instead, `bmuf` gives the
-    averaged change of a block a momentum."""
-    every: Count = 10
+    """Number of workers. Each is one MPI rank with its device."""
+    averaging_period: Count = 10
     """Minibatches of each worker between two averagings."""
-    start: Literal["none", "one-worker", "all-reduce"] = "none"
-    """Warm start, before the first epoch: `one-worker` trains on the first worker's shard alone at the unscaled rate
-    and hands its model to all; `all-reduce` averages after every minibatch."""
-    start_minibatches: Count = 100
-    """Minibatches of each worker that takes part in the warm start."""
-    scale_learning_rate: bool | None = None
-    """Multiply the schedule's rates by the number of workers, as arXiv 1507.01239 did. Default: true, but false for
-    bmuf."""
-    momentum_rule: Literal["keep", "average", "reset"] | None = None
-    """What an averaging does with the workers' momentum (`optimizer.momentum`). Default: keep, but reset for bmuf."""
-    block_momentum: Fraction | None = None
-    """bmuf: share of the last block's change that is added to the next. Default: 1 - 1 / `workers`."""
-    block_rate: Positive = 1.0
-    """bmuf: what the averaged change of a block is multiplied by."""
-    nesterov: bool = False
-    """bmuf: start each block where the block momentum will lead (Nesterov)."""
+    warmup: Literal["none", "single-worker", "all-reduce"] = "none"
+    """Warm-up before the first epoch: `single-worker` trains rank 0 alone on its shard, at the unscaled learning rate, and
+    gives its model to all workers; `all-reduce` averages after every minibatch."""
+    warmup_minibatches: Count = 100
+    """Minibatches of each worker that takes part in the warm-up."""
     overlap: bool = False
-    """Exchange the parameters of a block while the next one trains, and correct when they arrive."""
-    wire: Literal["float32", "bfloat16"] = "float32"
-    """How parameters travel. bfloat16 halves the bytes; sums are made in float32."""
-    transport: Literal["auto", "host", "device", "nccl"] = "auto"
-    """GPUs: through pinned host memory, straight from device memory where the MPI says it can, or by NCCL. auto:
-    device where the MPI says it can, else host."""
-    share_devices: bool = False
+    """Average the parameters of an interval while the next interval is trained, and correct them afterwards."""
+    comm_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which parameters are sent. bfloat16 halves the bytes; sums are computed in float32."""
+    gpu_transport: Literal["auto", "host", "device", "nccl"] = "auto"
+    """GPUs: `host` sends parameters through pinned host memory, `device` directly from device memory if the MPI says that
+    it supports this, `nccl` by NCCL. `auto`: `device` if the MPI says that it supports it, otherwise `host`."""
+    oversubscribe_gpus: bool = False
     """Allow more workers than GPUs on a host."""
-    pretrain: Literal["sharded", "replicated"] = "sharded"
-    """RBMs that a training makes itself: `sharded` over the workers, averaged by all-reduce at `every`; or
-    `replicated`, on the whole corpus as one worker would, to the same bits: it must fit into one worker's memory."""
-    on_failure: Literal["stop", "continue"] = "stop"
-    """What follows where a worker dies: `stop`, all end, to be resumed; `continue`, the others share its shard out and
-    go on. `continue` needs Open MPI's ULFM and mpirun (docs/reliability.md)."""
-    timeout: Positive = 300.0
-    """Seconds without progress after which a worker counts as hung and is killed."""
-    threads: Count = 1
-    """CPU threads of each worker. On minibatches of a few hundred frames one is fastest: two were measured ten times
-    slower."""
+    pretrain_data: Literal["sharded", "replicated"] = "sharded"
+    """RBMs that a training pretrains itself. `sharded`: each worker trains on its shard, and they average by all-reduce
+    every `averaging_period` minibatches. `replicated`: rank 0 trains on the whole corpus, which must fit into its
+    memory, to the same bits as a single worker."""
+    max_restarts: NotNegativeCount = 3
+    """How often the job is restarted from its newest checkpoint after a worker was killed by a signal or hung. Each newer
+    checkpoint resets the count. 0: never. Errors that a worker reports are not retried."""
+    hang_timeout: Positive = 300.0
+    """Seconds without progress after which a worker is considered hung and killed."""
+    cpu_threads: Count = 1
+    """CPU threads of each worker. With minibatches of a few hundred frames one is fastest: two were ten times slower in
+    a measurement."""
 
 
-class Checkpoint(Section):
-    """What a training leaves to be resumed from with --resume, after each epoch and within it: docs/reliability.md."""
+class AveragingConfig(WorkersConfig):
+    """Workers and the averaging of their parameters: docs/parallel.md. With one worker only `workers` and
+    `cpu_threads` are used."""
 
-    every_minutes: Positive = 10.0
-    """Minutes between two checkpoints within an epoch; taken at the next averaging."""
-    every_minibatches: Count | None = None
-    """Minibatches of each worker between two checkpoints, besides; taken at the next averaging."""
-    keep: Count = 2
-    """How many to keep: the newest, and those before it to fall back to should it be damaged."""
+    strategy: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce"] = "all-reduce"
+    """How parameters are averaged. `gradient-all-reduce` averages the gradients of every minibatch instead; `bmuf`
+    applies momentum to the averaged change of a block."""
+    scale_learning_rate: bool = True
+    """Multiply the schedule's learning rates by the number of workers, as in arXiv 1507.01239. Default: true, but false
+    for bmuf."""
+    local_momentum: Literal["keep", "average", "reset"] = "keep"
+    """What an averaging does to the workers' momentum (`optimizer.momentum`). Default: keep, but reset for bmuf."""
+
+
+class BmufConfig(WorkersConfig):
+    """Blockwise model-update filtering."""
+
+    strategy: Literal["bmuf"] = "bmuf"
+    """Blockwise model-update filtering."""
+    scale_learning_rate: bool = False
+    """As for the other strategies."""
+    local_momentum: Literal["keep", "average", "reset"] = "reset"
+    """As for the other strategies."""
+    block_momentum: Fraction | None = None
+    """Fraction of the last block's change that is added to the next. Default: 1 - 1/n for n workers."""
+    block_learning_rate: Positive = 1.0
+    """Factor of the averaged change of a block."""
+    nesterov: bool = False
+    """Start each block from the model that the block momentum leads to (Nesterov)."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints, written after each epoch and within it, for --resume and restarts: docs/reliability.md."""
+
+    interval_minutes: Positive = 2.0
+    """Minutes between two checkpoints within an epoch, which are written at the next averaging."""
+    interval_minibatches: Count | None = None
+    """Also write a checkpoint after so many minibatches of each worker, at the next averaging."""
+    keep_last: Count = 2
+    """How many checkpoints to keep: the newest, and earlier ones in case it is damaged."""
+
+
+OptimizerConfig = SgdConfig | NgSgdConfig
+ScheduleConfig = NewbobConfig | ExponentialConfig
+ParallelConfig = AveragingConfig | BmufConfig
+
+VARIANTS = {"optimizer": ("name", "sgd"), "schedule": ("name", "newbob"), "parallel": ("strategy", "all-reduce")}
+"""Sections whose variants have different keys: the key that selects the variant, and its default."""
 
 
 class Recipe(Section):
-    """A whole recipe. All data paths are tried against the working directory, then against the folder of the recipe."""
+    """A whole recipe. Relative paths are looked up in the working directory, then in the folder of the recipe."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
-    """Seed of everything random: initial parameters, frame order, held-out speakers. Same seed, same machine: the
-    same bits."""
-    data: Data
+    """Seed of everything random: initial parameters, frame order, held-out speakers. The same seed gives the same bits on
+    the same machine."""
+    data: DataConfig
     """Features and alignments."""
-    model: Model = Model()
+    model: ModelConfig = ModelConfig()
     """The network."""
     init: Literal["random", "rbm"] = "random"
-    """Initial parameters: random (as Kaldi nnet1), or a stack of RBMs."""
-    pretrain: Pretrain = Pretrain()
+    """Initial parameters: random (as in Kaldi nnet1), or pretrained RBMs."""
+    pretrain: PretrainConfig = PretrainConfig()
     """RBM pretraining."""
-    optimizer: Optimizer = Optimizer()
+    optimizer: OptimizerConfig = Field(default=SgdConfig(), discriminator="name")
     """The optimizer."""
-    minibatch: Count = 256
-    """Frames in a minibatch. The tail of an epoch that is shorter is dropped, as in Kaldi."""
+    minibatch_size: Count = 256
+    """Frames in a minibatch. The frames that remain at the end of an epoch are dropped, as in Kaldi."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
-    """What the matrix products of training multiply. `bf16`: parameters, their updates, losses and the state of NG-SGD
-    stay float32, and so do pretraining and cross-validation. `auto`: bf16 where a measurement at the start finds it
-    faster; the log says which."""
-    tf32: bool = False
-    """GPUs: multiply float32 in TF32, with 10 bits of mantissa in place of 23. In training, pretraining and
+    """Type of the factors of matrix products in training. With `bf16`, parameters, their updates, losses, the state of
+    NG-SGD, pretraining and cross-validation remain float32. `auto`: bf16 if a measurement at the start shows that it is
+    faster; the log says which is used."""
+    allow_tf32: bool = False
+    """GPUs: multiply float32 numbers as TF32, with 10 bits of mantissa instead of 23, in training, pretraining and
     cross-validation."""
-    graphs: Literal["auto", "never"] = "auto"
-    """GPUs: capture the training step as a CUDA graph, where it is found to do what the plain step does. `never`: the
-    plain step."""
-    schedule: Schedule = Schedule()
+    cuda_graphs: Annotated[Literal["auto", "off"], BeforeValidator(_off_is_a_word)] = "auto"
+    """GPUs: `auto` captures the training step as a CUDA graph, if its results agree with those of the eager step. `off`:
+    eager steps."""
+    schedule: ScheduleConfig = Field(default=NewbobConfig(), discriminator="name")
     """The learning-rate schedule."""
-    parallel: Parallel = Parallel()
+    parallel: ParallelConfig = Field(default=AveragingConfig(), discriminator="strategy")
     """Workers."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_variants(cls, tree: Any) -> Any:
+        """Sets the default variant of a section that does not select one."""
+        if not isinstance(tree, dict):
+            return tree
+        named = dict(tree)
+        for section, (key, default) in VARIANTS.items():
+            if isinstance(named.get(section), dict):
+                named[section] = {key: default, **named[section]}
+        return named

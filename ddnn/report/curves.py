@@ -1,4 +1,4 @@
-"""The plots of `ddnn report`: learning curves, where the time went, how far the workers' models drift apart."""
+"""The plots of `ddnn report`: learning curves, fractions of time, consensus distance of the workers' models."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ddnn.report.figures import label, legend_below, legend_height, new_figure, save, style, tidy
-from ddnn.report.runs import SHARES, Run, divergences, share, shares_by_rank, training_seconds
+from ddnn.report.runs import SHARES, Run, consensus_distances, share, shares_by_rank, training_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LEARNING, TIME, DIVERGENCE = "learning.png", "time.png", "divergence.png"
-_COLOURS = {"compute": "#0072B2", "data": "#56B4E9", "communication": "#D55E00", "waiting": "#E69F00", "other": "0.8"}
+LEARNING, TIME, CONSENSUS = "learning.png", "time.png", "consensus-distance.png"
+_COLOURS = {"compute": "#0072B2", "data": "#56B4E9", "comm": "#D55E00", "wait": "#E69F00", "other": "0.8"}
 _MANY_BARS = 30
-"""More bars than this get no names of their own."""
+"""If there are more bars than this, they have no names."""
 
 
 def draw_report(runs: Sequence[Run], out: Path) -> tuple[Path, ...]:
-    """Draws what the runs have figures for into PNG files in `out`; returns those that were written.
+    """Draws the plots for which the runs have data into PNG files in `out`; returns those that were written.
 
     Raises:
         UserError: matplotlib is missing, or a file cannot be written.
@@ -28,8 +28,8 @@ def draw_report(runs: Sequence[Run], out: Path) -> tuple[Path, ...]:
     drawn = [draw_learning(runs, out / LEARNING)]
     if any(run.metrics.workers for run in runs):
         drawn.append(draw_time(runs, out / TIME))
-    if any(divergences(run) for run in runs):
-        drawn.append(draw_divergence(runs, out / DIVERGENCE))
+    if any(consensus_distances(run) for run in runs):
+        drawn.append(draw_consensus_distance(runs, out / CONSENSUS))
     return tuple(drawn)
 
 
@@ -67,7 +67,7 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _curve(axes: Axes, points: Sequence[tuple[float, float, bool]], number: int, name: str) -> None:
-    """A line through the accepted epochs; the others are hollow marks beside it."""
+    """A line through the accepted epochs; the others are hollow markers."""
     colour, marker, line = style(number)
     kept = [(x, y) for x, y, accepted in points if accepted]
     rejected = [(x, y) for x, y, accepted in points if not accepted]
@@ -80,7 +80,7 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 
 
 def draw_time(runs: Sequence[Run], path: Path) -> Path:
-    """Stacked bars of the shares of the time: of each run's workers together, or of each worker of a single run."""
+    """Stacked bars of the fractions of time: for all workers of each run, or for each worker of a single run."""
     bars = _bars(runs)
     few = len(bars) <= _MANY_BARS
     figure = new_figure(11, max(2.8, 1.5 + 0.42 * len(bars)) if few else 9.0)
@@ -88,17 +88,17 @@ def draw_time(runs: Sequence[Run], path: Path) -> Path:
     left = [0.0] * len(bars)
     for name in (*SHARES, "other"):
         right = [start + 100.0 * shares[name] for start, (_, shares) in zip(left, bars, strict=True)]
-        colour, what = _COLOURS[name], "waiting for other workers" if name == "waiting" else name
+        colour, message = _COLOURS[name], "waiting for other workers" if name == "wait" else name
         if few:
             widths = [end - start for start, end in zip(left, right, strict=True)]
-            axes.barh(range(len(bars)), widths, left=left, height=0.72, color=colour, edgecolor="white", label=what)
-            _write_in_bars(axes, left, widths, "white" if name in ("compute", "communication") else "black")
+            axes.barh(range(len(bars)), widths, left=left, height=0.72, color=colour, edgecolor="white", label=message)
+            _write_in_bars(axes, left, widths, "white" if name in ("compute", "comm") else "black")
         else:
-            axes.fill_betweenx(range(len(bars)), left, right, step="mid", color=colour, linewidth=0, label=what)
+            axes.fill_betweenx(range(len(bars)), left, right, step="mid", color=colour, linewidth=0, label=message)
         left = right
     single = len(runs) == 1
-    title = f"Where each worker's time went: {label(runs[0].name)}" if single else "Where the time of the workers went"
-    tidy(axes, title, "share of the training time (%)", "worker (rank)" if single else "")
+    title = f"Time of each worker: {label(runs[0].name)}" if single else "Time of the workers"
+    tidy(axes, title, "fraction of the training time (%)", "worker (rank)" if single else "")
     if few:
         axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.margins(y=0.02)
@@ -110,14 +110,14 @@ def draw_time(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _write_in_bars(axes: Axes, left: Sequence[float], widths: Sequence[float], colour: str) -> None:
-    """The figure into each bar that is wide enough for it."""
+    """Writes the number into each bar that is wide enough for it."""
     for n, (start, width) in enumerate(zip(left, widths, strict=True)):
         if width >= 4.0:
             axes.text(start + width / 2, n, f"{width:.1f}", ha="center", va="center", color=colour, fontsize=9)
 
 
 def _bars(runs: Sequence[Run]) -> list[tuple[str, dict[str, float]]]:
-    """Name of each bar and the shares in it; `other` is what none of them accounts for."""
+    """Name of each bar and its fractions; `other` is the remainder."""
     if len(runs) == 1:
         by_name = {name: shares_by_rank(runs[0], name) for name in SHARES}
         bars = [(str(rank), {name: by_name[name][rank] or 0.0 for name in SHARES}) for rank in by_name["compute"]]
@@ -127,13 +127,13 @@ def _bars(runs: Sequence[Run]) -> list[tuple[str, dict[str, float]]]:
     return [(name, {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}) for name, shares in bars]
 
 
-def draw_divergence(runs: Sequence[Run], path: Path) -> Path:
+def draw_consensus_distance(runs: Sequence[Run], path: Path) -> Path:
     """The relative distance of the workers' models from their mean, epoch by epoch; the band spans the workers."""
     figure = new_figure(9, min(4.7 + legend_height([run.name for run in runs], 9), 16.0))
     axes = figure.subplots()
-    shown = [run for run in runs if divergences(run)]
+    shown = [run for run in runs if consensus_distances(run)]
     for number, run in enumerate(runs):
-        found = divergences(run)
+        found = consensus_distances(run)
         if not found:
             continue
         colour, marker, line = style(number)
@@ -142,7 +142,7 @@ def draw_divergence(runs: Sequence[Run], path: Path) -> Path:
         axes.plot(epochs, means, line, color=colour, marker=marker, markersize=5, linewidth=1.6, label=label(run.name))
         lowest, highest = ([100.0 * of(values) for _, values in found] for of in (min, max))
         axes.fill_between(epochs, lowest, highest, color=colour, alpha=0.15, linewidth=0)
-    title = "How far the workers' models are apart before an averaging (band: lowest to highest worker)"
+    title = "Consensus distance of the workers' models before an averaging (band: lowest to highest worker)"
     if len(shown) == 1:
         title = f"{title}\n{label(shown[0].name)}"
     tidy(axes, title, "epoch", "distance from the mean model (% of its norm)")

@@ -1,4 +1,4 @@
-"""What all plots share: matplotlib on no screen, colours, names as labels, files that appear whole."""
+"""What all plots share: matplotlib without a display, colors, names as labels, files written atomically."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddnn.errors import UserError
-from ddnn.files import make_directory, written_whole
+from ddnn.util.errors import UserError
+from ddnn.util.files import atomic_write, ensure_directory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ def new_figure(width: float, height: float) -> Figure:
     except ImportError as error:
         raise UserError(
             f"plots need the package matplotlib, which cannot be imported: {error}",
-            mend="pip install 'ddnn[report]', or --no-plots",
+            hint="pip install 'ddnn[report]', or --no-plots",
         ) from error
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
@@ -86,8 +86,8 @@ def save(figure: Figure, path: Path) -> Path:
     Raises:
         UserError: it cannot be written.
     """
-    make_directory(path.parent)
-    with written_whole(path) as handle, warnings.catch_warnings():
+    ensure_directory(path.parent)
+    with atomic_write(path) as handle, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a run's name in a script that the font lacks: boxes will do
         figure.savefig(handle, format="png")
     return path

@@ -1,4 +1,4 @@
-"""What `ddnn scale` starts from: epochs that were measured, from run dirs or from a file of published figures."""
+"""The measured epochs that `ddnn scale` uses, from run dirs or from a file of published times."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from ddnn.errors import DataError, UserError
-from ddnn.kaldi.alignments import read_pdf_counts
-from ddnn.recipe.include import configs_folder
 from ddnn.recipe.schema import Count, Section
-from ddnn.recipe.yaml_tree import parse_file, read_file
+from ddnn.recipe.source import configs_folder, read_yaml, validate
 from ddnn.report.runs import Run, number_of_workers, read_run
 from ddnn.report.scaling import Job, Way, averagings
-from ddnn.train.read_metrics import WorkerRow
+from ddnn.training.metrics import WorkerRow
+from ddnn.training.run_status import BEST, FINAL
+from ddnn.util.errors import DataError, UserError
 
-COUNTS = "ali_train_pdf.counts"
 SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
 LARGEST = 10**6
 _SIZES = re.compile(r"(?:\d{1,7}x)?\d{1,7}")
@@ -30,17 +28,17 @@ _SIZES = re.compile(r"(?:\d{1,7}x)?\d{1,7}")
 
 @dataclass(frozen=True)
 class Measurement:
-    """An epoch on so many workers; times in seconds, means over workers and epochs.
+    """An epoch with a number of workers; times in seconds, means over workers and epochs.
 
     Attributes:
         source: the run dir or file.
         seconds: of the whole epoch.
-        exchange: spent moving parameters in it.
+        comm: spent sending parameters in it.
         averagings: made in it.
-        compute: spent in compute and data; None where it was not told apart.
-        rest: what is neither compute, data, exchange nor waiting; None where compute is.
-        block_std: standard deviation of a block between two averagings, over time and workers; None where not known.
-        final_mean: whether `exchange` holds a last exact mean beside the averagings.
+        compute: spent in compute and data; None if it was not measured.
+        rest: neither compute, data, communication nor waiting; None if compute is None.
+        block_std: standard deviation of the interval between two averagings, over time and workers; None if not known.
+        final_mean: whether `comm` includes the exact mean at the end of the epoch.
     """
 
     source: str
@@ -48,7 +46,7 @@ class Measurement:
     way: Way
     job: Job
     seconds: float
-    exchange: float
+    comm: float
     averagings: float
     compute: float | None = None
     rest: float | None = None
@@ -60,18 +58,18 @@ Time = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
 
 
 class Published(Section):
-    """A file of published times: how long an epoch took on so many workers."""
+    """A file of published times: how long an epoch took with a number of workers."""
 
     network: str
     """Dims of the network: 440-6x2048-8806."""
-    minibatch: Annotated[int, Field(ge=1, le=10**9)]
+    minibatch_size: Annotated[int, Field(ge=1, le=10**9)]
     """Frames in a minibatch of one worker."""
-    every: Annotated[int, Field(ge=1, le=10**9)]
+    averaging_period: Annotated[int, Field(ge=1, le=10**9)]
     """Minibatches of each worker between two averagings."""
-    reduce: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient", "bmuf"] = "all-reduce"
+    strategy: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce", "bmuf"] = "all-reduce"
     """Strategy."""
-    wire: Literal["float32", "bfloat16"] = "float32"
-    """How parameters travelled."""
+    comm_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which parameters were sent."""
     frames: Annotated[float, Field(gt=0.0, le=1e15, allow_inf_nan=False)]
     """Frames of an epoch."""
     unit: Literal["seconds", "minutes", "hours"] = "seconds"
@@ -81,7 +79,7 @@ class Published(Section):
     total: list[Annotated[Time, Field(gt=0.0)]]
     """Time of an epoch of each."""
     communication: list[Time]
-    """Time in it that went into moving parameters, of each."""
+    """Time spent sending parameters in it, of each."""
 
 
 def read_measured(path: Path) -> list[Measurement]:
@@ -131,31 +129,23 @@ def operations_of(dims: Sequence[int]) -> float:
 
 
 def _of_file(path: Path) -> list[Measurement]:
-    text, problems = read_file(path, str(path))
-    values, more = ({}, []) if text is None else parse_file(text, str(path))
-    for problem in [*problems, *more]:
-        raise DataError(problem.text, where=problem.source, mend="docs/scaling.md has the form of such a file")
-    try:
-        found = Published.model_validate({".".join(keys): given.value for keys, given in values.items()}, strict=True)
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False)
-        wrong = "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details[:5])
-        raise DataError(wrong, where=path, mend="docs/scaling.md has the form of such a file") from error
+    hint = "docs/scaling.md describes such a file"
+    found = validate(Published, read_yaml(path), path, hint=hint, strict=True)
     return _published(found, path)
 
 
 def _published(found: Published, path: Path) -> list[Measurement]:
     lengths = [len(found.workers), len(found.total), len(found.communication)]
     if len(set(lengths)) > 1:
-        raise DataError("workers, total and communication differ in length: {}, {}, {}".format(*lengths), where=path)
+        raise DataError("workers, total and communication differ in length: {}, {}, {}".format(*lengths), location=path)
     unit, dims = SECONDS[found.unit], network_dims(found.network)
-    job = Job(parameters_of(dims), operations_of(dims), found.minibatch, found.every, found.frames)
-    way = Way(found.reduce, found.wire)
+    job = Job(parameters_of(dims), operations_of(dims), found.minibatch_size, found.averaging_period, found.frames)
+    way = Way(found.strategy, found.comm_dtype)
     measurements = []
     for workers, total, communication in zip(found.workers, found.total, found.communication, strict=True):
         if communication >= total:
-            raise DataError(f"{workers} workers: communication is not below the total", where=path)
-        rounds = averagings(job, found.reduce, workers) if workers > 1 else 0.0
+            raise DataError(f"{workers} workers: communication is not below the total", location=path)
+        rounds = averagings(job, found.strategy, workers) if workers > 1 else 0.0
         measurements.append(Measurement(str(path), workers, way, job, total * unit, communication * unit, rounds))
     return measurements
 
@@ -164,55 +154,61 @@ def _of_run(run: Run) -> Measurement:
     rows = [row for row in run.metrics.workers if row.seconds and row.minibatches and row.frames]
     if run.recipe is None or not rows:
         missing = "recipe.yaml" if run.recipe is None else "row of a worker in its metrics.jsonl"
-        raise DataError(f"this run dir has no {missing}", where=run.path, mend="train again with this version of ddnn")
+        raise DataError(
+            f"this run dir has no {missing}", location=run.path, hint="train again with this version of ddnn"
+        )
     parallel, workers = run.recipe.parallel, number_of_workers(run)
     of_epoch = Counter(row.epoch for row in rows)
-    complete = [row for row in rows if of_epoch[row.epoch] == workers and row.parameters and row.compute_share]
+    complete = [row for row in rows if of_epoch[row.epoch] == workers and row.num_parameters and row.compute_fraction]
     if not complete:
-        raise DataError("no epoch has whole rows of all workers", where=run.path, mend="let it train an epoch first")
-    parameters = complete[0].parameters or 0
+        raise DataError(
+            "no epoch has complete rows of all workers", location=run.path, hint="let it train an epoch first"
+        )
+    parameters = complete[0].num_parameters or 0
     epochs = len({row.epoch for row in complete})
     frames = sum(row.frames for row in complete) / epochs
-    job = Job(parameters, _operations(run, parameters), run.recipe.minibatch, parallel.every, frames)
+    job = Job(parameters, _operations(run, parameters), run.recipe.minibatch_size, parallel.averaging_period, frames)
     seconds = fmean(row.seconds or 0.0 for row in complete)
-    compute = fmean((row.seconds or 0.0) * ((row.compute_share or 0.0) + (row.data_share or 0.0)) for row in complete)
-    waiting = fmean((row.seconds or 0.0) * (row.waiting_share or 0.0) for row in complete)
-    exchange = fmean(row.exchange_seconds or 0.0 for row in complete)
+    compute = fmean(
+        (row.seconds or 0.0) * ((row.compute_fraction or 0.0) + (row.data_fraction or 0.0)) for row in complete
+    )
+    waiting = fmean((row.seconds or 0.0) * (row.wait_fraction or 0.0) for row in complete)
+    comm = fmean(row.comm_seconds or 0.0 for row in complete)
     overlap = parallel.overlap and workers > 1
-    in_the_way = max(0.0, exchange - compute) if overlap else exchange
+    in_the_way = max(0.0, comm - compute) if overlap else comm
     return Measurement(
         source=run.name,
         workers=workers,
-        way=Way(parallel.reduce, parallel.wire, overlap),
+        way=Way(parallel.strategy, parallel.comm_dtype, overlap),
         job=job,
         seconds=seconds,
-        exchange=exchange,
+        comm=comm,
         averagings=fmean(row.averagings for row in complete),
         compute=compute,
         rest=max(0.0, seconds - compute - waiting - in_the_way),
         block_std=_block_std(complete),
-        final_mean=parallel.reduce != "gradient",
+        final_mean=parallel.strategy != "gradient-all-reduce",
     )
 
 
 def _block_std(rows: Sequence[WorkerRow]) -> float | None:
-    """Of a block: what varies from block to block within an epoch, and what lastingly sets workers apart."""
-    within = [row.block_seconds_std**2 for row in rows if row.block_seconds_std is not None]
+    """Of an interval: the variation between the intervals of an epoch, and between workers."""
+    within = [row.interval_seconds_std**2 for row in rows if row.interval_seconds_std is not None]
     by_rank: dict[int, list[float]] = {}
     for row in rows:
-        if row.block_seconds is not None:
-            by_rank.setdefault(row.rank, []).append(row.block_seconds)
+        if row.interval_seconds is not None:
+            by_rank.setdefault(row.rank, []).append(row.interval_seconds)
     if not within or not by_rank:
         return None
     return float((fmean(within) + pvariance([fmean(blocks) for blocks in by_rank.values()])) ** 0.5)
 
 
 def _operations(run: Run, parameters: int) -> float:
-    """Of a training step per frame. The input dim follows from the parameters and the number of pdfs."""
-    counts, model = run.path / COUNTS, run.recipe.model if run.recipe is not None else None
-    if model is None or not model.hidden_layers or not counts.is_file():
+    """Of a training step per frame, as the layers of the run's model count them; about, where there is no model."""
+    stored = [path for path in (run.path / FINAL, run.path / BEST) if path.is_file()]
+    if not stored:
         return 6.0 * parameters
-    pdfs, units = len(read_pdf_counts(counts)), model.hidden_units
-    above = [units] * model.hidden_layers + [pdfs]
-    inputs, left = divmod(parameters - parameters_of(above), units)
-    return 6.0 * parameters if left or inputs < 2 else operations_of([inputs - 1, *above])
+    from ddnn.nn.acoustic_model import load_layers  # torch takes a second; published figures do without
+    from ddnn.nn.layers import training_flop_per_frame
+
+    return float(training_flop_per_frame(load_layers(stored[0])))

@@ -1,4 +1,4 @@
-"""A run dir as `ddnn report` sees it: its recipe and metrics, and what they come to. Needs no torch."""
+"""A run dir for `ddnn report`: its recipe and metrics, and their summary. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from ddnn.errors import DataError
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.train.read_metrics import EpochRow, Metrics, read_metrics
+from ddnn.training.metrics import EpochRow, Metrics, read_metrics
+from ddnn.training.run_status import METRICS, RECIPE
+from ddnn.util.errors import DataError
 
-SHARES = ("compute", "data", "communication", "waiting")
-"""Where the time of a worker's training thread goes."""
-METRICS, RECIPE = "metrics.jsonl", "recipe.yaml"
+SHARES = ("compute", "data", "comm", "wait")
+"""The fractions of the time of a worker's training thread."""
 LEAST = 1e-9
-"""Seconds, or frames a second, below which no row tells a speed."""
+"""Seconds, or frames per second, below which a row has no meaningful speed."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training that has been, or still goes on.
+    """A training, which may still be running.
 
     Attributes:
-        name: tells it from the others of the report.
-        recipe: as it was run; None where the run dir holds none.
+        name: unique among the runs of the report.
+        recipe: as it was run; None if the run dir has none.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs in these run dirs, named by their last folders, as many as tell them apart.
+    """The runs in these run dirs, named by as many of their last folders as make the names different.
 
     Raises:
         DataError: no run dir, or a damaged metrics.jsonl. RecipeError: its recipe is damaged.
@@ -46,7 +46,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def read_run(path: Path, name: str | None = None) -> Run:
     """One run dir; see `read_runs`."""
     if not (path / METRICS).is_file():
-        raise DataError(f"there is no {METRICS} here", where=path, mend="name the run dir of a training")
+        raise DataError(f"there is no {METRICS} here", location=path, hint="name the run dir of a training")
     recipe = load_recipe(path / RECIPE, must_exist=False) if (path / RECIPE).exists() else None
     return Run(name or path.absolute().name, path, recipe, read_metrics(path / METRICS))
 
@@ -65,14 +65,14 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _printable(name: str) -> str:
-    """A folder may be called anything: what is no UTF-8 or moves the cursor is written as an escape."""
+    """Bytes that are not UTF-8 and characters that are not printable are written as escapes."""
     text = name.encode(errors="backslashreplace").decode()
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure of several workers: their mean, and the worst with its rank."""
+    """A value of several workers: their mean, and the worst with its rank."""
 
     mean: float
     worst: float
@@ -81,23 +81,25 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to; None where its metrics do not say.
+    """The summary of a run; None if its metrics do not have a value.
 
     Attributes:
         workers: their number.
         epochs: number of the last epoch.
+        warmup_loss: training loss of the warm-up.
         best_loss, best_accuracy: of the accepted epoch with the lowest cross-validation loss.
         seconds: of training (without cross-validation).
         frames_per_second, frames_per_second_per_worker: over all epochs.
-        speed_up: in frames per second, against the first run of one worker, if it is of the same network and minibatch.
+        speed_up: in frames per second, over the first run with one worker, if it has the same network and minibatch size.
         shares: of `SHARES`, over all epochs.
-        divergence: relative distance from the mean model before an averaging, in the last epoch.
+        consensus_distance: relative distance from the mean model before an averaging, in the last epoch.
         bytes_per_averaging: that a worker sends.
-        left_out: models that were not finite and left out of an averaging.
+        excluded_averagings: how often a model was excluded from an averaging because it was not finite.
     """
 
     workers: int
     epochs: int
+    warmup_loss: float | None
     best_loss: float | None
     best_accuracy: float | None
     seconds: float | None
@@ -105,32 +107,32 @@ class Summary:
     frames_per_second_per_worker: float | None
     speed_up: float | None
     shares: dict[str, Spread | None]
-    divergence: Spread | None
+    consensus_distance: Spread | None
     bytes_per_averaging: float | None
-    left_out: int
+    excluded_averagings: int
 
 
 def summarise(runs: Sequence[Run]) -> list[Summary]:
-    """What each run came to; speed-ups are against the first run of one worker, where there is one."""
+    """The summary of each run; speed-ups are over the first run with one worker, if there is one."""
     base = next((run for run in runs if number_of_workers(run) == 1 and speed(run)), None)
     return [_summary(run, base) for run in runs]
 
 
 def _summary(run: Run, base: Run | None) -> Summary:
     workers, rows = number_of_workers(run), run.metrics.workers
-    accepted = [(row.loss, row) for row in run.metrics.cv if row.accepted and row.loss is not None]
-    best = min(accepted, key=lambda pair: pair[0])[1] if accepted else None
+    best = run.metrics.best
     epochs = [*(row.epoch for row in (*run.metrics.train, *run.metrics.cv)), *(row.epoch for row in rows)]
     last = max((row.epoch for row in rows), default=0)
     fast, slow = speed(run), None if base is None else speed(base)
     # An epoch's mean at its end is one more; averaged gradients have none.
-    one_more = 0 if run.recipe is not None and run.recipe.parallel.reduce == "gradient" else 1
+    one_more = 0 if run.recipe is not None and run.recipe.parallel.strategy == "gradient-all-reduce" else 1
     sent = [
         (row.bytes_sent, row.averagings + one_more) for row in rows if row.bytes_sent is not None and row.averagings
     ]
     return Summary(
         workers=workers,
         epochs=max(epochs, default=0),
+        warmup_loss=None if run.metrics.warmup is None else run.metrics.warmup.loss,
         best_loss=None if best is None else best.loss,
         best_accuracy=None if best is None else best.frame_accuracy,
         seconds=training_seconds(run)[-1] if run.metrics.train else None,
@@ -138,21 +140,19 @@ def _summary(run: Run, base: Run | None) -> Summary:
         frames_per_second_per_worker=None if fast is None else fast / workers,
         speed_up=fast / slow if fast and slow and base is not None and _same_job(run, base) else None,
         shares={name: share(run, name) for name in SHARES},
-        divergence=_spread({row.rank: row.divergence for row in rows if row.epoch == last}, max),
+        consensus_distance=_spread({row.rank: row.consensus_distance for row in rows if row.epoch == last}, max),
         bytes_per_averaging=sum(b for b, _ in sent) / sum(n for _, n in sent) if sent else None,
-        left_out=sum(row.left_out for row in rows),
+        excluded_averagings=sum(row.excluded_averagings for row in rows),
     )
 
 
 def number_of_workers(run: Run) -> int:
-    """How many workers wrote rows; where none did, what the recipe says."""
-    if run.metrics.workers:
-        return len({row.rank for row in run.metrics.workers})
-    return 1 if run.recipe is None else run.recipe.parallel.workers
+    """How many workers wrote rows; if none did, the number in the recipe."""
+    return run.metrics.num_workers or (1 if run.recipe is None else run.recipe.parallel.workers)
 
 
 def training_seconds(run: Run) -> list[float]:
-    """Seconds of training up to the end of each row of `run.metrics.train`: what the clock on the wall shows."""
+    """Wall-clock seconds of training up to the end of each row of `run.metrics.train`."""
     total, sums = 0.0, []
     for row in run.metrics.train:
         total += _wall(row)
@@ -172,15 +172,15 @@ def speed(run: Run) -> float | None:
 
 
 def share(run: Run, name: str) -> Spread | None:
-    """The share of the time that went into one of `SHARES`; the worst computes least, or loses most."""
+    """The fraction of the time spent in one of `SHARES`; the worst is the smallest for compute, else the largest."""
     return _spread(shares_by_rank(run, name), min if name == "compute" else max)
 
 
 def shares_by_rank(run: Run, name: str) -> dict[int, float | None]:
-    """Rank -> share of its time over all epochs that went into one of `SHARES`."""
+    """Rank -> fraction of its time over all epochs that was spent in one of `SHARES`."""
     sums: dict[int, tuple[float, float]] = {}
     for row in run.metrics.workers:
-        value: float | None = getattr(row, f"{name}_share")
+        value: float | None = getattr(row, f"{name}_fraction")
         if value is not None and row.seconds:
             spent, seconds = sums.get(row.rank, (0.0, 0.0))
             sums[row.rank] = spent + value * row.seconds, seconds + row.seconds
@@ -188,12 +188,12 @@ def shares_by_rank(run: Run, name: str) -> dict[int, float | None]:
     return {rank: sums[rank][0] / sums[rank][1] if rank in sums else None for rank in ranks}
 
 
-def divergences(run: Run) -> list[tuple[int, list[float]]]:
-    """Epoch and the workers' divergences in it, where any is known."""
+def consensus_distances(run: Run) -> list[tuple[int, list[float]]]:
+    """Epoch and the workers' consensus distances in it, for epochs that have any."""
     by_epoch: dict[int, list[float]] = {}
     for row in run.metrics.workers:
-        if row.divergence is not None:
-            by_epoch.setdefault(row.epoch, []).append(row.divergence)
+        if row.consensus_distance is not None:
+            by_epoch.setdefault(row.epoch, []).append(row.consensus_distance)
     return sorted(by_epoch.items())
 
 
@@ -206,6 +206,8 @@ def _spread(values: dict[int, float | None], worst: Callable[[Iterable[float]], 
 
 
 def _same_job(run: Run, base: Run) -> bool:
-    sizes = {row.parameters for row in (*run.metrics.workers, *base.metrics.workers) if row.parameters is not None}
-    jobs = [(r.recipe.model, r.recipe.minibatch) for r in (run, base) if r.recipe is not None]
+    sizes = {
+        row.num_parameters for row in (*run.metrics.workers, *base.metrics.workers) if row.num_parameters is not None
+    }
+    jobs = [(r.recipe.model, r.recipe.minibatch_size) for r in (run, base) if r.recipe is not None]
     return len(sizes) < 2 and all(job == jobs[0] for job in jobs)

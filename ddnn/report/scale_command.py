@@ -1,4 +1,4 @@
-"""`ddnn scale`: what more workers would bring, from what was measured. The model is `ddnn.report.scaling`'s."""
+"""`ddnn scale`: predicts the speed-up of more workers from measured epochs, by the model of `ddnn.report.scaling`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddnn.errors import UserError
-from ddnn.kaldi.features import FRAMES_PER_HOUR
+from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.report.calibrate import Calibration, calibrate
 from ddnn.report.measured import LARGEST, Measurement, network_dims, operations_of, parameters_of, read_measured
 from ddnn.report.scaling import (
@@ -22,34 +21,36 @@ from ddnn.report.scaling import (
     epoch_seconds,
     scaled,
 )
+from ddnn.util.errors import UserError
 
 PLOT = "scaling.png"
 
 
 @dataclass(frozen=True)
 class ScaleOptions:
-    """What to predict; None takes what was measured.
+    """What to predict; None: as measured.
 
     Attributes:
-        workers: sizes.
+        workers: numbers of workers.
         network: dims, as 440-6x2048-8806.
-        minibatch, every, frames, hours: of the job to predict; frames or hours are of an epoch, at 100 frames a second.
-        fit: sizes to fit by; the others only stand beside the prediction.
-        latency: seconds of a message, instead of the fitted one.
-        bandwidth: bytes a second, instead of the fitted one.
-        wire: type on the wire.
+        minibatch_size, averaging_period, frames, hours: of the training to predict; frames or hours are those of an
+            epoch, with 100 frames per second.
+        fit: numbers of workers to which the constants are fitted; the others are only compared with the prediction.
+        latency: seconds per message, instead of the fitted latency.
+        bandwidth: bytes per second, instead of the fitted bandwidth.
+        comm_dtype: type in which parameters are sent.
     """
 
     workers: tuple[int, ...]
     network: str | None = None
-    minibatch: int | None = None
-    every: int | None = None
+    minibatch_size: int | None = None
+    averaging_period: int | None = None
     frames: float | None = None
     hours: float | None = None
     fit: tuple[int, ...] | None = None
     latency: float | None = None
     bandwidth: float | None = None
-    wire: str | None = None
+    comm_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Prediction:
 
     strategy: str
     overlap: bool
-    wire: str
+    comm_dtype: str
     workers: int
     epoch_seconds: float
     speed_up: float
@@ -67,7 +68,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Check:
-    """A measured speed-up beside what the model makes of the same job; `fitted`: it was among those to fit to."""
+    """A measured speed-up and the prediction of the model for the same training; `fitted`: the constants were fitted to it."""
 
     source: str
     strategy: str
@@ -80,11 +81,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Scaling:
-    """All predictions; the constants are those of the `job` to predict, `as_measured` or another."""
+    """All predictions; the constants are those of the `job` to predict, which is `as_measured` or another."""
 
     job: Job
     as_measured: bool
-    wire: str
+    comm_dtype: str
     constants: Constants
     notes: tuple[str, ...]
     checks: tuple[Check, ...]
@@ -97,28 +98,28 @@ class Scaling:
 
     def speed_up(self, way: Way, workers: int) -> float:
         """T(1) / T(n)."""
-        way = replace(way, wire=self.wire)
+        way = replace(way, comm_dtype=self.comm_dtype)
         return epoch_seconds(self.constants, way, 1) / epoch_seconds(self.constants, way, workers)
 
     def as_text(self) -> str:
-        """The constants, the measurements beside the model, a column of speed-ups for each cost."""
+        """The constants, the measurements compared with the model, and a column of speed-ups for each cost."""
         job, c = self.job, self.constants
         rate = "infinite" if c.byte_seconds == 0.0 else f"{1e-6 / c.byte_seconds:,.1f} MB/s"
         ms = {
             name: f"{1e3 * getattr(c, name):.4g} ms"
-            for name in ("minibatch_seconds", "stall_seconds", "latency", "averaging_seconds", "block_std")
+            for name in ("minibatch_seconds", "contention_seconds", "latency", "averaging_seconds", "block_std")
         }
         lines = [
-            f"to predict: {job.parameters:,} parameters, minibatch {job.minibatch}, every {job.every}, "
-            f"{job.frames:,.0f} frames an epoch, {self.wire} on the wire",
-            f"minibatch: {ms['minibatch_seconds']} alone (c), {ms['stall_seconds']} more among others (g); "
-            f"{c.serial_seconds:.4g} s of an epoch undivided (S)",
-            f"averaging: {ms['latency']} a message (alpha), {rate} (1 / beta), {ms['averaging_seconds']} beside "
-            f"messages (h); a block varies by {ms['block_std']} (sigma)",
-            *(f"assumed: {note}" for note in self.notes),
+            f"predicted training: {job.parameters:,} parameters, minibatch size {job.minibatch}, averaging period "
+            f"{job.averaging_period}, {job.frames:,.0f} frames per epoch, parameters sent as {self.comm_dtype}",
+            f"minibatch: {ms['minibatch_seconds']} with one worker (c), {ms['contention_seconds']} more with several (g); "
+            f"{c.serial_seconds:.4g} s of an epoch are not divided among the workers (S)",
+            f"averaging: {ms['latency']} per message (alpha), bandwidth {rate} (1 / beta), {ms['averaging_seconds']} "
+            f"without messages (h); standard deviation of an interval {ms['block_std']} (sigma)",
+            *(f"assumption: {note}" for note in self.notes),
         ]
         if self.checks:
-            lines += ["", "speed-up of what was measured    workers  measured  model   error"]
+            lines += ["", f"{'measured speed-ups':<33}workers  measured  model   error"]
             for k in self.checks:
                 what = f"{_end(k.source)}, {k.strategy}"
                 lines.append(
@@ -134,10 +135,10 @@ class Scaling:
 
 
 def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> Scaling:
-    """Reads measurements, fits the model, predicts; draws a plot into the folder `out` where it is given.
+    """Reads measurements, fits the model, predicts, and draws a plot into the folder `out` if it is given.
 
     Raises:
-        UserError: an option that cannot be; measurements that do not fit together, or are too few.
+        UserError: an invalid option; measurements that cannot be combined, or too few of them.
         DataError: a run dir or file of measurements is damaged.
     """
     _check(options)
@@ -145,24 +146,23 @@ def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> S
     used = [m for m in measured if options.fit is None or m.workers in options.fit]
     if not used:
         sizes = ", ".join(map(str, sorted({m.workers for m in measured})))
-        raise UserError(f"none of the sizes to fit by was measured; measured are {sizes}", where="--fit")
+        raise UserError(f"none of these numbers of workers was measured, only {sizes}", location="--fit")
     beta = None if options.bandwidth is None else 1.0 / options.bandwidth
     calibration = calibrate(used, options.latency, beta)
     job = _job(calibration.constants.job, options)
     constants = scaled(calibration.constants, job)
-    wire = options.wire or measured[0].way.wire
+    comm_dtype = options.comm_dtype or measured[0].way.comm_dtype
     found = Scaling(
         job=job,
         as_measured=replace(job, frames=0) == replace(calibration.constants.job, frames=0),
-        wire=wire,
+        comm_dtype=comm_dtype,
         constants=constants,
         notes=(*calibration.assumed, *_notes(constants, options)),
         checks=tuple(_checks(measured, used, calibration)),
-        predictions=tuple(_predictions(constants, options.workers, wire)),
+        predictions=tuple(_predictions(constants, options.workers, comm_dtype)),
     )
     if out is None:
         return found
-    from ddnn.report.scale_plot import draw_scaling  # the table does without matplotlib
 
     return replace(found, plots=(draw_scaling(found, out / PLOT),))
 
@@ -171,17 +171,21 @@ def _check(options: ScaleOptions) -> None:
     for sizes, option in ((options.workers, "--workers"), (options.fit or (), "--fit")):
         wrong = [n for n in sizes if not 1 <= n <= LARGEST]
         if wrong:
-            raise UserError(f"{wrong[0]} workers found, expected 1 to {LARGEST:,}", where=option)
+            raise UserError(f"{wrong[0]} workers found, expected 1 to {LARGEST:,}", location=option)
     for value, option in (
-        *((options.minibatch, "--minibatch"), (options.every, "--every"), (options.frames, "--frames")),
+        *(
+            (options.minibatch_size, "--minibatch-size"),
+            (options.averaging_period, "--averaging-period"),
+            (options.frames, "--frames"),
+        ),
         *((options.hours, "--hours"), (options.bandwidth, "--bandwidth")),
     ):
         if value is not None and not 1e-3 <= value <= 1e15:
-            raise UserError(f"{value:g} found, expected a number above 0", where=option)
+            raise UserError(f"{value:g} found, expected a number above 0", location=option)
     if options.latency is not None and not 0.0 <= options.latency < 1e6:
-        raise UserError(f"{options.latency:g} found, expected seconds", where="--latency")
+        raise UserError(f"{options.latency:g} found, expected seconds", location="--latency")
     if options.frames is not None and options.hours is not None:
-        raise UserError("--frames and --hours both given", mend="give one of them")
+        raise UserError("--frames and --hours both given", hint="give one of them")
 
 
 def _job(measured: Job, options: ScaleOptions) -> Job:
@@ -189,8 +193,8 @@ def _job(measured: Job, options: ScaleOptions) -> Job:
     job = Job(
         parameters=measured.parameters,
         operations=measured.operations,
-        minibatch=options.minibatch or measured.minibatch,
-        every=options.every or measured.every,
+        minibatch=options.minibatch_size or measured.minibatch,
+        averaging_period=options.averaging_period or measured.averaging_period,
         frames=frames or measured.frames,
     )
     if options.network is None:
@@ -200,20 +204,20 @@ def _job(measured: Job, options: ScaleOptions) -> Job:
 
 
 def _notes(constants: Constants, options: ScaleOptions) -> list[str]:
-    """What the prediction takes for granted beyond the measurements."""
+    """What the prediction assumes beyond the measurements."""
     notes = []
     if options.network is not None:
-        notes.append("compute grows with the operations of the network, bytes with its parameters")
-    if options.minibatch is not None:
-        notes.append("a frame takes as long in a minibatch of another size")
+        notes.append("computing time is proportional to the operations of the network, bytes to its parameters")
+    if options.minibatch_size is not None:
+        notes.append("a frame takes the same time in a minibatch of another size")
     few = [n for n in options.workers if n > 1 and averagings(constants.job, "all-reduce", n) < 1.0]
     if few:
-        notes.append(f"an epoch has frames for a part of an averaging only, from {min(few)} workers on")
+        notes.append(f"with {min(few)} or more workers, an epoch has fewer frames than one averaging interval")
     return notes
 
 
 def _checks(measured: Sequence[Measurement], used: Sequence[Measurement], calibration: Calibration) -> list[Check]:
-    """Every measurement on several workers beside the model, each at its own `every` and frames."""
+    """Every measurement with several workers, compared with the model at its own averaging period and frames."""
     reference = calibration.constants
     alone = [m for m in measured if m.workers == 1]
     checks = []
@@ -229,16 +233,64 @@ def _checks(measured: Sequence[Measurement], used: Sequence[Measurement], calibr
     return checks
 
 
-def _predictions(constants: Constants, sizes: Sequence[int], wire: str) -> list[Prediction]:
+def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) -> list[Prediction]:
     found = []
     for n in sizes:
-        ways = [Way(name, wire) for name in STRATEGIES] + [Way(name, wire, overlap=True) for name in OVERLAPPING]
+        ways = [Way(name, comm_dtype) for name in STRATEGIES] + [
+            Way(name, comm_dtype, overlap=True) for name in OVERLAPPING
+        ]
         for way in ways:
             seconds = epoch_seconds(constants, way, n)
             speed_up = epoch_seconds(constants, way, 1) / seconds
-            found.append(Prediction(way.strategy, way.overlap, wire, n, seconds, speed_up, speed_up / n))
+            found.append(Prediction(way.strategy, way.overlap, comm_dtype, n, seconds, speed_up, speed_up / n))
     return found
 
 
 def _end(source: str) -> str:
     return source if len(source) <= 20 else f"...{source[-17:]}"
+
+
+def draw_scaling(found: Scaling, path: Path) -> Path:
+    """Speed-up against workers, both logarithmic: the ideal, a curve for each cost, and the measurements.
+
+    Raises:
+        UserError: matplotlib is missing, or the file cannot be written.
+    """
+    from ddnn.report.figures import COLOURS, MARKERS, legend_below, new_figure, save, tidy  # needs matplotlib
+
+    figure = new_figure(9, 7)
+    axes = figure.subplots()
+    given = {p.workers for p in found.predictions} | {1, *(check.workers for check in found.checks)}
+    powers = [2**q for q in range(max(given).bit_length())]
+    sizes = sorted({*given, *powers})
+    axes.plot(sizes, sizes, color="0.6", linewidth=1.2, label="ideal: proportional to the workers")
+    for name, way in SAME_COST:
+        number = {"all-reduce": 0, "butterfly": 1, "gradient-all-reduce": 2}[way.strategy]
+        line = "--" if way.overlap else "-"
+        speed_ups = [found.speed_up(way, n) for n in sizes]
+        axes.plot(sizes, speed_ups, line, color=COLOURS[number], linewidth=1.8, label=f"model: {name}")
+    checks = found.checks if found.as_measured else ()
+    for number, strategy in enumerate(dict.fromkeys(check.strategy for check in checks)):
+        points = [(check.workers, check.measured) for check in checks if check.strategy == strategy]
+        axes.plot(
+            *([x for x, _ in points], [y for _, y in points]),
+            linestyle="none",
+            marker=MARKERS[number],
+            markersize=8,
+            markerfacecolor="none",
+            markeredgecolor="black",
+            markeredgewidth=1.4,
+            label=f"measured: {strategy}",
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(powers[:: 1 + len(powers) // 12])
+        axis.set_major_formatter("{x:g}")
+        axis.set_tick_params(which="minor", length=0)
+    job = found.job
+    title = f"Speed-up: {job.parameters:,} parameters, minibatch size {job.minibatch}, period {job.averaging_period}, "
+    title += found.comm_dtype
+    tidy(axes, title, "workers", "speed-up over one worker (frames per second)")
+    legend_below(figure, axes)
+    return save(figure, path)

@@ -1,12 +1,12 @@
-"""How fast a training would be on n workers: a latency-bandwidth model, fitted to measured epochs. See docs/scaling.md.
+"""How fast a training would be with n workers: a latency-bandwidth model, fitted to measured epochs. See docs/scaling.md.
 
 Symbols, times in seconds:
     F     frames of an epoch                    n     workers
     m     frames in a minibatch                 k     minibatches between two averagings, 1 for gradients
-    W     bytes of the parameters on the wire   A     averagings of an epoch, F / (n m k)
-    c     compute (and data) of a minibatch     g     by how much longer it takes where there is more than one worker
-    h     of an averaging beside its messages: host copies, sums
-    sigma standard deviation of the time of a block of k minibatches
+    W     bytes of the parameters as sent       A     averagings of an epoch, F / (n m k)
+    c     compute (and data) of a minibatch     g     its additional time if there is more than one worker
+    h     of an averaging without its messages: host copies, sums
+    sigma standard deviation of the time of an interval of k minibatches
     alpha latency of a message                  beta  time of a byte
     S     part of an epoch that is not divided among the workers
 
@@ -14,22 +14,22 @@ An epoch on one worker:
     T(1) = S + F c / m
 On n > 1 workers:
     T(n) = S + A (k (c + g) + w(n) + x(n) + h) + E x_all-reduce(n)
-with `overlap`, where block and exchange run side by side:
+with `overlap`, if an interval is trained during the communication:
     T(n) = S + A (max(k (c + g) + w(n), x(n)) + h) + E x_all-reduce(n)
-E is 1 where every epoch ends with the exact mean over all workers, as in ddnn (not for gradients), else 0.
+E is 1 if every epoch ends with the exact mean over all workers, as in ddnn (not for gradients), else 0.
 
-An exchange:
+Communication of an averaging:
     x(n) = alpha L(n) + beta W V(n)
-    all-reduce, bmuf, gradient      L = 2 ceil(log2 n)   V = 2 (n - 1) / n   recursive halving, then doubling
+    all-reduce, bmuf, gradients     L = 2 ceil(log2 n)   V = 2 (n - 1) / n   recursive halving, then doubling
     butterfly, ring, hopping-ring   L = 1                V = 1               one message each way
 A ring all-reduce has the same V, but L = 2 (n - 1).
 
-Waiting for the slowest of n workers, of which the blocks are normal variables:
+Waiting for the slowest of n workers, whose interval times are normal variables:
     w(n) = sigma e(n),  e(n) the expected largest of n standard normal variables
-in all strategies: one that waits for a single partner waits, by way of the partner's partners, for all of them.
+for all strategies: a worker that waits for a single partner waits, through the partner's partners, for all of them.
 
-To another job: c and g grow with the operations of a frame and with m, h with the number of parameters, sigma with c
-and sqrt(k), S with F. The speed-up is T(1) / T(n).
+For another job: c and g are proportional to the operations of a frame and to m, h to the number of parameters, sigma to c
+and sqrt(k), S to F. The speed-up is T(1) / T(n).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-STRATEGIES = ("all-reduce", "butterfly", "ring", "hopping-ring", "gradient", "bmuf")
+STRATEGIES = ("all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce", "bmuf")
 OVERLAPPING = ("all-reduce", "butterfly", "ring", "hopping-ring")
 ONE_MESSAGE = ("butterfly", "ring", "hopping-ring")
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -57,30 +57,30 @@ class Job:
         parameters: of the network.
         operations: floating-point operations of a training step per frame.
         minibatch: m, frames.
-        every: k, minibatches of a worker between two averagings.
+        averaging_period: k, minibatches of a worker between two averagings.
         frames: F, of an epoch.
     """
 
     parameters: int
     operations: float
     minibatch: int
-    every: int
+    averaging_period: int
     frames: float
 
 
 @dataclass(frozen=True)
 class Way:
-    """How parameters are averaged: one of `STRATEGIES`, the wire's type, whether training goes on meanwhile."""
+    """How parameters are averaged: one of `STRATEGIES`, the type that is sent, whether training continues meanwhile."""
 
     strategy: str
-    wire: str = "float32"
+    comm_dtype: str = "float32"
     overlap: bool = False
 
 
 SAME_COST = (
     ("all-reduce, bmuf", Way("all-reduce")),
     ("butterfly, rings", Way("butterfly")),
-    ("gradient", Way("gradient")),
+    ("gradient-all-reduce", Way("gradient-all-reduce")),
     ("all-reduce, overlap", Way("all-reduce", overlap=True)),
     ("butterfly, rings, overlap", Way("butterfly", overlap=True)),
 )
@@ -89,22 +89,22 @@ SAME_COST = (
 
 @dataclass(frozen=True)
 class Constants:
-    """What the model is fitted by, for the `job` that was measured; the module's docstring has the symbols.
+    """The constants of the model for a `job`; the module's docstring has the symbols.
 
     Attributes:
         minibatch_seconds: c.
-        stall_seconds: g.
+        contention_seconds: g.
         serial_seconds: S.
         averaging_seconds: h.
-        block_std: sigma, of job.every minibatches.
-        latency: alpha, seconds a message.
-        byte_seconds: beta, seconds a byte.
+        block_std: sigma, of job.averaging_period minibatches.
+        latency: alpha, seconds per message.
+        byte_seconds: beta, seconds per byte.
         final_mean: E.
     """
 
     job: Job
     minibatch_seconds: float
-    stall_seconds: float
+    contention_seconds: float
     serial_seconds: float
     averaging_seconds: float
     block_std: float
@@ -120,10 +120,10 @@ def scaled(constants: Constants, job: Job) -> Constants:
     return Constants(
         job=job,
         minibatch_seconds=constants.minibatch_seconds * compute,
-        stall_seconds=constants.stall_seconds * compute,
+        contention_seconds=constants.contention_seconds * compute,
         serial_seconds=constants.serial_seconds * job.frames / old.frames,
         averaging_seconds=constants.averaging_seconds * job.parameters / old.parameters,
-        block_std=constants.block_std * compute * math.sqrt(job.every / old.every),
+        block_std=constants.block_std * compute * math.sqrt(job.averaging_period / old.averaging_period),
         latency=constants.latency,
         byte_seconds=constants.byte_seconds,
         final_mean=constants.final_mean,
@@ -135,27 +135,27 @@ def epoch_seconds(constants: Constants, way: Way, workers: int) -> float:
     job, c = constants.job, constants.minibatch_seconds
     if workers == 1:
         return constants.serial_seconds + job.frames / job.minibatch * c
-    every = 1 if way.strategy == "gradient" else job.every
-    exchange = exchange_seconds(constants, way.strategy, way.wire, workers)
-    waiting = constants.block_std * math.sqrt(every / job.every) * largest_of(workers)
-    block = every * (c + constants.stall_seconds) + waiting
-    block = max(block, exchange) if way.overlap else block + exchange
+    averaging_period = 1 if way.strategy == "gradient-all-reduce" else job.averaging_period
+    comm = comm_seconds(constants, way.strategy, way.comm_dtype, workers)
+    waiting = constants.block_std * math.sqrt(averaging_period / job.averaging_period) * largest_of(workers)
+    block = averaging_period * (c + constants.contention_seconds) + waiting
+    block = max(block, comm) if way.overlap else block + comm
     mean = 0.0
-    if constants.final_mean and way.strategy != "gradient":
-        mean = exchange_seconds(constants, "all-reduce", "float32", workers)
+    if constants.final_mean and way.strategy != "gradient-all-reduce":
+        mean = comm_seconds(constants, "all-reduce", "float32", workers)
     rounds = averagings(job, way.strategy, workers)
     return constants.serial_seconds + rounds * (block + constants.averaging_seconds) + mean
 
 
-def exchange_seconds(constants: Constants, strategy: str, wire: str, workers: int) -> float:
+def comm_seconds(constants: Constants, strategy: str, comm_dtype: str, workers: int) -> float:
     """x(n): the messages of one averaging."""
-    size = constants.job.parameters * BYTES[wire]
+    size = constants.job.parameters * BYTES[comm_dtype]
     return constants.latency * messages(strategy, workers) + constants.byte_seconds * size * volume(strategy, workers)
 
 
 def averagings(job: Job, strategy: str, workers: int) -> float:
     """A: averagings of an epoch."""
-    return job.frames / (workers * job.minibatch * (1 if strategy == "gradient" else job.every))
+    return job.frames / (workers * job.minibatch * (1 if strategy == "gradient-all-reduce" else job.averaging_period))
 
 
 def messages(strategy: str, workers: int) -> int:
@@ -189,9 +189,9 @@ def largest_of(n: int) -> float:
 def fit_not_negative(
     columns: Sequence[Sequence[float]], values: Sequence[float], scale: Sequence[float]
 ) -> NDArray[np.float64]:
-    """The coefficients >= 0 for which sum_j coefficient_j columns_j comes nearest to `values`, errors over `scale`.
+    """The coefficients >= 0 for which sum_j coefficient_j columns_j is closest to `values`, errors divided by `scale`.
 
-    Least squares over every subset of the columns, the others 0: the best of those without a negative one is the
+    Least squares over every subset of the columns, the others 0: the best solution without a negative coefficient is the
     optimum. There are four columns at most. `scale` is > 0.
     """
     by = np.asarray(scale, np.float64)

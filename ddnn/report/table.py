@@ -1,4 +1,4 @@
-"""`ddnn report`: runs side by side, as text, JSON and plots."""
+"""`ddnn report`: compares runs, as text, JSON and plots."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ddnn.recipe.checks import is_read
 from ddnn.recipe.keys import keys
+from ddnn.recipe.load import get_value
 from ddnn.recipe.schema import Recipe
-from ddnn.recipe.validate import is_read
 from ddnn.report.runs import SHARES, Run, Spread, Summary, read_runs, summarise
 
-CONTRAST = ("parallel.reduce", "parallel.every", "optimizer.name")
-"""Keys of the recipe to show always (beside the number of workers); others where they differ."""
+CONTRAST = ("parallel.strategy", "parallel.averaging_period", "optimizer.name")
+"""Keys of the recipe that are always shown (with the number of workers); others are shown if they differ."""
 MOST_DIFFERING = 12
 WIDEST = 28
 
 
 @dataclass(frozen=True)
 class Report:
-    """Runs side by side; `plots` are the files that were drawn."""
+    """Several runs; `plots` are the files that were drawn."""
 
     runs: tuple[Run, ...]
     summaries: tuple[Summary, ...]
@@ -44,14 +45,16 @@ class Report:
         rows += [(label, [show(s) for s in self.summaries]) for label, show in _figures()]
         lines = _aligned(rows)
         if any(s.shares["compute"] is not None for s in self.summaries):
-            lines.append("shares: mean over workers / the worst one, which computes least or loses most (its rank)")
+            lines.append(
+                "times: mean over workers / worst worker, with the least compute or the most of the others (its rank)"
+            )
         lines += [f"{run.name}: {event.as_text()}" for run in self.runs for event in run.metrics.events]
         lines += [f"plot: {path}" for path in self.plots]
         return "\n".join(lines)
 
 
 def report(paths: Sequence[Path], out: Path | None) -> Report:
-    """Reads run dirs and, where `out` names a folder, draws their plots into it.
+    """Reads run dirs and, if `out` is given, draws their plots into that folder.
 
     Raises:
         DataError, RecipeError: a run dir is damaged. UserError: matplotlib is missing, or `out` cannot be written.
@@ -66,10 +69,11 @@ def report(paths: Sequence[Path], out: Path | None) -> Report:
 
 
 def _figures() -> list[tuple[str, Any]]:
-    """Label, and how to show that figure of a Summary."""
+    """Label, and how to format that field of a Summary."""
     shares = [(f"{name} time", lambda s, name=name: _percent(s.shares[name])) for name in SHARES]
     return [
         ("epochs", lambda s: str(s.epochs)),
+        ("warm-up training loss", lambda s: _number(s.warmup_loss, "{:.4f}")),
         ("best CV loss per frame", lambda s: _number(s.best_loss, "{:.4f}")),
         ("its CV frame accuracy", lambda s: _number(s.best_accuracy, "{:.2%}").replace("%", " %")),
         ("training seconds", lambda s: _number(s.seconds, "{:,.1f}")),
@@ -77,9 +81,9 @@ def _figures() -> list[tuple[str, Any]]:
         ("frames/s per worker", lambda s: _number(s.frames_per_second_per_worker, "{:,.0f}")),
         ("speed-up over one worker", lambda s: _number(s.speed_up, "{:.2f}")),
         *shares,
-        ("divergence, last epoch", _divergence),
+        ("consensus distance, last epoch", _consensus_distance),
         ("bytes sent per averaging", lambda s: _number(s.bytes_per_averaging, "{:,.0f}")),
-        ("left out of averagings", lambda s: str(s.left_out)),
+        ("excluded averagings", lambda s: str(s.excluded_averagings)),
     ]
 
 
@@ -93,8 +97,8 @@ def _percent(spread: Spread | None) -> str:
     return f"{100 * spread.mean:.1f} / {100 * spread.worst:.1f} % ({spread.rank})"
 
 
-def _divergence(summary: Summary) -> str:
-    spread = summary.divergence
+def _consensus_distance(summary: Summary) -> str:
+    spread = summary.consensus_distance
     return "-" if spread is None else f"{spread.mean:.3g} / {spread.worst:.3g} ({spread.rank})"
 
 
@@ -104,30 +108,27 @@ def _number(value: float | None, form: str) -> str:
 
 def _contrast(recipe: Recipe | None) -> dict[str, Any]:
     if recipe is None:
-        return {"reduce": None, "every": None, "optimizer": None}
+        return {"strategy": None, "averaging_period": None, "optimizer": None}
     parallel = recipe.parallel
-    return {"reduce": parallel.reduce, "every": parallel.every, "optimizer": recipe.optimizer.name}
+    return {
+        "strategy": parallel.strategy,
+        "averaging_period": parallel.averaging_period,
+        "optimizer": recipe.optimizer.name,
+    }
 
 
 def _settings(recipes: Sequence[Recipe | None], key: str) -> list[str]:
-    """What each recipe says of a dotted key: "-" where it is not read, as with one worker the strategy."""
+    """The value of a dotted key in each recipe; "-" if it is not used, as the strategy with one worker."""
     shown = []
     for recipe in recipes:
         alone = recipe is not None and recipe.parallel.workers == 1 and key.startswith("parallel.")
-        value = None if recipe is None or alone or not is_read(recipe, key) else _value(recipe, key)
+        value = None if recipe is None or alone or not is_read(recipe, key) else get_value(recipe, key)
         shown.append("-" if value is None else _short(str(value)))
     return shown
 
 
-def _value(recipe: Recipe, key: str) -> Any:
-    value: Any = recipe
-    for part in key.split("."):
-        value = getattr(value, "from_" if part == "from" else part)
-    return value
-
-
 def _differing(recipes: Sequence[Recipe | None]) -> list[str]:
-    """Further keys in which the recipes that read them differ."""
+    """Further keys in which the recipes that use them differ."""
     shown_already = (*CONTRAST, "parallel.workers")
     differ = [key for key in keys() if key not in shown_already and len(set(_settings(recipes, key)) - {"-"}) > 1]
     return differ[:MOST_DIFFERING]

@@ -1,4 +1,4 @@
-"""`ddnn reproduce`: plans the runs of the tables, makes those that are missing, writes the report."""
+"""`ddnn reproduce`: plans the runs of the tables, executes those that are missing, writes the report."""
 
 from __future__ import annotations
 
@@ -8,29 +8,39 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
 from typing import NoReturn
 
-from ddnn.errors import DataError, UserError
 from ddnn.recipe.load import load_recipe
-from ddnn.reproduce.cells import counted
-from ddnn.reproduce.corpus import CorpusPlan, find_corpus, load_corpus_plan
-from ddnn.reproduce.jobs import Jobs
-from ddnn.reproduce.lock import alone
-from ddnn.reproduce.measure import words_by_kaldi
-from ddnn.reproduce.needs import check_packages
-from ddnn.reproduce.outcome import Intent, Reproduction
-from ddnn.reproduce.plan import Run, digest, missing, plan_runs, stale
-from ddnn.reproduce.records import Record, WordErrors, read_records, write_record
-from ddnn.reproduce.report import build_report, write_report
-from ddnn.reproduce.run import Place, Workshop
-from ddnn.reproduce.speed import speed_ups
-from ddnn.reproduce.table import Table
-from ddnn.reproduce.tables import chosen
-from ddnn.slurm.options import SlurmOptions
-from ddnn.train.run_dir_files import FINAL, STACK
+from ddnn.reproduce.corpus import ReproduceConfig, TestSet, find_corpus, load_config
+from ddnn.reproduce.executor_local import LocalExecutor
+from ddnn.reproduce.executor_slurm import MAX_LINES, JobReport, SlurmExecutor, check_sbatch
+from ddnn.reproduce.measure import speed_ups, with_kaldi_wer
+from ddnn.reproduce.records import RunRecord, read_records
+from ddnn.reproduce.report import build_report
+from ddnn.reproduce.runs import (
+    OutdatedRecords,
+    OutputLayout,
+    PlannedRun,
+    missing_runs,
+    outdated_runs,
+    plan_runs,
+    recipe_digest,
+)
+from ddnn.reproduce.tables import Table, select_tables
+from ddnn.slurm import SlurmOptions
+from ddnn.training.run_status import DBN, FINAL
+from ddnn.util.errors import UserError
+from ddnn.util.files import FileLock, ensure_directory
+from ddnn.util.system import usable_cores
+from ddnn.util.text import plural
+
+LOCK = "jobs.lock"
+"""In the output directory: held while runs are executed or submitted, so that two calls do not execute the same."""
+DECODING = ("kaldi_decoder", "kaldifst", "kaldialign")
 
 
 @dataclass(frozen=True)
@@ -39,15 +49,15 @@ class Options:
 
     Attributes:
         corpus: its name or folder.
-        out: for run dirs, stacks, logs.
+        out: for run dirs, RBMs, logs; None is exp/reproduce/CORPUS.
         records: folder of the records; None is `out`/records.
-        report: the report's files without their ending; None is `out`/report.
-        seeds, workers: only these are run; None runs all. The report has all that there are.
-        cores: to share out; None takes all that this process may use.
-        dry_run: say what is missing, run nothing, write nothing.
-        only_report: run nothing.
-        again: also what diverged before.
-        slurm: make the runs as jobs; None makes them here.
+        report: the report's files without their suffix; None is `out`/report.
+        seeds, workers: only these are executed; None: all. The report has all that exist.
+        cores: to share; None: all that this process may use.
+        dry_run: show what is missing, execute nothing, write nothing.
+        report_only: execute nothing.
+        retry_diverged: also execute what diverged before.
+        slurm: execute the runs as jobs; None: on this machine.
     """
 
     corpus: str
@@ -59,216 +69,339 @@ class Options:
     device: str
     cores: int | None
     dry_run: bool
-    only_report: bool
-    again: bool
+    report_only: bool
+    retry_diverged: bool
     slurm: SlurmOptions | None = None
 
 
-def reproduce(names: tuple[str, ...], options: Options, say: Callable[[str], None]) -> Reproduction:
-    """Everything that `ddnn reproduce` does.
+@dataclass(frozen=True)
+class DryRun:
+    """What a call would execute on this machine.
+
+    Attributes:
+        runs: names.
+        trained: those of them that have a model, which is only evaluated.
+        dbns: seeds of the RBMs.
+    """
+
+    runs: list[str]
+    trained: list[str]
+    dbns: list[int]
+    out: Path
+    cores: int
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {**vars(self), "out": str(self.out)}
+
+    def to_lines(self) -> list[str]:
+        """For a reader."""
+        if not self.runs:
+            return ["this call would execute no runs"]
+        what = plural(len(self.runs), "run") + (f" and {plural(len(self.dbns), 'DBN')}" if self.dbns else "")
+        lines = [f"this call would execute {what} in {self.out}, on {plural(self.cores, 'core')}"]
+        if self.trained:
+            lines.append(f"trained already, to be evaluated only: {len(self.trained)}")
+        return lines + _listed("would be executed", self.runs)
+
+
+@dataclass(frozen=True)
+class ReproduceResult:
+    """What exists now, and what is missing.
+
+    Attributes:
+        tables: their names.
+        records: how many of their runs have one that counts.
+        missing: names of runs that have none.
+        not_selected: those of the missing that --seeds and --workers exclude.
+        errors: why runs failed, a sentence each.
+        files: that were written.
+        summary: of the report, for `--json`.
+        jobs: of --slurm, where there was something to do.
+        dry_run: of --dry-run, where there are no jobs.
+    """
+
+    tables: tuple[str, ...]
+    records: int
+    missing: tuple[str, ...]
+    not_selected: tuple[str, ...]
+    outdated: OutdatedRecords
+    errors: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+    summary: Mapping[str, object] | None = None
+    jobs: JobReport | None = None
+    dry_run: DryRun | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {
+            "tables": list(self.tables),
+            "records": self.records,
+            "missing": list(self.missing),
+            "not_selected": list(self.not_selected),
+            "outdated_recipe": list(self.outdated.recipe),
+            "outdated_tests": list(self.outdated.tests),
+            "errors": list(self.errors),
+            "files": [str(path) for path in self.files],
+            **({} if self.jobs is None else {"jobs": self.jobs.to_dict()}),
+            **({} if self.dry_run is None else {"would_execute": self.dry_run.to_dict()}),
+            **(self.summary or {}),
+        }
+
+    def as_text(self) -> str:
+        """A few lines."""
+        lines = [f"{', '.join(self.tables)}: {plural(self.records, 'run')} recorded, {len(self.missing)} missing"]
+        lines += self.outdated.to_lines()
+        if self.jobs is not None:
+            lines += self.jobs.to_lines()
+        elif self.dry_run is not None:
+            lines += self.dry_run.to_lines()
+        else:
+            lines += _listed("missing", self.missing)
+        if self.not_selected and (self.jobs is not None or self.dry_run is not None):
+            lines.append(f"{len(self.not_selected)} more missing and not selected (--seeds, --workers)")
+        return "\n".join([*lines, *(f"report: {path}" for path in self.files)])
+
+    def raise_errors(self) -> None:
+        """UserError where runs failed for a reason that the user must fix."""
+        if not self.errors:
+            return
+        first, *others = self.errors
+        failed = f"{plural(len(self.errors), 'run')} failed{', the first of them' if others else ''}: {first}"
+        again = "then run the same command again: it executes what is missing"
+        if "\n  hint:" in first:  # one is enough
+            raise UserError(f"{failed}; {again}")
+        raise UserError(failed, hint=f"fix it, {again}")
+
+
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    more = [f"and {len(names) - MAX_LINES} more"] if len(names) > MAX_LINES else []
+    return [f"{what}: {name}" for name in names[:MAX_LINES]] + more
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The runs of a call, on which corpus, and where their results go."""
+
+    config: ReproduceConfig
+    folder: Path
+    tables: tuple[Table, ...]
+    runs: list[PlannedRun]
+    selected: list[PlannedRun]
+    layout: OutputLayout
+    options: Options
+
+    def to_execute(self, records: Mapping[str, RunRecord]) -> list[PlannedRun]:
+        """The selected runs that are missing; with --retry-diverged those that diverged are."""
+        retry = self.options.retry_diverged
+        return missing_runs(self.selected, {n: r for n, r in records.items() if r.failed is None or not retry})
+
+
+def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], None]) -> ReproduceResult:
+    """Everything that `ddnn reproduce` does; `report` shows the user one line.
 
     Raises:
-        UserError: an option, a recipe or a record that cannot be, or another call makes runs into the same folder.
-        KeyboardInterrupt: told to stop; the same call goes on.
+        UserError: an invalid option, recipe or record, or another call executes runs in the same folder.
+        KeyboardInterrupt: told to stop; the same call resumes.
     """
-    tables = chosen(names)
-    folder = find_corpus(options.corpus)
-    plan = load_corpus_plan(folder)
+    plan = _make_plan(names, options)
+    layout, report_path = plan.layout, _report_path(options, plan.layout.output_dir)
+    records = _read_records(layout.records, options)
+    execute = bool(plan.to_execute(records)) and not options.report_only
     if not options.dry_run:
-        check_packages(() if options.only_report else plan.tests)
-    _check(options, plan)
-    out = options.out or Path("exp", "reproduce", folder.absolute().name)
-    place = Place(out, options.records or out / "records")
-    report_at = _report_at(options, out)
-    runs = plan_runs(plan, folder, tables)
-    wanted = _wanted(runs, options)
-    records = _records(place.records, options)
-    making = bool(_to_make(wanted, records, options)) and not options.only_report
-    if not options.dry_run:
-        if making and options.slurm is not None:
-            from ddnn.reproduce.as_jobs import check_sbatch
-
+        if execute and options.slurm is not None:
             check_sbatch()
-        _check_folders({"--out": out, "--records": place.records} if making else {}, report_at)
-    problems: list[str] = []
+        folders = {"--out": layout.output_dir, "--records": layout.records} if execute else {}
+        _check_writable(folders, report_path)
+    errors: list[str] = []
     jobs = None
-    if making and (options.slurm or not options.dry_run):
-        with _told_to_stop(), nullcontext() if options.dry_run else alone(out) as lock:
-            records = read_records(place.records)  # with those of a call that ended just before this one was alone
-            problems, jobs = _make(plan, folder, place, runs, wanted, records, options, say, lock)
-        records = records if options.dry_run else read_records(place.records)
-    left = tuple(run.name for run in missing(runs, records))
-    others = tuple(run.name for run in missing([run for run in runs if run not in wanted], records))
-    found = {run.name: records[run.name] for run in runs if run.is_made(records)}
-    there = Reproduction(_names(tables), len(found), left, others, stale(runs, records), tuple(problems), (), {}, jobs)
+    if execute and (options.slurm or not options.dry_run):
+        with _terminate_as_interrupt(), nullcontext() if options.dry_run else exclusive(layout.output_dir) as lock:
+            records = read_records(layout.records)  # with those of a call that ended just before this one had the lock
+            errors, jobs = _execute(plan, records, report, lock)
+        records = records if options.dry_run else read_records(layout.records)
+    missing = tuple(run.name for run in missing_runs(plan.runs, records))
+    others = [run for run in plan.runs if run not in plan.selected]
+    result = ReproduceResult(
+        tables=tuple(table.name for table in plan.tables),
+        records=len(plan.runs) - len(missing),
+        missing=missing,
+        not_selected=tuple(run.name for run in missing_runs(others, records)),
+        outdated=outdated_runs(plan.runs, records),
+        errors=tuple(errors),
+        jobs=jobs,
+    )
     if options.dry_run:
-        to_make = _to_make(wanted, records, options) if making else []
-        return there if jobs is not None else replace(there, intent=_intent(plan, folder, place, to_make, options))
-    found = _with_words_of_kaldi(plan, place, runs, found)
-    files, summary = _report(plan, tables, found, left, names, options, report_at)
-    return replace(there, files=files, summary=summary)
+        return result if jobs is not None else replace(result, dry_run=_dry_run(plan, records, execute))
+    counting = {run.name: records[run.name] for run in plan.runs if run.is_recorded(records)}
+    counting = with_kaldi_wer(counting, plan.runs, plan.layout, plan.config.tests)
+    speeds = [
+        speed
+        for table in plan.tables
+        if table.kind == "speed"
+        for speed in speed_ups(table.conditions, plan.config.workers, counting)
+    ]
+    document = build_report(plan.config, plan.tables, counting, _command(names, options), missing, speeds)
+    return replace(result, files=tuple(document.write(report_path)), summary=document.summary)
 
 
-def _wanted(runs: Sequence[Run], options: Options) -> list[Run]:
-    """The runs that are asked for; UserError where none is."""
-    wanted = [
+def _make_plan(names: tuple[str, ...], options: Options) -> _Plan:
+    tables = select_tables(names)
+    folder = find_corpus(options.corpus)
+    config = load_config(folder)
+    if not options.dry_run:
+        _check_packages(() if options.report_only else config.tests)
+    for values, known, option in (
+        (options.seeds, config.seeds, "--seeds"),
+        (options.workers, config.workers, "--workers"),
+    ):
+        unknown = sorted(set(values or ()) - set(known))
+        if unknown:
+            message = f"{unknown[0]} found, the corpus has {', '.join(map(str, known))}"
+            raise UserError(message, location=option, hint="name some of these")
+    out = options.out or Path("exp", "reproduce", folder.absolute().name)
+    runs = plan_runs(config, folder, tables)
+    dbn_digest = recipe_digest(load_recipe(folder / config.dbn_recipe)) if any(run.from_dbn for run in runs) else ""
+    layout = OutputLayout(out, options.records or out / "records", dbn_digest)
+    return _Plan(config, folder, tables, runs, _selected(runs, options), layout, options)
+
+
+def _check_packages(tests: Sequence[TestSet]) -> None:
+    """UserError where decoding or drawing would fail after hours of training for want of a package."""
+    decoding = DECODING if any(test.graphs for test in tests) else ()
+    absent = [name for name in (*decoding, "matplotlib") if find_spec(name) is None]
+    if absent:
+        raise UserError(
+            f"not installed: {', '.join(absent)}: the models could not be decoded, or the plots not drawn",
+            hint="pip install 'ddnn[decode,report]'",
+        )
+
+
+def _selected(runs: Sequence[PlannedRun], options: Options) -> list[PlannedRun]:
+    """The runs of --seeds and --workers; UserError where there is none."""
+    selected = [
         run
         for run in runs
         if (options.seeds is None or run.seed in options.seeds)
         and (options.workers is None or run.workers in options.workers)
     ]
-    if runs and not wanted:
+    if runs and not selected:
         seeds, sizes = sorted({run.seed for run in runs}), sorted({run.workers for run in runs})
         raise UserError(
-            "no run of these tables is of these seeds and workers",
-            where="--seeds, --workers",
-            mend=f"name some of the seeds {', '.join(map(str, seeds))} and of the workers {', '.join(map(str, sizes))}",
+            "no run of these tables has these seeds and workers",
+            location="--seeds, --workers",
+            hint=f"name some of the seeds {', '.join(map(str, seeds))} and of the workers {', '.join(map(str, sizes))}",
         )
-    return wanted
+    return selected
 
 
-def _to_make(wanted: Sequence[Run], records: Mapping[str, Record], options: Options) -> list[Run]:
-    """Those of the wanted that are not there; with --again those that diverged are not there."""
-    there = {name: record for name, record in records.items() if record.failed is None or not options.again}
-    return missing(wanted, there)
-
-
-def _records(folder: Path, options: Options) -> dict[str, Record]:
-    """The records that there are; UserError where they can be none, or a report would be made of none."""
+def _read_records(folder: Path, options: Options) -> dict[str, RunRecord]:
+    """The existing records; UserError where the folder cannot have any, or the report would be of none."""
     if folder.exists() and not folder.is_dir():
-        raise UserError("a file, expected a folder of records", where=folder, mend="name a folder with --records")
+        raise UserError("a file, expected a folder of records", location=folder, hint="name a folder with --records")
     records = read_records(folder)
-    if options.only_report and not records:
+    if options.report_only and not records:
         raise UserError(
-            "no record in it: the report would be empty" if folder.is_dir() else "no such folder of records",
-            where=folder,
-            mend="name the folder of the records with --records, or leave --only-report out: the runs are then trained",
+            "it has no record: the report would be empty" if folder.is_dir() else "no such folder of records",
+            location=folder,
+            hint="name the folder of the records with --records, or omit --report-only to train the runs",
         )
     return records
 
 
-def _report_at(options: Options, out: Path) -> Path:
-    """The report's files without their ending."""
+def _report_path(options: Options, out: Path) -> Path:
+    """The report's files without their suffix."""
     path = options.report or out / "report"
     path = path.with_suffix("") if path.suffix in (".md", ".html") else path
     if path.name in ("", ".."):
-        raise UserError(f"{options.report} is a folder, expected DIR/NAME", where="--report", mend="add a name")
+        raise UserError(f"{options.report} is a folder, expected DIR/NAME", location="--report", hint="add a name")
     return path
 
 
-def _check_folders(folders: Mapping[str, Path], report_at: Path) -> None:
-    """UserError where, after hours, something could not be written. The folders, by their options, are made."""
-    for option, folder in {**folders, "--report": report_at.parent}.items():
-        mend = f"name another folder with {option}, or make this one writable"
+def _check_writable(folders: Mapping[str, Path], report_path: Path) -> None:
+    """UserError where, after hours, something could not be written. The folders, by their options, are created."""
+    for option, folder in {**folders, "--report": report_path.parent}.items():
+        hint = f"name another folder with {option}, or make this one writable"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            raise UserError(f"cannot be written into: {error.strerror}", where=folder, mend=mend) from error
-    if report_at.exists() and not report_at.is_dir():
-        mend = "name another with --report, or move it away"
-        raise UserError("a file, expected none, or the folder of the report's plots", where=report_at, mend=mend)
-
-
-def _intent(plan: CorpusPlan, folder: Path, place: Place, runs: Sequence[Run], options: Options) -> Intent:
-    from ddnn.reproduce.measure import cores
-
-    stack = digest(load_recipe(folder / plan.stack)) if any(run.stack for run in runs) else ""
-    trained = [run.name for run in runs if (place.run_dir(run) / FINAL).exists()]
-    seeds = dict.fromkeys(run.seed for run in runs if run.stack and run.name not in trained)
-    stacks = [seed for seed in seeds if not (place.stack(seed, stack) / STACK).exists()]
-    names = tuple(run.name for run in runs)
-    return Intent(names, tuple(trained), tuple(stacks), place.out, options.cores or cores())
-
-
-def _make(
-    plan: CorpusPlan, folder: Path, place: Place, runs: Sequence[Run], wanted: Sequence[Run],
-    records: Mapping[str, Record], options: Options, say: Callable[[str], None], lock: int | None,
-) -> tuple[list[str], Jobs | None]:  # fmt: skip
-    """Makes what is missing of the wanted, here or as jobs of which those that have ended are judged; what went wrong,
-    and the jobs. `lock` is held until the last process has ended."""
-    from ddnn.reproduce.measure import cores
-
-    to_make, began = _to_make(wanted, records, options), time.monotonic()
-    there = len(runs) - len(missing(runs, records))
-    say(f"{len(runs)} runs, {there} of them there; {len(to_make)} to make in {place.out}")
-    for line in stale(to_make, records).as_lines() if not options.dry_run else ():
-        say(line)
-    stack = digest(load_recipe(folder / plan.stack)) if any(run.stack for run in to_make) else ""
-    device, jobs, problems = options.device, None, list[str]()
-    if options.slurm is not None:
-        from ddnn.reproduce.as_jobs import Sender, send_jobs
-
-        sender = Sender(plan, folder, stack, place, device, options.slurm)
-        again = {run.name for run in to_make if run.is_made(records)}
-        jobs, problems = send_jobs(sender, to_make, again, dry_run=options.dry_run)
-        to_make = [] if options.dry_run else [run for run in to_make if run.name in jobs.finished]
-        device = "cpu" if device == "cpu" else "auto"  # where jobs are submitted there are rarely GPUs
-    if to_make:
-        held = () if lock is None else (lock,)
-        problems += Workshop(plan, folder, stack, place, device, options.cores or cores(), say, held).make(to_make)
-    say(f"{'made' if jobs is None else 'looked after'} in {(time.monotonic() - began) / 60:.1f} min")
-    return problems, jobs
-
-
-def _names(tables: tuple[Table, ...]) -> tuple[str, ...]:
-    return tuple(table.name for table in tables)
-
-
-def _check(options: Options, plan: CorpusPlan) -> None:
-    """UserError where only runs are asked for that the corpus does not have."""
-    for given, known, option in ((options.seeds, plan.seeds, "--seeds"), (options.workers, plan.workers, "--workers")):
-        unknown = sorted(set(given or ()) - set(known))
-        if unknown:
-            raise UserError(
-                f"{unknown[0]} found, the corpus has {', '.join(map(str, known))}",
-                where=option,
-                mend="name some of these",
-            )
-
-
-def _report(
-    plan: CorpusPlan, tables: tuple[Table, ...], records: Mapping[str, Record], left: tuple[str, ...],
-    names: tuple[str, ...], options: Options, report_at: Path,
-) -> tuple[tuple[Path, ...], dict[str, object]]:  # fmt: skip
-    given = {"out": options.out, "records": options.records, "report": options.report, "cores": options.cores}
-    settings = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
-    command = shlex.join(["ddnn", "reproduce", *names, "--corpus", options.corpus, *settings])
-    speeds = [
-        speed for table in tables if table.kind == "speed" for speed in speed_ups(table.settings, plan.workers, records)
-    ]
-    document = build_report(plan, tables, records, command, left, speeds)
-    return tuple(write_report(document, report_at)), document.summary
-
-
-def _with_words_of_kaldi(
-    plan: CorpusPlan, place: Place, runs: list[Run], records: Mapping[str, Record]
-) -> dict[str, Record]:
-    """The records with the word error rates that Kaldi's scoring has left in the run dirs since."""
-    found = dict(records)
-    by_kaldi = [test for test in plan.tests if not test.graphs]
-    for run in runs if by_kaldi else []:
-        record = found.get(run.name)
-        if record is None or record.failed is not None:
-            continue
-        wers: dict[str, WordErrors] = {}
-        for test in by_kaldi:
-            more = words_by_kaldi(place.run_dir(run), test)
-            if both := wers.keys() & more.keys():
-                raise DataError(
-                    f"two test sets have a {min(both)}", where=place.run_dir(run), mend="give them other names"
-                )
-            wers |= more
-        if wers and wers != record.wers:
-            found[run.name] = record.model_copy(update={"wers": {**record.wers, **wers}})
-            write_record(place.records, found[run.name])
-    return found
+            raise UserError(f"not writable: {error.strerror}", location=folder, hint=hint) from error
+    if report_path.exists() and not report_path.is_dir():
+        hint = "name another with --report, or move it away"
+        raise UserError("a file, expected none, or the folder of the report's plots", location=report_path, hint=hint)
 
 
 @contextmanager
-def _told_to_stop() -> Iterator[None]:
-    """A SIGTERM or SIGHUP is a Ctrl-C: trainings that are under way write their checkpoints first."""
+def exclusive(output_dir: Path) -> Iterator[int]:
+    """Holds the lock of the output directory for the block; yields its descriptor, for processes that hold it too.
+
+    Raises:
+        UserError: another call holds it, or the directory cannot be created.
+    """
+    ensure_directory(output_dir)
+    lock = FileLock(output_dir / LOCK)
+    try:
+        lock.acquire()
+    except BlockingIOError as error:
+        raise UserError(
+            "another call executes these runs, or trainings of one that was killed write their checkpoints",
+            location=output_dir,
+            hint="wait until they end",
+        ) from error
+    try:
+        yield lock.fileno()
+    finally:
+        lock.release()
+
+
+def _dry_run(plan: _Plan, records: Mapping[str, RunRecord], execute: bool) -> DryRun:
+    layout, runs = plan.layout, plan.to_execute(records) if execute else []
+    trained = [run for run in runs if (layout.run_dir(run) / FINAL).exists()]
+    seeds = dict.fromkeys(run.seed for run in runs if run.from_dbn and run not in trained)
+    return DryRun(
+        runs=[run.name for run in runs],
+        trained=[run.name for run in trained],
+        dbns=[seed for seed in seeds if not (layout.dbn_dir(seed) / DBN).exists()],
+        out=layout.output_dir,
+        cores=plan.options.cores or usable_cores(),
+    )
+
+
+def _execute(
+    plan: _Plan, records: Mapping[str, RunRecord], report: Callable[[str], None], lock: int | None
+) -> tuple[list[str], JobReport | None]:
+    """Executes what is missing, here or as jobs; errors, and the jobs. Processes hold the `lock` until they end."""
+    options, runs, start = plan.options, plan.to_execute(records), time.monotonic()
+    recorded = len(plan.runs) - len(missing_runs(plan.runs, records))
+    report(f"{len(plan.runs)} runs, {recorded} recorded; {len(runs)} to execute in {plan.layout.output_dir}")
+    for line in outdated_runs(runs, records).to_lines() if not options.dry_run else ():
+        report(line)
+    # Where jobs are submitted there are rarely GPUs.
+    device = options.device if options.slurm is None or options.device == "cpu" else "auto"
+    cores = options.cores or usable_cores()
+    local = LocalExecutor(plan.config, plan.folder, plan.layout, device, cores, report, lock)
+    if options.slurm is None:
+        errors, jobs = local.execute(runs), None
+    else:
+        retried = {run.name for run in runs if run.is_recorded(records)}
+        slurm = SlurmExecutor(local, options.device, options.slurm, retried, options.dry_run)
+        errors, jobs = slurm.execute(runs), slurm.jobs
+    report(f"{'executed' if jobs is None else 'jobs checked'} in {(time.monotonic() - start) / 60:.1f} min")
+    return errors, jobs
+
+
+def _command(names: tuple[str, ...], options: Options) -> str:
+    """That makes what the report shows."""
+    paths = {"out": options.out, "records": options.records, "report": options.report, "cores": options.cores}
+    words = [word for name, value in paths.items() if value is not None for word in (f"--{name}", str(value))]
+    return shlex.join(["ddnn", "reproduce", *names, "--corpus", options.corpus, *words])
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP act as Ctrl-C: trainings that are running write their checkpoints first."""
 
     def stop(number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt(signal.Signals(number).name)
@@ -280,16 +413,3 @@ def _told_to_stop() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def check(reproduction: Reproduction) -> None:
-    """UserError where runs failed for a reason that the user must mend."""
-    if reproduction.problems:
-        first, *others = reproduction.problems
-        failed = (
-            f"{counted(len(reproduction.problems), 'run')} failed{', the first of them' if others else ''}: {first}"
-        )
-        then = "then give the same command again: it goes on with what is missing"
-        if "  mend:" in first:  # one such line is enough
-            raise UserError(f"{failed}; {then}")
-        raise UserError(failed, mend=f"mend it, {then}")

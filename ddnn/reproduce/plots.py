@@ -1,4 +1,4 @@
-"""The plots of `ddnn reproduce`: accuracies against workers or settings, learning curves, speed-ups."""
+"""The plots of `ddnn reproduce`: accuracies against workers or conditions, learning curves, speed-ups."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ddnn.report.figures import COLOURS, MARKERS, legend_below, legend_height, new_figure, save, style, tidy
-from ddnn.reproduce.cells import Cell, Measure, counted
-from ddnn.reproduce.speed import SpeedUp
+from ddnn.reproduce.cells import Cell, Metric
+from ddnn.reproduce.measure import SpeedUp
+from ddnn.util.text import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH = 11.0
-APART = 0.14
-"""Distance of series beside each other, in settings; along workers, in octaves."""
+OFFSET = 0.14
+"""Distance of series beside each other, in conditions; along workers, in octaves."""
 _KINDS = {
     "measured": ("-", True, "measured"),
     "predicted": (":", True, "predicted by the scaling model"),
@@ -26,128 +27,127 @@ _KINDS = {
 """Kind of a speed-up -> its line, whether its markers are filled, its name."""
 
 
-def draw_accuracies(title: str, cells: Sequence[Cell], shown: Sequence[Measure], path: Path) -> Path:
-    """A panel for each measure: mean over the seeds, a bar from the lowest to the highest, a dot for each seed.
+def draw_accuracies(title: str, cells: Sequence[Cell], metrics: Sequence[Metric], path: Path) -> Path:
+    """A panel for each metric: mean over the seeds, a bar from the lowest to the highest, a dot for each seed.
 
-    Workers run along the axis where there are more than two sizes, else settings do.
+    Workers run along the axis where there are more than two sizes, else conditions do.
 
     Raises:
         UserError: matplotlib is missing, or the file cannot be written.
     """
     sizes = list(dict.fromkeys(cell.workers for cell in cells))
-    rows = list(dict.fromkeys(cell.setting.label for cell in cells))
+    labels = list(dict.fromkeys(cell.condition.label for cell in cells))
     by_size = len(sizes) > 2
-    series = [_plain(row) for row in rows] if by_size else [counted(size, "worker") for size in sizes]
+    series = labels if by_size else [plural(size, "worker") for size in sizes]
     figure = new_figure(WIDTH, 4.8 + legend_height(series, WIDTH))
-    panels = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axes, measure in zip(panels, shown, strict=True):
-        aside = _aside([cell.workers if by_size else cell.setting.label for cell in cells], cells, measure)
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for axes, metric in zip(panels, metrics, strict=True):
+        offsets = _offsets([cell.workers if by_size else cell.condition.label for cell in cells], cells, metric)
         for number, name in enumerate(series):
             if by_size:
-                mine = [(c, c.workers * 2.0**moved) for c, moved in zip(cells, aside, strict=True)]
-                mine = [(c, place) for c, place in mine if c.setting.label == rows[number]]
+                points = [(c, c.workers * 2.0**offset) for c, offset in zip(cells, offsets, strict=True)]
+                points = [(c, x) for c, x in points if c.condition.label == name]
             else:
-                mine = [(c, rows.index(c.setting.label) + moved) for c, moved in zip(cells, aside, strict=True)]
-                mine = [(c, place) for c, place in mine if c.workers == sizes[number]]
-            own, places = [cell for cell, _ in mine], [place for _, place in mine]
-            _points(axes, places, own, measure, number, name, joined=by_size)
-        better = "lower" if measure.kind == "words" else "higher"
-        x = "workers" if by_size else f"setting, {series[0]}" if len(series) == 1 else "setting"
-        tidy(axes, f"{_plain(measure.short)}: {better} is better", x, _plain(measure.title))
-        if any(cell.failed for cell in cells):
+                points = [
+                    (c, labels.index(c.condition.label) + offset) for c, offset in zip(cells, offsets, strict=True)
+                ]
+                points = [(c, x) for c, x in points if c.workers == sizes[number]]
+            _draw_series(axes, points, metric, number, _escape(name), joined=by_size)
+        better = "lower" if metric.lower_is_better else "higher"
+        x_label = "workers" if by_size else f"condition, {series[0]}" if len(series) == 1 else "condition"
+        tidy(axes, f"{_escape(metric.label)}: {better} is better", x_label, _escape(metric.title))
+        if any(cell.num_diverged for cell in cells):
             low, high = axes.get_ylim()
-            axes.set_ylim(low - 0.3 * (high - low), high)  # room to say so
-        _ticks(axes, sizes if by_size else [_plain(row) for row in rows])
-    figure.suptitle(f"{_plain(title)} (large: mean over the seeds; dots: seeds; bar: lowest to highest)", fontsize=12)
+            axes.set_ylim(low - 0.3 * (high - low), high)  # room for the text
+        if by_size:
+            _worker_ticks(axes, sizes)
+        else:
+            slanted = sum(map(len, labels)) > 40
+            axes.set_xticks(
+                range(len(labels)), list(map(_escape, labels)),
+                rotation=20 if slanted else 0, ha="right" if slanted else "center",
+            )  # fmt: skip
+            axes.set_xlim(-0.6, len(labels) - 0.4)
+    figure.suptitle(f"{_escape(title)} (large: mean over the seeds; dots: seeds; bar: lowest to highest)", fontsize=12)
     legend_below(figure, panels[0])
     return save(figure, path)
 
 
-def _aside(at: Sequence[object], cells: Sequence[Cell], measure: Measure) -> list[float]:
-    """How far the points of each cell are moved aside, that all at one place may be seen; who is alone there is not.
-
-    Args:
-        at: place of each cell.
-    """
-    shown = [bool(cell.values(measure) or cell.failed) for cell in cells]
-    found = []
-    for number, place in enumerate(at):
-        beside = [other for other, its in enumerate(at) if its == place and shown[other]]
-        position = beside.index(number) if shown[number] else 0
-        found.append(min(APART, 0.7 / max(1, len(beside))) * (position - (len(beside) - 1) / 2))
-    return found
+def _offsets(positions: Sequence[object], cells: Sequence[Cell], metric: Metric) -> list[float]:
+    """How far each cell's points are moved aside, so that all at one position are visible."""
+    shown = [bool(cell.values(metric) or cell.num_diverged) for cell in cells]
+    offsets = []
+    for number, position in enumerate(positions):
+        beside = [other for other, its in enumerate(positions) if its == position and shown[other]]
+        index = beside.index(number) if shown[number] else 0
+        offsets.append(min(OFFSET, 0.7 / max(1, len(beside))) * (index - (len(beside) - 1) / 2))
+    return offsets
 
 
-def _points(
-    axes: Axes, places: Sequence[float], cells: Sequence[Cell], measure: Measure, number: int, name: str, joined: bool
+def _draw_series(
+    axes: Axes, points: Sequence[tuple[Cell, float]], metric: Metric, number: int, name: str, joined: bool
 ) -> None:
     """One series, and below it how many of its runs diverged. A line ends where runs are missing."""
-    colour, marker, _ = style(number)
-    found = [(x, list(cell.values(measure).values())) for x, cell in zip(places, cells, strict=True)]
-    found = [(x, values) for x, values in found if values]
-    xs = [x for x, _ in found]
-    means = [fmean(values) if values else nan for values in (list(cell.values(measure).values()) for cell in cells)]
+    color, marker, _ = style(number)
+    values = [(x, list(cell.values(metric).values())) for cell, x in points]
+    means = [fmean(v) if v else nan for _, v in values]
     line = "-" if joined else "none"
-    axes.plot(places, means, linestyle=line, color=colour, marker=marker, markersize=8, linewidth=1.2, label=name)
-    axes.vlines(xs, [min(v) for _, v in found], [max(v) for _, v in found], color=colour, linewidth=1.6)
-    dots = [(x, value) for x, values in found for value in values]
-    axes.plot(*_columns(dots), linestyle="none", marker="o", markersize=3.5, color="black", markeredgecolor="white",
-              markeredgewidth=0.5, zorder=3)  # fmt: skip
-    for x, cell in zip(places, cells, strict=True):
-        if cell.failed:
-            axes.text(x, 0.02, f"{cell.failed} diverged", transform=axes.get_xaxis_transform(), rotation=90,
-                      ha="center", va="bottom", fontsize=9, color=colour)  # fmt: skip
+    axes.plot([x for x, _ in values], means, linestyle=line, color=color, marker=marker, markersize=8, linewidth=1.2,
+              label=name)  # fmt: skip
+    values = [(x, v) for x, v in values if v]
+    axes.vlines([x for x, _ in values], [min(v) for _, v in values], [max(v) for _, v in values], color=color,
+                linewidth=1.6)  # fmt: skip
+    dots = [(x, value) for x, v in values for value in v]
+    axes.plot([x for x, _ in dots], [y for _, y in dots], linestyle="none", marker="o", markersize=3.5, color="black",
+              markeredgecolor="white", markeredgewidth=0.5, zorder=3)  # fmt: skip
+    for cell, x in points:
+        if cell.num_diverged:
+            axes.text(x, 0.02, f"{cell.num_diverged} diverged", transform=axes.get_xaxis_transform(), rotation=90,
+                      ha="center", va="bottom", fontsize=9, color=color)  # fmt: skip
 
 
-def _ticks(axes: Axes, names: Sequence[str] | Sequence[int]) -> None:
-    """Workers on a logarithmic axis, or settings side by side."""
-    sizes = [name for name in names if isinstance(name, int)]
-    if sizes:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.tick_params(axis="x", which="minor", length=0)
-        return
-    words = [str(name) for name in names]
-    slanted = sum(map(len, words)) > 40
-    axes.set_xticks(range(len(words)), words, rotation=20 if slanted else 0, ha="right" if slanted else "center")
-    axes.set_xlim(-0.6, len(words) - 0.4)
+def _worker_ticks(axes: Axes, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.tick_params(axis="x", which="minor", length=0)
 
 
 def draw_learning(title: str, cells: Sequence[Cell], path: Path) -> Path:
-    """Cross-validation frame accuracy by epoch: a panel for each size, a curve for each setting (mean over the seeds).
+    """Cross-validation frame accuracy by epoch: a panel for each size, a curve for each condition (mean over seeds).
 
     Raises:
         UserError: matplotlib is missing, or the file cannot be written.
     """
     sizes = list(dict.fromkeys(cell.workers for cell in cells))
-    rows = list(dict.fromkeys(cell.setting.label for cell in cells))
-    figure = new_figure(WIDTH, 4.8 + legend_height(rows, WIDTH))
+    labels = list(dict.fromkeys(cell.condition.label for cell in cells))
+    figure = new_figure(WIDTH, 4.8 + legend_height(labels, WIDTH))
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     for axes, size in zip(panels, sizes, strict=True):
-        for number, row in enumerate(rows):
-            colour, marker, line = style(number)
-            curves = [_curve(c) for c in cells if (c.workers, c.setting.label) == (size, row)]
+        for number, label in enumerate(labels):
+            color, marker, line = style(number)
+            curves = [_learning_curve(c) for c in cells if (c.workers, c.condition.label) == (size, label)]
             points = curves[0] if curves else []
-            epochs = [epoch for epoch, _ in points]
-            means = [fmean(values) for _, values in points]
-            axes.plot(epochs, means, line, color=colour, marker=marker, markersize=4, linewidth=1.5, label=_plain(row))
-            lowest, highest = ([of(values) for _, values in points] for of in (min, max))
-            axes.fill_between(epochs, lowest, highest, color=colour, alpha=0.15, linewidth=0)
-        tidy(axes, counted(size, "worker"), "epoch", "CV frame accuracy (%)" if size == sizes[0] else "")
+            epochs, means = [epoch for epoch, _ in points], [fmean(values) for _, values in points]
+            axes.plot(
+                epochs, means, line, color=color, marker=marker, markersize=4, linewidth=1.5, label=_escape(label)
+            )
+            lowest, highest = ([extreme(values) for _, values in points] for extreme in (min, max))
+            axes.fill_between(epochs, lowest, highest, color=color, alpha=0.15, linewidth=0)
+        tidy(axes, plural(size, "worker"), "epoch", "CV frame accuracy (%)" if size == sizes[0] else "")
         axes.locator_params(axis="x", integer=True)
-    figure.suptitle(f"{_plain(title)}: learning curves (mean over the seeds; band: lowest to highest)", fontsize=12)
+    figure.suptitle(f"{_escape(title)}: learning curves (mean over the seeds; band: lowest to highest)", fontsize=12)
     legend_below(figure, panels[0])
     return save(figure, path)
 
 
-def _curve(cell: Cell) -> list[tuple[int, list[float]]]:
-    """Epoch -> frame accuracies in percent, of the epochs that all sound runs have."""
-    runs = [run.cv_by_epoch for run in cell.sound if run.cv_by_epoch]
+def _learning_curve(cell: Cell) -> list[tuple[int, list[float]]]:
+    """Epoch -> frame accuracies in percent, of the epochs that all valid runs have."""
+    runs = [run.cv_by_epoch for run in cell.valid if run.cv_by_epoch]
     points = []
-    for epoch, figures in enumerate(zip(*runs, strict=False), 1):
-        values = [100.0 * figure.frame_accuracy for figure in figures if figure is not None]
-        if len(values) == len(figures):
+    for epoch, metrics in enumerate(zip(*runs, strict=False), 1):
+        values = [100.0 * by_run.frame_accuracy for by_run in metrics if by_run is not None]
+        if len(values) == len(metrics):
             points.append((epoch, values))
     return points
 
@@ -160,38 +160,35 @@ def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
     """
     figure = new_figure(8.5, 7.2)
     axes = figure.subplots()
-    largest = max([speed.workers for speed in speeds], default=1)
-    powers = [2**q for q in range(largest.bit_length())]
+    powers = [2**q for q in range(max([speed.workers for speed in speeds], default=1).bit_length())]
     axes.plot(powers, powers, color="0.6", linewidth=1.2, label="ideal: as many times as workers")
-    settings = list(dict.fromkeys(speed.setting for speed in speeds))
+    conditions = list(dict.fromkeys(speed.condition for speed in speeds))
+    by_size = sorted(speeds, key=lambda speed: speed.workers)
     for kind, (line, filled, words) in _KINDS.items():
-        for number, setting in enumerate(settings):
-            own = sorted((s for s in speeds if (s.setting, s.kind) == (setting, kind)), key=lambda s: s.workers)
+        for number, condition in enumerate(conditions):
+            own = [s for s in by_size if (s.condition, s.kind) == (condition, kind)]
             if not own or own[-1].workers == 1:
                 continue
-            ours = [s for s in speeds if (s.setting, s.kind) == (setting, "measured") and s.workers < own[0].workers]
-            start = sorted(ours, key=lambda s: s.workers)[-1:]
-            points = [(s.workers, s.speed_up) for s in (*start, *own)]
-            colour = COLOURS[number % len(COLOURS)]
-            axes.plot(*_columns(points), line, color=colour, marker=MARKERS[number % len(MARKERS)],
-                      markersize=max(5, 12 - 4 * number),  # those of several that are as fast lie in each other
-                      markerfacecolor=colour if filled else "white", markevery=range(len(start), len(points)),
-                      linewidth=1.6, label=f"{_plain(own[0].label)}: {words}")  # fmt: skip
-    axes.set_xscale("log", base=2)
+            measured = [s for s in by_size if (s.condition, s.kind) == (condition, "measured")]
+            start = [s for s in measured if s.workers < own[0].workers][-1:]
+            points = [*start, *own]
+            color = COLOURS[number % len(COLOURS)]
+            axes.plot([s.workers for s in points], [s.speed_up for s in points], line, color=color,
+                      marker=MARKERS[number % len(MARKERS)],
+                      markersize=max(5, 12 - 4 * number),  # equally fast ones appear inside each other
+                      markerfacecolor=color if filled else "white", markevery=range(len(start), len(points)),
+                      linewidth=1.6, label=f"{_escape(own[0].label)}: {words}")  # fmt: skip
     axes.set_yscale("log", base=2)
+    axes.set_xscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(powers)
         axis.set_major_formatter("{x:g}")
         axis.set_tick_params(which="minor", length=0)
-    tidy(axes, _plain(title), "workers", "speed-up over one worker (times)")
+    tidy(axes, _escape(title), "workers", "speed-up over one worker (times)")
     legend_below(figure, axes)
     return save(figure, path)
 
 
-def _plain(text: str) -> str:
+def _escape(text: str) -> str:
     """Text that matplotlib shows as it is: no formula between dollars, not hidden for its underscore."""
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]

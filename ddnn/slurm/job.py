@@ -1,19 +1,27 @@
-"""The job of a run dir: job.json, what Slurm says of it, and whether a training holds the run dir."""
+"""The job of a run dir: job.json, its submission by sbatch, what squeue says of it, and why it ended."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddnn.errors import DataError
-from ddnn.files import read_regular, write_json
-from ddnn.train.run_dir_files import JOB_RECORD
+from ddnn.training.run_status import JOB_RECORD
+from ddnn.util.errors import DataError, UserError
+from ddnn.util.files import read_bytes_limited, write_json
+from ddnn.util.process import run
+from ddnn.util.text import printable
 
 MOST_BYTES = 10_000
+_TAIL_BYTES = 1 << 16
+_MAX_REASON = 2000
+SBATCH_SECONDS = 120.0
+FORWARDED_ENV = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
+RANK_ENV_PREFIXES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "SLURMD_")
 
 
 @dataclass(frozen=True)
@@ -43,12 +51,12 @@ def read_job(run_dir: Path) -> Job | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(read_regular(path, MOST_BYTES))
+        found = json.loads(read_bytes_limited(path, MOST_BYTES))
         job = Job(**found) if isinstance(found, dict) else None
     except (OSError, ValueError, TypeError, RecursionError):
         job = None
     if job is None or not _sound(job):
-        raise DataError("damaged: expected what `ddnn train --slurm` writes", where=path)
+        raise DataError("damaged: expected what `ddnn train --slurm` writes", location=path)
     return job
 
 
@@ -64,40 +72,93 @@ def _sound(job: Job) -> bool:
     )
 
 
-def slurm_state(job: Job, seconds: float = 10.0) -> str | None:
-    """What squeue says: PENDING, RUNNING, ..., or GONE where Slurm knows the job no longer; None where there is no
-    squeue, or it does not answer within so many seconds."""
-    command = ["squeue", "--noheader", f"--jobs={job.number}", "--format=|%T"]
-    if job.slurm_cluster is not None:
-        command.append(f"--clusters={job.slurm_cluster}")
-    try:
-        asked = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds
-        )
-    except (OSError, subprocess.TimeoutExpired):
+def last_output(path: Path) -> str | None:
+    """The likeliest reason for the end of a job in what it printed: the first message of ddnn, of the script or of Slurm,
+    else the last line with a letter in it; None if there is none. For jobs whose status.json does not say why."""
+    if not path.is_file():
         return None
-    states = re.findall(r"^\|([A-Z_]+)", asked.stdout, re.MULTILINE)
-    if states:
-        return str(states[0])
-    # An unknown number, or one that is known but done.
-    return "GONE" if asked.returncode == 0 or "Invalid job id" in asked.stderr else None
+    with path.open("rb") as handle:
+        handle.seek(max(0, os.fstat(handle.fileno()).st_size - _TAIL_BYTES))
+        text = handle.read(_TAIL_BYTES).decode("utf-8", "replace").replace("\r", "\n")
+    text = printable(text)
+    for pattern in (r"^ddnn: .+(?:\n  \w+: .+)*", r"^job\.sh: .+", r"^(?:slurmstepd|srun)\S* error: .+"):
+        if found := re.search(pattern, text, re.MULTILINE):
+            return found[0].strip()[:_MAX_REASON]
+    lines = [line for line in text.splitlines() if re.search(r"\w", line)]
+    return lines[-1].strip()[:_MAX_REASON] if lines else None
+
+
+def slurm_state(job: Job, seconds: float = 10.0) -> str | None:
+    """What squeue says: PENDING, RUNNING, ..., or GONE if Slurm does not know the job any more; None if there is no
+    squeue, or it does not answer within so many seconds."""
+    return slurm_states([job], seconds)[job]
 
 
 def slurm_states(jobs: Sequence[Job], seconds: float = 30.0) -> dict[Job, str | None]:
-    """The same of many jobs, with one call of squeue for each cluster of a federation, and so many seconds for it."""
+    """The states of many jobs, with one call of squeue for each cluster of a federation, each within so many seconds."""
     found: dict[Job, str | None] = {}
     for cluster in {job.slurm_cluster for job in jobs}:
         here = [job for job in jobs if job.slurm_cluster == cluster]
         command = ["squeue", "--noheader", f"--jobs={','.join(job.number for job in here)}", "--format=%A|%T"]
         try:
-            asked = subprocess.run(
-                [*command, *([] if cluster is None else [f"--clusters={cluster}"])],
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds,
-            )  # fmt: skip
+            answer = run([*command, *([] if cluster is None else [f"--clusters={cluster}"])], timeout=seconds)
         except (OSError, subprocess.TimeoutExpired):
             found |= dict.fromkeys(here)
             continue
-        said = dict(re.findall(r"^(\d+)\|([A-Z_]+)", asked.stdout, re.MULTILINE))
-        known = asked.returncode == 0 or (len(here) == 1 and "Invalid job id" in asked.stderr)
-        found |= {job: said.get(job.number, "GONE" if known else None) for job in here}
+        states = dict(re.findall(r"^(\d+)\|([A-Z_]+)", answer.stdout, re.MULTILINE))
+        # A number that is unknown, or known but done.
+        known = answer.returncode == 0 or (len(here) == 1 and "Invalid job id" in answer.stderr)
+        found |= {job: states.get(job.number, "GONE" if known else None) for job in here}
     return found
+
+
+class SbatchError(UserError):
+    """sbatch did not accept the job; another one would rarely succeed."""
+
+
+def sbatch(options: Sequence[str], script: Path) -> tuple[str, str | None]:
+    """Submits a script; the job's number and, in a federation, its cluster.
+
+    Args:
+        options: of sbatch, each one word, unquoted; they override those in the script.
+
+    Raises:
+        SbatchError: there is no sbatch, it refused the job, or it has not answered.
+    """
+    kept = f"the script is {script}"
+    try:
+        answer = run(
+            ["sbatch", "--parsable", *options, str(script)],
+            timeout=SBATCH_SECONDS,
+            env=submission_environment(os.environ),
+        )
+    except FileNotFoundError as error:
+        raise SbatchError(
+            "sbatch is not found on PATH: is this a login node of a Slurm cluster?",
+            hint=f"run it there, or see the script with --dry-run; {kept}",
+        ) from error
+    except OSError as error:
+        raise SbatchError(f"sbatch cannot be started: {error.strerror}", hint=kept) from error
+    except subprocess.TimeoutExpired as error:
+        raise SbatchError(
+            f"sbatch has not answered in {SBATCH_SECONDS:g} s; the job may have been submitted all the same",
+            hint="look for it with `squeue --me`, and end it with scancel before you try again",
+        ) from error
+    said = answer.stdout.strip().splitlines()
+    number, _, slurm_cluster = (said[-1] if said else "").partition(";")
+    if answer.returncode != 0 or not number.isdigit():
+        words = " ".join(answer.stderr.split()) or " ".join(answer.stdout.split()) or "it said nothing"
+        raise SbatchError(
+            f"sbatch refused the job with {answer.returncode}: {words[:1000]}", location=script.parent, hint=kept
+        )
+    return number, slurm_cluster or None
+
+
+def submission_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for sbatch, which hands it on to the job: without what says that this process is itself part of
+    a job (an interactive `srun --pty bash`, say), since the training would take itself for that one's rank."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in FORWARDED_ENV or not name.startswith(RANK_ENV_PREFIXES)
+    }

@@ -4,17 +4,18 @@ correlated in time; and how long they stay in each HMM state."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from ddnn.synth.lexicon import PHONES, STATES, Lexicon
+from ddnn.kaldi.basic_types import BasicTypeWriter
+from ddnn.kaldi.transition_model import build_transition_model, left_to_right, write_transition_model
+from ddnn.synth.lexicon import PHONES, SILENCE_PROBABILITY, STATES, WORDS_PER_UTTERANCE, Lexicon
+from ddnn.util.files import atomic_write
 
 COMPONENTS = 2
 SPEECH_SELF_LOOP, SILENCE_SELF_LOOP = 2 / 3, 0.9
-SILENCE_PROBABILITY = 0.3
-"""Of the optional silence before, between and after the words."""
-WORDS_PER_UTTERANCE = (2, 8)
 # Distances between means in units of the noise's standard deviation, over all dims: more dims are not easier.
 _PHONE, _STATE, _SENONE, _COMPONENT = 2.2, 1.35, 1.1, 1.2
 _SPEAKER_SHIFT, _SPEAKER_SCALE = 1.5, 0.05
@@ -27,12 +28,12 @@ class Acoustics:
 
     Attributes:
         means: [pdfs * COMPONENTS, dim].
-        deviations: [pdfs * COMPONENTS, dim], standard deviations.
+        stddevs: [pdfs * COMPONENTS, dim], standard stddevs.
         self_loop: float64 [pdfs], probability of the self-loop.
     """
 
     means: npt.NDArray[np.float32]
-    deviations: npt.NDArray[np.float32]
+    stddevs: npt.NDArray[np.float32]
     self_loop: npt.NDArray[np.float64]
 
     @property
@@ -42,7 +43,7 @@ class Acoustics:
 
 
 def make_acoustics(rng: np.random.Generator, lexicon: Lexicon, dim: int) -> Acoustics:
-    """Draws the means so that pdfs of one phone lie near each other, and those of one of its HMM states nearer."""
+    """Draws the means so that pdfs of one phone are near each other, and those of one of its HMM states nearer."""
     phone, state, pdfs = lexicon.pdf_phone, lexicon.pdf_state, len(lexicon.pdf_phone)
     unit = 1 / np.sqrt(dim)
     center = rng.normal(0, _PHONE * unit, (len(PHONES), dim))[phone]
@@ -50,13 +51,13 @@ def make_acoustics(rng: np.random.Generator, lexicon: Lexicon, dim: int) -> Acou
     center += rng.normal(0, _SENONE * unit, (pdfs, dim))
     apart = rng.normal(0, _COMPONENT * unit, (len(PHONES), COMPONENTS, dim))[phone]
     means = (center[:, None] + apart).reshape(-1, dim).astype(np.float32)
-    deviations = rng.uniform(0.8, 1.25, (len(PHONES) * STATES, dim))[phone * STATES + state]
+    stddevs = rng.uniform(0.8, 1.25, (len(PHONES) * STATES, dim))[phone * STATES + state]
     self_loop = np.where(phone == 0, SILENCE_SELF_LOOP, SPEECH_SELF_LOOP)
-    return Acoustics(means, np.repeat(deviations, COMPONENTS, axis=0).astype(np.float32), self_loop)
+    return Acoustics(means, np.repeat(stddevs, COMPONENTS, axis=0).astype(np.float32), self_loop)
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class UtteranceBatch:
     """Some utterances of one speaker.
 
     Attributes:
@@ -79,16 +80,16 @@ def _gather_ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     return ranges
 
 
-def draw_block(
+def draw_batch(
     rng: np.random.Generator, lexicon: Lexicon, acoustics: Acoustics, count: int, shift: npt.NDArray[np.float32],
     scale: npt.NDArray[np.float32],
-) -> Block:  # fmt: skip
+) -> UtteranceBatch:  # fmt: skip
     """Draws `count` utterances of a speaker with that shift and scale (float32 [dim] each)."""
     low, high = WORDS_PER_UTTERANCE
     num_words = rng.integers(low, high + 1, count)
     cumulative = np.cumsum(lexicon.probabilities)
     words = np.minimum(np.searchsorted(cumulative, rng.random(int(num_words.sum())), "right"), len(cumulative) - 1)
-    # In each utterance: silence, word, silence, word, ..., silence; then most silences are taken out.
+    # In each utterance: silence, word, silence, word, ..., silence; then most silences are removed.
     slots = 2 * num_words + 1
     ends = np.cumsum(slots)
     position = _gather_ranges(np.zeros(count, np.int64), slots)
@@ -108,11 +109,11 @@ def draw_block(
     # Transition-ids as Kaldi orders them ("reorder"): the transition out of the state first, then its self-loops.
     transition_ids = np.repeat(2 * pdfs + 1, durations).astype(np.int32)
     transition_ids[np.cumsum(durations) - durations] += 1
-    features = _emit(rng, acoustics, gaussian, shift, scale)
-    return Block(np.split(words, np.cumsum(num_words)[:-1]), frames, features, transition_ids)
+    features = sample_features(rng, acoustics, gaussian, shift, scale)
+    return UtteranceBatch(np.split(words, np.cumsum(num_words)[:-1]), frames, features, transition_ids)
 
 
-def _emit(
+def sample_features(
     rng: np.random.Generator, acoustics: Acoustics, gaussian: npt.NDArray[np.int64], shift: npt.NDArray[np.float32],
     scale: npt.NDArray[np.float32],
 ) -> npt.NDArray[np.float32]:  # fmt: skip
@@ -126,7 +127,7 @@ def _emit(
         piece *= _NEIGHBOUR
         piece += white[1:-1]
         piece *= unit
-        piece *= acoustics.deviations[which]
+        piece *= acoustics.stddevs[which]
         piece += acoustics.means[which]
         piece *= scale
         piece += shift
@@ -137,3 +138,45 @@ def draw_speaker(rng: np.random.Generator, dim: int) -> tuple[npt.NDArray[np.flo
     """A speaker's shift and scale, float32 [dim] each."""
     shift = rng.normal(0, _SPEAKER_SHIFT / np.sqrt(dim), dim)
     return shift.astype(np.float32), np.exp(rng.normal(0, _SPEAKER_SCALE, dim)).astype(np.float32)
+
+
+def write_model(path: Path, lexicon: Lexicon, acoustics: Acoustics) -> None:
+    """Writes the true model as a `final.mdl`: the transition model, then the mixtures (kaldi `gmm/am-diag-gmm.cc`)."""
+    pdfs = range(len(lexicon.pdf_phone))
+    tuples = [(int(lexicon.pdf_phone[pdf]) + 1, int(lexicon.pdf_state[pdf]), pdf, pdf) for pdf in pdfs]
+    model = build_transition_model(left_to_right(range(1, len(PHONES) + 1), STATES), tuples)
+    # Trained probabilities: those that the durations are drawn from. Transition-ids: self-loop, then forward, by pdf.
+    model.log_probs[1::2] = np.log(acoustics.self_loop)
+    model.log_probs[2::2] = np.log(1 - acoustics.self_loop)
+    means = acoustics.means.astype(np.float64).reshape(len(tuples), COMPONENTS, -1)
+    variances = acoustics.stddevs.astype(np.float64).reshape(means.shape) ** 2
+    weights = np.full(COMPONENTS, 1 / COMPONENTS)
+    with atomic_write(path) as handle:
+        write_transition_model(handle, model)
+        writer = BasicTypeWriter(handle, binary=True)
+        writer.token("<DIMENSION>")
+        writer.int32(acoustics.dim)
+        writer.token("<NUMPDFS>")
+        writer.int32(len(tuples))
+        for mean, variance in zip(means, variances, strict=True):
+            write_diag_gmm(writer, mean, variance, weights)
+
+
+def write_diag_gmm(
+    writer: BasicTypeWriter,
+    means: npt.NDArray[np.float64],
+    variances: npt.NDArray[np.float64],
+    weights: npt.NDArray[np.float64],
+) -> None:
+    """Writes the mixture of one pdf: means and variances [Gaussians, dim], weights [Gaussians] that sum to one."""
+    # The log likelihood of an all-zero feature vector, per Gaussian.
+    constants = np.log(weights) - 0.5 * (np.log(2 * np.pi * variances) + means**2 / variances).sum(axis=1)
+    writer.token("<DiagGMM>", "<GCONSTS>")
+    writer.float_vector(constants.astype(np.float32))
+    writer.token("<WEIGHTS>")
+    writer.float_vector(weights.astype(np.float32))
+    writer.token("<MEANS_INVVARS>")
+    writer.float_matrix((means / variances).astype(np.float32))
+    writer.token("<INV_VARS>")
+    writer.float_matrix((1 / variances).astype(np.float32))
+    writer.token("</DiagGMM>")

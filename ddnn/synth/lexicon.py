@@ -1,4 +1,4 @@
-"""An invented language: words spelled by their phones, and context-dependent senones for its phones."""
+"""An invented language: words spelled by their phones, senones in context, and a decoding graph of a loop of words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ddnn.errors import UserError
+from ddnn.kaldi.fst import ARC, Fst
+from ddnn.util.errors import UserError
 
 VOWELS = ("AA", "AE", "AH", "AO", "AW", "AY", "EH", "ER", "EY", "IH", "IY", "OW", "OY", "UH", "UW")
 CONSONANTS = (
@@ -15,11 +16,16 @@ CONSONANTS = (
     *("NG", "P", "R", "S", "SH", "T", "TH", "V", "W", "Y", "Z", "ZH"),
 )
 PHONES = ("SIL", *sorted((*CONSONANTS, *VOWELS)))
-"""Phone-id i + 1 stands at index i."""
+"""The phone at index i has the phone-id i + 1."""
 STATES = 3
 """Emitting HMM states of every phone, silence too."""
-SMALLEST_PDFS = STATES * len(PHONES)
-_MOST_WORDS = 20_000
+MIN_PDFS = STATES * len(PHONES)
+_MAX_WORDS = 20_000
+SILENCE_PROBABILITY = 0.3
+"""Of the optional silence before, between and after the words."""
+WORDS_PER_UTTERANCE = (2, 8)
+SELF_LOOP_SCALE = 0.1
+"""As utils/mkgraph.sh has it: the costs of self-loops, and of leaving them, count a tenth."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +63,12 @@ def _invent_words(rng: np.random.Generator, count: int) -> tuple[tuple[str, ...]
     return tuple(names), list(names.values())
 
 
-def _share_out(total: int, most: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`total` into parts of 1 to `most`, in proportion to `most - 1`; the largest remainders are rounded up."""
-    exact = (most - 1) * ((total - len(most)) / max(1, int((most - 1).sum())))
-    parts = np.minimum(np.floor(exact).astype(np.int64), most - 1)
+def _apportion(total: int, limits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`total` into parts of 1 to `limits`, in proportion to `limits - 1`; the largest remainders are rounded up."""
+    exact = (limits - 1) * ((total - len(limits)) / max(1, int((limits - 1).sum())))
+    parts = np.minimum(np.floor(exact).astype(np.int64), limits - 1)
     order = np.argsort(parts - exact, kind="stable")
-    for part in order[parts[order] < (most - 1)[order]][: total - len(most) - int(parts.sum())]:
+    for part in order[parts[order] < (limits - 1)[order]][: total - len(limits) - int(parts.sum())]:
         parts[part] += 1
     shares: npt.NDArray[np.int64] = parts + 1
     return shares
@@ -77,24 +83,25 @@ def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:
     Raises:
         UserError: fewer pdfs than HMM states, or more than the words have contexts.
     """
-    if num_pdfs < SMALLEST_PDFS:
+    if num_pdfs < MIN_PDFS:
         raise UserError(
-            f"{num_pdfs} pdfs for {SMALLEST_PDFS} HMM states", mend=f"--pdfs {SMALLEST_PDFS} is the smallest possible"
+            f"{num_pdfs} pdfs for {MIN_PDFS} HMM states", hint=f"--pdfs {MIN_PDFS} is the smallest possible"
         )
-    names, pronunciations = _invent_words(rng, min(_MOST_WORDS, max(100, num_pdfs // 4)))
+    names, pronunciations = _invent_words(rng, min(_MAX_WORDS, max(100, num_pdfs // 4)))
     lengths = np.array([len(p) for p in pronunciations])
     ends = np.cumsum(lengths)
     phone = np.concatenate(pronunciations).astype(np.int64)
     before, after = np.roll(phone, 1), np.roll(phone, -1)
-    before[ends - lengths] = after[ends - 1] = 0  # silence's index stands for the word's edge
+    before[ends - lengths] = after[ends - 1] = 0  # silence's index marks the word's edge
     size = len(PHONES)
     # One context per row of `contexts`; `which` says which one each phone of the lexicon has.
     contexts, which = np.unique((phone * size + before) * size + after, return_inverse=True)
     counts = np.bincount(contexts // size**2, minlength=size)[1:]
-    most = STATES + STATES * int(counts.sum())
-    if num_pdfs > most:
-        raise UserError(f"{num_pdfs} pdfs, but the words have contexts for {most} only", mend=f"--pdfs {most} or fewer")
-    parts = _share_out(num_pdfs - STATES, np.repeat(counts, STATES)).reshape(-1, STATES)
+    max_pdfs = STATES + STATES * int(counts.sum())
+    if num_pdfs > max_pdfs:
+        message = f"{num_pdfs} pdfs, but the words have contexts for {max_pdfs} only"
+        raise UserError(message, hint=f"--pdfs {max_pdfs} or fewer")
+    parts = _apportion(num_pdfs - STATES, np.repeat(counts, STATES)).reshape(-1, STATES)
     pdf_of = np.empty((len(contexts), STATES), np.int32)
     pdf_phone, pdf_state = [0] * STATES, list(range(STATES))
     for index in range(1, size):
@@ -112,3 +119,42 @@ def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:
     return Lexicon(
         names, weights / weights.sum(), pdfs, offsets, np.array(pdf_phone, np.int32), np.array(pdf_state, np.int32)
     )
+
+
+def make_graph(lexicon: Lexicon, self_loop: npt.NDArray[np.float64]) -> Fst:
+    """HCLG with transition-ids on its arcs and word ids at the beginning of each word.
+
+    State 0 is the start and comes before the optional silence; state 1 comes after it, leads into the words, and is
+    final. Then one state per HMM state of each word. Self-loops are on the state that a transition enters, as Kaldi's
+    reordered graphs have it.
+
+    Args:
+        self_loop: float64 [pdfs], probability of each pdf's self-loop.
+    """
+    pdfs, count = lexicon.pdfs, len(lexicon.words)
+    starts, ends = lexicon.offsets[:-1], lexicon.offsets[1:]
+    state = np.arange(len(pdfs)) + 2
+    mean_words = sum(WORDS_PER_UTTERANCE) / 2
+    leave = -SELF_LOOP_SCALE * np.log(1 - self_loop)[pdfs]
+    forward = np.zeros(len(pdfs), ARC)
+    forward["ilabel"], forward["weight"], forward["nextstate"] = 2 * pdfs + 2, leave, state
+    source = state - 1
+    source[starts[:-1]], source[starts[-1]] = 1, 0
+    forward["olabel"][starts[:-1]] = np.arange(count) + 1
+    language = -np.log(lexicon.probabilities * mean_words / (mean_words + 1))
+    forward["weight"][starts] += np.concatenate([language, [-np.log(SILENCE_PROBABILITY)]]).astype(np.float32)
+    loops = np.zeros(len(pdfs), ARC)
+    loops["ilabel"], loops["nextstate"] = 2 * pdfs + 1, state
+    loops["weight"] = -SELF_LOOP_SCALE * np.log(self_loop)[pdfs]
+    back = np.zeros(
+        count + 2, ARC
+    )  # without input: from the end of each word to 0, from silence to 1, and past the silence
+    back["nextstate"][-2:] = 1
+    back["weight"][-1] = -np.log(1 - SILENCE_PROBABILITY)
+    sources = np.concatenate([source, state, state[ends - 1], [0]])
+    order = np.argsort(sources, kind="stable")
+    arcs = np.concatenate([forward, loops, back])[order]
+    offsets = np.searchsorted(sources[order], np.arange(len(pdfs) + 3)).astype(np.int64)
+    final = np.full(len(pdfs) + 2, np.inf, np.float32)
+    final[1] = np.log(mean_words + 1)
+    return Fst(0, final, offsets, arcs)

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 
 from ddnn.convert.idx import write_idx
 from ddnn.convert.images import ConvertOptions, convert_idx
-from ddnn.files import make_directory
+from ddnn.util.files import ensure_directory
 
 TEST = 360
 SPEAKERS = {"train": 20, "test": 5}
@@ -25,7 +25,7 @@ def main(out: Path) -> None:
     digits = load_digits()
     images = np.rint(digits.images * (255 / 16)).astype(np.uint8)
     labels = digits.target.astype(np.uint8)
-    make_directory(out)
+    ensure_directory(out)
     for split, part in (("train", slice(None, -TEST)), ("test", slice(-TEST, None))):
         files = out / f"{split}-images.idx", out / f"{split}-labels.idx"
         write_idx(files[0], images[part])

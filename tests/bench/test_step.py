@@ -9,31 +9,32 @@ import torch
 
 from ddnn.bench import step
 from ddnn.bench.results import PARTS
-from ddnn.model.network import Buffers, Network, hidden_stack
-from ddnn.model.precision import products_flop
-from ddnn.train import loop
+from ddnn.data.batches import Batch
+from ddnn.nn.arithmetic import Float32, make_arithmetic
+from ddnn.nn.layers import mlp_layers, training_flop_per_frame
+from ddnn.nn.network import Network, Workspace
+from ddnn.training.step import EagerStep, Result
 
 
 def test_three_products_a_layer_but_two_for_the_first() -> None:
     """8.0 MFLOP a frame for 440-4x512-616; nobody needs the derivative of the input, which leaves 7.5."""
-    network = Network(hidden_stack(440, 4, 512, 616, "sigmoid"))
     first = 2 * 440 * 512
-    assert products_flop(network) + first == pytest.approx(8.0e6, rel=0.01)
+    assert training_flop_per_frame(mlp_layers(440, 4, 512, 616)) + first == pytest.approx(8.0e6, rel=0.01)
 
 
 def test_a_bench_runs_the_trainer_and_says_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "NETWORKS", {"tiny": step.Shape(1, 8, 5, 16)})
     dtypes = set()
     steps = 0
-    real = loop.train_minibatch
+    real = EagerStep.__call__
 
-    def counted(setup: loop.Setup, buffers: Buffers, rows: torch.Tensor, rate: float) -> object:
+    def counted(self: EagerStep, batch: Batch, lr: float) -> Result:
         nonlocal steps
         steps += 1
-        dtypes.add(buffers.outputs[0].dtype)
-        return real(setup, buffers, rows, rate)
+        dtypes.add(self.workspace.activations[0].dtype)
+        return real(self, batch, lr)
 
-    monkeypatch.setattr(loop, "train_minibatch", counted)
+    monkeypatch.setattr(EagerStep, "__call__", counted)
     report = step.run_bench(("tiny",), "cpu", seconds=0.1, precisions=("float32", "bf16"))
     assert steps > 9
     assert dtypes == {torch.float32, torch.bfloat16}
@@ -43,12 +44,12 @@ def test_a_bench_runs_the_trainer_and_says_all(monkeypatch: pytest.MonkeyPatch) 
     assert rows == [("sgd", "float32"), ("ng-sgd", "float32"), ("sgd", "bf16"), ("ng-sgd", "bf16")]
     for result in found["results"]:
         assert result["spread"][0] <= result["frames_per_second"] <= result["spread"][1]
-        figures = ("gflops", "gemm_gflops", "share_of_limit", "time_over_sgd", "over_float32")
+        figures = ("gflops", "gemm_gflops", "gemm_efficiency", "time_ratio_to_sgd", "speedup_over_float32")
         assert all(result[name] > 0.0 for name in figures)
         assert set(result["shares"]) == set(PARTS)
-        assert result["shares"]["gemm"] == pytest.approx(result["share_of_limit"])
+        assert result["shares"]["gemm"] == pytest.approx(result["gemm_efficiency"])
     assert found["results"][0]["shares"]["ng"] == 0.0
-    assert found["results"][0]["over_float32"] == 1.0
+    assert found["results"][0]["speedup_over_float32"] == 1.0
     text = report.as_text()
     assert all(part.replace("_", "-") in text for part in PARTS)
     assert text.count("tiny") == 8
@@ -57,15 +58,24 @@ def test_a_bench_runs_the_trainer_and_says_all(monkeypatch: pytest.MonkeyPatch) 
 def test_bf16_is_measured_on_request_or_where_auto_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "NETWORKS", {"tiny": step.Shape(1, 8, 5, 16)})
     monkeypatch.setattr(step, "WARM_UP", 1)
-    chosen = "float32"
-    monkeypatch.setattr(step, "choose_precision", lambda asked, network, minibatch: chosen)
+    chosen = Float32()
+    monkeypatch.setattr(step, "choose_arithmetic", lambda asked, network, minibatch: chosen)
     found = step.run_bench(("tiny",), "cpu", seconds=0.01)
     assert [result.precision for result in found.results] == ["float32"] * 2
-    chosen = "bf16"
+    chosen = make_arithmetic("bf16", torch.device("cpu"))
     found = step.run_bench(("tiny",), "cpu", seconds=0.01)
     assert [result.precision for result in found.results] == ["float32"] * 2 + ["bf16"] * 2
     found = step.run_bench(("tiny",), "cpu", seconds=0.01, precisions=("bf16",))
-    assert [(result.precision, result.over_float32) for result in found.results] == [("bf16", None)] * 2
+    assert [(result.precision, result.speedup_over_float32) for result in found.results] == [("bf16", None)] * 2
+
+
+def test_the_products_are_those_of_the_layers() -> None:
+    network = Network(mlp_layers(12, 2, 8, 5))
+    products = step.MatrixProducts(network, Workspace(network, 7))
+    products.run()
+    flop = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right, _ in products._products)
+    assert flop == 7 * training_flop_per_frame(network.layers)
+    assert products._products[1][0] is products._products[0][2], "a layer reads what the one below gives"
 
 
 def test_shares_of_a_step_by_hand() -> None:

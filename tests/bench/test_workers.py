@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from parallel.mpi_worlds import need_mpi
+from distributed.mpi_worlds import need_mpi
 
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
@@ -18,25 +18,25 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
 
 def test_two_workers_against_one() -> None:
     need_mpi()
-    done = bench("--workers", "2", "--every", "2", "--reduce", "ring", "--precision", "bf16", "--json")
+    done = bench("--workers", "2", "--averaging-period", "2", "--strategy", "ring", "--precision", "bf16", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["workers"], found["reduce"], found["every"], found["network"]) == (2, "ring", 2, "an4")
+    assert (found["workers"], found["strategy"], found["averaging_period"], found["network"]) == (2, "ring", 2, "an4")
     assert found["precision"] == "bf16"
     assert found["spread"][0] <= found["speed_up"] <= found["spread"][1]
-    assert 0.0 < found["communication_share"] < 1.0
+    assert 0.0 < found["comm_fraction"] < 1.0
 
 
 def test_a_strategy_that_is_none() -> None:
-    done = bench("--workers", "2", "--reduce", "star")
+    done = bench("--workers", "2", "--strategy", "star")
     assert done.returncode == 2
-    assert "where: --reduce" in done.stderr and "Traceback" not in done.stderr
+    assert "location: --strategy" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_last_exchange_of_a_round_is_waited_for() -> None:
     """With overlap it is under way while the figures are gathered: both at once would mix their messages."""
     need_mpi()
-    done = bench("--workers", "3", "--every", "1", "--overlap", "--json")
+    done = bench("--workers", "3", "--averaging-period", "1", "--overlap", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["reduce"], found["precision"]) == ("all-reduce overlapped", "float32")
+    assert (found["strategy"], found["precision"]) == ("all-reduce overlapped", "float32")

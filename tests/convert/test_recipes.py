@@ -42,7 +42,7 @@ def accuracy(run_cli, recipe: str, train: Path, test: Path, run: Path, *settings
     ("recipe", "pixels", "settings"),
     [
         ("digits.yaml", 8, ["schedule.epochs=8"]),
-        ("fashion-mnist.yaml", 28, ["schedule.epochs=8", "model.hidden_units=64", "minibatch=16"]),
+        ("fashion-mnist.yaml", 28, ["schedule.epochs=8", "model.hidden_units=64", "minibatch_size=16"]),
     ],
 )
 def test_noisy_patterns_are_learnt(run_cli, tmp_path: Path, recipe: str, pixels: int, settings: list[str]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,25 +15,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from corpora import labelled_utterances, write_ali_dir, write_data_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.data import cache_file, cached
-from ddnn.data.cache_file import CacheDamaged, CacheFile, Footer, Index, write_cache
-from ddnn.data.cache_key import cache_key
-from ddnn.data.cached import Options
-from ddnn.data.corpus import Corpus, FeaturePipeline
-from ddnn.data.source import Source, open_source
-from ddnn.errors import DataError
-from ddnn.kaldi.datadir import read_data_dir
-from ddnn.kaldi.features import accumulate_cmvn_stats
-from ddnn.kaldi.tables import MatrixReader, write_matrices
-from ddnn.parallel.exchange import Exchange
+from ddnn.data import cache, cache_file
+from ddnn.data.cache import SUFFIX, cache_key
+from ddnn.data.cache_file import NO_CRC, CacheFile, CacheMetadata, CorruptCacheError, write_cache
+from ddnn.data.dataset import AcousticDataset, DataConfig
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.pipeline import DataSource, open_data
+from ddnn.distributed.communicator import SingleProcess
+from ddnn.kaldi.archive import MatrixReader, write_matrices
+from ddnn.kaldi.data_dir import accumulate_cmvn_stats, read_data_dir
+from ddnn.util.errors import DataError
 
 KEY = "0123456789abcdef" * 4
-OPTIONS = Options(2, FeaturePipeline("mean", 1), "float32")
+CONFIG = DataConfig(FeatureConfig("mean", 1, 2))
 
 
 @pytest.fixture
@@ -46,22 +48,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, **options: Any) -> Source:
-    wanted = replace(OPTIONS, **{"cache": folder / "a cache", **options})
-    return open_source(folder / "train", folder / "ali", wanted, Exchange())
+def opened(folder: Path, dtype: str = "float32", **options: Any) -> DataSource:
+    features = replace(CONFIG.features, dtype=dtype)
+    config = replace(CONFIG, **{"features": features, "cache_dir": folder / "a cache", **options})
+    return open_data(folder / "train", folder / "ali", config, SingleProcess())
 
 
-def everything(source: Source) -> Corpus:
-    return source.load(range(len(source.plan.entries)), Exchange())
+def everything(source: DataSource) -> AcousticDataset:
+    return source.load(range(len(source.index.entries)), SingleProcess())
 
 
-def same(one: Corpus, other: Corpus) -> bool:
+def same(one: AcousticDataset, other: AcousticDataset) -> bool:
     return (
-        one.store.numpy().tobytes() == other.store.numpy().tobytes()
+        one.features.numpy().tobytes() == other.features.numpy().tobytes()
         and torch.equal(one.labels, other.labels)
         and (one.utterances, one.speakers, one.context, one.counts)
         == (other.utterances, other.speakers, other.context, other.counts)
-        and np.array_equal(one.first_row, other.first_row)
+        and np.array_equal(one.offsets, other.offsets)
         and np.array_equal(one.num_frames, other.num_frames)
     )
 
@@ -76,33 +79,33 @@ def no_archive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MatrixReader, "shape", None)
 
 
-@pytest.mark.parametrize("store", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_second_time_the_same_bits_are_mapped(
-    folder: Path, store: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "ddnn")
-    plain = opened(folder, cache=None, store=store)
+    plain = opened(folder, dtype, cache_dir=None)
     expected = everything(plain)
-    assert same(everything(opened(folder, store=store)), expected)
+    assert same(everything(opened(folder, dtype)), expected)
     assert caplog.text.count("1 of 24 utterances skipped") == 2  # once for each of these
     no_archive(monkeypatch)
-    again = opened(folder, store=store)
+    again = opened(folder, dtype)
     assert same(everything(again), expected)
-    assert again.num_pdfs == plain.num_pdfs == 3
-    np.testing.assert_array_equal(again.pdf_counts(), plain.pdf_counts())
-    assert again.plan.counts == plain.plan.counts and plain.plan.counts["trimmed"] == 1
-    assert len(files(folder)) == 1
+    assert again.index.num_pdfs == plain.index.num_pdfs == 3
+    np.testing.assert_array_equal(again.index.pdf_counts, plain.index.pdf_counts)
+    assert again.index.counts == plain.index.counts and plain.index.counts["trimmed"] == 1
+    assert len(files(folder)) == 1 and files(folder)[0].endswith(SUFFIX)
     assert "cache: wrote" in caplog.text and "cache: mapped" in caplog.text and "GB in" in caplog.text
 
 
 def test_a_shard_is_copied_as_if_loaded_by_itself(folder: Path) -> None:
-    plain, mapped = opened(folder, cache=None), opened(folder)
-    for shard in ([0], [2, 3, 11], list(range(1, len(plain.plan.entries)))):
-        assert same(mapped.load(shard, Exchange()), plain.load(shard, Exchange()))
+    plain, mapped = opened(folder, cache_dir=None), opened(folder)
+    for shard in ([0], [2, 3, 11], list(range(1, len(plain.index.entries)))):
+        assert same(mapped.load(shard, SingleProcess()), plain.load(shard, SingleProcess()))
 
 
 def test_a_corpus_on_the_map_outlives_its_file(folder: Path) -> None:
-    expected, corpus = everything(opened(folder, cache=None)), everything(opened(folder))
+    expected, corpus = everything(opened(folder, cache_dir=None)), everything(opened(folder))
     for name in files(folder):
         (folder / "a cache" / name).unlink()
     assert same(corpus, expected)
@@ -138,8 +141,9 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def key_of(folder: Path, **options: Any) -> str | None:
-    return cache_key(read_data_dir(folder / "train"), folder / "ali", {"cmvn": "none", "store": "float32", **options})
+def key_of(folder: Path, num_pdfs: int | None = None, **features: Any) -> str | None:
+    config = DataConfig(FeatureConfig(**features), num_pdfs=num_pdfs)
+    return cache_key(read_data_dir(folder / "train"), folder / "ali", config)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -148,14 +152,15 @@ def test_what_the_key_depends_on(folder: Path, change: str) -> None:
     assert before is not None and key_of(folder) == before
     CHANGES[change](folder)
     assert (key_of(folder) == before) == (change == "another folder")
-    assert key_of(folder, store="float16") != key_of(folder)
+    others = [{"dtype": "float16"}, {"cmvn": "mean"}, {"deltas": 1}, {"splice": 2}, {"num_pdfs": 3}]
+    assert len({key_of(folder), *(key_of(folder, **other) for other in others)}) == 6
 
 
 def test_a_changed_archive_is_loaded_anew(folder: Path) -> None:
     everything(opened(folder))
     features, _ = labelled_utterances(count=24, frames=20, seed=7)
     write_data_dir(folder / "train", features)
-    assert same(everything(opened(folder)), everything(opened(folder, cache=None)))
+    assert same(everything(opened(folder)), everything(opened(folder, cache_dir=None)))
     assert len(files(folder)) == 2
 
 
@@ -173,7 +178,7 @@ def test_shell_commands_are_not_cached(folder: Path, caplog: pytest.LogCaptureFi
 def test_missing_alignments_are_judged_as_ever(folder: Path) -> None:
     opened(folder)
     with pytest.raises(DataError, match=r"1 of 24 utterances cannot be used \(1 without an alignment"):
-        opened(folder, max_missing=0.01)
+        opened(folder, max_skipped_fraction=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -184,22 +189,26 @@ def cached_bytes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]
     return path, path.read_bytes()
 
 
-def write(path: Path, **index: Any) -> None:
+BLOCKS = [(8 * 7 + 4 * 7, NO_CRC), (32, NO_CRC), (24, NO_CRC)]
+METADATA = CacheMetadata(
+    key=KEY, data="d", dim=2, width=2, context=1, dtype="float32", utterances=2, rows=7, pdfs=3, counts={},
+    blocks=BLOCKS,
+)  # fmt: skip
+
+
+def write(path: Path, **changed: Any) -> None:
     """Two utterances of 2 and 1 frames, context 1, 2 dims, 3 pdfs."""
-    sound = {"kept": [0, 2], "num_frames": [2, 1], "pdf_counts": [1, 1, 1], "labels": [-1, 0, 1, -1, -1, 2, -1]}
-    arrays = {
-        name: np.array(value, np.int32 if name == "labels" else np.int64) for name, value in {**sound, **index}.items()
-    }
-    store = np.arange(14, dtype=np.float32)
-    footer = Footer(
-        data="d", dim=2, width=2, context=1, dtype="float32", utterances=2, rows=7, pdfs=3, counts={}, pieces=[]
-    )
+    valid = {"labels": [-1, 0, 1, -1, -1, 2, -1], "selected": [0, 2], "num_frames": [2, 1], "pdf_counts": [1, 1, 1]}
+    arrays = [
+        np.array(value, np.int32 if name == "labels" else np.int64) for name, value in {**valid, **changed}.items()
+    ]
+    features = np.arange(14, dtype=np.float32)
 
-    def write_store(descriptor: int, start: int) -> list[tuple[int, int]]:
-        os.pwrite(descriptor, store.tobytes(), start)
-        return [(len(piece), cache_file.zlib.crc32(piece)) for piece in (store[:8].tobytes(), store[8:].tobytes())]
+    def write_features(descriptor: int, start: int) -> list[tuple[int, int]]:
+        os.pwrite(descriptor, features.tobytes(), start)
+        return [(len(block), zlib.crc32(block)) for block in (features[:8].tobytes(), features[8:].tobytes())]
 
-    write_cache(path, KEY, footer, Index(**arrays), write_store)
+    write_cache(path, METADATA, arrays, write_features)
 
 
 def read(path: Path, key: str = KEY, entries: int = 3) -> CacheFile:
@@ -213,9 +222,9 @@ def read(path: Path, key: str = KEY, entries: int = 3) -> CacheFile:
 
 def test_what_was_written_is_read(cached_bytes: tuple[Path, bytes]) -> None:
     found = read(cached_bytes[0])
-    assert found.store.tolist() == np.arange(14).reshape(7, 2).tolist()
-    assert found.index.labels.tolist() == [-1, 0, 1, -1, -1, 2, -1]
-    with pytest.raises(CacheDamaged, match="begins otherwise"):
+    assert found.features.tolist() == np.arange(14).reshape(7, 2).tolist()
+    assert found.labels.tolist() == [-1, 0, 1, -1, -1, 2, -1]
+    with pytest.raises(CorruptCacheError, match="made from other data"):
         read(cached_bytes[0], KEY[::-1])
 
 
@@ -240,16 +249,16 @@ def test_any_byte_changed_cut_or_added_is_noticed(cached_bytes: tuple[Path, byte
         return
     other = path.with_name("damaged")
     other.write_bytes(damaged)
-    with pytest.raises(CacheDamaged):
+    with pytest.raises(CorruptCacheError):
         read(other)
 
 
 @pytest.mark.parametrize(
     "index",
     [
-        {"kept": [0, 3]},
-        {"kept": [-1, 2]},
-        {"kept": [1, 1]},
+        {"selected": [0, 3]},
+        {"selected": [-1, 2]},
+        {"selected": [1, 1]},
         {"num_frames": [3, 1]},
         {"num_frames": [3, 0]},
         {"num_frames": [2**62, 2**62]},
@@ -263,31 +272,55 @@ def test_any_byte_changed_cut_or_added_is_noticed(cached_bytes: tuple[Path, byte
 )
 def test_indices_that_point_nowhere_are_refused(tmp_path: Path, index: dict[str, list[int]]) -> None:
     write(tmp_path / "x", **index)
-    with pytest.raises(CacheDamaged, match="indices do not fit"):
+    with pytest.raises(CorruptCacheError, match="indices do not fit"):
         read(tmp_path / "x")
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.one_of(st.binary(max_size=300), st.sampled_from([b"[" * 5000, b'{"rows": 1e999}', b"null"])))
-def test_a_footer_of_anything_is_refused(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
+@given(text=st.one_of(st.binary(max_size=300), st.sampled_from([b"[" * 5000, b'{"rows": 1e999}', b"null", b"{}"])))
+def test_a_header_of_anything_is_refused(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
     path = tmp_path_factory.mktemp("cache") / "x"
-    trailer = cache_file._TRAILER.pack(len(text), cache_file.zlib.crc32(text), cache_file.END)
-    path.write_bytes((cache_file.MAGIC + KEY.encode() + b"\n").ljust(cache_file.PAGE, b"\0") + text + trailer)
-    with pytest.raises(CacheDamaged):
-        read(path)
+    for content in (text, json.dumps({"__metadata__": {"ddnn": text.decode("latin-1")}}).encode()):
+        path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(500))
+        with pytest.raises(CorruptCacheError):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"rows": 2**47}, {"utterances": 2**39}, {"width": 2**30}, {"blocks": [*BLOCKS[:2], (2**47, NO_CRC)]}, {"rows": 6}],
+)
+def test_a_header_that_claims_another_size_is_refused_before_anything_is_allocated(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    """Although it is the header of its metadata, checksum included."""
+    write(tmp_path / "x")
+    whole = (tmp_path / "x").read_bytes()
+    header = METADATA.model_copy(update=changed).header()
+    (tmp_path / "x").write_bytes(header + whole[len(METADATA.header()) :])
+    with pytest.raises(CorruptCacheError, match="another length"):
+        read(tmp_path / "x")
+
+
+def test_the_safetensors_library_reads_the_file(cached_bytes: tuple[Path, bytes]) -> None:
+    tensors = safetensors.numpy.load_file(cached_bytes[0])
+    assert sorted(tensors) == ["features", "labels", "num_frames", "pdf_counts", "selected"]
+    np.testing.assert_array_equal(tensors["features"], np.arange(14).reshape(7, 2))
+    np.testing.assert_array_equal(tensors["labels"], [-1, 0, 1, -1, -1, 2, -1])
+    assert cached_bytes[1].index(np.arange(14, dtype=np.float32).tobytes()) % cache_file.PAGE == 0
 
 
 @pytest.mark.parametrize("kind", ["flipped", "empty", "a pipe", "a link", "a directory"])
 def test_a_damaged_file_is_a_warning_and_made_anew(
     folder: Path, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = everything(opened(folder, cache=None))
+    expected = everything(opened(folder, cache_dir=None))
     opened(folder)
     (name,) = files(folder)
     path = folder / "a cache" / name
     whole = path.read_bytes()
     if kind == "flipped":
-        path.write_bytes(whole[:-700] + bytes([whole[-700] ^ 4]) + whole[-699:])
+        path.write_bytes(whole[:-100] + bytes([whole[-100] ^ 4]) + whole[-99:])
     else:
         path.unlink()
     if kind == "empty":
@@ -311,9 +344,9 @@ def test_a_damaged_file_is_a_warning_and_made_anew(
 def test_a_cache_that_cannot_be_written_is_a_warning(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = everything(opened(folder, cache=None))
+    expected = everything(opened(folder, cache_dir=None))
     (folder / "file").touch()
-    assert same(everything(opened(folder, cache=folder / "file/cache")), expected)
+    assert same(everything(opened(folder, cache_dir=folder / "file/cache")), expected)
     assert "cannot write" in caplog.text
     monkeypatch.setattr(os, "fstatvfs", lambda descriptor: SimpleNamespace(f_bavail=10, f_frsize=4096))
     assert same(everything(opened(folder)), expected)
@@ -323,14 +356,14 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
 def test_what_changes_while_it_is_read_is_not_kept(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = cached.load_into_file
+    load = cache.load_into_file
 
     def load_and_meanwhile(*of: Any) -> list[tuple[int, int]]:
         touch(folder / "train/feats.ark")
         return load(*of)
 
-    monkeypatch.setattr(cached, "load_into_file", load_and_meanwhile)
-    assert same(everything(opened(folder)), everything(opened(folder, cache=None)))
+    monkeypatch.setattr(cache, "load_into_file", load_and_meanwhile)
+    assert same(everything(opened(folder)), everything(opened(folder, cache_dir=None)))
     assert "the data changed while they were read" in caplog.text and files(folder) == []
 
 
@@ -345,22 +378,22 @@ def test_bad_features_are_an_error_and_leave_no_file(folder: Path) -> None:
 
 def test_two_that_write_at_once_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
-    put, nested = cache_file._put, []
+    put, nested = cache_file.write_all, []
 
-    def put_and_meanwhile(*of: Any) -> int:
+    def put_and_meanwhile(*of: Any) -> None:
         if not nested:
             nested.append(True)
             write(path)
             assert read(path).size
-        return put(*of)
+        put(*of)
 
-    monkeypatch.setattr(cache_file, "_put", put_and_meanwhile)
+    monkeypatch.setattr(cache_file, "write_all", put_and_meanwhile)
     write(path)
     assert nested and read(path).size and [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
 def test_what_a_killed_writer_left_is_removed_and_a_live_one_let_be(tmp_path: Path) -> None:
-    left, live = tmp_path / ".x.1.writing", tmp_path / ".x.2.writing"
+    left, live = tmp_path / ".x.1.tmp", tmp_path / ".x.2.tmp"
     left.touch()
     with live.open("wb") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -370,7 +403,7 @@ def test_what_a_killed_writer_left_is_removed_and_a_live_one_let_be(tmp_path: Pa
 
 def test_shares_of_a_check_are_together_the_whole(cached_bytes: tuple[Path, bytes], tmp_path: Path) -> None:
     whole = bytearray(cached_bytes[1])
-    whole[-700 if len(whole) > 9000 else cache_file.PAGE + 100] ^= 1
+    whole[-10] ^= 1
     (tmp_path / "x").write_bytes(whole)
     noticed = []
     for share in range(3):
@@ -378,19 +411,29 @@ def test_shares_of_a_check_are_together_the_whole(cached_bytes: tuple[Path, byte
         try:
             found.check(3, 1, share, 3)
             noticed.append(False)
-        except CacheDamaged:
+        except CorruptCacheError:
             noticed.append(True)
         found.close()
     assert sum(noticed) == 1
 
 
-def test_memory_is_asked_for_a_shard_and_less_is_said_of_the_map(
+def test_a_mapped_file_needs_no_memory_and_a_shard_of_it_does(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = opened(folder)
-    monkeypatch.setattr("ddnn.data.memory.available_memory", lambda: 1000)
-    monkeypatch.setattr("ddnn.data.cached.available_memory", lambda: 1000)
-    assert everything(source).store.shape[1] == 8
+    monkeypatch.setattr("ddnn.data.cache.available_memory", lambda: 1000)
+    assert everything(source).features.shape[1] == 8
     assert "read from disk again and again" in caplog.text
-    with pytest.raises(DataError, match="frames of 8 dims need"):
-        source.load([0, 1, 2], Exchange())
+    frames = source.index.num_frames
+    assert source.memory(range(len(frames))) == {"frames in float32": 24 * int(frames.sum())}
+    one = source.memory([0, 2])
+    assert one == {"frames in float32": 24 * int(frames[[0, 2]].sum()) + (int(frames[[0, 2]].sum()) + 8) * (4 * 8 + 4)}
+    assert opened(folder, cache_dir=None).memory([0, 2]) == one
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(folder: Path) -> None:
+    source = opened(folder)
+    (name,) = files(folder)
+    os.truncate(folder / "a cache" / name, 4096)
+    with pytest.raises(DataError, match="failed while it was read: it was cut"):
+        source.load([2, 3], SingleProcess())

@@ -1,93 +1,207 @@
-"""What is available: of the machine, and of control groups of both versions, in made-up file systems."""
+"""What a training is estimated to need of memory, what it takes, what is refused before anything is loaded, and where
+the features are, on made-up GPUs."""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+import torch
+from data.test_transform import make_corpus
+from jobs import assert_refused, make_job
 
-from ddnn.data.memory import available_memory
+from ddnn.data import memory, pipeline
+from ddnn.data.memory import (
+    LIBRARY_BYTES,
+    TrainingFootprint,
+    choose_feature_device,
+    frame_bytes,
+    require_host_memory,
+)
+from ddnn.distributed.communicator import SingleProcess
+from ddnn.recipe.load import load_recipe
+from ddnn.recipe.schema import Recipe
+from ddnn.training.job import run_training
+from ddnn.training.options import footprint
+from ddnn.util.errors import DataError
 
-MIB = 1 << 20
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def machine(root: Path, mib: int, groups: str) -> Path:
-    write(root / "proc/meminfo", f"MemTotal: 99 kB\nMemAvailable:   {mib * 1024} kB\n")
-    write(root / "proc/self/cgroup", groups)
-    return root
-
-
-def group(folder: Path, limit: str, used: int, cached: int = 0, version: int = 2) -> None:
-    names = ("memory.max", "memory.current", "") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes",
-                                                                       "total_")  # fmt: skip
-    write(folder / names[0], f"{limit}\n")
-    write(folder / names[1], f"{used * MIB}\n")
-    stat = f"anon 5\n{names[2]}inactive_file {cached * MIB // 2}\n{names[2]}active_file {cached * MIB // 2}\nodd\n"
-    write(folder / "memory.stat", stat)
+GIB = 1 << 30
+CLEAR_REFS = Path("/proc/self/clear_refs")
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+SMALL = TrainingFootprint(num_parameters=1000, activation_floats=50, batch_size=16)
+SWBD = {"hidden_layers": 6, "hidden_units": 2048}
 
 
-def test_without_limits(tmp_path: Path) -> None:
-    assert available_memory(machine(tmp_path, 1000, "0::/user\n")) == 1000 * MIB
-    group(tmp_path / "sys/fs/cgroup/user", "max", 10)
-    assert available_memory(tmp_path) == 1000 * MIB
+def recipe(**more: Any) -> Recipe:
+    return Recipe.model_validate({"data": {"train": Path("d"), "alignments": Path("a")}, **more})
 
 
-def test_a_system_that_says_nothing(tmp_path: Path) -> None:
-    assert available_memory(tmp_path) is None
+class Others(SingleProcess):
+    """A worker alone, to whom others seem to answer as well."""
+
+    def __init__(self, *answers: list[Any]) -> None:
+        super().__init__(host="n1", world_size=1 + len(answers))
+        self.answers = answers
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value, *self.answers]
 
 
-def test_this_one() -> None:
-    found = available_memory()
-    assert found is None or 0 < found < 1 << 50
+@pytest.fixture
+def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    def available(size: int | None) -> None:
+        monkeypatch.setattr(memory, "available_memory", lambda: size)
+
+    return available
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_a_job(tmp_path: Path, version: int) -> None:
-    """Files in the cache count as used, but give way."""
-    text = "0::/slurm/job_5\n" if version == 2 else "3:cpu:/\n2:memory,hugetlb:/slurm/job_5\n"
-    folder = machine(tmp_path, 1000, text) / "sys/fs/cgroup" / ("" if version == 2 else "memory") / "slurm/job_5"
-    group(folder, str(300 * MIB), 250, cached=40, version=version)
-    assert available_memory(tmp_path) == 90 * MIB
-    group(folder.parent, str(400 * MIB), 330, version=version)
-    assert available_memory(tmp_path) == 70 * MIB, "the group above has less left"
-    group(folder.parent, str(400 * MIB), 430, version=version)
-    assert available_memory(tmp_path) == 0
+def test_sizes() -> None:
+    assert frame_bytes("float16", 100, 110, 40) == 110 * 84 + 2400
+    dataset, _ = make_corpus([50, 30], 4, 5, 1)
+    stored = dataset.features.nbytes + dataset.labels.nbytes
+    assert frame_bytes("float32", 80, len(dataset.features), 4) == stored + 24 * 80
+    plain = {"precision": "float32", "model": {"hidden_layers": 4, "hidden_units": 512}}
+    base = footprint(recipe(**plain), 440, 3000, 1)
+    assert base.num_parameters == 512 * 441 + 3 * 512 * 513 + 3000 * 513
+    assert base.activation_floats == 440 + 2 * (4 * 512 + 3000)
+    one = 4 * base.num_parameters
+    host = base.on_host("cpu")
+    assert host == {
+        "parameters": 3 * one,
+        "activations": 4 * (256 + 1024) * base.activation_floats,
+        "files": 3 * one,
+        "libraries": LIBRARY_BYTES,
+    }
+    for more, part, size in (
+        ({"optimizer": {"momentum": 0.5}}, "parameters", 4 * one),
+        ({"precision": "bf16"}, "parameters", 4 * one),
+        ({"parallel": {"overlap": True}}, "averaging", 4 * one),
+        ({"parallel": {"strategy": "bmuf"}}, "averaging", 5 * one),
+        ({"parallel": {"comm_dtype": "bfloat16"}}, "averaging", 5 * one),
+    ):
+        assert footprint(recipe(**{**plain, **more}), 440, 3000, 2).on_host("cpu")[part] == size, more
+    assert footprint(recipe(optimizer={"name": "ng-sgd"}), 440, 3000, 1).on_host("cpu")["natural gradient"] > 0
+    assert "activations" not in footprint(recipe(), 440, 3000, 1).on_host("cuda"), "they are on the GPU"
+    swbd = footprint(recipe(model=SWBD), 440, 8806, 1)
+    assert 40 * swbd.num_parameters < swbd.on_gpu() < 5 * GIB, "beside 300 hours in float16 on any GPU of 24 GB"
+    assert footprint(recipe(model={**SWBD, "hidden_units": 4096}), 440, 8806, 1).on_gpu() > swbd.on_gpu()
 
 
-def test_the_limit_above_which_a_group_is_slowed_down(tmp_path: Path) -> None:
-    folder = machine(tmp_path, 1000, "0::/x\n") / "sys/fs/cgroup/x"
-    group(folder, str(300 * MIB), 50)
-    write(folder / "memory.high", str(200 * MIB))
-    assert available_memory(tmp_path) == 150 * MIB
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="no /proc here")
+@pytest.mark.parametrize("optimizer", ["sgd", "ng-sgd"])
+def test_a_training_takes_no_more_than_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    job, said = make_job(tmp_path / "job"), []
+
+    def status(name: str) -> int:
+        return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+    def measured(needs: Any, *rest: Any) -> None:
+        require_host_memory(needs, *rest)
+        said.append((sum(needs.values()), status("VmRSS")))
+        CLEAR_REFS.write_text("5")  # the highest so far is forgotten
+
+    monkeypatch.setattr(pipeline, "require_host_memory", measured)
+    settings = ("model={hidden_layers: 3, hidden_units: 1000}", "precision=float32", f"optimizer.name={optimizer}")
+    run_training(load_recipe(job.recipe, (*settings, "schedule.initial_learning_rate=0.0001")), job.run, "cpu")
+    taken = status("VmHWM") - said[0][1]
+    assert taken < said[0][0]
+    assert said[0][0] - LIBRARY_BYTES < 100e6, "8 MB of parameters"
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_container_that_sees_only_its_own_group(tmp_path: Path, version: int) -> None:
-    """Its path is that of the host; what is mounted begins with its own."""
-    text = "0::/../docker/4711\n" if version == 2 else "4:memory:/docker/4711\n"
-    folder = machine(tmp_path, 1000, text) / "sys/fs/cgroup" / ("" if version == 2 else "memory")
-    group(folder, str(100 * MIB), 20, version=version)
-    assert available_memory(tmp_path) == 80 * MIB
+def test_too_little(available: Callable[[int | None], None], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    needs = {"frames in float32": 6 * GIB, "parameters": 2 * GIB}
+    available(8 * GIB - 1)
+    with pytest.raises(DataError, match=r"8\.0 GiB of memory needed, 8\.0 GiB available") as caught:
+        require_host_memory(needs, "data/train", SingleProcess(host="n1"))
+    assert "on n1 with about frames in float32 6.0 GiB, parameters 2.0 GiB" in caught.value.message
+    assert caught.value.hint is not None and "float16" in caught.value.hint and caught.value.location == "data/train"
+    available(8 * GIB)
+    require_host_memory(needs, "", SingleProcess())
+    assert "memory is scarce" in caplog.text and caplog.records[-1].levelno == logging.WARNING
+    available(11 * GIB)
+    require_host_memory(needs, "", SingleProcess())
+    assert caplog.records[-1].levelno == logging.INFO
+    available(None)
+    require_host_memory(needs, "", SingleProcess())
 
 
-def test_no_limit_in_version_1_is_a_huge_number(tmp_path: Path) -> None:
-    folder = machine(tmp_path, 1000, "4:memory:/\n") / "sys/fs/cgroup/memory"
-    group(folder, "9223372036854771712", 20, version=1)
-    assert available_memory(tmp_path) == 1000 * MIB
+def test_workers_of_a_host_add_up(available: Callable[[int | None], None]) -> None:
+    available(40 * GIB)
+    needs = {"frames in float16": 10 * GIB}
+    same, other = ["n1", needs, 35 * GIB], ["n2", needs, 15 * GIB]
+    require_host_memory(needs, "", Others(same, other))
+    with pytest.raises(
+        DataError, match=r"4 workers on n1, each with about .* 40\.0 GiB of memory needed, 35"
+    ) as caught:
+        require_host_memory(needs, "", Others(same, same, same, other))
+    assert caught.value.hint is not None
+    assert "fewer workers on each" in caught.value.hint and "float16" not in caught.value.hint
+    with pytest.raises(DataError, match="2 workers on n2"):  # said by all, those of other hosts too
+        require_host_memory(needs, "", Others(other, other))
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.text(max_size=30).filter(lambda s: "\0" not in s), st.text(max_size=60))
-def test_whatever_the_files_say(tmp_path: Path, path: str, content: str) -> None:
-    machine(tmp_path, 1000, f"0::/x\n2:memory:/x\nodd\n:\n0::/{path}\n4:memory:{path}\n")
-    for name in ("memory.max", "memory.current", "memory.stat"):
-        write(tmp_path / "sys/fs/cgroup/x" / name, content)
-    found = available_memory(tmp_path)
-    assert found is not None and 0 <= found <= 1000 * MIB
+def test_refused_before_anything_is_loaded(
+    tmp_path: Path,
+    run_cli: Callable[..., Any],
+    available: Callable[[int | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = make_job(tmp_path / "job")
+    available(50 << 20)
+    monkeypatch.setattr(pipeline.DataSource, "load", lambda *_: pytest.fail("loaded"))
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    assert_refused(result, "of memory needed, 50 MiB available", str(job.data), "with more memory")
+    assert "MiB" in result.stderr
+
+
+def place(
+    monkeypatch: pytest.MonkeyPatch, free: int, size: int, comm: SingleProcess | None = None, **options: Any
+) -> Any:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10 * free))
+    monkeypatch.setattr(memory, "device_identity", lambda device: "GPU-1")
+    return choose_feature_device(SMALL, size, GPU, comm or SingleProcess(host="n1"), **options)
+
+
+def test_on_the_gpu_to_the_last_byte_that_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = 10**6
+    needed = size + SMALL.on_gpu()
+    with caplog.at_level(logging.INFO, "ddnn"):
+        assert place(monkeypatch, needed, size) == GPU
+        assert place(monkeypatch, needed - 1, size) == CPU
+        assert place(monkeypatch, 10 * needed, size, on_host=True) == CPU
+    texts = [record.getMessage() for record in caplog.records]
+    assert "are on the GPU" in texts[0] and "read ahead" in texts[1] and "float16" in texts[1]
+    assert "data.feature_device" in texts[2] and len(texts) == 3
+
+
+def test_workers_on_one_gpu_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 10**6
+    needed = size + SMALL.on_gpu()
+    same, elsewhere = ["n1", "GPU-1"], [["n1", "GPU-2", needed], ["other", "GPU-1", needed]]
+    assert place(monkeypatch, 2 * needed, size, Others([*same, 2 * needed], *elsewhere)) == GPU
+    assert place(monkeypatch, 2 * needed, size, Others([*same, 2 * needed - 2], *elsewhere)) == CPU
+    assert place(monkeypatch, 2 * needed, size, Others([*same, 9 * needed], [*same, 9 * needed])) == CPU
+
+
+def test_a_cpu_is_never_asked_for_its_memory() -> None:
+    assert choose_feature_device(SMALL, 10**15, CPU, SingleProcess(), on_host=True) == CPU
+
+
+def test_a_gpu_on_which_training_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = footprint(recipe(model={"hidden_layers": 6, "hidden_units": 8192}), 440, 8806, 1)
+    small, comm = footprint(recipe(), 440, 8806, 1), SingleProcess(host="n1")
+    monkeypatch.setattr(memory, "device_identity", lambda device: "GPU-1")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * GIB, 40 * GIB))
+    with pytest.raises(DataError, match=r"at least 6\.\d GiB of GPU memory, 4\.0 GiB are free on GPU-1 of n1"):
+        choose_feature_device(large, 0, GPU, comm)
+    assert choose_feature_device(small, 0, GPU, comm) == GPU
+    assert choose_feature_device(large, 0, CPU, comm) == CPU

@@ -1,4 +1,4 @@
-"""Splice and normalisation against naive float64 twins."""
+"""Splice and normalization against naive float64 twins."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.data.corpus import Corpus
-from ddnn.data.minibatches import Orders, frame_set, in_order, num_minibatches, shuffled_minibatches
-from ddnn.data.transform import InputTransform, gather, gather_plain, normalising, plain_splice
+from ddnn.data.dataset import AcousticDataset
+from ddnn.data.sampler import SequentialSampler, ShuffledSampler
+from ddnn.data.transform import FrameLayout, InputTransform, estimate_normalization, gather, gather_plain, splice_only
+from ddnn.kaldi.data_dir import add_deltas
 
 
 def make_corpus(
     lengths: list[int], dim: int, context: int, seed: int, dtype: torch.dtype = torch.float32
-) -> tuple[Corpus, list[np.ndarray]]:
+) -> tuple[AcousticDataset, list[np.ndarray]]:
     """A corpus of random utterances, and the utterances."""
     rng = np.random.default_rng(seed)
     features = [rng.normal(2.0, 3.0, (n, dim)).astype(np.float32) for n in lengths]
@@ -27,7 +28,7 @@ def make_corpus(
     store = torch.from_numpy(np.concatenate(pieces)).to(dtype)
     names = tuple(f"u{i}" for i in range(len(lengths)))
     labels = torch.arange(len(store), dtype=torch.int32)
-    return Corpus(store, labels, names, names, np.array(first), np.array(lengths), context), features
+    return AcousticDataset(store, labels, names, names, np.array(first), np.array(lengths), context), features
 
 
 def twin_splice(matrix: np.ndarray, offsets: tuple[int, ...]) -> np.ndarray:
@@ -43,7 +44,7 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 @given(lengths, st.integers(1, 4), st.integers(0, 4), st.integers(0, 99))
 def test_gather_splices_and_clamps(sizes: list[int], dim: int, context: int, seed: int) -> None:
     corpus, features = make_corpus(sizes, dim, context, seed)
-    transform = plain_splice(dim, context)
+    transform = splice_only(dim, context)
     expected = np.concatenate([twin_splice(m, transform.offsets) for m in features])
     rows = corpus.rows_of(range(len(sizes)))
     out = torch.full((len(rows), transform.output_dim), float("nan"))
@@ -62,10 +63,10 @@ def test_gather_takes_any_offsets_and_half_precision() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(lengths, st.integers(1, 4), st.integers(0, 4), st.integers(0, 99))
-def test_normalisation_is_over_the_chosen_utterances(sizes: list[int], dim: int, context: int, seed: int) -> None:
+def test_normalization_is_over_the_chosen_utterances(sizes: list[int], dim: int, context: int, seed: int) -> None:
     corpus, features = make_corpus(sizes, dim, context, seed)
     chosen = list(range(0, len(sizes), 2))
-    transform = normalising(plain_splice(dim, context), corpus, chosen)
+    transform = estimate_normalization(splice_only(dim, context), corpus, chosen)
     spliced = np.concatenate([twin_splice(features[u].astype(np.float64), transform.offsets) for u in chosen])
     np.testing.assert_allclose(transform.shift.numpy(), -spliced.mean(0), rtol=1e-5, atol=1e-5)
     expected = 1.0 / np.sqrt(np.maximum(spliced.var(0), 1e-10))
@@ -78,43 +79,39 @@ def test_an_epoch_sees_every_frame_once_but_for_the_tail(
     sizes: list[int], minibatch: int, seed: int, epoch: int
 ) -> None:
     corpus, _ = make_corpus(sizes, 2, 1, 0)
-    frames = frame_set(corpus, list(range(len(sizes))))
-    batches = list(shuffled_minibatches(frames, minibatch, seed=seed, epoch=epoch))
+    frames = corpus.subset(list(range(len(sizes))))
+    batches = list(ShuffledSampler(frames, minibatch, seed=seed).epoch(epoch))
     assert [len(b) for b in batches] == [minibatch] * (sum(sizes) // minibatch)
-    assert num_minibatches(frames, minibatch) == len(batches)
+    assert len(ShuffledSampler(frames, minibatch, seed=1)) == len(batches)
     seen = torch.cat(batches).tolist() if batches else []
     assert len(set(seen)) == len(seen)
-    assert set(seen) <= set(frames.rows.tolist())
-    again = list(shuffled_minibatches(frames, minibatch, seed=seed, epoch=epoch))
+    assert set(seen) <= set(frames.indices.tolist())
+    again = list(ShuffledSampler(frames, minibatch, seed=seed).epoch(epoch))
     assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
 
 
 def test_the_order_changes_with_epoch_and_seed() -> None:
     corpus, _ = make_corpus([500], 2, 1, 0)
-    frames = frame_set(corpus, [0])
-    orders = {
-        tuple(next(iter(shuffled_minibatches(frames, 400, seed=s, epoch=e))).tolist()) for s in (1, 2) for e in (1, 2)
-    }
+    frames = corpus.subset([0])
+    orders = {tuple(next(iter(ShuffledSampler(frames, 400, seed=s).epoch(e))).tolist()) for s in (1, 2) for e in (1, 2)}
     assert len(orders) == 4
 
 
 def test_blocks_in_order_drop_nothing() -> None:
     corpus, _ = make_corpus([5, 4], 2, 1, 0)
-    frames = frame_set(corpus, [1, 0])
-    assert torch.equal(torch.cat(list(in_order(frames, 4))), frames.rows)
+    frames = corpus.subset([1, 0])
+    assert torch.equal(torch.cat(list(SequentialSampler(frames, 4).epoch())), frames.indices)
 
 
 def test_workers_draw_different_orders_and_the_first_that_of_one_worker() -> None:
     corpus, _ = make_corpus([500], 2, 1, 0)
-    frames = frame_set(corpus, [0])
-    orders = [
-        next(iter(shuffled_minibatches(frames, 400, seed=2**62, epoch=3, rank=rank))).tolist() for rank in range(40)
-    ]
-    assert orders[0] == next(iter(shuffled_minibatches(frames, 400, seed=2**62, epoch=3))).tolist()
+    frames = corpus.subset([0])
+    orders = [next(iter(ShuffledSampler(frames, 400, seed=2**62, rank=rank).epoch(3))).tolist() for rank in range(40)]
+    assert orders[0] == next(iter(ShuffledSampler(frames, 400, seed=2**62).epoch(3))).tolist()
     assert len({tuple(order) for order in orders}) == 40
     before = torch.randperm(500, generator=torch.Generator().manual_seed((7 * 1_000_003 + 3) % 2**63))
-    now = next(iter(shuffled_minibatches(frames, 500, seed=7, epoch=3)))
-    assert torch.equal(now, frames.rows[before])
+    now = next(iter(ShuffledSampler(frames, 500, seed=7).epoch(3)))
+    assert torch.equal(now, frames.indices[before])
 
 
 @pytest.mark.parametrize("sizes", [[], [3]], ids=["empty corpus", "nothing chosen"])
@@ -123,21 +120,41 @@ def test_an_empty_set_has_no_minibatch(sizes: list[int]) -> None:
         corpus, _ = make_corpus(sizes, 2, 1, 0)
     else:
         empty = np.zeros(0, dtype=np.int64)
-        corpus = Corpus(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int32), (), None, empty, empty, 1)
-    frames = frame_set(corpus, [])
-    assert len(frames) == num_minibatches(frames, 4) == 0
-    assert list(shuffled_minibatches(frames, 4, seed=1, epoch=1)) == list(in_order(frames, 4)) == []
-    assert gather(corpus, plain_splice(2, 1), frames.rows, torch.empty(0, 6)).shape == (0, 6)
+        corpus = AcousticDataset(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int32), (), None, empty, empty, 1)
+    frames = corpus.subset([])
+    assert len(frames) == len(ShuffledSampler(frames, 4, seed=1)) == 0
+    assert list(ShuffledSampler(frames, 4, seed=1).epoch(1)) == list(SequentialSampler(frames, 4).epoch()) == []
+    assert gather(corpus, splice_only(2, 1), frames.indices, torch.empty(0, 6)).shape == (0, 6)
     with pytest.raises(ValueError, match="no frame"):
-        normalising(plain_splice(2, 1), corpus, [])
+        estimate_normalization(splice_only(2, 1), corpus, [])
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_orders_drawn_ahead_are_those_of_their_epochs(ahead: bool) -> None:
     """Whichever epoch is asked for next."""
-    frames = frame_set(make_corpus([90], 2, 0, 1)[0], [0])
-    orders = Orders(frames, 8, seed=5, rank=2, ahead=ahead)
+    frames = make_corpus([90], 2, 0, 1)[0].subset([0])
+    orders = ShuffledSampler(frames, 8, seed=5, rank=2, prefetch=ahead)
     for epoch in (1, 2, 3, 7, 7, 8):
-        expected = list(shuffled_minibatches(frames, 8, seed=5, epoch=epoch, rank=2))
-        assert all(torch.equal(a, b) for a, b in zip(orders.of(epoch), expected, strict=True))
+        expected = list(ShuffledSampler(frames, 8, seed=5, rank=2).epoch(epoch))
+        assert all(torch.equal(a, b) for a, b in zip(orders.epoch(epoch), expected, strict=True))
     orders.close()
+
+
+def test_the_layout_of_a_spliced_frame_is_declared() -> None:
+    """(channels, time, frequency) of features with deltas, as a convolution reads them."""
+    features = np.random.default_rng(1).normal(size=(6, 3)).astype(np.float32)
+    with_deltas = torch.from_numpy(add_deltas(features, 2))
+    labels, first = torch.zeros(6, dtype=torch.int32), np.array([1])
+    dataset = AcousticDataset(with_deltas, labels, ("u",), None, first, np.array([4]), 1)
+    transform = splice_only(9, 1)
+    x = gather(dataset, transform, dataset.rows_of([0]), torch.empty(4, 27))
+    layout = transform.layout(deltas=2)
+    assert layout == FrameLayout(offsets=3, orders=3, dim=3)
+    image = layout.as_channels(x)
+    assert image.shape == (4, 3, 3, 3) and image.data_ptr() == x.data_ptr()
+    for frame in range(4):
+        np.testing.assert_array_equal(image[frame, 0], features[frame : frame + 3])
+        for order in range(3):
+            for offset in range(3):
+                expected = with_deltas[frame + offset, 3 * order : 3 * order + 3]
+                assert torch.equal(image[frame, order, offset], expected)

@@ -26,7 +26,7 @@ from typing import Any
 
 from fuzz.mutate import LARGEST, mutate
 
-from ddnn.errors import UserError
+from ddnn.util.errors import UserError
 
 SECONDS = 0.5
 """Processor time for an input of at most `LARGEST` bytes."""
@@ -185,7 +185,7 @@ class Child:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if measured:
             tracemalloc.start()
-        what, trace, signature, error = "", "", "accepted", None
+        message, trace, signature, error = "", "", "accepted", None
         started = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, (6 if measured else 2) * SECONDS)
         self.guard.armed = True
@@ -196,7 +196,7 @@ class Child:
             self.refused += 1
             error, signature = refusal, _place(refusal)
         except (Exception, Forbidden, TooSlow) as finding:  # noqa: BLE001
-            error, what = finding, f"{type(finding).__name__}: {finding}"[:300]
+            error, message = finding, f"{type(finding).__name__}: {finding}"[:300]
             trace, signature = traceback.format_exc()[-4000:], _place(finding)
         finally:
             self.guard.armed = False
@@ -205,20 +205,20 @@ class Child:
         if measured:
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-            if peak > allowed and not what:
-                what = f"takes {peak >> 20} MiB for {len(packed)} bytes"
+            if peak > allowed and not message:
+                message = f"takes {peak >> 20} MiB for {len(packed)} bytes"
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-        if grown > allowed and not what and not measured:
-            what = f"grows by {grown >> 20} MiB for {len(packed)} bytes"
-        if seconds > (SECONDS if len(data) <= LARGEST else 4 * SECONDS) * (3 if measured else 1) and not what:
-            what = f"takes {seconds:.2f} s for {len(packed)} bytes"
-        if self.unraised and not what:
-            what = f"unraisable: {self.unraised[0]}"
+        if grown > allowed and not message and not measured:
+            message = f"grows by {grown >> 20} MiB for {len(packed)} bytes"
+        if seconds > (SECONDS if len(data) <= LARGEST else 4 * SECONDS) * (3 if measured else 1) and not message:
+            message = f"takes {seconds:.2f} s for {len(packed)} bytes"
+        if self.unraised and not message:
+            message = f"unraisable: {self.unraised[0]}"
         self.unraised.clear()
         del error
         self.count, self.slowest = self.count + 1, max(self.slowest, 0.0 if measured else seconds)
-        if what:
-            self._keep(what, trace, signature, data)
+        if message:
+            self._keep(message, trace, signature, data)
         self._tell(b"")
         return signature
 
@@ -228,14 +228,14 @@ class Child:
         state = (self.count, self.accepted, self.refused, self.slowest, self.index, len(kept))
         self.shared[: STATE.size + len(kept)] = STATE.pack(*state) + kept
 
-    def _keep(self, what: str, trace: str, signature: str, data: bytes) -> None:
-        sort = f"{re.sub('[0-9.]+', '#', what)[:40]} {signature}"
+    def _keep(self, message: str, trace: str, signature: str, data: bytes) -> None:
+        sort = f"{re.sub('[0-9.]+', '#', message)[:40]} {signature}"
         if sort in self.known:
             return
         self.known.add(sort)
         path = self.findings / hashlib.sha256(data).hexdigest()[:16]
         path.with_suffix(".bin").write_bytes(data)
-        path.with_suffix(".json").write_text(json.dumps({"what": what, "trace": trace}))
+        path.with_suffix(".json").write_text(json.dumps({"what": message, "trace": trace}))
 
 
 def _place(error: BaseException) -> str:

@@ -28,7 +28,7 @@ _BROKEN = 97
 class Finding:
     """What went wrong, its traceback, and the bytes (before `pack`)."""
 
-    what: str
+    message: str
     trace: str
     data: bytes
 

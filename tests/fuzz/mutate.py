@@ -141,14 +141,14 @@ def _replace_number(rng: Random, data: bytearray, tokens: Sequence[bytes], other
 def _lines(rng: Random, data: bytearray, tokens: Sequence[bytes], others: Sequence[bytes]) -> None:
     lines = data.split(b"\n")[:2000]
     one, two = rng.randrange(len(lines)), rng.randrange(len(lines))
-    what = rng.randrange(5)
-    if what == 0:
+    message = rng.randrange(5)
+    if message == 0:
         del lines[one]
-    elif what == 1:
+    elif message == 1:
         lines.insert(two, lines[one])
-    elif what == 2:
+    elif message == 2:
         lines[one], lines[two] = lines[two], lines[one]
-    elif what == 3:
+    elif message == 3:
         lines[one] = bytearray(b" " * rng.choice((1, 2, 4)) + lines[one])
     else:
         words = lines[one].split(b" ")

@@ -43,7 +43,7 @@ def _keep(outcome: Outcome, folder: Path) -> None:
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".bin").write_bytes(finding.data)
-        path.with_suffix(".txt").write_text(f"{finding.what}\n\n{finding.trace}")
+        path.with_suffix(".txt").write_text(f"{finding.message}\n\n{finding.trace}")
 
 
 def table(outcomes: list[Outcome]) -> str:
@@ -92,7 +92,7 @@ def main() -> int:
                 _add(totals[running.pop(job)], outcome)
                 _keep(outcome, options.findings)
                 for finding in outcome.findings:
-                    print(f"{outcome.target}: {finding.what}", flush=True)
+                    print(f"{outcome.target}: {finding.message}", flush=True)
     print(table(list(totals.values())))
     print(f"{time.monotonic() - started:.0f} s; findings are kept in {options.findings}")
     return 1 if any(o.findings for o in totals.values()) else 0

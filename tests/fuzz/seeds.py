@@ -11,14 +11,22 @@ from pathlib import Path
 
 import numpy as np
 from corpora import loop_of_words, write_model
+from kaldi_files import fst_bytes, model_bytes
 
 from ddnn.kaldi.alignments import write_pdf_counts
-from ddnn.kaldi.archives import write_int_vectors, write_matrices
-from ddnn.kaldi.basic_write import write_float_vector, write_header
-from ddnn.kaldi.fst import fst_bytes
-from ddnn.kaldi.nnet1 import Activation, AddShift, Affine, Component, Rbm, Rescale, Splice, write_nnet1
-from ddnn.kaldi.topology import State, Topology
-from ddnn.kaldi.transitions import TransitionModel, build_transition_model, write_transition_model
+from ddnn.kaldi.archive import write_int_vectors, write_matrices
+from ddnn.kaldi.basic_types import BasicTypeWriter
+from ddnn.kaldi.nnet1 import (
+    Activation,
+    AddShift,
+    AffineTransform,
+    Component,
+    RbmComponent,
+    Rescale,
+    Splice,
+    write_nnet1,
+)
+from ddnn.kaldi.transition_model import State, Topology, TransitionModel, build_transition_model
 
 RNG = np.random.default_rng(6)
 MATRICES = {f"spk{n % 2}-utt{n}": RNG.normal(size=(4 + n, 3)).astype(np.float32) for n in range(4)}
@@ -87,15 +95,13 @@ def transition_model(chain: bool) -> TransitionModel:
 
 def transitions(*, binary: bool, chain: bool) -> bytes:
     """A transition model alone."""
-    handle = io.BytesIO()
-    write_transition_model(handle, transition_model(chain), binary=binary)
-    return handle.getvalue()
+    return model_bytes(transition_model(chain), binary=binary)
 
 
 def network(*, binary: bool, kind: str = "sigmoid") -> bytes:
     """6 inputs, 4 hidden units, 3 outputs."""
-    affine = Affine(RNG.normal(size=(4, 6)).astype(np.float32), np.zeros(4, np.float32), 1.0, 1.0, 0.0)
-    top = Affine(RNG.normal(size=(3, 4)).astype(np.float32), np.ones(3, np.float32))
+    affine = AffineTransform(RNG.normal(size=(4, 6)).astype(np.float32), np.zeros(4, np.float32), 1.0, 1.0, 0.0)
+    top = AffineTransform(RNG.normal(size=(3, 4)).astype(np.float32), np.ones(3, np.float32))
     middle = Activation("relu" if kind == "relu" else "tanh" if kind == "tanh" else "sigmoid", 4)
     parts: list[Component] = [affine, middle, top, Activation("softmax", 3)]
     return file_of(lambda path: write_nnet1(path, parts, binary=binary))
@@ -104,7 +110,7 @@ def network(*, binary: bool, kind: str = "sigmoid") -> bytes:
 def dbn(*, binary: bool) -> bytes:
     """A stack of RBMs that were not yet turned into affine layers, and one that was."""
     weight, bias = RNG.normal(size=(4, 6)).astype(np.float32), np.zeros(4, np.float32)
-    parts: list[Component] = [Rbm("gauss", "bern", weight, np.zeros(6, np.float32), bias)]
+    parts: list[Component] = [RbmComponent("gauss", "bern", weight, np.zeros(6, np.float32), bias)]
     return file_of(lambda path: write_nnet1(path, parts, binary=binary))
 
 
@@ -117,7 +123,7 @@ def front(*, binary: bool) -> bytes:
 
 def graph(kind: str) -> bytes:
     """A loop of three words."""
-    return fst_bytes(loop_of_words(), "const" if kind == "const" else "vector")
+    return fst_bytes(loop_of_words(), kind)
 
 
 def counts(*, binary: bool) -> bytes:
@@ -125,8 +131,9 @@ def counts(*, binary: bool) -> bytes:
     if not binary:
         return file_of(lambda path: write_pdf_counts(path, np.array([5, 9, 0])))
     handle = io.BytesIO()
-    write_header(handle, binary=True)
-    write_float_vector(handle, np.array([5.0, 9.0, 0.5], np.float32), binary=True)
+    writer = BasicTypeWriter(handle, binary=True)
+    writer.marker()
+    writer.float_vector(np.array([5.0, 9.0, 0.5], np.float32))
     return handle.getvalue()
 
 

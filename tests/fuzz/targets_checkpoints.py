@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import tempfile
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,15 @@ import torch
 from fuzz.child import Target
 from fuzz.targets_models import TENSORS, apart, tiny_model, with_header
 
-from ddnn.errors import DataError
-from ddnn.model.acoustic import describe_model, transform_tensors
-from ddnn.parallel.exchange import Exchange
+from ddnn.distributed.communicator import SingleProcess
+from ddnn.nn.acoustic_model import model_config, transform_tensors
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.train.checkpoint import Checkpoints, Found
-from ddnn.train.checkpoint_manifest import Manifest, manifest_bytes
-from ddnn.train.resume import check_same_recipe
-from ddnn.train.state import Saved, read_header
+from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore, TrainerState
+from ddnn.training.checkpoint_files import CheckpointSummary, encode_manifest
+from ddnn.training.resume import check_same_recipe
+from ddnn.training.state import LoadedCheckpoint, read_metadata
+from ddnn.util.errors import DataError
 
 NUMBER = "checkpoints/00000001"
 RECIPE = "data: {train: /x, alignments: /x, splice: 1}\nmodel: {hidden_layers: 2, hidden_units: 4}\n"
@@ -31,18 +30,19 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(n + 1)}: &{chr(n + 1)} {{{', '.join(f'{k}: *{chr(n)}' for k in range(8))}}}\n" for n in range(97, 112)
 )
 HEADER = (
-    b'"header":',
+    b'"metadata":',
     b'"epoch":',
-    b'"share":',
+    b'"epoch_fraction":',
     b'"schedule":',
     b'"model":',
     b'"layers":',
     b'"recipe":',
-    b'"rows":',
-    b'{"$float":"7ff0000000000000"}',
+    b'"seconds":',
+    b"NaN",
+    b"-Infinity",
     b'"files":',
-    b'"workers":',
-    b'"worker0001.safetensors"',
+    b'"world_size":',
+    b'"rank0001.safetensors"',
     b'"../../x"',
     b"[",
     b"]",
@@ -67,19 +67,18 @@ def _lay(folder: Path) -> None:
     header: dict[str, Any] = {
         "epoch": 2,
         "minibatch": 7,
-        "share": 0.5,
-        "schedule": {"rate": 0.1, "halving": False},
+        "epoch_fraction": 0.5,
+        "schedule": {"rate": 0.1, "halving": False, "best": float("inf")},
         "precision": "float32",
-        "model": describe_model(model),
+        "model": model_config(model),
         "recipe": dump_recipe(_recipe()),
         "data": "0" * 64,
-        "rows": [{"epoch": 2, "split": "cv", "loss": float("inf")}],
+        "seconds": 1.5,
     }
     parameters = model.network.parameters
     shared = {"best": parameters, **transform_tensors(model)}
-    assert Checkpoints(folder / "checkpoints", 2, Exchange()).write(
-        header, shared, {"parameters": parameters, "momentum": torch.zeros(3)}
-    )
+    state = TrainerState(shared, {"parameters": parameters, "momentum": torch.zeros(3)})
+    assert CheckpointStore(folder / "checkpoints", 2, SingleProcess()).save(header, state)
 
 
 @cache
@@ -89,18 +88,19 @@ def _files() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (Path(folder) / NUMBER).iterdir()}
 
 
-def _newest(folder: Path) -> Found:
-    found = Checkpoints(folder / "checkpoints", 2, Exchange()).newest()
+def _newest(folder: Path) -> CheckpointHandle:
+    found = CheckpointStore(folder / "checkpoints", 2, SingleProcess()).latest()
     if found is None:
         raise DataError("none")
     return found
 
 
 def _read(folder: Path) -> None:
+    CheckpointStore.peek(folder / "checkpoints", lambda problem: None)
     found = _newest(folder)
-    header = read_header(found.header, found.path)
-    check_same_recipe(header.recipe, _recipe(), found.path)
-    Saved(header, found.shared(), found.part(0), True, found.path).model()
+    metadata = read_metadata(found.metadata, found.path)
+    check_same_recipe(metadata.recipe, _recipe(), found.path)
+    LoadedCheckpoint(metadata, found.global_state, found.rank_state(0), True, found.path).model()
 
 
 def _sealed_manifest(inner: bytes) -> bytes:
@@ -108,21 +108,21 @@ def _sealed_manifest(inner: bytes) -> bytes:
     try:
         value = json.loads(inner)
         told = {key: part for key, part in value.items() if key != "sha256"}
-        text = json.dumps(told, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+        text = json.dumps(told, indent=1, sort_keys=True).encode() + b"\n"
         value = {**told, "sha256": hashlib.sha256(text).hexdigest()}
-        return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+        return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
     except (ValueError, TypeError, AttributeError, RecursionError):
         return inner
 
 
 def _with_shared(folder: Path) -> None:
     """The damaged shared file under a manifest that an adversary made for it."""
-    data = (folder / NUMBER / "shared.safetensors").read_bytes()
-    told = json.loads(_files()["checkpoint.json"])
+    data = (folder / NUMBER / "global.safetensors").read_bytes()
+    told = json.loads(_files()["manifest.json"])
     files = {name: (size, sha256) for name, (size, sha256) in told["files"].items()}
-    files["shared.safetensors"] = len(data), hashlib.sha256(data).hexdigest()
-    manifest = Manifest(1, 1, files, _newest_header())
-    (folder / NUMBER / "checkpoint.json").write_bytes(manifest_bytes(manifest))
+    files["global.safetensors"] = len(data), hashlib.sha256(data).hexdigest()
+    summary = CheckpointSummary(1, 1, files, _newest_header())
+    (folder / NUMBER / "manifest.json").write_bytes(encode_manifest(summary))
     _read(folder)
 
 
@@ -130,12 +130,12 @@ def _with_shared(folder: Path) -> None:
 def _newest_header() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         _lay(Path(folder))
-        return replace(_newest(Path(folder))).header
+        return _newest(Path(folder)).metadata
 
 
 def _crafted() -> tuple[bytes, ...]:
     """Manifests whose header is an adversary's."""
-    told = json.loads(_files()["checkpoint.json"])
+    told = json.loads(_files()["manifest.json"])
     wrong: list[dict[str, Any]] = [
         {"recipe": LAUGHS},
         {"recipe": "[" * 900},
@@ -146,16 +146,17 @@ def _crafted() -> tuple[bytes, ...]:
         {"recipe": "\0"},
         {"recipe": "2026-99-99"},
         {"recipe": "a: " + "1:" * 9000 + "1"},
-        {"share": 2},
+        {"epoch_fraction": 2},
         {"epoch": 2**53},
         {"schedule": {"rate": 10**400}},
         {"model": {}},
-        {"rows": [{}] * 5000},
-        {"model": {**told["header"]["model"], "layers": []}},
+        {"seconds": [{}] * 5000},
+        {"seconds": float("inf")},
+        {"model": {**told["metadata"]["model"], "layers": []}},
         {"recipe": "&a [*a]"},
         {"recipe": "a: &a {b: *a}"},
     ]
-    return tuple(json.dumps({**told, "header": {**told["header"], **change}}).encode() for change in wrong)
+    return tuple(json.dumps({**told, "metadata": {**told["metadata"], **change}}).encode() for change in wrong)
 
 
 _tensors = partial(Target, beside=_lay, tokens=TENSORS, inputs=60)
@@ -167,9 +168,9 @@ def checkpoint_targets() -> list[Target]:
     return [
         Target(
             "checkpoint, manifest",
-            f"{NUMBER}/checkpoint.json",
+            f"{NUMBER}/manifest.json",
             _read,
-            (files["checkpoint.json"],),
+            (files["manifest.json"],),
             (b"[" * 60_000, b" " * 2_000_000),
             beside=_lay,
             tokens=HEADER,
@@ -178,9 +179,9 @@ def checkpoint_targets() -> list[Target]:
         ),
         Target(
             "checkpoint, manifest resealed",
-            f"{NUMBER}/checkpoint.json",
+            f"{NUMBER}/manifest.json",
             _read,
-            (files["checkpoint.json"],),
+            (files["manifest.json"],),
             _crafted(),
             beside=_lay,
             pack=_sealed_manifest,
@@ -190,21 +191,21 @@ def checkpoint_targets() -> list[Target]:
         ),
         _tensors(
             "checkpoint, shared tensors",
-            f"{NUMBER}/shared.safetensors",
+            f"{NUMBER}/global.safetensors",
             _read,
-            (files["shared.safetensors"],),
+            (files["global.safetensors"],),
         ),
         _tensors(
             "checkpoint, shared tensors resealed",
-            f"{NUMBER}/shared.safetensors",
+            f"{NUMBER}/global.safetensors",
             _with_shared,
-            (apart(files["shared.safetensors"]),),
+            (apart(files["global.safetensors"]),),
             pack=with_header,
         ),
         _tensors(
             "checkpoint, a worker's tensors",
-            f"{NUMBER}/worker0000.safetensors",
+            f"{NUMBER}/rank0000.safetensors",
             _read,
-            (files["worker0000.safetensors"],),
+            (files["rank0000.safetensors"],),
         ),
     ]

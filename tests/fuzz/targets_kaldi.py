@@ -8,10 +8,11 @@ import numpy as np
 from corpora import write_graph_dir, write_model
 from fuzz import seeds
 from fuzz.child import Target
+from kaldi_files import fst_bytes
 
 from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
-from ddnn.kaldi.transitions import read_transition_model
+from ddnn.kaldi.transition_model import read_transition_model
 
 MODEL = (
     b"<TransitionModel> ",
@@ -85,14 +86,14 @@ def _nnet1(folder: Path) -> None:
 
 
 def _graph(folder: Path) -> None:
-    from ddnn.decode.decoder import read_graph
+    from ddnn.decoding.decoder import read_graph
 
     read_graph(folder, folder / "final.mdl")
 
 
 def _decode(folder: Path) -> None:
     """The graph, walked by the decoder's C++."""
-    from ddnn.decode.decoder import DecodeOptions, decode_utterances, read_graph
+    from ddnn.decoding.decoder import DecodeOptions, decode_utterances, read_graph
 
     scores = [(name, np.log(np.abs(matrix) + 0.1)) for name, matrix in seeds.MATRICES.items()]
     options = DecodeOptions((0.1,), 13.0, 100, 2)
@@ -108,7 +109,7 @@ def _graph_beside(folder: Path) -> None:
 
 def _bellman_ford(states: int) -> bytes:
     """Epsilons of negative cost in a chain, laid out against the order in which they are looked at."""
-    from ddnn.kaldi.fst import ARC, Fst, fst_bytes
+    from ddnn.kaldi.fst import ARC, Fst
 
     arcs = np.array([(0, 0, -1.0, state - 1) for state in range(1, states)], ARC)
     offsets = np.concatenate([[0, 0], np.arange(1, states)])

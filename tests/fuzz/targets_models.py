@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -16,20 +17,22 @@ from fuzz.child import Target
 from fuzz.seeds import file_of
 from fuzz.targets_kaldi import NNET
 
-from ddnn.data.cache_file import END, CacheDamaged, CacheFile, Footer, Index, write_cache
-from ddnn.data.corpus import FeaturePipeline
-from ddnn.data.split import Utterances, split_by_speakers_file
+from ddnn.data.cache_file import NO_CRC, CacheFile, CacheMetadata, CorruptCacheError, write_cache
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.partition import HasSpeakers, hold_out_speakers
 from ddnn.data.transform import InputTransform
-from ddnn.errors import DataError
 from ddnn.kaldi.nnet1 import read_nnet1
-from ddnn.model.acoustic import AcousticModel, load_model, save_model
-from ddnn.model.exchange import from_nnet1
-from ddnn.model.network import Layer, Network
+from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
+from ddnn.nn.layer import Layer
+from ddnn.nn.layers import Affine
+from ddnn.nn.network import Network
+from ddnn.nn.nnet1_conversion import from_nnet1
 from ddnn.recipe.load import load_recipe
-from ddnn.train.pretrain import load_stack
+from ddnn.training.pretraining import load_dbn
+from ddnn.util.errors import DataError
 
 KEY = "0" * 64
-_TRAILER = struct.Struct("<QI8s")
+CACHE = "x.features.safetensors"
 TENSORS = (
     b'"F32"',
     b'"F64"',
@@ -56,7 +59,7 @@ TENSORS = (
     b"transform.shift",
     b"sigmoid",
     b"softmax",
-    b'\\"inputs\\": ',
+    b'\\"in_features\\": ',
     b'\\"splice\\": ',
     b'\\"dim\\": ',
     b"[[",
@@ -68,13 +71,13 @@ TENSORS = (
 
 def tiny_model(layers: int = 2, hidden: int = 4, top: bool = True) -> AcousticModel:
     generator = torch.Generator().manual_seed(1)
-    shape = [Layer(6 if n == 0 else hidden, hidden, "sigmoid") for n in range(layers - top)]
+    shape: list[Layer] = [Affine(6 if n == 0 else hidden, hidden, "sigmoid") for n in range(layers - top)]
     if top:
-        shape.append(Layer(hidden, 3, "softmax", 1.0, 0.5, 0.25))
+        shape.append(Affine(hidden, 3, "softmax", 1.0, 0.5, 0.25))
     size = sum(layer.num_parameters for layer in shape)
     transform = InputTransform((-1, 0), 3, torch.arange(6.0), torch.ones(6))
     return AcousticModel(
-        FeaturePipeline("mean", 0), transform, Network(tuple(shape), torch.rand(size, generator=generator))
+        FeatureConfig("mean", 0), transform, Network(tuple(shape), torch.rand(size, generator=generator))
     )
 
 
@@ -86,8 +89,8 @@ def model_bytes() -> bytes:
 def stack_bytes() -> bytes:
     """A stored stack of RBMs, as the recipe beside it wants one."""
     transform = InputTransform((-1, 0, 1), 2, None, None)
-    model = AcousticModel(FeaturePipeline("none", 0), transform, tiny_model(2, 4, top=False).network)
-    return file_of(lambda path: save_model(path, model), "stack.safetensors")
+    model = AcousticModel(FeatureConfig("none", 0), transform, tiny_model(2, 4, top=False).network)
+    return file_of(lambda path: save_model(path, model), "dbn.safetensors")
 
 
 def with_header(inner: bytes) -> bytes:
@@ -114,22 +117,28 @@ def _header(name: str, change: dict[str, Any]) -> bytes:
 
 
 def _headers() -> tuple[bytes, ...]:
-    layer = {"inputs": 6, "outputs": 4, "activation": "sigmoid", "weight_rate": 1.0, "bias_rate": 1.0, "max_norm": 0.0}
+    layer = Affine(6, 4).config()
+    format_1 = {"inputs": 6, "outputs": 4, "activation": "sigmoid", "weight_rate": 1.0, "bias_rate": 1.0}
     wrong = [
         {"layers": []},
-        {"layers": [{**layer, "inputs": 2**62}]},
-        {"layers": [{**layer, "outputs": 10**400}]},
-        {"layers": [{**layer, "weight_rate": 10**400}]},
+        {"layers": [{**layer, "in_features": 2**62}]},
+        {"layers": [{**layer, "out_features": 10**400}]},
+        {"layers": [{**layer, "learn_rate_coef": 10**400}]},
         {"layers": [{**layer, "activation": ["sigmoid"]}]},
         {"layers": [{**layer, "activation": {}}]},
+        {"layers": [{**layer, "kind": ["affine"]}]},
+        {"layers": [{**layer, "kind": "conv"}]},
+        {"layers": [{}, 7]},
         {"layers": 7},
+        {"format": 1, "pipeline": {"cmvn": "mean", "deltas": 0}, "layers": [format_1, 7]},
+        {"format": 1, "layers": [{**format_1, "inputs": 2**62}]},
         {"splice": []},
         {"splice": [0] * 10_000},
         {"splice": "ab"},
         {"splice": [True, False]},
         {"dim": 2**70},
-        {"pipeline": {"cmvn": [], "deltas": 0}},
-        {"pipeline": {"cmvn": "none", "deltas": True}},
+        {"features": {"cmvn": [], "deltas": 0}},
+        {"features": {"cmvn": "none", "deltas": True}},
         {"format": "1"},
     ]
     nested = tuple(b'{"__metadata__":{"ddnn":"' + b"[" * n + b"]" * n + b'"}}\n#\n' for n in (100, 900, 990, 20_000))
@@ -149,60 +158,59 @@ def _headers() -> tuple[bytes, ...]:
     return (*(_header("about", change) for change in wrong), *nested, *tensors)
 
 
+METADATA = CacheMetadata(
+    key=KEY, data="/data", dim=2, width=2, context=1, dtype="float32", utterances=2, rows=13, pdfs=3, counts={},
+    blocks=[(8 * 7 + 4 * 13, NO_CRC), (104, NO_CRC)],
+)  # fmt: skip
+
+
 def cache_bytes() -> bytes:
     """A cache file of two utterances of 4 and 5 frames, one frame of context."""
-    num_frames = np.array([4, 5], np.int64)
     labels = np.array([-1, 0, 1, 2, 0, -1, -1, 0, 1, 2, 2, 1, -1], np.int32)
-    index = Index(np.array([0, 2], np.int64), num_frames, np.array([3, 3, 3], np.int64), labels)
-    footer = Footer(
-        data="/data", dim=2, width=2, context=1, dtype="float32", utterances=2, rows=13, pdfs=3, counts={}, pieces=[]
-    )
-    store = np.arange(26, dtype=np.float32).tobytes()
+    arrays = (labels, *(np.array(value, np.int64) for value in ([0, 2], [4, 5], [3, 3, 3])))
+    features = np.arange(26, dtype=np.float32).tobytes()
 
-    def write_store(descriptor: int, start: int) -> list[tuple[int, int]]:
-        import os
+    def write_features(descriptor: int, start: int) -> list[tuple[int, int]]:
+        os.pwrite(descriptor, features, start)
+        return [(len(features), zlib.crc32(features))]
 
-        os.pwrite(descriptor, store, start)
-        return [(len(store), zlib.crc32(store))]
-
-    return file_of(lambda path: write_cache(path, KEY, footer, index, write_store), "x.corpus")
+    return file_of(lambda path: write_cache(path, METADATA, arrays, write_features), CACHE)
 
 
 def _cache(folder: Path) -> None:
     try:
-        cached = CacheFile(folder / "x.corpus", KEY)
+        cache = CacheFile(folder / CACHE, KEY)
         try:
-            cached.check(3, 1)
-            assert len(cached.store.tobytes()) == cached.footer.store_bytes
-            assert cached.index.labels.max() < cached.footer.pdfs
+            cache.check(3, 1)
+            assert len(cache.features.tobytes()) == cache.metadata.feature_bytes
+            assert cache.labels.max() < cache.metadata.pdfs
         finally:
-            cached.close()
-    except (CacheDamaged, OSError) as error:  # the caller warns and loads anew
+            cache.close()
+    except (CorruptCacheError, OSError) as error:  # the caller warns and loads from the archives
         raise DataError(str(error)) from error
 
 
 def unsealed(stored: bytes) -> bytes:
-    """A cache file's front and store, and its footer, without what `sealed` puts right."""
-    length = _TRAILER.unpack(stored[-_TRAILER.size :])[0]
-    return stored[: -_TRAILER.size - length][4096:] + b"\n#\n" + stored[-_TRAILER.size - length : -_TRAILER.size]
+    """The data of a cache file and its metadata, without what `sealed` puts right."""
+    header = 8 + int.from_bytes(stored[:8], "little")
+    return stored[header:] + b"\n#\n" + json.loads(stored[8:header])["__metadata__"]["ddnn"].encode()
 
 
 def sealed(inner: bytes) -> bytes:
-    """A cache file of damaged indices and footer whose checksums are all right."""
+    """A cache file of damaged data and metadata whose checksums and header are all right."""
     body, _, text = inner.rpartition(b"\n#\n")
-    front = (b"ddnn corpus cache 1\n" + KEY.encode() + b"\n").ljust(4096, b"\0") + body
     try:
-        footer = json.loads(text)
-        footer["pieces"] = [[len(front), zlib.crc32(front)]]
-        text = json.dumps(footer).encode()
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pass
-    return front + text + _TRAILER.pack(len(text), zlib.crc32(text), END)
+        metadata = CacheMetadata.model_validate_json(text)
+        metadata = metadata.model_copy(update={"blocks": [(len(body), f"{zlib.crc32(body):08x}")]})
+        return metadata.header() + body
+    except (ValueError, OverflowError, MemoryError):
+        header = json.dumps({"__metadata__": {"ddnn": text.decode("latin-1")}}).encode()
+        return len(header).to_bytes(8, "little") + header + body
 
 
 def _from_nnet1(folder: Path) -> None:
     model = from_nnet1(
-        read_nnet1(folder / "final.nnet"), read_nnet1(folder / "front.nnet"), where=folder / "final.nnet"
+        read_nnet1(folder / "final.nnet"), read_nnet1(folder / "front.nnet"), location=folder / "final.nnet"
     )
     save_model(folder / "final.safetensors", model)
 
@@ -212,16 +220,16 @@ def _nnet1_beside(folder: Path) -> None:
     (folder / "front.nnet").write_bytes(seeds.front(binary=True))
 
 
-STACK_RECIPE = """data: {train: x, alignments: x, splice: 1, normalise: false}
+STACK_RECIPE = """data: {train: x, alignments: x, splice: 1, normalize: false}
 model: {hidden_layers: 2, hidden_units: 4}
 init: rbm
-pretrain: {from: stack}
+pretrain: {dbn: stack}
 """
 
 
 def _stack(folder: Path) -> None:
     recipe = load_recipe(folder / "recipe.yaml", must_exist=False)
-    load_stack(recipe, folder / "stack")
+    load_dbn(recipe, folder / "stack")
 
 
 def _stack_beside(folder: Path) -> None:
@@ -231,7 +239,7 @@ def _stack_beside(folder: Path) -> None:
 
 def _speakers(folder: Path) -> None:
     corpus = SimpleNamespace(speakers=("a", "b", "c"), num_frames=np.array([1, 2, 3]))
-    split_by_speakers_file(cast(Utterances, corpus), folder / "speakers")
+    hold_out_speakers(cast(HasSpeakers, corpus), folder / "speakers")
 
 
 def model_targets() -> list[Target]:
@@ -258,7 +266,7 @@ def model_targets() -> list[Target]:
         ),
         Target(
             "stack of RBMs",
-            "stack/stack.safetensors",
+            "stack/dbn.safetensors",
             _stack,
             (apart(stack_bytes()),),
             beside=_stack_beside,
@@ -266,10 +274,10 @@ def model_targets() -> list[Target]:
             tokens=TENSORS,
             inputs=100,
         ),
-        Target("cache file", "x.corpus", _cache, (cached,), tokens=(END,)),
+        Target("cache file", CACHE, _cache, (cached,), tokens=TENSORS),
         Target(
             "cache file, resealed",
-            "x.corpus",
+            CACHE,
             _cache,
             (unsealed(cached),),
             pack=sealed,
@@ -282,7 +290,7 @@ def model_targets() -> list[Target]:
                 b'"pdfs":',
                 b'"float16"',
                 b'"counts":{}',
-                b'"pieces":[]',
+                b'"blocks":[]',
             ),
         ),
         Target(

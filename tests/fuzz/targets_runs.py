@@ -10,16 +10,18 @@ from corpora import write_recipe
 from fuzz import seeds
 from fuzz.child import Target
 
-from ddnn.info.path import describe_path
-from ddnn.info.status import read_status
+from ddnn.inspection.path import describe_path
+from ddnn.inspection.status import read_status
 from ddnn.report.measured import read_measured
 from ddnn.report.table import report
 from ddnn.slurm.job import read_job
-from ddnn.train.read_metrics import read_metrics, read_pretraining
+from ddnn.training.metrics import read_metrics
+from ddnn.training.run_status import RunError, RunStatus
 
-RECIPE = b"data: {train: /x, alignments: /x}\nmodel: {hidden_layers: 2}\nschedule: {initial: 0.1, epochs: 3}\n"
+RECIPE = b"data: {train: /x, alignments: /x}\nmodel: {hidden_layers: 2}\nschedule: {initial_learning_rate: 0.1, max_epochs: 3}\n"
 ROWS = (
     {
+        "type": "epoch",
         "epoch": 0,
         "split": "cv",
         "loss": 1.1,
@@ -31,6 +33,7 @@ ROWS = (
         "accepted": True,
     },
     {
+        "type": "epoch",
         "epoch": 1,
         "split": "train",
         "loss": 1.0,
@@ -41,8 +44,8 @@ ROWS = (
         "learning_rate": 0.1,
     },
     {
+        "type": "worker",
         "epoch": 1,
-        "split": "worker",
         "rank": 0,
         "host": "n1",
         "device": "cpu",
@@ -50,20 +53,21 @@ ROWS = (
         "minibatches": 9,
         "seconds": 1.5,
         "frames_per_second": 60.0,
-        "compute_share": 0.9,
-        "data_share": 0.01,
-        "communication_share": 0.02,
-        "waiting_share": 0.03,
+        "compute_fraction": 0.9,
+        "data_fraction": 0.01,
+        "comm_fraction": 0.02,
+        "wait_fraction": 0.03,
         "averagings": 2,
-        "left_out": 0,
-        "divergence": 0.01,
+        "excluded_averagings": 0,
+        "consensus_distance": 0.01,
         "bytes_sent": 123,
-        "exchange_seconds": 0.06,
-        "parameters": 131,
-        "block_seconds": 0.2,
-        "block_seconds_std": 0.01,
+        "comm_seconds": 0.06,
+        "num_parameters": 131,
+        "interval_seconds": 0.2,
+        "interval_seconds_std": 0.01,
     },
     {
+        "type": "epoch",
         "epoch": 1,
         "split": "cv",
         "loss": 0.9,
@@ -81,7 +85,7 @@ METRICS = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
 
 
 PRETRAINING = b"".join(
-    b'{"layer": %d, "pass": %d, "reconstruction_error": 1.5, "reconstruction_error_all_passes": 1.25, "frames": 90}\n'
+    b'{"type": "pretrain", "rbm": %d, "epoch": %d, "reconstruction_error": 1.5, "mean_reconstruction_error": 1.25, "frames": 90}\n'
     % (n // 2 + 1, n % 2 + 1)
     for n in range(4)
 )
@@ -92,17 +96,30 @@ JOB = json.dumps(
 ).encode()
 
 
-LOG = b"""2026-01-01 00:00:00,000 INFO ddnn 0.1.0
-2026-01-01 00:00:01,000 ERROR no space left
-  where: /x
-2026-01-01 00:00:02,000 INFO the end
-"""
+STATUS = (
+    RunStatus(
+        kind="training",
+        state="failed",
+        pid=77,
+        host="n1",
+        max_epochs=3,
+        started=1.7e9,
+        updated=1.7e9,
+        error=RunError(type="UserError", message="no space left", hint="free some"),
+    )
+    .model_dump_json()
+    .encode()
+)
+
+
+OUTPUT = b"ddnn: error: no space left\n  location: /x\nsrun: error: n1: task 0: Exited with exit code 2\n"
 
 
 JSON = (
     b'"epoch": ',
     b'"split": "cv"',
-    b'"worker"',
+    b'"type": "worker"',
+    b'"type": "event"',
     b'"rank": 0',
     b"null",
     b"true",
@@ -116,7 +133,7 @@ JSON = (
     b", ",
     b"\\ud800",
     b'"\\u0000"',
-    b'"parameters": ',
+    b'"num_parameters": ',
     b'"seconds": ',
     b"-1",
     b"0",
@@ -128,17 +145,24 @@ JSON = (
 
 JSON_CRAFTED = (
     *(
-        b'{"epoch": ' + b"[" * n + b"]" * n + b', "split": "cv"}\n'
+        b'{"type": "epoch", "epoch": ' + b"[" * n + b"]" * n + b', "split": "cv"}\n'
         for n in (100, 900, 940, 960, 970, 975, 980, 985, 990, 995, 1000, 5000, 30_000)
     ),
-    *(b'{"epoch": ' + b'{"a":' * n + b"1" + b"}" * n + b', "split": "cv"}\n' for n in (500, 900, 950, 970, 980, 990)),
-    b'{"epoch": ' + b"9" * 4000 + b', "split": "cv", "loss": ' + b"9" * 4000 + b', "frame_accuracy": 1}\n',
-    b'{"epoch": 1, "split": "cv", "loss": ' + b"9" * 30_000 + b"}\n",
-    b'{"epoch": 1, "split": "cv", "loss": 1e308, "frame_accuracy": 1e308}\n',
-    b'{"epoch": 1, "split": "train", "loss": 1e308, "frame_accuracy": -1e308, "seconds": 1e-300, '
+    *(
+        b'{"type": "epoch", "epoch": ' + b'{"a":' * n + b"1" + b"}" * n + b', "split": "cv"}\n'
+        for n in (500, 900, 950, 970, 980, 990)
+    ),
+    b'{"type": "epoch", "epoch": '
+    + b"9" * 4000
+    + b', "split": "cv", "loss": '
+    + b"9" * 4000
+    + b', "frame_accuracy": 1}\n',
+    b'{"type": "epoch", "epoch": 1, "split": "cv", "loss": ' + b"9" * 30_000 + b"}\n",
+    b'{"type": "epoch", "epoch": 1, "split": "cv", "loss": 1e308, "frame_accuracy": 1e308}\n',
+    b'{"type": "epoch", "epoch": 1, "split": "train", "loss": 1e308, "frame_accuracy": -1e308, "seconds": 1e-300, '
     b'"frames": 9007199254740992, "frames_per_second": 1e-300}\n',
     b"{}\n" * 10_000,
-    b'{"split": "x"}\n' * 3000,
+    b'{"type": "x"}\n' * 3000,
     b"\0" * 60_000,
 )
 
@@ -153,12 +177,13 @@ def _run_beside(folder: Path) -> None:
     write_recipe(run / "recipe.yaml", folder / "data", folder / "pdfs")
     (run / "metrics.jsonl").write_bytes(METRICS)
     (run / "job.json").write_bytes(JOB)
-    (run / "train.log").write_bytes(LOG)
+    (run / "status.json").write_bytes(STATUS)
+    (run / "job.out").write_bytes(OUTPUT)
     (run / "ali_train_pdf.counts").write_bytes(seeds.counts(binary=False))
 
 
 def _status(folder: Path) -> None:
-    status = read_status(folder / "run", lambda job: "RUNNING")
+    status = read_status(folder / "run", lambda job: "GONE")
     status.as_text()
     json.dumps(status.as_dict())
 
@@ -213,7 +238,7 @@ def run_targets() -> list[Target]:
         _json(
             "metrics of a pretraining",
             "metrics.jsonl",
-            lambda folder: read_pretraining(folder / "metrics.jsonl"),
+            lambda folder: read_metrics(folder / "metrics.jsonl"),
             (PRETRAINING,),
         ),
         _json(
@@ -240,12 +265,20 @@ def run_targets() -> list[Target]:
             beside=_run_beside,
             inputs=100,
         ),
-        Target(
-            "status, train.log",
-            "run/train.log",
+        _json(
+            "status, status.json",
+            "run/status.json",
             _status,
-            (LOG,),
-            (b"2026-01-01 00:00:00,0 ERROR " * 2000, b"9" * 60_000),
+            (STATUS,),
+            beside=_run_beside,
+            inputs=100,
+        ),
+        Target(
+            "status, job.out",
+            "run/job.out",
+            _status,
+            (OUTPUT,),
+            (b"ddnn: error " * 2000, b"9" * 60_000),
             beside=_run_beside,
             inputs=100,
         ),

@@ -11,13 +11,11 @@ from fuzz import seeds
 from fuzz.child import Target
 from fuzz.targets_kaldi import MODEL
 
-from ddnn.errors import DataError
 from ddnn.kaldi.alignments import pdf_counts, read_alignments, read_pdf_counts
-from ddnn.kaldi.archives import iterate_int_vectors, iterate_matrices
-from ddnn.kaldi.datadir import read_data_dir, read_text, read_utt2spk, speaker_cmvn_stats
-from ddnn.kaldi.features import apply_cmvn
+from ddnn.kaldi.archive import MatrixReader, iterate_int_vectors, iterate_matrices
+from ddnn.kaldi.data_dir import apply_cmvn, read_data_dir, read_text, read_utt2spk, speaker_cmvn_stats
 from ddnn.kaldi.scp import read_scp
-from ddnn.kaldi.tables import MatrixReader
+from ddnn.util.errors import DataError
 
 HUGE = b"\xff\xff\xff\x7f"
 

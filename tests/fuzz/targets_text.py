@@ -9,20 +9,20 @@ from corpora import write_data_dir, write_pdfs
 from fuzz import seeds
 from fuzz.child import Target
 
-from ddnn.errors import UserError
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.report.measured import read_measured
 from ddnn.slurm.cluster import load_cluster
+from ddnn.util.errors import UserError
 
 RECIPE = b"""include: base.yaml
 data: {train: data, alignments: pdfs, splice: 2, cmvn: mean, cv: {fraction: 0.2}}
 model:
   hidden_layers: 2
   hidden_units: 16   # small
-minibatch: 64
+minibatch_size: 64
 seed: 3
-schedule: {name: newbob, initial: 0.05, epochs: 3}
-parallel: {workers: 2, reduce: bmuf, every: 10, block_momentum: 0.5}
+schedule: {name: newbob, initial_learning_rate: 0.05, max_epochs: 3}
+parallel: {workers: 2, strategy: bmuf, averaging_period: 10, block_momentum: 0.5}
 """
 
 
@@ -47,9 +47,9 @@ environment: {OMP_NUM_THREADS: 1, NAME: text}
 
 
 MEASURED = b"""network: 440-6x2048-8806
-minibatch: 256
-every: 10
-reduce: butterfly
+minibatch_size: 256
+averaging_period: 10
+strategy: butterfly
 frames: 1.1e+8
 unit: minutes
 workers: [1, 2, 4]
@@ -92,7 +92,7 @@ YAML = (
     b'"\\uD800"',
     b'"\\0"',
     b"environment: x\n",
-    b"schedule.initial: 1\n",
+    b"schedule.initial_learning_rate: 1\n",
     b".nan",
     b"-.inf",
     b"1e400",

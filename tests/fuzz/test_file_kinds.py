@@ -63,7 +63,7 @@ def test_what_is_no_file(tmp_path: Path, target: Target) -> None:
 
     kinds = replace(target, file="kind", read=read, seeds=(b"sound",), crafted=tuple(KINDS), beside=beside, pack=bytes)
     outcome = fuzz(kinds, tmp_path, seed=1, inputs=1 + len(KINDS))
-    assert not outcome.findings, "\n".join(f"{f.data!r}: {f.what}\n{f.trace}" for f in outcome.findings)
+    assert not outcome.findings, "\n".join(f"{f.data!r}: {f.message}\n{f.trace}" for f in outcome.findings)
     # A link to nothing is as if there were none, where one may be missing; and no rows yet are no damage.
     lenient = target.name.endswith(("num_jobs", "num_pdfs")) or target.name.startswith("metrics")
     most = 6 if target.name == "job.json" else 4 if lenient else 1  # what is no file is no job

@@ -13,19 +13,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import write_data_dir, write_graph_dir, write_model
+from kaldi_files import read_matrix
 
-from ddnn.errors import DataError, RecipeError, UserError
-from ddnn.kaldi import records
+from ddnn.kaldi import stream
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
-from ddnn.kaldi.archives import iterate_int_vectors, iterate_matrices, write_matrices
-from ddnn.kaldi.datadir import read_data_dir, speaker_cmvn_stats
+from ddnn.kaldi.archive import iterate_int_vectors, iterate_matrices, write_matrices
+from ddnn.kaldi.data_dir import read_data_dir, speaker_cmvn_stats
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.kaldi.scp import read_scp
-from ddnn.kaldi.tables import read_matrix
 from ddnn.recipe.load import load_recipe
 from ddnn.slurm.cluster import load_cluster
-from ddnn.train.read_metrics import read_metrics
+from ddnn.training.metrics import read_metrics
+from ddnn.training.metrics_writer import MetricsWriter
+from ddnn.util.errors import DataError, RecipeError, UserError
 
 SIGNALLING = struct.pack("<Q", 0x7FF4000000000001), struct.pack("<I", 0x7FA00001)
 
@@ -62,7 +63,7 @@ def test_numbers_of_thousands_of_digits_and_a_letter(tmp_path: Path) -> None:
     """Patterns backtracked, in the square of the digits: 10,000 took 4 s, 30,000 took 35 s."""
     digits = b"1" * 60_000 + b"x"
     refused(
-        read_nnet1, tmp_path / "x.nnet", b"<Nnet> <AddShift> 1 1 [ " + digits + b" ] </Nnet> ", "a number should be"
+        read_nnet1, tmp_path / "x.nnet", b"<Nnet> <AddShift> 1 1 [ " + digits + b" ] </Nnet> ", "expected a number: "
     )
     refused(lambda path: load_recipe(path), tmp_path / "x.yaml", b"seed: " + digits, "seed: the text")
     refused(read_pdf_counts, tmp_path / "counts", b"[ " + digits + b" ]", "pdf counts")
@@ -104,7 +105,7 @@ def test_endless_blanks(tmp_path: Path, start: bytes, fill: bytes) -> None:
 
 
 def test_a_gzip_bomb_ends_at_what_a_table_could_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddnn.kaldi.archives._LARGE", 1 << 16)
+    monkeypatch.setattr("ddnn.kaldi.stream._LARGE", 1 << 16)
     zeros = b"utt \0B\4" + struct.pack("<i", 1_000_000) + b"\4\0\0\0\0" * 1_000_000
     refused(read_integers, tmp_path / "x.gz", gzip.compress(zeros, 9), "a vector of 1000000 integers takes")
     lines = b"utt 1 1 1 1 1 1 1 1 1 1 1 1 1 1\n" * 100_000
@@ -122,9 +123,9 @@ def test_a_long_line_of_numbers_is_not_held_twenty_times(tmp_path: Path) -> None
 
 
 def test_words_are_cut_at_white_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_PIECE", 5)
+    monkeypatch.setattr(stream, "_PIECE", 5)
     for line in (b"", b" ", b"123456789", b"12345 6", b"1 2 3 4 5 6\t78 9\n", b"     1     ", b"1234567 8"):
-        assert [word for words in records._words(line) for word in words] == line.split()
+        assert [word for words in stream.split_words(line) for word in words] == line.split()
 
 
 def test_integers_of_any_length(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_cmvn_statistics_that_overflow(tmp_path: Path, value: float) -> None:
 
 def test_epsilons_of_negative_cost_in_a_long_chain(tmp_path: Path) -> None:
     """Each of up to 10,000 rounds looked at every arc and reached one state more: 1.4 s for 20,000 arcs."""
-    from ddnn.decode.decoder import read_graph
+    from ddnn.decoding.decoder import read_graph
 
     write_graph_dir(tmp_path)
     write_model(tmp_path / "final.mdl")
@@ -186,7 +187,7 @@ def test_epsilons_of_negative_cost_in_a_long_chain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["num_jobs", "num_pdfs"])
 def test_a_small_file_that_is_large(tmp_path: Path, name: str) -> None:
-    from ddnn.decode.decoder import read_graph
+    from ddnn.decoding.decoder import read_graph
 
     write_graph_dir(tmp_path)
     write_model(tmp_path / "final.mdl")
@@ -217,7 +218,9 @@ def test_a_cluster_whose_environment_is_a_word_and_a_mapping(tmp_path: Path) -> 
 
 
 def test_metrics_take_no_more_memory_than_they_have_bytes(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"epoch": 0, "split": "cv", "loss": 1.0, "frame_accuracy": 0.5}\n')
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"type": "epoch", "epoch": 0, "split": "cv", "loss": 1.0, "frame_accuracy": 0.5}\n'
+    )
     assert peak(read_metrics, tmp_path / "metrics.jsonl") < 4 << 20  # it was 64 MiB
 
 
@@ -240,7 +243,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 def test_the_recipe_in_a_strangers_checkpoint(tmp_path: Path, text: str) -> None:
     """It was read by YAML alone: aliases made twenty lines a million values, and dates and depths other exceptions."""
-    from ddnn.train.resume import check_same_recipe
+    from ddnn.training.resume import check_same_recipe
 
     write_data_dir(tmp_path / "data", {"a-1": np.zeros((3, 1), np.float32)})
     (tmp_path / "recipe.yaml").write_text("data: {train: data, alignments: data}\n")
@@ -252,18 +255,16 @@ def test_the_recipe_in_a_strangers_checkpoint(tmp_path: Path, text: str) -> None
 
 
 def test_metrics_of_a_begun_pretraining(tmp_path: Path) -> None:
-    """The number of a layer had as many digits as Python refuses to read."""
-    from ddnn.train.pretrain import _forget_layers
-
-    rows = [b'{"layer": 1, "pass": 1}\n', b'{"layer": ' + b"1" * 5000 + b', "pass": 1}\n', b'{"layer": 2, "pass": 1}\n']
+    """The number of an RBM had as many digits as Python refuses to read: such a line stays, and ends nothing."""
+    rows = [b'{"rbm": 1, "epoch": 1}\n', b'{"rbm": ' + b"1" * 5000 + b', "epoch": 1}\n', b'{"rbm": 2, "epoch": 1}\n']
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(rows))
-    _forget_layers(tmp_path / "metrics.jsonl", 1)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == rows[0]
+    MetricsWriter(tmp_path / "metrics.jsonl").truncate(lambda row: row["rbm"] <= 1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == rows[0] + rows[1]
 
 
 def test_binary_counts_are_copied_as_they_are(tmp_path: Path) -> None:
     """`decode-prep` read them as text in UTF-8, which a binary vector is not."""
-    from ddnn.decode.prepare import _holds
+    from ddnn.decoding.prepare import _holds
 
     (tmp_path / "counts").write_bytes(b"\0BFV \xff")
     assert _holds(tmp_path / "counts", b"\0BFV \xff") and not _holds(tmp_path / "counts", b"\0BFV")

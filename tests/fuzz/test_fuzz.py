@@ -11,14 +11,14 @@ from fuzz.child import Target
 from fuzz.harness import Outcome, fuzz
 from fuzz.targets import all_targets
 
-from ddnn.errors import DataError
+from ddnn.util.errors import DataError
 
 
 @pytest.mark.parametrize("target", all_targets(), ids=lambda target: target.name.replace(" ", "-"))
 def test_reader(tmp_path: Path, target: Target) -> None:
     seed = int.from_bytes(hashlib.sha256(target.name.encode()).digest()[:4], "little")
     outcome = fuzz(target, tmp_path, seed=seed, inputs=target.inputs, seconds=30.0)
-    assert not outcome.findings, "\n".join(f"{f.what}\n{f.trace}\n{f.data[:2000]!r}" for f in outcome.findings[:3])
+    assert not outcome.findings, "\n".join(f"{f.message}\n{f.trace}\n{f.data[:2000]!r}" for f in outcome.findings[:3])
     assert outcome.accepted >= len(target.seeds)
     assert outcome.inputs == outcome.accepted + outcome.refused
 
@@ -92,7 +92,7 @@ def unpickle(folder: Path) -> None:
 )
 def test_the_harness_sees_it(tmp_path: Path, read: object, said: str) -> None:
     outcome = of(tmp_path, read)
-    assert any(said in finding.what for finding in outcome.findings), [f.what for f in outcome.findings]
+    assert any(said in finding.message for finding in outcome.findings), [f.message for f in outcome.findings]
     assert outcome.findings[0].data != b"sound" and not (tmp_path / "elsewhere").exists()
 
 

@@ -13,13 +13,13 @@ from fuzz import seeds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddnn.errors import UserError
-from ddnn.kaldi.archives import iterate_int_vectors, iterate_matrices
+from ddnn.kaldi.archive import iterate_int_vectors, iterate_matrices
 from ddnn.kaldi.fst import read_fst
 from ddnn.kaldi.nnet1 import read_nnet1
-from ddnn.kaldi.transitions import read_transition_model
-from ddnn.model.acoustic import load_model
-from ddnn.train.read_metrics import read_metrics
+from ddnn.kaldi.transition_model import read_transition_model
+from ddnn.nn.acoustic_model import load_model
+from ddnn.training.metrics import read_metrics
+from ddnn.util.errors import UserError
 
 INT32 = st.sampled_from([0, 1, 2, 3, 255, 65_536, 2**24, 2**31 - 1, -1, -2, -(2**31)]) | st.integers(
     -(2**31), 2**31 - 1
@@ -172,9 +172,9 @@ def test_models_of_any_description(path: Path, about: dict, layers: list | None,
     rows=st.lists(
         st.dictionaries(
             st.sampled_from(
-                ["epoch", "split", "rank", "loss", "frame_accuracy", "frames", "minibatches", "seconds", "host"]
+                ["type", "epoch", "split", "rank", "loss", "frame_accuracy", "frames", "minibatches", "seconds", "host"]
             ),
-            JSON | st.sampled_from(["cv", "train", "worker", 0, 1]),
+            JSON | st.sampled_from(["cv", "train", "worker", "epoch", "event", 0, 1]),
             max_size=9,
         ),
         max_size=3,
@@ -187,7 +187,7 @@ def test_metrics_of_any_values(path: Path, rows: list[dict]) -> None:  # type: i
 @pytest.mark.parametrize("depth", [*range(900, 1010, 3), 30_000])
 def test_json_of_any_depth(path: Path, depth: int) -> None:
     """There are depths that are read, but too deep to be shown."""
-    row = b'{"split": "cv", "epoch": ' + b"[" * depth + b"]" * depth + b"}\n"
+    row = b'{"type": "epoch", "split": "cv", "epoch": ' + b"[" * depth + b"]" * depth + b"}\n"
     given_or_refused(read_metrics, path, row)
     about = text({"format": 1, "splice": 0}).replace("0}", "[" * depth + "]" * depth + "}")
     head = json.dumps({"__metadata__": {"ddnn": about}}).encode()

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.errors import DataError
 from ddnn.kaldi.alignments import Alignments, pdf_counts, read_alignments, read_pdf_counts, write_pdf_counts
-from ddnn.kaldi.tables import iterate_int_vectors, write_int_vectors
-from ddnn.kaldi.transitions import read_transition_model
+from ddnn.kaldi.archive import iterate_int_vectors, write_int_vectors
+from ddnn.kaldi.transition_model import read_transition_model
+from ddnn.util.errors import DataError
 
 
 def text_table(lines: list[str]) -> dict[str, list[int]]:
@@ -100,7 +100,7 @@ def test_an_empty_dir_and_no_path(tmp_path: Path, folder: Path) -> None:
     (folder / "final.mdl").unlink()
     with pytest.raises(DataError) as error:
         read_alignments(folder)
-    assert "final.mdl" in str(error.value.where)
+    assert "final.mdl" in str(error.value.location)
     for job in folder.glob("ali.*"):
         job.unlink()
     with pytest.raises(DataError):
@@ -111,7 +111,7 @@ def test_no_model_in_final_mdl(folder: Path) -> None:
     (folder / "final.mdl").write_bytes(b"<Nnet> not a transition model\n")
     with pytest.raises(DataError) as error:
         read_alignments(folder)
-    assert error.value.where == str(folder / "final.mdl")
+    assert error.value.location == str(folder / "final.mdl")
 
 
 @pytest.mark.parametrize("value", [0, -1, 10**9])
@@ -121,8 +121,8 @@ def test_transition_ids_out_of_range(folder: Path, value: int) -> None:
     write_int_vectors(folder / "ali.1.gz", [("good", bad[:2]), ("bad", bad)])
     with pytest.raises(DataError) as error:
         read_alignments(folder)
-    assert error.value.what == f"utterance bad, frame 2: expected a transition-id from 1 to {largest}, found {value}"
-    assert error.value.where == str(folder / "ali.1.gz")
+    assert error.value.message == f"utterance bad, frame 2: expected a transition-id from 1 to {largest}, found {value}"
+    assert error.value.location == str(folder / "ali.1.gz")
 
 
 def test_another_number_of_pdfs(folder: Path) -> None:
@@ -135,7 +135,7 @@ def test_an_utterance_twice(folder: Path, tmp_path: Path) -> None:
     (folder / "num_jobs").write_text("3")
     with pytest.raises(DataError, match="occurs twice in the alignments") as error:
         read_alignments(folder)
-    assert error.value.where == str(folder / "ali.3.gz")
+    assert error.value.location == str(folder / "ali.3.gz")
     (tmp_path / "twice.txt").write_text("a 1 2\nb 3\na 1 2\n")
     with pytest.raises(DataError, match="utterance a occurs twice"):
         read_alignments(tmp_path / "twice.txt")
@@ -147,7 +147,7 @@ def test_a_cut_job(folder: Path) -> None:
         (folder / "ali.2.gz").write_bytes(whole[:end])
         with pytest.raises(DataError) as error:
             read_alignments(folder)
-        assert error.value.where == str(folder / "ali.2.gz")
+        assert error.value.location == str(folder / "ali.2.gz")
 
 
 def test_pdf_ids_out_of_range(tmp_path: Path) -> None:
@@ -230,4 +230,4 @@ def test_bad_counts(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(DataError) as error:
         read_pdf_counts(path)
-    assert error.value.where == str(path)
+    assert error.value.location == str(path)

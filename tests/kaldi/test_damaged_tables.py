@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kaldi_files import matrix_shape, read_matrix
 
-from ddnn.errors import DataError
-from ddnn.kaldi.tables import iterate_int_vectors, iterate_matrices, matrix_shape, read_matrix, read_scp
+from ddnn.kaldi.archive import iterate_int_vectors, iterate_matrices
+from ddnn.kaldi.scp import read_scp
+from ddnn.util.errors import DataError
 
 MATRICES = ["float.ark", "float.txt", "compressed_1.ark", "compressed_3.ark", "compressed_5.ark"]
 
@@ -41,7 +43,7 @@ def cut_everywhere(path: Path, whole: bytes, starts: set[int], integers: bool) -
         try:
             found = read_all(path, integers)
         except DataError as error:
-            assert error.where == str(path)
+            assert error.location == str(path)
             continue
         text_is_whole = whole[end : end + 1] == b"\n" and whole[end - 1 : end] == b"]"
         assert end in starts or end + 1 in starts or text_is_whole, f"cut at {end} went unnoticed"
@@ -69,7 +71,7 @@ def test_gzip_cut_at_every_byte_is_an_error(golden: Path, tmp_path: Path, name: 
         os.truncate(path, end)  # many times faster than to write the file again
         with pytest.raises(DataError) as error:
             read_all(path, integers)
-        assert error.value.where == str(path)
+        assert error.value.location == str(path)
 
 
 def test_the_error_names_the_last_record(an4: Path, tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_the_error_names_the_last_record(an4: Path, tmp_path: Path) -> None:
         for key, _ in iterate_int_vectors(path):
             found.append(key)
     assert 100 < len(found) < len(keys) and found == keys[: len(found)]
-    assert f"(the last record read whole is {found[-1]})" in error.value.what
+    assert f"(the last complete record is {found[-1]})" in error.value.message
 
 
 @pytest.mark.parametrize("name", ["float.ark.gz", "tids.ark.gz"])
@@ -99,7 +101,7 @@ def test_no_byte_of_a_gzip_can_turn_unnoticed(golden: Path, tmp_path: Path, name
         try:
             found = read_all(path, name[0] == "t")
         except DataError as error:
-            assert error.where == str(path)
+            assert error.location == str(path)
         else:  # the time and the name of the file in the header mean nothing
             assert position < header and found == expected
 
@@ -116,7 +118,7 @@ def test_entries_of_an_scp_whose_archive_was_cut(golden: Path, tmp_path: Path, n
         for ask in (read_matrix, matrix_shape):
             with pytest.raises(DataError, match="utterance utt1: ") as error:
                 ask(entry)
-            assert error.value.where == f"{path}:{offset}"
+            assert error.value.location == f"{path}:{offset}"
 
 
 def test_the_checksum_of_a_gzip_counts_in_an_scp(tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_the_checksum_of_a_gzip_counts_in_an_scp(tmp_path: Path) -> None:
 def test_an_offset_past_the_end(golden: Path, tmp_path: Path) -> None:
     (tmp_path / "x.scp").write_text(f"a {golden}/tables/float.ark:2652\nb {golden}/tables/float.ark:{10**17}\n")
     for entry in read_scp(tmp_path / "x.scp"):
-        with pytest.raises(DataError, match=r"the offset \d+ lies past the end of the file, which has 2652 bytes"):
+        with pytest.raises(DataError, match=r"the offset \d+ is past the end of the file, which has 2652 bytes"):
             read_matrix(entry)
 
 
@@ -150,8 +152,8 @@ LIES = [
     (b"CM " + CM.pack(0, 1, 2**31 - 1, 2), "cut short: the header claims 2147483647 rows"),
     (b"CM2 " + CM.pack(0, 1, 2**31 - 1, 2**31 - 1), "cut short: the header claims"),
     (b"CM3 " + CM.pack(0, 1, -5, 2), "the header claims -5 rows"),
-    (b"CM4 " + CM.pack(0, 1, 1, 1), "expected a matrix of type CM, CM2 or CM3, found b'CM4 '"),
-    (b"FV \4\2\0\0\0" + bytes(8), "expected a matrix, found a vector"),
+    (b"CM4 " + CM.pack(0, 1, 1, 1), "expected a matrix (FM, DM, CM, CM2 or CM3), found b'CM4 '"),
+    (b"FV \4\2\0\0\0" + bytes(8), "expected a matrix (FM, DM, CM, CM2 or CM3), found a vector"),
     (b"XM " + DIMS.pack(4, 1, 4, 1) + bytes(4), "expected a matrix (FM, DM, CM, CM2 or CM3), found b'XM '"),
 ]
 
@@ -167,8 +169,8 @@ def test_headers_that_lie(tmp_path: Path, record: bytes, message: str, suffix: s
         list(iterate_matrices(path))
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
     tracemalloc.stop()
-    assert "utterance utt: " in error.value.what
-    assert message in error.value.what or (suffix == "gz" and "cut short" in error.value.what)
+    assert "utterance utt: " in error.value.message
+    assert message in error.value.message or (suffix == "gz" and "cut short" in error.value.message)
 
 
 @pytest.mark.parametrize("count", [2**31 - 1, -1, 3])
@@ -220,14 +222,14 @@ def test_bad_text(tmp_path: Path, data: bytes, message: str) -> None:
     path.write_bytes(data)
     with pytest.raises(DataError) as error:
         list(iterate_matrices(path))
-    assert message in error.value.what and error.value.where == str(path)
+    assert message in error.value.message and error.value.location == str(path)
 
 
 @pytest.mark.parametrize("line", [b"1 2 3.5", b"1 x", b"1_0", b"2147483648", b"9" * 30, b"9" * 5000, b"[ 1 2 ]"])
 def test_bad_integers(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "x.txt"
     path.write_bytes(b"good 1 2\nutt " + line + b"\n")
-    with pytest.raises(DataError, match=r"utterance utt: expected .*integers.*the last record read whole is good"):
+    with pytest.raises(DataError, match=r"utterance utt: expected .*integers.*the last complete record is good"):
         list(iterate_int_vectors(path))
 
 
@@ -306,12 +308,12 @@ def _read_or_refuse(path: Path, size: int, integers: bool) -> None:
             for _, values in iterate_int_vectors(path) if integers else iterate_matrices(path):
                 assert isinstance(values, np.ndarray) and values.size <= 1032 * size
         except DataError as error:
-            assert error.where == str(path)
+            assert error.location == str(path)
         for entry in read_scp(path.with_name("x.scp")):
             try:
                 assert matrix_shape(entry) == read_matrix(entry).shape
             except DataError as error:
-                assert str(path) in str(error.where)
+                assert str(path) in str(error.location)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()

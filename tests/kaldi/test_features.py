@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.kaldi.features import accumulate_cmvn_stats, add_deltas, apply_cmvn
+from ddnn.kaldi.data_dir import accumulate_cmvn_stats, add_deltas, apply_cmvn
 
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=2, max_side=12)
 FEATURES = hnp.arrays(np.float32, SHAPES, elements=st.floats(-100, 100, width=32))

@@ -10,29 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddnn.errors import DataError, UserError
-from ddnn.kaldi.basic_io import Reader
+from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.nnet1 import (
     Activation,
     AddShift,
-    Affine,
+    AffineTransform,
     Component,
-    Rbm,
+    RbmComponent,
     Rescale,
     Splice,
     read_nnet1,
     write_nnet1,
 )
+from ddnn.util.errors import DataError, UserError
 
 RNG = np.random.default_rng(7)
 ALL_COMPONENTS: tuple[Component, ...] = (
     Splice((-1, 0, 3), 2),
     AddShift(RNG.normal(size=6).astype(np.float32), 0.0),
     Rescale(RNG.normal(size=6).astype(np.float32), 0.5),
-    Rbm("gauss", "bern", *(RNG.normal(size=size).astype(np.float32) for size in ((5, 6), 6, 5))),
-    Affine(RNG.normal(size=(4, 5)).astype(np.float32), RNG.normal(size=4).astype(np.float32), 1.0, 0.1, 2.5),
+    RbmComponent("gauss", "bern", *(RNG.normal(size=size).astype(np.float32) for size in ((5, 6), 6, 5))),
+    AffineTransform(RNG.normal(size=(4, 5)).astype(np.float32), RNG.normal(size=4).astype(np.float32), 1.0, 0.1, 2.5),
     Activation("relu", 4),
-    Affine(RNG.normal(size=(3, 4)).astype(np.float32), RNG.normal(size=3).astype(np.float32)),
+    AffineTransform(RNG.normal(size=(3, 4)).astype(np.float32), RNG.normal(size=3).astype(np.float32)),
     Activation("tanh", 3),
     Activation("sigmoid", 3),
     Activation("softmax", 3),
@@ -54,7 +54,7 @@ ACTIVATIONS = {"sigmoid": sigmoid, "tanh": np.tanh, "softmax": softmax, "relu": 
 def forward(components: tuple[Component, ...], x: np.ndarray) -> np.ndarray:
     """The float64 twin: one utterance, (frames, input_dim) -> (frames, output_dim)."""
     for component in components:
-        if isinstance(component, Affine):
+        if isinstance(component, AffineTransform):
             x = x @ component.weight.T.astype(np.float64) + component.bias
         elif isinstance(component, Activation):
             x = ACTIVATIONS[component.kind](x)
@@ -70,25 +70,6 @@ def forward(components: tuple[Component, ...], x: np.ndarray) -> np.ndarray:
             x = sigmoid(x) if component.hidden == "bern" else x
         assert x.shape[1] == component.output_dim
     return x
-
-
-def text_matrices(path: Path) -> dict[str, np.ndarray]:
-    source = Reader(path.read_bytes(), path, "a text archive", binary=False)
-    matrices = {}
-    while source.peek():
-        key = source.token()
-        matrices[key] = source.float_matrix()
-    return matrices
-
-
-def binary_matrices(path: Path) -> dict[str, np.ndarray]:
-    source = Reader(path.read_bytes(), path, "an archive", binary=True)
-    matrices = {}
-    while source.remaining:
-        key = source.token()
-        source.position += 2
-        matrices[key] = source.float_matrix()
-    return matrices
 
 
 def read_bytes(data: bytes, path: Path) -> tuple[Component, ...]:
@@ -114,9 +95,9 @@ def test_import_then_export_changes_no_byte(shared: Path, tmp_path: Path) -> Non
 def test_text_and_binary_say_the_same(golden: Path) -> None:
     for name in ("init", "trained_a", "trained_b", "trained_c"):
         binary, text = read_nnet1(golden / "nnet1" / f"{name}.nnet"), read_nnet1(golden / "nnet1" / f"{name}.txt.nnet")
-        assert [type(component) for component in binary] == [Affine, Activation] * 3
+        assert [type(component) for component in binary] == [AffineTransform, Activation] * 3
         for one, other in zip(binary, text, strict=True):
-            if isinstance(one, Affine) and isinstance(other, Affine):
+            if isinstance(one, AffineTransform) and isinstance(other, AffineTransform):
                 np.testing.assert_allclose(one.weight, other.weight, rtol=1e-6)
                 np.testing.assert_allclose(one.bias, other.bias, rtol=1e-6)
                 assert one.weight.dtype == one.bias.dtype == other.weight.dtype == other.bias.dtype == np.float32
@@ -130,8 +111,11 @@ def test_text_and_binary_say_the_same(golden: Path) -> None:
 def test_kaldis_posteriors(golden: Path, init: str) -> None:
     nnet1 = golden / "nnet1"
     transform, network = read_nnet1(nnet1 / "feature_transform.nnet"), read_nnet1(nnet1 / init)
-    features = binary_matrices(nnet1 / "feats.ark")
-    posteriors, activations = text_matrices(nnet1 / "init.posterior.txt"), text_matrices(nnet1 / "init.presoftmax.txt")
+    features = dict(iterate_matrices(nnet1 / "feats.ark"))
+    posteriors, activations = (
+        dict(iterate_matrices(nnet1 / "init.posterior.txt")),
+        dict(iterate_matrices(nnet1 / "init.presoftmax.txt")),
+    )
     assert len(features) == 3
     assert features.keys() == posteriors.keys() == activations.keys()
     for utterance, feature in features.items():
@@ -144,7 +128,9 @@ def test_an4s_network(an4: Path) -> None:
     transform = read_nnet1(an4 / "kaldi_nnet1" / "feature_transform.nnet")
     network = read_nnet1(an4 / "kaldi_nnet1" / "rbm_ce.nnet")
     assert transform[0] == Splice(tuple(range(-5, 6)), 40)
-    dims = [(component.input_dim, component.output_dim) for component in network if isinstance(component, Affine)]
+    dims = [
+        (component.input_dim, component.output_dim) for component in network if isinstance(component, AffineTransform)
+    ]
     assert dims == [(440, 512), (512, 512), (512, 512), (512, 512), (512, 616)]
 
 
@@ -169,7 +155,7 @@ def test_every_component_round_trips(tmp_path: Path, binary: bool) -> None:
 def test_files_of_older_kaldis(tmp_path: Path) -> None:
     text = b"<Nnet>\n<affinetransform> 2 1\n [\n 1\n 2 ]\n [ 3 4 ]\n<sigmoid> 2 2\n</Nnet>\n"
     affine, activation = read_bytes(text, tmp_path / "old.nnet")
-    assert isinstance(affine, Affine)
+    assert isinstance(affine, AffineTransform)
     np.testing.assert_array_equal(affine.weight, [[1], [2]])
     np.testing.assert_array_equal(affine.bias, [3, 4])
     assert (affine.learn_rate_coef, affine.bias_learn_rate_coef, affine.max_norm) == (1, 1, 0)
@@ -198,15 +184,16 @@ def test_files_of_older_kaldis(tmp_path: Path) -> None:
         ("<Nnet> <Sigmoid> 2 2 <Tanh> 3 3 </Nnet> ", "component 1 .Activation. has the output dim 2, .* input dim 3"),
         (
             "<Nnet> <AffineTransform> 2 1 [\n 1 ]\n [ 1 2 ]\n</Nnet> ",
-            "weights of <AffineTransform> of dims 2 x 1 .* 1 x 1",
+            "weights of <AffineTransform> of dims 2 x 1.* 1 x 1",
         ),
-        ("<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ 1 2 ]\n</Nnet> ", "bias of <AffineTransform> of dims 1 .* found 2"),
+        ("<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ 1 2 ]\n</Nnet> ", "bias of <AffineTransform> of dims 1.* found 2"),
         (
             "<Nnet> <AffineTransform> 1 1 [\n nan ]\n [ 1 ]\n</Nnet> ",
             "finite values in the weights .* found nan at .0, 0.",
         ),
         ("<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ inf ]\n</Nnet> ", "finite values in the bias .* found inf at .0."),
         ("<Nnet> <AffineTransform> 1 1 [\n 1e39 ]\n [ 1 ]\n</Nnet> ", "finite values in the weights"),
+        ("<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ 1e309 ]\n</Nnet> ", "finite values in the bias"),
         ("<Nnet> <AffineTransform> 1 1 <MaxNorm> nan [\n 1 ]\n [ 1 ]\n</Nnet> ", "finite value of <MaxNorm>"),
         (
             "<Nnet> <AffineTransform> 1 1 <Norm> 1 [\n 1 ]\n [ 1 ]\n</Nnet> ",
@@ -223,7 +210,7 @@ def test_files_of_older_kaldis(tmp_path: Path) -> None:
 def test_networks_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         read_bytes(text.encode(), tmp_path / "a net.nnet")
-    assert caught.value.where == str(tmp_path / "a net.nnet")
+    assert caught.value.location == str(tmp_path / "a net.nnet")
 
 
 def test_huge_claims_take_no_memory(tmp_path: Path) -> None:
@@ -281,10 +268,13 @@ def test_a_network_that_nnet1_could_not_read_is_not_written(tmp_path: Path) -> N
     one, two = np.ones((1, 1), np.float32), np.ones(2, np.float32)
     for network, message in (
         ((), "no component"),
-        ((Affine(one * np.nan, one[0]),), "component 1 .Affine.: weight has a value that is not finite"),
-        ((Affine(one, two),), r"component 1 .Affine.: bias has the dims \(2,\), expected \(1,\)"),
-        ((Affine(one, one[0]), Activation("tanh", 2)), "output dim 1, .* input dim 2"),
-        ((Affine(one, one[0], max_norm=float("inf")),), "max_norm"),
+        (
+            (AffineTransform(one * np.nan, one[0]),),
+            "component 1 .AffineTransform.: weight has a value that is not finite",
+        ),
+        ((AffineTransform(one, two),), r"component 1 .AffineTransform.: bias has the dims \(2,\), expected \(1,\)"),
+        ((AffineTransform(one, one[0]), Activation("tanh", 2)), "output dim 1, .* input dim 2"),
+        ((AffineTransform(one, one[0], max_norm=float("inf")),), "max_norm"),
         ((Activation("tanh", 0),), "dims 0 x 0"),
         ((Splice((), 3),), "dims 0 x 3"),
     ):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.errors import DataError
-from ddnn.kaldi.tables import ScpEntry, read_scp
+from ddnn.kaldi.scp import ScpEntry, read_scp
+from ddnn.util.errors import DataError
 
 
 def test_paths_offsets_and_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +58,8 @@ BAD = [
     (b"a /dev/zero\n", "no regular file"),
     (b"a .\n", "no regular file"),
     (b"a -\n", "expected a file, found '-'"),
-    (b"a here.ark:-5\n", "utterance a: -5 is no offset"),
-    (b"a here.ark:" + b"9" * 5000 + b"\n", "is no offset"),
+    (b"a here.ark:-5\n", "utterance a: -5 is not an offset"),
+    (b"a here.ark:" + b"9" * 5000 + b"\n", "is not an offset"),
     (b"a here.ark:1[0:4\n", "does not exist"),
     (b"a here.ark:1[4:0]\n", "ends before it begins"),
     (b"a here.ark:1[-1:4]\n", "expected a range"),
@@ -81,14 +81,14 @@ def test_bad_lines(tmp_path: Path, content: bytes, message: str) -> None:
     scp.write_bytes(content)
     with pytest.raises(DataError) as error:
         read_scp(scp)
-    assert message in error.value.what and str(scp) in str(error.value.where)
+    assert message in error.value.message and str(scp) in str(error.value.location)
 
 
 def test_missing_or_a_directory(tmp_path: Path) -> None:
     for path in (tmp_path / "none.scp", tmp_path, tmp_path / ("x" * 300)):
         with pytest.raises(DataError, match=r"the scp") as error:
             read_scp(path)
-        assert error.value.where == str(path)
+        assert error.value.location == str(path)
 
 
 @settings(max_examples=150, deadline=None)

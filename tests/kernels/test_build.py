@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from ddnn import kernels
-from ddnn.kernels import Kernels, load_kernels
+from ddnn.nn import kernels
+from ddnn.nn.kernels import Kernels, load_library
 
 COMPILER = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler here")
@@ -36,17 +36,17 @@ def hook() -> ModuleType:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """ddnn/kernels of an installation of its own, from which `load_kernels` loads; there is no library yet."""
-    made = tmp_path / "ddnn" / "kernels"
+    """ddnn/kernels of an installation of its own, from which `load_library` loads; there is no library yet."""
+    made = tmp_path / "ddnn" / "nn" / "kernels"
     made.mkdir(parents=True)
     source = made / "kernels.c"
     source.write_bytes(kernels.SOURCE.read_bytes())
     monkeypatch.setattr(kernels, "SOURCE", source)
     monkeypatch.setattr(kernels, "LIBRARY", made / "kernels.so")
     monkeypatch.delenv("CC", raising=False)
-    load_kernels.cache_clear()
+    load_library.cache_clear()
     yield made
-    load_kernels.cache_clear()
+    load_library.cache_clear()
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_compiler_that_fails_leaves_nothing(
     assert reason is not None and reason.startswith(f"{compiler}: ") and said in reason
     assert names(folder) == ["kernels.c", "kernels.so"]
     assert (folder / "kernels.so").read_text() == "an old one, from another source"
-    assert load_kernels() is None
+    assert load_library() is None
 
 
 @pytest.mark.parametrize(("cc", "said"), [("/nowhere/cc -O2", "/nowhere/cc: "), ("'cc", "No closing quotation")])
@@ -150,7 +150,7 @@ def test_the_hook_adds_the_library_to_the_wheel_and_leaves_the_tree_as_it_is(
     made = hook_of(hook, tmp_path)
     made.initialize("standard", build_data)
     ((library, place),) = build_data["force_include"].items()
-    assert place == "ddnn/kernels/kernels.so" and Kernels(Path(library)).source
+    assert place == "ddnn/nn/kernels/kernels.so" and Kernels(Path(library)).source
     assert not build_data["pure_python"] and build_data["tag"].startswith("py3-none-")
     made.finalize("standard", build_data, "the wheel")
     assert not Path(library).exists()
@@ -199,12 +199,12 @@ def test_only_a_library_of_this_source_is_loaded(
     compile_here: Callable[[], str | None], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert compile_here() is None
-    assert (load_kernels() is not None) == Kernels(folder / "kernels.so").usable
+    assert (load_library() is not None) == Kernels(folder / "kernels.so").supported
     assert not warnings(caplog)
-    load_kernels.cache_clear()
+    load_library.cache_clear()
     with (folder / "kernels.c").open("a") as source:
         source.write("/* a later version */\n")
-    assert load_kernels() is None
+    assert load_library() is None
     (warning,) = warnings(caplog)
     assert warning.startswith(f"{folder / 'kernels.so'} was compiled from another kernels.c and is not used; ")
 
@@ -213,14 +213,14 @@ def test_only_a_library_of_this_source_is_loaded(
 @pytest.mark.parametrize("content", [b"", b"no library", b"\x7fELF"])
 def test_a_file_that_is_no_library(content: bytes, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "kernels.so").write_bytes(content)
-    assert load_kernels() is None
+    assert load_library() is None
     (warning,) = warnings(caplog)
     assert "compiled kernels cannot be loaded, bf16 steps run in PyTorch alone: " in warning
 
 
 OURS = """
 const char *ddnn_kernels_source(void) { return DDNN_SOURCE; }
-int ddnn_kernels_usable(void) { return USABLE; }
+int ddnn_kernels_supported(void) { return USABLE; }
 """
 
 
@@ -232,7 +232,7 @@ def test_a_library_of_something_else(
 ) -> None:
     (folder / "kernels.c").write_text(source)
     assert compile_here() is None
-    assert load_kernels() is None
+    assert load_library() is None
     (warning,) = warnings(caplog)
     assert "cannot be loaded" in warning and "undefined symbol" in warning
 
@@ -252,15 +252,15 @@ def test_what_cannot_run_here_is_not_used_and_nobody_is_warned(
     else:
         (folder / "kernels.c").write_text(source)
     assert compile_here() is None
-    assert not Kernels(folder / "kernels.so").usable
-    assert load_kernels() is None
+    assert not Kernels(folder / "kernels.so").supported
+    assert load_library() is None
     assert not warnings(caplog)
 
 
 @on_x86
 def test_without_a_library_the_log_says_what_to_do(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="ddnn")
-    assert load_kernels() is None
+    assert load_library() is None
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "no compiled kernels: bf16 steps run in PyTorch alone, which is slower; pip install" in record.getMessage()
@@ -272,7 +272,7 @@ def test_other_processors_load_nothing(
     (folder / "kernels.so").write_bytes(b"no library")
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     caplog.set_level(logging.INFO)
-    assert load_kernels() is None
+    assert load_library() is None
     assert [record.getMessage() for record in caplog.records] == [
         "compiled kernels are for x86-64: bf16 steps run in PyTorch alone"
     ]

@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddnn.data import transform as transform_module
-from ddnn.data.corpus import Corpus
+from ddnn.data.dataset import AcousticDataset
 from ddnn.data.transform import InputTransform, gather
-from ddnn.kernels import Kernels, load_kernels
-from ddnn.model.loss import cross_entropy_in_place
-from ddnn.model.network import Buffers, Layer, Network
+from ddnn.nn.arithmetic import BFloat16Kernels
+from ddnn.nn.kernels import Kernels, load_library
+from ddnn.nn.loss import SoftmaxCrossEntropyBFloat16
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels that this processor can run")
+pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiled kernels that this processor can run")
 
 BF16, F32 = torch.bfloat16, torch.float32
 TINY = 2.0**-126
@@ -36,7 +35,7 @@ SEEDS = st.integers(0, 10_000)
 
 
 def kernels() -> Kernels:
-    loaded = load_kernels()
+    loaded = load_library()
     assert loaded is not None
     return loaded
 
@@ -153,10 +152,10 @@ def test_sigmoid_backward(rows: int, columns: int, kind: str, seed: int) -> None
 
 @SETTINGS
 @given(rows=st.integers(0, 70), columns=SIZES, weighted=st.booleans(), kind=KINDS, seed=SEEDS)
-def test_sum_rows(rows: int, columns: int, weighted: bool, kind: str, seed: int) -> None:
+def test_column_sums(rows: int, columns: int, weighted: bool, kind: str, seed: int) -> None:
     values, factors = noise((rows, columns), kind, seed), noise((rows,), "normal", seed + 1, F32)
     d, out, weights = Guarded(values), unfilled(columns), Guarded(factors)
-    kernels().sum_rows(d.tensor, out.tensor, weights.tensor if weighted else None)
+    kernels().column_sums(d.tensor, out.tensor, weights.tensor if weighted else None)
     wide = values.double() * factors.double()[:, None] if weighted else values.double()
     plain = (values.float().t() @ factors).bfloat16() if weighted else values.sum(0)
     for sums in (out.tensor, plain):
@@ -166,7 +165,7 @@ def test_sum_rows(rows: int, columns: int, weighted: bool, kind: str, seed: int)
 
 def test_rows_are_summed_in_float32() -> None:
     out = unfilled(3)
-    kernels().sum_rows(torch.ones(600, 3, dtype=BF16), out.tensor)
+    kernels().column_sums(torch.ones(600, 3, dtype=BF16), out.tensor)
     assert out.tensor.tolist() == [600.0] * 3, "bf16 sums end at 256"
 
 
@@ -191,11 +190,11 @@ ROWS_APART = {
 
 @SETTINGS
 @given(**ROWS_APART)
-def test_widen_rows(rows: int, columns: int, one: bool, gap: int, kind: str, seed: int) -> None:
+def test_bf16_to_float32_rows(rows: int, columns: int, one: bool, gap: int, kind: str, seed: int) -> None:
     values = noise((rows, columns), kind, seed)
     x, norms, memory = Guarded(values), unfilled(rows, dtype=F32), unfilled(rows, columns + one + gap, dtype=F32)
     out = memory.tensor[:, : columns + one]
-    kernels().widen_rows(x.tensor, out, norms.tensor)
+    kernels().bf16_to_float32_rows(x.tensor, out, norms.tensor)
     assert_equal(out, torch.cat([values.float(), torch.ones(rows, int(one))], dim=1))
     assert_norms(norms.tensor, out)
     assert memory.tensor[:, columns + one :].isnan().all()
@@ -204,12 +203,12 @@ def test_widen_rows(rows: int, columns: int, one: bool, gap: int, kind: str, see
 
 @SETTINGS
 @given(**ROWS_APART)
-def test_narrow_rows(rows: int, columns: int, one: bool, gap: int, kind: str, seed: int) -> None:
+def test_float32_to_bf16_rows(rows: int, columns: int, one: bool, gap: int, kind: str, seed: int) -> None:
     values = torch.full((rows, columns + one + gap), float("nan"))
     values[:, : columns + one] = noise((rows, columns + one), kind, seed, F32)
     memory, out, norms, last = Guarded(values), unfilled(rows, columns), *(unfilled(rows, dtype=F32) for _ in range(2))
     x = memory.tensor[:, : columns + one]
-    kernels().narrow_rows(x, out.tensor, norms.tensor, last.tensor if one else None)
+    kernels().float32_to_bf16_rows(x, out.tensor, norms.tensor, last.tensor if one else None)
     assert_equal(out.tensor, flushed(x[:, :columns]))
     assert_norms(norms.tensor, x)
     if one:
@@ -258,9 +257,8 @@ def test_cross_entropy(frames: int, pdfs: int, kind: str, seed: int) -> None:
     if numbers.all():
         assert right == int((x.argmax(1) == labels).sum())
 
-    plain = Buffers(Network((Layer(1, pdfs, "softmax"),)), max(frames, 1), "bf16", compiled=False).of(frames)
-    plain.outputs[-1].copy_(x)
-    plain_loss, plain_right = cross_entropy_in_place(plain, labels)
+    plain = SoftmaxCrossEntropyBFloat16(torch.empty(0), pdfs, max(frames, 1))
+    plain_loss, plain_right = plain(x, labels, torch.empty_like(x))
     assert loss == pytest.approx(float(plain_loss), rel=1e-6, abs=2 * EXPONENTIAL * frames, nan_ok=True)
     assert right == int(plain_right) or not numbers.all()
 
@@ -311,10 +309,10 @@ def test_labels_outside(label: int) -> None:
     keep=st.sampled_from([1.0, 0.999, 0.0]),
     seed=SEEDS,
 )
-def test_descend(rows: int, columns: int, kinds: tuple[str, str], rate: float, keep: float, seed: int) -> None:
+def test_sgd_update(rows: int, columns: int, kinds: tuple[str, str], rate: float, keep: float, seed: int) -> None:
     before, gradient = noise((rows, columns), kinds[0], seed, F32), noise((rows, columns), kinds[1], seed + 1)
     parameters, low, g = Guarded(before), unfilled(rows, columns), Guarded(gradient)
-    kernels().descend(parameters.tensor, low.tensor, g.tensor, rate, keep)
+    kernels().sgd_update(parameters.tensor, low.tensor, g.tensor, rate, keep)
     rate, keep = (float(torch.tensor(one, dtype=F32)) for one in (rate, keep))
     kept = keep * before.double()
     exact = kept - rate * gradient.double()
@@ -332,13 +330,13 @@ def test_descend(rows: int, columns: int, kinds: tuple[str, str], rate: float, k
 def test_without_l2_nothing_is_rounded_but_the_sum() -> None:
     parameters, gradient = noise((4, 33), "normal", 1, F32), noise((4, 33), "normal", 2)
     exact = parameters.double() - 0.25 * gradient.double()  # of few enough bits for float64
-    kernels().descend(parameters, torch.empty_like(gradient), gradient, 0.25)
+    kernels().sgd_update(parameters, torch.empty_like(gradient), gradient, 0.25)
     assert torch.equal(parameters, exact.float())
 
 
-def corpus_of(store: Tensor, context: int) -> Corpus:
+def corpus_of(store: Tensor, context: int) -> AcousticDataset:
     spoken = np.array([len(store) - 2 * context])
-    return Corpus(
+    return AcousticDataset(
         store, torch.zeros(len(store), dtype=torch.int32), ("u",), ("s",), np.array([context]), spoken, context
     )
 
@@ -363,7 +361,7 @@ def test_gather(n: int, dim: int, context: int, shifted: bool, scaled: bool, kin
     rows = Guarded(torch.randint(context, context + 11, (n,), generator=torch.Generator().manual_seed(seed)))
     out = unfilled(n, columns)
     vectors = [None if one is None else one.tensor for one in (shift, scale)]
-    kernels().gather(store.tensor, rows.tensor, offsets[0], *vectors, out.tensor)
+    kernels().gather_spliced(store.tensor, rows.tensor, offsets[0], *vectors, out.tensor)
     transform = InputTransform(offsets, dim, *vectors)
     plain = gather(corpus_of(store.tensor, context), transform, rows.tensor, torch.empty(n, columns))
     assert_equal(out.tensor, flushed(plain))
@@ -374,37 +372,37 @@ def test_gather(n: int, dim: int, context: int, shifted: bool, scaled: bool, kin
 def test_rows_outside(row: int, first: int) -> None:
     """10 frames of dim 4, splices of 3: the last begins at frame 7."""
     store, out = torch.zeros(10, 4), unfilled(2, 12)
-    kernels().gather(store, torch.tensor([7 - first, -first]), first, None, None, out.tensor)
+    kernels().gather_spliced(store, torch.tensor([7 - first, -first]), first, None, None, out.tensor)
     assert not out.tensor.any()
     with pytest.raises(IndexError, match="reach beyond"):
-        kernels().gather(store, torch.tensor([2, row]), first, None, None, out.tensor)
+        kernels().gather_spliced(store, torch.tensor([2, row]), first, None, None, out.tensor)
     assert out.intact
     with pytest.raises(IndexError, match="reach beyond"):
-        kernels().gather(store[:2], torch.tensor([0]), 0, None, None, torch.empty(1, 12, dtype=BF16))
+        kernels().gather_spliced(store[:2], torch.tensor([0]), 0, None, None, torch.empty(1, 12, dtype=BF16))
 
 
-def test_gather_takes_the_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gather_takes_the_kernel_where_it_can() -> None:
     """Of stores in float32, without gaps between the offsets; else the plain path gives the same."""
 
     class Counting:
         calls = 0
 
-        def gather(self, *given: Any) -> None:
+        def gather_spliced(self, *given: Any) -> None:
             self.calls += 1
-            kernels().gather(*given)
+            kernels().gather_spliced(*given)
 
     counting = Counting()
-    monkeypatch.setattr(transform_module, "load_kernels", lambda: counting)
+    arithmetic = BFloat16Kernels(counting)  # type: ignore[arg-type]
     rows = torch.tensor([5, 2, 7])
     for dtype, offsets, calls in ((F32, (-2, -1, 0), 1), (F32, (-2, 0), 1), (torch.float16, (-2, -1, 0), 1)):
         corpus = corpus_of(noise((10, 4), "normal", 1, F32).to(dtype), context=2)
         columns = 4 * len(offsets)
         transform = InputTransform(offsets, 4, torch.full((columns,), 0.3), torch.full((columns,), 1.7))
-        low = gather(corpus, transform, rows, torch.empty(3, columns, dtype=BF16))
+        low = arithmetic.gather(corpus, transform, rows, torch.empty(3, columns, dtype=BF16))
         assert torch.equal(low, gather(corpus, transform, rows, torch.empty(3, columns)).bfloat16())
         assert counting.calls == calls
-    with pytest.raises(ValueError, match="the corpus has 4 dims with context 2, the transform needs 4 with 3"):
-        gather(corpus, InputTransform((-3,), 4), rows, torch.empty(3, 4, dtype=BF16))
+    with pytest.raises(ValueError, match="the dataset has 4 dims with context 2, the transform needs 4 with 3"):
+        arithmetic.gather(corpus, InputTransform((-3,), 4), rows, torch.empty(3, 4, dtype=BF16))
 
 
 def low(*shape: int) -> Tensor:
@@ -423,41 +421,71 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Kernels], object]]] = {
     "sigmoid backward of float16": (TypeError, lambda k: k.sigmoid_backward_(low(3), low(3).half())),
     "sigmoid backward of a transpose": (TypeError, lambda k: k.sigmoid_backward_(low(3, 2), low(2, 3).t())),
     "sigmoid backward of less": (ValueError, lambda k: k.sigmoid_backward_(low(3), low(2))),
-    "sum of float32": (TypeError, lambda k: k.sum_rows(torch.zeros(3, 2), low(2))),
-    "sum into float32": (TypeError, lambda k: k.sum_rows(low(3, 2), torch.zeros(2))),
-    "sum of columns": (TypeError, lambda k: k.sum_rows(low(3, 4)[:, :2], low(2))),
-    "sum into less": (ValueError, lambda k: k.sum_rows(low(3, 2), low(1))),
-    "sum of a vector": (ValueError, lambda k: k.sum_rows(low(3), low())),
-    "sum of three dimensions": (ValueError, lambda k: k.sum_rows(low(3, 2, 4), low(2, 4))),
-    "sum with weights in bf16": (TypeError, lambda k: k.sum_rows(low(3, 2), low(2), low(3))),
-    "sum with few weights": (ValueError, lambda k: k.sum_rows(low(3, 2), low(2), torch.zeros(2))),
-    "widen float32": (TypeError, lambda k: k.widen_rows(torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3))),
-    "widen into bf16": (TypeError, lambda k: k.widen_rows(low(3, 2), low(3, 2), torch.zeros(3))),
-    "widen into a transpose": (TypeError, lambda k: k.widen_rows(low(3, 2), torch.zeros(2, 3).t(), torch.zeros(3))),
-    "widen with norms in bf16": (TypeError, lambda k: k.widen_rows(low(3, 2), torch.zeros(3, 2), low(3))),
-    "widen into less": (ValueError, lambda k: k.widen_rows(low(3, 2), torch.zeros(3, 1), torch.zeros(3))),
-    "widen into two more": (ValueError, lambda k: k.widen_rows(low(3, 2), torch.zeros(3, 4), torch.zeros(3))),
-    "widen into fewer rows": (ValueError, lambda k: k.widen_rows(low(3, 2), torch.zeros(2, 2), torch.zeros(3))),
-    "widen with few norms": (ValueError, lambda k: k.widen_rows(low(3, 2), torch.zeros(3, 2), torch.zeros(2))),
-    "widen three dimensions": (ValueError, lambda k: k.widen_rows(low(3, 2, 4), torch.zeros(3, 2), torch.zeros(3))),
-    "narrow bf16": (TypeError, lambda k: k.narrow_rows(low(3, 2), low(3, 2), torch.zeros(3))),
-    "narrow a transpose": (TypeError, lambda k: k.narrow_rows(torch.zeros(2, 3).t(), low(3, 2), torch.zeros(3))),
+    "sum of float32": (TypeError, lambda k: k.column_sums(torch.zeros(3, 2), low(2))),
+    "sum into float32": (TypeError, lambda k: k.column_sums(low(3, 2), torch.zeros(2))),
+    "sum of columns": (TypeError, lambda k: k.column_sums(low(3, 4)[:, :2], low(2))),
+    "sum into less": (ValueError, lambda k: k.column_sums(low(3, 2), low(1))),
+    "sum of a vector": (ValueError, lambda k: k.column_sums(low(3), low())),
+    "sum of three dimensions": (ValueError, lambda k: k.column_sums(low(3, 2, 4), low(2, 4))),
+    "sum with weights in bf16": (TypeError, lambda k: k.column_sums(low(3, 2), low(2), low(3))),
+    "sum with few weights": (ValueError, lambda k: k.column_sums(low(3, 2), low(2), torch.zeros(2))),
+    "widen float32": (
+        TypeError,
+        lambda k: k.bf16_to_float32_rows(torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3)),
+    ),
+    "widen into bf16": (TypeError, lambda k: k.bf16_to_float32_rows(low(3, 2), low(3, 2), torch.zeros(3))),
+    "widen into a transpose": (
+        TypeError,
+        lambda k: k.bf16_to_float32_rows(low(3, 2), torch.zeros(2, 3).t(), torch.zeros(3)),
+    ),
+    "widen with norms in bf16": (TypeError, lambda k: k.bf16_to_float32_rows(low(3, 2), torch.zeros(3, 2), low(3))),
+    "widen into less": (ValueError, lambda k: k.bf16_to_float32_rows(low(3, 2), torch.zeros(3, 1), torch.zeros(3))),
+    "widen into two more": (ValueError, lambda k: k.bf16_to_float32_rows(low(3, 2), torch.zeros(3, 4), torch.zeros(3))),
+    "widen into fewer rows": (
+        ValueError,
+        lambda k: k.bf16_to_float32_rows(low(3, 2), torch.zeros(2, 2), torch.zeros(3)),
+    ),
+    "widen with few norms": (
+        ValueError,
+        lambda k: k.bf16_to_float32_rows(low(3, 2), torch.zeros(3, 2), torch.zeros(2)),
+    ),
+    "widen three dimensions": (
+        ValueError,
+        lambda k: k.bf16_to_float32_rows(low(3, 2, 4), torch.zeros(3, 2), torch.zeros(3)),
+    ),
+    "narrow bf16": (TypeError, lambda k: k.float32_to_bf16_rows(low(3, 2), low(3, 2), torch.zeros(3))),
+    "narrow a transpose": (
+        TypeError,
+        lambda k: k.float32_to_bf16_rows(torch.zeros(2, 3).t(), low(3, 2), torch.zeros(3)),
+    ),
     "narrow into float32": (
         TypeError,
-        lambda k: k.narrow_rows(torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3)),
+        lambda k: k.float32_to_bf16_rows(torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3)),
     ),
-    "narrow into columns": (TypeError, lambda k: k.narrow_rows(torch.zeros(3, 2), low(3, 4)[:, :2], torch.zeros(3))),
-    "narrow without the last": (ValueError, lambda k: k.narrow_rows(torch.zeros(3, 3), low(3, 2), torch.zeros(3))),
+    "narrow into columns": (
+        TypeError,
+        lambda k: k.float32_to_bf16_rows(torch.zeros(3, 2), low(3, 4)[:, :2], torch.zeros(3)),
+    ),
+    "narrow without the last": (
+        ValueError,
+        lambda k: k.float32_to_bf16_rows(torch.zeros(3, 3), low(3, 2), torch.zeros(3)),
+    ),
     "narrow with no last": (
         ValueError,
-        lambda k: k.narrow_rows(torch.zeros(3, 2), low(3, 2), torch.zeros(3), torch.zeros(3)),
+        lambda k: k.float32_to_bf16_rows(torch.zeros(3, 2), low(3, 2), torch.zeros(3), torch.zeros(3)),
     ),
     "narrow with few last": (
         ValueError,
-        lambda k: k.narrow_rows(torch.zeros(3, 3), low(3, 2), torch.zeros(3), torch.zeros(2)),
+        lambda k: k.float32_to_bf16_rows(torch.zeros(3, 3), low(3, 2), torch.zeros(3), torch.zeros(2)),
     ),
-    "narrow with few norms": (ValueError, lambda k: k.narrow_rows(torch.zeros(3, 2), low(3, 2), torch.zeros(2))),
-    "narrow three dimensions": (ValueError, lambda k: k.narrow_rows(torch.zeros(3, 2), low(3, 2, 4), torch.zeros(3))),
+    "narrow with few norms": (
+        ValueError,
+        lambda k: k.float32_to_bf16_rows(torch.zeros(3, 2), low(3, 2), torch.zeros(2)),
+    ),
+    "narrow three dimensions": (
+        ValueError,
+        lambda k: k.float32_to_bf16_rows(torch.zeros(3, 2), low(3, 2, 4), torch.zeros(3)),
+    ),
     "entropy of float32": (TypeError, lambda k: k.cross_entropy(torch.zeros(3, 2), ROWS, low(3, 2), torch.zeros(2))),
     "entropy into columns": (
         TypeError,
@@ -475,28 +503,46 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Kernels], object]]] = {
     "entropy with a short row": (ValueError, lambda k: k.cross_entropy(low(3, 2), ROWS, low(3, 2), torch.zeros(1))),
     "entropy with a row in bf16": (TypeError, lambda k: k.cross_entropy(low(3, 2), ROWS, low(3, 2), low(2))),
     "entropy of a vector": (ValueError, lambda k: k.cross_entropy(low(3), ROWS, low(3), torch.zeros(3))),
-    "descend in float64": (TypeError, lambda k: k.descend(torch.zeros(3).double(), low(3), low(3), 0.1)),
-    "descend along float32": (TypeError, lambda k: k.descend(torch.zeros(3), low(3), torch.zeros(3), 0.1)),
-    "descend of columns": (TypeError, lambda k: k.descend(torch.zeros(3, 4)[:, 0], low(3), low(3), 0.1)),
-    "descend into less": (ValueError, lambda k: k.descend(torch.zeros(3), low(2), low(3), 0.1)),
-    "descend along less": (ValueError, lambda k: k.descend(torch.zeros(3), low(3), low(2), 0.1)),
-    "gather of float64": (TypeError, lambda k: k.gather(torch.zeros(5, 2).double(), ROWS, 0, None, None, low(3, 4))),
-    "gather into float32": (TypeError, lambda k: k.gather(torch.zeros(5, 2), ROWS, 0, None, None, torch.zeros(3, 4))),
-    "gather at short rows": (TypeError, lambda k: k.gather(torch.zeros(5, 2), ROWS.int(), 0, None, None, low(3, 4))),
-    "gather with a shift in bf16": (TypeError, lambda k: k.gather(torch.zeros(5, 2), ROWS, 0, low(4), None, low(3, 4))),
-    "gather at few rows": (ValueError, lambda k: k.gather(torch.zeros(5, 2), ROWS[:2], 0, None, None, low(3, 4))),
+    "sgd_update in float64": (TypeError, lambda k: k.sgd_update(torch.zeros(3).double(), low(3), low(3), 0.1)),
+    "sgd_update along float32": (TypeError, lambda k: k.sgd_update(torch.zeros(3), low(3), torch.zeros(3), 0.1)),
+    "sgd_update of columns": (TypeError, lambda k: k.sgd_update(torch.zeros(3, 4)[:, 0], low(3), low(3), 0.1)),
+    "sgd_update into less": (ValueError, lambda k: k.sgd_update(torch.zeros(3), low(2), low(3), 0.1)),
+    "sgd_update along less": (ValueError, lambda k: k.sgd_update(torch.zeros(3), low(3), low(2), 0.1)),
+    "gather of float64": (
+        TypeError,
+        lambda k: k.gather_spliced(torch.zeros(5, 2).double(), ROWS, 0, None, None, low(3, 4)),
+    ),
+    "gather into float32": (
+        TypeError,
+        lambda k: k.gather_spliced(torch.zeros(5, 2), ROWS, 0, None, None, torch.zeros(3, 4)),
+    ),
+    "gather at short rows": (
+        TypeError,
+        lambda k: k.gather_spliced(torch.zeros(5, 2), ROWS.int(), 0, None, None, low(3, 4)),
+    ),
+    "gather with a shift in bf16": (
+        TypeError,
+        lambda k: k.gather_spliced(torch.zeros(5, 2), ROWS, 0, low(4), None, low(3, 4)),
+    ),
+    "gather at few rows": (
+        ValueError,
+        lambda k: k.gather_spliced(torch.zeros(5, 2), ROWS[:2], 0, None, None, low(3, 4)),
+    ),
     "gather with a short scale": (
         ValueError,
-        lambda k: k.gather(torch.zeros(5, 2), ROWS, 0, None, torch.zeros(3), low(3, 4)),
+        lambda k: k.gather_spliced(torch.zeros(5, 2), ROWS, 0, None, torch.zeros(3), low(3, 4)),
     ),
-    "gather of parts of frames": (ValueError, lambda k: k.gather(torch.zeros(5, 2), ROWS, 0, None, None, low(3, 3))),
-    "gather of no dims": (ValueError, lambda k: k.gather(torch.zeros(5, 0), ROWS, 0, None, None, low(3, 0))),
-    "gather of a vector": (ValueError, lambda k: k.gather(torch.zeros(5), ROWS, 0, None, None, low(3, 1))),
+    "gather of parts of frames": (
+        ValueError,
+        lambda k: k.gather_spliced(torch.zeros(5, 2), ROWS, 0, None, None, low(3, 3)),
+    ),
+    "gather of no dims": (ValueError, lambda k: k.gather_spliced(torch.zeros(5, 0), ROWS, 0, None, None, low(3, 0))),
+    "gather of a vector": (ValueError, lambda k: k.gather_spliced(torch.zeros(5), ROWS, 0, None, None, low(3, 1))),
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_a_kernel_does_not_take_it_refuses(what: str) -> None:
-    error, call = WRONG[what]
+@pytest.mark.parametrize("message", WRONG)
+def test_what_a_kernel_does_not_take_it_refuses(message: str) -> None:
+    error, call = WRONG[message]
     with pytest.raises(error):
         call(kernels())

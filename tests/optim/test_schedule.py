@@ -4,70 +4,76 @@ from __future__ import annotations
 
 import pytest
 
-from ddnn.optim.schedule import make_schedule
-from ddnn.recipe.schema import Schedule
+from ddnn.optim.schedule import ExponentialOptions, NewbobOptions, make_schedule
 
 
-def run(recipe: Schedule, losses: list[float], accuracies: list[float] | None = None) -> list[tuple[float, bool]]:
+def run(
+    options: NewbobOptions | ExponentialOptions, losses: list[float], accuracies: list[float] | None = None
+) -> list[tuple[float, bool]]:
     """Rate and acceptance per epoch; the first figure is the initial network's."""
-    schedule = make_schedule(recipe)
+    schedule = make_schedule(options)
     accuracies = accuracies or [0.0] * len(losses)
-    schedule.start(losses[0], accuracies[0])
+    schedule.initialize(losses[0], accuracies[0])
     history = []
     for loss, accuracy in zip(losses[1:], accuracies[1:], strict=True):
         assert not schedule.finished
-        rate = schedule.rate
-        history.append((rate, schedule.judge(loss, accuracy)))
+        rate = schedule.learning_rate
+        history.append((rate, schedule.step(loss, accuracy)))
     assert schedule.finished
     return history
 
 
 def test_newbob_halves_after_a_small_gain_and_stops_after_a_smaller_one() -> None:
     losses = [6.0, 2.0, 1.9, 1.895, 1.8, 1.7995]
-    assert run(Schedule(initial=0.008), losses) == [
+    assert run(NewbobOptions(initial_lr=0.008), losses) == [
         (0.008, True), (0.008, True), (0.008, True), (0.004, True), (0.002, True),
     ]  # fmt: skip
 
 
 def test_newbob_rejects_a_worse_epoch_and_judges_the_next_against_the_best() -> None:
     losses = [6.0, 2.0, 2.5, 1.95, 1.95]
-    assert run(Schedule(initial=0.008), losses) == [(0.008, True), (0.008, False), (0.004, True), (0.002, False)]
+    assert run(NewbobOptions(initial_lr=0.008), losses) == [
+        (0.008, True),
+        (0.008, False),
+        (0.004, True),
+        (0.002, False),
+    ]
 
 
 def test_newbob_keeps_the_first_epochs() -> None:
     losses = [6.0, 2.0, 2.5, 2.4999, 2.4998]
-    assert run(Schedule(initial=0.008, keep_epochs=2), losses) == [
+    assert run(NewbobOptions(initial_lr=0.008, keep_lr_epochs=2), losses) == [
         (0.008, True), (0.008, True), (0.008, True), (0.004, True),
     ]  # fmt: skip
 
 
 def test_newbob_does_not_end_before_min_epochs() -> None:
     losses = [6.0, 2.0, 1.9999, 1.9999, 1.9999, 1.9999]
-    history = run(Schedule(initial=1.0, min_epochs=4), losses)
+    history = run(NewbobOptions(initial_lr=1.0, min_epochs=4), losses)
     # As in train_scheduler.sh, an epoch on which training would have ended leaves the rate as it is.
     assert history == [(1.0, True), (1.0, True), (0.5, True), (0.5, True), (0.5, False)]
 
 
 def test_newbob_by_frame_accuracy_uses_absolute_gains() -> None:
     accuracies = [0.01, 0.50, 0.504, 0.52, 0.5205]
-    recipe = Schedule(initial=1.0, criterion="frame-accuracy")
-    assert run(recipe, [1.0] * 5, accuracies) == [(1.0, True), (1.0, True), (0.5, True), (0.25, True)]
+    options = NewbobOptions(initial_lr=1.0, criterion="frame-accuracy", start_halving_impr=0.005)
+    assert run(options, [1.0] * 5, accuracies) == [(1.0, True), (1.0, True), (0.5, True), (0.25, True)]
 
 
 def test_newbob_ends_at_the_most_epochs() -> None:
     losses = [8.0 / 1.5**k for k in range(21)]
-    assert len(run(Schedule(), losses)) == 20
+    assert len(run(NewbobOptions(), losses)) == 20
 
 
 def test_newbob_rejects_a_loss_that_is_not_a_number() -> None:
-    schedule = make_schedule(Schedule())
-    schedule.start(3.0, 0.1)
-    assert schedule.judge(float("nan"), 0.1) is False
-    assert schedule.judge(2.0, 0.1) is True
+    schedule = make_schedule(NewbobOptions())
+    schedule.initialize(3.0, 0.1)
+    assert schedule.step(float("nan"), 0.1) is False
+    assert schedule.step(2.0, 0.1) is True
 
 
 def test_exponential_reaches_one_percent_after_15_epochs() -> None:
-    rates = [rate for rate, accepted in run(Schedule(name="exponential", initial=0.32), [3.0] * 16) if accepted]
+    rates = [rate for rate, accepted in run(ExponentialOptions(0.32, 0.0032), [3.0] * 16) if accepted]
     assert len(rates) == 15
     assert rates[0] == 0.32
     assert rates[-1] == pytest.approx(0.0032)

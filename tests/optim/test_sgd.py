@@ -6,27 +6,29 @@ import pytest
 import torch
 from twins import random_minibatch, twin_loss
 
-from ddnn.model.network import Buffers, Layer, Network, backward, cross_entropy, forward
-from ddnn.optim.sgd import Sgd
+from ddnn.nn.layers import Affine
+from ddnn.nn.network import Network, Workspace
+from ddnn.optim.sgd import Sgd, SgdOptions
 
 
 @pytest.mark.parametrize(("momentum", "l2"), [(0.0, 0.0), (0.9, 0.0), (0.5, 1e-3), (0.0, 1e-2)])
 def test_steps_equal_the_twin(momentum: float, l2: float) -> None:
-    network = Network((Layer(7, 5, "sigmoid", weight_rate=0.5), Layer(5, 4, "softmax", bias_rate=0.1)))
+    network = Network((Affine(7, 5, "sigmoid", learn_rate_coef=0.5), Affine(5, 4, "softmax", bias_learn_rate_coef=0.1)))
     generator = torch.Generator().manual_seed(1)
     network.parameters.copy_(torch.randn(network.parameters.shape, generator=generator))
-    optimizer = Sgd(network, momentum=momentum, l2=l2)
-    buffers = Buffers(network, 6)
+    optimizer = Sgd(network, SgdOptions(momentum, l2))
+    workspace = Workspace(network, 6)
     twin = network.parameters.double().clone()
     correction = torch.zeros_like(twin)
     is_weight = torch.cat([torch.ones(35), torch.zeros(5), torch.ones(20), torch.zeros(4)]).double()
     rates = torch.cat([torch.full((35,), 0.5), torch.ones(5), torch.ones(20), torch.full((4,), 0.1)]).double()
     optimizer.clear_momentum()
     for _ in range(5):
-        labels = random_minibatch(buffers, 4, generator)
-        correction = momentum * correction + twin_loss(network, twin, buffers.x, labels)[2]
+        labels = random_minibatch(workspace, 4, generator)
+        correction = momentum * correction + twin_loss(network, twin, workspace.x, labels)[2]
         twin = twin - 0.02 * rates * l2 * 6 * twin * is_weight - 0.02 * rates * correction
-        _, _ = cross_entropy(forward(network, buffers), labels, buffers.derivatives[-1])
-        backward(network, buffers)
-        optimizer.step(network, buffers, 0.02)
+        workspace.forward()
+        workspace.cross_entropy(labels)
+        workspace.backward()
+        optimizer.step(workspace, 0.02)
         torch.testing.assert_close(network.parameters.double(), twin, rtol=1e-4, atol=1e-5)

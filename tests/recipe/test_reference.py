@@ -34,17 +34,24 @@ def test_example_is_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "r.yaml").write_text(EXAMPLE)
     recipe = load_recipe(tmp_path / "r.yaml")
     assert EXAMPLE in recipe_reference()
-    assert (recipe.model.hidden_units, recipe.minibatch, recipe.schedule.initial) == (2048, 1024, 0.002)
-    assert recipe.schedule.initial * recipe.minibatch == pytest.approx(2.048)
+    assert (recipe.model.hidden_units, recipe.minibatch_size, recipe.schedule.initial_learning_rate) == (
+        2048,
+        1024,
+        0.002,
+    )
+    assert recipe.schedule.initial_learning_rate * recipe.minibatch_size == pytest.approx(2.048)
 
 
 def test_shipped_recipes(shared: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     root = DOCUMENT.parents[1]
     monkeypatch.chdir(root)
     recipe = load_recipe(Path("recipes/an4/sgd-random.yaml"))
-    assert recipe.data.cv.speakers_file == shared / "an4" / "cv_speakers.txt"
-    assert (recipe.model.hidden_layers, recipe.model.hidden_units, recipe.minibatch) == (4, 512, 256)
+    assert recipe.data.cv.speakers == shared / "an4" / "cv_speakers.txt"
+    assert (recipe.model.hidden_layers, recipe.model.hidden_units, recipe.minibatch_size) == (4, 512, 256)
+    for path in (root / "recipes").rglob("*.yaml"):
+        if path.name != "reproduce.yaml":
+            load_recipe(path, must_exist=False)
     monkeypatch.chdir(tmp_path)
     demo = load_recipe(root / "recipes/demo/demo.yaml", must_exist=False)
     assert demo.data.train == tmp_path / "demo/corpus/train"
-    assert (demo.model.hidden_layers, demo.model.hidden_units, demo.schedule.epochs) == (3, 256, 6)
+    assert (demo.model.hidden_layers, demo.model.hidden_units, demo.schedule.max_epochs) == (3, 256, 6)

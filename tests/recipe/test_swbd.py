@@ -12,31 +12,37 @@ import check_swbd
 import pytest
 from check_swbd import NO_CELLS, RECIPES, Shape, cells, check_recipe, corpus, problems
 
-from ddnn.errors import UserError
 from ddnn.recipe.load import load_recipe
-from ddnn.reproduce.corpus import CorpusPlan, load_corpus_plan
-from ddnn.reproduce.tables import TABLES
+from ddnn.reproduce.corpus import load_config
+from ddnn.reproduce.tables import paper
+from ddnn.util.errors import UserError
 
 SGD = {
     f"optimizer.{key}": None
     for key in ("rank_in", "rank_out", "alpha", "num_samples_history", "update_period", "max_change_per_sample",
-                "max_change_mode")
+                "max_change_scope")
 } | {"optimizer.name": "sgd"}  # fmt: skip
-BMUF = {"parallel.reduce": "bmuf", "parallel.nesterov": True, "parallel.every": 117}
-WARM = {"parallel.start": "one-worker", "parallel.start_minibatches": 100}
+BMUF = {"parallel.strategy": "bmuf", "parallel.nesterov": True, "parallel.averaging_period": 117}
+WARM = {"parallel.warmup": "single-worker", "parallel.warmup_minibatches": 100}
 CHANGES: dict[str, dict[str, Any]] = {
     "base": {},
     "random": {"init": "random"},
-    **{f"every-{n}": {"parallel.every": n} for n in (1, 5, 20, 50)},
-    "minibatch-256": {"minibatch": 256},
-    "newbob": {"schedule.name": "newbob", "schedule.criterion": "frame-accuracy", "schedule.epochs": 20},
-    "sgd": {**SGD, "schedule.initial": 0.002},
-    "sgd-half": {**SGD, "schedule.initial": 0.001},
-    **{name: {"parallel.reduce": name} for name in ("butterfly", "ring", "hopping-ring", "gradient")},
+    **{f"every-{n}": {"parallel.averaging_period": n} for n in (1, 5, 20, 50)},
+    "minibatch-256": {"minibatch_size": 256},
+    "gradient": {"parallel.strategy": "gradient-all-reduce"},
+    "newbob": {
+        "schedule.name": "newbob",
+        "schedule.criterion": "frame-accuracy",
+        "schedule.max_epochs": 20,
+        "schedule.epochs": None,
+    },
+    "sgd": {**SGD, "schedule.initial_learning_rate": 0.002},
+    "sgd-half": {**SGD, "schedule.initial_learning_rate": 0.001},
+    **{name: {"parallel.strategy": name} for name in ("butterfly", "ring", "hopping-ring")},
     "bmuf": BMUF,
     "overlap": {"parallel.overlap": True},
-    "wire-16": {"parallel.wire": "bfloat16"},
-    "each-worker": {"optimizer.max_change_mode": "each-worker"},
+    "bf16-exchange": {"parallel.comm_dtype": "bfloat16"},
+    "each-worker": {"optimizer.max_change_scope": "local"},
     "warm-start": WARM,
     "closing": {**BMUF, **WARM},
 }
@@ -53,14 +59,19 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shape]:
 def test_paper_s_setting() -> None:
     recipe = load_recipe(RECIPES / "base.yaml", must_exist=False)
     optimizer, schedule = recipe.optimizer, recipe.schedule
-    assert (recipe.model.hidden_layers, recipe.model.hidden_units, recipe.minibatch) == (6, 2048, 1024)
+    assert (recipe.model.hidden_layers, recipe.model.hidden_units, recipe.minibatch_size) == (6, 2048, 1024)
     assert (optimizer.name, optimizer.rank_in, optimizer.rank_out, optimizer.update_period) == ("ng-sgd", 30, 60, 4)
     assert (optimizer.num_samples_history, optimizer.alpha) == (2000.0, 4.0)
-    assert (optimizer.max_change_per_sample, optimizer.max_change_mode) == (0.075, "before-rate")
-    assert (schedule.name, schedule.initial, schedule.final, schedule.epochs) == ("exponential", 0.32, None, 15)
-    assert (recipe.init, recipe.pretrain.hours, recipe.pretrain.passes) == ("rbm", 100.0, None)
-    assert (recipe.parallel.reduce, recipe.parallel.every, recipe.data.splice) == ("all-reduce", 10, 5)
-    assert recipe.parallel.scale_learning_rate is None  # multiplied by the workers, but for bmuf
+    assert (optimizer.max_change_per_sample, optimizer.max_change_scope) == (0.075, "unscaled")
+    assert (schedule.name, schedule.initial_learning_rate, schedule.final_learning_rate, schedule.epochs) == (
+        "exponential",
+        0.32,
+        0.0032,
+        15,
+    )
+    assert (recipe.init, recipe.pretrain.hours, recipe.pretrain.epochs) == ("rbm", 100.0, None)
+    assert (recipe.parallel.strategy, recipe.parallel.averaging_period, recipe.data.splice) == ("all-reduce", 10, 5)
+    assert recipe.parallel.scale_learning_rate is True  # multiplied by the workers, but for bmuf
     assert recipe.data.cv.fraction == 0.1
 
 
@@ -79,7 +90,7 @@ def test_stack_is_that_of_the_base() -> None:
 
 
 def test_all_cells_are_there_and_no_more(shape: Shape) -> None:
-    assert sorted(f"{setting}-{workers}" for setting, workers in cells(load_corpus_plan(RECIPES))) == NAMES
+    assert sorted(f"{condition}-{workers}" for condition, workers in cells(load_config(RECIPES))) == NAMES
 
 
 @pytest.mark.parametrize("name", ["base-32", "sgd-16", "gradient-8", "closing-1", "newbob-1"])
@@ -104,8 +115,8 @@ def test_check_names_the_file_of_each_problem(
     assert "parallel.workers: 3 found, expected 2" in said and str(tmp_path / "base-2.yaml") in said
     assert "optimizer.nam: unknown key" in said and str(tmp_path / "sgd-1.yaml") in said
     assert "network: (600, 2048" in said and str(tmp_path / "wide-1.yaml") in said
-    assert f"the tables ask for it and it is not there\n  where: {tmp_path / 'sgd-16.yaml'}" in said
-    assert f"no table asks for it\n  where: {tmp_path / 'wide-1.yaml'}" in said
+    assert f"the tables ask for it and it is not there\n  location: {tmp_path / 'sgd-16.yaml'}" in said
+    assert f"no table asks for it\n  location: {tmp_path / 'wide-1.yaml'}" in said
     assert "base-1.yaml: 440-6x2048-8806" in capsys.readouterr().out
 
 
@@ -117,8 +128,8 @@ def test_too_many_workers_for_a_corpus_are_a_problem(shape: Shape, tmp_path: Pat
 
 
 def test_plan_of_the_corpus(shape: Shape) -> None:
-    plan: CorpusPlan = load_corpus_plan(RECIPES)
-    assert (plan.workers, plan.many, plan.stack) == ((1, 2, 4, 8, 16, 32), 16, "rbm.yaml")
+    plan = load_config(RECIPES)
+    assert (plan.workers, plan.max_workers, plan.dbn_recipe) == ((1, 2, 4, 8, 16, 32), 16, "rbm.yaml")
     assert [(test.name, test.graphs) for test in plan.tests] == [("eval2000", {})]
 
 
@@ -128,9 +139,9 @@ def test_readme_has_the_paper_s_numbers() -> None:
         for line in (RECIPES / "README.md").read_text().splitlines()
         if (match := re.match(r"\| `([a-z0-9-]+)\.yaml` \|(.*)\|$", line))
     }
-    for table in TABLES.values():
-        for (setting, workers), rates in table.paper.items():
-            name = f"{setting.replace('minibatch-1024', 'base')}-{workers}"
+    for table in paper().tables.values():
+        for (condition, workers), rates in table.published.items():
+            name = f"{condition.replace('minibatch-1024', 'base')}-{workers}"
             assert rows[name][1:3] == [f"{rates['SWB']:.1f}", f"{rates['CH']:.1f}"], name
             if "SWB01" in rates:
                 assert rows[name][3:6] == [f"{rates[key]:.1f}" for key in ("SWB01", "SWB2P3", "SWBCELL")], name

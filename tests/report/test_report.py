@@ -15,18 +15,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_runs import PARAMETERS, epoch_row, rows_of, worker_row, write_run
 
-from ddnn.errors import DataError, RecipeError, UserError
 from ddnn.report.runs import read_run, read_runs, summarise, training_seconds
 from ddnn.report.table import report
+from ddnn.util.errors import DataError, RecipeError, UserError
 
 RunCli = Callable[..., Any]
-ALONE = {"averagings": 0, "divergence": None, "bytes_sent": 0, "block_seconds": None, "block_seconds_std": None}
+ALONE = {
+    "averagings": 0,
+    "consensus_distance": None,
+    "bytes_sent": 0,
+    "interval_seconds": None,
+    "interval_seconds_std": None,
+}
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     """One worker, one worker of an older version, two workers, four by another strategy; hostile names."""
-    older = [row for row in rows_of(1) if row["split"] != "worker"]
+    older = [row for row in rows_of(1) if row["type"] != "worker"]
     four = rows_of(4)
     four[-1] |= {"accepted": False, "loss": 3.0}
     return [
@@ -36,7 +42,7 @@ def runs(tmp_path: Path) -> list[Path]:
         write_run(
             tmp_path / "vier \x1b[31m 四",
             four,
-            "{workers: 4, reduce: butterfly, every: 20}",
+            "{workers: 4, strategy: butterfly, averaging_period: 20}",
             "optimizer: {name: ng-sgd}\nseed: 7\n",
         ),
     ]
@@ -56,11 +62,11 @@ def test_figures(runs: list[Path]) -> None:
     assert two.frames_per_second_per_worker == pytest.approx(9025.0)
     assert [s.speed_up for s in (one, older, two, four)] == pytest.approx([1.0, 1.0, 1.9, 3.8])
     assert older.shares == dict.fromkeys(one.shares)
-    assert older.divergence is None and one.divergence is None
+    assert older.consensus_distance is None and one.consensus_distance is None
     spread = four.shares["compute"]
     assert spread is not None
     assert (spread.mean, spread.worst, spread.rank) == (pytest.approx(0.90), pytest.approx(0.87), 3)
-    spread = four.shares["waiting"]
+    spread = four.shares["wait"]
     assert spread is not None
     assert (spread.mean, spread.worst, spread.rank) == (pytest.approx(0.03), pytest.approx(0.06), 3)
     assert two.bytes_per_averaging == 58_554_848 / 12, "11 averagings and the mean at the end of the epoch"
@@ -69,22 +75,29 @@ def test_figures(runs: list[Path]) -> None:
 
 
 def test_shares_weigh_epochs_by_their_time(tmp_path: Path) -> None:
-    rows = [worker_row(1, 0, seconds=1.0, compute_share=0.2), worker_row(2, 0, seconds=3.0, compute_share=0.6)]
+    rows = [worker_row(1, 0, seconds=1.0, compute_fraction=0.2), worker_row(2, 0, seconds=3.0, compute_fraction=0.6)]
     spread = summarise([read_run(write_run(tmp_path / "run", rows))])[0].shares["compute"]
     assert spread is not None and spread.mean == pytest.approx(0.5)
 
 
-def test_left_out_models_are_counted_and_the_last_divergence_is_shown(tmp_path: Path) -> None:
-    rows = [worker_row(1, 0, left_out=2, divergence=0.5), worker_row(2, 0, left_out=1, divergence=0.25)]
-    summary = summarise([read_run(write_run(tmp_path / "run", [*rows, worker_row(2, 1, divergence=0.75)]))])[0]
-    assert summary.left_out == 3
-    assert summary.divergence is not None
-    assert (summary.divergence.mean, summary.divergence.worst, summary.divergence.rank) == (0.5, 0.75, 1)
+def test_excluded_models_are_counted_and_the_last_consensus_distance_is_shown(tmp_path: Path) -> None:
+    rows = [
+        worker_row(1, 0, excluded_averagings=2, consensus_distance=0.5),
+        worker_row(2, 0, excluded_averagings=1, consensus_distance=0.25),
+    ]
+    summary = summarise([read_run(write_run(tmp_path / "run", [*rows, worker_row(2, 1, consensus_distance=0.75)]))])[0]
+    assert summary.excluded_averagings == 3
+    assert summary.consensus_distance is not None
+    assert (summary.consensus_distance.mean, summary.consensus_distance.worst, summary.consensus_distance.rank) == (
+        0.5,
+        0.75,
+        1,
+    )
 
 
 def test_no_speed_up_without_a_run_of_one_worker_or_over_another_network(runs: list[Path], tmp_path: Path) -> None:
     assert [s.speed_up for s in summarise(read_runs(runs[2:]))] == [None, None]
-    other = write_run(tmp_path / "other", rows_of(2, parameters=PARAMETERS + 1))
+    other = write_run(tmp_path / "other", rows_of(2, num_parameters=PARAMETERS + 1))
     assert summarise(read_runs([runs[0], other]))[1].speed_up is None
 
 
@@ -103,9 +116,9 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
 
 def test_table(runs: list[Path]) -> None:
     text = report(runs, None).as_text()
-    rows = {line[:26].strip(): line[26:].split("  ") for line in text.splitlines()}
+    rows = {line[:32].strip(): line[32:].split("  ") for line in text.splitlines()}
     assert "\x1b" not in text
-    assert "butterfly" in rows["reduce"][-1] and "ng-sgd" in rows["optimizer"][-1]
+    assert "butterfly" in rows["strategy"][-1] and "ng-sgd" in rows["optimizer"][-1]
     assert rows["seed"][-1].strip() == "7", "the recipes differ in it"
     assert rows["speed-up over one worker"][-1].strip() == "3.80"
     assert rows["compute time"][-1].strip() == "90.0 / 87.0 % (3)"
@@ -114,7 +127,7 @@ def test_table(runs: list[Path]) -> None:
 
 def test_plots(runs: list[Path], tmp_path: Path) -> None:
     found = report(runs, tmp_path / "new folder" / "out")
-    assert [path.name for path in found.plots] == ["learning.png", "time.png", "divergence.png"]
+    assert [path.name for path in found.plots] == ["learning.png", "time.png", "consensus-distance.png"]
     for path in found.plots:
         width, height = png_size(path)
         assert 800 <= width <= 2000 and 300 <= height <= 2000
@@ -127,7 +140,7 @@ def test_plots(runs: list[Path], tmp_path: Path) -> None:
 
 def test_plots_of_very_many_runs_and_workers(tmp_path: Path) -> None:
     many = write_run(
-        tmp_path / "many", [worker_row(1, rank, compute_share=0.5, waiting_share=0.3) for rank in range(300)]
+        tmp_path / "many", [worker_row(1, rank, compute_fraction=0.5, wait_fraction=0.3) for rank in range(300)]
     )
     for path in report([many], tmp_path / "out").plots:
         assert max(png_size(path)) <= 2000
@@ -156,7 +169,11 @@ def test_any_metrics_that_can_be_read_can_be_shown(tmp_path: Path, data: st.Data
         rows.append(epoch_row(epoch, "cv", loss=loss, accepted=data.draw(st.booleans())))
         rows.append(epoch_row(epoch, "train", frames_per_second=data.draw(number), seconds=data.draw(number)))
         for rank in range(data.draw(st.integers(0, 2))):
-            more = {"compute_share": data.draw(share), "seconds": data.draw(number), "divergence": data.draw(number)}
+            more = {
+                "compute_fraction": data.draw(share),
+                "seconds": data.draw(number),
+                "consensus_distance": data.draw(number),
+            }
             rows.append(worker_row(epoch, rank, **more))
     path = tmp_path / "run"
     path.mkdir(exist_ok=True)
@@ -169,7 +186,7 @@ def test_any_metrics_that_can_be_read_can_be_shown(tmp_path: Path, data: st.Data
 @pytest.mark.parametrize("value", [0.0, 5e-324, 1e18])
 def test_extreme_figures_are_drawn(tmp_path: Path, value: float) -> None:
     rows = [epoch_row(1, "train", frames_per_second=value), epoch_row(1, "cv", loss=-value, frame_accuracy=value)]
-    path = write_run(tmp_path / "run", [*rows, worker_row(1, 0, divergence=value, seconds=value)])
+    path = write_run(tmp_path / "run", [*rows, worker_row(1, 0, consensus_distance=value, seconds=value)])
     assert len(report([path], tmp_path / "out").plots) == 3
 
 
@@ -192,8 +209,8 @@ def test_on_the_command_line(runs: list[Path], tmp_path: Path, run_cli: RunCli) 
     assert shown.exit_code == 0, shown.stderr
     found = json.loads(shown.stdout)
     assert [run["workers"] for run in found["runs"]] == [1, 1, 2, 4]
-    assert found["runs"][3]["reduce"] == "butterfly"
-    assert [Path(path).name for path in found["plots"]] == ["learning.png", "time.png", "divergence.png"]
+    assert found["runs"][3]["strategy"] == "butterfly"
+    assert [Path(path).name for path in found["plots"]] == ["learning.png", "time.png", "consensus-distance.png"]
     assert run_cli("report", runs[0], "--no-plots").exit_code == 0
     assert run_cli("report").exit_code == 2
 
@@ -202,7 +219,7 @@ def test_without_matplotlib(runs: list[Path], tmp_path: Path) -> None:
     """The table does without it, plots say what to install; neither loads torch."""
     code = (
         "import sys; from pathlib import Path; sys.modules['matplotlib.figure'] = None\n"
-        "from ddnn.errors import UserError; from ddnn.report.table import report\n"
+        "from ddnn.util.errors import UserError; from ddnn.report.table import report\n"
         "print(report([Path(sys.argv[1])], None).as_text())\n"
         "try: report([Path(sys.argv[1])], Path(sys.argv[2]))\n"
         "except UserError as error: print(error)\n"

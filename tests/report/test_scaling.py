@@ -16,7 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_runs import rows_of, worker_row, write_run
 
-from ddnn.errors import DataError, UserError
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.transform import splice_only
+from ddnn.nn.acoustic_model import AcousticModel, save_model
+from ddnn.nn.layers import mlp_layers
+from ddnn.nn.network import Network
 from ddnn.report.calibrate import calibrate
 from ddnn.report.measured import Measurement, network_dims, operations_of, parameters_of, read_measured
 from ddnn.report.scale_command import ScaleOptions, Scaling, scale
@@ -27,22 +31,23 @@ from ddnn.report.scaling import (
     Job,
     Way,
     averagings,
+    comm_seconds,
     epoch_seconds,
-    exchange_seconds,
     fit_not_negative,
     largest_of,
     scaled,
 )
+from ddnn.util.errors import DataError, UserError
 
 RunCli = Callable[..., Any]
 K20 = Path("k20-switchboard.yaml")
 BUTTERFLY = Path("k20-switchboard-butterfly.yaml")
 PAPER = {2: 1.39, 4: 2.65, 8: 4.99, 16: 9.32, 32: 16.70}
 PAPER_BUTTERFLY = {2: 1.45, 4: 2.83, 8: 5.44, 16: 10.10, 32: 18.02}
-JOB = Job(parameters=40_000_000, operations=240e6, minibatch=1000, every=10, frames=1e8)
+JOB = Job(parameters=40_000_000, operations=240e6, minibatch=1000, averaging_period=10, frames=1e8)
 TRUE = Constants(
-    job=JOB, minibatch_seconds=0.15, stall_seconds=0.02, serial_seconds=100.0, averaging_seconds=0.1, block_std=0.05,
-    latency=1e-3, byte_seconds=1e-9, final_mean=True,
+    job=JOB, minibatch_seconds=0.15, contention_seconds=0.02, serial_seconds=100.0, averaging_seconds=0.1,
+    block_std=0.05, latency=1e-3, byte_seconds=1e-9, final_mean=True,
 )  # fmt: skip
 
 
@@ -69,7 +74,7 @@ def test_the_papers_butterfly_from_its_all_reduce() -> None:
 
 def test_the_papers_every_20_from_its_every_10() -> None:
     """Table of the contrasts: 16 GPUs gain 10.07 at every 20."""
-    found = scale([K20], ScaleOptions(workers=(16,), fit=(1, 2, 4), every=20), None)
+    found = scale([K20], ScaleOptions(workers=(16,), fit=(1, 2, 4), averaging_period=20), None)
     assert speed_ups(found, "all-reduce")[16] == pytest.approx(10.07, rel=0.02)
 
 
@@ -92,7 +97,7 @@ def test_an_epoch_by_hand() -> None:
     x = 4 * 1e-3 + 1.5 * 160e6 * 1e-9
     w = 0.05 * largest_of(4)
     assert averagings(JOB, "all-reduce", 4) == 2500
-    assert exchange_seconds(TRUE, "all-reduce", "float32", 4) == pytest.approx(x)
+    assert comm_seconds(TRUE, "all-reduce", "float32", 4) == pytest.approx(x)
     assert epoch_seconds(TRUE, Way("all-reduce"), 1) == pytest.approx(100 + 1e5 * 0.15)
     assert epoch_seconds(TRUE, Way("all-reduce"), 4) == pytest.approx(100 + 2500 * (1.7 + w + x + 0.1) + x)
     assert epoch_seconds(TRUE, Way("all-reduce", overlap=True), 4) == pytest.approx(100 + 2500 * (1.7 + w + 0.1) + x)
@@ -103,7 +108,7 @@ def test_an_epoch_by_hand() -> None:
     ring = 1e-3 + 160e6 * 1e-9
     assert epoch_seconds(TRUE, Way("ring"), 4) == pytest.approx(100 + 2500 * (1.7 + w + ring + 0.1) + x)
     gradient = 25_000 * (0.17 + w / math.sqrt(10) + x + 0.1)
-    assert epoch_seconds(TRUE, Way("gradient"), 4) == pytest.approx(100 + gradient), "no last mean"
+    assert epoch_seconds(TRUE, Way("gradient-all-reduce"), 4) == pytest.approx(100 + gradient), "no last mean"
     half = 1e-3 + 80e6 * 1e-9
     assert epoch_seconds(TRUE, Way("ring", "bfloat16"), 4) == pytest.approx(100 + 2500 * (1.7 + w + half + 0.1) + x)
 
@@ -120,31 +125,33 @@ def test_more_workers_never_beat_the_ideal_and_overlap_never_loses(strategy: str
 
 
 def test_another_job() -> None:
-    other = replace(JOB, operations=480e6, minibatch=500, every=40, frames=3e8, parameters=80_000_000)
+    other = replace(JOB, operations=480e6, minibatch=500, averaging_period=40, frames=3e8, parameters=80_000_000)
     found = scaled(TRUE, other)
-    assert (found.minibatch_seconds, found.stall_seconds) == pytest.approx((0.15, 0.02))
+    assert (found.minibatch_seconds, found.contention_seconds) == pytest.approx((0.15, 0.02))
     assert (found.averaging_seconds, found.serial_seconds, found.block_std) == pytest.approx((0.2, 300.0, 0.1))
     assert scaled(TRUE, JOB) == TRUE
 
 
-def measurement(workers: int, strategy: str = "all-reduce", every: int = 10, told_apart: bool = True) -> Measurement:
+def measurement(
+    workers: int, strategy: str = "all-reduce", averaging_period: int = 10, told_apart: bool = True
+) -> Measurement:
     """What the model with the constants TRUE (less E and sigma) would have measured."""
-    job = replace(JOB, every=every)
+    job = replace(JOB, averaging_period=averaging_period)
     constants = replace(TRUE, job=job, block_std=0.0, final_mean=False)
     rounds = averagings(job, strategy, workers) if workers > 1 else 0.0
-    exchange = rounds * exchange_seconds(constants, strategy, "float32", workers)
+    comm = rounds * comm_seconds(constants, strategy, "float32", workers)
     seconds = epoch_seconds(constants, Way(strategy), workers)
     compute = job.frames / job.minibatch / workers * (0.15 + 0.02 * (workers > 1))
-    found = Measurement("made up", workers, Way(strategy), job, seconds, exchange, rounds)
-    return replace(found, compute=compute, rest=seconds - compute - exchange) if told_apart else found
+    found = Measurement("made up", workers, Way(strategy), job, seconds, comm, rounds)
+    return replace(found, compute=compute, rest=seconds - compute - comm) if told_apart else found
 
 
 @pytest.mark.parametrize("told_apart", [True, False])
 def test_the_fit_finds_the_constants_again(told_apart: bool) -> None:
     measured = [measurement(n, told_apart=told_apart) for n in (1, 2, 4, 8)]
-    measured.append(measurement(4, every=20, told_apart=told_apart))
+    measured.append(measurement(4, averaging_period=20, told_apart=told_apart))
     found = calibrate(measured).constants
-    for name in ("minibatch_seconds", "stall_seconds", "serial_seconds", "averaging_seconds", "latency"):
+    for name in ("minibatch_seconds", "contention_seconds", "serial_seconds", "averaging_seconds", "latency"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
     assert found.byte_seconds == pytest.approx(1e-9)
 
@@ -161,9 +168,9 @@ def test_what_is_not_measured_is_said_to_be_assumed() -> None:
     assert any("alpha = 0" in note for note in several.assumed)
     assert any("(g = 0)" in note for note in several.assumed)
     assert any("S = 0" in note for note in several.assumed)
-    with pytest.raises(UserError, match="no exchange was measured"):
+    with pytest.raises(UserError, match="no communication was measured"):
         calibrate([measurement(1)])
-    with pytest.raises(UserError, match="times on 2, 4 workers found, expected those on 1 and on more"):
+    with pytest.raises(UserError, match="times with 2, 4 workers found, expected times with 1 and with more"):
         calibrate([measurement(n, told_apart=False) for n in (2, 4)])
     with pytest.raises(UserError, match="differ in network"):
         calibrate([measurement(1), replace(measurement(2), job=replace(JOB, parameters=5))])
@@ -199,10 +206,13 @@ def test_networks() -> None:
 
 
 def test_run_dirs(tmp_path: Path) -> None:
-    rows = rows_of(1, averagings=0, exchange_seconds=0.0, compute_share=0.90, data_share=0.02, block_seconds_std=None)
+    rows = rows_of(
+        1, averagings=0, comm_seconds=0.0, compute_fraction=0.90, data_fraction=0.02, interval_seconds_std=None
+    )
     one = write_run(tmp_path / "one", rows)
     two = write_run(tmp_path / "two", rows_of(2), "{workers: 2}")
-    (two / "ali_train_pdf.counts").write_text("[ " + "1 " * 616 + "]\n")
+    model = AcousticModel(FeatureConfig(), splice_only(40, 5), Network(mlp_layers(440, 4, 512, 616)))
+    save_model(two / "best.safetensors", model)
     found = read_measured(two)[0]
     assert (found.workers, found.way, found.averagings) == (2, Way("all-reduce"), 11)
     assert found.job == Job(1_329_768, operations_of([440, 512, 512, 512, 512, 616]), 256, 10, 2 * 28672)
@@ -213,33 +223,34 @@ def test_run_dirs(tmp_path: Path) -> None:
     assert scaling.constants.block_std == pytest.approx(found.block_std)
     assert scaling.constants.final_mean
     assert scaling.constants.minibatch_seconds == pytest.approx(3.1 * 0.92 / 112)
-    assert scaling.constants.stall_seconds == pytest.approx(3.1 * (0.93 - 0.92) / 112)
+    assert scaling.constants.contention_seconds == pytest.approx(3.1 * (0.93 - 0.92) / 112)
     assert [check.workers for check in scaling.checks] == [2]
 
 
 def test_an_overlapped_run_hides_its_exchange(tmp_path: Path) -> None:
-    rows = rows_of(2, exchange_seconds=1.0, communication_share=0.01)
+    rows = rows_of(2, comm_seconds=1.0, comm_fraction=0.01)
     run = write_run(tmp_path / "run", rows, "{workers: 2, overlap: true}")
     found = read_measured(run)[0]
-    assert found.way.overlap and found.exchange == 1.0
+    assert found.way.overlap and found.comm == 1.0
     assert found.rest == pytest.approx(3.1 * 0.06)
 
 
-def test_an_epoch_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_epoch_is_ignored(tmp_path: Path) -> None:
     rows = [*rows_of(2, epochs=2), worker_row(3, 0, seconds=99.0)]
     assert read_measured(write_run(tmp_path / "run", rows))[0].seconds == pytest.approx(3.1)
     for name, only in (("older", rows[:2]), ("begun", [worker_row(1, 0), worker_row(2, 1)])):
-        with pytest.raises(DataError, match=r"no row of a worker|no epoch has whole rows"):
+        with pytest.raises(DataError, match=r"no row of a worker|no epoch has complete rows"):
             read_measured(write_run(tmp_path / name, only))
 
 
-GOOD = "network: 10-20-30\nminibatch: 8\nevery: 10\nframes: 1000\nworkers: [1, 2]\ntotal: [9, 5]\ncommunication: [0, 1]"
+GOOD = "network: 10-20-30\nminibatch_size: 8\naveraging_period: 10\nframes: 1000\nworkers: [1, 2]\n"
+GOOD += "total: [9, 5]\ncommunication: [0, 1]"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("frames: 1000", "", "frames: Field required"),
+        ("frames: 1000", "", "frames: missing"),
         ("frames: 1000", "frames: .inf", "frames"),
         ("frames: 1000", "frames: -1", "frames"),
         ("[9, 5]", "[9]", "differ in length: 2, 1, 2"),
@@ -248,9 +259,9 @@ GOOD = "network: 10-20-30\nminibatch: 8\nevery: 10\nframes: 1000\nworkers: [1, 2
         ("[9, 5]", "[9, .nan]", "total.1"),
         ("[1, 2]", "[0, 2]", "workers.0"),
         ("[1, 2]", "[1, 2.5]", "workers.1"),
-        ("every: 10", "every: 10\nunit: weeks", "unit"),
-        ("every: 10", "every: 10\nevry: 10", "evry"),
-        ("every: 10", "every: {a: 1}", "every"),
+        ("averaging_period: 10", "averaging_period: 10\nunit: weeks", "unit"),
+        ("averaging_period: 10", "averaging_period: 10\nevry: 10", "evry"),
+        ("averaging_period: 10", "averaging_period: {a: 1}", "averaging_period"),
         ("10-20-30", "10-20-x", "dims of a network"),
         ("10-20-30", "!!python/object/apply:os.system [ls]", "tags"),
         ("[1, 2]", "*a", "aliases"),
@@ -286,8 +297,8 @@ def test_any_bytes_are_predicted_from_or_refused(tmp_path: Path, place: int, len
     ("changes", "said"),
     [
         ({"workers": (0,)}, "0 workers found, expected 1 to 1,000,000"),
-        ({"fit": (3,)}, "none of the sizes to fit by was measured; measured are 1, 2, 4, 8, 16, 32"),
-        ({"every": 0}, "0 found, expected a number above 0"),
+        ({"fit": (3,)}, "none of these numbers of workers was measured, only 1, 2, 4, 8, 16, 32"),
+        ({"averaging_period": 0}, "0 found, expected a number above 0"),
         ({"bandwidth": float("nan")}, "nan found"),
         ({"latency": -1.0}, "-1 found, expected seconds"),
         ({"frames": 1.0, "hours": 1.0}, "both given"),
@@ -300,13 +311,13 @@ def test_options_that_cannot_be(changes: dict[str, Any], said: str) -> None:
 
 
 def test_text_says_what_is_fitted_and_assumed() -> None:
-    text = foretold(1, 2, 4, network="440-4x512-616", minibatch=256).as_text()
+    text = foretold(1, 2, 4, network="440-4x512-616", minibatch_size=256).as_text()
     assert text.count("(fitted)") == 2
-    assert "assumed: a frame takes as long in a minibatch of another size" in text
-    assert "assumed: compute grows with the operations" in text
-    assert "1,329,768 parameters, minibatch 256, every 10" in text
+    assert "assumption: a frame takes the same time in a minibatch of another size" in text
+    assert "assumption: computing time is proportional to the operations" in text
+    assert "1,329,768 parameters, minibatch size 256, averaging period 10" in text
     few = scale([K20], ScaleOptions(workers=(2, 1000), hours=1.0), None).as_text()
-    assert "a part of an averaging only, from 1000 workers on" in few
+    assert "with 1000 or more workers, an epoch has fewer frames than one averaging interval" in few
 
 
 def test_on_the_command_line(tmp_path: Path, run_cli: RunCli) -> None:

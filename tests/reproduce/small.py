@@ -1,4 +1,4 @@
-"""A corpus of toys with a reproduce.yaml: two settings, sizes 1 and 2, trained in seconds."""
+"""A corpus of toys with a reproduce.yaml: two conditions, sizes 1 and 2, trained in seconds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from pathlib import Path
 
 from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_graph_dir
 
-from ddnn.reproduce.table import BASE, Contrast, Setting, Table
+from ddnn.reproduce.tables import Condition, Hypothesis, Table
 
 TOY = Table(
-    "toy",
-    "Toys",
-    (Setting("sgd", "SGD"), BASE, Setting("further", "not there", beyond=True)),
-    "one and many",
-    (Contrast("NG-SGD is better", ("base", "one"), ("sgd", "one")),),
-    {("base", 1): {"SWB": 14.7}},
+    name="toy",
+    title="Toys",
+    workers=(1, "max"),
+    conditions=(
+        Condition(name="sgd", label="SGD"),
+        Condition(name="base", label="NG-SGD"),
+        Condition(name="further", label="without a recipe", extension=True),
+    ),
+    hypotheses=(Hypothesis(statement="NG-SGD is better", expected_better=("base", 1), expected_worse=("sgd", 1)),),
+    published={("base", 1): {"SWB": 14.7}},
 )
 
 
@@ -27,18 +31,19 @@ def write_corpus(root: Path, *, graphs: bool = True, init: str = "rbm", rate: fl
     (root / "data" / "text").write_text("".join(f"{name} a b\n" for name in sorted(features)))
     folder = root / "recipes" / "toy"
     (folder / "tables").mkdir(parents=True)
-    pretrain = "pretrain: {passes: [1]}\n" if init == "rbm" else ""
+    pretrain = "pretrain: {epochs: [1]}\n" if init == "rbm" else ""
     (folder / "tables" / "base.yaml").write_text(
         f"data: {{train: {root}/data, alignments: {root}/ali, splice: 1}}\ninit: {init}\n{pretrain}"
-        "model: {hidden_layers: 1, hidden_units: 4}\nminibatch: 32\nprecision: float32\n"
+        "model: {hidden_layers: 1, hidden_units: 4}\nminibatch_size: 32\nprecision: float32\n"
         f"optimizer: {{name: ng-sgd, rank_in: 2, rank_out: 2}}\n"
-        f"schedule: {{name: exponential, epochs: 2, initial: {rate:g}}}\nparallel: {{every: 2}}\n"
+        f"schedule: {{name: exponential, epochs: 2, initial_learning_rate: {rate:g}}}\n"
+        "parallel: {averaging_period: 2}\n"
     )
     sgd = "include: base.yaml\noptimizer: {name: sgd, rank_in: null, rank_out: null}\n"
     (folder / "tables" / "sgd.yaml").write_text(sgd)
     decoding = f"    text: {root}/data/text\n    model: {root}/ali/final.mdl\n    graphs: {{loop: {root}/graph}}\n"
     (folder / "reproduce.yaml").write_text(
-        f"name: Toy\nseeds: [1, 2]\nworkers: [1, 2]\nmany: 2\ntests:\n  test:\n    data: {root}/data\n"
+        f"name: Toy\nseeds: [1, 2]\nworkers: [1, 2]\nmax_workers: 2\ntests:\n  test:\n    data: {root}/data\n"
         f"    alignments: {root}/ali\n{decoding if graphs else ''}"
     )
     return folder

@@ -6,15 +6,15 @@ import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ddnn.reproduce.corpus import CorpusPlan, TestSet
-from ddnn.reproduce.records import FrameFigures, Record, Time, WordErrors
-from ddnn.reproduce.table import Table, sizes_of
-from ddnn.reproduce.tables import TABLES
+from ddnn.reproduce.corpus import ReproduceConfig, TestSet
+from ddnn.reproduce.records import FrameMetrics, RunRecord, TimeBreakdown, WordErrors
+from ddnn.reproduce.tables import Table, paper
 
 WORDS = (7, 3, 9, 1, 5, 4, 8, 6) * 5
+SPEAKERS = tuple(number // 4 for number in range(len(WORDS)))
 
 
-def plan(**changes: object) -> CorpusPlan:
+def plan(**changes: object) -> ReproduceConfig:
     """A corpus of three seeds, 1 to 16 workers, one test set with two graphs."""
     test = TestSet(
         name="test",
@@ -24,23 +24,25 @@ def plan(**changes: object) -> CorpusPlan:
         model=Path("final.mdl"),
         graphs={"trigram": Path("graph"), "unigram": Path("graph_ug")},
     )
-    fields = {"name": "synthetic", "workers": (1, 2, 4, 16), "many": 16, "tests": (test,), "seeds": (1, 2, 3)}
-    return CorpusPlan.model_validate({**fields, **changes})
+    fields = {"name": "synthetic", "workers": (1, 2, 4, 16), "max_workers": 16, "tests": (test,), "seeds": (1, 2, 3)}
+    return ReproduceConfig.model_validate({**fields, **changes})
 
 
-def record(setting: str, workers: int, seed: int, accuracy: float, wer: float = 0.2, **changes: object) -> Record:
+def record(condition: str, workers: int, seed: int, accuracy: float, wer: float = 0.2, **changes: object) -> RunRecord:
     """One run: frame accuracy (0 to 1) and word error rate (0 to 1), with errors drawn from the name of the run."""
-    draw = random.Random(f"{setting} {workers} {seed}")
-    figures = FrameFigures(loss=2.0 - accuracy, frame_accuracy=accuracy)
+    draw = random.Random(f"{condition} {workers} {seed}")
+    figures = FrameMetrics(loss=2.0 - accuracy, frame_accuracy=accuracy)
     epochs = tuple(
-        FrameFigures(loss=2.0, frame_accuracy=accuracy * (1.0 - 0.4 / (epoch + 1) ** 2)) for epoch in range(1, 11)
+        FrameMetrics(loss=2.0, frame_accuracy=accuracy * (1.0 - 0.4 / (epoch + 1) ** 2)) for epoch in range(1, 11)
     )
     wers = {}
     for name, factor in (("test trigram", 1.0), ("test unigram", 2.0)):
         errors = tuple(sum(draw.random() < factor * wer for _ in range(count)) for count in WORDS)
-        wers[name] = WordErrors(wer=100.0 * sum(errors) / sum(WORDS), acoustic_scale=0.1, words=WORDS, errors=errors)
-    found = Record(
-        setting=setting,
+        wers[name] = WordErrors(
+            wer=100.0 * sum(errors) / sum(WORDS), acoustic_scale=0.1, words=WORDS, errors=errors, speakers=SPEAKERS
+        )
+    found = RunRecord(
+        condition=condition,
         workers=workers,
         seed=seed,
         recipe="0" * 64,
@@ -49,11 +51,11 @@ def record(setting: str, workers: int, seed: int, accuracy: float, wer: float = 
         cv_by_epoch=epochs,
         tests={"test": figures},
         wers=wers,
-        time=Time(
+        time=TimeBreakdown(
             seconds=100.0 / workers + 5.0,
             compute_seconds=90.0 / workers,
-            exchange_seconds=3.0,
-            waiting_seconds=1.0,
+            comm_seconds=3.0,
+            wait_seconds=1.0,
             averagings=0 if workers == 1 else 900 // workers,
             bytes_sent=0.0 if workers == 1 else 1e9,
             cores=2,
@@ -61,30 +63,32 @@ def record(setting: str, workers: int, seed: int, accuracy: float, wer: float = 
         machine="a machine, 2 cores",
         date=f"2026-01-0{1 + seed % 9}",
         version="ddnn 0.1.0, torch 2.13.0",
-        command=f"ddnn train {setting}.yaml",
+        command=f"ddnn train {condition}.yaml",
     )
     return found.model_copy(update=changes)
 
 
-def diverged(setting: str, workers: int, seed: int, why: str = "the training diverged") -> Record:
+def diverged(condition: str, workers: int, seed: int, why: str = "the training diverged") -> RunRecord:
     """A run that ended without a model."""
-    return Record(setting=setting, workers=workers, seed=seed, recipe="0" * 64, failed=why)
+    return RunRecord(condition=condition, workers=workers, seed=seed, recipe="0" * 64, failed=why)
 
 
-def by_name(records: Iterable[Record]) -> dict[str, Record]:
+def by_name(records: Iterable[RunRecord]) -> dict[str, RunRecord]:
     """As read_records gives them."""
     return {found.name: found for found in records}
 
 
 def table_records(
-    corpus: CorpusPlan, tables: Iterable[Table] = tuple(TABLES.values()), lost: Mapping[str, float] | None = None
-) -> dict[str, Record]:
-    """All runs of these tables; `lost` is frame accuracy by setting, and more workers lose a little."""
+    corpus: ReproduceConfig,
+    tables: Iterable[Table] = tuple(paper().tables.values()),
+    lost: Mapping[str, float] | None = None,
+) -> dict[str, RunRecord]:
+    """All runs of these tables; `lost` is frame accuracy by condition, and more workers lose a little."""
     found = []
     for table in tables:
-        for setting in table.settings:
-            name = corpus.same.get(setting.name, setting.name)
-            for workers in sizes_of(setting, table, corpus.workers, corpus.many):
+        for condition in table.conditions:
+            name = corpus.recipe_name(condition.name)
+            for workers in table.columns(condition, corpus.workers, corpus.max_workers):
                 for seed in corpus.seeds:
                     wobble = random.Random(f"{name} {workers} {seed}").gauss(0.0, 0.001)
                     down = (lost or {}).get(name, 0.0) + 0.001 * workers.bit_length() + wobble

@@ -18,14 +18,12 @@ from typing import Any
 import pytest
 from reproduce.small import write_corpus
 
-from ddnn.errors import UserError
-from ddnn.reproduce.command import check
-from ddnn.reproduce.corpus import load_corpus_plan
-from ddnn.reproduce.lock import alone
-from ddnn.reproduce.outcome import Reproduction
-from ddnn.reproduce.plan import Run, Stale, plan_runs
-from ddnn.reproduce.records import Record, write_record
-from ddnn.reproduce.tables import chosen
+from ddnn.reproduce.command import ReproduceResult, exclusive
+from ddnn.reproduce.corpus import load_config
+from ddnn.reproduce.records import RunRecord, write_record
+from ddnn.reproduce.runs import OutdatedRecords, PlannedRun, plan_runs
+from ddnn.reproduce.tables import select_tables
+from ddnn.util.errors import UserError
 
 pytest.importorskip("matplotlib")
 
@@ -38,14 +36,14 @@ def one_seed(folder: Path) -> Path:
     return folder
 
 
-def runs_of(folder: Path) -> list[Run]:
-    return plan_runs(load_corpus_plan(folder), folder, chosen(("table6",)))
+def runs_of(folder: Path) -> list[PlannedRun]:
+    return plan_runs(load_config(folder), folder, select_tables(("table6",)))
 
 
-def record_of(run: Run, **changes: object) -> Record:
+def record_of(run: PlannedRun, **changes: object) -> RunRecord:
     """One that counts, but for the changes."""
-    names = {"setting": run.setting, "workers": run.workers, "seed": run.seed}
-    return Record.model_validate({**names, "recipe": run.digest, "judged": run.judged, **changes})
+    names = {"condition": run.condition, "workers": run.workers, "seed": run.seed}
+    return RunRecord.model_validate({**names, "recipe": run.digest, "test_digest": run.test_digest, **changes})
 
 
 def test_a_table_from_nothing_then_nothing_to_do(tmp_path: Path, run_cli: RunCli) -> None:
@@ -53,10 +51,10 @@ def test_a_table_from_nothing_then_nothing_to_do(tmp_path: Path, run_cli: RunCli
     folder, out = one_seed(write_corpus(tmp_path)), tmp_path / "out"
     arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--device", "cpu")
     planned = run_cli(*arguments, "--dry-run")
-    assert planned.exit_code == 0 and "0 runs there, 4 missing" in planned.stdout and not out.exists()
+    assert planned.exit_code == 0 and "0 runs recorded, 4 missing" in planned.stdout and not out.exists()
     first = run_cli(*arguments)
     assert first.exit_code == 0, first.stderr
-    assert "4 runs there, 0 missing" in first.stdout and "4/4" in first.stderr
+    assert "4 runs recorded, 0 missing" in first.stdout and "4/4" in first.stderr
     markdown, html = (out / "report.md").read_text(), (out / "report.html").read_text()
     assert "NG-SGD is better than SGD" in markdown and "test loop WER" in markdown
     assert "data:image/png" in html and not re.search(r"(src|href)=.https?:", html)
@@ -71,9 +69,9 @@ def test_only_some_are_run_but_all_are_reported(tmp_path: Path, run_cli: RunCli)
     folder, out = one_seed(write_corpus(tmp_path, graphs=False, init="random")), tmp_path / "out"
     arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--device", "cpu")
     some = run_cli(*arguments, "--workers", "1")
-    assert some.exit_code == 0 and "2 runs there, 2 missing" in some.stdout
+    assert some.exit_code == 0 and "2 runs recorded, 2 missing" in some.stdout
     assert "2 runs missing" in (out / "report.md").read_text()
-    none = run_cli(*arguments, "--only-report", "--report", tmp_path / "elsewhere" / "toy")
+    none = run_cli(*arguments, "--report-only", "--report", tmp_path / "elsewhere" / "toy")
     assert (
         none.exit_code == 0
         and (tmp_path / "elsewhere" / "toy.html").exists()
@@ -90,10 +88,10 @@ def test_only_some_are_run_but_all_are_reported(tmp_path: Path, run_cli: RunCli)
         (("table6", "--seeds", "9", "--corpus", "TOY"), "the corpus has 1, 2"),
         (("table6", "--workers", "3", "--corpus", "TOY"), "the corpus has 1, 2"),
         (("table6", "--report", ".", "--dry-run", "--corpus", "TOY"), "expected DIR/NAME"),
-        (("table6", "--only-report", "--records", "TOY/nowhere", "--corpus", "TOY"), "no such folder of records"),
-        (("table6", "--only-report", "--records", "TOY/tables", "--corpus", "TOY"), "no record in it"),
+        (("table6", "--report-only", "--records", "TOY/nowhere", "--corpus", "TOY"), "no such folder of records"),
+        (("table6", "--report-only", "--records", "TOY/tables", "--corpus", "TOY"), "it has no record"),
         (
-            ("table6", "--only-report", "--records", "TOY/reproduce.yaml", "--corpus", "TOY"),
+            ("table6", "--report-only", "--records", "TOY/reproduce.yaml", "--corpus", "TOY"),
             "a file, expected a folder",
         ),
         (("table6", "--dry-run", "--records", "TOY/reproduce.yaml", "--corpus", "TOY"), "a file, expected a folder"),
@@ -113,30 +111,30 @@ def test_what_cannot_be_is_said(tmp_path: Path, run_cli: RunCli, arguments: tupl
     toy = write_corpus(tmp_path, graphs=False)
     result = run_cli("reproduce", *(word.replace("TOY", str(toy)) for word in arguments))
     assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.stderr
-    assert "\n  mend:  " in result.stderr and not (toy / "out" / "logs").exists()
+    assert "\n  hint: " in result.stderr and not (toy / "out" / "logs").exists()
 
 
 def test_a_dry_run_lists_what_this_call_would_make(tmp_path: Path, run_cli: RunCli) -> None:
     folder, out = write_corpus(tmp_path), tmp_path / "out"
     arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--cores", "3", "--dry-run")
     said = run_cli(*arguments, "--seeds", "2", "--workers", "1").stdout
-    assert f"this call would make 2 runs and 1 stack of RBMs in {out}, on 3 cores" in said
-    assert re.findall("would be made: (.*)", said) == ["sgd-1-2", "base-1-2"]
-    assert "0 runs there, 8 missing" in said and "6 more missing and not asked for" in said
+    assert f"this call would execute 2 runs and 1 DBN in {out}, on 3 cores" in said
+    assert re.findall("would be executed: (.*)", said) == ["sgd-1-2", "base-1-2"]
+    assert "0 runs recorded, 8 missing" in said and "6 more missing and not selected" in said
     runs = {run.name: run for run in runs_of(folder)}
     write_record(out / "records", record_of(runs["sgd-1-2"]))
     (out / "runs" / runs["base-1-2"].folder).mkdir(parents=True)
     (out / "runs" / runs["base-1-2"].folder / "final.safetensors").touch()
     told = json.loads(run_cli(*arguments, "--seeds", "2", "--workers", "1", "--json").stdout)
-    assert told["would_make"] == {
+    assert told["would_execute"] == {
         "runs": ["base-1-2"],
         "trained": ["base-1-2"],
-        "stacks": [],
+        "dbns": [],
         "out": str(out),
         "cores": 3,
     }
-    assert len(told["missing"]) == 7 and len(told["not_asked_for"]) == 6
-    assert "make no runs" in run_cli(*arguments, "--only-report").stdout
+    assert len(told["missing"]) == 7 and len(told["not_selected"]) == 6
+    assert "execute no runs" in run_cli(*arguments, "--report-only").stdout
 
 
 def test_sizes_that_no_run_of_the_table_has_are_refused(tmp_path: Path, run_cli: RunCli) -> None:
@@ -154,34 +152,36 @@ def test_records_that_do_not_count_are_named(tmp_path: Path, run_cli: RunCli, mo
     first, second, third, *_ = runs_of(folder)
     write_record(out / "records", record_of(first))
     write_record(out / "records", record_of(second, recipe="another"))
-    write_record(out / "records", record_of(third, judged="another"))
+    write_record(out / "records", record_of(third, test_digest="another"))
     arguments = ("reproduce", "table6", "--corpus", folder, "--out", out)
     said = run_cli(*arguments, "--dry-run").stdout
-    assert "1 runs there, 7 missing" in said
+    assert "1 run recorded, 7 missing" in said
     assert re.search(f"of another recipe or other data: 1,.* trained again: {second.name}$", said, re.MULTILINE)
-    assert re.search(f"judged on other tests: 1,.* judged again, or trained .*: {third.name}$", said, re.MULTILINE)
-    told = json.loads(run_cli(*arguments, "--only-report", "--json").stdout)
-    assert (told["of_another_recipe"], told["judged_on_other_tests"]) == ([second.name], [third.name])
-    monkeypatch.setattr("ddnn.reproduce.command.Workshop.make", lambda *_: [])
+    assert re.search(
+        f"evaluated on other tests: 1,.* evaluated again, or trained .*: {third.name}$", said, re.MULTILINE
+    )
+    told = json.loads(run_cli(*arguments, "--report-only", "--json").stdout)
+    assert (told["outdated_recipe"], told["outdated_tests"]) == ([second.name], [third.name])
+    monkeypatch.setattr("ddnn.reproduce.command.LocalExecutor.execute", lambda *_: [])
     assert "of another recipe or other data: 1" in run_cli(*arguments).stderr, "before it is trained again"
 
 
 def test_a_report_is_called_as_it_is_given_without_its_ending(tmp_path: Path, run_cli: RunCli) -> None:
     folder, out = write_corpus(tmp_path, graphs=False), tmp_path / "out"
     write_record(out / "records", record_of(runs_of(folder)[0]))
-    arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--only-report", "--report")
+    arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--report-only", "--report")
     assert run_cli(*arguments, tmp_path / "a" / "r.html").exit_code == 0
     assert {"r.md", "r.html"} <= {path.name for path in (tmp_path / "a").iterdir()} <= {"r.md", "r.html", "r"}
 
 
-def test_what_failed_is_said_with_one_mend() -> None:
-    def raised(*problems: str) -> str:
+def test_what_failed_is_reported_with_one_hint() -> None:
+    def raised(*errors: str) -> str:
         with pytest.raises(UserError) as error:
-            check(Reproduction(("table6",), 0, (), (), Stale((), ()), problems, (), {}))
+            ReproduceResult(("table6",), 0, (), (), OutdatedRecords((), ()), errors).raise_errors()
         return str(error.value)
 
-    assert raised("base-1-1: it broke\n  mend:  sew it").count("mend:") == 1
-    assert raised("base-1-1: it broke").startswith("1 run failed: base-1-1: it broke\n  mend:  mend it, then give")
+    assert raised("base-1-1: it broke\n  hint: repair it").count("hint:") == 1
+    assert raised("base-1-1: it broke").startswith("1 run failed: base-1-1: it broke\n  hint: fix it, then run")
     assert raised("a", "b").startswith("2 runs failed, the first of them: a")
 
 
@@ -197,14 +197,14 @@ def test_a_stop_leaves_checkpoints_and_the_same_call_goes_on(tmp_path: Path, run
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=120)
-    assert process.returncode not in (0, 1) and b"goes on with them" in said and b"Traceback" not in said
+    assert process.returncode not in (0, 1) and b"the same command resumes them" in said and b"Traceback" not in said
     assert not list((out).glob("records/*")) and list(out.glob("runs/*/checkpoints/[0-9]*"))
     result = run_cli(*arguments)
-    assert result.exit_code == 0 and "2 runs there, 2 missing" in result.stdout
+    assert result.exit_code == 0 and "2 runs recorded, 2 missing" in result.stdout
     assert any('"resumed"' in path.read_text() for path in out.glob("runs/*/metrics.jsonl"))
 
 
-def test_what_another_call_made_just_before_it_ended_is_not_made_again(
+def test_what_another_call_recorded_just_before_it_ended_is_not_made_again(
     tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, out = one_seed(write_corpus(tmp_path, graphs=False, init="random")), tmp_path / "out"
@@ -218,9 +218,9 @@ def test_what_another_call_made_just_before_it_ended_is_not_made_again(
         if hidden.exists():
             hidden.rename(out / "records")
 
-    monkeypatch.setattr("ddnn.reproduce.lock.fcntl", SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4))
+    monkeypatch.setattr("ddnn.util.files.fcntl", SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4))
     late = run_cli(*arguments)
-    assert late.exit_code == 0 and "2 runs there, 2 missing" in late.stdout
+    assert late.exit_code == 0 and "2 runs recorded, 2 missing" in late.stdout
     assert not (out / "runs").exists() and not hidden.exists()
 
 
@@ -249,7 +249,7 @@ def test_kill_9_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
                 time.sleep(0.05)
             training = set(processes_of(out)) - {process.pid}
             process.kill()
-        with pytest.raises(UserError, match="trainings of one that was killed"), alone(out):
+        with pytest.raises(UserError, match="trainings of one that was killed"), exclusive(out):
             pass
         deadline = time.monotonic() + 60
         while (left := processes_of(out)) and time.monotonic() < deadline:
@@ -259,13 +259,13 @@ def test_kill_9_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
     assert len(training) >= 4 and left == [], "its launcher, mpirun and two workers"
     assert list(out.glob("runs/*/checkpoints/[0-9]*"))
-    with alone(out):
+    with exclusive(out):
         pass  # the lock went with the last process
 
 
 def test_a_missing_package_is_said_before_anything_is_trained(
     tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddnn.reproduce.needs.find_spec", lambda name: None if name == "kaldi_decoder" else object())
+    monkeypatch.setattr("ddnn.reproduce.command.find_spec", lambda name: None if name == "kaldi_decoder" else object())
     result = run_cli("reproduce", "table6", "--corpus", write_corpus(tmp_path), "--out", tmp_path / "out")
     assert result.exit_code == 2 and "kaldi_decoder" in result.stderr and not (tmp_path / "out").exists()

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from reproduce.synthetic import diverged, plan, table_records
 
-from ddnn.reproduce.cells import measures, table_cells
-from ddnn.reproduce.plots import APART, _aside, draw_accuracies, draw_learning, draw_speed_ups
-from ddnn.reproduce.speed import SpeedUp
-from ddnn.reproduce.tables import TABLES
+from ddnn.reproduce.cells import metrics_of, table_cells
+from ddnn.reproduce.measure import SpeedUp
+from ddnn.reproduce.plots import OFFSET, _offsets, draw_accuracies, draw_learning, draw_speed_ups
+from ddnn.reproduce.tables import paper
 
+TABLES = paper().tables
 PNG = b"\x89PNG\r\n"
 pytest.importorskip("matplotlib")
 
@@ -25,7 +26,7 @@ def test_accuracies_and_learning(name: str, tmp_path: Path) -> None:
         update={"cv_by_epoch": (None, *records["base-16-1"].cv_by_epoch[1:7])}
     )
     cells = table_cells(corpus, table, records)
-    shown = measures(corpus, records.values())[1:3]
+    shown = metrics_of(corpus, records.values())[1:3]
     for path in (
         draw_accuracies("$a_ <title>", cells, shown, tmp_path / "deep" / "a.png"),
         draw_learning("_title", [cell for cell in cells if cell.workers in (1, 16)], tmp_path / "b.png"),
@@ -35,7 +36,7 @@ def test_accuracies_and_learning(name: str, tmp_path: Path) -> None:
 
 def test_a_table_without_figures_is_drawn(tmp_path: Path) -> None:
     corpus, table = plan(), TABLES["table6"]
-    shown = measures(corpus, table_records(corpus, [table]).values())[:1]
+    shown = metrics_of(corpus, table_records(corpus, [table]).values())[:1]
     cells = table_cells(corpus, table, {})
     assert draw_accuracies("t", cells, shown, tmp_path / "a.png").exists()
     assert draw_learning("t", cells, tmp_path / "b.png").exists()
@@ -43,14 +44,14 @@ def test_a_table_without_figures_is_drawn(tmp_path: Path) -> None:
 
 def test_points_are_moved_aside_only_from_those_that_are_there() -> None:
     corpus, table = plan(), TABLES["reduce"]
-    records = {n: r for n, r in table_records(corpus, [table]).items() if r.setting in ("base", "bmuf")}
+    records = {n: r for n, r in table_records(corpus, [table]).items() if r.condition in ("base", "bmuf")}
     del records["bmuf-16-1"], records["bmuf-16-2"], records["bmuf-16-3"]
     cells = table_cells(corpus, table, records)
-    (measure,) = measures(corpus, records.values())[1:2]
-    aside = _aside([cell.workers for cell in cells], cells, measure)
-    moved = {(cell.setting.name, cell.workers): by for cell, by in zip(cells, aside, strict=True)}
+    (measure,) = metrics_of(corpus, records.values())[1:2]
+    aside = _offsets([cell.workers for cell in cells], cells, measure)
+    moved = {(cell.condition.name, cell.workers): by for cell, by in zip(cells, aside, strict=True)}
     assert moved["base", 1] == moved["base", 16] == 0.0, "nobody else is there"
-    assert (moved["base", 2], moved["bmuf", 2]) == (-APART / 2, APART / 2)
+    assert (moved["base", 2], moved["bmuf", 2]) == (-OFFSET / 2, OFFSET / 2)
 
 
 def test_speed_ups(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Cluster settings: what the shipped files say, and that everything wrong with a file is said at once."""
+"""Settings of a cluster: what the shipped files say, and that everything wrong with a file is said at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddnn.errors import UserError
-from ddnn.recipe.include import configs_folder, fragments
-from ddnn.slurm.cluster import Cluster, load_cluster, seconds_of, time_limit
+from ddnn.recipe.source import configs_folder, shipped_fragments
+from ddnn.slurm.cluster import ClusterConfig, check_time_limit, load_cluster, parse_time_limit
+from ddnn.util.errors import UserError
 
 SHIPPED = sorted(path.stem for path in (configs_folder() / "cluster").glob("*.yaml"))
 
@@ -30,14 +30,14 @@ def test_shipped_settings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_every_key_is_in_the_gpu_example_and_the_docs() -> None:
     example = (configs_folder() / "cluster" / "gpu.yaml").read_text()
     docs = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
-    for key, field in Cluster.model_fields.items():
+    for key, field in ClusterConfig.model_fields.items():
         assert re.search(rf"^(# )?{key}:", example, re.MULTILINE), key
         assert f"| `{key}` |" in docs, key
         assert " ".join((field.description or "").split()) in docs, key
 
 
 def test_they_are_no_fragments_of_recipes() -> None:
-    assert not [name for name in fragments() if "cluster" in name]
+    assert not [name for name in shipped_fragments() if "cluster" in name]
 
 
 def test_a_file_of_ones_own_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_no_settings(tmp_path: Path, text: str) -> None:
         load_cluster(str(tmp_path / "c.yaml"))
 
 
-@given(st.dictionaries(st.sampled_from([*Cluster.model_fields, "x"]), st.text(max_size=12), max_size=4))
+@given(st.dictionaries(st.sampled_from([*ClusterConfig.model_fields, "x"]), st.text(max_size=12), max_size=4))
 def test_any_text_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactory, values: dict[str, str]) -> None:
     path = tmp_path_factory.mktemp("cluster") / "c.yaml"
     path.write_text("".join(f"{key}: {value!r}\n" for key, value in values.items()), errors="replace")
@@ -106,4 +106,4 @@ def test_any_text_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactory, 
     ],
 )  # fmt: skip
 def test_time_limits_in_seconds(text: str, seconds: float) -> None:
-    assert seconds_of(time_limit(text)) == seconds
+    assert parse_time_limit(check_time_limit(text)) == seconds

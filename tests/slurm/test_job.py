@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -11,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddnn.errors import DataError
 from ddnn.slurm.job import Job, read_job, slurm_state, slurm_states, write_job
-from ddnn.train.run_dir import RunDir
-from ddnn.train.run_log import training_holds
+from ddnn.util.errors import DataError
 
 JOB = Job("7", None, 1.5e9, 4, 2, "mpirun")
 
@@ -49,8 +46,8 @@ def test_what_would_be_handed_to_squeue_is_checked(tmp_path: Path, change: str) 
 @pytest.mark.parametrize(
     ("script", "state"),
     [
-        ("print('|RUNNING')", "RUNNING"),
-        ("print('CLUSTER: x'); print('|PENDING')", "PENDING"),
+        ("print('7|RUNNING')", "RUNNING"),
+        ("print('CLUSTER: x'); print('7|PENDING')", "PENDING"),
         ("pass", "GONE"),
         ("sys.exit('slurm_load_jobs error: Invalid job id specified')", "GONE"),
         ("sys.exit('slurm_load_jobs error: Unable to contact slurm controller')", None),
@@ -91,15 +88,3 @@ def test_squeue_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script:
 def test_no_squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert slurm_state(JOB) is None
-
-
-def test_lock(tmp_path: Path) -> None:
-    log = tmp_path / "run" / "train.log"
-    assert training_holds(log) is False
-    handler = RunDir(tmp_path / "run").open_log()
-    assert training_holds(log) is True
-    handler.close()
-    assert training_holds(log) is False
-    log.unlink()
-    os.mkfifo(log)
-    assert training_holds(log) == "unknown"

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddnn.errors import UserError
-from ddnn.slurm.cluster import Cluster
-from ddnn.slurm.plan import Placement, place
+from ddnn.slurm.cluster import ClusterConfig
+from ddnn.slurm.placement import Placement, place
+from ddnn.util.errors import UserError
 
 COUNT = st.none() | st.integers(1, 12)
 
@@ -32,7 +32,7 @@ COUNT = st.none() | st.integers(1, 12)
 def test_places(
     settings: dict[str, int], workers: int | None, recipe_workers: int, expected: tuple[int, int, int]
 ) -> None:
-    assert place(Cluster(**settings), workers, recipe_workers, False) == Placement(*expected)
+    assert place(ClusterConfig(**settings), workers, recipe_workers, False) == Placement(*expected)
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,18 @@ def test_places(
 )
 def test_refuses(settings: dict[str, int], workers: int | None, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        place(Cluster(**settings), workers, 1, False)
+        place(ClusterConfig(**settings), workers, 1, False)
 
 
 def test_shared_devices() -> None:
-    assert place(Cluster(gpus_per_node=2, workers_per_node=4), None, 1, True) == Placement(1, 4, 2)
+    assert place(ClusterConfig(gpus_per_node=2, workers_per_node=4), None, 1, True) == Placement(1, 4, 2)
 
 
 @given(COUNT, COUNT, COUNT, COUNT, st.integers(1, 12))
 def test_never_other_than_asked(
     nodes: int | None, each: int | None, gpus: int | None, workers: int | None, recipe_workers: int
 ) -> None:
-    cluster = Cluster(nodes=nodes, workers_per_node=each, gpus_per_node=gpus)
+    cluster = ClusterConfig(nodes=nodes, workers_per_node=each, gpus_per_node=gpus)
     try:
         found = place(cluster, workers, recipe_workers, False)
     except UserError:

@@ -24,12 +24,12 @@ import pytest
 from jobs import Job, make_job
 from reproduce.small import write_corpus
 
-from ddnn.errors import UserError
-from ddnn.parallel.launch import find_mpirun
+from ddnn.distributed.mpirun import find_mpirun
 from ddnn.reproduce.records import read_records
+from ddnn.util.errors import UserError
 
 SECONDS = 120
-SETTINGS = ("--set", "parallel.every=2", "--set", "schedule.epochs=2", "--set", "optimizer.momentum=0.5")
+SETTINGS = ("--set", "parallel.averaging_period=2", "--set", "schedule.max_epochs=2", "--set", "optimizer.momentum=0.5")
 
 
 def free_ports(count: int) -> int:
@@ -57,10 +57,10 @@ def end_leftovers(conf: str) -> list[str]:
 
 
 class Slurm:
-    """The cluster."""
+    """The cluster, started by `tool` with the environment `settings`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, tool: Path, settings: dict[str, str]) -> None:
+        self.folder, self.tool, self.settings = folder, tool, settings
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def ddnn(self, *arguments: object, timeout: float = SECONDS) -> subprocess.CompletedProcess[str]:
@@ -88,10 +88,35 @@ class Slurm:
         log = self.folder / "log" / "jobcomp.txt"
         while time.monotonic() < until:
             for line in log.read_text().splitlines() if log.exists() else ():
-                if line.startswith(f"JobId={number} ") and " JobState=PENDING " not in line:  # requeued
+                if line.startswith(f"JobId={number} ") and not {"JobState=PENDING", "JobState=NODE_FAIL"} & {
+                    *line.split()
+                }:  # it goes on
                     return dict(word.partition("=")[::2] for word in line.split())
             time.sleep(0.2)
         pytest.fail(f"job {number} has not ended in {SECONDS} s")
+
+    def lose(self, node: str) -> None:
+        """Kills the daemon of a node, and all that it has started."""
+        pids = {int((self.folder / "run" / f"slurmd.{node}.pid").read_text())}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                variables = (process / "environ").read_bytes().split(b"\0")
+                if {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.folder}/slurm.conf".encode()} <= {
+                    *variables
+                }:
+                    pids.add(int(process.name))
+                    parent = (process / "stat").read_text().rsplit(")", 1)[1].split()[1]
+                    if (Path("/proc") / parent / "comm").read_text().startswith("slurmstepd"):
+                        pids.add(int(parent))
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def restore(self) -> None:
+        """Starts the daemons again that were killed."""
+        with (self.folder / "up.txt").open("w") as said:
+            up = subprocess.run([self.tool, "up", "2"], env=self.settings, stdout=said, stderr=said, timeout=300)
+        assert up.returncode == 0, (self.folder / "up.txt").read_text()
 
     def processes_of_jobs(self) -> list[str]:
         """Command lines of the trainings that run now."""
@@ -101,6 +126,8 @@ class Slurm:
 
 @pytest.fixture(scope="module")
 def slurm(shared: Path) -> Iterator[Slurm]:
+    if os.environ.get("DDNN_TEST_SLURM") != "1":
+        pytest.skip("a real Slurm takes minutes: make test-slurm runs these tests")
     tool = shared / "tools" / "slurm-dev"
     if not tool.exists():
         pytest.skip(f"no Slurm for tests: there is no {tool}")
@@ -109,7 +136,7 @@ def slurm(shared: Path) -> Iterator[Slurm]:
     try:
         find_mpirun(os.environ)
     except UserError as error:
-        pytest.skip(error.what)
+        pytest.skip(error.message)
     folder = Path(tempfile.mkdtemp(prefix="ddnn-slurm-"))  # a short name: sockets are made in it
     settings = {"SLURM_DEV_DIR": str(folder), "SLURM_DEV_PORT": str(free_ports(3)), "SLURM_DEV_CPUS": "4"}
     environment = {**os.environ, **settings}
@@ -120,7 +147,7 @@ def slurm(shared: Path) -> Iterator[Slurm]:
         if up.returncode and "apt-get failed" in text:
             pytest.skip(f"no Slurm for tests: {text.splitlines()[-1]}")
         assert up.returncode == 0, text
-        yield Slurm(folder)
+        yield Slurm(folder, tool, environment)
     finally:
         subprocess.run([tool, "down"], env=environment, timeout=120, stdout=subprocess.DEVNULL)
         end_leftovers(str(folder / "slurm.conf"))
@@ -156,26 +183,45 @@ def test_same_result_as_without(slurm: Slurm, job: Job, plain: Path, launcher: s
     assert f"finished, Slurm job {number}" in followed.stdout
     ended = slurm.wait(number)
     assert (ended["JobState"], ended["ExitCode"], ended["NodeList"]) == ("COMPLETED", "0:0", "n[1-2]")
-    ranks = [row["rank"] for row in map(json.loads, (run / "metrics.jsonl").open()) if row["split"] == "worker"]
+    ranks = [row["rank"] for row in map(json.loads, (run / "metrics.jsonl").open()) if row["type"] == "worker"]
     assert ranks == [0, 1, 2, 3] * 2
     assert losses(run) == losses(plain)
     assert (run / "final.safetensors").read_bytes() == (plain / "final.safetensors").read_bytes()
+
+
+WAITS_AT_FIRST = """\
+import os
+if "OMPI_COMM_WORLD_RANK" in os.environ and not {"DDNN_RESTART", "SLURM_RESTART_COUNT"} & {*os.environ}:
+    import time
+    from ddnn.training.step import EagerStep
+    real, calls = EagerStep.__call__, []
+    def slow(*arguments):
+        calls.append(1)
+        if len(calls) == 7:  # in the second epoch
+            time.sleep(60)
+        return real(*arguments)
+    EagerStep.__call__ = slow
+"""
 
 
 SLOW_AT_FIRST = """\
 import os
 if "OMPI_COMM_WORLD_RANK" in os.environ or "PMIX_RANK" in os.environ:
     import time
-    import ddnn.train.loop as loop
-    real, calls = loop.train_minibatch, []
+    from ddnn.distributed.signals import GracefulShutdown
+    from ddnn.training.step import EagerStep
+    real, calls, requests, init = EagerStep.__call__, [], [], GracefulShutdown.__init__
+    def remember(self, *arguments, **options):
+        requests.append(self)
+        init(self, *arguments, **options)
     def slow(*arguments):
         calls.append(1)
         if "SLURM_RESTART_COUNT" not in os.environ and len(calls) == 7:  # in the second epoch
             until = time.monotonic() + 90
-            while arguments[0].saver.stop.received is None and time.monotonic() < until:
+            while requests[0].signal_name is None and time.monotonic() < until:
                 time.sleep(0.1)
         return real(*arguments)
-    loop.train_minibatch = slow
+    GracefulShutdown.__init__, EagerStep.__call__ = remember, slow
 """
 
 
@@ -201,16 +247,56 @@ def test_a_job_that_is_asked_to_stop_queues_again_and_goes_on(slurm: Slurm, job:
         ended = slurm.wait(numbers[name])
         output = (run / "job.out").read_text()
         assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), output
-        assert output.count("ddnn: stopped on SIGUSR1; go on with: ddnn train ") == 1, output
+        assert output.count("ddnn: stopped on SIGUSR1; resume with: ddnn train ") == 1, output
         assert f"job.sh: restart 1 of job {numbers[name]}, " in output
         assert re.search(r"resumed from checkpoint \d+: after epoch 1, \d minibatches", output), output
         assert losses(run) == losses(plain)
         assert (run / "final.safetensors").read_bytes() == (plain / "final.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("node", ["n2", "n1"])
+def test_a_node_is_lost(slurm: Slurm, job: Job, plain: Path, node: str) -> None:
+    """The second one: all workers on the first, from the newest checkpoint. The first, on which the job's script runs:
+    Slurm notices, and queues the job again."""
+    run, settings = job.root / f"lost {node}", job.root / "waits.yaml"
+    (job.root / "waits").mkdir(exist_ok=True)
+    (job.root / "waits/sitecustomize.py").write_text(WAITS_AT_FIRST)
+    settings.write_text(f"environment: {{PYTHONPATH: {job.root / 'waits'}}}\n")
+    options = ("--nodes", 2, "--workers-per-node", 2, "--cluster", settings, "--launcher", "mpirun")
+    number = slurm.submit(job, run, *options)
+    until = time.monotonic() + SECONDS
+    while not any(run.glob("checkpoints/0*")) and time.monotonic() < until:
+        time.sleep(0.1)
+    try:
+        slurm.lose(node)
+        if node == "n2":
+            while b"4 workers on n1" not in (run / "job.out").read_bytes() and time.monotonic() < until:
+                time.sleep(0.1)
+            time.sleep(1)
+            slurm.command("scontrol", "update", "nodename=n2", "state=down", "reason=lost")
+        else:
+            slurm.command("scontrol", "update", "nodename=n1", "state=down", "reason=lost")
+            slurm.restore()
+            with contextlib.suppress(subprocess.CalledProcessError):  # it may be back by itself
+                slurm.command("scontrol", "update", "nodename=n1", "state=resume")
+        ended = slurm.wait(number)
+    finally:
+        slurm.restore()
+    output = (run / "job.out").read_text(errors="replace")
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), output
+    if node == "n2":
+        assert "ddnn: n2 no longer answers: 4 workers on n1" in output
+        events = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["type"] == "event"]
+        assert [(row["event"], row["number"]) for row in events] == [("restarted", 1)]
+    else:
+        assert f"job.sh: restart 1 of job {number}, " in output
+    assert losses(run) == losses(plain)
+    assert (run / "final.safetensors").read_bytes() == (plain / "final.safetensors").read_bytes()
+
+
 def test_a_cancelled_job_leaves_nothing_running(slurm: Slurm, job: Job) -> None:
     run = job.root / "cancelled"
-    for_ever = "schedule={name: exponential, initial: 0.001, epochs: 1000000}"
+    for_ever = "schedule={name: exponential, initial_learning_rate: 0.001, epochs: 1000000}"
     number = slurm.submit(job, run, "--nodes", 2, "--workers-per-node", 1, "--set", for_ever)
     until = time.monotonic() + SECONDS
     while not (run / "metrics.jsonl").exists() and time.monotonic() < until:
@@ -264,11 +350,11 @@ def test_a_table_as_jobs(slurm: Slurm, tmp_path: Path) -> None:
         found: dict[str, Any] = json.loads(said.stdout).get("jobs", {})
         return found
 
-    names = {"stack-1", "sgd-1-1", "base-1-1", "sgd-2-1", "base-2-1"}
+    names = {"dbn-1", "sgd-1-1", "base-1-1", "sgd-2-1", "base-2-1"}
     first = jobs("--cluster", tmp_path / "fails.yaml")["submitted"]
     assert set(first) == names
     assert {name: slurm.wait(number)["JobState"] for name, number in first.items()} == {
-        name: "FAILED" if name == "stack-1" else "CANCELLED" for name in names
+        name: "FAILED" if name == "dbn-1" else "CANCELLED" for name in names
     }
     again = jobs()
     assert set(again["submitted"]) == names and {ended["job"] for ended in again["ended"]} == set(first.values())
@@ -276,7 +362,7 @@ def test_a_table_as_jobs(slurm: Slurm, tmp_path: Path) -> None:
     assert meanwhile["submitted"] == {} and meanwhile["ended"] == []
     for name, number in again["submitted"].items():
         assert slurm.wait(number)["JobState"] == "COMPLETED", name
-    assert set(jobs()["finished"]) | set(meanwhile["finished"]) == names - {"stack-1"}
+    assert set(jobs()["finished"]) | set(meanwhile["finished"]) == names - {"dbn-1"}
     records = read_records(out / "records")
-    assert {record.failed for record in records.values()} == {None} and set(records) == names - {"stack-1"}
+    assert {record.failed for record in records.values()} == {None} and set(records) == names - {"dbn-1"}
     assert jobs() == {}

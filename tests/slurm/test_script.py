@@ -19,20 +19,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddnn.errors import UserError
-from ddnn.slurm.cluster import Cluster
-from ddnn.slurm.plan import Placement
+from ddnn.slurm.cluster import ClusterConfig
+from ddnn.slurm.placement import Placement
 from ddnn.slurm.script import JobScript, sbatch_options, script_text
+from ddnn.util.errors import UserError
 
 HOSTILE = "r ü $HOME`id` 'x\" %j #z;&|*~!"
-GPU = Cluster(
+GPU = ClusterConfig(
     partition="gpu,gpu2", account="speech", qos="high", constraint="a100&[ib|roce]", time="1-00", gpu_type="a100",
     cpus_per_worker=4, mem="0", options=["--exclusive"], setup=["module load cuda", 'echo "$HOME"'],
     environment={"A": "it's $5"},
 )  # fmt: skip
 
 
-def job(cluster: Cluster = GPU, run_dir: str = "/exp/an4", nodes: int = 2, each: int = 4, gpus: int = 4) -> JobScript:
+def job(
+    cluster: ClusterConfig = GPU, run_dir: str = "/exp/an4", nodes: int = 2, each: int = 4, gpus: int = 4
+) -> JobScript:
     training = ("/my venv/python", "-m", "ddnn.cli", "train", f"{run_dir}/recipe.yaml", "--run-dir", run_dir)
     return JobScript(Path(run_dir), training, "ddnn-an4", Placement(nodes, each, gpus), 1, cluster)
 
@@ -65,16 +67,16 @@ set -eo pipefail
 trap 'echo "job.sh: exit code $? from: $BASH_COMMAND" >&2' ERR
 [ -z "$SLURM_RESTART_COUNT" ] || echo "job.sh: restart $SLURM_RESTART_COUNT of job $SLURM_JOB_ID, $(date)"
 
-# Slurm's SIGUSR1 before the time limit asks the training for a checkpoint and its end. It is handed on every second,
-# since the training does not listen from the beginning. SIGTERM, which ends a job, Slurm sends to all its processes:
-# handed on too soon it would be a second signal, which ends the training at once.
+# Slurm's SIGUSR1 before the time limit asks the training to write a checkpoint and end. It is forwarded every second,
+# since the training does not handle it from the beginning. Slurm sends SIGTERM, which ends a job, to all its processes:
+# forwarded too soon it would be a second signal, which ends the training at once.
 asked='' heard='' training=''
 ask_training() { [ "$asked" = USR1 ] || sleep 1; while kill -USR1 "$training" 2>/dev/null; do sleep 1; done; }
 ask() { before=$asked asked=$1 heard=1; if [ -z "$before" ] && [ -n "$training" ]; then ask_training & fi; }
 trap 'ask USR1' USR1
 trap 'ask TERM' TERM
 
-# setup of the cluster's settings, as it stands there
+# `setup` of the cluster's settings
 module load cuda
 echo "$HOME"
 
@@ -83,20 +85,20 @@ export OMP_NUM_THREADS=1
 export PYTHONSAFEPATH=1
 export A='it'"'"'s $5'
 
-# Deaf to SIGUSR1 until it listens: it would die of it as it starts.
+# SIGUSR1 is ignored until the training handles it: it would end a program that is still starting.
 (trap '' USR1; exec '/my venv/python' -m ddnn.cli train /exp/an4/recipe.yaml --run-dir /exp/an4) &
 training=$!
-if [ -n "$asked" ]; then ask_training & fi
+if [ -n "$asked" ]; then { sleep 1; ask_training; } & fi  # it ignores SIGUSR1 only once it has started
 while heard='' code=0; wait "$training" || code=$?; [ -n "$heard" ]; do :; done  # a signal ends wait, too
 
-# 75: it can go on. Over 128: it was killed before the checkpoint that it was asked for, or by a preemption of which
-# only its workers were told; it goes on from an older one, or begins anew, three times at most.
+# 75: it can be resumed. Over 128: it was killed before the checkpoint that it was asked for, or by a preemption that
+# only its workers were told of; it resumes from an older one, or starts from the beginning, three times at most.
 job=''
 if [ "$code" = 75 ] || [ "$code" -gt 128 ]; then job=$(scontrol --oneliner show job "$SLURM_JOB_ID") || job=unknown; fi
 case $job in *' PreemptTime='[0-9]*) asked=preempted ;; esac
 if [ "$code" = 75 ] || { [ "$code" -gt 128 ] && [ -n "$asked" ] &&
     { [ -d /exp/an4/checkpoints ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; }; then
-    # Slurm still counts it as running: a job that is cancelled does not queue again.
+    # Only while Slurm counts it as running: a job that was cancelled is not requeued.
     case $job in
     *' JobState=RUNNING '* | *' JobState=SIGNALING '*) scontrol requeue "$SLURM_JOB_ID" || job=unknown ;;
     esac
@@ -116,7 +118,7 @@ def words_of_training(text: str) -> list[str]:
 
 
 def test_srun_joins_the_job_with_open_mpis_settings() -> None:
-    text = script_text(job(Cluster(launcher="srun"), gpus=0))
+    text = script_text(job(ClusterConfig(launcher="srun"), gpus=0))
     assert words_of_training(text)[:-5] == [
         *("srun", "--mpi=pmix", "--kill-on-bad-exit=1", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4"),
         *("--cpus-per-task=1", "/bin/sh", "-c", 'trap "" USR1; exec "$@"', "sh", "/my venv/python", "-m"),
@@ -126,18 +128,26 @@ def test_srun_joins_the_job_with_open_mpis_settings() -> None:
 
 
 def test_one_worker_needs_no_launcher() -> None:
-    assert "srun" not in script_text(job(Cluster(launcher="srun"), nodes=1, each=1, gpus=0))
+    assert "srun" not in script_text(job(ClusterConfig(launcher="srun"), nodes=1, each=1, gpus=0))
 
 
 def test_as_many_cores_as_threads() -> None:
-    assert "--cpus-per-task=3" in sbatch_options(dataclasses.replace(job(Cluster()), threads=3))
+    assert "--cpus-per-task=3" in sbatch_options(dataclasses.replace(job(ClusterConfig()), threads=3))
+
+
+def test_killed_workers_under_srun_queue_the_job_again() -> None:
+    """Under mpirun the launcher starts them again, on the remaining nodes where one is lost."""
+    by_srun = job(ClusterConfig(launcher="srun"))
+    few = '[ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]'
+    assert f"|| {few}; }}; }}; then" in script_text(by_srun)
+    assert script_text(by_srun).count('[ -n "$asked" ] && [ -d ') == 1
 
 
 def test_no_requeue_and_no_signal() -> None:
-    off = job(Cluster(requeue=False, signal_seconds=0))
+    off = job(ClusterConfig(requeue=False, signal_seconds=0))
     assert "--no-requeue" in sbatch_options(off) and "scontrol" not in script_text(off)
     assert not [option for option in sbatch_options(off) if option.startswith("--signal")]
-    assert "--signal=B:USR1@300" in sbatch_options(job(Cluster(signal_seconds=300)))
+    assert "--signal=B:USR1@300" in sbatch_options(job(ClusterConfig(signal_seconds=300)))
 
 
 def run_bash(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -155,7 +165,9 @@ def show_arguments(folder: Path) -> str:
 
 def test_bash_reads_what_was_meant(tmp_path: Path) -> None:
     arguments = [HOSTILE, "", "-x", "a  b", "*"]
-    settings = Cluster(environment={"B": HOSTILE}, setup=["false | true || echo pipefail", "unset_is=$NOBODY_SET_IT"])
+    settings = ClusterConfig(
+        environment={"B": HOSTILE}, setup=["false | true || echo pipefail", "unset_is=$NOBODY_SET_IT"]
+    )
     training = (show_arguments(tmp_path), *arguments)
     run = run_bash(script_text(dataclasses.replace(job(settings, gpus=0), training=training)), tmp_path)
     assert run.stdout == f"pipefail\n{arguments} {HOSTILE}\n", run.stderr
@@ -163,7 +175,7 @@ def test_bash_reads_what_was_meant(tmp_path: Path) -> None:
 
 
 def test_a_line_of_setup_that_fails_ends_the_job(tmp_path: Path) -> None:
-    settings = Cluster(setup=["echo before", "(exit 9) | cat", "echo not reached"])
+    settings = ClusterConfig(setup=["echo before", "(exit 9) | cat", "echo not reached"])
     run = run_bash(script_text(job(settings, gpus=0)), tmp_path)
     assert (run.returncode, run.stdout) == (9, "before\n")
     assert run.stderr.startswith("job.sh: exit code 9 from: ")
@@ -184,7 +196,7 @@ def signal_job(
     numbers: list[str],
     code: int,
     *,
-    cluster: Cluster | None = None,
+    cluster: ClusterConfig | None = None,
     restarts: int = 0,
     checkpoint: bool = False,
     state: str = "RUNNING",
@@ -194,7 +206,7 @@ def signal_job(
     go to the shell, as soon as the stand-in has begun."""
     (folder / "train.py").write_text(
         "import pathlib, signal, sys, time\nheard = pathlib.Path('heard')\nheard.touch()\ntime.sleep(0.5)\n"
-        "def hear(*_):\n    heard.write_text(heard.read_text() + 'USR1\\n')\n    sys.exit(int(sys.argv[1]))\n"
+        "def hear(*_):\n    signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n    heard.write_text(heard.read_text() + 'USR1\\n')\n    sys.exit(int(sys.argv[1]))\n"
         f"signal.signal(signal.SIGUSR1, hear)\ntime.sleep({20 if numbers else 0})\nsys.exit(int(sys.argv[1]))\n"
     )
     scontrol = folder / "scontrol"
@@ -206,7 +218,7 @@ def signal_job(
     if checkpoint:
         (folder / "checkpoints").mkdir()
     training = (sys.executable, "train.py", str(code))
-    made = dataclasses.replace(job(cluster or Cluster(), gpus=0), training=training, run_dir=folder)
+    made = dataclasses.replace(job(cluster or ClusterConfig(), gpus=0), training=training, run_dir=folder)
     (folder / "job.sh").write_text(script_text(made))
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
     environment |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
@@ -242,8 +254,8 @@ CASES: dict[str, tuple[list[str], int, dict[str, Any], str, str]] = {
     "preempted unheard": ([], 137, {"checkpoint": True, "state": "RUNNING PreemptTime=2026-11-22"}, REQUEUED, ""),
     "scancel after it was asked": (["USR1", "TERM"], 75, {"state": "COMPLETING"}, "", ""),
     "scontrol fails": (["USR1"], 75, {"fails": True}, REQUEUED, CANNOT),
-    "not to be requeued": (["USR1"], 75, {"cluster": Cluster(requeue=False)}, "", ""),
-    "during setup": (["USR1"], 75, {"cluster": Cluster(setup=["touch heard", "sleep 0.5"])}, REQUEUED, ""),
+    "not to be requeued": (["USR1"], 75, {"cluster": ClusterConfig(requeue=False)}, "", ""),
+    "during setup": (["USR1"], 75, {"cluster": ClusterConfig(setup=["touch heard", "sleep 0.5"])}, REQUEUED, ""),
 }
 
 
@@ -287,12 +299,12 @@ def as_sbatch_reads(line: str) -> str:
 
 @given(st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="/"), min_size=1, max_size=20))
 def test_any_run_dir_is_quoted_or_refused(name: str) -> None:
-    made = job(Cluster(), f"/exp/{name}", gpus=0)
+    made = job(ClusterConfig(), f"/exp/{name}", gpus=0)
     try:
         text = script_text(made)
     except UserError as error:
         assert not name.isprintable() or "\\" in name
-        assert "\n" not in error.what
+        assert "\n" not in error.message
         return
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
     assert [as_sbatch_reads(line) for line in lines] == sbatch_options(made)
@@ -307,5 +319,5 @@ def test_what_slurm_cannot_have_is_refused(name: str) -> None:
 
 
 def test_a_line_break_elsewhere_is_refused() -> None:
-    with pytest.raises(UserError, match="cannot stand in a job script"):
+    with pytest.raises(UserError, match="cannot be in a job script"):
         script_text(dataclasses.replace(job(), training=("a\nb",)))

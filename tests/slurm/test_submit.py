@@ -15,7 +15,7 @@ import pytest
 from jobs import Job, make_job
 
 from ddnn.recipe.load import load_recipe
-from ddnn.train.run_dir import RunDir
+from ddnn.training.run_dir import RunDir
 
 RunCli = Callable[..., Any]
 HOSTILE = "r ü $HOME`id` 'x\" %j #z;&"
@@ -28,7 +28,7 @@ class Slurm:
         self.folder = folder
         folder.mkdir()
         self.answer("sbatch", "4711\n")
-        self.answer("squeue", "|PENDING\n")
+        self.answer("squeue", "4711|PENDING\n")
 
     def answer(self, program: str, stdout: str = "", stderr: str = "", code: int = 0) -> None:
         path = self.folder / program
@@ -101,7 +101,9 @@ def test_goes_on_in_a_run_dir(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
     """What was begun without Slurm, here; of the recipe is said at once what the job would say hours later."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunDir, "save_best", lambda self, model: os.kill(os.getpid(), signal.SIGUSR1))
-        stopped = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--set", "schedule.epochs=3")
+        stopped = run_cli(
+            "train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--set", "schedule.max_epochs=3"
+        )
     assert stopped.exit_code == 75, stopped.stderr
     (job.run / "job.out").write_text("of an earlier job\n")
     before = {path.name: path.read_bytes() for path in job.run.iterdir() if path.is_file()}
@@ -155,8 +157,8 @@ def test_the_command_line_wins_over_the_cluster(slurm: Slurm, job: Job, run_cli:
         (["--slurm", "--time", "7h"], "no time as Slurm writes it"),
         (["--slurm", "--time", "2:00"], "the checkpoint 120 s before the end"),
         (["--slurm", "--nodes", "0"], "greater than or equal to 1"),
-        (["--slurm", "--partition", "a\n#SBATCH --x"], "where: --partition"),
-        (["--slurm", "--job-name", "a b"], "where: --job-name"),
+        (["--slurm", "--partition", "a\n#SBATCH --x"], "location: --partition"),
+        (["--slurm", "--job-name", "a b"], "location: --job-name"),
         (["--slurm", "--cluster", "nope"], "there are cpu, gpu"),
         (["--slurm", "--workers", "3", "--nodes", "2"], "cannot be spread evenly"),
         (["--slurm", "--set", "minibtach=2"], "did you mean minibatch"),
@@ -197,19 +199,19 @@ def test_a_second_job_in_one_run_dir(slurm: Slurm, job: Job, run_cli: RunCli) ->
     assert run_cli("train", job.recipe, "--run-dir", job.run, "--slurm").exit_code == 0
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
     assert result.exit_code == 2 and "job 4711 of this run dir is PENDING" in result.stderr
-    handler = RunDir(job.run).open_log()
+    owner = RunDir.open(job.run)
     try:
         result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
     finally:
-        handler.close()
-    assert result.exit_code == 2 and "another training is running" in result.stderr
+        owner.close()
+    assert result.exit_code == 2 and "another run is in progress" in result.stderr
 
 
 def test_a_pretraining_as_a_job(slurm: Slurm, job: Job, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its script makes the stack; broken off it goes on; a second job and a finished stack are refused."""
     monkeypatch.setenv("PATH", f"{slurm.folder}:/usr/bin:/bin")
     stack = job.root / HOSTILE
-    settings = ("--set", "init=rbm", "--set", "pretrain.passes=[1]", "--set", "data.cv.fraction=0.3")
+    settings = ("--set", "init=rbm", "--set", "pretrain.epochs=[1]", "--set", "data.cv.fraction=0.3")
     call = ("pretrain", job.recipe, "--run-dir", stack, *settings, "--slurm", "--time", "1:00")
     dry = run_cli(*call, "--dry-run")
     assert dry.exit_code == 0 and dry.stdout.startswith("#!/bin/bash\n") and not stack.exists()
@@ -218,12 +220,12 @@ def test_a_pretraining_as_a_job(slurm: Slurm, job: Job, run_cli: RunCli, monkeyp
 
     submitted = run_cli(*call)
     assert submitted.exit_code == 0 and submitted.stdout.startswith("job 4711: 1 worker on 1 node"), submitted.stderr
-    assert {path.name for path in stack.iterdir()} == {"recipe.yaml", "job.yaml", "job.sh", "job.json"}
+    assert {path.name for path in stack.iterdir()} == {"recipe.yaml", "submitted_recipe.yaml", "job.sh", "job.json"}
     refused = run_cli(*call)
     assert refused.exit_code == 2 and "job 4711 of this run dir is PENDING" in refused.stderr
     slurm.answer("squeue")
     other = run_cli(*call, "--set", "seed=9")
-    assert other.exit_code == 2 and "holds no pretraining by the same" in other.stderr
+    assert other.exit_code == 2 and "holds no pretraining with the same" in other.stderr
     assert run_cli(*call).exit_code == 0, "broken off: submitted again, it goes on"
     for _ in range(2):  # begun again by Slurm it is content
         ended = subprocess.run(["bash", stack / "job.sh"], capture_output=True, text=True, timeout=100)
@@ -232,8 +234,8 @@ def test_a_pretraining_as_a_job(slurm: Slurm, job: Job, run_cli: RunCli, monkeyp
     assert finished.exit_code == 2 and "this pretraining has finished" in finished.stderr
     started = run_cli("pretrain", job.recipe, "--run-dir", job.root / "plain", *settings, "--device", "cpu")
     assert started.exit_code == 0, started.stderr
-    plain = (job.root / "plain" / "stack.safetensors").read_bytes()
-    assert (stack / "stack.safetensors").read_bytes() == plain
+    plain = (job.root / "plain" / "dbn.safetensors").read_bytes()
+    assert (stack / "dbn.safetensors").read_bytes() == plain
 
 
 def test_nothing_to_pretrain(slurm: Slurm, job: Job, run_cli: RunCli) -> None:

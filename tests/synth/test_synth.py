@@ -11,15 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddnn.errors import UserError
 from ddnn.kaldi.alignments import read_alignments
+from ddnn.kaldi.archive import MatrixReader, iterate_matrices, write_matrices
 from ddnn.kaldi.fst import read_fst, read_symbols
-from ddnn.kaldi.tables import MatrixReader, iterate_matrices, read_scp, write_matrices
-from ddnn.kaldi.transitions import read_transition_model
+from ddnn.kaldi.scp import read_scp
+from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.synth import corpus
 from ddnn.synth.acoustics import COMPONENTS, Acoustics, make_acoustics
-from ddnn.synth.corpus import SynthOptions, SynthSummary, synthesise
-from ddnn.synth.lexicon import PHONES, SMALLEST_PDFS, make_lexicon
+from ddnn.synth.corpus import SynthOptions, SynthSummary, synthesize
+from ddnn.synth.lexicon import MIN_PDFS, PHONES, make_lexicon
+from ddnn.util.errors import UserError
 
 TINY = SynthOptions(hours=0.03, test_hours=0.02, speakers=5, dim=13, pdfs=150, seed=3)
 
@@ -27,7 +28,7 @@ TINY = SynthOptions(hours=0.03, test_hours=0.02, speakers=5, dim=13, pdfs=150, s
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SynthSummary]:
     out = tmp_path_factory.mktemp("synth") / "a corpus é"
-    return out, synthesise(out, TINY)
+    return out, synthesize(out, TINY)
 
 
 def lines(path: Path) -> list[list[str]]:
@@ -36,8 +37,8 @@ def lines(path: Path) -> list[list[str]]:
 
 def true_loglikes(acoustics: Acoustics, features: np.ndarray) -> np.ndarray:
     """float32 (frames, pdfs): log-likelihoods of the mixtures, but for a constant."""
-    means, precisions = acoustics.means.astype(float), acoustics.deviations.astype(float) ** -2
-    constant = np.log(acoustics.deviations).sum(1) + 0.5 * (means**2 * precisions).sum(1)
+    means, precisions = acoustics.means.astype(float), acoustics.stddevs.astype(float) ** -2
+    constant = np.log(acoustics.stddevs).sum(1) + 0.5 * (means**2 * precisions).sum(1)
     x = features.astype(float)
     gaussians = x @ (means * precisions).T - 0.5 * x**2 @ precisions.T - constant
     return np.logaddexp.reduce(gaussians.reshape(len(x), -1, COMPONENTS), axis=2).astype(np.float32)
@@ -101,8 +102,8 @@ def test_alignments_are_those_of_the_words(made: tuple[Path, SynthSummary]) -> N
 
 def test_the_true_model_decodes_it(made: tuple[Path, SynthSummary], tmp_path: Path) -> None:
     pytest.importorskip("kaldi_decoder")
-    from ddnn.decode.decoder import DecodeOptions
-    from ddnn.decode.score import score
+    from ddnn.decoding.decoder import DecodeOptions
+    from ddnn.decoding.scoring import score
 
     out, summary = made
     graph = read_fst(out / "graph" / "HCLG.fst")
@@ -137,9 +138,9 @@ def digest(folder: Path) -> dict[str, str]:
 def test_same_seed_same_bytes(made: tuple[Path, SynthSummary], tmp_path: Path) -> None:
     out, summary = made
     (tmp_path / "empty and there").mkdir()
-    assert synthesise(tmp_path / "empty and there", TINY) == summary
+    assert synthesize(tmp_path / "empty and there", TINY) == summary
     assert digest(tmp_path / "empty and there") == digest(out)
-    synthesise(tmp_path / "other", SynthOptions(**{**vars(TINY), "seed": 4}))
+    synthesize(tmp_path / "other", SynthOptions(**{**vars(TINY), "seed": 4}))
     other = digest(tmp_path / "other")
     assert all(other[name] != value for name, value in digest(out).items() if "feats" in name or name.endswith("text"))
 
@@ -162,7 +163,7 @@ def test_features_are_those_of_the_model(made: tuple[Path, SynthSummary]) -> Non
 
 
 def test_every_pdf_is_in_some_word() -> None:
-    for pdfs in (SMALLEST_PDFS, SMALLEST_PDFS + 1, 500, 8806):
+    for pdfs in (MIN_PDFS, MIN_PDFS + 1, 500, 8806):
         lexicon = make_lexicon(np.random.default_rng(pdfs), pdfs)
         assert np.array_equal(np.unique(lexicon.pdfs), np.arange(pdfs))
         assert len(set(lexicon.words)) == len(lexicon.words) == len(lexicon.offsets) - 2
@@ -174,7 +175,7 @@ def test_every_pdf_is_in_some_word() -> None:
 def test_sizes_that_cannot_be(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for wrong, message in (
-        ({"pdfs": SMALLEST_PDFS - 1}, f"--pdfs {SMALLEST_PDFS} is the smallest"),
+        ({"pdfs": MIN_PDFS - 1}, f"--pdfs {MIN_PDFS} is the smallest"),
         ({"pdfs": 900_000}, "or fewer"),
         ({"hours": 0.0}, "hours 0.0"),
         ({"hours": float("nan")}, "hours nan"),
@@ -183,7 +184,7 @@ def test_sizes_that_cannot_be(tmp_path: Path) -> None:
         ({"seed": -1}, "seed -1"),
     ):
         with pytest.raises(UserError, match=message):
-            synthesise(out, SynthOptions(**wrong))  # type: ignore[arg-type]
+            synthesize(out, SynthOptions(**wrong))  # type: ignore[arg-type]
         assert not out.exists()
 
 
@@ -193,7 +194,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("2")
     for out in ("out", "file", "file/below"):
         with pytest.raises(UserError):
-            synthesise(tmp_path / out, TINY)
+            synthesize(tmp_path / out, TINY)
     assert digest(tmp_path).keys() == {"out/precious", "file"}
 
 
@@ -202,8 +203,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(corpus, "write_int_vectors", full)
-    with pytest.raises(UserError, match="No space left"):
-        synthesise(tmp_path / "out", TINY)
+    with pytest.raises(UserError, match="no space left"):
+        synthesize(tmp_path / "out", TINY)
     assert digest(tmp_path) == {}
 
 
@@ -212,8 +213,8 @@ def test_it_can_be_stopped(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        synthesise(tmp_path / "out", SynthOptions(hours=0.02, speakers=4, dim=3), progress=interrupt)
-    assert list((tmp_path / "out").iterdir()) == []
+        synthesize(tmp_path / "out", SynthOptions(hours=0.02, speakers=4, dim=3), progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_many_archives_and_fast_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +222,7 @@ def test_many_archives_and_fast_enough(tmp_path: Path, monkeypatch: pytest.Monke
     options = SynthOptions(hours=0.3, speakers=12, dim=40, pdfs=200)
     seen: list[int] = []
     start = time.process_time()
-    summary = synthesise(tmp_path / "out", options, seen.append)
+    summary = synthesize(tmp_path / "out", options, seen.append)
     seconds = time.process_time() - start
     frames = summary.train_frames + summary.test_frames
     assert sum(seen) == frames and frames / seconds > 60_000, json.dumps({"frames": frames, "seconds": seconds})

@@ -1,0 +1,1 @@
+"""Model averaging: strategies, and when they are called."""

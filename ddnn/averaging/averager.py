@@ -1,0 +1,510 @@
+"""When the workers average their models: the policy around `ddnn.averaging.strategies`.
+
+Blocking, after each interval of `averaging_period` minibatches, with theta this worker's parameters:
+
+    theta <- A(theta)                                       A: the strategy, which all workers call together
+
+With `parallel.overlap`, interval k + 1 is trained while interval k is being averaged:
+
+    s <- theta after interval k                             handed to the averaging
+    theta <- s + c                                          c: this worker's own change over interval k + 1
+    theta <- s + c + (A(s) - s)                             the correction: what the averaging would have changed
+
+so that a change of 0 leaves theta at A(s), as blocking does, and a worker's model lacks only the others' last interval.
+
+Every epoch ends with the exact mean over the workers, each weighted by the frames that it has trained on in the epoch
+(BMUF: with its block momentum). That model is evaluated, saved and trained further, whatever the strategy in between.
+A worker whose model is not finite is excluded from an averaging (weight 0) and continues from what the others have. The
+Fisher matrices of NG-SGD stay with their worker.
+
+`make_averager` chooses among four classes with one interface: `NoAveraging` (one worker), `BlockingAverager`,
+`OverlappedAverager` and `GradientAverager`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ddnn.averaging.counters import EpochCounters, Timer
+from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, AveragingStrategy, make_strategy, weighted_mean
+from ddnn.distributed.communicator import CommStats, Communicator
+from ddnn.distributed.mpi import require_thread_level
+from ddnn.distributed.transport import StagingBuffer, choose_transport
+
+log = logging.getLogger(__name__)
+
+REQUEST_SYNC_PERIOD, REQUEST_SYNC_SECONDS = 8, 30.0
+"""With gossip strategies: at most so many averagings, and about so many seconds, between two exchanges of requests."""
+
+
+class Request(IntEnum):
+    """What a worker asks all workers to do after an averaging; the strongest request of all is met."""
+
+    NONE = 0
+    CHECKPOINT = 1
+    STOP = 2
+
+
+class Averaged(Protocol):
+    """What is averaged: a `ddnn.nn.network.Network`, or an RBM."""
+
+    parameters: Tensor
+
+    def parameters_changed(self) -> None:
+        """To be called after `parameters` were changed in place."""
+
+
+class HasMomentum(Protocol):
+    """The optimizer of what is averaged, or an RBM itself."""
+
+    momentum_buffer: Tensor
+
+    def clear_momentum(self) -> None:
+        """Forgets the momentum."""
+
+
+class NoAveraging:
+    """A single worker: nothing is averaged. The base of the other averagers, whose interface it is.
+
+    Args:
+        comm: the communicator of the workers that train together.
+        network: its flat parameters are averaged in place; the same on every worker.
+        optimizer: its momentum is kept, averaged or reset.
+
+    Attributes:
+        lr_scale: what the schedule's learning rates are multiplied by.
+        average_gradient: what the optimizer calls on the flat gradient of each minibatch; None where nothing is to do.
+        excludes: whether a worker whose model is not finite is excluded, and training continues without its interval.
+        overlapped: whether averaging takes place beside training.
+        counters, timer: since the epoch began.
+        local_request: this worker's request at the next averaging.
+        requested: the strongest request of all workers, as of the last `sync_requests`.
+    """
+
+    average_gradient: Callable[[Tensor], None] | None = None
+    excludes = False
+    overlapped = False
+
+    def __init__(self, comm: Communicator, network: Averaged, optimizer: HasMomentum) -> None:
+        self.comm, self.network, self.optimizer = comm, network, optimizer
+        self.lr_scale = 1.0
+        self.timer, self.counters = Timer(), EpochCounters(comm.stats.copy())
+        self.local_request: Callable[[], Request] = lambda: Request.NONE
+        self.requested = Request.NONE
+        self._interval_started = 0.0
+        self._remainder_frames, self._index = 0, 0
+        self._averagings_per_epoch: int | None = None
+
+    def begin_epoch(self, num_minibatches: int) -> int:
+        """Starts the counters; returns how many of this worker's `num_minibatches` it is to train on. Collective."""
+        self.counters, self._remainder_frames = EpochCounters(self.comm.stats.copy()), 0
+        self.timer.restart()
+        self._interval_started = time.perf_counter()
+        return num_minibatches
+
+    def after_minibatch(self, frames: int) -> bool:
+        """To be called after every update. Averages where an interval is complete; True if it did."""
+        self._count_minibatch(frames)
+        self.requested = self.local_request()
+        return False
+
+    def end_epoch(self) -> None:
+        """Leaves in the network the model to evaluate and save, the same bits on every worker. Collective.
+
+        Raises:
+            NoFiniteModelError: no worker's model is finite.
+        """
+
+    def average_now(self) -> None:
+        """parameters <- their exact mean, at once: each step of a warm-up by all-reduce. Collective."""
+
+    def broadcast(self) -> None:
+        """parameters <- those of rank 0, from which the training starts. Collective."""
+
+    def reset(self) -> None:
+        """After the parameters were set from outside, the same on every worker: a rejected epoch."""
+
+    def sync_requests(self) -> None:
+        """Sets `requested`, on all workers alike. Collective."""
+        self.requested = self.local_request()
+
+    def wait(self) -> None:
+        """Applies an averaging that is pending."""
+
+    def begin_interval(self) -> None:
+        """The next interval begins now: what came since the last update was no training."""
+        self.timer.mark("averaging")
+        self._interval_started = time.perf_counter()
+
+    def close(self) -> None:
+        """Ends a background thread. After an error its averaging may wait for ever: it is not waited for."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This worker's own state within the epoch, for a checkpoint after an averaging or between epochs."""
+        counters, traffic = self.counters, self.comm.stats - self.counters.stats
+        numbers = [counters.frames, counters.minibatches, counters.averagings, counters.excluded_averagings]
+        numbers += [self._remainder_frames, self._index, self._averagings_per_epoch or 0]
+        seconds = [self.timer.seconds[name] for name in ("data", "compute", "averaging")]
+        return {
+            "counters": torch.tensor(numbers, dtype=torch.int64),
+            "consensus_distances": torch.tensor(counters.consensus_distances, dtype=torch.float64),
+            "interval_seconds": torch.tensor(counters.interval_seconds, dtype=torch.float64),
+            "seconds": torch.tensor([*seconds, time.perf_counter() - self.timer.started], dtype=torch.float64),
+            "traffic": torch.tensor(list(vars(traffic).values()), dtype=torch.float64),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `state_dict`, after the parameters were restored."""
+        counters = EpochCounters(self.comm.stats.copy())
+        numbers = [int(number) for number in state["counters"].tolist()]
+        counters.frames, counters.minibatches, counters.averagings, counters.excluded_averagings = numbers[:4]
+        self._remainder_frames, self._index, self._averagings_per_epoch = numbers[4:]
+        counters.consensus_distances = state["consensus_distances"].tolist()
+        counters.interval_seconds = state["interval_seconds"].tolist()
+        sent, comm_seconds, wait_seconds = state["traffic"].tolist()
+        counters.stats = self.comm.stats - CommStats(int(sent), comm_seconds, wait_seconds)
+        self.counters = counters
+        self.timer.restart()
+        *seconds, passed = state["seconds"].tolist()
+        self.timer.seconds.update(zip(("data", "compute", "averaging"), seconds, strict=True))
+        self.timer.started -= passed
+        self._interval_started = time.perf_counter()
+
+    def shared_state_dict(self) -> dict[str, Tensor]:
+        """The strategy's state, the same on every worker: `AveragingStrategy.state_dict`."""
+        return {}
+
+    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `shared_state_dict`."""
+
+    def _count_minibatch(self, frames: int) -> None:
+        self.timer.mark("compute")
+        self.comm.watchdog.heartbeat()
+        self.counters.minibatches += 1
+        self.counters.frames += frames
+        self._remainder_frames += frames
+
+
+class _Averager(NoAveraging):
+    """What all averagers of several workers have: a strategy, and a buffer through which parameters are sent."""
+
+    excludes = True
+
+    def __init__(
+        self,
+        config: AveragingOptions,
+        comm: Communicator,
+        network: Averaged,
+        optimizer: HasMomentum,
+        minibatch_size: int,
+    ) -> None:
+        super().__init__(comm, network, optimizer)
+        self.config, self.minibatch_size = config, minibatch_size
+        self.strategy: AveragingStrategy = make_strategy(config, comm)
+        self.lr_scale = float(comm.world_size) if config.scale_learning_rate else 1.0
+        self.parameters = network.parameters
+        transport = choose_transport(config.gpu_transport, self.parameters.device, comm)
+        self._staging = StagingBuffer(self.parameters, transport, own_buffer=self.overlapped)
+        self._other_staging = StagingBuffer(optimizer.momentum_buffer, transport)  # gradients, or momentum
+        self.strategy.start(self._staging.copy_in(self.parameters))
+        self._request_sync_period = 1
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Creates what only this kind of averager needs; called once."""
+
+    def begin_epoch(self, num_minibatches: int) -> int:
+        """Agrees with the others on the number of averagings of the epoch.
+
+        All workers average as often as the one with the fewest minibatches can, so that none waits for ever. A worker
+        trains on its remaining minibatches all the same, and they count in the epoch's mean; only where gradients are
+        averaged they are dropped.
+        """
+        longest = max(self.counters.interval_seconds, default=REQUEST_SYNC_SECONDS)  # unknown: at each averaging
+        super().begin_epoch(num_minibatches)
+        self.strategy.begin_epoch(self.parameters)
+        self.network.parameters_changed()
+        period, known = self._period(), self._averagings_per_epoch is not None
+        self._averagings_per_epoch = self.comm.all_reduce_min(num_minibatches // period)
+        self._request_sync_period = self.comm.all_reduce_min(
+            max(1, min(REQUEST_SYNC_PERIOD, int(REQUEST_SYNC_SECONDS / max(longest, 1e-9))))
+        )
+        if not known and self.comm.rank == 0:
+            log.info("model averaging: %d per epoch, %s", self._averagings_per_epoch, self._end_of_epoch)
+            if self._averagings_per_epoch == 0:
+                log.warning("the smallest shard has fewer than parallel.averaging_period = %d minibatches", period)
+        self.timer.mark("averaging")
+        return num_minibatches
+
+    _end_of_epoch = "and the mean at its end"
+
+    def _period(self) -> int:
+        return self.config.averaging_period
+
+    def average_now(self) -> None:
+        finite = self._is_finite()
+        self._average_staged(lambda vector: weighted_mean(self.comm, vector, float(finite)))
+        self.reset()
+        if not finite:
+            self._reset_excluded()
+
+    def broadcast(self) -> None:
+        self._average_staged(lambda vector: self.comm.broadcast(vector, 0))
+        self.reset()
+
+    def reset(self) -> None:
+        self.strategy.start(self._staging.copy_in(self.parameters))
+
+    def sync_requests(self) -> None:
+        with self.comm.time_as_wait():
+            requests = self.comm.all_gather(torch.tensor([int(self.local_request())]))
+        self.requested = Request(int(requests.max()))
+
+    def shared_state_dict(self) -> dict[str, Tensor]:
+        return self.strategy.state_dict()
+
+    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        like = self.parameters if self._staging.buffer is None else self._staging.buffer
+        self.strategy.load_state_dict(state, like)
+
+    def _average_staged(self, average: Callable[[Tensor], object]) -> None:
+        """Calls `average` on the vector that is sent, and writes the result into the parameters."""
+        average(self._staging.copy_in(self.parameters))
+        self._staging.copy_out(self.parameters)
+        self.network.parameters_changed()
+
+    def _is_finite(self) -> bool:
+        return math.isfinite(_norm(self.parameters))
+
+    def _reset_excluded(self) -> None:
+        """This worker's model was not finite and now is what the others had, so its momentum is cleared. Logged once an
+        epoch, since it may continue for days."""
+        if self.counters.excluded_averagings == 0:
+            log.warning(
+                "worker %d on %s: its model is not finite and was excluded from averaging %d of the epoch",
+                *(self.comm.rank, self.comm.host, self.counters.averagings),
+            )
+        self.counters.excluded_averagings += 1
+        self.optimizer.clear_momentum()
+
+    def _end_interval(self) -> None:
+        if self.parameters.device.type == "cuda":
+            torch.cuda.synchronize(self.parameters.device)
+        self.timer.mark("compute")
+        self.counters.interval_seconds.append(time.perf_counter() - self._interval_started)
+
+
+class BlockingAverager(_Averager):
+    """Averages the parameters after each interval, while no worker trains."""
+
+    def _allocate(self) -> None:
+        self._interval_frames = float(self.config.averaging_period * self.minibatch_size)
+        self._before = torch.empty_like(self.parameters)
+        self._norm = 0.0
+
+    def after_minibatch(self, frames: int) -> bool:
+        self._count_minibatch(frames)
+        self.requested = Request.NONE
+        intervals, incomplete = divmod(self.counters.minibatches, self.config.averaging_period)
+        if incomplete or intervals > (self._averagings_per_epoch or 0):
+            return False
+        self._end_interval()
+        self._average_interval(intervals)
+        self.begin_interval()
+        return True
+
+    def _average_interval(self, intervals: int) -> None:
+        weight = self._begin_averaging()
+        vector = self._staging.copy_in(self.parameters)
+        self.strategy.average(vector, self._index, weight)
+        self._average_momentum(weight)
+        self._index += 1
+        self._staging.copy_out(self.parameters)
+        self._finish_averaging(self._before.sub_(self.parameters))
+        self._sync_requests_after(intervals)
+
+    def _begin_averaging(self) -> float:
+        """Keeps the parameters as they are now; returns this worker's weight."""
+        self._norm = _norm(self.parameters)
+        self._before.copy_(self.parameters)
+        self._remainder_frames = 0
+        return self._interval_frames if math.isfinite(self._norm) else 0.0
+
+    def _average_momentum(self, weight: float) -> None:
+        if self.config.local_momentum == "average":
+            momentum = self.optimizer.momentum_buffer
+            finite = math.isfinite(_norm(momentum))
+            vector = self._other_staging.copy_in(momentum)
+            self.strategy.stateless().average(vector, self._index, weight if finite else 0.0)
+            self._other_staging.copy_out(momentum)
+
+    def _finish_averaging(self, moved: Tensor) -> None:
+        """Counts the averaging that has moved the parameters by `moved`, a vector that may be overwritten."""
+        self.network.parameters_changed()
+        self.counters.averagings += 1
+        if not math.isfinite(self._norm):
+            self._reset_excluded()
+            return
+        distance = self.strategy.distance_to_mean(_norm(moved))
+        self.counters.consensus_distances.append(distance / max(self._norm, 1e-30))
+        if self.config.local_momentum == "reset":
+            self.optimizer.clear_momentum()
+
+    def _sync_requests_after(self, intervals: int) -> None:
+        """Gossip has no other message from all to all: there one at each averaging would make every worker wait."""
+        if not self.strategy.gossip or intervals % self._request_sync_period == 0:
+            self.sync_requests()
+
+    def end_epoch(self) -> None:
+        finite = self._is_finite()
+        weight = float(max(1, self.counters.frames) if finite else 0)
+        remainder = self._remainder_frames
+        vector = self._staging.copy_in(self.parameters)
+        self._index += self.strategy.end_epoch(vector, self._index, weight, remainder)
+        self._staging.copy_out(self.parameters)
+        self.network.parameters_changed()
+        if not finite:
+            self._reset_excluded()
+        self.timer.mark("averaging")
+
+
+class OverlappedAverager(BlockingAverager):
+    """Averages on a thread of its own while the next interval is trained; see the module's docstring.
+
+    While an averaging is pending nothing else may be sent over the communicator, but for what `begin_epoch` sends.
+    """
+
+    overlapped = True
+
+    def _allocate(self) -> None:
+        require_thread_level(self.comm)
+        super()._allocate()
+        self._averaged = torch.empty_like(self.parameters)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
+        self._pending: Future[None] | None = None
+
+    def _average_interval(self, intervals: int) -> None:
+        self.wait()
+        self._sync_requests_after(intervals)  # while nothing is pending
+        weight = self._begin_averaging()
+        self._sent = self._staging.copy_in(self.parameters)
+        self._pending = self._thread.submit(self._average_beside_training, self._index, weight)
+        self._index += 1
+
+    def _average_beside_training(self, index: int, weight: float) -> None:
+        with self._staging.side_stream():
+            self.strategy.average(self._sent, index, weight)
+
+    def wait(self) -> None:
+        """Waits for the pending averaging, if there is one, and applies its result."""
+        if self._pending is None:
+            return
+        self._pending.result()
+        self._pending = None
+        if math.isfinite(self._norm):
+            self._staging.copy_out(self._averaged)
+            moved = self._averaged.sub_(self._before)
+            self.parameters.add_(moved)
+        else:
+            self._staging.copy_out(self.parameters)
+            moved = self._before.sub_(self.parameters)
+        self._finish_averaging(moved)
+
+    def end_epoch(self) -> None:
+        self.wait()
+        super().end_epoch()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Waits for the pending averaging, but does not apply it: that comes after the next interval."""
+        if self._pending is None:
+            return super().state_dict()
+        self._pending.result()
+        pending = {"pending.before": self._before, "pending.averaged": self._sent}
+        pending["pending.norms"] = torch.tensor([self._norm, self.strategy.distance], dtype=torch.float64)
+        return super().state_dict() | pending
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        if "pending.before" not in state:
+            return
+        self._norm, self.strategy.distance = state["pending.norms"].tolist()
+        self._sent = self._staging.copy_in(self.parameters)
+        self._sent.copy_(state["pending.averaged"])
+        self._before.copy_(state["pending.before"])
+        self._pending = Future()
+        self._pending.set_result(None)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class GradientAverager(_Averager):
+    """Synchronous SGD: averages the gradient of every minibatch; parameters stay the same on every worker."""
+
+    _end_of_epoch = "then the model of rank 0"
+
+    def _allocate(self) -> None:
+        self.average_gradient = self._average_gradient
+
+    def _period(self) -> int:
+        return 1
+
+    def begin_epoch(self, num_minibatches: int) -> int:
+        """As many minibatches as the worker with the fewest has."""
+        super().begin_epoch(num_minibatches)
+        return self._averagings_per_epoch or 0
+
+    def _average_gradient(self, gradient: Tensor) -> None:
+        """gradient <- the mean over workers."""
+        self._end_interval()
+        finite = math.isfinite(_norm(gradient))
+        self.strategy.average(self._other_staging.copy_in(gradient), self._index, float(finite))
+        self._other_staging.copy_out(gradient)
+        self.counters.averagings += 1
+        self.counters.excluded_averagings += not finite
+        self.begin_interval()
+
+    def after_minibatch(self, frames: int) -> bool:
+        self._count_minibatch(frames)
+        self.requested = Request.NONE
+        if self.counters.minibatches % self.config.averaging_period == 0:
+            self.sync_requests()
+        return True
+
+    def average_now(self) -> None:
+        """Nothing: the gradients were averaged."""
+
+    def end_epoch(self) -> None:
+        self._average_staged(
+            lambda vector: self.comm.broadcast(vector, 0)
+        )  # machines of different kinds round differently
+        self.timer.mark("averaging")
+
+
+def make_averager(
+    config: AveragingOptions, comm: Communicator, network: Averaged, optimizer: HasMomentum, minibatch_size: int
+) -> NoAveraging:
+    """The averager of a training with the workers of `comm`. Collective.
+
+    Args:
+        minibatch_size: frames in a minibatch.
+    """
+    if comm.world_size == 1:
+        return NoAveraging(comm, network, optimizer)
+    if STRATEGIES[config.strategy].unit == "gradients":
+        return GradientAverager(config, comm, network, optimizer, minibatch_size)
+    averager = OverlappedAverager if config.overlap else BlockingAverager
+    return averager(config, comm, network, optimizer, minibatch_size)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))

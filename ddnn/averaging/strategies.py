@@ -1,0 +1,433 @@
+"""How workers average a flat vector: one class per strategy, in one table. See arXiv 1507.01239, section 3.
+
+A new strategy is a class here and a line in `STRATEGIES`. `ddnn.averaging.averager` decides when it is called.
+
+Every strategy averages a flat float32 vector in place. The mixing matrices M (theta_r <- sum_s M[r, s] theta_s) are
+doubly stochastic: the mean over workers is preserved, and the disagreement between workers never grows. The gossip
+strategies (butterfly, ring, hopping ring) keep the equal-weight mean: a worker's weight only says there whether the
+worker is excluded (0), as one whose model is not finite; all-reduce weighs by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddnn.distributed.communicator import Communicator
+from ddnn.util.errors import DivergedError
+
+CommDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class AveragingOptions:
+    """How the workers of a training average; the keys of the recipe's section `parallel`, resolved.
+
+    Attributes:
+        strategy: a key of `STRATEGIES`.
+        averaging_period: minibatches of each worker between two averagings.
+        comm_dtype: the type in which vectors are sent.
+        overlap: train the next interval while the last averaging is under way.
+        local_momentum: what an averaging does to the momentum of the optimizer: keep, average or reset.
+        scale_learning_rate: multiply the learning rate by the number of workers.
+        block_momentum, block_learning_rate, nesterov: of BMUF; block_momentum None: 1 - 1 / workers.
+        gpu_transport: how vectors on a GPU are sent, see `ddnn.distributed.transport`.
+    """
+
+    strategy: str = "all-reduce"
+    averaging_period: int = 10
+    comm_dtype: CommDtype = "float32"
+    overlap: bool = False
+    local_momentum: Literal["keep", "average", "reset"] = "keep"
+    scale_learning_rate: bool = True
+    block_momentum: float | None = None
+    block_learning_rate: float = 1.0
+    nesterov: bool = False
+    gpu_transport: str = "auto"
+
+
+class NoFiniteModelError(DivergedError):
+    """Every worker has been excluded from an averaging, since no model is finite. Raised on all of them alike."""
+
+
+def gather_weights(comm: Communicator, weight: float) -> Tensor:
+    """Every worker's weight, (world_size,) float64, the same bits on each. Here a worker waits for the slowest.
+
+    Raises:
+        ValueError: this worker's weight is negative or not finite.
+        NoFiniteModelError: no worker has a weight above 0.
+    """
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"a weight is a number of frames, or 0 to exclude a worker, not {weight}")
+    with comm.time_as_wait():
+        weights = comm.all_gather(torch.tensor([weight], dtype=torch.float64)).view(-1)
+    if not bool(weights.any()):
+        raise NoFiniteModelError("the training diverged: no worker has a finite model to average")
+    return weights
+
+
+def weighted_mean(comm: Communicator, vector: Tensor, weight: float) -> None:
+    """vector <- sum_r w_r vector_r / sum_r w_r, in float32, the same bits on every worker.
+
+    A worker of weight 0 is excluded, whatever its vector holds (NaN too), and receives the mean as the others do.
+    The sum is divided, instead of the terms being scaled by 1/n: fl(1/3) is off by 3e-8, always to the same side, which
+    ten thousand averagings would turn into a drift.
+
+    Args:
+        vector: (n,) float32.
+        weight: frames that this worker's vector was trained on.
+    """
+    weights = gather_weights(comm, weight)
+    if comm.world_size == 1:
+        return
+    if weight == 0.0:
+        vector.zero_()
+    if bool((weights[weights > 0] == weights.max()).all()):
+        comm.all_reduce(vector)
+        vector.div_(int((weights > 0).sum()))
+    else:
+        # Relative to the mean weight, so that sums stay in the range of the parameters.
+        scale = float(weights.sum()) / comm.world_size
+        if weight > 0.0:
+            vector.mul_(weight / scale)
+        comm.all_reduce(vector)
+        vector.div_(comm.world_size)
+
+
+def mean_of_deltas(comm: Communicator, delta: Tensor, weight: float, comm_dtype: CommDtype) -> None:
+    """As `weighted_mean`, sent as `comm_dtype`: for differences and gradients, never for parameters themselves.
+
+    With bfloat16 each number is sent in 16 bits: worker r receives the r-th chunk of every worker (rounded to
+    bfloat16), sums it in float32, and sends its chunk of the mean (rounded once more) to all. Both roundings are 2^-8
+    at most: harmless on a small difference that is added to float32 parameters, ruinous on the parameters themselves,
+    whose updates are smaller than that.
+    """
+    if comm_dtype == "float32" or comm.world_size == 1:
+        weighted_mean(comm, delta, weight)
+        return
+    weights = gather_weights(comm, weight)
+    if weight == 0.0:
+        delta.zero_()
+    size, length = comm.world_size, delta.numel()
+    chunk = -(-length // size)
+    sent = comm.workspace("bf16_send", size * chunk, torch.bfloat16, delta.device)
+    sent[length:] = 0
+    sent[:length] = delta
+    received = comm.all_to_all(sent.view(torch.int16).view(size, chunk)).view(torch.bfloat16)
+    total = comm.workspace("bf16_sum", chunk, torch.float32, delta.device)
+    total.zero_()
+    for row, fraction in zip(received, (weights / weights.sum()).tolist(), strict=True):
+        total.add_(row, alpha=fraction)
+    delta.copy_(comm.all_gather(total.bfloat16().view(torch.int16)).view(torch.bfloat16).view(-1)[:length])
+
+
+class AveragingStrategy:
+    """One way to average a flat vector over the workers; the base of all, which is the all-reduce in float32.
+
+    All methods that take a vector are collective. `index` counts the averagings of the training from 0, the same on
+    every worker. `weight` is the number of frames that this worker's vector was trained on, 0 to be excluded.
+
+    Attributes:
+        unit: what is averaged: the parameters after each interval, or the gradient of every minibatch.
+        gossip: whether workers exchange with one peer at a time, so that they hold different models afterwards.
+        distance: |theta - mean of theta| before the last averaging, this worker's distance from the mean, where the
+            strategy computes it; else NaN.
+    """
+
+    unit: Literal["parameters", "gradients"] = "parameters"
+    gossip = False
+    distance = math.nan
+
+    def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
+        self.config, self.comm, self.comm_dtype = config, comm, config.comm_dtype
+
+    def start(self, parameters: Tensor) -> None:
+        """The training starts, or continues after a rejected epoch, from `parameters`, the same on every worker."""
+
+    def average(self, vector: Tensor, index: int, weight: float) -> None:
+        """vector <- what this strategy makes of the workers' vectors."""
+        weighted_mean(self.comm, vector, weight)
+
+    def stateless(self) -> AveragingStrategy:
+        """The strategy for vectors other than the parameters (momentum), of which nothing is remembered."""
+        return self
+
+    def begin_epoch(self, parameters: Tensor) -> None:
+        """parameters <- where the next interval starts."""
+
+    def end_epoch(self, vector: Tensor, index: int, weight: float, remainder_frames: int) -> int:
+        """vector <- the epoch's model, the same bits on every worker: the exact mean, in float32 whatever the dtype.
+
+        Args:
+            remainder_frames: that this worker has trained on since the last averaging.
+
+        Returns:
+            how many averagings (values of `index`) this used.
+        """
+        weighted_mean(self.comm, vector, weight)
+        return 0
+
+    def distance_to_mean(self, moved: float) -> float:
+        """|theta_r - mean| before the last averaging, from the distance by which it has moved theta_r."""
+        return moved
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the strategy remembers between averagings, the same on every worker; (num_parameters,) float32 each."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
+        """Restores `state_dict`. `like`: the vector that is sent, for its device."""
+
+
+class AllReduce(AveragingStrategy):
+    """theta_r <- the mean over workers, weighted by frames: the same bits on every worker, always sent as float32."""
+
+
+class CompressedAllReduce(AveragingStrategy):
+    """All-reduce of parameters sent as bfloat16: only the change since the last averaging is sent.
+
+    theta <- reference + mean(theta - reference), where the reference is the result of the averaging before, the same on
+    every worker. The first averaging, and the first after an exact mean, is sent as float32 and sets the reference.
+    """
+
+    reference: Tensor | None = None
+
+    def start(self, parameters: Tensor) -> None:
+        self.reference = None
+
+    def average(self, vector: Tensor, index: int, weight: float) -> None:
+        """vector <- the weighted mean over workers, within bfloat16's rounding of the change."""
+        if self.reference is None:
+            weighted_mean(self.comm, vector, weight)
+            self.reference = vector.clone()
+            return
+        vector.sub_(self.reference)
+        mean_of_deltas(self.comm, vector, weight, self.comm_dtype)
+        self.reference.add_(vector)
+        vector.copy_(self.reference)
+
+    def stateless(self) -> AveragingStrategy:
+        return AllReduce(self.config, self.comm)
+
+    def end_epoch(self, vector: Tensor, index: int, weight: float, remainder_frames: int) -> int:
+        self.reference = None
+        return super().end_epoch(vector, index, weight, remainder_frames)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {} if self.reference is None else {"compression.reference": self.reference}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
+        if "compression.reference" in state:
+            self.reference = torch.empty_like(like).copy_(state["compression.reference"])
+
+
+class GradientAllReduce(AveragingStrategy):
+    """Synchronous SGD: the gradients are averaged at every minibatch, weighted by 1 (finite) or 0."""
+
+    unit = "gradients"
+
+    def average(self, vector: Tensor, index: int, weight: float) -> None:
+        mean_of_deltas(self.comm, vector, weight, self.comm_dtype)
+
+
+class _Gossip(AveragingStrategy):
+    """theta_r <- (theta_r + theta_source) / 2, one message an averaging; subclasses choose the peers.
+
+    Between a worker that is excluded and one that is not, the latter's model counts alone.
+
+    Sent as bfloat16: theta <- theta + (Q(theta_source) - Q(theta)) / 2, Q rounding to bfloat16. What one worker gains
+    by rounding another loses, so the mean stays accurate to float32, and equal models stay as they are (Carli, Bullo
+    and Zampieri 2010). Workers agree to bfloat16's 8 bits, no closer.
+    """
+
+    gossip = True
+
+    @staticmethod
+    def peers(rank: int, world_size: int, index: int) -> tuple[int, int]:
+        """The ranks to which `rank` sends its model and from which it receives one."""
+        raise NotImplementedError
+
+    def average(self, vector: Tensor, index: int, weight: float) -> None:
+        comm = self.comm
+        dest, source = self.peers(comm.rank, comm.world_size, index)
+        if comm.world_size == 1:
+            return
+        with comm.time_as_wait():
+            peer_is_finite = bool(comm.sendrecv(torch.tensor([weight > 0.0], dtype=torch.int64), dest, source))
+        if self.comm_dtype == "float32":
+            received = comm.sendrecv(vector, dest, source)
+        else:
+            sent = comm.workspace("bf16_send", vector.numel(), torch.bfloat16, vector.device).copy_(vector)
+            received = comm.sendrecv(sent.view(torch.int16), dest, source).view(torch.bfloat16)
+        if not peer_is_finite:
+            return
+        if weight == 0.0:
+            vector.copy_(received)
+        elif self.comm_dtype == "float32":
+            vector.add_(received).mul_(0.5)
+        else:
+            vector.add_(received, alpha=0.5).sub_(sent, alpha=0.5)
+
+    def distance_to_mean(self, moved: float) -> float:
+        """Half the distance to one peer: on average a peer is as far from the mean as this worker."""
+        return moved * math.sqrt(2.0 * (self.comm.world_size - 1) / self.comm.world_size)
+
+
+class Butterfly(_Gossip):
+    """n = 2^q workers: the peer is r XOR 2^(index mod q); q averagings give the exact mean.
+
+    Any other n: with q = ceil(log2 n), r sends to r + 2^(index mod q) and receives from r - 2^(index mod q), around the
+    circle (Hensgen, Finkel and Manber's dissemination). From a multiple of q on, q averagings give every worker
+    sum_j theta_(r-j) / 2^q over j = 0 ... 2^q - 1: each of the n models counts floor or ceil of 2^q / n times, nearly
+    the mean, and no worker is ever idle.
+    """
+
+    @staticmethod
+    def peers(rank: int, world_size: int, index: int) -> tuple[int, int]:
+        rounds = (world_size - 1).bit_length()
+        step = 2 ** (index % rounds) if rounds else 0
+        if world_size & (world_size - 1) == 0:
+            return rank ^ step, rank ^ step
+        return _shifted(rank, world_size, step)
+
+
+class Ring(_Gossip):
+    """theta_r <- (theta_r + theta_(r-1 mod n)) / 2, any n. Gossip, not the chunked ring all-reduce."""
+
+    @staticmethod
+    def peers(rank: int, world_size: int, index: int) -> tuple[int, int]:
+        return _shifted(rank, world_size, 1)
+
+
+class HoppingRing(_Gossip):
+    """theta_r <- (theta_r + theta_(r-s mod n)) / 2, s = 1, 2, ..., n-1, 1, ... averaging by averaging, any n."""
+
+    @staticmethod
+    def peers(rank: int, world_size: int, index: int) -> tuple[int, int]:
+        return _shifted(rank, world_size, 1 + index % (world_size - 1) if world_size > 1 else 0)
+
+
+def _shifted(rank: int, world_size: int, step: int) -> tuple[int, int]:
+    return (rank + step) % world_size, (rank - step) % world_size
+
+
+class BlockMomentum(AveragingStrategy):
+    """Blockwise model-update filtering, BMUF: Chen and Huo, ICASSP 2016. Averaging with a momentum over blocks.
+
+    After block t, in which every worker started from S(t-1):
+        G(t) = mean over workers of theta - S(t-1)
+        D(t) = eta * D(t-1) + zeta * G(t)
+        W(t) = W(t-1) + D(t)
+        S(t) = W(t), or with Nesterov W(t) + eta * D(t): what every worker's theta becomes.
+
+    W is the model to evaluate and save: `model()`. eta = 1 - 1/n makes each block's change count n times in the end, as
+    if the n workers' blocks had come one after the other. With one worker eta is 0, and nothing is done.
+
+    A worker's own momentum points where its model no longer is, so `local_momentum` is reset.
+
+    Attributes:
+        block_initial: S, (num_parameters,) float32.
+        momentum_buffer: D, (num_parameters,) float32.
+        distance: NaN before the first averaging, and where theta was not finite.
+    """
+
+    def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
+        """Raises ValueError for a block momentum outside [0, 1) or a block learning rate that is not above 0."""
+        super().__init__(config, comm)
+        eta = 1.0 - 1.0 / comm.world_size if config.block_momentum is None else config.block_momentum
+        rate = config.block_learning_rate
+        if not (0.0 <= eta < 1.0 and math.isfinite(rate) and rate > 0.0):
+            raise ValueError(f"block momentum must be in [0, 1) and its learning rate above 0, not {eta} and {rate}")
+        self.momentum, self.rate, self.nesterov = eta, rate, config.nesterov
+
+    def start(self, parameters: Tensor) -> None:
+        self.block_initial = parameters.detach().clone()
+        self.momentum_buffer = torch.zeros_like(self.block_initial)
+
+    def average(self, vector: Tensor, index: int, weight: float) -> None:
+        """vector <- S(t), the same bits on every worker; a worker of weight 0 is excluded from G and joins again."""
+        vector.sub_(self.block_initial)
+        local_delta = self.comm.workspace("local_delta", vector.numel(), vector.dtype, vector.device).copy_(vector)
+        mean_of_deltas(self.comm, vector, weight, self.comm_dtype)
+        self.distance = float(torch.linalg.vector_norm(local_delta.sub_(vector)))
+        model = self.model()
+        self.momentum_buffer.mul_(self.momentum).add_(vector, alpha=self.rate)
+        model.add_(self.momentum_buffer)
+        self.block_initial.copy_(model)
+        if self.nesterov:
+            self.block_initial.add_(self.momentum_buffer, alpha=self.momentum)
+        vector.copy_(self.block_initial)
+
+    def model(self) -> Tensor:
+        """W, a new tensor (num_parameters,): the model to evaluate and save."""
+        if not self.nesterov:
+            return self.block_initial.clone()
+        return self.block_initial.sub(self.momentum_buffer, alpha=self.momentum)
+
+    def stateless(self) -> AveragingStrategy:
+        return AllReduce(self.config, self.comm)
+
+    def begin_epoch(self, parameters: Tensor) -> None:
+        parameters.copy_(self.block_initial)
+
+    def end_epoch(self, vector: Tensor, index: int, weight: float, remainder_frames: int) -> int:
+        """vector <- W after a last block, if any worker has trained since the last averaging."""
+        with self.comm.time_as_wait():
+            remainders = self.comm.all_gather(torch.tensor([remainder_frames]))
+        used = int(bool(remainders.any()))
+        if used:
+            self.average(vector, index, weight)
+        vector.copy_(self.model())
+        return used
+
+    def distance_to_mean(self, moved: float) -> float:
+        return self.distance
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"bmuf.block_initial": self.block_initial, "bmuf.momentum_buffer": self.momentum_buffer}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
+        self.block_initial.copy_(state["bmuf.block_initial"])
+        self.momentum_buffer.copy_(state["bmuf.momentum_buffer"])
+
+
+STRATEGIES: dict[str, type[AveragingStrategy]] = {
+    "all-reduce": AllReduce,
+    "butterfly": Butterfly,
+    "ring": Ring,
+    "hopping-ring": HoppingRing,
+    "gradient-all-reduce": GradientAllReduce,
+    "bmuf": BlockMomentum,
+}
+"""`parallel.strategy` -> class."""
+
+
+def make_strategy(config: AveragingOptions, comm: Communicator) -> AveragingStrategy:
+    """The strategy of a training; the all-reduce of parameters sent as bfloat16 is a class of its own."""
+    if config.strategy == "all-reduce" and config.comm_dtype == "bfloat16":
+        return CompressedAllReduce(config, comm)
+    return STRATEGIES[config.strategy](config, comm)
+
+
+def mixing_matrix(name: str, world_size: int, index: int, weights: list[float] | None = None) -> NDArray[np.float64]:
+    """M, (n, n) float64: averaging number `index` of strategy `name` makes theta_r <- sum_s M[r, s] theta_s.
+
+    Args:
+        weights: frames behind each worker's parameters, for all-reduce; equal where not given.
+    """
+    strategy = STRATEGIES[name]
+    if not issubclass(strategy, _Gossip):
+        given = np.ones(world_size) if weights is None else np.asarray(weights, dtype=np.float64)
+        return np.tile(given / given.sum(), (world_size, 1))
+    matrix: NDArray[np.float64] = np.eye(world_size) / 2
+    for rank in range(world_size):
+        _, source = strategy.peers(rank, world_size, index)
+        matrix[rank, source] += 0.5
+    return matrix

@@ -1,0 +1,98 @@
+"""The `ddnn` command: its subcommands, and which exit code an error has.
+
+Exit codes: 0 success; 2 an error that the user can fix, in one message on stderr; 3 a training diverged; 75 stopped by a
+signal, to be resumed; 130 interrupted; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from types import TracebackType
+
+import click
+
+from ddnn import __version__
+from ddnn.cli import decoding, tools, training
+from ddnn.cli.options import OrderedGroup
+from ddnn.util.errors import UserError
+
+
+@click.group(
+    cls=OrderedGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+    Examples:
+      ddnn synth demo/corpus --hours 0.3            a corpus from nothing
+      ddnn train recipes/demo/demo.yaml             -> exp/demo
+      ddnn evaluate exp/demo --data demo/corpus/test --alignments demo/corpus/ali_test
+      ddnn decode-prep exp/demo --data demo/corpus/test --out exp/demo/decode
+
+    \b
+    Each command has --help. Recipes: docs/recipe.md. Completion: ddnn completion --help.""",
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Train hybrid DNN-HMM acoustic models on Kaldi features and alignments."""
+
+
+for command in (*training.COMMANDS, *decoding.COMMANDS, *tools.COMMANDS):
+    cli.add_command(command)
+
+
+@cli.command(
+    epilog="""\b
+    Examples:
+      echo 'eval "$(ddnn completion bash)"' >> ~/.bashrc
+      ddnn completion fish > ~/.config/fish/completions/ddnn.fish"""
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(cli, {}, "ddnn", "_DDNN_COMPLETE").source())
+
+
+def _unhandled_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    print(f"ddnn: this is a bug in ddnn {__version__}; please report it with the lines above", file=sys.stderr)
+
+
+def main() -> None:
+    """Entry point of `ddnn`: runs the command and turns what went wrong into a message and an exit code."""
+    sys.excepthook = _unhandled_exception
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("ddnn").setLevel(logging.INFO)
+    try:
+        code = cli.main(prog_name="ddnn", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        print("ddnn: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except UserError as error:
+        print(f"ddnn: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except OSError as error:  # a full disk behind stdout, a folder that may not be entered
+        location = "" if error.filename is None else f"\n  location: {error.filename}"
+        print(f"ddnn: error: cannot read or write: {error.strerror or error}{location}", file=sys.stderr)
+        sys.exit(2)
+    except UnicodeEncodeError as error:  # a name from the file system in another encoding
+        found = error.object[max(error.start - 100, 0) : error.end + 20]
+        print(f"ddnn: error: a name is not UTF-8\n  location: {found!r}", file=sys.stderr)
+        print("  hint: rename the file or folder, with convmv for example", file=sys.stderr)
+        sys.exit(2)
+    except RuntimeError as error:  # torch's way to say it, on CPU and GPU
+        if not re.search("can't allocate memory|out of memory", str(error)):
+            raise
+        print(f"ddnn: error: {str(error).splitlines()[0]}\n  hint: a smaller network or minibatch", file=sys.stderr)
+        sys.exit(2)
+    except MemoryError:
+        print("ddnn: error: out of memory\n  hint: data.feature_dtype: float16, or a larger machine", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)

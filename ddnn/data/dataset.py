@@ -1,0 +1,163 @@
+"""The dataset: every frame of a data dir, or of a worker's shard of it, with its pdf-id, held in memory once.
+
+Utterances are stored one after another in `features`, each with `context` copies of its first and last frame around it.
+The input of frame t, spliced over t-context .. t+context, is then one contiguous piece of memory: no splice is ever
+stored, and a frame outside the utterance repeats the first or last one, as in Kaldi nnet1's <Splice>.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.index import UtteranceIndex
+from ddnn.data.loading import LoadRequest, Progress, default_processes, load_into_memory
+from ddnn.distributed.communicator import Communicator, SingleProcess
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How a data dir is read.
+
+    Attributes:
+        num_pdfs: of the alignments; None: as they say themselves.
+        allow_pipes: run shell commands in an scp.
+        max_skipped_fraction: largest share of utterances that may be skipped; None: all but one.
+        cache_dir: directory of cache files; None: none.
+        loader_processes: how many may load for each worker; None: `default_processes`.
+        progress: wraps the utterances while they are read.
+    """
+
+    features: FeatureConfig
+    num_pdfs: int | None = None
+    allow_pipes: bool = False
+    max_skipped_fraction: float | None = 0.05
+    cache_dir: Path | None = None
+    loader_processes: int | None = None
+    progress: Progress = iter
+
+    def processes(self, comm: Communicator) -> int:
+        """How many processes may load for each worker."""
+        return self.loader_processes or default_processes(comm.local_size)
+
+
+@dataclass(frozen=True, eq=False)
+class AcousticDataset:
+    """Utterances in memory.
+
+    Attributes:
+        features: (rows, dim) float32 or float16; utterances with their `context` repeated edge frames.
+        labels: (rows,) int32, the pdf-id of each frame; -1 on the repeated edges and where there is no alignment.
+        utterances: utterance ids in the order of the data dir.
+        speakers: speaker of each utterance; None where the data dir has no utt2spk.
+        offsets: (utterances,) int64, the row of each utterance's first frame.
+        num_frames: (utterances,) int64.
+        context: repeated edge frames on each side.
+        counts: how many utterances of the data dir are used, skipped (by reason) and trimmed.
+    """
+
+    features: Tensor
+    labels: Tensor
+    utterances: tuple[str, ...]
+    speakers: tuple[str, ...] | None
+    offsets: NDArray[np.int64]
+    num_frames: NDArray[np.int64]
+    context: int
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def dim(self) -> int:
+        """Feature dimension before splicing."""
+        return int(self.features.shape[1])
+
+    def rows_of(self, utterances: Iterable[int]) -> Tensor:
+        """Rows, (frames,) int64, of all frames of the utterances with these indices."""
+        pieces = [np.arange(self.offsets[u], self.offsets[u] + self.num_frames[u]) for u in utterances]
+        return torch.from_numpy(np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64))
+
+    def subset(self, utterances: Iterable[int]) -> FrameSubset:
+        """All frames of the utterances with these indices, in order."""
+        return FrameSubset(self, self.rows_of(utterances).to(self.features.device))
+
+    def to(self, device: torch.device) -> AcousticDataset:
+        """The dataset with its features and labels on `device`."""
+        return replace(self, features=self.features.to(device), labels=self.labels.to(device))
+
+
+@dataclass(frozen=True)
+class FrameSubset:
+    """Some frames of a dataset: those to train on, or for cross-validation.
+
+    Attributes:
+        indices: (frames,) int64, the dataset row of each, on the device of the features.
+    """
+
+    dataset: AcousticDataset
+    indices: Tensor
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def load_dataset(
+    index: UtteranceIndex,
+    config: DataConfig,
+    *,
+    utterances: Sequence[int] | None = None,
+    comm: Communicator | None = None,
+) -> AcousticDataset:
+    """Loads indexed utterances, all or some, from their archives: the same frames and labels, whoever loads the others.
+
+    CMVN statistics are those of all utterances of a speaker in the data dir. Where there is no `cmvn.scp` to read them
+    from, all features of these speakers are read for them; with `comm`, of a share of all speakers.
+
+    Args:
+        utterances: ascending; None: all. There may be none.
+        comm: the workers, who all load shards of this index now and divide the work on CMVN statistics. Collective.
+
+    Raises:
+        DataError: damaged or unsuitable input, not what the index says (such as on another host).
+        UserError: a loading process died.
+    """
+    chosen = index if utterances is None else index.subset(utterances)
+    comm = comm or SingleProcess()
+    processes = config.processes(comm)
+    request = LoadRequest(chosen, config.features, processes, config.progress, comm, cmvn_speakers=index.speakers)
+    labels = frame_labels(chosen, config.features.splice)
+    return make_dataset(chosen, torch.from_numpy(load_into_memory(request)), labels, config.features.splice)
+
+
+def make_dataset(index: UtteranceIndex, features: Tensor, labels: Tensor, context: int) -> AcousticDataset:
+    """The dataset of all utterances of an index, whose features and labels are in memory."""
+    offsets = utterance_offsets(index.num_frames, context)
+    return AcousticDataset(
+        features, labels, index.utterances, index.speakers, offsets, index.num_frames, context, index.counts
+    )
+
+
+def utterance_offsets(num_frames: NDArray[np.int64], context: int) -> NDArray[np.int64]:
+    """(utterances,) int64, the row of each utterance's first frame."""
+    ends = np.cumsum(num_frames + 2 * context)
+    return np.asarray(ends - num_frames - context, dtype=np.int64)
+
+
+def frame_labels(index: UtteranceIndex, context: int) -> Tensor:
+    """The pdf-id of each row, int32; -1 on the repeated edges, and everywhere without alignments.
+
+    Of a longer alignment the first `num_frames` pdf-ids are taken.
+    """
+    num_frames = index.num_frames
+    labels = torch.full((int(num_frames.sum()) + 2 * context * len(num_frames),), -1, dtype=torch.int32)
+    if index.alignments is not None:
+        rows = labels.numpy()
+        offsets = utterance_offsets(num_frames, context)
+        for name, row, frames in zip(index.utterances, offsets, num_frames, strict=True):
+            rows[row : row + frames] = index.alignments.pdfs[name][:frames]
+    return labels

@@ -1,0 +1,243 @@
+"""Which utterances of a data dir can be used and how long they are, from headers: agreed on before anything is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ddnn.distributed.communicator import Communicator
+from ddnn.kaldi.alignments import Alignments, pdf_counts
+from ddnn.kaldi.archive import MatrixReader
+from ddnn.kaldi.data_dir import DataDir
+from ddnn.kaldi.scp import ScpEntry
+from ddnn.util.errors import DataError
+
+log = logging.getLogger(__name__)
+
+LENGTH_TOLERANCE = 5
+"""Frames by which features and alignment may differ (nnet1's --length-tolerance); the longer is trimmed."""
+
+
+@dataclass(frozen=True, eq=False)
+class UtteranceIndex:
+    """The utterances of a data dir that can be used, with their alignments; no features are read.
+
+    Attributes:
+        directory: the data dir, skipped utterances included.
+        entries: where the features of each utterance are stored, in the order of the data dir.
+        num_frames: (utterances,) int64, after trimming.
+        dim: feature dimension in the archives, before deltas; of all utterances that of `reference_utterance`.
+        num_pdfs: of the alignment's model; 0 without alignments.
+        pdf_counts: (num_pdfs,) int64, frames of each pdf in the alignments of these utterances.
+        alignments: None where there are none, or where labels come from a cache file.
+        counts: how many utterances are used, skipped (by reason) and trimmed.
+    """
+
+    directory: DataDir
+    entries: tuple[ScpEntry, ...]
+    num_frames: NDArray[np.int64]
+    dim: int
+    reference_utterance: str
+    num_pdfs: int = 0
+    pdf_counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    alignments: Alignments | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def utterances(self) -> tuple[str, ...]:
+        """The ids of the utterances."""
+        return tuple(entry.key for entry in self.entries)
+
+    @property
+    def speakers(self) -> tuple[str, ...] | None:
+        """Speaker of each utterance; None where the data dir has no utt2spk."""
+        speakers = self.directory.speakers
+        return None if speakers is None else tuple(speakers[entry.key] for entry in self.entries)
+
+    def subset(self, utterances: Sequence[int]) -> UtteranceIndex:
+        """Some of the utterances, ascending; there may be none. `pdf_counts` and `counts` remain those of all."""
+        entries = tuple(self.entries[u] for u in utterances)
+        return replace(self, entries=entries, num_frames=self.num_frames[np.asarray(utterances, dtype=np.int64)])
+
+    def update_digest(self, digest: Any, prefix: str = "") -> None:
+        """Adds the utterances and their lengths to a digest of hashlib."""
+        for utterance, frames in zip(self.utterances, self.num_frames.tolist(), strict=True):
+            digest.update(f"{prefix}{utterance} {frames}\n".encode())
+
+
+def build_index(
+    directory: DataDir,
+    alignments: Alignments | None,
+    comm: Communicator | None = None,
+    *,
+    max_skipped_fraction: float | None = 0.05,
+) -> UtteranceIndex:
+    """Matches a data dir with its alignments, if any, from tables and headers; the same on every worker. Collective.
+
+    Utterances without an alignment, or whose number of frames differs by more than `LENGTH_TOLERANCE`, are skipped and
+    counted; smaller differences are trimmed to the shorter one and counted (nnet1's nnet-train-frmshuff).
+
+    Only rank 0 reads the headers, because all workers at once would send hundreds of thousands of small reads each to
+    one file server. The others check that their tables are those of rank 0.
+
+    Args:
+        max_skipped_fraction: largest share of utterances that may be skipped (`data.max_skipped_fraction`); None: all
+            but one.
+
+    Raises:
+        DataError: damaged input, or too much of it skipped, on rank 0; the tables or alignments of another worker's
+            host differ, on that one. Run under `ddnn.distributed.failures`: the others are waiting meanwhile.
+    """
+    if comm is None or comm.world_size == 1:
+        return _match_alignments(directory, alignments, max_skipped_fraction)
+    _check_same_tables(comm, directory, alignments)
+    index = _match_alignments(directory, alignments, max_skipped_fraction) if comm.rank == 0 else None
+    summary = None if index is None else {"utterances": len(index.entries), "dim": index.dim, "counts": index.counts}
+    of_first: dict[str, Any] = comm.all_gather_object(summary)[0]
+    selected_and_frames = torch.empty(2, of_first["utterances"], dtype=torch.int64)
+    if index is not None:
+        place = {entry.key: n for n, entry in enumerate(directory.entries)}
+        selected_and_frames[0] = torch.tensor([place[entry.key] for entry in index.entries])
+        selected_and_frames[1] = torch.from_numpy(index.num_frames)
+    comm.broadcast(selected_and_frames)
+    if index is not None:
+        return index
+    entries = [directory.entries[n] for n in selected_and_frames[0].tolist()]
+    lengths = selected_and_frames[1].tolist()
+    return _index(directory, entries, lengths, of_first["dim"], alignments, of_first["counts"])
+
+
+def _index(
+    directory: DataDir,
+    entries: Iterable[ScpEntry],
+    lengths: list[int],
+    dim: int,
+    alignments: Alignments | None,
+    counts: dict[str, int],
+) -> UtteranceIndex:
+    entries = tuple(entries)
+    index = UtteranceIndex(directory, entries, np.asarray(lengths, np.int64), dim, entries[0].key, counts=counts)
+    if alignments is None:
+        return index
+    of_pdfs = pdf_counts(alignments, index.utterances)
+    return replace(index, num_pdfs=alignments.num_pdfs, pdf_counts=of_pdfs, alignments=alignments)
+
+
+def _match_alignments(
+    directory: DataDir, alignments: Alignments | None, max_skipped_fraction: float | None
+) -> UtteranceIndex:
+    """The utterances that can be used, with their numbers of frames, and what was skipped or trimmed."""
+    counts = Counter({"used": 0, "no_alignment": 0, "length_differs": 0, "trimmed": 0, "empty": 0})
+    entries, lengths = [], []
+    with MatrixReader() as reader:
+        for entry in directory.entries:
+            frames = reader.shape(entry)[0]
+            length = frames
+            if alignments is not None:
+                labels = alignments.pdfs.get(entry.key)
+                if labels is None:
+                    counts["no_alignment"] += 1
+                    continue
+                if abs(len(labels) - frames) > LENGTH_TOLERANCE:
+                    log.warning(
+                        "utterance %s skipped: %d frames of features, %d of alignment", entry.key, frames, len(labels)
+                    )
+                    counts["length_differs"] += 1
+                    continue
+                length = min(frames, len(labels))
+                counts["trimmed"] += len(labels) != frames
+            if length == 0:
+                log.warning("utterance %s skipped: it has no frames", entry.key)
+                counts["empty"] += 1
+                continue
+            entries.append(entry)
+            lengths.append(length)
+        counts["used"] = len(entries)
+        path = None if alignments is None else alignments.path
+        check_skipped(directory, path, entries, dict(counts), max_skipped_fraction)
+        dim = reader.shape(entries[0])[1]
+    return _index(directory, entries, lengths, dim, alignments, dict(counts))
+
+
+def check_skipped(
+    directory: DataDir,
+    alignments: Path | None,
+    used: Iterable[ScpEntry],
+    counts: dict[str, int],
+    max_skipped_fraction: float | None,
+) -> None:
+    """Logs what is skipped or trimmed; DataError where it is more than the fraction allows, or everything."""
+    total = len(directory.entries)
+    skipped = total - counts["used"]
+    described = (
+        f"{counts['no_alignment']} without an alignment, {counts['length_differs']} differing from theirs by more than "
+        f"{LENGTH_TOLERANCE} frames, {counts['empty']} without frames"
+    )
+    if counts["used"] == 0 or (max_skipped_fraction is not None and skipped > max_skipped_fraction * total):
+        aligned_in = f"; alignments are from {alignments}" if alignments is not None else ""
+        keys = {entry.key for entry in used}
+        first = next(entry.key for entry in directory.entries if entry.key not in keys)
+        raise DataError(
+            f"{skipped} of {total} utterances cannot be used ({described}); the first is {first}{aligned_in}",
+            location=directory.path,
+            hint="check that features and alignments belong together"
+            + (
+                f", or raise data.max_skipped_fraction (now {max_skipped_fraction:g})"
+                if max_skipped_fraction is not None
+                else ""
+            ),
+        )
+    if skipped or counts["trimmed"]:
+        log.warning(
+            "%s: %d of %d utterances skipped (%s), %d trimmed",
+            *(directory.path, skipped, total, described, counts["trimmed"]),
+        )
+
+
+def _check_same_tables(comm: Communicator, directory: DataDir, alignments: Alignments | None) -> None:
+    """Raises DataError on a worker whose tables are not those of rank 0; paths to the archives may differ."""
+    everyone = comm.all_gather_object({"host": comm.host, "tables": _tables(directory, alignments)})
+    for name, local in everyone[comm.rank]["tables"].items():
+        first = everyone[0]["tables"][name]
+        if local == first:
+            continue
+        found = "there is none" if local is None else f"{local[0]} entries, digest {local[1]}"
+        expected = "none" if first is None else f"{first[0]} entries, digest {first[1]}"
+        raise DataError(
+            f"{name} on host {comm.host} (worker {comm.rank}) differs from that of worker 0 on "
+            f"{everyone[0]['host']}: found {found}, expected {expected}",
+            location=directory.path / name if name != "alignments" or alignments is None else alignments.path,
+            hint="give every host the same files, from one shared file system or from a new copy",
+        )
+
+
+def _tables(directory: DataDir, alignments: Alignments | None) -> dict[str, tuple[int, str] | None]:
+    """Table -> number of its entries and a digest of what all workers must have in common; None where there is none."""
+    speakers, cmvn = directory.speakers, directory.cmvn
+    aligned = None
+    if alignments is not None:
+        pdfs = alignments.num_pdfs
+        aligned = _digest(f"{name} {len(ids)} frames {pdfs} pdfs" for name, ids in alignments.pdfs.items())
+    return {
+        "feats.scp": _digest(f"{entry.key} {entry.rows} {entry.columns}" for entry in directory.entries),
+        "utt2spk": None if speakers is None else _digest(f"{name} {speaker}" for name, speaker in speakers.items()),
+        "cmvn.scp": None if cmvn is None else _digest(cmvn),
+        "alignments": aligned,
+    }
+
+
+def _digest(lines: Iterable[str]) -> tuple[int, str]:
+    digest, count = hashlib.sha256(), 0
+    for line in lines:
+        digest.update(line.encode() + b"\n")
+        count += 1
+    return count, digest.hexdigest()[:16]

@@ -1,0 +1,262 @@
+"""The one door to data: from a data dir and its alignments to the frames that this worker holds in memory.
+
+What is read and held out is agreed on first, then shards, memory and device; only then are features loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ddnn.data.cache import load_from_cache, open_or_create_cache
+from ddnn.data.cache_file import CacheFile
+from ddnn.data.dataset import AcousticDataset, DataConfig, FrameSubset, load_dataset
+from ddnn.data.index import UtteranceIndex, build_index
+from ddnn.data.memory import Estimate, TrainingFootprint, choose_feature_device, frame_bytes, require_host_memory
+from ddnn.data.partition import (
+    DEFAULT_FRACTION,
+    assign_shards,
+    hold_out_fraction,
+    hold_out_speakers,
+    local_positions,
+)
+from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, estimate_normalization, splice_only
+from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.kaldi.alignments import Alignments, read_alignments
+from ddnn.kaldi.data_dir import read_data_dir
+from ddnn.util.errors import DataError, RecipeError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What is held out for cross-validation: a data dir with alignments, or the speakers of a list, or a fraction."""
+
+    data: Path | None = None
+    alignments: Path | None = None
+    speakers: Path | None = None
+    fraction: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainingDataConfig:
+    """What a training reads.
+
+    Attributes:
+        data, alignments: a Kaldi data dir, and an alignment dir or archive of pdf-ids.
+        reading: how these, and those for cross-validation, are read.
+        held_out: None: nothing, as for RBMs.
+        seed: for the choice of speakers.
+        normalize: whether the input is shifted and scaled to zero mean and unit variance.
+        feature_device: where the features are on a GPU: `auto` or `cpu`.
+        footprint: (input dimension of the network, number of pdfs) -> what else needs memory.
+    """
+
+    data: Path
+    alignments: Path
+    reading: DataConfig
+    held_out: HeldOut | None
+    seed: int
+    footprint: Callable[[int, int], TrainingFootprint]
+    normalize: bool = True
+    feature_device: Literal["auto", "cpu"] = "auto"
+
+
+@dataclass(frozen=True, eq=False)
+class DataSource:
+    """An indexed data dir, of which shards can be loaded."""
+
+    index: UtteranceIndex
+    config: DataConfig
+    cache: CacheFile | None = None
+
+    def load(self, utterances: Sequence[int], comm: Communicator) -> AcousticDataset:
+        """The frames of these utterances of the index, ascending. All workers call it together.
+
+        Raises:
+            DataError: damaged or unsuitable input. UserError: a loading process died.
+        """
+        if self.cache is not None:
+            return load_from_cache(self.cache, self.index, utterances)
+        return load_dataset(self.index, self.config, utterances=utterances, comm=comm)
+
+    def memory(self, utterances: Sequence[int]) -> Estimate:
+        """What these utterances take in host memory: the whole cache file is not loaded, but mapped."""
+        features = self.config.features
+        frames = int(self.index.num_frames[list(utterances)].sum())
+        mapped = self.cache is not None and len(utterances) == len(self.index.entries)
+        rows = 0 if mapped else frames + 2 * features.splice * len(utterances)
+        width = self.index.dim * (features.deltas + 1)
+        return {f"frames in {features.dtype}": frame_bytes(features.dtype, frames, rows, width)}
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingData:
+    """What this worker trains on, and its part of the cross-validation.
+
+    Attributes:
+        index: the whole data dir, of all workers.
+        shards: for each rank the utterances of the index that it has in memory, those held out included.
+        dataset: this worker's shard: on the device, or in host memory.
+        device: where this worker computes.
+        train_utterances: all workers' utterances to train on.
+        train_shards: for each rank its part of them.
+        train, cv: this worker's frames; `cv` is empty where nothing is held out.
+        cv_index: of the data dir for cross-validation; None where speakers of `index` are held out.
+        normalize: as `TrainingDataConfig`.
+    """
+
+    index: UtteranceIndex
+    shards: list[list[int]]
+    dataset: AcousticDataset
+    device: torch.device
+    train_utterances: list[int]
+    train_shards: list[list[int]]
+    train: FrameSubset
+    cv: FrameSubset
+    cv_index: UtteranceIndex | None = None
+    normalize: bool = True
+
+    def digest(self) -> str:
+        """SHA-256 of the utterances to train on and to validate with, their lengths, and how often each pdf is
+        aligned."""
+        digest = hashlib.sha256()
+        self.index.update_digest(digest)
+        digest.update(f"train {self.train_utterances}\n".encode())
+        if self.cv_index is not None:
+            self.cv_index.update_digest(digest, "held out ")
+            digest.update(self.cv_index.pdf_counts.tobytes())
+        digest.update(self.index.pdf_counts.tobytes())
+        return digest.hexdigest()
+
+    def input_transform(self, comm: Communicator, *, all_utterances: bool = False) -> InputTransform:
+        """Splice and, if `normalize`, the normalization that the frames to train on give, or all frames. Collective."""
+        transform = splice_only(self.dataset.dim, self.dataset.context)
+        if not self.normalize:
+            return transform
+        chosen = list(range(len(self.index.entries))) if all_utterances else self.train_utterances
+        local = local_positions(self.shards[comm.rank], chosen[:STATISTICS_UTTERANCES])
+        return estimate_normalization(transform, self.dataset, local, comm)
+
+    def require_minibatch(self, key: str, batch_size: int, shards: list[list[int]]) -> None:
+        """RecipeError, which names the recipe's key, where the smallest of `shards` does not fill one minibatch."""
+        smallest, several = min(int(self.index.num_frames[shard].sum()) for shard in shards), len(shards) > 1
+        if smallest < batch_size:
+            of_shard = f" of the smallest of {len(shards)} shards" if several else ""
+            raise RecipeError(
+                f"{smallest} frames{of_shard} do not fill one minibatch of {batch_size}",
+                location=key,
+                hint="take a smaller minibatch" + (", fewer workers" if several else "") + " or more data",
+            )
+
+
+def training_data(config: TrainingDataConfig, device: torch.device, comm: Communicator) -> TrainingData:
+    """This worker's frames of a data dir and of what is held out, for training on `device`. Collective.
+
+    Raises:
+        DataError: damaged or unsuitable input; not enough memory. UserError: a loading process died.
+    """
+    source = open_data(config.data, config.alignments, config.reading, comm)
+    index, held_out = source.index, config.held_out or HeldOut()
+    train, cv = list(range(len(index.entries))), list[int]()
+    if config.held_out is not None and held_out.data is None:
+        if held_out.speakers is not None:
+            train, cv = hold_out_speakers(index, held_out.speakers)
+        else:
+            train, cv = hold_out_fraction(index, held_out.fraction or DEFAULT_FRACTION, config.seed)
+    train_shards, cv_shards = (assign_shards(index.num_frames, part, comm.world_size) for part in (train, cv))
+    if comm.world_size > 1:
+        sizes = [int(index.num_frames[shard].sum()) for shard in train_shards]
+        log.info("shards of %d to %d frames for %d workers", min(sizes), max(sizes), comm.world_size)
+    shards = [sorted(a + b) for a, b in zip(train_shards, cv_shards, strict=True)]
+    dataset = _load(config, source, shards[comm.rank], device, comm)
+    train_frames = dataset.subset(local_positions(shards[comm.rank], train))
+    if held_out.data is None or held_out.alignments is None:
+        cv_frames, cv_index = dataset.subset(local_positions(shards[comm.rank], cv)), None
+    else:
+        cv_source = open_data(held_out.data, held_out.alignments, config.reading, comm)
+        cv_index = cv_source.index
+        _check_same_kind(index, cv_index, config)
+        shard = assign_shards(cv_index.num_frames, range(len(cv_index.entries)), comm.world_size)[comm.rank]
+        cv_frames = _load(config, cv_source, shard, device, comm).subset(range(len(shard)))
+    return TrainingData(
+        index, shards, dataset, device, train, train_shards, train_frames, cv_frames, cv_index, config.normalize
+    )
+
+
+def open_data(data: Path, alignments: Path, config: DataConfig, comm: Communicator) -> DataSource:
+    """Indexes a data dir: from its cache file where there is a valid one, else from its tables and headers. Collective.
+
+    Where there is none yet, the first worker of each host without one creates it. What is wrong with a cache file or
+    its directory is a warning; the archives are read then.
+
+    Raises:
+        DataError: damaged or unsuitable input.
+    """
+    directory = read_data_dir(data, allow_pipes=config.allow_pipes)
+    cached = None
+    if config.cache_dir is not None:
+        cached = open_or_create_cache(directory, alignments, config, comm)
+    if cached is None:
+        aligned = read_alignments(alignments, num_pdfs=config.num_pdfs)
+        source = DataSource(
+            build_index(directory, aligned, comm, max_skipped_fraction=config.max_skipped_fraction), config
+        )
+    else:
+        source = DataSource(cached[0], config, cached[1])
+    index = source.index
+    width = index.dim * (config.features.deltas + 1)
+    log.info("%s: %d utterances, %d frames of %d dims", data, len(index.entries), index.num_frames.sum(), width)
+    return source
+
+
+def load_data_dir(data: Path, alignments: Alignments | None, config: DataConfig) -> AcousticDataset:
+    """A whole data dir in host memory, with its alignments if given: what is evaluated or decoded.
+
+    Raises:
+        DataError: damaged or unsuitable input; too many utterances that cannot be used; not enough memory.
+    """
+    comm, directory = SingleProcess(), read_data_dir(data, allow_pipes=config.allow_pipes)
+    index = build_index(directory, alignments, max_skipped_fraction=config.max_skipped_fraction)
+    source = DataSource(index, config)
+    require_host_memory(source.memory(range(len(index.entries))), data, comm)
+    return source.load(range(len(index.entries)), comm)
+
+
+def _load(
+    config: TrainingDataConfig, source: DataSource, shard: list[int], device: torch.device, comm: Communicator
+) -> AcousticDataset:
+    """This worker's shard, on the device where there is room for it, once all memory is known to suffice."""
+    index, features = source.index, config.reading.features
+    width = index.dim * (features.deltas + 1)
+    footprint = config.footprint(width * (2 * features.splice + 1), index.num_pdfs)
+    comm.barrier()  # what was loaded before is there: all workers ask for memory together
+    require_host_memory({**source.memory(shard), **footprint.on_host(device.type)}, index.directory.path, comm)
+    frames = int(index.num_frames[shard].sum())
+    size = frame_bytes(features.dtype, frames, frames + 2 * features.splice * len(shard), width)
+    place = choose_feature_device(footprint, size, device, comm, on_host=config.feature_device == "cpu")
+    return source.load(shard, comm).to(place)
+
+
+def _check_same_kind(index: UtteranceIndex, cv_index: UtteranceIndex, config: TrainingDataConfig) -> None:
+    """DataError where the data dir for cross-validation has other features, or more pdfs."""
+    assert config.held_out is not None
+    if cv_index.num_pdfs > index.num_pdfs:
+        raise DataError(
+            f"{cv_index.num_pdfs} pdfs for cross-validation, {index.num_pdfs} for training",
+            location=config.held_out.alignments,
+            hint="use alignments made with the same final.mdl",
+        )
+    if cv_index.dim != index.dim:
+        width = config.reading.features.deltas + 1
+        raise DataError(
+            f"{cv_index.dim * width} dims found, {index.dim * width} expected as in {config.data}",
+            location=config.held_out.data,
+        )

@@ -1,0 +1,113 @@
+"""`ddnn decode-prep`: what a Kaldi decoder reads, after nnet1's nnet-forward and steps/nnet/decode.sh."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddnn.data.dataset import AcousticDataset
+from ddnn.kaldi.alignments import read_pdf_counts
+from ddnn.kaldi.archive import write_matrices
+from ddnn.nn.acoustic_model import AcousticModel
+from ddnn.nn.network import Workspace
+from ddnn.training.evaluation import EVAL_BATCH, forward_batches, load_for_model
+from ddnn.training.run_dir import load_run
+from ddnn.training.run_status import PDF_COUNTS
+from ddnn.util.device import choose_device
+from ddnn.util.errors import DataError, UserError
+from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited, write_text
+from ddnn.util.progress import progress_bar
+from ddnn.util.templates import environment
+
+log = logging.getLogger(__name__)
+
+PRIOR_CUTOFF = 1e-10
+"""Pdfs of a smaller relative frequency are disabled (nnet1's --prior-cutoff)."""
+
+DISABLED_LOG_PRIOR = math.sqrt(float(np.finfo(np.float32).max))
+"""What nnet1 takes for their log prior: their log-likelihood becomes about -1.8e19 and they never win."""
+
+
+def log_priors(counts: np.ndarray, prior_scale: float = 1.0) -> np.ndarray:
+    """What is subtracted from pre-softmax activations: prior_scale * log(count / total), float64 (pdfs,).
+
+    Pdfs with relative frequency under 1e-10 have sqrt(FLT_MAX) for log(count / total) (nnet1's PdfPrior).
+    """
+    relative = counts / counts.sum()
+    seen = relative > PRIOR_CUTOFF
+    priors = np.full(len(counts), DISABLED_LOG_PRIOR)
+    priors[seen] = np.log(relative[seen])
+    return prior_scale * priors
+
+
+def log_likelihoods(model: AcousticModel, dataset: AcousticDataset, priors: Tensor) -> Iterator[tuple[str, np.ndarray]]:
+    """Per utterance, its id and (frames, pdfs) float32: pre-softmax activation minus prior."""
+    workspace = Workspace(model.network, min(EVAL_BATCH, int(dataset.num_frames.max())))
+    for u, utterance in enumerate(progress_bar("log-likelihoods")(dataset.utterances)):
+        blocks = forward_batches(model, dataset.subset([u]), workspace)
+        scores = np.concatenate([(activations - priors).cpu().numpy() for _, activations in blocks])
+        if not np.isfinite(scores).all():
+            raise DataError(
+                f"utterance {utterance}: the network's output is not finite", hint="retrain: the model has diverged"
+            )
+        yield utterance, scores
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether a file holds these bytes and no more."""
+    try:
+        return read_bytes_limited(path, len(data)) == data
+    except OSError:
+        return False
+
+
+def _read_counts(run_dir: Path, num_pdfs: int) -> tuple[np.ndarray, bytes]:
+    """The pdf counts of a run, and their file byte for byte: it may be text or binary."""
+    path = run_dir / PDF_COUNTS
+    if not path.exists():
+        hint = "import the network again with --pdf-counts, or copy the counts of its training alignment there"
+        raise DataError(f"there is no {PDF_COUNTS}, of which the priors are made", location=run_dir, hint=hint)
+    counts = read_pdf_counts(path)
+    if len(counts) != num_pdfs:
+        hint = "use the counts of the alignment that the model was trained on"
+        raise DataError(f"{PDF_COUNTS} has {len(counts)} pdfs, the model {num_pdfs}", location=run_dir, hint=hint)
+    if not counts.sum() > 0.0:
+        raise DataError("no pdf has any frame", location=path, hint="use the counts of the training alignment")
+    return counts, path.read_bytes()
+
+
+def prepare_decoding(
+    run_dir: Path, data: Path, out: Path, device: str = "auto", prior_scale: float = 1.0, allow_pipes: bool = False
+) -> None:
+    """Writes `loglikes.ark`, `loglikes.scp`, the counts and a `decode.sh` to `out`, which must not hold any yet.
+
+    Raises:
+        UserError: damaged input; another number of pdfs in the counts, or of dims in the features, than in the model.
+    """
+    if not (math.isfinite(prior_scale) and prior_scale >= 0.0):
+        raise UserError(f"{prior_scale:g} found, expected a number >= 0", location="--prior-scale")
+    target = choose_device(device)
+    model = load_run(run_dir)
+    counts, counts_bytes = _read_counts(run_dir, model.network.output_dim)
+    if (out / PDF_COUNTS).exists() and not _holds(out / PDF_COUNTS, counts_bytes):
+        raise UserError(f"the {PDF_COUNTS} of another model is there", location=out, hint="name another --out")
+    if (out / "loglikes.scp").exists():
+        raise UserError("log-likelihoods are there already", location=out, hint="name another --out, or remove them")
+    dataset = load_for_model(model, data, None, allow_pipes=allow_pipes)
+    ensure_directory(out)
+    priors = torch.from_numpy(log_priors(counts, prior_scale)).float().to(target)
+    with atomic_write(out / PDF_COUNTS) as handle:
+        handle.write(counts_bytes)
+    script = environment().get_template("decode.sh.j2").render(num_pdfs=str(model.network.output_dim))
+    write_text(out / "decode.sh", script)
+    (out / "decode.sh").chmod(0o755)
+    # Last: a loglikes.scp says that all the rest is there.
+    scores = log_likelihoods(model.to(target), dataset.to(target), priors)
+    write_matrices(out / "loglikes.ark", out / "loglikes.scp", scores)
+    log.info("%s: %d utterances, %d pdfs", out / "loglikes.scp", len(dataset.utterances), model.network.output_dim)

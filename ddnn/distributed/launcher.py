@@ -1,0 +1,312 @@
+"""Starts the workers of a job, and starts them again where one was killed or hung.
+
+A worker that a signal or its watchdog kills (out of memory, a failed node, `kill -9`) ends the job, and the launcher
+starts it again from the newest checkpoint. An error that a worker reports itself (bad data, a diverged training, a bug)
+ends the job for good, with that worker's exit code. Needs no torch, which takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from ddnn.distributed.allocation import allocated_nodes, answering_nodes, release_other_nodes
+from ddnn.distributed.error_file import ErrorFile
+from ddnn.distributed.mpirun import (
+    EXIT_DIVERGED,
+    EXIT_KILLED,
+    EXIT_RESUMABLE,
+    IGNORING_SIGUSR1,
+    SAFE_PATH,
+    STOP_SIGNALS,
+    SignalForwarder,
+    count_of,
+    find_mpirun,
+    in_mpi_job,
+    mpirun_command,
+)
+from ddnn.distributed.signals import GracefulShutdown
+from ddnn.util.process import signal_name
+from ddnn.util.progress import SHOWN_BY_LAUNCHER
+from ddnn.util.text import plural
+
+UNLOCK_TIMEOUT = 60.0
+"""Seconds in which the workers of a job that has ended must let go of the run dir."""
+
+RESTART = "DDNN_RESTART"
+"""Environment variable of the workers of a job that was started again: a `Restart` as JSON."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Why the workers were started again. `number`: of restarts so far, from 1."""
+
+    number: int
+    reason: str
+
+
+class RunProbe(Protocol):
+    """What the launcher asks about the run dir."""
+
+    def newest_checkpoint(self) -> object:
+        """A value that changes with each new checkpoint; None where there is none."""
+
+    def is_locked(self) -> bool:
+        """Whether a worker holds the run dir."""
+
+    def is_complete(self) -> bool:
+        """Whether the work was done, asked where mpirun says so."""
+
+    def failure_hint(self) -> str | None:
+        """What the user can do now, printed last where a signal has ended a worker for good."""
+
+    def record_failure(self, message: str) -> None:
+        """Records why the job ended, for the case that rank 0 could not."""
+
+
+class NoRun:
+    """For work that leaves no run dir."""
+
+    def newest_checkpoint(self) -> object:
+        return None
+
+    def is_locked(self) -> bool:
+        return False
+
+    def is_complete(self) -> bool:
+        return True
+
+    def failure_hint(self) -> str | None:
+        return None
+
+    def record_failure(self, message: str) -> None: ...
+
+
+def read_restart(environment: Mapping[str, str] = os.environ) -> Restart | None:
+    """Why this worker was started again; None where it was not."""
+    return Restart(**json.loads(environment[RESTART])) if RESTART in environment else None
+
+
+def run_distributed(
+    workers: int,
+    arguments: Sequence[str],
+    work: Callable[[Any], None],
+    *,
+    restart_arguments: Callable[[], Sequence[str]] | None = None,
+    max_restarts: int = 0,
+    run: RunProbe | None = None,
+) -> None:
+    """Calls `work` on every worker, with its `ddnn.distributed.communicator.Communicator`.
+
+    - Inside an MPI job (mpirun, srun) this process is one of its workers.
+    - Else, for more than one worker, `ddnn` with `arguments` is started so many times by mpirun; returns when all have
+      ended well, and exits with the code of the first that has not. The options are those of `launch_workers`.
+    - Else this process is the only worker, and no MPI is touched.
+    """
+    # Some imports are here since they need torch, which takes seconds: the launcher does without.
+    if in_mpi_job():
+        # From the beginning: the launcher has made this process deaf to SIGUSR1, by which it asks to stop.
+        with GracefulShutdown():
+            from ddnn.distributed.failures import all_stop_on_error
+            from ddnn.distributed.mpi import init_communicator
+
+            comm = init_communicator()
+            with all_stop_on_error(comm):
+                work(comm)
+    elif workers > 1:
+        environment = {**os.environ, **SAFE_PATH}
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if workers > 2 * cores and "SLURM_JOB_ID" not in environment:
+            _say(f"starting {workers} workers on the {cores} cores of this machine")
+        if sys.stderr.isatty():
+            environment[SHOWN_BY_LAUNCHER] = "1"
+        ddnn = [sys.executable, "-m", "ddnn.cli"]
+        code = launch_workers(
+            workers,
+            [*ddnn, *arguments],
+            environment,
+            restart_argv=lambda: [*ddnn, *(arguments if restart_arguments is None else restart_arguments())],
+            max_restarts=max_restarts,
+            run=run,
+        )
+        if code:
+            sys.exit(code)
+    else:
+        from ddnn.distributed.communicator import SingleProcess
+
+        work(SingleProcess())
+
+
+def launch_workers(
+    workers: int,
+    argv: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    restart_argv: Callable[[], Sequence[str]] | None = None,
+    max_restarts: int = 0,
+    run: RunProbe | None = None,
+    checkpoint_grace: float = 300.0,
+    kill_grace: float = 10.0,
+) -> int:
+    """Runs `workers` copies of `argv` by mpirun and waits; their output goes where this process's goes.
+
+    The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 reaches the workers as SIGUSR1, which leaves them `checkpoint_grace`
+    seconds for a checkpoint (mpirun would kill them within a second of the first three); they are to end by themselves.
+    A second SIGINT, SIGTERM or SIGHUP ends them, and after `kill_grace` seconds mpirun is killed, and the workers with
+    it. They end too when this process is killed with -9.
+
+    Args:
+        restart_argv: gives what takes the place of `argv` where the job is started again.
+        max_restarts: restarts in a row without a newer checkpoint in between.
+        run: the run dir that the workers write.
+
+    Returns:
+        The exit code of the worker that failed first, else 0; 128 + the signal's number where that ended the job. 137
+        (killed) where mpirun seems to have ended well but the work is not done. 75 (resumable) in a Slurm job that has
+        lost a node, where the remaining ones cannot run the workers: the job is to be queued again.
+
+    Raises:
+        UserError: there is no mpirun, or it cannot be started.
+    """
+    # Open MPI does not start without HOME, which cron, services and containers may lack.
+    home = os.path.expanduser("~")  # noqa: PTH111 (Path.home() raises for a user that has none)
+    environment = {"HOME": home, **(os.environ if environment is None else environment)}
+    with closing(ErrorFile()) as errors, SignalForwarder(checkpoint_grace, kill_grace) as signals:
+        launcher = _Launcher(workers, environment, max_restarts, run or NoRun(), errors, signals)
+        code, reason = launcher.attempt(argv)
+        while reason is not None and launcher.may_restart(reason):
+            if not launcher.choose_nodes():
+                return launcher.requeue_code(code)
+            code, reason = launcher.attempt(argv if restart_argv is None else restart_argv())
+        if code not in (0, EXIT_RESUMABLE) and signals.first is None:
+            launcher.run.record_failure(launcher.message)
+        if launcher.nodes and code not in (0, EXIT_DIVERGED, EXIT_RESUMABLE) and signals.first is None:
+            return launcher.requeue_code(code)  # too little memory on the remaining nodes, for one
+    hint = launcher.run.failure_hint() if code > 128 and code - 128 not in STOP_SIGNALS else None
+    if hint:
+        _say(hint)
+    return code
+
+
+class _Launcher:
+    """The attempts of one job.
+
+    Attributes:
+        nodes: the only ones to use, once some have been lost; empty before.
+        restarts: so far.
+        message: why the last attempt ended.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        environment: Mapping[str, str],
+        max_restarts: int,
+        run: RunProbe,
+        errors: ErrorFile,
+        signals: SignalForwarder,
+    ) -> None:
+        self.workers, self.environment, self.max_restarts = workers, environment, max_restarts
+        self.run, self.errors, self.signals = run, errors, signals
+        self.mpirun = find_mpirun(environment)
+        self.nodes: list[str] = []
+        self.restarts, self._without_checkpoint = 0, 0
+        self.message = ""
+        self._restart: Restart | None = None
+        self._first_checkpoint = self._checkpoint = run.newest_checkpoint()
+
+    def attempt(self, argv: Sequence[str]) -> tuple[int, str | None]:
+        """Runs the workers once. Returns the exit code, and why they should be started again; None if not."""
+        argv = [*IGNORING_SIGUSR1, *argv]
+        command, variables = mpirun_command(self.workers, argv, self.environment, self.mpirun, self.nodes)
+        variables |= self.errors.environment
+        if self._restart is not None:
+            variables[RESTART] = json.dumps(asdict(self._restart))
+        try:
+            code = self.signals.run(command, variables)
+        finally:
+            reports = self.errors.read()
+            if reports.messages:
+                sys.stderr.write("".join(["\n", *reports.messages]))  # mpirun's own last line does not end
+                sys.stderr.flush()
+        if reports.exit_code is not None:
+            code = reports.exit_code
+        reason = reports.hung and reports.hung.removeprefix("ddnn: ").strip()
+        self.message = "".join(reports.messages).strip() or reason or f"mpirun ended with exit code {code}"
+        # mpirun says 0 where it and its daemons on other nodes are sent SIGTERM, and where a node is lost.
+        if code == 0 and not self.run.is_complete():
+            _say("no worker is left, and the work is not done")
+            code, reason = EXIT_KILLED, reason or "mpirun ended before the work was done"
+        if self.signals.first is not None or reports.exit_code is not None or code in (0, EXIT_RESUMABLE):
+            return code, None
+        if code > 128 and code - 128 not in STOP_SIGNALS:
+            return code, reason or f"a worker was killed by {signal_name(code - 128)}"
+        lost = self._lost_nodes()
+        return code, f"{', '.join(lost)} no longer answers" if lost else None
+
+    def may_restart(self, reason: str) -> bool:
+        """Counts the restart and waits until the run dir is free; False where it is one too many."""
+        newest = self.run.newest_checkpoint()
+        self._without_checkpoint = 1 if newest != self._checkpoint else self._without_checkpoint + 1
+        self._checkpoint = newest
+        if self._without_checkpoint > self.max_restarts:
+            tried = f"; not started again after {plural(self.max_restarts, 'restart')} without a newer checkpoint"
+            _say(f"{reason}{tried if self.max_restarts else ''}")
+            return False
+        self.restarts += 1
+        self._restart = Restart(self.restarts, reason)
+        start = "the newest checkpoint" if newest is not None else "the beginning"
+        _say(
+            f"{reason}; restart {self.restarts}, from {start} ({self._without_checkpoint} of at most "
+            f"{self.max_restarts} without a newer checkpoint)"
+        )
+        until = time.monotonic() + UNLOCK_TIMEOUT
+        while self.run.is_locked() and time.monotonic() < until and self.signals.first is None:
+            time.sleep(0.1)
+        return self.signals.first is None
+
+    def choose_nodes(self) -> bool:
+        """Takes the nodes of the allocation that still answer; False where these cannot run the workers, and the job
+        is to be queued again.
+
+        The number of workers stays, and with it the training's result. Workers with a GPU each find none on other
+        nodes, so then the job is queued again.
+        """
+        lost = self._lost_nodes()
+        if not lost:
+            return True
+        remaining = [node for node in self.nodes or allocated_nodes(self.environment) if node not in lost]
+        gpus = any(self.environment.get(name) for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS"))
+        possible = not gpus and not self.workers % len(remaining)
+        if not possible:
+            _say(f"{', '.join(lost)} no longer answers, and the other nodes cannot run {self.workers} workers")
+            return False
+        _say(f"{', '.join(lost)} no longer answers: {self.workers} workers on {', '.join(remaining)}")
+        if not release_other_nodes(remaining, self.environment):
+            _say("they cannot be given back to Slurm, which may end and requeue the job when it notices")
+        self.nodes = remaining
+        return True
+
+    def _lost_nodes(self) -> list[str]:
+        nodes = self.nodes or allocated_nodes(self.environment)
+        if len(nodes) < 2:
+            return []
+        answering = answering_nodes(nodes, self.environment)
+        return [node for node in nodes if node not in answering]
+
+    def requeue_code(self, code: int) -> int:
+        """75, so that the Slurm job is queued again; `code` once that was done as often as restarts are allowed without
+        a newer checkpoint."""
+        requeued = count_of(self.environment, "SLURM_RESTART_COUNT")
+        progress = self.run.newest_checkpoint() != self._first_checkpoint
+        return EXIT_RESUMABLE if progress or requeued < self.max_restarts else code
+
+
+def _say(text: str) -> None:
+    print(f"ddnn: {text}", file=sys.stderr, flush=True)

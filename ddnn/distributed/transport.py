@@ -1,0 +1,238 @@
+"""How the parameters of GPUs travel: through host memory, by a CUDA-aware MPI, or by NCCL (`parallel.gpu_transport`).
+
+Chosen once at the start, by all workers alike. On the CPU there is nothing to choose: MPI reads the parameters where
+they are. None of what concerns GPUs has been seen on a GPU yet, but for the calls of `ProcessGroupBackend` on gloo.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.mpi import MpiCommunicator
+from ddnn.util.device import device_identity
+from ddnn.util.errors import UserError
+
+Transport = Literal["host", "device", "nccl"]
+
+_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, but its stub does not say so
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+
+def choose_transport(name: str, device: torch.device, comm: Communicator) -> Transport:
+    """Chooses and opens the way for this training's parameters. Collective; the same answer on every worker.
+
+    Args:
+        name: `parallel.gpu_transport`.
+        device: of this worker's parameters. Afterwards `comm` takes tensors there, but for the answer `host`.
+
+    Returns:
+        host: tensors of the host's memory by MPI. The CPU's only way, a single worker's too.
+        device: tensors of the GPU's memory by MPI, which says that it is CUDA-aware.
+        nccl: tensors of the GPU's memory by NCCL; small messages of the host still go by MPI.
+
+    Raises:
+        UserError: what is asked for cannot be had; on all workers alike.
+    """
+    if not isinstance(comm, MpiCommunicator):
+        return "host"
+    aware, asked = cuda_aware(comm.mpi_comm) if device.type == "cuda" else (False, "")
+    everyone = comm.all_gather_object([device_identity(device), aware, dist.is_nccl_available()])
+    chosen = select_transport(name, [row[0] for row in everyone], all(row[1] for row in everyone), asked)
+    if chosen == "nccl":
+        if not all(row[2] for row in everyone):
+            raise _unsupported("nccl", "this torch is built without NCCL")
+        group = ProcessGroupBackend(comm, "nccl", device)
+        atexit.register(group.close)
+        comm.backends[device.type] = group
+    elif chosen == "device":
+        comm.backends[device.type] = comm.backends["cpu"]
+    return chosen
+
+
+def select_transport(name: str, devices: Sequence[str], aware: bool, how_detected: str) -> Transport:
+    """What `choose_transport` decides. Pure.
+
+    Args:
+        devices: `device_identity` of every worker's device.
+        aware: whether every worker's MPI says that it takes GPU memory.
+        how_detected: how it was asked, for the message.
+    """
+    if name == "host" or (name == "auto" and ("cpu" in devices or not aware)):
+        return "host"
+    if "cpu" in devices:
+        raise _unsupported(name, f"worker {devices.index('cpu')} computes on the CPU")
+    if name == "nccl":
+        if len(set(devices)) < len(devices):
+            raise _unsupported(name, "NCCL takes one worker for each GPU, and here workers share one")
+        return "nccl"
+    if not aware:
+        raise _unsupported("device", f"this MPI does not say that it takes GPU memory ({how_detected})")
+    return "device"
+
+
+def _unsupported(name: str, why: str) -> UserError:
+    return UserError(
+        f"parameters cannot travel by {name}: {why}",
+        location=f"parallel.gpu_transport: {name}",
+        hint="set parallel.gpu_transport to auto or host; device needs an MPI with CUDA, nccl a CUDA build of torch",
+    )
+
+
+def cuda_aware(communicator: Any, environment: Mapping[str, str] = os.environ) -> tuple[bool, str]:
+    """Whether the MPI says that it takes GPU memory, and what was asked. Not collective.
+
+    Asked in this order, the first that answers counts: MPI 4.1's `mpi_memory_alloc_kinds` of the communicator,
+    `MPIX_Query_cuda_support` (Open MPI, MPICH, MVAPICH) and `MPIX_GPU_query_support` (MPICH, Cray) of the library that
+    mpi4py has loaded. Cray's says yes also where it will not: it needs MPICH_GPU_SUPPORT_ENABLED=1.
+    """
+    from mpi4py import MPI
+
+    version = MPI.Get_library_version().splitlines()[0].strip("\0 ")
+    if "CRAY" in version.upper() and environment.get("MPICH_GPU_SUPPORT_ENABLED", "0") != "1":
+        return False, f"{version}: MPICH_GPU_SUPPORT_ENABLED is not 1"
+    info = communicator.Get_info()
+    kinds = info.get("mpi_memory_alloc_kinds")
+    info.Free()
+    if kinds and any(kind.split(":")[0].strip() == "cuda" for kind in kinds.split(",")):
+        return True, f"{version}: mpi_memory_alloc_kinds is {kinds}"
+    # mpi4py's own module: a search there continues in the MPI library that it is linked with.
+    library = ctypes.CDLL(MPI.__file__)
+    if hasattr(library, "MPIX_Query_cuda_support"):
+        answer = int(library.MPIX_Query_cuda_support())
+        return answer == 1, f"{version}: MPIX_Query_cuda_support() is {answer}"
+    if hasattr(library, "MPIX_GPU_query_support"):
+        flag, cuda = ctypes.c_int(0), 0  # MPIX_GPU_SUPPORT_CUDA
+        failed = int(library.MPIX_GPU_query_support(cuda, ctypes.byref(flag)))
+        return failed == 0 and flag.value == 1, f"{version}: MPIX_GPU_query_support(CUDA) is {flag.value}"
+    return False, f"{version}: has no way to ask"
+
+
+class StagingBuffer:
+    """Between a worker's parameters and the tensor that the strategies work on and that is exchanged.
+
+    On the CPU, and where GPU memory is exchanged itself, the two are the same tensor and nothing is copied, unless a
+    buffer of its own is wanted, for an exchange beside training. By transport host a GPU's parameters go through a
+    buffer in pinned host memory.
+
+    Attributes:
+        buffer: (num_parameters,) on the host or the GPU; None where tensors are exchanged as they are.
+    """
+
+    def __init__(self, parameters: Tensor, transport: Transport, own_buffer: bool = False) -> None:
+        """`parameters`: (num_parameters,), of the size, dtype and device of all that will be copied in and out."""
+        self.device = parameters.device
+        self.buffer: Tensor | None = None
+        if parameters.is_cuda and transport == "host":
+            self.buffer = torch.empty(parameters.shape, dtype=parameters.dtype, pin_memory=True)
+        elif own_buffer:
+            self.buffer = torch.empty_like(parameters)
+        self._stream: torch.cuda.Stream | None = None
+
+    def copy_in(self, parameters: Tensor) -> Tensor:
+        """The tensor to work on, holding the parameters: their copy once it is complete, or they themselves."""
+        if self.buffer is None:
+            return parameters
+        self.buffer.copy_(parameters.detach(), non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return self.buffer
+
+    def copy_out(self, parameters: Tensor) -> None:
+        """parameters <- what the strategies made of the buffer; it may be changed once this has returned."""
+        if self.buffer is not None:
+            with torch.no_grad():
+                parameters.copy_(self.buffer)
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """For a thread that exchanges what was copied in while another trains: its GPU work in this block goes into a
+        stream of its own, else both would wait for each other, and is done at the end. On the CPU: nothing."""
+        if self.device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(self.device)  # a new thread starts with GPU 0
+        self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+
+class ProcessGroupBackend:
+    """The default process group of torch.distributed, which this opens and `close` closes.
+
+    Backend nccl for GPUs (not yet seen on a GPU); gloo runs the same calls on the CPU, in the tests. What is only moved
+    goes as bytes: NCCL and gloo know no int16. Backends that run on a CUDA stream are waited for, as MPI is.
+    """
+
+    def __init__(self, comm: Communicator, backend: str, device: torch.device, seconds: float = 600.0) -> None:
+        """Collective. Rank 0 opens a store on a free port and tells the others by MPI where it is.
+
+        Args:
+            comm: over MPI.
+            backend: `nccl` or `gloo`.
+            device: of the tensors that will be exchanged.
+            seconds: after so long without an answer torch.distributed gives up a call.
+        """
+        hosts, timeout = comm.all_gather_object(comm.host), timedelta(seconds=seconds)
+        host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
+        first, port = comm.rank == 0, 0
+        if first:
+            store = _store(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
+            port = store.port
+        port = comm.all_gather_object(port)[0]
+        if not first:
+            store = _store(host, port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=comm.rank,
+            world_size=comm.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor.detach())
+        _finish(tensor)
+
+    def sendrecv(self, tensor: Tensor, received: Tensor, dest: int, source: int) -> None:
+        both = [dist.P2POp(dist.isend, _bytes(tensor), dest), dist.P2POp(dist.irecv, _bytes(received), source)]
+        for request in dist.batch_isend_irecv(both):
+            request.wait()
+        _finish(tensor)
+
+    def all_gather(self, tensor: Tensor, gathered: Tensor) -> None:
+        _all_gather(_bytes(gathered), _bytes(tensor))
+        _finish(tensor)
+
+    def all_to_all(self, chunks: Tensor, received: Tensor) -> None:
+        dist.all_to_all_single(_bytes(received), _bytes(chunks))
+        _finish(chunks)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        dist.broadcast(_bytes(tensor), src=src)
+        _finish(tensor)
+
+    def close(self) -> None:
+        """Collective: ends the group. Nothing may be sent over it any more."""
+        dist.destroy_process_group()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _finish(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()

@@ -1,0 +1,204 @@
+"""Kills this worker where it hangs: a small process beside it, which watches a number grow.
+
+The process starts from this file with nothing but Python's own modules. It shares 16 bytes with the worker: a counter
+of progress, and a word of which bit 0 says that progress is expected and the rest counts long operations under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddnn.distributed.error_file import report_hung
+
+ENABLED = 1
+"""Bit 0 of the second shared word; the rest of it is twice the number of long operations."""
+LONG_OPERATION_FACTOR = 3
+"""How many timeouts an exchange or a checkpoint may take: others may hang first, and be killed by their watchdogs."""
+
+
+class NoWatchdog:
+    """What a worker by itself has: nobody waits for it."""
+
+    def enable(self) -> None:
+        """From here on there has to be progress."""
+
+    def disable(self) -> None:
+        """Nothing is expected for now."""
+
+    def heartbeat(self) -> None:
+        """Progress was made; costs less than a microsecond. To be called by one thread."""
+
+    @contextmanager
+    def enabled(self) -> Iterator[None]:
+        """In this block there has to be progress."""
+        self.enable()
+        try:
+            yield
+        finally:
+            self.disable()
+
+    @contextmanager
+    def long_operation(self) -> Iterator[None]:
+        """Within this block there may be no progress for three times as long. May be nested, and on any thread."""
+        yield
+
+    def close(self) -> None:
+        """Ends the watch."""
+
+
+class Watchdog(NoWatchdog):
+    """Watches this worker from a process of its own, and kills it with SIGKILL where it
+
+    - makes no progress (`heartbeat`) for `timeout` seconds while enabled,
+    - is inside one `long_operation` block for three times as long while enabled, or
+    - is stopped (SIGSTOP), enabled or not, for `timeout` seconds.
+
+    The process reports this to the launcher, else on stderr. It ends with the worker, whatever ends that. Time in which
+    the process itself did not run, as where a job or a laptop is suspended, does not count.
+    """
+
+    def __init__(self, rank: int, host: str, timeout: float, name: str = "parallel.hang_timeout") -> None:
+        """Starts the process, disabled.
+
+        Args:
+            rank, host: name the worker in the message.
+            timeout: in seconds.
+            name: of the timeout, for the message.
+        """
+        with tempfile.TemporaryFile(prefix="ddnn-") as file:  # no name: nothing is left behind
+            file.truncate(16)
+            self._map = mmap.mmap(file.fileno(), 16)
+            self._words = memoryview(self._map).cast("q")
+            self._lock = threading.Lock()
+            package = str(Path(__file__).parents[2])
+            start = f"import sys; sys.path.insert(0, {package!r}); from {__name__} import main; main(*sys.argv[1:])"
+            words = (file.fileno(), os.getpid(), rank, host, timeout, name)
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", start, *map(str, words)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(file.fileno(),),
+                start_new_session=True,  # signals to the worker's process group are not for it
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def enable(self) -> None:
+        self.heartbeat()
+        with self._lock:
+            self._words[1] |= ENABLED
+
+    def disable(self) -> None:
+        with self._lock:
+            self._words[1] &= ~ENABLED
+
+    def heartbeat(self) -> None:
+        self._words[0] += 1
+
+    @contextmanager
+    def long_operation(self) -> Iterator[None]:
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, operations: int) -> None:
+        with self._lock:
+            self._words[0] += 1
+            self._words[1] += 2 * ENABLED * operations
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class HangDetector:
+    """How long a worker has made no progress, in time that the watching process has itself seen pass.
+
+    Args:
+        timeout: in seconds.
+        name: of the timeout, for the message.
+        interval: between two checks, in seconds. Where two checks are farther apart, as after the whole job was
+            suspended, only twice this counts.
+    """
+
+    def __init__(self, timeout: float, name: str, interval: float) -> None:
+        self.timeout, self.name, self.interval = timeout, name, interval
+        self.progress: int | None = None
+        self.idle_seconds = self.stopped_seconds = 0.0
+
+    def check(self, passed: float, progress: int, state: int, stopped: bool) -> str | None:
+        """What is wrong with the worker, if anything is.
+
+        Args:
+            passed: seconds since the last check.
+            progress: first shared word.
+            state: second shared word.
+            stopped: whether the kernel says that the process is stopped.
+        """
+        passed = min(passed, 2 * self.interval)
+        self.stopped_seconds = self.stopped_seconds + passed if stopped else 0.0
+        self.idle_seconds = self.idle_seconds + passed if progress == self.progress and state & ENABLED else 0.0
+        self.progress = progress
+        if self.stopped_seconds >= self.timeout:
+            return f"was stopped (SIGSTOP) for {self.timeout:g} s ({self.name})"
+        if state > ENABLED and self.idle_seconds >= LONG_OPERATION_FACTOR * self.timeout:
+            limit = f"{LONG_OPERATION_FACTOR} x {self.timeout:g} s"
+            return f"hung in an exchange or a checkpoint for {limit} ({self.name})"
+        if state == ENABLED and self.idle_seconds >= self.timeout:
+            return f"made no progress for {self.timeout:g} s ({self.name})"
+        return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped, by /proc; False where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"T"]
+    except OSError:
+        return False
+
+
+def main(descriptor: str, pid_: str, rank: str, host: str, timeout: str, name: str) -> None:
+    """The process: returns when the worker is gone; where it hangs, reports why and kills it."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: dies with the worker, stopped or not
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)  # Slurm sends them to every process of a job
+    words = memoryview(mmap.mmap(int(descriptor), 16, prot=mmap.PROT_READ)).cast("q")
+    pid, last = int(pid_), time.monotonic()
+    detector = HangDetector(float(timeout), name, interval=min(1.0, float(timeout) / 10))
+    while os.getppid() == pid:
+        time.sleep(detector.interval)
+        now = time.monotonic()
+        error = detector.check(now - last, words[0], words[1], is_stopped(pid))
+        last = now
+        if error is not None and os.getppid() == pid:
+            message = f"ddnn: worker {rank} on {host} (pid {pid}) {error} and was killed\n"
+            if not report_hung(int(rank), message):
+                _print_unless_blocked(message)
+            os.kill(pid, signal.SIGKILL)
+            return
+
+
+def _print_unless_blocked(message: str) -> None:
+    try:
+        if select.select([], [2], [], 1.0)[1]:
+            os.write(2, message.encode(errors="backslashreplace"))
+    except OSError:
+        return

@@ -1,0 +1,1 @@
+"""What a path is, and how a run is doing."""

@@ -1,0 +1,358 @@
+"""How a training or pretraining is doing: status.json, the newest metrics, the lock of train.log, and Slurm if it has a
+job. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ddnn.slurm.job import Job, last_output, read_job, slurm_state
+from ddnn.training.checkpoint import CheckpointStore
+from ddnn.training.metrics import EpochRow, Metrics, read_metrics
+from ddnn.training.run_status import (
+    CHECKPOINTS,
+    DBN,
+    FINAL,
+    JOB_OUTPUT,
+    JOB_RECORD,
+    LOG,
+    METRICS,
+    RECIPE,
+    STATUS,
+    RunStatus,
+    read_run_status,
+    resume_command,
+)
+from ddnn.util.errors import UserError
+from ddnn.util.files import is_locked
+from ddnn.util.text import definitions, duration, printable
+
+FRACTIONS = ("compute", "comm", "wait", "data")
+ENDED = ("finished", "interrupted", "diverged", "failed", "unknown")
+FOLLOW_SECONDS, SLURM_SECONDS = 5.0, 30.0
+"""Between two looks at the files, and between two questions to Slurm, whose one daemon serves a whole cluster."""
+_PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_OVER = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "DEADLINE", "OUT_OF_MEMORY",
+         "NODE_FAIL", "BOOT_FAIL", "GONE")  # fmt: skip
+_RESTART_SECONDS = 60.0
+"""The launcher of several workers may restart a job of which nothing was heard for so long."""
+_ESTIMATE_EPOCHS = 3
+
+State = Literal["pending", "running", "finished", "interrupted", "diverged", "failed", "unknown"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Status:
+    """A training or pretraining at one moment; None where a value is not known (yet) or does not apply.
+
+    Attributes:
+        state: pending (in Slurm's queue), running, finished; interrupted (by a signal, or killed), diverged, failed;
+            unknown: there is no status.json.
+        run: status.json.
+        job, submitted, slurm: number of the Slurm job, when it was submitted (seconds since 1970), its state there.
+        error: why it ended, if it did not finish.
+        warmup_loss: training loss of the warm-up.
+        last, best: cross-validation: epoch, loss, frame_accuracy, accepted; `Metrics.best`.
+        frames_per_second: of the last epoch's training, all workers together.
+        fractions: of the workers' time in the last epoch, mean over the workers: `FRACTIONS`.
+        reconstruction_error: of a pretraining, over the epochs of its last RBM.
+        restarts: by the launcher, a sentence each.
+        estimated_end: seconds since 1970, if the remaining epochs take as long as the last three.
+        seconds_since_update: of train.log, status.json or metrics.jsonl, whichever is newest.
+        checkpoint: the newest: number, world_size, epoch, minibatch, and when it was written.
+        resume_command: of one that ended and did not finish.
+        problems: damaged files, and what could not be found out, a sentence each.
+    """
+
+    run_dir: Path
+    state: State
+    run: RunStatus | None
+    world_size: int | None
+    job: str | None
+    submitted: float | None
+    slurm: str | None
+    error: str | None
+    warmup_loss: float | None
+    last: EpochRow | None
+    best: EpochRow | None
+    learning_rate: float | None
+    frames_per_second: float | None
+    fractions: dict[str, float] | None
+    reconstruction_error: float | None
+    restarts: tuple[str, ...]
+    estimated_end: float | None
+    seconds_since_update: float | None
+    checkpoint: dict[str, Any] | None
+    resume_command: str | None
+    problems: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`; paths as text, the fields of status.json among the others."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "run"}
+        rows = {name: None if (row := fields[name]) is None else row.model_dump() for name in ("last", "best")}
+        run = {} if self.run is None else self.run.model_dump(mode="json", exclude={"schema_version", "state", "error"})
+        return {
+            **run,
+            **fields,
+            **rows,
+            "run_dir": str(self.run_dir),
+            "restarts": list(self.restarts),
+            "problems": list(self.problems),
+        }
+
+    def lines(self) -> dict[str, str | None]:
+        """Name and text of what is known; some texts have several lines."""
+        return _lines(self, time.time())
+
+    def as_text(self) -> str:
+        """Some lines to read; no control characters."""
+        shown = definitions([(name, printable(text)) for name, text in self.lines().items() if text], indent="  ")
+        problems = (f"  problem: {printable(problem)}" for problem in self.problems)
+        return "\n".join([_title(self), shown, *problems])
+
+
+def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_state) -> Status:
+    """The status of a run dir, now. Damaged files are among its `problems`; what the others say is still reported.
+
+    Args:
+        run_dir: of `ddnn train` or `ddnn pretrain`, with --slurm or without.
+        ask_slurm: what Slurm says of a job; asked only if the run has not finished and no process holds its lock.
+
+    Raises:
+        UserError: there is no run dir.
+    """
+    if not any((run_dir / name).exists() for name in (STATUS, LOG, RECIPE, METRICS, FINAL, DBN, JOB_RECORD)):
+        raise UserError("there is no run dir", location=run_dir, hint="name the --run-dir of `ddnn train`")
+    problems: list[str] = []
+    run = _tolerant(problems, lambda: read_run_status(run_dir))
+    job = _tolerant(problems, lambda: read_job(run_dir))
+    locked = is_locked(run_dir / LOG)
+    finished = (run is not None and run.state == "finished") or any((run_dir / name).exists() for name in (FINAL, DBN))
+    slurm = ask_slurm(job) if job is not None and not locked and not finished else None
+    state = _state(run, locked is True, finished, job, slurm)
+    if job is not None and slurm is None and state not in ("running", "finished"):
+        problems.append("Slurm could not be asked: this is what the files and the lock of train.log say")
+    elif locked is None and state in ("interrupted", "unknown"):
+        problems.append("the lock of train.log could not be examined: it may be running")
+    checkpoint = None if finished else CheckpointStore.peek(run_dir / CHECKPOINTS, problems.append)
+    over = state in ENDED and state != "finished"
+    return Status(
+        run_dir=run_dir,
+        state=state,
+        run=run,
+        job=None if job is None else job.number,
+        submitted=None if job is None else job.submitted,
+        slurm=slurm,
+        error=_error(run_dir, run, state, problems) if over else None,
+        seconds_since_update=_age(run_dir, LOG, STATUS, METRICS),
+        checkpoint=None if checkpoint is None else checkpoint.to_dict(),
+        resume_command=resume_command(run_dir, "training" if run is None else run.kind) if over else None,
+        **_measured(run_dir, run, job, state, problems),
+        problems=tuple(problems),
+    )
+
+
+def _measured(
+    run_dir: Path, run: RunStatus | None, job: Job | None, state: State, problems: list[str]
+) -> dict[str, Any]:
+    """The fields that metrics.jsonl fills."""
+    exists = (run_dir / METRICS).exists()
+    metrics = (_tolerant(problems, lambda: read_metrics(run_dir / METRICS)) if exists else None) or Metrics()
+    train = metrics.train[-1] if metrics.train else None
+    return {
+        "world_size": run.world_size if run else metrics.num_workers or (job.workers if job else None),
+        "last": metrics.cv[-1] if metrics.cv else None,
+        "best": metrics.best,
+        "warmup_loss": None if metrics.warmup is None else metrics.warmup.loss,
+        "learning_rate": None if train is None else train.learning_rate,
+        "frames_per_second": None if train is None else train.frames_per_second,
+        "fractions": _fractions(metrics),
+        "reconstruction_error": metrics.pretraining[-1].mean_reconstruction_error if metrics.pretraining else None,
+        "restarts": tuple(event.as_text() for event in metrics.events if event.event == "restarted"),
+        "estimated_end": _estimated_end(metrics, run, _age(run_dir, METRICS) or 0.0) if state == "running" else None,
+    }
+
+
+def _age(run_dir: Path, *names: str) -> float | None:
+    """Seconds since one of these files was last written."""
+    times = [path.stat().st_mtime for path in (run_dir / name for name in names) if path.is_file()]
+    return max(0.0, time.time() - max(times)) if times else None
+
+
+def _tolerant(problems: list[str], read: Callable[[], T]) -> T | None:
+    """What `read` returns; None and a problem where the file is damaged or cannot be read."""
+    try:
+        return read()
+    except UserError as error:
+        problems.append(" ".join(str(error).split()))
+    except OSError as error:
+        problems.append(f"cannot read {error.filename}: {error.strerror}")
+    return None
+
+
+def _state(run: RunStatus | None, locked: bool, finished: bool, job: Job | None, slurm: str | None) -> State:
+    """`slurm`: what Slurm says of the job, None if it was not or could not be asked."""
+    if locked:
+        return "running"
+    if finished:
+        return "finished"
+    if slurm in _PENDING or (job is not None and slurm is None and run is None):
+        return "pending"
+    if slurm is not None and slurm not in _OVER:
+        return "running"
+    if run is None:
+        return "unknown"
+    if run.state != "running":
+        return run.state
+    restarting = run.world_size > 1 and time.time() - run.updated < _RESTART_SECONDS
+    return "running" if restarting and slurm is None else "interrupted"
+
+
+def _error(run_dir: Path, run: RunStatus | None, state: State, problems: list[str]) -> str | None:
+    if run is not None and run.error is not None:
+        return run.error.message + (f"\nhint: {run.error.hint}" if run.error.hint else "")
+    output: str | None = _tolerant(problems, lambda: last_output(run_dir / JOB_OUTPUT))
+    if output is None and state == "interrupted":
+        return "it ended without a message: it was killed, or its machine went down"
+    return output
+
+
+def _fractions(metrics: Metrics) -> dict[str, float] | None:
+    rows = metrics.last_worker_rows
+    values = {name: [getattr(row, f"{name}_fraction") for row in rows] for name in FRACTIONS}
+    return {name: sum(v) / len(v) for name, v in values.items() if None not in v} if rows else None
+
+
+def _estimated_end(metrics: Metrics, run: RunStatus | None, age: float) -> float | None:
+    """When the last possible epoch ends; None before the first has. `age`: seconds since metrics.jsonl was written."""
+    epochs = [row.epoch for row in metrics.train][-_ESTIMATE_EPOCHS:]
+    seconds = sum(row.seconds or 0.0 for row in (*metrics.train, *metrics.cv) if row.epoch in epochs)
+    if run is None or run.max_epochs is None or not epochs or not metrics.cv:
+        return None
+    remaining = run.max_epochs - metrics.cv[-1].epoch
+    return time.time() + max(0.0, remaining * seconds / len(epochs) - age)
+
+
+def _title(status: Status) -> str:
+    phase = f", {_phase(status.run)}" if status.state == "running" and status.run is not None else ""
+    job = f", Slurm job {status.job}" if status.job else ""
+    slurm = f" ({status.slurm})" if status.slurm else ""
+    return f"{status.run_dir}: {status.state}{phase}{job}{slurm}"
+
+
+def _phase(run: RunStatus) -> str:
+    if run.rbm is None or run.phase != "pretraining":
+        return run.phase
+    return f"{run.phase}, RBM {run.rbm}{f' of {run.num_rbms}' if run.num_rbms else ''}"
+
+
+def _lines(status: Status, now: float) -> dict[str, str | None]:
+    run, checkpoint = status.run, status.checkpoint
+    pretraining = run is not None and run.kind == "pretraining"
+    waiting = status.state == "pending" and status.submitted is not None
+    return {
+        "error": status.error,
+        "submitted": f"{duration(max(0.0, now - (status.submitted or now)))} ago" if waiting else None,
+        "RBMs": _rbms(run, status.reconstruction_error) if pretraining else None,
+        "epochs": None if pretraining else _epochs(status),
+        "warm-up": None if status.warmup_loss is None else f"training loss {status.warmup_loss:.4f}",
+        "last": format_figures(status.last) if status.last else None,
+        "best": format_figures(status.best) if status.best else None,
+        "learning rate": None if status.learning_rate is None else f"{status.learning_rate:.6g}",
+        "speed": _speed(status),
+        "time of workers": ", ".join(f"{name} {100 * part:.1f} %" for name, part in (status.fractions or {}).items()),
+        "ends": _end(status.estimated_end, now),
+        "restarts": "\n".join(status.restarts),
+        "checkpoint": f"{checkpoint['where']}, {duration(max(0.0, now - checkpoint['written']))} ago"
+        if checkpoint is not None
+        else "none: a resume begins from the start"
+        if status.resume_command and not pretraining
+        else None,
+        "resume": status.resume_command,
+        "last update": None if status.seconds_since_update is None else f"{duration(status.seconds_since_update)} ago",
+    }
+
+
+def _rbms(run: RunStatus | None, error: float | None) -> str | None:
+    if run is None or run.rbm is None:
+        return None
+    if run.state == "finished":
+        return f"{run.num_rbms} finished"
+    text = f"{run.rbm} of {run.num_rbms} in training, epoch {run.epoch} finished"
+    return text + ("" if error is None else f", mean reconstruction error {error:.4f}")
+
+
+def _epochs(status: Status) -> str:
+    most = None if status.run is None else status.run.max_epochs
+    finished = status.last.epoch if status.last else 0
+    return f"{finished}" + (f" of at most {most}" if most is not None else "")
+
+
+def format_figures(row: EpochRow) -> str:
+    """Cross-validation figures of an epoch in words."""
+    loss = "not finite" if row.loss is None else f"{row.loss:.4f}"
+    accuracy = "" if row.frame_accuracy is None else f", frame accuracy {100 * row.frame_accuracy:.2f} %"
+    return f"epoch {row.epoch}: cross-validation loss {loss}{accuracy}{'' if row.accepted else ', rejected'}"
+
+
+def _speed(status: Status) -> str | None:
+    speed, workers = status.frames_per_second, status.world_size or 1
+    if speed is None:
+        return None
+    return f"{speed:.0f} frames/s" + (f", {speed / workers:.0f} for each of {workers} workers" if workers > 1 else "")
+
+
+def _end(end: float | None, now: float) -> str | None:
+    if end is None:
+        return None
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(end, 4e9)))
+    return f"{when} at the latest, in {duration(max(0.0, end - now))}, if epochs take as long as the last"
+
+
+def follow_status(
+    run_dir: Path,
+    show: Callable[[str], None],
+    *,
+    terminal: bool,
+    as_json: bool = False,
+    pause: Callable[[float], None] = time.sleep,
+) -> Status:
+    """Shows the status every few seconds until the run has ended; returns the last one.
+
+    On a terminal each replaces the one before. Elsewhere, and as JSON (one object a line), one is shown by `show` only
+    when something in it has changed other than the time.
+    """
+    ask, before = _asked_seldom(), None
+    with Live(console=Console(quiet=not terminal or as_json), auto_refresh=False) as live:
+        while True:
+            status = read_status(run_dir, ask)
+            values = status.as_dict()
+            lasting = {k: v for k, v in values.items() if k not in ("seconds_since_update", "estimated_end", "updated")}
+            live.update(Text(status.as_text()), refresh=True)
+            if (as_json or not terminal) and lasting != before:
+                show(json.dumps(values, ensure_ascii=False) if as_json else status.as_text())
+            if status.state in ENDED:
+                return status
+            before = lasting
+            pause(FOLLOW_SECONDS)
+
+
+def _asked_seldom() -> Callable[[Job], str | None]:
+    """`slurm_state`, with answers kept for half a minute."""
+    answers: dict[str, tuple[float, str | None]] = {}
+
+    def ask(job: Job) -> str | None:
+        if job.number not in answers or time.monotonic() - answers[job.number][0] > SLURM_SECONDS:
+            answers[job.number] = (time.monotonic(), slurm_state(job))
+        return answers[job.number][1]
+
+    return ask

@@ -1,0 +1,382 @@
+"""Archives (`ark`) of matrices and of integer vectors: read in sequence or through an scp, and written; plain or gzip.
+
+Follows kaldi `util/kaldi-table-inl.h` and `util/kaldi-holder-inl.h`. kaldiio 2.18.1 on its own runs a shell for an entry
+that begins or ends with `|`, unpickles a record that begins with `PKL`, reads a missing or cut gzip as an empty or
+partial table, clips a range past the end, and fails on text vectors that begin with 0 or 1e-05. Here files are opened
+and headers checked by `basic_types`; kaldiio then decodes single matrices of plain floats.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ddnn.kaldi import compressed
+from ddnn.kaldi.basic_types import BasicTypeReader, encode_sized_int32
+from ddnn.kaldi.scp import ScpEntry
+from ddnn.kaldi.stream import (
+    HINT_REMAKE,
+    READ_ERRORS,
+    MalformedRecordError,
+    describe_read_error,
+    open_stream,
+    split_words,
+)
+from ddnn.util.errors import DataError
+from ddnn.util.files import atomic_write
+
+_MAX_KEY = 4096
+# More than any integer of 64 bits has. Python refuses 4,300, and early versions take hours for millions.
+_MAX_DIGITS = 24
+_INT32 = np.iinfo(np.int32)
+_T = TypeVar("_T")
+
+
+def _open(path: Path) -> BasicTypeReader:
+    source = open_stream(path)
+    return BasicTypeReader(source.stream, source.limit)
+
+
+def _read_matrix(reader: BasicTypeReader) -> NDArray[Any]:
+    """The matrix that comes next: float32 (FM, CM, CM2, CM3) or float64 (DM, text), (rows, columns)."""
+    if reader.read_marker():
+        return reader.matrix_data(reader.matrix_header())
+    return reader.text_matrix(ends_line=True)
+
+
+def _read_int_vector(reader: BasicTypeReader) -> NDArray[np.int32]:
+    """The vector of integers that comes next, int32 (n,): binary, or as text the rest of the line."""
+    if not reader.read_marker():
+        return _read_text_integers(reader.read_line())
+    count = reader.int32("the length of the vector")
+    if count < 0:
+        raise MalformedRecordError(f"the header claims {count} integers")
+    return reader.int32_block(count, f"a vector of {count} integers")
+
+
+def _read_text_integers(line: bytes) -> NDArray[np.int32]:
+    if not line.endswith(b"\n"):
+        raise MalformedRecordError("cut short: no line end after the integers")
+    if b"_" in line:  # Python's int takes 1_000
+        raise MalformedRecordError("expected integers, found an underscore")
+
+    def to_integers(words: list[bytes]) -> Iterator[int]:
+        if max(map(len, words), default=0) > _MAX_DIGITS:
+            raise ValueError(f"a number of more than {_MAX_DIGITS} digits")
+        return map(int, words)
+
+    try:
+        values = np.fromiter(chain.from_iterable(map(to_integers, split_words(line))), np.int64)
+    except (ValueError, OverflowError) as error:
+        raise MalformedRecordError(f"expected integers: {str(error)[:100]}") from error
+    if values.size and not (_INT32.min <= values.min() and values.max() <= _INT32.max):
+        raise MalformedRecordError(f"expected 32-bit integers, found {values.min()} to {values.max()}")
+    return values.astype(np.int32)
+
+
+def _read_key(reader: BasicTypeReader) -> str | None:
+    """The key of the next record and the one space behind it; None at the end of the stream."""
+    reader.skip_space()
+    key = bytearray()
+    while (byte := reader.stream.read(1)) and not byte.isspace():
+        key += byte
+        if len(key) > _MAX_KEY or byte == b"\0":
+            raise MalformedRecordError(f"expected an utterance id, found {bytes(key[:24])!r}")
+    if not byte:
+        if key:
+            raise MalformedRecordError(f"cut short after the utterance id {bytes(key[:60])!r}")
+        return None
+    if byte == b"\n":  # an empty record: leave the line end to the one who reads the record
+        reader.stream.seek(-1, os.SEEK_CUR)
+    try:
+        return key.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise MalformedRecordError(f"the utterance id {bytes(key[:60])!r} is not UTF-8") from error
+
+
+def _iterate(path: Path, read: Callable[[BasicTypeReader], _T]) -> Iterator[tuple[str, _T]]:
+    last = None
+    reader = _open(path)
+    with reader.stream:
+        while True:
+            key = None
+            try:
+                key = _read_key(reader)
+                if key is None:
+                    return
+                value = read(reader)
+            except READ_ERRORS as error:
+                after = "no record was read" if last is None else f"the last complete record is {last}"
+                whose = f"utterance {key}: " if key is not None else ""
+                message = f"{whose}{describe_read_error(error)} ({after})"
+                raise DataError(message, location=path, hint=HINT_REMAKE) from error
+            yield key, value
+            last = key
+
+
+def iterate_matrices(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Every (key, matrix) of an archive in its order: binary, text or gzip, each record as its header says.
+
+    The matrices are float32, or float64 where the record is double or text, (rows, columns).
+
+    Raises:
+        DataError: the file is missing, empty, damaged or cut short; names the last complete record.
+    """
+    return _iterate(path, _read_matrix)
+
+
+def iterate_int_vectors(path: Path) -> Iterator[tuple[str, NDArray[np.int32]]]:
+    """Every (key, vector) of an archive of integers, int32 (n,): binary, text (a line each) or gzip.
+
+    Raises:
+        DataError: as `iterate_matrices`.
+    """
+    return _iterate(path, _read_int_vector)
+
+
+def _run_pipe(entry: ScpEntry) -> BasicTypeReader:
+    """The output of a shell command, complete; the caller has been asked whether commands may run."""
+    done = subprocess.run(
+        ["/bin/sh", "-c", entry.pipe or "false"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        output = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["(no message)"]
+        message = f"utterance {entry.key}: the command ended with exit status {done.returncode}: {output[0][:500]}"
+        raise DataError(message, location=entry.location, hint="run the command by hand to see why")
+    return BasicTypeReader.from_bytes(done.stdout)
+
+
+class MatrixReader:
+    """Reads matrices by scp entry; keeps the last file open, as neighboring entries share an archive.
+
+    A context manager. One reader per thread.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._reader: BasicTypeReader | None = None
+        self._whole: tuple[tuple[Path, int | None], NDArray[Any]] | None = None
+
+    def __enter__(self) -> MatrixReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file that is open, if one is."""
+        if self._reader is not None:
+            self._reader.stream.close()
+        self._path, self._reader, self._whole = None, None, None
+
+    def shape(self, entry: ScpEntry) -> tuple[int, int]:
+        """(rows, columns) of the entry's matrix, its range applied. Reads the header alone, unless the matrix is text.
+
+        Raises:
+            DataError: as `read`, but for damage that only shows in the data.
+        """
+
+        def measure(reader: BasicTypeReader) -> tuple[int, int] | None:
+            if not reader.read_marker():
+                return None
+            header = reader.matrix_header()
+            rows, columns = _ranges(entry, (header.rows, header.columns))
+            return rows.stop - rows.start, columns.stop - columns.start
+
+        shape = self._at(entry, measure)
+        if shape is None:  # text: its size is known only once it is read
+            rows, columns = self.read(entry, np.float64).shape
+            return rows, columns
+        return shape
+
+    def read(self, entry: ScpEntry, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """The entry's matrix, `dtype` (rows, columns), C-contiguous, its range applied. NaN and Inf are not looked for.
+
+        Raises:
+            DataError: the file cannot be read, the offset is past its end, the record is damaged or cut short or no
+                matrix, the range goes past the matrix; a command failed.
+        """
+        whole = self._read_whole(entry)
+        if entry.rows is not None or entry.columns is not None:
+            try:
+                whole = whole[_ranges(entry, whole.shape)].copy()
+            except MalformedRecordError as error:
+                raise _entry_error(entry, error) from error
+        # A double too large for a float becomes Inf, which check_finite finds; NaN may be of the kind that signals.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.require(whole, dtype, ["C", "W"])
+
+    def _read_whole(self, entry: ScpEntry) -> NDArray[Any]:
+        """The matrix before its range is applied; kept, as the segments of a recording follow each other."""
+        if entry.path is None or (entry.rows is None and entry.columns is None):
+            return self._at(entry, _read_matrix)
+        place = (entry.path, entry.offset)
+        if self._whole is None or self._whole[0] != place:
+            self._whole = None
+            self._whole = (place, self._at(entry, _read_matrix))
+        return self._whole[1]
+
+    def _at(self, entry: ScpEntry, read: Callable[[BasicTypeReader], _T]) -> _T:
+        """Runs `read` where the entry's record begins."""
+        try:
+            reader = self._find(entry)
+            value = read(reader)
+            if entry.offset is None:
+                reader.verify_checksum()
+            return value
+        except READ_ERRORS as error:
+            raise _entry_error(entry, error) from error
+
+    def _find(self, entry: ScpEntry) -> BasicTypeReader:
+        if entry.path is None:
+            return _run_pipe(entry)
+        if entry.path != self._path or self._reader is None:
+            self.close()
+            try:
+                self._reader = _open(entry.path)
+            except DataError as error:
+                raise MalformedRecordError(error.message) from error
+            self._path = entry.path
+        reader, offset = self._reader, entry.offset or 0
+        if offset >= reader.limit:
+            raise MalformedRecordError(
+                f"the offset {offset} is past the end of the file, which has {reader.limit} bytes"
+            )
+        if entry.offset is not None and isinstance(reader.stream.raw, gzip.GzipFile):
+            raise MalformedRecordError("the file is a gzip, into which no offset can point")
+        reader.stream.seek(offset)
+        return reader
+
+
+def _entry_error(entry: ScpEntry, error: Exception) -> DataError:
+    message = f"utterance {entry.key}: {describe_read_error(error)}"
+    return DataError(message, location=entry.location, hint=HINT_REMAKE)
+
+
+def _ranges(entry: ScpEntry, shape: tuple[int, ...]) -> tuple[slice, slice]:
+    """The entry's range as slices. Kaldi would let rows go 3 past the end; here that is an error."""
+    slices = []
+    for name, requested, size in (("rows", entry.rows, shape[0]), ("columns", entry.columns, shape[1])):
+        first, last = requested if requested is not None else (0, size - 1)
+        if last >= size > 0 or (requested is not None and size == 0):
+            raise MalformedRecordError(f"the range takes {name} {first} to {last}, the matrix has {size} {name}")
+        slices.append(slice(first, last + 1))
+    return slices[0], slices[1]
+
+
+def check_finite(key: str, matrix: NDArray[Any], location: str | os.PathLike[str]) -> None:
+    """Raises DataError naming utterance, row and column of the first NaN or Inf in `matrix` (rows, columns)."""
+    # A sum is finite only if all terms are, and needs no array of truth values; it may overflow, so look again.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(matrix.sum()):
+            return
+    invalid = np.argwhere(~np.isfinite(matrix))
+    if invalid.size:
+        row, column = invalid[0]
+        more = f"and {len(invalid) - 1} more like it"
+        message = f"utterance {key}: {matrix[row, column]} in row {row}, column {column}, {more}"
+        raise DataError(message, location=location, hint="compute the features of this utterance again, or remove it")
+
+
+def _encode_matrix(matrix: NDArray[Any], *, compress: bool) -> bytes:
+    """A binary record of float (FM), double (DM, where the matrix is float64), or compressed as copy-feats does."""
+    rows, columns = matrix.shape
+    if compress and rows:
+        return b"\0B" + compressed.encode(np.ascontiguousarray(matrix, np.float32))
+    token, dtype = (b"DM ", "<f8") if matrix.dtype == np.float64 and not compress else (b"FM ", "<f4")
+    dims = struct.pack("<BiBi", 4, rows, 4, columns if rows else 0)
+    return b"\0B" + token + dims + np.ascontiguousarray(matrix, dtype).tobytes()
+
+
+def _new_keys(items: Iterable[tuple[str, _T]], location: Path) -> Iterator[tuple[str, bytes, _T]]:
+    """(key, its bytes and a space, value) of each item; DataError where a key is no single word or occurs twice."""
+    seen = set()
+    for key, value in items:
+        if not key or len(key.split()) != 1 or key != key.strip() or "\0" in key:
+            message = f"an utterance id must be one word, found {key!r}"
+            raise DataError(message, location=location, hint="rename the utterance")
+        if key in seen:
+            message = f"utterance {key} would be written twice"
+            raise DataError(message, location=location, hint="utterance ids must be unique")
+        seen.add(key)
+        yield key, key.encode() + b" ", value
+
+
+def write_matrices(
+    ark: Path,
+    scp: Path | None,
+    items: Iterable[tuple[str, NDArray[Any]]],
+    *,
+    compress: bool = False,
+    relative: bool = False,
+) -> int:
+    """Writes matrices (rows, columns) as a binary archive and its scp; both appear complete or not at all.
+
+    Args:
+        ark: the archive.
+        scp: the script file; None: none.
+        items: key and matrix; float64 becomes double (DM), everything else float (FM).
+        compress: compress lossily as `copy-feats --compress=true` does; the matrices must be finite.
+        relative: the scp names the archive relative to its own folder, else absolutely.
+
+    Returns:
+        the number of matrices.
+
+    Raises:
+        UserError: the files cannot be written. DataError: a key is no single word or not new, a matrix is not finite.
+    """
+    name = os.path.relpath(ark.absolute(), scp.absolute().parent) if relative and scp else str(ark.absolute())
+    lines = []
+
+    def write(handle: BinaryIO) -> None:
+        position = 0
+        for key, start, matrix in _new_keys(items, ark):
+            if compress and not np.isfinite(matrix).all():
+                raise DataError(f"utterance {key}: NaN or Inf cannot be compressed", location=ark)
+            lines.append(f"{key} {name}:{position + len(start)}\n")
+            position += handle.write(start) + handle.write(_encode_matrix(matrix, compress=compress))
+
+    if scp is None:
+        with atomic_write(ark) as handle:
+            write(handle)
+    else:
+        # The inner file is renamed first: an scp never names an archive that is not there.
+        with atomic_write(scp) as scp_handle, atomic_write(ark) as handle:
+            write(handle)
+            scp_handle.write("".join(lines).encode())
+            scp_handle.flush()  # on a full disk this fails while neither has its name yet
+    return len(lines)
+
+
+def write_int_vectors(path: Path, items: Iterable[tuple[str, NDArray[np.integer[Any]]]]) -> int:
+    """Writes vectors of 32-bit integers as a binary archive, as gzip where `path` ends in .gz; complete or not at all.
+
+    Returns:
+        the number of vectors.
+
+    Raises:
+        UserError: the file cannot be written. DataError: a key is no single word or not new.
+    """
+    count = 0
+    with atomic_write(path) as handle:
+        # No name and no time in the gzip, so that the same vectors give the same bytes.
+        packed = gzip.GzipFile("", "wb", 6, handle, 0) if path.suffix == ".gz" else None
+        for _, start, values in _new_keys(items, path):
+            record = encode_sized_int32(np.concatenate([[len(values)], values]))
+            (packed or handle).write(start + b"\0B" + record)
+            count += 1
+        if packed is not None:
+            packed.close()
+    return count

@@ -1,0 +1,245 @@
+"""A Kaldi data dir: `feats.scp`, and `utt2spk`, `cmvn.scp`, `text` where there are; CMVN and deltas of its features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddnn.kaldi.archive import MatrixReader, check_finite
+from ddnn.kaldi.scp import ScpEntry, read_keyed_lines, read_scp
+from ddnn.util.errors import DataError
+
+# Of a mean, and of a mean square, whose product with the largest scale a single-precision number still holds.
+_MAX_STATS = np.array([[1e18], [1e36]])
+_HINT_SPEAKERS = "write utt2spk: on each line an utterance and its speaker; utils/fix_data_dir.sh makes them agree"
+
+
+@dataclass(frozen=True)
+class DataDir:
+    """A data dir, its features not yet read.
+
+    Attributes:
+        path: the directory.
+        entries: where the features of each utterance are stored, in the order of `feats.scp`.
+        speakers: utterance -> speaker, for every entry; None where there is no `utt2spk`.
+        cmvn: speaker -> where its CMVN statistics are stored; None where there is no `cmvn.scp`.
+    """
+
+    path: Path
+    entries: tuple[ScpEntry, ...]
+    speakers: dict[str, str] | None
+    cmvn: dict[str, ScpEntry] | None
+
+    @property
+    def utterances(self) -> tuple[str, ...]:
+        """The utterances' ids, in the order of `feats.scp`."""
+        return tuple(entry.key for entry in self.entries)
+
+    def speaker_of(self, purpose: str) -> dict[str, str]:
+        """`speakers`; DataError saying that they are needed for `purpose` where there is no `utt2spk`."""
+        if self.speakers is None:
+            message = f"utt2spk does not exist; it is needed for {purpose}"
+            raise DataError(message, location=self.path, hint=_HINT_SPEAKERS)
+        return self.speakers
+
+
+def read_data_dir(path: Path, *, allow_pipes: bool = False) -> DataDir:
+    """Reads the tables of a data dir, not the features.
+
+    Raises:
+        DataError: the directory or `feats.scp` is missing; a table is malformed; an utterance lacks a speaker.
+    """
+    if not path.is_dir():
+        raise DataError("the data dir does not exist, or is no directory", location=path, hint="check the path")
+    entries = tuple(read_scp(path / "feats.scp", allow_pipes=allow_pipes))
+    speakers = None
+    if (path / "utt2spk").exists():
+        every = read_utt2spk(path / "utt2spk")
+        missing = [entry.key for entry in entries if entry.key not in every]
+        if missing:
+            counts = f"{len(missing)} of {len(entries)} utterances of feats.scp"
+            message = f"{counts} have no speaker; the first is {missing[0]}"
+            raise DataError(message, location=path / "utt2spk", hint=_HINT_SPEAKERS)
+        speakers = {entry.key: every[entry.key] for entry in entries}
+    cmvn = None
+    if (path / "cmvn.scp").exists():
+        cmvn = {entry.key: entry for entry in read_scp(path / "cmvn.scp", allow_pipes=allow_pipes)}
+    return DataDir(path, entries, speakers, cmvn)
+
+
+def read_utt2spk(path: Path) -> dict[str, str]:
+    """utterance -> speaker, in the file's order; DataError: a line has not two words, or an utterance two lines."""
+    speakers = {}
+    for number, key, rest in read_keyed_lines(path, "utt2spk"):
+        if len(rest.encode().split()) != 1:
+            message = f"line {number}: expected an utterance and its speaker, found {f'{key} {rest}'[:100]!r}"
+            raise DataError(message, location=path, hint=_HINT_SPEAKERS)
+        speakers[key] = rest
+    return speakers
+
+
+def read_text(path: Path) -> dict[str, list[str]]:
+    """utterance -> words, in the file's order; an utterance may have none. DataError where an utterance comes twice."""
+    lines = read_keyed_lines(path, "the transcripts")
+    return {key: [word.decode() for word in rest.encode().split()] for _, key, rest in lines}
+
+
+def speaker_cmvn_stats(data: DataDir) -> dict[str, NDArray[np.float64]]:
+    """CMVN statistics of every speaker: from `cmvn.scp` where the data dir has one, else from the features.
+
+    Returns:
+        speaker -> float64 (2, dim + 1), see `accumulate_cmvn_stats`; without speakers of no frame at all.
+
+    Raises:
+        DataError: there is no `utt2spk`; a speaker has no statistics, or too few frames; features or statistics are
+            damaged, not finite, or of different dims.
+    """
+    speakers = data.speaker_of("CMVN per speaker")
+    stats = _read_stats(data.cmvn, speakers) if data.cmvn is not None else compute_cmvn_stats(data.entries, speakers)
+    source = data.path / ("cmvn.scp" if data.cmvn is not None else "feats.scp")
+    for speaker, sums in stats.items():
+        dim = sums.shape[1] - 1
+        if not sums[0, dim] >= 1.0:
+            message = f"speaker {speaker}: expected CMVN statistics of 1 frame or more, found {sums[0, dim]:g}"
+            raise DataError(message, location=source, hint="remove the speaker, or compute its statistics again")
+        if not (np.abs(sums) / sums[0, dim] <= _MAX_STATS).all():
+            message = f"speaker {speaker}: expected CMVN statistics of features within 1e18, found larger ones"
+            raise DataError(message, location=source, hint="compute the statistics again from valid features")
+    return stats
+
+
+def _read_stats(cmvn: dict[str, ScpEntry], speakers: dict[str, str]) -> dict[str, NDArray[np.float64]]:
+    stats: dict[str, NDArray[np.float64]] = {}
+    with MatrixReader() as reader:
+        for utterance, speaker in speakers.items():
+            if speaker in stats:
+                continue
+            if speaker not in cmvn:
+                location = next(iter(cmvn.values())).scp if cmvn else None
+                hint = "run steps/compute_cmvn_stats.sh again, or remove cmvn.scp"
+                message = f"no CMVN statistics of speaker {speaker} (utterance {utterance})"
+                raise DataError(message, location=location, hint=hint)
+            entry = cmvn[speaker]
+            sums = reader.read(entry, np.float64)
+            check_finite(speaker, sums, entry.location)
+            columns = next(iter(stats.values()), sums).shape[1]
+            if sums.shape != (2, columns):
+                message = (
+                    f"speaker {speaker}: expected CMVN statistics of 2 rows and {columns} columns, found {sums.shape}"
+                )
+                raise DataError(message, location=entry.location, hint="run steps/compute_cmvn_stats.sh again")
+            stats[speaker] = sums
+    return stats
+
+
+def compute_cmvn_stats(entries: Sequence[ScpEntry], speakers: Mapping[str, str]) -> dict[str, NDArray[np.float64]]:
+    """CMVN statistics of the speakers of these utterances, from their features; as `speaker_cmvn_stats`."""
+    stats: dict[str, NDArray[np.float64]] = {}
+    dim: int | None = None
+    with MatrixReader() as reader:
+        for entry in entries:
+            features = reader.read(entry)
+            if len(features) == 0:  # Kaldi writes an empty matrix without columns
+                continue
+            check_finite(entry.key, features, entry.location)
+            dim = features.shape[1] if dim is None else dim
+            if features.shape[1] != dim:
+                message = f"utterance {entry.key}: expected features of {dim} dims, found {features.shape[1]}"
+                raise DataError(message, location=entry.location, hint="all features must come from one set-up")
+            sums, speaker = accumulate_cmvn_stats(features), speakers[entry.key]
+            stats[speaker] = stats[speaker] + sums if speaker in stats else sums
+    return stats
+
+
+# Kaldi's floor of a variance.
+_VARIANCE_FLOOR = 1e-20
+
+FRAMES_PER_HOUR = 360_000
+"""At Kaldi's usual 10 ms a frame."""
+
+
+def accumulate_cmvn_stats(features: NDArray[Any]) -> NDArray[np.float64]:
+    """CMVN statistics of `features` (frames, dim); add them up over utterances (kaldi `transform/cmvn.cc`).
+
+    Returns:
+        float64 (2, dim + 1). Row 0: the sums, then the number of frames; row 1: the sums of squares, then 0.
+    """
+    frames, dim = features.shape
+    stats = np.zeros((2, dim + 1))
+    stats[0, :dim] = features.sum(axis=0, dtype=np.float64)
+    stats[0, dim] = frames
+    stats[1, :dim] = np.square(features, dtype=np.float64).sum(axis=0)
+    return stats
+
+
+def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: bool) -> NDArray[np.float32]:
+    """Takes the mean away; with `variance` divides by the standard deviation (kaldi `transform/cmvn.cc`).
+
+    Args:
+        features: (frames, dim).
+        stats: float64 (2, dim + 1) as `accumulate_cmvn_stats` gives; one row is enough without `variance`.
+        variance: whether to scale to variance 1; a variance below 1e-20 counts as 1e-20.
+
+    Returns:
+        float32 (frames, dim), a new array.
+
+    Raises:
+        ValueError: the statistics do not fit the features, or hold fewer than 1 frame.
+    """
+    dim = features.shape[1]
+    if stats.ndim != 2 or stats.shape[1] != dim + 1 or not (2 if variance else 1) <= len(stats) <= 2:
+        raise ValueError(f"expected CMVN statistics of 2 rows and {dim + 1} columns, found {stats.shape}")
+    count = stats[0, dim]
+    if not count >= 1.0:
+        raise ValueError(f"expected CMVN statistics of at least 1 frame, found {count}")
+    mean = stats[0, :dim] / count
+    if not variance:
+        centered: NDArray[np.float32] = np.asarray(features, np.float32) - mean.astype(np.float32)
+        return centered
+    spread = np.maximum(stats[1, :dim] / count - mean * mean, _VARIANCE_FLOOR)
+    scale = 1.0 / np.sqrt(spread)
+    normalized: NDArray[np.float32] = np.asarray(features, np.float32) * scale.astype(np.float32)
+    normalized += (-mean * scale).astype(np.float32)
+    return normalized
+
+
+def _delta_windows(order: int, window: int) -> list[NDArray[np.float32]]:
+    """The taps of each order, 0 to `order`: each convolves those of the order before with the slope over `window`."""
+    slope = np.arange(-window, window + 1, dtype=np.float32)
+    windows = [np.ones(1, np.float32)]
+    for _ in range(order):
+        windows.append(np.convolve(windows[-1], slope).astype(np.float32) / np.float32(np.square(slope).sum()))
+    return windows
+
+
+def add_deltas(features: NDArray[Any], order: int, window: int = 2) -> NDArray[np.float32]:
+    """Appends the time derivatives up to `order` (kaldi `feat/feature-functions.cc`, DeltaFeatures).
+
+    A frame before the first or behind the last repeats it, for each order on the features themselves.
+
+    Args:
+        features: (frames, dim).
+        order: 1 for deltas, 2 for deltas and delta-deltas, ...; 0 changes nothing.
+        window: frames on each side that one order looks at.
+
+    Returns:
+        float32 (frames, dim * (order + 1)): the features, their deltas, the deltas' deltas, ...
+    """
+    frames, dim = features.shape
+    result = np.zeros((frames, dim * (order + 1)), np.float32)
+    if frames == 0:
+        return result
+    edge = order * window
+    padded = np.pad(np.asarray(features, np.float32), ((edge, edge), (0, 0)), mode="edge")
+    for number, taps in enumerate(_delta_windows(order, window)):
+        target = result[:, number * dim : (number + 1) * dim]
+        first = edge - (len(taps) - 1) // 2
+        for tap, weight in enumerate(taps):
+            if weight != 0.0:
+                target += weight * padded[first + tap : first + tap + frames]
+    return result

@@ -1,0 +1,387 @@
+"""The transition model with which a Kaldi acoustic model (`final.mdl`) begins, whatever follows it.
+
+Follows kaldi `hmm/hmm-topology.cc`, whose `Check` is applied to every topology, and `hmm/transition-model.cc`. A
+transition-state is a (phone, HMM state, forward pdf, self-loop pdf); the transition-ids number, from 1, the transitions
+that leave the transition-states, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, encode_sized_int32, open_model
+from ddnn.util.errors import DataError
+
+KIND = "a Kaldi transition model"
+NO_PDF = -1
+# A table indexed by phone is part of the format: a phone-id alone must not claim gigabytes.
+MAX_PHONE = 1_000_000
+# Arrays of pdfs follow from the greatest pdf-id: no tree has a million leaves.
+MAX_PDF = 1_000_000
+
+
+@dataclass(frozen=True)
+class State:
+    """One HMM state.
+
+    Args:
+        forward_pdf_class, self_loop_pdf_class: pdf classes, NO_PDF for a non-emitting state.
+        transitions: (destination state, probability) each.
+    """
+
+    forward_pdf_class: int
+    self_loop_pdf_class: int
+    transitions: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The HMMs of all phones: which states a phone has and which transitions leave them.
+
+    Args:
+        entries: the different HMMs; each a tuple of states, the last one final, without transitions.
+        phone_to_entry: phone-id (1 or more) to the index of its HMM in `entries`, phones in ascending order.
+    """
+
+    entries: tuple[tuple[State, ...], ...]
+    phone_to_entry: dict[int, int]
+
+    def states(self, phone: int) -> tuple[State, ...]:
+        """The states of `phone`; KeyError where the topology lacks it."""
+        return self.entries[self.phone_to_entry[phone]]
+
+    @property
+    def is_hmm(self) -> bool:
+        """Whether every state has one pdf class for both forward transitions and self-loop (no chain topology)."""
+        return all(state.forward_pdf_class == state.self_loop_pdf_class for entry in self.entries for state in entry)
+
+
+@dataclass(frozen=True, eq=False)
+class TransitionModel:
+    """A transition model and its derived tables. T is the number of transition-ids, S of transition-states.
+
+    Args:
+        topology: the HMMs of the phones.
+        tuples: int32 (S, 4), in ascending order: phone, HMM state, forward pdf, self-loop pdf. Row s is
+            transition-state s + 1.
+        log_probs: float32 (T + 1,), natural logarithm, indexed by transition-id; [0] is unused.
+        transition_to_pdf: int32 (T + 1,), indexed by transition-id; [0] is -1. So are the next three.
+        transition_to_phone: int32 (T + 1,).
+        transition_to_hmm_state: int32 (T + 1,), state within the phone's HMM.
+        transition_is_self_loop: bool (T + 1,); [0] is False.
+        transition_is_final: bool (T + 1,), whether it leaves the phone; [0] is False.
+    """
+
+    topology: Topology
+    tuples: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+    transition_to_pdf: NDArray[np.int32]
+    transition_to_phone: NDArray[np.int32]
+    transition_to_hmm_state: NDArray[np.int32]
+    transition_is_self_loop: NDArray[np.bool_]
+    transition_is_final: NDArray[np.bool_]
+
+    @property
+    def num_pdfs(self) -> int:
+        """Greatest pdf-id plus one."""
+        return int(self.tuples[:, 2:].max()) + 1
+
+    @property
+    def num_phones(self) -> int:
+        """Greatest phone-id in use."""
+        return int(self.tuples[:, 0].max())
+
+    @property
+    def num_transition_ids(self) -> int:
+        """T: transition-ids are 1 to T."""
+        return len(self.transition_to_pdf) - 1
+
+
+def left_to_right(phones: Iterable[int], num_states: int = 3, self_loop: float = 0.75) -> Topology:
+    """One HMM for all `phones`: `num_states` emitting states in a row, with self-loops of probability `self_loop`.
+
+    Raises:
+        DataError: an argument is out of range.
+    """
+    states = [State(s, s, ((s, self_loop), (s + 1, 1.0 - self_loop))) for s in range(num_states)]
+    topology = Topology(((*states, State(NO_PDF, NO_PDF, ())),), dict.fromkeys(sorted(phones), 0))
+    problem = validate_topology(topology)
+    if problem is not None:
+        raise DataError(f"not an HMM topology: {problem}")
+    return topology
+
+
+def validate_topology(topology: Topology) -> str | None:
+    """What Kaldi would refuse in `topology`, in words; None where it is valid."""
+    phones = topology.phone_to_entry
+    if not topology.entries or not phones:
+        return "an empty one"
+    if min(phones) < 1 or max(phones) > MAX_PHONE:
+        return f"phones {min(phones)} to {max(phones)} (expected 1 to {MAX_PHONE})"
+    if set(phones.values()) != set(range(len(topology.entries))):
+        return "an HMM without phones, or a phone without an HMM"
+    for index, entry in enumerate(topology.entries):
+        problem = _validate_entry(entry)
+        if problem is not None:
+            return f"{problem} (HMM {index} of {len(topology.entries)}, counted from 0)"
+    return None
+
+
+def _validate_entry(entry: Sequence[State]) -> str | None:
+    last = len(entry) - 1
+    if last < 1:
+        return "an HMM without an emitting state"
+    if entry[last].transitions or entry[last].forward_pdf_class != NO_PDF:
+        return "a last state that is emitting or has transitions"
+    classes: set[int] = set()
+    reached = {0}
+    for number, state in enumerate(entry):
+        destinations = [destination for destination, _ in state.transitions]
+        emitting = state.forward_pdf_class != NO_PDF
+        if emitting != (state.self_loop_pdf_class != NO_PDF):
+            return f"state {number} with only one of its two pdf classes"
+        if emitting:
+            classes |= {state.forward_pdf_class, state.self_loop_pdf_class}
+        if number < last and not destinations:
+            return f"state {number} without transitions"
+        if any(not 0 <= destination <= last for destination in destinations):
+            return f"state {number} with a transition to a state that is not there"
+        if len(set(destinations)) != len(destinations):
+            return f"state {number} with two transitions to one state"
+        if any(not 0.0 < probability < np.inf for _, probability in state.transitions):
+            return f"state {number} with a transition probability that is not positive"
+        if not emitting and (number in destinations or last in destinations):
+            return f"non-emitting state {number} with a self-loop or a transition to the last state"
+        reached.update(destinations)
+    if len(reached) != len(entry):
+        return "a state that no transition reaches"
+    if classes != set(range(len(classes))):
+        return f"pdf classes {sorted(classes)[:8]} (they must be 0, 1, 2, ...)"
+    return None
+
+
+def _read_topology(reader: BasicTypeReader) -> Topology:
+    """`<Topology>` to `</Topology>`."""
+    reader.expect("<Topology>")
+    topology = _read_binary_topology(reader) if reader.binary else _read_text_topology(reader)
+    problem = validate_topology(topology)
+    if problem is not None:
+        raise reader.error("an HMM topology", problem)
+    return topology
+
+
+def _read_binary_topology(reader: BasicTypeReader) -> Topology:
+    phones = reader.int32_vector("the list of phones").tolist()
+    indices = reader.int32_vector("the table of phones").tolist()
+    if phones != [phone for phone, index in enumerate(indices) if index != -1]:
+        raise reader.error("a list of phones that agrees with the table of phones", "two that differ")
+    count = reader.int32("the number of HMMs")
+    extended = count == -1
+    if extended:
+        count = reader.int32("the number of HMMs")
+    entries = []
+    for _ in range(_checked_count(reader, count)):
+        states = []
+        for _ in range(_checked_count(reader, reader.int32("the number of states"))):
+            forward = reader.int32("a pdf class")
+            self_loop = reader.int32("a pdf class") if extended else forward
+            number = _checked_count(reader, reader.int32("the number of transitions"))
+            transitions = [(reader.int32("a state"), reader.float32("a probability")) for _ in range(number)]
+            states.append(State(forward, self_loop, tuple(transitions)))
+        entries.append(tuple(states))
+    reader.expect("</Topology>")
+    return Topology(tuple(entries), {phone: indices[phone] for phone in phones})
+
+
+def _checked_count(reader: BasicTypeReader, count: int) -> int:
+    if not 0 <= count * 5 <= reader.remaining:
+        raise reader.error("a number of items that the file can hold", str(count))
+    return count
+
+
+def _read_text_topology(reader: BasicTypeReader) -> Topology:
+    entries: list[tuple[State, ...]] = []
+    phone_to_entry: dict[int, int] = {}
+    while reader.expect("<TopologyEntry>", "</Topology>") == "<TopologyEntry>":
+        reader.expect("<ForPhones>")
+        while reader.peek_token() != "</ForPhones>":
+            phone = reader.int32("a phone or </ForPhones>")
+            if phone in phone_to_entry:
+                raise reader.error("phones that each occur once", f"phone {phone} twice")
+            phone_to_entry[phone] = len(entries)
+        reader.expect("</ForPhones>")
+        states: list[State] = []
+        while reader.expect("<State>", "</TopologyEntry>") == "<State>":
+            states.append(_read_text_state(reader, len(states)))
+        entries.append(tuple(states))
+    return Topology(tuple(entries), dict(sorted(phone_to_entry.items())))
+
+
+def _read_text_state(reader: BasicTypeReader, expected: int) -> State:
+    number = reader.int32("the state's number")
+    if number != expected:
+        raise reader.error(f"state {expected}", f"state {number}")
+    forward = self_loop = NO_PDF
+    token = reader.peek_token()
+    if token == "<PdfClass>":
+        reader.expect(token)
+        forward = self_loop = reader.int32("a pdf class")
+    elif token == "<ForwardPdfClass>":
+        reader.expect(token)
+        forward = reader.int32("a pdf class")
+        reader.expect("<SelfLoopPdfClass>")
+        self_loop = reader.int32("a pdf class")
+    transitions = []
+    while reader.expect("<Transition>", "</State>") == "<Transition>":
+        transitions.append((reader.int32("a state"), reader.float32("a probability")))
+    return State(forward, self_loop, tuple(transitions))
+
+
+def read_transition_model(path: str | PathLike[str]) -> TransitionModel:
+    """Reads the transition model of `path`, text or binary, with `<Triples>` or `<Tuples>`; the rest is not read.
+
+    Raises:
+        DataError: the file cannot be read, is damaged, or is no transition model, or one that Kaldi would refuse.
+    """
+    with open_model(path, KIND) as reader:
+        reader.expect("<TransitionModel>")
+        topology = _read_topology(reader)
+        width = 4 if reader.expect("<Triples>", "<Tuples>") == "<Tuples>" else 3
+        count = reader.int32("the number of transition-states")
+        tuples = reader.int32_block(count * width, "transition-states").reshape(-1, width)
+        if width == 3:
+            tuples = tuples[:, [0, 1, 2, 2]]
+        problem = _validate_tuples(topology, tuples)
+        if problem is not None:
+            raise reader.error("transition-states that fit the topology", problem)
+        reader.expect("</Tuples>" if width == 4 else "</Triples>")
+        reader.expect("<LogProbs>")
+        log_probs = _read_log_probs(reader, topology, tuples)
+        reader.expect("</LogProbs>")
+        reader.expect("</TransitionModel>")
+    return _derive(topology, tuples, log_probs)
+
+
+def _read_log_probs(reader: BasicTypeReader, topology: Topology, tuples: NDArray[np.int32]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        log_probs = reader.float_vector("the log probabilities").astype(np.float32)
+    # Before any table is made: a few transition-states with many transitions each could claim any number of ids.
+    expected = 1 + sum(len(topology.states(phone)[state].transitions) for phone, state in tuples[:, :2].tolist())
+    if len(log_probs) != expected:
+        raise reader.error(f"{expected} log probabilities (transition-ids and one)", str(len(log_probs)))
+    valid = np.isfinite(log_probs) & (log_probs <= 0)
+    if not valid.all():
+        raise reader.error("log probabilities of zero or less", str(log_probs[~valid][0]))
+    return log_probs
+
+
+def _validate_tuples(topology: Topology, tuples: NDArray[np.int32]) -> str | None:
+    """What is wrong with transition-states, in words; None where they are valid."""
+    if not len(tuples):
+        return "none"
+    if tuples[:, 2:].min() < 0 or tuples[:, 2:].max() > MAX_PDF:
+        return f"pdf-ids {tuples[:, 2:].min()} to {tuples[:, 2:].max()} (expected 0 to {MAX_PDF})"
+    is_hmm = topology.is_hmm
+    for number, (phone, hmm_state, forward, self_loop) in enumerate(tuples.tolist(), start=1):
+        if phone not in topology.phone_to_entry:
+            return f"phone {phone} in transition-state {number}, which the topology lacks"
+        states = topology.states(phone)
+        if not 0 <= hmm_state < len(states) or states[hmm_state].forward_pdf_class == NO_PDF:
+            return f"HMM state {hmm_state} of phone {phone} in transition-state {number}, which does not emit"
+        if is_hmm and forward != self_loop:
+            return f"two pdf-ids in transition-state {number}, where the topology has one pdf class a state"
+    changed = np.diff(tuples.astype(np.int64), axis=0)
+    first = (changed != 0).argmax(axis=1)
+    unordered = np.flatnonzero(changed[np.arange(len(changed)), first] <= 0)
+    if unordered.size:
+        return f"transition-state {unordered[0] + 2}, which does not come after the one before it"
+    return None
+
+
+def _derive(topology: Topology, tuples: NDArray[np.int32], log_probs: NDArray[np.float32]) -> TransitionModel:
+    """The tables by transition-id (`TransitionModel::ComputeDerived`), for valid arguments."""
+    states = [topology.states(phone) for phone in tuples[:, 0].tolist()]
+    numbers = tuples[:, 1].tolist()
+    counts = [len(entry[number].transitions) for entry, number in zip(states, numbers, strict=True)]
+    by_id = np.concatenate([np.full((1, 4), -1, np.int32), np.repeat(tuples, counts, axis=0)])
+    destination = np.full(len(by_id), -1, np.int32)
+    last = np.full(len(by_id), -2, np.int32)
+    destination[1:] = [d for entry, number in zip(states, numbers, strict=True) for d, _ in entry[number].transitions]
+    last[1:] = np.repeat([len(entry) - 1 for entry in states], counts)
+    is_self_loop = destination == by_id[:, 1]
+    is_self_loop[0] = False
+    return TransitionModel(
+        topology=topology,
+        tuples=tuples,
+        log_probs=log_probs,
+        transition_to_pdf=np.where(is_self_loop, by_id[:, 3], by_id[:, 2]),
+        transition_to_phone=by_id[:, 0].copy(),
+        transition_to_hmm_state=by_id[:, 1].copy(),
+        transition_is_self_loop=is_self_loop,
+        transition_is_final=destination == last,
+    )
+
+
+def build_transition_model(topology: Topology, tuples: Iterable[tuple[int, int, int, int]]) -> TransitionModel:
+    """A transition model whose probabilities are the topology's, as Kaldi initializes it.
+
+    Args:
+        topology: the HMMs of the phones.
+        tuples: (phone, HMM state, forward pdf, self-loop pdf) each, in any order.
+
+    Raises:
+        DataError: the tuples do not fit the topology.
+    """
+    rows = np.array(sorted(set(tuples)), np.int32).reshape(-1, 4)
+    problem = _validate_tuples(topology, rows)
+    if problem is not None:
+        raise DataError(f"not {KIND}: {problem}")
+    states = [topology.states(phone)[state] for phone, state in rows[:, :2].tolist()]
+    probabilities = [1.0, *(probability for state in states for _, probability in state.transitions)]
+    if max(probabilities) > 1.0:
+        raise DataError(f"not {KIND}: a transition probability of {max(probabilities)}, more than 1")
+    return _derive(topology, rows, np.log(np.array(probabilities, np.float32)))
+
+
+def write_transition_model(handle: BinaryIO, model: TransitionModel) -> None:
+    """Writes `model` at the beginning of a binary file, with the header; the acoustic model may follow."""
+    writer = BasicTypeWriter(handle, binary=True)
+    name = "Triples" if model.topology.is_hmm else "Tuples"
+    tuples = model.tuples[:, :3] if model.topology.is_hmm else model.tuples
+    writer.marker()
+    writer.token("<TransitionModel>", "<Topology>")
+    _write_topology(writer, model.topology)
+    writer.token("</Topology>", f"<{name}>")
+    writer.int32(len(tuples))
+    handle.write(encode_sized_int32(tuples))
+    writer.token(f"</{name}>", "<LogProbs>")
+    writer.float_vector(model.log_probs)
+    writer.token("</LogProbs>", "</TransitionModel>")
+
+
+def _write_topology(writer: BasicTypeWriter, topology: Topology) -> None:
+    phones = np.array(list(topology.phone_to_entry), np.int32)
+    indices = np.full(int(phones.max()) + 1, -1, np.int32)
+    indices[phones] = list(topology.phone_to_entry.values())
+    writer.int32_vector(phones)
+    writer.int32_vector(indices)
+    extended = not topology.is_hmm
+    if extended:
+        writer.int32(-1)
+    writer.int32(len(topology.entries))
+    for entry in topology.entries:
+        writer.int32(len(entry))
+        for state in entry:
+            writer.int32(state.forward_pdf_class)
+            if extended:
+                writer.int32(state.self_loop_pdf_class)
+            writer.int32(len(state.transitions))
+            for destination, probability in state.transitions:
+                writer.int32(destination)
+                writer.float32(probability)

@@ -1,0 +1,210 @@
+"""An acoustic model as it is stored: features, input transform, network. One safetensors file, which holds no code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.transform import InputTransform
+from ddnn.nn.layer import Layer
+from ddnn.nn.layers import check_layers, layer_from_config, num_parameters
+from ddnn.nn.network import Network
+from ddnn.util.errors import DataError, UserError
+from ddnn.util.files import atomic_write
+
+FORMAT = 2
+"""Of a stored model. Format 1, whose layers were all affine, is read too."""
+
+
+@dataclass(frozen=True)
+class AcousticModel:
+    """Everything between a Kaldi feature archive and pre-softmax activations."""
+
+    features: FeatureConfig
+    transform: InputTransform
+    network: Network
+
+    def to(self, device: torch.device) -> AcousticModel:
+        """The model on `device`."""
+        return replace(self, transform=self.transform.to(device), network=self.network.to(device))
+
+    def check_features(self, dim: int, location: Path) -> None:
+        """Raises DataError where features of `dim` dims (after deltas) are not what the model was trained on."""
+        if dim != self.transform.dim:
+            raise DataError(
+                f"the features have {dim} dims, the model was trained on {self.transform.dim}",
+                location=location,
+                hint="use features of the kind that the model was trained on; an imported network may lack its splice: "
+                "ddnn import-nnet1 --feature-transform",
+            )
+
+
+def save_model(path: Path, model: AcousticModel) -> None:
+    """Writes the model whole: float32 tensors by name, and their meaning as JSON in the header.
+
+    Raises:
+        UserError: it cannot be written, or has values that are not finite.
+    """
+    if not bool(model.network.parameters.isfinite().all()):
+        raise UserError(
+            "the network has values that are not finite",
+            location=path,
+            hint="lower the learning rate: training diverged",
+        )
+    header, tensors = model_config(model), transform_tensors(model)
+    for i, views in enumerate(model.network.views):
+        tensors |= {f"layer{i}.{name}": value.cpu().contiguous() for name, value in views.items()}
+    with atomic_write(path) as handle:
+        handle.write(save(tensors, metadata={"ddnn": json.dumps(header)}))
+
+
+def model_config(model: AcousticModel) -> dict[str, Any]:
+    """All of a model but its numbers, as JSON: what `model_from_config` checks and reads."""
+    return {
+        "format": FORMAT,
+        "features": {"cmvn": model.features.cmvn, "deltas": model.features.deltas},
+        "splice": list(model.transform.offsets),
+        "dim": model.transform.dim,
+        "layers": [layer.config() for layer in model.network.layers],
+    }
+
+
+def transform_tensors(model: AcousticModel) -> dict[str, Tensor]:
+    """transform.shift and transform.scale, (input_dim,) float32 on the host, where the model normalizes."""
+    named = {"transform.shift": model.transform.shift, "transform.scale": model.transform.scale}
+    return {name: value.cpu() for name, value in named.items() if value is not None}
+
+
+def load_model(path: Path) -> AcousticModel:
+    """Reads a model written by `save_model`.
+
+    Raises:
+        DataError: not a ddnn model, or a damaged one: shapes and values are checked.
+    """
+    header, tensors = _read(path, with_tensors=True)
+    return model_from_config(header, tensors, path)
+
+
+def load_layers(path: Path) -> tuple[Layer, ...]:
+    """The layers of a stored model, without its numbers.
+
+    Raises:
+        DataError: not a ddnn model, or a damaged one.
+    """
+    header, _ = _read(path, with_tensors=False)
+    try:
+        return _layers(_upgraded(header))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"a damaged ddnn model: {error}", location=path) from error
+
+
+def _read(path: Path, *, with_tensors: bool) -> tuple[Any, dict[str, Tensor]]:
+    if path.exists() and not path.is_file():  # safe_open would wait at a pipe
+        raise DataError("not a ddnn model: not a regular file", location=path, hint="name the run dir of a training")
+    try:
+        with safe_open(path, framework="pt") as stored:
+            header = json.loads((stored.metadata() or {})["ddnn"])
+            names = stored.keys() if with_tensors else ()
+            return header, {name: stored.get_tensor(name) for name in names}
+    except FileNotFoundError as error:
+        raise DataError(
+            f"there is no model {path.name}", location=path, hint="name the run dir of a finished training"
+        ) from error
+    except (OSError, MemoryError, SafetensorError, KeyError, ValueError, RecursionError) as error:
+        raise DataError(f"not a ddnn model: {error}", location=path) from error
+
+
+def model_from_config(header: Any, tensors: dict[str, Tensor], location: Path) -> AcousticModel:
+    """The model of a `model_config`.
+
+    Args:
+        tensors: `transform_tensors`, and the parameters by layer and name, or all of them as `parameters`.
+
+    Raises:
+        DataError: they do not fit; the numbers are not finite.
+    """
+    try:
+        return _from_config(_upgraded(header), tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"a damaged ddnn model: {error}", location=location) from error
+
+
+_FORMAT_1_NAMES = {
+    "inputs": "in_features",
+    "outputs": "out_features",
+    "weight_rate": "learn_rate_coef",
+    "bias_rate": "bias_learn_rate_coef",
+}
+
+
+def _upgraded(header: dict[str, Any]) -> dict[str, Any]:
+    """A header of the present format; ValueError where it is of none."""
+    if header["format"] == FORMAT:
+        return header
+    if header["format"] != 1:
+        raise ValueError(f"format {header['format']!r} found, {FORMAT} expected")
+    layers = [
+        {"kind": "affine", **{_FORMAT_1_NAMES.get(name, name): value for name, value in layer.items()}}
+        for layer in header["layers"]
+    ]
+    return {**header, "features": header["pipeline"], "layers": layers}
+
+
+def _layers(header: dict[str, Any]) -> tuple[Layer, ...]:
+    layers = []
+    for i, config in enumerate(header["layers"]):
+        try:
+            layers.append(layer_from_config(config))
+        except ValueError as error:
+            raise ValueError(f"layer {i}: {error}") from error
+    check_layers(layers)
+    return tuple(layers)
+
+
+def _from_config(header: dict[str, Any], tensors: dict[str, Tensor]) -> AcousticModel:
+    layers = _layers(header)
+    offsets, dim, input_dim = tuple(header["splice"]), header["dim"], layers[0].input_dim
+    if not offsets or not all(type(offset) is int and abs(offset) < 1000 for offset in offsets):
+        raise ValueError(f"splice {offsets!r}")
+    if type(dim) is not int or dim < 1:
+        raise ValueError(f"splice {offsets!r} of {dim!r} dims")
+    if len(offsets) * dim != input_dim:
+        raise ValueError(f"{len(offsets)} frames of {dim} dims do not make an input of {input_dim}")
+    features = FeatureConfig(header["features"]["cmvn"], header["features"]["deltas"])
+    if (
+        features.cmvn not in ("none", "mean", "mean-variance")
+        or type(features.deltas) is not int
+        or not 0 <= features.deltas <= 4
+    ):
+        raise ValueError(f"feature pipeline {features!r}")
+
+    def vector(name: str) -> Tensor | None:
+        return _take(tensors, name, (input_dim,)) if name in tensors else None
+
+    if "parameters" in tensors:
+        parts = [_take(tensors, "parameters", (num_parameters(layers),))]
+    else:
+        parts = [
+            _take(tensors, f"layer{i}.{name}", shape).flatten()
+            for i, layer in enumerate(layers)
+            for name, shape in layer.parameters.items()
+        ]
+    transform = InputTransform(offsets, dim, vector("transform.shift"), vector("transform.scale"))
+    return AcousticModel(features, transform, Network(layers, torch.cat(parts)))
+
+
+def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    tensor = tensors[name]
+    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+        raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, {shape} float32 expected")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} has values that are not finite")
+    return tensor

@@ -1,0 +1,347 @@
+"""What a network computes in: float32, bf16 by PyTorch, or bf16 with compiled kernels. One object, chosen once.
+
+Layers, losses and optimizers call the methods of the object that they are given and never ask which it is. Whatever it
+is, parameters, their updates and their averages, losses and the state of natural gradient are float32.
+
+In bf16 the layers multiply with a copy of the parameters, which `ddnn.nn.network.Workspace` refreshes. Activations and
+derivatives are bf16, products are summed in float32, biases are added before the product is rounded. docs/algorithms.md
+says what is in which precision, and why. On a GPU the copy's output layer is wider than the network's, by outputs of
+zero weight that neither loss nor update sees.
+
+On a CPU `ddnn.nn.kernels` does the element-wise parts of bf16, where it is compiled: biases before a sigmoid are then
+added in float32 to the rounded product. The update refreshes the bf16 copy in the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor
+
+from ddnn.data.dataset import AcousticDataset
+from ddnn.data.transform import InputTransform, check_fits, consecutive, gather
+from ddnn.nn.kernels import Kernels, load_library
+from ddnn.nn.loss import SoftmaxCrossEntropy, SoftmaxCrossEntropyBFloat16
+
+Precision = Literal["float32", "bf16"]
+"""What activations, derivatives and the factors of matrix products are held in; parameters are float32 in either."""
+
+KERNELS_THREADS = 2
+"""Most threads of a worker with which kernels, which run on one, are used: PyTorch shares its passes among them all."""
+
+CUDA_PAD_TO = 64
+"""Of the outputs in bf16 on a GPU, whose library wants rows to start at multiples of 16 bytes, which those of 8806 do
+not, and likes 128. Not yet seen on a GPU."""
+
+
+def matmul_out(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """a b into `out`, for b a matrix or a vector; summed in float32.
+
+    Args:
+        out: of the type of a and b, or float32 where `supports_float32_output(device)`.
+    """
+    if out.dtype != a.dtype:
+        columns = (1,) if b.dim() == 1 else b.shape[1:]
+        torch.ops.aten.mm.dtype_out(a, b.view(-1, *columns), out.dtype, out=out.view(-1, *columns))
+    elif b.dim() == 1:
+        torch.mv(a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)
+
+
+@cache
+def supports_float32_output(device: torch.device) -> bool:
+    """Whether the device gives products of bf16 matrices in float32, unrounded: it is tried."""
+    ones = torch.ones(257, 16, dtype=torch.bfloat16, device=device)
+    matrix, column = torch.empty(16, 16, device=device), torch.empty(16, device=device)
+    try:
+        matmul_out(ones.t(), ones, out=matrix)
+        matmul_out(ones.t(), ones[:, 0].contiguous(), out=column)
+    except RuntimeError:
+        return False
+    return bool((matrix == 257).all() and (column == 257).all())  # bf16 has 256 and 258
+
+
+def _sigmoid_backward_(grad: Tensor, y: Tensor) -> None:
+    torch.ops.aten.sigmoid_backward.grad_input(grad, y, grad_input=grad)
+
+
+def _tanh_backward_(grad: Tensor, y: Tensor) -> None:
+    torch.ops.aten.tanh_backward.grad_input(grad, y, grad_input=grad)
+
+
+def _relu_backward_(grad: Tensor, y: Tensor) -> None:
+    torch.ops.aten.threshold_backward.grad_input(grad, y, 0, grad_input=grad)
+
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor, Tensor], object]]] = {
+    "sigmoid": (torch.sigmoid_, _sigmoid_backward_),
+    "tanh": (torch.tanh_, _tanh_backward_),
+    "relu": (torch.relu_, _relu_backward_),
+    "softmax": (lambda y: None, lambda grad, y: None),  # is part of the loss: the network gives logits
+    "linear": (lambda y: None, lambda grad, y: None),
+}
+"""Activation -> y <- f(y), in place; grad <- grad * f'(x), in place, from y = f(x)."""
+
+
+class InputRows:
+    """One layer's input with 1 appended, as natural gradient preconditions it, and the views of it, made once.
+
+    Attributes:
+        rows: (rows, fan_in + 1) float32, its rows `ALIGNMENT` floats apart or a multiple of that.
+        inputs, ones: its columns of the input, (rows, fan_in), and the last one, (rows,).
+        bias_input: (rows,) contiguous, a copy of the last column.
+        before, after: (rows,) float32, norms of the rows before and after preconditioning.
+    """
+
+    ALIGNMENT = 16
+    """GEMMs are slower on rows that are not aligned."""
+
+    def __init__(self, fan_in: int, bias_input: Tensor, before: Tensor, after: Tensor) -> None:
+        stride = -(-(fan_in + 1) // self.ALIGNMENT) * self.ALIGNMENT
+        self.rows = torch.zeros(len(before), stride, dtype=torch.float32, device=before.device)[:, : fan_in + 1]
+        self.inputs, self.ones = self.rows[:, :-1], self.rows[:, -1]
+        self.bias_input, self.before, self.after = bias_input, before, after
+
+
+class Float32:
+    """Everything in float32. Base of the others, and the reference for their tests.
+
+    Attributes:
+        precision: its name in recipes and checkpoints.
+        dtype: of activations and derivatives.
+        casts: whether layers multiply with a copy of the parameters, in `dtype`.
+        x_dtype: of the network's input where the data writes it; `cast_input` makes it `dtype`.
+        gradient_dtype: in which a gradient is computed, before it becomes float32.
+        bias_input_dtype: of `InputRows.bias_input`.
+        updates_by_layer: whether `sgd_update` can take up the gradient of a layer right after it was computed, while it
+            is in the cache.
+        pad_to: the outputs of the copy's last layer are a multiple of this.
+    """
+
+    precision: ClassVar[Precision] = "float32"
+    dtype: torch.dtype = torch.float32
+    casts = False
+    x_dtype: torch.dtype = torch.float32
+    gradient_dtype: torch.dtype = torch.float32
+    bias_input_dtype: torch.dtype = torch.float32
+    updates_by_layer = False
+    pad_to = 1
+
+    def gather(self, dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
+        """Fills `out` (n, output_dim) of `x_dtype` with the network's input for the frames at `rows`."""
+        return gather(dataset, transform, rows, out)
+
+    def cast_input(self, x: Tensor, out: Tensor) -> None:
+        """out (frames, input_dim) of `dtype` <- x of `x_dtype`; the same tensor where the types are the same."""
+
+    def affine(self, x: Tensor, weight: Tensor, bias: Tensor, bias32: Tensor, activation: str, out: Tensor) -> None:
+        """out <- f(x W^T + b).
+
+        Args:
+            x: (rows, fan_in).
+            weight, bias: (fan_out, fan_in), (fan_out,), all of `dtype`.
+            bias32: the bias in float32; padding has no part of it.
+            activation: of `ACTIVATIONS`.
+            out: (rows, fan_out).
+        """
+        torch.addmm(bias, x, weight.t(), out=out)
+        ACTIVATIONS[activation][0](out)
+
+    def activation_backward_(self, activation: str, grad: Tensor, y: Tensor) -> None:
+        """grad <- grad * f'(x), in place, from y = f(x); both (rows, columns)."""
+        ACTIVATIONS[activation][1](grad, y)
+
+    def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """out <- a b, for matrices of `dtype`; `out` may be of `gradient_dtype`."""
+        matmul_out(a, b, out)
+
+    def column_sums(self, grad: Tensor, out: Tensor) -> None:
+        """out (columns,) of `gradient_dtype` <- the sum of the rows of grad (rows, columns), summed in float32."""
+        torch.sum(grad, dim=0, dtype=out.dtype, out=out)
+
+    def weighted_column_sums(self, grad: Tensor, weights: Tensor, out: Tensor) -> None:
+        """The same, each row times its weight, (rows,) of `bias_input_dtype`."""
+        # A product with a vector is three times quicker where the column is not strided.
+        matmul_out(grad.t(), weights, out)
+
+    def cross_entropy(self, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
+        """The loss of training on logits of `dtype`; arguments as of `SoftmaxCrossEntropy`."""
+        return SoftmaxCrossEntropy(like, pdfs, frames)
+
+    def load_input_rows(self, x: Tensor, into: InputRows) -> None:
+        """into.rows <- [x 1], into.before <- the norms of its rows; x (rows, fan_in) of `dtype`."""
+        into.inputs.copy_(x)
+        into.ones.fill_(1.0)
+        torch.linalg.vector_norm(into.rows, dim=1, out=into.before)
+
+    def store_input_rows(self, made: InputRows, x: Tensor) -> Tensor:
+        """The preconditioned rows for the last product, without their last column, which goes to made.bias_input, and
+        made.after <- their norms. May overwrite x, and return it."""
+        torch.linalg.vector_norm(made.rows, dim=1, out=made.after)
+        made.bias_input.copy_(made.ones)
+        return made.inputs
+
+    def load_grad_rows(self, grad: Tensor, memory: Tensor, before: Tensor) -> Tensor:
+        """grad (rows, fan_out) in float32, to be preconditioned in place: itself, or a copy in `memory`, float32 of at
+        least as many values; before (rows,) <- the norms of its rows."""
+        torch.linalg.vector_norm(grad, dim=1, out=before)
+        return grad
+
+    def store_grad_rows(self, made: Tensor, grad: Tensor, after: Tensor) -> None:
+        """grad <- the preconditioned rows that `load_grad_rows` gave; after (rows,) <- their norms."""
+        torch.linalg.vector_norm(made, dim=1, out=after)
+
+    def scales(self, scales: Tensor) -> Sequence[Any]:
+        """The elements of a vector, each as `scale_grad_` wants it."""
+        return scales.unbind()
+
+    def scale_grad_(self, grad: Tensor, scale: Any) -> float:
+        """Multiplies grad by one of `scales`; returns the factor that is left to the update. Waits for no GPU."""
+        grad.mul_(scale)
+        return 1.0
+
+    def sgd_update(self, parameters: Tensor, copy: Tensor, gradient: Tensor, lr: float, decay: float = 1.0) -> None:
+        """parameters <- decay * parameters - lr * gradient, and the copy that layers multiply with <- parameters; for
+        those that update by layer."""
+        raise NotImplementedError(f"{type(self).__name__} updates all layers at once")
+
+
+class BFloat16(Float32):
+    """Activations, derivatives and the factors of products in bf16, by PyTorch.
+
+    Args:
+        device: on which gradients are computed in float32 where it supports that.
+        pad_to: see `Float32`.
+    """
+
+    precision = "bf16"
+    dtype = torch.bfloat16
+    casts = True
+    bias_input_dtype = torch.bfloat16
+
+    def __init__(self, device: torch.device, pad_to: int = 1) -> None:
+        self.pad_to = pad_to
+        self.gradient_dtype = torch.float32 if supports_float32_output(device) else torch.bfloat16
+
+    def cast_input(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+
+    def cross_entropy(self, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
+        return SoftmaxCrossEntropyBFloat16(like, pdfs, frames)
+
+    def store_input_rows(self, made: InputRows, x: Tensor) -> Tensor:
+        super().store_input_rows(made, x)
+        return x.copy_(made.inputs)
+
+    def load_grad_rows(self, grad: Tensor, memory: Tensor, before: Tensor) -> Tensor:
+        return super().load_grad_rows(memory[: grad.numel()].view(grad.shape).copy_(grad), memory, before)
+
+    def store_grad_rows(self, made: Tensor, grad: Tensor, after: Tensor) -> None:
+        super().store_grad_rows(made, grad, after)
+        grad.copy_(made)
+
+
+class BFloat16Kernels(BFloat16):
+    """The same on a CPU, the element-wise parts by compiled kernels: what is cast is measured in the same pass, and
+    scaled where it is taken up."""
+
+    x_dtype = torch.bfloat16
+    bias_input_dtype = torch.float32
+    updates_by_layer = True
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__(torch.device("cpu"))
+        self.kernels = kernels
+        self.gradient_dtype = torch.bfloat16
+
+    def gather(self, dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
+        offsets, features = transform.offsets, dataset.features
+        if features.dtype != torch.float32 or features.device.type != "cpu" or not consecutive(offsets):
+            made = out.new_empty(out.shape, dtype=torch.float32)
+            return out.copy_(super().gather(dataset, transform, rows, made))
+        check_fits(dataset, transform)
+        self.kernels.gather_spliced(features, rows, offsets[0], transform.shift, transform.scale, out)
+        return out
+
+    def cast_input(self, x: Tensor, out: Tensor) -> None:
+        pass
+
+    def affine(self, x: Tensor, weight: Tensor, bias: Tensor, bias32: Tensor, activation: str, out: Tensor) -> None:
+        if activation == "sigmoid":
+            torch.mm(x, weight.t(), out=out)
+            self.kernels.sigmoid_(out, bias32)
+        else:
+            super().affine(x, weight, bias, bias32, activation, out)
+
+    def activation_backward_(self, activation: str, grad: Tensor, y: Tensor) -> None:
+        if activation == "sigmoid":
+            self.kernels.sigmoid_backward_(grad, y)
+        else:
+            super().activation_backward_(activation, grad, y)
+
+    def column_sums(self, grad: Tensor, out: Tensor) -> None:
+        self.kernels.column_sums(grad, out)
+
+    def weighted_column_sums(self, grad: Tensor, weights: Tensor, out: Tensor) -> None:
+        self.kernels.column_sums(grad, out, weights=weights)
+
+    def cross_entropy(self, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
+        return _SoftmaxCrossEntropyKernels(self.kernels, like, pdfs, frames)
+
+    def load_input_rows(self, x: Tensor, into: InputRows) -> None:
+        self.kernels.bf16_to_float32_rows(x, into.rows, into.before)
+
+    def store_input_rows(self, made: InputRows, x: Tensor) -> Tensor:
+        self.kernels.float32_to_bf16_rows(made.rows, x, made.after, made.bias_input)
+        return x
+
+    def load_grad_rows(self, grad: Tensor, memory: Tensor, before: Tensor) -> Tensor:
+        made = memory[: grad.numel()].view(grad.shape)
+        self.kernels.bf16_to_float32_rows(grad, made, before)
+        return made
+
+    def store_grad_rows(self, made: Tensor, grad: Tensor, after: Tensor) -> None:
+        self.kernels.float32_to_bf16_rows(made, grad, after)
+
+    def scales(self, scales: Tensor) -> Sequence[Any]:
+        return cast(list[float], scales.tolist())
+
+    def scale_grad_(self, grad: Tensor, scale: Any) -> float:
+        return float(scale)
+
+    def sgd_update(self, parameters: Tensor, copy: Tensor, gradient: Tensor, lr: float, decay: float = 1.0) -> None:
+        self.kernels.sgd_update(parameters, copy, gradient, lr, decay)
+
+
+class _SoftmaxCrossEntropyKernels(SoftmaxCrossEntropy):
+    def __init__(self, kernels: Kernels, like: Tensor, pdfs: int, frames: int) -> None:
+        super().__init__(like, pdfs, frames)
+        self._kernels, self._row = kernels, like.new_empty(pdfs)
+
+    def __call__(self, logits: Tensor, labels: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        loss, num_correct = self._kernels.cross_entropy(logits, labels, grad, self._row)
+        return torch.tensor(loss, dtype=torch.float64), torch.tensor(num_correct)
+
+
+def make_arithmetic(
+    precision: Precision, device: torch.device, *, use_kernels: bool = True, pad_to: int | None = None
+) -> Float32:
+    """The arithmetic of a precision on a device.
+
+    Args:
+        use_kernels: in bf16 on a CPU use compiled kernels, where there are any and nothing is padded.
+        pad_to: in bf16, see `Float32.pad_to`; None: `CUDA_PAD_TO` on a GPU, 1 elsewhere.
+    """
+    if precision == "float32":
+        return Float32()
+    if pad_to is None:
+        pad_to = CUDA_PAD_TO if device.type == "cuda" else 1
+    if use_kernels and pad_to == 1 and device.type == "cpu" and torch.get_num_threads() <= KERNELS_THREADS:
+        kernels = load_library()
+        if kernels is not None:
+            return BFloat16Kernels(kernels)
+    return BFloat16(device, pad_to)

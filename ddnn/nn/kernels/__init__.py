@@ -1,0 +1,254 @@
+"""Compiled parts of the bf16 training step on a CPU: `kernels.c`, which pip compiles where there is a C compiler.
+
+Every function has a plain counterpart in PyTorch, named in its docstring, which runs wherever these cannot: where
+nothing was compiled, on a processor without AVX512-BF16, on a GPU, in float32. The tests hold the two together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+SOURCE, LIBRARY = Path(__file__).with_name("kernels.c"), Path(__file__).with_name("kernels.so")
+
+_POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS = {
+    "ddnn_gather_spliced": [_POINTER, *[_COUNT] * 3, _POINTER, *[_COUNT] * 2, *[_POINTER] * 3],
+    "ddnn_sigmoid": [_POINTER, _COUNT, _COUNT, _POINTER],
+    "ddnn_sigmoid_backward": [_POINTER, _POINTER, _COUNT],
+    "ddnn_column_sums": [_POINTER, _COUNT, _COUNT, _POINTER, _POINTER],
+    "ddnn_bf16_to_float32_rows": [_POINTER, *[_COUNT] * 2, _POINTER, _COUNT, ctypes.c_int, _POINTER],
+    "ddnn_float32_to_bf16_rows": [_POINTER, *[_COUNT] * 3, *[_POINTER] * 3],
+    "ddnn_cross_entropy": [_POINTER, _POINTER, _COUNT, _COUNT, _POINTER, ctypes.POINTER(ctypes.c_double), _POINTER],
+    "ddnn_sgd_update": [_POINTER, _POINTER, _POINTER, _COUNT, _FLOAT, _FLOAT],
+}
+
+
+class Kernels:
+    """The functions of a compiled `kernels.c`. All tensors lie in host memory, contiguous.
+
+    Raises:
+        OSError, AttributeError: the library cannot be loaded, or is none of ours.
+    """
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.ddnn_kernels_source.restype = ctypes.c_char_p
+        self.source = bytes(self._library.ddnn_kernels_source() or b"").decode("ascii", "replace")
+        self.supported = bool(self._library.ddnn_kernels_supported())
+        if not self.supported:
+            return
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, None
+        self._library.ddnn_cross_entropy.restype = self._library.ddnn_gather_spliced.restype = _COUNT
+
+    def gather_spliced(
+        self, store: Tensor, rows: Tensor, first: int, shift: Tensor | None, scale: Tensor | None, out: Tensor
+    ) -> None:
+        """out <- the spliced frames at `rows`, shifted and scaled. Plain: `ddnn.data.transform.gather`.
+
+        Args:
+            store: (frames, dim) float32.
+            rows: (n,) int64, of the store.
+            first: the first frame of a splice, relative to its row.
+            shift, scale: (columns,) float32, or None.
+            out: (n, columns) bf16, columns a multiple of dim.
+
+        Raises:
+            IndexError: a splice reaches beyond the store.
+            ValueError: shapes that do not go together.
+        """
+        (_, dim), (n, columns) = store.shape, out.shape
+        vectors = [one for one in (shift, scale) if one is not None]
+        _check(torch.float32, store, *vectors)
+        _check(torch.int64, rows)
+        _check(torch.bfloat16, out)
+        _check_shape(torch.Size([n]), rows)
+        _check_shape(torch.Size([columns]), *vectors)
+        if dim == 0 or columns % dim:
+            raise ValueError(f"splices of {columns} from a store of shape {tuple(store.shape)}")
+        windows = len(store) - columns // dim + 1
+        done = self._library.ddnn_gather_spliced(
+            *(store.data_ptr(), windows, dim, columns, rows.data_ptr(), n, first),
+            *(None if one is None else one.data_ptr() for one in (shift, scale)),
+            out.data_ptr(),
+        )
+        if done != 0:
+            raise IndexError(f"splices of {columns} from {first} on reach beyond {tuple(store.shape)}")
+
+    def sigmoid_(self, y: Tensor, bias: Tensor) -> None:
+        """y <- 1 / (1 + e^-(y + bias)). Plain: `y.add_(bias).sigmoid_()`.
+
+        Args:
+            y: (rows, columns) bf16.
+            bias: (columns,) float32.
+        """
+        rows, columns = y.shape
+        _check(torch.bfloat16, y)
+        _check(torch.float32, bias)
+        _check_shape(torch.Size([columns]), bias)
+        self._library.ddnn_sigmoid(y.data_ptr(), rows, columns, bias.data_ptr())
+
+    def sigmoid_backward_(self, d: Tensor, y: Tensor) -> None:
+        """d <- d y (1 - y), bf16, of one shape. Plain: `torch.ops.aten.sigmoid_backward(d, y)`."""
+        _check(torch.bfloat16, d, y)
+        _check_shape(d.shape, y)
+        self._library.ddnn_sigmoid_backward(d.data_ptr(), y.data_ptr(), y.numel())
+
+    def column_sums(self, d: Tensor, out: Tensor, weights: Tensor | None = None) -> None:
+        """out (columns,) <- the sum of the rows of d (rows, columns), bf16, summed in float32. Plain: `d.sum(0)`.
+
+        Args:
+            weights: (rows,) float32, by which each row is multiplied. Plain: `d.t() @ weights`.
+        """
+        rows, columns = d.shape
+        _check(torch.bfloat16, d, out)
+        _check_shape(torch.Size([columns]), out)
+        if weights is not None:
+            _check(torch.float32, weights)
+            _check_shape(torch.Size([rows]), weights)
+        self._library.ddnn_column_sums(
+            d.data_ptr(), rows, columns, None if weights is None else weights.data_ptr(), out.data_ptr()
+        )
+
+    def bf16_to_float32_rows(self, x: Tensor, out: Tensor, norms: Tensor) -> None:
+        """out <- x, and a last column of ones where it has one column more; norms <- those of its rows.
+
+        Plain: `out[:, :columns].copy_(x)`, `out[:, columns:].fill_(1)`, `torch.linalg.vector_norm(out, dim=1)`.
+
+        Args:
+            x: (rows, columns) bf16.
+            out: (rows, columns) or (rows, columns + 1) float32, rows contiguous in themselves.
+            norms: (rows,) float32.
+        """
+        (rows, columns), stride = x.shape, _check_rows(out)
+        _check(torch.bfloat16, x)
+        _check(torch.float32, norms)
+        one = out.shape[1] == columns + 1
+        _check_shape(torch.Size([rows, columns + one]), out)
+        _check_shape(torch.Size([rows]), norms)
+        self._library.ddnn_bf16_to_float32_rows(
+            x.data_ptr(), rows, columns, out.data_ptr(), stride, one, norms.data_ptr()
+        )
+
+    def float32_to_bf16_rows(self, x: Tensor, out: Tensor, norms: Tensor, last: Tensor | None = None) -> None:
+        """out <- x, rounded, but for the last column where `last` is given: it goes there; norms <- those of the rows.
+
+        Plain: `out.copy_(x[:, :columns])`, `last.copy_(x[:, columns])`, `torch.linalg.vector_norm(x, dim=1)`.
+
+        Args:
+            x: (rows, columns) float32, with `last` (rows, columns + 1), rows contiguous in themselves.
+            out: (rows, columns) bf16.
+            norms, last: (rows,) float32.
+        """
+        (rows, columns), stride = out.shape, _check_rows(x)
+        _check(torch.bfloat16, out)
+        _check_shape(torch.Size([rows, columns + (last is not None)]), x)
+        for each in (norms,) if last is None else (norms, last):
+            _check(torch.float32, each)
+            _check_shape(torch.Size([rows]), each)
+        self._library.ddnn_float32_to_bf16_rows(
+            *(x.data_ptr(), rows, columns, stride, out.data_ptr()),
+            *(None if last is None else last.data_ptr(), norms.data_ptr()),
+        )
+
+    def cross_entropy(self, activations: Tensor, labels: Tensor, derivative: Tensor, row: Tensor) -> tuple[float, int]:
+        """Softmax and its derivative. Plain: `ddnn.nn.loss.cross_entropy_in_place`.
+
+        Args:
+            activations: (frames, pdfs) bf16, before softmax.
+            labels: (frames,) int64 pdf-ids.
+            derivative: (frames, pdfs) bf16, filled with softmax - target.
+            row: (pdfs,) float32 memory to work in.
+
+        Returns:
+            The loss summed over the frames, and how many have their label as the first of the largest activations.
+
+        Raises:
+            IndexError: a label is not one of the pdfs.
+        """
+        frames, pdfs = activations.shape
+        _check(torch.bfloat16, activations, derivative)
+        _check(torch.float32, row)
+        _check(torch.int64, labels)
+        _check_shape(activations.shape, derivative)
+        _check_shape(torch.Size([frames]), labels)
+        _check_shape(torch.Size([pdfs]), row)
+        loss = ctypes.c_double()
+        right = self._library.ddnn_cross_entropy(
+            *(activations.data_ptr(), labels.data_ptr(), frames, pdfs),
+            *(derivative.data_ptr(), ctypes.byref(loss), row.data_ptr()),
+        )
+        if right < 0:
+            raise IndexError(f"labels are {int(labels.min())} to {int(labels.max())}, of {pdfs} pdfs")
+        return loss.value, int(right)
+
+    def sgd_update(self, parameters: Tensor, low: Tensor, gradient: Tensor, rate: float, keep: float = 1.0) -> None:
+        """parameters <- keep * parameters - rate * gradient; low <- parameters, rounded.
+
+        Plain: `parameters.mul_(keep).add_(gradient, alpha=-rate)`, `low.copy_(parameters)`. Who watches the version of
+        the parameters does not see it.
+
+        Args:
+            parameters: float32 of any shape.
+            low, gradient: bf16 of that shape.
+        """
+        _check(torch.float32, parameters)
+        _check(torch.bfloat16, low, gradient)
+        _check_shape(parameters.shape, low, gradient)
+        pointers = parameters.data_ptr(), low.data_ptr(), gradient.data_ptr()
+        self._library.ddnn_sgd_update(*pointers, parameters.numel(), rate, keep)
+
+
+def _check(dtype: torch.dtype, *tensors: Tensor) -> None:
+    for one in tensors:
+        if one.dtype is not dtype or not one.is_cpu or not one.is_contiguous():
+            raise TypeError(f"{one.dtype} on {one.device} with strides {one.stride()}, contiguous {dtype} expected")
+
+
+def _check_rows(matrix: Tensor) -> int:
+    """Floats between the starts of two rows."""
+    if matrix.dtype is not torch.float32 or matrix.dim() != 2 or not matrix.is_cpu or matrix.stride(1) != 1:
+        raise TypeError(f"{matrix.dtype} on {matrix.device} with strides {matrix.stride()}, float32 rows expected")
+    return matrix.stride(0)
+
+
+def _check_shape(shape: torch.Size, *tensors: Tensor) -> None:
+    for one in tensors:
+        if one.shape != shape:
+            raise ValueError(f"shape {tuple(one.shape)}, {tuple(shape)} expected")
+
+
+@cache
+def load_library() -> Kernels | None:
+    """The compiled kernels, or None where they cannot be used; the log says why."""
+    if platform.machine() != "x86_64":
+        log.info("compiled kernels are for x86-64: bf16 steps run in PyTorch alone")
+        return None
+    hint = "pip install compiles it, where there is a C compiler"
+    if not LIBRARY.is_file():
+        log.info("no compiled kernels: bf16 steps run in PyTorch alone, which is slower; %s", hint)
+        return None
+    try:
+        kernels, source = Kernels(LIBRARY), hashlib.sha256(SOURCE.read_bytes()).hexdigest()
+    except (OSError, AttributeError) as error:
+        log.warning("compiled kernels cannot be loaded, bf16 steps run in PyTorch alone: %s; %s", error, hint)
+        return None
+    if kernels.source != source:
+        log.warning("%s was compiled from another %s and is not used; %s", LIBRARY, SOURCE.name, hint)
+        return None
+    if not kernels.supported:
+        log.info("this processor has no AVX512-BF16: bf16 steps run in PyTorch alone")
+        return None
+    log.info("bf16: what is beside the matrix products is done by compiled kernels")
+    return kernels

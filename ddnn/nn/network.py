@@ -1,0 +1,293 @@
+"""The network: layers over one flat parameter buffer, and the memory in which a minibatch passes through them.
+
+Forward and backward are written out, after Kaldi's nnet1 (nnet-affine-transform.h, nnet-activation.h, nnet-loss.cc):
+an optimizer needs each layer's input and output derivative, which is where natural gradient works. The tests hold
+both against torch.autograd in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddnn.data.dataset import AcousticDataset
+from ddnn.data.transform import InputTransform
+from ddnn.nn.arithmetic import Float32
+from ddnn.nn.layer import Layer, Params, Views
+from ddnn.nn.layers import num_parameters
+from ddnn.util.errors import DataError
+
+
+class Network:
+    """Layers over one flat parameter buffer.
+
+    Whoever changes `parameters` in place calls `parameters_changed` afterwards: workspaces in bf16 multiply with a copy
+    that they refresh only then.
+
+    Attributes:
+        layers: first to last.
+        parameters: (num_parameters,) float32, layer by layer, each in the order of its `Layer.parameters`.
+        parts: of each layer, its part of `parameters`.
+        views: of each layer, its parameters by name, views into `parameters`.
+        version: how often the parameters have changed.
+    """
+
+    def __init__(self, layers: Iterable[Layer], parameters: Tensor | None = None) -> None:
+        self.layers = tuple(layers)
+        self.num_parameters = num_parameters(self.layers)
+        self.parameters = torch.zeros(self.num_parameters) if parameters is None else parameters
+        if self.parameters.shape != (self.num_parameters,):
+            raise ValueError(f"{tuple(self.parameters.shape)} parameters given, ({self.num_parameters},) expected")
+        self._sizes = [layer.num_parameters for layer in self.layers]
+        self.parts = self._split(self.parameters)
+        self.views = self.split(self.parameters)
+        self.version = 0
+
+    @property
+    def input_dim(self) -> int:
+        """Dimension of the (spliced) input."""
+        return self.layers[0].input_dim
+
+    @property
+    def output_dim(self) -> int:
+        """Number of pdfs."""
+        return self.layers[-1].output_dim
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        return list(torch.split(flat, self._sizes)) if self.layers else []
+
+    def split(self, flat: Tensor) -> list[dict[str, Tensor]]:
+        """Per layer the named parts of a flat buffer laid out like `parameters`, such as a gradient."""
+        return [layer.views(part) for layer, part in zip(self.layers, self._split(flat), strict=True)]
+
+    def parameters_changed(self) -> None:
+        """To be called after every change of `parameters` in place."""
+        self.version += 1
+
+    def load_parameters(self, flat: Tensor) -> None:
+        """parameters <- flat (num_parameters,), of any device."""
+        self.parameters.copy_(flat)
+        self.parameters_changed()
+
+    def load_lower_layers(self, below: Network) -> None:
+        """The first layers <- the parameters of another network, all of whose layers they are."""
+        for own, given in zip(self.parts, below.parts, strict=False):
+            own.copy_(given)
+        self.parameters_changed()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`parameters`, not a copy."""
+        return {"parameters": self.parameters}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes up what `state_dict` gave; DataError where it does not fit."""
+        found = state.get("parameters")
+        if found is None or found.shape != self.parameters.shape or found.dtype != self.parameters.dtype:
+            shown = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
+            expected = f"{tuple(self.parameters.shape)} {self.parameters.dtype}"
+            raise DataError(f"parameters: {shown} found, {expected} expected")
+        self.load_parameters(found)
+
+    def to(self, device: torch.device) -> Network:
+        """A network of the same layers with its parameters on `device`."""
+        return Network(self.layers, self.parameters.to(device))
+
+
+class _Pass(NamedTuple):
+    """What one layer works on in a forward or backward pass; the last layer's outputs may be padded."""
+
+    layer: Layer
+    params: Params
+    x: Tensor
+    y: Tensor
+    grad: Tensor
+    grad_x: Tensor | None
+    saved: Views
+
+
+class Workspace:
+    """Memory for one minibatch of at most `frames` frames, taken once, and the passes through it.
+
+    Args:
+        network: whose parameters are read.
+        frames: of a minibatch at most.
+        arithmetic: what to compute in; float32 where it is not given.
+
+    Attributes:
+        x: (frames, input_dim), the network's input, of the arithmetic's `x_dtype`; to be filled.
+        activations: per layer (frames, output_dim), after its activation; logits of the last.
+        grad_outputs: per layer (frames, output_dim), of the summed loss with respect to `activations`; after the
+            backward pass what `Layer.backward` leaves there.
+        compute: the network that is multiplied with: `network`, or its copy, the last layer padded.
+        padded_activations, padded_grad_outputs: what the products read and write. The same memory as those two, with
+            further columns in the last layer where it is padded: the derivatives there are 0, the outputs nobody's.
+        layer_gradients: for arithmetics that update by layer, per layer memory for its gradient, all in the same place;
+            else empty.
+        layer_gradient_parts: the same as one flat view of each.
+    """
+
+    def __init__(self, network: Network, frames: int, arithmetic: Float32 | None = None) -> None:
+        self.network, self.arithmetic = network, arithmetic or Float32()
+        a, new = self.arithmetic, network.parameters.new_empty
+        *below, last = network.layers
+        layers = (*below, last.padded(a.pad_to))
+        self.x = new(frames, network.input_dim, dtype=a.x_dtype)
+        self._input = self.x if a.x_dtype == a.dtype else new(frames, network.input_dim, dtype=a.dtype)
+        self.padded_activations = [new(frames, layer.output_dim, dtype=a.dtype) for layer in layers]
+        self.padded_grad_outputs = [torch.zeros_like(y) for y in self.padded_activations]
+        self._saved: list[dict[str, Tensor]] = [
+            {name: new(frames, *shape, dtype=a.dtype) for name, shape in layer.saved.items()} for layer in layers
+        ]
+        self.compute = network
+        if a.casts:
+            total = num_parameters(layers)
+            self.compute = Network(layers, network.parameters.new_zeros(total, dtype=a.dtype))
+            self.compute.version = -1
+        self._copies = list(_copies(network, self.compute))
+        self._low_gradient = new(
+            0 if a.gradient_dtype == torch.float32 else network.num_parameters, dtype=a.gradient_dtype
+        )
+        self._low_views = network.split(self._low_gradient) if len(self._low_gradient) else []
+        block = new(max(layer.num_parameters for layer in layers) if a.updates_by_layer else 0, dtype=a.gradient_dtype)
+        by_layer = network.layers if a.updates_by_layer else ()
+        self.layer_gradient_parts = [block[: layer.num_parameters] for layer in by_layer]
+        self.layer_gradients = [
+            layer.views(part) for layer, part in zip(by_layer, self.layer_gradient_parts, strict=True)
+        ]
+        self.loss = a.cross_entropy(network.parameters, network.output_dim, frames)
+        self._make_views()
+
+    def _make_views(self) -> None:
+        self.activations, self.grad_outputs = (
+            [padded[:, : layer.output_dim] for padded, layer in zip(whole, self.network.layers, strict=True)]
+            for whole in (self.padded_activations, self.padded_grad_outputs)
+        )
+        self.inputs = [self._input, *self.activations[:-1]]
+        self._passes = [
+            _Pass(*one)
+            for one in zip(
+                self.compute.layers,
+                map(Params, self.compute.views, self.network.views),
+                self.inputs,
+                self.padded_activations,
+                self.padded_grad_outputs,
+                [None, *self.grad_outputs[:-1]],
+                self._saved,
+                strict=True,
+            )
+        ]
+
+    def of(self, frames: int) -> Workspace:
+        """The first `frames` rows of the same memory."""
+        if frames == len(self.x):
+            return self
+        part = Workspace.__new__(Workspace)
+        vars(part).update(vars(self))
+        part._input = self._input[:frames]
+        part.x = part._input if self.x is self._input else self.x[:frames]
+        part.padded_activations = [y[:frames] for y in self.padded_activations]
+        part.padded_grad_outputs = [d[:frames] for d in self.padded_grad_outputs]
+        part._saved = [{name: value[:frames] for name, value in saved.items()} for saved in self._saved]
+        part._make_views()
+        return part
+
+    @property
+    def logits(self) -> Tensor:
+        """(frames, pdfs), the last layer's output, before softmax."""
+        return self.activations[-1]
+
+    @property
+    def grad_logits(self) -> Tensor:
+        """(frames, pdfs), to be filled with the derivative of the summed loss before the backward pass."""
+        return self.grad_outputs[-1]
+
+    def gather(self, dataset: AcousticDataset, transform: InputTransform, rows: Tensor) -> None:
+        """Fills `x` with the network's input for the frames at `rows` (frames,) of the dataset."""
+        self.arithmetic.gather(dataset, transform, rows, self.x)
+
+    def refresh(self) -> None:
+        """Brings the copy of the parameters up to date, where there is one and they have changed."""
+        if self.compute.version != self.network.version:
+            for copy, original in self._copies:
+                copy.copy_(original)
+            self.compute.version = self.network.version
+
+    def copy_updated(self) -> None:
+        """To be called after a change of the parameters that has made the same of the copy."""
+        self.network.parameters_changed()
+        self.compute.version = self.network.version
+
+    def forward(self) -> Tensor:
+        """From `x` through all layers; returns the logits."""
+        self.refresh()
+        self.arithmetic.cast_input(self.x, self._input)
+        for layer, params, x, y, _, _, saved in self._passes:
+            layer.forward(self.arithmetic, params, x, y, saved)
+        return self.activations[-1]
+
+    def cross_entropy(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """From the logits to their derivative; labels (frames,) int64 pdf-ids.
+
+        Returns:
+            Summed cross-entropy (float64) and the number of correctly classified frames (int64), both 0-dim, on the
+            device.
+        """
+        return self.loss(self.activations[-1], labels, self.grad_outputs[-1])
+
+    def backward(self) -> None:
+        """From the derivative of the logits back to the first layer's, in place in `grad_outputs`."""
+        for layer, params, x, y, grad, grad_x, saved in reversed(self._passes):
+            layer.backward(self.arithmetic, params, x, y, grad, grad_x, saved)
+
+    def statistics(self, i: int) -> tuple[Tensor, Tensor]:
+        """`Layer.statistics` of layer `i`, after the backward pass."""
+        return self.network.layers[i].statistics(self.inputs[i], self.grad_outputs[i], self._saved[i])
+
+    def gradient_norms(self, i: int) -> Tensor:
+        """`Layer.gradient_norms` of layer `i`, after the backward pass."""
+        return self.network.layers[i].gradient_norms(self.inputs[i], self.grad_outputs[i], self._saved[i])
+
+    def layer_gradient(self, i: int, out: Views) -> None:
+        """out, of `gradient_dtype`, <- the gradient of the loss summed over the minibatch of layer `i`."""
+        if out:
+            layer = self.network.layers[i]
+            layer.gradient(self.arithmetic, self.inputs[i], self.grad_outputs[i], self._saved[i], out)
+
+    def gradient_memory(self, flat: Tensor, views: list[dict[str, Tensor]]) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """Where the gradient wanted in `flat`, (num_parameters,) float32, is to be computed, and its named parts: `flat`
+        and its `views`, or memory of `gradient_dtype` that is to be copied there."""
+        return (self._low_gradient, self._low_views) if self._low_views else (flat, views)
+
+    def gradient(self, flat: Tensor) -> Tensor:
+        """flat (num_parameters,) float32 <- the gradient of the loss summed over the minibatch."""
+        made, parts = self.gradient_memory(flat, self.network.split(flat))
+        for i, views in enumerate(parts):
+            self.layer_gradient(i, views)
+        return flat if made is flat else flat.copy_(made)
+
+
+def _copies(network: Network, compute: Network) -> Iterator[tuple[Tensor, Tensor]]:
+    """Copies and originals: all layers that are laid out alike in one piece, then the others by parameter."""
+    if compute is network:
+        return
+    alike = num_parameters(network.layers if compute.layers == network.layers else network.layers[:-1])
+    yield compute.parameters[:alike], network.parameters[:alike]
+    if alike < network.num_parameters:
+        for name, original in network.views[-1].items():
+            copy = compute.views[-1][name]
+            yield copy[tuple(slice(size) for size in original.shape)], original
+
+
+def initialize(network: Network, seed: int) -> None:
+    """Random initial parameters, each layer's by its own rule (`Layer.initialize`), one after another.
+
+    Drawn on the CPU, so that a seed gives the same network on every device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    end = len(network.layers) - 1
+    for i, (layer, views) in enumerate(zip(network.layers, network.views, strict=True)):
+        layer.initialize(views, generator, first=i == 0, last=i == end)
+    network.parameters_changed()

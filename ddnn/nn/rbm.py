@@ -1,0 +1,251 @@
+"""Restricted Boltzmann machines trained by one step of contrastive divergence (CD-1), to start a network from.
+
+Hinton, "A practical guide to training restricted Boltzmann machines", 2010, as in Kaldi's nnet1:
+`src/nnet/nnet-rbm.h` (propagation, update, guard), `src/nnetbin/rbm-train-cd1-frmshuff.cc` (sampling, momentum),
+`src/nnet/nnet-loss.cc` (`Mse`).
+
+With v+ (N x vis) the data, W (hid x vis) the weight, b and a the hidden and visible bias, s the logistic sigmoid:
+
+    h+ = s(v+ W^T + b)            h^ ~ Bernoulli(h+)
+    v- = h^ W + a                 Gauss visible: the mean, no noise
+    v- = s(h^ W + a)              Bernoulli visible: the probability, not sampled
+    h- = s(v- W^T + b)
+    dW <- m dW + (e'/N) (h+^T v+ - h-^T v-) - e' l W,   W <- W + dW;    a and b likewise, without l
+
+Rates multiply the **mean** gradient over the minibatch, unlike those of the trainer.
+
+**Momentum.** The schedule is m = min(0.9, 0.5 + 0.01 floor(frames / 500,000)), and e' = e (1 - m), so that the
+effective rate stays e. Kaldi's tool carries a slip, kept on by default there ("Apply bug which led to better
+results", option `--with-bug=true` of rbm-train-cd1-frmshuff.cc): the first minibatch runs with the momentum of the
+schedule (which finds empty buffers), every later one with 0.9, while e' follows the schedule; the effective rate then
+starts at 5 e. `kaldi_momentum` chooses; it is on by default here too.
+
+**Guard** (Gauss visible). Where the reconstruction's standard deviation, over all elements of the minibatch, is more
+than twice the data's, the weights are about to explode: W, a and b are scaled by std(v+) / std(v-), the momentum is
+cleared, e' is reduced to 0.9 of itself, and the minibatch's update is skipped. e' stays reduced until the schedule
+next sets it: after the very first minibatch, and each time another 500,000 frames are full.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ddnn.util.errors import DivergedError
+
+VisibleKind = Literal["gauss", "bernoulli"]
+
+_GUARD_RATIO = 2.0
+_GUARD_SLOWDOWN = 0.9
+
+
+@dataclass(frozen=True)
+class Cd1Options:
+    """How an RBM is trained.
+
+    Args:
+        rate: e, on the mean gradient (0.01 Gauss, 0.4 Bernoulli).
+        l2: weight decay l.
+        momentum, momentum_max: where the schedule starts and ends.
+        momentum_steps: steps from start to end.
+        momentum_step_period: frames per step.
+        kaldi_momentum: apply `momentum_max` from the second minibatch on, as Kaldi does.
+    """
+
+    rate: float
+    l2: float = 2e-4
+    momentum: float = 0.5
+    momentum_max: float = 0.9
+    momentum_steps: int = 40
+    momentum_step_period: int = 500_000
+    kaldi_momentum: bool = True
+
+
+@dataclass
+class Rbm:
+    """An RBM with all its state: training continues from it to the same bits, given the state of the generator too.
+
+    Attributes:
+        weight: W, (hid, vis) float32.
+        hidden_bias: b, (hid,).
+        visible_bias: a, (vis,).
+        parameters: the flat buffer of which these three are views.
+        visible_kind: what the visible units are; hidden units are Bernoulli.
+        weight_change, hidden_bias_change, visible_bias_change: dW, db, da, the momentum.
+        momentum_buffer: the flat buffer of which these three are views.
+        frames: frames trained on so far, which the momentum follows.
+        rate_factor: e' is multiplied by it; under 1 after the guard has struck.
+        guard_count: how often it has.
+    """
+
+    weight: Tensor
+    hidden_bias: Tensor
+    visible_bias: Tensor
+    parameters: Tensor
+    visible_kind: VisibleKind
+    weight_change: Tensor
+    hidden_bias_change: Tensor
+    visible_bias_change: Tensor
+    momentum_buffer: Tensor
+    frames: int = 0
+    rate_factor: float = 1.0
+    guard_count: int = 0
+    _memory: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
+
+    def parameters_changed(self) -> None:
+        """To be called after a change of `parameters` in place; nothing is derived from them."""
+
+    def clear_momentum(self) -> None:
+        """Forgets the momentum."""
+        self.momentum_buffer.zero_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`parameters` and `momentum_buffer`, not copies, and `counters` (3,) float64: frames, rate_factor and
+        guard_count."""
+        counters = torch.tensor([self.frames, self.rate_factor, self.guard_count], dtype=torch.float64)
+        return {"parameters": self.parameters, "momentum_buffer": self.momentum_buffer, "counters": counters}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `state_dict`, to the same bits. RuntimeError or ValueError where it does not fit."""
+        frames, self.rate_factor, guard_count = state["counters"].tolist()
+        self.frames, self.guard_count = int(frames), int(guard_count)
+        for name in ("parameters", "momentum_buffer"):
+            getattr(self, name).copy_(state[name].view(len(self.parameters)))
+
+
+def init_rbm(
+    visible: int,
+    hidden: int,
+    visible_kind: VisibleKind,
+    generator: torch.Generator,
+    *,
+    visible_mean: Tensor | None = None,
+    stddev: float = 0.1,
+) -> Rbm:
+    """An untrained RBM: W ~ N(0, stddev^2), b = 0, a = 0 (Gauss) or logit of `visible_mean` (Bernoulli).
+
+    Args:
+        visible, hidden: dimensions.
+        visible_kind: `gauss` for normalized features, `bernoulli` for the hidden units of an RBM below.
+        generator: draws W on its own device, where the RBM then lives.
+        visible_mean: (vis,) mean of each visible unit over the training data, for `bernoulli` only.
+        stddev: of W.
+    """
+    if (visible_mean is None) == (visible_kind == "bernoulli"):
+        raise ValueError("visible_mean is for Bernoulli visible units, and these need it")
+    parameters = torch.zeros(hidden * visible + hidden + visible, device=generator.device)
+    flat_weight, hidden_bias, visible_bias = torch.split(parameters, [hidden * visible, hidden, visible])
+    weight = flat_weight.view(hidden, visible).normal_(0.0, stddev, generator=generator)
+    if visible_mean is not None:
+        visible_bias += torch.logit(visible_mean.to(weight.device, torch.float64).clamp(1e-4, 0.9999)).float()
+    momentum_buffer = torch.zeros_like(parameters)
+    changes = torch.split(momentum_buffer, [hidden * visible, hidden, visible])
+    return Rbm(
+        weight=weight,
+        hidden_bias=hidden_bias,
+        visible_bias=visible_bias,
+        parameters=parameters,
+        visible_kind=visible_kind,
+        weight_change=changes[0].view(hidden, visible),
+        hidden_bias_change=changes[1],
+        visible_bias_change=changes[2],
+        momentum_buffer=momentum_buffer,
+    )
+
+
+def scheduled_momentum(frames: int, options: Cd1Options) -> float:
+    """m after `frames` frames."""
+    steps = frames // options.momentum_step_period
+    if steps >= options.momentum_steps:
+        return options.momentum_max
+    return options.momentum + steps * (options.momentum_max - options.momentum) / options.momentum_steps
+
+
+def rate_and_momentum(frames: int, options: Cd1Options) -> tuple[float, float]:
+    """e' (before the guard's factor) and the momentum applied to the minibatch that follows `frames` frames."""
+    m = scheduled_momentum(frames, options)
+    rate = options.rate * (1.0 - m)
+    return rate, options.momentum_max if options.kaldi_momentum and frames > 0 else m
+
+
+def propagate(rbm: Rbm, v: Tensor, out: Tensor | None = None) -> Tensor:
+    """h+ = s(v W^T + b), (N, hid), from v (N, vis); into `out` where given."""
+    return torch.addmm(rbm.hidden_bias, v, rbm.weight.t(), out=out).sigmoid_()
+
+
+def cd1_step(rbm: Rbm, v: Tensor, options: Cd1Options, generator: torch.Generator) -> Tensor:
+    """Trains `rbm` on one minibatch, in place.
+
+    Args:
+        rbm: the machine and its momentum.
+        v: v+, (N, vis) float32.
+        options: rates and momentum.
+        generator: draws h^, one uniform number a hidden unit and frame.
+
+    Returns:
+        Half the squared reconstruction error, summed over dimensions and frames, 0-dim float64 on the device. Kaldi
+        reports its average over all frames of all passes.
+
+    Raises:
+        DivergedError: a Gauss RBM receives or produces a value that is not finite. A Bernoulli RBM does not look, since that
+            would wait for the device: its error is NaN then.
+    """
+    n = v.shape[0]
+    h_data, h_model, h_drawn, v_model, difference = _buffers(rbm, n)
+    propagate(rbm, v, h_data)
+    torch.rand(h_drawn.shape, generator=generator, out=h_drawn)
+    torch.lt(h_drawn, h_data, out=h_drawn)
+    torch.addmm(rbm.visible_bias, h_drawn, rbm.weight, out=v_model)
+    if rbm.visible_kind == "bernoulli":
+        v_model.sigmoid_()
+    propagate(rbm, v_model, h_model)
+    torch.sub(v, v_model, out=difference)
+    error: Tensor = 0.5 * torch.linalg.vector_norm(difference, dim=1).square().sum(dtype=torch.float64)
+    if rbm.visible_kind == "bernoulli" or not _guard(rbm, v, v_model):
+        rate, momentum = rate_and_momentum(rbm.frames, options)
+        rate *= rbm.rate_factor
+        rbm.weight_change.addmm_(h_data.t(), v, beta=momentum, alpha=rate / n)
+        rbm.weight_change.addmm_(h_model.t(), v_model, alpha=-rate / n)
+        rbm.weight_change.add_(rbm.weight, alpha=-rate * options.l2)
+        rbm.visible_bias_change.mul_(momentum).add_(difference.sum(0), alpha=rate / n)
+        rbm.hidden_bias_change.mul_(momentum).add_(h_data.sub_(h_model).sum(0), alpha=rate / n)
+        rbm.weight.add_(rbm.weight_change)
+        rbm.visible_bias.add_(rbm.visible_bias_change)
+        rbm.hidden_bias.add_(rbm.hidden_bias_change)
+    period = options.momentum_step_period
+    if rbm.frames == 0 or (rbm.frames + n) // period != rbm.frames // period:
+        rbm.rate_factor = 1.0  # Kaldi's tool sets the rate again
+    rbm.frames += n
+    return error
+
+
+def _guard(rbm: Rbm, v: Tensor, v_model: Tensor) -> bool:
+    """True if the reconstruction spreads too wide; `rbm` is scaled down then, and the minibatch must be skipped."""
+    data, model = torch.stack([v.var(correction=0), v_model.var(correction=0)]).sqrt().tolist()
+    if not (math.isfinite(data) and math.isfinite(model)):
+        raise DivergedError(
+            f"RBM: standard deviation {data} of the data, {model} of its reconstruction, after {rbm.frames} frames",
+            hint="look for NaN and huge values in the features; if there are none, lower the RBM's learning rate",
+        )
+    if _GUARD_RATIO * data >= model:
+        return False
+    for parameter in (rbm.weight, rbm.visible_bias, rbm.hidden_bias):
+        parameter.mul_(data / model)
+    for change in (rbm.weight_change, rbm.visible_bias_change, rbm.hidden_bias_change):
+        change.zero_()
+    rbm.rate_factor *= _GUARD_SLOWDOWN
+    rbm.guard_count += 1
+    return True
+
+
+def _buffers(rbm: Rbm, n: int) -> tuple[Tensor, ...]:
+    """h+, h-, h^ (n, hid), v- and v+ - v- (n, vis): the first n rows of memory that is kept."""
+    if not rbm._memory or rbm._memory[0].shape[0] < n:
+        hidden, visible = rbm.weight.shape
+        rbm._memory = tuple(rbm.weight.new_empty(n, dim) for dim in (hidden, hidden, hidden, visible, visible))
+    return tuple(memory[:n] for memory in rbm._memory)

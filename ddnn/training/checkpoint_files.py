@@ -1,0 +1,246 @@
+"""The files of one checkpoint: a manifest in JSON, tensors in safetensors files. Read as a stranger's: nothing in them can
+run code, and no more is read than the file system and the manifest both say.
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ddnn
+from ddnn.util.errors import DataError
+from ddnn.util.files import open_regular
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = 2
+MANIFEST, GLOBAL = "manifest.json", "global.safetensors"
+MAX_MANIFEST_BYTES = 1 << 20
+DTYPES = {
+    **{"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"},
+    **{"int64": "I64", "int32": "I32", "int16": "I16", "uint8": "U8"},
+}
+"""What a checkpoint holds: name of the dtype in PyTorch -> in safetensors."""
+
+_OLD_MANIFEST = "checkpoint.json"  # of format 1
+_FILES = re.compile(r"manifest\.json|global\.safetensors|rank[0-9]{4,}\.safetensors")
+
+
+class CorruptCheckpointError(Exception):
+    """A file of a checkpoint is not what was written; the message names it."""
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """A checkpoint by its manifest.
+
+    Attributes:
+        number: its running number.
+        world_size: how many ranks wrote it.
+        files: name -> size in bytes, SHA-256.
+        metadata: as it was saved, but tuples have become lists, and keys are sorted.
+        written: seconds since 1970; 0.0 before it is written.
+    """
+
+    number: int
+    world_size: int
+    files: dict[str, tuple[int, str]]
+    metadata: dict[str, Any]
+    written: float = 0.0
+
+    def as_text(self) -> str:
+        """Where the training was."""
+        epoch, minibatch = self._count("epoch"), self._count("minibatch")
+        if epoch is None:
+            return f"number {self.number}"
+        within = f", {minibatch} minibatches into the next" if minibatch else ""
+        return f"number {self.number}: after epoch {epoch}{within}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, without files and metadata; `where` is the text."""
+        progress = {key: self._count(key) for key in ("epoch", "minibatch")}
+        fields = {"number": self.number, "world_size": self.world_size, **progress, "written": self.written}
+        return {**fields, "where": self.as_text()}
+
+    def _count(self, key: str) -> int | None:
+        value = self.metadata.get(key)
+        return value if type(value) is int and 0 <= value <= 2**53 else None
+
+
+def encode_manifest(summary: CheckpointSummary) -> bytes:
+    """The manifest as JSON, with the SHA-256 of itself; floats that are not finite as NaN, Infinity and -Infinity.
+
+    Raises:
+        TypeError: the metadata holds what is not JSON. OSError: it would be longer than may be read again.
+    """
+    value = {
+        "format": FORMAT,
+        "ddnn": ddnn.__version__,
+        "number": summary.number,
+        "world_size": summary.world_size,
+        "files": {name: list(entry) for name, entry in summary.files.items()},
+        "metadata": summary.metadata,
+    }
+    text = canonical_json({**value, "sha256": manifest_digest(value)})
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise OSError(errno.EFBIG, f"{len(text)} bytes, at most {MAX_MANIFEST_BYTES} are allowed", MANIFEST)
+    return text
+
+
+def canonical_json(value: dict[str, Any]) -> bytes:
+    """The only form in which a manifest is accepted."""
+    return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def manifest_digest(value: dict[str, Any]) -> str:
+    """SHA-256 of a manifest without its `sha256`."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def parse_manifest(text: str, written: float, number: int, path: Path) -> CheckpointSummary:
+    """What a manifest says, byte for byte as it was written, in the folder `path` of checkpoint `number`.
+
+    Raises:
+        CorruptCheckpointError: it is not what was written, or describes no checkpoint.
+        DataError: another version of ddnn wrote it.
+    """
+    try:
+        value = json.loads(text)
+        sha256 = value.pop("sha256")
+        valid = sha256 == manifest_digest(value) and text.encode() == canonical_json({**value, "sha256": sha256})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{MANIFEST} is not what was written") from error
+    if not valid:
+        raise CorruptCheckpointError(f"{MANIFEST} is not what was written: its SHA-256 differs")
+    if type(value.get("format")) is not int or value["format"] != FORMAT:
+        raise DataError(
+            f"a checkpoint of format {str(value.get('format'))[:20]!r} found, {FORMAT} expected: it was written by "
+            f"ddnn {str(value.get('ddnn'))[:20]!r}, this is {ddnn.__version__}",
+            location=path,
+            hint="resume with the version of ddnn that started this training, or train in another run dir",
+        )
+    try:
+        files = {name: (size, sha256) for name, (size, sha256) in value["files"].items()}
+        world_size, metadata = value["world_size"], value["metadata"]
+        valid = type(world_size) is int and 1 <= world_size == len(files) - 1 and value["number"] == number
+        valid = valid and files.keys() == {GLOBAL, *map(rank_file, range(world_size))} and type(metadata) is dict
+        valid = valid and all(type(size) is int and type(sha256) is str for size, sha256 in files.values())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{MANIFEST} describes no checkpoint") from error
+    if not valid:
+        raise CorruptCheckpointError(f"{MANIFEST} belongs to another checkpoint, or describes none")
+    return CheckpointSummary(number, world_size, files, metadata, written)
+
+
+def read_manifest(path: Path) -> tuple[str, float]:
+    """The text of a manifest, of this format or the first, and when it was written."""
+    names = listdir(path)
+    name = _OLD_MANIFEST if _OLD_MANIFEST in names and MANIFEST not in names else MANIFEST
+    with open_regular(path / name, follow_symlinks=False) as file:
+        text, written = file.read(MAX_MANIFEST_BYTES + 1), os.fstat(file.fileno()).st_mtime
+    if len(text) > MAX_MANIFEST_BYTES or not text.isascii():
+        raise CorruptCheckpointError(f"{name} is too long, or not JSON of ddnn")
+    return text.decode("ascii"), written
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file of the state of one rank."""
+    return f"rank{rank:04d}.safetensors"
+
+
+def folder_name(number: int) -> str:
+    """Name of the folder of a checkpoint."""
+    return f"{number:08d}"
+
+
+def folder_number(name: str) -> int:
+    """Number of the checkpoint whose folder has this name, from 1; 0 for any other name."""
+    number = int(name) if name.isascii() and name.isdigit() and len(name) < 256 else 0
+    return number if folder_name(number) == name else 0
+
+
+def real_folder(path: Path) -> Path:
+    """The same path; OSError if it is no folder, or a symbolic link to one."""
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "not a real folder", path.name)
+    return path
+
+
+def listdir(path: Path) -> list[str]:
+    """Names in a real folder; OSError."""
+    return [entry.name for entry in real_folder(path).iterdir()]
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Removes a checkpoint. Files that are not of a checkpoint stay, and so does the folder then: OSError."""
+    for name in filter(_FILES.fullmatch, listdir(path)):
+        (path / name).unlink()
+    path.rmdir()
+
+
+def check_size(file: Any, name: str, summary: CheckpointSummary) -> None:
+    actual, expected = os.fstat(file.fileno()).st_size, summary.files[name][0]
+    if actual != expected:
+        raise CorruptCheckpointError(f"{name} has {actual} bytes, {expected} were written")
+
+
+def read_tensors(path: Path, name: str, summary: CheckpointSummary) -> dict[str, Tensor]:
+    """The tensors of a file, from the very bytes whose SHA-256 was compared; raises
+    CorruptCheckpointError, OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    size, sha256 = summary.files[name]
+    with open_regular(real_folder(path) / name, follow_symlinks=False) as file:
+        check_size(file, name, summary)
+        data = file.read(size)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise CorruptCheckpointError(f"{name} is not what was written: its SHA-256 differs")
+    try:
+        tensors = load(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"{name} is not a safetensors file: {error}") from error
+    for tensor in tensors.values():
+        if _dtype(tensor) not in DTYPES:
+            raise CorruptCheckpointError(f"{name} holds {tensor.dtype}")
+    return tensors
+
+
+def encode_tensors(tensors: dict[str, Tensor]) -> Iterator[Any]:
+    """The bytes of a safetensors file, one tensor after the other: only tensors on a GPU are copied.
+
+    Raises:
+        TypeError: a dtype that is not in DTYPES.
+    """
+    import torch
+
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # each aligned for its dtype
+    entries, end = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        if _dtype(tensor) not in DTYPES:
+            raise TypeError(f"{name} is {tensor.dtype}, which a checkpoint does not hold")
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": DTYPES[_dtype(tensor)], "shape": list(tensor.shape), "data_offsets": [start, end],
+        }  # fmt: skip
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    for name in names:
+        yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

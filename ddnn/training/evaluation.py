@@ -1,0 +1,252 @@
+"""Loss per frame and frame accuracy of a model on labelled frames."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddnn.data.batches import Batch, make_batch_loader
+from ddnn.data.dataset import AcousticDataset, DataConfig, FrameSubset
+from ddnn.data.pipeline import load_data_dir
+from ddnn.data.sampler import SequentialSampler
+from ddnn.distributed.communicator import Communicator
+from ddnn.kaldi.alignments import Alignments, read_alignments
+from ddnn.nn.acoustic_model import AcousticModel
+from ddnn.nn.loss import cross_entropy
+from ddnn.nn.network import Workspace
+from ddnn.training.run_dir import load_run
+from ddnn.util.device import choose_device
+from ddnn.util.errors import DataError, DivergedError
+from ddnn.util.progress import progress_bar
+
+EVAL_BATCH = 1024
+"""Frames per forward pass: enough for full GEMM speed, few enough to stay in a CPU's cache."""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What a model reaches on some frames.
+
+    Attributes:
+        loss: cross-entropy per frame, in nats.
+        frame_accuracy: share of frames whose most probable pdf is the aligned one, 0 to 1.
+        frames: how many there are.
+        utterances: how many were used, skipped (by reason) and trimmed, where a data dir was loaded.
+    """
+
+    loss: float
+    frame_accuracy: float
+    frames: int
+    utterances: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """One line, and one more where utterances were skipped or trimmed."""
+        figures = (
+            f"loss {self.loss:.4f} per frame, frame accuracy {100 * self.frame_accuracy:.2f} %, {self.frames} frames"
+        )
+        notable = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.utterances.items() if count]
+        return figures if len(notable) < 2 else f"{figures}\nutterances: {', '.join(notable)}"
+
+
+class LossSums:
+    """Sums of loss, correctly classified frames and frames; on the device, so that adding never waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.num_correct = torch.zeros((), dtype=torch.int64, device=device)
+        self.frames = 0
+
+    def add(self, loss: Tensor, num_correct: Tensor, frames: int) -> None:
+        """Adds one minibatch."""
+        self.loss += loss
+        self.num_correct += num_correct
+        self.frames += frames
+
+    def reset(self) -> None:
+        """Back to sums of nothing."""
+        self.loss.zero_()
+        self.num_correct.zero_()
+        self.frames = 0
+
+    def result(self) -> EvalResult:
+        """The averages; waits for the device."""
+        return _averages(self.loss.item(), self.num_correct.item(), self.frames)
+
+    def reduce(self, comm: Communicator) -> EvalResult:
+        """The averages over all workers' frames, the same bits on each; waits for the device."""
+        sums = torch.tensor([self.loss.item(), self.num_correct.item(), self.frames], dtype=torch.float64)
+        loss, num_correct, frames = comm.all_gather(sums).sum(dim=0).tolist()
+        return _averages(loss, num_correct, int(frames))
+
+    def to_tensor(self) -> Tensor:
+        """(3,) float64, for a checkpoint."""
+        return torch.tensor([self.loss.item(), float(self.num_correct.item()), self.frames], dtype=torch.float64)
+
+    def load_tensor(self, sums: Tensor) -> None:
+        """Restores `to_tensor`."""
+        loss, num_correct, frames = sums.tolist()
+        self.loss.fill_(loss)
+        self.num_correct.fill_(int(num_correct))
+        self.frames = int(frames)
+
+
+class EpochLosses:
+    """The training loss of an epoch. Sums of the current interval are kept apart until it is averaged: what a worker
+    did that was excluded from the averaging counts nowhere.
+
+    Args:
+        excludes: whether workers are excluded. Otherwise a loss that is not finite ends the training.
+
+    Attributes:
+        epoch, learning_rate: of the epoch under way, for messages.
+    """
+
+    CHECK_PERIOD = 500
+    """Minibatches between two checks of a single worker's loss; a check waits for the device."""
+
+    def __init__(self, device: torch.device, *, excludes: bool) -> None:
+        self.device, self.excludes = device, excludes
+        self.committed, self.interval = LossSums(device), LossSums(device)
+        self.epoch, self.learning_rate, self._minibatches = 0, 0.0, 0
+
+    def add(self, loss: Tensor, num_correct: Tensor, frames: int) -> None:
+        """Adds one minibatch.
+
+        Raises:
+            DivergedError: where no worker is excluded, and the loss is not finite.
+        """
+        self.interval.add(loss, num_correct, frames)
+        self._minibatches += 1
+        if self._minibatches % self.CHECK_PERIOD == 0:
+            self.check()
+
+    def check(self) -> None:
+        """DivergedError where the loss is not finite and no other worker can make up for it."""
+        if not self.excludes and self.interval.frames:
+            raise_if_diverged("training", self.interval.result(), self.epoch, self.learning_rate)
+
+    def commit(self) -> None:
+        """Counts the interval, unless it is to be excluded; waits for the device."""
+        if not self.excludes or math.isfinite(self.interval.loss.item()):
+            self.committed.add(self.interval.loss, self.interval.num_correct, self.interval.frames)
+        self.interval.reset()
+
+    def reduce(self, comm: Communicator) -> EvalResult:
+        """The averages over all workers' frames, the same bits on each."""
+        return self.committed.reduce(comm)
+
+    def to_tensor(self) -> Tensor:
+        """(2, 3) float64, for a checkpoint."""
+        return torch.stack([self.committed.to_tensor(), self.interval.to_tensor()])
+
+    def load_tensor(self, sums: Tensor) -> None:
+        """Restores `to_tensor`."""
+        self.committed.load_tensor(sums[0])
+        self.interval.load_tensor(sums[1])
+
+    def reset(self) -> None:
+        """For the next epoch."""
+        self.committed.reset()
+        self.interval.reset()
+        self._minibatches = 0
+
+
+def raise_if_diverged(split: str, result: EvalResult, epoch: int, learning_rate: float) -> None:
+    """DivergedError where the loss is not finite."""
+    if not math.isfinite(result.loss):
+        raise DivergedError(
+            f"the training diverged: the {split} loss is {result.loss} after {result.frames} frames of epoch {epoch} "
+            f"at learning rate {learning_rate:g}",
+            hint="check the features for outliers, or lower schedule.initial_learning_rate, which multiplies the "
+            "gradient summed over a minibatch",
+        )
+
+
+def _averages(loss: float, num_correct: float, frames: int) -> EvalResult:
+    if frames == 0:
+        return EvalResult(math.nan, math.nan, 0, {})
+    return EvalResult(loss / frames, num_correct / frames, frames, {})
+
+
+def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Workspace) -> Iterator[tuple[Batch, Tensor]]:
+    """Consecutive frames and their logits (n, pdfs), each valid until the next.
+
+    Args:
+        workspace: memory for one batch; its size is that of the largest batch.
+    """
+    sampler = SequentialSampler(frames, len(workspace.x))
+    with make_batch_loader(
+        frames, model.transform, sampler, out=workspace.x, gather=workspace.arithmetic.gather
+    ) as loader:
+        for batch in loader.epoch():
+            yield batch, workspace.of(len(batch.labels)).forward()
+
+
+def evaluate(model: AcousticModel, frames: FrameSubset, comm: Communicator | None = None) -> EvalResult:
+    """Loss and frame accuracy of `model` over all of `frames`.
+
+    Args:
+        comm: where `frames` is this worker's shard; all workers evaluate the same model and get the same figures.
+    """
+    sums = LossSums(model.network.parameters.device)
+    workspace = Workspace(model.network, max(1, min(EVAL_BATCH, len(frames))))
+    for batch, logits in forward_batches(model, frames, workspace):
+        sums.add(*cross_entropy(logits, batch.labels), len(batch.labels))
+        if comm is not None:
+            comm.watchdog.heartbeat()
+    return sums.result() if comm is None else sums.reduce(comm)
+
+
+def evaluate_run(
+    run_dir: Path, data: Path, alignments: Path, device: str = "auto", allow_pipes: bool = False
+) -> EvalResult:
+    """Loss and frame accuracy of a run's final model on a data dir and its alignment.
+
+    Raises:
+        DataError: damaged or unfit input; another feature dimension or number of pdfs than the model's.
+    """
+    on = choose_device(device)
+    model = load_run(run_dir)
+    labels = read_alignments(alignments)
+    most = model.network.output_dim
+    # The pdfs of a final.mdl are all that its tree has; an archive of pdf-ids may lack the last ones.
+    if labels.num_pdfs > most or (alignments.is_dir() and labels.num_pdfs != most):
+        beyond = next((f"; utterance {u} has more" for u, ids in labels.pdfs.items() if (ids >= most).any()), "")
+        raise DataError(
+            f"the alignment has {labels.num_pdfs} pdfs, the model {most}{beyond}",
+            location=alignments,
+            hint="use an alignment made with the same final.mdl as the training alignment",
+        )
+    corpus = load_for_model(model, data, labels, allow_pipes=allow_pipes)
+    everything = corpus.to(on).subset(list(range(len(corpus.utterances))))
+    result = evaluate(model.to(on), everything)
+    return EvalResult(result.loss, result.frame_accuracy, result.frames, corpus.counts)
+
+
+def load_for_model(
+    model: AcousticModel, data: Path, alignments: Alignments | None, *, allow_pipes: bool
+) -> AcousticDataset:
+    """A data dir as `model` reads it: its CMVN, deltas and context. Utterances that cannot be used are skipped.
+
+    Raises:
+        DataError: damaged input, features of other dims than the model's, or no utterance that can be used.
+    """
+    config = DataConfig(
+        replace(model.features, splice=model.transform.context),
+        allow_pipes=allow_pipes,
+        max_skipped_fraction=None,
+        progress=progress_bar("loading"),
+    )
+    corpus = load_data_dir(data, alignments, config)
+    model.check_features(corpus.dim, location=data)
+    return corpus

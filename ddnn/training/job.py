@@ -1,0 +1,377 @@
+"""`ddnn train` and `ddnn pretrain` on every worker: from a recipe to a trained run dir.
+
+All choices of a training are made here, once: device, data, arithmetic, optimizer, averager. Below this module nothing
+reads the recipe; `ddnn.training.builders` translates its sections.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ddnn import __version__
+from ddnn.averaging.averager import make_averager
+from ddnn.averaging.strategies import NoFiniteModelError
+from ddnn.data.batches import make_batch_loader
+from ddnn.data.dataset import FrameSubset
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.pipeline import TrainingData, training_data
+from ddnn.data.sampler import ShuffledSampler
+from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.launcher import read_restart
+from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
+from ddnn.distributed.watchdog import Watchdog
+from ddnn.nn.acoustic_model import AcousticModel
+from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.nn.precision import allow_tf32, choose_arithmetic
+from ddnn.optim.ng_sgd import make_optimizer
+from ddnn.optim.schedule import make_schedule
+from ddnn.recipe.load import dump_recipe
+from ddnn.recipe.schema import Recipe
+from ddnn.training.checkpoint import CheckpointStore
+from ddnn.training.checkpoint_policy import CheckpointPolicy
+from ddnn.training.metrics import EventRow
+from ddnn.training.options import (
+    averaging_options,
+    check_pretrains,
+    data_config,
+    network_layers,
+    optimizer_options,
+    schedule_options,
+    warmup,
+    with_world_size,
+)
+from ddnn.training.pretraining import broadcast_dbn, load_dbn, pretrain_dbn, pretraining_recipe
+from ddnn.training.resume import check_same_data, load_latest
+from ddnn.training.run_dir import RunDir, open_run_dir
+from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, PRETRAIN, Kind, resume_command
+from ddnn.training.state import LoadedCheckpoint, TrainingProgress, restore
+from ddnn.training.step import EagerStep, make_step
+from ddnn.training.trainer import Trainer, train
+from ddnn.util.device import check_devices, choose_device, device_identity
+from ddnn.util.errors import DivergedError
+from ddnn.util.progress import only_first_worker_shows
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Job:
+    """What a training and a pretraining have in common, on this worker.
+
+    Attributes:
+        recipe: with as many workers as there are; recipe_text: resolved, as it is written to the run dir.
+        run: the run dir, locked, with its log.
+        shutdown: whether the job was asked to stop.
+        device: where this worker computes.
+    """
+
+    recipe: Recipe
+    recipe_text: str
+    comm: Communicator
+    run: RunDir
+    shutdown: GracefulShutdown
+    device: torch.device
+
+    def checkpoint_policy(self, run: RunDir, comm: Communicator) -> CheckpointPolicy:
+        """Checkpoints of the workers of `comm` in `run`, as often as the recipe says."""
+        config = self.recipe.checkpoint
+        return CheckpointPolicy(
+            CheckpointStore(run.path / CHECKPOINTS, config.keep_last, comm),
+            self.shutdown,
+            run,
+            interval_minutes=config.interval_minutes,
+            interval_minibatches=config.interval_minibatches,
+            rank=comm.rank,
+        )
+
+
+def run_training(
+    recipe: Recipe, run_dir: Path, device: str = "auto", comm: Communicator | None = None, *, resume: bool = False
+) -> None:
+    """Trains as the recipe says and leaves everything in `run_dir`; every worker of `comm` runs it together.
+
+    Args:
+        resume: continue from the newest checkpoint of the run dir; if there is none, start from the beginning.
+
+    Raises:
+        UserError: anything for the user to fix: recipe, data, device, disk. DivergedError: the training diverged.
+        TrainingInterrupted: a signal has ended it, and it can be resumed.
+    """
+    with open_job("training", recipe, run_dir, device, comm or SingleProcess(), resume=resume) as job:
+        trainer = build_trainer(job, resume)
+        with closing(trainer.averager), trainer.batches:
+            try:
+                model = train(trainer)
+            except NoFiniteModelError as error:
+                best = run_dir / BEST
+                hint = f"the last good model is {best}; " if best.exists() else ""
+                hint += "lower schedule.initial_learning_rate, or average more often"
+                raise DivergedError(error.message, location=run_dir, hint=hint) from error
+        job.comm.watchdog.disable()  # a slow disk is no hang
+        job.run.set_status(epoch=trainer.progress.epoch)
+        job.run.finish(model.to(torch.device("cpu")))
+        job.comm.barrier()  # no worker ends before the model is written
+        log.info("finished: %s", run_dir / FINAL)
+
+
+def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: Communicator | None = None) -> None:
+    """`ddnn pretrain`: leaves a DBN of RBMs in `run_dir`, for `pretrain.dbn`. An interrupted one is resumed.
+
+    Raises: as `run_training`.
+    """
+    check_pretrains(recipe)
+    with open_job("pretraining", recipe, run_dir, device, comm or SingleProcess(), resume=True) as job:
+        if read_restart() is not None:
+            job.run.record(resume_event(None, job.run, job.comm))
+        if replicated_dbn(job, job.run) is None:
+            config = data_config(job.recipe, job.comm.world_size, held_out=False)
+            train_dbn(job, job.run, training_data(config, job.device, job.comm), job.comm)
+        job.comm.barrier()
+        log.info("finished: %s", run_dir / DBN)
+
+
+@contextmanager
+def open_job(
+    kind: Kind, recipe: Recipe, run_dir: Path, device: str, comm: Communicator, *, resume: bool
+) -> Iterator[Job]:
+    """Locks the run dir, starts log, watchdog and signal handling, and records how the job ends. Collective.
+
+    Raises:
+        TrainingInterrupted: a signal has ended the job, and there is something to resume from. SystemExit: there is nothing.
+    """
+    recipe = with_world_size(recipe, comm.world_size)
+    text = dump_recipe(recipe) if kind == "training" else pretraining_recipe(recipe)
+    # Rank 0 logs everything and shows progress, the others log warnings only.
+    logging.getLogger("ddnn").setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
+    only_first_worker_shows(comm.rank)
+    with GracefulShutdown(verbose=comm.rank == 0) as shutdown:
+        if comm.world_size > 1:
+            comm.watchdog = Watchdog(comm.rank, comm.host, recipe.parallel.hang_timeout)
+        run = open_run_dir(run_dir, comm, kind, resume=resume, recipe=text)
+        try:
+            yield Job(recipe, text, comm, run, shutdown, assign_device(recipe, device, comm))
+        except (TrainingInterrupted, InterruptedBeforeTraining) as stopped:
+            name = stopped.signal_name
+            if not has_checkpoint(run_dir):
+                run.close(stopped, f"stopped on {name}, before there was a checkpoint")
+                number = signal.Signals[name] if name in signal.Signals.__members__ else signal.SIGTERM
+                raise SystemExit(128 + int(number)) from stopped
+            command = resume_command(run_dir, kind)
+            message = f"stopped on {name}; resume with: {command}"
+            run.close(TrainingInterrupted(name), message)
+            if comm.rank == 0:
+                with suppress(OSError):  # nobody may be listening any more
+                    os.write(2, f"ddnn: {message}\n".encode())
+            raise TrainingInterrupted(name) from stopped
+        except BaseException as error:
+            run.close(error)
+            raise
+        finally:
+            comm.watchdog.disable()
+            run.close()
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    """Whether the job would not start from the beginning if it were resumed."""
+    found = [*(run_dir / CHECKPOINTS).glob("[0-9]*"), *run_dir.glob("rbm1.safetensors")]
+    return bool(found) or (run_dir.name != PRETRAIN and has_checkpoint(run_dir / PRETRAIN))
+
+
+def describe(recipe: Recipe) -> str:
+    """One sentence on what a recipe would train, without reading any data."""
+    learning_rate = recipe.schedule.initial_learning_rate
+    return (
+        f"{recipe.model.summary()}, init {recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch_size}, "
+        f"{recipe.schedule.name} from {learning_rate:g} (times the gradient summed over a minibatch, "
+        f"{learning_rate * recipe.minibatch_size:g} on its mean), {recipe.parallel.workers} worker(s)"
+    )
+
+
+def assign_device(recipe: Recipe, device: str, comm: Communicator) -> torch.device:
+    """Where this worker computes; UserError if two would share a GPU and the recipe does not allow it. Collective."""
+    chosen = choose_device(device, comm.local_rank, threads=recipe.parallel.cpu_threads)
+    check_devices(
+        comm.all_gather_object([comm.rank, comm.host, device_identity(chosen)]), recipe.parallel.oversubscribe_gpus
+    )
+    log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, chosen, platform.python_version())
+    allow_tf32(recipe.allow_tf32, chosen)
+    devices = comm.all_gather_object(f"{comm.rank}: {comm.host} {chosen}")
+    if comm.world_size > 1:
+        parallel = recipe.parallel
+        log.info("%d workers (%s)", comm.world_size, ", ".join(devices))
+        log.info(
+            "strategy %s, averaging period %d minibatches, sent as %s%s",
+            *(parallel.strategy, parallel.averaging_period, parallel.comm_dtype),
+            ", overlapped" if parallel.overlap else "",
+        )
+    return chosen
+
+
+def build_trainer(job: Job, resume: bool) -> Trainer:
+    """Loads this worker's data and makes all parts of its training, new or as a checkpoint has them. Collective."""
+    recipe, run, comm = job.recipe, job.run, job.comm
+    checkpoints = job.checkpoint_policy(run, comm)
+    loaded = load_latest(checkpoints.store, recipe, comm) if resume else None
+    if loaded is None:
+        run.truncate_after(-1)
+    needs_dbn = loaded is None and recipe.init == "rbm" and recipe.pretrain.dbn is None
+    pretraining = run.pretraining(pretraining_recipe(recipe)) if needs_dbn else None
+    if loaded is None:
+        run.write_recipe(job.recipe_text)
+    dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
+    data = training_data(data_config(recipe, comm.world_size), job.device, comm)
+    data.require_minibatch("minibatch_size", recipe.minibatch_size, data.train_shards)
+    digest = data.digest()
+    if loaded is None:
+        model = initial_model(job, data, dbn, pretraining)
+    else:
+        check_same_data(loaded, digest, recipe.data.train)
+        model = loaded.model()
+        model.check_features(data.dataset.dim, recipe.data.train)
+        run.write_recipe(job.recipe_text)  # only now: a resume that is refused changes nothing
+        run.truncate_after(loaded.metadata.epoch)
+    if resume and (loaded is not None or read_restart() is not None):
+        run.record(resume_event(loaded, run, comm))
+    run.write_pdf_counts(data.index.pdf_counts)
+    trainer = assemble_trainer(job, model.to(job.device), data, digest, checkpoints, loaded)
+    progress = trainer.progress
+    run.set_status(
+        phase="training",
+        epoch=progress.epoch,
+        minibatch=progress.minibatch,
+        max_epochs=trainer.schedule.max_epochs,
+        rbm=None,
+        num_rbms=None,
+    )
+    checkpoints.begin(trainer)
+    return trainer
+
+
+def resume_event(loaded: LoadedCheckpoint | None, run: RunDir, comm: Communicator) -> EventRow:
+    """From where this job resumes, and why, if the launcher has restarted it."""
+    epoch, minibatch = (0, 0) if loaded is None else (loaded.metadata.epoch, loaded.metadata.minibatch)
+    restart, died = read_restart(), run.previous
+    if restart is None:
+        return EventRow(event="resumed", epoch=epoch, minibatch=minibatch, world_size=comm.world_size)
+    known = died is not None and died.phase == "training"
+    return EventRow(
+        event="restarted",
+        epoch=epoch,
+        minibatch=minibatch,
+        world_size=comm.world_size,
+        number=restart.number,
+        reason=restart.reason[:1000],
+        died_epoch=died.epoch if died is not None and known else None,
+        died_minibatch=died.minibatch if died is not None and known else None,
+    )
+
+
+def assemble_trainer(
+    job: Job,
+    model: AcousticModel,
+    data: TrainingData,
+    digest: str,
+    checkpoints: CheckpointPolicy,
+    loaded: LoadedCheckpoint | None,
+) -> Trainer:
+    """Chooses the parts of the training of `model`, each once; restores them if there is a checkpoint. Collective."""
+    recipe, comm, size, network = job.recipe, job.comm, job.recipe.minibatch_size, model.network
+    optimizer = make_optimizer(optimizer_options(recipe.optimizer), network)
+    averager = make_averager(
+        averaging_options(recipe.parallel, recipe.optimizer.momentum), comm, network, optimizer, size
+    )
+    averager.broadcast()
+    if recipe.optimizer.name == "ng-sgd" and recipe.optimizer.max_change_scope != "local":
+        optimizer.lr_scale = averager.lr_scale
+    precision = recipe.precision if loaded is None else loaded.metadata.precision
+    arithmetic = choose_arithmetic(precision, network, size, comm, resumed=loaded is not None)
+    workspace = Workspace(network, size, arithmetic)
+    on_gpu = job.device.type == "cuda"
+    sampler = ShuffledSampler(data.train, size, seed=recipe.seed, rank=comm.rank, prefetch=on_gpu)
+    batches = make_batch_loader(
+        data.train, model.transform, sampler, out=workspace.x, gather=arithmetic.gather, mark=averager.timer.mark
+    )
+    schedule = make_schedule(schedule_options(recipe.schedule))
+    eager = EagerStep(workspace, optimizer, averager.average_gradient)
+    lr = schedule.learning_rate * averager.lr_scale
+    trainer = Trainer(
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        batches=batches,
+        cv=data.cv,
+        minibatch_size=size,
+        eager_step=eager,
+        step=make_step(eager, batches.sample, lr, graphs=recipe.cuda_graphs == "auto"),
+        averager=averager,
+        checkpoints=checkpoints,
+        run=job.run,
+        progress=TrainingProgress(network.parameters.clone()),
+        warmup=warmup(recipe),
+        recipe=job.recipe_text,
+        data_digest=digest,
+        precision=arithmetic.precision,
+    )
+    if loaded is not None:
+        restore(trainer, loaded)
+    train_frames, cv_frames = map(sum, zip(*comm.all_gather_object([len(data.train), len(data.cv)]), strict=True))
+    log.info(
+        "%d parameters, %d training frames, %d cross-validation frames; learning rates%s multiply the gradient summed "
+        "over %d frames%s",
+        *(network.num_parameters, train_frames, cv_frames),
+        f" times {averager.lr_scale:g}" if averager.lr_scale > 1 else "",
+        *(size, " of each worker" if comm.world_size > 1 else ""),
+    )
+    return trainer
+
+
+def initial_model(job: Job, data: TrainingData, dbn: AcousticModel | None, pretraining: RunDir | None) -> AcousticModel:
+    """The model that training starts from, on the CPU: random, or on a DBN, which is trained if there is none."""
+    recipe = job.recipe
+    if recipe.init == "random":
+        transform = data.input_transform(job.comm)
+    else:
+        if recipe.pretrain.dbn is not None:
+            dbn = load_dbn(recipe, recipe.pretrain.dbn)
+            dbn.check_features(data.dataset.dim, recipe.pretrain.dbn)
+        elif dbn is None:
+            assert pretraining is not None
+            dbn = train_dbn(job, pretraining, data, job.comm)
+        transform = dbn.transform.to(torch.device("cpu"))
+    network = Network(network_layers(recipe, transform.output_dim, data.index.num_pdfs, on_dbn=dbn is not None))
+    initialize(network, recipe.seed)
+    if dbn is not None:
+        network.load_lower_layers(dbn.network)
+    return AcousticModel(FeatureConfig(recipe.data.cmvn, recipe.data.deltas), transform, network)
+
+
+def train_dbn(job: Job, run: RunDir, data: TrainingData, comm: Communicator) -> AcousticModel:
+    """A DBN trained on all utterances of the corpus, those held out too: pretraining reads no labels. Collective."""
+    rows = data.dataset.rows_of(range(len(data.dataset.utterances)))
+    frames = FrameSubset(data.dataset, rows.to(data.device))
+    transform = data.input_transform(comm, all_utterances=True).to(data.device)
+    data.require_minibatch("pretrain.minibatch_size", job.recipe.pretrain.minibatch_size, data.shards)
+    return pretrain_dbn(job.recipe, frames, transform, run, job.checkpoint_policy(run, comm), comm)
+
+
+def replicated_dbn(job: Job, run: RunDir) -> AcousticModel | None:
+    """`parallel.pretrain_data: replicated`: the DBN that rank 0 trains on the whole corpus, for all; else None."""
+    recipe, comm = job.recipe, job.comm
+    if comm.world_size == 1 or recipe.parallel.pretrain_data == "sharded":
+        return None
+    dbn = None
+    if comm.rank == 0:
+        single = SingleProcess()
+        config = data_config(recipe, 1, held_out=False)
+        dbn = train_dbn(job, run, training_data(config, job.device, single), single)
+    dim = comm.all_gather_object(dbn.transform.dim if dbn is not None else None)[0]
+    return broadcast_dbn(recipe, dbn, dim, job.device, comm, num_rbms=recipe.model.hidden_layers)

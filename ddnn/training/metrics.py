@@ -1,0 +1,398 @@
+"""metrics.jsonl: one JSON object a line, declared here once for the trainer that writes it and all who read it.
+
+`type` names the kind of row: `epoch` (all workers together, `split` train or cv), `worker` (one worker in one epoch),
+`warmup`, `event` (a resume or restart) and, in a pretraining dir, `pretrain`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ddnn.util.errors import DataError
+from ddnn.util.files import read_bytes_limited
+from ddnn.util.text import printable
+
+MAX_BYTES = 64 << 20
+"""Ten thousand epochs of one worker, or a hundred epochs of a thousand."""
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rounded(digits: int) -> AfterValidator:
+    return AfterValidator(lambda value: None if value is None else round(value, digits))
+
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Number = Annotated[float | None, BeforeValidator(_finite)]
+"""None (null) where the value is not finite, or not known."""
+_NotNegative = Annotated[float, Field(ge=0.0, le=1e18)]
+Seconds = Annotated[_NotNegative | None, BeforeValidator(_finite), _rounded(6)]
+Speed = Annotated[_NotNegative | None, BeforeValidator(_finite), _rounded(1)]
+Distance = Annotated[_NotNegative | None, BeforeValidator(_finite), _rounded(8)]
+Fraction = Annotated[Annotated[float, Field(ge=0.0, le=1.1)] | None, BeforeValidator(_finite), _rounded(5)]
+"""Of a worker's time; may slightly exceed 1 where two clocks differ."""
+Name = Annotated[str, Field(max_length=1000)]
+
+
+class MetricsRow(BaseModel):
+    """A line of metrics.jsonl. Unknown keys (of a later version) are ignored."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+    KEY: ClassVar[tuple[str, ...] | None] = ()
+    """Fields whose values, together, only one row of the type has; None where there is no such rule."""
+
+    type: str
+
+    def as_text(self) -> str:
+        """The row as a line of the log."""
+        raise NotImplementedError
+
+
+class _Figures(MetricsRow):
+    """Loss and speed over some frames, all workers together; `learning_rate` is the schedule's."""
+
+    epoch: Count
+    loss: Number
+    frame_accuracy: Number
+    learning_rate: Number = None
+    frames: Count | None = None
+    seconds: Seconds = None
+    frames_per_second: Speed = None
+
+    def _text(self, name: str) -> str:
+        loss, accuracy, rate = (
+            math.nan if x is None else x for x in (self.loss, self.frame_accuracy, self.learning_rate)
+        )
+        return (
+            f"epoch {self.epoch:2d} {name:<6} loss {loss:.4f}  frame accuracy {100 * accuracy:5.2f} %  "
+            f"learning rate {rate:.6g}  {self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
+        )
+
+
+class EpochRow(_Figures):
+    """The result of an epoch over all workers. Epoch 0 is the network before training.
+
+    Attributes:
+        accepted: False if the schedule rejected the epoch and returned to the best parameters.
+    """
+
+    KEY = ("split", "epoch")
+    type: Literal["epoch"] = "epoch"
+    split: Literal["train", "cv"]
+    accepted: bool = True
+
+    def as_text(self) -> str:
+        """The row as a line of the log."""
+        return self._text(self.split) + ("" if self.accepted else "  rejected")
+
+
+class WarmupRow(_Figures):
+    """The minibatches before the first epoch (`parallel.warmup`)."""
+
+    type: Literal["warmup"] = "warmup"
+
+    def as_text(self) -> str:
+        """The row as a line of the log."""
+        return self._text("warmup")
+
+
+class WorkerRow(MetricsRow):
+    """Where the time of one worker went in one epoch: fractions are of `seconds`, those of its training thread.
+
+    Attributes:
+        compute_fraction: on CUDA it holds what the host waits for at the end of an interval, and `data_fraction` only
+            what the host itself does.
+        comm_fraction: what averaging takes from the training thread, without `wait_fraction`.
+        wait_fraction: the wait for the slowest worker before an averaging. With overlap it is part of `comm_fraction`.
+        averagings, excluded_averagings: how many there were, and how many of these (and of the epoch's last mean)
+            without this worker's model, because it was not finite.
+        consensus_distance: mean relative distance of this worker's model from the mean before an averaging.
+        comm_seconds: spent moving parameters, with overlap in the background.
+        interval_seconds, interval_seconds_std: mean and standard deviation over the epoch of the time of the
+            minibatches between two averagings.
+    """
+
+    KEY = ("epoch", "rank")
+    type: Literal["worker"] = "worker"
+    epoch: Count
+    rank: Count
+    host: Name = ""
+    device: Name = ""
+    frames: Count
+    minibatches: Count
+    seconds: Seconds
+    frames_per_second: Speed = None
+    compute_fraction: Fraction = None
+    data_fraction: Fraction = None
+    comm_fraction: Fraction = None
+    wait_fraction: Fraction = None
+    averagings: Count = 0
+    excluded_averagings: Count = 0
+    consensus_distance: Distance = None
+    bytes_sent: Count | None = None
+    comm_seconds: Seconds = None
+    num_parameters: Count | None = None
+    interval_seconds: Seconds = None
+    interval_seconds_std: Seconds = None
+
+    def as_text(self) -> str:
+        """A warning for the log if this worker was excluded from averagings; else empty."""
+        if not self.excluded_averagings:
+            return ""
+        return (
+            f"epoch {self.epoch:2d} worker {self.rank} on {printable(self.host, '')} was excluded from "
+            f"{self.excluded_averagings} averaging(s): its model was not finite"
+        )
+
+
+class EventRow(MetricsRow):
+    """The training was resumed from a checkpoint by its user, or restarted by the launcher after a worker had died.
+
+    Attributes:
+        epoch, minibatch: finished epochs, and finished minibatches of rank 0 in the next one, at the checkpoint; 0 and 0
+            without one.
+        world_size: number of workers now.
+        number, reason: of a restart: its number from 1, and why the job had ended.
+        died_epoch, died_minibatch: of a restart: how far the job had come; None where that is not known.
+    """
+
+    KEY = None
+    type: Literal["event"] = "event"
+    event: Literal["resumed", "restarted"]
+    epoch: Count
+    minibatch: Count = 0
+    world_size: Count
+    number: Count = 0
+    reason: Name = ""
+    died_epoch: Count | None = None
+    died_minibatch: Count | None = None
+
+    def as_text(self) -> str:
+        """A sentence."""
+        if self.event == "resumed":
+            return f"resumed after {_place(self.epoch, self.minibatch)} with {self.world_size} worker(s)"
+        text = f"restart {self.number} after {_place(self.epoch, self.minibatch)}: {printable(self.reason, '')}"
+        if self.died_epoch is None:
+            return text
+        return f"{text}; the job had been after {_place(self.died_epoch, self.died_minibatch or 0)}"
+
+
+def _place(epoch: int, minibatch: int) -> str:
+    return f"epoch {epoch}" + (f" and {minibatch} minibatches" if minibatch else "")
+
+
+class PretrainRow(MetricsRow):
+    """One epoch over one RBM, all workers together; RBMs and epochs count from 1.
+
+    Attributes:
+        reconstruction_error: of this epoch.
+        mean_reconstruction_error: over the RBM's epochs so far.
+        guard_count: how often the guard against exploding weights acted.
+    """
+
+    KEY = ("rbm", "epoch")
+    type: Literal["pretrain"] = "pretrain"
+    rbm: Count
+    epoch: Count
+    reconstruction_error: Number = None
+    mean_reconstruction_error: Number
+    frames: Count | None = None
+    seconds: Seconds = None
+    frames_per_second: Speed = None
+    guard_count: Count = 0
+
+    def as_text(self) -> str:
+        """The row as a line of the log."""
+        errors = (math.nan if x is None else x for x in (self.reconstruction_error, self.mean_reconstruction_error))
+        return (
+            "rbm {} epoch {:2d} reconstruction error {:.4f}  (mean over epochs {:.4f})".format(
+                self.rbm, self.epoch, *errors
+            )
+            + f"  {self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
+        )
+
+
+def throughput(frames: int, seconds: float) -> dict[str, Any]:
+    """The fields `frames`, `seconds` and `frames_per_second` of a row."""
+    return {"frames": frames, "seconds": seconds, "frames_per_second": frames / max(seconds, 1e-9)}
+
+
+class _Averager(Protocol):
+    """What `worker_row` needs of this worker's averager: its communicator, timer and counters."""
+
+    comm: Any
+    timer: Any
+    counters: Any
+
+
+def worker_row(epoch: int, averager: _Averager, device: str, num_parameters: int, *, overlap: bool) -> WorkerRow:
+    """This worker's row of an epoch that ends now."""
+    comm, timer, counters = averager.comm, averager.timer, averager.counters
+    seconds = max(time.perf_counter() - timer.started, 1e-9)
+    traffic, averaging = comm.stats - counters.stats, timer.seconds["averaging"]
+    waiting = 0.0 if overlap else min(traffic.wait_seconds, averaging)
+    return WorkerRow(
+        epoch=epoch,
+        rank=comm.rank,
+        host=comm.host,
+        device=device,
+        minibatches=counters.minibatches,
+        **throughput(counters.frames, seconds),
+        compute_fraction=min(timer.seconds["compute"] / seconds, 1.0),
+        data_fraction=min(timer.seconds["data"] / seconds, 1.0),
+        comm_fraction=min((averaging - waiting) / seconds, 1.0),
+        wait_fraction=min(waiting / seconds, 1.0),
+        averagings=counters.averagings,
+        excluded_averagings=counters.excluded_averagings,
+        consensus_distance=_mean(counters.consensus_distances),
+        bytes_sent=traffic.bytes_sent,
+        comm_seconds=traffic.comm_seconds,
+        num_parameters=num_parameters,
+        interval_seconds=_mean(counters.interval_seconds),
+        interval_seconds_std=statistics.pstdev(counters.interval_seconds) if counters.interval_seconds else None,
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The rows of a training or pretraining by type: sorted by epoch and rank, events in the order of the file."""
+
+    train: tuple[EpochRow, ...] = ()
+    cv: tuple[EpochRow, ...] = ()
+    workers: tuple[WorkerRow, ...] = ()
+    warmup: WarmupRow | None = None
+    events: tuple[EventRow, ...] = ()
+    pretraining: tuple[PretrainRow, ...] = ()
+
+    @property
+    def best(self) -> EpochRow | None:
+        """The accepted cross-validation row with the lowest loss; None if there is none."""
+        accepted = [(row.loss, row) for row in self.cv if row.accepted and row.loss is not None]
+        return min(accepted, key=lambda pair: pair[0])[1] if accepted else None
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers wrote rows; 0 if none did."""
+        return len({row.rank for row in self.workers})
+
+    @property
+    def last_worker_rows(self) -> tuple[WorkerRow, ...]:
+        """The rows of the workers in their last epoch."""
+        return tuple(row for row in self.workers if row.epoch == self.workers[-1].epoch)
+
+
+_ROWS: dict[str, type[MetricsRow]] = {
+    "epoch": EpochRow,
+    "warmup": WarmupRow,
+    "worker": WorkerRow,
+    "event": EventRow,
+    "pretrain": PretrainRow,
+}
+
+
+def read_metrics(path: Path) -> Metrics:
+    """The metrics of a training or pretraining, which may still run. A last line that is still being written is
+    ignored, as are rows of an unknown type.
+
+    Raises:
+        DataError: the file is missing, no regular file or too large; a line is not a metrics row, or of a version of
+            ddnn that wrote no `type`; two rows are of the same epoch and rank.
+    """
+    rows: dict[tuple[object, ...], MetricsRow] = {}
+    for number, line in _lines(path):
+        values = _parse(path, number, line)
+        kind = values.get("type")
+        if not isinstance(kind, str):
+            _refuse(path, number, line, "it has no `type` (run dirs of ddnn 0.1 are not read)")
+        if kind not in _ROWS:
+            continue
+        row = _validated(_ROWS[kind], path, number, line, values)
+        key = (kind, *((number,) if row.KEY is None else (f"{name} {getattr(row, name)}" for name in row.KEY)))
+        if key in rows:
+            raise DataError(
+                f"line {number}: a second {kind} row{' for ' if key[1:] else ''}{', '.join(map(str, key[1:]))}",
+                location=path,
+                hint="use one run dir for each training",
+            )
+        rows[key] = row
+    return _sorted(list(rows.values()))
+
+
+def _sorted(rows: Sequence[MetricsRow]) -> Metrics:
+    epochs = sorted((row for row in rows if isinstance(row, EpochRow)), key=lambda row: row.epoch)
+    workers = sorted((row for row in rows if isinstance(row, WorkerRow)), key=lambda row: (row.epoch, row.rank))
+    return Metrics(
+        train=tuple(row for row in epochs if row.split == "train"),
+        cv=tuple(row for row in epochs if row.split == "cv"),
+        workers=tuple(workers),
+        warmup=next((row for row in rows if isinstance(row, WarmupRow)), None),
+        events=tuple(row for row in rows if isinstance(row, EventRow)),
+        pretraining=tuple(row for row in rows if isinstance(row, PretrainRow)),
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines with their numbers from 1; without a last one that has no end and is no JSON: it is being written."""
+    if not path.is_file():
+        raise DataError("the file does not exist", location=path, hint="name the run dir of a training")
+    try:
+        text = read_bytes_limited(path, MAX_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read: {error.strerror}; expected one JSON object a line", location=path) from error
+    *whole, last = text.split(b"\n")
+    yield from enumerate(whole, 1)
+    cut_off = last.lstrip().startswith(b"{") and not last.rstrip().endswith(b"}")
+    if last and not (whole and cut_off):
+        yield len(whole) + 1, last
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(line, parse_constant=_refuse_constant, parse_float=_parse_float)
+    except (ValueError, RecursionError) as error:
+        _refuse(path, number, line, f"no JSON ({error})"[:200], error)
+    if not isinstance(values, dict):
+        _refuse(path, number, line, "no JSON object")
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON; null represents values that are not finite")
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large")
+    return value
+
+
+def _validated(kind: type[MetricsRow], path: Path, number: int, line: bytes, values: dict[str, Any]) -> MetricsRow:
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        detail = error.errors(include_url=False, include_context=False)[0]
+        key = str(detail["loc"][0])
+        value = "missing" if detail["type"] == "missing" else f"{repr(values.get(key))[:60]} found"
+        _refuse(path, number, line, f"{key}: {value}, {detail['msg']}", error)
+
+
+def _refuse(path: Path, number: int, line: bytes, why: str, error: Exception | None = None) -> NoReturn:
+    raise DataError(
+        f"line {number} is not a metrics row: {why}: {line[:60]!r}", location=path, hint="restore or remove the line"
+    ) from error

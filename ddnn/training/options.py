@@ -1,0 +1,155 @@
+"""From the sections of a recipe to the configurations of a training's parts, none of which reads the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ddnn.averaging.strategies import AveragingOptions
+from ddnn.data.dataset import DataConfig
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.memory import TrainingFootprint
+from ddnn.data.pipeline import HeldOut, TrainingDataConfig
+from ddnn.nn.layer import Layer
+from ddnn.nn.layers import activation_floats, mlp_layers, num_parameters
+from ddnn.optim.ng_sgd import NgSgdOptions
+from ddnn.optim.schedule import ExponentialOptions, NewbobOptions
+from ddnn.optim.sgd import SgdOptions
+from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig
+from ddnn.training.trainer import Warmup
+from ddnn.util.errors import RecipeError
+from ddnn.util.progress import progress_bar
+
+
+def with_world_size(recipe: Recipe, world_size: int) -> Recipe:
+    """The recipe with as many workers as there are.
+
+    Raises:
+        RecipeError: it names another number.
+    """
+    workers = recipe.parallel.workers
+    if workers not in (1, world_size):
+        raise RecipeError(
+            f"{workers} found, but {world_size} workers were started",
+            location="parallel.workers",
+            hint=f"start {workers} workers, or give --workers {world_size}",
+        )
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"workers": world_size})})
+
+
+def check_pretrains(recipe: Recipe) -> None:
+    """RecipeError where the recipe has no RBMs to train."""
+    if recipe.init != "rbm" or recipe.pretrain.dbn is not None:
+        raise RecipeError(
+            "the recipe has nothing to pretrain",
+            location="init" if recipe.init != "rbm" else "pretrain.dbn",
+            hint="set init: rbm, and leave pretrain.dbn unset",
+        )
+
+
+def network_layers(recipe: Recipe, input_dim: int, num_pdfs: int, *, on_dbn: bool = False) -> tuple[Layer, ...]:
+    """The layers of the network that the recipe trains."""
+    model = recipe.model
+    return mlp_layers(input_dim, model.hidden_layers, model.hidden_units, num_pdfs, model.activation, on_dbn=on_dbn)
+
+
+def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> AveragingOptions:
+    """How the workers of a training average.
+
+    Args:
+        momentum: of the optimizer.
+    """
+    options = AveragingOptions(
+        strategy=parallel.strategy,
+        averaging_period=parallel.averaging_period,
+        comm_dtype=parallel.comm_dtype,
+        overlap=parallel.overlap,
+        local_momentum=parallel.local_momentum if momentum else "keep",
+        scale_learning_rate=parallel.scale_learning_rate,
+        gpu_transport=parallel.gpu_transport,
+    )
+    if parallel.strategy != "bmuf":
+        return options
+    return replace(
+        options,
+        block_momentum=parallel.block_momentum,
+        block_learning_rate=parallel.block_learning_rate,
+        nesterov=parallel.nesterov,
+    )
+
+
+def warmup(recipe: Recipe) -> Warmup:
+    """The warm-up of several workers; a single one has none."""
+    parallel = recipe.parallel
+    return Warmup(parallel.warmup if parallel.workers > 1 else "none", parallel.warmup_minibatches)
+
+
+def optimizer_options(recipe: OptimizerConfig) -> SgdOptions:
+    """Those of SGD or NG-SGD."""
+    if recipe.name == "sgd":
+        return SgdOptions(recipe.momentum, recipe.l2)
+    return NgSgdOptions(
+        recipe.momentum,
+        recipe.l2,
+        rank_in=recipe.rank_in,
+        rank_out=recipe.rank_out,
+        alpha=recipe.alpha,
+        num_samples_history=recipe.num_samples_history,
+        update_period=recipe.update_period,
+        max_change=recipe.max_change_per_sample,
+        max_change_scope=recipe.max_change_scope,
+    )
+
+
+def schedule_options(recipe: ScheduleConfig) -> NewbobOptions | ExponentialOptions:
+    """Those of Newbob or of the exponential schedule."""
+    if recipe.name == "exponential":
+        return ExponentialOptions(recipe.initial_learning_rate, recipe.final_learning_rate, recipe.epochs)
+    return NewbobOptions(
+        initial_lr=recipe.initial_learning_rate,
+        max_epochs=recipe.max_epochs,
+        criterion=recipe.criterion,
+        start_halving_impr=recipe.start_halving_impr,
+        end_halving_impr=recipe.end_halving_impr,
+        halving_factor=recipe.halving_factor,
+        keep_lr_epochs=recipe.keep_lr_epochs,
+        min_epochs=recipe.min_epochs,
+    )
+
+
+def data_config(recipe: Recipe, workers: int, *, held_out: bool = True) -> TrainingDataConfig:
+    """What the recipe says about data; `held_out`: whether there is cross-validation, which RBMs do without."""
+    of = recipe.data
+    return TrainingDataConfig(
+        of.train,
+        of.alignments,
+        DataConfig(
+            FeatureConfig(of.cmvn, of.deltas, of.splice, of.feature_dtype),
+            num_pdfs=of.num_pdfs,
+            allow_pipes=of.allow_pipes,
+            max_skipped_fraction=of.max_skipped_fraction,
+            cache_dir=of.cache_dir,
+            loader_processes=of.loader_processes,
+            progress=progress_bar("loading"),
+        ),
+        HeldOut(of.cv.data, of.cv.alignments, of.cv.speakers, of.cv.fraction) if held_out else None,
+        recipe.seed,
+        lambda input_dim, num_pdfs: footprint(recipe, input_dim, num_pdfs, workers),
+        normalize=of.normalize,
+        feature_device=of.feature_device,
+    )
+
+
+def footprint(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> TrainingFootprint:
+    """What a training by this recipe needs of memory besides its frames."""
+    parallel, options = recipe.parallel, optimizer_options(recipe.optimizer)
+    layers = network_layers(recipe, input_dim, num_pdfs)
+    # The model before an averaging, and MPI's own copy of it; those that the strategies keep.
+    averaging = 2 + 2 * parallel.overlap + 3 * (parallel.strategy == "bmuf") + 3 * (parallel.comm_dtype == "bfloat16")
+    return TrainingFootprint(
+        num_parameters(layers),
+        activation_floats(layers),
+        recipe.minibatch_size,
+        parameter_copies=3 + (options.momentum > 0) + (recipe.precision != "float32"),
+        averaging_copies=averaging if workers > 1 else 0,
+        natural_gradient_bytes=options.num_bytes(layers, recipe.minibatch_size),
+    )

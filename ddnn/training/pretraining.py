@@ -1,0 +1,480 @@
+"""RBM pretraining: a deep belief network (DBN) of RBMs, trained layer by layer as Kaldi nnet1's steps/nnet/pretrain_dbn.sh.
+
+All utterances of the training data are used, those held out for cross-validation too, as Kaldi does: no label is read.
+A pretraining dir holds
+
+recipe.yaml              the recipe as it was run
+metrics.jsonl            one JSON object a line: per RBM and epoch
+rbm1.safetensors, ...    the layers up to each RBM, once it is finished
+dbn.safetensors          all RBMs as hidden layers, once the last is finished
+checkpoints/             the state within an RBM, while it is trained
+
+An interrupted pretraining resumes to the same bits: what is random in an RBM depends on the recipe's seed, the layer
+and the worker's rank alone, and the state of the generator is in the checkpoint.
+
+With several workers each trains on its shard from the same RBM, and the workers average weights and biases after every
+`parallel.averaging_period` minibatches and after each epoch, by the averager that trains networks too: a worker whose
+RBM is not finite is excluded. Learning rates are not scaled; momentum stays with its worker. Rank 0 alone reads and
+writes the dir.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddnn.averaging.averager import NoAveraging, make_averager
+from ddnn.averaging.strategies import AveragingOptions
+from ddnn.data.batches import make_batch_loader
+from ddnn.data.dataset import FrameSubset
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.sampler import Sampler, SequentialSampler, ShuffledSampler
+from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, splice_only
+from ddnn.distributed.communicator import Communicator
+from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
+from ddnn.kaldi.nnet1 import read_nnet1
+from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
+from ddnn.nn.layers import Affine, mlp_layers, num_parameters
+from ddnn.nn.network import Network, Workspace
+from ddnn.nn.nnet1_conversion import from_nnet1
+from ddnn.nn.rbm import Cd1Options, Rbm, VisibleKind, cd1_step, init_rbm
+from ddnn.recipe.load import dump_recipe
+from ddnn.recipe.schema import AveragingConfig, CrossValidationConfig, NewbobConfig, PretrainConfig, Recipe, SgdConfig
+from ddnn.training.checkpoint import CheckpointHandle, TrainerState
+from ddnn.training.checkpoint_policy import CheckpointPolicy
+from ddnn.training.metrics import PretrainRow, throughput
+from ddnn.training.run_dir import RunDir
+from ddnn.training.run_status import DBN
+from ddnn.training.state import prefixed, unprefixed
+from ddnn.util.errors import DataError, DivergedError
+from ddnn.util.progress import frame_counter
+
+log = logging.getLogger(__name__)
+
+FRAMES_PER_BLOCK = 1024
+"""Frames per forward pass where only the mean of the outputs is wanted."""
+
+
+def epochs_for_rbm(config: PretrainConfig, index: int, frames: int) -> int:
+    """How often RBM `index` (0 is the lowest) sees the `frames` of the corpus, at least once.
+
+    From `epochs` (its last number serves all further RBMs), else from `hours` of speech: the Gaussian RBM twice as many.
+    """
+    if config.epochs is not None:
+        return config.epochs[min(index, len(config.epochs) - 1)]
+    return (2 if index == 0 else 1) * max(1, round(config.hours * FRAMES_PER_HOUR / frames))
+
+
+@dataclass
+class RbmProgress:
+    """Where the training of an RBM is, on this worker. Names as in `ddnn.training.state.TrainingProgress`."""
+
+    epoch: int = 0
+    minibatch: int = 0
+    num_minibatches: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class RbmTrainer:
+    """All parts of the training of one RBM on this worker.
+
+    Attributes:
+        index: of the RBM, from 0.
+        inputs: its visible units, a minibatch at a time.
+        averager: averages `rbm.parameters`.
+        error, frames: reconstruction error of the epoch under way on this worker, 0-dim float64, and its frames.
+        total_error, total_frames: of all finished epochs and workers.
+    """
+
+    index: int
+    rbm: Rbm
+    options: Cd1Options
+    generator: torch.Generator
+    inputs: HiddenRepresentation
+    averager: NoAveraging
+    checkpoints: CheckpointPolicy
+    run: RunDir
+    num_epochs: int
+
+    def __post_init__(self) -> None:
+        self.progress = RbmProgress()
+        self.error = torch.zeros((), dtype=torch.float64, device=self.rbm.parameters.device)
+        self.frames, self.total_error, self.total_frames = 0, 0.0, 0
+
+    def check_loss(self) -> None:
+        """Nothing: an epoch's error is checked at its end, and a Gaussian RBM checks each minibatch."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done."""
+        return self.progress.epoch >= self.num_epochs
+
+    def step(self, visible: Tensor) -> None:
+        """One minibatch of CD-1. Where other workers train on, a worker whose RBM is not finite waits for theirs."""
+        try:
+            self.error += cd1_step(self.rbm, visible, self.options, self.generator)
+        except DivergedError:
+            if not self.averager.excludes:
+                raise
+            self.rbm.parameters.fill_(math.nan)
+        else:
+            self.frames += len(visible)
+
+    def end_epoch(self) -> None:
+        """Averages the RBM over the workers and records the epoch's reconstruction error."""
+        self.averager.end_epoch()
+        comm, progress = self.averager.comm, self.progress
+        finite = math.isfinite(self.error.item())
+        sums = torch.tensor([self.error.item(), self.frames] if finite else [0.0, 0], dtype=torch.float64)
+        if not self.averager.excludes:
+            sums = torch.tensor([self.error.item(), self.frames], dtype=torch.float64)
+        error, frames = comm.all_gather(sums).sum(dim=0).tolist()
+        self.total_error, self.total_frames = self.total_error + error, self.total_frames + int(frames)
+        if not (math.isfinite(self.total_error) and frames):
+            key = "pretrain.learning_rate" if self.index else "pretrain.gaussian_learning_rate"
+            raise DivergedError(
+                f"the pretraining diverged: the reconstruction error of RBM {self.index + 1} is {error} in epoch "
+                f"{progress.epoch + 1}",
+                hint=f"lower {key}, now {self.options.rate:g}",
+            )
+        self.run.record(
+            PretrainRow(
+                rbm=self.index + 1,
+                epoch=progress.epoch + 1,
+                reconstruction_error=error / frames,
+                mean_reconstruction_error=self.total_error / self.total_frames,
+                guard_count=self.rbm.guard_count,
+                **throughput(int(frames), self.elapsed()),
+            )
+        )
+        self.error.zero_()
+        self.frames = 0
+        self.progress = RbmProgress(progress.epoch + 1)
+        self.run.set_status(epoch=self.progress.epoch, minibatch=0)
+
+    def begin_epoch(self) -> None:
+        """Starts the next epoch, or continues the one in which a checkpoint was written."""
+        progress = self.progress
+        self._clock_started = time.perf_counter() - progress.seconds
+        if progress.num_minibatches is None:
+            self.averager.begin_epoch(len(self.inputs))
+            progress.num_minibatches = len(self.inputs)
+
+    def epoch_batches(self) -> Iterator[Tensor]:
+        """The minibatches of the epoch that are still to be trained on: (frames, visible) float32 each."""
+        progress, size = self.progress, self.inputs.batch_size
+        total, number = progress.num_minibatches or 0, progress.epoch + 1
+        name = f"rbm {self.index + 1} epoch {number}/{self.num_epochs}"
+        with frame_counter(name, total * size, done=progress.minibatch * size) as bar:
+            for visible in self.inputs.epoch(10_000 * (self.index + 1) + number, skip=progress.minibatch):
+                yield visible
+                bar.update(len(visible))
+                self.run.set_progress(number - 1, progress.minibatch)
+
+    def elapsed(self) -> float:
+        """Seconds that the epoch under way has taken."""
+        return 0.0 if self.progress.num_minibatches is None else time.perf_counter() - self._clock_started
+
+    def capture(self) -> tuple[dict[str, Any], TrainerState]:
+        """Metadata and state for a checkpoint. Tensors of each rank: `rbm.*`, `generator` (its state, uint8),
+        `averager.*`, `sums` (4,) float64: error and frames of the epoch, error and frames of all epochs before."""
+        progress, rbm = self.progress, self.rbm
+        sums = [self.error.item(), self.frames, self.total_error, self.total_frames]
+        rank = {
+            "generator": self.generator.get_state(),
+            "sums": torch.tensor(sums, dtype=torch.float64),
+            **prefixed("rbm", rbm.state_dict()),
+            **prefixed("averager", self.averager.state_dict()),
+        }
+        metadata = {
+            "rbm": self.index + 1,
+            "epoch": progress.epoch,
+            "minibatch": progress.minibatch,
+            "num_minibatches": progress.num_minibatches,
+            "seconds": self.elapsed(),
+        }
+        return metadata, TrainerState({}, rank)
+
+    def restore(self, handle: CheckpointHandle) -> None:
+        """Restores the state within this RBM.
+
+        Raises:
+            DataError: the checkpoint does not fit.
+        """
+        metadata, rank = handle.metadata, handle.rank_state(self.averager.comm.rank)
+        try:
+            self.rbm.load_state_dict(unprefixed("rbm", rank))
+            self.generator.set_state(rank["generator"])
+            self.averager.load_state_dict(unprefixed("averager", rank))
+            error, frames, self.total_error, total_frames = rank["sums"].tolist()
+            self.error.fill_(error)
+            self.frames, self.total_frames = int(frames), int(total_frames)
+            self.progress = RbmProgress(
+                epoch=int(metadata["epoch"]),
+                minibatch=int(metadata["minibatch"]),
+                num_minibatches=None if metadata["num_minibatches"] is None else int(metadata["num_minibatches"]),
+                seconds=float(metadata["seconds"]),
+            )
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise DataError(f"the checkpoint does not fit this RBM: {error}", location=handle.path) from error
+
+
+def train_rbm(trainer: RbmTrainer) -> Rbm:
+    """Trains one RBM for its epochs. All workers run it together, each on its shard.
+
+    Raises:
+        DivergedError: the reconstruction error is not finite, or that of every worker.
+        TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written.
+    """
+    t = trainer
+    while not t.finished:
+        t.begin_epoch()
+        for visible in t.epoch_batches():
+            t.step(visible)
+            t.progress.minibatch += 1
+            t.averager.after_minibatch(len(visible))  # averages the RBMs when an interval is complete
+            t.checkpoints.after_minibatch(t)
+        t.end_epoch()
+        t.checkpoints.after_epoch(t)
+    return t.rbm
+
+
+class HiddenRepresentation:
+    """The visible units of an RBM: spliced, normalized frames, through the layers below it.
+
+    Args:
+        below: the layers below; none for the lowest RBM.
+        batches: of frames, on the device of `below`.
+    """
+
+    def __init__(self, below: AcousticModel, frames: FrameSubset, sampler: Sampler, comm: Communicator) -> None:
+        self.comm, self.batch_size = comm, sampler.batch_size
+        self.workspace = Workspace(below.network, sampler.batch_size) if below.network.layers else None
+        out = None if self.workspace is None else self.workspace.x
+        self.loader = make_batch_loader(
+            frames, below.transform, sampler, device=below.network.parameters.device, out=out
+        )
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Tensor]:
+        """(frames, visible) float32 each, valid until the next."""
+        for batch in self.loader.epoch(number, skip):
+            self.comm.watchdog.heartbeat()
+            yield batch.x if self.workspace is None else self.workspace.of(len(batch.x)).forward()
+
+
+def mean_activation(below: AcousticModel, frames: FrameSubset, comm: Communicator) -> Tensor:
+    """(visible,) mean activation of the units that the next RBM sees, over at most about 10,000 utterances."""
+    dataset = frames.dataset
+    total = torch.zeros(below.network.output_dim, dtype=torch.float64, device=frames.indices.device)
+    last = min(-(-STATISTICS_UTTERANCES // comm.world_size), len(dataset.utterances)) - 1
+    end = int(dataset.offsets[last] + dataset.num_frames[last])
+    chosen = FrameSubset(dataset, frames.indices[frames.indices < end])
+    for visible in HiddenRepresentation(below, chosen, SequentialSampler(chosen, FRAMES_PER_BLOCK), comm).epoch():
+        total += visible.sum(dim=0, dtype=torch.float64)
+    sums = torch.cat([total.cpu(), torch.tensor([len(chosen)], dtype=torch.float64)])
+    comm.all_reduce(sums)
+    return sums[:-1] / sums[-1]
+
+
+def pretrain_dbn(
+    recipe: Recipe,
+    frames: FrameSubset,
+    transform: InputTransform,
+    run: RunDir,
+    checkpoints: CheckpointPolicy,
+    comm: Communicator,
+) -> AcousticModel:
+    """Trains the RBMs that are not finished yet, and leaves each in the run dir. Collective.
+
+    Args:
+        frames: this worker's frames to train on, on the device to train on.
+        transform: splice and normalization, on the device.
+        run: a pretraining directory; on ranks other than 0 one that writes nothing.
+
+    Returns:
+        The DBN as a network of hidden layers behind the input transform it was trained with, the same on all workers.
+
+    Raises:
+        DataError: the run dir has RBMs for other features. DivergedError: an RBM diverged. UserError: the disk is full.
+        TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written.
+    """
+    device, num_rbms = frames.indices.device, recipe.model.hidden_layers
+    handle = checkpoints.store.latest()
+    features = FeatureConfig(recipe.data.cmvn, recipe.data.deltas)
+    dbn = AcousticModel(features, transform, Network((), torch.zeros(0, device=device)))
+    for index in range(num_rbms):
+        path = run.path / f"rbm{index + 1}.safetensors"
+        if comm.all_gather_object(comm.rank == 0 and path.exists())[0]:
+            finished = None
+            if comm.rank == 0:
+                finished = load_model(path).to(device)
+                finished.check_features(frames.dataset.dim, path)
+                log.info("rbm %d: finished before", index + 1)
+            dbn = broadcast_dbn(recipe, finished, frames.dataset.dim, device, comm, num_rbms=index + 1)
+            continue
+        trainer = make_rbm_trainer(recipe, index, frames, dbn, run, checkpoints, comm)
+        if handle is not None and handle.metadata.get("rbm") == index + 1:
+            trainer.restore(handle)
+        run.truncate_after_rbm(index, trainer.progress.epoch)
+        run.set_status(phase="pretraining", rbm=index + 1, num_rbms=num_rbms, epoch=trainer.progress.epoch)
+        checkpoints.begin(trainer)
+        with closing(trainer.averager), trainer.inputs.loader:
+            dbn = append_rbm(dbn, train_rbm(trainer))
+        checkpoints.end(comm)
+        if comm.rank == 0:
+            save_model(path, dbn)
+    run.finish(dbn)
+    return dbn
+
+
+def make_rbm_trainer(
+    recipe: Recipe,
+    index: int,
+    frames: FrameSubset,
+    below: AcousticModel,
+    run: RunDir,
+    checkpoints: CheckpointPolicy,
+    comm: Communicator,
+) -> RbmTrainer:
+    """RBM `index` on the outputs of the layers below it, untrained. Collective."""
+    config, device = recipe.pretrain, frames.indices.device
+    seed = (recipe.seed * 1_000_003 + 7919 * (index + 1)) % 2**63
+    generator = torch.Generator(device).manual_seed(seed)
+    visible = below.network.output_dim if index else below.transform.output_dim
+    mean = mean_activation(below, frames, comm) if index else None
+    kind: VisibleKind = "bernoulli" if index else "gauss"
+    rbm = init_rbm(visible, recipe.model.hidden_units, kind, generator, visible_mean=mean)
+    if comm.rank:  # another draw of the hidden units; an odd factor keeps the ranks apart
+        generator.manual_seed((seed + comm.rank * 2_654_435_761) % 2**63)
+    averaging = AveragingOptions(
+        averaging_period=recipe.parallel.averaging_period,
+        scale_learning_rate=False,
+        gpu_transport=recipe.parallel.gpu_transport,
+    )
+    sampler = ShuffledSampler(frames, config.minibatch_size, seed=recipe.seed, rank=comm.rank)
+    return RbmTrainer(
+        index=index,
+        rbm=rbm,
+        options=Cd1Options(
+            rate=config.learning_rate if index else config.gaussian_learning_rate,
+            l2=config.l2,
+            kaldi_momentum=config.kaldi_momentum,
+        ),
+        generator=generator,
+        inputs=HiddenRepresentation(below, frames, sampler, comm),
+        averager=make_averager(averaging, comm, rbm, rbm, config.minibatch_size),
+        checkpoints=checkpoints,
+        run=run,
+        num_epochs=epochs_for_rbm(config, index, int(sum(comm.all_gather_object(len(frames))))),
+    )
+
+
+def append_rbm(below: AcousticModel, rbm: Rbm) -> AcousticModel:
+    """The DBN with the RBM as its last hidden layer."""
+    hidden, visible = rbm.weight.shape
+    layers = (*below.network.layers, Affine(visible, hidden, "sigmoid"))
+    parameters = torch.cat([below.network.parameters, rbm.weight.flatten(), rbm.hidden_bias])
+    return AcousticModel(below.features, below.transform, Network(layers, parameters))
+
+
+def broadcast_dbn(
+    recipe: Recipe, dbn: AcousticModel | None, dim: int, device: torch.device, comm: Communicator, num_rbms: int
+) -> AcousticModel:
+    """Rank 0's DBN of `num_rbms` RBMs, on every worker. Collective; the others give None.
+
+    Args:
+        dim: of the features, before they are spliced.
+    """
+    if comm.world_size == 1 and dbn is not None:
+        return dbn
+    model, transform = recipe.model, splice_only(dim, recipe.data.splice)
+    layers = mlp_layers(transform.output_dim, num_rbms, model.hidden_units, 1, model.activation)[:-1]
+    sizes = [num_parameters(layers), transform.output_dim, transform.output_dim]
+    flat = torch.zeros(sum(sizes))
+    if dbn is not None:
+        parts = torch.split(flat, sizes)
+        parts[0].copy_(dbn.network.parameters)
+        if dbn.transform.shift is not None and dbn.transform.scale is not None:
+            parts[1].copy_(dbn.transform.shift)
+            parts[2].copy_(dbn.transform.scale)
+    comm.broadcast(flat)
+    parameters, shift, scale = (part.to(device) for part in torch.split(flat, sizes))
+    if recipe.data.normalize:
+        transform = replace(transform, shift=shift, scale=scale)
+    return AcousticModel(FeatureConfig(recipe.data.cmvn, recipe.data.deltas), transform, Network(layers, parameters))
+
+
+def pretraining_recipe(recipe: Recipe) -> str:
+    """recipe.yaml of a pretraining directory: only what its RBMs depend on."""
+    workers = recipe.parallel.workers if recipe.parallel.pretrain_data == "sharded" else 1
+    read = recipe.model_copy(
+        update={
+            "data": recipe.data.model_copy(update={"cv": CrossValidationConfig()}),
+            "parallel": AveragingConfig(
+                workers=workers, averaging_period=recipe.parallel.averaging_period if workers > 1 else 10
+            ),
+            "optimizer": SgdConfig(),
+            "schedule": NewbobConfig(),
+            "minibatch_size": recipe.pretrain.minibatch_size,
+        }
+    )
+    return dump_recipe(read)
+
+
+def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
+    """A finished DBN: a pretraining dir, or Kaldi's `N.dbn` with `pretrain.feature_transform`.
+
+    Raises:
+        DataError: unfinished, damaged, or not of the recipe's layers, splice and feature pipeline.
+    """
+    dbn = _read_dbn(recipe, source)
+    model, splice = recipe.model, recipe.data.splice
+    for key, found, expected in (
+        (
+            "model",
+            _describe([(layer.output_dim, layer.label) for layer in dbn.network.layers]),
+            _describe([(model.hidden_units, model.activation)] * model.hidden_layers),
+        ),
+        ("data.splice", dbn.transform.offsets, tuple(range(-splice, splice + 1))),
+        ("data.cmvn and data.deltas", dbn.features, FeatureConfig(recipe.data.cmvn, recipe.data.deltas)),
+        ("data.normalize", dbn.transform.scale is not None, recipe.data.normalize),
+    ):
+        if found != expected:
+            raise DataError(
+                f"the DBN was trained with {found}, the recipe has {expected}",
+                location=source,
+                hint=f"set {key} to what the DBN was trained with",
+            )
+    return dbn
+
+
+def _describe(layers: Sequence[tuple[int, str]]) -> str:
+    return ", ".join(f"{units} {activation}" for units, activation in layers)
+
+
+def _read_dbn(recipe: Recipe, source: Path) -> AcousticModel:
+    if source.is_dir():
+        if not (source / DBN).exists():
+            raise DataError(
+                f"there is no {DBN}: no pretraining has finished here",
+                location=source,
+                hint="let ddnn pretrain finish: started again with the same recipe, it resumes",
+            )
+        return load_model(source / DBN)
+    front = recipe.pretrain.feature_transform
+    components = read_nnet1(front) if front is not None else ()
+    features = FeatureConfig(recipe.data.cmvn, recipe.data.deltas)
+    return from_nnet1(read_nnet1(source), components, location=source, features=features)

@@ -1,0 +1,401 @@
+"""The run directory of a training or pretraining: its files, lock, log and status.
+
+recipe.yaml              the recipe as it was run: includes and --set resolved
+train.log                the log; its lock keeps a second process out
+status.json              what the run is doing, or how it ended: `RunStatus`
+metrics.jsonl            one JSON object a line: `ddnn.training.metrics`
+job.sh, .json, .out      of a Slurm job: its script, its number, what it printed
+
+training:
+best.safetensors         the best network so far
+checkpoints/             what --resume needs; removed when the training has finished
+pretrain/                the RBMs, if the training trains them itself: a pretraining directory without lock and log
+final.safetensors        the trained model
+ali_train_pdf.counts     frames per pdf of the training alignment, for the priors
+
+pretraining:
+rbm1.safetensors, ...    each RBM as soon as it is trained
+dbn.safetensors          all of them as hidden layers
+submitted_recipe.yaml    of a Slurm job: the recipe with all sections
+
+The run directory itself may be a symbolic link. A link in place of one of these files is refused, since a run directory
+may come from a stranger and must not lead a training to write elsewhere.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddnn.distributed.communicator import Communicator
+from ddnn.kaldi.alignments import write_pdf_counts
+from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
+from ddnn.training.checkpoint import CheckpointStore
+from ddnn.training.metrics import EventRow, MetricsRow, WorkerRow
+from ddnn.training.metrics_writer import MetricsWriter
+from ddnn.training.run_status import (
+    BEST,
+    CHECKPOINTS,
+    DBN,
+    FINAL,
+    LOG,
+    MAX_MESSAGE,
+    METRICS,
+    PDF_COUNTS,
+    PRETRAIN,
+    RECIPE,
+    TEMPORARY,
+    Kind,
+    RunError,
+    RunStatus,
+    State,
+    check_contents,
+    check_run_dir,
+    read_run_status,
+    resume_command,
+    write_run_status,
+)
+from ddnn.util.errors import DataError, DivergedError, UserError
+from ddnn.util.files import (
+    FileLock,
+    ensure_directory,
+    fsync_directory,
+    open_for_append,
+    write_text,
+)
+
+log = logging.getLogger(__name__)
+
+STATUS_SECONDS = 2.0
+"""Between two updates of status.json within an epoch."""
+
+
+class RunDir:
+    """A run directory that this process writes. With several workers that is rank 0; the others have a `NullRunDir`.
+
+    Attributes:
+        status: as last written to status.json.
+        previous: the status that an earlier process left; None where there is none, or it cannot be read.
+    """
+
+    def __init__(self, path: Path, kind: Kind = "training", parent: RunDir | None = None) -> None:
+        """See `open`. With a `parent`, the directory of the RBMs that a training trains: lock, log and status are the
+        training's."""
+        self.path, self.kind, self._parent = path, kind, parent
+        now = time.time()
+        self.status = RunStatus(
+            kind=kind, pid=os.getpid(), host=socket.gethostname(), slurm_job=os.environ.get("SLURM_JOB_ID"),
+            started=now, updated=now,
+        )  # fmt: skip
+        self._metrics = MetricsWriter(path / METRICS)
+        self._lock: FileLock | None = None
+        self._log: _RunLog | None = None
+        self._failed: set[str] = set()
+        self._progress_written = 0.0
+        self.previous: RunStatus | None = None
+
+    @classmethod
+    def open(cls, path: Path, kind: Kind = "training", *, resume: bool = False, recipe: str = "") -> RunDir:
+        """Creates the directory, or takes one in which no training has begun or which is to be resumed; locks it, and
+        sends the log of `ddnn` to train.log until `close`. Arguments as of `check_run_dir`.
+
+        Raises:
+            UserError: as of `check_run_dir`; another process holds the lock; it cannot be written.
+        """
+        check_run_dir(path, kind, resume=resume, recipe=recipe)
+        ensure_directory(path)
+        run = cls(path, kind)
+        run._acquire_lock()
+        try:
+            check_contents(path, kind, resume, recipe)  # what another run did until it released the lock
+            run._open_log(append=resume or kind == "pretraining")
+            for name in [p.name for p in path.iterdir() if TEMPORARY.fullmatch(p.name)]:
+                with suppress(OSError):  # left by a process that was killed while it wrote
+                    (path / name).unlink()
+            with suppress(DataError):
+                run.previous = read_run_status(path)
+            run.set_status(num_restarts=run.previous.num_restarts if run.previous is not None else 0)
+            if kind == "pretraining":
+                run.write_recipe(recipe)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def _acquire_lock(self) -> None:
+        self._lock = FileLock(self.path / LOG)
+        try:
+            if not self._lock.acquire(timeout=0.2):
+                log.warning("%s: this file system has no locks; nobody notices a second run in this run dir", self.path)
+        except BlockingIOError as error:
+            raise UserError(
+                "another run is in progress in this run dir",
+                location=self.path,
+                hint="wait for it or end it. If its machine is gone and the file system keeps the lock: "
+                f"cp -p {LOG} t && mv t {LOG}",
+            ) from error
+        except OSError as error:
+            raise UserError(f"cannot write or lock {LOG}: {error.strerror}", location=self.path) from error
+
+    def _open_log(self, append: bool) -> None:
+        try:
+            self._log = _RunLog(self.path / LOG, append)
+        except OSError as error:
+            raise UserError(f"cannot write {LOG}: {error.strerror}", location=self.path) from error
+        logging.getLogger("ddnn").addHandler(self._log)
+
+    def pretraining(self, recipe: str) -> RunDir:
+        """The directory `pretrain` for the RBMs of this training, new or to be resumed.
+
+        Raises:
+            UserError: as of `check_run_dir`.
+        """
+        path = self.path / PRETRAIN
+        check_contents(path, "pretraining", True, recipe)
+        ensure_directory(path)
+        run = RunDir(path, "pretraining", self)
+        run.write_recipe(recipe)
+        return run
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trained model, or all RBMs, are there."""
+        return (self.path / (FINAL if self.kind == "training" else DBN)).exists()
+
+    def set_status(self, *, sync: bool = True, **fields: Any) -> None:
+        """Changes fields of `status` and writes status.json. If it cannot be written that is logged once."""
+        if self._parent is not None:
+            self._parent.set_status(sync=sync, **fields)
+            return
+        assert fields.keys() <= RunStatus.model_fields.keys(), fields
+        self.status = self.status.model_copy(update={**fields, "updated": time.time()})
+        self._tolerate_full_disk(lambda: write_run_status(self.path, self.status, sync=sync))
+
+    def set_progress(self, epoch: int, minibatch: int) -> None:
+        """Says how far the training is, at most every `STATUS_SECONDS`; cheap enough to be called at each minibatch."""
+        now = time.monotonic()
+        if now - self._progress_written >= STATUS_SECONDS:
+            self._progress_written = now
+            self.set_status(sync=False, epoch=epoch, minibatch=minibatch)
+
+    def _tolerate_full_disk(self, write: Callable[[], None]) -> None:
+        """Calls `write`; what it cannot write is logged once for each message."""
+        try:
+            write()
+        except UserError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            if error.message not in self._failed:
+                log.warning("%s in %s: the training continues and tries again", error.message, self.path)
+            self._failed.add(error.message)
+
+    def write_recipe(self, text: str) -> None:
+        """Writes the resolved recipe."""
+        write_text(self.path / RECIPE, text)
+
+    def write_pdf_counts(self, pdf_counts: NDArray[np.integer[Any]]) -> None:
+        """Writes the frames of each pdf, (num_pdfs,)."""
+        write_pdf_counts(self.path / PDF_COUNTS, pdf_counts)
+
+    def record(self, row: MetricsRow) -> None:
+        """Logs a row and appends it to metrics.jsonl; if the disk is full, as soon as there is space."""
+        text = row.as_text()
+        if text:
+            log.log(logging.WARNING if isinstance(row, WorkerRow) else logging.INFO, text)
+        self._metrics.write(row)
+        if isinstance(row, EventRow) and row.event == "restarted":
+            self.set_status(num_restarts=self.status.num_restarts + 1)
+
+    def flush(self) -> None:
+        """Before a checkpoint: pending rows are tried again, and all rows are flushed to the disk if possible."""
+        with suppress(UserError):  # that it is not possible has been logged
+            self._metrics.flush()
+
+    def truncate_metrics(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Removes the first row that is not to be kept from metrics.jsonl, and all after it: they are trained again.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self._metrics.truncate(keep)
+
+    def truncate_after(self, epoch: int) -> None:
+        """Removes the rows of later epochs; -1 removes all."""
+        self.truncate_metrics(lambda row: type(row.get("epoch")) is not int or row["epoch"] <= epoch)
+
+    def truncate_after_rbm(self, rbm: int, epochs: int = 0) -> None:
+        """Removes the rows of later RBMs than `rbm`, but for the first `epochs` epochs of the next one."""
+        self.truncate_metrics(
+            lambda row: (
+                type(row.get("rbm")) is not int
+                or row["rbm"] <= rbm
+                or (row["rbm"] == rbm + 1 and type(row.get("epoch")) is int and row["epoch"] <= epochs)
+            )
+        )
+
+    def save_best(self, model: AcousticModel) -> None:
+        """Saves the best network so far. A full disk is only logged.
+
+        Raises:
+            UserError: the network has values that are not finite.
+        """
+        self._tolerate_full_disk(lambda: save_model(self.path / BEST, model))
+
+    def finish(self, model: AcousticModel) -> None:
+        """Writes the trained model (of a pretraining: all RBMs as hidden layers), then removes what only a resume needs.
+
+        Raises:
+            UserError: it cannot be written, or rows of metrics.jsonl cannot.
+        """
+        try:
+            self._metrics.flush()
+            save_model(self.path / (FINAL if self.kind == "training" else DBN), model)
+        except UserError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            whole = self._parent or self
+            hint = f"free disk space or quota, then resume: {resume_command(whole.path, whole.kind)}"
+            raise UserError(error.message, location=error.location, hint=hint) from error
+        fsync_directory(self.path)
+        with suppress(OSError):
+            (self.path / BEST).unlink(missing_ok=True)
+        CheckpointStore.remove_all(self.path / CHECKPOINTS)
+        if self._parent is None:
+            self.set_status(state="finished", minibatch=0, num_minibatches=None)
+
+    def close(self, error: BaseException | None = None, message: str | None = None) -> None:
+        """Records how the run ended, ends the log and releases the lock. A second call does nothing.
+
+        Args:
+            error: what ended it: a `DivergedError`, SystemExit or KeyboardInterrupt after a signal, or any failure.
+            message: to record in place of the error's own.
+        """
+        if error is not None and self._log is not None:
+            text = message or str(error) or type(error).__name__
+            message = message or (error.message if isinstance(error, UserError) else text)
+            hint = error.hint if isinstance(error, UserError) else None
+            state = _state_after(error)
+            self.set_status(
+                state=state, error=RunError(type=type(error).__name__, message=message[:MAX_MESSAGE], hint=hint)
+            )
+            record = {"msg": f"{state}: {text}", "levelno": logging.ERROR, "levelname": "ERROR"}
+            self._log.handle(logging.makeLogRecord(record))  # only here: the command line tells the person
+        if self._log is not None:
+            logging.getLogger("ddnn").removeHandler(self._log)
+            self._log.close()
+            self._log = None
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _state_after(error: BaseException) -> State:
+    if isinstance(error, DivergedError):
+        return "diverged"
+    return "interrupted" if isinstance(error, (SystemExit, KeyboardInterrupt)) else "failed"
+
+
+class NullRunDir(RunDir):
+    """The run directory of the ranks that write nothing."""
+
+    def set_status(self, *, sync: bool = True, **fields: Any) -> None: ...
+    def set_progress(self, epoch: int, minibatch: int) -> None: ...
+    def write_recipe(self, text: str) -> None: ...
+    def write_pdf_counts(self, pdf_counts: NDArray[np.integer[Any]]) -> None: ...
+    def record(self, row: MetricsRow) -> None: ...
+    def flush(self) -> None: ...
+    def truncate_metrics(self, keep: Callable[[dict[str, Any]], bool]) -> None: ...
+    def save_best(self, model: AcousticModel) -> None: ...
+    def finish(self, model: AcousticModel) -> None: ...
+    def close(self, error: BaseException | None = None, message: str | None = None) -> None: ...
+
+    def pretraining(self, recipe: str) -> RunDir:
+        """The same for the RBMs."""
+        return NullRunDir(self.path / PRETRAIN, "pretraining")
+
+
+def open_run_dir(
+    path: Path, comm: Communicator, kind: Kind = "training", *, resume: bool = False, recipe: str = ""
+) -> RunDir:
+    """`RunDir.open` on rank 0, a `NullRunDir` on the others. Collective: what rank 0 is refused, all are.
+
+    Raises:
+        UserError: as of `RunDir.open`; on all ranks.
+    """
+    run: RunDir = NullRunDir(path, kind)
+    refused: list[str | None] | None = None
+    if comm.rank == 0:
+        try:
+            run = RunDir.open(path, kind, resume=resume, recipe=recipe)
+            run.set_status(world_size=comm.world_size)
+        except UserError as error:
+            refused = [error.message, error.location, error.hint]
+    refused = comm.all_gather_object(refused)[0]
+    if refused is not None:
+        raise UserError(refused[0] or "", location=refused[1], hint=refused[2])
+    return run
+
+
+class _RunLog(logging.FileHandler):
+    """The log as a file. That it cannot be written is printed once: no reason to end a training of days."""
+
+    failed = False
+
+    def __init__(self, path: Path, append: bool) -> None:
+        """Opens the file. If it is appended to, a last line that was cut off is ended.
+
+        Raises:
+            UserError: it is not a regular file. OSError: it cannot be opened.
+        """
+        super().__init__(path, mode="a", encoding="utf-8", errors="backslashreplace")
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        assert self.stream is not None
+        descriptor = self.stream.fileno()
+        with suppress(OSError):  # no space for the line break
+            size = os.fstat(descriptor).st_size
+            if not append:
+                os.ftruncate(descriptor, 0)
+            elif size and os.pread(descriptor, 1, size - 1) != b"\n":
+                os.write(descriptor, b"\n")
+
+    def _open(self) -> io.TextIOWrapper:
+        descriptor = open_for_append(Path(self.baseFilename))
+        return open(descriptor, "a", encoding=self.encoding, errors=self.errors)  # noqa: PTH123 (a descriptor)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called if a line could not be written; logging's own prints a traceback for each."""
+        if not self.failed:
+            self.failed = True
+            print(f"ddnn: lines of {self.baseFilename} are lost: {sys.exc_info()[1]}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Closes the file; what finds no space is lost."""
+        with suppress(OSError):
+            super().close()
+
+
+def load_run(path: Path) -> AcousticModel:
+    """The final model of a run directory.
+
+    Raises:
+        DataError: no run directory, no final model in it yet, or a damaged one.
+    """
+    if not path.is_dir():
+        raise DataError("there is no such run dir", location=path, hint="name the --run-dir of a finished training")
+    if not (path / FINAL).exists() and (path / RECIPE).exists():
+        raise DataError(
+            f"this training has not finished: there is no {FINAL}",
+            location=path,
+            hint=f"let it finish first, or resume it: {resume_command(path)}; its best network so far is in {BEST}",
+        )
+    return load_model(path / FINAL)

@@ -1,0 +1,204 @@
+"""What programs need of a run directory that do not hold it: the names of its files, status.json, and whether a run may
+begin in it. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ddnn.util.errors import DataError, UserError
+from ddnn.util.files import atomic_write, is_locked, read_bytes_limited, require_kind
+
+RECIPE = "recipe.yaml"
+LOG = "train.log"
+STATUS = "status.json"
+METRICS = "metrics.jsonl"
+BEST = "best.safetensors"
+FINAL = "final.safetensors"
+PDF_COUNTS = "ali_train_pdf.counts"
+CHECKPOINTS = "checkpoints"
+PRETRAIN = "pretrain"
+DBN = "dbn.safetensors"
+JOB_SCRIPT, JOB_RECORD, JOB_OUTPUT, JOB_RECIPE = "job.sh", "job.json", "job.out", "submitted_recipe.yaml"
+
+FILES = (RECIPE, LOG, STATUS, METRICS, BEST, FINAL, PDF_COUNTS)
+_JOB_FILES = {JOB_SCRIPT, JOB_RECORD, JOB_OUTPUT, JOB_RECIPE}
+_BEFORE_TRAINING = {RECIPE, LOG, STATUS, PRETRAIN, PDF_COUNTS}
+TEMPORARY = re.compile(rf"\.(?:{'|'.join(map(re.escape, (*FILES, DBN)))}|rbm\d+\.safetensors)\.tmp\d+")
+"""Names under which these files are written."""
+_MAX_STATUS_BYTES = 1 << 20
+MAX_MESSAGE = 2000
+"""Characters of an error."""
+
+Kind = Literal["training", "pretraining"]
+State = Literal["running", "finished", "interrupted", "diverged", "failed"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class RunError(_Part):
+    """Why a run ended; `type` is the exception's, or the signal's."""
+
+    type: str
+    message: str
+    hint: str | None = None
+
+
+class RunStatus(_Part):
+    """status.json: what the process that holds the run directory does, or how it ended.
+
+    Attributes:
+        state: "running" is true only while train.log is locked; after that the process was killed.
+        phase: starting, pretraining or training.
+        epoch: finished epochs (of a pretraining: those over `rbm`); minibatch: finished ones of the next epoch, as of
+            the last update.
+        rbm, num_rbms: the RBM in training, from 1.
+        started, updated: seconds since 1970.
+        num_restarts: by the launcher, each an event in metrics.jsonl.
+    """
+
+    schema_version: Literal[1] = 1
+    kind: Kind
+    state: State = "running"
+    phase: str = "starting"
+    pid: int
+    host: str
+    slurm_job: str | None = None
+    world_size: int = 1
+    epoch: int = 0
+    max_epochs: int | None = None
+    minibatch: int = 0
+    num_minibatches: int | None = None
+    rbm: int | None = None
+    num_rbms: int | None = None
+    started: float
+    updated: float
+    num_restarts: int = 0
+    error: RunError | None = None
+
+
+def read_run_status(run_dir: Path) -> RunStatus | None:
+    """The status of a run directory; None if it has none.
+
+    Raises:
+        DataError: status.json is damaged, or of another version.
+    """
+    path = run_dir / STATUS
+    if not path.exists():
+        return None
+    try:
+        return RunStatus.model_validate_json(read_bytes_limited(path, _MAX_STATUS_BYTES))
+    except OSError as error:
+        raise DataError(f"cannot read: {error.strerror}", location=path) from error
+    except (ValidationError, ValueError) as error:
+        raise DataError("damaged, or written by another version of ddnn", location=path) from error
+
+
+def write_run_status(run_dir: Path, status: RunStatus, *, sync: bool = True) -> None:
+    """Replaces status.json atomically; with `sync` it is on the disk afterwards.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with atomic_write(run_dir / STATUS, sync=sync) as handle:
+        handle.write(status.model_dump_json(indent=1).encode() + b"\n")
+
+
+def record_failure(run_dir: Path, message: str, since: float) -> None:
+    """Records why a run ended whose rank 0 could not: another worker failed or was killed. For the launcher.
+
+    Args:
+        since: seconds since 1970; a status of an earlier process stays.
+    """
+    with suppress(UserError):
+        status = read_run_status(run_dir)
+        if status is None or status.started < since or status.state not in ("running", "interrupted"):
+            return
+        if is_locked(run_dir / LOG) is not True:
+            error = RunError(type="WorkerError", message=message[:MAX_MESSAGE])
+            write_run_status(
+                run_dir, status.model_copy(update={"state": "failed", "error": error, "updated": time.time()})
+            )
+
+
+def resume_command(run_dir: Path, kind: Kind = "training") -> str:
+    """The command that resumes a run."""
+    path = shlex.quote(str(run_dir))
+    if kind == "training":
+        return f"ddnn train {path} --resume"
+    return f"ddnn pretrain {shlex.quote(str(run_dir / RECIPE))} --run-dir {path}"
+
+
+def is_job_file(name: str) -> bool:
+    """Whether a file belongs to the Slurm job of a run directory; also its record while that is being written, as it
+    may be at the moment when the job begins."""
+    return name in _JOB_FILES or name.startswith((f".{JOB_RECORD}.tmp", f".{JOB_RECIPE}.tmp"))
+
+
+def check_run_dir(path: Path, kind: Kind = "training", *, resume: bool = False, recipe: str = "") -> None:
+    """Whether a run may begin in this directory, or resume. Changes nothing.
+
+    Args:
+        resume: of a training: accept a directory in which a training has begun. A pretraining always resumes.
+        recipe: of a pretraining: text of its recipe.yaml, which one that has begun must have.
+
+    Raises:
+        UserError: it holds something else, or a link in place of a file of ours, or another process is running in it.
+    """
+    if is_locked(path / LOG) is True:
+        raise UserError("another run is in progress in this run dir", location=path, hint="wait for it, or end it")
+    check_contents(path, kind, resume, recipe)
+
+
+def check_contents(path: Path, kind: Kind, resume: bool, recipe: str) -> None:
+    """`check_run_dir` without a look at the lock, for the process that holds it."""
+    if path.exists() and not path.is_dir():
+        raise UserError("the run dir is a file", location=path, hint="name a directory that does not exist yet")
+    try:
+        names = {p.name for p in path.iterdir() if not is_job_file(p.name)} if path.exists() else set()
+        names -= {name for name in names if TEMPORARY.fullmatch(name)}
+        for name in names & {*FILES, PRETRAIN, CHECKPOINTS, DBN}:
+            require_kind(path / name, "directory" if name in (PRETRAIN, CHECKPOINTS) else "file")
+        if CHECKPOINTS in names and not any((path / CHECKPOINTS).iterdir()):
+            names.remove(CHECKPOINTS)
+        if kind == "training":
+            _check_training(path, names, resume)
+        elif names - {LOG, STATUS} and (RECIPE not in names or _text(path / RECIPE) != recipe):
+            raise UserError(
+                "the directory exists already and holds no pretraining with the same data, model, pretrain and seed",
+                location=path,
+                hint="name another --run-dir, or remove this one if it is not needed; pretrain.dbn takes finished RBMs",
+            )
+    except OSError as error:
+        raise UserError(f"cannot look into the run dir: {error.strerror}", location=path) from error
+
+
+def _text(path: Path) -> str:
+    return read_bytes_limited(path, 64 << 20).decode("utf-8", "replace")
+
+
+def _check_training(path: Path, names: set[str], resume: bool) -> None:
+    if not names - _BEFORE_TRAINING:
+        return
+    begun = {RECIPE, LOG} <= names
+    if not resume:
+        raise UserError(
+            "the run dir exists already and is not empty",
+            location=path,
+            hint=("resume it with --resume; else " if begun else "")
+            + "name another directory, or remove this one if it is not needed",
+        )
+    if not begun:
+        raise UserError(
+            f"the directory is not empty and not a run dir of a training: there is no {RECIPE} with a {LOG}",
+            location=path,
+            hint="name the --run-dir of the training to resume",
+        )

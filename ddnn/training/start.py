@@ -1,0 +1,164 @@
+"""What `ddnn train` and `ddnn pretrain` do before there are workers: which run dir, and whether there is work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddnn.distributed.launcher import run_distributed
+from ddnn.recipe.load import load_recipe
+from ddnn.training.run_status import (
+    BEST,
+    CHECKPOINTS,
+    DBN,
+    FINAL,
+    LOG,
+    METRICS,
+    PRETRAIN,
+    RECIPE,
+    Kind,
+    record_failure,
+    resume_command,
+)
+from ddnn.util.errors import UserError
+from ddnn.util.files import is_locked
+
+
+def start_training(
+    recipe: Path,
+    run_dir: Path | None,
+    settings: Sequence[str],
+    workers: int | None,
+    device: str,
+    resume: bool,
+) -> str | None:
+    """`ddnn train`, on as many workers as the recipe says; what to tell where there was nothing to do.
+
+    Args:
+        recipe: the recipe; to go on, also the run dir, which has its own.
+        run_dir: where everything goes; exp/NAME OF THE RECIPE where None.
+        settings: as given to --set.
+        workers: as given to --workers.
+
+    Raises:
+        UserError: anything that the user has to fix.
+    """
+    if recipe.is_dir() and not resume and (recipe / RECIPE).is_file():
+        raise UserError("this is a run dir, no recipe", location=recipe, hint="resume it with --resume")
+    if recipe.is_dir() and resume:
+        run_dir, recipe = run_dir or recipe, recipe / RECIPE
+        if not recipe.is_file():
+            raise UserError(
+                f"there is no {RECIPE}", location=run_dir, hint="name a recipe, or the run dir of a training"
+            )
+    settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
+    loaded = load_recipe(recipe, settings)
+    location = run_dir or Path("exp", recipe.stem)
+    if resume and (location / FINAL).exists():
+        return f"{location}: this training has finished: {location / FINAL}"
+    # A run dir in which another training has begun is refused by the first attempt, or by one that follows its death.
+    begun = any((location / name).exists() for name in (METRICS, BEST, FINAL, CHECKPOINTS))
+    arguments = worker_argv("train", recipe, location, settings, device, *(["--resume"] if resume else []))
+
+    def work(comm: Any) -> None:
+        from ddnn.training.job import run_training
+
+        run_training(loaded, location, device, comm, resume=resume)
+
+    def restart_arguments() -> list[str]:
+        if begun and not resume:
+            return arguments
+        if (location / RECIPE).is_file():  # resolved; the other file may have been edited meanwhile
+            return worker_argv("train", location / RECIPE, location, (), device, "--resume")
+        return worker_argv("train", recipe, location, settings, device, "--resume")
+
+    run_distributed(
+        loaded.parallel.workers,
+        arguments,
+        work,
+        restart_arguments=restart_arguments,
+        max_restarts=loaded.parallel.max_restarts,
+        run=_Run(location, "training"),
+    )
+    return None
+
+
+class _Run:
+    """What the launcher asks about a run dir, or the dir of a pretraining."""
+
+    def __init__(self, path: Path, kind: Kind) -> None:
+        self.path, self.kind = path, kind
+        self.result = FINAL if kind == "training" else DBN  # written last
+        self._before = _file_signature(path / self.result)
+        self._started = time.time()
+
+    def newest_checkpoint(self) -> object:
+        """Number of the newest checkpoint, and which RBMs are finished."""
+        found = []
+        for directory in (self.path, self.path / PRETRAIN):
+            numbers = [int(path.name) for path in (directory / CHECKPOINTS).glob("[0-9]*") if path.name.isdigit()]
+            rbms = sorted(path.name for path in directory.glob("rbm*.safetensors"))
+            found.append((max(numbers, default=0), rbms))
+        return found if found != [(0, []), (0, [])] else None
+
+    def is_locked(self) -> bool:
+        return is_locked(self.path / LOG) is True
+
+    def is_complete(self) -> bool:
+        return _file_signature(self.path / self.result) not in (None, self._before)
+
+    def record_failure(self, message: str) -> None:
+        record_failure(self.path, message, self._started)
+
+    def failure_hint(self) -> str | None:
+        if self.newest_checkpoint() is None:
+            return None
+        return f"the last checkpoint is valid; resume with: {resume_command(self.path, self.kind)}"
+
+
+def _file_signature(path: Path) -> tuple[int, int] | None:
+    """By which a file that was written again is known; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def start_pretraining(
+    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str
+) -> None:
+    """`ddnn pretrain`, on as many workers as the recipe says.
+
+    Raises:
+        UserError: anything that the user has to fix.
+    """
+    settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
+    loaded = load_recipe(recipe, settings)
+    location = run_dir or Path("exp", f"{recipe.stem}-rbm")
+
+    arguments = worker_argv("pretrain", recipe, location, settings, device)
+
+    def work(comm: Any) -> None:
+        from ddnn.training.job import run_pretraining
+
+        run_pretraining(loaded, location, device, comm)
+
+    run_distributed(
+        loaded.parallel.workers,
+        arguments,
+        work,
+        max_restarts=loaded.parallel.max_restarts,
+        run=_Run(location, "pretraining"),
+    )
+
+
+def worker_argv(
+    command: str, recipe: Path, run_dir: Path, settings: Sequence[str], device: str, *options: str
+) -> list[str]:
+    """The command line of one of several workers."""
+    set_options = [word for setting in settings for word in ("--set", setting)]
+    # Behind --, so that a name that begins with a dash is no option.
+    return [command, "--run-dir", str(run_dir), "--device", device, *options, *set_options, "--", str(recipe)]

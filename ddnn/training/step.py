@@ -1,0 +1,269 @@
+"""One training step: forward, loss, backward, update; and the same as one CUDA graph.
+
+A step of SGD on a GPU is some sixty kernels, short ones among them; launched one by one, the host is slower than the
+device. A graph holds them all and is launched at once. The eager step is the reference, and what runs wherever a graph
+does not: on a CPU, where gradients are averaged, in the steps of NG-SGD that have work for the host, and where a graph
+could not be captured or, in the first minibatches on the real device, gave something else.
+
+What a graph fixes: the addresses of all tensors (so a minibatch is copied into the graph's own) and the learning rate
+(so the step is captured again when that changes, once an epoch at most).
+
+Not yet seen on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ddnn.data.batches import Batch
+from ddnn.nn.network import Network, Workspace
+from ddnn.optim.sgd import Sgd
+
+log = logging.getLogger(__name__)
+
+Result = tuple[Tensor, Tensor]
+"""Summed loss and number of correctly classified frames, 0-dim, on the device. A graph's are overwritten by the
+next."""
+Step = Callable[[Batch, float], Result]
+"""Minibatch, learning rate -> result; changes parameters and optimizer."""
+
+WARM_UP = 3
+"""Steps on the capturing stream before a capture: libraries take their memory then."""
+VERIFIED = 16
+"""Minibatches of the check. NG-SGD has its first two steps without work for the host among them."""
+LOSS_TOLERANCE, CHANGE_TOLERANCE = 1e-3, 2e-2
+"""How far the graph's losses, and its change of the parameters, may be from the eager step's, relative to them. Both
+run the same kernels; a library may choose another one for a product on another stream."""
+
+
+class EagerStep:
+    """Forward, cross-entropy, backward and update, one operation after another.
+
+    Args:
+        workspace: of the network that is trained; where minibatches are put (`Workspace.x`).
+        optimizer: of the same network.
+        average: see `Sgd.step`.
+    """
+
+    def __init__(self, workspace: Workspace, optimizer: Sgd, average: Callable[[Tensor], None] | None = None) -> None:
+        self.workspace, self.optimizer, self.average = workspace, optimizer, average
+
+    def __call__(self, batch: Batch, lr: float) -> Result:
+        """As `Step`. The minibatch is best in `workspace.x` already; else it is copied there."""
+        workspace = self.workspace.of(len(batch.labels))
+        self.load(batch)
+        workspace.forward()
+        loss, num_correct = workspace.cross_entropy(batch.labels)
+        workspace.backward()
+        self.optimizer.step(workspace, lr, self.average)
+        return loss, num_correct
+
+    def load(self, batch: Batch) -> None:
+        """Copies the minibatch to `workspace.x` where it is elsewhere."""
+        x = self.workspace.x[: len(batch.labels)]
+        if batch.x.data_ptr() != x.data_ptr():
+            x.copy_(batch.x)
+
+
+class Graph(Protocol):
+    """What records a function's work on the device, to do it again without the host."""
+
+    def warm_up(self, run: Callable[[], Result]) -> None:
+        """Runs it, where it will be captured."""
+
+    def capture(self, run: Callable[[], Result]) -> Result:
+        """Records it without running it; the results are filled by `replay`. RuntimeError where it cannot be."""
+
+    def replay(self) -> None:
+        """Does what was captured, in the order of the current stream."""
+
+    def release(self) -> None:
+        """Gives back what the last capture holds."""
+
+
+class CudaGraph:
+    """A CUDA graph with its own pool of memory, one at a time, captured on a stream of its own.
+
+    One at a time, as a graph that is destroyed takes cuBLAS's workspace of its stream with it, and others captured
+    there still use that (pytorch issue 193402).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def warm_up(self, run: Callable[[], Result]) -> None:
+        """Runs it `WARM_UP` times on the capturing stream."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UP):
+                run()
+        current.wait_stream(self._stream)
+
+    def capture(self, run: Callable[[], Result]) -> Result:
+        """As `Graph.capture`. Other threads may keep using the device: they read minibatches ahead."""
+        current = torch.cuda.current_stream(self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                result = run()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails at its end leaves its own stream behind
+        self._graph = graph
+        return result
+
+    def replay(self) -> None:
+        """As `Graph.replay`."""
+        assert self._graph is not None
+        self._graph.replay()
+
+    def release(self) -> None:
+        """As `Graph.release`."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self._device)  # it may be running
+            self._graph.reset()
+        self._graph = None
+
+
+class CudaGraphStep:
+    """The eager step as a graph, captured at the first minibatch and whenever the learning rate changes.
+
+    Where a capture fails, a warning gives the reason, and the eager step runs from then on.
+
+    Args:
+        eager: may have no host work but NG-SGD's updates of the Fisher matrices, whose steps are left to it.
+
+    Attributes:
+        disabled: whether a capture has failed.
+    """
+
+    def __init__(self, eager: EagerStep, graph: Graph) -> None:
+        self.eager, self.optimizer, self.graph = eager, eager.optimizer, graph
+        self.disabled = False
+        self._lr: float | None = None
+        self._labels = torch.empty(0)
+        self._result: Result | None = None
+
+    def __call__(self, batch: Batch, lr: float) -> Result:
+        """As `Step`."""
+        if self.disabled or needs_host_update(self.optimizer):
+            return self.eager(batch, lr)
+        if lr != self._lr:
+            self._capture(batch, lr)
+        if self._result is None:
+            return self.eager(batch, lr)
+        self._copy_inputs(batch)
+        self.graph.replay()
+        self.optimizer.network.parameters_changed()
+        for preconditioner in self.optimizer.preconditioners:
+            preconditioner.t += 1  # what `precondition` does on the host
+        return self._result
+
+    def _copy_inputs(self, batch: Batch) -> None:
+        if batch.labels.shape != self._labels.shape:
+            found, expected = tuple(batch.labels.shape), tuple(self._labels.shape)
+            raise ValueError(f"minibatch is {found}, the graph was captured for {expected}")
+        self.eager.load(batch)
+        self._labels.copy_(batch.labels)
+
+    def _capture(self, batch: Batch, lr: float) -> None:
+        self._lr = self._result = None
+        self._labels = self._labels if len(self._labels) else batch.labels.clone()
+        self._copy_inputs(batch)
+        own = Batch(self.eager.workspace.x, self._labels)
+        snapshot = Snapshot(self.optimizer)
+        try:
+            self.graph.release()
+            self.graph.warm_up(lambda: self.eager(own, lr))
+            snapshot.restore()
+            self._result = self.graph.capture(lambda: self.eager(own, lr))
+            self._lr = lr
+        except RuntimeError as error:
+            self.disabled = True
+            log.warning("the step could not be captured as a CUDA graph, the eager step trains: %s", error)
+        finally:
+            snapshot.restore()
+
+
+class Snapshot:
+    """Parameters, momentum and Fisher matrices of a training as they are now."""
+
+    def __init__(self, optimizer: Sgd) -> None:
+        self._network, self._parameters = optimizer.network, optimizer.network.parameters.clone()
+        self._momentum, self._momentum_before = optimizer.momentum_buffer, optimizer.momentum_buffer.clone()
+        self._preconditioners = [(one, one.state_dict()) for one in optimizer.preconditioners]
+
+    def restore(self) -> None:
+        """Makes them what they were, to the same bits, in the same memory."""
+        self._network.load_parameters(self._parameters)
+        self._momentum.copy_(self._momentum_before)
+        for preconditioner, state in self._preconditioners:
+            preconditioner.load_state_dict(state)
+
+
+def needs_host_update(optimizer: Sgd) -> bool:
+    """Whether the next step starts an update of Fisher matrices, or ends the one that the last step started."""
+    return any(one.updates_at(one.t) or one.updates_at(one.t - 1) for one in optimizer.preconditioners)
+
+
+def make_step(eager: EagerStep, sample: Callable[[int], list[Batch]], lr: float, *, graphs: bool = True) -> Step:
+    """The eager step, or on a GPU the same as a CUDA graph where that is allowed and does the same here.
+
+    Args:
+        sample: gives so many minibatches to check the graph with (`BatchLoader.sample`).
+        lr: of the first epoch.
+        graphs: whether a graph is allowed.
+    """
+    device = eager.workspace.x.device
+    if device.type != "cuda" or not graphs or eager.average is not None:
+        return eager
+    return verified(CudaGraphStep(eager, CudaGraph(device)), sample(VERIFIED), lr)
+
+
+def verified(graphed: CudaGraphStep, minibatches: list[Batch], lr: float) -> Step:
+    """`graphed` where it does on `minibatches` what its eager step does, else the eager step, with a warning.
+
+    Parameters and optimizer are left as they were. Waits for the device.
+    """
+    network: Network = graphed.optimizer.network
+    before, snapshot = network.parameters.clone(), Snapshot(graphed.optimizer)
+    found = []
+    for step in (graphed.eager, graphed):
+        losses = torch.stack([step(batch, lr)[0].clone() for batch in minibatches])
+        found.append((losses, network.parameters - before))
+        snapshot.restore()
+    if graphed.disabled:
+        return graphed.eager
+    (eager_losses, eager_change), (losses, change) = found
+    loss = _difference(losses, eager_losses)
+    moved = _difference(change, eager_change)
+    if loss <= LOSS_TOLERANCE and moved <= CHANGE_TOLERANCE:
+        log.info(
+            "the step is captured as a CUDA graph; over %d minibatches its losses differ by %.1e of the eager step's, "
+            "what it makes of the parameters by %.1e of their change",
+            *(len(minibatches), loss, moved),
+        )
+        return graphed
+    log.warning(
+        "the step captured as a CUDA graph is not the eager one, which trains: over %d minibatches the losses differ "
+        "by %.1e of the eager step's (at most %.0e expected), what it makes of the parameters by %.1e of their change "
+        "(%.0e)",
+        *(len(minibatches), loss, LOSS_TOLERANCE, moved, CHANGE_TOLERANCE),
+    )
+    graphed.graph.release()
+    return graphed.eager
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|; NaN where either is not finite."""
+    difference = float(torch.linalg.vector_norm(found - expected))
+    size = float(torch.linalg.vector_norm(expected))
+    return 0.0 if difference == 0.0 else difference / size if size else math.inf

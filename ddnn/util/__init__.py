@@ -1,0 +1,1 @@
+"""Files, errors, devices, progress: what every folder uses."""

@@ -1,0 +1,146 @@
+"""Child processes: short commands, long ones with a log that are stopped together, and the end of the parent.
+
+`python -m ddnn.util.process PARENT MODULE ...` is `python -m MODULE ...`, but the kernel sends it SIGUSR1 when process
+PARENT dies: after `kill -9` nothing runs in the parent any more. The child asks the kernel for it, because between fork
+and exec hardly anything is safe in a parent that has threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddnn.util.files import ensure_directory
+
+MODULE = "ddnn.util.process"
+TAIL_BYTES = 4000
+_PR_SET_PDEATHSIG = 1
+
+
+def run(
+    argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a short command without input and captures its output as text.
+
+    Args:
+        timeout: seconds; the command is killed after it.
+
+    Raises:
+        OSError: it cannot be started. subprocess.TimeoutExpired: it took too long.
+    """
+    return subprocess.run(
+        argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout
+    )
+
+
+def end_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
+    """What a child calls to get signal `number` when its parent dies, at once where `parent` is already gone.
+
+    Created before the fork, since between fork and exec a child may hardly do anything else. Linux only; elsewhere
+    nothing happens.
+    """
+    if not sys.platform.startswith("linux"):
+        return lambda: None
+    prctl = ctypes.CDLL(None).prctl
+
+    def request_death_signal() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(number))
+        if parent is not None and os.getppid() != parent:
+            os.kill(os.getpid(), number)
+
+    return request_death_signal
+
+
+def signal_name(number: int) -> str:
+    """SIGTERM, ...; "signal 40" for a real-time signal, which has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@dataclass(frozen=True)
+class Completed:
+    """How a process ended: its exit code, negative where a signal ended it, and the end of its output."""
+
+    returncode: int
+    output_tail: str
+
+
+class ProcessGroup:
+    """Python modules that run as processes of their own, and are stopped together.
+
+    Args:
+        inherited_fds: file descriptors that they keep open (a lock, which they then hold too).
+    """
+
+    def __init__(self, inherited_fds: Sequence[int] = ()) -> None:
+        self._inherited_fds = tuple(inherited_fds)
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._terminating = False
+
+    def run(self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Completed:
+        """`python -m MODULE ARGUMENTS` to its end, its output appended to `log`; called from several threads at once.
+
+        Where this process is killed with -9, the child gets SIGUSR1 (on Linux). After `terminate` nothing is started.
+        """
+        ensure_directory(log.parent)
+        with log.open("ab") as output:
+            start = output.tell()
+            with self._lock:
+                if self._terminating:
+                    return Completed(128 + signal.SIGTERM, "not started")
+                # The parent whose death counts is to the kernel this thread, which waits below.
+                child = subprocess.Popen(
+                    [sys.executable, "-m", MODULE, str(os.getpid()), module, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    pass_fds=self._inherited_fds,
+                    start_new_session=True,  # a terminal's Ctrl-C reaches it once, through terminate()
+                )
+                self._running.add(child)
+            code = child.wait()
+            with self._lock:
+                self._running.discard(child)
+        with log.open("rb") as output:
+            output.seek(max(start, output.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return Completed(code, output.read(TAIL_BYTES).decode(errors="replace"))
+
+    def terminate(self, grace: float) -> None:
+        """Sends SIGTERM to all, starts no more, waits; kills what has not ended `grace` seconds later."""
+        with self._lock:
+            self._terminating = True
+            running = list(self._running)
+        for child in running:
+            child.send_signal(signal.SIGTERM)
+        for child in running:
+            try:
+                child.wait(grace)
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+
+def main(parent: int, module: str, *arguments: str) -> None:
+    """Runs the module as a program; SIGUSR1 ends it where process `parent` dies, or has died before this.
+
+    To a training that signal is never the second one, which would end it without its checkpoint.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the parent may have been told to ignore it
+    end_with_parent(signal.SIGUSR1, parent)()
+    sys.argv = [module, *arguments]  # the module's file replaces the first
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

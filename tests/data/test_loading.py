@@ -1,0 +1,215 @@
+"""Loading by several processes: the same bits, the same errors, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import labelled_utterances, load_all, write_data_dir
+from distributed.mpi_worlds import all_gone
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddnn.data import feature_reader, loading
+from ddnn.data.dataset import AcousticDataset
+from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, chunk_message, error_from_answer, make_chunks
+from ddnn.data.loading import LoaderPool, default_processes, effective_processes, sum_over_workers
+from ddnn.kaldi.archive import write_matrices
+from ddnn.kaldi.scp import ScpEntry
+from ddnn.util.errors import DataError, UserError
+
+SPEC = FeatureSpec(Path("data"), "a", 4, FeatureConfig(splice=2))
+
+
+@pytest.fixture(autouse=True)
+def processes_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "BYTES_PER_PROCESS", 1)
+    monkeypatch.setattr(feature_reader, "CHUNK_BYTES", 2000)
+
+
+def load(data: Path, processes: int, **options: Any) -> AcousticDataset:
+    given = {"features": FeatureConfig("mean-variance", 1), **options}
+    return load_all(data, None, loader_processes=processes, **given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_bits_are_those_of_one_process(tmp_path: Path, dtype: str) -> None:
+    config = FeatureConfig("mean-variance", 1, dtype=dtype)
+    data = write_data_dir(tmp_path / "train größe 1", labelled_utterances()[0])
+    lines = (data / "feats.scp").read_text().splitlines()
+    lines[3:5] = [f"{lines[3]}[2:30]", f"{lines[4]}[0:9,0:3]"]
+    (data / "feats.scp").write_text("\n".join(lines) + "\n")
+    seen: list[str] = []
+
+    def progress(entries: Sequence[ScpEntry]) -> Iterable[ScpEntry]:
+        for entry in entries:
+            seen.append(entry.key)
+            yield entry
+
+    one, two = load(data, 1, features=config), load(data, 2, features=config, progress=progress)
+    assert two.features.dtype == getattr(torch, dtype)
+    assert two.features.numpy().tobytes() == one.features.numpy().tobytes()
+    assert torch.equal(two.labels, one.labels) and np.array_equal(two.offsets, one.offsets)
+    assert seen == list(two.utterances)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=50))
+def test_float16_rounds_as_torch(values: list[float]) -> None:
+    single = np.array(values, np.float32)
+    half = np.empty(len(single), np.float16)
+    with np.errstate(over="ignore"):
+        half[:] = single
+    assert half.tobytes() == torch.from_numpy(single).half().numpy().tobytes()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_first_bad_utterance_is_the_one_named(tmp_path: Path, processes: int) -> None:
+    features, _ = labelled_utterances()
+    names = sorted(features)
+    features[names[5]][7, 2] = np.nan
+    features[names[8]] = features[names[8]][:, :3].copy()
+    data = write_data_dir(tmp_path / "train", features)
+    with pytest.raises(DataError, match=f"{names[5]}: nan in row 7, column 2") as caught:
+        load(data, processes, features=FeatureConfig())
+    assert "feats.ark" in str(caught.value.location) and caught.value.hint is not None
+
+
+def test_too_large_for_float16(tmp_path: Path) -> None:
+    features, _ = labelled_utterances(count=4)
+    features[min(features)][0, 0] = 1e6
+    data = write_data_dir(tmp_path / "train", features)
+    for processes in (1, 2):
+        with pytest.raises(DataError, match=r"values up to 1e\+06 after .* data\.feature_dtype float16 cannot hold"):
+            load(data, processes, features=FeatureConfig(dtype="float16"))
+
+
+def children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    data = write_data_dir(tmp_path / "train", labelled_utterances()[0])
+    started: list[int] = []
+
+    def interrupted(entries: Sequence[ScpEntry]) -> Iterable[ScpEntry]:
+        yield entries[0]
+        started.extend(children())
+        raise KeyboardInterrupt
+
+    before = descriptors()
+    with pytest.raises(KeyboardInterrupt):
+        load(data, 2, progress=interrupted)
+    assert len(started) >= 2 and all_gone(started, 5.0)
+    assert descriptors() == before
+
+
+def test_a_killed_process_is_an_error_and_ends_the_others() -> None:
+    before = descriptors()
+    with (
+        pytest.raises(UserError, match="a loading process was ended by signal 9") as caught,
+        LoaderPool(2, SPEC) as pool,
+    ):
+        pids = [child.pid for child in pool.children]
+        os.kill(pids[1], signal.SIGKILL)
+        list(pool.run([b'{"speakers": {}}\n'] * 50))
+    assert "data.loader_processes: 1" in str(caught.value)
+    assert all_gone(pids, 5.0) and descriptors() == before
+
+
+def test_no_process_outlives_a_killed_parent() -> None:
+    parent = (
+        "import time; from pathlib import Path; from ddnn.data.feature_reader import FeatureConfig, FeatureSpec\n"
+        "from ddnn.data.loading import LoaderPool\n"
+        "with LoaderPool(2, FeatureSpec(Path('d'), 'a', 4, FeatureConfig())) as pool:\n"
+        "    list(pool.run([b'{\"speakers\": {}}\\n'] * 4))\n"
+        "    print(*[child.pid for child in pool.children], flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    process.kill()
+    process.communicate()
+    assert len(pids) == 2 and all_gone(pids, 10.0)
+
+
+def test_a_loading_process_needs_no_torch() -> None:
+    code = "import sys, ddnn.data.feature_reader; print({'torch', 'mpi4py', 'pydantic'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [({"kind": "memory", "message": "x"}, MemoryError), ({"kind": "disk", "errno": 28, "message": "full"}, OSError)],
+)
+def test_other_errors_travel_too(error: dict[str, Any], kind: type[Exception]) -> None:
+    assert isinstance(error_from_answer(json.loads(json.dumps({"error": error}))), kind)
+
+
+def test_a_full_disk_comes_back_as_an_os_error(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    write_matrices(tmp_path / "a.ark", tmp_path / "a.scp", [("a", np.ones((3, 4), np.float32))])
+    from ddnn.kaldi.scp import read_scp
+
+    (chunk,) = make_chunks(read_scp(tmp_path / "a.scp"), np.array([3]), None, SPEC)
+    descriptor = os.open("/dev/full", os.O_RDWR)
+    try:
+        with pytest.raises(OSError, match="No space left"), LoaderPool(1, SPEC, descriptor) as pool:
+            list(pool.run([chunk_message(chunk, {})]))
+    finally:
+        os.close(descriptor)
+
+
+def test_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    an4 = 4 * 40 * 253_682
+    assert effective_processes(8, an4) == 1
+    assert effective_processes(8, 17_000_000_000) == 8
+    assert effective_processes(2, 17_000_000_000) == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    assert [default_processes(n) for n in (1, 3, 8, 100)] == [8, 2, 1, 1]
+
+
+def entry(key: str, path: str, offset: int | None) -> ScpEntry:
+    return ScpEntry(key, Path(path), offset, (0, 1), None, None, Path("feats.scp"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 4)), max_size=60), st.integers(0, 6))
+def test_chunks_are_all_utterances_in_order(utterances: list[tuple[int, int]], context: int) -> None:
+    spec = FeatureSpec(Path("data"), "a", 4, FeatureConfig(splice=context))
+    entries = [entry(f"u{n}", "a.ark", 18 * place) for n, (_, place) in enumerate(utterances)]
+    frames = np.array([length for length, _ in utterances], np.int64)
+    found = make_chunks(entries, frames, [f"s{n}" for n in range(len(entries))], spec)
+    assert [e for chunk in found for e in chunk.entries] == entries
+    assert [n for chunk in found for n in chunk.num_frames] == frames.tolist()
+    rows = np.cumsum([0] + [chunk.rows for chunk in found])
+    assert [chunk.row for chunk in found] == rows[:-1].tolist()
+    assert rows[-1] == frames.sum() + 2 * context * len(entries)
+    for chunk, following in pairwise(found):  # segments of one recording are not torn apart
+        assert chunk.entries[-1].offset != following.entries[0].offset
+        assert 16 * chunk.rows >= feature_reader.CHUNK_BYTES
+
+
+def test_statistics_that_no_process_shares_are_summed_without_a_change(tmp_path: Path) -> None:
+    from ddnn.distributed.communicator import SingleProcess
+
+    mine = {"b": np.random.default_rng(0).normal(size=(2, 5)) ** 9}
+    mine["b"][0, 4] = 3.0
+    found = sum_over_workers(["a", "b"], mine, 4, SingleProcess())
+    assert set(found) == {"b"} and found["b"].tobytes() == mine["b"].tobytes()

@@ -1,0 +1,209 @@
+"""The one door to data: what is held out, shards, digest and normalization; a training from a cache file ends in the
+same bits as one from the archives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
+
+from ddnn.data import feature_reader, loading
+from ddnn.data.dataset import DataConfig
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.memory import TrainingFootprint
+from ddnn.data.pipeline import HeldOut, TrainingData, TrainingDataConfig, training_data
+from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.kaldi.archive import MatrixReader
+from ddnn.recipe.load import load_recipe
+from ddnn.training.job import run_training
+from ddnn.util.errors import DataError, RecipeError
+
+
+@pytest.mark.parametrize("cv", ["held out", "a data dir"])
+def test_the_cache_changes_no_bit(tmp_path: Path, cv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels = labelled_utterances()
+    data, ali = write_data_dir(tmp_path / "train", features), write_ali_dir(tmp_path / "ali", labels)
+    recipe = write_recipe(tmp_path / "recipe.yaml", data, ali)
+    settings = ["data.cmvn=mean", "data.loader_processes=2"]
+    if cv == "a data dir":
+        features, labels = labelled_utterances(seed=3)
+        other, other_ali = write_data_dir(tmp_path / "cv", features), write_ali_dir(tmp_path / "cv ali", labels)
+        settings += [f"data.cv.data={other}", f"data.cv.alignments={other_ali}", "data.cv.speakers=null"]
+        settings += ["data.cv.fraction=null"]
+    cached = [*settings, f"data.cache_dir={tmp_path / 'made' / 'cache'}"]
+
+    def trained(name: str, given: list[str]) -> list[bytes]:
+        run_training(load_recipe(recipe, given), tmp_path / name, "cpu")
+        return [(tmp_path / name / file).read_bytes() for file in ("final.safetensors", "ali_train_pdf.counts")]
+
+    plain = trained("plain", settings)
+    assert not (tmp_path / "made").exists()
+    with monkeypatch.context() as patched:  # two processes write the file
+        patched.setattr(loading, "BYTES_PER_PROCESS", 1)
+        patched.setattr(feature_reader, "CHUNK_BYTES", 1000)
+        assert trained("writes", cached) == plain
+    monkeypatch.setattr(MatrixReader, "read", None)
+    assert trained("maps", cached) == plain
+    assert len(list((tmp_path / "made/cache").iterdir())) == (2 if cv == "a data dir" else 1)
+    log = (tmp_path / "maps/train.log").read_text()
+    assert "cache: mapped" in log and "cache: wrote" not in log
+    assert "by 2 process(es)" in (tmp_path / "writes/train.log").read_text()
+    assert load_recipe(tmp_path / "maps/recipe.yaml").data.cache_dir == tmp_path / "made/cache"
+
+
+FOOTPRINT = TrainingFootprint(100, 10, 16)
+
+
+def prepare(folder: Path, features: dict[str, np.ndarray], labels: dict[str, np.ndarray]) -> Path:
+    """A data dir, pdf-ids, and lists of speakers to hold out."""
+    write_data_dir(folder / "train", features)
+    write_pdfs(folder / "pdfs.txt", labels)
+    for n in range(4):
+        (folder / f"cv{n}").write_text(f"spk{n}\n")
+    return folder
+
+
+def load(
+    folder: Path, held_out: HeldOut | None = None, comm: Communicator | None = None, **config: Any
+) -> TrainingData:
+    reading = DataConfig(FeatureConfig(splice=1), max_skipped_fraction=0.5)
+    held_out = held_out or HeldOut(speakers=folder / "cv1")
+    given = TrainingDataConfig(
+        folder / "train", folder / "pdfs.txt", reading, held_out, 1, lambda dim, pdfs: FOOTPRINT, **config
+    )
+    return training_data(given, torch.device("cpu"), comm or SingleProcess())
+
+
+def other_name(folder: Path) -> None:
+    """One utterance has another name, of the same length and labels."""
+    features, labels = labelled_utterances()
+    for named in (features, labels):
+        named["spk0-utt999"] = named.pop("spk0-utt008")
+    prepare(folder, features, labels)
+
+
+def other_labels(folder: Path) -> None:
+    """The same utterances and lengths."""
+    features, labels = labelled_utterances()
+    labels["spk0-utt000"] = np.zeros_like(labels["spk0-utt000"])
+    prepare(folder, features, labels)
+
+
+def other_features(folder: Path) -> None:
+    """What a digest of utterances, lengths and labels does not see."""
+    prepare(folder, labelled_utterances(seed=1)[0], labelled_utterances()[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "noticed"),
+    [(other_name, True), (other_labels, True), (other_features, False)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_digest_tells_data_apart(tmp_path: Path, change: Callable[[Path], None], noticed: bool) -> None:
+    folder = prepare(tmp_path, *labelled_utterances())
+    before = load(folder).digest()
+    assert load(folder).digest() == before
+    change(folder)
+    assert (load(folder).digest() != before) == noticed
+
+
+def test_the_digest_tells_what_is_held_out_apart(tmp_path: Path) -> None:
+    folder = prepare(tmp_path, *labelled_utterances())
+    features, labels = labelled_utterances(seed=3)
+    write_data_dir(folder / "cv", features)
+    cv = HeldOut(folder / "cv", write_pdfs(folder / "cv.txt", labels))
+    digests = [
+        load(folder, held_out).digest()
+        for held_out in (HeldOut(speakers=folder / "cv1"), HeldOut(speakers=folder / "cv2"), HeldOut(fraction=0.5), cv)
+    ]
+    labels[min(labels)] = np.zeros_like(labels[min(labels)])
+    write_pdfs(folder / "cv.txt", labels)
+    assert len({*digests, load(folder, cv).digest()}) == 5
+
+
+def test_the_normalization_is_that_of_the_frames_to_train_on(tmp_path: Path) -> None:
+    """A speaker who is far off changes it only where nothing is held out, as for RBMs."""
+    features, labels = labelled_utterances()
+    for name in features:
+        if name.startswith("spk1"):
+            features[name] += 1000.0
+    data, comm = load(prepare(tmp_path, features, labels)), SingleProcess()
+    kept = np.concatenate([matrix for name, matrix in features.items() if not name.startswith("spk1")])
+    for found, expected in (
+        (data.input_transform(comm), kept.mean(axis=0)),
+        (data.input_transform(comm, all_utterances=True), np.concatenate(list(features.values())).mean(axis=0)),
+    ):
+        assert found.shift is not None
+        np.testing.assert_allclose(found.shift[4:8], -expected, rtol=1e-4, atol=1e-3)
+    assert load(tmp_path, normalize=False).input_transform(comm).shift is None
+
+
+def test_each_part_is_shared_out_by_itself(tmp_path: Path) -> None:
+    """Every worker has frames to train on and for cross-validation, each utterance once."""
+    rng = np.random.default_rng(2)
+    features, labels = labelled_utterances(count=40)
+    for name in features:
+        length = int(rng.integers(5, 41))
+        features[name], labels[name] = features[name][:length], labels[name][:length]
+    folder, shards = prepare(tmp_path, features, labels), []
+    whole = load(folder)
+
+    class One(SingleProcess):
+        """One of three, who needs no answer of the others."""
+
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.rank, self.world_size = rank, 3
+
+        def all_gather_object(self, value: Any) -> list[Any]:
+            if isinstance(value, dict) and "tables" in value:
+                return [value] * 3
+            if value is None:
+                return [{"utterances": len(whole.index.entries), "dim": 4, "counts": whole.index.counts}]
+            return [value]
+
+        def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+            tensor[0] = torch.arange(len(whole.index.entries))
+            tensor[1] = torch.from_numpy(whole.index.num_frames)
+
+        def barrier(self) -> None:
+            pass
+
+    for rank in range(3):
+        data = load(folder, comm=One(rank))
+        assert data.shards == load(folder, comm=One(0)).shards
+        names = [whole.index.utterances[u] for u in data.shards[rank]]
+        assert data.dataset.utterances == tuple(names)
+        frames = [len(features[name]) for name in names if not name.startswith("spk1")]
+        assert len(data.train) == sum(frames) == whole.index.num_frames[data.train_shards[rank]].sum()
+        assert len(data.cv) == sum(len(features[name]) for name in names if name.startswith("spk1")) > 0
+        for subset in (data.train, data.cv):
+            assert bool((data.dataset.labels[subset.indices] >= 0).all())
+        shards += data.shards[rank]
+    assert sorted(shards) == list(range(len(whole.index.entries)))
+
+
+def test_a_minibatch_must_fit_into_the_smallest_shard(tmp_path: Path) -> None:
+    data = load(prepare(tmp_path, *labelled_utterances()))
+    data.require_minibatch("minibatch_size", 9 * 40, data.train_shards)
+    with pytest.raises(RecipeError, match="360 frames do not fill one minibatch of 361") as caught:
+        data.require_minibatch("minibatch_size", 9 * 40 + 1, data.train_shards)
+    assert caught.value.location == "minibatch_size"
+    with pytest.raises(RecipeError, match="80 frames of the smallest of 2 shards"):
+        data.require_minibatch("minibatch_size", 81, [[0, 1, 2], [4, 5]])
+
+
+def test_data_for_cross_validation_of_another_kind_is_refused(tmp_path: Path) -> None:
+    folder = prepare(tmp_path, *labelled_utterances())
+    features, labels = labelled_utterances(seed=3)
+    write_data_dir(folder / "cv", {name: matrix[:, :3].copy() for name, matrix in features.items()})
+    with pytest.raises(DataError, match="3 dims found, 4 expected as in"):
+        load(folder, HeldOut(folder / "cv", write_pdfs(folder / "cv.txt", labels)))
+    labels[min(labels)][0] = 7
+    with pytest.raises(DataError, match="8 pdfs for cross-validation, 3 for training"):
+        load(folder, HeldOut(folder / "cv", write_pdfs(folder / "cv.txt", labels)))

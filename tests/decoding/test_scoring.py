@@ -1,0 +1,261 @@
+"""Word error rates without Kaldi: Kaldi's own log-likelihoods, a graph made by hand, and input that cannot be."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import loop_of_words, write_graph_dir, write_model
+from kaldi_files import read_matrix
+
+from ddnn.decoding.decoder import DecodeOptions, DecodingGraph, decode_utterances, read_graph
+from ddnn.decoding.scoring import UtteranceScore, align_words, as_json, read_reference, render_text, score
+from ddnn.kaldi.archive import write_matrices
+from ddnn.kaldi.fst import ARC, Fst, write_fst
+from ddnn.kaldi.nnet1 import Activation, AddShift, AffineTransform, Rescale, Splice, read_nnet1
+from ddnn.kaldi.scp import read_scp
+from ddnn.util.errors import DataError, UserError
+
+pytest.importorskip("kaldi_decoder")
+pytest.importorskip("kaldialign")
+
+ONE = DecodeOptions((1.0,))
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """A directory with graph/, final.mdl, text and loglikes.scp; the second utterance has `c` for `b`."""
+    write_graph_dir(tmp_path / "graph")
+    write_model(tmp_path / "final.mdl")
+    (tmp_path / "text").write_text("u1 a b a\nu2 a b\nu3\n")
+    write_loglikes(tmp_path, {"u1": spoken(0, 1, 0), "u2": spoken(0, 2), "u3": spoken(2)})
+    return tmp_path
+
+
+def spoken(*pdfs: int) -> np.ndarray:
+    """Three frames of each pdf, clearly."""
+    return np.where(np.repeat(pdfs, 3)[:, None] == np.arange(3), 0.0, -20.0).astype(np.float32)
+
+
+def write_loglikes(folder: Path, matrices: Mapping[str, np.ndarray]) -> None:
+    write_matrices(folder / "loglikes.ark", folder / "loglikes.scp", matrices.items())
+
+
+def run(folder: Path, options: DecodeOptions = ONE, loglikes: str = "loglikes.scp", **changed: Path) -> Any:
+    paths = {"graph_dir": folder / "graph", "model": folder / "final.mdl", "text": folder / "text", **changed}
+    return score(folder / loglikes, options=options, **paths)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loglikes", ["loglikes.scp", "loglikes.ark", "."])
+def test_counts_of_every_kind(toy: Path, loglikes: str) -> None:
+    seen: list[int] = []
+    result = score(
+        toy / loglikes, graph_dir=toy / "graph", model=toy / "final.mdl", text=toy / "text", options=ONE,
+        progress=seen.append,
+    )  # fmt: skip
+    (only,) = result.scales
+    assert [u.hypothesis for u in only.utterances] == [("a", "b", "a"), ("a", "c"), ("c",)]
+    assert (only.insertions, only.deletions, only.substitutions, only.words) == (1, 0, 1, 5)
+    assert only.wer == pytest.approx(40.0) and only.sentence_errors == 2 and only.not_final == ()
+    assert only.interval is None and seen == [1, 2, 3]  # a draw of u3 alone has no words
+
+
+def test_scales_in_order_and_the_best_marked(toy: Path) -> None:
+    # A word costs 0.5: at a very small scale no second word pays.
+    (toy / "text").write_text("u1 a b a\nu2 a b\nu3 b\n")
+    result = run(toy, DecodeOptions((0.001, 1.0, 0.9)))
+    assert [s.acoustic_scale for s in result.scales] == [0.001, 1.0, 0.9] and result.best == 1
+    assert result.scales[0].deletions >= 2
+    low, high = result.scales[1].interval
+    assert 0 <= low < 100 / 3 < high
+    text = render_text(result, alignments=True)
+    assert [line.endswith("*") for line in text.splitlines()[:3]] == [False, True, False]
+    assert "ref: a b\n  hyp: a c" in text and "ref: b\n  hyp: c" in text
+    plain = json.loads(json.dumps(as_json(result, alignments=True), allow_nan=False))
+    assert plain["best"] == 1.0 and plain["wer"] == pytest.approx(100 / 3) and plain["scales"][1]["substitutions"] == 2
+    assert plain["alignments"]["u3"] == [["b", "c"]] and "alignments" not in as_json(result)
+
+
+def test_kaldis_loglikelihoods_decode_to_the_reference(an4: Path, tmp_path: Path) -> None:
+    reference = (an4 / "test" / "text").read_text().splitlines()[:3]
+    (tmp_path / "text").write_text("\n".join(reference) + "\n")
+    for graph in ("graph", "graph_ug"):
+        result = score(
+            an4 / "kaldi_nnet1" / "loglikes_first3.ark", graph_dir=an4 / graph, model=an4 / "ali" / "final.mdl",
+            text=tmp_path / "text", options=DecodeOptions((0.1,)),
+        )  # fmt: skip
+        # The network takes the B of the third utterance for a P, in Kaldi too: its 4.14 % come out below.
+        right = [line.split()[1:] for line in reference]
+        right[2][0] = "P"
+        assert [list(u.hypothesis) for u in result.scales[0].utterances] == right
+
+
+def kaldis_loglikes(an4: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """What Kaldi's nnet-forward gives for the test set: pre-softmax activations minus log priors."""
+    kaldi = an4 / "kaldi_nnet1"
+    counts = np.array((kaldi / "ali_train_pdf.counts").read_text().strip().strip("[]").split(), float)
+    network = (*read_nnet1(kaldi / "feature_transform.nnet"), *read_nnet1(kaldi / "rbm_ce.nnet"))
+    for entry in read_scp(an4 / "test" / "feats.scp"):
+        x = read_matrix(entry)
+        for component in network:
+            if isinstance(component, Splice):
+                rows = np.arange(len(x))[:, None] + component.offsets
+                x = x[rows.clip(0, len(x) - 1)].reshape(len(x), -1)
+            elif isinstance(component, AddShift):
+                x = x + component.shift
+            elif isinstance(component, Rescale):
+                x = x * component.scale
+            elif isinstance(component, AffineTransform):
+                x = x @ component.weight.T + component.bias
+            elif isinstance(component, Activation) and component.kind == "sigmoid":
+                x = 1 / (1 + np.exp(-x))
+        yield entry.key, (x - np.log(counts / counts.sum())).astype(np.float32)
+
+
+def test_kaldis_word_error_rate(an4: Path, tmp_path: Path) -> None:
+    write_matrices(tmp_path / "loglikes.ark", tmp_path / "loglikes.scp", kaldis_loglikes(an4))
+    result = score(
+        tmp_path, graph_dir=an4 / "graph", model=an4 / "ali" / "final.mdl", text=an4 / "test" / "text",
+        options=DecodeOptions((0.1,)),
+    )  # fmt: skip
+    (only,) = result.scales
+    assert (only.insertions, only.deletions, only.substitutions, only.words) == (5, 2, 25, 773)
+    assert round(only.wer, 2) == 4.14 and only.not_final == ()
+    assert only.interval is not None and only.interval[0] == pytest.approx(2.73, abs=0.2)
+
+
+def test_an_utterance_that_ends_within_a_word_is_counted(toy: Path) -> None:
+    # No self-loops: an utterance of one frame ends too early, one of three too late.
+    arcs, final = np.array([(2, 1, 0, 1), (4, 0, 0, 2)], ARC), np.array([np.inf, np.inf, 0], np.float32)
+    write_fst(toy / "graph" / "HCLG.fst", Fst(0, final, np.array([0, 1, 2, 2]), arcs))
+    write_loglikes(toy, {"u1": spoken(0)[:1], "u2": spoken(0, 1)[2:4], "u3": spoken(0)})
+    (only,) = run(toy).scales
+    assert only.not_final == ("u1", "u3") and [u.hypothesis for u in only.utterances] == [("a",), ("a",), ()]
+    assert "2 utterances did not reach the end of the graph" in render_text(run(toy))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "message"),
+    [
+        (np.zeros((4, 2), np.float32), r"u2.*4x2.*3 pdfs"),
+        (np.zeros((4, 4), np.float32), r"u2.*4x4"),
+        (np.zeros((0, 3), np.float32), r"u2.*frame"),
+        (np.array([[0, 0, 0], [0, np.nan, 0]], np.float32), r"u2.*pdf 1 in frame 1 is nan"),
+        (np.array([[0, -np.inf, 0]], np.float32), r"u2.*-inf"),
+        (np.array([[0, 1e300, 0]]), r"u2.*inf"),
+    ],
+)
+def test_matrices_that_cannot_be_decoded(toy: Path, matrix: np.ndarray, message: str) -> None:
+    graph = read_graph(toy / "graph", toy / "final.mdl")
+    with pytest.raises(DataError, match=message):
+        list(decode_utterances([("u1", spoken(0)), ("u2", matrix)], graph, ONE))
+
+
+def test_pdfs_that_were_never_seen_do_not_disturb(toy: Path) -> None:
+    graph = read_graph(toy / "graph", toy / "final.mdl")
+    matrix = spoken(0, 1)
+    matrix[:, 2] = -1.8e19
+    ((_, (hypothesis,)),) = decode_utterances([("u", matrix)], graph, ONE)
+    assert hypothesis.words == ("a", "b") and hypothesis.reached_final
+
+
+def test_other_utterances_than_the_reference(toy: Path) -> None:
+    for loglikes in ("loglikes.scp", "loglikes.ark"):
+        (toy / "text").write_text("u1 a b a\nu2 a b\n")
+        with pytest.raises(DataError, match=r"1 utterances have no reference \(u3\)"):
+            run(toy, loglikes=loglikes)
+        (toy / "text").write_text("".join(f"u{n} a\n" for n in range(1, 12)))
+        with pytest.raises(DataError, match=r"8 utterances of the reference.*and 3 more"):
+            run(toy, loglikes=loglikes)
+
+
+def test_references_that_cannot_be(toy: Path) -> None:
+    for wrong, message in (
+        (b"u1\nu2\n", "no words"),
+        (b"u1 a\nu1 b\n", "utterance u1 occurs twice, in lines 1 and 2"),
+        (b"u1 \xff\n", "UTF-8"),
+    ):
+        (toy / "text").write_bytes(wrong)
+        with pytest.raises(DataError, match=message):
+            read_reference(toy / "text")
+    with pytest.raises(DataError, match="no log-likelihoods"):
+        run(toy, loglikes="none.scp")
+
+
+def change(toy: Path, **fields: float) -> None:
+    fst = loop_of_words()
+    for name, value in fields.items():
+        fst.arcs[name][0] = value
+    write_fst(toy / "graph" / "HCLG.fst", fst)
+
+
+def test_graphs_that_do_not_fit(toy: Path) -> None:
+    change(toy, ilabel=7)
+    with pytest.raises(DataError, match=r"transition-id 7, but final\.mdl has 6"):
+        run(toy)
+    change(toy, olabel=9)
+    with pytest.raises(DataError, match="word id 9"):
+        run(toy)
+    empty = np.zeros(0, ARC)
+    write_fst(toy / "graph" / "HCLG.fst", Fst(-1, np.zeros(0, np.float32), np.zeros(1, np.int64), empty))
+    with pytest.raises(DataError, match="no way to a final"):
+        run(toy)
+    change(toy)
+    (toy / "graph" / "num_pdfs").write_text("616\n")
+    with pytest.raises(DataError, match=r"616.*has 3 pdfs"):
+        run(toy)
+
+
+def test_a_graph_in_which_a_decoder_would_never_end(toy: Path) -> None:
+    change(toy, ilabel=0, weight=-0.5)
+    with pytest.raises(DataError, match="negative cost"):
+        run(toy)
+    change(toy, ilabel=0, weight=0.0)
+    assert isinstance(read_graph(toy / "graph", toy / "final.mdl"), DecodingGraph)
+
+
+def test_every_option_reaches_the_decoder(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kaldi_decoder = pytest.importorskip("kaldi_decoder")
+    given: list[Any] = []
+    real = kaldi_decoder.FasterDecoder
+
+    def decoder(fst: Any, config: Any) -> Any:
+        given.append((config.beam, config.max_active, config.min_active))
+        return real(fst, config)
+
+    monkeypatch.setattr(kaldi_decoder, "FasterDecoder", decoder)
+    run(toy, DecodeOptions((1.0,), beam=9.5, max_active=77, min_active=5))
+    assert given == [(9.5, 77, 5)]
+
+
+def test_options_that_cannot_be(toy: Path) -> None:
+    for options in (
+        DecodeOptions(()), DecodeOptions((0.0,)), DecodeOptions((float("nan"),)), DecodeOptions((0.1, 0.1)),
+        DecodeOptions(beam=0.0), DecodeOptions(beam=float("nan")), DecodeOptions(min_active=9, max_active=9),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="expected"):
+            run(toy, options)
+
+
+@pytest.mark.parametrize("missing", ["kaldi_decoder", "kaldifst", "kaldialign"])
+def test_the_extra_is_named_where_it_is_missing(toy: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **named: Any) -> Any:
+        if name == missing:
+            raise ImportError(f"No module named {name!r}", name=name)
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"pip install 'ddnn\[decode\]'"):
+        run(toy)
+
+
+def test_words_that_look_like_blanks() -> None:
+    utterance = UtteranceScore("u", ("<eps>", "***", "b"), ("***", "c"), 0, 1, 1, True)
+    assert align_words(utterance) == [("<eps>", None), ("***", "***"), ("b", "c")]

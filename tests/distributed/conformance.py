@@ -1,0 +1,92 @@
+"""What every communicator must do, whatever carries its messages: compared in test_communicator.py.
+
+Run by mpirun on 4 processes, which are groups of 4, of 1 and 3, and of 2 and 2: one JSON file for each size.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddnn.distributed.communicator import CPU, CommStats, Communicator
+from ddnn.distributed.mpi import MpiCommunicator, init_communicator
+from ddnn.distributed.transport import ProcessGroupBackend
+
+
+def variant(comm: Communicator, **attributes: Any) -> Communicator:
+    """The same connection with other attributes, its own workspaces and counters."""
+    other = copy.copy(comm)
+    vars(other).update(stats=CommStats(), _workspaces={}, **attributes)
+    return other
+
+
+def conformance(comm: Communicator) -> dict[str, Any]:
+    """Every method once; the answers of all workers."""
+    n, rank = comm.world_size, comm.rank
+    sums = {}
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        tensor = torch.tensor([rank, 1], dtype=dtype)
+        comm.all_reduce(tensor)
+        sums[str(dtype)] = tensor.tolist()
+    received = comm.sendrecv(torch.tensor([10 * rank]), (rank + 1) % n, (rank - 1) % n)
+    value, where = int(received), received.data_ptr()
+    again = comm.sendrecv(torch.tensor([7]), (rank + 1) % n, (rank - 1) % n)
+    shorts = torch.tensor([rank, 7], dtype=torch.int16)
+    comm.broadcast(shorts, src=n - 1)
+    floats = torch.tensor([float(rank)])
+    comm.broadcast(floats, src=n - 1)
+    refused = []
+    for bad in (torch.ones(4, dtype=torch.bfloat16), torch.ones(4, 4)[:, 0], torch.ones(4, dtype=torch.float16)):
+        try:
+            comm.all_reduce(bad)
+        except TypeError as error:
+            refused.append(str(error))
+    try:
+        comm.all_to_all(torch.ones(n + 1, 2))
+    except ValueError as error:
+        refused.append(str(error))
+    comm.barrier()
+    before = comm.stats.copy()
+    comm.all_reduce(torch.ones(10))
+    sent = comm.stats - before
+    comm.all_reduce_min(0)
+    waited = comm.stats - before - sent
+    return {
+        "sums": sums,
+        "received": comm.all_gather_object(value),
+        "workspace kept": all(comm.all_gather_object(again.data_ptr() == where and int(again) == 7)),
+        "all_to_all": comm.all_gather_object(comm.all_to_all(torch.arange(n) + 100 * rank).tolist()),
+        "all_gather": comm.all_gather_object(comm.all_gather(torch.full((2, 1), float(rank))).flatten().tolist()),
+        "broadcast": comm.all_gather_object([shorts.tolist(), floats.tolist()]),
+        "min": comm.all_reduce_min(1000 - rank),
+        "objects": comm.all_gather_object({"rank": rank, "text": "ü" * rank, "none": None}),
+        "local": comm.all_gather_object([comm.local_rank, comm.local_size]),
+        "sent": comm.all_gather_object([sent.bytes_sent, sent.comm_seconds > 0, sent.wait_seconds]),
+        "waited": comm.all_gather_object([waited.bytes_sent, waited.comm_seconds, waited.wait_seconds > 0]),
+        "together": comm.all_gather_object(comm.try_barrier(60.0)),
+        "refused": refused,
+    }
+
+
+def main(out: Path) -> None:
+    world = init_communicator()
+    assert isinstance(world, MpiCommunicator)
+    for first in (4, 1, 2):
+        comm = MpiCommunicator(world.mpi_comm.Split(int(world.rank >= first), world.rank))
+        answers = {"mpi": conformance(comm)}
+        if comm.world_size > 1:
+            backend = ProcessGroupBackend(comm, "gloo", CPU, seconds=60)
+            answers["process group"] = conformance(variant(comm, backends={"cpu": backend}))
+            backend.close()
+        if comm.rank == 0:
+            (out / f"{comm.world_size}.json").write_text(json.dumps(answers))
+        world.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,61 @@
+"""Every communicator does the same: a single process, MPI, and MPI with a process group of torch.distributed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from distributed.conformance import conformance
+from distributed.mpi_worlds import launch
+
+from ddnn.distributed.communicator import CommStats, SingleProcess
+
+WORLDS = [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def answers_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, Any]]:
+    """Kind of communicator and number of its workers -> what they answered."""
+    out = tmp_path_factory.mktemp("conformance")
+    process = launch(4, "conformance.py", out)
+    _, errors = process.communicate(timeout=240)
+    assert (process.returncode, errors) == (0, "")
+    return lambda kind, n: json.loads((out / f"{n}.json").read_text())[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "n"), [("single", 1), *(("mpi", n) for n in WORLDS), *(("process group", n) for n in WORLDS[1:])]
+)
+def test_conformance(answers_of: Callable[[str, int], dict[str, Any]], kind: str, n: int) -> None:
+    answers = conformance(SingleProcess()) if kind == "single" else answers_of(kind, n)
+    for dtype in ("torch.float32", "torch.float64", "torch.int64"):
+        assert answers["sums"][dtype] == [n * (n - 1) // 2, n]
+    assert answers["received"] == [10 * ((rank - 1) % n) for rank in range(n)]
+    assert answers["workspace kept"]
+    assert answers["all_to_all"] == [[rank + 100 * other for other in range(n)] for rank in range(n)]
+    assert answers["all_gather"] == [[float(rank) for rank in range(n) for _ in range(2)]] * n
+    assert answers["broadcast"] == [[[n - 1, 7], [n - 1.0]]] * n
+    assert answers["min"] == 1000 - (n - 1)
+    assert answers["objects"] == [{"rank": rank, "text": "ü" * rank, "none": None} for rank in range(n)]
+    assert answers["local"] == [[rank, n] for rank in range(n)]
+    assert answers["sent"] == [[40, True, 0.0] if kind != "single" else [0, False, 0.0]] * n
+    assert answers["waited"] == [[8, 0.0, True] if kind != "single" else [0, 0.0, False]] * n
+    assert answers["together"] == [True] * n
+    assert len(answers["refused"]) == 4
+    assert "not torch.bfloat16" in answers["refused"][0]
+    assert "strides (4,)" in answers["refused"][1]
+    assert answers["refused"][3].startswith(f"one chunk for each of {n} workers, not ({n + 1}, 2)")
+
+
+def test_stats_of_a_span_are_a_difference() -> None:
+    assert CommStats(9, 4.0, 2.0) - CommStats(3, 1.0, 0.5) == CommStats(6, 3.0, 1.5)
+
+
+def test_one_worker_sends_nothing() -> None:
+    comm = SingleProcess()
+    conformance(comm)
+    assert comm.stats == CommStats()
+    with pytest.raises(SystemExit):
+        comm.abort(3)

@@ -1,0 +1,170 @@
+"""Whatever happens to one worker or to the launcher, no worker waits for ever and no process is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from distributed.mpi_worlds import all_gone, launch, need_mpi
+
+from ddnn.distributed.communicator import SingleProcess
+from ddnn.distributed.failures import all_stop_on_error, message_and_code
+from ddnn.distributed.mpirun import EXIT_KILLED
+from ddnn.util.errors import DivergedError, UserError
+
+WORKERS = {"raise": 3, "all-reduce": 3, "slow": 3}
+"""Two where not named."""
+AVERAGING = ["all-reduce", "butterfly beside"]
+"""Strategies in the middle of which a worker raises."""
+FAILING = ["raise", "user-error", "exit", "thread", "killed", "hung", "stop", *AVERAGING]
+STOPPED = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL, "mpirun": signal.SIGKILL}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: `seconds` from the moment of the failure or signal to the end of the launcher."""
+
+    code: int
+    output: str
+    errors: str
+    seconds: float
+    all_gone: bool
+    out: Path
+
+
+def when_they_run(out: Path, workers: int, process: subprocess.Popen[str]) -> tuple[list[int], float]:
+    """Waits until all workers are past their start; the pids of the workers and of mpirun, when worker 1 failed."""
+    deadline = time.monotonic() + 90
+    while len(found := list(out.glob("*.pid"))) < workers:
+        assert time.monotonic() < deadline, "the workers do not start"
+        time.sleep(0.02)
+    words = {file.stem: file.read_text().split() for file in found}
+    return sorted({int(pid) for line in words.values() for pid in line[:2]}), float(words["1"][2])
+
+
+def outcome(way: str, out: Path) -> Outcome:
+    out.mkdir()
+    workers = WORKERS.get(way, 2)
+    process = launch(workers, "mpi_failing.py", way, out)
+    try:
+        pids, since = when_they_run(out, workers, process)
+        if way in STOPPED:
+            since = time.time()
+            os.kill(child_of(process.pid) if way == "mpirun" else process.pid, STOPPED[way])
+            if way in ("SIGINT", "SIGTERM"):  # these workers do not listen to the first, which asks
+                time.sleep(1.5)
+                process.send_signal(STOPPED[way])
+        output, errors = process.communicate(timeout=30)
+        seconds = time.time() - since
+    finally:
+        process.kill()
+    return Outcome(process.returncode, output, errors, seconds, all_gone(pids, 5), out)
+
+
+def child_of(pid: int) -> int:
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Outcome]]]:
+    """Every run that goes wrong, three at a time."""
+    need_mpi()
+    folder = tmp_path_factory.mktemp("failing")
+    with ThreadPoolExecutor(3) as pool:
+        yield {way: pool.submit(outcome, way, folder / way) for way in [*FAILING, *STOPPED, "slow"]}
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "said", "unsaid"),
+    [
+        ("raise", 1, ["RuntimeError: boom of the test", "Traceback", "mpi_failing.py", "in fail"], []),
+        ("user-error", 2, ["error: the rate is -1", "location: recipe.yaml", "hint: take a"], ["Traceback"]),
+        ("exit", 7, ["stopped with 7"], ["Traceback"]),
+        ("thread", 1, ["RuntimeError: boom of the test", "Traceback", "in fail"], []),
+        *((way, 1, ["RuntimeError: boom of the test", "Traceback", "average_for_ever"], []) for way in AVERAGING),
+    ],
+)
+def test_one_worker_that_fails_stops_all(
+    outcomes: dict[str, Future[Outcome]], way: str, code: int, said: list[str], unsaid: list[str]
+) -> None:
+    found, workers = outcomes[way].result(), WORKERS.get(way, 2)
+    assert found.code == code
+    assert found.seconds < 10
+    assert found.all_gone
+    assert sorted(found.output.splitlines()) == [f"worker {rank} of {workers}" for rank in range(workers)]
+    (line,) = [line for line in found.errors.splitlines() if line.startswith("ddnn: worker ")]
+    assert line.startswith("ddnn: worker 1 on ")
+    assert all(text in found.errors for text in said), found.errors
+    assert not any(text in found.errors for text in unsaid), found.errors
+
+
+def test_the_others_wait_for_a_slow_worker(outcomes: dict[str, Future[Outcome]]) -> None:
+    found = outcomes["slow"].result()
+    assert (found.code, found.errors) == (0, "")
+    told = json.loads((found.out / "slow.json").read_text())
+    assert list(told["mean"]) == ["all-reduce", "butterfly", "ring", "hopping-ring"]
+    for name, mean in told["mean"].items():
+        assert mean == pytest.approx(1.0, abs=1e-6), name
+        waited = told["waited"][name]  # in a ring only the next one waits for the slow one
+        assert max(waited[0], waited[2]) > waited[1], name
+
+
+def test_a_worker_killed_by_the_system_stops_all(outcomes: dict[str, Future[Outcome]]) -> None:
+    found = outcomes["killed"].result()
+    assert found.code == 128 + signal.SIGKILL
+    assert found.seconds < 10
+    assert found.all_gone
+    assert "rank 1" in found.errors
+    assert found.errors.endswith("\nddnn: hint of the test\n")
+
+
+def test_a_hung_worker_is_killed_and_stops_all(outcomes: dict[str, Future[Outcome]]) -> None:
+    found = outcomes["hung"].result()
+    assert found.code == EXIT_KILLED
+    assert found.seconds < 12
+    assert found.all_gone
+    *_, said, advice = found.errors.splitlines()
+    assert said.startswith("ddnn: worker 1 on ")
+    assert said.endswith("was stopped (SIGSTOP) for 2 s (parallel.hang_timeout) and was killed")
+    assert advice == "ddnn: hint of the test"
+
+
+def test_workers_that_stop_together_say_nothing(outcomes: dict[str, Future[Outcome]]) -> None:
+    found = outcomes["stop"].result()
+    assert (found.code, found.errors) == (75, "")
+    assert found.all_gone
+
+
+@pytest.mark.parametrize("way", STOPPED)
+def test_a_launcher_or_mpirun_that_is_stopped_leaves_no_process(outcomes: dict[str, Future[Outcome]], way: str) -> None:
+    found = outcomes[way].result()
+    assert found.all_gone
+    assert found.seconds < 10
+    assert found.code == (-signal.SIGKILL if way == "SIGKILL" else 128 + STOPPED[way])
+
+
+def test_a_single_worker_keeps_its_exceptions() -> None:
+    with pytest.raises(UserError, match="mine"), all_stop_on_error(SingleProcess()):
+        raise UserError("mine")
+
+
+def test_messages_name_the_worker() -> None:
+    comm = SingleProcess(rank=3, world_size=4, host="node7")
+    assert message_and_code(comm, UserError("bad", hint="better")) == (
+        "ddnn: worker 3 on node7: error: bad\n  hint: better\n",
+        2,
+    )
+    assert message_and_code(comm, KeyboardInterrupt())[1] == 130
+    assert message_and_code(comm, DivergedError("the loss is nan"))[1] == 3
+    assert message_and_code(comm, dist.DistError("connection reset"))[1] == EXIT_KILLED
+    assert [message_and_code(comm, SystemExit(code))[1] for code in (None, 0, 5, "text")] == [0, 0, 5, 1]

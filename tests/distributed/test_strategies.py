@@ -1,0 +1,289 @@
+"""Reduce strategies on real MPI processes against their mixing matrices and float64 twins."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed.mpi_checks import LARGE, PARAMETERS, PLAIN, ROUNDS, parameters, strategy, weight
+from distributed.mpi_worlds import launch
+from numpy.typing import NDArray
+
+from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, AveragingStrategy, make_strategy, mixing_matrix
+from ddnn.distributed.communicator import CommStats, SingleProcess
+
+WORLDS = [1, 2, 3, 4, 5, 6, 7, 8]
+GOSSIP = ["butterfly", "ring", "hopping-ring"]
+Matrix = NDArray[np.float64]
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """n -> what n MPI processes computed."""
+    out = tmp_path_factory.mktemp("mpi")
+    process = launch(8, "mpi_checks.py", out)
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (0, "")
+    return lambda n: json.loads((out / f"{n}.json").read_text())
+
+
+def initial(n: int) -> Matrix:
+    return np.stack([parameters(rank).double().numpy() for rank in range(n)])
+
+
+def disagreement(theta: Matrix) -> float:
+    return float(np.linalg.norm(theta - theta.mean(axis=0)))
+
+
+def weighted_mean(theta: Matrix) -> Matrix:
+    return np.average(theta, axis=0, weights=[weight(rank) for rank in range(len(theta))])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("n", [*WORLDS, 16, 17, 31])
+def test_mixing_matrices_keep_the_mean(name: str, n: int) -> None:
+    for number in range(3 * n):
+        matrix = mixing_matrix(name, n, number)
+        assert (matrix >= 0).all()
+        np.testing.assert_allclose(matrix.sum(axis=0), 1, atol=1e-15)
+        np.testing.assert_allclose(matrix.sum(axis=1), 1, atol=1e-15)
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_mixing_matrices_are_those_of_the_paper(number: int) -> None:
+    """As algorithms.md writes them, by permutation matrices; the butterfly for 2^q workers."""
+    for n in (2, 4, 8):
+        swap = np.eye(n)[[rank ^ 2 ** (number % int(math.log2(n))) for rank in range(n)]]
+        np.testing.assert_array_equal(mixing_matrix("butterfly", n, number), (np.eye(n) + swap) / 2)
+    for n in (2, 3, 5, 8):
+        once = np.roll(np.eye(n), 1, axis=0)  # row r has its 1 at column r - 1
+        np.testing.assert_array_equal(mixing_matrix("ring", n, number), (np.eye(n) + once) / 2)
+        hops = np.linalg.matrix_power(once, [*range(1, n)][number % (n - 1)])
+        np.testing.assert_array_equal(mixing_matrix("hopping-ring", n, number), (np.eye(n) + hops) / 2)
+    np.testing.assert_allclose(mixing_matrix("all-reduce", 3, number, [1, 2, 5]), [[1 / 8, 2 / 8, 5 / 8]] * 3)
+
+
+@pytest.mark.parametrize("n", [*WORLDS, 12, 16, 33])
+def test_butterfly_of_any_number_of_workers_is_nearly_the_mean_after_log2_rounds(n: int) -> None:
+    """Every model counts floor or ceil of 2^q / n times, out of 2^q; 2^q workers: exactly once."""
+    rounds = (n - 1).bit_length()
+    for start in range(0, 3 * rounds, max(rounds, 1)):
+        matrices = [mixing_matrix("butterfly", n, start + number) for number in range(rounds)]
+        counts = 2**rounds * reduce(lambda a, b: b @ a, matrices, np.eye(n))
+        assert set(counts.ravel()) <= {2**rounds // n, -(-(2**rounds) // n)}
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_all_reduce_is_the_weighted_mean(results: Callable[[int], dict[str, Any]], n: int) -> None:
+    found = results(n)["all-reduce"]
+    theta = np.array(found["weighted"])
+    np.testing.assert_allclose(theta, np.tile(weighted_mean(initial(n)), (n, 1)), atol=1e-6, rtol=0)
+    assert (theta == theta[0]).all()
+    assert found["large error"] < 1e-6
+    assert len(found["large digests"]) == n
+    assert len(set(found["large digests"])) == 1
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("n", WORLDS)
+def test_every_round_does_what_the_mixing_matrix_says(
+    results: Callable[[int], dict[str, Any]], n: int, name: str
+) -> None:
+    measured = np.array(results(n)["gossip"][name])
+    assert measured.shape == (ROUNDS + 1, n, PARAMETERS)
+    theta = initial(n)
+    np.testing.assert_array_equal(measured[0], theta)
+    weights = [weight(rank) for rank in range(n)]
+    mean = weighted_mean(theta) if name == "all-reduce" else theta.mean(axis=0)
+    for number in range(ROUNDS):
+        before, theta = theta, mixing_matrix(name, n, number, weights) @ theta
+        np.testing.assert_allclose(measured[number + 1], theta, atol=1e-6, rtol=0)
+        np.testing.assert_allclose(np.average(measured[number + 1], axis=0), mean, atol=1e-6, rtol=0)
+        # The rate: compared by itself, since 1e-6 absolute says nothing once the workers are close.
+        assert disagreement(theta) <= disagreement(before) + 1e-12
+        assert disagreement(measured[number + 1]) == pytest.approx(disagreement(theta), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_butterfly_is_exact_after_log2_rounds(results: Callable[[int], dict[str, Any]], n: int) -> None:
+    measured, rounds = np.array(results(n)["gossip"]["butterfly"]), int(math.log2(n))
+    assert disagreement(measured[rounds - 1]) > 0.1
+    assert (measured[rounds] == measured[rounds][0]).all(), "the same bits on every worker"
+    np.testing.assert_allclose(measured[rounds][0], initial(n).mean(axis=0), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", GOSSIP)
+@pytest.mark.parametrize("n", WORLDS)
+def test_gossip_in_16_bits_keeps_the_mean(results: Callable[[int], dict[str, Any]], n: int, name: str) -> None:
+    narrow, wide = np.array(results(n)["gossip 16-bit"][name]), np.array(results(n)["gossip"][name])
+    start = initial(n)
+    for number in range(ROUNDS + 1):
+        np.testing.assert_allclose(narrow[number].mean(axis=0), start.mean(axis=0), atol=1e-6, rtol=0)
+    # Half of two roundings of 2^-8 in each round, which mixing does not enlarge.
+    np.testing.assert_allclose(narrow[1], wide[1], atol=2**-8 * np.abs(start).max(), rtol=0)
+    np.testing.assert_allclose(narrow[-1], wide[-1], atol=ROUNDS * 2**-8 * np.abs(start).max(), rtol=0)
+    assert n == 1 or (narrow != wide).any(), "it did travel in 16 bits"
+
+
+@pytest.mark.parametrize("n", WORLDS)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_block_momentum_equals_its_float64_twin(
+    results: Callable[[int], dict[str, Any]], n: int, nesterov: bool
+) -> None:
+    found, eta = results(n)["bmuf"][str(nesterov)], 1 - 1 / n
+    assert found["momentum"] == eta
+    model = parameters(99).double().numpy()
+    start, change = model.copy(), np.zeros(PARAMETERS)
+    for block in range(5):
+        local = np.stack([start + 0.1 * parameters(rank, block + 1).double().numpy() for rank in range(n)])
+        change = eta * change + (weighted_mean(local) - start)
+        model = model + change
+        start = model + eta * change if nesterov else model
+        given = np.array(found["starts"][block])
+        np.testing.assert_allclose(given, np.tile(start, (n, 1)), atol=1e-6, rtol=0)
+        assert (given == given[0]).all()
+        np.testing.assert_allclose(found["models"][block], model, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_16_bit_mean_is_within_its_rounding(results: Callable[[int], dict[str, Any]], n: int) -> None:
+    found = results(n)["16-bit"]
+    one = np.array(found["one mean"])
+    assert (one == one[0]).all()
+    truth, scale = weighted_mean(initial(n)), weighted_mean(np.abs(initial(n)))
+    np.testing.assert_array_less(np.abs(one[0] - truth), 2**-7 * scale + 1e-12)
+    # Six averagings of parameters: only changes of 1e-3 are rounded, and the workers hold the same bits.
+    narrow, wide = np.array(found["bfloat16"]), np.array(found["float32"])
+    assert (narrow == narrow[0]).all()
+    np.testing.assert_allclose(narrow, wide, atol=6 * 2**-7 * 1e-3 * 4, rtol=0)
+    assert n == 1 or (narrow != wide).any(), "it did travel in 16 bits"
+    blocks = results(n)
+    for wide_start, narrow_start in zip(
+        blocks["bmuf"]["False"]["starts"], blocks["bmuf 16-bit"]["starts"], strict=True
+    ):
+        # 0.1 * |change| <= 0.4, rounded by 2^-8 twice in each of 5 blocks, each counted n times at most.
+        np.testing.assert_allclose(narrow_start, wide_start, atol=5 * n * 0.4 * 2**-7, rtol=0)
+
+
+@pytest.mark.parametrize("n", WORLDS[1:])
+def test_a_worker_gone_nan_is_excluded_and_gets_a_model_again(results: Callable[[int], dict[str, Any]], n: int) -> None:
+    found, healthy = results(n)["excluded"], initial(n)[1:]
+    np.testing.assert_allclose(found["all-reduce"], np.tile(healthy.mean(axis=0), (n, 1)), atol=1e-6, rtol=0)
+    np.testing.assert_allclose(found["mean"], np.tile(healthy.mean(axis=0), (n, 1)), atol=1e-6, rtol=0)
+    assert np.abs(np.array(found["16-bit mean"]) - healthy.mean(axis=0)).max() < 2**-7 * np.abs(healthy).max()
+    for name in GOSSIP:
+        theta, matrix = np.array(found[name]), mixing_matrix(name, n, 0)
+        for rank in range(n):
+            (source,) = [other for other in range(n) if other != rank and matrix[rank, other]]
+            expected = healthy[source - 1] if rank == 0 else healthy[rank - 1]
+            if rank and source:
+                expected = (healthy[rank - 1] + healthy[source - 1]) / 2
+            np.testing.assert_allclose(theta[rank], expected, atol=1e-6, rtol=0)
+    assert all("no worker has a finite model" in text for text in found["nobody left"])
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_the_communicator(results: Callable[[int], dict[str, Any]], n: int) -> None:
+    found = results(n)["communicator"]
+    for dtype in ("torch.float32", "torch.float64", "torch.int64"):
+        assert found["sums"][dtype] == [n * (n - 1) // 2, n]
+    assert found["received"] == [10 * ((rank - 1) % n) for rank in range(n)]
+    assert found["buffer kept"]
+    assert found["swapped"] == [[rank + 100 * other for other in range(n)] for rank in range(n)]
+    assert found["told"] == [[n - 1.0]] * n
+    assert found["least"] == 1000 - (n - 1)
+    assert found["gathered"] == [{"rank": rank, "text": "ü" * rank, "none": None} for rank in range(n)]
+    assert found["local"] == [[rank, n] for rank in range(n)]
+    assert len(found["refused"]) == 3
+    assert "not torch.bfloat16" in found["refused"][0]
+    assert "strides (4,)" in found["refused"][1]
+
+
+def test_one_worker_needs_no_mpi() -> None:
+    comm = SingleProcess()
+    for name in PLAIN:
+        theta = parameters(0)
+        strategy(comm, name).average(theta, 5, 3.0)
+        assert (theta == parameters(0)).all()
+    assert comm.all_gather_object({"a": [1]}) == [{"a": [1]}]
+    assert comm.all_reduce_min(4) == 4
+    with pytest.raises(ValueError, match="not nan"):
+        strategy(comm, "all-reduce").average(parameters(0), 0, float("nan"))
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_traffic_counts_each_buffer_once(results: Callable[[int], dict[str, Any]], n: int) -> None:
+    sent = results(n)["traffic"]
+    chunk = 2 * -(-LARGE // n)
+    expected = {name: 4 * LARGE + 8 for name in PLAIN}
+    expected |= {"butterfly 16-bit": 2 * LARGE + 8, "all-reduce 16-bit": n * chunk + 8}
+    for name, size in expected.items():
+        assert sent[name] == [[size, True, True] if n > 1 else [0, False, False]] * n, name
+
+
+def test_traffic_of_a_span_is_a_difference() -> None:
+    assert CommStats(9, 4.0, 2.0) - CommStats(3, 1.0, 0.5) == CommStats(6, 3.0, 1.5)
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_a_thread_beside_gives_the_same_bits(results: Callable[[int], dict[str, Any]], n: int) -> None:
+    found = results(n)["beside"]
+    assert found["thread"] == found["here"]
+    assert len(found["here"]) == 9
+
+
+@pytest.mark.parametrize("n", WORLDS[1:])
+def test_a_process_group_gives_what_mpi_gives(results: Callable[[int], dict[str, Any]], n: int) -> None:
+    """Messages to one other the same bits; sums may be added in another order."""
+    found = results(n)["beside"]
+    assert found["told"] == [[n - 1, 7]] * n
+    for name, theta in found["here"].items():
+        np.testing.assert_allclose(found["group"][name], theta, atol=1e-6, rtol=0, err_msg=name)
+        if name.startswith(tuple(GOSSIP)):
+            assert found["group"][name] == theta, name
+        else:
+            assert found["group"][name] == [found["group"][name][0]] * n, name
+
+
+def test_importing_the_package_imports_no_mpi(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('no MPI on this machine')")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from ddnn.distributed import failures\n"
+        "from ddnn.averaging import strategies\n"
+        "from ddnn.distributed.mpi import init_communicator\n"
+        "exchange = init_communicator({})\n"
+        "with failures.all_stop_on_error(exchange): exchange.barrier()\n"
+        "print(exchange.world_size, 'mpi4py' in sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=root)
+    assert run.stdout == "1 False\n", run.stderr
+
+
+class Halfway(AveragingStrategy):
+    """A toy: rank 0 sends its parameters to all, and every worker moves halfway to them."""
+
+    def average(self, vector: torch.Tensor, index: int, weight: float) -> None:
+        first = vector.clone()
+        self.comm.broadcast(first)
+        vector.add_(first).mul_(0.5)
+
+
+def test_a_new_strategy_is_a_class_and_a_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STRATEGIES, "halfway", Halfway)
+    theta = parameters(3)
+    made = make_strategy(AveragingOptions(strategy="halfway"), SingleProcess())
+    made.start(theta)
+    made.average(theta, 0, 1.0)
+    np.testing.assert_array_equal(theta, parameters(3))
+    assert made.distance_to_mean(2.0) == 2.0
+    assert made.state_dict() == {}

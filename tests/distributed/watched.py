@@ -1,0 +1,50 @@
+"""A worker with a watchdog, without MPI or torch. argv: what it does, and the folder for its watchdog's pid."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from ddnn.distributed.watchdog import Watchdog
+
+TIMEOUT = 1.0
+"""In seconds."""
+
+
+def main(way: str, out: Path) -> None:
+    watchdog = Watchdog(2, "n1", TIMEOUT)
+    (out / "watchdog.tmp").write_text(str(watchdog.pid))
+    (out / "watchdog.tmp").rename(out / "watchdog.pid")
+    if way == "disabled stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if way == "disabled":
+        time.sleep(4 * TIMEOUT)
+        return
+    watchdog.enable()
+    if way == "hangs":
+        time.sleep(60)
+    if way == "hangs in an exchange":
+        with watchdog.long_operation(), watchdog.long_operation():
+            time.sleep(60)
+    if way == "exchanges":
+        with watchdog.long_operation():
+            time.sleep(2 * TIMEOUT)
+    if way in ("works", "killed"):
+        for _ in range(40):
+            watchdog.heartbeat()
+            time.sleep(0.1 * TIMEOUT)
+    if way == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "disabled again":
+        watchdog.disable()
+        time.sleep(4 * TIMEOUT)
+    if way == "closed":
+        watchdog.close()
+        time.sleep(4 * TIMEOUT)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,104 @@
+"""Kaldi files that ddnn reads but does not write itself: text models, `vector` FSTs, GMMs; and single scp entries."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ddnn.kaldi.archive import MatrixReader
+from ddnn.kaldi.basic_types import BasicTypeWriter
+from ddnn.kaldi.fst import ARC, Fst, check_fst, write_fst
+from ddnn.kaldi.scp import ScpEntry
+from ddnn.kaldi.transition_model import NO_PDF, Topology, TransitionModel, write_transition_model
+from ddnn.synth.acoustics import write_diag_gmm
+
+
+def matrix_shape(entry: ScpEntry) -> tuple[int, int]:
+    """(rows, columns) of one entry."""
+    with MatrixReader() as reader:
+        return reader.shape(entry)
+
+
+def read_matrix(entry: ScpEntry, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    """The matrix of one entry, (rows, columns)."""
+    with MatrixReader() as reader:
+        return reader.read(entry, dtype)
+
+
+def model_bytes(model: TransitionModel, *, binary: bool) -> bytes:
+    """A transition model as Kaldi writes it, byte for byte."""
+    handle = io.BytesIO()
+    if binary:
+        write_transition_model(handle, model)
+        return handle.getvalue()
+    writer = BasicTypeWriter(handle, binary=False)
+    is_hmm = model.topology.is_hmm
+    name, tuples = ("Triples", model.tuples[:, :3]) if is_hmm else ("Tuples", model.tuples)
+    handle.write(b"<TransitionModel> \n<Topology> \n")
+    for index in range(len(model.topology.entries)):
+        _write_text_entry(writer, model.topology, index)
+    handle.write(b"</Topology> \n<%s> %d \n" % (name.encode(), len(tuples)))
+    handle.write(b"".join(b"".join(b"%d " % value for value in row) + b"\n" for row in tuples.tolist()))
+    handle.write(b"</%s> \n<LogProbs> \n" % name.encode())
+    writer.float_vector(model.log_probs)
+    handle.write(b"</LogProbs> \n</TransitionModel> \n")
+    return handle.getvalue()
+
+
+def _write_text_entry(writer: BasicTypeWriter, topology: Topology, index: int) -> None:
+    phones = [phone for phone, entry in topology.phone_to_entry.items() if entry == index]
+    writer.handle.write(b"<TopologyEntry> \n<ForPhones> \n")
+    writer.handle.write(b"".join(b"%d " % phone for phone in phones) + b"\n</ForPhones> \n")
+    for number, state in enumerate(topology.entries[index]):
+        writer.handle.write(b"<State> %d " % number)
+        if state.forward_pdf_class != NO_PDF:
+            if topology.is_hmm:
+                writer.handle.write(b"<PdfClass> %d " % state.forward_pdf_class)
+            else:
+                classes = (state.forward_pdf_class, state.self_loop_pdf_class)
+                writer.handle.write(b"<ForwardPdfClass> %d <SelfLoopPdfClass> %d " % classes)
+        for destination, probability in state.transitions:
+            writer.handle.write(b"<Transition> %d " % destination)
+            writer.float32(probability)
+        writer.handle.write(b"</State> \n")
+    writer.handle.write(b"</TopologyEntry> \n")
+
+
+def write_diag_gmms(
+    handle: BinaryIO, means: Sequence[np.ndarray], variances: Sequence[np.ndarray], weights: Sequence[np.ndarray]
+) -> None:
+    """The mixtures of a `final.mdl`, behind the transition model: one of each per pdf."""
+    writer = BasicTypeWriter(handle, binary=True)
+    writer.token("<DIMENSION>")
+    writer.int32(means[0].shape[1])
+    writer.token("<NUMPDFS>")
+    writer.int32(len(means))
+    for mean, variance, weight in zip(means, variances, weights, strict=True):
+        write_diag_gmm(writer, mean, variance, weight)
+
+
+def fst_bytes(fst: Fst, kind: str = "const") -> bytes:
+    """The FST as an OpenFst file of type `const` (ddnn's own writer) or `vector`."""
+    if kind == "const":
+        with tempfile.TemporaryDirectory() as folder:
+            write_fst(Path(folder) / "x.fst", fst)
+            return (Path(folder) / "x.fst").read_bytes()
+    check_fst(fst)
+    header = struct.pack("<ii6si8s", 2125659606, 6, b"vector", 8, b"standard")
+    header += struct.pack("<iiQqqq", 2, 0, 3, fst.start, fst.num_states, fst.num_arcs)
+    counts = np.diff(fst.offsets)
+    words = np.empty(fst.num_states * 3 + fst.num_arcs * 4, "<i4")
+    heads = fst.offsets[:-1] * 4 + np.arange(fst.num_states) * 3
+    is_arc = np.ones(len(words), bool)
+    for word, value in enumerate((fst.final.astype("<f4").view("<i4"), counts.astype("<i4"), 0)):
+        words[heads + word] = value
+        is_arc[heads + word] = False
+    words[is_arc] = np.frombuffer(fst.arcs.astype(ARC).tobytes(), "<i4")
+    return header + words.tobytes()

@@ -1,0 +1,224 @@
+"""Verdicts in words, as the records make them."""
+
+from __future__ import annotations
+
+import pytest
+from reproduce.synthetic import SPEAKERS, WORDS, by_name, diverged, plan, record, table_records
+
+from ddnn.reproduce.cells import find_cell, main_accuracy, metrics_of, table_cells
+from ddnn.reproduce.comparison import HypothesisResult, compare, degradations
+from ddnn.reproduce.records import RunRecord, WordErrors
+from ddnn.reproduce.tables import Condition, Hypothesis, Table, paper
+
+GOOD, BAD = Condition(name="good", label="the good"), Condition(name="bad", label="the bad")
+ASKED = Hypothesis(statement="good is better", expected_better=("good", "max"), expected_worse=("bad", "max"))
+TOY = Table(name="toy", title="A toy", workers=("max",), conditions=(GOOD, BAD), hypotheses=(ASKED,))
+TABLES = paper().tables
+
+
+def compared(*records: RunRecord, asked: Hypothesis = ASKED, **changes: object) -> HypothesisResult:
+    return compare(plan(**changes), TOY, asked, by_name(records))
+
+
+def pairs(gains: list[float], errors: list[int] | None = None) -> list[RunRecord]:
+    """Runs of both on 16 workers: frame accuracy differs by these percents, each utterance by these errors."""
+    found = []
+    for seed, gain in enumerate(gains, 1):
+        for name, worse in (("good", 0), ("bad", 1)):
+            made = tuple(3 + w // 2 + worse * (errors or [0])[i % len(errors or [0])] for i, w in enumerate(WORDS))
+            words = WordErrors(wer=100.0 * sum(made) / sum(WORDS), words=WORDS, errors=made, speakers=SPEAKERS)
+            value = 0.5 - worse * gain / 100.0
+            found.append(record(name, 16, seed, value, wers={"test trigram": words}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gains", "errors", "verdict"),
+    [
+        ([1.0, 2.0, 0.5], [1, 0, 1], "confirmed (by test frame accuracy, test trigram WER)"),
+        ([1.0, 2.0, 0.5], [0], "confirmed (by test frame accuracy)"),
+        ([1.0, 2.0, -0.5], [2, 2, 2, 2, -1, -1, -1, -1], "expected direction, interval contains 0"),
+        ([-1.0, 0.5, -1.0], [-2, -2, -2, -2, 1, 1, 1, 1], "opposite direction, interval contains 0"),
+        ([-1.0, -2.0, -0.5], [-1], "contradicted (by test frame accuracy, test trigram WER)"),
+        ([0.0, 0.0, 0.0], [0], "no difference"),
+        ([1.0, 2.0, 0.5], [-1], "inconclusive (metrics contradict each other)"),
+        ([1.0, 1.0], [1], "not tested (2 common seeds, expected 3 or more)"),
+    ],
+)
+def test_verdicts(gains: list[float], errors: list[int], verdict: str) -> None:
+    assert compared(*pairs(gains, errors)).verdict.text == verdict
+
+
+def test_figures_of_a_contrast() -> None:
+    found = compared(*pairs([1.0, 2.0, 0.6], [1]))
+    cv, frames, words = found.results
+    assert (cv.metric.kind, frames.metric.title, words.metric.title) == (
+        "cv",
+        "test frame accuracy (%)",
+        "test trigram WER (%)",
+    )
+    assert frames.better == pytest.approx(50.0) and frames.worse == pytest.approx(48.8)
+    assert frames.difference == pytest.approx(1.2) and frames.estimate is not None
+    assert (frames.estimate.low, frames.estimate.high) == pytest.approx((0.6, 2.0))
+    assert words.difference == pytest.approx(100.0 * len(WORDS) / sum(WORDS))
+    assert (frames.resampled, words.resampled, words.seeds) == ("seeds", "speakers", 3)
+
+
+def test_only_common_seeds_are_compared() -> None:
+    odd = record("bad", 16, 9, 0.1)
+    assert compared(*pairs([1.0, 2.0], [1]), odd).results[:3] == compared(*pairs([1.0, 2.0], [1])).results
+
+
+def test_runs_of_one_seed_from_different_rbms_are_named() -> None:
+    made = pairs([1.0, 2.0, 0.5, 0.5, 1.0])
+    stacks = ["a", "a", "a", "b", "a", "", "", "", "c", "d"]  # of good and bad, seed by seed
+    found = compared(*(run.model_copy(update={"dbn": s}) for run, s in zip(made, stacks, strict=True)))
+    assert found.differing_dbn_seeds == (2, 5), "who has none, or may have any, is not held against another"
+    assert compared(*made).differing_dbn_seeds == ()
+
+
+def test_a_cross_validation_set_that_says_the_opposite_is_named() -> None:
+    made = pairs([1.0, 2.0, 0.5])
+    swapped = [
+        run.model_copy(update={"cv": run.cv.model_copy(update={"frame_accuracy": 1.0 - run.cv.frame_accuracy})})
+        for run in made
+        if run.cv is not None
+    ]
+    assert compared(*swapped).verdict.text == "confirmed (by test frame accuracy; not by CV frame accuracy)"
+
+
+def test_what_was_not_tested_says_why() -> None:
+    one = compared(*pairs([1.0], [1]))
+    assert one.results[1].verdict.text == "not tested (1 common seed, expected 3 or more)"
+    assert one.verdict.text == "not tested (1 common seed, expected 3 or more)"
+    assert compared(record("good", 16, 1, 0.5)).verdict.text == "not tested (no runs of: the bad, 16 workers)"
+    apart = compared(record("good", 16, 1, 0.5), record("bad", 16, 2, 0.4))
+    assert apart.verdict.text == "not tested (0 common seeds, expected 3 or more)"
+    same = compared(*pairs([1.0, 1.0]), aliases={"bad": "good"})
+    assert same.verdict.text == "not tested (the same runs on this corpus)"
+    assert compared().verdict.text == "not tested (no runs of: the good, 16 workers)"
+
+
+def test_one_diverged_run_gives_no_direction() -> None:
+    sound = [record("good", 16, 3, 0.5), diverged("bad", 16, 3)]
+    too_few = compared(*pairs([-1.0, -1.0], [-1]), *sound)
+    assert too_few.verdict.text == (
+        "not tested (2 common seeds, expected 3 or more; 1 of 3 runs of the bad, 16 workers diverged)"
+    )
+    assert too_few.results[1].difference == pytest.approx(-1.0) and too_few.results[1].seeds == 2
+    share = too_few.results[-1]
+    assert (share.metric.title, share.better, share.seeds) == ("runs that diverged (%)", 0.0, 3)
+    assert (
+        share.difference == pytest.approx(100.0 / 3) and share.verdict.word == "expected direction, interval contains 0"
+    )
+    enough = [r for r in pairs([-1.0, -2.0, 9.0, -0.5], [-1]) if r.seed != 3]
+    figures = compared(*enough, *sound)
+    assert figures.verdict.text == (
+        "contradicted (by test frame accuracy, test trigram WER; 1 of 4 runs of the bad, 16 workers diverged)"
+    )
+
+
+def test_divergence_of_as_many_seeds_as_are_tested_counts() -> None:
+    good = [record("good", 16, seed, 0.5) for seed in (1, 2, 3, 4, 5, 6)]
+    bad = [diverged("bad", 16, seed) for seed in (1, 2, 3)]
+    said = "3 of 3 runs of the bad, 16 workers diverged"
+    assert compared(*good[:3], *bad).verdict.text == f"confirmed (by runs that diverged; {said})"
+    assert compared(*good[:2], *bad[:2]).verdict.word == "not tested"
+    swapped = Hypothesis(statement="bad is better", expected_better=("bad", "max"), expected_worse=("good", "max"))
+    assert compared(*good[:3], *bad, asked=swapped).verdict.text == f"contradicted (by runs that diverged; {said})"
+    both = compared(*(diverged("good", 16, seed) for seed in (1, 2, 3)), *bad)
+    assert both.verdict.text == f"not tested (no figures; 3 of 3 runs of the good, 16 workers diverged; {said})"
+    # The three that did not diverge are better than the good ones: two ways to be worse contradict each other.
+    mixed = compared(*good, *bad, *(record("bad", 16, seed, 0.55) for seed in (4, 5, 6)))
+    assert mixed.verdict.text == (
+        "inconclusive (metrics contradict each other; 3 of 6 runs of the bad, 16 workers diverged)"
+    )
+
+
+def test_words_without_utterances_are_tested_over_seeds() -> None:
+    bare = [
+        r.model_copy(update={"wers": {"SWB": WordErrors(wer=20.0 + (r.condition == "bad"))}}) for r in pairs([1, 1, 1])
+    ]
+    words = compared(*bare).results[-1]
+    assert (words.resampled, words.difference, words.verdict.word) == ("seeds", pytest.approx(1.0), "confirmed")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        WordErrors(wer=1.0, words=WORDS, errors=WORDS),
+        WordErrors(wer=1.0, words=WORDS, errors=WORDS, speakers=SPEAKERS[::-1]),
+        WordErrors(wer=1.0, words=WORDS[1:], errors=WORDS[1:]),
+        WordErrors(wer=1.0, words=WORDS, errors=WORDS[1:]),
+        WordErrors(wer=1.0, words=WORDS, errors=(2**53, *WORDS[1:])),
+    ],
+)
+def test_words_that_do_not_fit_are_not_tested(words: WordErrors) -> None:
+    odd = pairs([1.0, 1.0, 1.0], [1])
+    odd[-1] = odd[-1].model_copy(update={"wers": {"test trigram": words}})
+    found = compared(*odd)
+    assert found.results[-1].verdict.word == "not tested"
+    assert found.verdict.text == "confirmed (by test frame accuracy)"
+
+
+def test_what_is_not_published_is_tested_alike() -> None:
+    own = ASKED.model_copy(update={"published": False})
+    assert compared(*pairs([1.0, 1.0, 1.0]), asked=own).verdict.text == "confirmed (by test frame accuracy)"
+
+
+def test_shared_runs_and_rows_without_a_recipe() -> None:
+    corpus = plan(aliases={"minibatch-256": "base"})
+    records = table_records(corpus, [TABLES["table4"]])
+    assert "minibatch-256-1-1" not in records
+    assert len(find_cell(corpus, records, Condition(name="minibatch-256", label="256"), 16).runs) == 3
+    rows = {cell.condition.name for cell in table_cells(corpus, TABLES["table1"], records)}
+    assert rows == {"base"}
+    assert "closing" in {
+        cell.condition.name for cell in table_cells(corpus, TABLES["table1"], records, ["closing-16-1"])
+    }
+
+
+def test_losses_against_one_worker() -> None:
+    corpus = plan()
+    records = by_name(
+        [record("base", 1, seed, 0.60) for seed in (1, 2, 3)]
+        + [record("base", 16, seed, 0.60 - 0.001 * seed) for seed in (1, 2, 3)]
+        + [record("other", 16, 1, 0.59), diverged("other", 16, 2)]
+    )
+    cells = [
+        find_cell(corpus, records, Condition(name=name, label=name), size)
+        for name, size in (("base", 1), ("base", 16), ("other", 16), ("absent", 16))
+    ]
+    measure, found = degradations(corpus, cells, records)
+    assert measure is not None and measure.title == "test frame accuracy (%)"
+    assert [(loss.cell.condition.name, loss.seeds) for loss in found] == [("base", 3), ("other", 1)]
+    assert [loss.percentage_points for loss in found] == pytest.approx([0.2, 1.0])
+    assert found[0].estimate is not None and found[1].estimate is None
+    assert degradations(corpus, cells, {}) == (None, [])
+
+
+def test_measures_are_in_the_order_of_the_tests() -> None:
+    found = metrics_of(plan(), [record("a", 1, 1, 0.5), diverged("a", 1, 2)])
+    assert [m.title for m in found] == [
+        "CV frame accuracy (%)",
+        "test frame accuracy (%)",
+        "test trigram WER (%)",
+        "test unigram WER (%)",
+    ]
+    assert (
+        main_accuracy(found) == found[1] and main_accuracy(found[:1]) == found[0] and main_accuracy(found[2:]) is None
+    )
+
+
+def test_the_speakers_decide_what_is_resampled() -> None:
+    """An interval over speakers where they are known, of enough of them; else over utterances."""
+    made = pairs([1.0, 1.0, 1.0], [1])
+
+    def with_speakers(speakers: tuple[int, ...]) -> HypothesisResult:
+        wers = [{"test trigram": r.wers["test trigram"].model_copy(update={"speakers": speakers})} for r in made]
+        return compared(*(r.model_copy(update={"wers": w}) for r, w in zip(made, wers, strict=True)))
+
+    assert with_speakers(SPEAKERS).results[-1].resampled == "speakers"
+    assert with_speakers(()).results[-1].resampled == "utterances"
+    few = with_speakers(tuple(n % 4 for n in range(len(WORDS)))).results[-1]
+    assert few.verdict.text == "not tested (4 speakers, expected 5 or more)" and few.resampled == ""

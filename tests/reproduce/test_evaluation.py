@@ -1,0 +1,90 @@
+"""An evaluation that is killed or stopped harms no other run, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from reproduce.small import TOY, write_corpus
+
+from ddnn.reproduce.corpus import load_config
+from ddnn.reproduce.executor_local import EVALUATION, LocalExecutor
+from ddnn.reproduce.measure import TASK, main
+from ddnn.reproduce.records import read_records
+from ddnn.reproduce.runs import OutputLayout, PlannedRun, plan_runs
+
+
+def local_executor(root: Path, cores: int) -> tuple[LocalExecutor, list[PlannedRun]]:
+    """With the two runs of one worker and seed 1."""
+    folder, out = write_corpus(root, graphs=False, init="random"), root / "out"
+    config = load_config(folder)
+    runs = [run for run in plan_runs(config, folder, [TOY]) if run.workers == run.seed == 1]
+    layout = OutputLayout(out, out / "records", "")
+    return LocalExecutor(config, folder, layout, "cpu", cores, lambda line: None), runs
+
+
+def stand_in(root: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Evaluations run this module; `folder` is theirs, `main` evaluates."""
+    (root / "stand_in.py").write_text(
+        "import os, sys, time\nfrom pathlib import Path\nfrom ddnn.reproduce.measure import main\n"
+        f"folder = Path(sys.argv[1])\n{body}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.setattr("ddnn.reproduce.measure.MODULE", "stand_in")
+
+
+def test_an_evaluation_that_is_killed_is_the_error_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, runs = local_executor(tmp_path, 2)
+    kill = "if 'sgd' in str(folder):\n    (folder / 'loglikes.ark').write_bytes(b'x')\n    os.kill(os.getpid(), 9)\n"
+    with monkeypatch.context() as patch:
+        stand_in(tmp_path, patch, kill + "sys.exit(main(folder))")
+        errors = executor.execute(runs)
+    assert len(errors) == 1 and errors[0].startswith("sgd-1-1: ended by SIGKILL")
+    assert list(read_records(executor.layout.records)) == ["base-1-1"]
+    assert not list(executor.layout.output_dir.glob(f"runs/*/{EVALUATION}"))
+    assert executor.execute(runs[:1]) == [] and "sgd-1-1" in read_records(executor.layout.records)
+
+
+def test_a_stop_ends_the_evaluations_and_starts_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, runs = local_executor(tmp_path, 1)
+    stand_in(
+        tmp_path, monkeypatch, f"(Path({str(tmp_path)!r}) / f'evaluation-{{os.getpid()}}').touch()\ntime.sleep(600)"
+    )
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 300
+        while not list(tmp_path.glob("evaluation-*")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        executor.execute(runs)
+    thread.join()
+    (process,) = tmp_path.glob("evaluation-*")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(process.name.split("-")[1]), 0)
+    assert read_records(executor.layout.records) == {} and not list(
+        executor.layout.output_dir.glob(f"runs/*/{EVALUATION}")
+    )
+
+
+def test_what_a_killed_call_left_is_removed(tmp_path: Path) -> None:
+    executor, (run, _) = local_executor(tmp_path, 1)
+    run_dir = executor.layout.run_dir(run)
+    (run_dir / EVALUATION / "tmp1").mkdir(parents=True)
+    (run_dir / "final.safetensors").touch()
+    (error,) = executor.execute([run])
+    assert error.startswith("sgd-1-1: exit code 2: ddnn: error: the file does not exist"), "no metrics.jsonl"
+    assert not (run_dir / EVALUATION).exists()
+
+
+def test_a_damaged_task_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(tmp_path) == 2 and "cannot read" in capfd.readouterr().err
+    (tmp_path / TASK).write_text('{"tests": 1}')
+    assert main(tmp_path) == 2 and "not an evaluation task" in capfd.readouterr().err

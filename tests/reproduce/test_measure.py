@@ -1,0 +1,64 @@
+"""Speed-ups from records, and whose utterances those of a test set are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from reproduce.synthetic import by_name, record
+
+from ddnn.reproduce.measure import speaker_numbers, speed_ups
+from ddnn.reproduce.records import MeasuredEpoch, RunRecord
+from ddnn.reproduce.tables import Condition
+from ddnn.util.errors import DataError
+
+
+def epoch(workers: int, seconds: float) -> MeasuredEpoch:
+    """Of a run in which each worker had a core."""
+    return MeasuredEpoch(
+        strategy="all-reduce",
+        comm_dtype="float32",
+        overlap=False,
+        num_parameters=468_584,
+        flop_per_frame=2.6e6,
+        minibatch_size=256,
+        averaging_period=10,
+        frames=230_000.0,
+        seconds=seconds,
+        comm_seconds=0.0 if workers == 1 else 0.1,
+        averagings=0.0 if workers == 1 else 45.0,
+        compute_seconds=0.95 * seconds,
+        other_seconds=0.0,
+        interval_seconds_std=None,
+        final_mean=True,
+    )
+
+
+def run(workers: int, seed: int, seconds: float, machine: str) -> RunRecord:
+    return record("base", workers, seed, 0.6, measured=epoch(workers, seconds), machine=machine)
+
+
+def measured(*runs: RunRecord) -> dict[int, float]:
+    found = speed_ups([Condition(name="base", label="all-reduce")], (1, 2, 16), by_name(runs))
+    return {one.workers: one.speed_up for one in found if one.kind == "measured"}
+
+
+def test_only_runs_of_one_kind_of_machine_are_held_against_each_other() -> None:
+    slow_alone, fast_two = run(1, 1, 30.0, "slow, 2 cores"), run(2, 2, 5.0, "fast, 4 cores")
+    assert measured(slow_alone, fast_two) == {1: 1.0}
+    assert measured(slow_alone, fast_two, run(2, 1, 16.0, "slow, 2 cores"))[2] == pytest.approx(30 / 16)
+    fast_alone = run(1, 2, 9.0, "fast, 2 cores")
+    assert measured(slow_alone, fast_two, fast_alone)[2] == pytest.approx(9 / 5)
+
+
+def test_the_fastest_run_counts() -> None:
+    runs = [run(1, 1, 10.0, "a"), run(1, 2, 8.0, "a"), run(2, 1, 6.0, "a"), run(2, 2, 5.0, "a")]
+    assert measured(*runs)[2] == pytest.approx(8 / 5)
+
+
+def test_speakers_are_numbered_in_the_order_of_the_utterances(tmp_path: Path) -> None:
+    assert speaker_numbers(tmp_path, ["u1", "u2"]) == (), "without utt2spk they are unknown"
+    (tmp_path / "utt2spk").write_text("u1 b\nu2 a\nu3 b\n")
+    assert speaker_numbers(tmp_path, ["u3", "u2", "u1"]) == (0, 1, 0)
+    with pytest.raises(DataError, match="utterance u4 has no speaker"):
+        speaker_numbers(tmp_path, ["u1", "u4"])

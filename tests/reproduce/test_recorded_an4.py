@@ -1,0 +1,41 @@
+"""The figures of docs/results follow from its records, to 12 digits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddnn.reproduce.corpus import ReproduceConfig, _read_tree
+from ddnn.reproduce.measure import speed_ups
+from ddnn.reproduce.records import read_records
+from ddnn.reproduce.report import build_report
+from ddnn.reproduce.tables import select_tables
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+
+
+def differences(found: Any, expected: Any, where: str = "") -> list[str]:
+    """Where two values of JSON's types differ."""
+    if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
+        return [d for key in expected for d in differences(found[key], expected[key], f"{where}.{key}")]
+    if isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
+        return [d for i, value in enumerate(expected) for d in differences(found[i], value, f"{where}[{i}]")]
+    equal = found == (pytest.approx(expected, rel=1e-12, abs=1e-12) if isinstance(expected, float) else expected)
+    return [] if equal else [f"{where}: {found} found, expected {expected}"]
+
+
+@pytest.mark.parametrize("name", ["an4", "an4-reduce"])
+def test_recorded_figures(name: str) -> None:
+    expected = json.loads((RESULTS / f"{name}.json").read_text())
+    config = ReproduceConfig.model_validate(_read_tree(ROOT / "recipes" / "an4" / "reproduce.yaml"))
+    tables, records = select_tables(tuple(expected["tables"])), read_records(RESULTS / name / "records")
+    speeds = [
+        s for table in tables if table.kind == "speed" for s in speed_ups(table.conditions, (1, 2, 4, 8, 16), records)
+    ]
+    report = build_report(config, tables, records, "", [], speeds)
+    found = json.loads(json.dumps({"tables": expected["tables"], **report.summary}))
+    assert differences(found, expected) == []

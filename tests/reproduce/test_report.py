@@ -1,0 +1,173 @@
+"""Markdown and HTML of the templates; reports from records, with hostile names in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2 import UndefinedError
+from reproduce.synthetic import by_name, diverged, plan, record, table_records
+
+from ddnn.reproduce.measure import SpeedUp
+from ddnn.reproduce.report import Picture, build_report
+from ddnn.reproduce.tables import paper
+from ddnn.util.templates import environment
+
+TABLES = paper().tables
+EVIL = "<script>alert(1)</script> | *a* _b_ `c` [d](e) $f$ &lt; \n# g \x1b[31m \u202e \ud800"
+TEXT = st.text(max_size=40)
+BLOCKS = """{% import macros as f %}
+{{ f.heading(text) }}
+{% call f.paragraph() %}{{ text }}{% endcall %}
+{{ f.bullets([text, text]) }}
+{% if with_code %}{{ f.code(text) }}{% endif %}
+{{ f.table([text, "b"], "lr", [[text, "1"], ["c", text]]) }}
+{{ f.figure(picture, folder) }}"""
+"""Every macro of the reports."""
+
+
+def rendered(text: str, *, html: bool = False, folder: str = "pictures", with_code: bool = True) -> str:
+    templates = environment(html=html)
+    templates.filters["slug"] = lambda _: "slug"
+    picture = Picture("a.png", text, text, lambda path: path, "eA==")
+    return templates.from_string(BLOCKS).render(
+        text=text, macros="html.j2" if html else "markdown.j2", picture=picture, folder=folder, with_code=with_code
+    )
+
+
+class Reader(HTMLParser):
+    """The tags and the text of a page; complains of a tag that is not closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@given(TEXT)
+def test_html_holds_text_and_no_more(text: str) -> None:
+    shapes = [[tag for tag, _ in Reader(rendered(t, html=True)).tags] for t in (text, "plain")]
+    assert shapes[0] == shapes[1]
+
+
+@given(TEXT)
+def test_markdown_holds_text_and_no_more(text: str) -> None:
+    """As many lines as with plain text, without the code, and no bar that is not escaped."""
+    lines, plain = (rendered(t, with_code=False).split("\n") for t in (f"x{text}", "plain"))
+    assert len(lines) == len(plain)
+    bars = [[len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in page] for page in (lines, plain)]
+    assert bars[0] == bars[1]
+
+
+def test_evil_text_is_text() -> None:
+    page = rendered(EVIL, html=True)
+    assert "<script" not in page and "\x1b" not in page and "\u202e" not in page
+    page.encode()
+    text = rendered(EVIL, folder="a b")
+    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert r"\<script\>" in outside and "<script" not in outside.replace(r"\<", "")
+    assert "(a%20b/a.png)" in text
+    text.encode()
+
+
+@pytest.mark.parametrize("start", ["- a", "1. a", "1) a", "+ a", "=== a", "# a", "> a"])
+def test_a_line_begins_no_block(start: str) -> None:
+    template = environment().from_string("{{ text | md_line }}")
+    assert "\\" in template.render(text=start)[:3]
+
+
+def test_code_is_fenced_by_more_than_it_holds() -> None:
+    template = environment().from_string('{% import "markdown.j2" as f %}{{ f.code("a\n```\nb") }}')
+    assert template.render().strip() == "````\na\n```\nb\n````"
+
+
+def test_a_name_that_nobody_gave_is_an_error() -> None:
+    with pytest.raises(UndefinedError):
+        environment().from_string("{{ absent }}").render()
+
+
+def test_report_of_a_table(tmp_path: Path) -> None:
+    corpus = plan(name="a corpus")
+    records = table_records(corpus, [TABLES["table6"]], {"sgd": 0.03, "sgd-half": 0.001})
+    records |= by_name([diverged("sgd", 16, 3, EVIL)])
+    del records["sgd-half-16-1"]
+    found = build_report(corpus, [TABLES["table6"]], records, "ddnn reproduce table6", ["sgd-half-16-1"], [])
+    files = found.write(tmp_path / "results" / "an.4")
+    assert [path.name for path in files] == ["an.4.md", "an.4.html", "table6.png", "table6-learning.png"]
+    text = files[0].read_text()
+    for piece in (
+        "NG-SGD is better than SGD, on many | SWB +1.2, CH +1.3 (16 GPUs)",
+        "not tested (2 common seeds, expected 3 or more; 1 of 3 runs of SGD, 16 workers diverged)",
+        "| runs that diverged (%) | 0.00 | 33.33 | +33.33 | +0.00 to +100.00 |",
+        "1 run of this table is missing",
+        "| SGD at half the learning rate † | 16 | 2 of 3 |",
+        "| 3, 1 diverged |",
+        "| SGD | 16 | 16.3 | 28.3 |",
+        "(an.4/table6.png)",
+        "ddnn reproduce table6",
+    ):
+        assert piece in text
+    tags = Reader(files[1].read_text()).tags
+    assert {"script", "link", "iframe"}.isdisjoint(tag for tag, _ in tags)
+    sources = [attributes["src"] for tag, attributes in tags if tag == "img"]
+    assert len(sources) == 2 and all(source and source.startswith("data:image/png;base64,") for source in sources)
+    summary = json.loads(json.dumps(found.summary, allow_nan=False))
+    assert [c["verdict"] for c in summary["hypotheses"]][:2] == ["confirmed", "not tested"]
+    assert summary["hypotheses"][0]["metrics"][1]["interval"][0] > 0.0
+
+
+def test_report_without_runs(tmp_path: Path) -> None:
+    found = build_report(plan(), list(TABLES.values()), {}, "ddnn reproduce all", ["base-1-1"], [])
+    text = found.write(tmp_path / "empty")[0].read_text()
+    assert "| RBM | 16 | 0 of 3 | - |" in text and "No runs." in text
+    assert "not tested (no runs of: " in text and "Degradation against" not in text
+
+
+def test_report_of_speed() -> None:
+    corpus = plan()
+    records = table_records(corpus, [TABLES["figure2"]])
+    speeds = [SpeedUp("base", "all-reduce", 16, 13.5, "predicted"), SpeedUp("base", "all-reduce", 2, 1.9, "measured")]
+    found = build_report(corpus, [TABLES["figure2"]], records, "c", [], speeds)
+    text = found.render("report.md", "x")
+    assert "| all-reduce | predicted | - | 13.50 |" in text and "| all-reduce | measured | 1.90 | - |" in text
+    assert "4 workers on 2" in text and "(x/figure2-speed.png)" in text
+    assert "| all-reduce | 2 | 450 | 2.222 | 55.0 | 81.8 | 5.5 | 1.8 |" in text
+
+
+def test_the_aim_is_met_or_not() -> None:
+    corpus = plan(workers=(1, 16))
+    runs = [record("base", n, seed, 0.6 - 0.003 * (n > 1)) for n in (1, 16) for seed in (1, 2, 3)]
+    closing = [record("closing", n, seed, 0.6) for n in (1, 16) for seed in (1, 2, 3)]
+    for extra, sentence in (([], "in: none of these conditions"), (closing, "in: closing (+0.00, 3 seeds)")):
+        text = build_report(corpus, [TABLES["table1"]], by_name(runs + extra), "c", [], []).render("report.md", "x")
+        assert sentence in text
+    longer = [run.model_copy(update={"epochs": 11}) for run in closing]
+    text = build_report(corpus, [TABLES["table1"]], by_name(runs + longer), "c", [], []).render("report.md", "x")
+    assert "in: none of these conditions" in text and "+0.00 (+0.00 to +0.00) ‡" in text
+
+
+def test_what_a_corpus_says_of_a_table_stands_in_the_report() -> None:
+    corpus = plan(notes={"table2": "An hour | of speech.", "all": "Small."})
+    document = build_report(corpus, [TABLES["table2"]], {}, "ddnn reproduce", [], [])
+    markdown = document.render("report.md", "x")
+    assert "Small." in markdown and "An hour" in markdown and "of speech." in markdown

@@ -1,0 +1,178 @@
+"""Layers that ddnn does not have, to see that a layer is one class and a line in `LAYERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ddnn.nn.arithmetic import Float32
+from ddnn.nn.layer import Gemm, Layer, Params, Shape, Views
+
+
+@dataclass(frozen=True)
+class Filters(Layer):
+    """A convolution along a row: `filters` filters of `size` values, moved by `step`, on a row of `width`."""
+
+    kind: ClassVar[str] = "filters"
+
+    width: int
+    size: int
+    step: int
+    filters: int
+    activation: str = "tanh"
+
+    @property
+    def patches(self) -> int:
+        return 1 + (self.width - self.size) // self.step
+
+    @property
+    def in_shape(self) -> Shape:
+        return (self.width,)
+
+    @property
+    def out_shape(self) -> Shape:
+        return (self.patches, self.filters)
+
+    @property
+    def parameters(self) -> Mapping[str, Shape]:
+        return {"weight": (self.filters, self.size), "bias": (self.filters,)}
+
+    @property
+    def momentum(self) -> frozenset[str]:
+        return frozenset()  # as nnet1's ConvolutionalComponent
+
+    @property
+    def gemm(self) -> Gemm:
+        return Gemm(self.patches, self.size, self.filters)
+
+    @property
+    def saved(self) -> Mapping[str, Shape]:
+        return {"patches": (self.patches, self.size)}
+
+    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
+        patches = saved["patches"].copy_(x.unfold(1, self.size, self.step)).view(-1, self.size)
+        weight, bias, bias32 = p.values["weight"], p.values["bias"], p.float32["bias"]
+        a.affine(patches, weight, bias, bias32, self.activation, y.view(-1, self.filters))
+
+    def backward(
+        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
+    ) -> None:
+        a.activation_backward_(self.activation, grad, y)
+        if grad_x is None:
+            return
+        grad_x.zero_()
+        for patch, d in enumerate(grad.view(-1, self.patches, self.filters).unbind(1)):
+            first = patch * self.step
+            grad_x[:, first : first + self.size] += d @ p.values["weight"]
+
+    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
+        inputs, grads = self.statistics(x, grad, saved)
+        a.matmul(grads.t(), inputs, out["weight"])
+        a.column_sums(grads, out["bias"])
+
+    def statistics(self, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor]:
+        return saved["patches"].view(-1, self.size), grad.view(-1, self.filters)
+
+    def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
+        p["weight"].copy_(torch.randn(p["weight"].shape, generator=generator) / self.size**0.5)
+        p["bias"].zero_()
+
+    def config(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Gain(Layer):
+    """y = x * gain, per column, no gain above `largest`: parameters that are no matrix."""
+
+    kind: ClassVar[str] = "gain"
+
+    width: int
+    largest: float = 1e9
+
+    @property
+    def in_shape(self) -> Shape:
+        return (self.width,)
+
+    @property
+    def out_shape(self) -> Shape:
+        return (self.width,)
+
+    @property
+    def parameters(self) -> Mapping[str, Shape]:
+        return {"gain": (self.width,)}
+
+    @property
+    def learn_rate_coefs(self) -> Mapping[str, float]:
+        return {"gain": 0.5}
+
+    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
+        torch.mul(x, p.values["gain"], out=y)
+
+    def backward(
+        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
+    ) -> None:
+        if grad_x is not None:
+            torch.mul(grad, p.values["gain"], out=grad_x)
+
+    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
+        a.column_sums(grad * x, out["gain"])
+
+    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
+        return torch.linalg.vector_norm((grad * x).float(), dim=1)
+
+    def after_update(self, p: Views) -> bool:
+        above = bool((p["gain"] > self.largest).any())
+        p["gain"].clamp_(max=self.largest)
+        return above
+
+    def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
+        p["gain"].fill_(1.0)
+
+    def config(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Pool(Layer):
+    """The mean of each two neighboring positions of (positions, channels): no parameters."""
+
+    kind: ClassVar[str] = "pool"
+
+    positions: int
+    channels: int
+
+    @property
+    def in_shape(self) -> Shape:
+        return (self.positions, self.channels)
+
+    @property
+    def out_shape(self) -> Shape:
+        return (self.positions // 2, self.channels)
+
+    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
+        pairs = x.view(len(x), self.positions // 2, 2, self.channels)
+        torch.mean(pairs, 2, out=y.view(len(x), *self.out_shape))
+
+    def backward(
+        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
+    ) -> None:
+        if grad_x is not None:
+            pairs = grad_x.view(len(x), self.positions // 2, 2, self.channels)
+            pairs.copy_(grad.view(len(x), *self.out_shape)[:, :, None].expand_as(pairs)).mul_(0.5)
+
+    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
+        raise AssertionError("it has no parameters")
+
+    def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
+        assert not p
+
+    def config(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
+
+
+TOYS: dict[str, type[Layer]] = {"filters": Filters, "gain": Gain, "pool": Pool}

@@ -1,0 +1,293 @@
+"""A whole training on a small corpus: what it leaves behind, that it repeats itself, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
+from kaldi_files import read_matrix
+
+from ddnn.distributed.communicator import SingleProcess
+from ddnn.kaldi.archive import iterate_matrices
+from ddnn.kaldi.scp import read_scp
+from ddnn.recipe.load import load_recipe
+from ddnn.training.evaluation import evaluate_run
+from ddnn.training.job import run_training
+from ddnn.training.run_dir import RunDir, load_run
+from ddnn.util.errors import DataError, UserError
+
+RunCli = Callable[..., Any]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    features, labels = labelled_utterances()
+    data = write_data_dir(tmp_path / "data dir ü", features)
+    return write_recipe(tmp_path / "recipe.yaml", data, write_pdfs(tmp_path / "pdfs.txt", labels))
+
+
+def train(recipe: Path, run_dir: Path, *overrides: str) -> list[dict[str, object]]:
+    run_training(load_recipe(recipe, overrides), run_dir, "cpu")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["type"] == "epoch"]
+
+
+def test_a_run_dir_holds_everything(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    metrics = train(recipe, run)
+    assert {p.name for p in run.iterdir()} == {
+        "recipe.yaml", "train.log", "status.json", "metrics.jsonl", "final.safetensors", "ali_train_pdf.counts",
+    }  # fmt: skip
+    assert [(m["epoch"], m["split"]) for m in metrics] == [
+        (0, "cv"), (1, "train"), (1, "cv"), (2, "train"), (2, "cv"), (3, "train"), (3, "cv"),
+    ]  # fmt: skip
+    for m in metrics:
+        assert set(m) == {
+            "type", "epoch", "split", "loss", "frame_accuracy", "learning_rate", "frames", "seconds", "frames_per_second",
+            "accepted",
+        }  # fmt: skip
+    assert metrics[-1]["loss"] < 0.5 < metrics[0]["loss"]
+    assert metrics[-1]["frame_accuracy"] > 0.8
+    assert metrics[1]["frames"] == 22 * 16, "360 frames to train on, the tail of 8 dropped"
+    assert metrics[2]["frames"] == 120
+    counts = (run / "ali_train_pdf.counts").read_text().strip(" []\n").split()
+    assert sum(map(int, counts)) == 480
+    assert load_recipe(run / "recipe.yaml") == load_recipe(recipe)
+    assert "finished" in (run / "train.log").read_text()
+
+
+def test_same_seed_same_bits(recipe: Path, tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        train(recipe, tmp_path / name, f"seed={3 if name == 'c' else 2}", "optimizer.momentum=0.5", "optimizer.l2=1e-4")
+    a, b, c = ((tmp_path / n / "final.safetensors").read_bytes() for n in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_half_precision_store_and_exponential_schedule(recipe: Path, tmp_path: Path) -> None:
+    metrics = train(
+        recipe,
+        tmp_path / "run",
+        "data.feature_dtype=float16",
+        "schedule={name: exponential, initial_learning_rate: 0.05, epochs: 4, max_epochs: null}",
+    )
+    rates = [m["learning_rate"] for m in metrics if m.get("split") == "train"]
+    np.testing.assert_allclose(rates, 0.05 * 0.01 ** (np.arange(4) / 3))
+    assert metrics[-1]["frame_accuracy"] > 0.8
+
+
+def test_a_rejected_epoch_is_taken_back(recipe: Path, tmp_path: Path) -> None:
+    """At a rate far too high epochs are rejected; what is saved is the best network, as its recorded loss shows."""
+    metrics = train(
+        recipe, tmp_path / "run", "schedule.initial_learning_rate=30", "schedule.max_epochs=6", "minibatch_size=8"
+    )
+    cv = [m for m in metrics if m.get("split") == "cv"]
+    assert not all(m["accepted"] for m in cv)
+    best = min(float(m["loss"]) for m in cv)  # type: ignore[arg-type]
+    found = load_run(tmp_path / "run")
+    from ddnn.data.pipeline import training_data
+    from ddnn.training.evaluation import evaluate
+    from ddnn.training.job import data_config
+
+    data = training_data(data_config(load_recipe(recipe), 1), torch.device("cpu"), SingleProcess())
+    assert evaluate(found, data.cv).loss == pytest.approx(best, rel=1e-6)
+
+
+def test_cross_validation_data_of_its_own(recipe: Path, tmp_path: Path) -> None:
+    features, labels = labelled_utterances(count=4, seed=0)
+    data, pdfs = write_data_dir(tmp_path / "cv", features), write_pdfs(tmp_path / "cv.txt", labels)
+    metrics = train(recipe, tmp_path / "run", f"data.cv={{data: '{data}', alignments: '{pdfs}', fraction: null}}")
+    assert metrics[0]["frames"] == 160
+    assert metrics[1]["frames"] == 480
+
+
+def test_a_run_dir_with_something_in_it_is_not_touched(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious").write_text("x")
+    with pytest.raises(UserError, match="exists already and is not empty"):
+        train(recipe, tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious"]
+
+
+def test_bad_data_leaves_the_run_dir_as_it_was(recipe: Path, tmp_path: Path) -> None:
+    """A mistake in the data must not cost the user the name of the run dir."""
+    with (tmp_path / "data dir ü/feats.ark").open("r+b") as handle:
+        handle.truncate(3000)
+    with pytest.raises(DataError, match="spk"):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run" / "final.safetensors").exists()
+    features, _ = labelled_utterances()
+    write_data_dir(tmp_path / "data dir ü", features)
+    train(recipe, tmp_path / "run")
+
+
+def test_a_rate_that_explodes_is_said_plainly(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the training loss is nan") as caught:
+        train(recipe, tmp_path / "run", "schedule.initial_learning_rate=1e38", "model.activation=relu")
+    hint = "lower schedule.initial_learning_rate, which multiplies the gradient summed over a minibatch"
+    assert hint in str(caught.value)
+
+
+def test_too_few_frames_for_a_minibatch(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="360 frames do not fill one minibatch of 4096"):
+        train(recipe, tmp_path / "run", "minibatch_size=4096")
+
+
+def test_from_recipe_to_log_likelihoods_and_back_from_nnet1(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    data, run = tmp_path / "data dir ü", tmp_path / "run"
+    assert run_cli("train", recipe, "--run-dir", run).exit_code == 0
+    assert run_cli("decode-prep", run, "--data", data, "--out", tmp_path / "decode").exit_code == 0
+    entries = read_scp(tmp_path / "decode/loglikes.scp")
+    features, labels = labelled_utterances()
+    assert [e.key for e in entries] == sorted(features)
+    scores = read_matrix(entries[0])
+    assert scores.shape == (40, PDFS)
+    assert {p.name for p in (tmp_path / "decode").iterdir()} == {
+        "loglikes.ark", "loglikes.scp", "ali_train_pdf.counts", "decode.sh",
+    }  # fmt: skip
+
+    assert run_cli("export", run, "--format", "nnet1", "--out", tmp_path / "nnet1").exit_code == 0
+    imported = run_cli(
+        "import-nnet1", tmp_path / "nnet1/final.nnet", "--feature-transform", tmp_path / "nnet1/feature_transform.nnet",
+        "--pdf-counts", run / "ali_train_pdf.counts", "--out", tmp_path / "back",
+    )  # fmt: skip
+    assert imported.exit_code == 0, imported.stderr
+    one, two = load_run(run), load_run(tmp_path / "back")
+    assert torch.equal(one.network.parameters, two.network.parameters)
+    assert one.network.layers == two.network.layers
+    assert run_cli("export", tmp_path / "back", "--out", tmp_path / "again").exit_code == 0
+    for name in ("final.nnet", "feature_transform.nnet"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "nnet1" / name).read_bytes()
+    assert run_cli("decode-prep", tmp_path / "back", "--data", data, "--out", tmp_path / "decode2").exit_code == 0
+    twice = dict(iterate_matrices(tmp_path / "decode2/loglikes.ark"))
+    np.testing.assert_array_equal(twice[entries[0].key], scores)
+
+    figures = run_cli("evaluate", run, "--data", data, "--alignments", tmp_path / "pdfs.txt", "--json")
+    found = json.loads(figures.stdout)
+    assert found["frames"] == 480
+    everything = np.concatenate([labels[k] for k in sorted(labels)])
+    priors = np.log(np.bincount(everything) / len(everything))
+    right = np.concatenate([(twice[k] + priors).argmax(1) == labels[k] for k in sorted(labels)])
+    assert found["frame_accuracy"] == pytest.approx(right.mean())
+
+
+def test_decode_prep_refuses_counts_of_another_model(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    run = tmp_path / "run"
+    train(recipe, run)
+    (run / "ali_train_pdf.counts").write_text(" [ 1 2 3 4 ]\n")
+    result = run_cli("decode-prep", run, "--data", tmp_path / "data dir ü", "--out", tmp_path / "decode")
+    assert result.exit_code == 2
+    assert "has 4 pdfs, the model 3" in result.stderr
+    assert not (tmp_path / "decode").exists()
+
+
+def test_features_of_another_kind_are_refused(recipe: Path, tmp_path: Path) -> None:
+    train(recipe, tmp_path / "run")
+    features, labels = labelled_utterances()
+    other = write_data_dir(tmp_path / "other", {k: v[:, :3].copy() for k, v in features.items()})
+    with pytest.raises(DataError, match="features have 3 dims, the model was trained on 4"):
+        evaluate_run(tmp_path / "run", other, tmp_path / "pdfs.txt")
+    labels[sorted(labels)[0]][0] = 7
+    more = write_pdfs(tmp_path / "more.txt", labels)
+    with pytest.raises(DataError, match="alignment has 8 pdfs, the model 3"):
+        evaluate_run(tmp_path / "run", tmp_path / "data dir ü", more)
+
+
+def test_a_run_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such run dir"):
+        load_run(tmp_path / "nothing")
+    (tmp_path / "recipe.yaml").write_text("")
+    with pytest.raises(DataError, match="has not finished"):
+        load_run(tmp_path)
+
+
+def test_the_alignment_dir_of_another_tree_is_refused(recipe: Path, tmp_path: Path) -> None:
+    """A model of 4 pdfs, an alignment dir of which the final.mdl has 3: surely not the tree it was trained on."""
+    train(recipe, tmp_path / "run", "data.num_pdfs=4")
+    _, labels = labelled_utterances()
+    other = write_ali_dir(tmp_path / "ali", labels)
+    with pytest.raises(DataError, match="the alignment has 3 pdfs, the model 4"):
+        evaluate_run(tmp_path / "run", tmp_path / "data dir ü", other)
+    assert evaluate_run(tmp_path / "run", tmp_path / "data dir ü", tmp_path / "pdfs.txt").frames == 480
+
+
+def test_features_too_large_for_half_precision_name_the_utterance(recipe: Path, tmp_path: Path) -> None:
+    features, _ = labelled_utterances()
+    features["spk1-utt001"][3, 2] = 1e5
+    write_data_dir(tmp_path / "data dir ü", features)
+    with pytest.raises(DataError, match=r"spk1-utt001: values up to 100000 .* float16 cannot hold"):
+        train(recipe, tmp_path / "run", "data.feature_dtype=float16")
+
+
+def test_cross_validation_that_is_not_finite_ends_training(recipe: Path, tmp_path: Path) -> None:
+    """Finite features, a network that overflows on those held out: nothing is saved as a result."""
+    features, labels = labelled_utterances(count=4)
+    huge = write_data_dir(tmp_path / "cv", {name: np.full_like(m, 3e38) for name, m in features.items()})
+    pdfs = write_pdfs(tmp_path / "cv.txt", labels)
+    own = f"data.cv={{data: '{huge}', alignments: '{pdfs}', fraction: null}}"
+    with pytest.raises(UserError, match="the cross-validation loss is"):
+        train(recipe, tmp_path / "run", own, "model.activation=relu", "data.normalize=false")
+    assert not (tmp_path / "run/final.safetensors").exists()
+
+
+def test_one_pdf_is_learnt_at_once(tmp_path: Path) -> None:
+    features, labels = labelled_utterances()
+    data = write_data_dir(tmp_path / "data", features)
+    alone = write_pdfs(tmp_path / "pdfs.txt", {name: pdfs * 0 for name, pdfs in labels.items()})
+    metrics = train(write_recipe(tmp_path / "recipe.yaml", data, alone), tmp_path / "run")
+    assert metrics[-1]["loss"] == 0.0
+
+
+def test_a_second_training_into_a_run_dir_at_work_is_refused(recipe: Path, tmp_path: Path) -> None:
+    owner = RunDir.open(tmp_path / "run")
+    logging.getLogger("ddnn").warning("at work")
+    with pytest.raises(UserError, match="another run is in progress in this run dir"):
+        train(recipe, tmp_path / "run")
+    assert "at work" in (tmp_path / "run/train.log").read_text()
+    owner.close()
+    train(recipe, tmp_path / "run")
+
+
+def test_decode_prep_leaves_the_counts_of_another_model_alone(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    train(recipe, tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/ali_train_pdf.counts").write_text(" [ 9 9 9 ]\n")
+    result = run_cli("decode-prep", tmp_path / "run", "--data", tmp_path / "data dir ü", "--out", tmp_path / "other")
+    assert result.exit_code == 2 and "of another model is there" in result.stderr
+    assert (tmp_path / "other/ali_train_pdf.counts").read_text() == " [ 9 9 9 ]\n"
+
+
+def test_counts_of_no_frames_are_refused(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    train(recipe, tmp_path / "run")
+    (tmp_path / "run/ali_train_pdf.counts").write_text(" [ 0 0 0 ]\n")
+    result = run_cli("decode-prep", tmp_path / "run", "--data", tmp_path / "data dir ü", "--out", tmp_path / "out")
+    assert result.exit_code == 2 and "no pdf has any frame" in result.stderr
+
+
+@pytest.mark.parametrize("pipeline", ["cmvn: mean-variance", "deltas: 2", "splice: 0"])
+def test_evaluation_and_decoding_repeat_the_front_end(tmp_path: Path, pipeline: str, run_cli: RunCli) -> None:
+    """Evaluating the held-out speakers gives what training recorded for them."""
+    features, labels = labelled_utterances(count=24)
+    held_out = {name: matrix for name, matrix in features.items() if name.startswith("spk2")}
+    data = write_data_dir(tmp_path / "data", features)
+    cv, pdfs = write_data_dir(tmp_path / "cv", held_out), write_pdfs(tmp_path / "pdfs.txt", labels)
+    (tmp_path / "speakers").write_text("spk2\n")
+    recipe = write_recipe(tmp_path / "recipe.yaml", data, pdfs)
+    settings = [f"data={{{pipeline}, cv: {{fraction: null, speakers: '{tmp_path / 'speakers'}'}}}}"]
+    metrics = train(recipe, tmp_path / "run", *settings)
+    best = min((m for m in metrics if m.get("split") == "cv"), key=lambda m: m["loss"])  # type: ignore[return-value,arg-type]
+    found = evaluate_run(tmp_path / "run", cv, pdfs)
+    assert found.loss == pytest.approx(best["loss"], rel=1e-6)
+    assert found.frame_accuracy == best["frame_accuracy"]
+    assert run_cli("decode-prep", tmp_path / "run", "--data", cv, "--out", tmp_path / "decode").exit_code == 0
+    scores = dict(iterate_matrices(tmp_path / "decode/loglikes.ark"))
+    counts = np.bincount(np.concatenate(list(labels.values())))
+    right = [(scores[k] + np.log(counts / counts.sum())).argmax(1) == labels[k] for k in scores]
+    assert np.concatenate(right).mean() == pytest.approx(found.frame_accuracy)

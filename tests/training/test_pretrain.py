@@ -1,0 +1,266 @@
+"""Pretraining: the DBN, the same bits after an interruption, a worker whose RBM is not finite, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
+from distributed.mpi_worlds import launch
+
+from ddnn.distributed.communicator import SingleProcess
+from ddnn.distributed.signals import TrainingInterrupted
+from ddnn.nn.acoustic_model import load_model
+from ddnn.recipe.load import load_recipe
+from ddnn.recipe.schema import PretrainConfig
+from ddnn.training import pretraining
+from ddnn.training.checkpoint import CheckpointStore
+from ddnn.training.job import run_pretraining, run_training
+from ddnn.training.nnet1_command import export_nnet1
+from ddnn.training.run_dir import load_run
+from ddnn.training.run_status import CHECKPOINTS, DBN
+from ddnn.util.errors import DataError, DivergedError, UserError
+
+RBM = "init: rbm\npretrain: {epochs: [3, 2], minibatch_size: 20}\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    features, labels = labelled_utterances()
+    data = write_data_dir(tmp_path / "data", features)
+    path = write_recipe(tmp_path / "recipe.yaml", data, write_pdfs(tmp_path / "pdfs.txt", labels), RBM)
+    path.write_text(path.read_text().replace("hidden_layers: 1", "hidden_layers: 3"))
+    return path
+
+
+def test_a_dbn_and_its_reconstruction_errors(recipe: Path, tmp_path: Path) -> None:
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    lines = [json.loads(line) for line in (tmp_path / "rbm/metrics.jsonl").read_text().splitlines()]
+    assert [(m["rbm"], m["epoch"]) for m in lines] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (3, 2)]
+    assert lines[2]["reconstruction_error"] < lines[0]["reconstruction_error"]
+    average = sum(m["reconstruction_error"] for m in lines[:3]) / 3
+    assert lines[2]["mean_reconstruction_error"] == pytest.approx(average)
+    assert all(m["frames"] == 480 for m in lines), "all utterances, those held out for cross-validation too"
+    dbn = load_model(tmp_path / "rbm" / DBN)
+    assert [(layer.input_dim, layer.output_dim) for layer in dbn.network.layers] == [(12, 8), (8, 8), (8, 8)]
+
+
+def test_an_interrupted_run_ends_in_the_same_bits(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_pretraining(load_recipe(recipe), tmp_path / "whole", "cpu")
+    step, calls = pretraining.cd1_step, 0
+
+    def interrupt(*arguments: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 100:  # in the second epoch of the second RBM
+            raise KeyboardInterrupt
+        return step(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pretraining, "cd1_step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_pretraining(load_recipe(recipe), tmp_path / "interrupted", "cpu")
+    monkeypatch.setattr(pretraining, "cd1_step", step)
+    with (tmp_path / "interrupted/metrics.jsonl").open("a") as metrics:
+        metrics.write('{"rbm": 2, "ep')  # as a power failure may leave it
+    assert sorted(p.name for p in (tmp_path / "interrupted").glob("*.safetensors")) == ["rbm1.safetensors"]
+    first = (tmp_path / "interrupted/rbm1.safetensors").stat().st_mtime_ns
+    run_pretraining(load_recipe(recipe), tmp_path / "interrupted", "cpu")
+    assert (tmp_path / "interrupted/rbm1.safetensors").stat().st_mtime_ns == first, (
+        "a finished RBM is not trained again"
+    )
+    for name in ("rbm1.safetensors", "rbm2.safetensors", "rbm3.safetensors", DBN):
+        assert (tmp_path / "interrupted" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    lines = [json.loads(line) for line in (tmp_path / "interrupted/metrics.jsonl").read_text().splitlines()]
+    assert [(m["rbm"], m["epoch"]) for m in lines] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (3, 2)]
+
+
+def test_a_signal_in_the_middle_of_an_rbm_leaves_a_checkpoint_that_resumes_to_the_same_bits(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_pretraining(load_recipe(recipe), tmp_path / "whole", "cpu")
+    step, calls, handler = pretraining.cd1_step, 0, signal.getsignal(signal.SIGUSR1)
+
+    def counting(*arguments: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 110:  # of 168: minibatch 14 of the second epoch of the second RBM
+            signal.raise_signal(signal.SIGUSR1)
+        return step(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pretraining, "cd1_step", counting)
+    run = tmp_path / "stopped"
+    try:
+        with pytest.raises(TrainingInterrupted) as stopped:
+            run_pretraining(load_recipe(recipe), run, "cpu")
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert (stopped.value.code, stopped.value.signal_name, calls) == (75, "SIGUSR1", 110)
+    found = CheckpointStore(run / CHECKPOINTS, 2, SingleProcess()).latest()
+    assert found is not None
+    assert [found.metadata[key] for key in ("rbm", "epoch", "minibatch")] == [2, 1, 14]
+    assert not (run / "rbm2.safetensors").exists()
+    run_pretraining(load_recipe(recipe), run, "cpu")
+    assert calls == 168, "only the minibatches after the checkpoint are trained on"
+    for name in ("rbm1.safetensors", "rbm2.safetensors", "rbm3.safetensors", DBN):
+        assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    expected, rows = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (tmp_path / "whole", run)
+    )
+    keys = ("rbm", "epoch", "frames", "reconstruction_error", "mean_reconstruction_error", "guard_count")
+    assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected]
+
+
+def test_a_worker_whose_rbm_is_not_finite_is_excluded(recipe: Path, tmp_path: Path) -> None:
+    """One of three, once in a Gaussian RBM, which notices, and once in a Bernoulli RBM, which does not."""
+    process = launch(3, str(Path(__file__).with_name("mpi_pretrain.py")), recipe, tmp_path / "run")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    for averaging in ("averaging 2 of", "averaging 1 of"):
+        assert f"its model is not finite and was excluded from {averaging} the epoch" in errors
+    assert errors.count("was excluded from averaging") == 2
+    assert errors.count("worker 1 on ") == 2
+    dbn = load_model(tmp_path / "run" / DBN)
+    assert bool(dbn.network.parameters.isfinite().all())
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(row["rbm"], row["epoch"]) for row in rows] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (3, 2)]
+    assert rows[2]["reconstruction_error"] < rows[0]["reconstruction_error"]
+    frames = [row["frames"] for row in rows]
+    assert frames[1] == frames[2] == frames[4] == frames[5] == frames[6]
+    assert 0 < frames[3] < frames[0] < frames[1], "minibatches without an error that is finite are not counted"
+
+
+def test_training_makes_its_dbn_or_takes_one(recipe: Path, tmp_path: Path) -> None:
+    run_training(load_recipe(recipe), tmp_path / "made", "cpu")
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    taking = [f"pretrain={{dbn: '{tmp_path / 'rbm'}', epochs: null, minibatch_size: null}}"]
+    run_training(load_recipe(recipe, taking), tmp_path / "taken", "cpu")
+    made, taken = load_run(tmp_path / "made"), load_run(tmp_path / "taken")
+    assert torch.equal(made.network.parameters, taken.network.parameters)
+    assert torch.equal(made.transform.shift, taken.transform.shift)  # type: ignore[arg-type]
+
+
+def test_training_starts_from_the_dbn(recipe: Path, tmp_path: Path) -> None:
+    run_training(load_recipe(recipe, ["schedule.initial_learning_rate=1e-30"]), tmp_path / "run", "cpu")
+    dbn = load_model(tmp_path / "run/pretrain" / DBN)
+    found = load_run(tmp_path / "run").network
+    assert torch.equal(found.parameters[: dbn.network.parameters.numel()], dbn.network.parameters)
+    assert not found.views[-1]["bias"].any()
+    assert found.layers[-1].learn_rate_coefs["bias"] == 1.0, "as in Kaldi's network of AN4 from RBMs"
+
+
+def test_a_kaldi_dbn_is_taken(recipe: Path, tmp_path: Path) -> None:
+    """What nnet1's pretrain_dbn.sh leaves: affine and sigmoid components, and a feature transform beside them."""
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "rbm" / DBN).rename(tmp_path / "run/final.safetensors")
+    export_nnet1(tmp_path / "run", tmp_path / "kaldi")
+    pair = f"dbn: '{tmp_path / 'kaldi/final.nnet'}', feature_transform: '{tmp_path / 'kaldi/feature_transform.nnet'}'"
+    taking = [f"pretrain={{{pair}, epochs: null, minibatch_size: null}}", "schedule.initial_learning_rate=1e-30"]
+    run_training(load_recipe(recipe, taking), tmp_path / "taken", "cpu")
+    dbn = load_model(tmp_path / "run/final.safetensors")
+    found = load_run(tmp_path / "taken")
+    assert torch.equal(found.network.parameters[: dbn.network.parameters.numel()], dbn.network.parameters)
+    assert torch.equal(found.transform.scale, dbn.transform.scale)  # type: ignore[arg-type]
+
+
+def test_a_dbn_of_another_shape_is_refused(recipe: Path, tmp_path: Path) -> None:
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    taking = [f"pretrain={{dbn: '{tmp_path / 'rbm'}', epochs: null, minibatch_size: null}}", "model.hidden_units=9"]
+    with pytest.raises(DataError, match="the DBN was trained with 8 sigmoid, 8 sigmoid, 8 sigmoid, the recipe has 9"):
+        run_training(load_recipe(recipe, taking), tmp_path / "run", "cpu")
+    (tmp_path / "rbm" / DBN).unlink()
+    with pytest.raises(DataError, match="no pretraining has finished here"):
+        run_training(load_recipe(recipe, taking), tmp_path / "run", "cpu")
+
+
+def test_a_directory_of_another_recipe_is_not_touched(recipe: Path, tmp_path: Path) -> None:
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    with pytest.raises(UserError, match="holds no pretraining with the same data, model, pretrain and seed"):
+        run_pretraining(load_recipe(recipe, ["seed=9"]), tmp_path / "rbm", "cpu")
+
+
+def test_nothing_to_pretrain(recipe: Path, tmp_path: Path) -> None:
+    random = ["init=random", "pretrain={epochs: null, minibatch_size: null}"]
+    with pytest.raises(UserError, match="nothing to pretrain"):
+        run_pretraining(load_recipe(recipe, random), tmp_path / "rbm", "cpu")
+
+
+def test_hours_become_epochs() -> None:
+    three_hundred_hours = 300 * pretraining.FRAMES_PER_HOUR
+    for hours in (300, 100):
+        epochs = [pretraining.epochs_for_rbm(PretrainConfig(hours=hours), k, three_hundred_hours) for k in range(3)]
+        assert epochs == [2, 1, 1], "the Gauss RBM twice as many"
+    assert pretraining.epochs_for_rbm(PretrainConfig(hours=100), 0, pretraining.FRAMES_PER_HOUR) == 200
+    assert [pretraining.epochs_for_rbm(PretrainConfig(epochs=[10, 5]), k, 1) for k in range(4)] == [10, 5, 5, 5]
+
+
+def test_kaldis_own_dbn_of_an4_is_taken(an4: Path) -> None:
+    kaldi = an4 / "kaldi_nnet1"
+    dbn, transform = kaldi / "rbm_4.dbn", kaldi / "feature_transform.nnet"
+    taking = [
+        "init=rbm", f"pretrain={{dbn: '{dbn}', feature_transform: '{transform}'}}",
+        "model={hidden_layers: 4, hidden_units: 512}",
+        f"data={{train: '{an4 / 'train'}', alignments: '{an4 / 'ali'}'}}",
+    ]  # fmt: skip
+    recipe = load_recipe(Path(__file__).parents[2] / "configs/schedule/newbob.yaml", taking)
+    dbn = pretraining.load_dbn(recipe, kaldi / "rbm_4.dbn")
+    assert [(layer.input_dim, layer.output_dim) for layer in dbn.network.layers] == [(440, 512)] + [(512, 512)] * 3
+    assert dbn.transform.offsets == tuple(range(-5, 6))
+    with pytest.raises(DataError, match="features have 39 dims, the model was trained on 40"):
+        dbn.check_features(39, kaldi)
+
+
+def test_rbms_of_other_features_are_refused(recipe: Path, tmp_path: Path) -> None:
+    """The data dir was made again with other dims after pretraining had been interrupted."""
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    features, _ = labelled_utterances()
+    write_data_dir(tmp_path / "data", {name: np.tile(matrix, 2) for name, matrix in features.items()})
+    with pytest.raises(DataError, match="features have 8 dims, the model was trained on 4"):
+        run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("data.splice=0", "set data.splice"),
+        ("data.cmvn=mean", "set data.cmvn and data.deltas"),
+        ("data.normalize=false", "set data.normalize"),
+    ],
+)
+def test_a_dbn_behind_another_front_end_is_refused(recipe: Path, tmp_path: Path, setting: str, said: str) -> None:
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    taking = [f"pretrain={{dbn: '{tmp_path / 'rbm'}', epochs: null, minibatch_size: null}}", setting]
+    with pytest.raises(DataError, match="the DBN was trained with") as caught:
+        run_training(load_recipe(recipe, taking), tmp_path / "run", "cpu")
+    assert said in str(caught.value)
+
+
+def test_a_bernoulli_rbm_that_diverges_is_reported_and_not_saved(recipe: Path, tmp_path: Path) -> None:
+    exploding = ["pretrain={epochs: [1, 40], minibatch_size: 5, learning_rate: 1e38}"]
+    with pytest.raises(DivergedError, match="reconstruction error of RBM 2 is nan") as caught:
+        run_pretraining(load_recipe(recipe, exploding), tmp_path / "rbm", "cpu")
+    assert "lower pretrain.learning_rate" in str(caught.value)
+    assert not (tmp_path / "rbm/rbm2.safetensors").exists()
+
+
+def test_pretraining_resumes_under_another_schedule(recipe: Path, tmp_path: Path) -> None:
+    """Only what pretraining reads must be the same."""
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    (tmp_path / "rbm" / DBN).unlink()
+    run_pretraining(
+        load_recipe(recipe, ["schedule.initial_learning_rate=0.1", "minibatch_size=8"]), tmp_path / "rbm", "cpu"
+    )
+    assert (tmp_path / "rbm" / DBN).exists()
+
+
+def test_a_minibatch_of_pretraining_larger_than_the_data(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="480 frames do not fill one minibatch of 1000") as caught:
+        run_pretraining(load_recipe(recipe, ["pretrain.minibatch_size=1000"]), tmp_path / "rbm", "cpu")
+    assert caught.value.location == "pretrain.minibatch_size"

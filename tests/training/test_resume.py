@@ -1,0 +1,309 @@
+"""A training that is stopped and resumed ends in the bits of one that never was: model, metrics, NG-SGD."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
+from distributed.mpi_worlds import need_mpi
+from training.launching import mpi_script
+
+from ddnn.averaging.averager import NoAveraging
+from ddnn.distributed.signals import TrainingInterrupted
+from ddnn.recipe.load import load_recipe
+from ddnn.training.job import run_training
+from ddnn.util.errors import DataError, RecipeError, UserError
+
+TIMES = ("seconds", "frames_per_second", "interval_seconds", "interval_seconds_std", "comm_seconds")
+WAYS = {
+    "sgd, newbob": "optimizer: {momentum: 0.5}\n",
+    "sgd, newbob with rejected epochs": "optimizer: {momentum: 0.9, l2: 0.01}\n",
+    "ng-sgd, exponential": "optimizer: {name: ng-sgd, rank_in: 3, rank_out: 4, momentum: 0.3}\n",
+}
+
+
+def recipe_of(folder: Path, more: str, epochs: str = "schedule: {initial_learning_rate: 0.05, max_epochs: 4}") -> Path:
+    folder.mkdir(exist_ok=True)
+    features, labels = labelled_utterances(count=16)
+    data = write_data_dir(folder / "data", features)
+    path = write_recipe(folder / "recipe.yaml", data, write_pdfs(folder / "pdfs.txt", labels), more)
+    path.write_text(path.read_text().replace("schedule: {initial_learning_rate: 0.05, max_epochs: 3}", epochs))
+    return path
+
+
+def way(folder: Path, name: str) -> Path:
+    epochs = "schedule: {initial_learning_rate: 0.05, max_epochs: 4}"
+    if "exponential" in name:
+        epochs = "schedule: {name: exponential, initial_learning_rate: 0.02, epochs: 3}"
+    if "rejected" in name:
+        epochs = "schedule: {initial_learning_rate: 3.0, max_epochs: 6}"
+    return recipe_of(folder, WAYS[name], epochs)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """What does not depend on time; without the rows that tell of resuming."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [row for row in found if row["type"] != "event"]
+    return [{key: value for key, value in row.items() if key not in TIMES and "fraction" not in key} for row in kept]
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, signal.Signals], None]:
+    """Sends this process a signal in the minibatch of this number, from 1; 0 for none."""
+    after = NoAveraging.after_minibatch
+
+    def arrange(number: int, sent: signal.Signals = signal.SIGTERM) -> None:
+        left = [number]
+
+        def counting(self: NoAveraging, frames: int) -> bool:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), sent)
+            return after(self, frames)
+
+        monkeypatch.setattr(NoAveraging, "after_minibatch", counting)
+
+    return arrange
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_stopped_anywhere_and_resumed(
+    name: str, tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]
+) -> None:
+    recipe, whole = load_recipe(way(tmp_path, name)), tmp_path / "whole"
+    run_training(recipe, whole, "cpu")
+    minibatches = sum(row["minibatches"] for row in rows(whole) if row["type"] == "worker")
+    if "rejected" in name:
+        assert any(not row["accepted"] for row in rows(whole) if row.get("split") == "cv")
+    moments = random.Random(name).sample(range(minibatches // 8, minibatches), 4)
+    for number, moment in enumerate(moments):
+        run, gone = tmp_path / f"run{number}", 0
+        sent = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)[number % 4]
+        while not (run / "final.safetensors").exists():  # stopped again and again
+            stop_at(moment, sent)
+            try:
+                run_training(recipe, run, "cpu", resume=True)
+            except TrainingInterrupted as stopped:
+                assert (stopped.code, stopped.signal_name) == (75, sent.name)
+                gone += 1
+        assert gone == minibatches // moment, "so often it was stopped"
+        assert (run / "final.safetensors").read_bytes() == (whole / "final.safetensors").read_bytes()
+        assert rows(run) == rows(whole)
+        assert not (run / "checkpoints").exists()
+        log = (run / "train.log").read_text()
+        assert (
+            f"interrupted: stopped on {sent.name}; resume with: ddnn train " in log and "resumed from checkpoint" in log
+        )
+
+
+@pytest.fixture(scope="module")
+def resumed_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What mpi_resume.py has found."""
+    need_mpi()
+    out = tmp_path_factory.mktemp("resumed")
+    mpi_script("mpi_resume.py", 3, out, 2)
+    found: dict[str, Any] = json.loads((out / "found.json").read_text())
+    return found
+
+
+def test_workers_stopped_anywhere_and_resumed(resumed_workers: dict[str, Any]) -> None:
+    found = resumed_workers["same"]
+    assert len(found) == 11 and any(one["within"] for one in found.values())
+    assert sum(one["fisher"] for one in found.values()) == 4, "with NG-SGD the Fisher matrices are compared too"
+    for name, one in found.items():
+        assert (one["stopped"], one["same"], one["rows"]) == (True, True, True), name
+
+
+def test_a_checkpoint_of_another_number_of_workers(resumed_workers: dict[str, Any]) -> None:
+    """Three workers' checkpoint, one resumes: from the mean of their models."""
+    assert resumed_workers["fewer"] == {"mean": True, "epoch": 1, "minibatch": 9, "finishes": True}
+
+
+def stopped_run(folder: Path, stop_at: Callable[[int, signal.Signals], None], more: str = "") -> tuple[Path, Path]:
+    recipe, run = recipe_of(folder, more), folder / "run"
+    stop_at(40, signal.SIGTERM)
+    with pytest.raises(TrainingInterrupted):
+        run_training(load_recipe(recipe), run, "cpu")
+    stop_at(0, signal.SIGTERM)
+    return recipe, run
+
+
+def test_what_a_resume_may_change(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at)
+    with pytest.raises(RecipeError, match=r"minibatch_size: 32 found, 16 expected"):
+        run_training(load_recipe(recipe, ["minibatch_size=32"]), run, "cpu", resume=True)
+    with pytest.raises(RecipeError, match=r"(?s)model.hidden_units: 9 found.*seed: 2 found, 1 expected"):
+        run_training(load_recipe(recipe, ["seed=2", "model.hidden_units=9"]), run, "cpu", resume=True)
+    run_training(load_recipe(recipe, ["checkpoint.keep_last=5", "parallel.hang_timeout=60"]), run, "cpu", resume=True)
+    assert (run / "final.safetensors").exists()
+
+
+def test_what_is_refused_changes_nothing(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at)
+    said = ("train.log", "status.json")  # tell of the attempt
+    before = {path.name: path.read_bytes() for path in run.glob("*.*") if path.name not in said}
+    other = recipe_of(tmp_path / "other", "")
+    wrong = [
+        f"data.train={other.parent / 'data'}",
+        f"data.alignments={other.parent / 'pdfs.txt'}",
+        "checkpoint.keep_last=7",
+    ]
+    features, labels = labelled_utterances(count=15)
+    write_data_dir(other.parent / "data", features)
+    write_pdfs(other.parent / "pdfs.txt", labels)
+    with pytest.raises(DataError, match="the data has changed since"):
+        run_training(load_recipe(recipe, wrong), run, "cpu", resume=True)
+    assert {path.name: path.read_bytes() for path in run.glob("*.*") if path.name not in said} == before
+
+
+def test_the_held_out_data_has_changed(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
+    held_out = recipe_of(tmp_path / "cv", "").parent
+    recipe = recipe_of(tmp_path, "")
+    cv = f"cv: {{data: '{held_out / 'data'}', alignments: '{held_out / 'pdfs.txt'}'}}"
+    recipe.write_text(recipe.read_text().replace("cv: {fraction: 0.25}", cv))
+    stop_at(40, signal.SIGTERM)
+    with pytest.raises(TrainingInterrupted):
+        run_training(load_recipe(recipe), tmp_path / "run", "cpu")
+    stop_at(0, signal.SIGTERM)
+    features, labels = labelled_utterances(count=9)
+    write_data_dir(held_out / "data", features)
+    write_pdfs(held_out / "pdfs.txt", labels)
+    with pytest.raises(DataError, match="the data has changed since"):
+        run_training(load_recipe(recipe), tmp_path / "run", "cpu", resume=True)
+
+
+def test_no_checkpoint_of_a_model_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be whole, and refused for ever."""
+    after = NoAveraging.after_minibatch
+
+    def spoiled(self: NoAveraging, frames: int) -> bool:
+        if self.counters.minibatches == 12:
+            self.network.parameters[0] = float("nan")
+            self.network.parameters_changed()
+        return after(self, frames)
+
+    monkeypatch.setattr(NoAveraging, "after_minibatch", spoiled)
+    recipe, run = recipe_of(tmp_path, "checkpoint: {interval_minibatches: 5}\n"), tmp_path / "run"
+    with pytest.raises(UserError, match="the training loss is nan"):
+        run_training(load_recipe(recipe), run, "cpu")
+    monkeypatch.undo()
+    run_training(load_recipe(recipe), run, "cpu", resume=True)
+    assert (run / "final.safetensors").exists()
+
+
+def test_nobody_hears_that_it_was_stopped(tmp_path: Path) -> None:
+    """A closed terminal or pipe: exit code 75 all the same."""
+    recipe, run = (
+        recipe_of(tmp_path, "", "schedule: {name: exponential, initial_learning_rate: 0.001, epochs: 100000}"),
+        tmp_path / "r",
+    )
+    words = [sys.executable, "-m", "ddnn.cli", "train", str(recipe), "--run-dir", str(run), "--device", "cpu"]
+    training = subprocess.Popen(words, stderr=subprocess.PIPE)
+    try:
+        until = time.monotonic() + 120
+        while not any(run.glob("checkpoints/0*")) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert training.stderr is not None
+        training.stderr.close()
+        training.send_signal(signal.SIGHUP)
+        training.send_signal(signal.SIGHUP)
+        assert training.wait(60) == 75
+    finally:
+        training.kill()
+        training.wait()
+
+
+def test_the_data_has_changed(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at)
+    features, labels = labelled_utterances(count=15)
+    write_data_dir(tmp_path / "data", features)
+    write_pdfs(tmp_path / "pdfs.txt", labels)
+    with pytest.raises(DataError, match="the data has changed since"):
+        run_training(load_recipe(recipe), run, "cpu", resume=True)
+
+
+def test_a_damaged_checkpoint_falls_back(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at, "checkpoint: {interval_minibatches: 7}\n")
+    whole = tmp_path / "whole"
+    run_training(load_recipe(recipe), whole, "cpu")
+    newest, before = sorted((run / "checkpoints").iterdir(), reverse=True)
+    part = newest / "rank0000.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    run_training(load_recipe(recipe), run, "cpu", resume=True)
+    assert f"{newest} is corrupt" in caplog.text and f"resumed from checkpoint {int(before.name)}" in caplog.text
+    assert (run / "final.safetensors").read_bytes() == (whole / "final.safetensors").read_bytes()
+    assert rows(run) == rows(whole)
+
+
+def test_nothing_to_resume_from(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(recipe_of(tmp_path, ""))
+    run_training(recipe, tmp_path / "new", "cpu", resume=True)
+    assert (
+        "there is no checkpoint to resume from: training starts from the beginning"
+        in (tmp_path / "new" / "train.log").read_text()
+    )
+
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("ddnn.training.job.training_data", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        run_training(recipe, tmp_path / "early", "cpu")
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_no_checkpoint_can_be_written(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddnn.training.checkpoint.CheckpointStore.save", lambda *_: False)
+    recipe = load_recipe(recipe_of(tmp_path, ""))
+    stop_at(5, signal.SIGTERM)
+    with pytest.raises(UserError, match="no checkpoint could be written"):
+        run_training(recipe, tmp_path / "run", "cpu")
+
+
+def test_a_checkpoint_of_a_stranger(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
+    """Whole by its checksums, but of another network: refused with what was found and expected."""
+    from ddnn.distributed.communicator import SingleProcess
+    from ddnn.training.checkpoint import CheckpointStore, TrainerState
+
+    recipe, run = stopped_run(tmp_path, stop_at)
+    checkpoints = CheckpointStore(run / "checkpoints", 3, SingleProcess())
+    found = checkpoints.latest()
+    assert found is not None
+    shared, own = found.global_state, found.rank_state(0)
+    for change in (
+        {"parameters": torch.zeros(3)},
+        {"loss_sums": torch.zeros(2, 2, dtype=torch.float64)},
+        {"averager.counters": torch.zeros(2, dtype=torch.int64)},
+        {"progress": torch.zeros(1, dtype=torch.int64)},
+    ):
+        checkpoints.save(found.metadata, TrainerState(shared, {**own, **change}))
+        with pytest.raises(DataError):
+            run_training(load_recipe(recipe), run, "cpu", resume=True)
+    for header in (
+        {},
+        {**found.metadata, "epoch": -1},
+        {**found.metadata, "model": {}},
+        {**found.metadata, "schedule": {}},
+    ):
+        checkpoints.save(header, TrainerState(shared, own))
+        with pytest.raises(DataError):
+            run_training(load_recipe(recipe), run, "cpu", resume=True)

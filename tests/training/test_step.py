@@ -1,0 +1,567 @@
+"""The step as a graph, with a made-up graph in place of CUDA's; what the host does in a step; the same on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from training.toy import NoCheckpoints
+from twins import batch_of, biases
+
+from ddnn.averaging.averager import NoAveraging
+from ddnn.data.batches import Batch, BatchLoader, PrefetchLoader, make_batch_loader
+from ddnn.data.dataset import AcousticDataset, FrameSubset
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.sampler import ShuffledSampler
+from ddnn.data.transform import InputTransform, gather, labels_of, splice_only
+from ddnn.distributed.communicator import SingleProcess
+from ddnn.nn.acoustic_model import AcousticModel
+from ddnn.nn.arithmetic import Precision, make_arithmetic
+from ddnn.nn.layers import mlp_layers
+from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.optim.natural_gradient import NaturalGradient
+from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
+from ddnn.optim.schedule import NewbobOptions, make_schedule
+from ddnn.optim.sgd import Sgd, SgdOptions
+from ddnn.training.evaluation import LossSums, evaluate
+from ddnn.training.metrics import MetricsRow, WorkerRow
+from ddnn.training.run_dir import NullRunDir, RunDir
+from ddnn.training.state import TrainingProgress
+from ddnn.training.step import (
+    VERIFIED,
+    CudaGraph,
+    CudaGraphStep,
+    EagerStep,
+    Result,
+    Snapshot,
+    make_step,
+    needs_host_update,
+    verified,
+)
+from ddnn.training.trainer import Trainer, train
+
+DIM, SPLICE, PDFS, MINIBATCH, RATE = 5, 2, 7, 16, 0.02
+CPU = torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+Kind = Literal["sgd", "ng-sgd"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network, frames to train it on, and its optimizer."""
+
+    model: AcousticModel
+    train: FrameSubset
+    optimizer: Sgd
+    precision: Precision = "float32"
+
+    @property
+    def network(self) -> Network:
+        return self.model.network
+
+    def eager(self) -> EagerStep:
+        arithmetic = make_arithmetic(self.precision, self.network.parameters.device, pad_to=64)
+        return EagerStep(Workspace(self.network, MINIBATCH, arithmetic), self.optimizer)
+
+    def batch(self, step: EagerStep | CudaGraphStep, rows: Tensor) -> Batch:
+        """The minibatch in the memory where the step wants it."""
+        workspace = (step.eager if isinstance(step, CudaGraphStep) else step).workspace
+        return batch_of(workspace, self.train.dataset, self.model.transform, rows)
+
+    def sample(self, step: EagerStep, count: int = VERIFIED) -> list[Batch]:
+        """Copies of minibatches, elsewhere in memory."""
+        found = []
+        for n in range(count):
+            x, labels = self.batch(step, self.train.indices[n % 4 * MINIBATCH : (n % 4 + 1) * MINIBATCH])
+            found.append(Batch(x.clone(), labels))
+        return found
+
+
+def make_task(
+    kind: Kind = "sgd",
+    device: torch.device = CPU,
+    frames: int = 900,
+    hidden: int = 12,
+    precision: Precision = "float32",
+) -> Task:
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, PDFS, (frames,), generator=generator, dtype=torch.int32)
+    store = torch.randn(PDFS, DIM, generator=generator)[labels.long()] + torch.randn(frames, DIM, generator=generator)
+    spoken = frames - 2 * SPLICE
+    dataset = AcousticDataset(store, labels, ("u",), ("s",), np.array([SPLICE]), np.array([spoken]), SPLICE)
+    width = DIM * (2 * SPLICE + 1)
+    transform = InputTransform(splice_only(DIM, SPLICE).offsets, DIM, torch.full((width,), 0.1), torch.ones(width))
+    network = Network(mlp_layers(width, 2, hidden, PDFS, "sigmoid"))
+    initialize(network, 1)
+    model = AcousticModel(FeatureConfig(), transform, network).to(device)
+    options = SgdOptions(momentum=0.5) if kind == "sgd" else NgSgdOptions(momentum=0.5, rank_in=3, rank_out=4)
+    return Task(model, dataset.to(device).subset([0]), make_optimizer(options, model.network), precision)
+
+
+class FakeGraph:
+    """Runs the function again where CUDA would replay its kernels, into results that stay the same tensors."""
+
+    def __init__(self, optimizer: Sgd, fails: Exception | None = None, wrong: Tensor | None = None) -> None:
+        self.optimizer, self.fails, self.wrong = optimizer, fails, wrong
+        self.captures = self.replays = self.held = 0
+
+    def warm_up(self, run: Callable[[], Result]) -> None:
+        for _ in range(3):
+            run()
+
+    def capture(self, run: Callable[[], Result]) -> Result:
+        self.captures += 1
+        self.held += 1
+        assert self.held == 1, "one graph at a time"
+        assert not needs_host_update(self.optimizer), "the host cannot be captured"
+        run()  # as CUDA, changes what the host counts; worse, the parameters too
+        if self.fails is not None:
+            raise self.fails
+        self.run, self.result = run, (torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64))
+        return self.result
+
+    def replay(self) -> None:
+        self.replays += 1
+        for kept, made in zip(self.result, self.run(), strict=True):
+            kept.copy_(made)
+        for side in self.optimizer.preconditioners:
+            side.t -= 1  # the host does nothing in a replay
+        if self.wrong is not None:
+            self.wrong.add_(1e-3)
+
+    def release(self) -> None:
+        self.held = 0
+
+
+def losses_of(
+    task: Task, step: EagerStep | CudaGraphStep, minibatches: int, rates: tuple[float, ...] = (RATE,)
+) -> list[float]:
+    """An epoch for each rate."""
+    found = []
+    for epoch, rate in enumerate(rates, 1):
+        order = itertools.chain.from_iterable(
+            ShuffledSampler(task.train, MINIBATCH, seed=1).epoch(100 * epoch + again) for again in range(99)
+        )
+        rows = itertools.islice(order, minibatches)
+        found += torch.stack([step(task.batch(step, one), rate)[0].clone() for one in rows]).tolist()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sgd", "ng-sgd"])
+def test_a_graph_trains_as_the_eager_step_does(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same bits over 200 minibatches, through a change of the rate; the check before leaves no trace."""
+    plain, other = make_task(kind), make_task(kind)
+    graph, eager = FakeGraph(other.optimizer), other.eager()
+    graphed = CudaGraphStep(eager, graph)
+    assert verified(graphed, other.sample(eager), RATE) is graphed
+    assert graph.replays > 0
+    assert torch.equal(other.network.parameters, plain.network.parameters)
+
+    replaying, updates = False, []
+    start, finish, replay = NaturalGradient._start_update, NaturalGradient.finish_update, graph.replay
+
+    def started(self: NaturalGradient, *args: Any) -> None:
+        updates.append(replaying)
+        start(self, *args)
+
+    def finished(self: NaturalGradient) -> None:
+        if self._pending_n:
+            updates.append(replaying)
+        finish(self)
+
+    def replayed() -> None:
+        nonlocal replaying
+        replaying = True
+        replay()
+        replaying = False
+
+    monkeypatch.setattr(NaturalGradient, "_start_update", started)
+    monkeypatch.setattr(NaturalGradient, "finish_update", finished)
+    monkeypatch.setattr(graph, "replay", replayed)
+    graph.replays = graph.captures = 0
+    rates = (RATE, RATE / 2)
+    assert losses_of(other, graphed, 100, rates) == losses_of(plain, plain.eager(), 100, rates)
+    assert torch.equal(other.network.parameters, plain.network.parameters)
+    assert torch.equal(other.optimizer.momentum_buffer, plain.optimizer.momentum_buffer)
+    for one, twin in zip(other.optimizer.preconditioners, plain.optimizer.preconditioners, strict=True):
+        assert one.t == twin.t and torch.equal(one.w, twin.w)
+    assert not any(updates), "a graph holds no work of the host"
+    assert bool(updates) == (kind == "ng-sgd")
+    assert graph.captures == 1, "the first rate's graph is that of the check"
+    assert graph.replays == (200 if kind == "sgd" else 200 - 12 - 2 * 47)
+
+
+def test_a_graph_that_cannot_be_captured_leaves_the_eager_step(caplog: pytest.LogCaptureFixture) -> None:
+    task, twin = make_task("ng-sgd"), make_task("ng-sgd")
+    eager = task.eager()
+    graphed = CudaGraphStep(eager, FakeGraph(task.optimizer, RuntimeError("made up")))
+    with caplog.at_level(logging.WARNING, "ddnn"):
+        assert verified(graphed, task.sample(eager), RATE) is eager
+    assert "could not be captured" in caplog.text and "made up" in caplog.text
+    assert len(caplog.records) == 1
+    assert losses_of(task, eager, 20) == losses_of(twin, twin.eager(), 20), "the failure left no trace"
+
+
+def test_a_capture_that_fails_later_leaves_the_eager_step_too(caplog: pytest.LogCaptureFixture) -> None:
+    """As memory may be short once the rate has changed."""
+    task, twin = make_task(), make_task()
+    graph = FakeGraph(task.optimizer)
+    graphed = CudaGraphStep(task.eager(), graph)
+    expected = losses_of(twin, twin.eager(), 10, (RATE, RATE / 2))
+    found = losses_of(task, graphed, 10)
+    graph.fails = torch.OutOfMemoryError("made up")
+    order = ShuffledSampler(task.train, MINIBATCH, seed=1).epoch(200)
+    found += [graphed(task.batch(graphed, rows), RATE / 2)[0].item() for rows in itertools.islice(order, 10)]
+    assert found == expected
+    assert graph.captures == 2 and graph.replays == 10 and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_a_graph_that_does_something_else_is_found_out(nan: bool, caplog: pytest.LogCaptureFixture) -> None:
+    task, twin = make_task(), make_task()
+    network, eager = task.network, task.eager()
+    graph = FakeGraph(task.optimizer, wrong=biases(network)[0])
+    if nan:
+        graph.wrong = network.parameters.new_full((), float("nan"))
+        network.parameters[0] = float("nan")
+        network.parameters_changed()
+    assert verified(CudaGraphStep(eager, graph), task.sample(eager), RATE) is eager
+    assert "is not the eager one" in caplog.text and graph.held == 0
+    if not nan:
+        assert torch.equal(network.parameters, twin.network.parameters)
+
+
+def test_a_graph_takes_only_minibatches_of_its_size() -> None:
+    """A tensor of one row would fit into any, to be repeated."""
+    task = make_task()
+    graphed = CudaGraphStep(task.eager(), FakeGraph(task.optimizer))
+    graphed(task.batch(graphed, task.train.indices[:MINIBATCH]), RATE)
+    with pytest.raises(ValueError, match=r"\(1,\), the graph was captured for \(16,\)"):
+        graphed(task.batch(graphed, task.train.indices[:1]), RATE)
+
+
+def test_a_minibatch_elsewhere_in_memory_is_copied() -> None:
+    task, twin = make_task(), make_task()
+    eager, other = task.eager(), twin.eager()
+    batch = task.batch(eager, task.train.indices[:MINIBATCH])
+    elsewhere = Batch(batch.x.clone(), batch.labels)
+    assert eager(batch, RATE)[0] == other(elsewhere, RATE)[0]
+    assert torch.equal(task.network.parameters, twin.network.parameters)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "ng-sgd"])
+def test_a_replay_is_seen_by_what_copies_the_parameters(kind: Kind) -> None:
+    """In bf16, also where another workspace has made its copy in between."""
+    task, twin = make_task(kind, precision="bf16"), make_task(kind, precision="bf16")
+    graphed, eager = CudaGraphStep(task.eager(), FakeGraph(task.optimizer)), twin.eager()
+    onlooker = task.eager().workspace
+    for rows in task.train.indices[: 30 * MINIBATCH].split(MINIBATCH):
+        found, expected = (step(one.batch(step, rows), RATE)[0] for step, one in ((graphed, task), (eager, twin)))
+        assert torch.equal(found, expected)
+        onlooker.x.fill_(0.1)
+        assert torch.equal(onlooker.forward(), _logits(task, 0.1))
+
+
+def _logits(task: Task, value: float) -> Tensor:
+    workspace = task.eager().workspace
+    workspace.x.fill_(value)
+    return workspace.forward()
+
+
+def test_on_a_cpu_and_where_gradients_are_averaged_the_step_is_eager() -> None:
+    eager = make_task().eager()
+    assert make_step(eager, lambda count: pytest.fail("asked"), RATE) is eager
+
+
+def test_which_steps_of_ng_sgd_have_work_for_the_host() -> None:
+    task = make_task("ng-sgd")
+    step, found = task.eager(), []
+    for _ in range(20):
+        found.append(needs_host_update(task.optimizer))
+        step(task.batch(step, task.train.indices[:MINIBATCH]), RATE)
+    assert found == 12 * [True] + 2 * ([False] * 2 + [True] * 2)
+    assert not needs_host_update(make_task().optimizer)
+
+
+def test_the_state_of_a_training_is_taken_back_to_the_same_bits() -> None:
+    task, twin = make_task("ng-sgd"), make_task("ng-sgd")
+    losses_of(task, task.eager(), 30)
+    losses_of(twin, twin.eager(), 30)
+    snapshot = Snapshot(task.optimizer)
+    losses_of(task, task.eager(), 7)
+    snapshot.restore()
+    assert losses_of(task, task.eager(), 20) == losses_of(twin, twin.eager(), 20)
+
+
+class HostWaits(TorchDispatchMode):
+    """Operations for which the host waits for the device, where `device` stands for a GPU.
+
+    Values that are read, sizes that depend on values, and tensors of several elements that cross between host and
+    device.
+    """
+
+    READS = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim")
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.found, self.calls = device, [], 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.calls += 1
+        name = func.overloadpacket.__name__
+        result = func(*args, **kwargs)
+        tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+        devices = {t.device.type for t in tensors if t.device.type == self.device.type or t.numel() > 1}
+        masks = name in ("index", "index_put_") and any(t.dtype == torch.bool for t in tensors[1:])
+        if name in self.READS or len(devices) > 1 or masks:
+            self.found.append(name)
+        return result
+
+
+def run_steps(task: Task, minibatches: int) -> None:
+    """As the training loop does."""
+    device, step = task.network.parameters.device, task.eager()
+    sums, averager = LossSums(device), NoAveraging(SingleProcess(), task.network, task.optimizer)
+    order = ShuffledSampler(task.train, MINIBATCH, seed=1).epoch(1)
+    next(order)  # the order of an epoch is drawn and copied at its first minibatch
+    with HostWaits(device) as waits:
+        for rows in itertools.islice(order, minibatches):
+            sums.add(*step(task.batch(step, rows), RATE), len(rows))
+            averager.after_minibatch(len(rows))
+    assert sums.frames == minibatches * MINIBATCH and waits.calls > 10 * minibatches
+    assert waits.found == []
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "float32"), ("cpu", "bf16"), ("meta", "float32")])
+def test_no_step_of_sgd_waits_for_the_device(device: str, precision: Precision) -> None:
+    """`meta` has no values to wait for, and no copy to the host: what asks for either fails."""
+    run_steps(make_task(device=torch.device(device), precision=precision), 50)
+
+
+def test_what_would_wait_is_found() -> None:
+    for waits_for in (
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).all()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+    ):
+        with HostWaits(CPU) as waits:
+            waits_for(torch.ones(3))
+        assert waits.found, "values are read"
+    with HostWaits(torch.device("meta")) as waits:
+        torch.ones(3, device="meta")[:2].add_(1.0)
+        assert not waits.found
+        torch.empty(3, device="meta").copy_(torch.ones(3))
+        torch.tensor([1, 2], device="cpu").to("meta")
+    assert len(waits.found) == 2
+
+
+def test_offsets_with_gaps_make_no_index_on_the_host() -> None:
+    setup = make_task(device=torch.device("meta"))
+    transform = InputTransform((-2, 0, 1), DIM)
+    with HostWaits(torch.device("meta")) as waits:
+        gather(setup.train.dataset, transform, setup.train.indices[:9], torch.empty(9, 3 * DIM, device="meta"))
+        labels_of(setup.train.dataset, setup.train.indices[:9], torch.device("meta"))
+    assert waits.calls and not waits.found
+
+
+def test_common_steps_of_ng_sgd_wait_for_nothing() -> None:
+    """Those in which no update of the Fisher matrices starts or ends; the others read r x r results a step later."""
+    task = make_task("ng-sgd")
+    step, common = task.eager(), 0
+    for rows in itertools.islice(itertools.cycle(task.train.indices[: 8 * MINIBATCH].split(MINIBATCH)), 50):
+        batch = task.batch(step, rows)
+        if needs_host_update(task.optimizer):
+            step(batch, RATE)
+            continue
+        common += 1
+        with HostWaits(CPU) as waits:
+            step(batch, RATE)
+        assert waits.found == []
+    assert common == 20
+
+
+def on_gpu(kind: Kind) -> tuple[Task, CudaGraphStep]:
+    task = make_task(kind, torch.device("cuda", 0), frames=20_000, hidden=256)
+    return task, CudaGraphStep(task.eager(), CudaGraph(torch.device("cuda", 0)))
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["sgd", "ng-sgd"])
+def test_a_cuda_graph_trains_as_the_eager_step_does(kind: Kind) -> None:
+    """Not yet seen on a GPU."""
+    plain = make_task(kind, torch.device("cuda", 0), frames=20_000, hidden=256)
+    task, graphed = on_gpu(kind)
+    rates = (RATE, RATE / 2)
+    expected = losses_of(plain, plain.eager(), 100, rates)
+    np.testing.assert_allclose(losses_of(task, graphed, 100, rates), expected, rtol=1e-3)
+    assert not graphed.disabled
+
+
+@needs_gpu
+@pytest.mark.parametrize("graph", [False, True])
+def test_no_step_of_sgd_waits_for_a_gpu(graph: bool) -> None:
+    """Not yet seen on a GPU."""
+    task, graphed = on_gpu("sgd")
+    step = graphed if graph else task.eager()
+    sums, order = LossSums(torch.device("cuda", 0)), list(ShuffledSampler(task.train, MINIBATCH, seed=1).epoch(1))
+    step(task.batch(step, order[0]), RATE)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for rows in order[:50]:
+            sums.add(*step(task.batch(step, rows), RATE), len(rows))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert np.isfinite(sums.result().loss)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["sgd", "ng-sgd"])
+def test_memory_does_not_grow(kind: Kind) -> None:
+    """Over 10,000 minibatches, with a new capture now and then. Not yet seen on a GPU."""
+    task, step = on_gpu(kind)
+    held = []
+    for epoch in range(10):
+        losses_of(task, step, 1000, (RATE * 0.9**epoch,))
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_reserved())
+    assert max(held[2:]) <= held[1]
+
+
+def make_trainer(task: Task, run: RunDir) -> Trainer:
+    """A training of two epochs by a single worker."""
+    step, averager = task.eager(), NoAveraging(SingleProcess(), task.network, task.optimizer)
+    sampler, mark = ShuffledSampler(task.train, MINIBATCH, seed=1), averager.timer.mark
+    return Trainer(
+        model=task.model,
+        optimizer=task.optimizer,
+        schedule=make_schedule(NewbobOptions(max_epochs=2)),
+        batches=make_batch_loader(task.train, task.model.transform, sampler, out=step.workspace.x, mark=mark),
+        cv=task.train,
+        minibatch_size=MINIBATCH,
+        eager_step=step,
+        step=step,
+        averager=averager,
+        checkpoints=NoCheckpoints(),
+        run=run,
+        progress=TrainingProgress(task.network.parameters.clone()),
+    )
+
+
+def test_features_in_host_memory_train_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, shares = [], []
+
+    class Recorder(NullRunDir):
+        def record(self, row: MetricsRow) -> None:
+            if isinstance(row, WorkerRow):
+                shares.append((row.data_fraction or 0.0) + (row.compute_fraction or 0.0))
+
+    for kind in (BatchLoader, PrefetchLoader):
+        monkeypatch.setattr("ddnn.data.batches.BatchLoader", kind)
+        trained.append(train(make_trainer(make_task(), Recorder(Path("nowhere")))).network.parameters)
+    assert torch.equal(*trained)
+    assert len(shares) == 4 and all(0.0 < share <= 1.0 for share in shares)
+
+
+def test_cross_validation_reads_a_corpus_elsewhere() -> None:
+    """`meta` stands for the other device: nothing but the copy may mix the two."""
+    setup, meta = make_task(), torch.device("meta")
+    with pytest.raises(RuntimeError, match="meta"):  # no values there to judge by
+        evaluate(setup.model.to(meta), setup.train)
+    x = torch.empty(9, setup.model.network.input_dim, device="meta")
+    gather(setup.train.dataset, setup.model.to(meta).transform, setup.train.indices[:9], x)
+    assert labels_of(setup.train.dataset, setup.train.indices[:9], meta).device == meta
+
+
+class FakeCuda:
+    """What `CudaGraph` asks of torch.cuda, written down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
+        self.calls: list[str] = []
+        self.current: object = "main stream"
+        self.fails = fails
+        for name in ("Stream", "CUDAGraph", "current_stream", "stream", "set_stream", "graph", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
+
+    def _Stream(self, device: object) -> FakeStream:
+        return FakeStream()
+
+    def _CUDAGraph(self) -> FakeCapture:
+        return FakeCapture(self.calls)
+
+    def _current_stream(self, device: object) -> FakeStream:
+        return FakeStream()
+
+    @contextmanager
+    def _stream(self, stream: object) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def _set_stream(self, stream: object) -> None:
+        self.current = "main stream"
+
+    @contextmanager
+    def _graph(self, graph: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        self.current = stream
+        self.calls.append("capture")
+        yield
+        if self.fails:
+            raise RuntimeError("made up")  # before it puts the stream back, as torch does
+        self.current = "main stream"
+
+    def _synchronize(self, device: object) -> None:
+        self.calls.append("synchronize")
+
+
+class FakeStream:
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+class FakeCapture:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def replay(self) -> None:
+        self.calls.append("replay")
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+
+def test_one_graph_at_a_time_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one is gone, and no longer runs, before the new one is warmed up: it takes memory with it."""
+    cuda, task = FakeCuda(monkeypatch), make_task()
+
+    class Told(EagerStep):
+        def __call__(self, batch: Batch, lr: float) -> Result:
+            cuda.calls.append("step" if cuda.current == "main stream" else "step aside")
+            return super().__call__(batch, lr)
+
+    eager = task.eager()
+    graphed = CudaGraphStep(Told(eager.workspace, eager.optimizer), CudaGraph(CPU))
+    for rate in (RATE, RATE, RATE / 2):
+        graphed(task.batch(graphed, task.train.indices[:MINIBATCH]), rate)
+    captured = ["step aside"] * 3 + ["capture", "step aside", "replay"]
+    assert cuda.calls == [*captured, "replay", "synchronize", "reset", *captured]
+    assert not graphed.disabled
+
+
+def test_a_failed_capture_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, task = FakeCuda(monkeypatch, fails=True), make_task()
+    graphed = CudaGraphStep(task.eager(), CudaGraph(CPU))
+    graphed(task.batch(graphed, task.train.indices[:MINIBATCH]), RATE)
+    assert graphed.disabled and cuda.current == "main stream"

@@ -1,0 +1,123 @@
+"""Trainings of a small network on made-up frames, assembled from their parts in this process."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from variants import make_optimizer_config
+
+from ddnn.averaging.averager import make_averager
+from ddnn.data.batches import make_batch_loader
+from ddnn.data.dataset import AcousticDataset, FrameSubset
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.sampler import ShuffledSampler
+from ddnn.data.transform import splice_only
+from ddnn.distributed.communicator import Communicator
+from ddnn.nn.acoustic_model import AcousticModel
+from ddnn.nn.layers import mlp_layers
+from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.optim.ng_sgd import make_optimizer
+from ddnn.optim.schedule import ExponentialOptions, make_schedule
+from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
+from ddnn.training.checkpoint_policy import Checkpointable, CheckpointPolicy
+from ddnn.training.metrics import MetricsRow
+from ddnn.training.options import averaging_options, optimizer_options
+from ddnn.training.run_dir import NullRunDir
+from ddnn.training.state import TrainingProgress
+from ddnn.training.step import EagerStep
+from ddnn.training.trainer import Trainer, Warmup, train
+
+DIM, PDFS, MINIBATCH = 6, 5, 16
+
+
+class Recorder(NullRunDir):
+    """A run dir that only keeps the rows that were recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("nowhere"))
+        self.rows: list[dict[str, Any]] = []
+
+    def record(self, row: MetricsRow) -> None:
+        self.rows.append(row.model_dump())
+
+
+class NoCheckpoints(CheckpointPolicy):
+    """Writes no checkpoint and never stops a training."""
+
+    def __init__(self) -> None: ...
+
+    def begin(self, trainer: Checkpointable) -> None: ...
+
+    def end(self, comm: Communicator) -> None: ...
+
+    def after_minibatch(self, trainer: Checkpointable) -> None: ...
+
+    def after_epoch(self, trainer: Checkpointable) -> None: ...
+
+
+def toy_shard(rank: int, frames: int) -> FrameSubset:
+    """Frames of five classes; those of each rank differ, and are the same wherever they are made."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    labels = torch.randint(0, PDFS, (frames,), generator=generator, dtype=torch.int32)
+    means = torch.randn(PDFS, DIM, generator=torch.Generator().manual_seed(7))
+    features = means[labels.long()] + 0.5 * torch.randn(frames, DIM, generator=generator)
+    dataset = AcousticDataset(features, labels, ("u",), ("s",), np.array([0]), np.array([frames]), 0)
+    return FrameSubset(dataset, torch.arange(frames))
+
+
+def toy_model() -> AcousticModel:
+    """Two hidden layers of 8 units, the same parameters wherever it is made."""
+    network = Network(mlp_layers(DIM, 2, 8, PDFS, "sigmoid"))
+    initialize(network, 3)
+    return AcousticModel(FeatureConfig(), splice_only(DIM, 0), network)
+
+
+def toy_trainer(
+    comm: Communicator,
+    parallel: ParallelConfig,
+    *,
+    frames: int = 20 * MINIBATCH,
+    optimizer: OptimizerConfig | None = None,
+    epochs: int = 3,
+    learning_rate: float = 0.01,
+    checkpoints: CheckpointPolicy | None = None,
+    run: Recorder | None = None,
+) -> Trainer:
+    """A training by the sections `parallel` and `optimizer` of a recipe, ready to begin. Collective."""
+    model, config = toy_model(), optimizer or make_optimizer_config()
+    network = model.network
+    sgd = make_optimizer(optimizer_options(config), network)
+    averager = make_averager(averaging_options(parallel, config.momentum), comm, network, sgd, MINIBATCH)
+    averager.broadcast()
+    workspace = Workspace(network, MINIBATCH)
+    train_frames = toy_shard(comm.rank, frames)
+    sampler = ShuffledSampler(train_frames, MINIBATCH, seed=1, rank=comm.rank)
+    step = EagerStep(workspace, sgd, averager.average_gradient)
+    return Trainer(
+        model=model,
+        optimizer=sgd,
+        schedule=make_schedule(ExponentialOptions(learning_rate, learning_rate, epochs)),
+        batches=make_batch_loader(train_frames, model.transform, sampler, out=workspace.x, mark=averager.timer.mark),
+        cv=toy_shard(50 + comm.rank, 40),
+        minibatch_size=MINIBATCH,
+        eager_step=step,
+        step=step,
+        averager=averager,
+        checkpoints=checkpoints or NoCheckpoints(),
+        run=run or Recorder(),
+        progress=TrainingProgress(network.parameters.clone()),
+        warmup=Warmup(parallel.warmup if comm.world_size > 1 else "none", parallel.warmup_minibatches),
+    )
+
+
+def train_to_end(trainer: Trainer) -> list[dict[str, Any]]:
+    """Trains until the schedule ends, or an exception; returns the recorded rows. Ends all background threads."""
+    trainer.checkpoints.begin(trainer)
+    with closing(trainer.averager), trainer.batches:
+        train(trainer)
+    assert isinstance(trainer.run, Recorder)
+    return trainer.run.rows

@@ -1,0 +1,63 @@
+"""Tables, durations and other text of commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ddnn.util import progress
+from ddnn.util.text import definitions, duration, plural, printable, table
+
+
+def test_columns_are_aligned_without_trailing_blanks() -> None:
+    rows = [("one", "2", ""), ("longer", "100", "x")]
+    assert table(rows, ("name", "count", "note"), "lrl") == ("name    count  note\none         2\nlonger    100  x")
+    assert table([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc  d"
+    assert table([]) == ""
+    assert table([("1", "2"), ("10", "20")], align="r") == " 1   2\n10  20"
+
+
+def test_wide_characters_take_two_columns() -> None:
+    assert table([("\u65e5\u672c", "x"), ("abcd", "y")]) == "\u65e5\u672c  x\nabcd  y"
+
+
+def test_definitions_are_aligned() -> None:
+    assert definitions([("a", "1"), ("long name", "2\n3")], "  ") == "  a          1\n  long name  2\n             3"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.9, "59 s"), (61, "1 min 1 s"), (3 * 3600 + 20 * 60 + 5, "3 h 20 min"), (90000, "1 d 1 h")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_words() -> None:
+    assert (plural(1, "worker"), plural(0, "worker")) == ("1 worker", "0 workers")
+    assert printable("a\x1b[31m\nb\t") == "a?[31m\nb?"
+
+
+def test_bars_show_where_asked_for_only(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_shown", None)
+    assert list(progress.progress_bar("loading")([1, 2])) == [1, 2]
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setenv(progress.SHOWN_BY_LAUNCHER, "1")
+    progress.only_first_worker_shows(0)
+    with progress.frame_counter("epoch 1", 100, done=50) as bar:
+        bar.update(25)
+    out, err = capfd.readouterr()
+    assert out == "" and "epoch 1" in err and "75/100" in err
+    progress.only_first_worker_shows(1)
+    with progress.frame_counter("epoch 1", 100) as bar:
+        bar.update(25)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_rich_is_imported_for_a_bar_only() -> None:
+    code = (
+        "import sys, ddnn.util.text, ddnn.util.progress as p; p.frame_counter('x', 1); sys.exit('rich' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0

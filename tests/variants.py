@@ -1,0 +1,37 @@
+"""Sections of a recipe by the name of their variant, as a recipe's YAML gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddnn.recipe.schema import (
+    AveragingConfig,
+    BmufConfig,
+    ExponentialConfig,
+    NewbobConfig,
+    NgSgdConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    SgdConfig,
+)
+
+
+def make_optimizer_config(name: str = "sgd", **keys: Any) -> OptimizerConfig:
+    """`optimizer`, without the keys of NG-SGD where `name` is sgd."""
+    if name == "ng-sgd":
+        return NgSgdConfig(**keys)
+    return SgdConfig(**{key: value for key, value in keys.items() if key in SgdConfig.model_fields})
+
+
+def make_schedule_config(name: str = "newbob", **keys: Any) -> ScheduleConfig:
+    """`schedule`."""
+    return ExponentialConfig(**keys) if name == "exponential" else NewbobConfig(**keys)
+
+
+def make_parallel_config(strategy: str = "all-reduce", **keys: Any) -> ParallelConfig:
+    """`parallel`, without the keys that are None."""
+    given = {key: value for key, value in keys.items() if value is not None}
+    if strategy != "all-reduce":
+        given["strategy"] = strategy
+    return BmufConfig(**given) if strategy == "bmuf" else AveragingConfig(**given)
