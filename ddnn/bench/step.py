@@ -204,6 +204,7 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
         if by_layer:
             for i in range(len(network.layers)):
                 optimizer.update_layer(i, workspace, TINY_LR)
+            workspace.copy_updated()
             return
         if flat is not optimizer.gradient:
             optimizer.gradient.copy_(flat)

@@ -7,6 +7,7 @@ signal, to be resumed; 130 interrupted; 1 anything else.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from types import TracebackType
@@ -64,11 +65,23 @@ def _unhandled_exception(kind: type[BaseException], error: BaseException, trace:
 
 def main() -> None:
     """Entry point of `ddnn`: runs the command and turns what went wrong into a message and an exit code."""
+    try:
+        _run()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # a full disk, a closed pipe: Python would try again at its end, and exit with 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _run() -> None:
     sys.excepthook = _unhandled_exception
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("ddnn").setLevel(logging.INFO)
     try:
         code = cli.main(prog_name="ddnn", standalone_mode=False)
+        sys.stdout.flush()
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

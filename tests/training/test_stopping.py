@@ -129,6 +129,7 @@ def test_stopped_is_an_exit_with_75() -> None:
 def test_after_an_rbm_the_watchdog_rests_and_a_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows an RBM (files, the next one's input, the training's start) has no heartbeat and no checkpoint."""
     from training.toy import toy_trainer
+    from variants import make_parallel_config
 
     from ddnn.distributed.communicator import SingleProcess
     from ddnn.training.checkpoint import CheckpointStore
@@ -139,7 +140,7 @@ def test_after_an_rbm_the_watchdog_rests_and_a_signal_ends_at_once(monkeypatch: 
     calls: list[str] = []
     for name in ("enable", "disable"):
         monkeypatch.setattr(comm.watchdog, name, lambda name=name: calls.append(name))
-    trainer = toy_trainer(comm)
+    trainer = toy_trainer(comm, make_parallel_config(averaging_period=1))
     store = CheckpointStore(Path("nowhere"), 2, comm)
     with pytest.raises(InterruptedBeforeTraining), GracefulShutdown() as shutdown:
         policy = CheckpointPolicy(
