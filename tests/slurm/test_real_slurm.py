@@ -302,7 +302,7 @@ def test_a_cancelled_job_leaves_nothing_running(slurm: Slurm, job: Job) -> None:
     while not (run / "metrics.jsonl").exists() and time.monotonic() < until:
         time.sleep(0.2)
     status = json.loads(slurm.ddnn("status", run, "--json").stdout)
-    assert (status["state"], status["workers"], status["job"]) == ("running", 2, number)
+    assert (status["state"], status["world_size"], status["job"]) == ("running", 2, number)
     assert slurm.processes_of_jobs()
     slurm.command("scancel", number)
     assert slurm.wait(number)["JobState"] == "CANCELLED"
@@ -312,7 +312,7 @@ def test_a_cancelled_job_leaves_nothing_running(slurm: Slurm, job: Job) -> None:
     assert "Restarts=0" in slurm.command("scontrol", "show", "job", number).split()
     status = json.loads(slurm.ddnn("status", run, "--json").stdout)
     # By Slurm, or by the first worker where it found the time.
-    assert status["state"] == "stopped" and re.search("CANCELLED|on SIGTERM", status["error"])
+    assert status["state"] == "interrupted" and re.search("CANCELLED|on SIGTERM", status["error"])
 
 
 def test_a_line_of_setup_that_fails(slurm: Slurm, job: Job) -> None:

@@ -81,6 +81,31 @@ def test_whoever_dies_wherever_the_bits_are_the_same(recipe: Path) -> None:
     assert not list((recipe.parent / "tmp").glob("ddnn*")), "nothing is left in the temporary folder"
 
 
+@pytest.fixture(scope="module")
+def undisturbed_parameters(recipe: Path) -> bytes:
+    done = train(recipe, recipe.parent / "alone")
+    assert done.returncode == 0, done.stderr
+    return (recipe.parent / "alone/final.safetensors").read_bytes()
+
+
+@pytest.mark.skipif("DDNN_TEST_EACH_DEATH" not in os.environ, reason="five minutes: make soak runs it")
+@pytest.mark.parametrize("rank", range(WORKERS))
+@pytest.mark.parametrize(
+    ("place", "count"), [("minibatch", 35), ("exchange", 9), ("checkpoint", 2), ("commit", 2), ("stop", 25)]
+)
+def test_each_rank_in_each_place(
+    recipe: Path, undisturbed_parameters: bytes, rank: int, place: str, count: int
+) -> None:
+    if place == "commit":
+        rank = 0  # only it renames a checkpoint: four times the same
+    run = recipe.parent / f"{place} {rank}"
+    done = train(recipe, run, (rank, place, count), settings=("parallel.hang_timeout=6",))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("; restart ") == 1
+    assert (run / "final.safetensors").read_bytes() == undisturbed_parameters
+    shutil.rmtree(run)
+
+
 def test_a_worker_that_raises_ends_the_job(recipe: Path) -> None:
     """Named with its rank, with a traceback, within ten seconds, and not started again."""
     run = recipe.parent / "raises"
