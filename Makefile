@@ -83,7 +83,7 @@ same-results: setup-dev
 	$(BIN)/python tests/same_results.py $(if $(RECORD),--record,--compare) $(SAME_RESULTS)
 
 docs: setup
-	$(BIN)/python -m ddnn.recipe.reference > docs/recipe.md
+	$(BIN)/python -m ddnn.recipe.keys > docs/recipe.md
 
 clean:
 	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache

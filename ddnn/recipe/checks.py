@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from ddnn.recipe.schema import VARIANTS, ParallelConfig, Recipe, ScheduleConfig
+from collections.abc import Iterator
+
+from ddnn.recipe.schema import VARIANTS, CrossValidationConfig, ParallelConfig, PretrainConfig, Recipe, ScheduleConfig
 
 Complaint = tuple[str, str]
 """A dotted key and what is wrong with it, with a hint how to fix it."""
 
 
-def validate(recipe: Recipe) -> list[Complaint]:
-    """All that is contradictory in a recipe whose single values are sound; empty where nothing is."""
-    return [
-        *_cross_validation(recipe),
-        *_pretrain(recipe),
-        *_schedule(recipe.schedule),
-        *_parallel(recipe),
-    ]
+def contradictions(recipe: Recipe) -> Iterator[Complaint]:
+    """All that is contradictory in a recipe whose single values are sound."""
+    yield from _cross_validation(recipe.data.cv)
+    yield from _pretrain(recipe)
+    yield from _schedule(recipe.schedule)
+    yield from _parallel(recipe.parallel)
 
 
 def is_read(recipe: Recipe, key: str) -> bool:
@@ -28,69 +28,47 @@ def is_read(recipe: Recipe, key: str) -> bool:
     return section not in VARIANTS or hasattr(getattr(recipe, section), last)
 
 
-def _cross_validation(recipe: Recipe) -> list[Complaint]:
-    cv = recipe.data.cv
-    found: list[Complaint] = []
-    ways = {
-        "data.cv.fraction": cv.fraction is not None,
-        "data.cv.speakers": cv.speakers is not None,
-        "data.cv.data": cv.data is not None or cv.alignments is not None,
-    }
-    given = [key for key, is_given in ways.items() if is_given]
+def _cross_validation(cv: CrossValidationConfig) -> Iterator[Complaint]:
+    ways = {"fraction": cv.fraction, "speakers": cv.speakers, "data": cv.data or cv.alignments}
+    given = [f"data.cv.{key}" for key, value in ways.items() if value is not None]
     if len(given) > 1:
-        others = " and ".join(given[1:])
-        text = (
-            f"given together with {others}; these are different ways to hold out data: keep one, set the others to null"
-        )
-        found.append((given[0], text))
-    if cv.data is not None and cv.alignments is None:
-        found.append(("data.cv.data", "needs data.cv.alignments; give both, or neither"))
-    if cv.alignments is not None and cv.data is None:
-        found.append(("data.cv.alignments", "needs data.cv.data; give both, or neither"))
-    return found
+        ways_are = "these are different ways to hold out data: keep one, set the others to null"
+        yield given[0], f"given together with {' and '.join(given[1:])}; {ways_are}"
+    for key, other in (("data", "alignments"), ("alignments", "data")):
+        if getattr(cv, key) is not None and getattr(cv, other) is None:
+            yield f"data.cv.{key}", f"needs data.cv.{other}; give both, or neither"
 
 
-def _unread_pretrain(recipe: Recipe) -> tuple[str, ...]:
-    """The keys of `pretrain` that are not read."""
-    making = ("epochs", "hours", "minibatch_size", "gaussian_learning_rate", "learning_rate", "l2", "kaldi_momentum")
+def _unread_pretrain(recipe: Recipe) -> dict[str, str]:
+    """The keys of `pretrain` that are not read, and why."""
     if recipe.init == "random":
-        return ("dbn", "feature_transform", *making)
+        return dict.fromkeys(PretrainConfig.model_fields, "init is random")
     if recipe.pretrain.dbn is not None:
-        return making
-    return ("feature_transform", "hours") if recipe.pretrain.epochs is not None else ("feature_transform",)
+        of_making = [key for key in PretrainConfig.model_fields if key not in ("dbn", "feature_transform")]
+        return dict.fromkeys(of_making, "pretrain.dbn names a finished DBN")
+    unread = {"feature_transform": "there is no pretrain.dbn"}
+    return unread if recipe.pretrain.epochs is None else {**unread, "hours": "pretrain.epochs is given"}
 
 
-def _pretrain(recipe: Recipe) -> list[Complaint]:
-    found: list[Complaint] = []
-    given = recipe.pretrain.model_fields_set
-    reason = "init is random" if recipe.init == "random" else "pretrain.dbn names a finished DBN"
-    for key in _unread_pretrain(recipe):
-        if key in given and getattr(recipe.pretrain, key) is not None:
-            why = reason
-            if recipe.init == "rbm" and recipe.pretrain.dbn is None:
-                why = "pretrain.epochs is given" if key == "hours" else "there is no pretrain.dbn"
-            found.append((f"pretrain.{key}", f"never read, as {why}; remove it or set it to null"))
-    if recipe.init == "rbm" and recipe.model.activation != "sigmoid":
-        activation = recipe.model.activation
-        found.append(("model.activation", f"{activation} found, expected sigmoid: RBMs have binary hidden units"))
-    epochs = recipe.pretrain.epochs
-    if recipe.init == "rbm" and epochs is not None and len(epochs) > recipe.model.hidden_layers > 0:
-        layers = recipe.model.hidden_layers
-        found.append(
-            ("pretrain.epochs", f"{len(epochs)} numbers found, expected at most one for each of {layers} RBMs")
-        )
-    if recipe.init == "rbm" and recipe.model.hidden_layers == 0:
-        found.append(("model.hidden_layers", "0 found, expected 1 or more: there is nothing to pretrain"))
-    return found
+def _pretrain(recipe: Recipe) -> Iterator[Complaint]:
+    for key, why in _unread_pretrain(recipe).items():
+        if key in recipe.pretrain.model_fields_set and getattr(recipe.pretrain, key) is not None:
+            yield f"pretrain.{key}", f"never read, as {why}; remove it or set it to null"
+    if recipe.init != "rbm":
+        return
+    layers, activation, epochs = recipe.model.hidden_layers, recipe.model.activation, recipe.pretrain.epochs
+    if activation != "sigmoid":
+        yield "model.activation", f"{activation} found, expected sigmoid: RBMs have binary hidden units"
+    if epochs is not None and len(epochs) > layers > 0:
+        yield "pretrain.epochs", f"{len(epochs)} numbers found, expected at most one for each of {layers} RBMs"
+    if layers == 0:
+        yield "model.hidden_layers", "0 found, expected 1 or more: there is nothing to pretrain"
 
 
-def _schedule(schedule: ScheduleConfig) -> list[Complaint]:
-    found: list[Complaint] = []
+def _schedule(schedule: ScheduleConfig) -> Iterator[Complaint]:
     if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
-        text = f"{schedule.final_learning_rate:g} found, expected at most "
-        text += f"schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"
-        found.append(("schedule.final_learning_rate", text))
-    return found
+        most = f"at most schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"
+        yield "schedule.final_learning_rate", f"{schedule.final_learning_rate:g} found, expected {most}"
 
 
 def _unread_parallel(parallel: ParallelConfig) -> dict[str, str]:
@@ -104,23 +82,18 @@ def _unread_parallel(parallel: ParallelConfig) -> dict[str, str]:
     return unread
 
 
-def _parallel(recipe: Recipe) -> list[Complaint]:
-    parallel = recipe.parallel
-    found: list[Complaint] = []
+def _parallel(parallel: ParallelConfig) -> Iterator[Complaint]:
     for key, why in _unread_parallel(parallel).items():
         default = type(parallel).model_fields[key].default
-        # `every` is in fragments that strategies share.
+        # The averaging period is in fragments that strategies share.
         if key != "averaging_period" and key in parallel.model_fields_set and getattr(parallel, key) != default:
-            found.append((f"parallel.{key}", f"never read: {why}; remove it or set it to null"))
-    if parallel.overlap and parallel.strategy in ("gradient-all-reduce", "bmuf"):
-        why = (
-            "takes a step from every averaging"
-            if parallel.strategy == "gradient-all-reduce"
-            else "starts a block from the last"
-        )
-        found.append(
-            ("parallel.overlap", f"true found beside strategy: {parallel.strategy}, which {why}; set it to false")
-        )
+            yield f"parallel.{key}", f"never read: {why}; remove it or set it to null"
+    against = {
+        "gradient-all-reduce": "takes a step from every averaging",
+        "bmuf": "starts a block from the last",
+    }
+    if parallel.overlap and parallel.strategy in against:
+        which = f"{parallel.strategy}, which {against[parallel.strategy]}"
+        yield "parallel.overlap", f"true found beside strategy: {which}; set it to false"
     if parallel.overlap and parallel.local_momentum == "average":
-        found.append(("parallel.overlap", "true found beside local_momentum: average; take keep or reset"))
-    return found
+        yield "parallel.overlap", "true found beside local_momentum: average; take keep or reset"

@@ -1,4 +1,7 @@
-"""The keys of a recipe, by their dotted names, as read from the schema: what each expects, its default, its meaning."""
+"""The keys of a recipe, by their dotted names, as read from the schema: what each expects, its default, its meaning.
+
+`python -m ddnn.recipe.keys > docs/recipe.md` writes their reference.
+"""
 
 from __future__ import annotations
 
@@ -6,71 +9,17 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ddnn.recipe.schema import VARIANTS, Recipe
+from ddnn.recipe.source import shipped_fragments
+from ddnn.util.text import environment
 
 REQUIRED = object()
 """Default of a key that has none."""
-
-ALIASES = {
-    "learning_rate": "schedule.initial_learning_rate",
-    "learn_rate": "schedule.initial_learning_rate",
-    "lr": "schedule.initial_learning_rate",
-    "batch_size": "minibatch_size",
-    "hidden_dim": "model.hidden_units",
-    "hid_layers": "model.hidden_layers",
-    "hid_dim": "model.hidden_units",
-    "max_iters": "schedule.max_epochs",
-    "min_iters": "schedule.min_epochs",
-    "keep_lr_iters": "schedule.keep_lr_epochs",
-    "on_failure": "parallel.max_restarts",
-    "timeout": "parallel.hang_timeout",
-}
-"""What Kaldi's scripts, other trainers and earlier versions call the same thing; offered where an unknown key is
-reported."""
-
-
-OLD_KEYS = {
-    "minibatch": "minibatch_size",
-    "graphs": "cuda_graphs",
-    "tf32": "allow_tf32",
-    "data.pdfs": "data.num_pdfs",
-    "data.normalise": "data.normalize",
-    "data.store": "data.feature_dtype",
-    "data.place": "data.feature_device",
-    "data.cache": "data.cache_dir",
-    "data.loaders": "data.loader_processes",
-    "data.max_missing": "data.max_skipped_fraction",
-    "data.cv.speakers_file": "data.cv.speakers",
-    "optimizer.max_change_mode": "optimizer.max_change_scope",
-    "schedule.initial": "schedule.initial_learning_rate",
-    "schedule.final": "schedule.final_learning_rate",
-    "schedule.start_halving": "schedule.start_halving_impr",
-    "schedule.end_halving": "schedule.end_halving_impr",
-    "schedule.keep_epochs": "schedule.keep_lr_epochs",
-    "pretrain.from": "pretrain.dbn",
-    "pretrain.gauss_rate": "pretrain.gaussian_learning_rate",
-    "pretrain.rate": "pretrain.learning_rate",
-    "pretrain.passes": "pretrain.epochs",
-    "pretrain.minibatch": "pretrain.minibatch_size",
-    "pretrain.momentum_as_kaldi": "pretrain.kaldi_momentum",
-    "parallel.reduce": "parallel.strategy",
-    "parallel.every": "parallel.averaging_period",
-    "parallel.start": "parallel.warmup",
-    "parallel.start_minibatches": "parallel.warmup_minibatches",
-    "parallel.momentum_rule": "parallel.local_momentum",
-    "parallel.block_rate": "parallel.block_learning_rate",
-    "parallel.wire": "parallel.comm_dtype",
-    "parallel.transport": "parallel.gpu_transport",
-    "parallel.share_devices": "parallel.oversubscribe_gpus",
-    "parallel.pretrain": "parallel.pretrain_data",
-    "parallel.threads": "parallel.cpu_threads",
-    "checkpoint.keep": "checkpoint.keep_last",
-    "checkpoint.every_minutes": "checkpoint.interval_minutes",
-    "checkpoint.every_minibatches": "checkpoint.interval_minibatches",
-}
-"""What keys were called in version 0.1."""
 
 
 @dataclass(frozen=True)
@@ -112,38 +61,40 @@ def suggest_key(unknown: str) -> str:
     everywhere: dict[str, list[str]] = {}
     for name in [*keys(), *(name for name in sections() if name)]:
         everywhere.setdefault(name.rpartition(".")[2], []).append(name)
-    if unknown in OLD_KEYS:
-        return f"it is now called {OLD_KEYS[unknown]}"
-    if last in ALIASES:
-        return _or([ALIASES[last]])
-    if last in everywhere:
-        return _or(everywhere[last])
-    in_section = keys_of(section)
-    near = difflib.get_close_matches(last, in_section, n=1)
-    if near:
-        return _or([f"{section}.{near[0]}".lstrip(".")])
-    near = difflib.get_close_matches(unknown, OLD_KEYS, n=1, cutoff=0.8)
-    if near:
-        return _or([OLD_KEYS[near[0]]])
-    near = difflib.get_close_matches(last, everywhere, n=1, cutoff=0.7)
-    if near:
-        return _or(everywhere[near[0]])
-    return f"the keys here are {', '.join(in_section)}"
+    other = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
+    if unknown in other["renamed"]:
+        return f"it is now called {other['renamed'][unknown]}"
+    meant = [other["aliases"][last]] if last in other["aliases"] else everywhere.get(last)
+    if meant is None and (near := difflib.get_close_matches(last, keys_of(section), n=1)):
+        meant = [f"{section}.{near[0]}".lstrip(".")]
+    if meant is None and (near := difflib.get_close_matches(unknown, other["renamed"], n=1, cutoff=0.8)):
+        meant = [other["renamed"][near[0]]]
+    if meant is None and (near := difflib.get_close_matches(last, everywhere, n=1, cutoff=0.7)):
+        meant = everywhere[near[0]]
+    return f"did you mean {' or '.join(meant)}?" if meant else f"the keys here are {', '.join(keys_of(section))}"
 
 
-def _or(names: list[str]) -> str:
-    return f"did you mean {' or '.join(names)}?"
+def recipe_reference() -> str:
+    """The text of docs/recipe.md: how a recipe is read, an example, all keys."""
+    return (
+        environment()
+        .get_template("recipe.md.j2")
+        .render(keys=keys().values(), sections=sections(), fragments=shipped_fragments(), REQUIRED=REQUIRED)
+    )
 
 
 @cache
 def _walk() -> tuple[dict[str, str], dict[str, KeyInfo]]:
+    """The sections and keys of the recipe's JSON schema."""
     schema = Recipe.model_json_schema()
     found_sections: dict[str, str] = {}
     found_keys: dict[str, KeyInfo] = {}
 
     def visit(prefix: str, *variants: dict[str, Any]) -> None:
         found_sections[prefix] = _unwrapped(variants[0]["description"])
-        for name in _names(prefix, variants):
+        chooser = VARIANTS[prefix][0] if prefix in VARIANTS else None
+        # The key that chooses the variant comes first.
+        for name in dict.fromkeys([*([chooser] if chooser else []), *(n for v in variants for n in v["properties"])]):
             dotted = f"{prefix}.{name}".lstrip(".")
             having = [variant for variant in variants if name in variant["properties"]]
             field = having[0]["properties"][name]
@@ -152,42 +103,21 @@ def _walk() -> tuple[dict[str, str], dict[str, KeyInfo]]:
                 visit(dotted, *(schema["$defs"][reference.rpartition("/")[2]] for reference in inner))
                 continue
             kind = next((k for k in field.get("anyOf", []) if k["type"] != "null"), field)
-            if (prefix, name) in _TAGS:
-                kind = {"enum": [tag for variant in variants for tag in _tags(variant, name)]}
+            if name == chooser:
+                kind = {"enum": _tags(variants, name)}
             default = field.get("default", REQUIRED if name in having[0].get("required", ()) else None)
-            only = (
-                [tag for variant in having for tag in _tags(variant, VARIANTS[prefix][0])]
-                if len(variants) > len(having)
-                else []
-            )
-            found_keys[dotted] = KeyInfo(
-                dotted,
-                _expects(kind),
-                default,
-                _unwrapped(field["description"]),
-                kind.get("format") == "path",
-                tuple(only),
-            )
+            only = _tags(having, chooser) if chooser and len(variants) > len(having) else []
+            meaning, is_path = _unwrapped(field["description"]), kind.get("format") == "path"
+            found_keys[dotted] = KeyInfo(dotted, _expects(kind), default, meaning, is_path, tuple(only))
 
     visit("", schema)
     return found_sections, found_keys
 
 
-_TAGS = {(section, key) for section, (key, _) in VARIANTS.items()}
-
-
-def _names(prefix: str, variants: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of the keys of all variants, the one that chooses the variant first."""
-    names = dict.fromkeys([VARIANTS[prefix][0]] if prefix in VARIANTS else [])
-    for variant in variants:
-        names |= dict.fromkeys(variant["properties"])
-    return list(names)
-
-
-def _tags(variant: dict[str, Any], key: str) -> list[str]:
-    """The values of the key that choose a variant."""
-    chooser = variant["properties"][key]
-    return [chooser["const"]] if "const" in chooser else list(chooser["enum"])
+def _tags(variants: Sequence[dict[str, Any]], chooser: str) -> list[str]:
+    """The values of the key that chooses one of these variants."""
+    kinds = [variant["properties"][chooser] for variant in variants]
+    return [tag for kind in kinds for tag in ([kind["const"]] if "const" in kind else kind["enum"])]
 
 
 def _unwrapped(docstring: str) -> str:
@@ -213,3 +143,7 @@ def _expects(kind: dict[str, Any]) -> str:
 
 def _number(limit: float) -> str:
     return "2^63" if limit == 2**63 else f"{limit:g}"
+
+
+if __name__ == "__main__":
+    print(recipe_reference(), end="")

@@ -11,16 +11,28 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ddnn.recipe.checks import is_read, validate
+from ddnn.recipe.checks import contradictions, is_read
 from ddnn.recipe.keys import REQUIRED, keys, keys_of, sections, suggest_key
 from ddnn.recipe.schema import VARIANTS, Recipe
-from ddnn.recipe.source import SourceTree, exists, nested, read_with_includes
-from ddnn.recipe.yaml_parser import Problem, SourceValue, format_value, parse_setting
+from ddnn.recipe.source import (
+    SourceTree,
+    SourceValue,
+    configs_folder,
+    exists,
+    format_key,
+    format_value,
+    listed,
+    nested,
+    parse_setting,
+    read_yaml,
+    shipped_fragments,
+)
 from ddnn.util.errors import RecipeError
 
 MOST_PROBLEMS = 50
 """Shown of what is wrong with a recipe; where as many keys are unknown it is something else."""
-
+MOST_FILES = 20
+"""That a recipe may include, directly or not."""
 OUTPUT_PATHS = ("data.cache_dir",)
 """Paths that need not exist: they are made."""
 
@@ -40,16 +52,17 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
         RecipeError: with all problems of all sources, one a line.
     """
     tree = SourceTree()
-    read_with_includes(path, str(path), tree)
+    _read_with_includes(path, tree, [])
     for setting in overrides:
-        values, problems = parse_setting(setting)
-        tree.problems += problems
-        if any(given_path[0] == "include" for given_path in values):
-            tree.problems.append(Problem("include: cannot be set; write it in the recipe", f"--set {setting}"))
-        tree.update({p: given for p, given in values.items() if p[0] != "include"})
+        given = parse_setting(setting)
+        tree.problems += given.problems
+        own = {name: value for name, value in given.values.items() if not _is_include(name)}
+        if len(own) < len(given.values):
+            tree.refuse("include: cannot be set; write it in the recipe", f"--set {setting}")
+        tree.values |= own
     recipe = _build(path, tree, must_exist)
     if recipe is None or tree.problems:
-        raise _error(path, tree.problems)
+        raise RecipeError(listed(tree.problems, "problems in the recipe", MOST_PROBLEMS), location=path)
     return recipe
 
 
@@ -58,13 +71,9 @@ def dump_recipe(recipe: Recipe) -> str:
 
     Omitted are keys that were not given and have no default, and those that the chosen optimizer and schedule never read.
     """
-    values: dict[str, Any] = {}
-    for name in keys():
-        if is_read(recipe, name):
-            value = get_value(recipe, name)
-            if value is not None:
-                values[name] = str(value) if isinstance(value, Path) else value
-    return yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True, width=10_000)
+    values = {name: get_value(recipe, name) for name in keys() if is_read(recipe, name)}
+    plain = {n: str(v) if isinstance(v, Path) else v for n, v in values.items() if v is not None}
+    return yaml.safe_dump(nested(plain), sort_keys=False, allow_unicode=True, width=10_000)
 
 
 def get_value(recipe: Recipe, name: str) -> Any:
@@ -75,6 +84,54 @@ def get_value(recipe: Recipe, name: str) -> Any:
     return value
 
 
+def _is_include(name: str) -> bool:
+    return name.partition(".")[0] == "include"
+
+
+def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: tuple[Path, ...] = ()) -> None:
+    """Adds a recipe or fragment to `tree`, after what it includes.
+
+    `files` are all that have been read, `chain` those, resolved, that led here.
+    """
+    files.append(path)
+    found = read_yaml(path)
+    tree.problems += found.problems
+    include = SourceValue(None, "")
+    for name in sorted(filter(_is_include, found.values)):
+        given = found.values.pop(name)
+        include = given if name == "include" else SourceValue({}, given.source)
+    names = _included(include, tree)
+    chain = (*chain, path.resolve()) if names else chain
+    for wanted in names:
+        if len(files) >= MOST_FILES:
+            tree.refuse(f"include: more than {MOST_FILES} files in all", include.source, unread=True)
+            break
+        tried = [path.parent / wanted, configs_folder() / wanted]
+        fragment = next(filter(exists, tried), None)
+        if fragment is None:
+            known = ", ".join(shipped_fragments()) or "none"
+            text = f"include: {wanted} is neither {tried[0]} nor {tried[1]}; ddnn comes with {known}"
+            tree.refuse(text, include.source, unread=True)
+        elif fragment.resolve() in chain:
+            text = f"include: {wanted} includes itself, by way of {' -> '.join(p.name for p in chain)}"
+            tree.refuse(text, include.source, unread=True)
+        else:
+            _read_with_includes(fragment, tree, files, chain)
+    tree.values |= found.values
+
+
+def _included(include: SourceValue, tree: SourceTree) -> list[str]:
+    """The names of the files to include."""
+    wanted = include.value if isinstance(include.value, list) else [include.value]
+    if include.value is None:
+        return []
+    if all(isinstance(name, str) and name and "\0" not in name for name in wanted):
+        return wanted
+    text = f"include: {format_value(include.value)} found, expected a file name or a list of them"
+    tree.refuse(text, include.source, unread=True)
+    return []
+
+
 def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
     """The recipe. Problems are added to `tree`; wrong values are not used, so that the rest is still checked."""
     unread = tree.unread
@@ -83,14 +140,15 @@ def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
         if keys()[name].is_path and isinstance(given.value, str):
             found = _find_path(given.value, path.parent, must_exist and name not in OUTPUT_PATHS)
             if isinstance(found, str):
-                tree.problems.append(Problem(f"{name}: {found}", given.source))
+                tree.refuse(f"{name}: {found}", given.source)
                 found = Path("/")
             sound[name] = SourceValue(found, given.source)
     wrong: dict[str, str] = {}
     recipe = None
     while recipe is None:
         try:
-            recipe = Recipe.model_validate(nested({"data": {}} | _plain(sound)), strict=True)
+            plain = {name: given.value for name, given in sound.items()}
+            recipe = Recipe.model_validate(nested({"data": {}} | plain), strict=True)
         except ValidationError as error:
             found_now = {name: detail["type"] for detail in error.errors() if (name := _key_of(detail)) not in wrong}
             if not wrong:  # what a second look finds follows from the values that were taken out after the first
@@ -102,15 +160,10 @@ def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
                     sound[name] = SourceValue(Path("/"), "")
     if unread:
         return None
-    for name, complaint in validate(recipe):
+    for name, complaint in contradictions(recipe):
         if name not in wrong:
-            source = sound[name].source if name in sound else str(path)
-            tree.problems.append(Problem(f"{name}: {complaint}", source))
+            tree.refuse(f"{name}: {complaint}", sound[name].source if name in sound else str(path))
     return recipe
-
-
-def _plain(values: Mapping[str, SourceValue]) -> dict[str, Any]:
-    return {name: given.value for name, given in values.items()}
 
 
 def _key_of(detail: ErrorDetails) -> str:
@@ -129,18 +182,16 @@ def _report(
         key = keys()[name]
         if kind == "missing":
             if not unread:
-                tree.problems.append(Problem(f"{name}: missing, expected {key.expects}. {key.meaning}", str(path)))
+                tree.refuse(f"{name}: missing, expected {key.expects}. {key.meaning}", str(path))
         elif kind == "extra_forbidden":
             section = name.rpartition(".")[0]
             chooser, default = VARIANTS[section]
             chosen = sound[f"{section}.{chooser}"].value if f"{section}.{chooser}" in sound else default
-            text = (
-                f"{name}: never read by {chosen}, only by {' or '.join(key.variants)}; remove it, set it to null, or "
-            )
-            tree.problems.append(Problem(f"{text}change {section}.{chooser}", sound[name].source))
+            text = f"{name}: never read by {chosen}, only by {' or '.join(key.variants)}"
+            tree.refuse(f"{text}; remove it, set it to null, or change {section}.{chooser}", sound[name].source)
         elif name in sound:
-            text = f"{name}: {format_value(sound[name].value)} found, expected {key.expects}"
-            tree.problems.append(Problem(text, sound[name].source))
+            given = sound[name]
+            tree.refuse(f"{name}: {format_value(given.value)} found, expected {key.expects}", given.source)
 
 
 def _known(tree: SourceTree) -> dict[str, SourceValue]:
@@ -148,27 +199,26 @@ def _known(tree: SourceTree) -> dict[str, SourceValue]:
     known: dict[str, SourceValue] = {}
     reported: set[str] = set()
     for name, given in tree.values.items():
-        parts = name.split(".")
-        prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
-        wrong = next((p for p in prefixes if p not in sections() and p not in keys()), None)
-        leaf = next((p for p in prefixes[:-1] if p in keys()), None)
-        if leaf is not None:
-            wrong, text = leaf, f"{leaf}: a mapping found, expected {keys()[leaf].expects}"
-        elif wrong is not None:
-            meant = f"; {suggest_key(wrong)}" if len(reported) < MOST_PROBLEMS else ""
-            text = f"{_printable(wrong)}: unknown key{meant}"
+        if name in keys():
+            if given.value is not None:
+                known[name] = given
         elif name in sections():
             if given.value is not None and given.value != {}:
                 text = f"{name}: {format_value(given.value)} found, expected a mapping of {', '.join(keys_of(name))}"
-                tree.problems.append(Problem(text, given.source))
-            continue
+                tree.refuse(text, given.source)
         else:
-            if given.value is not None:
-                known[name] = given
-            continue
-        if wrong not in reported:
+            parts = name.split(".")
+            prefixes = (".".join(parts[: n + 1]) for n in range(len(parts)))
+            wrong = next(prefix for prefix in prefixes if prefix in keys() or prefix not in sections())
+            if wrong in reported:
+                continue
+            if wrong in keys():
+                text = f"{wrong}: a mapping found, expected {keys()[wrong].expects}"
+            else:
+                meant = f"; {suggest_key(wrong)}" if len(reported) < MOST_PROBLEMS else ""
+                text = f"{format_key(wrong)}: unknown key{meant}"
             reported.add(wrong)
-            tree.problems.append(Problem(text, given.source))
+            tree.refuse(text, given.source)
     return known
 
 
@@ -191,16 +241,3 @@ def _tidy(path: Path) -> Path:
     """Without `..`, unless that would name another file because of a symbolic link."""
     tidy = Path(os.path.normpath(path))
     return tidy if not exists(path) or (exists(tidy) and tidy.samefile(path)) else path
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() and text else repr(text)
-
-
-def _error(path: Path, problems: Sequence[Problem]) -> RecipeError:
-    lines = list(dict.fromkeys(str(problem) for problem in problems))
-    if len(lines) == 1:
-        return RecipeError(lines[0], location=path)
-    further = [f"and {len(lines) - MOST_PROBLEMS} more"] if len(lines) > MOST_PROBLEMS else []
-    text = "".join(f"\n  - {line}" for line in (*lines[:MOST_PROBLEMS], *further))
-    return RecipeError(f"{len(lines)} problems in the recipe:{text}", location=path)

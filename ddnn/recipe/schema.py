@@ -12,21 +12,14 @@ Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 NotNegativeCount = Annotated[int, Field(ge=0)]
-
-
-def _off_is_a_word(value: object) -> object:
-    """YAML reads a bare `off` as false."""
-    return "off" if value is False else value
+# YAML reads a bare `off` as false.
+AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
 
 
 class Section(BaseModel):
     """A mapping of a recipe: immutable, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-def _held_out(known: dict[str, Any]) -> float | None:
-    return 0.1 if all(value is None for value in known.values()) else None
 
 
 class CrossValidationConfig(Section):
@@ -38,7 +31,9 @@ class CrossValidationConfig(Section):
     """A separate Kaldi data dir for cross-validation. Nothing is then held out of the training data."""
     alignments: Path | None = None
     """The alignments of `data.cv.data`."""
-    fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(default_factory=_held_out)
+    fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        default_factory=lambda known: 0.1 if all(value is None for value in known.values()) else None
+    )
     """Fraction of the training frames to hold out, as whole speakers drawn with the recipe's `seed`. Default: 0.1
     if nothing else in this section is given."""
 
@@ -98,26 +93,26 @@ class ModelConfig(Section):
         return f"{self.hidden_layers} x {self.hidden_units} {self.activation}"
 
 
-class SgdConfig(Section):
-    """The optimizer. Gradients are sums over the minibatch, as in Kaldi: the learning rate multiplies the sum."""
+class MomentumConfig(Section):
+    """The keys that all optimizers have."""
 
-    name: Literal["sgd"] = "sgd"
-    """`sgd`: plain stochastic gradient descent. `ng-sgd`: natural-gradient SGD."""
     momentum: Fraction = 0.0
     """c <- momentum * c + gradient; the step is learning rate * c."""
     l2: NotNegative = 0.0
     """Each minibatch of N frames subtracts learning rate * l2 * N * W from the weights W, but nothing from biases."""
 
 
-class NgSgdConfig(Section):
+class SgdConfig(MomentumConfig):
+    """The optimizer. Gradients are sums over the minibatch, as in Kaldi: the learning rate multiplies the sum."""
+
+    name: Literal["sgd"] = "sgd"
+    """`sgd`: plain stochastic gradient descent. `ng-sgd`: natural-gradient SGD."""
+
+
+class NgSgdConfig(MomentumConfig):
     """Natural-gradient SGD."""
 
     name: Literal["ng-sgd"] = "ng-sgd"
-    """Natural-gradient SGD."""
-    momentum: Fraction = 0.0
-    """As for `sgd`."""
-    l2: NotNegative = 0.0
-    """As for `sgd`."""
     rank_in: Count = 20
     """Rank of the Fisher matrix of each layer's input (the paper's code: 30)."""
     rank_out: Count = 80
@@ -137,10 +132,6 @@ class NgSgdConfig(Section):
     in the code behind arXiv 1507.01239: learning rates of 0.32 and more work only with it."""
 
 
-def _start_halving(known: dict[str, Any]) -> float:
-    return 0.01 if known["criterion"] == "loss" else 0.005
-
-
 class NewbobConfig(Section):
     """The learning-rate schedule, which also decides when training ends."""
 
@@ -155,7 +146,7 @@ class NewbobConfig(Section):
     criterion: Literal["loss", "frame-accuracy"] = "loss"
     """What is compared: the relative improvement of the cross-validation loss (Kaldi nnet1), or the absolute gain in
     frame accuracy (the paper)."""
-    start_halving_impr: Positive = Field(default_factory=_start_halving)
+    start_halving_impr: Positive = Field(default_factory=lambda known: 0.01 if known["criterion"] == "loss" else 0.005)
     """Halving starts below this improvement. Default: 0.01 (relative) for loss, 0.005 (absolute) for frame
     accuracy."""
     end_halving_impr: NotNegative = 0.001
@@ -172,9 +163,7 @@ class ExponentialConfig(Section):
     """An exponentially falling learning rate."""
 
     name: Literal["exponential"] = "exponential"
-    """An exponentially falling learning rate."""
     initial_learning_rate: Positive = 0.008
-    """As for `newbob`."""
     final_learning_rate: Positive = Field(default_factory=lambda known: 0.01 * float(known["initial_learning_rate"]))
     """Learning rate of the last epoch. Default: 0.01 * `initial_learning_rate`."""
     epochs: Count = 15
@@ -259,11 +248,8 @@ class BmufConfig(WorkersConfig):
     """Blockwise model-update filtering."""
 
     strategy: Literal["bmuf"] = "bmuf"
-    """Blockwise model-update filtering."""
     scale_learning_rate: bool = False
-    """As for the other strategies."""
     local_momentum: Literal["keep", "average", "reset"] = "reset"
-    """As for the other strategies."""
     block_momentum: Fraction | None = None
     """Fraction of the last block's change that is added to the next. Default: 1 - 1/n for n workers."""
     block_learning_rate: Positive = 1.0
@@ -316,7 +302,7 @@ class Recipe(Section):
     allow_tf32: bool = False
     """GPUs: multiply float32 numbers as TF32, with 10 bits of mantissa instead of 23, in training, pretraining and
     cross-validation."""
-    cuda_graphs: Annotated[Literal["auto", "off"], BeforeValidator(_off_is_a_word)] = "auto"
+    cuda_graphs: AutoOrOff = "auto"
     """GPUs: `auto` captures the training step as a CUDA graph, if its results agree with those of the eager step. `off`:
     eager steps."""
     schedule: ScheduleConfig = Field(default=NewbobConfig(), discriminator="name")

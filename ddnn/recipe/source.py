@@ -1,4 +1,4 @@
-"""YAML and JSON as ddnn reads them: plain values, each with the file and line it comes from, checked by a model.
+"""YAML as ddnn reads it: plain values, each with the file and line it comes from, checked by a model.
 
 Nothing is constructed but numbers, true/false, text, lists and mappings; anchors, aliases and tags are refused. All that
 is wrong with a file is gathered and said at once, with the line and, of an unknown key, the nearest known one.
@@ -7,25 +7,50 @@ is wrong with a file is gathered and said at once, with the line and, of an unkn
 from __future__ import annotations
 
 import difflib
+import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
-from ddnn.recipe.yaml_parser import KeyPath, Problem, SourceValue, format_value, parse_file
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.files import open_regular, read_bytes_limited
+from ddnn.util.files import open_regular
 
 MOST_BYTES = 100_000
-MOST_FILES = 20
-"""That a recipe may include, directly or not."""
+DEEPEST = 12
+MOST_VALUES = 3000
+"""Keys and values of one file: a recipe has 200, and a tenth of a second goes into reading so many."""
+MOST_DIGITS = 40
+"""More than any key takes. Longer ones stay text: Python refuses to convert thousands."""
 MOST_SUGGESTIONS = 50
 """Of keys: where more are unknown, it is something else."""
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class SourceValue:
+    """A value and where it comes from: "swbd.yaml, line 3" or "--set seed=3"."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a file, in one line. `unread`: a source was not read, so that keys may seem missing."""
+
+    text: str
+    source: str
+    unread: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.text}  [{self.source}]"
 
 
 @dataclass
@@ -34,12 +59,10 @@ class SourceTree:
 
     values: dict[str, SourceValue] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    files: int = 0
 
-    def update(self, values: Mapping[KeyPath, SourceValue]) -> None:
-        """Takes further values, which win over those that are there."""
-        for path, value in values.items():
-            self.values[".".join(path)] = value
+    def refuse(self, text: str, source: str, *, unread: bool = False) -> None:
+        """Adds a problem."""
+        self.problems.append(Problem(text, source, unread))
 
     def nested(self) -> dict[str, Any]:
         """The plain values as nested dicts."""
@@ -73,68 +96,133 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def read_yaml(path: Path, max_bytes: int = MOST_BYTES) -> SourceTree:
-    """The values of one file, and all that is wrong with it as YAML, for `validate`."""
-    tree = SourceTree(files=1)
-    text, tree.problems = read_file(path, str(path), max_bytes)
-    if text is not None:
-        values, problems = parse_file(text, str(path))
-        tree.update(values)
-        tree.problems += problems
+def configs_folder() -> Path:
+    """The folder of the fragments that come with ddnn: inside an installed package, else beside it in a checkout."""
+    installed = Path(__file__).parents[1] / "configs"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
+
+
+def shipped_fragments() -> list[str]:
+    """Names of the fragments that come with ddnn, as `include` takes them: not cluster settings and measured times."""
+    names = (path.relative_to(configs_folder()).as_posix() for path in configs_folder().rglob("*.yaml"))
+    return sorted(name for name in names if not name.startswith(("cluster/", "measured/")))
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something at `path`; False too where one may not look, or where no file can have such a name."""
+    try:
+        path.stat()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def read_yaml(path: Path) -> SourceTree:
+    """The values of one file, and all that is wrong with it as YAML: unreadable, not UTF-8, far too large, no mapping."""
+    try:
+        with open_regular(path) as handle:
+            raw = handle.read(min(os.fstat(handle.fileno()).st_size, MOST_BYTES + 1))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return _unreadable(f"cannot read the file: {reason}", str(path))
+    if len(raw) > MOST_BYTES:
+        return _unreadable(f"more than {MOST_BYTES} bytes found, which no recipe needs; is it a recipe?", str(path))
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        said = f"byte 0x{raw[error.start]:02x} found, expected UTF-8 text; convert it with iconv"
+        return _unreadable(said, f"{path}, line {line}")
+    return parse_file(text, str(path))
+
+
+def parse_file(text: str, name: str) -> SourceTree:
+    """The values of a file's text, and all that is wrong with it as YAML; `name` is that of the file in messages."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and "\t" in line[: len(line) - len(line.lstrip())]:
+            location = f"{name}, line {number}, column {line.index(chr(9)) + 1}"
+            return _unreadable("a tab found in the indentation; use spaces", location)
+    try:
+        node = yaml.compose(text, _Loader)
+    except yaml.YAMLError as error:
+        return _not_yaml(error, text, name)
+    if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == _NULL):
+        return _unreadable("nothing found, expected `key: value` lines", name)
+    if not isinstance(node, yaml.MappingNode):
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else "plain text"
+        return _unreadable(f"{kind} found, expected `key: value` lines", f"{name}, line 1")
+    tree = SourceTree()
+    _flatten(node, "", lambda line: f"{name}, line {line}", tree)
     return tree
 
 
-def read_json(
-    model: type[Model], path: Path, max_bytes: int, *, error: type[UserError] = DataError, hint: str | None = None
-) -> Model:
-    """A JSON file as a model.
-
-    Raises:
-        UserError: of the class `error`: it cannot be read, is larger than `max_bytes`, is not JSON, or not of this form.
-    """
+def parse_setting(setting: str) -> SourceTree:
+    """The values of one `--set KEY=VALUE`; VALUE is YAML."""
+    source = f"--set {setting if len(setting) <= 200 else setting[:200] + '...'}"
+    key, equals, text = setting.partition("=")
+    tree = SourceTree()
+    if not equals or not key.strip():
+        tree.refuse("no KEY=VALUE found, expected for example schedule.initial_learning_rate=0.004", source)
+        return tree
     try:
-        text = read_bytes_limited(path, max_bytes)
-    except OSError as failure:
-        raise error(f"cannot read: {failure.strerror}", location=path, hint=hint) from failure
-    return validate(model, text, path, error=error, hint=hint)
+        node = yaml.compose(text, _Loader)
+    except yaml.YAMLError as error:
+        return _not_yaml(error, text, source)
+    name = ".".join(part.strip() for part in key.split("."))
+    if isinstance(node, yaml.MappingNode) and node.value:
+        _flatten(node, f"{name}.", lambda line: source, tree)
+    else:
+        tree.values[name] = SourceValue(None if node is None else _plain(node), source)
+    return tree
 
 
 def validate(
-    model: type[Model],
-    tree: SourceTree | Mapping[str, Any] | str | bytes,
-    location: str | os.PathLike[str],
-    *,
-    error: type[UserError] = DataError,
-    hint: str | None = None,
-    strict: bool | None = None,
+    model: type[Model], tree: SourceTree, location: Path, *, hint: str, error: type[UserError] = DataError
 ) -> Model:
-    """A model of what a file says: of a SourceTree, of plain values, or of JSON text.
-
-    `strict`: whether "3" is no number; None: as the model is configured.
+    """A model of what a file says; "3" is no number.
 
     Raises:
         UserError: of the class `error`, at `location`: all that is wrong, one a line.
     """
-    problems = [str(problem) for problem in tree.problems] if isinstance(tree, SourceTree) else []
-    if not (isinstance(tree, SourceTree) and tree.unread):
+    further: list[str] = []
+    if not tree.unread:
         try:
-            if isinstance(tree, (str, bytes)):
-                return model.model_validate_json(tree, strict=strict)
-            found = model.model_validate(tree.nested() if isinstance(tree, SourceTree) else tree, strict=strict)
-            if not problems:
+            found = model.model_validate(tree.nested(), strict=True)
+            if not tree.problems:
                 return found
         except ValidationError as failure:
-            problems += describe(failure, model, tree if isinstance(tree, SourceTree) else None)
-    raise error(listed(problems), location=location, hint=hint)
+            further = _describe(failure, model, tree)
+    raise error(listed([*tree.problems, *further]), location=location, hint=hint)
 
 
-def listed(problems: Sequence[str], what: str = "problems") -> str:
-    """One problem as it is; several under a line that counts them."""
-    lines = list(dict.fromkeys(problems))
-    return lines[0] if len(lines) == 1 else f"{len(lines)} {what}:" + "".join(f"\n  - {line}" for line in lines)
+def listed(problems: Iterable[object], what: str = "problems", most: int | None = None) -> str:
+    """One problem as it is; several, at most so many of them, under a line that counts them."""
+    lines = list(dict.fromkeys(map(str, problems)))
+    if len(lines) == 1:
+        return lines[0]
+    further = [] if most is None or len(lines) <= most else [f"and {len(lines) - most} more"]
+    return f"{len(lines)} {what}:" + "".join(f"\n  - {line}" for line in (*lines[:most], *further))
 
 
-def describe(error: ValidationError, model: type[BaseModel], tree: SourceTree | None = None) -> list[str]:
+def format_value(value: Any) -> str:
+    """A value as its writer would recognise it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f".{value}".replace(".-", "-.")
+    if isinstance(value, str):
+        return f"the text {value if len(value) <= 200 else f'{value[:200]}...'!r}"
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    return str(value)
+
+
+def format_key(name: str) -> str:
+    """A key that may be anything."""
+    return name if name.isprintable() and name else repr(name)
+
+
+def _describe(error: ValidationError, model: type[BaseModel], tree: SourceTree) -> list[str]:
     """A sentence for each thing that pydantic found wrong: "KEY: VALUE found: why", with the source where it is known."""
     lines = []
     for number, detail in enumerate(error.errors(include_url=False, include_context=False)):
@@ -144,13 +232,11 @@ def describe(error: ValidationError, model: type[BaseModel], tree: SourceTree | 
             text = f"{name}: missing"
         elif detail["type"] == "extra_forbidden":
             meant = f"; {_nearest(str(place[-1]), model, place[:-1])}" if number < MOST_SUGGESTIONS else ""
-            text = f"{name if name.isprintable() else repr(name)}: unknown key{meant}"
-        elif detail["type"] == "json_invalid":
-            text = f"not JSON: {detail['msg'].removeprefix('Invalid JSON: ')}"
+            text = f"{format_key(name)}: unknown key{meant}"
         else:
             why = detail["msg"].removeprefix("Value error, ")
             text = f"{name}: {format_value(detail['input'])} found: {why}" if name else why
-        source = None if tree is None or not name else tree.source_of(name)
+        source = tree.source_of(name) if name else None
         lines.append(text if source is None else str(Problem(text, source)))
     return lines
 
@@ -165,97 +251,101 @@ def _nearest(unknown: str, model: type[BaseModel], above: Sequence[int | str]) -
     return f"did you mean {near[0]}?" if near else f"the keys are {', '.join(model.model_fields)}"
 
 
-def read_file(path: Path, name: str, max_bytes: int = MOST_BYTES) -> tuple[str | None, list[Problem]]:
-    """The text of a YAML file; None and a problem where it cannot be read, is not UTF-8, or far too large."""
-    try:
-        with open_regular(path) as handle:
-            raw = handle.read(min(os.fstat(handle.fileno()).st_size, max_bytes + 1))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        return None, [Problem(f"cannot read the file: {reason}", name, unread=True)]
-    if len(raw) > max_bytes:
-        text = f"more than {max_bytes} bytes found, which no recipe needs; is it a recipe?"
-        return None, [Problem(text, name, unread=True)]
-    try:
-        return raw.decode("utf-8-sig"), []
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        text = f"byte 0x{raw[error.start]:02x} found, expected UTF-8 text; convert it with iconv"
-        return None, [Problem(text, f"{name}, line {line}", unread=True)]
+class _Refused(yaml.MarkedYAMLError):
+    """YAML, but nothing that a recipe may hold."""
 
 
-def configs_folder() -> Path:
-    """The folder of the fragments that come with ddnn: inside an installed package, else beside it in a checkout."""
-    installed = Path(__file__).parents[1] / "configs"
-    return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
+class _Loader(yaml.SafeLoader):
+    """Scalars after YAML 1.2's core schema (so 1e-3 is a number and 1:30 is not), and yes/no/on/off."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's interface)
+    depth = 0
+    values = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        refused = None
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            refused = "anchors (&) and aliases (*) are not allowed"
+        elif getattr(event, "tag", None):
+            refused = "tags (!) are not allowed"
+        elif self.depth > DEEPEST:
+            refused = f"more than {DEEPEST} levels"
+        elif self.values >= MOST_VALUES:
+            refused = f"more than {MOST_VALUES} keys and values, which no recipe needs"
+        if refused:
+            raise _Refused(problem=refused, problem_mark=event.start_mark)  # type: ignore[arg-type]
+        self.depth += 1
+        self.values += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
-def shipped_fragments() -> list[str]:
-    """Names of the fragments that come with ddnn, as `include` takes them: not cluster settings and measured times."""
-    names = (path.relative_to(configs_folder()).as_posix() for path in configs_folder().rglob("*.yaml"))
-    return sorted(name for name in names if not name.startswith(("cluster/", "measured/")))
+_NULL = "tag:yaml.org,2002:null"
+_SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    _NULL: (r"(?:~|null|Null|NULL|)", lambda text: None),
+    "tag:yaml.org,2002:bool": (
+        r"(?i:true|false|yes|no|on|off)",
+        lambda text: text.lower() in ("true", "yes", "on"),
+    ),
+    "tag:yaml.org,2002:int": (r"[-+]?[0-9]+", lambda text: int(text) if len(text) <= MOST_DIGITS else text),
+    "tag:yaml.org,2002:float": (
+        r"(?:[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))",
+        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+    ),
+}
+"""Patterns of what is not text, in the order in which they are tried, and how it is converted."""
+for _tag, (_pattern, _) in _SCALARS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(f"^{_pattern}$"), None)
 
 
-def read_with_includes(path: Path, name: str, into: SourceTree, including: tuple[Path, ...] = ()) -> None:
-    """Reads a recipe or fragment, called `name` in messages, after the files it includes, `into` what is gathered.
-
-    `including` are the files, resolved, that led here. Problems are gathered, not raised.
-    """
-    into.files += 1
-    text, problems = read_file(path, name)
-    into.problems += problems
-    if text is None:
-        return
-    values, problems = parse_file(text, name)
-    into.problems += problems
-    include = values.pop(("include",), None)
-    for path_in_include in [p for p in values if p[0] == "include"]:
-        include = SourceValue({}, values.pop(path_in_include).source)
-    if include is not None:
-        _read_includes(include, path.parent, into, (*including, path.resolve()))
-    into.update(values)
+def _plain(node: yaml.Node) -> Any:
+    """The value of a node. A mapping inside a list, which no recipe needs, is only seen to be one."""
+    if isinstance(node, yaml.ScalarNode):
+        _, convert = _SCALARS.get(node.tag, ("", str))
+        return convert(node.value)
+    return [_plain(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else {}
 
 
-def _read_includes(include: SourceValue, folder: Path, into: SourceTree, chain: tuple[Path, ...]) -> None:
-    for wanted in _included(include, into):
-        if into.files >= MOST_FILES:
-            into.problems.append(Problem(f"include: more than {MOST_FILES} files in all", include.source, unread=True))
-            return
-        found = _find_fragment(wanted, folder, include.source, into)
-        if found is None:
+def _flatten(mapping: yaml.MappingNode, prefix: str, source: Callable[[int], str], tree: SourceTree) -> None:
+    """Adds the values of a mapping to `tree`; `prefix` is the mapping's dotted key with a dot behind it."""
+    lines: dict[str, int] = {}
+    for key, value in mapping.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            tree.refuse("a key that is a list or a mapping found, expected a word", source(line))
             continue
-        if found.resolve() in chain:
-            text = f"include: {wanted} includes itself, by way of {' -> '.join(p.name for p in chain)}"
-            into.problems.append(Problem(text, include.source, unread=True))
+        name = prefix + key.value
+        if "." in key.value:
+            braces = key.value.replace(".", ": {") + ": ..." + "}" * key.value.count(".")
+            tree.refuse(f"{key.value!r}: names with dots are for --set; here write {braces}", source(line))
             continue
-        read_with_includes(found, str(found), into, chain)
+        if key.value in lines:
+            tree.refuse(f"{name}: given twice, first in line {lines[key.value]}", source(line))
+        lines.setdefault(key.value, line)
+        if isinstance(value, yaml.MappingNode) and value.value:
+            _flatten(value, f"{name}.", source, tree)
+        else:
+            tree.values[name] = SourceValue(_plain(value), source(line))
 
 
-def _included(include: SourceValue, into: SourceTree) -> list[str]:
-    if include.value is None:
-        return []
-    wanted = include.value if isinstance(include.value, list) else [include.value]
-    if all(isinstance(name, str) and name and "\0" not in name for name in wanted):
-        return wanted
-    text = f"include: {format_value(include.value)} found, expected a file name or a list of them"
-    into.problems.append(Problem(text, include.source, unread=True))
-    return []
+def _unreadable(text: str, source: str) -> SourceTree:
+    return SourceTree(problems=[Problem(text, source, unread=True)])
 
 
-def _find_fragment(wanted: str, folder: Path, source: str, into: SourceTree) -> Path | None:
-    tried = [folder / wanted, configs_folder() / wanted]
-    for candidate in tried:
-        if exists(candidate):
-            return candidate
-    text = f"include: {wanted} is neither {tried[0]} nor {tried[1]}; ddnn comes with {', '.join(shipped_fragments()) or 'none'}"
-    into.problems.append(Problem(text, source, unread=True))
-    return None
-
-
-def exists(path: Path) -> bool:
-    """Whether there is something at `path`; False too where one may not look, or where no file can have such a name."""
-    try:
-        path.stat()
-    except (OSError, ValueError):
-        return False
-    return True
+def _not_yaml(error: yaml.YAMLError, text: str, name: str) -> SourceTree:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:  # a byte that YAML does not allow at all
+        place = getattr(error, "position", 0)
+        line = text[:place].count("\n") + 1
+        return _unreadable(
+            f"character {text[place : place + 1]!r} found, which YAML does not allow", f"{name}, line {line}"
+        )
+    location = f"{name}, line {mark.line + 1}, column {mark.column + 1}"
+    if text[mark.index : mark.index + 1] == "\t":
+        return _unreadable("a tab found; use spaces", location)
+    if isinstance(error, _Refused):
+        return _unreadable(str(error.problem), location)
+    said = ", ".join(part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
+    return _unreadable(f"not YAML: {said}", location)

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 import ddnn
-from ddnn.recipe.source import read_file
-from ddnn.recipe.yaml_parser import parse_file
+from ddnn.recipe.source import read_yaml
 from ddnn.reproduce.tables import FrozenModel, Name
 from ddnn.util.errors import DataError, UserError
 
@@ -121,16 +120,10 @@ def load_config(folder: Path) -> ReproduceConfig:
 
 def _read_tree(path: Path) -> dict[str, Any]:
     """The file's values, nested; anchors, tags and the like are refused as in recipes."""
-    text, errors = read_file(path, str(path))
-    values, more = ({}, []) if text is None else parse_file(text, str(path))
-    for error in [*errors, *more]:
-        raise DataError(error.text, location=error.source, hint=_HINT)
-    tree: dict[str, Any] = {}
-    for (*above, last), given in values.items():
-        section = tree
-        for part in above:
-            section = section.setdefault(part, {})
-        section[last] = given.value
+    read = read_yaml(path)
+    for problem in read.problems:
+        raise DataError(problem.text, location=problem.source, hint=_HINT)
+    tree = read.nested()
     tests = tree.get("tests")
     if isinstance(tests, dict):  # by their names, so that no two have the same
         tree["tests"] = [{"name": name, **test} if isinstance(test, dict) else test for name, test in tests.items()]

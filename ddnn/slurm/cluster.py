@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from ddnn.recipe.schema import Count, Section
-from ddnn.recipe.source import configs_folder, exists, read_yaml, validate
-from ddnn.recipe.yaml_parser import SourceValue
+from ddnn.recipe.source import SourceValue, configs_folder, exists, read_yaml, validate
 from ddnn.util.errors import UserError
 
 TIME = re.compile(r"\d+(:\d\d?){0,2}|\d+-\d\d?(:\d\d?){0,2}|UNLIMITED|INFINITE")
@@ -122,7 +121,7 @@ def load_cluster(name_or_file: str) -> ClusterConfig:
     path = find_cluster(name_or_file)
     tree = read_yaml(path)
     tree.values = _as_written(tree.values)
-    return validate(ClusterConfig, tree, path, error=UserError, hint="docs/slurm.md describes all keys", strict=True)
+    return validate(ClusterConfig, tree, path, error=UserError, hint="docs/slurm.md describes all keys")
 
 
 def find_cluster(name_or_file: str) -> Path:

@@ -12,8 +12,7 @@ import torch
 from ddnn.distributed.communicator import Communicator
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.recipe.source import MOST_BYTES
-from ddnn.recipe.yaml_parser import Problem, parse_file
+from ddnn.recipe.source import MOST_BYTES, Problem, parse_file
 from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.training.state import LoadedCheckpoint, merge_rank_states, read_metadata
 from ddnn.util.errors import DataError, RecipeError
@@ -106,8 +105,8 @@ def _flat(text: str) -> tuple[dict[str, Any], list[Problem]]:
     """Values by dotted key. As careful as with any recipe: YAML alone would build a million things of twenty lines."""
     if len(text) > MOST_BYTES:
         return {}, [Problem(f"more than {MOST_BYTES} characters", "manifest.json")]
-    values, problems = parse_file(text, "manifest.json")
-    return {".".join(path): given.value for path, given in values.items()}, problems
+    tree = parse_file(text, "manifest.json")
+    return {name: given.value for name, given in tree.values.items()}, tree.problems
 
 
 def check_same_data(loaded: LoadedCheckpoint, digest: str, location: Path) -> None:
