@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddnn.util.device import check_devices, choose_device, device_identity
 from ddnn.util.errors import UserError
+from ddnn.util.system import check_devices, choose_device, device_identity
 
 ONE, TWO = "GPU-1111", "GPU-2222"
 

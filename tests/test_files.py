@@ -20,7 +20,6 @@ from ddnn.util.files import (
     atomic_write,
     is_locked,
     open_for_append,
-    write_json,
     write_text,
 )
 
@@ -92,7 +91,7 @@ def test_a_real_full_device(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write x\.json"):
-        write_json(tmp_path / "missing" / "x.json", {"a": 1})
+        write_text(tmp_path / "missing" / "x.json", "{}")
 
 
 # --- appending

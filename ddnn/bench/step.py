@@ -11,7 +11,6 @@ small network they take longer than in the graph, and the remaining share is neg
 from __future__ import annotations
 
 import itertools
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ from ddnn.nn.precision import choose_arithmetic
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.step import EagerStep, make_step
-from ddnn.util.device import choose_device
+from ddnn.util.system import choose_device, cpu_name
 
 
 @dataclass(frozen=True)
@@ -299,13 +298,3 @@ def random_task(shape: Shape, device: torch.device, frames: int = 60_000) -> Ran
     initialize(network, 1)
     model = AcousticModel(FeatureConfig(), transform, network).to(device)
     return RandomTask(model, dataset.to(device).subset([0]), shape.minibatch)
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:  # noqa: PTH123
-            return next(
-                (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-            )
-    except OSError:
-        return platform.machine()

@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from ddnn.averaging.averager import NoAveraging, make_averager
-from ddnn.bench.step import LR, NETWORKS, ROUNDS, WARM_UP, RandomTask, cpu_name, endless, random_task
+from ddnn.bench.step import LR, NETWORKS, ROUNDS, WARM_UP, RandomTask, endless, random_task
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import run_distributed
 from ddnn.nn.arithmetic import Precision, make_arithmetic
@@ -29,8 +29,8 @@ from ddnn.recipe.schema import AveragingConfig, BmufConfig, ParallelConfig
 from ddnn.training.metrics import worker_row
 from ddnn.training.options import averaging_options
 from ddnn.training.step import EagerStep
-from ddnn.util.device import choose_device
 from ddnn.util.errors import UserError
+from ddnn.util.system import choose_device, cpu_name
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from types import TracebackType
 import click
 
 from ddnn import __version__
-from ddnn.cli import decoding, tools, training
+from ddnn.cli import tools, training
 from ddnn.cli.options import OrderedGroup
 from ddnn.util.errors import UserError
 
 
 @click.group(
     cls=OrderedGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
     epilog="""\b
     Examples:
       ddnn synth demo/corpus --hours 0.3            a corpus from nothing
@@ -38,7 +38,7 @@ def cli() -> None:
     """Train hybrid DNN-HMM acoustic models on Kaldi features and alignments."""
 
 
-for command in (*training.COMMANDS, *decoding.COMMANDS, *tools.COMMANDS):
+for command in (*training.COMMANDS, *tools.COMMANDS):
     cli.add_command(command)
 
 
@@ -88,24 +88,29 @@ def _run() -> None:
     except click.Abort:
         print("ddnn: interrupted", file=sys.stderr)
         sys.exit(130)
-    except UserError as error:
-        print(f"ddnn: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except OSError as error:  # a full disk behind stdout, a folder that may not be entered
-        location = "" if error.filename is None else f"\n  location: {error.filename}"
-        print(f"ddnn: error: cannot read or write: {error.strerror or error}{location}", file=sys.stderr)
-        sys.exit(2)
-    except UnicodeEncodeError as error:  # a name from the file system in another encoding
-        found = error.object[max(error.start - 100, 0) : error.end + 20]
-        print(f"ddnn: error: a name is not UTF-8\n  location: {found!r}", file=sys.stderr)
-        print("  hint: rename the file or folder, with convmv for example", file=sys.stderr)
-        sys.exit(2)
-    except RuntimeError as error:  # torch's way to say it, on CPU and GPU
-        if not re.search("can't allocate memory|out of memory", str(error)):
+    except Exception as error:
+        said = _explain(error)
+        if said is None:
             raise
-        print(f"ddnn: error: {str(error).splitlines()[0]}\n  hint: a smaller network or minibatch", file=sys.stderr)
-        sys.exit(2)
-    except MemoryError:
-        print("ddnn: error: out of memory\n  hint: data.feature_dtype: float16, or a larger machine", file=sys.stderr)
-        sys.exit(2)
+        print(f"ddnn: error: {said}", file=sys.stderr)
+        sys.exit(error.exit_code if isinstance(error, UserError) else 2)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: Exception) -> str | None:
+    """What the user is told of an error; None of one that is a bug of ddnn."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):  # a full disk behind stdout, a folder that may not be entered
+        location = "" if error.filename is None else f"\n  location: {error.filename}"
+        return f"cannot read or write: {error.strerror or error}{location}"
+    if isinstance(error, UnicodeEncodeError):  # a name from the file system in another encoding
+        found = error.object[max(error.start - 100, 0) : error.end + 20]
+        hint = "rename the file or folder, with convmv for example"
+        return f"a name is not UTF-8\n  location: {found!r}\n  hint: {hint}"
+    if isinstance(error, MemoryError):
+        return "out of memory\n  hint: data.feature_dtype: float16, or a larger machine"
+    # torch's way to say it, on CPU and GPU
+    if isinstance(error, RuntimeError) and re.search("can't allocate memory|out of memory", str(error)):
+        return f"{str(error).splitlines()[0]}\n  hint: a smaller network or minibatch"
+    return None

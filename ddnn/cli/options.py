@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click import option
 
 from ddnn.slurm import SlurmOptions
 from ddnn.util.errors import UserError
@@ -17,26 +19,26 @@ DEVICES = click.Choice(["cpu", "cuda", "auto"])
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-device_option = click.option("--device", type=DEVICES, default="auto", show_default=True, help="Where to compute.")
-pipes_option = click.option(
+device_option = option("--device", type=DEVICES, default="auto", help="Where to compute.")
+pipes_option = option(
     "--allow-pipes", is_flag=True, help="Run the shell commands of an scp. Only for files that you wrote yourself."
 )
-json_option = click.option("--json", "json_", is_flag=True, help="Print JSON.")
+json_option = option("--json", "json_", is_flag=True, help="Print JSON.")
 
 
 def recipe_options(run_dir_help: str) -> Callable[[Command], Command]:
     """The recipe and what may be said about it: of `train` and `pretrain`."""
-    options = (
-        click.argument("recipe", type=PATH),
-        click.option("--run-dir", type=PATH, help=run_dir_help),
-        click.option(
-            "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key; repeatable."
+    return functools.partial(
+        _with_options,
+        options=(
+            click.argument("recipe", type=PATH),
+            option("--run-dir", type=PATH, help=run_dir_help),
+            option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key; repeatable."),
+            option("--workers", type=int, help="The same as --set parallel.workers=N."),
+            device_option,
+            option("--dry-run", is_flag=True, help="Check the recipe and print it resolved; train nothing."),
         ),
-        click.option("--workers", type=int, help="The same as --set parallel.workers=N."),
-        device_option,
-        click.option("--dry-run", is_flag=True, help="Check the recipe and print it resolved; train nothing."),
     )
-    return lambda command: functools.reduce(lambda one, option: option(one), reversed(options), command)
 
 
 def slurm_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -47,35 +49,34 @@ def slurm_options(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(command)
-    def gathered(**arguments: Any) -> None:
+    def gathered(slurm: bool, **arguments: Any) -> None:
         given = {name: arguments.pop(name) for name in ("cluster", "job_name", *_SETTINGS)}
         given = {name: value for name, value in given.items() if value is not None}
-        if not arguments["slurm"]:
-            if given:
-                options = ", ".join("--" + name.replace("_", "-") for name in given)
-                raise UserError(
-                    f"{options} without --slurm", location="the command line", hint="add --slurm, or remove it"
-                )
-            command(**{**arguments, "slurm": None})
-            return
-        settings = {name: value for name, value in given.items() if name in _SETTINGS}
-        command(**{**arguments, "slurm": SlurmOptions(given.get("cluster"), given.get("job_name"), settings)})
+        if given and not slurm:
+            names = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise UserError(f"{names} without --slurm", location="the command line", hint="add --slurm, or remove it")
+        cluster, job_name = given.pop("cluster", None), given.pop("job_name", None)
+        command(**arguments, slurm=SlurmOptions(cluster, job_name, given) if slurm else None)
 
-    return functools.reduce(lambda one, option: option(one), reversed(_SLURM), gathered)
+    return _with_options(gathered, _SLURM)
+
+
+def _with_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
+    return functools.reduce(lambda one, add: add(one), reversed(options), command)
 
 
 _SETTINGS = ("nodes", "gpus_per_node", "workers_per_node", "time", "partition", "account", "launcher")
 _SLURM = (
-    click.option("--slurm", is_flag=True, help="Submit a Slurm job; with --dry-run, print its script."),
-    click.option("--cluster", metavar="NAME|FILE", help="Slurm: settings of the cluster, see docs/slurm.md."),
-    click.option("--nodes", type=int, help="Slurm: number of nodes of a job."),
-    click.option("--gpus-per-node", type=int, help="Slurm: GPUs on each node, one worker on each; 0: CPU."),
-    click.option("--workers-per-node", type=int, help="Slurm: workers on each node.  [default: one for each GPU]"),
-    click.option("--time", help="Slurm: time limit, as HOURS:MM:SS or DAYS-HOURS."),
-    click.option("--partition", help="Slurm: partition."),
-    click.option("--account", help="Slurm: account to charge."),
-    click.option("--launcher", type=click.Choice(["mpirun", "srun"]), help="Slurm: program that starts the workers."),
-    click.option("--job-name", help="Slurm: name of the job.  [default: that of the run dir]"),
+    option("--slurm", is_flag=True, help="Submit a Slurm job; with --dry-run, print its script."),
+    option("--cluster", metavar="NAME|FILE", help="Slurm: settings of the cluster, see docs/slurm.md."),
+    option("--nodes", type=int, help="Slurm: number of nodes of a job."),
+    option("--gpus-per-node", type=int, help="Slurm: GPUs on each node, one worker on each; 0: CPU."),
+    option("--workers-per-node", type=int, help="Slurm: workers on each node.  [default: one for each GPU]"),
+    option("--time", help="Slurm: time limit, as HOURS:MM:SS or DAYS-HOURS."),
+    option("--partition", help="Slurm: partition."),
+    option("--account", help="Slurm: account to charge."),
+    option("--launcher", type=click.Choice(["mpirun", "srun"]), help="Slurm: program that starts the workers."),
+    option("--job-name", help="Slurm: name of the job.  [default: that of the run dir]"),
 )
 
 
@@ -96,24 +97,21 @@ def show(result: Any, json_: bool) -> None:
 
 def show_json(value: Any) -> None:
     """Prints plain values as JSON."""
-    import json
-
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def parse_numbers(text: str, option: str) -> tuple[float, ...]:
+def parse_numbers(text: str, option: str, kind: str = "numbers") -> tuple[float, ...]:
     """Numbers with commas between; UserError otherwise."""
     try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        expected = f"{text!r} found, expected numbers with commas between"
-        raise UserError(expected, location=option, hint=f"give them as in {option} 1,2,4") from error
+        numbers = tuple(float(part) for part in text.split(","))
+        if kind == "numbers" or all(number.is_integer() for number in numbers):
+            return numbers
+    except ValueError:
+        kind = "numbers"
+    expected = f"{text!r} found, expected {kind} with commas between"
+    raise UserError(expected, location=option, hint=f"give them as in {option} 1,2,4")
 
 
 def parse_sizes(text: str, option: str) -> tuple[int, ...]:
     """Whole numbers with commas between; UserError otherwise."""
-    numbers = parse_numbers(text, option)
-    if not all(number.is_integer() for number in numbers):
-        expected = f"{text!r} found, expected whole numbers with commas between"
-        raise UserError(expected, location=option, hint=f"give them as in {option} 1,2,4")
-    return tuple(int(number) for number in numbers)
+    return tuple(int(number) for number in parse_numbers(text, option, "whole numbers"))

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-import click
+from click import Choice, IntRange, argument, command, echo, group, option
 
 from ddnn.cli.options import DEVICES, PATH, OrderedGroup, device_option, json_option, parse_sizes, show, slurm_options
 
 
-@click.command()
-@click.argument("path", type=PATH)
+@command()
+@argument("path", type=PATH)
 @json_option
 def info(path: Path, json_: bool) -> None:
     """Describe PATH: a run dir, a model, a data dir, an alignment, a graph."""
@@ -21,11 +21,9 @@ def info(path: Path, json_: bool) -> None:
     show(describe_path(path), json_)
 
 
-@click.command(epilog="\b\nExample:\n  ddnn status exp/an4 --follow && ddnn evaluate exp/an4 ...")
-@click.argument("run_dir", type=PATH)
-@click.option(
-    "--follow", is_flag=True, help="Again every few seconds, until it ends; exit code 1 if it did not finish."
-)
+@command(epilog="\b\nExample:\n  ddnn status exp/an4 --follow && ddnn evaluate exp/an4 ...")
+@argument("run_dir", type=PATH)
+@option("--follow", is_flag=True, help="Again every few seconds, until it ends; exit code 1 if it did not finish.")
 @json_option
 def status(run_dir: Path, follow: bool, json_: bool) -> None:
     """Show the state of a training."""
@@ -34,29 +32,29 @@ def status(run_dir: Path, follow: bool, json_: bool) -> None:
     if not follow:
         show(read_status(run_dir), json_)
         return
-    ended = follow_status(run_dir, click.echo, terminal=sys.stdout.isatty(), as_json=json_)
+    ended = follow_status(run_dir, echo, terminal=sys.stdout.isatty(), as_json=json_)
     sys.exit(0 if ended.state == "finished" else 1)
 
 
-@click.command(epilog="\b\nExample:\n  ddnn synth demo/corpus --hours 0.3 --speakers 20")
-@click.argument("out_dir", type=PATH)
-@click.option("--hours", type=float, default=0.3, show_default=True, help="Hours of speech to train on.")
-@click.option("--speakers", type=int, default=20, show_default=True, help="Speakers in the training data.")
-@click.option("--dim", type=int, default=40, show_default=True, help="Feature dimensions.")
-@click.option("--pdfs", type=int, default=160, show_default=True, help="Senones.")
-@click.option("--seed", type=int, default=1, show_default=True, help="Same seed: the same corpus.")
+@command(epilog="\b\nExample:\n  ddnn synth demo/corpus --hours 0.3 --speakers 20")
+@argument("out_dir", type=PATH)
+@option("--hours", type=float, default=0.3, help="Hours of speech to train on.")
+@option("--speakers", type=int, default=20, help="Speakers in the training data.")
+@option("--dim", type=int, default=40, help="Feature dimensions.")
+@option("--pdfs", type=int, default=160, help="Senones.")
+@option("--seed", type=int, default=1, help="Same seed: the same corpus.")
 def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed: int) -> None:
     """Write a synthetic corpus in Kaldi's formats."""
     from ddnn.synth.corpus import SynthOptions, synthesize
     from ddnn.util.progress import frame_counter
 
     options = SynthOptions(hours=hours, speakers=speakers, dim=dim, pdfs=pdfs, seed=seed)
-    with frame_counter("synth", options.expected_frames) as bar:
-        made = synthesize(out_dir, options, progress=bar.update)
-    click.echo(f"{out_dir}: {made.train_utterances} utterances to train on, {made.test_utterances} to test")
+    with frame_counter("synth", options.expected_frames) as advance:
+        made = synthesize(out_dir, options, progress=advance)
+    echo(f"{out_dir}: {made.train_utterances} utterances to train on, {made.test_utterances} to test")
 
 
-@click.group(cls=OrderedGroup)
+@group(cls=OrderedGroup)
 def convert() -> None:
     """Convert other formats to Kaldi data dirs."""
 
@@ -65,49 +63,33 @@ def convert() -> None:
     epilog="\b\nExample:\n  ddnn convert idx --images train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz "
     "--out train"
 )
-@click.option("--images", type=PATH, required=True, help="IDX file of images (unsigned bytes), plain or gzip.")
-@click.option("--labels", type=PATH, required=True, help="IDX file of their labels.")
-@click.option("--out", type=PATH, required=True, help="Data dir to create; its pdfs.ark holds the labels.")
-@click.option("--name", default="image", show_default=True, help="Prefix of the utterance ids.")
-@click.option("--speakers", default=100, show_default=True, help="Number of speakers, so that some can be held out.")
-@click.option("--images-per-utterance", default=100, show_default=True, help="Images in an utterance, at most.")
+@option("--images", type=PATH, required=True, help="IDX file of images (unsigned bytes), plain or gzip.")
+@option("--labels", type=PATH, required=True, help="IDX file of their labels.")
+@option("--out", type=PATH, required=True, help="Data dir to create; its pdfs.ark holds the labels.")
+@option("--name", default="image", help="Prefix of the utterance ids.")
+@option("--speakers", default=100, help="Number of speakers, so that some can be held out.")
+@option("--images-per-utterance", default=100, help="Images in an utterance, at most.")
 def idx(images: Path, labels: Path, out: Path, name: str, speakers: int, images_per_utterance: int) -> None:
     """Images as frames, labels as pdf-ids: train on them with data.splice: 0."""
     from ddnn.convert.images import ConvertOptions, convert_idx
 
-    click.echo(f"{out}: {convert_idx(images, labels, out, ConvertOptions(name, speakers, images_per_utterance))}")
+    echo(f"{out}: {convert_idx(images, labels, out, ConvertOptions(name, speakers, images_per_utterance))}")
 
 
-@click.command()
-@click.option(
-    "--network",
-    "networks",
-    type=click.Choice(["an4", "swbd"]),
-    multiple=True,
-    default=("an4",),
-    show_default=True,
-    help="What to measure; repeatable.",
-)
-@click.option("--device", type=DEVICES, default="cpu", show_default=True, help="Where to compute.")
-@click.option("--threads", type=int, default=1, show_default=True, help="CPU threads.")
-@click.option(
-    "--precision",
-    "precisions",
-    type=click.Choice(["float32", "bf16"]),
-    multiple=True,
-    help="Precision of the matrix products; repeatable.  [default: float32, and of one worker bf16 where precision: auto would take it]",
-)
-@click.option("--seconds", type=float, default=20.0, show_default=True, help="Time for each network.")
-@click.option(
-    "--workers", type=click.IntRange(min=1), default=1, help="Compare this number of averaging workers with one."
-)
-@click.option(
-    "--strategy", default="all-reduce", show_default=True, help="With --workers: parallel.strategy of a recipe."
-)
-@click.option(
-    "--averaging-period", type=int, default=10, show_default=True, help="With --workers: parallel.averaging_period."
-)
-@click.option("--overlap", is_flag=True, help="With --workers: parallel.overlap.")
+@command()
+@option("--network", "networks", type=Choice(["an4", "swbd"]), multiple=True, default=("an4",),
+        help="What to measure; repeatable.")  # fmt: skip
+@option("--device", type=DEVICES, default="cpu", help="Where to compute.")
+@option("--threads", type=int, default=1, help="CPU threads.")
+@option("--precision", "precisions", type=Choice(["float32", "bf16"]), multiple=True,
+        help="Precision of the matrix products; repeatable.  [default: float32, and of one worker bf16 where "
+             "precision: auto would take it]")  # fmt: skip
+@option("--seconds", type=float, default=20.0, help="Time for each network.")
+@option("--workers", type=IntRange(min=1), default=1, show_default=False,
+        help="Compare this number of averaging workers with one.")  # fmt: skip
+@option("--strategy", default="all-reduce", help="With --workers: parallel.strategy of a recipe.")
+@option("--averaging-period", type=int, default=10, help="With --workers: parallel.averaging_period.")
+@option("--overlap", is_flag=True, help="With --workers: parallel.overlap.")
 @json_option
 def bench(
     networks: tuple[str, ...], device: str, threads: int, precisions: tuple[Literal["float32", "bf16"], ...],
@@ -117,13 +99,8 @@ def bench(
     if workers > 1:
         from ddnn.bench.workers import run_bench_workers
 
-        options = {
-            "workers": workers,
-            "strategy": strategy,
-            "averaging_period": averaging_period,
-            "overlap": overlap,
-            "cpu_threads": threads,
-        }
+        options = {"workers": workers, "strategy": strategy, "averaging_period": averaging_period}
+        options |= {"overlap": overlap, "cpu_threads": threads}
         run_bench_workers(networks, options, device, seconds, precisions, json_, lambda result: show(result, json_))
         return
     from ddnn.bench.step import run_bench
@@ -131,7 +108,7 @@ def bench(
     show(run_bench(networks, device=device, threads=threads, seconds=seconds, precisions=precisions), json_)
 
 
-@click.command(
+@command(
     epilog="""\b
     Examples:
       ddnn reproduce table6 --corpus an4 --workers 1 --seeds 1 --dry-run
@@ -139,23 +116,22 @@ def bench(
       ddnn reproduce table6 --corpus an4 --report-only --records docs/results/an4/records --report exp/t6
       cd egs/swbd/s5c && ddnn reproduce table1 --corpus swbd --slurm --cluster gpu"""
 )
-@click.argument("tables", nargs=-1, required=True)
-@click.option(
+@argument("tables", nargs=-1, required=True)
+@option(
     "--corpus",
     default="an4",
-    show_default=True,
     help="NAME of recipes/NAME, here or in ddnn's checkout; or a folder with a reproduce.yaml, or that file.",
 )
-@click.option("--out", type=PATH, help="Folder of run dirs, RBMs and logs.  [default: exp/reproduce/CORPUS]")
-@click.option("--records", type=PATH, help="Folder of the results of the runs, a file each.  [default: OUT/records]")
-@click.option("--report", type=PATH, help="Writes REPORT.md, REPORT.html, plots into REPORT/.  [default: OUT/report]")
-@click.option("--seeds", help="Execute only these seeds of the corpus, as 1,2; the report has all.")
-@click.option("--workers", help="Execute only these numbers of workers, as 1,16; the report has all.")
-@click.option("--cores", type=click.IntRange(min=1), help="Cores that runs share, a worker on each.  [default: all]")
+@option("--out", type=PATH, help="Folder of run dirs, RBMs and logs.  [default: exp/reproduce/CORPUS]")
+@option("--records", type=PATH, help="Folder of the results of the runs, a file each.  [default: OUT/records]")
+@option("--report", type=PATH, help="Writes REPORT.md, REPORT.html, plots into REPORT/.  [default: OUT/report]")
+@option("--seeds", help="Execute only these seeds of the corpus, as 1,2; the report has all.")
+@option("--workers", help="Execute only these numbers of workers, as 1,16; the report has all.")
+@option("--cores", type=IntRange(min=1), help="Cores that runs share, a worker on each.  [default: all]")
 @device_option
-@click.option("--dry-run", is_flag=True, help="Show what is missing and would be executed; write nothing.")
-@click.option("--report-only", is_flag=True, help="Write the report of the existing records, execute nothing.")
-@click.option("--retry-diverged", is_flag=True, help="Execute runs again that diverged; else that is their result.")
+@option("--dry-run", is_flag=True, help="Show what is missing and would be executed; write nothing.")
+@option("--report-only", is_flag=True, help="Write the report of the existing records, execute nothing.")
+@option("--retry-diverged", is_flag=True, help="Execute runs again that diverged; else that is their result.")
 @json_option
 @slurm_options
 def reproduce(
@@ -171,15 +147,15 @@ def reproduce(
     only_seeds = None if seeds is None else parse_sizes(seeds, "--seeds")
     only_sizes = None if workers is None else parse_sizes(workers, "--workers")
     selected = command.Options(seeds=only_seeds, workers=only_sizes, **options)
-    result = command.reproduce(tables, selected, lambda line: click.echo(line, err=True))
+    result = command.reproduce(tables, selected, lambda line: echo(line, err=True))
     show(result, json_)
     result.raise_errors()
 
 
-@click.command(epilog="\b\nExample:\n  ddnn report exp/one exp/four --out exp/compared")
-@click.argument("run_dirs", type=PATH, nargs=-1, required=True)
-@click.option("--out", type=PATH, default=Path("report"), show_default=True, help="Folder for the plots, PNG files.")
-@click.option("--no-plots", is_flag=True, help="Draw no plots; they need ddnn[report].")
+@command(epilog="\b\nExample:\n  ddnn report exp/one exp/four --out exp/compared")
+@argument("run_dirs", type=PATH, nargs=-1, required=True)
+@option("--out", type=PATH, default=Path("report"), help="Folder for the plots, PNG files.")
+@option("--no-plots", is_flag=True, help="Draw no plots; they need ddnn[report].")
 @json_option
 def report(run_dirs: tuple[Path, ...], out: Path, no_plots: bool, json_: bool) -> None:
     """Compare trainings: accuracy, speed, where the time went."""
@@ -188,30 +164,24 @@ def report(run_dirs: tuple[Path, ...], out: Path, no_plots: bool, json_: bool) -
     show(table.report(run_dirs, None if no_plots else out), json_)
 
 
-@click.command(
+@command(
     epilog="""\b
     Examples:
       ddnn scale --measured exp/one,exp/two --workers 1,2,4,8
       ddnn scale --measured k20-switchboard.yaml --fit 1,2,4 --out scaling"""
 )
-@click.option(
-    "--measured", required=True, help="Run dirs, or YAML files of times (docs/scaling.md), with commas between."
-)
-@click.option(
-    "--workers", default="1,2,4,8,16,32,64,128,256,512,1024", show_default=True, help="Numbers of workers to predict."
-)
-@click.option("--network", help="Another network: its dims, as 440-6x2048-8806.")
-@click.option("--minibatch-size", type=int, help="Another minibatch size.")
-@click.option("--averaging-period", type=int, help="Another averaging period, in minibatches.")
-@click.option("--frames", type=float, help="Another number of frames in an epoch.")
-@click.option("--hours", type=float, help="The same in hours of 360,000 frames.")
-@click.option("--fit", help="Fit to these sizes only, and predict the others.  [default: all]")
-@click.option("--latency", type=float, help="Seconds for a message, instead of the fitted value.")
-@click.option("--bandwidth", type=float, help="Bytes per second, instead of the fitted value.")
-@click.option(
-    "--comm-dtype", type=click.Choice(["float32", "bfloat16"]), help="Type that is sent.  [default: as measured]"
-)
-@click.option("--out", type=PATH, help="Folder for scaling.png; needs ddnn[report].")
+@option("--measured", required=True, help="Run dirs, or YAML files of times (docs/scaling.md), with commas between.")
+@option("--workers", default="1,2,4,8,16,32,64,128,256,512,1024", help="Numbers of workers to predict.")
+@option("--network", help="Another network: its dims, as 440-6x2048-8806.")
+@option("--minibatch-size", type=int, help="Another minibatch size.")
+@option("--averaging-period", type=int, help="Another averaging period, in minibatches.")
+@option("--frames", type=float, help="Another number of frames in an epoch.")
+@option("--hours", type=float, help="The same in hours of 360,000 frames.")
+@option("--fit", help="Fit to these sizes only, and predict the others.  [default: all]")
+@option("--latency", type=float, help="Seconds for a message, instead of the fitted value.")
+@option("--bandwidth", type=float, help="Bytes per second, instead of the fitted value.")
+@option("--comm-dtype", type=Choice(["float32", "bfloat16"]), help="Type that is sent.  [default: as measured]")
+@option("--out", type=PATH, help="Folder for scaling.png; needs ddnn[report].")
 @json_option
 def scale(measured: str, workers: str, fit: str | None, out: Path | None, json_: bool, **job: Any) -> None:
     """Predict the speed-up of more workers from measured runs."""

@@ -1,16 +1,26 @@
-"""`ddnn train`, `pretrain` and `evaluate`."""
+"""`ddnn train`, `pretrain`, `evaluate`, `decode-prep`, `score`, `export` and `import-nnet1`: what makes and uses models."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import click
+from click import Choice, argument, command, echo, option
 
-from ddnn.cli.options import PATH, device_option, json_option, pipes_option, recipe_options, show, slurm_options
+from ddnn.cli.options import (
+    PATH,
+    device_option,
+    json_option,
+    parse_numbers,
+    pipes_option,
+    recipe_options,
+    show,
+    show_json,
+    slurm_options,
+)
 from ddnn.slurm import SlurmOptions
 
 
-@click.command(
+@command(
     epilog="""\b
     Examples:
       ddnn train recipes/an4/sgd-random.yaml --run-dir exp/an4
@@ -19,7 +29,7 @@ from ddnn.slurm import SlurmOptions
       ddnn train my.yaml --slurm --cluster gpu --nodes 2 --time 12:00:00"""
 )
 @recipe_options("Run directory.  [default: exp/NAME OF THE RECIPE]")
-@click.option("--resume", is_flag=True, help="Continue from the newest checkpoint of the run dir, if there is one.")
+@option("--resume", is_flag=True, help="Continue from the newest checkpoint of the run dir, if there is one.")
 @slurm_options
 def train(
     recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str, dry_run: bool,
@@ -30,20 +40,18 @@ def train(
         from ddnn.slurm.submit import submit_training
 
         run_dir = run_dir or (recipe if resume and recipe.is_dir() else Path("exp", recipe.stem))
-        sent = submit_training(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume)
-        click.echo(sent.text)
-        return
-    if dry_run:
+        echo(submit_training(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume).text)
+    elif dry_run:
         _show_recipe(recipe, settings, workers)
-        return
-    from ddnn.training.start import start_training
+    else:
+        from ddnn.training.start import start_training
 
-    said = start_training(recipe, run_dir, settings, workers, device, resume)
-    if said is not None:
-        click.echo(said)
+        said = start_training(recipe, run_dir, settings, workers, device, resume)
+        if said is not None:
+            echo(said)
 
 
-@click.command(
+@command(
     epilog="""\b
     Examples:
       ddnn pretrain my.yaml --run-dir exp/rbm
@@ -63,20 +71,27 @@ def pretrain(
         from ddnn.slurm.submit import submit_pretraining
 
         run_dir = run_dir or Path("exp", f"{recipe.stem}-rbm")
-        click.echo(submit_pretraining(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run).text)
-        return
-    if dry_run:
+        echo(submit_pretraining(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run).text)
+    elif dry_run:
         _show_recipe(recipe, settings, workers)
-        return
-    from ddnn.training.start import start_pretraining
+    else:
+        from ddnn.training.start import start_pretraining
 
-    start_pretraining(recipe, run_dir, settings, workers, device)
+        start_pretraining(recipe, run_dir, settings, workers, device)
 
 
-@click.command()
-@click.argument("run_dir", type=PATH)
-@click.option("--data", type=PATH, required=True, help="Kaldi data dir.")
-@click.option("--alignments", type=PATH, required=True, help="Its alignment dir, or an archive of pdf-ids.")
+def _show_recipe(path: Path, settings: tuple[str, ...], workers: int | None) -> None:
+    from ddnn.recipe.load import dump_recipe, load_recipe
+    from ddnn.training.job import describe
+
+    loaded = load_recipe(path, (*settings, *(() if workers is None else (f"parallel.workers={workers}",))))
+    echo(f"# {describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
+
+
+@command()
+@argument("run_dir", type=PATH)
+@option("--data", type=PATH, required=True, help="Kaldi data dir.")
+@option("--alignments", type=PATH, required=True, help="Its alignment dir, or an archive of pdf-ids.")
 @device_option
 @pipes_option
 @json_option
@@ -87,12 +102,78 @@ def evaluate(run_dir: Path, data: Path, alignments: Path, device: str, allow_pip
     show(evaluate_run(run_dir, data, alignments, device=device, allow_pipes=allow_pipes), json_)
 
 
-def _show_recipe(path: Path, settings: tuple[str, ...], workers: int | None) -> None:
-    from ddnn.recipe.load import dump_recipe, load_recipe
-    from ddnn.training.job import describe
+@command("decode-prep")
+@argument("run_dir", type=PATH)
+@option("--data", type=PATH, required=True, help="Kaldi data dir to decode.")
+@option("--out", type=PATH, required=True, help="Folder for loglikes.ark, loglikes.scp, the counts and decode.sh.")
+@option("--prior-scale", type=float, default=1.0, help="Scale of the log-priors that are subtracted.")
+@device_option
+@pipes_option
+def decode_prep(run_dir: Path, data: Path, out: Path, prior_scale: float, device: str, allow_pipes: bool) -> None:
+    """Write log-likelihoods that a Kaldi decoder reads."""
+    from ddnn.decoding.prepare import prepare_decoding
 
-    loaded = load_recipe(path, (*settings, *(() if workers is None else (f"parallel.workers={workers}",))))
-    click.echo(f"# {describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
+    prepare_decoding(run_dir, data, out, device=device, prior_scale=prior_scale, allow_pipes=allow_pipes)
 
 
-COMMANDS = (train, pretrain, evaluate)
+@command(
+    epilog="""\b
+    Example:
+      ddnn score exp/an4/decode --graph graph --model ali/final.mdl --text test/text --acoustic-scale 0.07,0.1"""
+)
+@argument("loglikes", type=PATH)
+@option("--graph", type=PATH, required=True, help="Kaldi graph dir: HCLG.fst and words.txt.")
+@option("--model", type=PATH, required=True, help="The final.mdl that the graph was made with.")
+@option("--text", type=PATH, required=True, help="The reference: a Kaldi text of the same utterances.")
+@option("--acoustic-scale", default="0.05,0.07,0.1,0.143", help="One or more, with commas between.")
+@option("--beam", type=float, help="Decoding beam.  [default: 13]")
+@option("--per-utterance", is_flag=True, help="Show the words of each utterance at the best scale.")
+@json_option
+def score(
+    loglikes: Path, graph: Path, model: Path, text: Path, acoustic_scale: str, beam: float | None, per_utterance: bool,
+    json_: bool,
+) -> None:  # fmt: skip
+    """Compute word error rates without Kaldi; needs ddnn[decode]."""
+    from ddnn.decoding import scoring
+    from ddnn.decoding.decoder import DecodeOptions
+
+    scales = parse_numbers(acoustic_scale, "--acoustic-scale")
+    options = DecodeOptions(scales) if beam is None else DecodeOptions(scales, beam=beam)
+    result = scoring.score(loglikes, graph_dir=graph, model=model, text=text, options=options)
+    if json_:
+        show_json(scoring.as_json(result, alignments=per_utterance))
+    else:
+        echo(scoring.render_text(result, alignments=per_utterance), nl=False)
+
+
+@command()
+@argument("run_dir", type=PATH)
+@option(
+    "--format",
+    type=Choice(["nnet1"]),
+    default="nnet1",
+    show_default=False,
+    expose_value=False,
+    help="Only nnet1 so far.",
+)
+@option("--out", type=PATH, required=True, help="Folder for final.nnet and feature_transform.nnet.")
+def export(run_dir: Path, out: Path) -> None:
+    """Write a trained network as Kaldi nnet1 files."""
+    from ddnn.training.nnet1_command import export_nnet1
+
+    export_nnet1(run_dir, out)
+
+
+@command("import-nnet1")
+@argument("nnet", type=PATH)
+@option("--feature-transform", type=PATH, help="nnet1 file of splice, shift and scale before the network.")
+@option("--pdf-counts", type=PATH, help="nnet1's ali_train_pdf.counts; decode-prep needs them.")
+@option("--out", type=PATH, required=True, help="Run dir to create.")
+def import_nnet1(nnet: Path, feature_transform: Path | None, pdf_counts: Path | None, out: Path) -> None:
+    """Create a run dir from a Kaldi nnet1 network."""
+    from ddnn.training import nnet1_command
+
+    nnet1_command.import_nnet1(nnet, feature_transform, out, pdf_counts)
+
+
+COMMANDS = (train, pretrain, evaluate, decode_prep, score, export, import_nnet1)

@@ -16,9 +16,8 @@ from os import PathLike
 import torch
 
 from ddnn.distributed.communicator import Communicator
-from ddnn.util.device import device_identity
 from ddnn.util.errors import DataError
-from ddnn.util.system import available_memory
+from ddnn.util.system import available_memory, device_identity
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from ddnn.nn.network import Workspace
 from ddnn.training.evaluation import EVAL_BATCH, forward_batches, load_for_model
 from ddnn.training.run_dir import load_run
 from ddnn.training.run_status import PDF_COUNTS
-from ddnn.util.device import choose_device
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited, write_text
 from ddnn.util.progress import progress_bar
-from ddnn.util.templates import environment
+from ddnn.util.system import choose_device
+from ddnn.util.text import environment
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.mpi import MpiCommunicator
-from ddnn.util.device import device_identity
 from ddnn.util.errors import UserError
+from ddnn.util.system import device_identity
 
 Transport = Literal["host", "device", "nccl"]
 

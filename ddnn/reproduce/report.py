@@ -19,8 +19,7 @@ from ddnn.reproduce.plots import draw_accuracies, draw_learning, draw_speed_ups
 from ddnn.reproduce.records import RunRecord, TimeBreakdown
 from ddnn.reproduce.tables import BASE, Condition, Hypothesis, Table, paper
 from ddnn.util.files import ensure_directory, read_bytes_limited, write_text
-from ddnn.util.templates import environment
-from ddnn.util.text import plural
+from ddnn.util.text import environment, plural
 
 MAX_BYTES = 16 << 20
 """Of a plot."""

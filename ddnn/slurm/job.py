@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddnn.training.run_status import JOB_RECORD
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.files import read_bytes_limited, write_json
+from ddnn.util.files import read_bytes_limited, write_text
 from ddnn.util.process import run
 from ddnn.util.text import printable
 
@@ -38,7 +38,7 @@ class Job:
 
 def write_job(run_dir: Path, job: Job) -> None:
     """Leaves job.json in the run dir."""
-    write_json(run_dir / JOB_RECORD, asdict(job))
+    write_text(run_dir / JOB_RECORD, json.dumps(asdict(job), indent=2, allow_nan=False) + "\n")
 
 
 def read_job(run_dir: Path) -> Job | None:

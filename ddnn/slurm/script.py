@@ -12,7 +12,7 @@ from ddnn.slurm.cluster import ClusterConfig
 from ddnn.slurm.placement import Placement
 from ddnn.training.run_status import CHECKPOINTS, JOB_OUTPUT
 from ddnn.util.errors import UserError
-from ddnn.util.templates import environment
+from ddnn.util.text import environment
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.loss import cross_entropy
 from ddnn.nn.network import Workspace
 from ddnn.training.run_dir import load_run
-from ddnn.util.device import choose_device
 from ddnn.util.errors import DataError, DivergedError
 from ddnn.util.progress import progress_bar
+from ddnn.util.system import choose_device
 
 EVAL_BATCH = 1024
 """Frames per forward pass: enough for full GEMM speed, few enough to stay in a CPU's cache."""

@@ -56,9 +56,9 @@ from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, PRETRAIN, Ki
 from ddnn.training.state import LoadedCheckpoint, TrainingProgress, restore
 from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import Trainer, train
-from ddnn.util.device import check_devices, choose_device, device_identity
 from ddnn.util.errors import DivergedError
 from ddnn.util.progress import only_first_worker_shows
+from ddnn.util.system import check_devices, choose_device, device_identity
 
 log = logging.getLogger(__name__)
 

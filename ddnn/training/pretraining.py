@@ -175,10 +175,10 @@ class RbmTrainer:
         progress, size = self.progress, self.inputs.batch_size
         total, number = progress.num_minibatches or 0, progress.epoch + 1
         name = f"rbm {self.index + 1} epoch {number}/{self.num_epochs}"
-        with frame_counter(name, total * size, done=progress.minibatch * size) as bar:
+        with frame_counter(name, total * size, done=progress.minibatch * size) as advance:
             for visible in self.inputs.epoch(10_000 * (self.index + 1) + number, skip=progress.minibatch):
                 yield visible
-                bar.update(len(visible))
+                advance(len(visible))
                 self.run.set_progress(number - 1, progress.minibatch)
 
     def elapsed(self) -> float:

@@ -167,10 +167,10 @@ class Trainer:
         progress, epoch, size = self.progress, self.progress.epoch + 1, self.minibatch_size
         total = progress.num_minibatches or 0
         batches = self.batches.epoch(epoch, skip=progress.minibatch)
-        with frame_counter(f"epoch {epoch}", total * size, done=progress.minibatch * size) as bar:
+        with frame_counter(f"epoch {epoch}", total * size, done=progress.minibatch * size) as advance:
             for batch in islice(batches, total - progress.minibatch):
                 yield batch
-                bar.update(size)
+                advance(size)
                 self.run.set_progress(progress.epoch, progress.minibatch)
 
     def end_training(self, learning_rate: float) -> EvalResult:

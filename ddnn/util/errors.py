@@ -6,18 +6,16 @@ from os import PathLike
 
 
 class UserError(Exception):
-    """Something the user must fix: what is wrong (the value found, the one expected), where, and a hint how to fix it.
+    """Something the user must fix.
 
     Args:
-        message: one sentence; names the utterance and the values found and expected where there are any.
+        message: one sentence: what is wrong; names the utterance and the values found and expected where there are any.
         location: the file, directory or recipe key concerned.
         hint: what the user can do about it.
-
-    Attributes:
-        exit_code: of the command that it ends.
     """
 
     exit_code = 2
+    """Of the command that it ends."""
 
     def __init__(self, message: str, *, location: str | PathLike[str] | None = None, hint: str | None = None) -> None:
         self.message = message
@@ -26,12 +24,8 @@ class UserError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        lines = [self.message]
-        if self.location is not None:
-            lines.append(f"  location: {self.location}")
-        if self.hint is not None:
-            lines.append(f"  hint: {self.hint}")
-        return "\n".join(lines)
+        below = (("location", self.location), ("hint", self.hint))
+        return "\n".join([self.message, *(f"  {name}: {text}" for name, text in below if text is not None)])
 
 
 class DataError(UserError):
@@ -46,7 +40,3 @@ class DivergedError(UserError):
     """A training or pretraining diverged: a loss or all workers' parameters are not finite."""
 
     exit_code = 3
-
-
-DIVERGED = "the training diverged"
-"""How an error begins that says so, by which the programs that start trainings know it."""

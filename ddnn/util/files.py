@@ -1,5 +1,5 @@
-"""Files: written atomically (under a temporary name in the same directory, flushed to disk, then renamed), appended to
-safely, locked; regular files only."""
+"""Files: written atomically (under a temporary name beside them, flushed, renamed), appended to safely, locked; regular
+files only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import errno
 import fcntl
 import hashlib
 import io
-import json
 import os
 import shutil
 import stat
@@ -25,16 +24,10 @@ _CHUNK = 4 << 20
 
 def _explain(error: OSError, path: Path) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
-            f"no space left while writing {path.name}",
-            location=path.parent,
-            hint="free disk space or quota, then run again",
-        )
-    return UserError(
-        f"cannot write {path.name}: {error.strerror}",
-        location=path,
-        hint="check that the directory exists and is writable",
-    )
+        hint = "free disk space or quota, then run again"
+        return UserError(f"no space left while writing {path.name}", location=path.parent, hint=hint)
+    hint = "check that the directory exists and is writable"
+    return UserError(f"cannot write {path.name}: {error.strerror}", location=path, hint=hint)
 
 
 def open_regular(path: Path, *, follow_symlinks: bool = True) -> BinaryIO:
@@ -106,10 +99,8 @@ def atomic_write(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A directory to fill, whose content appears in `path` only when the block ends without an error.
-
-    Args:
-        path: must not exist, and then appears in one step; or is an empty directory, whose entries appear one by one.
+    """A directory to fill, whose content appears in `path` only when the block ends without an error: in one step where
+    `path` does not exist, entry by entry where it is an empty directory.
 
     Raises:
         UserError: `path` is not empty, or cannot be written.
@@ -137,11 +128,6 @@ def write_text(path: Path, text: str) -> None:
     """Writes `text` (UTF-8) to `path`, whole or not at all."""
     with atomic_write(path) as handle:
         handle.write(text.encode())
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as indented JSON to `path`, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def ensure_directory(path: Path) -> None:
@@ -194,14 +180,13 @@ def append_text(path: Path, text: str) -> None:
         UserError: as of `open_for_append`. OSError: it cannot be written.
     """
     descriptor = open_for_append(path)
+    size = os.fstat(descriptor).st_size
     try:
-        size = os.fstat(descriptor).st_size
-        try:
-            write_all(descriptor, text.encode())
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(descriptor, size)
-            raise
+        write_all(descriptor, text.encode())
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, size)
+        raise
     finally:
         os.close(descriptor)
 
@@ -209,8 +194,7 @@ def append_text(path: Path, text: str) -> None:
 def write_verified(path: Path, pieces: Callable[[], Iterable[Any]]) -> tuple[int, str]:
     """Writes a new file, flushes it to the disk, and reads it back past the page cache; returns its size and SHA-256.
 
-    Args:
-        pieces: gives buffers of bytes; called three times: to write, to compare, and in a thread for the SHA-256.
+    `pieces` gives buffers of bytes; it is called three times: to write, to compare, and in a thread for the SHA-256.
 
     Raises:
         OSError: the file exists, cannot be written, or what was read back is something else.
@@ -218,15 +202,14 @@ def write_verified(path: Path, pieces: Callable[[], Iterable[Any]]) -> tuple[int
     from concurrent.futures import ThreadPoolExecutor
 
     size = 0
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with os.fdopen(descriptor, "r+b", buffering=0) as file, ThreadPoolExecutor(1) as thread:
+    with path.open("x+b", buffering=0) as file, ThreadPoolExecutor(1) as thread:
         digest = thread.submit(_sha256, pieces)  # as slow as the disk, and needs no more than a core
         for piece in pieces():
-            write_all(descriptor, piece)
+            write_all(file.fileno(), piece)
             size += len(piece)
-        os.fsync(descriptor)
+        os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         if not all(_reads(file, piece) for piece in pieces()) or file.read(1):
             raise OSError(errno.EIO, "what was read back is not what was written", str(path))
@@ -270,11 +253,10 @@ def fsync_directory(path: Path, *, strict: bool = False) -> None:
 
 
 class FileLock:
-    """An exclusive advisory lock (flock) on a regular file. It ends with the process that holds it, however that ends;
-    child processes do not inherit it unless they are given `fileno()`."""
+    """An exclusive advisory lock (flock) on a regular file, which is created if it does not exist. It ends with the process
+    that holds it, however that ends; child processes do not inherit it unless they are given `fileno()`."""
 
     def __init__(self, path: Path) -> None:
-        """`path` is created by `acquire` if it does not exist."""
         self.path = path
         self._descriptor: int | None = None
 
@@ -290,7 +272,7 @@ class FileLock:
         """
         descriptor = open_for_append(self.path)
         try:
-            locked = _flock(descriptor, timeout)
+            locked = _flock(descriptor, time.monotonic() + timeout)
             if not os.path.samestat(os.fstat(descriptor), self.path.stat()):
                 raise BlockingIOError(errno.EWOULDBLOCK, "the file was replaced meanwhile", str(self.path))
         except BaseException:
@@ -311,12 +293,12 @@ class FileLock:
             self._descriptor = None
 
 
-def _flock(descriptor: int, timeout: float) -> bool:
-    deadline = time.monotonic() + timeout
+def _flock(descriptor: int, deadline: float) -> bool:
     while True:
         last = time.monotonic() >= deadline
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if last:
                 raise
@@ -324,8 +306,6 @@ def _flock(descriptor: int, timeout: float) -> bool:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS):
                 raise
             return False
-        else:
-            return True
         time.sleep(0.2)
 
 
@@ -335,19 +315,12 @@ def is_locked(path: Path) -> bool | None:
     Where another machine holds it, some network file systems do not tell.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open_regular(path) as handle:
+            fcntl.flock(handle.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:
-        return None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return None
-    finally:
-        os.close(descriptor)
     return False

@@ -28,10 +28,7 @@ _PR_SET_PDEATHSIG = 1
 def run(
     argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a short command without input and captures its output as text.
-
-    Args:
-        timeout: seconds; the command is killed after it.
+    """Runs a short command without input, captures its output as text, and kills it after `timeout` seconds.
 
     Raises:
         OSError: it cannot be started. subprocess.TimeoutExpired: it took too long.
@@ -42,10 +39,9 @@ def run(
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
-    """What a child calls to get signal `number` when its parent dies, at once where `parent` is already gone.
+    """What a child calls to get signal `number` when its parent dies, at once where `parent` is already gone; on Linux only.
 
-    Created before the fork, since between fork and exec a child may hardly do anything else. Linux only; elsewhere
-    nothing happens.
+    Created before the fork, since between fork and exec a child may hardly do anything else.
     """
     if not sys.platform.startswith("linux"):
         return lambda: None
@@ -76,13 +72,10 @@ class Completed:
 
 
 class ProcessGroup:
-    """Python modules that run as processes of their own, and are stopped together.
-
-    Args:
-        inherited_fds: file descriptors that they keep open (a lock, which they then hold too).
-    """
+    """Python modules that run as processes of their own, and are stopped together."""
 
     def __init__(self, inherited_fds: Sequence[int] = ()) -> None:
+        """`inherited_fds`: file descriptors that they keep open (a lock, which they then hold too)."""
         self._inherited_fds = tuple(inherited_fds)
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()

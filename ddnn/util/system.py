@@ -1,11 +1,19 @@
-"""Facts about this machine: cores, processor, and memory, also under the limits of control groups."""
+"""This machine: cores, processor, GPUs, and memory, also under the limits of control groups."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddnn.util.errors import UserError
+from ddnn.util.text import plural
+
+if TYPE_CHECKING:
+    import torch  # takes seconds, and a launcher needs none of it
 
 ROOT = Path("/")
 
@@ -35,12 +43,77 @@ def device_name(device: str) -> str:
     return f"{cpu_name()}, {usable_cores()} cores"
 
 
-def available_memory(root: Path = ROOT) -> int | None:
-    """Bytes that this process can have without swapping: what the machine has left, or what its control group allows
-    (a container's, a Slurm job's) if that is less. None where the system does not say.
+def choose_device(name: str, local_rank: int = 0, threads: int = 1) -> torch.device:
+    """The device for a worker: `cpu`, `cuda` (the GPU of its local rank), or `auto` (a GPU where there is one).
+
+    Workers share the GPUs of a host that has too few. `threads`: CPU threads of this process from here on; more than one
+    is slower on minibatches of a few hundred frames.
+
+    Raises:
+        UserError: `cuda` where no GPU can be used, or the GPU lets nobody else in.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError(
+            "no GPU can be used: torch finds no CUDA device",
+            location="--device cuda",
+            hint="install a CUDA build of torch and check nvidia-smi, or use --device cpu",
+        )
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError as error:
+        if "busy or unavailable" not in str(error):
+            raise
+        raise UserError(
+            f"GPU {device.index} is taken: another process has it, and it is in exclusive mode (or is being reset)",
+            location=f"--device {name}",
+            hint="take fewer workers or another GPU (CUDA_VISIBLE_DEVICES), or allow sharing: nvidia-smi -c DEFAULT",
+        ) from error
+    return device
+
+
+def device_identity(device: torch.device) -> str:
+    """The UUID of a GPU, or `cpu`. Two workers may both have a `cuda:0` that is not the same GPU, as under Slurm."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def check_devices(places: Iterable[Sequence[int | str]], share: bool) -> None:
+    """Refuses several workers on one GPU unless they may `share` one (`parallel.oversubscribe_gpus`).
 
     Args:
-        root: where proc and sys are mounted.
+        places: (rank, host, `device_identity`) of every worker.
+
+    Raises:
+        UserError: names every GPU that is shared, its host and its workers.
+    """
+    workers: defaultdict[int | str, list[int | str]] = defaultdict(list)
+    hosts: dict[int | str, int | str] = {}
+    for rank, host, device in places:
+        if device != "cpu":
+            workers[device].append(rank)
+            hosts[device] = host
+    shared = [device for device, ranks in workers.items() if len(ranks) > 1]
+    if share or not shared:
+        return
+    lines = [f"workers {', '.join(map(str, workers[gpu]))} share GPU {gpu} of {hosts[gpu]}" for gpu in shared]
+    number = sum(map(len, workers.values()))
+    raise UserError(
+        f"{number} workers have {plural(len(workers), 'GPU')} between them: {'; '.join(lines)}",
+        location="parallel.workers, parallel.oversubscribe_gpus",
+        hint="take one worker for each GPU, or set parallel.oversubscribe_gpus to true",
+    )
+
+
+def available_memory(root: Path = ROOT) -> int | None:
+    """Bytes that this process can have without swapping: what the machine has left, or what its control group allows
+    (a container's, a Slurm job's) if that is less. None where the system does not say. `root`: where proc and sys are.
     """
     found = [limit for limit in (_of_machine(root), *_of_control_groups(root)) if limit is not None]
     return max(0, min(found)) if found else None

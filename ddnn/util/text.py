@@ -1,8 +1,14 @@
-"""Text that commands show: tables, durations, plurals. The same on a terminal and in a file."""
+"""Text that commands show and write: tables, durations, plurals, and what is made from templates (`ddnn/templates`)."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 def plural(number: int, noun: str) -> str:
@@ -26,28 +32,24 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
 
 
-def table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "") -> str:
-    """Plain text in columns, two spaces apart, the same on a terminal and in a file.
+def table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "l") -> str:
+    """Plain text in columns, two spaces apart, without trailing blanks.
 
     Args:
         rows: of as many cells each as the header has, where there is one.
-        header: titles of the columns; none where empty.
-        align: a letter for each column, l or r; the last letter serves all further columns. Default: l.
-
-    Returns:
-        Lines without trailing blanks, each ended by a newline but the last.
+        align: a letter for each column, l or r; the last letter serves all further columns.
     """
     from rich.cells import cell_len  # double-width characters take two columns
 
     lines = [*([header] if header else []), *rows]
     columns = max((len(line) for line in lines), default=0)
     widths = [max(cell_len(line[i]) for line in lines if i < len(line)) for i in range(columns)]
-    sides = (align or "l").ljust(columns, (align or "l")[-1])
 
     def padded(cell: str, width: int, side: str) -> str:
         blanks = " " * (width - cell_len(cell))
         return blanks + cell if side == "r" else cell + blanks
 
+    sides = align.ljust(columns, align[-1])
     return "\n".join("  ".join(map(padded, line, widths, sides)).rstrip() for line in lines)
 
 
@@ -57,3 +59,47 @@ def definitions(pairs: Iterable[tuple[str, str]], indent: str = "") -> str:
     width = max((len(name) for name, _ in known), default=0)
     below = "\n" + indent + " " * (width + 2)
     return "\n".join(f"{indent}{name:{width}}  {value.replace(chr(10), below)}".rstrip() for name, value in known)
+
+
+def environment(*, html: bool = False) -> jinja2.Environment:
+    """The templates, with the filters `quote` (for a shell), `md` and `md_line` (for Markdown), `fence`, `plural`.
+
+    A name that a template uses and nobody has given is an error. `html`: values are escaped for HTML.
+    """
+    import jinja2
+
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("ddnn"),
+        autoescape=html,
+        undefined=jinja2.StrictUndefined,
+        finalize=_without_controls,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters |= {
+        "quote": shlex.quote, "md": _escape_markdown, "md_line": _escape_line, "fence": _fence, "plural": plural,
+    }  # fmt: skip
+    return templates
+
+
+def _without_controls(value: Any) -> Any:
+    """Text without control characters, lone surrogates and changes of direction; markup and numbers as they are."""
+    if type(value) is not str:
+        return value
+    return "".join(c if c.isprintable() or c == "\n" else " " if c.isspace() else "\ufffd" for c in value)
+
+
+def _escape_markdown(text: object) -> str:
+    """Text within a line or a table cell: nothing in it is markup, HTML or the end of a cell."""
+    return re.sub(r"([\\`*_\[\]<>|~&$#!]|:(?=//))", r"\\\1", " ".join(_without_controls(str(text)).split()))
+
+
+def _escape_line(text: object) -> str:
+    """Text that begins a line: it starts no list, no rule, and no heading of the line before."""
+    return re.sub(r"^(\d*)([-+=.)])", r"\1\\\2", _escape_markdown(text))
+
+
+def _fence(text: str) -> str:
+    """A row of backquotes longer than any in the text."""
+    return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))

@@ -14,8 +14,8 @@ from torch import Tensor
 from ddnn.distributed.communicator import CPU, Communicator
 from ddnn.distributed.mpi import init_communicator
 from ddnn.distributed.transport import StagingBuffer, choose_transport, cuda_aware
-from ddnn.util.device import choose_device
 from ddnn.util.errors import UserError
+from ddnn.util.system import choose_device
 
 
 def refusal(name: str, device: torch.device, comm: Communicator) -> str:

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ddnn.recipe.yaml_parser import parse_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ddnn.recipe import source
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.recipe.source import configs_folder, shipped_fragments
-from ddnn.recipe.yaml_parser import parse_file
 from ddnn.util.errors import RecipeError
 
 DATA = "data: {train: train, alignments: ali}\n"
@@ -448,11 +449,19 @@ def test_any_bytes_give_a_recipe_or_an_error(folder: Path, text: bytes) -> None:
 
 
 def test_special_floats_are_numbers() -> None:
-    values, found = parse_file("a: -.inf\nb: .NaN\nc: +.5\nd: 3.\ne: 1_000\n", "x")
-    assert found == []
-    assert values[("a",)].value == -math.inf
-    assert math.isnan(values[("b",)].value)
-    assert [values[(key,)].value for key in "cde"] == [0.5, 3.0, "1_000"]
+    found = parse_file("a: -.inf\nb: .NaN\nc: +.5\nd: 3.\ne: 1_000\n", "x")
+    assert found.problems == []
+    values = {name: given.value for name, given in found.values.items()}
+    assert values["a"] == -math.inf
+    assert math.isnan(values["b"])
+    assert [values[key] for key in "cde"] == [0.5, 3.0, "1_000"]
+
+
+def test_other_names_lead_to_keys() -> None:
+    names = yaml.safe_load((Path(source.__file__).with_name("other_names.yaml")).read_text())
+    offered = {key for table in names.values() for key in table.values()}
+    assert offered <= set(keys())
+    assert not set(names["renamed"]) & set(keys())
 
 
 def test_keys_of_another_optimizer_are_refused_and_not_dumped(folder: Path) -> None:

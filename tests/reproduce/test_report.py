@@ -16,7 +16,7 @@ from reproduce.synthetic import by_name, diverged, plan, record, table_records
 from ddnn.reproduce.measure import SpeedUp
 from ddnn.reproduce.report import Picture, build_report
 from ddnn.reproduce.tables import paper
-from ddnn.util.templates import environment
+from ddnn.util.text import environment
 
 TABLES = paper().tables
 EVIL = "<script>alert(1)</script> | *a* _b_ `c` [d](e) $f$ &lt; \n# g \x1b[31m \u202e \ud800"

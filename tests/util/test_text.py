@@ -46,13 +46,13 @@ def test_bars_show_where_asked_for_only(capfd: pytest.CaptureFixture[str], monke
     assert capfd.readouterr() == ("", "")
     monkeypatch.setenv(progress.SHOWN_BY_LAUNCHER, "1")
     progress.only_first_worker_shows(0)
-    with progress.frame_counter("epoch 1", 100, done=50) as bar:
-        bar.update(25)
+    with progress.frame_counter("epoch 1", 100, done=50) as advance:
+        advance(25)
     out, err = capfd.readouterr()
     assert out == "" and "epoch 1" in err and "75/100" in err
     progress.only_first_worker_shows(1)
-    with progress.frame_counter("epoch 1", 100) as bar:
-        bar.update(25)
+    with progress.frame_counter("epoch 1", 100) as advance:
+        advance(25)
     assert capfd.readouterr() == ("", "")
 
 
