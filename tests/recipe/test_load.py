@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ddnn.recipe.yaml_parser import parse_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,7 @@ from ddnn.recipe import source
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.recipe.source import configs_folder, shipped_fragments
+from ddnn.recipe.source import configs_folder, parse_file, shipped_fragments
 from ddnn.util.errors import RecipeError
 
 DATA = "data: {train: train, alignments: ali}\n"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ddnn.recipe.reference import recipe_reference
 
-from ddnn.recipe.keys import keys, sections
+from ddnn.recipe.keys import keys, recipe_reference, sections
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 
