@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from kaldi_files import write_diag_gmms
 
-from ddnn.data.dataset import AcousticDataset, DataConfig
+from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex, build_index
+from ddnn.data.loading import DataConfig
 from ddnn.data.pipeline import load_data_dir
 from ddnn.kaldi.alignments import Alignments
 from ddnn.kaldi.archive import write_int_vectors, write_matrices

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from ddnn.bench.results import PARTS, BenchReport, StepBench
-from ddnn.data.batches import Batch, BatchLoader, make_batch_loader
+from ddnn.data.batches import Batch, BatchLoader, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.sampler import ShuffledSampler
 from ddnn.data.transform import estimate_normalization, splice_only
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic

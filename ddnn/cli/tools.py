@@ -71,7 +71,7 @@ def convert() -> None:
 @option("--images-per-utterance", default=100, help="Images in an utterance, at most.")
 def idx(images: Path, labels: Path, out: Path, name: str, speakers: int, images_per_utterance: int) -> None:
     """Images as frames, labels as pdf-ids: train on them with data.splice: 0."""
-    from ddnn.convert.images import ConvertOptions, convert_idx
+    from ddnn.convert.idx import ConvertOptions, convert_idx
 
     echo(f"{out}: {convert_idx(images, labels, out, ConvertOptions(name, speakers, images_per_utterance))}")
 

@@ -1,37 +1,113 @@
-"""Minibatches as the network reads them: frames gathered, spliced and normalized, and their labels.
+"""Minibatches as the network reads them: which frames, in which order; gathered, spliced and normalized; their labels.
 
 Where the features are in host memory and a GPU computes, a thread of the host splices each minibatch, in the dtype of
-the dataset, into one of a few pinned buffers and starts its copy to the GPU on a stream of its own. Of the four buffers
-one or two are being used by the GPU, one is ready and one is being filled. On a CPU (in tests) the same thread does the
-same, and nothing is pinned or copied. This has not yet been run on a GPU.
+the dataset, into one of a few pinned buffers and starts its copy to the GPU on a stream of its own. On a CPU (in tests)
+the same thread does the same, and nothing is pinned or copied. This has not yet been run on a GPU.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import cycle, islice
-from queue import SimpleQueue
-from threading import Event
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, FrameSubset
-from ddnn.data.sampler import Sampler, SequentialSampler
 from ddnn.data.transform import InputTransform, gather, labels_of, normalize_, splice
 
 NUM_BUFFERS = 4
+"""One or two are being used by the GPU, one is ready and one is being filled."""
 MAX_IN_FLIGHT = 2
 """Minibatches that the GPU may still be working on when the next one is requested."""
 
 Gather = Callable[[AcousticDataset, InputTransform, Tensor, Tensor], Tensor]
 """`ddnn.data.transform.gather`, or a faster implementation of the same."""
+
+
+class Sampler(Protocol):
+    """Which frames make up each minibatch of an epoch. One that gives the rows of one utterance after another is all
+    that a criterion over whole utterances needs; see `AcousticDataset.rows_of`."""
+
+    batch_size: int
+    """Most rows of a minibatch."""
+
+    def __len__(self) -> int:
+        """Minibatches in an epoch."""
+
+    def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Tensor]:
+        """The dataset rows (n,) int64 of each minibatch of an epoch, without the first `skip`."""
+
+    def close(self) -> None:
+        """Ends what works in the background."""
+
+
+class SequentialSampler:
+    """Consecutive frames, the same in every epoch; the last minibatch may be short."""
+
+    def __init__(self, frames: FrameSubset, batch_size: int) -> None:
+        self.frames, self.batch_size = frames, batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.frames) // self.batch_size)
+
+    def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Tensor]:
+        for start in range(skip * self.batch_size, len(self.frames), self.batch_size):
+            yield self.frames.indices[start : start + self.batch_size]
+
+    def close(self) -> None:
+        return
+
+
+class ShuffledSampler:
+    """All frames in one random order per epoch, which depends on seed, epoch and the worker's rank only.
+
+    Kaldi nnet1 shuffles within 32,768 frames over a shuffled utterance list; a dataset in memory is shuffled whole. A
+    remainder smaller than a minibatch is dropped, as in nnet-train-frmshuff.
+
+    Args:
+        prefetch: draw each epoch's order in a thread during the epoch before. 100 million frames take the host seconds,
+            in which a GPU would wait.
+    """
+
+    def __init__(
+        self, frames: FrameSubset, batch_size: int, *, seed: int, rank: int = 0, prefetch: bool = False
+    ) -> None:
+        self.frames, self.batch_size, self.seed, self.rank, self.prefetch = frames, batch_size, seed, rank, prefetch
+        self._thread: ThreadPoolExecutor | None = None
+        self._drawn: dict[int, Future[Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.frames) // self.batch_size
+
+    def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Tensor]:
+        drawn = self._drawn.pop(number, None)
+        order = self._draw(number) if drawn is None else drawn.result()
+        if self.prefetch:
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="shuffle")
+            self._drawn = {number + 1: self._thread.submit(self._draw, number + 1)}
+        return self._minibatches(order, skip)
+
+    def close(self) -> None:
+        """Ends the thread; the next epoch starts another."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._thread, self._drawn = None, {}
+
+    def _draw(self, epoch: int) -> Tensor:
+        # torch's generator on the CPU uses the lower 32 bits of its seed alone: an odd factor keeps ranks apart in them.
+        mixed = (self.seed * 1_000_003 + epoch + self.rank * 2_654_435_761) % 2**63
+        return torch.randperm(len(self.frames), generator=torch.Generator().manual_seed(mixed))
+
+    def _minibatches(self, order: Tensor, skip: int) -> Iterator[Tensor]:
+        order = order.to(self.frames.indices.device)
+        for batch in range(skip, len(self)):
+            yield self.frames.indices[order[batch * self.batch_size : (batch + 1) * self.batch_size]]
 
 
 class Batch(NamedTuple):
@@ -124,7 +200,7 @@ class BatchLoader:
             self._epoch.close()
         self._epoch = None
 
-    def _batches(self, order: Iterable[Tensor]) -> Generator[Batch, None, None]:
+    def _batches(self, order: Iterator[Tensor]) -> Generator[Batch, None, None]:
         for rows in order:
             x = self.gather(self.frames.dataset, self.transform, rows, self.out[: len(rows)])
             labels = labels_of(self.frames.dataset, rows, self.out.device)
@@ -164,34 +240,27 @@ class PrefetchLoader(BatchLoader):
         self._copies = torch.cuda.Stream(self.device) if gpu else None  # type: ignore[no-untyped-call]
         self._wide = self.out if self.out.dtype == torch.float32 else torch.empty_like(self.out, dtype=torch.float32)
 
-    def _batches(self, order: Iterable[Tensor]) -> Generator[Batch, None, None]:
+    def _batches(self, order: Iterator[Tensor]) -> Generator[Batch, None, None]:
         if self.device.type == "cuda":  # an epoch that ended early may have copies under way
             torch.cuda.synchronize(self.device)
-        free: SimpleQueue[_PinnedBatch | None] = SimpleQueue()
-        ready: SimpleQueue[_PinnedBatch | None] = SimpleQueue()
-        for empty in self._buffers:
-            free.put(empty)
         in_flight: deque[_PinnedBatch] = deque()
-        closed = Event()
-        with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as reader:
-            reading = reader.submit(self._read, order, free, ready, closed)
-            try:
+        reader = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        try:
+            ready = deque(reader.submit(self._fill, buffer, order) for buffer in self._buffers)
+            self.mark("compute")
+            while (buffer := ready.popleft().result()) is not None:
+                batch = self._take(buffer)
+                self.mark("data")
+                yield batch
+                in_flight.append(buffer)
+                if len(in_flight) > MAX_IN_FLIGHT:
+                    oldest = in_flight.popleft()
+                    if oldest.used is not None:
+                        oldest.used.synchronize()
+                    ready.append(reader.submit(self._fill, oldest, order))
                 self.mark("compute")
-                while (buffer := ready.get()) is not None:
-                    batch = self._take(buffer)
-                    self.mark("data")
-                    yield batch
-                    in_flight.append(buffer)
-                    if len(in_flight) > MAX_IN_FLIGHT:
-                        oldest = in_flight.popleft()
-                        if oldest.used is not None:
-                            oldest.used.synchronize()
-                        free.put(oldest)
-                    self.mark("compute")
-                reading.result()
-            finally:
-                closed.set()
-                free.put(None)
+        finally:
+            reader.shutdown(cancel_futures=True)
 
     def _take(self, buffer: _PinnedBatch) -> Batch:
         """The minibatch in `buffer`, normalized in float32 in `out`; queued on the device, not waited for."""
@@ -206,35 +275,19 @@ class PrefetchLoader(BatchLoader):
             buffer.used.record(torch.cuda.current_stream(self.device))
         return Batch(x, labels)
 
-    def _read(
-        self,
-        order: Iterable[Tensor],
-        free: SimpleQueue[_PinnedBatch | None],
-        ready: SimpleQueue[_PinnedBatch | None],
-        closed: Event,
-    ) -> None:
-        """The thread: fills free buffers until `order` ends, the epoch is closed, or something fails."""
-        stream: AbstractContextManager[object] = nullcontext()
-        if self._copies is not None:
-            stream = torch.cuda.stream(self._copies)
-        try:
-            with stream:
-                for rows in order:
-                    buffer = free.get()
-                    if buffer is None or closed.is_set():
-                        return
-                    self._fill(buffer, rows)
-                    ready.put(buffer)
-        finally:
-            ready.put(None)
-
-    def _fill(self, buffer: _PinnedBatch, rows: Tensor) -> None:
+    def _fill(self, buffer: _PinnedBatch, order: Iterator[Tensor]) -> _PinnedBatch | None:
+        """In the thread: the buffer with the next minibatch, on its way to the device; None at the end of `order`."""
+        rows = next(order, None)
+        if rows is None:
+            return None
         n = buffer.frames = len(rows)
         if n > len(buffer.host_labels):
             raise ValueError(f"{n} rows in a minibatch, at most {len(buffer.host_labels)} expected")
         splice(self.frames.dataset, self.transform, rows, buffer.host_x[:n])
         torch.index_select(self.frames.dataset.labels, 0, rows, out=buffer.host_labels[:n])
         if buffer.copied is not None and self._copies is not None:
-            buffer.x[:n].copy_(buffer.host_x[:n], non_blocking=True)
-            buffer.labels[:n].copy_(buffer.host_labels[:n], non_blocking=True)
-            buffer.copied.record(self._copies)
+            with torch.cuda.stream(self._copies):
+                buffer.x[:n].copy_(buffer.host_x[:n], non_blocking=True)
+                buffer.labels[:n].copy_(buffer.host_labels[:n], non_blocking=True)
+                buffer.copied.record(self._copies)
+        return buffer

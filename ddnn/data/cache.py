@@ -1,33 +1,43 @@
-"""Datasets in cache files: found, checked by all workers of a host together, created where there is none.
-
-The name of a file is a digest of everything that its content depends on.
+"""Datasets in cache files that are mapped instead of loaded: found, checked by all workers of a host together, created
+where there is none. The name of a file is a digest of everything that its content depends on.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
+import math
+import mmap
+import os
 import re
+import struct
 import time
 import warnings
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
+from uuid import uuid4
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from ddnn.data.cache_file import NO_CRC, CacheFile, CacheMetadata, CorruptCacheError, write_cache
-from ddnn.data.dataset import AcousticDataset, DataConfig, frame_labels, make_dataset, utterance_offsets
+from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset, utterance_offsets
+from ddnn.data.feature_reader import write_at
 from ddnn.data.index import UtteranceIndex, build_index, check_skipped
-from ddnn.data.loading import LoadRequest, load_into_file
+from ddnn.data.loading import DataConfig, FeatureLoader
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.data_dir import DataDir, read_data_dir
 from ddnn.util.errors import DataError
+from ddnn.util.files import is_locked, open_regular
 from ddnn.util.system import available_memory
 
 log = logging.getLogger(__name__)
@@ -35,8 +45,79 @@ log = logging.getLogger(__name__)
 VERSION = 2
 """Of the file's format, and of what loading makes of the same input."""
 SUFFIX = ".features.safetensors"
+PAGE = 4096
+MAX_HEADER_BYTES = 100_000_000
+"""As in safetensors."""
+READ_BYTES = 4 << 20
+NO_CRC = "00000000"
 
 _ALIGNMENT_FILE = re.compile(r"ali\.[0-9]+\.gz|final\.mdl|num_jobs")
+_LENGTH = struct.Struct("<Q")
+_SAFETENSORS = {"<i4": "I32", "<i8": "I64", "<f4": "F32", "<f2": "F16"}
+"""Names of numpy's dtypes in safetensors."""
+
+
+class CorruptCacheError(Exception):
+    """What is wrong with a cache file."""
+
+
+class CacheMetadata(BaseModel):
+    """What a cache file holds: safetensors, whose header has this and the CRC-32 of the header itself as metadata.
+
+    Attributes:
+        key: `cache_key`.
+        dim, width: feature dimension in the archives, and in the file.
+        counts: what was skipped or trimmed.
+        blocks: [bytes, CRC-32] of each, from the first byte after the header on.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    key: str
+    data: str
+    dim: PositiveInt
+    width: PositiveInt
+    context: NonNegativeInt
+    dtype: Literal["float32", "float16"]
+    utterances: PositiveInt
+    rows: PositiveInt
+    pdfs: PositiveInt
+    counts: dict[str, int]
+    blocks: list[tuple[NonNegativeInt, Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]]]
+
+    def tensors(self) -> list[tuple[str, str, tuple[int, ...], int]]:
+        """Name, dtype, shape and bytes of each, in the order of the file."""
+        shapes: list[tuple[str, str, tuple[int, ...]]] = [
+            ("labels", "<i4", (self.rows,)),
+            ("selected", "<i8", (self.utterances,)),  # which utterances of the data dir are used
+            ("num_frames", "<i8", (self.utterances,)),
+            ("pdf_counts", "<i8", (self.pdfs,)),
+            ("features", "<f4" if self.dtype == "float32" else "<f2", (self.rows, self.width)),
+        ]
+        return [(name, dtype, shape, math.prod(shape) * np.dtype(dtype).itemsize) for name, dtype, shape in shapes]
+
+    @property
+    def index_bytes(self) -> int:
+        """Of all tensors before the features."""
+        return sum(size for *_, size in self.tensors()[:-1])
+
+    @property
+    def feature_bytes(self) -> int:
+        """Of the features."""
+        return self.tensors()[-1][-1]
+
+    def header(self) -> bytes:
+        """The length and the header of the file, padded so that the features start at a page."""
+        entries: dict[str, Any] = {"__metadata__": {"crc32": NO_CRC, "ddnn": self.model_dump_json()}}
+        position = 0
+        for name, dtype, shape, size in self.tensors():
+            offsets = [position, position + size]
+            entries[name] = {"dtype": _SAFETENSORS[dtype], "shape": list(shape), "data_offsets": offsets}
+            position += size
+        text = json.dumps(entries).encode()
+        text += b" " * (-(_LENGTH.size + len(text) + self.index_bytes) % PAGE)
+        crc = f'"crc32": "{zlib.crc32(text):08x}"'.encode()
+        return _LENGTH.pack(len(text)) + text.replace(f'"crc32": "{NO_CRC}"'.encode(), crc, 1)
 
 
 def cache_key(directory: DataDir, alignments: Path, config: DataConfig) -> str | None:
@@ -83,7 +164,7 @@ def _alignment_files(path: Path) -> list[Path]:
 
 def open_or_create_cache(
     directory: DataDir, alignments: Path, config: DataConfig, comm: Communicator
-) -> tuple[UtteranceIndex, CacheFile] | None:
+) -> tuple[UtteranceIndex, CacheFile] | tuple[None, None]:
     """All workers get the same index from a cache file, which is created first where it is missing, or none does.
     Collective.
 
@@ -97,48 +178,31 @@ def open_or_create_cache(
         if comm.rank == 0:
             reason = "shell commands" if key is None else "hosts whose archives have other paths, sizes or times"
             log.warning("%s: no cache for %s", directory.path, reason)
-        return None
+        return None, None
     path = config.cache_dir / f"{key[:32]}{SUFFIX}"
-    cache, created = _find_or_create(path, key, directory, alignments, config, comm)
-    if cache is None:
-        return None
-    entries = tuple(directory.entries[n] for n in cache.selected.tolist())
-    counts, metadata = dict(cache.metadata.counts), cache.metadata
-    if comm.rank == 0 and not created:  # the worker that created it has checked
-        check_skipped(directory, alignments, entries, counts, config.max_skipped_fraction)
-    index = UtteranceIndex(
-        directory,
-        entries,
-        np.array(cache.num_frames),
-        metadata.dim,
-        entries[0].key,
-        metadata.pdfs,
-        np.array(cache.pdf_counts),
-        counts=counts,
-    )
-    return index, cache
-
-
-def _find_or_create(
-    path: Path, key: str, directory: DataDir, alignments: Path, config: DataConfig, comm: Communicator
-) -> tuple[CacheFile | None, bool]:
-    """The cache file, checked by the workers of each host together. Where a host has none, rank 0 creates it, which
-    serves all hosts if they share the directory, and then the first worker of each host that still has none.
-
-    Returns:
-        the file, or None where it could not be created; whether this worker created it.
-    """
-    tried = False
-    for builder in (comm.rank == 0, comm.local_rank == 0, False):
+    # Where a host has none, rank 0 creates it, which serves all hosts if they share the directory, and then the first
+    # worker of each host that still has none.
+    created = False
+    for creates in (comm.rank == 0, comm.local_rank == 0, False):
         cache = _open_checked(path, key, len(directory.entries), config, comm)
         found = comm.all_gather_object([comm.host, cache is not None])
-        if all(valid for _, valid in found):
-            return cache, tried
-        if builder and not tried and not all(valid for host, valid in found if host == comm.host):
-            tried = True
+        if cache is not None and all(valid for _, valid in found):
+            break
+        if creates and not created and not all(valid for host, valid in found if host == comm.host):
+            created = True
             _create(path, key, directory, alignments, config, comm)
         comm.barrier()
-    return None, tried
+    else:
+        return None, None
+    entries = tuple(directory.entries[n] for n in cache.selected.tolist())
+    metadata, counts = cache.metadata, dict(cache.metadata.counts)
+    if comm.rank == 0 and not created:  # the worker that created it has checked
+        check_skipped(directory, alignments, entries, counts, config.max_skipped_fraction)
+    frames, of_pdfs = np.array(cache.num_frames), np.array(cache.pdf_counts)
+    index = UtteranceIndex(
+        directory, entries, frames, metadata.dim, entries[0].key, metadata.pdfs, of_pdfs, counts=counts
+    )
+    return index, cache
 
 
 def _open_checked(path: Path, key: str, entries: int, config: DataConfig, comm: Communicator) -> CacheFile | None:
@@ -164,30 +228,28 @@ def _create(path: Path, key: str, directory: DataDir, alignments: Path, config: 
     """Loads the whole data dir into a cache file; where that cannot be written, a warning says why."""
     aligned = read_alignments(alignments, num_pdfs=config.num_pdfs)
     index = build_index(directory, aligned, max_skipped_fraction=config.max_skipped_fraction)
-    processes = config.processes(comm) * comm.local_size  # the others wait
-    request = LoadRequest(index, config.features, processes, config.progress)
-    spec, context = request.spec, config.features.splice
+    loader = FeatureLoader(index, config, config.processes(comm) * comm.local_size)  # the others wait
     place = {entry.key: n for n, entry in enumerate(directory.entries)}
     selected = np.array([place[name] for name in index.utterances], np.int64)
-    labels = frame_labels(index, context).numpy()
+    labels = frame_labels(index, config.features.splice).numpy()
+    arrays = labels, selected, index.num_frames, index.pdf_counts
+    sizes = [sum(array.nbytes for array in arrays), *(chunk.rows * loader.spec.row_bytes for chunk in loader.chunks)]
     metadata = CacheMetadata(
         key=key,
         data=str(directory.path),
         dim=index.dim,
-        width=spec.width,
-        context=context,
+        width=loader.spec.width,
+        context=config.features.splice,
         dtype="float16" if config.features.dtype == "float16" else "float32",
         utterances=len(index.entries),
-        rows=request.rows,
+        rows=loader.rows,
         pdfs=aligned.num_pdfs,
         counts=index.counts,
-        blocks=[],
+        blocks=[(size, NO_CRC) for size in sizes],
     )
-    sizes = [metadata.index_bytes, *(chunk.rows * spec.row_bytes for chunk in request.chunks())]
-    metadata = metadata.model_copy(update={"blocks": [(size, NO_CRC) for size in sizes]})
 
     def write_features(descriptor: int, start: int) -> list[tuple[int, int]]:
-        blocks = load_into_file(request, descriptor, start)
+        blocks = loader.into_file(descriptor, start)
         if cache_key(read_data_dir(directory.path, allow_pipes=config.allow_pipes), alignments, config) != key:
             raise OSError("the data changed while they were read")
         return blocks
@@ -195,10 +257,181 @@ def _create(path: Path, key: str, directory: DataDir, alignments: Path, config: 
     started = time.perf_counter()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_cache(path, metadata, (labels, selected, index.num_frames, index.pdf_counts), write_features)
+        write_cache(path, metadata, arrays, write_features)
         log.info("cache: wrote %s in %.1f s", path, time.perf_counter() - started)
     except OSError as error:
         log.warning("cache: cannot write %s (%s); loading without it", path, error.strerror or error)
+
+
+def write_cache(
+    path: Path,
+    metadata: CacheMetadata,
+    arrays: Sequence[NDArray[np.signedinteger[Any]]],
+    write_features: Callable[[int, int], list[tuple[int, int]]],
+) -> None:
+    """Writes a cache file, whole or not at all; two writers of the same file do not disturb each other.
+
+    Args:
+        metadata: with blocks of the right number and sizes, whose checksums are filled in.
+        arrays: labels, selected, num_frames, pdf_counts.
+        write_features: writes the features into a file (descriptor, first byte); returns (bytes, CRC-32) of its blocks.
+
+    Raises:
+        OSError: the directory cannot be written into, or has no space left. What `write_features` raises.
+    """
+    start = len(metadata.header()) + metadata.index_bytes
+    with _temporary_file(path) as descriptor:
+        room = os.fstatvfs(descriptor)
+        if room.f_bavail * room.f_frsize < start + metadata.feature_bytes + (64 << 20):
+            needed = (start + metadata.feature_bytes) / 1e9
+            raise OSError(f"{needed:.1f} GB are needed, {room.f_bavail * room.f_frsize / 1e9:.1f} GB are free")
+        index = b"".join(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in arrays)
+        write_at(descriptor, index, start - len(index))
+        blocks = [(len(index), zlib.crc32(index)), *write_features(descriptor, start)]
+        header = metadata.model_copy(update={"blocks": [(size, f"{crc:08x}") for size, crc in blocks]}).header()
+        if len(header) + len(index) != start:
+            raise ValueError("the blocks that were written are not those of the metadata")
+        write_at(descriptor, header, 0)
+
+
+@contextmanager
+def _temporary_file(path: Path) -> Iterator[int]:
+    """A file that gets its name when the block ends without an error. Those of killed processes are removed."""
+    for stale in path.parent.glob(".*.tmp"):
+        with suppress(OSError):
+            if is_locked(stale) is False:  # its writer holds the lock while it lives
+                stale.unlink()
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            with suppress(OSError):  # a file system without locks: nothing is removed there either
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield file.fileno()
+            os.fsync(file.fileno())
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class CacheFile:
+    """A cache file, open and mapped, also when it is removed or replaced meanwhile. Its sizes are valid; its frames,
+    labels and indices once `check` has passed, which finds damage, not malice: whoever may write into the cache
+    directory may also write other frames.
+
+    Raises:
+        FileNotFoundError: there is none. OSError: it cannot be read. CorruptCacheError: it is not what was written.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path = path
+        with open_regular(path, follow_symlinks=False) as file:
+            self.size = os.fstat(file.fileno()).st_size
+            self.metadata, self._start = _read_header(file, self.size)
+            if self.metadata.key != key:
+                raise CorruptCacheError("it was made from other data")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._descriptor = os.dup(file.fileno())
+        arrays, position = dict[str, NDArray[Any]](), self._start
+        for name, dtype, shape, size in self.metadata.tensors():
+            arrays[name] = np.frombuffer(mapped, dtype, math.prod(shape), position).reshape(shape)
+            position += size
+        self.labels: NDArray[np.int32] = arrays["labels"]
+        self.selected: NDArray[np.int64] = arrays["selected"]
+        self.num_frames: NDArray[np.int64] = arrays["num_frames"]
+        self.pdf_counts: NDArray[np.int64] = arrays["pdf_counts"]
+        self.features: NDArray[np.generic] = arrays["features"]
+
+    def close(self) -> None:
+        """Closes the file; the arrays stay as they are."""
+        os.close(self._descriptor)
+
+    def check(self, entries: int, threads: int, share: int = 0, of: int = 1) -> None:
+        """Compares every byte (or the blocks that are `share` of `of`) with its checksum, then checks the indices.
+
+        Args:
+            entries: utterances of the data dir.
+
+        Raises:
+            CorruptCacheError: something is not what was written. OSError: the disk failed.
+        """
+        blocks, position = [], self._start
+        for size, crc in self.metadata.blocks:
+            blocks.append((position, size, int(crc, 16)))
+            position += size
+        with ThreadPoolExecutor(threads) as pool:  # preadv and crc32 release the interpreter lock
+            for _ in pool.map(self._check_block, blocks[share::of]):
+                pass
+        self._check_indices(entries)
+
+    def _check_block(self, block: tuple[int, int, int]) -> None:
+        first, size, expected = block
+        crc, buffer = 0, memoryview(bytearray(min(READ_BYTES, size)))
+        for position in range(first, first + size, READ_BYTES):
+            piece = buffer[: first + size - position]
+            self._read_into(piece, position)
+            crc = zlib.crc32(piece, crc)
+        if crc != expected:
+            raise CorruptCacheError(f"the bytes from {first} on are not those that were written")
+
+    def _check_indices(self, entries: int) -> None:
+        """Nothing points outside of anything: not an utterance, a frame or a pdf-id."""
+        metadata, selected, frames, labels = self.metadata, self.selected, self.num_frames, self.labels
+        context, edges = metadata.context, 2 * metadata.context
+        valid = bool((np.diff(selected) > 0).all()) and selected[0] >= 0 and selected[-1] < entries
+        valid = valid and frames.min() >= 1 and frames.max() <= metadata.rows and metadata.rows * len(frames) < 2**62
+        valid = valid and int(frames.sum()) + edges * metadata.utterances == metadata.rows
+        if valid:
+            starts = np.cumsum(frames + edges) - frames - edges
+            around = [labels[starts + n] for n in range(context)]
+            around += [labels[starts + context + frames + n] for n in range(context)]
+            valid = all(bool((edge == -1).all()) for edge in around)
+            valid = valid and labels.min() >= -1 and labels.max() < metadata.pdfs
+            valid = valid and int(np.count_nonzero(labels >= 0)) == int(frames.sum())
+            valid = valid and self.pdf_counts.min() >= 0 and metadata.width % metadata.dim == 0
+        if not valid:
+            raise CorruptCacheError("its indices do not fit each other")
+
+    def copy_rows(self, starts: list[int], lengths: list[int]) -> tuple[NDArray[np.generic], NDArray[np.int32]]:
+        """Features and labels of these stretches of rows, one after another; CorruptCacheError where the file was cut."""
+        width, dtype, row = self.metadata.width, self.metadata.dtype, 0
+        features, labels = np.empty((sum(lengths), width), dtype), np.empty(sum(lengths), np.int32)
+        of_features = self._start + self.metadata.index_bytes
+        for start, length in zip(starts, lengths, strict=True):
+            out = features[row : row + length]
+            self._read_into(out.reshape(-1).view(np.uint8).data, of_features + start * width * features.itemsize)
+            labels[row : row + length] = self.labels[start : start + length]
+            row += length
+        return features, labels
+
+    def _read_into(self, remaining: memoryview, position: int) -> None:
+        """Reads instead of using the map, where a disk that fails or a file that is cut would kill the process."""
+        while len(remaining):
+            read = os.preadv(self._descriptor, [remaining], position)
+            if not read:
+                raise CorruptCacheError("it was cut while it was read")
+            remaining, position = remaining[read:], position + read
+
+
+def _read_header(file: BinaryIO, size: int) -> tuple[CacheMetadata, int]:
+    """The metadata, from a header that is exactly theirs, and the byte after it; the sizes are those of the file."""
+    if size < _LENGTH.size:
+        raise CorruptCacheError(f"{size} bytes are too few")
+    packed = file.read(_LENGTH.size)
+    (length,) = _LENGTH.unpack(packed)
+    if length > min(MAX_HEADER_BYTES, size):
+        raise CorruptCacheError(f"a header of {length} bytes in a file of {size}")
+    header = file.read(length)
+    try:
+        metadata = CacheMetadata.model_validate_json(json.loads(header)["__metadata__"]["ddnn"])
+        as_written = packed + header == metadata.header()
+    except (ValidationError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        raise CorruptCacheError("its header says something that cannot be") from error
+    if not as_written:
+        raise CorruptCacheError("its header is not what was written")
+    start, data = len(packed) + len(header), metadata.index_bytes + metadata.feature_bytes
+    if start + data != size or sum(block for block, _ in metadata.blocks) != data:
+        raise CorruptCacheError(f"its header describes another length than {size} bytes")
+    return metadata, start
 
 
 def load_from_cache(cache: CacheFile, index: UtteranceIndex, utterances: Sequence[int]) -> AcousticDataset:
@@ -216,35 +449,19 @@ def load_from_cache(cache: CacheFile, index: UtteranceIndex, utterances: Sequenc
                 "again; data.feature_dtype: float16 needs half",
                 *(metadata.feature_bytes / 2**30, available / 2**30),
             )
-        features, labels = _as_tensor(cache.features), _as_tensor(cache.labels)
+        with warnings.catch_warnings():  # nobody writes into it
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            features, labels = torch.from_numpy(cache.features), torch.from_numpy(cache.labels)
     else:
+        context, chosen = metadata.context, np.asarray(utterances, dtype=np.int64)
+        starts = utterance_offsets(index.num_frames, context)[chosen] - context
         try:
-            features, labels = _copy_shard(cache, index, utterances)
+            copied = cache.copy_rows(starts.tolist(), (index.num_frames[chosen] + 2 * context).tolist())
         except (CorruptCacheError, OSError) as error:
             raise DataError(
                 f"the cache file failed while it was read: {error}",
                 location=cache.path,
                 hint="start again; do not change the cache while it is read",
             ) from error
+        features, labels = map(torch.from_numpy, copied)
     return make_dataset(index.subset(utterances), features, labels, metadata.context)
-
-
-def _copy_shard(cache: CacheFile, index: UtteranceIndex, utterances: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The rows of these utterances, each with its edges, one after another."""
-    context, row, chosen = cache.metadata.context, 0, np.asarray(utterances, dtype=np.int64)
-    lengths = index.num_frames[chosen] + 2 * context
-    starts = utterance_offsets(index.num_frames, context)[chosen] - context
-    features = np.empty((int(lengths.sum()), cache.metadata.width), cache.metadata.dtype)
-    labels = np.empty(len(features), np.int32)
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        cache.copy_rows(start, features[row : row + length])
-        labels[row : row + length] = cache.labels[start : start + length]
-        row += length
-    return torch.from_numpy(features), torch.from_numpy(labels)
-
-
-def _as_tensor(array: NDArray[np.generic]) -> Tensor:
-    """The mapped array itself, which nobody writes into."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)

@@ -7,45 +7,15 @@ stored, and a frame outside the utterance repeats the first or last one, as in K
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex
-from ddnn.data.loading import LoadRequest, Progress, default_processes, load_into_memory
-from ddnn.distributed.communicator import Communicator, SingleProcess
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """How a data dir is read.
-
-    Attributes:
-        num_pdfs: of the alignments; None: as they say themselves.
-        allow_pipes: run shell commands in an scp.
-        max_skipped_fraction: largest share of utterances that may be skipped; None: all but one.
-        cache_dir: directory of cache files; None: none.
-        loader_processes: how many may load for each worker; None: `default_processes`.
-        progress: wraps the utterances while they are read.
-    """
-
-    features: FeatureConfig
-    num_pdfs: int | None = None
-    allow_pipes: bool = False
-    max_skipped_fraction: float | None = 0.05
-    cache_dir: Path | None = None
-    loader_processes: int | None = None
-    progress: Progress = iter
-
-    def processes(self, comm: Communicator) -> int:
-        """How many processes may load for each worker."""
-        return self.loader_processes or default_processes(comm.local_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,34 +74,6 @@ class FrameSubset:
 
     def __len__(self) -> int:
         return len(self.indices)
-
-
-def load_dataset(
-    index: UtteranceIndex,
-    config: DataConfig,
-    *,
-    utterances: Sequence[int] | None = None,
-    comm: Communicator | None = None,
-) -> AcousticDataset:
-    """Loads indexed utterances, all or some, from their archives: the same frames and labels, whoever loads the others.
-
-    CMVN statistics are those of all utterances of a speaker in the data dir. Where there is no `cmvn.scp` to read them
-    from, all features of these speakers are read for them; with `comm`, of a share of all speakers.
-
-    Args:
-        utterances: ascending; None: all. There may be none.
-        comm: the workers, who all load shards of this index now and divide the work on CMVN statistics. Collective.
-
-    Raises:
-        DataError: damaged or unsuitable input, not what the index says (such as on another host).
-        UserError: a loading process died.
-    """
-    chosen = index if utterances is None else index.subset(utterances)
-    comm = comm or SingleProcess()
-    processes = config.processes(comm)
-    request = LoadRequest(chosen, config.features, processes, config.progress, comm, cmvn_speakers=index.speakers)
-    labels = frame_labels(chosen, config.features.splice)
-    return make_dataset(chosen, torch.from_numpy(load_into_memory(request)), labels, config.features.splice)
 
 
 def make_dataset(index: UtteranceIndex, features: Tensor, labels: Tensor, context: int) -> AcousticDataset:

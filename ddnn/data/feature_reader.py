@@ -1,28 +1,18 @@
 """Features as rows of a dataset: read, checked, CMVN, deltas, edges repeated. Also the process that does so for others.
 
-Nothing here imports torch: a loading process (`python -m ddnn.data.feature_reader`) starts in a fraction of a second.
-It reads tasks, one JSON line each, from its standard input and answers each with one line:
-
-    parent: {"descriptor": file, "start": byte, "spec": {...}}             once
-    parent: {"chunk": [...], "stats": {speaker: rows}}                     child: {"crc": 123}
-    parent: {"speakers": {speaker: [entry, ...]}}                          child: {"stats": {speaker: rows}}
-    child, where a task fails:                                             {"error": {"kind", "message", ...}}
-
-Frames go straight into the open file that it inherits. It ends when its input does, so that it never outlives its
-parent.
+Nothing here imports torch: a loading process starts in a fraction of a second.
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import os
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +24,6 @@ from ddnn.util.errors import DataError, UserError
 
 CHUNK_BYTES = 4 << 20
 """Minimum of features in a chunk: small enough for a processor's cache."""
-
-MAX_ERROR_PART = 20_000
-"""Characters of one part of an error: an answer fits into a pipe, so that nobody waits to write it."""
 
 Stats = Mapping[str, NDArray[np.float64]]
 """Speaker -> CMVN statistics, (2, dim + 1)."""
@@ -58,6 +45,14 @@ class FeatureConfig:
     splice: int = 0
     dtype: str = "float32"
 
+    def width(self, dim: int) -> int:
+        """Dimension of a row of features that have `dim` dims in the archives."""
+        return dim * (self.deltas + 1)
+
+    def rows(self, num_frames: NDArray[np.int64]) -> int:
+        """Number of rows of utterances of so many frames, edges included."""
+        return int(num_frames.sum()) + 2 * self.splice * len(num_frames)
+
 
 @dataclass(frozen=True)
 class FeatureSpec:
@@ -77,7 +72,7 @@ class FeatureSpec:
     @property
     def width(self) -> int:
         """Dimension of a row."""
-        return self.dim * (self.config.deltas + 1)
+        return self.config.width(self.dim)
 
     @property
     def row_bytes(self) -> int:
@@ -138,7 +133,13 @@ def read_chunk(out: NDArray[Any], chunk: Chunk, stats: Stats, spec: FeatureSpec,
         features = _read(entry, frames, spec, reader)
         if chunk.speakers is not None:
             speaker_stats = stats[chunk.speakers[u]]
-            _check_stats(entry.key, speaker_stats, spec)
+            if speaker_stats.shape[1] != spec.dim + 1:
+                dims = speaker_stats.shape[1] - 1
+                raise DataError(
+                    f"utterance {entry.key}: CMVN statistics of {dims} dims found, features of {spec.dim}",
+                    location=spec.data / "cmvn.scp",
+                    hint="run steps/compute_cmvn_stats.sh again, or remove cmvn.scp",
+                )
             features = apply_cmvn(features, speaker_stats, variance=config.cmvn == "mean-variance")
         if config.deltas:
             features = add_deltas(features, config.deltas)
@@ -163,16 +164,39 @@ def write_chunk(
     out = np.empty((chunk.rows, spec.width), spec.config.dtype)
     read_chunk(out, chunk, stats, spec, reader)
     data = out.reshape(-1).view(np.uint8).data
-    write_all(descriptor, data, start + chunk.row * spec.row_bytes)
+    write_at(descriptor, data, start + chunk.row * spec.row_bytes)
     return zlib.crc32(data)
 
 
-def write_all(descriptor: int, data: bytes | memoryview, position: int) -> None:
+def write_at(descriptor: int, data: bytes | memoryview, position: int) -> None:
     """Writes all of `data` at `position` of an open file."""
     remaining = memoryview(data)
     while len(remaining):
         written = os.pwrite(descriptor, remaining, position)
         remaining, position = remaining[written:], position + written
+
+
+def stats_of_speakers(speakers: Mapping[str, Sequence[ScpEntry]], _reader: MatrixReader) -> Stats:
+    """CMVN statistics of these speakers, from the features of their utterances.
+
+    Raises:
+        DataError: damaged or unsuitable features.
+    """
+    entries = [(name, entry) for name, of_speaker in speakers.items() for entry in of_speaker]
+    return compute_cmvn_stats([entry for _, entry in entries], {entry.key: name for name, entry in entries})
+
+
+def serve(descriptor: int) -> None:
+    """A loading process: does one task after another, a function and its arguments, and answers with what it returns or
+    with the error that ended it. It ends with the connection, so that it never outlives its parent."""
+    with Connection(descriptor) as connection, MatrixReader() as reader, suppress(EOFError, ConnectionError):
+        while True:
+            function, *arguments = connection.recv()
+            try:
+                answer = function(*arguments, reader)
+            except (UserError, MemoryError, OSError) as error:  # an OSError of the file that is written
+                answer = error
+            connection.send(answer)
 
 
 def _read(entry: ScpEntry, frames: int, spec: FeatureSpec, reader: MatrixReader) -> NDArray[Any]:
@@ -196,15 +220,6 @@ def _read(entry: ScpEntry, frames: int, spec: FeatureSpec, reader: MatrixReader)
     return features
 
 
-def _check_stats(utterance: str, stats: NDArray[np.float64], spec: FeatureSpec) -> None:
-    if stats.shape[1] != spec.dim + 1:
-        raise DataError(
-            f"utterance {utterance}: CMVN statistics of {stats.shape[1] - 1} dims found, features of {spec.dim}",
-            location=spec.data / "cmvn.scp",
-            hint="run steps/compute_cmvn_stats.sh again, or remove cmvn.scp",
-        )
-
-
 def _check_stored(entry: ScpEntry, stored: NDArray[Any], features: NDArray[Any], config: FeatureConfig) -> None:
     """DataError where a stored value is not finite."""
     # A sum is finite only if all terms are, and needs no array of truth values; it may overflow, so look again.
@@ -218,103 +233,3 @@ def _check_stored(entry: ScpEntry, stored: NDArray[Any], features: NDArray[Any],
         location=entry.location,
         hint="set data.feature_dtype: float32, or look for frames that are not speech features",
     )
-
-
-def setup_message(descriptor: int | None, start: int, spec: FeatureSpec) -> bytes:
-    """The first line that a loading process gets."""
-    return _line({"descriptor": descriptor, "start": start, "spec": asdict(spec)})
-
-
-def chunk_message(chunk: Chunk, stats: Stats) -> bytes:
-    """The task to write a chunk into the file, with the statistics of its speakers."""
-    needed = {speaker: stats[speaker].tolist() for speaker in set(chunk.speakers or ())}
-    return _line({"chunk": asdict(chunk), "stats": needed})
-
-
-def stats_message(speakers: Mapping[str, list[ScpEntry]]) -> bytes:
-    """The task to compute the CMVN statistics of these speakers."""
-    return _line({"speakers": {name: [asdict(entry) for entry in entries] for name, entries in speakers.items()}})
-
-
-def stats_from_answer(answer: Mapping[str, Any]) -> Stats:
-    """The statistics in a message of either side."""
-    return {speaker: np.array(rows, np.float64) for speaker, rows in answer["stats"].items()}
-
-
-def error_from_answer(answer: Mapping[str, Any]) -> Exception | None:
-    """The error that ended a task in a loading process; None where it did not fail."""
-    error = answer.get("error")
-    if error is None:
-        return None
-    if error["kind"] == "memory":
-        return MemoryError(error["message"])
-    if error["kind"] == "disk":
-        return OSError(error["errno"], error["message"])
-    kind = DataError if error["kind"] == "data" else UserError
-    return kind(error["message"], location=error["location"], hint=error["hint"])
-
-
-def serve(tasks: BinaryIO, answers: BinaryIO) -> None:
-    """Does all tasks, one after another."""
-    setup = json.loads(tasks.readline())
-    spec = setup["spec"]
-    setup["spec"] = FeatureSpec(
-        Path(spec["data"]), spec["reference_utterance"], spec["dim"], FeatureConfig(**spec["config"])
-    )
-    with MatrixReader() as reader:
-        for line in tasks:
-            answers.write(_line(_answer(json.loads(line), setup, reader)))
-            answers.flush()
-
-
-def _answer(task: Mapping[str, Any], setup: Mapping[str, Any], reader: MatrixReader) -> dict[str, Any]:
-    try:
-        if "speakers" in task:
-            entries = [(name, _entry(entry)) for name, given in task["speakers"].items() for entry in given]
-            computed = compute_cmvn_stats([entry for _, entry in entries], {entry.key: name for name, entry in entries})
-            return {"stats": {speaker: rows.tolist() for speaker, rows in computed.items()}}
-        chunk = task["chunk"]
-        chunk = Chunk(**{**chunk, "entries": tuple(map(_entry, chunk["entries"]))})
-        stats = stats_from_answer(task)
-        return {"crc": write_chunk(setup["descriptor"], setup["start"], chunk, stats, setup["spec"], reader)}
-    except UserError as error:
-        parts = {"message": error.message, "location": error.location, "hint": error.hint}
-        kind = "data" if isinstance(error, DataError) else "user"
-        return {"error": {"kind": kind, **{name: part and part[:MAX_ERROR_PART] for name, part in parts.items()}}}
-    except MemoryError as error:
-        return {"error": {"kind": "memory", "message": str(error)[:MAX_ERROR_PART]}}
-    except OSError as error:  # of the file that is written: those of the archives are DataErrors
-        message = (error.strerror or "")[:MAX_ERROR_PART]
-        return {"error": {"kind": "disk", "errno": error.errno or errno.EIO, "message": message}}
-
-
-def _entry(fields: Mapping[str, Any]) -> ScpEntry:
-    """The entry of which `asdict` went through JSON."""
-    path, rows, columns = fields["path"], fields["rows"], fields["columns"]
-    return ScpEntry(
-        **{
-            **fields,
-            "path": None if path is None else Path(path),
-            "rows": rows and tuple(rows),
-            "columns": columns and tuple(columns),
-            "scp": Path(fields["scp"]),
-        }
-    )
-
-
-def _line(value: Any) -> bytes:
-    return json.dumps(value, default=str).encode() + b"\n"
-
-
-def main() -> None:
-    """Serves standard input and output; anything else that is printed goes to standard error."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    try:
-        serve(sys.stdin.buffer, answers)
-    except BrokenPipeError:  # the parent is gone
-        os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -109,23 +109,21 @@ def build_index(
         selected_and_frames[0] = torch.tensor([place[entry.key] for entry in index.entries])
         selected_and_frames[1] = torch.from_numpy(index.num_frames)
     comm.broadcast(selected_and_frames)
-    if index is not None:
-        return index
-    entries = [directory.entries[n] for n in selected_and_frames[0].tolist()]
-    lengths = selected_and_frames[1].tolist()
-    return _index(directory, entries, lengths, of_first["dim"], alignments, of_first["counts"])
+    selected, frames = selected_and_frames.numpy()
+    return index or _index(
+        directory, [directory.entries[n] for n in selected], frames, of_first["dim"], alignments, of_first["counts"]
+    )
 
 
 def _index(
     directory: DataDir,
-    entries: Iterable[ScpEntry],
-    lengths: list[int],
+    entries: Sequence[ScpEntry],
+    num_frames: NDArray[np.int64],
     dim: int,
     alignments: Alignments | None,
     counts: dict[str, int],
 ) -> UtteranceIndex:
-    entries = tuple(entries)
-    index = UtteranceIndex(directory, entries, np.asarray(lengths, np.int64), dim, entries[0].key, counts=counts)
+    index = UtteranceIndex(directory, tuple(entries), num_frames, dim, entries[0].key, counts=counts)
     if alignments is None:
         return index
     of_pdfs = pdf_counts(alignments, index.utterances)
@@ -140,8 +138,7 @@ def _match_alignments(
     entries, lengths = [], []
     with MatrixReader() as reader:
         for entry in directory.entries:
-            frames = reader.shape(entry)[0]
-            length = frames
+            length = frames = reader.shape(entry)[0]
             if alignments is not None:
                 labels = alignments.pdfs.get(entry.key)
                 if labels is None:
@@ -165,7 +162,7 @@ def _match_alignments(
         path = None if alignments is None else alignments.path
         check_skipped(directory, path, entries, dict(counts), max_skipped_fraction)
         dim = reader.shape(entries[0])[1]
-    return _index(directory, entries, lengths, dim, alignments, dict(counts))
+    return _index(directory, entries, np.array(lengths, np.int64), dim, alignments, dict(counts))
 
 
 def check_skipped(
@@ -176,8 +173,7 @@ def check_skipped(
     max_skipped_fraction: float | None,
 ) -> None:
     """Logs what is skipped or trimmed; DataError where it is more than the fraction allows, or everything."""
-    total = len(directory.entries)
-    skipped = total - counts["used"]
+    total, skipped = len(directory.entries), len(directory.entries) - counts["used"]
     described = (
         f"{counts['no_alignment']} without an alignment, {counts['length_differs']} differing from theirs by more than "
         f"{LENGTH_TOLERANCE} frames, {counts['empty']} without frames"
@@ -186,16 +182,11 @@ def check_skipped(
         aligned_in = f"; alignments are from {alignments}" if alignments is not None else ""
         keys = {entry.key for entry in used}
         first = next(entry.key for entry in directory.entries if entry.key not in keys)
-        raise DataError(
-            f"{skipped} of {total} utterances cannot be used ({described}); the first is {first}{aligned_in}",
-            location=directory.path,
-            hint="check that features and alignments belong together"
-            + (
-                f", or raise data.max_skipped_fraction (now {max_skipped_fraction:g})"
-                if max_skipped_fraction is not None
-                else ""
-            ),
-        )
+        hint = "check that features and alignments belong together"
+        if max_skipped_fraction is not None:
+            hint += f", or raise data.max_skipped_fraction (now {max_skipped_fraction:g})"
+        message = f"{skipped} of {total} utterances cannot be used ({described}); the first is {first}{aligned_in}"
+        raise DataError(message, location=directory.path, hint=hint)
     if skipped or counts["trimmed"]:
         log.warning(
             "%s: %d of %d utterances skipped (%s), %d trimmed",

@@ -1,51 +1,50 @@
 """All features of some utterances into memory or into a file, read by this process or by several.
 
-Loading processes are started from scratch, never forked (MPI and CUDA may be in use), and get their tasks over pipes:
-`ddnn.data.feature_reader` says how. They are ended together with the block that uses them.
+Loading processes are started from scratch, never forked (MPI and CUDA may be in use), and get their tasks over sockets.
+They are ended together with the block that uses them.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset
 from ddnn.data.feature_reader import (
-    Chunk,
     FeatureConfig,
     FeatureSpec,
     Stats,
-    chunk_message,
-    error_from_answer,
     make_chunks,
     read_chunk,
-    setup_message,
-    stats_from_answer,
-    stats_message,
+    stats_of_speakers,
     write_chunk,
 )
 from ddnn.data.index import UtteranceIndex
 from ddnn.data.partition import assign_shards
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.archive import MatrixReader
-from ddnn.kaldi.data_dir import DataDir, compute_cmvn_stats, speaker_cmvn_stats
+from ddnn.kaldi.data_dir import DataDir, speaker_cmvn_stats
 from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError, UserError
+from ddnn.util.system import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -69,174 +68,194 @@ ENVIRONMENT = {
 }
 """Of a loading process."""
 
-Progress = Callable[[Sequence[ScpEntry]], Iterable[ScpEntry]]
-"""Wraps the utterances while they are read."""
+Task = tuple[Any, ...]
+"""A function of `ddnn.data.feature_reader` and its arguments, but for the last, a `MatrixReader`."""
+
+Run = Callable[[Iterable[Task]], Iterator[tuple[int, Any]]]
+"""Does tasks, here or in loading processes; gives the index and the result of each."""
 
 
 @dataclass(frozen=True)
-class LoadRequest:
-    """What to load and how.
+class DataConfig:
+    """How a data dir is read.
 
     Attributes:
-        index: the utterances to load, whose data dir gives the CMVN statistics.
-        processes: how many may load; fewer are used where there are not enough features for them.
+        num_pdfs: of the alignments; None: as they say themselves.
+        allow_pipes: run shell commands in an scp.
+        max_skipped_fraction: largest share of utterances that may be skipped; None: all but one.
+        cache_dir: directory of cache files; None: none.
+        loader_processes: how many may load for each worker; None: `default_processes`.
         progress: wraps the utterances while they are read.
-        comm: divides the work on CMVN statistics among the workers, who all load at the same time. Collective.
-        cmvn_speakers: of several workers, the speakers whose statistics any of them needs.
     """
 
-    index: UtteranceIndex
     features: FeatureConfig
-    processes: int = 1
-    progress: Progress = iter
-    comm: Communicator = field(default_factory=SingleProcess)
-    cmvn_speakers: tuple[str, ...] | None = None
+    num_pdfs: int | None = None
+    allow_pipes: bool = False
+    max_skipped_fraction: float | None = 0.05
+    cache_dir: Path | None = None
+    loader_processes: int | None = None
+    progress: Callable[[Sequence[ScpEntry]], Iterable[ScpEntry]] = iter
 
-    @property
-    def spec(self) -> FeatureSpec:
-        """What is made of the features."""
-        index = self.index
-        return FeatureSpec(index.directory.path, index.reference_utterance, index.dim, self.features)
-
-    @property
-    def rows(self) -> int:
-        """Number of rows, edges included."""
-        return int(self.index.num_frames.sum()) + 2 * self.features.splice * len(self.index.entries)
-
-    def chunks(self) -> list[Chunk]:
-        """The utterances in chunks, each of which is read at once."""
-        speakers = None if self.features.cmvn == "none" else self.index.speakers
-        return make_chunks(self.index.entries, self.index.num_frames, speakers, self.spec)
-
-    @property
-    def effective_processes(self) -> int:
-        """The processes that are worth their start; 1: only this one."""
-        return effective_processes(self.processes, 4 * self.rows * self.spec.width)
+    def processes(self, comm: Communicator) -> int:
+        """How many processes may load for each worker."""
+        return self.loader_processes or default_processes(comm.local_size)
 
 
 def default_processes(workers_on_host: int = 1) -> int:
     """Default of `data.loader_processes`: the usable cores, up to 8, divided among the workers of the host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, MAX_PROCESSES) // workers_on_host)
+    return max(1, min(usable_cores(), MAX_PROCESSES) // workers_on_host)
 
 
 def effective_processes(wanted: int, float32_bytes: int) -> int:
-    """How many of the wanted processes are worth their start for this amount of features."""
+    """How many of the wanted processes are worth their start for this amount of features; 1: only this one."""
     return max(1, min(wanted, float32_bytes // BYTES_PER_PROCESS))
 
 
-def load_into_memory(request: LoadRequest) -> NDArray[Any]:
-    """All rows, (rows, width), of the config's dtype.
+def load_dataset(
+    index: UtteranceIndex,
+    config: DataConfig,
+    *,
+    utterances: Sequence[int] | None = None,
+    comm: Communicator | None = None,
+) -> AcousticDataset:
+    """Loads indexed utterances, all or some, from their archives: the same frames and labels, whoever loads the others.
 
-    Several processes fill anonymous memory, which is freed with its last user.
+    CMVN statistics are those of all utterances of a speaker in the data dir. Where there is no `cmvn.scp` to read them
+    from, all features of these speakers are read for them; with `comm`, of a share of all speakers.
 
-    Raises:
-        DataError: damaged or unsuitable features. UserError: a loading process died.
-    """
-    spec, rows = request.spec, request.rows
-    if request.effective_processes == 1:
-        features = np.empty((rows, spec.width), spec.config.dtype)
-        _load(request, features, None, 0)
-        return features
-    with _anonymous_shared_memory() as descriptor:
-        os.ftruncate(descriptor, rows * spec.row_bytes)
-        _load(request, None, descriptor, 0)
-        mapped = mmap.mmap(descriptor, rows * spec.row_bytes)
-    return np.frombuffer(mapped, spec.config.dtype).reshape(rows, spec.width)
-
-
-def load_into_file(request: LoadRequest, descriptor: int, start: int) -> list[tuple[int, int]]:
-    """Writes all rows into an open file, from byte `start` on; returns (bytes, CRC-32) of one block after another.
+    Args:
+        utterances: ascending; None: all. There may be none.
+        comm: the workers, who all load shards of this index now and divide the work on CMVN statistics. Collective.
 
     Raises:
-        DataError: damaged or unsuitable features. UserError: a loading process died. OSError: the file cannot be
-            written.
+        DataError: damaged or unsuitable input, not what the index says (such as on another host).
+        UserError: a loading process died.
     """
-    return _load(request, None, descriptor, start)
+    chosen = index if utterances is None else index.subset(utterances)
+    comm = comm or SingleProcess()
+    features = FeatureLoader(chosen, config, config.processes(comm), comm, index.speakers).into_memory()
+    context = config.features.splice
+    return make_dataset(chosen, torch.from_numpy(features), frame_labels(chosen, context), context)
 
 
-@contextmanager
-def _anonymous_shared_memory() -> Iterator[int]:
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("ddnn features")
-    else:
-        descriptor, name = tempfile.mkstemp()
-        os.unlink(name)  # noqa: PTH108 (there is no Path yet)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+class FeatureLoader:
+    """Loads all features of an index.
 
+    Args:
+        processes: how many may load; fewer are used where there are not enough features for them.
+        comm: divides the work on CMVN statistics among the workers, who all load at the same time. Collective.
+        cmvn_speakers: of several workers, the speakers whose statistics any of them needs.
 
-def _load(request: LoadRequest, out: NDArray[Any] | None, descriptor: int | None, start: int) -> list[tuple[int, int]]:
-    started, spec = time.perf_counter(), request.spec
-    chunks = request.chunks()
-    advance = _progress_callback(request)
-    checksums = [0] * len(chunks)
-    with ExitStack() as stack:
-        pool = None
-        if request.effective_processes > 1:
-            pool = stack.enter_context(LoaderPool(request.effective_processes, spec, descriptor, start))
-        stats = {} if spec.config.cmvn == "none" else _cmvn_stats(request, pool)
-        if pool is not None:
-            for n, answer in pool.run(chunk_message(chunk, stats) for chunk in chunks):
-                checksums[n] = answer["crc"]
-                advance(chunks[n])
-        else:
-            reader = stack.enter_context(MatrixReader())
-            for n, chunk in enumerate(chunks):
-                if out is not None:
-                    read_chunk(out[chunk.row : chunk.row + chunk.rows], chunk, stats, spec, reader)
-                elif descriptor is not None:
-                    checksums[n] = write_chunk(descriptor, start, chunk, stats, spec, reader)
-                advance(chunk)
-    advance(None)
-    _log_speed(request, time.perf_counter() - started)
-    return [(chunk.rows * spec.row_bytes, crc) for chunk, crc in zip(chunks, checksums, strict=True)]
+    Attributes:
+        rows: number of rows, edges included.
+        chunks: the utterances, in pieces that are read at once.
+    """
 
+    def __init__(
+        self,
+        index: UtteranceIndex,
+        config: DataConfig,
+        processes: int,
+        comm: Communicator | None = None,
+        cmvn_speakers: Sequence[str] | None = None,
+    ) -> None:
+        self.index, self.config, self.comm = index, config, comm or SingleProcess()
+        self.spec = FeatureSpec(index.directory.path, index.reference_utterance, index.dim, config.features)
+        self.rows = config.features.rows(index.num_frames)
+        self.cmvn = config.features.cmvn != "none"
+        self.chunks = make_chunks(index.entries, index.num_frames, index.speakers if self.cmvn else None, self.spec)
+        self.processes = effective_processes(processes, 4 * self.rows * self.spec.width)
+        self.speakers = set((index.speakers if self.comm.world_size == 1 else cmvn_speakers) or ())
 
-def _log_speed(request: LoadRequest, seconds: float) -> None:
-    size, processes = 4e-9 * request.rows * request.spec.width, request.effective_processes
-    log.log(
-        logging.INFO if seconds > 1 or processes > 1 else logging.DEBUG,
-        "%s: loaded %.2f GB of float32 in %.1f s by %d process(es), %.2f GB/s",
-        *(request.index.directory.path, size, seconds, processes, size / max(seconds, 1e-9)),
-    )
+    def into_memory(self) -> NDArray[Any]:
+        """All rows, (rows, width), of the config's dtype.
 
+        Several processes fill anonymous memory, which is freed with its last user.
 
-def _progress_callback(request: LoadRequest) -> Callable[[Chunk | None], None]:
-    """Advances the progress bar by a chunk; None: to its end."""
-    steps = iter(request.progress(request.index.entries))
+        Raises:
+            DataError: damaged or unsuitable features. UserError: a loading process died.
+        """
+        dtype, shape = self.spec.config.dtype, (self.rows, self.spec.width)
+        if self.processes == 1:
+            features = np.empty(shape, dtype)
+            self._load(features)
+            return features
+        with _anonymous_memory() as memory:
+            memory.truncate(self.rows * self.spec.row_bytes)
+            self._load(None, memory.fileno())
+            mapped = mmap.mmap(memory.fileno(), self.rows * self.spec.row_bytes)
+        return np.frombuffer(mapped, dtype).reshape(shape)
 
-    def advance(chunk: Chunk | None) -> None:
-        for _ in range(len(chunk.entries) if chunk is not None else 1):
-            next(steps, None)
+    def into_file(self, descriptor: int, start: int) -> list[tuple[int, int]]:
+        """Writes all rows into an open file, from byte `start` on; returns (bytes, CRC-32) of one chunk after another.
 
-    return advance
+        Raises:
+            DataError: damaged or unsuitable features. UserError: a loading process died. OSError: the file cannot be
+                written.
+        """
+        checksums = self._load(None, descriptor, start)
+        return [(chunk.rows * self.spec.row_bytes, crc) for chunk, crc in zip(self.chunks, checksums, strict=True)]
 
+    def _load(self, out: NDArray[Any] | None, descriptor: int = -1, start: int = 0) -> list[Any]:
+        """Fills `out`, or the file where it is None; what each chunk's task returned."""
+        started = time.perf_counter()
+        steps = iter(self.config.progress(self.index.entries))
+        results: list[Any] = [None] * len(self.chunks)
+        with ExitStack() as stack:
+            if self.processes > 1:
+                run = stack.enter_context(LoaderPool(self.processes, descriptor)).run
+            else:
+                run = partial(_run_here, reader=stack.enter_context(MatrixReader()))
+            stats = self._cmvn_stats(run) if self.cmvn else {}
+            for n, result in run(self._tasks(stats, out, descriptor, start)):
+                results[n] = result
+                for _ in self.chunks[n].entries:
+                    next(steps, None)
+        next(steps, None)  # to the end of the progress bar
+        size, seconds = 4e-9 * self.rows * self.spec.width, time.perf_counter() - started
+        log.log(
+            logging.INFO if seconds > 1 or self.processes > 1 else logging.DEBUG,
+            "%s: loaded %.2f GB of float32 in %.1f s by %d process(es), %.2f GB/s",
+            *(self.index.directory.path, size, seconds, self.processes, size / max(seconds, 1e-9)),
+        )
+        return results
 
-def _cmvn_stats(request: LoadRequest, pool: LoaderPool | None) -> Stats:
-    """Of all speakers of `request.index` at least."""
-    directory, comm = request.index.directory, request.comm
-    wanted = set(request.index.speakers or ())
-    speaker_of = directory.speaker_of("data.cmvn")
-    if directory.cmvn is not None:
-        selected = {utterance: speaker for utterance, speaker in speaker_of.items() if speaker in wanted}
-        entries = tuple(entry for entry in directory.entries if entry.key in selected)
-        return speaker_cmvn_stats(DataDir(directory.path, entries, selected, directory.cmvn))
-    if comm.world_size > 1:
-        wanted = set(request.cmvn_speakers or ())
-    by_speaker: dict[str, list[ScpEntry]] = {}
-    for entry in directory.entries:
-        if speaker_of[entry.key] in wanted:
-            by_speaker.setdefault(speaker_of[entry.key], []).append(entry)
-    if comm.world_size == 1:
-        return _compute_stats(by_speaker, pool, request)
-    names = list(by_speaker)
-    utterances = np.array([len(by_speaker[name]) for name in names], np.int64)
-    share = assign_shards(utterances, range(len(names)), comm.world_size)[comm.rank]
-    local = _compute_stats({names[n]: by_speaker[names[n]] for n in share}, pool, request)
-    return sum_over_workers(names, local, request.spec.dim, comm)
+    def _tasks(self, stats: Stats, out: NDArray[Any] | None, descriptor: int, start: int) -> Iterator[Task]:
+        for chunk in self.chunks:
+            needed = {speaker: stats[speaker] for speaker in chunk.speakers or ()}
+            if out is None:
+                yield write_chunk, descriptor, start, chunk, needed, self.spec
+            else:
+                yield read_chunk, out[chunk.row : chunk.row + chunk.rows], chunk, needed, self.spec
+
+    def _cmvn_stats(self, run: Run) -> Stats:
+        """Of all speakers of the index at least."""
+        directory, comm, dim = self.index.directory, self.comm, self.spec.dim
+        speaker_of = directory.speaker_of("data.cmvn")
+        if directory.cmvn is not None:
+            wanted = set(self.index.speakers or ())
+            selected = {utterance: speaker for utterance, speaker in speaker_of.items() if speaker in wanted}
+            entries = tuple(entry for entry in directory.entries if entry.key in selected)
+            return speaker_cmvn_stats(DataDir(directory.path, entries, selected, directory.cmvn))
+        by_speaker: dict[str, list[ScpEntry]] = {}
+        for entry in directory.entries:
+            if speaker_of[entry.key] in self.speakers:
+                by_speaker.setdefault(speaker_of[entry.key], []).append(entry)
+        names = list(by_speaker)
+        utterances = np.array([len(by_speaker[name]) for name in names], np.int64)
+        share = assign_shards(utterances, range(len(names)), comm.world_size)[comm.rank]
+        groups = (share[first : first + SPEAKERS_PER_TASK] for first in range(0, len(share), SPEAKERS_PER_TASK))
+        local: dict[str, NDArray[np.float64]] = {}
+        for _, stats in run((stats_of_speakers, {names[n]: by_speaker[names[n]] for n in group}) for group in groups):
+            local.update(stats)
+        for speaker, sums in local.items():
+            if sums.shape[1] != dim + 1:
+                raise DataError(
+                    f"speaker {speaker}: features of {sums.shape[1] - 1} dims found, {dim} expected",
+                    location=directory.path / "feats.scp",
+                    hint="all utterances of a data dir must have features of one kind",
+                )
+        return sum_over_workers(names, local, dim, comm)
 
 
 def sum_over_workers(names: list[str], local: Stats, dim: int, comm: Communicator) -> Stats:
@@ -249,54 +268,32 @@ def sum_over_workers(names: list[str], local: Stats, dim: int, comm: Communicato
     return {name: stats for name, stats in zip(names, total.numpy(), strict=True) if stats[0, dim]}
 
 
-def _compute_stats(by_speaker: dict[str, list[ScpEntry]], pool: LoaderPool | None, request: LoadRequest) -> Stats:
-    """CMVN statistics of these speakers from their features."""
-    stats: dict[str, NDArray[np.float64]] = {}
-    if pool is None:
-        speaker_of = {entry.key: speaker for speaker, entries in by_speaker.items() for entry in entries}
-        entries = [entry for entry in request.index.directory.entries if entry.key in speaker_of]
-        stats.update(compute_cmvn_stats(entries, speaker_of))
-    else:
-        names = list(by_speaker)
-        groups = (names[first : first + SPEAKERS_PER_TASK] for first in range(0, len(names), SPEAKERS_PER_TASK))
-        for _, answer in pool.run(stats_message({name: by_speaker[name] for name in group}) for group in groups):
-            stats.update(stats_from_answer(answer))
-    for speaker, rows in stats.items():
-        if rows.shape[1] != request.spec.dim + 1:
-            raise DataError(
-                f"speaker {speaker}: features of {rows.shape[1] - 1} dims found, {request.spec.dim} expected",
-                location=request.index.directory.path / "feats.scp",
-                hint="all utterances of a data dir must have features of one kind",
-            )
-    return stats
+def _anonymous_memory() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("ddnn features"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _run_here(tasks: Iterable[Task], reader: MatrixReader) -> Iterator[tuple[int, Any]]:
+    for n, (function, *arguments) in enumerate(tasks):
+        yield n, function(*arguments, reader)
 
 
 class LoaderPool:
     """Loading processes; a context manager that leaves none behind, however its block ends.
 
     Args:
-        descriptor: the open file that they write into; None where they only read.
-        start: byte of the file where row 0 begins.
+        descriptor: an open file that they inherit and write into; -1: none.
     """
 
-    def __init__(self, processes: int, spec: FeatureSpec, descriptor: int | None = None, start: int = 0) -> None:
-        self._processes, self._descriptor = processes, descriptor
-        self._setup = setup_message(descriptor, start, spec)
-        self.children: list[subprocess.Popen[bytes]] = []
+    def __init__(self, processes: int, descriptor: int = -1) -> None:
+        self._processes, self._inherited = processes, () if descriptor < 0 else (descriptor,)
+        self.children: dict[Connection, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> LoaderPool:
         try:
             for _ in range(self._processes):
-                child = subprocess.Popen(
-                    [sys.executable, "-m", "ddnn.data.feature_reader"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    pass_fds=() if self._descriptor is None else (self._descriptor,),
-                    start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone
-                    env={**os.environ, **ENVIRONMENT},
-                )
-                self.children.append(child)
-                _send(child, self._setup)
+                self._start()
         except BaseException as error:
             self._end()
             if isinstance(error, OSError):
@@ -310,7 +307,19 @@ class LoaderPool:
     ) -> None:
         self._end()
 
-    def run(self, tasks: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _start(self) -> None:
+        connection, theirs = Pipe()
+        with theirs:
+            self.children[connection] = subprocess.Popen(
+                [sys.executable, "-c", f"from ddnn.data.feature_reader import serve; serve({theirs.fileno()})"],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what is printed goes to standard error
+                pass_fds=(theirs.fileno(), *self._inherited),
+                start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone
+                env={**os.environ, **ENVIRONMENT},
+            )
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[tuple[int, Any]]:
         """Hands out the tasks in order, one to each process at a time; yields (index of the task, answer) as they come.
 
         Raises:
@@ -319,71 +328,50 @@ class LoaderPool:
             UserError: a process died.
         """
         remaining = iter(enumerate(tasks))
+        busy: dict[Connection, int] = {}
         failed: dict[int, Exception] = {}
-        with selectors.DefaultSelector() as answering:
 
-            def hand_out(child: subprocess.Popen[bytes]) -> None:
-                index, task = next(remaining, (-1, b""))
-                if index >= 0:
-                    answering.register(_pipe(child.stdout), selectors.EVENT_READ, (child, index))
-                    _send(child, task)
+        def hand_out(connection: Connection) -> None:
+            index, task = next(remaining, (-1, None))
+            if task is not None:
+                busy[connection] = index
+                with self._alive(connection):
+                    connection.send(task)
 
-            for child in self.children:
-                hand_out(child)
-            while answering.get_map():
-                for key, _ in answering.select():
-                    child, index = key.data
-                    answering.unregister(key.fileobj)
-                    answer = _receive(child)
-                    error = error_from_answer(answer)
-                    if error is not None:
-                        failed[index] = error
-                    else:
-                        yield index, answer
-                    if not failed:  # else only earlier tasks are waited for, which may fail too
-                        hand_out(child)
+        for connection in self.children:
+            hand_out(connection)
+        while busy:
+            for connection in cast(list[Connection], wait(busy)):
+                with self._alive(connection):
+                    answer = connection.recv()
+                index = busy.pop(connection)
+                if isinstance(answer, Exception):
+                    failed[index] = answer
+                else:
+                    yield index, answer
+                if not failed:  # else only earlier tasks are waited for, which may fail too
+                    hand_out(connection)
         if failed:
             raise failed[min(failed)]
 
+    @contextmanager
+    def _alive(self, connection: Connection) -> Iterator[None]:
+        """UserError where the process at the other end has died."""
+        try:
+            yield
+        except (EOFError, ConnectionError) as error:
+            code = self.children[connection].wait()
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
+            raise UserError(
+                f"a loading process {how}",
+                hint="read the messages before this one, and check whether memory was short; data.loader_processes: 1 "
+                "loads without such processes",
+            ) from error
+
     def _end(self) -> None:
-        for child in self.children:
+        for child in self.children.values():
             child.kill()
-        for child in self.children:
+        for connection, child in self.children.items():
             child.wait()
-            _pipe(child.stdout).close()
-            try:
-                _pipe(child.stdin).close()
-            except BrokenPipeError:  # of a message that was never read
-                continue
+            connection.close()
         self.children.clear()
-
-
-def _send(child: subprocess.Popen[bytes], line: bytes) -> None:
-    try:
-        _pipe(child.stdin).write(line)
-        _pipe(child.stdin).flush()
-    except BrokenPipeError:
-        raise _died(child) from None
-
-
-def _receive(child: subprocess.Popen[bytes]) -> dict[str, Any]:
-    line = _pipe(child.stdout).readline()
-    if not line.endswith(b"\n"):
-        raise _died(child)
-    answer: dict[str, Any] = json.loads(line)
-    return answer
-
-
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
-
-
-def _died(child: subprocess.Popen[bytes]) -> UserError:
-    code = child.wait()
-    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
-    return UserError(
-        f"a loading process {how}",
-        hint="read the messages before this one, and check whether memory was short; data.loader_processes: 1 loads "
-        "without such processes",
-    )

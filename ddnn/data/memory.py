@@ -125,25 +125,19 @@ def require_host_memory(estimate: Estimate, location: str | PathLike[str], comm:
             continue
         needed, available = sum(sum(one[1].values()) for one in here), min(known)
         parts = ", ".join(f"{part} {_size(size)}" for part, size in here[0][1].items())
-        who = (
-            f"{len(here)} workers on {host}, each with about" if len(here) > 1 else f"one process on {host} with about"
-        )
-        message = f"{who} {parts}: {_size(needed)} of memory needed, {_size(available)} available"
+        who = f"{len(here)} workers on {host}, each with" if len(here) > 1 else f"one process on {host} with"
+        message = f"{who} about {parts}: {_size(needed)} of memory needed, {_size(available)} available"
         if needed > available:
             spread = "fewer workers on each" if len(here) > 1 else "more workers on more machines"
-            half = (
-                ", or data.feature_dtype: float16, which halves the frames" if "frames in float32" in here[0][1] else ""
-            )
-            raise DataError(
-                message,
-                location=location,
-                hint=f"use machines (containers, jobs) with more memory, {spread}, fewer utterances{half}",
-            )
+            hint = f"use machines (containers, jobs) with more memory, {spread}, fewer utterances"
+            if "frames in float32" in here[0][1]:
+                hint += ", or data.feature_dtype: float16, which halves the frames"
+            raise DataError(message, location=location, hint=hint)
         if comm.rank == 0:
-            scarce = needed > WARN_FRACTION * available
-            log.log(
-                logging.WARNING if scarce else logging.INFO, "memory%s: %s", " is scarce" if scarce else "", message
+            level, scarce = (
+                (logging.WARNING, " is scarce") if needed > WARN_FRACTION * available else (logging.INFO, "")
             )
+            log.log(level, "memory%s: %s", scarce, message)
 
 
 def choose_feature_device(
@@ -163,7 +157,6 @@ def choose_feature_device(
     Raises:
         DataError: training does not fit even without the frames.
     """
-    host = torch.device("cpu")
     if device.type != "cuda":
         return device
     free = _free_on_gpu(device, comm)
@@ -179,7 +172,7 @@ def choose_feature_device(
             )
     if on_host:
         log.info("the features stay in host memory, as data.feature_device says")
-        return host
+        return torch.device("cpu")
     beside = footprint.on_gpu()
     figures = [round(size / 2**30, 1) for size in (feature_bytes, beside, free)]
     if feature_bytes + beside <= free:
@@ -190,14 +183,12 @@ def choose_feature_device(
         "not fit into the %.1f GiB that are free on the GPU; data.feature_dtype: float16 takes half of float32",
         *figures,
     )
-    return host
+    return torch.device("cpu")
 
 
 def _free_on_gpu(device: torch.device, comm: Communicator) -> int:
     """Bytes that are free on this worker's GPU; workers on the same one share them. Collective."""
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-        device
-    )  # by torch, of an earlier training
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of an earlier training
     free = torch.cuda.mem_get_info(device)[0] + cached
     here = [comm.host, device_identity(device)]
     on_it = [int(other[2]) for other in comm.all_gather_object([*here, free]) if list(other[:2]) == here]

@@ -6,11 +6,11 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddnn.data.index import UtteranceIndex
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
 
@@ -19,19 +19,7 @@ MAX_LIST_BYTES = 1 << 30
 """Of a list of speakers."""
 
 
-class HasSpeakers(Protocol):
-    """What is needed to hold out speakers: an `UtteranceIndex` has it, and so has an `AcousticDataset`."""
-
-    @property
-    def speakers(self) -> tuple[str, ...] | None:
-        """Speaker of each utterance; None where they are not known."""
-
-    @property
-    def num_frames(self) -> NDArray[np.int64]:
-        """(utterances,) frames of each."""
-
-
-def hold_out_speakers(data: HasSpeakers, path: Path) -> tuple[list[int], list[int]]:
+def hold_out_speakers(index: UtteranceIndex, path: Path) -> tuple[list[int], list[int]]:
     """Indices of the utterances to train on, and of those of the speakers listed in `path`, one per line.
 
     Raises:
@@ -41,7 +29,7 @@ def hold_out_speakers(data: HasSpeakers, path: Path) -> tuple[list[int], list[in
         listed = set(read_bytes_limited(path, MAX_LIST_BYTES).decode("utf-8").split())
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the list of cross-validation speakers: {error}", location=path) from error
-    known = set(_speakers(data))
+    known = set(_speakers(index))
     unknown = sorted(listed - known)
     if unknown:
         raise DataError(
@@ -49,39 +37,39 @@ def hold_out_speakers(data: HasSpeakers, path: Path) -> tuple[list[int], list[in
             location=path,
             hint=f"list speakers of the training data, such as {', '.join(sorted(known)[:3])}",
         )
-    return _split(data, listed, str(path))
+    return _split(index, listed, str(path))
 
 
-def hold_out_fraction(data: HasSpeakers, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+def hold_out_fraction(index: UtteranceIndex, fraction: float, seed: int) -> tuple[list[int], list[int]]:
     """Holds out whole speakers, drawn with `seed`, until they have `fraction` of the frames or more.
 
     Raises:
         DataError: one side would be empty, as with a single speaker.
     """
     frames: dict[str, int] = defaultdict(int)
-    for speaker, count in zip(_speakers(data), data.num_frames, strict=True):
+    for speaker, count in zip(_speakers(index), index.num_frames, strict=True):
         frames[speaker] += int(count)
-    wanted = fraction * int(data.num_frames.sum())
+    wanted = fraction * int(index.num_frames.sum())
     held_out: set[str] = set()
     names = sorted(frames)
-    for index in np.random.default_rng([seed, 0x5EED]).permutation(len(names)):
+    for n in np.random.default_rng([seed, 0x5EED]).permutation(len(names)):
         if sum(frames[s] for s in held_out) >= wanted:
             break
-        held_out.add(names[index])
-    return _split(data, held_out, f"data.cv.fraction {fraction:g}")
+        held_out.add(names[n])
+    return _split(index, held_out, f"data.cv.fraction {fraction:g}")
 
 
-def _speakers(data: HasSpeakers) -> tuple[str, ...]:
-    if data.speakers is None:
+def _speakers(index: UtteranceIndex) -> tuple[str, ...]:
+    if index.speakers is None:
         raise DataError(
             "the training data has no utt2spk; it is needed to hold out speakers for cross-validation",
             hint="write utt2spk, or give data.cv.data and data.cv.alignments",
         )
-    return data.speakers
+    return index.speakers
 
 
-def _split(data: HasSpeakers, held_out: set[str], rule: str) -> tuple[list[int], list[int]]:
-    speakers = _speakers(data)
+def _split(index: UtteranceIndex, held_out: set[str], rule: str) -> tuple[list[int], list[int]]:
+    speakers = _speakers(index)
     train = [u for u, speaker in enumerate(speakers) if speaker not in held_out]
     cv = [u for u, speaker in enumerate(speakers) if speaker in held_out]
     if not train or not cv:

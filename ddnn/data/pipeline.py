@@ -14,10 +14,10 @@ from typing import Literal
 
 import torch
 
-from ddnn.data.cache import load_from_cache, open_or_create_cache
-from ddnn.data.cache_file import CacheFile
-from ddnn.data.dataset import AcousticDataset, DataConfig, FrameSubset, load_dataset
+from ddnn.data.cache import CacheFile, load_from_cache, open_or_create_cache
+from ddnn.data.dataset import AcousticDataset, FrameSubset
 from ddnn.data.index import UtteranceIndex, build_index
+from ddnn.data.loading import DataConfig, load_dataset
 from ddnn.data.memory import Estimate, TrainingFootprint, choose_feature_device, frame_bytes, require_host_memory
 from ddnn.data.partition import (
     DEFAULT_FRACTION,
@@ -77,6 +77,11 @@ class DataSource:
     config: DataConfig
     cache: CacheFile | None = None
 
+    @property
+    def width(self) -> int:
+        """Dimension of the features."""
+        return self.config.features.width(self.index.dim)
+
     def load(self, utterances: Sequence[int], comm: Communicator) -> AcousticDataset:
         """The frames of these utterances of the index, ascending. All workers call it together.
 
@@ -87,14 +92,13 @@ class DataSource:
             return load_from_cache(self.cache, self.index, utterances)
         return load_dataset(self.index, self.config, utterances=utterances, comm=comm)
 
-    def memory(self, utterances: Sequence[int]) -> Estimate:
-        """What these utterances take in host memory: the whole cache file is not loaded, but mapped."""
-        features = self.config.features
-        frames = int(self.index.num_frames[list(utterances)].sum())
-        mapped = self.cache is not None and len(utterances) == len(self.index.entries)
-        rows = 0 if mapped else frames + 2 * features.splice * len(utterances)
-        width = self.index.dim * (features.deltas + 1)
-        return {f"frames in {features.dtype}": frame_bytes(features.dtype, frames, rows, width)}
+    def memory(self, utterances: Sequence[int], *, mapped: bool = True) -> Estimate:
+        """What these utterances take in host memory: with `mapped`, the whole cache file is not loaded, but mapped."""
+        features, lengths = self.config.features, self.index.num_frames[list(utterances)]
+        mapped = mapped and self.cache is not None and len(utterances) == len(self.index.entries)
+        rows = 0 if mapped else features.rows(lengths)
+        size = frame_bytes(features.dtype, int(lengths.sum()), rows, self.width)
+        return {f"frames in {features.dtype}": size}
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +187,7 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
     else:
         cv_source = open_data(held_out.data, held_out.alignments, config.reading, comm)
         cv_index = cv_source.index
-        _check_same_kind(index, cv_index, config)
+        _check_same_kind(source, cv_source, config, held_out)
         shard = assign_shards(cv_index.num_frames, range(len(cv_index.entries)), comm.world_size)[comm.rank]
         cv_frames = _load(config, cv_source, shard, device, comm).subset(range(len(shard)))
     return TrainingData(
@@ -201,19 +205,14 @@ def open_data(data: Path, alignments: Path, config: DataConfig, comm: Communicat
         DataError: damaged or unsuitable input.
     """
     directory = read_data_dir(data, allow_pipes=config.allow_pipes)
-    cached = None
+    index = cache = None
     if config.cache_dir is not None:
-        cached = open_or_create_cache(directory, alignments, config, comm)
-    if cached is None:
+        index, cache = open_or_create_cache(directory, alignments, config, comm)
+    if index is None:
         aligned = read_alignments(alignments, num_pdfs=config.num_pdfs)
-        source = DataSource(
-            build_index(directory, aligned, comm, max_skipped_fraction=config.max_skipped_fraction), config
-        )
-    else:
-        source = DataSource(cached[0], config, cached[1])
-    index = source.index
-    width = index.dim * (config.features.deltas + 1)
-    log.info("%s: %d utterances, %d frames of %d dims", data, len(index.entries), index.num_frames.sum(), width)
+        index = build_index(directory, aligned, comm, max_skipped_fraction=config.max_skipped_fraction)
+    source = DataSource(index, config, cache)
+    log.info("%s: %d utterances, %d frames of %d dims", data, len(index.entries), index.num_frames.sum(), source.width)
     return source
 
 
@@ -223,40 +222,34 @@ def load_data_dir(data: Path, alignments: Alignments | None, config: DataConfig)
     Raises:
         DataError: damaged or unsuitable input; too many utterances that cannot be used; not enough memory.
     """
-    comm, directory = SingleProcess(), read_data_dir(data, allow_pipes=config.allow_pipes)
+    directory, comm = read_data_dir(data, allow_pipes=config.allow_pipes), SingleProcess()
     index = build_index(directory, alignments, max_skipped_fraction=config.max_skipped_fraction)
-    source = DataSource(index, config)
-    require_host_memory(source.memory(range(len(index.entries))), data, comm)
-    return source.load(range(len(index.entries)), comm)
+    source, utterances = DataSource(index, config), range(len(index.entries))
+    require_host_memory(source.memory(utterances), data, comm)
+    return source.load(utterances, comm)
 
 
 def _load(
     config: TrainingDataConfig, source: DataSource, shard: list[int], device: torch.device, comm: Communicator
 ) -> AcousticDataset:
     """This worker's shard, on the device where there is room for it, once all memory is known to suffice."""
-    index, features = source.index, config.reading.features
-    width = index.dim * (features.deltas + 1)
-    footprint = config.footprint(width * (2 * features.splice + 1), index.num_pdfs)
+    context, index = config.reading.features.splice, source.index
+    footprint = config.footprint(source.width * (2 * context + 1), index.num_pdfs)
     comm.barrier()  # what was loaded before is there: all workers ask for memory together
     require_host_memory({**source.memory(shard), **footprint.on_host(device.type)}, index.directory.path, comm)
-    frames = int(index.num_frames[shard].sum())
-    size = frame_bytes(features.dtype, frames, frames + 2 * features.splice * len(shard), width)
+    size = sum(source.memory(shard, mapped=False).values())
     place = choose_feature_device(footprint, size, device, comm, on_host=config.feature_device == "cpu")
     return source.load(shard, comm).to(place)
 
 
-def _check_same_kind(index: UtteranceIndex, cv_index: UtteranceIndex, config: TrainingDataConfig) -> None:
+def _check_same_kind(source: DataSource, cv: DataSource, config: TrainingDataConfig, held_out: HeldOut) -> None:
     """DataError where the data dir for cross-validation has other features, or more pdfs."""
-    assert config.held_out is not None
-    if cv_index.num_pdfs > index.num_pdfs:
+    if cv.index.num_pdfs > source.index.num_pdfs:
         raise DataError(
-            f"{cv_index.num_pdfs} pdfs for cross-validation, {index.num_pdfs} for training",
-            location=config.held_out.alignments,
+            f"{cv.index.num_pdfs} pdfs for cross-validation, {source.index.num_pdfs} for training",
+            location=held_out.alignments,
             hint="use alignments made with the same final.mdl",
         )
-    if cv_index.dim != index.dim:
-        width = config.reading.features.deltas + 1
-        raise DataError(
-            f"{cv_index.dim * width} dims found, {index.dim * width} expected as in {config.data}",
-            location=config.held_out.data,
-        )
+    if cv.index.dim != source.index.dim:
+        message = f"{cv.width} dims found, {source.width} expected as in {config.data}"
+        raise DataError(message, location=held_out.data)

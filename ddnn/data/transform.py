@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset
-from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.communicator import Communicator, SingleProcess
 
 VARIANCE_FLOOR = 1e-10
 """As in Kaldi's cmvn-to-nnet."""
@@ -19,7 +19,8 @@ STATISTICS_UTTERANCES = 10_000
 
 @dataclass(frozen=True)
 class InputTransform:
-    """x = (splice(frame) + shift) * scale.
+    """x = (splice(frame) + shift) * scale. The values of a spliced frame are ordered [offset][delta order][dim], as
+    Kaldi's add-deltas and splice-feats write them.
 
     Attributes:
         offsets: frames to splice, relative to the frame itself; (-5, ..., 5) for splice 5.
@@ -43,35 +44,11 @@ class InputTransform:
         """Repeated edge frames that a dataset needs for this splice."""
         return max(abs(offset) for offset in self.offsets)
 
-    def layout(self, deltas: int = 0) -> FrameLayout:
-        """How the network's input is ordered where the features have deltas up to this order."""
-        return FrameLayout(len(self.offsets), deltas + 1, self.dim // (deltas + 1))
-
     def to(self, device: torch.device) -> InputTransform:
         """The same transform with its vectors on `device`."""
         shift = None if self.shift is None else self.shift.to(device)
         scale = None if self.scale is None else self.scale.to(device)
         return InputTransform(self.offsets, self.dim, shift, scale)
-
-
-@dataclass(frozen=True)
-class FrameLayout:
-    """The order of the values in a spliced frame: [offset][delta order][dim], as Kaldi's add-deltas and splice-feats
-    write them. A layer that is not fully connected asks for it.
-
-    Attributes:
-        offsets: spliced frames, the time axis.
-        orders: 1 + the order of the deltas, the channels.
-        dim: feature dimension, the frequency axis.
-    """
-
-    offsets: int
-    orders: int
-    dim: int
-
-    def as_channels(self, x: Tensor) -> Tensor:
-        """A view (n, orders, offsets, dim), (channels, time, frequency), of spliced frames (n, offsets*orders*dim)."""
-        return x.view(len(x), self.offsets, self.orders, self.dim).transpose(1, 2)
 
 
 def gather(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
@@ -94,7 +71,6 @@ def splice(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, ou
     """Fills `out` (n, output_dim) with the spliced frames as they are in the dataset, not yet shifted and scaled.
 
     Consecutive offsets are one contiguous piece of memory per frame: a single gather, no index arithmetic.
-    `gather_plain` is the reference, and takes offsets with gaps.
 
     Raises:
         ValueError: as `gather`.
@@ -103,7 +79,7 @@ def splice(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, ou
     check_fits(dataset, transform)
     rows = rows.to(features.device)
     if not consecutive(offsets):
-        return gather_plain(dataset, transform, rows, out)
+        return out.copy_(features[rows[:, None] + torch.tensor(offsets, device=rows.device)].flatten(1))
     if len(rows) == 0:  # the dataset may have fewer rows than a splice
         return out
     windows = features.as_strided((len(features) - len(offsets) + 1, transform.output_dim), (features.shape[1], 1))
@@ -122,14 +98,6 @@ def check_fits(dataset: AcousticDataset, transform: InputTransform) -> None:
 def consecutive(offsets: tuple[int, ...]) -> bool:
     """Whether no frame between the first and the last is missing."""
     return offsets == tuple(range(offsets[0], offsets[0] + len(offsets)))
-
-
-def gather_plain(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
-    """Fills `out` with the spliced frames, each offset gathered by itself; not yet shifted and scaled."""
-    for i, offset in enumerate(transform.offsets):
-        frames = dataset.features.index_select(0, rows + offset)
-        out[:, i * transform.dim : (i + 1) * transform.dim].copy_(frames)
-    return out
 
 
 def labels_of(dataset: AcousticDataset, rows: Tensor, device: torch.device) -> Tensor:
@@ -167,30 +135,12 @@ def estimate_normalization(
     Raises:
         ValueError: no worker has any frame.
     """
-    rows = dataset.rows_of(utterances[:STATISTICS_UTTERANCES])
-    sums, squares = _sums(transform, dataset, rows)
-    frames = len(rows)
-    if comm is not None and comm.world_size > 1:
-        together = torch.cat([sums.flatten(), squares.flatten(), torch.tensor([frames], dtype=torch.float64)])
-        comm.all_reduce(together)
-        sums, squares = together[:-1].view(2, *sums.shape)
-        frames = int(together[-1])
-    if frames == 0:
-        raise ValueError("there is no frame to take the statistics of the normalization from")
-    mean = sums / frames
-    variance = (squares / frames - mean.square()).clamp_(min=VARIANCE_FLOOR)
-    shift = (-mean).flatten().float()
-    scale = variance.rsqrt().flatten().float()
-    return InputTransform(transform.offsets, transform.dim, shift, scale)
-
-
-def _sums(transform: InputTransform, dataset: AcousticDataset, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums and sums of squares of the spliced frames at `rows`, (len(offsets), dim) float64 each."""
-    context = transform.context
+    rows, context = dataset.rows_of(utterances[:STATISTICS_UTTERANCES]), transform.context
     is_frame = torch.zeros(dataset.features.shape[0] + 2 * context, dtype=torch.float64)
     is_frame[rows + context] = 1.0
-    sums = torch.zeros(len(transform.offsets), dataset.dim, dtype=torch.float64)
-    squares = torch.zeros_like(sums)
+    totals = torch.zeros(2 * transform.output_dim + 1, dtype=torch.float64)  # sums, sums of squares, number of frames
+    sums, squares = totals[:-1].view(2, len(transform.offsets), transform.dim)
+    totals[-1] = len(rows)
     end = int(rows.max()) + context + 1 if len(rows) else 0
     block = 1 << 16
     for start in range(0, end, block):
@@ -199,4 +149,11 @@ def _sums(transform: InputTransform, dataset: AcousticDataset, rows: Tensor) -> 
         weights = torch.stack([is_frame[start + context - k : start + context - k + n] for k in transform.offsets])
         sums += weights @ values
         squares += weights @ values.square_()
-    return sums, squares
+    (comm or SingleProcess()).all_reduce(totals)
+    frames = int(totals[-1])
+    if frames == 0:
+        raise ValueError("there is no frame to take the statistics of the normalization from")
+    mean = sums / frames
+    variance = (squares / frames - mean.square()).clamp_(min=VARIANCE_FLOOR)
+    shift, scale = (-mean).flatten().float(), variance.rsqrt().flatten().float()
+    return InputTransform(transform.offsets, transform.dim, shift, scale)

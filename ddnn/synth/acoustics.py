@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +25,14 @@ _NEIGHBOUR = np.float32(0.5)  # weight of the frames beside in the noise
 
 @dataclass(frozen=True, eq=False)
 class Acoustics:
-    """The true model. All float32; Gaussian `COMPONENTS * pdf + c` is component c of a pdf, of weight 1 / COMPONENTS.
+    """The true model. Gaussian `COMPONENTS * pdf + c` is component c of a pdf, of weight 1 / COMPONENTS.
 
     Attributes:
-        means: [pdfs * COMPONENTS, dim].
-        stddevs: [pdfs * COMPONENTS, dim], standard stddevs.
+        means, stddevs: float32 [pdfs * COMPONENTS, dim].
         self_loop: float64 [pdfs], probability of the self-loop.
     """
 
+    lexicon: Lexicon
     means: npt.NDArray[np.float32]
     stddevs: npt.NDArray[np.float32]
     self_loop: npt.NDArray[np.float64]
@@ -53,11 +54,10 @@ def make_acoustics(rng: np.random.Generator, lexicon: Lexicon, dim: int) -> Acou
     means = (center[:, None] + apart).reshape(-1, dim).astype(np.float32)
     stddevs = rng.uniform(0.8, 1.25, (len(PHONES) * STATES, dim))[phone * STATES + state]
     self_loop = np.where(phone == 0, SILENCE_SELF_LOOP, SPEECH_SELF_LOOP)
-    return Acoustics(means, np.repeat(stddevs, COMPONENTS, axis=0).astype(np.float32), self_loop)
+    return Acoustics(lexicon, means, np.repeat(stddevs, COMPONENTS, axis=0).astype(np.float32), self_loop)
 
 
-@dataclass(frozen=True, eq=False)
-class UtteranceBatch:
+class UtteranceBatch(NamedTuple):
     """Some utterances of one speaker.
 
     Attributes:
@@ -81,24 +81,22 @@ def _gather_ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 
 
 def draw_batch(
-    rng: np.random.Generator, lexicon: Lexicon, acoustics: Acoustics, count: int, shift: npt.NDArray[np.float32],
+    rng: np.random.Generator, acoustics: Acoustics, count: int, shift: npt.NDArray[np.float32],
     scale: npt.NDArray[np.float32],
 ) -> UtteranceBatch:  # fmt: skip
     """Draws `count` utterances of a speaker with that shift and scale (float32 [dim] each)."""
-    low, high = WORDS_PER_UTTERANCE
+    lexicon, (low, high) = acoustics.lexicon, WORDS_PER_UTTERANCE
     num_words = rng.integers(low, high + 1, count)
     cumulative = np.cumsum(lexicon.probabilities)
     words = np.minimum(np.searchsorted(cumulative, rng.random(int(num_words.sum())), "right"), len(cumulative) - 1)
     # In each utterance: silence, word, silence, word, ..., silence; then most silences are removed.
     slots = 2 * num_words + 1
-    ends = np.cumsum(slots)
     position = _gather_ranges(np.zeros(count, np.int64), slots)
     items = np.full(len(position), len(cumulative), np.int64)
     items[position % 2 == 1] = words
     keep = (position % 2 == 1) | (rng.random(len(position)) < SILENCE_PROBABILITY)
     utterance = np.repeat(np.arange(count), slots)[keep]
     items = items[keep]
-    del ends, position
     lengths = np.diff(lexicon.offsets)[items]
     pdfs = lexicon.pdfs[_gather_ranges(lexicon.offsets[items], lengths)]
     durations = rng.geometric(1 - acoustics.self_loop[pdfs])
@@ -140,8 +138,9 @@ def draw_speaker(rng: np.random.Generator, dim: int) -> tuple[npt.NDArray[np.flo
     return shift.astype(np.float32), np.exp(rng.normal(0, _SPEAKER_SCALE, dim)).astype(np.float32)
 
 
-def write_model(path: Path, lexicon: Lexicon, acoustics: Acoustics) -> None:
+def write_model(path: Path, acoustics: Acoustics) -> None:
     """Writes the true model as a `final.mdl`: the transition model, then the mixtures (kaldi `gmm/am-diag-gmm.cc`)."""
+    lexicon = acoustics.lexicon
     pdfs = range(len(lexicon.pdf_phone))
     tuples = [(int(lexicon.pdf_phone[pdf]) + 1, int(lexicon.pdf_state[pdf]), pdf, pdf) for pdf in pdfs]
     model = build_transition_model(left_to_right(range(1, len(PHONES) + 1), STATES), tuples)

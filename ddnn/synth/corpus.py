@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from ddnn.kaldi.archive import write_int_vectors, write_matrices
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.fst import write_fst
 from ddnn.synth.acoustics import Acoustics, draw_batch, draw_speaker, make_acoustics, write_model
-from ddnn.synth.lexicon import PHONES, Lexicon, make_graph, make_lexicon
+from ddnn.synth.lexicon import PHONES, make_graph, make_lexicon
 from ddnn.util.errors import UserError
 from ddnn.util.files import atomic_directory, ensure_directory, write_text
 
@@ -60,12 +61,6 @@ class SynthSummary:
     words: int
 
 
-@dataclass(frozen=True, eq=False)
-class SyntheticModel:
-    lexicon: Lexicon
-    acoustics: Acoustics
-
-
 @dataclass(frozen=True)
 class _Split:
     """One of the two sets: its name, its number for the seeds, speakers' names, frames each of them speaks."""
@@ -74,10 +69,6 @@ class _Split:
     number: int
     speakers: tuple[str, ...]
     frames_each: int
-
-
-def _speakers(name: str, count: int) -> tuple[str, ...]:
-    return tuple(f"{name}{index:05d}" for index in range(1, count + 1))
 
 
 def _check(options: SynthOptions) -> tuple[float, int]:
@@ -98,91 +89,80 @@ def _check(options: SynthOptions) -> tuple[float, int]:
     return test_hours, test_speakers
 
 
-def _write_graph(folder: Path, model: SyntheticModel) -> None:
+def _write_graph(folder: Path, model: Acoustics) -> None:
     ensure_directory(folder)
-    write_fst(folder / "HCLG.fst", make_graph(model.lexicon, model.acoustics.self_loop))
-    words = ["<eps>", *model.lexicon.words, "#0", "<s>", "</s>"]
-    write_text(folder / "words.txt", "".join(f"{word} {index}\n" for index, word in enumerate(words)))
+    write_fst(folder / "HCLG.fst", make_graph(model.lexicon, model.self_loop))
+    _write_symbols(folder / "words.txt", ["<eps>", *model.lexicon.words, "#0", "<s>", "</s>"])
     write_text(folder / "num_pdfs", f"{len(model.lexicon.pdf_phone)}\n")
-    _write_phones(folder / "phones.txt")
+    _write_symbols(folder / "phones.txt", ["<eps>", *PHONES, "#0"])
 
 
-def _write_phones(path: Path) -> None:
-    phones = ["<eps>", *PHONES, "#0"]
-    write_text(path, "".join(f"{phone} {index}\n" for index, phone in enumerate(phones)))
+def _write_symbols(path: Path, symbols: list[str]) -> None:
+    write_text(path, "".join(f"{symbol} {index}\n" for index, symbol in enumerate(symbols)))
 
 
-class _Written:
-    """The lists that grow while the archives are written."""
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.utt2spk: list[str] = []
-        self.spk2utt: list[str] = []
-        self.alignments: list[tuple[str, npt.NDArray[np.int32]]] = []
-        self.frames = 0
-
-
-def generate_speaker(
-    model: SyntheticModel, seed: int, split: _Split, speaker: int, written: _Written
-) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """The utterances of one speaker, features one by one; the rest goes to `written`. Each speaker has an own seed."""
+def _draw_utterances(
+    model: Acoustics, seed: int, split: _Split, speaker: int
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+    """Words, transition-ids and features of each utterance of one speaker. Each speaker has an own seed."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1 + split.number, speaker)))
-    shift, scale = draw_speaker(rng, model.acoustics.dim)
-    name, spoken, utterances = split.speakers[speaker], 0, list[str]()
-    while spoken < split.frames_each:
-        batch = draw_batch(rng, model.lexicon, model.acoustics, _BATCH, shift, scale)
-        for index, words in enumerate(batch.words):
-            rows = slice(int(batch.frames[index]), int(batch.frames[index + 1]))
-            utterance = f"{name}-{len(utterances) + 1:07d}"
-            written.text.append(" ".join([utterance, *(model.lexicon.words[word] for word in words)]) + "\n")
-            written.utt2spk.append(f"{utterance} {name}\n")
-            written.alignments.append((utterance, batch.transition_ids[rows]))
-            utterances.append(utterance)
-            spoken += rows.stop - rows.start
-            yield utterance, batch.features[rows]
+    shift, scale = draw_speaker(rng, model.dim)
+    spoken = 0
+    while True:
+        batch = draw_batch(rng, model, _BATCH, shift, scale)
+        for words, (first, end) in zip(batch.words, pairwise(batch.frames.tolist()), strict=True):
+            yield words, batch.transition_ids[first:end], batch.features[first:end]
+            spoken += end - first
             if spoken >= split.frames_each:
-                break
-    written.frames += spoken
-    written.spk2utt.append(" ".join([name, *utterances]) + "\n")
+                return
 
 
 def _write_split(
-    out: Path, alignments: str, model: SyntheticModel, seed: int, split: _Split, progress: Callable[[int], None] | None
+    out: Path, alignments: str, model: Acoustics, seed: int, split: _Split, progress: Callable[[int], None]
 ) -> tuple[int, int]:
     """A data dir and its alignment dir, an archive at a time; returns the numbers of frames and of utterances."""
     data, ali = out / split.name, out / alignments
     ensure_directory(data)
     ensure_directory(ali)
-    bytes_in_all = split.frames_each * len(split.speakers) * model.acoustics.dim
+    bytes_in_all = split.frames_each * len(split.speakers) * model.dim
     jobs = min(len(split.speakers), max(2, -(-bytes_in_all // _ARCHIVE_BYTES)))
-    written = _Written()
+    tables: dict[str, list[str]] = {"text": [], "utt2spk": [], "spk2utt": []}
+    aligned: list[tuple[str, npt.NDArray[np.int32]]] = []  # of one archive
+    frames = 0
 
     def features(speakers: npt.NDArray[np.int64]) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+        nonlocal frames
         for speaker in speakers.tolist():
-            before = written.frames
-            yield from generate_speaker(model, seed, split, speaker, written)
-            if progress is not None:
-                progress(written.frames - before)
+            name, spoken, utterances = split.speakers[speaker], 0, list[str]()
+            for words, transition_ids, matrix in _draw_utterances(model, seed, split, speaker):
+                utterances.append(f"{name}-{len(utterances) + 1:07d}")
+                tables["text"].append(" ".join([utterances[-1], *(model.lexicon.words[word] for word in words)]) + "\n")
+                tables["utt2spk"].append(f"{utterances[-1]} {name}\n")
+                aligned.append((utterances[-1], transition_ids))
+                spoken += len(matrix)
+                yield utterances[-1], matrix
+            tables["spk2utt"].append(" ".join([name, *utterances]) + "\n")
+            frames += spoken
+            progress(spoken)
 
     scp = b""
     for job, speakers in enumerate(np.array_split(np.arange(len(split.speakers)), jobs), 1):
         part = data / f"feats.{job}.scp"
         write_matrices(data / f"feats.{job}.ark", part, features(speakers), compress=True, relative=True)
-        write_int_vectors(ali / f"ali.{job}.gz", written.alignments)
-        written.alignments.clear()
+        write_int_vectors(ali / f"ali.{job}.gz", aligned)
+        aligned.clear()
         scp += part.read_bytes()
         part.unlink()
     write_text(data / "feats.scp", scp.decode())
-    for name in ("text", "utt2spk", "spk2utt"):
-        write_text(data / name, "".join(getattr(written, name)))
+    for name, lines in tables.items():
+        write_text(data / name, "".join(lines))
     write_text(ali / "num_jobs", f"{jobs}\n")
-    write_model(ali / "final.mdl", model.lexicon, model.acoustics)
-    _write_phones(ali / "phones.txt")
-    return written.frames, len(written.utt2spk)
+    write_model(ali / "final.mdl", model)
+    _write_symbols(ali / "phones.txt", ["<eps>", *PHONES, "#0"])
+    return frames, len(tables["utt2spk"])
 
 
-def synthesize(out: Path, options: SynthOptions, progress: Callable[[int], None] | None = None) -> SynthSummary:
+def synthesize(out: Path, options: SynthOptions, progress: Callable[[int], None] = lambda frames: None) -> SynthSummary:
     """Writes a corpus in Kaldi's formats.
 
     `train/` and `test/` are data dirs of different speakers: compressed features in `feats.N.ark`, their paths in
@@ -201,10 +181,13 @@ def synthesize(out: Path, options: SynthOptions, progress: Callable[[int], None]
     test_hours, test_speakers = _check(options)
     root = np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=(0,)))
     lexicon = make_lexicon(root, options.pdfs)
-    model = SyntheticModel(lexicon, make_acoustics(root, lexicon, options.dim))
+    model = make_acoustics(root, lexicon, options.dim)
     sizes = (("train", options.speakers, options.hours), ("test", test_speakers, test_hours))
     train, test = (
-        _Split(name, number, _speakers(name, count), max(1, round(hours * FRAMES_PER_HOUR / count)))
+        _Split(
+            *(name, number, tuple(f"{name}{index:05d}" for index in range(1, count + 1))),
+            max(1, round(hours * FRAMES_PER_HOUR / count)),
+        )
         for number, (name, count, hours) in enumerate(sizes)
     )
     held_out = np.sort(root.choice(options.speakers, max(1, options.speakers // 10), replace=False)).tolist()

@@ -84,9 +84,8 @@ def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:
         UserError: fewer pdfs than HMM states, or more than the words have contexts.
     """
     if num_pdfs < MIN_PDFS:
-        raise UserError(
-            f"{num_pdfs} pdfs for {MIN_PDFS} HMM states", hint=f"--pdfs {MIN_PDFS} is the smallest possible"
-        )
+        message = f"{num_pdfs} pdfs for {MIN_PDFS} HMM states"
+        raise UserError(message, hint=f"--pdfs {MIN_PDFS} is the smallest possible")
     names, pronunciations = _invent_words(rng, min(_MAX_WORDS, max(100, num_pdfs // 4)))
     lengths = np.array([len(p) for p in pronunciations])
     ends = np.cumsum(lengths)
@@ -146,9 +145,8 @@ def make_graph(lexicon: Lexicon, self_loop: npt.NDArray[np.float64]) -> Fst:
     loops = np.zeros(len(pdfs), ARC)
     loops["ilabel"], loops["nextstate"] = 2 * pdfs + 1, state
     loops["weight"] = -SELF_LOOP_SCALE * np.log(self_loop)[pdfs]
-    back = np.zeros(
-        count + 2, ARC
-    )  # without input: from the end of each word to 0, from silence to 1, and past the silence
+    # Without input: from the end of each word to 0, from silence to 1, and past the silence.
+    back = np.zeros(count + 2, ARC)
     back["nextstate"][-2:] = 1
     back["weight"][-1] = -np.log(1 - SILENCE_PROBABILITY)
     sources = np.concatenate([source, state, state[ends - 1], [0]])

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddnn.data.batches import Batch, make_batch_loader
-from ddnn.data.dataset import AcousticDataset, DataConfig, FrameSubset
+from ddnn.data.batches import Batch, SequentialSampler, make_batch_loader
+from ddnn.data.dataset import AcousticDataset, FrameSubset
+from ddnn.data.loading import DataConfig
 from ddnn.data.pipeline import load_data_dir
-from ddnn.data.sampler import SequentialSampler
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import Alignments, read_alignments
 from ddnn.nn.acoustic_model import AcousticModel

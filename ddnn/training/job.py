@@ -20,11 +20,10 @@ import torch
 from ddnn import __version__
 from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import NoFiniteModelError
-from ddnn.data.batches import make_batch_loader
+from ddnn.data.batches import ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import FrameSubset
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.pipeline import TrainingData, training_data
-from ddnn.data.sampler import ShuffledSampler
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import read_restart
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted

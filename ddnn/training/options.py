@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ddnn.averaging.strategies import AveragingOptions
-from ddnn.data.dataset import DataConfig
 from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.loading import DataConfig
 from ddnn.data.memory import TrainingFootprint
 from ddnn.data.pipeline import HeldOut, TrainingDataConfig
 from ddnn.nn.layer import Layer

@@ -34,10 +34,9 @@ from torch import Tensor
 
 from ddnn.averaging.averager import NoAveraging, make_averager
 from ddnn.averaging.strategies import AveragingOptions
-from ddnn.data.batches import make_batch_loader
+from ddnn.data.batches import Sampler, SequentialSampler, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import FrameSubset
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.sampler import Sampler, SequentialSampler, ShuffledSampler
 from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, splice_only
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR

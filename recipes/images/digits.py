@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.datasets import load_digits
 
-from ddnn.convert.idx import write_idx
-from ddnn.convert.images import ConvertOptions, convert_idx
+from ddnn.convert.idx import ConvertOptions, convert_idx, write_idx
 from ddnn.util.files import ensure_directory
 
 TEST = 360

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.convert import images as module
-from ddnn.convert.idx import read_labels, write_idx
-from ddnn.convert.images import ALIGNMENTS, ConvertOptions, convert_idx
+from ddnn.convert import idx as module
+from ddnn.convert.idx import ALIGNMENTS, ConvertOptions, convert_idx, read_labels, write_idx
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.archive import MatrixReader
 from ddnn.kaldi.data_dir import read_data_dir

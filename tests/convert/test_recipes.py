@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddnn.convert.idx import write_idx
-from ddnn.convert.images import ConvertOptions, convert_idx
+from ddnn.convert.idx import ConvertOptions, convert_idx, write_idx
 
 RECIPES = Path(__file__).parents[2] / "recipes/images"
 

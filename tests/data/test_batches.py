@@ -13,9 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddnn.data.batches import NUM_BUFFERS, BatchLoader, PrefetchLoader, make_batch_loader
+from ddnn.data.batches import (
+    NUM_BUFFERS,
+    BatchLoader,
+    PrefetchLoader,
+    SequentialSampler,
+    ShuffledSampler,
+    make_batch_loader,
+)
 from ddnn.data.dataset import AcousticDataset
-from ddnn.data.sampler import SequentialSampler, ShuffledSampler
 from ddnn.data.transform import InputTransform, gather, labels_of, splice_only
 
 CPU = torch.device("cpu")
@@ -134,7 +140,7 @@ def test_a_minibatch_holds_until_the_next_is_requested(kind: type[BatchLoader]) 
 
     def rows() -> Iterator[Tensor]:
         for number, rows in enumerate(order):
-            if number == NUM_BUFFERS:
+            if number == NUM_BUFFERS - 1:
                 ahead.set()
             yield rows
 

@@ -21,11 +21,11 @@ from corpora import labelled_utterances, write_ali_dir, write_data_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.data import cache, cache_file
-from ddnn.data.cache import SUFFIX, cache_key
-from ddnn.data.cache_file import NO_CRC, CacheFile, CacheMetadata, CorruptCacheError, write_cache
-from ddnn.data.dataset import AcousticDataset, DataConfig
+from ddnn.data import cache
+from ddnn.data.cache import NO_CRC, SUFFIX, CacheFile, CacheMetadata, CorruptCacheError, cache_key, write_cache
+from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.loading import DataConfig, FeatureLoader
 from ddnn.data.pipeline import DataSource, open_data
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.archive import MatrixReader, write_matrices
@@ -307,7 +307,7 @@ def test_the_safetensors_library_reads_the_file(cached_bytes: tuple[Path, bytes]
     assert sorted(tensors) == ["features", "labels", "num_frames", "pdf_counts", "selected"]
     np.testing.assert_array_equal(tensors["features"], np.arange(14).reshape(7, 2))
     np.testing.assert_array_equal(tensors["labels"], [-1, 0, 1, -1, -1, 2, -1])
-    assert cached_bytes[1].index(np.arange(14, dtype=np.float32).tobytes()) % cache_file.PAGE == 0
+    assert cached_bytes[1].index(np.arange(14, dtype=np.float32).tobytes()) % cache.PAGE == 0
 
 
 @pytest.mark.parametrize("kind", ["flipped", "empty", "a pipe", "a link", "a directory"])
@@ -356,13 +356,13 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
 def test_what_changes_while_it_is_read_is_not_kept(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = cache.load_into_file
+    load = FeatureLoader.into_file
 
     def load_and_meanwhile(*of: Any) -> list[tuple[int, int]]:
         touch(folder / "train/feats.ark")
         return load(*of)
 
-    monkeypatch.setattr(cache, "load_into_file", load_and_meanwhile)
+    monkeypatch.setattr(FeatureLoader, "into_file", load_and_meanwhile)
     assert same(everything(opened(folder)), everything(opened(folder, cache_dir=None)))
     assert "the data changed while they were read" in caplog.text and files(folder) == []
 
@@ -378,7 +378,7 @@ def test_bad_features_are_an_error_and_leave_no_file(folder: Path) -> None:
 
 def test_two_that_write_at_once_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
-    put, nested = cache_file.write_all, []
+    put, nested = cache.write_at, []
 
     def put_and_meanwhile(*of: Any) -> None:
         if not nested:
@@ -387,7 +387,7 @@ def test_two_that_write_at_once_do_not_disturb_each_other(tmp_path: Path, monkey
             assert read(path).size
         put(*of)
 
-    monkeypatch.setattr(cache_file, "write_all", put_and_meanwhile)
+    monkeypatch.setattr(cache, "write_at", put_and_meanwhile)
     write(path)
     assert nested and read(path).size and [p.name for p in tmp_path.iterdir()] == ["x"]
 

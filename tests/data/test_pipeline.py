@@ -13,8 +13,8 @@ import torch
 from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
 
 from ddnn.data import feature_reader, loading
-from ddnn.data.dataset import DataConfig
 from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.loading import DataConfig
 from ddnn.data.memory import TrainingFootprint
 from ddnn.data.pipeline import HeldOut, TrainingData, TrainingDataConfig, training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess

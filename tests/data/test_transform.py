@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddnn.data.batches import SequentialSampler, ShuffledSampler
 from ddnn.data.dataset import AcousticDataset
-from ddnn.data.sampler import SequentialSampler, ShuffledSampler
-from ddnn.data.transform import FrameLayout, InputTransform, estimate_normalization, gather, gather_plain, splice_only
+from ddnn.data.transform import InputTransform, estimate_normalization, gather, splice_only
 from ddnn.kaldi.data_dir import add_deltas
 
 
@@ -49,7 +49,6 @@ def test_gather_splices_and_clamps(sizes: list[int], dim: int, context: int, see
     rows = corpus.rows_of(range(len(sizes)))
     out = torch.full((len(rows), transform.output_dim), float("nan"))
     np.testing.assert_array_equal(gather(corpus, transform, rows, out).numpy(), expected)
-    np.testing.assert_array_equal(gather_plain(corpus, transform, rows, out.clone()).numpy(), expected)
 
 
 def test_gather_takes_any_offsets_and_half_precision() -> None:
@@ -140,18 +139,15 @@ def test_orders_drawn_ahead_are_those_of_their_epochs(ahead: bool) -> None:
     orders.close()
 
 
-def test_the_layout_of_a_spliced_frame_is_declared() -> None:
-    """(channels, time, frequency) of features with deltas, as a convolution reads them."""
+def test_a_spliced_frame_is_ordered_by_offset_delta_order_and_dim() -> None:
+    """Viewed as (channels, time, frequency), as a convolution reads features with deltas."""
     features = np.random.default_rng(1).normal(size=(6, 3)).astype(np.float32)
     with_deltas = torch.from_numpy(add_deltas(features, 2))
     labels, first = torch.zeros(6, dtype=torch.int32), np.array([1])
     dataset = AcousticDataset(with_deltas, labels, ("u",), None, first, np.array([4]), 1)
     transform = splice_only(9, 1)
     x = gather(dataset, transform, dataset.rows_of([0]), torch.empty(4, 27))
-    layout = transform.layout(deltas=2)
-    assert layout == FrameLayout(offsets=3, orders=3, dim=3)
-    image = layout.as_channels(x)
-    assert image.shape == (4, 3, 3, 3) and image.data_ptr() == x.data_ptr()
+    image = x.view(4, 3, 3, 3).transpose(1, 2)
     for frame in range(4):
         np.testing.assert_array_equal(image[frame, 0], features[frame : frame + 3])
         for order in range(3):

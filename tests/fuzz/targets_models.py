@@ -17,9 +17,10 @@ from fuzz.child import Target
 from fuzz.seeds import file_of
 from fuzz.targets_kaldi import NNET
 
-from ddnn.data.cache_file import NO_CRC, CacheFile, CacheMetadata, CorruptCacheError, write_cache
+from ddnn.data.cache import NO_CRC, CacheFile, CacheMetadata, CorruptCacheError, write_cache
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.partition import HasSpeakers, hold_out_speakers
+from ddnn.data.index import UtteranceIndex
+from ddnn.data.partition import hold_out_speakers
 from ddnn.data.transform import InputTransform
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
@@ -239,7 +240,7 @@ def _stack_beside(folder: Path) -> None:
 
 def _speakers(folder: Path) -> None:
     corpus = SimpleNamespace(speakers=("a", "b", "c"), num_frames=np.array([1, 2, 3]))
-    hold_out_speakers(cast(HasSpeakers, corpus), folder / "speakers")
+    hold_out_speakers(cast(UtteranceIndex, corpus), folder / "speakers")
 
 
 def model_targets() -> list[Target]:

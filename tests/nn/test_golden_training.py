@@ -10,7 +10,7 @@ import torch
 from corpora import load_all
 from twins import batch_of, biases, weights
 
-from ddnn.data.sampler import SequentialSampler
+from ddnn.data.batches import SequentialSampler
 from ddnn.decoding.prepare import log_likelihoods, log_priors
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import iterate_matrices

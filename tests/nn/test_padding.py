@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from twins import batch_of, biases, random_minibatch, weights
 
 from ddnn.bench.step import MatrixProducts, Shape, random_task
-from ddnn.data.sampler import ShuffledSampler
+from ddnn.data.batches import ShuffledSampler
 from ddnn.nn.arithmetic import BFloat16, Float32, make_arithmetic
 from ddnn.nn.layers import Affine, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from twins import FUNCTIONS, batch_of, random_minibatch
 
 from ddnn.bench.step import RandomTask, Shape, random_task
-from ddnn.data.sampler import ShuffledSampler
+from ddnn.data.batches import ShuffledSampler
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.nn import precision as module
 from ddnn.nn.acoustic_model import save_model

@@ -20,9 +20,8 @@ from toy import MINIBATCH, Recorder, toy_model, toy_shard, toy_trainer, train_to
 from variants import make_optimizer_config, make_parallel_config
 
 from ddnn.averaging.strategies import NoFiniteModelError
-from ddnn.data.batches import Batch
+from ddnn.data.batches import Batch, ShuffledSampler
 from ddnn.data.dataset import AcousticDataset
-from ddnn.data.sampler import ShuffledSampler
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.mpi import init_communicator
 from ddnn.nn.network import Workspace

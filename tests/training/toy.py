@@ -11,10 +11,9 @@ import torch
 from variants import make_optimizer_config
 
 from ddnn.averaging.averager import make_averager
-from ddnn.data.batches import make_batch_loader
+from ddnn.data.batches import ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.sampler import ShuffledSampler
 from ddnn.data.transform import splice_only
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel
