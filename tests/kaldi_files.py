@@ -15,6 +15,16 @@ from numpy.typing import DTypeLike, NDArray
 from ddnn.kaldi.archive import MatrixReader
 from ddnn.kaldi.basic_types import BasicTypeWriter
 from ddnn.kaldi.fst import ARC, Fst, check_fst, write_fst
+from ddnn.kaldi.nnet1 import (
+    Activation,
+    AddShift,
+    AffineTransform,
+    Component,
+    RbmComponent,
+    Rescale,
+    Splice,
+    write_nnet1,
+)
 from ddnn.kaldi.scp import ScpEntry
 from ddnn.kaldi.transition_model import NO_PDF, Topology, TransitionModel, write_transition_model
 from ddnn.synth.acoustics import write_diag_gmm
@@ -32,13 +42,92 @@ def read_matrix(entry: ScpEntry, dtype: DTypeLike = np.float32) -> NDArray[Any]:
         return reader.read(entry, dtype)
 
 
+class TextWriter:
+    """Values as Kaldi writes them in text mode, byte for byte; numbers have 7 digits, as those of a C++ stream."""
+
+    def __init__(self, handle: BinaryIO) -> None:
+        self.handle = handle
+
+    def int32(self, value: int) -> None:
+        self.handle.write(b"%d " % value)
+
+    def float32(self, value: float) -> None:
+        self.handle.write(b"%.7g " % float(np.float32(value)))
+
+    def int32_vector(self, values: NDArray[np.int32]) -> None:
+        self.handle.write(b"[ " + b"".join(b"%d " % value for value in values.tolist()) + b"]\n")
+
+    def float_vector(self, values: NDArray[np.float32]) -> None:
+        self.handle.write(b" [ " + self._row(values) + b"]\n")
+
+    def float_matrix(self, values: NDArray[np.float32]) -> None:
+        rows = b"".join(b"\n  " + self._row(row) for row in values) if values.shape[1] else b" "
+        self.handle.write(b" [" + rows + b"]\n")
+
+    @staticmethod
+    def _row(row: NDArray[np.float32]) -> bytes:
+        return b"".join(b"%.7g " % value for value in row.tolist())
+
+
+def nnet1_bytes(components: Sequence[Component], *, binary: bool) -> bytes:
+    """A network as Kaldi's nnet1 writes it, byte for byte: binary by ddnn's own writer, or text."""
+    if binary:
+        with tempfile.TemporaryDirectory() as folder:
+            write_nnet1(Path(folder) / "x.nnet", components)
+            return (Path(folder) / "x.nnet").read_bytes()
+    handle = io.BytesIO()
+    writer = TextWriter(handle)
+
+    def words(*items: str | float) -> None:
+        for item in items:
+            handle.write(item.encode() + b" ") if isinstance(item, str) else writer.float32(item)
+
+    handle.write(b"<Nnet> \n")
+    for c in components:
+        token = (
+            {"relu": "ParametricRelu"}.get(c.kind, c.kind.title()) if isinstance(c, Activation) else type(c).__name__
+        )
+        handle.write(f"<{token.removesuffix('Component')}> {c.output_dim} {c.input_dim} \n".encode())
+        if isinstance(c, AffineTransform):
+            words("<LearnRateCoef>", c.learn_rate_coef, "<BiasLearnRateCoef>", c.bias_learn_rate_coef)
+            words("<MaxNorm>", c.max_norm)
+            handle.write(b"\n")
+            writer.float_matrix(c.weight)
+            writer.float_vector(c.bias)
+        elif isinstance(c, Activation) and c.kind == "relu":
+            handle.write(b"<AlphaLearnRateCoef> 0 <BetaLearnRateCoef> 0 \n")
+            writer.float_vector(np.ones(c.dim, np.float32))
+            writer.float_vector(np.zeros(c.dim, np.float32))
+        elif isinstance(c, Splice):
+            writer.int32_vector(np.array(c.offsets, np.int32))
+        elif isinstance(c, AddShift | Rescale):
+            words("<LearnRateCoef>", c.learn_rate_coef)
+            writer.float_vector(c.shift if isinstance(c, AddShift) else c.scale)
+        elif isinstance(c, RbmComponent):
+            words(c.visible, c.hidden)
+            writer.float_matrix(c.weight)
+            writer.float_vector(c.visible_bias)
+            writer.float_vector(c.hidden_bias)
+        handle.write(b"<!EndOfComponent> \n")
+    handle.write(b"</Nnet> \n")
+    return handle.getvalue()
+
+
+def transitions_of(model: TransitionModel) -> np.ndarray:
+    """By transition-id: the phone, and whether it is a self-loop; transition-id 0 is unused."""
+    rows = [(-1, False)]
+    for phone, state in model.tuples[:, :2].tolist():
+        rows += [(phone, to == state) for to, _ in model.topology.states(phone)[state].transitions]
+    return np.array(rows, [("phone", np.int32), ("is_self_loop", bool)])
+
+
 def model_bytes(model: TransitionModel, *, binary: bool) -> bytes:
     """A transition model as Kaldi writes it, byte for byte."""
     handle = io.BytesIO()
     if binary:
         write_transition_model(handle, model)
         return handle.getvalue()
-    writer = BasicTypeWriter(handle, binary=False)
+    writer = TextWriter(handle)
     is_hmm = model.topology.is_hmm
     name, tuples = ("Triples", model.tuples[:, :3]) if is_hmm else ("Tuples", model.tuples)
     handle.write(b"<TransitionModel> \n<Topology> \n")
@@ -52,7 +141,7 @@ def model_bytes(model: TransitionModel, *, binary: bool) -> bytes:
     return handle.getvalue()
 
 
-def _write_text_entry(writer: BasicTypeWriter, topology: Topology, index: int) -> None:
+def _write_text_entry(writer: TextWriter, topology: Topology, index: int) -> None:
     phones = [phone for phone, entry in topology.phone_to_entry.items() if entry == index]
     writer.handle.write(b"<TopologyEntry> \n<ForPhones> \n")
     writer.handle.write(b"".join(b"%d " % phone for phone in phones) + b"\n</ForPhones> \n")
@@ -75,7 +164,7 @@ def write_diag_gmms(
     handle: BinaryIO, means: Sequence[np.ndarray], variances: Sequence[np.ndarray], weights: Sequence[np.ndarray]
 ) -> None:
     """The mixtures of a `final.mdl`, behind the transition model: one of each per pdf."""
-    writer = BasicTypeWriter(handle, binary=True)
+    writer = BasicTypeWriter(handle)
     writer.token("<DIMENSION>")
     writer.int32(means[0].shape[1])
     writer.token("<NUMPDFS>")

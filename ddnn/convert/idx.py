@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
-from ddnn.kaldi.stream import (
+from ddnn.kaldi.basic_types import (
     HINT_REMAKE,
     READ_ERRORS,
-    BoundedStream,
+    BasicTypeReader,
     MalformedRecordError,
     describe_read_error,
     open_stream,
@@ -64,7 +64,7 @@ class IdxImages:
     count: int
     rows: int
     columns: int
-    source: BoundedStream
+    source: BasicTypeReader
 
     def read(self, count: int) -> NDArray[np.uint8]:
         """The next `count` images, uint8 (count, rows * columns), row by row.
@@ -140,7 +140,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(describe_read_error(error), location=path, hint=HINT_REMAKE) from error
 
 
-def _read_header(source: BoundedStream, path: Path, kind: str, dims: int) -> tuple[int, ...]:
+def _read_header(source: BasicTypeReader, path: Path, kind: str, dims: int) -> tuple[int, ...]:
     """The dims. DataError where the type is another, there is nothing, or more is promised than can be there."""
     with _reading(path):
         magic = source.read_exact(4, "the magic number")
@@ -163,7 +163,7 @@ def _read_header(source: BoundedStream, path: Path, kind: str, dims: int) -> tup
     return shape
 
 
-def _finish(source: BoundedStream, path: Path, kind: str) -> None:
+def _finish(source: BasicTypeReader, path: Path, kind: str) -> None:
     """DataError where more follows. Of a gzip this also reads the checksum."""
     with _reading(path):
         if source.stream.read(1):

@@ -32,8 +32,7 @@ class DecodeOptions:
     Attributes:
         acoustic_scales: what log-likelihoods are multiplied by, one decoding each.
         beam: cost above the best token at which a token is dropped.
-        max_active: tokens retained per frame, at most.
-        min_active: tokens retained per frame even where the beam would drop them.
+        max_active, min_active: tokens retained per frame, at most, and even where the beam would drop them.
     """
 
     acoustic_scales: tuple[float, ...] = (0.05, 0.07, 0.1, 0.143)
@@ -47,7 +46,6 @@ class DecodingGraph:
     """A decoding graph whose input labels are pdf-id + 1 (0 is epsilon), with its words.
 
     Attributes:
-        fst: the graph.
         words: output label -> word; every label on the graph is there.
         num_pdfs: columns that a matrix of log-likelihoods must have.
         location: the directory it came from, for messages.
@@ -61,12 +59,8 @@ class DecodingGraph:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What was recognized at one acoustic scale.
-
-    Attributes:
-        words: the words of the best path, empty where no path survived.
-        reached_final: whether the best path ends in a final state, as it must in a complete utterance.
-    """
+    """The words of the best path at one acoustic scale, none where no path survived; and whether it ends in a final state,
+    as it must in a complete utterance."""
 
     words: tuple[str, ...]
     reached_final: bool
@@ -101,11 +95,8 @@ def _check_epsilon_cycles(fst: Fst, location: Path) -> None:
         relaxed += len(source)
         if relaxed > max_relaxed:
             break
-    raise DataError(
-        "the graph has a cycle of epsilons with a negative cost, or a chain of them too long to tell",
-        location=location,
-        hint="make the graph again with utils/mkgraph.sh",
-    )
+    message = "the graph has a cycle of epsilons with a negative cost, or a chain of them too long to tell"
+    raise DataError(message, location=location, hint="make the graph again with utils/mkgraph.sh")
 
 
 def read_graph(graph_dir: Path, model: Path) -> DecodingGraph:
@@ -119,14 +110,12 @@ def read_graph(graph_dir: Path, model: Path) -> DecodingGraph:
     transitions = read_transition_model(model)
     hint = "give the graph and the final.mdl that it was made with (utils/mkgraph.sh)"
     if fst.start < 0 or not np.isfinite(fst.final).any():
-        raise DataError(
-            f"the graph has {fst.num_states} states and no way to a final one", location=location, hint=hint
-        )
+        message = f"the graph has {fst.num_states} states and no way to a final one"
+        raise DataError(message, location=location, hint=hint)
     highest, last = int(fst.arcs["ilabel"].max(initial=0)), transitions.num_transition_ids
     if highest > last:
-        raise DataError(
-            f"the graph has the transition-id {highest}, but {model.name} has {last}", location=location, hint=hint
-        )
+        message = f"the graph has the transition-id {highest}, but {model.name} has {last}"
+        raise DataError(message, location=location, hint=hint)
     stated = graph_dir / "num_pdfs"
     if stated.exists():
         try:
@@ -138,14 +127,11 @@ def read_graph(graph_dir: Path, model: Path) -> DecodingGraph:
             raise DataError(message, location=stated, hint=hint)
     for label in np.unique(fst.arcs["olabel"]).tolist():
         if label and label not in words:
-            raise DataError(
-                f"the graph has the word id {label}, which words.txt lacks", location=graph_dir / "words.txt", hint=hint
-            )
+            message = f"the graph has the word id {label}, which words.txt lacks"
+            raise DataError(message, location=graph_dir / "words.txt", hint=hint)
     _check_epsilon_cycles(fst, location)
     arcs = fst.arcs.copy()
-    table = transitions.transition_to_pdf.astype(np.int32) + 1
-    table[0] = 0
-    arcs["ilabel"] = table[arcs["ilabel"]]
+    arcs["ilabel"] = transitions.transition_to_pdf[arcs["ilabel"]] + 1  # epsilon stays 0: it has the pdf -1
     return DecodingGraph(Fst(fst.start, fst.final, fst.offsets, arcs), words, transitions.num_pdfs, graph_dir)
 
 
@@ -154,9 +140,8 @@ def _check_loglikes(utterance: str, matrix: npt.NDArray[np.float32], graph: Deco
     hint = "write it again with ddnn decode-prep, with the model that belongs to this graph"
     if matrix.ndim != 2 or matrix.shape[0] == 0 or matrix.shape[1] != graph.num_pdfs:
         message = f"utterance {utterance}: log-likelihoods of shape {'x'.join(map(str, matrix.shape))} (frames x pdfs)"
-        raise DataError(
-            f"{message}, expected at least one frame and {graph.num_pdfs} pdfs", location=graph.location, hint=hint
-        )
+        message += f", expected at least one frame and {graph.num_pdfs} pdfs"
+        raise DataError(message, location=graph.location, hint=hint)
     with np.errstate(over="ignore", invalid="ignore"):
         matrix = np.ascontiguousarray(matrix, dtype=np.float32)
     possible = np.abs(matrix) < 1e30  # false for NaN too; Kaldi gives a pdf that was never seen -1.8e19
@@ -171,9 +156,8 @@ def check_options(options: DecodeOptions) -> None:
     """Raises UserError for options that the decoder cannot work with."""
     scales = options.acoustic_scales
     if not scales or not all(0 < scale < 1e6 for scale in scales) or len(set(scales)) != len(scales):
-        raise UserError(
-            f"acoustic scales {scales}: expected different numbers above 0", hint="for example 0.05,0.07,0.1,0.143"
-        )
+        message = f"acoustic scales {scales}: expected different numbers above 0"
+        raise UserError(message, hint="for example 0.05,0.07,0.1,0.143")
     if not 0 < options.beam < 1e6:
         raise UserError(f"beam {options.beam}: expected a number above 0", hint="13 to 15 is usual")
     if not 0 <= options.min_active < options.max_active < 2**31 or options.max_active < 2:
@@ -182,14 +166,12 @@ def check_options(options: DecodeOptions) -> None:
 
 
 def decode_utterances(
-    loglikes: Iterable[tuple[str, npt.NDArray[np.float32]]], graph: DecodingGraph, options: DecodeOptions | None = None
+    loglikes: Iterable[tuple[str, npt.NDArray[np.float32]]], graph: DecodingGraph, options: DecodeOptions
 ) -> Iterator[tuple[str, tuple[Hypothesis, ...]]]:
     """Decodes each utterance at each acoustic scale. Reads one matrix at a time.
 
     Args:
         loglikes: utterance and its log-likelihoods, frames x pdfs, not yet scaled.
-        graph: from `read_graph`.
-        options: scales and beams.
 
     Yields:
         the utterance, and one hypothesis per scale, in the order of the scales.
@@ -198,20 +180,18 @@ def decode_utterances(
         UserError: the packages are missing, or an option that cannot be.
         DataError: a matrix that is empty, has another number of pdfs than the graph, or holds NaN or Inf.
     """
-    options = DecodeOptions() if options is None else options
     check_options(options)
     kaldifst, kaldi_decoder = _import_decoders()
     with tempfile.TemporaryDirectory(prefix="ddnn-graph-") as folder:
         write_fst(Path(folder) / "pdfs.fst", graph.fst)
         fst = kaldifst.StdFst.read(str(Path(folder) / "pdfs.fst"))
-    config = kaldi_decoder.FasterDecoderOptions(
-        beam=options.beam, max_active=options.max_active, min_active=options.min_active
-    )
+    limits = {"beam": options.beam, "max_active": options.max_active, "min_active": options.min_active}
+    config = kaldi_decoder.FasterDecoderOptions(**limits)
     # The decoder does not keep the FST alive, nor the decodable its matrix: both names must outlive it.
     decoder = kaldi_decoder.FasterDecoder(fst, config)
     for utterance, matrix in loglikes:
         checked = _check_loglikes(utterance, matrix, graph)
-        hypotheses: list[Hypothesis] = []
+        hypotheses = []
         for scale in options.acoustic_scales:
             scaled = np.ascontiguousarray(checked * np.float32(scale))
             decodable = kaldi_decoder.DecodableCtc(scaled)

@@ -53,9 +53,8 @@ def log_likelihoods(model: AcousticModel, dataset: AcousticDataset, priors: Tens
         blocks = forward_batches(model, dataset.subset([u]), workspace)
         scores = np.concatenate([(activations - priors).cpu().numpy() for _, activations in blocks])
         if not np.isfinite(scores).all():
-            raise DataError(
-                f"utterance {utterance}: the network's output is not finite", hint="retrain: the model has diverged"
-            )
+            message = f"utterance {utterance}: the network's output is not finite"
+            raise DataError(message, hint="retrain: the model has diverged")
         yield utterance, scores
 
 

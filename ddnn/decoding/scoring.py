@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +39,6 @@ class ScaleScore:
     """All utterances at one acoustic scale.
 
     Attributes:
-        acoustic_scale: what the log-likelihoods were multiplied by.
         wer: word error rate in percent of the reference words.
         interval: 95 % bootstrap interval of `wer` in percent (Bisani and Ney 2004), utterances drawn with replacement;
             None where a draw has no words, as a few utterances without words make it.
@@ -106,13 +105,6 @@ def _check_same_utterances(decoded: set[str], reference: set[str], loglikes: Pat
         raise DataError("; ".join(errors), location=loglikes, hint=hint)
 
 
-def _locate(loglikes: Path) -> Path:
-    path = loglikes / "loglikes.scp" if loglikes.is_dir() else loglikes
-    if not path.is_file():
-        raise DataError(f"no log-likelihoods at {path.name}", location=path, hint="make them with ddnn decode-prep")
-    return path
-
-
 def _loglikes(source: Path, reference: set[str]) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     """Every utterance and its matrix; those of an scp are known, and checked, before an hour of decoding."""
     if source.suffix == ".scp":
@@ -161,15 +153,7 @@ def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]
     )
 
 
-def score(
-    loglikes: Path,
-    *,
-    graph_dir: Path,
-    model: Path,
-    text: Path,
-    options: DecodeOptions | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> ScoreResult:
+def score(loglikes: Path, *, graph_dir: Path, model: Path, text: Path, options: DecodeOptions) -> ScoreResult:
     """Decodes log-likelihoods and gives the word error rate at each acoustic scale.
 
     Args:
@@ -177,26 +161,24 @@ def score(
         graph_dir: Kaldi's graph directory: `HCLG.fst` and `words.txt`.
         model: the `final.mdl` that the graph was made with.
         text: the reference, a Kaldi `text` of exactly the utterances in `loglikes`.
-        options: acoustic scales and beams.
-        progress: called with the number of utterances decoded so far.
 
     Raises:
         UserError: the packages of `ddnn[decode]` are missing, or an option that cannot be.
         DataError: an input is missing, damaged, or does not fit the others; log-likelihoods and reference differ in
             their utterances.
     """
-    options = DecodeOptions() if options is None else options
     check_options(options)
     ka = _import_kaldialign()
-    source, reference = _locate(loglikes), read_reference(text)
+    source = loglikes / "loglikes.scp" if loglikes.is_dir() else loglikes
+    if not source.is_file():
+        hint = "make them with ddnn decode-prep"
+        raise DataError(f"no log-likelihoods at {source.name}", location=source, hint=hint)
+    reference = read_reference(text)
     graph = read_graph(graph_dir, model)
     scores: list[list[UtteranceScore]] = [[] for _ in options.acoustic_scales]
-    decoded = decode_utterances(_loglikes(source, set(reference)), graph, options)
-    for done, (utterance, hypotheses) in enumerate(decoded, 1):
+    for utterance, hypotheses in decode_utterances(_loglikes(source, set(reference)), graph, options):
         for column, hypothesis in zip(scores, hypotheses, strict=True):
             column.append(_errors(ka, utterance, reference[utterance], hypothesis))
-        if progress is not None:
-            progress(done)
     results = tuple(
         _sum_up(ka, scale, tuple(column)) for scale, column in zip(options.acoustic_scales, scores, strict=True)
     )
@@ -236,15 +218,9 @@ def as_json(result: ScoreResult, *, alignments: bool = False) -> dict[str, Any]:
     scales = []
     for s in result.scales:
         plain = {name: value for name, value in vars(s).items() if name not in ("interval", "not_final", "utterances")}
-        interval = None if s.interval is None else list(s.interval)
-        scales.append({**plain, "interval": interval, "not_final": list(s.not_final), "utterances": len(s.utterances)})
-    value: dict[str, Any] = {
-        "scales": scales,
-        "best": scales[result.best]["acoustic_scale"],
-        "wer": scales[result.best]["wer"],
-    }
+        scales.append({**plain, "interval": s.interval, "not_final": s.not_final, "utterances": len(s.utterances)})
+    best = result.scales[result.best]
+    value: dict[str, Any] = {"scales": scales, "best": best.acoustic_scale, "wer": best.wer}
     if alignments:
-        value["alignments"] = {
-            u.utterance: [list(pair) for pair in align_words(u)] for u in result.scales[result.best].utterances
-        }
+        value["alignments"] = {u.utterance: [list(pair) for pair in align_words(u)] for u in best.utterances}
     return value

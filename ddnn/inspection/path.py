@@ -14,23 +14,20 @@ from numpy.typing import NDArray
 from ddnn.inspection.status import format_figures, read_status
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import MatrixReader, iterate_int_vectors, iterate_matrices
+from ddnn.kaldi.basic_types import HINT_REMAKE, READ_ERRORS, describe_read_error, open_stream
 from ddnn.kaldi.data_dir import read_data_dir
 from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.nnet1 import Activation, read_nnet1
 from ddnn.kaldi.scp import ScpEntry, read_scp
-from ddnn.kaldi.stream import HINT_REMAKE, READ_ERRORS, describe_read_error, open_stream
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.training.metrics import read_metrics
 from ddnn.training.run_status import DBN, FINAL, METRICS, RECIPE, STATUS
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.text import definitions
 
-NUM_KEYS = 3
-"""Keys to show."""
-NUM_SAMPLES = 1000
-"""Entries of a table to look into."""
+NUM_KEYS = 3  # to show
+NUM_SAMPLES = 1000  # entries of a table to look into
 MAX_SCAN_BYTES = 64 << 20
-"""Larger text files are not read."""
 _HEAD_BYTES = 4096
 _FILES = (
     "an scp (.scp), an archive of matrices or integers, an nnet1 network, a final.mdl, an FST, pdf counts, "
@@ -52,10 +49,8 @@ class Info:
 
     def as_text(self) -> str:
         """A line for the kind and one for each fact."""
-        shown = (
-            (name, ", ".join(value) if isinstance(value, list) else str(value)) for name, value in self.fields.items()
-        )
-        lines = definitions(((name.replace("_", " "), text) for name, text in shown), indent="  ")
+        texts = {k: ", ".join(value) if isinstance(value, list) else str(value) for k, value in self.fields.items()}
+        lines = definitions(((name.replace("_", " "), text) for name, text in texts.items()), indent="  ")
         return f"{self.path}: {self.kind}\n{lines}"
 
 
@@ -76,17 +71,13 @@ def describe_path(path: Path) -> Info:
             head = stream.read(_HEAD_BYTES)
         except READ_ERRORS as error:
             raise DataError(describe_read_error(error), location=path, hint=HINT_REMAKE) from error
-    for suffix, kind, fields in _SUFFIXES:
-        if path.suffix == suffix:
-            return Info(path, kind, fields(path))
+    if path.suffix in _SUFFIXES:
+        kind, fields = _SUFFIXES[path.suffix]
+        return Info(path, kind, fields(path))
     start = head.removeprefix(b"\0B").lstrip()
     for beginning, kind, fields in _BEGINNINGS:
         if start.startswith(beginning):
             return Info(path, kind, fields(path))
-    return _archive_by_first_record(path, head)
-
-
-def _archive_by_first_record(path: Path, head: bytes) -> Info:
     record = re.match(rb"[^\s\0]+[ \t]+(\0B(?:[FD]M |CM[23]? |\x04)|\[|-?\d+(?=[ \n]|$))|[^\s\0]+[ \t]*\n", head)
     if record is None or record[1] is None:
         raise UserError("not a file that ddnn reads or writes", location=path, hint=f"known are: {_FILES}")
@@ -129,7 +120,7 @@ def _metrics(path: Path) -> dict[str, Any]:
     rbms = {row.rbm: row for row in metrics.pretraining}
     fields: dict[str, Any] = {f"rbm_{number}": row.as_text() for number, row in sorted(rbms.items())}
     if metrics.cv or not rbms:
-        fields |= {"epochs": metrics.cv[-1].epoch if metrics.cv else 0}
+        fields["epochs"] = metrics.cv[-1].epoch if metrics.cv else 0
     if metrics.cv:
         fields["last"] = format_figures(metrics.cv[-1])
     if metrics.best is not None:
@@ -181,12 +172,10 @@ def _archive(records: Iterator[tuple[str, NDArray[Any]]]) -> dict[str, Any]:
     """Counts of an archive, or of its beginning where it is long."""
     keys: list[str] = []
     columns: set[int] = set()
-    frames = size = 0
-    largest = -1
-    whole = True
+    frames, size, largest, more = 0, 0, -1, ""
     for key, value in records:
         if size > MAX_SCAN_BYTES:
-            whole = False
+            more = "at least "
             break
         keys.append(key)
         frames, size = frames + len(value), size + value.nbytes
@@ -194,39 +183,35 @@ def _archive(records: Iterator[tuple[str, NDArray[Any]]]) -> dict[str, Any]:
             columns.add(value.shape[1])
         elif len(value):
             largest = max(largest, int(value.max()))
-    more = "" if whole else "at least "
-    fields: dict[str, Any] = {"records": len(keys) if whole else f"{more}{len(keys)}"}
-    fields["frames"] = frames if whole else f"{more}{frames}"
+    counts = {"records": len(keys), "frames": frames, **({} if columns else {"largest_id": largest})}
+    fields: dict[str, Any] = {name: f"{more}{count}" if more else count for name, count in counts.items()}
     if columns:
         fields["dims"] = _dims(columns)
-    else:
-        fields["largest_id"] = largest if whole else f"{more}{largest}"
     return {**fields, "first_keys": _first(keys)}
 
 
 def _data_dir(path: Path) -> dict[str, Any]:
     data = read_data_dir(path, allow_pipes=True)
     table = _scp(list(data.entries))
-    fields: dict[str, Any] = {"utterances": table.pop("entries")}
-    fields["speakers"] = "no utt2spk" if data.speakers is None else len(set(data.speakers.values()))
-    fields["cmvn"] = "no cmvn.scp" if data.cmvn is None else f"statistics of {len(data.cmvn)}"
-    return {**fields, **table}
+    return {
+        "utterances": table.pop("entries"),
+        "speakers": "no utt2spk" if data.speakers is None else len(set(data.speakers.values())),
+        "cmvn": "no cmvn.scp" if data.cmvn is None else f"statistics of {len(data.cmvn)}",
+        **table,
+    }
 
 
 def _alignments(path: Path) -> dict[str, Any]:
     jobs = sorted(path.glob("ali.*.gz"))
-    fields: dict[str, Any] = {"final.mdl": "missing"}
-    if (path / "final.mdl").exists():
-        fields = _transitions(path / "final.mdl")
-    fields["jobs"] = len(jobs)
-    if "final.mdl" in fields or not jobs:
+    if not (path / "final.mdl").exists():
+        return {"final.mdl": "missing", "jobs": len(jobs)}
+    fields = {**_transitions(path / "final.mdl"), "jobs": len(jobs)}
+    if not jobs:
         return fields
-    if sum(job.stat().st_size for job in jobs) <= MAX_SCAN_BYTES // 8:
-        alignments = read_alignments(path)
-        fields["utterances"] = len(alignments.pdfs)
-        fields["frames"] = sum(map(len, alignments.pdfs.values()))
-        return {**fields, "first_keys": _first(alignments.pdfs)}
-    return {**fields, "first_keys": [key for key, _ in islice(iterate_int_vectors(jobs[0]), NUM_KEYS)]}
+    if sum(job.stat().st_size for job in jobs) > MAX_SCAN_BYTES // 8:
+        return {**fields, "first_keys": _first(key for key, _ in iterate_int_vectors(jobs[0]))}
+    pdfs = read_alignments(path).pdfs
+    return {**fields, "utterances": len(pdfs), "frames": sum(map(len, pdfs.values())), "first_keys": _first(pdfs)}
 
 
 def _transitions(path: Path) -> dict[str, Any]:
@@ -266,13 +251,13 @@ def _pdf_counts(path: Path) -> dict[str, Any]:
 
 
 Fields = Callable[[Path], dict[str, Any]]
-_SUFFIXES: tuple[tuple[str, str, Fields], ...] = (
-    (".safetensors", "ddnn model", _model),
-    (".scp", "scp", lambda path: _scp(read_scp(path, allow_pipes=True))),
-    (".jsonl", "metrics of a training", _metrics),
-    (".yaml", "recipe", _recipe),
-    (".yml", "recipe", _recipe),
-)
+_SUFFIXES: dict[str, tuple[str, Fields]] = {
+    ".safetensors": ("ddnn model", _model),
+    ".scp": ("scp", lambda path: _scp(read_scp(path, allow_pipes=True))),
+    ".jsonl": ("metrics of a training", _metrics),
+    ".yaml": ("recipe", _recipe),
+    ".yml": ("recipe", _recipe),
+}
 _BEGINNINGS: tuple[tuple[bytes, str, Fields], ...] = (
     (b"\xd6\xfd\xb2\x7e", "OpenFst graph", _fst),
     (b"<TransitionModel>", "Kaldi acoustic model (its transition model)", _transitions),

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -38,7 +39,7 @@ from ddnn.util.text import definitions, duration, printable
 FRACTIONS = ("compute", "comm", "wait", "data")
 ENDED = ("finished", "interrupted", "diverged", "failed", "unknown")
 FOLLOW_SECONDS, SLURM_SECONDS = 5.0, 30.0
-"""Between two looks at the files, and between two questions to Slurm, whose one daemon serves a whole cluster."""
+"""Between two looks at the files; and only once in so many is Slurm asked, whose one daemon serves a whole cluster."""
 _PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _OVER = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "DEADLINE", "OUT_OF_MEMORY",
          "NODE_FAIL", "BOOT_FAIL", "GONE")  # fmt: skip
@@ -96,28 +97,79 @@ class Status:
     problems: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`; paths as text, the fields of status.json among the others."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "run"}
-        rows = {name: None if (row := fields[name]) is None else row.model_dump() for name in ("last", "best")}
+        """For `--json`; the fields of status.json are among the others."""
+        fields = {name: row.model_dump() if isinstance(row, EpochRow) else row for name, row in vars(self).items()}
+        del fields["run"]
         run = {} if self.run is None else self.run.model_dump(mode="json", exclude={"schema_version", "state", "error"})
-        return {
-            **run,
-            **fields,
-            **rows,
-            "run_dir": str(self.run_dir),
-            "restarts": list(self.restarts),
-            "problems": list(self.problems),
-        }
+        return {**run, **fields, "run_dir": str(self.run_dir)}
 
     def lines(self) -> dict[str, str | None]:
         """Name and text of what is known; some texts have several lines."""
-        return _lines(self, time.time())
+        run, checkpoint, workers = self.run, self.checkpoint, self.world_size or 1
+        pretraining = run is not None and run.kind == "pretraining"
+        speed = None if self.frames_per_second is None else f"{self.frames_per_second:.0f} frames/s"
+        if self.frames_per_second is not None and workers > 1:
+            speed = f"{speed}, {self.frames_per_second / workers:.0f} for each of {workers} workers"
+        epochs = f"{self.last.epoch if self.last else 0}"
+        if run is not None and run.max_epochs is not None:
+            epochs += f" of at most {run.max_epochs}"
+        return {
+            "error": self.error,
+            "submitted": _ago(self.submitted) if self.state == "pending" else None,
+            "RBMs": _rbms(run, self.reconstruction_error) if run is not None and pretraining else None,
+            "epochs": None if pretraining else epochs,
+            "warm-up": None if self.warmup_loss is None else f"training loss {self.warmup_loss:.4f}",
+            "last": format_figures(self.last) if self.last else None,
+            "best": format_figures(self.best) if self.best else None,
+            "learning rate": None if self.learning_rate is None else f"{self.learning_rate:.6g}",
+            "speed": speed,
+            "time of workers": ", ".join(f"{name} {100 * part:.1f} %" for name, part in (self.fractions or {}).items()),
+            "ends": None if self.estimated_end is None else _end(self.estimated_end),
+            "restarts": "\n".join(self.restarts),
+            "checkpoint": f"{checkpoint['where']}, {_ago(checkpoint['written'])}"
+            if checkpoint is not None
+            else "none: a resume begins from the start"
+            if self.resume_command and not pretraining
+            else None,
+            "resume": self.resume_command,
+            "last update": None if self.seconds_since_update is None else f"{duration(self.seconds_since_update)} ago",
+        }
 
     def as_text(self) -> str:
         """Some lines to read; no control characters."""
+        title = f"{self.run_dir}: {self.state}"
+        if self.state == "running" and self.run is not None:
+            title += f", {self.run.phase}"
+            if self.run.rbm is not None and self.run.phase == "pretraining":
+                title += f", RBM {self.run.rbm}" + (f" of {self.run.num_rbms}" if self.run.num_rbms else "")
+        title += (f", Slurm job {self.job}" if self.job else "") + (f" ({self.slurm})" if self.slurm else "")
         shown = definitions([(name, printable(text)) for name, text in self.lines().items() if text], indent="  ")
-        problems = (f"  problem: {printable(problem)}" for problem in self.problems)
-        return "\n".join([_title(self), shown, *problems])
+        return "\n".join([title, shown, *(f"  problem: {printable(problem)}" for problem in self.problems)])
+
+
+def _ago(then: float | None) -> str | None:
+    return None if then is None else f"{duration(max(0.0, time.time() - then))} ago"
+
+
+def _rbms(run: RunStatus, error: float | None) -> str | None:
+    if run.rbm is None:
+        return None
+    if run.state == "finished":
+        return f"{run.num_rbms} finished"
+    text = f"{run.rbm} of {run.num_rbms} in training, epoch {run.epoch} finished"
+    return text + ("" if error is None else f", mean reconstruction error {error:.4f}")
+
+
+def _end(end: float) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(end, 4e9)))
+    return f"{when} at the latest, in {duration(max(0.0, end - time.time()))}, if epochs take as long as the last"
+
+
+def format_figures(row: EpochRow) -> str:
+    """Cross-validation figures of an epoch in words."""
+    loss = "not finite" if row.loss is None else f"{row.loss:.4f}"
+    accuracy = "" if row.frame_accuracy is None else f", frame accuracy {100 * row.frame_accuracy:.2f} %"
+    return f"epoch {row.epoch}: cross-validation loss {loss}{accuracy}{'' if row.accepted else ', rejected'}"
 
 
 def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_state) -> Status:
@@ -242,82 +294,6 @@ def _estimated_end(metrics: Metrics, run: RunStatus | None, age: float) -> float
     return time.time() + max(0.0, remaining * seconds / len(epochs) - age)
 
 
-def _title(status: Status) -> str:
-    phase = f", {_phase(status.run)}" if status.state == "running" and status.run is not None else ""
-    job = f", Slurm job {status.job}" if status.job else ""
-    slurm = f" ({status.slurm})" if status.slurm else ""
-    return f"{status.run_dir}: {status.state}{phase}{job}{slurm}"
-
-
-def _phase(run: RunStatus) -> str:
-    if run.rbm is None or run.phase != "pretraining":
-        return run.phase
-    return f"{run.phase}, RBM {run.rbm}{f' of {run.num_rbms}' if run.num_rbms else ''}"
-
-
-def _lines(status: Status, now: float) -> dict[str, str | None]:
-    run, checkpoint = status.run, status.checkpoint
-    pretraining = run is not None and run.kind == "pretraining"
-    waiting = status.state == "pending" and status.submitted is not None
-    return {
-        "error": status.error,
-        "submitted": f"{duration(max(0.0, now - (status.submitted or now)))} ago" if waiting else None,
-        "RBMs": _rbms(run, status.reconstruction_error) if pretraining else None,
-        "epochs": None if pretraining else _epochs(status),
-        "warm-up": None if status.warmup_loss is None else f"training loss {status.warmup_loss:.4f}",
-        "last": format_figures(status.last) if status.last else None,
-        "best": format_figures(status.best) if status.best else None,
-        "learning rate": None if status.learning_rate is None else f"{status.learning_rate:.6g}",
-        "speed": _speed(status),
-        "time of workers": ", ".join(f"{name} {100 * part:.1f} %" for name, part in (status.fractions or {}).items()),
-        "ends": _end(status.estimated_end, now),
-        "restarts": "\n".join(status.restarts),
-        "checkpoint": f"{checkpoint['where']}, {duration(max(0.0, now - checkpoint['written']))} ago"
-        if checkpoint is not None
-        else "none: a resume begins from the start"
-        if status.resume_command and not pretraining
-        else None,
-        "resume": status.resume_command,
-        "last update": None if status.seconds_since_update is None else f"{duration(status.seconds_since_update)} ago",
-    }
-
-
-def _rbms(run: RunStatus | None, error: float | None) -> str | None:
-    if run is None or run.rbm is None:
-        return None
-    if run.state == "finished":
-        return f"{run.num_rbms} finished"
-    text = f"{run.rbm} of {run.num_rbms} in training, epoch {run.epoch} finished"
-    return text + ("" if error is None else f", mean reconstruction error {error:.4f}")
-
-
-def _epochs(status: Status) -> str:
-    most = None if status.run is None else status.run.max_epochs
-    finished = status.last.epoch if status.last else 0
-    return f"{finished}" + (f" of at most {most}" if most is not None else "")
-
-
-def format_figures(row: EpochRow) -> str:
-    """Cross-validation figures of an epoch in words."""
-    loss = "not finite" if row.loss is None else f"{row.loss:.4f}"
-    accuracy = "" if row.frame_accuracy is None else f", frame accuracy {100 * row.frame_accuracy:.2f} %"
-    return f"epoch {row.epoch}: cross-validation loss {loss}{accuracy}{'' if row.accepted else ', rejected'}"
-
-
-def _speed(status: Status) -> str | None:
-    speed, workers = status.frames_per_second, status.world_size or 1
-    if speed is None:
-        return None
-    return f"{speed:.0f} frames/s" + (f", {speed / workers:.0f} for each of {workers} workers" if workers > 1 else "")
-
-
-def _end(end: float | None, now: float) -> str | None:
-    if end is None:
-        return None
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(end, 4e9)))
-    return f"{when} at the latest, in {duration(max(0.0, end - now))}, if epochs take as long as the last"
-
-
 def follow_status(
     run_dir: Path,
     show: Callable[[str], None],
@@ -331,10 +307,11 @@ def follow_status(
     On a terminal each replaces the one before. Elsewhere, and as JSON (one object a line), one is shown by `show` only
     when something in it has changed other than the time.
     """
-    ask, before = _asked_seldom(), None
+    in_period = lru_cache(maxsize=1)(lambda job, period: slurm_state(job))
+    before = None
     with Live(console=Console(quiet=not terminal or as_json), auto_refresh=False) as live:
         while True:
-            status = read_status(run_dir, ask)
+            status = read_status(run_dir, lambda job: in_period(job, time.monotonic() // SLURM_SECONDS))
             values = status.as_dict()
             lasting = {k: v for k, v in values.items() if k not in ("seconds_since_update", "estimated_end", "updated")}
             live.update(Text(status.as_text()), refresh=True)
@@ -344,15 +321,3 @@ def follow_status(
                 return status
             before = lasting
             pause(FOLLOW_SECONDS)
-
-
-def _asked_seldom() -> Callable[[Job], str | None]:
-    """`slurm_state`, with answers kept for half a minute."""
-    answers: dict[str, tuple[float, str | None]] = {}
-
-    def ask(job: Job) -> str | None:
-        if job.number not in answers or time.monotonic() - answers[job.number][0] > SLURM_SECONDS:
-            answers[job.number] = (time.monotonic(), slurm_state(job))
-        return answers[job.number][1]
-
-    return ask

@@ -50,7 +50,13 @@ def read_alignments(path: Path, *, num_pdfs: int | None = None) -> Alignments:
     """
     if path.is_dir():
         return _read_dir(path, num_pdfs)
-    return _read_archive(path, num_pdfs)
+    hint = "the model has fewer pdfs than the alignment: correct `data.num_pdfs`, or give the alignment of this model"
+    pdfs = _read_records([path], "pdf-id", range(num_pdfs if num_pdfs is not None else MAX_PDF), hint)
+    if not pdfs:
+        raise DataError("there is no alignment in the archive", location=path)
+    if num_pdfs is None:
+        num_pdfs = 1 + max((int(ids.max()) for ids in pdfs.values() if ids.size), default=0)
+    return Alignments(pdfs, num_pdfs, path)
 
 
 def _read_dir(path: Path, num_pdfs: int | None) -> Alignments:
@@ -62,9 +68,7 @@ def _read_dir(path: Path, num_pdfs: int | None) -> Alignments:
     ids = range(1, model.num_transition_ids + 1)
     hint = f"final.mdl has the transition-ids 1 to {ids[-1]}; the alignment and final.mdl must come from one alignment "
     hint += "run; run the alignment again"
-    pdfs: dict[str, NDArray[np.int32]] = {}
-    for job in _find_jobs(path):
-        _add_records(pdfs, job, "transition-id", ids, hint, model.transition_to_pdf)
+    pdfs = _read_records(_find_jobs(path), "transition-id", ids, hint, model.transition_to_pdf)
     if not pdfs:
         raise DataError("there is no alignment in any of ali.*.gz", location=path, hint="run the alignment again")
     return Alignments(pdfs, model.num_pdfs, path)
@@ -97,39 +101,22 @@ def _find_jobs(path: Path) -> list[Path]:
     return [path / f"ali.{number}.gz" for number in numbers]
 
 
-def _read_archive(path: Path, num_pdfs: int | None) -> Alignments:
-    pdfs: dict[str, NDArray[np.int32]] = {}
-    hint = "the model has fewer pdfs than the alignment: correct `data.num_pdfs`, or give the alignment of this model"
-    _add_records(pdfs, path, "pdf-id", range(num_pdfs if num_pdfs is not None else MAX_PDF), hint)
-    if not pdfs:
-        raise DataError("there is no alignment in the archive", location=path)
-    if num_pdfs is None:
-        num_pdfs = 1 + max((int(ids.max()) for ids in pdfs.values() if ids.size), default=0)
-    return Alignments(pdfs, num_pdfs, path)
-
-
-def _add_records(
-    pdfs: dict[str, NDArray[np.int32]],
-    path: Path,
-    kind: str,
-    valid: range,
-    hint: str,
-    id_map: NDArray[np.int32] | None = None,
-) -> None:
-    """Adds the vectors of an archive to `pdfs`, through `id_map`.
-
-    Raises:
-        DataError: an utterance is there already, or an id is not in `valid`.
-    """
-    for key, ids in iterate_int_vectors(path):
-        if key in pdfs:
-            message = f"utterance {key} occurs twice in the alignments"
-            raise DataError(message, location=path, hint="utterance ids must be unique; remove one of the two")
-        if ids.size and (ids.min() < valid.start or ids.max() >= valid.stop):
-            frame = int(np.argmax((ids < valid.start) | (ids >= valid.stop)))
-            expected = f"expected a {kind} from {valid.start} to {valid.stop - 1}, found {ids[frame]}"
-            raise DataError(f"utterance {key}, frame {frame}: {expected}", location=path, hint=hint)
-        pdfs[key] = ids if id_map is None else id_map[ids]
+def _read_records(
+    paths: list[Path], kind: str, valid: range, hint: str, id_map: NDArray[np.int32] | None = None
+) -> dict[str, NDArray[np.int32]]:
+    """The vectors of archives, through `id_map`; DataError where an utterance comes twice, or an id is not in `valid`."""
+    found: dict[str, NDArray[np.int32]] = {}
+    for path in paths:
+        for key, ids in iterate_int_vectors(path):
+            if key in found:
+                message = f"utterance {key} occurs twice in the alignments"
+                raise DataError(message, location=path, hint="utterance ids must be unique; remove one of the two")
+            if ids.size and (ids.min() < valid.start or ids.max() >= valid.stop):
+                frame = int(np.argmax((ids < valid.start) | (ids >= valid.stop)))
+                expected = f"expected a {kind} from {valid.start} to {valid.stop - 1}, found {ids[frame]}"
+                raise DataError(f"utterance {key}, frame {frame}: {expected}", location=path, hint=hint)
+            found[key] = ids if id_map is None else id_map[ids]
+    return found
 
 
 def pdf_counts(alignments: Alignments, utterances: Iterable[str] | None = None) -> NDArray[np.int64]:

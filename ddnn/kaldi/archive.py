@@ -1,50 +1,44 @@
 """Archives (`ark`) of matrices and of integer vectors: read in sequence or through an scp, and written; plain or gzip.
 
-Follows kaldi `util/kaldi-table-inl.h` and `util/kaldi-holder-inl.h`. kaldiio 2.18.1 on its own runs a shell for an entry
-that begins or ends with `|`, unpickles a record that begins with `PKL`, reads a missing or cut gzip as an empty or
-partial table, clips a range past the end, and fails on text vectors that begin with 0 or 1e-05. Here files are opened
-and headers checked by `basic_types`; kaldiio then decodes single matrices of plain floats.
+Follows kaldi `util/kaldi-table-inl.h` and `util/kaldi-holder-inl.h`. kaldiio 2.18.1 is not safe here: it runs a shell for
+an entry that begins or ends with `|`, unpickles a record that begins with `PKL`, reads a missing or cut gzip as an empty
+or partial table, clips a range past the end, and fails on text vectors that begin with 0 or 1e-05.
 """
 
 from __future__ import annotations
 
 import gzip
 import os
-import struct
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ddnn.kaldi import compressed
-from ddnn.kaldi.basic_types import BasicTypeReader, encode_sized_int32
-from ddnn.kaldi.scp import ScpEntry
-from ddnn.kaldi.stream import (
+from ddnn.kaldi.basic_types import (
     HINT_REMAKE,
+    INT32,
     READ_ERRORS,
+    BasicTypeReader,
+    BasicTypeWriter,
     MalformedRecordError,
     describe_read_error,
     open_stream,
     split_words,
 )
+from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError
 from ddnn.util.files import atomic_write
 
 _MAX_KEY = 4096
 # More than any integer of 64 bits has. Python refuses 4,300, and early versions take hours for millions.
 _MAX_DIGITS = 24
-_INT32 = np.iinfo(np.int32)
 _T = TypeVar("_T")
-
-
-def _open(path: Path) -> BasicTypeReader:
-    source = open_stream(path)
-    return BasicTypeReader(source.stream, source.limit)
 
 
 def _read_matrix(reader: BasicTypeReader) -> NDArray[Any]:
@@ -79,7 +73,7 @@ def _read_text_integers(line: bytes) -> NDArray[np.int32]:
         values = np.fromiter(chain.from_iterable(map(to_integers, split_words(line))), np.int64)
     except (ValueError, OverflowError) as error:
         raise MalformedRecordError(f"expected integers: {str(error)[:100]}") from error
-    if values.size and not (_INT32.min <= values.min() and values.max() <= _INT32.max):
+    if values.size and not (INT32.min <= values.min() and values.max() <= INT32.max):
         raise MalformedRecordError(f"expected 32-bit integers, found {values.min()} to {values.max()}")
     return values.astype(np.int32)
 
@@ -106,7 +100,7 @@ def _read_key(reader: BasicTypeReader) -> str | None:
 
 def _iterate(path: Path, read: Callable[[BasicTypeReader], _T]) -> Iterator[tuple[str, _T]]:
     last = None
-    reader = _open(path)
+    reader = open_stream(path)
     with reader.stream:
         while True:
             key = None
@@ -117,8 +111,7 @@ def _iterate(path: Path, read: Callable[[BasicTypeReader], _T]) -> Iterator[tupl
                 value = read(reader)
             except READ_ERRORS as error:
                 after = "no record was read" if last is None else f"the last complete record is {last}"
-                whose = f"utterance {key}: " if key is not None else ""
-                message = f"{whose}{describe_read_error(error)} ({after})"
+                message = f"{'' if key is None else f'utterance {key}: '}{describe_read_error(error)} ({after})"
                 raise DataError(message, location=path, hint=HINT_REMAKE) from error
             yield key, value
             last = key
@@ -157,9 +150,9 @@ def _run_pipe(entry: ScpEntry) -> BasicTypeReader:
 
 
 class MatrixReader:
-    """Reads matrices by scp entry; keeps the last file open, as neighboring entries share an archive.
+    """Reads matrices by scp entry; keeps the last file open, as neighboring entries share an archive. A context manager.
 
-    A context manager. One reader per thread.
+    One reader per thread.
     """
 
     def __init__(self) -> None:
@@ -170,9 +163,7 @@ class MatrixReader:
     def __enter__(self) -> MatrixReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -187,19 +178,11 @@ class MatrixReader:
         Raises:
             DataError: as `read`, but for damage that only shows in the data.
         """
-
-        def measure(reader: BasicTypeReader) -> tuple[int, int] | None:
-            if not reader.read_marker():
-                return None
-            header = reader.matrix_header()
-            rows, columns = _ranges(entry, (header.rows, header.columns))
-            return rows.stop - rows.start, columns.stop - columns.start
-
-        shape = self._at(entry, measure)
-        if shape is None:  # text: its size is known only once it is read
-            rows, columns = self.read(entry, np.float64).shape
-            return rows, columns
-        return shape
+        header = self._at(entry, lambda reader: reader.matrix_header() if reader.read_marker() else None)
+        rows, columns = _ranges(
+            entry, self._read_whole(entry).shape if header is None else (header.rows, header.columns)
+        )
+        return rows.stop - rows.start, columns.stop - columns.start
 
     def read(self, entry: ScpEntry, dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """The entry's matrix, `dtype` (rows, columns), C-contiguous, its range applied. NaN and Inf are not looked for.
@@ -210,10 +193,7 @@ class MatrixReader:
         """
         whole = self._read_whole(entry)
         if entry.rows is not None or entry.columns is not None:
-            try:
-                whole = whole[_ranges(entry, whole.shape)].copy()
-            except MalformedRecordError as error:
-                raise _entry_error(entry, error) from error
+            whole = whole[_ranges(entry, whole.shape)].copy()
         # A double too large for a float becomes Inf, which check_finite finds; NaN may be of the kind that signals.
         with np.errstate(over="ignore", invalid="ignore"):
             return np.require(whole, dtype, ["C", "W"])
@@ -245,7 +225,7 @@ class MatrixReader:
         if entry.path != self._path or self._reader is None:
             self.close()
             try:
-                self._reader = _open(entry.path)
+                self._reader = open_stream(entry.path)
             except DataError as error:
                 raise MalformedRecordError(error.message) from error
             self._path = entry.path
@@ -271,7 +251,8 @@ def _ranges(entry: ScpEntry, shape: tuple[int, ...]) -> tuple[slice, slice]:
     for name, requested, size in (("rows", entry.rows, shape[0]), ("columns", entry.columns, shape[1])):
         first, last = requested if requested is not None else (0, size - 1)
         if last >= size > 0 or (requested is not None and size == 0):
-            raise MalformedRecordError(f"the range takes {name} {first} to {last}, the matrix has {size} {name}")
+            message = f"the range takes {name} {first} to {last}, the matrix has {size} {name}"
+            raise _entry_error(entry, MalformedRecordError(message))
         slices.append(slice(first, last + 1))
     return slices[0], slices[1]
 
@@ -290,18 +271,8 @@ def check_finite(key: str, matrix: NDArray[Any], location: str | os.PathLike[str
         raise DataError(message, location=location, hint="compute the features of this utterance again, or remove it")
 
 
-def _encode_matrix(matrix: NDArray[Any], *, compress: bool) -> bytes:
-    """A binary record of float (FM), double (DM, where the matrix is float64), or compressed as copy-feats does."""
-    rows, columns = matrix.shape
-    if compress and rows:
-        return b"\0B" + compressed.encode(np.ascontiguousarray(matrix, np.float32))
-    token, dtype = (b"DM ", "<f8") if matrix.dtype == np.float64 and not compress else (b"FM ", "<f4")
-    dims = struct.pack("<BiBi", 4, rows, 4, columns if rows else 0)
-    return b"\0B" + token + dims + np.ascontiguousarray(matrix, dtype).tobytes()
-
-
-def _new_keys(items: Iterable[tuple[str, _T]], location: Path) -> Iterator[tuple[str, bytes, _T]]:
-    """(key, its bytes and a space, value) of each item; DataError where a key is no single word or occurs twice."""
+def _new_keys(items: Iterable[tuple[str, _T]], location: Path) -> Iterator[tuple[str, _T]]:
+    """The items; DataError where a key is no single word or occurs twice."""
     seen = set()
     for key, value in items:
         if not key or len(key.split()) != 1 or key != key.strip() or "\0" in key:
@@ -311,7 +282,7 @@ def _new_keys(items: Iterable[tuple[str, _T]], location: Path) -> Iterator[tuple
             message = f"utterance {key} would be written twice"
             raise DataError(message, location=location, hint="utterance ids must be unique")
         seen.add(key)
-        yield key, key.encode() + b" ", value
+        yield key, value
 
 
 def write_matrices(
@@ -322,11 +293,9 @@ def write_matrices(
     compress: bool = False,
     relative: bool = False,
 ) -> int:
-    """Writes matrices (rows, columns) as a binary archive and its scp; both appear complete or not at all.
+    """Writes matrices (rows, columns) as a binary archive and, unless None, its scp; complete or not at all.
 
     Args:
-        ark: the archive.
-        scp: the script file; None: none.
         items: key and matrix; float64 becomes double (DM), everything else float (FM).
         compress: compress lossily as `copy-feats --compress=true` does; the matrices must be finite.
         relative: the scp names the archive relative to its own folder, else absolutely.
@@ -341,12 +310,17 @@ def write_matrices(
     lines = []
 
     def write(handle: BinaryIO) -> None:
-        position = 0
-        for key, start, matrix in _new_keys(items, ark):
+        writer = BasicTypeWriter(handle)
+        for key, matrix in _new_keys(items, ark):
             if compress and not np.isfinite(matrix).all():
                 raise DataError(f"utterance {key}: NaN or Inf cannot be compressed", location=ark)
-            lines.append(f"{key} {name}:{position + len(start)}\n")
-            position += handle.write(start) + handle.write(_encode_matrix(matrix, compress=compress))
+            writer.token(key)
+            lines.append(f"{key} {name}:{handle.tell()}\n")
+            writer.marker()
+            if compress and len(matrix):
+                handle.write(compressed.encode(np.ascontiguousarray(matrix, np.float32)))
+            else:
+                writer.float_matrix(matrix.astype(np.float32) if compress else matrix)
 
     if scp is None:
         with atomic_write(ark) as handle:
@@ -372,11 +346,12 @@ def write_int_vectors(path: Path, items: Iterable[tuple[str, NDArray[np.integer[
     count = 0
     with atomic_write(path) as handle:
         # No name and no time in the gzip, so that the same vectors give the same bytes.
-        packed = gzip.GzipFile("", "wb", 6, handle, 0) if path.suffix == ".gz" else None
-        for _, start, values in _new_keys(items, path):
-            record = encode_sized_int32(np.concatenate([[len(values)], values]))
-            (packed or handle).write(start + b"\0B" + record)
-            count += 1
-        if packed is not None:
-            packed.close()
+        packed = gzip.GzipFile("", "wb", 6, handle, 0) if path.suffix == ".gz" else nullcontext(handle)
+        with packed as target:
+            writer = BasicTypeWriter(cast(BinaryIO, target))
+            for key, values in _new_keys(items, path):
+                writer.token(key)
+                writer.marker()
+                writer.int32_block(np.concatenate([[len(values)], values]))
+                count += 1
     return count

@@ -1,78 +1,102 @@
-"""Kaldi's basic types, text and binary, read and written; no size that a file claims is believed unchecked.
+"""Kaldi's basic types in files, gzips and memory, text and binary; no size that a file claims is believed unchecked.
 
-Follows kaldi `base/io-funcs.cc`, `base/io-funcs-inl.h`, `matrix/kaldi-vector.cc` and `matrix/kaldi-matrix.cc`. Archives
-and models are read by the same `BasicTypeReader`, from a stream whose length is known.
+Follows kaldi `base/io-funcs.cc`, `base/io-funcs-inl.h`, `matrix/kaldi-vector.cc` and `matrix/kaldi-matrix.cc`.
 """
 
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import re
 import struct
+import zlib
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader, BytesIO
+from io import BufferedReader, BytesIO, RawIOBase
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
-from kaldiio.matio import read_matrix_or_vector
 from numpy.typing import NDArray
 
 from ddnn.kaldi import compressed
-from ddnn.kaldi.stream import MAX_BLANK, BoundedStream, MalformedRecordError, to_floats
 from ddnn.util.errors import DataError
 from ddnn.util.files import open_regular
 
+HINT_REMAKE = "make the file again, or copy it again from its source"
 # A network of 500 million parameters as text; a larger file is no model.
 MAX_FILE_BYTES = 8 << 30
+# A line of text: a row of 100,000 numbers, or the alignment of 10 hours.
+MAX_LINE = 16 << 20
+# White space between items, and empty rows of a text matrix: no writer produces as much.
+MAX_BLANK = 1 << 16
 _MAX_WORD = 256
+_CHUNK = 4 << 20
+_PIECE = 1 << 16
+# No deflate stream decompresses to more than 1032 times its size. Alignments come to 10 to 50 times, so that a large
+# file that decompresses to more than 250 times its size is no table, but crafted to fill the memory.
+_DEFLATE_LIMIT = 1032
+_LARGE, _LARGE_LIMIT = 64 << 20, 250
+_SPACE = re.compile(rb"\s")
 _WORD = re.compile(rb"\S+")
 _INTEGER = re.compile(rb"[+-]?\d{1,10}")
-_INT32 = np.iinfo(np.int32)
+INT32 = np.iinfo(np.int32)
 _SIZED_INT32 = np.dtype([("size", "u1"), ("value", "<i4")])
 """One binary int32 as Kaldi writes it: a byte that says 4, then the value."""
 
 
+class MalformedRecordError(DataError):
+    """What is wrong with the bytes at hand; the caller that knows file and key adds them."""
+
+
+READ_ERRORS = (MalformedRecordError, EOFError, OSError, zlib.error)
+"""What a malformed record, a damaged gzip, a disk error or a directory can raise while it is read."""
+
+
+def describe_read_error(error: Exception) -> str:
+    """One of `READ_ERRORS` in words."""
+    if isinstance(error, MalformedRecordError):
+        return error.message
+    if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile):
+        return f"damaged or cut gzip: {error}"
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
 @dataclass(frozen=True)
 class MatrixHeader:
-    """What a binary matrix claims. `raw`: its bytes from the token on."""
+    """What a binary matrix claims; `minimum` and `span` are of the values of a compressed one."""
 
     token: str
     rows: int
     columns: int
     data_size: int
-    raw: bytes | bytearray
+    minimum: float = 0.0
+    span: float = 0.0
 
 
-class BasicTypeReader(BoundedStream):
+class BasicTypeReader:
     """Reads values from a stream. Each method reads a value at the position, or raises MalformedRecordError.
 
-    Attributes:
+    Args:
+        stream: positioned where reading begins.
+        limit: the bytes that it can hold at most (of a gzip: once decompressed).
         binary: the mode; set by `read_marker`.
     """
 
     def __init__(self, stream: BufferedReader, limit: int, *, binary: bool = False) -> None:
-        super().__init__(stream, limit)
+        self.stream = stream
+        self.limit = limit
         self.binary = binary
 
     @classmethod
     def from_bytes(cls, data: bytes, *, binary: bool = False) -> BasicTypeReader:
         """A reader of bytes in memory."""
         return cls(BufferedReader(BytesIO(data)), len(data), binary=binary)
-
-    def read_marker(self) -> bool:
-        """Takes Kaldi's binary marker (NUL, `B`) where it comes next; returns, and keeps in `binary`, whether it did."""
-        self.binary = self.peek_byte() == b"\0"
-        if self.binary:
-            marker = self.read_exact(2, "Kaldi's binary marker")
-            if marker != b"\0B":
-                raise MalformedRecordError(f"expected Kaldi's binary marker b'\\x00B', found {bytes(marker)!r}")
-        return self.binary
 
     def error(self, expected: str, found: str | None = None) -> MalformedRecordError:
         """The error to raise: what was expected at the position, and what is there."""
@@ -82,11 +106,67 @@ class BasicTypeReader(BoundedStream):
             found = repr(ahead)[1:] if ahead else "the end of the file"
         return MalformedRecordError(f"expected {expected} at byte {position}, found {found}")
 
+    @property
+    def remaining(self) -> int:
+        """The bytes behind the position (of a gzip: at most)."""
+        return self.limit - self.stream.tell()
+
+    def read_exact(self, size: int, what: str) -> bytearray:
+        """Exactly `size` bytes; MalformedRecordError where there are fewer, before memory is taken for them."""
+        remaining = self.remaining
+        if size > remaining:
+            raise MalformedRecordError(f"cut short: {what} takes {size} bytes, at most {max(remaining, 0)} remain")
+        data = bytearray()  # piece by piece: `limit` is only a bound where the file is a gzip
+        while len(data) < size and (piece := self.stream.read(min(_CHUNK, size - len(data)))):
+            data += piece
+        if len(data) < size:
+            raise MalformedRecordError(f"cut short: {what} takes {size} bytes, {len(data)} remain")
+        return data
+
+    def read_line(self) -> bytes:
+        """The rest of the line, with its end where there is one; empty at the end of the stream."""
+        line = self.stream.readline(MAX_LINE)
+        if len(line) == MAX_LINE:
+            raise MalformedRecordError(f"a line of text longer than {MAX_LINE} bytes")
+        return line
+
+    def skip_space(self) -> None:
+        """Moves to the next byte that is not white space, or to the end of the stream."""
+        for _ in range(MAX_BLANK):
+            byte = self.stream.read(1)
+            if not byte.isspace():
+                if byte:
+                    self.stream.seek(-1, os.SEEK_CUR)
+                return
+        raise MalformedRecordError(f"more than {MAX_BLANK} characters of white space where data should follow")
+
+    def verify_checksum(self) -> None:
+        """Reads a gzip to its end, where its checksum is: a damaged one must not pass."""
+        if isinstance(self.stream.raw, gzip.GzipFile):
+            while self.stream.read(1 << 20):
+                pass
+
+    def _peek_byte(self) -> bytes:
+        """The next byte, empty at the end of the stream. (BufferedReader.peek would copy the whole buffer.)"""
+        byte = self.stream.read(1)
+        if byte:
+            self.stream.seek(-1, os.SEEK_CUR)
+        return byte
+
     def peek(self) -> bytes:
         """The next byte (in text mode: after white space), empty at the end of the stream."""
         if not self.binary:
             self.skip_space()
-        return self.peek_byte()
+        return self._peek_byte()
+
+    def read_marker(self) -> bool:
+        """Takes Kaldi's binary marker (NUL, `B`) where it comes next; returns, and keeps in `binary`, whether it did."""
+        self.binary = self._peek_byte() == b"\0"
+        if self.binary:
+            marker = self.read_exact(2, "Kaldi's binary marker")
+            if marker != b"\0B":
+                raise MalformedRecordError(f"expected Kaldi's binary marker b'\\x00B', found {bytes(marker)!r}")
+        return self.binary
 
     def _peek_word(self) -> tuple[bytes, bool]:
         """The next word up to `_MAX_WORD` bytes, and whether white space ends it; white space before it is taken."""
@@ -113,9 +193,9 @@ class BasicTypeReader(BoundedStream):
 
     def expect(self, *tokens: str) -> str:
         """One of `tokens`, which is returned."""
-        token, names = self.peek_token(), " or ".join(tokens)
+        token = self.peek_token()
         if token not in tokens:
-            raise self.error(names, repr(token) if token else None)
+            raise self.error(" or ".join(tokens), repr(token) if token else None)
         return self.token()
 
     def int32(self, what: str = "an integer") -> int:
@@ -139,11 +219,10 @@ class BasicTypeReader(BoundedStream):
 
     def _text_int32(self, what: str) -> int:
         word, _ = self._peek_word()
-        value = int(word) if _INTEGER.fullmatch(word) else None
-        if value is None or not _INT32.min <= value <= _INT32.max:
+        if not _is_int32(word):
             raise self.error(f"{what} of 32 bits")
         self.stream.read(len(word))
-        return value
+        return int(word)
 
     def float32(self, what: str = "a number") -> float:
         """A floating-point number (binary: of 4 or 8 bytes)."""
@@ -154,25 +233,22 @@ class BasicTypeReader(BoundedStream):
             return float(np.frombuffer(self.read_exact(size, what), f"<f{size}")[0])
         word, _ = self._peek_word()
         try:
-            values = to_floats(array("d"), word)
-        except MalformedRecordError:
-            values = 0
-        if values != 1:
-            raise self.error(what)
+            (value,) = to_floats(word)
+        except (MalformedRecordError, ValueError):
+            raise self.error(what) from None
         self.stream.read(len(word))
-        return float(word)
+        return value
 
     def int32_vector(self, what: str = "a vector of integers") -> NDArray[np.int32]:
         """int32 (n,)."""
         if not self.binary:
             words = self._bracketed(what).split()
-            if not all(_INTEGER.fullmatch(word) and _INT32.min <= int(word) <= _INT32.max for word in words):
+            if not all(map(_is_int32, words)):
                 raise self.error(what, "an item that is not a 32-bit integer between [ and ]")
             return np.array([int(word) for word in words], dtype=np.int32)
-        head = self.read_exact(5, what)
-        count = int.from_bytes(head[1:], "little", signed=True)
-        if head[0] != 4 or count < 0:
-            raise self.error(f"{what} of 4 bytes each", f"{count} values of {head[0]} bytes")
+        size, count = struct.unpack("<Bi", self.read_exact(5, what))
+        if size != 4 or count < 0:
+            raise self.error(f"{what} of 4 bytes each", f"{count} values of {size} bytes")
         return np.frombuffer(self.read_exact(4 * count, what), "<i4").astype(np.int32)
 
     def float_vector(self, what: str = "a vector") -> NDArray[Any]:
@@ -181,15 +257,12 @@ class BasicTypeReader(BoundedStream):
             text = self._bracketed(what)
             if b"\n" in text:
                 raise self.error(what, "a line end between [ and ] (is it a matrix?)")
-            values = array("d")
-            to_floats(values, text)
-            return np.array(values)
+            return np.array(to_floats(text))
         dtype = np.dtype("<f4" if self.expect("FV", "DV") == "FV" else "<f8")
         count = self.int32(f"the dim of {what}")
         if count < 0:
             raise self.error(what, f"the dim {count}")
-        values_read = np.frombuffer(self.read_exact(count * dtype.itemsize, what), dtype)
-        return values_read.astype(dtype.newbyteorder("="))
+        return np.frombuffer(self.read_exact(count * dtype.itemsize, what), dtype).astype(dtype.newbyteorder("="))
 
     def float_matrix(self, what: str = "a matrix") -> NDArray[Any]:
         """float32 (FM, CM, CM2, CM3) or float64 (DM, and text, which does not say), (rows, columns)."""
@@ -200,44 +273,44 @@ class BasicTypeReader(BoundedStream):
 
     def matrix_header(self) -> MatrixHeader:
         """The header of a binary matrix, held against the bytes that remain."""
-        token = self.read_exact(3, "the type of the matrix")
-        if token[:2] == b"CM" and token != b"CM ":
+        token = bytes(self.read_exact(3, "the type of the matrix"))
+        if token.startswith(b"CM") and token != b"CM ":
             token += self.read_exact(1, "the type of the matrix")
         name = token.decode("latin-1").removesuffix(" ")
+        minimum = span = 0.0
         if token in (b"FM ", b"DM "):
-            raw = token + self.read_exact(10, "the dims of the matrix")
-            if raw[3] != 4 or raw[8] != 4:
-                raise MalformedRecordError(f"expected two dims of 4 bytes each, found {bytes(raw[3:])!r}")
-            rows, columns = struct.unpack("<xixi", raw[3:])
+            dims = self.read_exact(10, "the dims of the matrix")
+            if dims[0] != 4 or dims[5] != 4:
+                raise MalformedRecordError(f"expected two dims of 4 bytes each, found {bytes(dims)!r}")
+            rows, columns = struct.unpack("<xixi", dims)
             size = (4 if name == "FM" else 8) * rows * columns
         elif token in (b"CM ", b"CM2 ", b"CM3 "):
-            raw = token + self.read_exact(16, "the header of the compressed matrix")
-            rows, columns = struct.unpack("<ii", raw[-8:])
+            header = self.read_exact(16, "the header of the compressed matrix")
+            minimum, span, rows, columns = struct.unpack("<ffii", header)
             size = compressed.data_size(name, rows, columns)
         else:
-            found = "a vector" if token in (b"FV ", b"DV ") else repr(bytes(token))
+            found = "a vector" if token in (b"FV ", b"DV ") else repr(token)
             raise MalformedRecordError(f"expected a matrix (FM, DM, CM, CM2 or CM3), found {found}")
         claim = f"the header claims {rows} rows and {columns} columns"
         if min(rows, columns) < 0 or (rows == 0) != (columns == 0):
             raise MalformedRecordError(claim)
         if size > self.remaining:
             raise MalformedRecordError(f"cut short: {claim}, {size} bytes, at most {self.remaining} remain")
-        return MatrixHeader(name, rows, columns, size, raw)
+        return MatrixHeader(name, rows, columns, size, minimum, span)
 
     def matrix_data(self, header: MatrixHeader) -> NDArray[Any]:
         """The binary matrix of this header: float32 (FM, CM, CM2, CM3) or float64 (DM), (rows, columns)."""
-        data = self.read_exact(header.data_size, f"a matrix of {header.rows} rows and {header.columns} columns")
-        if header.rows == 0:
+        rows, columns = header.rows, header.columns
+        data = self.read_exact(header.data_size, f"a matrix of {rows} rows and {columns} columns")
+        if rows == 0:
             return np.zeros((0, 0), np.float32)
         if header.token in compressed.TOKENS:
-            minimum, span = struct.unpack("<ff", header.raw[-16:-8])
-            return compressed.decode(header.token, minimum, span, header.rows, header.columns, data)
-        # kaldiio gets the bytes of this one matrix, whose header is checked: it cannot come to its other formats.
-        matrix: NDArray[Any] = read_matrix_or_vector(BytesIO(b"\0B" + header.raw + data))
-        return matrix
+            return compressed.decode(header.token, header.minimum, header.span, rows, columns, data)
+        dtype = np.dtype("<f4" if header.token == "FM" else "<f8")
+        return np.frombuffer(data, dtype).reshape(rows, columns).astype(dtype.newbyteorder("="), copy=False)
 
     def text_matrix(self, *, ends_line: bool) -> NDArray[np.float64]:
-        """`[`, rows that end in a line end or `;`, `]`. kaldiio fails on some (`[ 0 0.5 ]`, a space behind `]`).
+        """`[`, rows that end in a line end or `;`, `]`.
 
         Args:
             ends_line: refuse anything behind `]` in its line (else it is read next).
@@ -251,15 +324,17 @@ class BasicTypeReader(BoundedStream):
         values, columns, rows, blank = array("d"), 0, 0, 0
         for line in self._bracketed_lines("the matrix", ends_line=ends_line):
             for row in line.split(b";"):
-                count = to_floats(values, row)
-                if not count:
+                numbers = to_floats(row)
+                if not numbers:
                     blank += 1
                     if blank > rows + MAX_BLANK:
                         raise MalformedRecordError(f"more than {MAX_BLANK} rows without numbers in the matrix")
                     continue
-                if rows and count != columns:
-                    raise MalformedRecordError(f"row {rows + 1} has {count} columns, the rows before it {columns}")
-                rows, columns = rows + 1, count
+                if rows and len(numbers) != columns:
+                    message = f"row {rows + 1} has {len(numbers)} columns, the rows before it {columns}"
+                    raise MalformedRecordError(message)
+                values.extend(numbers)
+                rows, columns = rows + 1, len(numbers)
         return np.frombuffer(values, np.float64).reshape(rows, columns) if rows else np.zeros((0, 0))
 
     def _bracketed(self, what: str) -> bytes:
@@ -282,6 +357,67 @@ class BasicTypeReader(BoundedStream):
                     raise MalformedRecordError(f"expected a line end after ']', found {behind[:16]!r}")
                 self.stream.seek(-len(behind), os.SEEK_CUR)
             yield line
+
+
+def _is_int32(word: bytes) -> bool:
+    return _INTEGER.fullmatch(word) is not None and INT32.min <= int(word) <= INT32.max
+
+
+def split_words(line: bytes) -> Iterator[list[bytes]]:
+    """The words of a line, some thousands at a time: a list of all would take twenty times the memory of the line."""
+    start = 0
+    while len(line) - start > _PIECE:
+        space = _SPACE.search(line, start + _PIECE)
+        end = len(line) if space is None else space.end()
+        yield line[start:end].split()
+        start = end
+    yield line[start:].split()
+
+
+def to_floats(row: bytes) -> array[float]:
+    """The numbers of a row of text."""
+    if b"_" in row:  # Python's float takes 1_000
+        raise MalformedRecordError("expected a number, found one with an underscore")
+    try:
+        return array("d", chain.from_iterable(map(float, words) for words in split_words(row)))
+    except ValueError as error:
+        raise MalformedRecordError(f"expected a number: {str(error)[:100]}") from error
+
+
+class _BoundedGzip(gzip.GzipFile):
+    """A gzip that raises where it decompresses to more than it may."""
+
+    limit = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if self.tell() > self.limit:
+            raise MalformedRecordError(f"decompresses to more than {self.limit} bytes, which no table of its size does")
+        return data
+
+
+def open_stream(path: Path) -> BasicTypeReader:
+    """Opens a table: a file or gzip. A name that ends in .gz must be a gzip; any gzip is decompressed.
+
+    Raises:
+        DataError: the file is missing, no regular file, empty, or not the gzip that its name promises.
+    """
+    try:
+        if not path.is_file():
+            raise DataError("the file does not exist, or is no regular file", location=path, hint="check the path")
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            is_gzip = stream.read(min(size, 2)) == b"\x1f\x8b"  # nothing of a file in /proc, which might wait
+        if size == 0 or (path.suffix == ".gz" and not is_gzip):
+            message = "the file is empty" if size == 0 else "expected a gzip, found other bytes"
+            raise DataError(message, location=path, hint=HINT_REMAKE)
+        if not is_gzip:
+            return BasicTypeReader(path.open("rb"), size)
+        unzipped = _BoundedGzip(path, "rb")
+        unzipped.limit = min(size * _DEFLATE_LIMIT, max(_LARGE, size * _LARGE_LIMIT))
+        return BasicTypeReader(BufferedReader(cast(RawIOBase, unzipped), 1 << 16), unzipped.limit)
+    except OSError as error:
+        raise DataError(f"cannot read: {error.strerror}", location=path) from error
 
 
 @contextmanager
@@ -313,82 +449,50 @@ def open_model(path: str | PathLike[str], kind: str) -> Iterator[BasicTypeReader
 
 
 class BasicTypeWriter:
-    """Writes values as Kaldi does, byte for byte; text numbers have 7 digits, as those of a C++ stream.
+    """Writes binary values as Kaldi does, byte for byte."""
 
-    Args:
-        handle: what is written to.
-        binary: the mode. `marker` writes the header that says so.
-    """
-
-    def __init__(self, handle: BinaryIO, *, binary: bool) -> None:
+    def __init__(self, handle: BinaryIO) -> None:
         self.handle = handle
-        self.binary = binary
 
     def marker(self) -> None:
-        """What a file begins with: NUL and `B` in binary mode, nothing in text mode."""
-        if self.binary:
-            self.handle.write(b"\0B")
+        """What a binary file or record begins with."""
+        self.handle.write(b"\0B")
 
     def token(self, *tokens: str) -> None:
         """Words, each with the space that ends it."""
         self.handle.write(b"".join(token.encode() + b" " for token in tokens))
 
-    def line_end(self) -> None:
-        """A line end, in text mode only."""
-        if not self.binary:
-            self.handle.write(b"\n")
-
-    def token_line(self, token: str) -> None:
-        """A word, then in text mode a line end."""
-        self.token(token)
-        self.line_end()
-
     def int32(self, value: int) -> None:
         """A signed 32-bit integer."""
-        self.handle.write(b"\x04" + int(value).to_bytes(4, "little", signed=True) if self.binary else b"%d " % value)
+        self.handle.write(struct.pack("<bi", 4, value))
 
     def float32(self, value: float) -> None:
         """A 32-bit floating-point number."""
-        single = np.float32(value)
-        self.handle.write(b"\x04" + single.astype("<f4").tobytes() if self.binary else b"%.7g " % float(single))
+        self.handle.write(b"\x04" + np.float32(value).astype("<f4").tobytes())
+
+    def int32_block(self, values: NDArray[np.integer[Any]]) -> None:
+        """Integers that follow each other, each as a basic type."""
+        sized = np.empty(values.size, _SIZED_INT32)
+        sized["size"] = 4
+        sized["value"] = values.reshape(-1)
+        self.handle.write(sized.tobytes())
 
     def int32_vector(self, values: NDArray[np.int32]) -> None:
         """int32 (n,)."""
-        if self.binary:
-            self.handle.write(b"\x04" + len(values).to_bytes(4, "little") + values.astype("<i4").tobytes())
-        else:
-            self.handle.write(b"[ " + b"".join(b"%d " % value for value in values.tolist()) + b"]\n")
+        self.int32(len(values))
+        self.handle.write(values.astype("<i4").tobytes())
 
     def float_vector(self, values: NDArray[np.float32]) -> None:
         """float32 (n,)."""
-        if self.binary:
-            self.token("FV")
-            self.int32(len(values))
-            self.handle.write(values.astype("<f4").tobytes())
-        else:
-            self.handle.write(b" [ " + _text_row(values) + b"]\n")
+        self.token("FV")
+        self.int32(len(values))
+        self.handle.write(values.astype("<f4").tobytes())
 
-    def float_matrix(self, values: NDArray[np.float32]) -> None:
-        """float32 (rows, columns)."""
+    def float_matrix(self, values: NDArray[np.floating[Any]]) -> None:
+        """(rows, columns): float64 as double (DM), everything else as float (FM)."""
         rows, columns = values.shape
-        if self.binary:
-            self.token("FM")
-            self.int32(rows)
-            self.int32(columns)
-            self.handle.write(np.ascontiguousarray(values, "<f4").tobytes())
-        elif columns == 0:
-            self.handle.write(b" [ ]\n")
-        else:
-            self.handle.write(b" [" + b"".join(b"\n  " + _text_row(row) for row in values) + b"]\n")
-
-
-def _text_row(row: NDArray[np.float32]) -> bytes:
-    return b"".join(b"%.7g " % value for value in row.tolist())
-
-
-def encode_sized_int32(values: NDArray[np.integer[Any]]) -> bytes:
-    """Integers that follow each other, each as a binary basic type."""
-    sized = np.empty(values.size, _SIZED_INT32)
-    sized["size"] = 4
-    sized["value"] = values.reshape(-1)
-    return sized.tobytes()
+        token, dtype = ("DM", "<f8") if values.dtype == np.float64 else ("FM", "<f4")
+        self.token(token)
+        self.int32(rows)
+        self.int32(columns if rows else 0)
+        self.handle.write(np.ascontiguousarray(values, dtype).tobytes())

@@ -7,8 +7,8 @@ Follows kaldi `matrix/compressed-matrix.{h,cc}`:
     CM2   two bytes per value, row after row: minimum + range * value / 65535 (methods 3 and 4)
     CM3   one byte per value, row after row: minimum + range * value / 255 (methods 5, 6 and 7)
 
-kaldiio 2.18.1 rounds in another order, so that a fifth of its values differ from Kaldi's in the 7th digit; and it wraps
-around where it compresses a matrix of fewer than 5 rows. Therefore this is our own.
+kaldiio 2.18.1 rounds in another order (a fifth of its values differ from Kaldi's in the 7th digit), and wraps around where
+it compresses a matrix of fewer than 5 rows.
 """
 
 from __future__ import annotations
@@ -38,46 +38,40 @@ def decode(
     token: str, minimum: float, span: float, rows: int, columns: int, data: bytes | bytearray
 ) -> NDArray[np.float32]:
     """The matrix, float32 (rows, columns); `data` are the `data_size` bytes behind the header."""
+    low, width = np.float32(minimum), np.float32(span)
     with np.errstate(over="ignore", invalid="ignore"):  # a damaged header gives NaN or Inf, which the corpus refuses
-        if token == "CM":
-            return _decode_columns(np.float32(minimum), np.float32(span), rows, columns, data)
-        dtype, steps = ("<u2", 65535.0) if token == "CM2" else ("u1", 255.0)
-        values = np.frombuffer(data, dtype).reshape(rows, columns).astype(np.float32)
-        values *= np.float32(float(span) * (1.0 / steps))
-        values += np.float32(minimum)
+        if token != "CM":
+            dtype, steps = ("<u2", 65535.0) if token == "CM2" else ("u1", 255.0)
+            values = np.frombuffer(data, dtype).reshape(rows, columns).astype(np.float32)
+            values *= np.float32(float(span) * (1.0 / steps))
+            values += low
+            return values
+        percentiles = _to_float(low, width, np.frombuffer(data, "<u2", 4 * columns).reshape(columns, 4))
+        wide = np.float32 if width > _TINY else np.float64
+        coded = np.frombuffer(data, "u1", offset=8 * columns).reshape(columns, rows)
+        values = np.empty((rows, columns), np.float32)
+        for first in range(0, columns, _COLUMNS):
+            some = slice(first, first + _COLUMNS)
+            _decode_columns(percentiles[some], coded[some].T, wide, values[:, some])
         return values
 
 
 def _decode_columns(
-    minimum: np.float32, span: np.float32, rows: int, columns: int, data: bytes | bytearray
-) -> NDArray[np.float32]:
-    percentiles = _to_float(minimum, span, np.frombuffer(data, "<u2", 4 * columns).reshape(columns, 4))
-    wide = np.float32 if span > _TINY else np.float64
-    coded = np.frombuffer(data, "u1", offset=8 * columns).reshape(columns, rows)
-    values = np.empty((rows, columns), np.float32)
-    for first in range(0, columns, _COLUMNS):
-        some = slice(first, first + _COLUMNS)
-        _decode_some(percentiles[some], coded[some].T, wide, values[:, some])
-    return values
-
-
-def _decode_some(
     percentiles: NDArray[np.float32], coded: NDArray[np.uint8], wide: type[np.floating[Any]], out: NDArray[np.float32]
 ) -> None:
     """Fills `out` (rows, columns) from `percentiles` (columns, 4) and `coded` (rows, columns)."""
     rows, columns = out.shape
     p0, p25, p75, p100 = (percentiles[:, i : i + 1] for i in range(4))
-    # What each of the 256 bytes means, column by column. Kaldi's 1/64.0 is a double, so the last steps are, too.
-    # In the others a double would change nothing: dividing by 64 or 128 is exact in single precision, too, unless the
-    # values are next to nothing, and a sum of two singles rounds to the same single either way.
+    # What each of the 256 bytes means, column by column. Kaldi's 1/63.0 is a double. So are 1/64.0 and 1/128.0, but to
+    # divide by 64 or 128 is exact in single precision, too, unless the values are next to nothing.
     table = np.empty((columns, 256), np.float32)
     table[:, :65] = p0 + ((p25 - p0) * _BYTES[:65]).astype(wide, copy=False) * wide(1 / 64.0)
     table[:, 65:193] = p25 + ((p75 - p25) * _BYTES[1:129]).astype(wide, copy=False) * wide(1 / 128.0)
     table[:, 193:] = p75 + ((p100 - p75) * _BYTES[1:64]).astype(np.float64) * (1 / 63.0)
     flat = table.reshape(-1)
     starts = np.arange(0, 256 * columns, 256)
-    # The indices are 8 bytes each: a block at a time, which fits the cache, and which malloc keeps. Larger ones come
-    # from the system again each time, page by page: 1000 frames of 40 dims then took three times as long.
+    # The indices are 8 bytes each: a block at a time fits the cache, and malloc keeps it; otherwise 1000 frames of 40
+    # dims took three times as long.
     step = max(1, (1 << 13) // columns)
     for first in range(0, rows, step):
         # No index can be out of range; "wrap" is merely the fastest way to say so.
@@ -100,8 +94,7 @@ def encode(matrix: NDArray[np.float32]) -> bytes:
     if maximum == minimum:
         maximum = minimum + (1 + abs(minimum))
     span = maximum - minimum
-    sizes = np.array([rows, columns], "<i4").tobytes()
-    header = np.array([minimum, span], "<f4").tobytes() + sizes
+    header = np.array([minimum, span], "<f4").tobytes() + np.array([rows, columns], "<i4").tobytes()
     if rows <= 8:
         return b"CM2 " + header + _to_steps(minimum, span, matrix).tobytes()
     percentiles = _percentiles(minimum, span, matrix)
@@ -118,9 +111,8 @@ def _to_steps(minimum: np.float32, span: np.float32, value: NDArray[np.float32])
 
 def _percentiles(minimum: np.float32, span: np.float32, matrix: NDArray[np.float32]) -> NDArray[np.uint16]:
     """(columns, 4) percentiles 0, 25, 75, 100 of each column, strictly increasing; more than 4 rows."""
-    rows = len(matrix)
-    quarter = rows // 4
-    ranks = [0, quarter, 3 * quarter, rows - 1]
+    quarter = len(matrix) // 4
+    ranks = [0, quarter, 3 * quarter, len(matrix) - 1]
     steps = _to_steps(minimum, span, np.partition(matrix, ranks, axis=0)[ranks]).astype(np.int64)
     steps[0] = np.minimum(steps[0], 65532)
     steps[1] = np.minimum(np.maximum(steps[1], steps[0] + 1), 65533)

@@ -14,6 +14,9 @@ from ddnn.kaldi.archive import MatrixReader, check_finite
 from ddnn.kaldi.scp import ScpEntry, read_keyed_lines, read_scp
 from ddnn.util.errors import DataError
 
+FRAMES_PER_HOUR = 360_000
+"""At Kaldi's usual 10 ms a frame."""
+_VARIANCE_FLOOR = 1e-20  # Kaldi's
 # Of a mean, and of a mean square, whose product with the largest scale a single-precision number still holds.
 _MAX_STATS = np.array([[1e18], [1e36]])
 _HINT_SPEAKERS = "write utt2spk: on each line an utterance and its speaker; utils/fix_data_dir.sh makes them agree"
@@ -24,7 +27,6 @@ class DataDir:
     """A data dir, its features not yet read.
 
     Attributes:
-        path: the directory.
         entries: where the features of each utterance are stored, in the order of `feats.scp`.
         speakers: utterance -> speaker, for every entry; None where there is no `utt2spk`.
         cmvn: speaker -> where its CMVN statistics are stored; None where there is no `cmvn.scp`.
@@ -34,11 +36,6 @@ class DataDir:
     entries: tuple[ScpEntry, ...]
     speakers: dict[str, str] | None
     cmvn: dict[str, ScpEntry] | None
-
-    @property
-    def utterances(self) -> tuple[str, ...]:
-        """The utterances' ids, in the order of `feats.scp`."""
-        return tuple(entry.key for entry in self.entries)
 
     def speaker_of(self, purpose: str) -> dict[str, str]:
         """`speakers`; DataError saying that they are needed for `purpose` where there is no `utt2spk`."""
@@ -120,19 +117,17 @@ def _read_stats(cmvn: dict[str, ScpEntry], speakers: dict[str, str]) -> dict[str
             if speaker in stats:
                 continue
             if speaker not in cmvn:
-                location = next(iter(cmvn.values())).scp if cmvn else None
-                hint = "run steps/compute_cmvn_stats.sh again, or remove cmvn.scp"
                 message = f"no CMVN statistics of speaker {speaker} (utterance {utterance})"
-                raise DataError(message, location=location, hint=hint)
+                hint = "run steps/compute_cmvn_stats.sh again, or remove cmvn.scp"
+                raise DataError(message, location=next(iter(cmvn.values())).scp, hint=hint)
             entry = cmvn[speaker]
             sums = reader.read(entry, np.float64)
             check_finite(speaker, sums, entry.location)
             columns = next(iter(stats.values()), sums).shape[1]
             if sums.shape != (2, columns):
-                message = (
-                    f"speaker {speaker}: expected CMVN statistics of 2 rows and {columns} columns, found {sums.shape}"
-                )
-                raise DataError(message, location=entry.location, hint="run steps/compute_cmvn_stats.sh again")
+                expected = f"expected CMVN statistics of 2 rows and {columns} columns, found {sums.shape}"
+                hint = "run steps/compute_cmvn_stats.sh again"
+                raise DataError(f"speaker {speaker}: {expected}", location=entry.location, hint=hint)
             stats[speaker] = sums
     return stats
 
@@ -140,7 +135,7 @@ def _read_stats(cmvn: dict[str, ScpEntry], speakers: dict[str, str]) -> dict[str
 def compute_cmvn_stats(entries: Sequence[ScpEntry], speakers: Mapping[str, str]) -> dict[str, NDArray[np.float64]]:
     """CMVN statistics of the speakers of these utterances, from their features; as `speaker_cmvn_stats`."""
     stats: dict[str, NDArray[np.float64]] = {}
-    dim: int | None = None
+    dim = None
     with MatrixReader() as reader:
         for entry in entries:
             features = reader.read(entry)
@@ -154,13 +149,6 @@ def compute_cmvn_stats(entries: Sequence[ScpEntry], speakers: Mapping[str, str])
             sums, speaker = accumulate_cmvn_stats(features), speakers[entry.key]
             stats[speaker] = stats[speaker] + sums if speaker in stats else sums
     return stats
-
-
-# Kaldi's floor of a variance.
-_VARIANCE_FLOOR = 1e-20
-
-FRAMES_PER_HOUR = 360_000
-"""At Kaldi's usual 10 ms a frame."""
 
 
 def accumulate_cmvn_stats(features: NDArray[Any]) -> NDArray[np.float64]:
@@ -198,23 +186,14 @@ def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: 
     if not count >= 1.0:
         raise ValueError(f"expected CMVN statistics of at least 1 frame, found {count}")
     mean = stats[0, :dim] / count
+    normalized: NDArray[np.float32]
     if not variance:
-        centered: NDArray[np.float32] = np.asarray(features, np.float32) - mean.astype(np.float32)
-        return centered
-    spread = np.maximum(stats[1, :dim] / count - mean * mean, _VARIANCE_FLOOR)
-    scale = 1.0 / np.sqrt(spread)
-    normalized: NDArray[np.float32] = np.asarray(features, np.float32) * scale.astype(np.float32)
+        normalized = np.asarray(features, np.float32) - mean.astype(np.float32)
+        return normalized
+    scale = 1.0 / np.sqrt(np.maximum(stats[1, :dim] / count - mean * mean, _VARIANCE_FLOOR))
+    normalized = np.asarray(features, np.float32) * scale.astype(np.float32)
     normalized += (-mean * scale).astype(np.float32)
     return normalized
-
-
-def _delta_windows(order: int, window: int) -> list[NDArray[np.float32]]:
-    """The taps of each order, 0 to `order`: each convolves those of the order before with the slope over `window`."""
-    slope = np.arange(-window, window + 1, dtype=np.float32)
-    windows = [np.ones(1, np.float32)]
-    for _ in range(order):
-        windows.append(np.convolve(windows[-1], slope).astype(np.float32) / np.float32(np.square(slope).sum()))
-    return windows
 
 
 def add_deltas(features: NDArray[Any], order: int, window: int = 2) -> NDArray[np.float32]:
@@ -236,7 +215,11 @@ def add_deltas(features: NDArray[Any], order: int, window: int = 2) -> NDArray[n
         return result
     edge = order * window
     padded = np.pad(np.asarray(features, np.float32), ((edge, edge), (0, 0)), mode="edge")
-    for number, taps in enumerate(_delta_windows(order, window)):
+    # The taps of each order convolve those of the order before with the slope over the window.
+    slope, taps = np.arange(-window, window + 1, dtype=np.float32), np.ones(1, np.float32)
+    for number in range(order + 1):
+        if number:
+            taps = np.convolve(taps, slope).astype(np.float32) / np.float32(np.square(slope).sum())
         target = result[:, number * dim : (number + 1) * dim]
         first = edge - (len(taps) - 1) // 2
         for tap, weight in enumerate(taps):

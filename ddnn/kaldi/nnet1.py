@@ -1,8 +1,8 @@
-"""Kaldi nnet1 networks (`.nnet`, `.dbn`), component by component, text and binary.
+"""Kaldi nnet1 networks (`.nnet`, `.dbn`), component by component; text and binary are read, binary is written.
 
 Follows kaldi `nnet/nnet-nnet.cc`, `nnet/nnet-component.cc` and the headers `nnet-affine-transform.h`,
-`nnet-activation.h`, `nnet-parametric-relu.h`, `nnet-various.h` and `nnet-rbm.h`. What Kaldi wrote is read and written
-again byte for byte. A component takes rows (frames x input_dim) and gives rows (frames x output_dim).
+`nnet-activation.h`, `nnet-parametric-relu.h`, `nnet-various.h` and `nnet-rbm.h`. What Kaldi wrote is written again byte
+for byte. A component takes rows (frames x input_dim) and gives rows (frames x output_dim).
 
 A new component is a dataclass here and a row of `_FORMS`: its token and its fields, for reader and writer alike.
 """
@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, open_model
-from ddnn.kaldi.stream import MalformedRecordError
+from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, MalformedRecordError, open_model
 from ddnn.util.errors import DataError
 from ddnn.util.files import atomic_write
 
@@ -129,10 +128,8 @@ class RbmComponent(_Weighted):
     """`<Rbm>`: forward as an affine layer and a sigmoid (hidden units "bern"; "gauss": no sigmoid).
 
     Args:
-        visible, hidden: kind of the units, "bern" or "gauss".
         weight: float32 (hidden, visible).
-        visible_bias: float32 (visible,).
-        hidden_bias: float32 (hidden,).
+        visible_bias, hidden_bias: float32 (visible,) and (hidden,).
     """
 
     visible: Units
@@ -143,54 +140,8 @@ class RbmComponent(_Weighted):
 
 
 Component = AffineTransform | Activation | Splice | AddShift | Rescale | RbmComponent
-
-
-def check_components(components: Sequence[Component], location: str | PathLike[str]) -> None:
-    """Raises DataError unless there are components, each valid in itself, whose dims chain.
-
-    Args:
-        components: a network, from input to output.
-        location: the file concerned, for messages.
-    """
-    if not components:
-        raise DataError("not a Kaldi nnet1 network: it has no component", location=location)
-    for number, component in enumerate(components, start=1):
-        _check_component(component, number, location)
-    for number, (lower, upper) in enumerate(pairwise(components), start=1):
-        if lower.output_dim != upper.input_dim:
-            raise DataError(
-                f"component {number} ({type(lower).__name__}) has the output dim {lower.output_dim}, "
-                f"but component {number + 1} ({type(upper).__name__}) the input dim {upper.input_dim}",
-                location=location,
-                hint="check that the parts of the network belong together",
-            )
-
-
-def _check_component(component: Component, number: int, location: str | PathLike[str]) -> None:
-    name = f"component {number} ({type(component).__name__})"
-    dims = (component.output_dim, component.input_dim)
-    if not all(1 <= dim <= MAX_DIM for dim in dims):
-        raise DataError(f"{name} has the dims {dims[0]} x {dims[1]}, expected 1 to {MAX_DIM}", location=location)
-    expected = {field.name: field.shape(*dims) for field in _form_of(component).fields if isinstance(field, _Array)}
-    for field, value in vars(component).items():
-        if isinstance(value, np.ndarray) and value.shape != expected[field]:
-            message = f"{name}: {field} has the dims {value.shape}, expected {expected[field]}"
-            raise DataError(message, location=location)
-        if isinstance(value, np.ndarray | float):
-            with np.errstate(over="ignore", invalid="ignore"):
-                finite = np.isfinite(np.asarray(value, np.float32)).all()
-            if not finite:
-                raise DataError(f"{name}: {field} has a value that is not finite", location=location)
-
-
-class _Field(Protocol):
-    """A part of a component's data in a file."""
-
-    def read(self, reader: BasicTypeReader, token: str, output_dim: int, input_dim: int) -> dict[str, Any]:
-        """The attributes that this part holds."""
-
-    def write(self, writer: BasicTypeWriter, values: dict[str, Any]) -> None:
-        """Writes these attributes of a component."""
+Dims = tuple[int, int]
+"""(output_dim, input_dim), as in a file."""
 
 
 @dataclass(frozen=True)
@@ -199,15 +150,24 @@ class _Array:
 
     name: str
     description: str
-    axes: Literal["OI", "O", "I"]
+    axes: str
 
-    def shape(self, output_dim: int, input_dim: int) -> tuple[int, ...]:
-        return tuple({"O": output_dim, "I": input_dim}[axis] for axis in self.axes)
+    def shape(self, dims: Dims) -> tuple[int, ...]:
+        return tuple(dims["OI".index(axis)] for axis in self.axes)
 
-    def read(self, reader: BasicTypeReader, token: str, output_dim: int, input_dim: int) -> dict[str, Any]:
-        what = f"{self.description} of {token}"
-        values = reader.float_matrix(what) if len(self.axes) == 2 else reader.float_vector(what)
-        return {self.name: _to_finite(values, what, self.shape(output_dim, input_dim))}
+    def read(self, reader: BasicTypeReader, token: str, dims: Dims) -> dict[str, Any]:
+        what, shape = f"{self.description} of {token}", self.shape(dims)
+        values = reader.float_matrix(what) if len(shape) == 2 else reader.float_vector(what)
+        with np.errstate(over="ignore", invalid="ignore"):
+            single = values.astype(np.float32)
+        if single.shape != shape:
+            expected, found = (" x ".join(map(str, sizes)) for sizes in (shape, single.shape))
+            raise MalformedRecordError(f"expected {what} of dims {expected}, found {found}")
+        if not np.isfinite(single).all():
+            position = tuple(np.argwhere(~np.isfinite(single))[0].tolist())
+            at = ", ".join(map(str, position))
+            raise MalformedRecordError(f"expected finite values in {what}, found {values[position]} at [{at}]")
+        return {self.name: single}
 
     def write(self, writer: BasicTypeWriter, values: dict[str, Any]) -> None:
         (writer.float_matrix if len(self.axes) == 2 else writer.float_vector)(values[self.name])
@@ -218,9 +178,8 @@ class _Coefs:
     """Optional numbers: token -> attribute and default. They may come in any order; all are written, in this order."""
 
     defaults: dict[str, tuple[str, float]]
-    ends_line: bool = False
 
-    def read(self, reader: BasicTypeReader, token: str, output_dim: int, input_dim: int) -> dict[str, Any]:
+    def read(self, reader: BasicTypeReader, token: str, dims: Dims) -> dict[str, Any]:
         values = dict(self.defaults.values())
         while reader.peek() == b"<":
             coef = reader.expect(*self.defaults)
@@ -234,18 +193,16 @@ class _Coefs:
         for token, (name, _) in self.defaults.items():
             writer.token(token)
             writer.float32(values[name])
-        if self.ends_line:
-            writer.line_end()
 
 
 class _Offsets:
     """The frame offsets of a splice."""
 
-    def read(self, reader: BasicTypeReader, token: str, output_dim: int, input_dim: int) -> dict[str, Any]:
+    def read(self, reader: BasicTypeReader, token: str, dims: Dims) -> dict[str, Any]:
         offsets = reader.int32_vector(f"the frame offsets of {token}").tolist()
         if any(abs(offset) > MAX_DIM for offset in offsets):
             raise reader.error(f"frame offsets within {MAX_DIM}", f"{min(offsets)} to {max(offsets)}")
-        return {"offsets": tuple(offsets), "input_dim": input_dim}
+        return {"offsets": tuple(offsets), "input_dim": dims[1]}
 
     def write(self, writer: BasicTypeWriter, values: dict[str, Any]) -> None:
         writer.int32_vector(np.array(values["offsets"], np.int32))
@@ -254,61 +211,20 @@ class _Offsets:
 class _UnitKinds:
     """The kinds of an RBM's visible and hidden units."""
 
-    def read(self, reader: BasicTypeReader, token: str, output_dim: int, input_dim: int) -> dict[str, Any]:
+    def read(self, reader: BasicTypeReader, token: str, dims: Dims) -> dict[str, Any]:
         return {name: reader.expect("bern", "gauss") for name in ("visible", "hidden")}
 
     def write(self, writer: BasicTypeWriter, values: dict[str, Any]) -> None:
         writer.token(values["visible"], values["hidden"])
 
 
-class _PlainSlopes:
-    """The slopes of a `<ParametricRelu>`, which must be those of a ReLU: 1 above 0, 0 below, not trained."""
-
-    coefs: ClassVar = _Coefs(
-        {"<AlphaLearnRateCoef>": ("alpha_coef", 0.0), "<BetaLearnRateCoef>": ("beta_coef", 0.0)}, True
-    )
-    slopes: ClassVar = (_Array("alpha", "the slopes above 0", "O"), _Array("beta", "the slopes below 0", "O"))
-
-    def read(self, reader: BasicTypeReader, token: str, output_dim: int, input_dim: int) -> dict[str, Any]:
-        coefs = tuple(self.coefs.read(reader, token, output_dim, input_dim).values())
-        alpha, beta = (slope.read(reader, token, output_dim, input_dim)[slope.name] for slope in self.slopes)
-        if any(coefs) or (alpha != 1).any() or beta.any():
-            found = f"{alpha.min():g} to {alpha.max():g} and {beta.min():g} to {beta.max():g}, rates {coefs}"
-            raise reader.error(f"a plain ReLU: slopes 1 and 0 in {token}, not trained", found)
-        return {}
-
-    def write(self, writer: BasicTypeWriter, values: dict[str, Any]) -> None:
-        self.coefs.write(writer, {"alpha_coef": 0.0, "beta_coef": 0.0})
-        for slope in (1.0, 0.0):
-            writer.float_vector(np.full(values["dim"], slope, np.float32))
-
-
-def _to_finite(values: NDArray[Any], what: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore", invalid="ignore"):
-        single = values.astype(np.float32)
-    if single.shape != shape:
-        expected, found = (" x ".join(map(str, dims)) for dims in (shape, single.shape))
-        raise MalformedRecordError(f"expected {what} of dims {expected}, found {found}")
-    if not np.isfinite(single).all():
-        position = np.unravel_index(int(np.flatnonzero(~np.isfinite(single))[0]), shape)
-        at = ", ".join(str(index) for index in position)
-        raise MalformedRecordError(f"expected finite values in {what}, found {values[position]} at [{at}]")
-    return single
-
-
 @dataclass(frozen=True)
 class _Form:
-    """How a component is written in a file.
-
-    Attributes:
-        token: its name there.
-        make: the component of the attributes that the fields hold, and of `dim` (the output dim) for an activation.
-        fields: in their order.
-    """
+    """How a component is written: its token, then its fields in their order, of whose values `make` makes it."""
 
     token: str
     make: Callable[..., Component]
-    fields: tuple[_Field, ...] = ()
+    fields: tuple[_Array | _Coefs | _Offsets | _UnitKinds, ...] = ()
     kind: Kind | None = None
 
 
@@ -316,12 +232,17 @@ _LEARN_RATE = {"<LearnRateCoef>": ("learn_rate_coef", 1.0)}
 _AFFINE = {**_LEARN_RATE, "<BiasLearnRateCoef>": ("bias_learn_rate_coef", 1.0), "<MaxNorm>": ("max_norm", 0.0)}
 _WEIGHT = _Array("weight", "the weights", "OI")
 _RBM_BIASES = (_Array("visible_bias", "the visible bias", "I"), _Array("hidden_bias", "the hidden bias", "O"))
+_SLOPES = (
+    _Coefs({"<AlphaLearnRateCoef>": ("alpha_coef", 0.0), "<BetaLearnRateCoef>": ("beta_coef", 0.0)}),
+    _Array("alpha", "the slopes above 0", "O"),
+    _Array("beta", "the slopes below 0", "O"),
+)
 _FORMS = (
-    _Form("<AffineTransform>", AffineTransform, (_Coefs(_AFFINE, True), _WEIGHT, _Array("bias", "the bias", "O"))),
+    _Form("<AffineTransform>", AffineTransform, (_Coefs(_AFFINE), _WEIGHT, _Array("bias", "the bias", "O"))),
     _Form("<Sigmoid>", Activation, kind="sigmoid"),
     _Form("<Tanh>", Activation, kind="tanh"),
     _Form("<Softmax>", Activation, kind="softmax"),
-    _Form("<ParametricRelu>", Activation, (_PlainSlopes(),), kind="relu"),
+    _Form("<ParametricRelu>", Activation, _SLOPES, kind="relu"),
     _Form("<Splice>", Splice, (_Offsets(),)),
     _Form("<AddShift>", AddShift, (_Coefs(_LEARN_RATE), _Array("shift", "the values", "O"))),
     _Form("<Rescale>", Rescale, (_Coefs(_LEARN_RATE), _Array("scale", "the values", "O"))),
@@ -334,6 +255,38 @@ _BY_TYPE = {(form.make, form.kind): form for form in _FORMS}
 
 def _form_of(component: Component) -> _Form:
     return _BY_TYPE[type(component), component.kind if isinstance(component, Activation) else None]
+
+
+def _check_network(components: Sequence[Component], location: str | PathLike[str]) -> None:
+    """Raises DataError unless there are components, each valid in itself, whose dims chain."""
+    if not components:
+        raise DataError("not a Kaldi nnet1 network: it has no component", location=location)
+    for number, component in enumerate(components, start=1):
+        _check_component(component, f"component {number} ({type(component).__name__})", location)
+    for number, (lower, upper) in enumerate(pairwise(components), start=1):
+        if lower.output_dim != upper.input_dim:
+            raise DataError(
+                f"component {number} ({type(lower).__name__}) has the output dim {lower.output_dim}, "
+                f"but component {number + 1} ({type(upper).__name__}) the input dim {upper.input_dim}",
+                location=location,
+                hint="check that the parts of the network belong together",
+            )
+
+
+def _check_component(component: Component, name: str, location: str | PathLike[str]) -> None:
+    dims = (component.output_dim, component.input_dim)
+    if not all(1 <= dim <= MAX_DIM for dim in dims):
+        raise DataError(f"{name} has the dims {dims[0]} x {dims[1]}, expected 1 to {MAX_DIM}", location=location)
+    expected = {field.name: field.shape(dims) for field in _form_of(component).fields if isinstance(field, _Array)}
+    for field, value in vars(component).items():
+        if isinstance(value, np.ndarray) and value.shape != expected[field]:
+            message = f"{name}: {field} has the dims {value.shape}, expected {expected[field]}"
+            raise DataError(message, location=location)
+        if isinstance(value, np.ndarray | float):
+            with np.errstate(over="ignore", invalid="ignore"):
+                finite = np.isfinite(np.asarray(value, np.float32)).all()
+            if not finite:
+                raise DataError(f"{name}: {field} has a value that is not finite", location=location)
 
 
 def read_nnet1(path: str | PathLike[str]) -> tuple[Component, ...]:
@@ -352,7 +305,7 @@ def read_nnet1(path: str | PathLike[str]) -> tuple[Component, ...]:
         reader.skip_space()
         if reader.peek():
             raise reader.error("the end of the file behind </Nnet>")
-    check_components(components, path)
+    _check_network(components, path)
     return tuple(components)
 
 
@@ -360,21 +313,19 @@ def _read_component(reader: BasicTypeReader, number: int) -> Component:
     token = reader.peek_token()
     form = _BY_TOKEN.get(token.lower())
     if form is None:
-        supported = ", ".join(form.token for form in _FORMS)
-        expected = (
-            f"component {number} to be one that is supported ({supported})" if token else "a component or </Nnet>"
-        )
-        raise reader.error(expected, repr(token) if token else None)
+        supported = f"component {number} to be one that is supported ({', '.join(form.token for form in _FORMS)})"
+        raise reader.error(supported if token else "a component or </Nnet>", repr(token) if token else None)
     reader.token()
-    output_dim = reader.int32(f"the output dim of {token}")
-    input_dim = reader.int32(f"the input dim of {token}")
+    output_dim, input_dim = dims = reader.int32(f"the output dim of {token}"), reader.int32(f"the input dim of {token}")
     if not (1 <= output_dim <= MAX_DIM and 1 <= input_dim <= MAX_DIM):
         raise reader.error(f"dims of {token} in 1 to {MAX_DIM}", f"{output_dim} x {input_dim}")
-    values: dict[str, Any] = {} if form.kind is None else {"kind": form.kind, "dim": output_dim}
+    values: dict[str, Any] = {}
     for field in form.fields:
-        values |= field.read(reader, token, output_dim, input_dim)
-    component = form.make(**values)
-    if (component.output_dim, component.input_dim) != (output_dim, input_dim):
+        values |= field.read(reader, token, dims)
+    if form.kind == "relu":
+        _check_slopes(reader, token, **values)
+    component = form.make(**values) if form.kind is None else Activation(form.kind, output_dim)
+    if (component.output_dim, component.input_dim) != dims:
         found = f"{component.output_dim} x {component.input_dim}"
         raise reader.error(f"{token} (component {number}) of {output_dim} x {input_dim} (output x input)", found)
     if reader.peek() == b"<" and reader.peek_token() == "<!EndOfComponent>":
@@ -382,25 +333,37 @@ def _read_component(reader: BasicTypeReader, number: int) -> Component:
     return component
 
 
-def write_nnet1(path: str | PathLike[str], components: Sequence[Component], *, binary: bool = True) -> None:
+def _check_slopes(
+    reader: BasicTypeReader, token: str, alpha: Vector, beta: Vector, alpha_coef: float, beta_coef: float
+) -> None:
+    """The slopes of a `<ParametricRelu>` must be those of a ReLU: 1 above 0, 0 below, not trained."""
+    if alpha_coef or beta_coef or (alpha != 1).any() or beta.any():
+        found = f"{alpha.min():g} to {alpha.max():g} and {beta.min():g} to {beta.max():g}"
+        expected = f"a plain ReLU: slopes 1 and 0 in {token}, not trained"
+        raise reader.error(expected, f"{found}, rates {(alpha_coef, beta_coef)}")
+
+
+def write_nnet1(path: str | PathLike[str], components: Sequence[Component]) -> None:
     """Writes a network that Kaldi's nnet1 tools read; the file appears complete or not at all.
 
     Raises:
         DataError: the dims do not chain, or a value is not finite.
         UserError: the file cannot be written.
     """
-    check_components(components, path)
+    _check_network(components, path)
     with atomic_write(Path(path)) as handle:
-        writer = BasicTypeWriter(handle, binary=binary)
+        writer = BasicTypeWriter(handle)
         writer.marker()
-        writer.token_line("<Nnet>")
+        writer.token("<Nnet>")
         for component in components:
-            form = _form_of(component)
+            form, values = _form_of(component), vars(component)
+            if form.kind == "relu":
+                slopes = {"alpha": np.ones(component.output_dim), "beta": np.zeros(component.output_dim)}
+                values = {"alpha_coef": 0.0, "beta_coef": 0.0, **slopes}
             writer.token(form.token)
             writer.int32(component.output_dim)
             writer.int32(component.input_dim)
-            writer.line_end()
             for field in form.fields:
-                field.write(writer, vars(component))
-            writer.token_line("<!EndOfComponent>")
-        writer.token_line("</Nnet>")
+                field.write(writer, values)
+            writer.token("<!EndOfComponent>")
+        writer.token("</Nnet>")

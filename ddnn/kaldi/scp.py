@@ -5,19 +5,19 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from os import PathLike
+from functools import cache
 from pathlib import Path
 
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
 
 _HINT_LINE = "each line of an scp is: utterance, space, path (with :OFFSET and [FIRST:LAST] where wanted)"
-_RANGE = re.compile(r"(?P<rows>:|\d{1,10}:\d{1,10})(?:,(?P<columns>:|\d{1,10}:\d{1,10}))?")
+_RANGE = re.compile(r"(:|\d{1,10}:\d{1,10})(?:,(:|\d{1,10}:\d{1,10}))?")
 # A thousand million lines: no corpus has as many utterances.
 MAX_TABLE_BYTES = 64 << 30
-_OFFSET = re.compile(r"(?P<path>.+):(?P<offset>-?\d+)", re.DOTALL)
+_OFFSET = re.compile(r"(.+):(-?\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,9 @@ class ScpEntry:
 
     Attributes:
         key: the utterance (or speaker).
-        path: the file, found; None where the record comes from a shell command.
+        path: the file, found; None where the record comes from the shell command `pipe`.
         offset: bytes before the record; None: the file is this one record.
-        rows: first and last row to take, both included; None: all.
-        columns: the same for columns.
-        pipe: the shell command that writes the record, or None.
+        rows, columns: first and last to take, both included; None: all.
         scp: the script file, for messages.
     """
 
@@ -104,7 +102,15 @@ def read_scp(path: Path, *, allow_pipes: bool = False) -> list[ScpEntry]:
         DataError: the file is missing, empty or not UTF-8; a line is malformed, a key occurs twice, a file does not
             exist; a shell command where none is allowed.
     """
-    find = lru_cache(maxsize=None)(lambda name: _find(name, path.parent))
+
+    @cache
+    def find(name: str) -> Path | None:
+        for candidate in (Path(name), path.parent / name):
+            with suppress(OSError):  # a name too long, a folder without permission
+                if candidate.is_file():
+                    return candidate
+        return None
+
     return [
         _parse_entry(key, rest, path, number, find, allow_pipes)
         for number, key, rest in read_keyed_lines(path, "the scp")
@@ -115,69 +121,54 @@ def _parse_entry(
     key: str, rest: str, path: Path, number: int, find: Callable[[str], Path | None], allow_pipes: bool
 ) -> ScpEntry:
     if not rest or "\0" in rest:
-        message = (
-            f"line {number}: a NUL character after {key!r}" if rest else f"line {number} has no path after {key!r}"
-        )
-        raise DataError(message, location=path, hint=_HINT_LINE)
+        found = f"line {number}: a NUL character after" if rest else f"line {number} has no path after"
+        raise DataError(f"{found} {key!r}", location=path, hint=_HINT_LINE)
     location = f"{path}, line {number}"
+
+    def error(message: str, hint: str | None = _HINT_LINE) -> DataError:
+        return DataError(f"utterance {key}: {message}", location=location, hint=hint)
+
     if rest.startswith("|"):
-        raise DataError(f"utterance {key}: {rest!r} writes to a command; nothing can be read", location=location)
-    rest, rows, columns = _split_range(key, rest, location)
+        raise error(f"{rest!r} writes to a command; nothing can be read", None)
+    rest, rows, columns = _split_range(rest, error)
     if rest.endswith("|"):
         if not allow_pipes:
-            message = f"utterance {key}: {rest!r} is a shell command, which is not run"
             hint = "set `data.allow_pipes: true` if you wrote this scp yourself, or copy the features to an archive"
-            raise DataError(message, location=location, hint=hint)
+            raise error(f"{rest!r} is a shell command, which is not run", hint)
         return ScpEntry(key, None, None, rows, columns, rest[:-1].strip(), path)
-    name, offset = _split_offset(key, rest, location)
-    found = find(name)
-    if found is None:
+    offset = None
+    if match := _OFFSET.fullmatch(rest):
+        rest, digits = match.groups()
+        if digits.startswith("-") or len(digits) > 18:
+            raise error(f"{digits[:40]} is not an offset into a file")
+        offset = int(digits)
+    elif rest in ("", "-"):
+        raise error(f"expected a file, found {rest!r}")
+    found_file = find(rest)
+    if found_file is None:
         tried = f"tried against the working directory ({Path.cwd()}) and the scp's folder"
-        message = f"utterance {key}: the file {name!r} does not exist, or is no regular file"
-        raise DataError(message, location=location, hint=f"check the path in the scp; {tried}")
-    return ScpEntry(key, found, offset, rows, columns, None, path)
+        message = f"the file {rest!r} does not exist, or is no regular file"
+        raise error(message, f"check the path in the scp; {tried}")
+    return ScpEntry(key, found_file, offset, rows, columns, None, path)
 
 
-def _find(name: str, folder: str | PathLike[str]) -> Path | None:
-    for candidate in (Path(name), Path(folder) / name):
-        try:
-            if candidate.is_file():
-                return candidate
-        except OSError:  # a name too long, a folder without permission
-            continue
-    return None
-
-
-def _split_range(key: str, rest: str, location: str) -> tuple[str, tuple[int, int] | None, tuple[int, int] | None]:
+def _split_range(
+    rest: str, error: Callable[..., DataError]
+) -> tuple[str, tuple[int, int] | None, tuple[int, int] | None]:
     """Cuts `[first:last]` or `[first:last,first:last]` off the end; `:` alone is everything."""
     if not rest.endswith("]") or "[" not in rest:
         return rest, None, None
     name, _, text = rest[:-1].rpartition("[")
     match = _RANGE.fullmatch(text)
     if match is None:
-        message = f"utterance {key}: expected a range [first:last] or [first:last,first:last], found [{text}]"
-        raise DataError(message, location=location, hint=_HINT_LINE)
+        raise error(f"expected a range [first:last] or [first:last,first:last], found [{text}]")
     ranges: list[tuple[int, int] | None] = []
-    for part in (match["rows"], match["columns"]):
+    for part in match.groups():
         if part is None or part == ":":
             ranges.append(None)
             continue
         first, last = map(int, part.split(":"))
         if first > last:
-            raise DataError(f"utterance {key}: the range [{text}] ends before it begins", location=location)
+            raise error(f"the range [{text}] ends before it begins", None)
         ranges.append((first, last))
     return name.strip(), ranges[0], ranges[1]
-
-
-def _split_offset(key: str, rest: str, location: str) -> tuple[str, int | None]:
-    match = _OFFSET.fullmatch(rest)
-    if match is None:
-        if rest in ("", "-"):
-            raise DataError(f"utterance {key}: expected a file, found {rest!r}", location=location, hint=_HINT_LINE)
-        return rest, None
-    digits = match["offset"]
-    if digits.startswith("-") or len(digits) > 18:
-        raise DataError(
-            f"utterance {key}: {digits[:40]} is not an offset into a file", location=location, hint=_HINT_LINE
-        )
-    return match["path"], int(digits)

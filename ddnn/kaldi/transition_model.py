@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, encode_sized_int32, open_model
+from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, open_model
 from ddnn.util.errors import DataError
 
 KIND = "a Kaldi transition model"
@@ -64,28 +64,20 @@ class Topology:
 
 @dataclass(frozen=True, eq=False)
 class TransitionModel:
-    """A transition model and its derived tables. T is the number of transition-ids, S of transition-states.
+    """A transition model. T is the number of transition-ids, S of transition-states.
 
     Args:
         topology: the HMMs of the phones.
         tuples: int32 (S, 4), in ascending order: phone, HMM state, forward pdf, self-loop pdf. Row s is
             transition-state s + 1.
         log_probs: float32 (T + 1,), natural logarithm, indexed by transition-id; [0] is unused.
-        transition_to_pdf: int32 (T + 1,), indexed by transition-id; [0] is -1. So are the next three.
-        transition_to_phone: int32 (T + 1,).
-        transition_to_hmm_state: int32 (T + 1,), state within the phone's HMM.
-        transition_is_self_loop: bool (T + 1,); [0] is False.
-        transition_is_final: bool (T + 1,), whether it leaves the phone; [0] is False.
+        transition_to_pdf: int32 (T + 1,), indexed by transition-id; [0] is -1.
     """
 
     topology: Topology
     tuples: NDArray[np.int32]
     log_probs: NDArray[np.float32]
     transition_to_pdf: NDArray[np.int32]
-    transition_to_phone: NDArray[np.int32]
-    transition_to_hmm_state: NDArray[np.int32]
-    transition_is_self_loop: NDArray[np.bool_]
-    transition_is_final: NDArray[np.bool_]
 
     @property
     def num_pdfs(self) -> int:
@@ -181,28 +173,28 @@ def _read_binary_topology(reader: BasicTypeReader) -> Topology:
     indices = reader.int32_vector("the table of phones").tolist()
     if phones != [phone for phone, index in enumerate(indices) if index != -1]:
         raise reader.error("a list of phones that agrees with the table of phones", "two that differ")
+
+    def checked(count: int) -> range:
+        if not 0 <= count * 5 <= reader.remaining:
+            raise reader.error("a number of items that the file can hold", str(count))
+        return range(count)
+
     count = reader.int32("the number of HMMs")
     extended = count == -1
     if extended:
         count = reader.int32("the number of HMMs")
     entries = []
-    for _ in range(_checked_count(reader, count)):
+    for _ in checked(count):
         states = []
-        for _ in range(_checked_count(reader, reader.int32("the number of states"))):
+        for _ in checked(reader.int32("the number of states")):
             forward = reader.int32("a pdf class")
             self_loop = reader.int32("a pdf class") if extended else forward
-            number = _checked_count(reader, reader.int32("the number of transitions"))
-            transitions = [(reader.int32("a state"), reader.float32("a probability")) for _ in range(number)]
-            states.append(State(forward, self_loop, tuple(transitions)))
+            number = checked(reader.int32("the number of transitions"))
+            transitions = tuple((reader.int32("a state"), reader.float32("a probability")) for _ in number)
+            states.append(State(forward, self_loop, transitions))
         entries.append(tuple(states))
     reader.expect("</Topology>")
     return Topology(tuple(entries), {phone: indices[phone] for phone in phones})
-
-
-def _checked_count(reader: BasicTypeReader, count: int) -> int:
-    if not 0 <= count * 5 <= reader.remaining:
-        raise reader.error("a number of items that the file can hold", str(count))
-    return count
 
 
 def _read_text_topology(reader: BasicTypeReader) -> Topology:
@@ -229,12 +221,10 @@ def _read_text_state(reader: BasicTypeReader, expected: int) -> State:
         raise reader.error(f"state {expected}", f"state {number}")
     forward = self_loop = NO_PDF
     token = reader.peek_token()
-    if token == "<PdfClass>":
+    if token in ("<PdfClass>", "<ForwardPdfClass>"):
         reader.expect(token)
         forward = self_loop = reader.int32("a pdf class")
-    elif token == "<ForwardPdfClass>":
-        reader.expect(token)
-        forward = reader.int32("a pdf class")
+    if token == "<ForwardPdfClass>":
         reader.expect("<SelfLoopPdfClass>")
         self_loop = reader.int32("a pdf class")
     transitions = []
@@ -265,20 +255,25 @@ def read_transition_model(path: str | PathLike[str]) -> TransitionModel:
         log_probs = _read_log_probs(reader, topology, tuples)
         reader.expect("</LogProbs>")
         reader.expect("</TransitionModel>")
-    return _derive(topology, tuples, log_probs)
+    return _with_pdfs(topology, tuples, log_probs)
 
 
 def _read_log_probs(reader: BasicTypeReader, topology: Topology, tuples: NDArray[np.int32]) -> NDArray[np.float32]:
     with np.errstate(over="ignore", invalid="ignore"):
         log_probs = reader.float_vector("the log probabilities").astype(np.float32)
     # Before any table is made: a few transition-states with many transitions each could claim any number of ids.
-    expected = 1 + sum(len(topology.states(phone)[state].transitions) for phone, state in tuples[:, :2].tolist())
+    expected = 1 + sum(len(state.transitions) for state in _states(topology, tuples))
     if len(log_probs) != expected:
         raise reader.error(f"{expected} log probabilities (transition-ids and one)", str(len(log_probs)))
     valid = np.isfinite(log_probs) & (log_probs <= 0)
     if not valid.all():
         raise reader.error("log probabilities of zero or less", str(log_probs[~valid][0]))
     return log_probs
+
+
+def _states(topology: Topology, tuples: NDArray[np.int32]) -> list[State]:
+    """The HMM state of each transition-state."""
+    return [topology.states(phone)[state] for phone, state in tuples[:, :2].tolist()]
 
 
 def _validate_tuples(topology: Topology, tuples: NDArray[np.int32]) -> str | None:
@@ -304,28 +299,15 @@ def _validate_tuples(topology: Topology, tuples: NDArray[np.int32]) -> str | Non
     return None
 
 
-def _derive(topology: Topology, tuples: NDArray[np.int32], log_probs: NDArray[np.float32]) -> TransitionModel:
-    """The tables by transition-id (`TransitionModel::ComputeDerived`), for valid arguments."""
-    states = [topology.states(phone) for phone in tuples[:, 0].tolist()]
-    numbers = tuples[:, 1].tolist()
-    counts = [len(entry[number].transitions) for entry, number in zip(states, numbers, strict=True)]
-    by_id = np.concatenate([np.full((1, 4), -1, np.int32), np.repeat(tuples, counts, axis=0)])
-    destination = np.full(len(by_id), -1, np.int32)
-    last = np.full(len(by_id), -2, np.int32)
-    destination[1:] = [d for entry, number in zip(states, numbers, strict=True) for d, _ in entry[number].transitions]
-    last[1:] = np.repeat([len(entry) - 1 for entry in states], counts)
-    is_self_loop = destination == by_id[:, 1]
-    is_self_loop[0] = False
-    return TransitionModel(
-        topology=topology,
-        tuples=tuples,
-        log_probs=log_probs,
-        transition_to_pdf=np.where(is_self_loop, by_id[:, 3], by_id[:, 2]),
-        transition_to_phone=by_id[:, 0].copy(),
-        transition_to_hmm_state=by_id[:, 1].copy(),
-        transition_is_self_loop=is_self_loop,
-        transition_is_final=destination == last,
-    )
+def _with_pdfs(topology: Topology, tuples: NDArray[np.int32], log_probs: NDArray[np.float32]) -> TransitionModel:
+    """The model with its pdfs by transition-id (`TransitionModel::ComputeDerived`), for valid arguments."""
+    rows = zip(tuples[:, 1:].tolist(), _states(topology, tuples), strict=True)
+    pdfs = [
+        self_loop if destination == number else forward
+        for (number, forward, self_loop), state in rows
+        for destination, _ in state.transitions
+    ]
+    return TransitionModel(topology, tuples, log_probs, np.array([-1, *pdfs], np.int32))
 
 
 def build_transition_model(topology: Topology, tuples: Iterable[tuple[int, int, int, int]]) -> TransitionModel:
@@ -342,16 +324,15 @@ def build_transition_model(topology: Topology, tuples: Iterable[tuple[int, int, 
     problem = _validate_tuples(topology, rows)
     if problem is not None:
         raise DataError(f"not {KIND}: {problem}")
-    states = [topology.states(phone)[state] for phone, state in rows[:, :2].tolist()]
-    probabilities = [1.0, *(probability for state in states for _, probability in state.transitions)]
+    probabilities = [1.0, *(probability for state in _states(topology, rows) for _, probability in state.transitions)]
     if max(probabilities) > 1.0:
         raise DataError(f"not {KIND}: a transition probability of {max(probabilities)}, more than 1")
-    return _derive(topology, rows, np.log(np.array(probabilities, np.float32)))
+    return _with_pdfs(topology, rows, np.log(np.array(probabilities, np.float32)))
 
 
 def write_transition_model(handle: BinaryIO, model: TransitionModel) -> None:
     """Writes `model` at the beginning of a binary file, with the header; the acoustic model may follow."""
-    writer = BasicTypeWriter(handle, binary=True)
+    writer = BasicTypeWriter(handle)
     name = "Triples" if model.topology.is_hmm else "Tuples"
     tuples = model.tuples[:, :3] if model.topology.is_hmm else model.tuples
     writer.marker()
@@ -359,7 +340,7 @@ def write_transition_model(handle: BinaryIO, model: TransitionModel) -> None:
     _write_topology(writer, model.topology)
     writer.token("</Topology>", f"<{name}>")
     writer.int32(len(tuples))
-    handle.write(encode_sized_int32(tuples))
+    writer.int32_block(tuples)
     writer.token(f"</{name}>", "<LogProbs>")
     writer.float_vector(model.log_probs)
     writer.token("</LogProbs>", "</TransitionModel>")

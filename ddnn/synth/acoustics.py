@@ -152,7 +152,7 @@ def write_model(path: Path, acoustics: Acoustics) -> None:
     weights = np.full(COMPONENTS, 1 / COMPONENTS)
     with atomic_write(path) as handle:
         write_transition_model(handle, model)
-        writer = BasicTypeWriter(handle, binary=True)
+        writer = BasicTypeWriter(handle)
         writer.token("<DIMENSION>")
         writer.int32(acoustics.dim)
         writer.token("<NUMPDFS>")

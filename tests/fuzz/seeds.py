@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from corpora import loop_of_words, write_model
-from kaldi_files import fst_bytes, model_bytes
+from kaldi_files import fst_bytes, model_bytes, nnet1_bytes
 
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
@@ -24,7 +24,6 @@ from ddnn.kaldi.nnet1 import (
     RbmComponent,
     Rescale,
     Splice,
-    write_nnet1,
 )
 from ddnn.kaldi.transition_model import State, Topology, TransitionModel, build_transition_model
 
@@ -104,21 +103,21 @@ def network(*, binary: bool, kind: str = "sigmoid") -> bytes:
     top = AffineTransform(RNG.normal(size=(3, 4)).astype(np.float32), np.ones(3, np.float32))
     middle = Activation("relu" if kind == "relu" else "tanh" if kind == "tanh" else "sigmoid", 4)
     parts: list[Component] = [affine, middle, top, Activation("softmax", 3)]
-    return file_of(lambda path: write_nnet1(path, parts, binary=binary))
+    return nnet1_bytes(parts, binary=binary)
 
 
 def dbn(*, binary: bool) -> bytes:
     """A stack of RBMs that were not yet turned into affine layers, and one that was."""
     weight, bias = RNG.normal(size=(4, 6)).astype(np.float32), np.zeros(4, np.float32)
     parts: list[Component] = [RbmComponent("gauss", "bern", weight, np.zeros(6, np.float32), bias)]
-    return file_of(lambda path: write_nnet1(path, parts, binary=binary))
+    return nnet1_bytes(parts, binary=binary)
 
 
 def front(*, binary: bool) -> bytes:
     """A feature transform: splice, shift, rescale to 6 dims."""
     values = np.arange(6, dtype=np.float32)
     parts: list[Component] = [Splice((-1, 0), 3), AddShift(values, 0.0), Rescale(values + 1, 0.0)]
-    return file_of(lambda path: write_nnet1(path, parts, binary=binary))
+    return nnet1_bytes(parts, binary=binary)
 
 
 def graph(kind: str) -> bytes:
@@ -131,7 +130,7 @@ def counts(*, binary: bool) -> bytes:
     if not binary:
         return file_of(lambda path: write_pdf_counts(path, np.array([5, 9, 0])))
     handle = io.BytesIO()
-    writer = BasicTypeWriter(handle, binary=True)
+    writer = BasicTypeWriter(handle)
     writer.marker()
     writer.float_vector(np.array([5.0, 9.0, 0.5], np.float32))
     return handle.getvalue()

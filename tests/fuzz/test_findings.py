@@ -15,7 +15,7 @@ import pytest
 from corpora import write_data_dir, write_graph_dir, write_model
 from kaldi_files import read_matrix
 
-from ddnn.kaldi import stream
+from ddnn.kaldi import basic_types
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import iterate_int_vectors, iterate_matrices, write_matrices
 from ddnn.kaldi.data_dir import read_data_dir, speaker_cmvn_stats
@@ -105,7 +105,7 @@ def test_endless_blanks(tmp_path: Path, start: bytes, fill: bytes) -> None:
 
 
 def test_a_gzip_bomb_ends_at_what_a_table_could_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddnn.kaldi.stream._LARGE", 1 << 16)
+    monkeypatch.setattr("ddnn.kaldi.basic_types._LARGE", 1 << 16)
     zeros = b"utt \0B\4" + struct.pack("<i", 1_000_000) + b"\4\0\0\0\0" * 1_000_000
     refused(read_integers, tmp_path / "x.gz", gzip.compress(zeros, 9), "a vector of 1000000 integers takes")
     lines = b"utt 1 1 1 1 1 1 1 1 1 1 1 1 1 1\n" * 100_000
@@ -123,9 +123,9 @@ def test_a_long_line_of_numbers_is_not_held_twenty_times(tmp_path: Path) -> None
 
 
 def test_words_are_cut_at_white_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_PIECE", 5)
+    monkeypatch.setattr(basic_types, "_PIECE", 5)
     for line in (b"", b" ", b"123456789", b"12345 6", b"1 2 3 4 5 6\t78 9\n", b"     1     ", b"1234567 8"):
-        assert [word for words in stream.split_words(line) for word in words] == line.split()
+        assert [word for words in basic_types.split_words(line) for word in words] == line.split()
 
 
 def test_integers_of_any_length(tmp_path: Path) -> None:

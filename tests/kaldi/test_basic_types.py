@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from kaldi_files import TextWriter
 
 from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, open_model
 from ddnn.util.errors import DataError
@@ -23,7 +24,7 @@ FLOAT32 = st.floats(width=32, allow_nan=False)
 
 def written(method: str, *values: Any, binary: bool) -> bytes:
     handle = io.BytesIO()
-    getattr(BasicTypeWriter(handle, binary=binary), method)(*values)
+    getattr((BasicTypeWriter if binary else TextWriter)(handle), method)(*values)
     return handle.getvalue()
 
 

@@ -40,9 +40,9 @@ def features_of(data: DataDir) -> dict[str, np.ndarray]:
 
 def test_an4(an4: Path) -> None:
     data = read_data_dir(an4 / "train")
-    assert len(data.utterances) == 948 and data.utterances[0] == "fash-an251-fash-b"
+    assert len(data.entries) == 948 and data.entries[0].key == "fash-an251-fash-b"
     assert data.speakers is not None and len(set(data.speakers.values())) == 74 and data.cmvn is None
-    assert list(data.speakers) == list(data.utterances)
+    assert list(data.speakers) == [entry.key for entry in data.entries]
     with MatrixReader() as reader:
         shapes = [reader.shape(entry) for entry in data.entries]
     assert sum(rows for rows, _ in shapes) == 253_682 and {columns for _, columns in shapes} == {40}

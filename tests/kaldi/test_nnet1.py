@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kaldi_files import nnet1_bytes
 
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.nnet1 import (
@@ -78,7 +79,7 @@ def read_bytes(data: bytes, path: Path) -> tuple[Component, ...]:
 
 
 def bytes_of(components: tuple[Component, ...], path: Path, *, binary: bool) -> bytes:
-    write_nnet1(path, components, binary=binary)
+    path.write_bytes(nnet1_bytes(components, binary=binary))
     return path.read_bytes()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kaldi_files import model_bytes, write_diag_gmms
+from kaldi_files import model_bytes, transitions_of, write_diag_gmms
 
 from ddnn.kaldi.basic_types import BasicTypeReader
 from ddnn.kaldi.transition_model import (
@@ -49,13 +49,14 @@ def rows(path: Path) -> dict[str, np.ndarray]:
     ("model", "ids", "expected", "table"),
     [
         ("an4/ali/final.mdl", "tids.txt", "pdfs.expected.txt", "transition_to_pdf"),
-        ("an4/ali/final.mdl", "tids.txt", "phones.expected.txt", "transition_to_phone"),
+        ("an4/ali/final.mdl", "tids.txt", "phones.expected.txt", "phone"),
         ("golden/tables/mono.mdl", "mono_tids.txt", "mono_pdfs.expected.txt", "transition_to_pdf"),
         ("golden/tables/mono_transitions.txt", "mono_tids.txt", "mono_pdfs.expected.txt", "transition_to_pdf"),
     ],
 )
 def test_alignments_as_kaldi_maps_them(shared: Path, model: str, ids: str, expected: str, table: str) -> None:
-    mapping = getattr(read_transition_model(shared / model), table)
+    found = read_transition_model(shared / model)
+    mapping = found.transition_to_pdf if table == "transition_to_pdf" else transitions_of(found)["phone"]
     alignments, goal = rows(shared / "golden" / "tables" / ids), rows(shared / "golden" / "tables" / expected)
     assert alignments.keys() == goal.keys() != set()
     for utterance, alignment in alignments.items():
@@ -65,12 +66,8 @@ def test_alignments_as_kaldi_maps_them(shared: Path, model: str, ids: str, expec
 def test_figures_of_an4(an4: Path) -> None:
     model = read_transition_model(an4 / "ali" / "final.mdl")
     assert (model.num_pdfs, model.num_phones, model.num_transition_ids, len(model.tuples)) == (616, 142, 4860, 2390)
-    for table in (model.transition_to_pdf, model.transition_to_phone, model.transition_to_hmm_state):
-        assert table.dtype == np.int32
-        assert (len(table), table[0]) == (4861, -1)
-    assert len(model.log_probs) == len(model.transition_is_self_loop) == len(model.transition_is_final) == 4861
-    assert not model.transition_is_self_loop[0]
-    assert not model.transition_is_final[0]
+    assert model.transition_to_pdf.dtype == np.int32 and model.transition_to_pdf[0] == -1
+    assert len(model.log_probs) == len(model.transition_to_pdf) == len(transitions_of(model)) == 4861
     # Probabilities of one transition-state sum to one.
     state = np.cumsum(np.r_[0, [len(model.topology.states(p)[s].transitions) for p, s in model.tuples[:, :2]]])
     sums = np.add.reduceat(np.exp(model.log_probs[1:].astype(np.float64)), state[:-1])
@@ -95,7 +92,7 @@ def test_both_layouts_round_trip(tmp_path: Path, binary: bool) -> None:
         assert token in data
         again = read_bytes(data, tmp_path / "final.mdl")
         assert again.topology == model.topology
-        for field in ("tuples", "transition_to_pdf", "transition_is_self_loop", "transition_to_hmm_state"):
+        for field in ("tuples", "transition_to_pdf"):
             np.testing.assert_array_equal(getattr(again, field), getattr(model, field))
         np.testing.assert_allclose(again.log_probs, model.log_probs, rtol=1e-6)
         assert model_bytes(again, binary=binary) == data
@@ -105,9 +102,8 @@ def test_transition_ids_of_a_chain_model() -> None:
     model = build_transition_model(CHAIN, [(3, 0, 4, 1), (1, 0, 0, 2), (1, 0, 0, 1)])
     np.testing.assert_array_equal(model.tuples, [(1, 0, 0, 1), (1, 0, 0, 2), (3, 0, 4, 1)])
     np.testing.assert_array_equal(model.transition_to_pdf, [-1, 1, 0, 2, 0, 1, 4])
-    np.testing.assert_array_equal(model.transition_to_phone, [-1, 1, 1, 1, 1, 3, 3])
-    np.testing.assert_array_equal(model.transition_is_self_loop, [False, True, False, True, False, True, False])
-    np.testing.assert_array_equal(model.transition_is_final, [False, False, True, False, True, False, True])
+    np.testing.assert_array_equal(transitions_of(model)["phone"], [-1, 1, 1, 1, 1, 3, 3])
+    np.testing.assert_array_equal(transitions_of(model)["is_self_loop"], [0, 1, 0, 1, 0, 1, 0])
     np.testing.assert_allclose(model.log_probs, np.log([1, *[0.5] * 6]), rtol=1e-6)
     assert (model.num_pdfs, model.num_phones, model.num_transition_ids) == (5, 3, 6)
 
@@ -115,7 +111,7 @@ def test_transition_ids_of_a_chain_model() -> None:
 def test_a_left_to_right_model() -> None:
     model = small_model()
     np.testing.assert_array_equal(model.transition_to_pdf, [-1, *np.repeat(range(6), 2)])
-    np.testing.assert_array_equal(model.transition_is_self_loop[1:], [True, False] * 6)
+    np.testing.assert_array_equal(transitions_of(model)["is_self_loop"][1:], [1, 0] * 6)
     np.testing.assert_allclose(np.exp(model.log_probs[1:]), [0.75, 0.25] * 6, rtol=1e-6)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kaldi_files import transitions_of
 
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.archive import MatrixReader, iterate_matrices, write_matrices
@@ -83,7 +84,8 @@ def test_alignments_are_those_of_the_words(made: tuple[Path, SynthSummary]) -> N
     model = read_transition_model(out / "ali" / "final.mdl")
     assert model.num_pdfs == TINY.pdfs and model.num_transition_ids == 2 * TINY.pdfs
     assert np.array_equal(model.transition_to_pdf[1::2], np.arange(TINY.pdfs))
-    assert model.transition_is_self_loop[1::2].all() and not model.transition_is_self_loop[2::2].any()
+    is_self_loop = transitions_of(model)["is_self_loop"]
+    assert is_self_loop[1::2].all() and not is_self_loop[2::2].any()
     assert np.allclose(np.exp(model.log_probs[[1, 2, 7, 8]]), [0.9, 0.1, 2 / 3, 1 / 3], atol=1e-6)
     with MatrixReader() as reader:
         frames = {entry.key: reader.shape(entry)[0] for entry in read_scp(out / "train" / "feats.scp")}
