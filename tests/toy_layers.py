@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ddnn.nn.arithmetic import Float32
-from ddnn.nn.layer import Gemm, Layer, Params, Shape, Views
+from ddnn.nn.layers import Gemm, Layer, Params, Shape, Views
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,12 @@ class Filters(Layer):
             first = patch * self.step
             grad_x[:, first : first + self.size] += d @ p.values["weight"]
 
-    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
-        inputs, grads = self.statistics(x, grad, saved)
-        a.matmul(grads.t(), inputs, out["weight"])
-        a.column_sums(grads, out["bias"])
-
     def statistics(self, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor]:
         return saved["patches"].view(-1, self.size), grad.view(-1, self.filters)
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         p["weight"].copy_(torch.randn(p["weight"].shape, generator=generator) / self.size**0.5)
         p["bias"].zero_()
-
-    def config(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -133,9 +125,6 @@ class Gain(Layer):
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         p["gain"].fill_(1.0)
 
-    def config(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
-
 
 @dataclass(frozen=True)
 class Pool(Layer):
@@ -165,14 +154,8 @@ class Pool(Layer):
             pairs = grad_x.view(len(x), self.positions // 2, 2, self.channels)
             pairs.copy_(grad.view(len(x), *self.out_shape)[:, :, None].expand_as(pairs)).mul_(0.5)
 
-    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
-        raise AssertionError("it has no parameters")
-
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         assert not p
-
-    def config(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
 
 
 TOYS: dict[str, type[Layer]] = {"filters": Filters, "gain": Gain, "pool": Pool}

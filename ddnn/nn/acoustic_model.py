@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,7 @@ from torch import Tensor
 
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.transform import InputTransform
-from ddnn.nn.layer import Layer
-from ddnn.nn.layers import check_layers, layer_from_config, num_parameters
+from ddnn.nn.layers import Layer, check_layers, layer_from_config, num_parameters
 from ddnn.nn.network import Network
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write
@@ -67,7 +68,7 @@ def save_model(path: Path, model: AcousticModel) -> None:
 
 
 def model_config(model: AcousticModel) -> dict[str, Any]:
-    """All of a model but its numbers, as JSON: what `model_from_config` checks and reads."""
+    """All of a model but its numbers, as JSON: what `model_from_config` reads."""
     return {
         "format": FORMAT,
         "features": {"cmvn": model.features.cmvn, "deltas": model.features.deltas},
@@ -89,21 +90,14 @@ def load_model(path: Path) -> AcousticModel:
     Raises:
         DataError: not a ddnn model, or a damaged one: shapes and values are checked.
     """
-    header, tensors = _read(path, with_tensors=True)
-    return model_from_config(header, tensors, path)
+    return model_from_config(*_read(path, with_tensors=True), path)
 
 
 def load_layers(path: Path) -> tuple[Layer, ...]:
-    """The layers of a stored model, without its numbers.
-
-    Raises:
-        DataError: not a ddnn model, or a damaged one.
-    """
+    """The layers of a stored model, without its numbers; errors as of `load_model`."""
     header, _ = _read(path, with_tensors=False)
-    try:
+    with _damage_named(path):
         return _layers(_upgraded(header))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"a damaged ddnn model: {error}", location=path) from error
 
 
 def _read(path: Path, *, with_tensors: bool) -> tuple[Any, dict[str, Tensor]]:
@@ -112,14 +106,21 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[Any, dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as stored:
             header = json.loads((stored.metadata() or {})["ddnn"])
-            names = stored.keys() if with_tensors else ()
-            return header, {name: stored.get_tensor(name) for name in names}
+            return header, {name: stored.get_tensor(name) for name in (stored.keys() if with_tensors else ())}
     except FileNotFoundError as error:
         raise DataError(
             f"there is no model {path.name}", location=path, hint="name the run dir of a finished training"
         ) from error
     except (OSError, MemoryError, SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise DataError(f"not a ddnn model: {error}", location=path) from error
+
+
+@contextmanager
+def _damage_named(location: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"a damaged ddnn model: {error}", location=location) from error
 
 
 def model_from_config(header: Any, tensors: dict[str, Tensor], location: Path) -> AcousticModel:
@@ -131,18 +132,8 @@ def model_from_config(header: Any, tensors: dict[str, Tensor], location: Path) -
     Raises:
         DataError: they do not fit; the numbers are not finite.
     """
-    try:
+    with _damage_named(location):
         return _from_config(_upgraded(header), tensors)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"a damaged ddnn model: {error}", location=location) from error
-
-
-_FORMAT_1_NAMES = {
-    "inputs": "in_features",
-    "outputs": "out_features",
-    "weight_rate": "learn_rate_coef",
-    "bias_rate": "bias_learn_rate_coef",
-}
 
 
 def _upgraded(header: dict[str, Any]) -> dict[str, Any]:
@@ -151,10 +142,9 @@ def _upgraded(header: dict[str, Any]) -> dict[str, Any]:
         return header
     if header["format"] != 1:
         raise ValueError(f"format {header['format']!r} found, {FORMAT} expected")
-    layers = [
-        {"kind": "affine", **{_FORMAT_1_NAMES.get(name, name): value for name, value in layer.items()}}
-        for layer in header["layers"]
-    ]
+    names = {"inputs": "in_features", "outputs": "out_features"}
+    names |= {"weight_rate": "learn_rate_coef", "bias_rate": "bias_learn_rate_coef"}
+    layers = [{"kind": "affine", **{names.get(k, k): v for k, v in layer.items()}} for layer in header["layers"]]
     return {**header, "features": header["pipeline"], "layers": layers}
 
 
@@ -179,26 +169,18 @@ def _from_config(header: dict[str, Any], tensors: dict[str, Tensor]) -> Acoustic
     if len(offsets) * dim != input_dim:
         raise ValueError(f"{len(offsets)} frames of {dim} dims do not make an input of {input_dim}")
     features = FeatureConfig(header["features"]["cmvn"], header["features"]["deltas"])
-    if (
-        features.cmvn not in ("none", "mean", "mean-variance")
-        or type(features.deltas) is not int
-        or not 0 <= features.deltas <= 4
-    ):
+    known = features.cmvn in ("none", "mean", "mean-variance")
+    if not (known and type(features.deltas) is int and 0 <= features.deltas <= 4):
         raise ValueError(f"feature pipeline {features!r}")
-
-    def vector(name: str) -> Tensor | None:
-        return _take(tensors, name, (input_dim,)) if name in tensors else None
 
     if "parameters" in tensors:
         parts = [_take(tensors, "parameters", (num_parameters(layers),))]
     else:
-        parts = [
-            _take(tensors, f"layer{i}.{name}", shape).flatten()
-            for i, layer in enumerate(layers)
-            for name, shape in layer.parameters.items()
-        ]
-    transform = InputTransform(offsets, dim, vector("transform.shift"), vector("transform.scale"))
-    return AcousticModel(features, transform, Network(layers, torch.cat(parts)))
+        shapes = {f"layer{i}.{name}": s for i, layer in enumerate(layers) for name, s in layer.parameters.items()}
+        parts = [_take(tensors, name, shape).flatten() for name, shape in shapes.items()]
+    names = ("transform.shift", "transform.scale")
+    vectors = [_take(tensors, name, (input_dim,)) if name in tensors else None for name in names]
+    return AcousticModel(features, InputTransform(offsets, dim, *vectors), Network(layers, torch.cat(parts)))
 
 
 def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:

@@ -26,6 +26,7 @@ from ddnn.data.transform import InputTransform, check_fits, consecutive, gather
 from ddnn.nn.kernels import Kernels, load_library
 from ddnn.nn.loss import SoftmaxCrossEntropy, SoftmaxCrossEntropyBFloat16
 
+aten = torch.ops.aten
 Precision = Literal["float32", "bf16"]
 """What activations, derivatives and the factors of matrix products are held in; parameters are float32 in either."""
 
@@ -38,14 +39,11 @@ not, and likes 128. Not yet seen on a GPU."""
 
 
 def matmul_out(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """a b into `out`, for b a matrix or a vector; summed in float32.
-
-    Args:
-        out: of the type of a and b, or float32 where `supports_float32_output(device)`.
-    """
+    """a b into `out`, for b a matrix or a vector; summed in float32. `out` is of the type of a and b, or float32 where
+    `supports_float32_output(device)`."""
     if out.dtype != a.dtype:
         columns = (1,) if b.dim() == 1 else b.shape[1:]
-        torch.ops.aten.mm.dtype_out(a, b.view(-1, *columns), out.dtype, out=out.view(-1, *columns))
+        aten.mm.dtype_out(a, b.view(-1, *columns), out.dtype, out=out.view(-1, *columns))
     elif b.dim() == 1:
         torch.mv(a, b, out=out)
     else:
@@ -65,22 +63,10 @@ def supports_float32_output(device: torch.device) -> bool:
     return bool((matrix == 257).all() and (column == 257).all())  # bf16 has 256 and 258
 
 
-def _sigmoid_backward_(grad: Tensor, y: Tensor) -> None:
-    torch.ops.aten.sigmoid_backward.grad_input(grad, y, grad_input=grad)
-
-
-def _tanh_backward_(grad: Tensor, y: Tensor) -> None:
-    torch.ops.aten.tanh_backward.grad_input(grad, y, grad_input=grad)
-
-
-def _relu_backward_(grad: Tensor, y: Tensor) -> None:
-    torch.ops.aten.threshold_backward.grad_input(grad, y, 0, grad_input=grad)
-
-
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor, Tensor], object]]] = {
-    "sigmoid": (torch.sigmoid_, _sigmoid_backward_),
-    "tanh": (torch.tanh_, _tanh_backward_),
-    "relu": (torch.relu_, _relu_backward_),
+    "sigmoid": (torch.sigmoid_, lambda grad, y: aten.sigmoid_backward.grad_input(grad, y, grad_input=grad)),
+    "tanh": (torch.tanh_, lambda grad, y: aten.tanh_backward.grad_input(grad, y, grad_input=grad)),
+    "relu": (torch.relu_, lambda grad, y: aten.threshold_backward.grad_input(grad, y, 0, grad_input=grad)),
     "softmax": (lambda y: None, lambda grad, y: None),  # is part of the loss: the network gives logits
     "linear": (lambda y: None, lambda grad, y: None),
 }
@@ -91,17 +77,14 @@ class InputRows:
     """One layer's input with 1 appended, as natural gradient preconditions it, and the views of it, made once.
 
     Attributes:
-        rows: (rows, fan_in + 1) float32, its rows `ALIGNMENT` floats apart or a multiple of that.
+        rows: (rows, fan_in + 1) float32, its rows a multiple of 16 floats apart.
         inputs, ones: its columns of the input, (rows, fan_in), and the last one, (rows,).
         bias_input: (rows,) contiguous, a copy of the last column.
         before, after: (rows,) float32, norms of the rows before and after preconditioning.
     """
 
-    ALIGNMENT = 16
-    """GEMMs are slower on rows that are not aligned."""
-
     def __init__(self, fan_in: int, bias_input: Tensor, before: Tensor, after: Tensor) -> None:
-        stride = -(-(fan_in + 1) // self.ALIGNMENT) * self.ALIGNMENT
+        stride = -(-(fan_in + 1) // 16) * 16  # GEMMs are slower on rows that are not aligned
         self.rows = torch.zeros(len(before), stride, dtype=torch.float32, device=before.device)[:, : fan_in + 1]
         self.inputs, self.ones = self.rows[:, :-1], self.rows[:, -1]
         self.bias_input, self.before, self.after = bias_input, before, after
@@ -139,14 +122,11 @@ class Float32:
         """out (frames, input_dim) of `dtype` <- x of `x_dtype`; the same tensor where the types are the same."""
 
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor, bias32: Tensor, activation: str, out: Tensor) -> None:
-        """out <- f(x W^T + b).
+        """out (rows, fan_out) <- f(x W^T + b), f of `ACTIVATIONS`.
 
         Args:
-            x: (rows, fan_in).
-            weight, bias: (fan_out, fan_in), (fan_out,), all of `dtype`.
+            x, weight, bias: (rows, fan_in), (fan_out, fan_in), (fan_out,), all of `dtype`.
             bias32: the bias in float32; padding has no part of it.
-            activation: of `ACTIVATIONS`.
-            out: (rows, fan_out).
         """
         torch.addmm(bias, x, weight.t(), out=out)
         ACTIVATIONS[activation][0](out)
@@ -340,8 +320,7 @@ def make_arithmetic(
         return Float32()
     if pad_to is None:
         pad_to = CUDA_PAD_TO if device.type == "cuda" else 1
-    if use_kernels and pad_to == 1 and device.type == "cpu" and torch.get_num_threads() <= KERNELS_THREADS:
-        kernels = load_library()
-        if kernels is not None:
-            return BFloat16Kernels(kernels)
+    on_kernels = use_kernels and pad_to == 1 and device.type == "cpu" and torch.get_num_threads() <= KERNELS_THREADS
+    if on_kernels and (kernels := load_library()) is not None:
+        return BFloat16Kernels(kernels)
     return BFloat16(device, pad_to)

@@ -1,17 +1,27 @@
-"""The kinds of layers, and networks of them.
+"""What a layer is, the kinds of layers, and networks of them. A new kind is a class and a line in `LAYERS`.
 
-A new kind is a class, derived from `ddnn.nn.layer.Layer`, and a line in `LAYERS`.
+What a layer is made of, computes and costs is known to its class alone. A layer holds no numbers: its parameters are
+views of a network's flat buffer, its activations belong to a `ddnn.nn.network.Workspace`, and how the numbers are
+computed is the business of `ddnn.nn.arithmetic`.
+
+Between layers a minibatch is a matrix of a row per frame; a layer whose shapes have several dimensions views a row as
+it needs. In the network's input a row is ordered, from slow to fast, by frame offset, order of the deltas, and feature
+dimension.
+
+Natural gradient sees a layer as a product of matrices: rows of its input times its weight. An affine layer has one such
+row per frame, a convolution one per frame and patch.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
-from typing import Any, ClassVar, cast
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,7 +29,195 @@ from torch import Tensor
 
 from ddnn.kaldi import nnet1
 from ddnn.nn.arithmetic import ACTIVATIONS, Float32
-from ddnn.nn.layer import Gemm, Layer, Params, Shape, Views
+
+Shape = tuple[int, ...]
+Views = Mapping[str, Tensor]
+"""Tensors of a layer by name: its parameters, its part of a gradient."""
+
+
+class Params(NamedTuple):
+    """A layer's parameters: `values`, in the arithmetic's type, to multiply with; `float32`, of which they are a copy.
+
+    The values may be padded to more outputs than the layer has.
+    """
+
+    values: Views
+    float32: Views
+
+
+class Gemm(NamedTuple):
+    """A layer as a matrix product: for each frame `rows` rows of `fan_in` inputs give as many rows of `fan_out`."""
+
+    rows: int
+    fan_in: int
+    fan_out: int
+
+
+Self = TypeVar("Self", bound="Layer")
+
+
+@dataclass(frozen=True)
+class Layer(ABC):
+    """One layer; its fields are what its class is made from, and its `config`.
+
+    Attributes:
+        kind: its name in `LAYERS`, in model files and recipes.
+        in_shape, out_shape: of a frame: (features,), or (channels, time, frequency).
+        parameters: their shapes by name, in the order of the flat buffer; empty for a layer without parameters.
+        learn_rate_coefs: multiples of the learning rate, by parameter (nnet1's LearnRateCoef).
+        l2: names of the parameters that weight decay acts on.
+        momentum: names of those with momentum; all, but where Kaldi has none.
+        gemm: its product, whose rows natural gradient preconditions; None: it is left with the plain gradient.
+        saved: shapes per frame, by name, of what it keeps in memory from its forward to its backward pass.
+        must_be_last: whether no layer may follow.
+        label: a word or two for summaries.
+    """
+
+    kind: ClassVar[str]
+    l2: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    @abstractmethod
+    def in_shape(self) -> Shape: ...
+
+    @property
+    @abstractmethod
+    def out_shape(self) -> Shape: ...
+
+    @property
+    def parameters(self) -> Mapping[str, Shape]:
+        return {}
+
+    @property
+    def learn_rate_coefs(self) -> Mapping[str, float]:
+        return dict.fromkeys(self.parameters, 1.0)
+
+    @property
+    def momentum(self) -> frozenset[str]:
+        return frozenset(self.parameters)
+
+    @property
+    def gemm(self) -> Gemm | None:
+        return None
+
+    @property
+    def saved(self) -> Mapping[str, Shape]:
+        return {}
+
+    @property
+    def must_be_last(self) -> bool:
+        return False
+
+    @property
+    def label(self) -> str:
+        return self.kind
+
+    @property
+    def input_dim(self) -> int:
+        """Values of a frame that it reads."""
+        return math.prod(self.in_shape)
+
+    @property
+    def output_dim(self) -> int:
+        """Values of a frame that it gives."""
+        return math.prod(self.out_shape)
+
+    @property
+    def num_parameters(self) -> int:
+        """Length of its part of the flat buffer."""
+        return sum(math.prod(shape) for shape in self.parameters.values())
+
+    @property
+    def flop_per_frame(self) -> int:
+        """Floating-point operations of the products of a forward pass."""
+        return 0 if self.gemm is None else 2 * math.prod(self.gemm)
+
+    @property
+    def activation_floats(self) -> int:
+        """Values kept of a frame: output, derivative with respect to it, and `saved`."""
+        return 2 * self.output_dim + sum(math.prod(shape) for shape in self.saved.values())
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Its parameters as views of its part of a flat buffer, (num_parameters,)."""
+        parts = torch.split(flat, [math.prod(shape) for shape in self.parameters.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self.parameters.items(), parts, strict=True)}
+
+    def padded(self: Self, multiple: int) -> Self:
+        """As the last layer: the same with outputs rounded up to a multiple, of zero weight; itself where it cannot."""
+        return self
+
+    @abstractmethod
+    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
+        """y (frames, output_dim) <- the layer's output for x (frames, input_dim)."""
+
+    @abstractmethod
+    def backward(
+        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
+    ) -> None:
+        """grad_x (frames, input_dim) <- the derivative of the summed loss with respect to x.
+
+        Args:
+            x, y: as of the forward pass.
+            grad: (frames, output_dim), the derivative with respect to y; may be overwritten by what `gradient` and
+                `statistics` want, such as the derivative before the activation.
+            grad_x: None for the first layer.
+        """
+
+    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
+        """out <- the gradient summed over the minibatch, after the backward pass; not called without parameters.
+
+        That of a `gemm`: dW = d^T x, db = sum of d, from the rows of `statistics`.
+        """
+        inputs, grads = self.statistics(x, grad, saved)
+        a.matmul(grads.t(), inputs, out["weight"])
+        a.column_sums(grads, out["bias"])
+
+    def statistics(self, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor]:
+        """Rows of its input, (frames * gemm.rows, gemm.fan_in), without the 1 for the bias, and rows of the derivative
+        of its output, (frames * gemm.rows, gemm.fan_out), after the backward pass, frame by frame: what natural
+        gradient preconditions, and may overwrite. Contiguous. For layers with a `gemm`.
+        """
+        return x, grad
+
+    def preconditioned_gradient(
+        self, a: Float32, inputs: Tensor, bias_input: Tensor, grads: Tensor, out: Views
+    ) -> None:
+        """out <- the gradient from the rows of `statistics` once they are preconditioned, and from `bias_input`,
+        (rows,), what has become of the 1 of each row."""
+        a.matmul(grads.t(), inputs, out["weight"])
+        a.weighted_column_sums(grads, bias_input, out["bias"])
+
+    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
+        """(frames,) float32, the norm of each frame's part of the gradient, by which NG-SGD limits the step of layers
+        without a `gemm`; not called without parameters."""
+        raise NotImplementedError
+
+    def after_update(self, p: Views) -> bool:
+        """Brings the float32 parameters back to where they may be, such as within a largest norm, after each update;
+        True if it has changed any."""
+        return False
+
+    @abstractmethod
+    def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
+        """Draws initial parameters, on the CPU, so that a seed gives the same on every device.
+
+        Args:
+            first, last: whether it is the first, the last layer of the network.
+        """
+
+    def config(self) -> dict[str, Any]:
+        """All of it but its numbers, as JSON: `kind` and the fields of its class."""
+        return {"kind": self.kind, **asdict(self)}
+
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        """The layer as Kaldi nnet1's components; ValueError where nnet1 has none."""
+        raise ValueError(f"nnet1 has no component for a {self.kind} layer")
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        """The layer that the first of these components, one or more, are, its parameters (num_parameters,), and how
+        many components they are; None where they are not of this kind."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -37,6 +235,7 @@ class Affine(Layer):
     """
 
     kind: ClassVar[str] = "affine"
+    l2: ClassVar[frozenset[str]] = frozenset({"weight"})
 
     in_features: int
     out_features: int
@@ -62,14 +261,6 @@ class Affine(Layer):
     def out_shape(self) -> Shape:
         return (self.out_features,)
 
-    @property
-    def l2(self) -> frozenset[str]:
-        return frozenset({"weight"})
-
-    @property
-    def must_be_last(self) -> bool:
-        return self.activation == "softmax"
-
     @cached_property
     def parameters(self) -> Mapping[str, Shape]:
         return {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
@@ -81,6 +272,10 @@ class Affine(Layer):
     @cached_property
     def gemm(self) -> Gemm:
         return Gemm(1, self.in_features, self.out_features)
+
+    @property
+    def must_be_last(self) -> bool:
+        return self.activation == "softmax"
 
     @property
     def label(self) -> str:
@@ -100,14 +295,6 @@ class Affine(Layer):
         if grad_x is not None:
             a.matmul(grad, p.values["weight"], grad_x)
 
-    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
-        """dW = d^T x, db = sum of d."""
-        a.matmul(grad.t(), x, out["weight"])
-        a.column_sums(grad, out["bias"])
-
-    def statistics(self, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor]:
-        return x, grad
-
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         """As Kaldi nnet1's utils/nnet/make_nnet_proto.py: W ~ N(0, s^2), s = 3.5 sqrt(2 / (inputs + outputs)), the
         first layer's times sqrt(1/12); hidden biases uniform in (-4, 0), output bias 0.
@@ -126,9 +313,6 @@ class Affine(Layer):
             bias.zero_()
         else:
             bias.copy_(torch.rand(bias.shape, generator=generator) * 4.0 - 4.0)
-
-    def config(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
 
     def to_nnet1(self, p: Views) -> list[nnet1.Component]:
         """An AffineTransform, and the activation where it is not linear."""
@@ -158,7 +342,7 @@ LAYERS: dict[str, type[Layer]] = {"affine": Affine}
 
 
 def layer_from_config(config: Mapping[str, Any]) -> Layer:
-    """The layer of `Layer.config`.
+    """The layer of a `Layer.config`, which anybody may have written.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
@@ -166,7 +350,8 @@ def layer_from_config(config: Mapping[str, Any]) -> Layer:
     kind = config["kind"]
     if kind not in LAYERS:
         raise ValueError(f"kind of layer {kind!r} found, expected one of {', '.join(LAYERS)}")
-    return LAYERS[kind].from_config(config)
+    made: Layer = cast(Any, LAYERS[kind])(**{name: value for name, value in config.items() if name != "kind"})
+    return made
 
 
 def mlp_layers(
@@ -217,11 +402,3 @@ def training_flop_per_frame(layers: Sequence[Layer]) -> int:
     Three times those of the forward pass, but twice for the first layer: nobody needs the derivative of the input.
     """
     return 3 * sum(layer.flop_per_frame for layer in layers) - layers[0].flop_per_frame
-
-
-def summary(layers: Sequence[Layer]) -> str:
-    """Widths and kinds: "440-4x512-616 sigmoid"; the last layer is not named."""
-    widths = [(width, len(list(same))) for width, same in groupby(layer.output_dim for layer in layers)]
-    shown = [f"{count}x{width}" if count > 1 else f"{width}" for width, count in widths]
-    labels = list(dict.fromkeys(layer.label for layer in layers[:-1]))
-    return " ".join(["-".join([str(layers[0].input_dim), *shown]), ", ".join(labels)]).strip()

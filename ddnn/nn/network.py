@@ -1,4 +1,4 @@
-"""The network: layers over one flat parameter buffer, and the memory in which a minibatch passes through them.
+"""Networks: layers over one flat parameter buffer, and the memory in which a minibatch passes through them.
 
 Forward and backward are written out, after Kaldi's nnet1 (nnet-affine-transform.h, nnet-activation.h, nnet-loss.cc):
 an optimizer needs each layer's input and output derivative, which is where natural gradient works. The tests hold
@@ -7,7 +7,9 @@ both against torch.autograd in float64.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,9 +18,17 @@ from torch import Tensor
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.transform import InputTransform
 from ddnn.nn.arithmetic import Float32
-from ddnn.nn.layer import Layer, Params, Views
-from ddnn.nn.layers import num_parameters
+from ddnn.nn.layers import Layer, Params, Views, num_parameters
 from ddnn.util.errors import DataError
+
+
+def tensor_like(expected: Tensor, state: Mapping[str, Tensor], name: str, location: Path | None = None) -> Tensor:
+    """The tensor of this name in a state; DataError where it is missing, or of another shape or type."""
+    found = state.get(name)
+    if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+        shown = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
+        raise DataError(f"{name}: {shown} found, {tuple(expected.shape)} {expected.dtype} expected", location=location)
+    return found
 
 
 class Network:
@@ -41,8 +51,7 @@ class Network:
         self.parameters = torch.zeros(self.num_parameters) if parameters is None else parameters
         if self.parameters.shape != (self.num_parameters,):
             raise ValueError(f"{tuple(self.parameters.shape)} parameters given, ({self.num_parameters},) expected")
-        self._sizes = [layer.num_parameters for layer in self.layers]
-        self.parts = self._split(self.parameters)
+        self.parts = self._parts(self.parameters)
         self.views = self.split(self.parameters)
         self.version = 0
 
@@ -56,12 +65,12 @@ class Network:
         """Number of pdfs."""
         return self.layers[-1].output_dim
 
-    def _split(self, flat: Tensor) -> list[Tensor]:
-        return list(torch.split(flat, self._sizes)) if self.layers else []
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        return list(torch.split(flat, [layer.num_parameters for layer in self.layers]))
 
     def split(self, flat: Tensor) -> list[dict[str, Tensor]]:
         """Per layer the named parts of a flat buffer laid out like `parameters`, such as a gradient."""
-        return [layer.views(part) for layer, part in zip(self.layers, self._split(flat), strict=True)]
+        return [layer.views(part) for layer, part in zip(self.layers, self._parts(flat), strict=True)]
 
     def parameters_changed(self) -> None:
         """To be called after every change of `parameters` in place."""
@@ -84,12 +93,7 @@ class Network:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes up what `state_dict` gave; DataError where it does not fit."""
-        found = state.get("parameters")
-        if found is None or found.shape != self.parameters.shape or found.dtype != self.parameters.dtype:
-            shown = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
-            expected = f"{tuple(self.parameters.shape)} {self.parameters.dtype}"
-            raise DataError(f"parameters: {shown} found, {expected} expected")
-        self.load_parameters(found)
+        self.load_parameters(tensor_like(self.parameters, state, "parameters"))
 
     def to(self, device: torch.device) -> Network:
         """A network of the same layers with its parameters on `device`."""
@@ -118,6 +122,7 @@ class Workspace:
 
     Attributes:
         x: (frames, input_dim), the network's input, of the arithmetic's `x_dtype`; to be filled.
+        inputs: per layer (frames, input_dim), what it reads.
         activations: per layer (frames, output_dim), after its activation; logits of the last.
         grad_outputs: per layer (frames, output_dim), of the summed loss with respect to `activations`; after the
             backward pass what `Layer.backward` leaves there.
@@ -134,64 +139,52 @@ class Workspace:
         a, new = self.arithmetic, network.parameters.new_empty
         *below, last = network.layers
         layers = (*below, last.padded(a.pad_to))
-        self.x = new(frames, network.input_dim, dtype=a.x_dtype)
-        self._input = self.x if a.x_dtype == a.dtype else new(frames, network.input_dim, dtype=a.dtype)
-        self.padded_activations = [new(frames, layer.output_dim, dtype=a.dtype) for layer in layers]
-        self.padded_grad_outputs = [torch.zeros_like(y) for y in self.padded_activations]
-        self._saved: list[dict[str, Tensor]] = [
-            {name: new(frames, *shape, dtype=a.dtype) for name, shape in layer.saved.items()} for layer in layers
-        ]
+        x = new(frames, network.input_dim, dtype=a.x_dtype)
+        first_input = x if a.x_dtype == a.dtype else new(frames, network.input_dim, dtype=a.dtype)
+        outputs = [new(frames, layer.output_dim, dtype=a.dtype) for layer in layers]
+        saved = [{k: new(frames, *shape, dtype=a.dtype) for k, shape in layer.saved.items()} for layer in layers]
+        self._memory = x, first_input, outputs, [torch.zeros_like(y) for y in outputs], saved
         self.compute = network
         if a.casts:
-            total = num_parameters(layers)
-            self.compute = Network(layers, network.parameters.new_zeros(total, dtype=a.dtype))
+            self.compute = Network(layers, network.parameters.new_zeros(num_parameters(layers), dtype=a.dtype))
             self.compute.version = -1
         self._copies = list(_copies(network, self.compute))
-        self._low_gradient = new(
-            0 if a.gradient_dtype == torch.float32 else network.num_parameters, dtype=a.gradient_dtype
-        )
-        self._low_views = network.split(self._low_gradient) if len(self._low_gradient) else []
-        block = new(max(layer.num_parameters for layer in layers) if a.updates_by_layer else 0, dtype=a.gradient_dtype)
+        low_size = 0 if a.gradient_dtype == torch.float32 else network.num_parameters
+        self._low_gradient = new(low_size, dtype=a.gradient_dtype)
+        self._low_views = network.split(self._low_gradient) if low_size else []
         by_layer = network.layers if a.updates_by_layer else ()
+        block = new(max((layer.num_parameters for layer in by_layer), default=0), dtype=a.gradient_dtype)
         self.layer_gradient_parts = [block[: layer.num_parameters] for layer in by_layer]
         self.layer_gradients = [
             layer.views(part) for layer, part in zip(by_layer, self.layer_gradient_parts, strict=True)
         ]
         self.loss = a.cross_entropy(network.parameters, network.output_dim, frames)
-        self._make_views()
+        self._use(frames)
 
-    def _make_views(self) -> None:
+    def _use(self, frames: int) -> None:
+        """Makes the views of the first `frames` rows of the memory."""
+        x, first_input, outputs, derivatives, saved = self._memory
+        self.x, self._input = x[:frames], first_input[:frames]
+        self.padded_activations, self.padded_grad_outputs = (
+            [memory[:frames] for memory in whole] for whole in (outputs, derivatives)
+        )
+        self._saved = [{name: memory[:frames] for name, memory in one.items()} for one in saved]
         self.activations, self.grad_outputs = (
             [padded[:, : layer.output_dim] for padded, layer in zip(whole, self.network.layers, strict=True)]
             for whole in (self.padded_activations, self.padded_grad_outputs)
         )
         self.inputs = [self._input, *self.activations[:-1]]
-        self._passes = [
-            _Pass(*one)
-            for one in zip(
-                self.compute.layers,
-                map(Params, self.compute.views, self.network.views),
-                self.inputs,
-                self.padded_activations,
-                self.padded_grad_outputs,
-                [None, *self.grad_outputs[:-1]],
-                self._saved,
-                strict=True,
-            )
-        ]
+        params = map(Params, self.compute.views, self.network.views)
+        below = [None, *self.grad_outputs[:-1]]
+        rows = (self.inputs, self.padded_activations, self.padded_grad_outputs, below, self._saved)
+        self._passes = [_Pass(*one) for one in zip(self.compute.layers, params, *rows, strict=True)]
 
     def of(self, frames: int) -> Workspace:
         """The first `frames` rows of the same memory."""
         if frames == len(self.x):
             return self
-        part = Workspace.__new__(Workspace)
-        vars(part).update(vars(self))
-        part._input = self._input[:frames]
-        part.x = part._input if self.x is self._input else self.x[:frames]
-        part.padded_activations = [y[:frames] for y in self.padded_activations]
-        part.padded_grad_outputs = [d[:frames] for d in self.padded_grad_outputs]
-        part._saved = [{name: value[:frames] for name, value in saved.items()} for saved in self._saved]
-        part._make_views()
+        part = copy.copy(self)
+        part._use(frames)
         return part
 
     @property
@@ -211,8 +204,8 @@ class Workspace:
     def refresh(self) -> None:
         """Brings the copy of the parameters up to date, where there is one and they have changed."""
         if self.compute.version != self.network.version:
-            for copy, original in self._copies:
-                copy.copy_(original)
+            for low, original in self._copies:
+                low.copy_(original)
             self.compute.version = self.network.version
 
     def copy_updated(self) -> None:
@@ -277,8 +270,7 @@ def _copies(network: Network, compute: Network) -> Iterator[tuple[Tensor, Tensor
     yield compute.parameters[:alike], network.parameters[:alike]
     if alike < network.num_parameters:
         for name, original in network.views[-1].items():
-            copy = compute.views[-1][name]
-            yield copy[tuple(slice(size) for size in original.shape)], original
+            yield compute.views[-1][name][tuple(slice(size) for size in original.shape)], original
 
 
 def initialize(network: Network, seed: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,8 +12,7 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.transform import InputTransform
 from ddnn.kaldi.nnet1 import AddShift, Component, Rescale, Splice
 from ddnn.nn.acoustic_model import AcousticModel
-from ddnn.nn.layer import Layer
-from ddnn.nn.layers import LAYERS, check_layers
+from ddnn.nn.layers import LAYERS, Layer, check_layers
 from ddnn.nn.network import Network
 from ddnn.util.errors import DataError, UserError
 
@@ -29,11 +28,11 @@ def to_nnet1(model: AcousticModel) -> tuple[tuple[Component, ...], tuple[Compone
         components = [component for layer, views in layers for component in layer.to_nnet1(views)]
     except ValueError as error:
         raise UserError(f"the model cannot be a Kaldi nnet1 network: {error}") from error
-    front: list[Component] = [Splice(model.transform.offsets, model.transform.dim)]
-    if model.transform.shift is not None:
-        front.append(AddShift(_array(model.transform.shift), 0.0))
-    if model.transform.scale is not None:
-        front.append(Rescale(_array(model.transform.scale), 0.0))
+    transform = model.transform
+    front: list[Component] = [Splice(transform.offsets, transform.dim)]
+    for make, vector in ((AddShift, transform.shift), (Rescale, transform.scale)):
+        if vector is not None:
+            front.append(make(vector.cpu().contiguous().numpy(), 0.0))
     return tuple(components), tuple(front)
 
 
@@ -89,10 +88,6 @@ def _layers(components: tuple[Component, ...], location: Path) -> tuple[tuple[La
 
 
 def _transform(front: tuple[Component, ...], input_dim: int, location: Path) -> InputTransform:
-    offsets: tuple[int, ...] = (0,)
-    dim = input_dim
-    shift: Tensor | None = None
-    scale: Tensor | None = None
     order = [type(component) for component in front]
     if order != [kind for kind in (Splice, AddShift, Rescale) if kind in order]:
         names = ", ".join(kind.__name__ for kind in order)
@@ -100,15 +95,12 @@ def _transform(front: tuple[Component, ...], input_dim: int, location: Path) -> 
             f"the feature transform is {names}; ddnn has one splice, shift and rescale, in this order",
             location=location,
         )
+    transform = InputTransform((0,), input_dim)
     for component in front:
         if isinstance(component, Splice):
-            offsets, dim = component.offsets, component.input_dim
+            transform = replace(transform, offsets=component.offsets, dim=component.input_dim)
         elif isinstance(component, AddShift):
-            shift = torch.from_numpy(component.shift.copy())
+            transform = replace(transform, shift=torch.from_numpy(component.shift.copy()))
         elif isinstance(component, Rescale):
-            scale = torch.from_numpy(component.scale.copy())
-    return InputTransform(offsets, dim, shift, scale)
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    return tensor.cpu().contiguous().numpy()
+            transform = replace(transform, scale=torch.from_numpy(component.scale.copy()))
+    return transform

@@ -11,13 +11,14 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator, SingleProcess
-from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
+from ddnn.nn.arithmetic import Float32, make_arithmetic, matmul_out
 from ddnn.nn.layers import training_flop_per_frame
 from ddnn.nn.network import Network, Workspace
 from ddnn.util.errors import UserError
@@ -61,18 +62,12 @@ def choose_arithmetic(
     Raises:
         UserError: the resumed training was in bf16, which is numerically unsafe on this device.
     """
-    precision = _choose_precision(asked, network, minibatch, comm or SingleProcess(), resumed)
-    return make_arithmetic(precision, network.parameters.device)
-
-
-def _choose_precision(
-    asked: Literal["auto", "float32", "bf16"], network: Network, minibatch: int, comm: Communicator, resumed: bool
-) -> Precision:
+    comm = comm or SingleProcess()
     if asked == "float32":
-        return "float32"
+        return Float32()
     if asked == "auto" and training_flop_per_frame(network.layers) * minibatch < MIN_FLOP:
         log.info("precision float32: the network is too small for bf16 to matter")
-        return "float32"
+        return Float32()
     measured = gemm_speedup(network, minibatch) if comm.rank == 0 else None
     speedup = float(comm.all_gather_object(measured)[0])
     faster = speedup >= MIN_SPEEDUP
@@ -80,7 +75,7 @@ def _choose_precision(
     said = f"bf16 GEMM {speedup:.2f} x float32 on this device"
     if asked == "auto" and not faster:
         log.info("%s: float32", said)
-        return "float32"
+        return Float32()
     error = bf16_error(network, minibatch)
     if comm.all_reduce_min(error is None) == 0:
         first = next(one for one in comm.all_gather_object(error) if one is not None)
@@ -93,12 +88,12 @@ def _choose_precision(
                 "float32",
             )
         log.log(level, "%s. Training in float32", unsafe)
-        return "float32"
+        return Float32()
     if faster:
         log.info("%s: bf16", said)
     else:
         log.log(level, "%s: bf16, as the recipe says; precision: float32 would be faster", said)
-    return "bf16"
+    return make_arithmetic("bf16", network.parameters.device)
 
 
 def allow_tf32(allow: bool, device: torch.device) -> None:
@@ -161,15 +156,20 @@ def _fastest_in_turn(one: Factors, other: Factors, rounds: int = 5) -> tuple[flo
 
 
 def _seconds(factors: Factors) -> float:
-    on, calls = factors[0].device, 1
-    if on.type == "cuda":
-        calls = 10  # a single one would show its launch
-        torch.cuda.synchronize(on)
+    device = factors[0].device
+    calls = 10 if device.type == "cuda" else 1  # on a GPU a single one would show its launch
+    return seconds_per_call(lambda: matmul_out(*factors), calls, device)
+
+
+def seconds_per_call(function: Callable[[], object], calls: int, device: torch.device) -> float:
+    """How long so many calls take, work on a GPU included, over their number."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     started = time.perf_counter()
     for _ in range(calls):
-        matmul_out(*factors)
-    if on.type == "cuda":
-        torch.cuda.synchronize(on)
+        function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return (time.perf_counter() - started) / calls
 
 
@@ -180,7 +180,7 @@ def bf16_error(network: Network, minibatch: int) -> str | None:
     """
     frames, device = min(minibatch, CHECK_ROWS), network.parameters.device
     try:
-        expected_loss, expected = _loss_and_gradient(network, frames, make_arithmetic("float32", device))
+        expected_loss, expected = _loss_and_gradient(network, frames, Float32())
         loss, found = _loss_and_gradient(network, frames, make_arithmetic("bf16", device))
     except RuntimeError as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"

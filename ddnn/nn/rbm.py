@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -40,15 +40,14 @@ from ddnn.util.errors import DivergedError
 
 VisibleKind = Literal["gauss", "bernoulli"]
 
-_GUARD_RATIO = 2.0
-_GUARD_SLOWDOWN = 0.9
+_GUARD_RATIO, _GUARD_SLOWDOWN = 2.0, 0.9
 
 
 @dataclass(frozen=True)
 class Cd1Options:
     """How an RBM is trained.
 
-    Args:
+    Attributes:
         rate: e, on the mean gradient (0.01 Gauss, 0.4 Bernoulli).
         l2: weight decay l.
         momentum, momentum_max: where the schedule starts and ends.
@@ -66,16 +65,22 @@ class Cd1Options:
     kaldi_momentum: bool = True
 
 
-@dataclass
 class Rbm:
     """An RBM with all its state: training continues from it to the same bits, given the state of the generator too.
 
+    It starts untrained: W ~ N(0, stddev^2), b = 0, a = 0 (Gauss) or logit of `visible_mean` (Bernoulli).
+
+    Args:
+        visible, hidden: dimensions.
+        visible_kind: `gauss` for normalized features, `bernoulli` for the hidden units of an RBM below; hidden units
+            are Bernoulli.
+        generator: draws W on its own device, where the RBM then lives.
+        visible_mean: (vis,) mean of each visible unit over the training data, for `bernoulli` only.
+        stddev: of W.
+
     Attributes:
-        weight: W, (hid, vis) float32.
-        hidden_bias: b, (hid,).
-        visible_bias: a, (vis,).
+        weight, hidden_bias, visible_bias: W, (hid, vis) float32; b, (hid,); a, (vis,).
         parameters: the flat buffer of which these three are views.
-        visible_kind: what the visible units are; hidden units are Bernoulli.
         weight_change, hidden_bias_change, visible_bias_change: dW, db, da, the momentum.
         momentum_buffer: the flat buffer of which these three are views.
         frames: frames trained on so far, which the momentum follows.
@@ -83,19 +88,31 @@ class Rbm:
         guard_count: how often it has.
     """
 
-    weight: Tensor
-    hidden_bias: Tensor
-    visible_bias: Tensor
-    parameters: Tensor
-    visible_kind: VisibleKind
-    weight_change: Tensor
-    hidden_bias_change: Tensor
-    visible_bias_change: Tensor
-    momentum_buffer: Tensor
-    frames: int = 0
-    rate_factor: float = 1.0
-    guard_count: int = 0
-    _memory: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
+    def __init__(
+        self,
+        visible: int,
+        hidden: int,
+        visible_kind: VisibleKind,
+        generator: torch.Generator,
+        *,
+        visible_mean: Tensor | None = None,
+        stddev: float = 0.1,
+    ) -> None:
+        if (visible_mean is None) == (visible_kind == "bernoulli"):
+            raise ValueError("visible_mean is for Bernoulli visible units, and these need it")
+        self.visible_kind = visible_kind
+        self.frames, self.rate_factor, self.guard_count = 0, 1.0, 0
+        self.parameters = torch.zeros(hidden * visible + hidden + visible, device=generator.device)
+        self.momentum_buffer = torch.zeros_like(self.parameters)
+        sizes = [hidden * visible, hidden, visible]
+        weight, self.hidden_bias, self.visible_bias = torch.split(self.parameters, sizes)
+        self.weight = weight.view(hidden, visible).normal_(0.0, stddev, generator=generator)
+        change, self.hidden_bias_change, self.visible_bias_change = torch.split(self.momentum_buffer, sizes)
+        self.weight_change = change.view(hidden, visible)
+        if visible_mean is not None:
+            mean = visible_mean.to(generator.device, torch.float64)
+            self.visible_bias += torch.logit(mean.clamp(1e-4, 0.9999)).float()
+        self._memory: tuple[Tensor, ...] = ()
 
     def parameters_changed(self) -> None:
         """To be called after a change of `parameters` in place; nothing is derived from them."""
@@ -117,45 +134,12 @@ class Rbm:
         for name in ("parameters", "momentum_buffer"):
             getattr(self, name).copy_(state[name].view(len(self.parameters)))
 
-
-def init_rbm(
-    visible: int,
-    hidden: int,
-    visible_kind: VisibleKind,
-    generator: torch.Generator,
-    *,
-    visible_mean: Tensor | None = None,
-    stddev: float = 0.1,
-) -> Rbm:
-    """An untrained RBM: W ~ N(0, stddev^2), b = 0, a = 0 (Gauss) or logit of `visible_mean` (Bernoulli).
-
-    Args:
-        visible, hidden: dimensions.
-        visible_kind: `gauss` for normalized features, `bernoulli` for the hidden units of an RBM below.
-        generator: draws W on its own device, where the RBM then lives.
-        visible_mean: (vis,) mean of each visible unit over the training data, for `bernoulli` only.
-        stddev: of W.
-    """
-    if (visible_mean is None) == (visible_kind == "bernoulli"):
-        raise ValueError("visible_mean is for Bernoulli visible units, and these need it")
-    parameters = torch.zeros(hidden * visible + hidden + visible, device=generator.device)
-    flat_weight, hidden_bias, visible_bias = torch.split(parameters, [hidden * visible, hidden, visible])
-    weight = flat_weight.view(hidden, visible).normal_(0.0, stddev, generator=generator)
-    if visible_mean is not None:
-        visible_bias += torch.logit(visible_mean.to(weight.device, torch.float64).clamp(1e-4, 0.9999)).float()
-    momentum_buffer = torch.zeros_like(parameters)
-    changes = torch.split(momentum_buffer, [hidden * visible, hidden, visible])
-    return Rbm(
-        weight=weight,
-        hidden_bias=hidden_bias,
-        visible_bias=visible_bias,
-        parameters=parameters,
-        visible_kind=visible_kind,
-        weight_change=changes[0].view(hidden, visible),
-        hidden_bias_change=changes[1],
-        visible_bias_change=changes[2],
-        momentum_buffer=momentum_buffer,
-    )
+    def buffers(self, n: int) -> tuple[Tensor, ...]:
+        """h+, h-, h^ (n, hid), v- and v+ - v- (n, vis): the first n rows of memory that is kept."""
+        if not self._memory or self._memory[0].shape[0] < n:
+            hidden, visible = self.weight.shape
+            self._memory = tuple(self.weight.new_empty(n, dim) for dim in (hidden, hidden, hidden, visible, visible))
+        return tuple(memory[:n] for memory in self._memory)
 
 
 def scheduled_momentum(frames: int, options: Cd1Options) -> float:
@@ -182,9 +166,7 @@ def cd1_step(rbm: Rbm, v: Tensor, options: Cd1Options, generator: torch.Generato
     """Trains `rbm` on one minibatch, in place.
 
     Args:
-        rbm: the machine and its momentum.
         v: v+, (N, vis) float32.
-        options: rates and momentum.
         generator: draws h^, one uniform number a hidden unit and frame.
 
     Returns:
@@ -196,7 +178,7 @@ def cd1_step(rbm: Rbm, v: Tensor, options: Cd1Options, generator: torch.Generato
             would wait for the device: its error is NaN then.
     """
     n = v.shape[0]
-    h_data, h_model, h_drawn, v_model, difference = _buffers(rbm, n)
+    h_data, h_model, h_drawn, v_model, difference = rbm.buffers(n)
     propagate(rbm, v, h_data)
     torch.rand(h_drawn.shape, generator=generator, out=h_drawn)
     torch.lt(h_drawn, h_data, out=h_drawn)
@@ -234,18 +216,8 @@ def _guard(rbm: Rbm, v: Tensor, v_model: Tensor) -> bool:
         )
     if _GUARD_RATIO * data >= model:
         return False
-    for parameter in (rbm.weight, rbm.visible_bias, rbm.hidden_bias):
-        parameter.mul_(data / model)
-    for change in (rbm.weight_change, rbm.visible_bias_change, rbm.hidden_bias_change):
-        change.zero_()
+    rbm.parameters.mul_(data / model)
+    rbm.clear_momentum()
     rbm.rate_factor *= _GUARD_SLOWDOWN
     rbm.guard_count += 1
     return True
-
-
-def _buffers(rbm: Rbm, n: int) -> tuple[Tensor, ...]:
-    """h+, h-, h^ (n, hid), v- and v+ - v- (n, vis): the first n rows of memory that is kept."""
-    if not rbm._memory or rbm._memory[0].shape[0] < n:
-        hidden, visible = rbm.weight.shape
-        rbm._memory = tuple(rbm.weight.new_empty(n, dim) for dim in (hidden, hidden, hidden, visible, visible))
-    return tuple(memory[:n] for memory in rbm._memory)

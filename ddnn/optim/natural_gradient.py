@@ -141,25 +141,16 @@ class NaturalGradient:
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._pending_n = 0  # rows of the minibatch whose update is under way, 0 if none is
 
-    def precondition(self, x: Tensor, before: Tensor, after: Tensor) -> None:
-        """Turns X into X^, in place; `gammas` makes gamma of the norms.
+    def apply(self, x: Tensor, before: Tensor) -> None:
+        """Turns X into X^, in place; `gammas` makes gamma of the norms of its rows before and after.
 
         A NaN or infinity in `x` makes gamma NaN and leaves the Fisher matrix as it was.
 
         Args:
             x: (N, D) float32 on the device; rows may be strided. Overwritten.
-            before: (N,) float32 on the device, filled with the Euclidean norms of the rows of X.
-            after: (N,) float32 on the device, filled with those of X^.
+            before: (N,) float32 on the device, the Euclidean norms of the rows of X. By rows: max-change wants them, and
+                the norm of a whole strided matrix is 10 times slower.
         """
-        if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != self.dim:
-            raise ValueError(f"minibatch is {tuple(x.shape)} of {x.dtype}, expected (N, {self.dim}) of torch.float32")
-        # By rows: max-change wants them, and the norm of a whole strided matrix is 10 times slower.
-        torch.linalg.vector_norm(x, dim=1, out=before)
-        self.apply(x, before)
-        torch.linalg.vector_norm(x, dim=1, out=after)
-
-    def apply(self, x: Tensor, before: Tensor) -> None:
-        """As `precondition`, given the norms of the rows of X in `before`; those of X^ are left to the caller."""
         n = x.shape[0]
         if self.rank == 0 or n == 0:  # D = 1: X^ is X; no rows: nothing to learn from
             return
@@ -250,8 +241,8 @@ class NaturalGradient:
         self._pending_n = n
 
     def finish_update(self) -> None:
-        """Brings W, d and rho up to date with the last minibatch, if that is still to be done; `precondition` and
-        `state_dict` call it themselves."""
+        """Brings W, d and rho up to date with the last minibatch, if that is still to be done; `apply` and `state_dict`
+        call it themselves."""
         n, self._pending_n = self._pending_n, 0
         if n == 0:
             return
@@ -365,9 +356,8 @@ def orthonormalise(w: Tensor, e: Vector) -> None:
     sqrt_e = torch.from_numpy(np.sqrt(e))
     scale = torch.outer(sqrt_e, sqrt_e)
     eye = torch.eye(len(e), dtype=torch.float64)
-    if (
-        float((torch.mm(w, w.T).cpu() / scale - eye).abs().max()) <= _ORTHONORMAL
-    ):  # float32 does to see that nothing is to be done
+    # Float32 does to see that nothing is to be done.
+    if float((torch.mm(w, w.T).cpu() / scale - eye).abs().max()) <= _ORTHONORMAL:
         return
     wide = w.double()  # an inverse factor of 100 would raise the roundoff of float32 to 1e-3
     o = torch.mm(wide, wide.T).cpu() / scale

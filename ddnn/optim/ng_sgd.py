@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ddnn.nn.arithmetic import Float32, InputRows
-from ddnn.nn.layer import Gemm, Layer, Views
+from ddnn.nn.layers import Gemm, Layer, Views
 from ddnn.nn.network import Network, Workspace
 from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas, max_change_factor
 from ddnn.optim.sgd import Sgd, SgdOptions
@@ -59,8 +59,8 @@ class NgSgdOptions(SgdOptions):
         return (gemm.fan_in + 1, self.rank_in), (gemm.fan_out, self.rank_out)
 
     def num_bytes(self, layers: Sequence[Layer], minibatch: int) -> int:
-        """As `SgdOptions.num_bytes`: per side of a layer W and its update, in float64 as it
-        begins; per minibatch the inputs once more, H, and the largest derivative."""
+        """As `SgdOptions.num_bytes`: per side of a layer W and its update, in float64 as it begins; per minibatch the
+        inputs once more, H, and the largest derivative."""
         gemms = [layer.gemm for layer in layers if layer.gemm is not None]
         matrices = sum(4 * 4 * min(rank, dim - 1) * dim for gemm in gemms for dim, rank in self.sides(gemm))
         projections = sum(2 * rank * gemm.rows for gemm in gemms for _, rank in self.sides(gemm))
@@ -84,13 +84,9 @@ class NgSgd(Sgd):
         self.grad_preconditioners: dict[int, NaturalGradient] = {}
         for i, layer in enumerate(network.layers):
             if layer.gemm is not None:
-                history = options.num_samples_history * layer.gemm.rows
+                rest = (options.alpha, options.num_samples_history * layer.gemm.rows, options.update_period)
                 self.input_preconditioners[i], self.grad_preconditioners[i] = (
-                    NaturalGradient(
-                        dim,
-                        NaturalGradientOptions(rank, options.alpha, history, options.update_period),
-                        network.parameters.device,
-                    )
+                    NaturalGradient(dim, NaturalGradientOptions(rank, *rest), network.parameters.device)
                     for dim, rank in options.sides(layer.gemm)
                 )
         self._memory = _Memory(network, 0, Float32())
@@ -103,7 +99,7 @@ class NgSgd(Sgd):
         """As `Sgd.fill_gradient`; overwrites the workspace's derivatives and, in bf16, activations and input."""
         a, options = workspace.arithmetic, self._options
         limited_lr = 1.0 if options.max_change_scope == "unscaled" else lr
-        if not self._memory.fits(workspace):
+        if self._memory.made_for != (len(workspace.x), a):
             self._memory = _Memory(self.network, len(workspace.x), a)
         memory = self._memory
         rows: dict[int, tuple[Tensor, Tensor]] = {}
@@ -148,7 +144,7 @@ class _Memory:
     """
 
     def __init__(self, network: Network, frames: int, arithmetic: Float32) -> None:
-        self._made_for = frames, arithmetic
+        self.made_for = frames, arithmetic
         gemms = {i: layer.gemm for i, layer in enumerate(network.layers) if layer.gemm is not None}
         new = partial(torch.zeros, dtype=torch.float32, device=network.parameters.device)
         self.inputs: dict[int, InputRows] = {}
@@ -166,11 +162,6 @@ class _Memory:
                 self.grad_before[i], self.grad_after[i] = before[1, k], after[1, k]
         largest = max((gemm.rows * gemm.fan_out for gemm in gemms.values()), default=0)
         self.float32_grad = new(frames * largest if arithmetic.casts else 0)
-
-    def fits(self, workspace: Workspace) -> bool:
-        """Whether it is for minibatches as that of `workspace`."""
-        frames, arithmetic = self._made_for
-        return frames == len(workspace.x) and arithmetic is workspace.arithmetic
 
     def scales(self, a: Float32, lr: float, max_change: float) -> dict[int, Any]:
         """By layer gamma_in gamma_out kappa, for `scale_grad_`, from the norms before and after preconditioning."""

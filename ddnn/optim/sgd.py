@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from torch import Tensor
 
-from ddnn.nn.layer import Layer, Views
-from ddnn.nn.network import Network, Workspace
+from ddnn.nn.layers import Layer, Views
+from ddnn.nn.network import Network, Workspace, tensor_like
 from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.util.errors import DataError
 
@@ -55,36 +56,22 @@ class Sgd:
         self.lr_scale = 1.0
         self.gradient = network.parameters.new_zeros(network.parameters.shape)
         self.momentum_buffer = self.gradient.clone() if self.momentum else self.gradient
-        self._views, momentum_views = network.split(self.gradient), network.split(self.momentum_buffer)
+        self._views = network.split(self.gradient)
         # What the layers ask for beside the plain step, found once: small operations are as dear as their arithmetic.
-        layers = list(zip(network.layers, network.views, self._views, momentum_views, strict=True))
-        self._scaled = [
-            (gradient[name], coef)
-            for layer, _, gradient, _ in layers
-            for name, coef in layer.learn_rate_coefs.items()
-            if coef != 1.0
-        ]
-        self._without_momentum = [
-            (buffer[name], gradient[name])
-            for layer, _, gradient, buffer in layers
-            for name in layer.parameters
-            if name not in layer.momentum
-        ]
-        self._decayed = [
-            (parameters[name], layer.learn_rate_coefs[name])
-            for layer, parameters, _, _ in layers
-            for name in layer.parameters
-            if name in layer.l2
-        ]
-        self._coefs = [layer.learn_rate_coefs for layer in network.layers]
-        self._one_coef = [
-            next(iter(coefs.values())) if len(set(coefs.values())) == 1 else None for coefs in self._coefs
-        ]
-        self._bounded = [
-            (layer, parameters)
-            for layer, parameters, _, _ in layers
-            if type(layer).after_update is not Layer.after_update
-        ]
+        self._scaled: list[tuple[Tensor, float]] = []
+        self._without_momentum: list[tuple[Tensor, Tensor]] = []
+        self._decayed: list[tuple[Tensor, float]] = []
+        views = zip(network.layers, network.views, self._views, network.split(self.momentum_buffer), strict=True)
+        for layer, parameters, gradient, buffer in views:
+            for name, coef in layer.learn_rate_coefs.items():
+                if coef != 1.0:
+                    self._scaled.append((gradient[name], coef))
+                if name not in layer.momentum:
+                    self._without_momentum.append((buffer[name], gradient[name]))
+                if name in layer.l2:
+                    self._decayed.append((parameters[name], coef))
+        bounded = [type(layer).after_update is not Layer.after_update for layer in network.layers]
+        self._bounded = list(compress(zip(network.layers, network.views, strict=True), bounded))
 
     @property
     def preconditioners(self) -> list[NaturalGradient]:
@@ -100,7 +87,7 @@ class Sgd:
         """One update from the layer inputs and output derivatives of a minibatch, after its backward pass.
 
         Args:
-            average: what workers that average gradients do with theirs before it is applied, in place.
+            average: what workers that average gradients do with theirs, in place, before it is applied.
         """
         limit_lr = lr / self.lr_scale
         if average is None and self.updates_by_layer(workspace):
@@ -141,11 +128,12 @@ class Sgd:
         """The update of layer `i` from workspace.layer_gradients[i], times `factor`, of its parameters and the copy of
         them that layers multiply with."""
         network, compute, update = self.network, workspace.compute, workspace.arithmetic.sgd_update
-        one, decayed = self._one_coef[i], network.layers[i].l2 if self.l2 else frozenset()
-        if one is not None and not decayed:
-            update(network.parts[i], compute.parts[i], workspace.layer_gradient_parts[i], lr * one * factor)
+        coefs, decayed = network.layers[i].learn_rate_coefs, network.layers[i].l2 if self.l2 else frozenset()
+        if not decayed and len(set(coefs.values())) == 1:
+            step = lr * next(iter(coefs.values())) * factor
+            update(network.parts[i], compute.parts[i], workspace.layer_gradient_parts[i], step)
             return
-        for name, coef in self._coefs[i].items():
+        for name, coef in coefs.items():
             step = lr * coef
             decay = 1.0 - step * self.l2 * len(workspace.x) if name in decayed else 1.0
             parameters, copy = network.views[i][name], compute.views[i][name]
@@ -175,19 +163,15 @@ class Sgd:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes up what `state_dict` gave, to the same bits; DataError where it does not fit."""
-        parts: list[dict[str, Tensor]] = [{} for _ in self.preconditioners]
-        unknown = set(state) - ({"momentum_buffer"} if self.momentum else set())
-        for i, part in enumerate(parts):
+        rest = {name: value for name, value in state.items() if name != "momentum_buffer" or not self.momentum}
+        parts = []
+        for i in range(len(self.preconditioners)):
             prefix = f"preconditioner.{i}."
-            part.update({name.removeprefix(prefix): state[name] for name in unknown if name.startswith(prefix)})
-            unknown -= {prefix + name for name in part}
-        if unknown:
-            raise DataError(f"the optimizer's state holds {', '.join(sorted(unknown))}, which this optimizer has not")
+            names = [name for name in rest if name.startswith(prefix)]
+            parts.append({name.removeprefix(prefix): rest.pop(name) for name in names})
+        if rest:
+            raise DataError(f"the optimizer's state holds {', '.join(sorted(rest))}, which this optimizer has not")
         if self.momentum:
-            found = state.get("momentum_buffer")
-            if found is None or found.shape != self.momentum_buffer.shape or found.dtype != self.momentum_buffer.dtype:
-                shown = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
-                raise DataError(f"momentum_buffer: {shown} found, {tuple(self.gradient.shape)} torch.float32 expected")
-            self.momentum_buffer.copy_(found)
+            self.momentum_buffer.copy_(tensor_like(self.momentum_buffer, state, "momentum_buffer"))
         for preconditioner, part in zip(self.preconditioners, parts, strict=True):
             preconditioner.load_state_dict(part)

@@ -32,7 +32,6 @@ from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
 from ddnn.optim.ng_sgd import make_optimizer
-from ddnn.optim.schedule import make_schedule
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.training.checkpoint import CheckpointStore
@@ -42,9 +41,9 @@ from ddnn.training.options import (
     averaging_options,
     check_pretrains,
     data_config,
+    make_schedule,
     network_layers,
     optimizer_options,
-    schedule_options,
     warmup,
     with_world_size,
 )
@@ -299,7 +298,7 @@ def assemble_trainer(
     batches = make_batch_loader(
         data.train, model.transform, sampler, out=workspace.x, gather=arithmetic.gather, mark=averager.timer.mark
     )
-    schedule = make_schedule(schedule_options(recipe.schedule))
+    schedule = make_schedule(recipe.schedule)
     eager = EagerStep(workspace, optimizer, averager.average_gradient)
     lr = schedule.learning_rate * averager.lr_scale
     trainer = Trainer(

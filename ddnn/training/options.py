@@ -9,10 +9,9 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import DataConfig
 from ddnn.data.memory import TrainingFootprint
 from ddnn.data.pipeline import HeldOut, TrainingDataConfig
-from ddnn.nn.layer import Layer
-from ddnn.nn.layers import activation_floats, mlp_layers, num_parameters
+from ddnn.nn.layers import Layer, activation_floats, mlp_layers, num_parameters
 from ddnn.optim.ng_sgd import NgSgdOptions
-from ddnn.optim.schedule import ExponentialOptions, NewbobOptions
+from ddnn.optim.schedule import Exponential, Newbob, Schedule
 from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig
 from ddnn.training.trainer import Warmup
@@ -100,11 +99,11 @@ def optimizer_options(recipe: OptimizerConfig) -> SgdOptions:
     )
 
 
-def schedule_options(recipe: ScheduleConfig) -> NewbobOptions | ExponentialOptions:
-    """Those of Newbob or of the exponential schedule."""
+def make_schedule(recipe: ScheduleConfig) -> Schedule:
+    """Newbob, or the exponential schedule."""
     if recipe.name == "exponential":
-        return ExponentialOptions(recipe.initial_learning_rate, recipe.final_learning_rate, recipe.epochs)
-    return NewbobOptions(
+        return Exponential(recipe.initial_learning_rate, recipe.epochs, recipe.final_learning_rate)
+    return Newbob(
         initial_lr=recipe.initial_learning_rate,
         max_epochs=recipe.max_epochs,
         criterion=recipe.criterion,

@@ -45,7 +45,7 @@ from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
 from ddnn.nn.layers import Affine, mlp_layers, num_parameters
 from ddnn.nn.network import Network, Workspace
 from ddnn.nn.nnet1_conversion import from_nnet1
-from ddnn.nn.rbm import Cd1Options, Rbm, VisibleKind, cd1_step, init_rbm
+from ddnn.nn.rbm import Cd1Options, Rbm, VisibleKind, cd1_step
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import AveragingConfig, CrossValidationConfig, NewbobConfig, PretrainConfig, Recipe, SgdConfig
 from ddnn.training.checkpoint import CheckpointHandle, TrainerState
@@ -355,7 +355,7 @@ def make_rbm_trainer(
     visible = below.network.output_dim if index else below.transform.output_dim
     mean = mean_activation(below, frames, comm) if index else None
     kind: VisibleKind = "bernoulli" if index else "gauss"
-    rbm = init_rbm(visible, recipe.model.hidden_units, kind, generator, visible_mean=mean)
+    rbm = Rbm(visible, recipe.model.hidden_units, kind, generator, visible_mean=mean)
     if comm.rank:  # another draw of the hidden units; an odd factor keeps the ranks apart
         generator.manual_seed((seed + comm.rank * 2_654_435_761) % 2**63)
     averaging = AveragingOptions(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ddnn.averaging.averager import NoAveraging
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config, transform_tensors
+from ddnn.nn.network import tensor_like
 from ddnn.optim.schedule import Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.training.checkpoint import TrainerState
@@ -193,10 +194,10 @@ def restore(trainer: Trainable, loaded: LoadedCheckpoint) -> None:
     metadata, rank, location = loaded.metadata, loaded.rank_state, loaded.location
     network, averager, progress = trainer.model.network, trainer.averager, trainer.progress
     trainer.schedule.load_state_dict(metadata.schedule)
-    network.load_parameters(_expect_like(network.parameters, rank, "parameters", location))
-    progress.best.copy_(_expect_like(network.parameters, loaded.global_state, "best", location))
+    network.load_parameters(tensor_like(network.parameters, rank, "parameters", location))
+    progress.best.copy_(tensor_like(network.parameters, loaded.global_state, "best", location))
     progress.started, progress.epoch = True, metadata.epoch
-    sums = _expect_like(torch.zeros(2, 3, dtype=torch.float64), rank, "loss_sums", location)
+    sums = tensor_like(torch.zeros(2, 3, dtype=torch.float64), rank, "loss_sums", location)
     if not bool((sums.abs() < 2**53).all()):  # false for NaN too
         raise DataError("loss_sums: sums of an epoch expected, found others", location=location)
     trainer.losses.load_tensor(sums)
@@ -212,9 +213,9 @@ def restore(trainer: Trainable, loaded: LoadedCheckpoint) -> None:
         averager.broadcast()
         return
     trainer.optimizer.load_state_dict(optimizer)
-    progress.minibatch, length = _expect_like(torch.zeros(2, dtype=torch.int64), rank, "progress", location).tolist()
+    progress.minibatch, length = tensor_like(torch.zeros(2, dtype=torch.int64), rank, "progress", location).tolist()
     progress.num_minibatches = None if length < 0 else length
-    progress.seconds = float(_expect_like(torch.zeros((), dtype=torch.float64), rank, "seconds", location))
+    progress.seconds = float(tensor_like(torch.zeros((), dtype=torch.float64), rank, "seconds", location))
     try:
         averager.load_state_dict(unprefixed("averager", rank))
         averager.load_shared_state_dict(unprefixed("strategy", loaded.global_state))
@@ -231,11 +232,3 @@ def unprefixed(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What `prefixed` has named with `prefix`."""
     start = f"{prefix}."
     return {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
-
-
-def _expect_like(wanted: Tensor, tensors: Mapping[str, Tensor], name: str, location: Path) -> Tensor:
-    found = tensors.get(name)
-    if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:
-        shown = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
-        raise DataError(f"{name}: {shown} found, {tuple(wanted.shape)} {wanted.dtype} expected", location=location)
-    return found

@@ -164,7 +164,7 @@ class CudaGraphStep:
         self.graph.replay()
         self.optimizer.network.parameters_changed()
         for preconditioner in self.optimizer.preconditioners:
-            preconditioner.t += 1  # what `precondition` does on the host
+            preconditioner.t += 1  # what `apply` does on the host
         return self._result
 
     def _copy_inputs(self, batch: Batch) -> None:

@@ -24,8 +24,7 @@ from ddnn.data.partition import hold_out_speakers
 from ddnn.data.transform import InputTransform
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
-from ddnn.nn.layer import Layer
-from ddnn.nn.layers import Affine
+from ddnn.nn.layers import Affine, Layer
 from ddnn.nn.network import Network
 from ddnn.nn.nnet1_conversion import from_nnet1
 from ddnn.recipe.load import load_recipe

@@ -54,7 +54,6 @@ def test_what_was_decided_is_not_asked_again(question: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "nn/layer.py",
         "nn/layers.py",
         "nn/loss.py",
         "optim/sgd.py",

@@ -17,16 +17,15 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.transform import splice_only
 from ddnn.nn.acoustic_model import AcousticModel, load_model, model_config, model_from_config, save_model
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
-from ddnn.nn.layer import Layer
 from ddnn.nn.layers import (
     LAYERS,
     Affine,
+    Layer,
     activation_floats,
     check_layers,
     layer_from_config,
     mlp_layers,
     num_parameters,
-    summary,
     training_flop_per_frame,
 )
 from ddnn.nn.network import Network, Workspace, initialize
@@ -229,12 +228,6 @@ def test_bf16_is_measured_and_checked_on_its_products() -> None:
     made = network_of("toy")
     assert gemm_speedup(made, 32) > 0.0
     assert bf16_error(made, 32) is None
-
-
-def test_summaries_do_not_assume_equal_layers() -> None:
-    assert summary(TOY) == "15-24-2x12-8-5 filters, pool, gain, sigmoid"
-    assert summary(mlp_layers(440, 4, 512, 616)) == "440-4x512-616 sigmoid"
-    assert summary(mlp_layers(440, 0, 512, 616)) == "440-616"
 
 
 def test_what_is_no_network_is_refused() -> None:

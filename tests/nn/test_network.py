@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from twins import biases, random_minibatch, twin_loss, weights
 
-from ddnn.nn.layers import Affine, mlp_layers, num_parameters, summary
+from ddnn.nn.layers import Affine, mlp_layers, num_parameters
 from ddnn.nn.loss import cross_entropy
 from ddnn.nn.network import Network, Workspace, initialize
 
@@ -57,4 +57,3 @@ def test_initialisation_follows_make_nnet_proto() -> None:
 def test_the_papers_network_has_its_number_of_parameters() -> None:
     layers = mlp_layers(440, 6, 2048, 8806, "sigmoid")
     assert num_parameters(layers) == Network(layers).num_parameters == 39_928_422
-    assert summary(layers) == "440-6x2048-8806 sigmoid"

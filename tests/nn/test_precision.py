@@ -21,8 +21,7 @@ from ddnn.distributed.communicator import SingleProcess
 from ddnn.nn import precision as module
 from ddnn.nn.acoustic_model import save_model
 from ddnn.nn.arithmetic import Precision, make_arithmetic, matmul_out, supports_float32_output
-from ddnn.nn.layer import Layer
-from ddnn.nn.layers import Affine, mlp_layers
+from ddnn.nn.layers import Affine, Layer, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import bf16_error, choose_arithmetic, gemm_speedup
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer

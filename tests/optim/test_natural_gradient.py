@@ -21,10 +21,9 @@ Matrix = NDArray[np.float64]
 
 def precondition(ng: NaturalGradient, x: Tensor) -> Tensor:
     """Turns x into X^ in place, and returns gamma."""
-    before, after = torch.empty(2, len(x)).unbind()
-    ng.precondition(x, before, after)
-    torch.testing.assert_close(after, x.norm(dim=1), rtol=1e-5, atol=0.0, equal_nan=True)
-    return gammas(before, after)
+    before = torch.linalg.vector_norm(x, dim=1)
+    ng.apply(x, before)
+    return gammas(before, torch.linalg.vector_norm(x, dim=1))
 
 
 class Twin:
@@ -309,11 +308,8 @@ def test_options_out_of_range(bad: dict[str, float]) -> None:
         NaturalGradientOptions(**{"rank": 4, **bad})  # type: ignore[arg-type]
 
 
-def test_minibatch_of_the_wrong_kind() -> None:
+def test_a_minibatch_without_rows_teaches_nothing() -> None:
     ng = NaturalGradient(8, NaturalGradientOptions(3))
-    for bad in (torch.zeros(4, 7), torch.zeros(4, 8, dtype=torch.float64), torch.zeros(8)):
-        with pytest.raises(ValueError, match="expected"):
-            precondition(ng, bad)
     assert precondition(ng, torch.zeros(0, 8)) == 1.0 and ng.t == 0
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ddnn.optim.schedule import ExponentialOptions, NewbobOptions, make_schedule
+from ddnn.optim.schedule import Exponential, Newbob, Schedule
 
 
-def run(
-    options: NewbobOptions | ExponentialOptions, losses: list[float], accuracies: list[float] | None = None
-) -> list[tuple[float, bool]]:
+def run(schedule: Schedule, losses: list[float], accuracies: list[float] | None = None) -> list[tuple[float, bool]]:
     """Rate and acceptance per epoch; the first figure is the initial network's."""
-    schedule = make_schedule(options)
     accuracies = accuracies or [0.0] * len(losses)
     schedule.initialize(losses[0], accuracies[0])
     history = []
@@ -25,14 +22,14 @@ def run(
 
 def test_newbob_halves_after_a_small_gain_and_stops_after_a_smaller_one() -> None:
     losses = [6.0, 2.0, 1.9, 1.895, 1.8, 1.7995]
-    assert run(NewbobOptions(initial_lr=0.008), losses) == [
+    assert run(Newbob(initial_lr=0.008), losses) == [
         (0.008, True), (0.008, True), (0.008, True), (0.004, True), (0.002, True),
     ]  # fmt: skip
 
 
 def test_newbob_rejects_a_worse_epoch_and_judges_the_next_against_the_best() -> None:
     losses = [6.0, 2.0, 2.5, 1.95, 1.95]
-    assert run(NewbobOptions(initial_lr=0.008), losses) == [
+    assert run(Newbob(initial_lr=0.008), losses) == [
         (0.008, True),
         (0.008, False),
         (0.004, True),
@@ -42,38 +39,38 @@ def test_newbob_rejects_a_worse_epoch_and_judges_the_next_against_the_best() -> 
 
 def test_newbob_keeps_the_first_epochs() -> None:
     losses = [6.0, 2.0, 2.5, 2.4999, 2.4998]
-    assert run(NewbobOptions(initial_lr=0.008, keep_lr_epochs=2), losses) == [
+    assert run(Newbob(initial_lr=0.008, keep_lr_epochs=2), losses) == [
         (0.008, True), (0.008, True), (0.008, True), (0.004, True),
     ]  # fmt: skip
 
 
 def test_newbob_does_not_end_before_min_epochs() -> None:
     losses = [6.0, 2.0, 1.9999, 1.9999, 1.9999, 1.9999]
-    history = run(NewbobOptions(initial_lr=1.0, min_epochs=4), losses)
+    history = run(Newbob(initial_lr=1.0, min_epochs=4), losses)
     # As in train_scheduler.sh, an epoch on which training would have ended leaves the rate as it is.
     assert history == [(1.0, True), (1.0, True), (0.5, True), (0.5, True), (0.5, False)]
 
 
 def test_newbob_by_frame_accuracy_uses_absolute_gains() -> None:
     accuracies = [0.01, 0.50, 0.504, 0.52, 0.5205]
-    options = NewbobOptions(initial_lr=1.0, criterion="frame-accuracy", start_halving_impr=0.005)
-    assert run(options, [1.0] * 5, accuracies) == [(1.0, True), (1.0, True), (0.5, True), (0.25, True)]
+    schedule = Newbob(initial_lr=1.0, criterion="frame-accuracy", start_halving_impr=0.005)
+    assert run(schedule, [1.0] * 5, accuracies) == [(1.0, True), (1.0, True), (0.5, True), (0.25, True)]
 
 
 def test_newbob_ends_at_the_most_epochs() -> None:
     losses = [8.0 / 1.5**k for k in range(21)]
-    assert len(run(NewbobOptions(), losses)) == 20
+    assert len(run(Newbob(), losses)) == 20
 
 
 def test_newbob_rejects_a_loss_that_is_not_a_number() -> None:
-    schedule = make_schedule(NewbobOptions())
+    schedule = Newbob()
     schedule.initialize(3.0, 0.1)
     assert schedule.step(float("nan"), 0.1) is False
     assert schedule.step(2.0, 0.1) is True
 
 
 def test_exponential_reaches_one_percent_after_15_epochs() -> None:
-    rates = [rate for rate, accepted in run(ExponentialOptions(0.32, 0.0032), [3.0] * 16) if accepted]
+    rates = [rate for rate, accepted in run(Exponential(0.32, final_lr=0.0032), [3.0] * 16) if accepted]
     assert len(rates) == 15
     assert rates[0] == 0.32
     assert rates[-1] == pytest.approx(0.0032)

@@ -30,7 +30,7 @@ from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
-from ddnn.optim.schedule import NewbobOptions, make_schedule
+from ddnn.optim.schedule import Newbob
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.evaluation import LossSums, evaluate
 from ddnn.training.metrics import MetricsRow, WorkerRow
@@ -445,7 +445,7 @@ def make_trainer(task: Task, run: RunDir) -> Trainer:
     return Trainer(
         model=task.model,
         optimizer=task.optimizer,
-        schedule=make_schedule(NewbobOptions(max_epochs=2)),
+        schedule=Newbob(max_epochs=2),
         batches=make_batch_loader(task.train, task.model.transform, sampler, out=step.workspace.x, mark=mark),
         cv=task.train,
         minibatch_size=MINIBATCH,

@@ -20,7 +20,7 @@ from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.ng_sgd import make_optimizer
-from ddnn.optim.schedule import ExponentialOptions, make_schedule
+from ddnn.optim.schedule import Exponential
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
 from ddnn.training.checkpoint_policy import Checkpointable, CheckpointPolicy
 from ddnn.training.metrics import MetricsRow
@@ -99,7 +99,7 @@ def toy_trainer(
     return Trainer(
         model=model,
         optimizer=sgd,
-        schedule=make_schedule(ExponentialOptions(learning_rate, learning_rate, epochs)),
+        schedule=Exponential(learning_rate, epochs, learning_rate),
         batches=make_batch_loader(train_frames, model.transform, sampler, out=workspace.x, mark=averager.timer.mark),
         cv=toy_shard(50 + comm.rank, 40),
         minibatch_size=MINIBATCH,

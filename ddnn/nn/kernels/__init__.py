@@ -69,40 +69,30 @@ class Kernels:
             ValueError: shapes that do not go together.
         """
         (_, dim), (n, columns) = store.shape, out.shape
-        vectors = [one for one in (shift, scale) if one is not None]
-        _check(torch.float32, store, *vectors)
-        _check(torch.int64, rows)
-        _check(torch.bfloat16, out)
-        _check_shape(torch.Size([n]), rows)
-        _check_shape(torch.Size([columns]), *vectors)
+        _check(torch.float32, store.shape, store)
+        _check(torch.float32, (columns,), shift, scale)
+        _check(torch.int64, (n,), rows)
+        _check(torch.bfloat16, out.shape, out)
         if dim == 0 or columns % dim:
             raise ValueError(f"splices of {columns} from a store of shape {tuple(store.shape)}")
         windows = len(store) - columns // dim + 1
-        done = self._library.ddnn_gather_spliced(
-            *(store.data_ptr(), windows, dim, columns, rows.data_ptr(), n, first),
-            *(None if one is None else one.data_ptr() for one in (shift, scale)),
-            out.data_ptr(),
-        )
-        if done != 0:
+        given = (store.data_ptr(), windows, dim, columns, rows.data_ptr(), n, first, _pointer(shift), _pointer(scale))
+        if self._library.ddnn_gather_spliced(*given, out.data_ptr()) != 0:
             raise IndexError(f"splices of {columns} from {first} on reach beyond {tuple(store.shape)}")
 
     def sigmoid_(self, y: Tensor, bias: Tensor) -> None:
-        """y <- 1 / (1 + e^-(y + bias)). Plain: `y.add_(bias).sigmoid_()`.
+        """y <- 1 / (1 + e^-(y + bias)), y (rows, columns) bf16, bias (columns,) float32.
 
-        Args:
-            y: (rows, columns) bf16.
-            bias: (columns,) float32.
+        Plain: `y.add_(bias).sigmoid_()`.
         """
         rows, columns = y.shape
-        _check(torch.bfloat16, y)
-        _check(torch.float32, bias)
-        _check_shape(torch.Size([columns]), bias)
+        _check(torch.bfloat16, y.shape, y)
+        _check(torch.float32, (columns,), bias)
         self._library.ddnn_sigmoid(y.data_ptr(), rows, columns, bias.data_ptr())
 
     def sigmoid_backward_(self, d: Tensor, y: Tensor) -> None:
         """d <- d y (1 - y), bf16, of one shape. Plain: `torch.ops.aten.sigmoid_backward(d, y)`."""
-        _check(torch.bfloat16, d, y)
-        _check_shape(d.shape, y)
+        _check(torch.bfloat16, d.shape, d, y)
         self._library.ddnn_sigmoid_backward(d.data_ptr(), y.data_ptr(), y.numel())
 
     def column_sums(self, d: Tensor, out: Tensor, weights: Tensor | None = None) -> None:
@@ -112,14 +102,10 @@ class Kernels:
             weights: (rows,) float32, by which each row is multiplied. Plain: `d.t() @ weights`.
         """
         rows, columns = d.shape
-        _check(torch.bfloat16, d, out)
-        _check_shape(torch.Size([columns]), out)
-        if weights is not None:
-            _check(torch.float32, weights)
-            _check_shape(torch.Size([rows]), weights)
-        self._library.ddnn_column_sums(
-            d.data_ptr(), rows, columns, None if weights is None else weights.data_ptr(), out.data_ptr()
-        )
+        _check(torch.bfloat16, d.shape, d)
+        _check(torch.bfloat16, (columns,), out)
+        _check(torch.float32, (rows,), weights)
+        self._library.ddnn_column_sums(d.data_ptr(), rows, columns, _pointer(weights), out.data_ptr())
 
     def bf16_to_float32_rows(self, x: Tensor, out: Tensor, norms: Tensor) -> None:
         """out <- x, and a last column of ones where it has one column more; norms <- those of its rows.
@@ -131,15 +117,13 @@ class Kernels:
             out: (rows, columns) or (rows, columns + 1) float32, rows contiguous in themselves.
             norms: (rows,) float32.
         """
-        (rows, columns), stride = x.shape, _check_rows(out)
-        _check(torch.bfloat16, x)
-        _check(torch.float32, norms)
-        one = out.shape[1] == columns + 1
-        _check_shape(torch.Size([rows, columns + one]), out)
-        _check_shape(torch.Size([rows]), norms)
-        self._library.ddnn_bf16_to_float32_rows(
-            x.data_ptr(), rows, columns, out.data_ptr(), stride, one, norms.data_ptr()
-        )
+        rows, columns = x.shape
+        one = out.shape[-1] == columns + 1
+        stride = _check_rows((rows, columns + one), out)
+        _check(torch.bfloat16, x.shape, x)
+        _check(torch.float32, (rows,), norms)
+        pointers = x.data_ptr(), rows, columns, out.data_ptr(), stride, one, norms.data_ptr()
+        self._library.ddnn_bf16_to_float32_rows(*pointers)
 
     def float32_to_bf16_rows(self, x: Tensor, out: Tensor, norms: Tensor, last: Tensor | None = None) -> None:
         """out <- x, rounded, but for the last column where `last` is given: it goes there; norms <- those of the rows.
@@ -151,19 +135,15 @@ class Kernels:
             out: (rows, columns) bf16.
             norms, last: (rows,) float32.
         """
-        (rows, columns), stride = out.shape, _check_rows(x)
-        _check(torch.bfloat16, out)
-        _check_shape(torch.Size([rows, columns + (last is not None)]), x)
-        for each in (norms,) if last is None else (norms, last):
-            _check(torch.float32, each)
-            _check_shape(torch.Size([rows]), each)
-        self._library.ddnn_float32_to_bf16_rows(
-            *(x.data_ptr(), rows, columns, stride, out.data_ptr()),
-            *(None if last is None else last.data_ptr(), norms.data_ptr()),
-        )
+        rows, columns = out.shape
+        stride = _check_rows((rows, columns + (last is not None)), x)
+        _check(torch.bfloat16, out.shape, out)
+        _check(torch.float32, (rows,), norms, last)
+        pointers = x.data_ptr(), rows, columns, stride, out.data_ptr(), _pointer(last), norms.data_ptr()
+        self._library.ddnn_float32_to_bf16_rows(*pointers)
 
     def cross_entropy(self, activations: Tensor, labels: Tensor, derivative: Tensor, row: Tensor) -> tuple[float, int]:
-        """Softmax and its derivative. Plain: `ddnn.nn.loss.cross_entropy_in_place`.
+        """Softmax and its derivative. Plain: `ddnn.nn.loss.SoftmaxCrossEntropyBFloat16`.
 
         Args:
             activations: (frames, pdfs) bf16, before softmax.
@@ -178,17 +158,12 @@ class Kernels:
             IndexError: a label is not one of the pdfs.
         """
         frames, pdfs = activations.shape
-        _check(torch.bfloat16, activations, derivative)
-        _check(torch.float32, row)
-        _check(torch.int64, labels)
-        _check_shape(activations.shape, derivative)
-        _check_shape(torch.Size([frames]), labels)
-        _check_shape(torch.Size([pdfs]), row)
+        _check(torch.bfloat16, activations.shape, activations, derivative)
+        _check(torch.float32, (pdfs,), row)
+        _check(torch.int64, (frames,), labels)
         loss = ctypes.c_double()
-        right = self._library.ddnn_cross_entropy(
-            *(activations.data_ptr(), labels.data_ptr(), frames, pdfs),
-            *(derivative.data_ptr(), ctypes.byref(loss), row.data_ptr()),
-        )
+        given = (activations.data_ptr(), labels.data_ptr(), frames, pdfs, derivative.data_ptr())
+        right = self._library.ddnn_cross_entropy(*given, ctypes.byref(loss), row.data_ptr())
         if right < 0:
             raise IndexError(f"labels are {int(labels.min())} to {int(labels.max())}, of {pdfs} pdfs")
         return loss.value, int(right)
@@ -196,37 +171,40 @@ class Kernels:
     def sgd_update(self, parameters: Tensor, low: Tensor, gradient: Tensor, rate: float, keep: float = 1.0) -> None:
         """parameters <- keep * parameters - rate * gradient; low <- parameters, rounded.
 
-        Plain: `parameters.mul_(keep).add_(gradient, alpha=-rate)`, `low.copy_(parameters)`. Who watches the version of
-        the parameters does not see it.
+        Plain: `parameters.mul_(keep).add_(gradient, alpha=-rate)`, `low.copy_(parameters)`.
 
         Args:
             parameters: float32 of any shape.
             low, gradient: bf16 of that shape.
         """
-        _check(torch.float32, parameters)
-        _check(torch.bfloat16, low, gradient)
-        _check_shape(parameters.shape, low, gradient)
+        _check(torch.float32, parameters.shape, parameters)
+        _check(torch.bfloat16, parameters.shape, low, gradient)
         pointers = parameters.data_ptr(), low.data_ptr(), gradient.data_ptr()
         self._library.ddnn_sgd_update(*pointers, parameters.numel(), rate, keep)
 
 
-def _check(dtype: torch.dtype, *tensors: Tensor) -> None:
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _check(dtype: torch.dtype, shape: tuple[int, ...], *tensors: Tensor | None) -> None:
+    """TypeError or ValueError where a tensor that is given is not contiguous in host memory, of this type and shape."""
     for one in tensors:
+        if one is None:
+            continue
         if one.dtype is not dtype or not one.is_cpu or not one.is_contiguous():
             raise TypeError(f"{one.dtype} on {one.device} with strides {one.stride()}, contiguous {dtype} expected")
-
-
-def _check_rows(matrix: Tensor) -> int:
-    """Floats between the starts of two rows."""
-    if matrix.dtype is not torch.float32 or matrix.dim() != 2 or not matrix.is_cpu or matrix.stride(1) != 1:
-        raise TypeError(f"{matrix.dtype} on {matrix.device} with strides {matrix.stride()}, float32 rows expected")
-    return matrix.stride(0)
-
-
-def _check_shape(shape: torch.Size, *tensors: Tensor) -> None:
-    for one in tensors:
         if one.shape != shape:
             raise ValueError(f"shape {tuple(one.shape)}, {tuple(shape)} expected")
+
+
+def _check_rows(shape: tuple[int, int], matrix: Tensor) -> int:
+    """As `_check`, of a matrix whose rows alone are contiguous. Returns the floats between the starts of two rows."""
+    if matrix.dtype is not torch.float32 or matrix.dim() != 2 or not matrix.is_cpu or matrix.stride(1) != 1:
+        raise TypeError(f"{matrix.dtype} on {matrix.device} with strides {matrix.stride()}, float32 rows expected")
+    if matrix.shape != shape:
+        raise ValueError(f"shape {tuple(matrix.shape)}, {shape} expected")
+    return matrix.stride(0)
 
 
 @cache
