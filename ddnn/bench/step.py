@@ -14,14 +14,13 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddnn.bench.results import PARTS, BenchReport, StepBench
 from ddnn.data.batches import Batch, BatchLoader, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset
 from ddnn.data.feature_reader import FeatureConfig
@@ -30,11 +29,86 @@ from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
 from ddnn.nn.layers import mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace, initialize
-from ddnn.nn.precision import choose_arithmetic
+from ddnn.nn.precision import choose_arithmetic, seconds_per_call
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.step import EagerStep, make_step
 from ddnn.util.system import choose_device, cpu_name
+
+
+@dataclass(frozen=True)
+class StepBench:
+    """The result of one network, optimizer and precision.
+
+    Attributes:
+        frames_per_second: of the training step, median over the rounds.
+        spread: smallest and largest of the rounds.
+        gflops: floating-point operations of its matrix products per second of the whole step, in 10^9.
+        gemm_gflops: the same operations per second of the matrix products alone, in the same precision: the limit.
+        gemm_efficiency: `gflops` over `gemm_gflops`, median over the rounds, 0 to 1.
+        time_ratio_to_sgd: time of a minibatch over that of plain SGD in the same round and precision, median.
+        speedup_over_float32: frames/s over those in float32 in the same round, median; None without float32.
+        shares: of the parts in the time of the step, medians. `gemm`: matrix products; `element_wise`: forward pass,
+            loss, backward pass and gradient without them, with casts; `update`: of the parameters; `ng`: the additional
+            time of an NG-SGD step; `data`: order, splice, normalization, labels; `other`: the rest. Parts are timed by
+            themselves, so that the rest may be slightly below 0.
+    """
+
+    network: str
+    optimizer: str
+    precision: Precision
+    minibatch: int
+    frames_per_second: float
+    spread: tuple[float, float]
+    gflops: float
+    gemm_gflops: float
+    gemm_efficiency: float
+    time_ratio_to_sgd: float
+    speedup_over_float32: float | None
+    shares: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        return f"{self.network:8} {self.optimizer:10} {self.precision:10}"
+
+    def speed(self) -> str:
+        """A row of the table of speeds."""
+        spread = f"({self.spread[0]:.0f} .. {self.spread[1]:.0f})"
+        speedup = "" if self.speedup_over_float32 is None else f"{self.speedup_over_float32:.3f}"
+        return (
+            f"{self.name} {self.minibatch:9d} {self.frames_per_second:10.0f}  {spread:18} {self.gflops:8.1f}  "
+            f"{self.gemm_gflops:10.1f}  {100 * self.gemm_efficiency:5.1f} %  {self.time_ratio_to_sgd:8.3f}  {speedup:>13}"
+        )
+
+
+PARTS = ("gemm", "element_wise", "update", "ng", "data", "other")
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """All results, and the machine on which they were measured."""
+
+    machine: dict[str, str]
+    results: tuple[StepBench, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """Two tables: speed, and fractions of time."""
+        return "\n".join(
+            [
+                ", ".join(f"{k} {v}" for k, v in self.machine.items()),
+                "network  optimizer  precision  minibatch   frames/s  (min .. max)        GFLOP/s  GEMM limit   share"
+                "  time/SGD  speed/float32",
+                *(r.speed() for r in self.results),
+                "",
+                "fractions of the time of a step, in percent",
+                "network  optimizer  precision " + "".join(f"{part.replace('_', '-'):>14}" for part in PARTS),
+                *(r.name + "".join(f"{100 * r.shares[part]:14.1f}" for part in PARTS) for r in self.results),
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -93,23 +167,20 @@ def run_bench(
     torch.set_num_threads(threads)
     results: list[StepBench] = []
     for name in networks:
-        task = random_task(NETWORKS[name], on)
-        results += bench_network(name, task, precisions or _worthwhile(task), seconds)
-    machine = {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": cpu_name(),
-        "device": str(on),
-        "torch": torch.__version__,
-        "threads": str(threads),
-    }
+        task, of = random_task(NETWORKS[name], on), precisions
+        if not of:
+            chosen = choose_arithmetic("auto", task.model.network, task.minibatch).precision
+            of = tuple(dict.fromkeys(("float32", chosen)))
+        results += bench_network(name, task, of, seconds)
+    machine = {**machine_facts(on), "threads": str(threads)}
     if on.type == "cuda":
         machine["gpu"] = torch.cuda.get_device_name(on)
     return BenchReport(machine, tuple(results))
 
 
-def _worthwhile(task: RandomTask) -> tuple[Precision, ...]:
-    chosen = choose_arithmetic("auto", task.model.network, task.minibatch).precision
-    return ("float32",) if chosen == "float32" else ("float32", chosen)
+def machine_facts(device: torch.device) -> dict[str, str]:
+    """What a result depends on."""
+    return {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "device": str(device), "torch": torch.__version__}
 
 
 def bench_network(name: str, task: RandomTask, precisions: Sequence[Precision], seconds: float) -> list[StepBench]:
@@ -122,10 +193,11 @@ def bench_network(name: str, task: RandomTask, precisions: Sequence[Precision], 
         for optimizer, options in OPTIMIZERS.items():
             functions[precision, optimizer] = training_step(task, arithmetic, make_optimizer(options, network))
     times = dict(zip(functions, _in_turn(list(functions.values()), device, seconds), strict=True))
-    results = []
+    flop, results = training_flop_per_frame(network.layers) * task.minibatch, []
     for precision, optimizer in itertools.product(precisions, OPTIMIZERS):
-        step, sgd, limit = (times[precision, message] for message in (optimizer, "sgd", "gemm"))
-        speeds, flop = [task.minibatch / t for t in step], training_flop_per_frame(network.layers) * task.minibatch
+        step, sgd, gemm = (times[precision, part] for part in (optimizer, "sgd", "gemm"))
+        speeds = [task.minibatch / t for t in step]
+        parts = {part: times[precision, part] for part in ("gemm", "passes", "update", "data")}
         results.append(
             StepBench(
                 network=name,
@@ -135,13 +207,11 @@ def bench_network(name: str, task: RandomTask, precisions: Sequence[Precision], 
                 frames_per_second=statistics.median(speeds),
                 spread=(min(speeds), max(speeds)),
                 gflops=flop / statistics.median(step) / 1e9,
-                gemm_gflops=flop / statistics.median(limit) / 1e9,
-                gemm_efficiency=_ratio(limit, step),
+                gemm_gflops=flop / statistics.median(gemm) / 1e9,
+                gemm_efficiency=_ratio(gemm, step),
                 time_ratio_to_sgd=_ratio(step, sgd),
                 speedup_over_float32=_ratio(times["float32", optimizer], step) if "float32" in precisions else None,
-                shares=_shares(
-                    {message: times[precision, message] for message in ("gemm", "passes", "update", "data")}, sgd, step
-                ),
+                shares=_shares(parts, sgd, step),
             )
         )
     return results
@@ -208,49 +278,42 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
             optimizer.gradient.copy_(flat)
         optimizer.update(TINY_LR, task.minibatch)
 
+    products = matrix_products(workspace)
     passes()  # so that no part works on what was in the memory before
     return {
-        "gemm": MatrixProducts(network, workspace).run,
+        "gemm": lambda: [arithmetic.matmul(*factors) for factors in products],
         "passes": passes,
         "update": update,
         "data": lambda: next(batches),
     }
 
 
-class MatrixProducts:
-    """The matrix products of one training step, and nothing else, on memory of the sizes that the step uses.
+def matrix_products(workspace: Workspace) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The factors and results of all matrix products of one training step, in its order, on memory of the sizes that
+    the step uses.
 
     Per layer x W^T, d W (not for the first layer) and d^T x, as `Layer.gemm` has them; what a layer gives is what the
     next reads, where it has as many values.
     """
+    a, frames, device = workspace.arithmetic, len(workspace.x), workspace.x.device
 
-    def __init__(self, network: Network, workspace: Workspace) -> None:
-        a, frames, self._matmul = workspace.arithmetic, len(workspace.x), workspace.arithmetic.matmul
-        device, y, grad = network.parameters.device, torch.empty(0), torch.empty(0)
-        self._products: list[tuple[Tensor, Tensor, Tensor]] = []
-        backward: list[tuple[Tensor, Tensor, Tensor]] = []
-        gradients: list[tuple[Tensor, Tensor, Tensor]] = []
-        for i, layer in enumerate(workspace.compute.layers):
-            if layer.gemm is None:
-                continue
-            rows, fan_in, fan_out = frames * layer.gemm.rows, layer.gemm.fan_in, layer.gemm.fan_out
+    def noise(*shape: int, dtype: torch.dtype = a.dtype) -> Tensor:
+        return torch.randn(shape, device=device).mul_(0.01).to(dtype)
 
-            def noise(*shape: int, dtype: torch.dtype = a.dtype) -> Tensor:
-                return torch.randn(shape, device=device).mul_(0.01).to(dtype)
-
-            x = y if y.shape == (rows, fan_in) else noise(rows, fan_in)
-            below = grad if grad.shape == x.shape else torch.empty_like(x)
-            weight, y, grad = noise(fan_out, fan_in), noise(rows, fan_out), noise(rows, fan_out)
-            self._products.append((x, weight.t(), y))
-            if i:
-                backward.insert(0, (grad, weight, below))
-            gradients.append((grad.t(), x, noise(fan_out, fan_in, dtype=a.gradient_dtype)))
-        self._products += backward + gradients
-
-    def run(self) -> None:
-        """All of them, in the order of a step."""
-        for left, right, out in self._products:
-            self._matmul(left, right, out)
+    forward, backward, gradients = [], [], []
+    y, grad = torch.empty(0), torch.empty(0)
+    for i, layer in enumerate(workspace.compute.layers):
+        if layer.gemm is None:
+            continue
+        rows, fan_in, fan_out = frames * layer.gemm.rows, layer.gemm.fan_in, layer.gemm.fan_out
+        x = y if y.shape == (rows, fan_in) else noise(rows, fan_in)
+        below = grad if grad.shape == x.shape else torch.empty_like(x)
+        weight, y, grad = noise(fan_out, fan_in), noise(rows, fan_out), noise(rows, fan_out)
+        forward.append((x, weight.t(), y))
+        if i:
+            backward.insert(0, (grad, weight, below))
+        gradients.append((grad.t(), x, noise(fan_out, fan_in, dtype=a.gradient_dtype)))
+    return [*forward, *backward, *gradients]
 
 
 def _in_turn(functions: Sequence[Callable[[], object]], device: torch.device, seconds: float) -> list[list[float]]:
@@ -259,28 +322,17 @@ def _in_turn(functions: Sequence[Callable[[], object]], device: torch.device, se
     Every function gets as much of a round. Where a round takes too long for that, there are fewer.
     """
     for function in functions:
-        _timed(function, WARM_UP, device)
+        seconds_per_call(function, WARM_UP, device)
     share = seconds / ROUNDS / len(functions)
-    calls = [max(1, int(share / max(_timed(function, 3, device), 1e-6))) for function in functions]
+    calls = [max(1, int(share / max(seconds_per_call(function, 3, device), 1e-6))) for function in functions]
     rounds: list[list[float]] = []
     started = time.perf_counter()
     while len(rounds) < FEWEST_ROUNDS or (len(rounds) < ROUNDS and time.perf_counter() - started < 2 * seconds):
         rounds.append([])
         for function, n in zip(functions, calls, strict=True):
             function()  # what the function before has left in the caches is not this one's time
-            rounds[-1].append(_timed(function, n, device))
+            rounds[-1].append(seconds_per_call(function, n, device))
     return [list(times) for times in zip(*rounds, strict=True)]
-
-
-def _timed(function: Callable[[], object], calls: int, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    for _ in range(calls):
-        function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - started) / calls
 
 
 def random_task(shape: Shape, device: torch.device, frames: int = 60_000) -> RandomTask:

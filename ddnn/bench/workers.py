@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from ddnn.averaging.averager import NoAveraging, make_averager
-from ddnn.bench.step import LR, NETWORKS, ROUNDS, WARM_UP, RandomTask, endless, random_task
+from ddnn.bench.step import LR, NETWORKS, ROUNDS, WARM_UP, RandomTask, endless, machine_facts, random_task
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import run_distributed
 from ddnn.nn.arithmetic import Precision, make_arithmetic
@@ -30,7 +30,7 @@ from ddnn.training.metrics import worker_row
 from ddnn.training.options import averaging_options
 from ddnn.training.step import EagerStep
 from ddnn.util.errors import UserError
-from ddnn.util.system import choose_device, cpu_name
+from ddnn.util.system import choose_device
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,11 @@ def run_bench_workers(
     except ValidationError as error:
         bad = error.errors()[0]
         raise UserError(f"{bad['input']} found: {bad['msg']}", location=f"--{bad['loc'][0]}") from error
-    arguments = ["bench", "--device", device, "--seconds", str(seconds), "--workers", str(parallel.workers)]
-    arguments += [
-        "--strategy",
-        parallel.strategy,
-        "--averaging-period",
-        str(parallel.averaging_period),
-        "--threads",
-        str(parallel.cpu_threads),
-    ]
+    given = [("device", device), ("seconds", seconds), ("workers", parallel.workers), ("strategy", parallel.strategy)]
+    given += [("averaging-period", parallel.averaging_period), ("threads", parallel.cpu_threads)]
+    given += [("network", network) for network in networks] + [("precision", precision) for precision in precisions]
+    arguments = ["bench", *(word for name, value in given for word in (f"--{name}", str(value)))]
     arguments += ["--overlap"] * parallel.overlap + ["--json"] * json_
-    arguments += [word for network in networks for word in ("--network", network)]
-    arguments += [word for precision in precisions for word in ("--precision", precision)]
 
     def work(comm: Communicator) -> None:
         for network, precision in itertools.product(networks, precisions or ("float32",)):
@@ -135,9 +128,7 @@ def bench_workers(
     on = choose_device(device, comm.local_rank, threads=options.cpu_threads)
     shape = NETWORKS[network]
     task = random_task(shape, on)
-    optimizer = NgSgd(task.model.network)
-    parameters = task.model.network.parameters
-    trained = task.model.network
+    trained, optimizer = task.model.network, NgSgd(task.model.network)
     by_itself = NoAveraging(SingleProcess(), trained, optimizer)
     with_others = make_averager(averaging_options(options), comm, trained, optimizer, shape.minibatch)
     run = _Steps(task, optimizer, precision)
@@ -151,13 +142,13 @@ def bench_workers(
         alone.append(minibatches * shape.minibatch / comm.all_gather_object(took)[0])
         comm.barrier()
         took = run.seconds(with_others, minibatches)
-        row = worker_row(0, with_others, str(on), parameters.numel(), overlap=options.overlap)
+        row = worker_row(0, with_others, str(on), trained.num_parameters, overlap=options.overlap)
         rows += comm.all_gather_object(row.model_dump())
         together.append(comm.world_size * minibatches * shape.minibatch / max(comm.all_gather_object(took)))
     with_others.close()
     ratios = [both / one for both, one in zip(together, alone, strict=True)]
     return WorkersBench(
-        machine={"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "device": str(on), "torch": torch.__version__},
+        machine=machine_facts(on),
         network=network,
         optimizer="ng-sgd",
         precision=precision,

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ddnn.bench import step
-from ddnn.bench.results import PARTS
 from ddnn.data.batches import Batch
 from ddnn.nn.arithmetic import Float32, make_arithmetic
 from ddnn.nn.layers import mlp_layers, training_flop_per_frame
@@ -46,12 +45,12 @@ def test_a_bench_runs_the_trainer_and_says_all(monkeypatch: pytest.MonkeyPatch) 
         assert result["spread"][0] <= result["frames_per_second"] <= result["spread"][1]
         figures = ("gflops", "gemm_gflops", "gemm_efficiency", "time_ratio_to_sgd", "speedup_over_float32")
         assert all(result[name] > 0.0 for name in figures)
-        assert set(result["shares"]) == set(PARTS)
+        assert set(result["shares"]) == set(step.PARTS)
         assert result["shares"]["gemm"] == pytest.approx(result["gemm_efficiency"])
     assert found["results"][0]["shares"]["ng"] == 0.0
     assert found["results"][0]["speedup_over_float32"] == 1.0
     text = report.as_text()
-    assert all(part.replace("_", "-") in text for part in PARTS)
+    assert all(part.replace("_", "-") in text for part in step.PARTS)
     assert text.count("tiny") == 8
 
 
@@ -71,11 +70,13 @@ def test_bf16_is_measured_on_request_or_where_auto_takes_it(monkeypatch: pytest.
 
 def test_the_products_are_those_of_the_layers() -> None:
     network = Network(mlp_layers(12, 2, 8, 5))
-    products = step.MatrixProducts(network, Workspace(network, 7))
-    products.run()
-    flop = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right, _ in products._products)
+    workspace = Workspace(network, 7)
+    products = step.matrix_products(workspace)
+    for factors in products:
+        workspace.arithmetic.matmul(*factors)
+    flop = sum(2 * left.shape[0] * left.shape[1] * right.shape[1] for left, right, _ in products)
     assert flop == 7 * training_flop_per_frame(network.layers)
-    assert products._products[1][0] is products._products[0][2], "a layer reads what the one below gives"
+    assert products[1][0] is products[0][2], "a layer reads what the one below gives"
 
 
 def test_shares_of_a_step_by_hand() -> None:

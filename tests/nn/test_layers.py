@@ -11,7 +11,7 @@ from torch import Tensor
 from toy_layers import TOYS, Filters, Gain, Pool
 from twins import random_minibatch
 
-from ddnn.bench.step import MatrixProducts
+from ddnn.bench.step import matrix_products
 from ddnn.data.batches import Batch
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.transform import splice_only
@@ -207,9 +207,10 @@ def test_memory_and_operations_are_counted(name: str) -> None:
     assert num_parameters(layers) == made.parameters.numel() == sum(part.numel() for part in made.parts)
     flop = [2 * layer.gemm.rows * layer.gemm.fan_in * layer.gemm.fan_out if layer.gemm else 0 for layer in layers]
     assert training_flop_per_frame(layers) == 3 * sum(flop) - flop[0] > 0
-    products = MatrixProducts(made, workspace)
-    products.run()
-    shapes = [(left.shape[0], left.shape[1], right.shape[1]) for left, right, _ in products._products]
+    products = matrix_products(workspace)
+    for factors in products:
+        workspace.arithmetic.matmul(*factors)
+    shapes = [(left.shape[0], left.shape[1], right.shape[1]) for left, right, _ in products]
     assert sum(2 * a * b * c for a, b, c in shapes) == frames * training_flop_per_frame(layers)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from twins import batch_of, biases, random_minibatch, weights
 
-from ddnn.bench.step import MatrixProducts, Shape, random_task
+from ddnn.bench.step import Shape, matrix_products, random_task
 from ddnn.data.batches import ShuffledSampler
 from ddnn.nn.arithmetic import BFloat16, Float32, make_arithmetic
 from ddnn.nn.layers import Affine, mlp_layers
@@ -67,7 +67,8 @@ def test_rows_are_as_wide_as_asked_and_what_is_beyond_the_pdfs_has_no_derivative
     assert workspace.compute is not made
     assert torch.equal(weights(workspace.compute)[-1][:10], weights(made)[-1].bfloat16())
     assert torch.equal(biases(workspace.compute)[-1][:10], biases(made)[-1].bfloat16())
-    MatrixProducts(made, workspace).run()  # the bench's, of the same shapes
+    for factors in matrix_products(workspace):  # the bench's, of the same shapes
+        workspace.arithmetic.matmul(*factors)
 
 
 def test_padding_is_for_bf16_on_gpus_alone() -> None:
