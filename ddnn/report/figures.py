@@ -1,4 +1,5 @@
-"""What all plots share: matplotlib without a display, colors, names as labels, files written atomically."""
+"""Plots: what all of them share (matplotlib without a display, colors, labels, files written atomically), and those of
+`ddnn report`."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
+from ddnn.report.runs import SHARES, Run, consensus_distances, share, shares_by_rank, training_seconds
 from ddnn.util.errors import UserError
 from ddnn.util.files import atomic_write, ensure_directory
 
@@ -63,20 +66,30 @@ def tidy(axes: Axes, title: str, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def log2_axes(axes: Axes, ticks: Sequence[int]) -> None:
+    """Both axes logarithmic, with these ticks."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(ticks)
+        axis.set_major_formatter("{x:g}")
+        axis.set_tick_params(which="minor", length=0)
+
+
 def legend_height(names: Sequence[str], width: float) -> float:
     """Inches that the legend of these curves takes under a figure of `width` inches."""
-    return 0.22 * math.ceil(len(names) / _columns(list(map(label, names)), width))
+    return 0.22 * math.ceil(len(names) / _legend_columns(list(map(label, names)), width))
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
     """One legend under all panels, of the curves in `axes`."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        columns = _columns(labels, figure.get_figwidth())
+        columns = _legend_columns(labels, figure.get_figwidth())
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
-def _columns(labels: Sequence[str], width: float) -> int:
+def _legend_columns(labels: Sequence[str], width: float) -> int:
     return max(1, min(len(labels), int(12 * width / (max(map(len, labels), default=0) + 6))))
 
 
@@ -91,3 +104,131 @@ def save(figure: Figure, path: Path) -> Path:
         warnings.filterwarnings("ignore", "Glyph")  # a run's name in a script that the font lacks: boxes will do
         figure.savefig(handle, format="png")
     return path
+
+
+LEARNING, TIME, CONSENSUS = "learning.png", "time.png", "consensus-distance.png"
+_COLOURS = {"compute": "#0072B2", "data": "#56B4E9", "comm": "#D55E00", "wait": "#E69F00", "other": "0.8"}
+_MANY_BARS = 30
+"""If there are more bars than this, they have no names."""
+
+
+def draw_report(runs: Sequence[Run], out: Path) -> tuple[Path, ...]:
+    """Draws the plots for which the runs have data into PNG files in `out`; returns those that were written.
+
+    Raises:
+        UserError: matplotlib is missing, or a file cannot be written.
+    """
+    drawn = [draw_learning(runs, out / LEARNING)]
+    if any(run.metrics.workers for run in runs):
+        drawn.append(draw_time(runs, out / TIME))
+    if any(consensus_distances(run) for run in runs):
+        drawn.append(draw_consensus_distance(runs, out / CONSENSUS))
+    return tuple(drawn)
+
+
+def draw_learning(runs: Sequence[Run], path: Path) -> Path:
+    """Cross-validation loss and frame accuracy against epochs and against time; rejected epochs are hollow."""
+    figure = new_figure(11, min(7.5 + legend_height([run.name for run in runs], 11), 16.0))
+    panels = figure.subplots(2, 2, sharey="row", sharex="col")
+    for number, run in enumerate(runs):
+        until = dict(zip((row.epoch for row in run.metrics.train), training_seconds(run), strict=True))
+        until[0] = 0.0
+        for row, (name, factor) in enumerate((("loss", 1.0), ("frame_accuracy", 100.0))):
+            # Epoch 0, the network before training, would take most of the loss's axis.
+            shown = [cv for cv in run.metrics.cv if cv.epoch > 0] or run.metrics.cv
+            points = [(cv.epoch, getattr(cv, name), cv.accepted) for cv in shown]
+            sound = [(epoch, factor * value, ok) for epoch, value, ok in points if value is not None]
+            _curve(panels[row][0], sound, number, label(run.name))
+            timed = [(until[epoch], value, ok) for epoch, value, ok in sound if epoch in until]
+            _curve(panels[row][1], timed, number, label(run.name))
+    for column, (against, unit) in enumerate((("epoch", "epoch"), ("training time", "training time (seconds)"))):
+        loss, accuracy = ("", "") if column else ("loss per frame (nats)", "frame accuracy (%)")
+        tidy(panels[0][column], f"Cross-validation loss by {against}", "", loss)
+        tidy(panels[1][column], f"Cross-validation frame accuracy by {against}", unit, accuracy)
+    panels[1][0].locator_params(axis="x", integer=True)
+    panels[1][1].set_xlim(left=0.0)
+    heading = [label(runs[0].name)] if len(runs) == 1 else []
+    if any(not cv.accepted for run in runs for cv in run.metrics.cv):
+        heading.append("hollow: epoch rejected by the schedule")
+    if heading:
+        figure.suptitle(", ".join(heading), fontsize=10, color="0.25")
+    legend_below(figure, panels[0][0])
+    return save(figure, path)
+
+
+def _curve(axes: Axes, points: Sequence[tuple[float, float, bool]], number: int, name: str) -> None:
+    """A line through the accepted epochs; the others are hollow markers."""
+    colour, marker, line = style(number)
+    kept, rejected = ([point[:2] for point in points if point[2] is accepted] for accepted in (True, False))
+    axes.plot(*_xy(kept), line, color=colour, marker=marker, markersize=5, linewidth=1.6, label=name)
+    axes.plot(*_xy(rejected), linestyle="none", color=colour, marker=marker, markersize=5, markerfacecolor="white")
+
+
+def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def draw_time(runs: Sequence[Run], path: Path) -> Path:
+    """Stacked bars of the fractions of time: for all workers of each run, or for each worker of a single run."""
+    bars = _bars(runs)
+    few = len(bars) <= _MANY_BARS
+    figure = new_figure(11, max(2.8, 1.5 + 0.42 * len(bars)) if few else 9.0)
+    axes = figure.subplots()
+    left = [0.0] * len(bars)
+    for name in (*SHARES, "other"):
+        right = [start + 100.0 * shares[name] for start, (_, shares) in zip(left, bars, strict=True)]
+        colour, message = _COLOURS[name], "waiting for other workers" if name == "wait" else name
+        if few:
+            widths = [end - start for start, end in zip(left, right, strict=True)]
+            axes.barh(range(len(bars)), widths, left=left, height=0.72, color=colour, edgecolor="white", label=message)
+            ink = "white" if name in ("compute", "comm") else "black"
+            for n, (start, width) in enumerate(zip(left, widths, strict=True)):
+                if width >= 4.0:  # wide enough for its number
+                    axes.text(start + width / 2, n, f"{width:.1f}", ha="center", va="center", color=ink, fontsize=9)
+        else:
+            axes.fill_betweenx(range(len(bars)), left, right, step="mid", color=colour, linewidth=0, label=message)
+        left = right
+    single = len(runs) == 1
+    title = f"Time of each worker: {label(runs[0].name)}" if single else "Time of the workers"
+    tidy(axes, title, "fraction of the training time (%)", "worker (rank)" if single else "")
+    if few:
+        axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.margins(y=0.02)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.set_xlim(0.0, max(100.0, *left))
+    legend_below(figure, axes)
+    return save(figure, path)
+
+
+def _bars(runs: Sequence[Run]) -> list[tuple[str, dict[str, float]]]:
+    """Name of each bar and its fractions; `other` is the remainder."""
+    if len(runs) == 1:
+        by_name = {name: shares_by_rank(runs[0], name) for name in SHARES}
+        bars = [(str(rank), {name: by_name[name][rank] or 0.0 for name in SHARES}) for rank in by_name["compute"]]
+    else:
+        means = [(run, {name: share(run, name) for name in SHARES}) for run in runs if run.metrics.workers]
+        bars = [(label(r.name), {name: s.mean if s else 0.0 for name, s in shares.items()}) for r, shares in means]
+    return [(name, {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}) for name, shares in bars]
+
+
+def draw_consensus_distance(runs: Sequence[Run], path: Path) -> Path:
+    """The relative distance of the workers' models from their mean, epoch by epoch; the band spans the workers."""
+    figure = new_figure(9, min(4.7 + legend_height([run.name for run in runs], 9), 16.0))
+    axes = figure.subplots()
+    shown = [(number, run, consensus_distances(run)) for number, run in enumerate(runs) if consensus_distances(run)]
+    for number, run, found in shown:
+        colour, marker, line = style(number)
+        epochs = [epoch for epoch, _ in found]
+        means = [100.0 * fmean(values) for _, values in found]
+        axes.plot(epochs, means, line, color=colour, marker=marker, markersize=5, linewidth=1.6, label=label(run.name))
+        lowest, highest = ([100.0 * of(values) for _, values in found] for of in (min, max))
+        axes.fill_between(epochs, lowest, highest, color=colour, alpha=0.15, linewidth=0)
+    title = "Consensus distance of the workers' models before an averaging (band: lowest to highest worker)"
+    if len(shown) == 1:
+        title = f"{title}\n{label(shown[0][1].name)}"
+    tidy(axes, title, "epoch", "distance from the mean model (% of its norm)")
+    axes.locator_params(axis="x", integer=True)
+    axes.set_ylim(bottom=0.0)
+    legend_below(figure, axes)
+    return save(figure, path)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pvariance
@@ -16,7 +15,7 @@ from pydantic import Field
 from ddnn.recipe.schema import Count, Section
 from ddnn.recipe.source import configs_folder, read_yaml, validate
 from ddnn.report.runs import Run, number_of_workers, read_run
-from ddnn.report.scaling import Job, Way, averagings
+from ddnn.report.scaling import Job, Measurement, Way, averagings
 from ddnn.training.metrics import WorkerRow
 from ddnn.training.run_status import BEST, FINAL
 from ddnn.util.errors import DataError, UserError
@@ -25,61 +24,24 @@ SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
 LARGEST = 10**6
 _SIZES = re.compile(r"(?:\d{1,7}x)?\d{1,7}")
 
-
-@dataclass(frozen=True)
-class Measurement:
-    """An epoch with a number of workers; times in seconds, means over workers and epochs.
-
-    Attributes:
-        source: the run dir or file.
-        seconds: of the whole epoch.
-        comm: spent sending parameters in it.
-        averagings: made in it.
-        compute: spent in compute and data; None if it was not measured.
-        rest: neither compute, data, communication nor waiting; None if compute is None.
-        block_std: standard deviation of the interval between two averagings, over time and workers; None if not known.
-        final_mean: whether `comm` includes the exact mean at the end of the epoch.
-    """
-
-    source: str
-    workers: int
-    way: Way
-    job: Job
-    seconds: float
-    comm: float
-    averagings: float
-    compute: float | None = None
-    rest: float | None = None
-    block_std: float | None = None
-    final_mean: bool = False
-
-
 Time = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
+Frames = Annotated[float, Field(gt=0.0, le=1e15, allow_inf_nan=False)]
+LargeCount = Annotated[Count, Field(le=10**9)]
 
 
 class Published(Section):
-    """A file of published times: how long an epoch took with a number of workers."""
+    """A file of published times: how long an epoch took with a number of workers. docs/scaling.md has the keys."""
 
     network: str
-    """Dims of the network: 440-6x2048-8806."""
-    minibatch_size: Annotated[int, Field(ge=1, le=10**9)]
-    """Frames in a minibatch of one worker."""
-    averaging_period: Annotated[int, Field(ge=1, le=10**9)]
-    """Minibatches of each worker between two averagings."""
+    minibatch_size: LargeCount
+    averaging_period: LargeCount
     strategy: Literal["all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce", "bmuf"] = "all-reduce"
-    """Strategy."""
     comm_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which parameters were sent."""
-    frames: Annotated[float, Field(gt=0.0, le=1e15, allow_inf_nan=False)]
-    """Frames of an epoch."""
+    frames: Frames
     unit: Literal["seconds", "minutes", "hours"] = "seconds"
-    """Of the times."""
     workers: Annotated[list[Annotated[Count, Field(le=LARGEST)]], Field(min_length=1, max_length=1000)]
-    """Workers of each measurement."""
     total: list[Annotated[Time, Field(gt=0.0)]]
-    """Time of an epoch of each."""
     communication: list[Time]
-    """Time spent sending parameters in it, of each."""
 
 
 def read_measured(path: Path) -> list[Measurement]:
@@ -102,12 +64,12 @@ def network_dims(text: str) -> list[int]:
     Raises:
         UserError: not of this form, or with more than a hundred layers.
     """
-    parts = text.split("-")
     dims: list[int] = []
-    for part in parts:
+    for part in text.split("-"):
         count, _, size = part.rpartition("x")
         if not _SIZES.fullmatch(part) or int(size) == 0 or not 1 <= int(count or 1) <= 100:
-            raise UserError(f"{text[:100]!r} found, expected the dims of a network, as 440-6x2048-8806")
+            dims = []
+            break
         dims += [int(size)] * int(count or 1)
     if not 2 <= len(dims) <= 102:
         raise UserError(f"{text[:100]!r} found, expected the dims of a network, as 440-6x2048-8806")
@@ -131,10 +93,6 @@ def operations_of(dims: Sequence[int]) -> float:
 def _of_file(path: Path) -> list[Measurement]:
     hint = "docs/scaling.md describes such a file"
     found = validate(Published, read_yaml(path), path, hint=hint)
-    return _published(found, path)
-
-
-def _published(found: Published, path: Path) -> list[Measurement]:
     lengths = [len(found.workers), len(found.total), len(found.communication)]
     if len(set(lengths)) > 1:
         raise DataError("workers, total and communication differ in length: {}, {}, {}".format(*lengths), location=path)
@@ -164,15 +122,13 @@ def _of_run(run: Run) -> Measurement:
         raise DataError(
             "no epoch has complete rows of all workers", location=run.path, hint="let it train an epoch first"
         )
-    parameters = complete[0].num_parameters or 0
-    epochs = len({row.epoch for row in complete})
-    frames = sum(row.frames for row in complete) / epochs
+    parameters, num_epochs = complete[0].num_parameters or 0, len({row.epoch for row in complete})
+    frames = sum(row.frames for row in complete) / num_epochs
     job = Job(parameters, _operations(run, parameters), run.recipe.minibatch_size, parallel.averaging_period, frames)
-    seconds = fmean(row.seconds or 0.0 for row in complete)
-    compute = fmean(
-        (row.seconds or 0.0) * ((row.compute_fraction or 0.0) + (row.data_fraction or 0.0)) for row in complete
-    )
-    waiting = fmean((row.seconds or 0.0) * (row.wait_fraction or 0.0) for row in complete)
+    timed = [(row.seconds or 0.0, row) for row in complete]
+    seconds = fmean(time for time, _ in timed)
+    compute = fmean(time * ((row.compute_fraction or 0.0) + (row.data_fraction or 0.0)) for time, row in timed)
+    waiting = fmean(time * (row.wait_fraction or 0.0) for time, row in timed)
     comm = fmean(row.comm_seconds or 0.0 for row in complete)
     overlap = parallel.overlap and workers > 1
     in_the_way = max(0.0, comm - compute) if overlap else comm
@@ -194,10 +150,10 @@ def _of_run(run: Run) -> Measurement:
 def _block_std(rows: Sequence[WorkerRow]) -> float | None:
     """Of an interval: the variation between the intervals of an epoch, and between workers."""
     within = [row.interval_seconds_std**2 for row in rows if row.interval_seconds_std is not None]
-    by_rank: dict[int, list[float]] = {}
+    by_rank: defaultdict[int, list[float]] = defaultdict(list)
     for row in rows:
         if row.interval_seconds is not None:
-            by_rank.setdefault(row.rank, []).append(row.interval_seconds)
+            by_rank[row.rank].append(row.interval_seconds)
     if not within or not by_rank:
         return None
     return float((fmean(within) + pvariance([fmean(blocks) for blocks in by_rank.values()])) ** 0.5)

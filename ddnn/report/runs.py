@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
@@ -52,7 +54,7 @@ def read_run(path: Path, name: str | None = None) -> Run:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that differ; a run dir that is given twice gets a number."""
+    """The shortest ends of the paths that differ, printable; a run dir that is given twice gets a number."""
     whole = [path.absolute().parts for path in paths]
     names = ["/".join(parts) for parts in whole]
     for length in range(max(map(len, whole), default=0), 0, -1):
@@ -61,13 +63,9 @@ def _names(paths: Sequence[Path]) -> list[str]:
             break
         names = shorter
     seen = [names[:n].count(name) for n, name in enumerate(names)]
-    return [_printable(f"{name} ({n + 1})" if n else name) for name, n in zip(names, seen, strict=True)]
-
-
-def _printable(name: str) -> str:
-    """Bytes that are not UTF-8 and characters that are not printable are written as escapes."""
-    text = name.encode(errors="backslashreplace").decode()
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    unique = [f"{name} ({n + 1})" if n else name for name, n in zip(names, seen, strict=True)]
+    texts = [name.encode(errors="backslashreplace").decode() for name in unique]  # a path may not be UTF-8
+    return ["".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) for text in texts]
 
 
 @dataclass(frozen=True)
@@ -119,29 +117,26 @@ def summarise(runs: Sequence[Run]) -> list[Summary]:
 
 
 def _summary(run: Run, base: Run | None) -> Summary:
-    workers, rows = number_of_workers(run), run.metrics.workers
-    best = run.metrics.best
-    epochs = [*(row.epoch for row in (*run.metrics.train, *run.metrics.cv)), *(row.epoch for row in rows)]
-    last = max((row.epoch for row in rows), default=0)
+    workers, metrics, rows = number_of_workers(run), run.metrics, run.metrics.workers
+    best, last = metrics.best, max((row.epoch for row in rows), default=0)
     fast, slow = speed(run), None if base is None else speed(base)
     # An epoch's mean at its end is one more; averaged gradients have none.
-    one_more = 0 if run.recipe is not None and run.recipe.parallel.strategy == "gradient-all-reduce" else 1
-    sent = [
-        (row.bytes_sent, row.averagings + one_more) for row in rows if row.bytes_sent is not None and row.averagings
-    ]
+    one_more = run.recipe is None or run.recipe.parallel.strategy != "gradient-all-reduce"
+    sent = [(row.bytes_sent, row.averagings + one_more) for row in rows if row.averagings]
+    known = [(sizes, number) for sizes, number in sent if sizes is not None]
     return Summary(
         workers=workers,
-        epochs=max(epochs, default=0),
-        warmup_loss=None if run.metrics.warmup is None else run.metrics.warmup.loss,
+        epochs=max((row.epoch for row in (*metrics.train, *metrics.cv, *rows)), default=0),
+        warmup_loss=None if metrics.warmup is None else metrics.warmup.loss,
         best_loss=None if best is None else best.loss,
         best_accuracy=None if best is None else best.frame_accuracy,
-        seconds=training_seconds(run)[-1] if run.metrics.train else None,
+        seconds=training_seconds(run)[-1] if metrics.train else None,
         frames_per_second=fast,
         frames_per_second_per_worker=None if fast is None else fast / workers,
         speed_up=fast / slow if fast and slow and base is not None and _same_job(run, base) else None,
         shares={name: share(run, name) for name in SHARES},
         consensus_distance=_spread({row.rank: row.consensus_distance for row in rows if row.epoch == last}, max),
-        bytes_per_averaging=sum(b for b, _ in sent) / sum(n for _, n in sent) if sent else None,
+        bytes_per_averaging=sum(size for size, _ in known) / sum(n for _, n in known) if known else None,
         excluded_averagings=sum(row.excluded_averagings for row in rows),
     )
 
@@ -153,11 +148,7 @@ def number_of_workers(run: Run) -> int:
 
 def training_seconds(run: Run) -> list[float]:
     """Wall-clock seconds of training up to the end of each row of `run.metrics.train`."""
-    total, sums = 0.0, []
-    for row in run.metrics.train:
-        total += _wall(row)
-        sums.append(total)
-    return sums
+    return list(accumulate(map(_wall, run.metrics.train)))
 
 
 def _wall(row: EpochRow) -> float:
@@ -190,10 +181,10 @@ def shares_by_rank(run: Run, name: str) -> dict[int, float | None]:
 
 def consensus_distances(run: Run) -> list[tuple[int, list[float]]]:
     """Epoch and the workers' consensus distances in it, for epochs that have any."""
-    by_epoch: dict[int, list[float]] = {}
+    by_epoch: defaultdict[int, list[float]] = defaultdict(list)
     for row in run.metrics.workers:
         if row.consensus_distance is not None:
-            by_epoch.setdefault(row.epoch, []).append(row.consensus_distance)
+            by_epoch[row.epoch].append(row.consensus_distance)
     return sorted(by_epoch.items())
 
 
@@ -206,8 +197,6 @@ def _spread(values: dict[int, float | None], worst: Callable[[Iterable[float]], 
 
 
 def _same_job(run: Run, base: Run) -> bool:
-    sizes = {
-        row.num_parameters for row in (*run.metrics.workers, *base.metrics.workers) if row.num_parameters is not None
-    }
+    sizes = {row.num_parameters for row in (*run.metrics.workers, *base.metrics.workers)} - {None}
     jobs = [(r.recipe.model, r.recipe.minibatch_size) for r in (run, base) if r.recipe is not None]
     return len(sizes) < 2 and all(job == jobs[0] for job in jobs)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
-from ddnn.report.calibrate import Calibration, calibrate
-from ddnn.report.measured import LARGEST, Measurement, network_dims, operations_of, parameters_of, read_measured
+from ddnn.report.measured import LARGEST, network_dims, operations_of, parameters_of, read_measured
 from ddnn.report.scaling import (
     OVERLAPPING,
     SAME_COST,
     STRATEGIES,
+    Calibration,
     Constants,
     Job,
+    Measurement,
     Way,
     averagings,
+    calibrate,
     epoch_seconds,
     scaled,
 )
@@ -68,7 +71,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Check:
-    """A measured speed-up and the prediction of the model for the same training; `fitted`: the constants were fitted to it."""
+    """A measured speed-up and the model's for the same training; `fitted`: the constants were fitted to it."""
 
     source: str
     strategy: str
@@ -120,14 +123,13 @@ class Scaling:
         ]
         if self.checks:
             lines += ["", f"{'measured speed-ups':<33}workers  measured  model   error"]
-            for k in self.checks:
-                what = f"{_end(k.source)}, {k.strategy}"
-                lines.append(
-                    f"{what:<33}{k.workers:>7}  {k.measured:>8.2f}  {k.predicted:>5.2f}  {100 * k.error:>+5.1f} %"
-                    f"{'  (fitted)' if k.fitted else ''}"
-                )
-        names = [name for name, _ in SAME_COST]
-        lines += ["", f"speed-up  {'  '.join(names)}"]
+        for k in self.checks:
+            source = k.source if len(k.source) <= 20 else f"...{k.source[-17:]}"
+            lines.append(
+                f"{f'{source}, {k.strategy}':<33}{k.workers:>7}  {k.measured:>8.2f}  {k.predicted:>5.2f}  "
+                f"{100 * k.error:>+5.1f} %{'  (fitted)' if k.fitted else ''}"
+            )
+        lines += ["", f"speed-up  {'  '.join(name for name, _ in SAME_COST)}"]
         for n in dict.fromkeys(p.workers for p in self.predictions):
             cells = [f"{self.speed_up(way, n):>{len(name)}.2f}" for name, way in SAME_COST]
             lines.append(f"{n:>8}  {'  '.join(cells)}")
@@ -161,10 +163,7 @@ def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> S
         checks=tuple(_checks(measured, used, calibration)),
         predictions=tuple(_predictions(constants, options.workers, comm_dtype)),
     )
-    if out is None:
-        return found
-
-    return replace(found, plots=(draw_scaling(found, out / PLOT),))
+    return found if out is None else replace(found, plots=(draw_scaling(found, out / PLOT),))
 
 
 def _check(options: ScaleOptions) -> None:
@@ -172,16 +171,10 @@ def _check(options: ScaleOptions) -> None:
         wrong = [n for n in sizes if not 1 <= n <= LARGEST]
         if wrong:
             raise UserError(f"{wrong[0]} workers found, expected 1 to {LARGEST:,}", location=option)
-    for value, option in (
-        *(
-            (options.minibatch_size, "--minibatch-size"),
-            (options.averaging_period, "--averaging-period"),
-            (options.frames, "--frames"),
-        ),
-        *((options.hours, "--hours"), (options.bandwidth, "--bandwidth")),
-    ):
+    for name in ("minibatch_size", "averaging_period", "frames", "hours", "bandwidth"):
+        value = getattr(options, name)
         if value is not None and not 1e-3 <= value <= 1e15:
-            raise UserError(f"{value:g} found, expected a number above 0", location=option)
+            raise UserError(f"{value:g} found, expected a number above 0", location=f"--{name.replace('_', '-')}")
     if options.latency is not None and not 0.0 <= options.latency < 1e6:
         raise UserError(f"{options.latency:g} found, expected seconds", location="--latency")
     if options.frames is not None and options.hours is not None:
@@ -190,9 +183,8 @@ def _check(options: ScaleOptions) -> None:
 
 def _job(measured: Job, options: ScaleOptions) -> Job:
     frames = options.frames if options.hours is None else options.hours * FRAMES_PER_HOUR
-    job = Job(
-        parameters=measured.parameters,
-        operations=measured.operations,
+    job = replace(
+        measured,
         minibatch=options.minibatch_size or measured.minibatch,
         averaging_period=options.averaging_period or measured.averaging_period,
         frames=frames or measured.frames,
@@ -234,20 +226,14 @@ def _checks(measured: Sequence[Measurement], used: Sequence[Measurement], calibr
 
 
 def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) -> list[Prediction]:
+    ways = [Way(name, comm_dtype) for name in STRATEGIES]
+    ways += [Way(name, comm_dtype, overlap=True) for name in OVERLAPPING]
     found = []
-    for n in sizes:
-        ways = [Way(name, comm_dtype) for name in STRATEGIES] + [
-            Way(name, comm_dtype, overlap=True) for name in OVERLAPPING
-        ]
-        for way in ways:
-            seconds = epoch_seconds(constants, way, n)
-            speed_up = epoch_seconds(constants, way, 1) / seconds
-            found.append(Prediction(way.strategy, way.overlap, comm_dtype, n, seconds, speed_up, speed_up / n))
+    for n, way in product(sizes, ways):
+        seconds = epoch_seconds(constants, way, n)
+        speed_up = epoch_seconds(constants, way, 1) / seconds
+        found.append(Prediction(way.strategy, way.overlap, comm_dtype, n, seconds, speed_up, speed_up / n))
     return found
-
-
-def _end(source: str) -> str:
-    return source if len(source) <= 20 else f"...{source[-17:]}"
 
 
 def draw_scaling(found: Scaling, path: Path) -> Path:
@@ -256,7 +242,15 @@ def draw_scaling(found: Scaling, path: Path) -> Path:
     Raises:
         UserError: matplotlib is missing, or the file cannot be written.
     """
-    from ddnn.report.figures import COLOURS, MARKERS, legend_below, new_figure, save, tidy  # needs matplotlib
+    from ddnn.report.figures import (  # needs matplotlib
+        COLOURS,
+        MARKERS,
+        legend_below,
+        log2_axes,
+        new_figure,
+        save,
+        tidy,
+    )
 
     figure = new_figure(9, 7)
     axes = figure.subplots()
@@ -265,32 +259,18 @@ def draw_scaling(found: Scaling, path: Path) -> Path:
     sizes = sorted({*given, *powers})
     axes.plot(sizes, sizes, color="0.6", linewidth=1.2, label="ideal: proportional to the workers")
     for name, way in SAME_COST:
-        number = {"all-reduce": 0, "butterfly": 1, "gradient-all-reduce": 2}[way.strategy]
-        line = "--" if way.overlap else "-"
+        color = COLOURS[("all-reduce", "butterfly", "gradient-all-reduce").index(way.strategy)]
         speed_ups = [found.speed_up(way, n) for n in sizes]
-        axes.plot(sizes, speed_ups, line, color=COLOURS[number], linewidth=1.8, label=f"model: {name}")
+        line = "--" if way.overlap else "-"
+        axes.plot(sizes, speed_ups, line, color=color, linewidth=1.8, label=f"model: {name}")
     checks = found.checks if found.as_measured else ()
     for number, strategy in enumerate(dict.fromkeys(check.strategy for check in checks)):
-        points = [(check.workers, check.measured) for check in checks if check.strategy == strategy]
-        axes.plot(
-            *([x for x, _ in points], [y for _, y in points]),
-            linestyle="none",
-            marker=MARKERS[number],
-            markersize=8,
-            markerfacecolor="none",
-            markeredgecolor="black",
-            markeredgewidth=1.4,
-            label=f"measured: {strategy}",
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(powers[:: 1 + len(powers) // 12])
-        axis.set_major_formatter("{x:g}")
-        axis.set_tick_params(which="minor", length=0)
+        workers, measured = zip(*((c.workers, c.measured) for c in checks if c.strategy == strategy), strict=True)
+        axes.plot(workers, measured, linestyle="none", marker=MARKERS[number], markersize=8, markerfacecolor="none",
+                  markeredgecolor="black", markeredgewidth=1.4, label=f"measured: {strategy}")  # fmt: skip
+    log2_axes(axes, powers[:: 1 + len(powers) // 12])
     job = found.job
     title = f"Speed-up: {job.parameters:,} parameters, minibatch size {job.minibatch}, period {job.averaging_period}, "
-    title += found.comm_dtype
-    tidy(axes, title, "workers", "speed-up over one worker (frames per second)")
+    tidy(axes, title + found.comm_dtype, "workers", "speed-up over one worker (frames per second)")
     legend_below(figure, axes)
     return save(figure, path)

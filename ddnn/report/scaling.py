@@ -1,47 +1,21 @@
-"""How fast a training would be with n workers: a latency-bandwidth model, fitted to measured epochs. See docs/scaling.md.
+"""How fast a training would be with n workers: a latency-bandwidth model, and its fit to measured epochs.
 
-Symbols, times in seconds:
-    F     frames of an epoch                    n     workers
-    m     frames in a minibatch                 k     minibatches between two averagings, 1 for gradients
-    W     bytes of the parameters as sent       A     averagings of an epoch, F / (n m k)
-    c     compute (and data) of a minibatch     g     its additional time if there is more than one worker
-    h     of an averaging without its messages: host copies, sums
-    sigma standard deviation of the time of an interval of k minibatches
-    alpha latency of a message                  beta  time of a byte
-    S     part of an epoch that is not divided among the workers
-
-An epoch on one worker:
-    T(1) = S + F c / m
-On n > 1 workers:
-    T(n) = S + A (k (c + g) + w(n) + x(n) + h) + E x_all-reduce(n)
-with `overlap`, if an interval is trained during the communication:
-    T(n) = S + A (max(k (c + g) + w(n), x(n)) + h) + E x_all-reduce(n)
-E is 1 if every epoch ends with the exact mean over all workers, as in ddnn (not for gradients), else 0.
-
-Communication of an averaging:
-    x(n) = alpha L(n) + beta W V(n)
-    all-reduce, bmuf, gradients     L = 2 ceil(log2 n)   V = 2 (n - 1) / n   recursive halving, then doubling
-    butterfly, ring, hopping-ring   L = 1                V = 1               one message each way
-A ring all-reduce has the same V, but L = 2 (n - 1).
-
-Waiting for the slowest of n workers, whose interval times are normal variables:
-    w(n) = sigma e(n),  e(n) the expected largest of n standard normal variables
-for all strategies: a worker that waits for a single partner waits, through the partner's partners, for all of them.
-
-For another job: c and g are proportional to the operations of a frame and to m, h to the number of parameters, sigma to c
-and sqrt(k), S to F. The speed-up is T(1) / T(n).
+docs/scaling.md has the formulas and the symbols that docstrings name. Times are in seconds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ddnn.util.errors import UserError
 
 STRATEGIES = ("all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce", "bmuf")
 OVERLAPPING = ("all-reduce", "butterfly", "ring", "hopping-ring")
@@ -89,17 +63,17 @@ SAME_COST = (
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of the model for a `job`; the module's docstring has the symbols.
+    """The constants of the model for a `job`.
 
     Attributes:
-        minibatch_seconds: c.
-        contention_seconds: g.
-        serial_seconds: S.
-        averaging_seconds: h.
+        minibatch_seconds: c, compute and data time of a minibatch.
+        contention_seconds: g, its additional time if there is more than one worker.
+        serial_seconds: S, part of an epoch that is not divided among the workers.
+        averaging_seconds: h, of an averaging without its messages.
         block_std: sigma, of job.averaging_period minibatches.
         latency: alpha, seconds per message.
         byte_seconds: beta, seconds per byte.
-        final_mean: E.
+        final_mean: E, whether every epoch ends with the exact mean over all workers.
     """
 
     job: Job
@@ -117,16 +91,14 @@ def scaled(constants: Constants, job: Job) -> Constants:
     """The constants for another job on the same machines."""
     old = constants.job
     compute = job.operations * job.minibatch / (old.operations * old.minibatch)
-    return Constants(
+    return replace(
+        constants,
         job=job,
         minibatch_seconds=constants.minibatch_seconds * compute,
         contention_seconds=constants.contention_seconds * compute,
         serial_seconds=constants.serial_seconds * job.frames / old.frames,
         averaging_seconds=constants.averaging_seconds * job.parameters / old.parameters,
         block_std=constants.block_std * compute * math.sqrt(job.averaging_period / old.averaging_period),
-        latency=constants.latency,
-        byte_seconds=constants.byte_seconds,
-        final_mean=constants.final_mean,
     )
 
 
@@ -135,10 +107,10 @@ def epoch_seconds(constants: Constants, way: Way, workers: int) -> float:
     job, c = constants.job, constants.minibatch_seconds
     if workers == 1:
         return constants.serial_seconds + job.frames / job.minibatch * c
-    averaging_period = 1 if way.strategy == "gradient-all-reduce" else job.averaging_period
+    period = _period(job, way.strategy)
     comm = comm_seconds(constants, way.strategy, way.comm_dtype, workers)
-    waiting = constants.block_std * math.sqrt(averaging_period / job.averaging_period) * largest_of(workers)
-    block = averaging_period * (c + constants.contention_seconds) + waiting
+    waiting = constants.block_std * math.sqrt(period / job.averaging_period) * largest_of(workers)
+    block = period * (c + constants.contention_seconds) + waiting
     block = max(block, comm) if way.overlap else block + comm
     mean = 0.0
     if constants.final_mean and way.strategy != "gradient-all-reduce":
@@ -153,13 +125,18 @@ def comm_seconds(constants: Constants, strategy: str, comm_dtype: str, workers: 
     return constants.latency * messages(strategy, workers) + constants.byte_seconds * size * volume(strategy, workers)
 
 
+def _period(job: Job, strategy: str) -> int:
+    """k: minibatches of a worker between two averagings."""
+    return 1 if strategy == "gradient-all-reduce" else job.averaging_period
+
+
 def averagings(job: Job, strategy: str, workers: int) -> float:
     """A: averagings of an epoch."""
-    return job.frames / (workers * job.minibatch * (1 if strategy == "gradient-all-reduce" else job.averaging_period))
+    return job.frames / (workers * job.minibatch * _period(job, strategy))
 
 
 def messages(strategy: str, workers: int) -> int:
-    """L: messages of an averaging, one after the other."""
+    """L: messages of an averaging, one after the other; but for one message: recursive halving, then doubling."""
     if workers == 1:
         return 0
     return 1 if strategy in ONE_MESSAGE else 2 * (workers - 1).bit_length()
@@ -184,6 +161,167 @@ def largest_of(n: int) -> float:
     weights = np.ones_like(x)
     weights[1:-1:2], weights[2:-1:2] = 4.0, 2.0
     return float((weights * x * n * phi * cumulative ** (n - 1)).sum() * (x[1] - x[0]) / 3.0)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An epoch with a number of workers; times are means over workers and epochs.
+
+    Attributes:
+        source: the run dir or file.
+        seconds: of the whole epoch.
+        comm: spent sending parameters in it.
+        averagings: made in it.
+        compute: spent in compute and data; None if it was not measured.
+        rest: neither compute, data, communication nor waiting; None if compute is None.
+        block_std: standard deviation of the interval between two averagings, over time and workers; None if not known.
+        final_mean: whether `comm` includes the exact mean at the end of the epoch.
+    """
+
+    source: str
+    workers: int
+    way: Way
+    job: Job
+    seconds: float
+    comm: float
+    averagings: float
+    compute: float | None = None
+    rest: float | None = None
+    block_std: float | None = None
+    final_mean: bool = False
+
+    @property
+    def minibatches(self) -> float:
+        """Of one worker in the epoch."""
+        return self.job.frames / (self.workers * self.job.minibatch)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The constants, and what was assumed because the measurements do not show it: a sentence each."""
+
+    constants: Constants
+    assumed: tuple[str, ...]
+
+
+def calibrate(
+    measured: Sequence[Measurement], latency: float | None = None, byte_seconds: float | None = None
+) -> Calibration:
+    """Fits the constants to the measurements, except `latency` and `byte_seconds` if these are given.
+
+    Raises:
+        UserError: measurements of different networks or minibatches, or of different kinds; too few measurements.
+    """
+    first = measured[0]
+    for other in measured:
+        different = (other.job.parameters, other.job.minibatch) != (first.job.parameters, first.job.minibatch)
+        if different or (other.compute is None) != (first.compute is None):
+            message = f"{first.source} and {other.source} differ in network, minibatch size or kind of measurement"
+            raise UserError(message, hint="give runs of one network and minibatch size, or one file")
+    assumed: list[str] = []
+    times = (_times_of_totals if first.compute is None else _times_of_runs)(measured, assumed)
+    alpha, beta = _exchange(measured, latency, byte_seconds, assumed)
+    several = [(m.block_std, _period(m.job, m.way.strategy)) for m in measured if m.workers > 1]
+    deviations = [std / period**0.5 for std, period in several if std is not None]
+    if not deviations:
+        assumed.append(
+            "the variation of the workers' times was not measured: waiting for the slowest is part of g and h (sigma = 0)"
+        )
+    sigma = fmean(d * d for d in deviations) ** 0.5 * first.job.averaging_period**0.5 if deviations else 0.0
+    final_mean = any(m.final_mean for m in measured)
+    return Calibration(Constants(first.job, *times, sigma, alpha, beta, final_mean), tuple(assumed))
+
+
+Times = tuple[float, float, float, float]
+"""c, g, S and h."""
+
+
+def _times_of_totals(measured: Sequence[Measurement], assumed: list[str]) -> Times:
+    """From totals and communication only, if the computing time was not measured."""
+    sizes = {m.workers for m in measured}
+    if 1 not in sizes or len(sizes) < 2:
+        message = f"times with {', '.join(map(str, sorted(sizes)))} workers found, expected times with 1 and with more"
+        raise UserError(message, hint="give the total with one worker, and with two or more")
+    columns = {"c": [m.minibatches for m in measured], "g": [m.minibatches * (m.workers > 1) for m in measured]}
+    if len({m.job.averaging_period for m in measured if m.workers > 1}) > 1:
+        columns["h"] = [m.averagings for m in measured]
+    else:
+        assumed.append(
+            "only one averaging period was measured: additional time without messages is per minibatch (h = 0)"
+        )
+    if len(sizes) > 2:
+        columns["S"] = [m.job.frames / measured[0].job.frames for m in measured]
+    else:
+        assumed.append(
+            "fewer than three numbers of workers were measured: the whole epoch is divided among them (S = 0)"
+        )
+    values = [m.seconds - m.comm for m in measured]
+    found = dict(zip(columns, map(float, fit_not_negative(list(columns.values()), values, values)), strict=True))
+    return found["c"], found["g"], found.get("S", 0.0), found.get("h", 0.0)
+
+
+def _times_of_runs(measured: Sequence[Measurement], assumed: list[str]) -> Times:
+    """From run dirs, which have the computing time."""
+
+    def per_minibatch(some: Sequence[Measurement]) -> float:
+        return sum(m.compute or 0.0 for m in some) / sum(m.minibatches for m in some)
+
+    alone, together = [m for m in measured if m.workers == 1], [m for m in measured if m.workers > 1]
+    compute, stall = per_minibatch(measured), 0.0
+    if not alone:
+        assumed.append("no run with one worker: it would compute as fast as one of several workers (g = 0)")
+    elif together and per_minibatch(together) > per_minibatch(alone):
+        compute = per_minibatch(alone)
+        stall = per_minibatch(together) - compute
+    else:
+        assumed.append(
+            "only runs with one worker: several would compute as fast, and averagings cost only messages (g, h = 0)"
+        )
+    columns = [[m.averagings for m in measured]]
+    if len({m.workers for m in measured}) > 1:
+        columns.append([m.job.frames / measured[0].job.frames for m in measured])
+    else:
+        assumed.append("only one number of workers was measured: the whole epoch is divided among them (S = 0)")
+    found = fit_not_negative(columns, [m.rest or 0.0 for m in measured], [m.seconds for m in measured])
+    return compute, stall, float(found[1]) if len(found) > 1 else 0.0, float(found[0])
+
+
+def _exchange(
+    measured: Sequence[Measurement], latency: float | None, byte_seconds: float | None, assumed: list[str]
+) -> tuple[float, float]:
+    """alpha and beta, from the communication of all measurements with several workers."""
+    if latency is not None and byte_seconds is not None:
+        return latency, byte_seconds
+    several = [m for m in measured if m.workers > 1 and m.comm > 0.0]
+    if not several:
+        raise UserError(
+            "no communication was measured: all runs have one worker",
+            hint="add a run with two or more workers, or give --latency and --bandwidth",
+        )
+    of_messages, of_bytes = zip(*(_traffic(m) for m in several), strict=True)
+    exchanges = [m.comm for m in several]
+    if latency is None and byte_seconds is None and len({(m.workers, m.way.strategy) for m in several}) < 2:
+        latency = 0.0
+        assumed.append("communication of only one size was measured: its time is proportional to the bytes (alpha = 0)")
+    if latency is not None:
+        left = [max(0.0, e - latency * count) for e, count in zip(exchanges, of_messages, strict=True)]
+        return latency, float(fit_not_negative([of_bytes], left, exchanges)[0])
+    if byte_seconds is not None:
+        left = [max(0.0, e - byte_seconds * size) for e, size in zip(exchanges, of_bytes, strict=True)]
+        return float(fit_not_negative([of_messages], left, exchanges)[0]), byte_seconds
+    alpha, beta = fit_not_negative([of_messages, of_bytes], exchanges, exchanges)
+    return float(alpha), float(beta)
+
+
+def _traffic(m: Measurement) -> tuple[float, float]:
+    """Messages and bytes of one worker in an epoch, in the model."""
+    n, size = m.workers, m.job.parameters
+    count = m.averagings * messages(m.way.strategy, n)
+    sent = m.averagings * volume(m.way.strategy, n) * size * BYTES[m.way.comm_dtype]
+    if m.final_mean:
+        count += messages("all-reduce", n)
+        sent += volume("all-reduce", n) * size * BYTES["float32"]
+    return count, sent
 
 
 def fit_not_negative(

@@ -12,6 +12,7 @@ from ddnn.recipe.keys import keys
 from ddnn.recipe.load import get_value
 from ddnn.recipe.schema import Recipe
 from ddnn.report.runs import SHARES, Run, Spread, Summary, read_runs, summarise
+from ddnn.util.text import table
 
 CONTRAST = ("parallel.strategy", "parallel.averaging_period", "optimizer.name")
 """Keys of the recipe that are always shown (with the number of workers); others are shown if they differ."""
@@ -29,10 +30,12 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
-        rows = zip(self.runs, self.summaries, strict=True)
-        runs = [
-            {"name": r.name, "path": str(r.path), **_contrast(r.recipe), **asdict(s), **_events(r)} for r, s in rows
-        ]
+        runs = []
+        for run, summary in zip(self.runs, self.summaries, strict=True):
+            contrast = {_word(key): run.recipe and get_value(run.recipe, key) for key in CONTRAST}
+            events = [event.model_dump() for event in run.metrics.events]
+            about = {"name": run.name, "path": str(run.path), **contrast}
+            runs.append({**about, **asdict(summary), "events": events})
         return {"runs": runs, "plots": [str(path) for path in self.plots]}
 
     def as_text(self) -> str:
@@ -40,10 +43,10 @@ class Report:
         rows = [("", [_short(run.name) for run in self.runs])]
         rows.append(("workers", [str(s.workers) for s in self.summaries]))
         recipes = [run.recipe for run in self.runs]
-        rows += [(key.removesuffix(".name").split(".")[-1], _settings(recipes, key)) for key in CONTRAST]
+        rows += [(_word(key), _settings(recipes, key)) for key in CONTRAST]
         rows += [(key, _settings(recipes, key)) for key in _differing(recipes)]
         rows += [(label, [show(s) for s in self.summaries]) for label, show in _figures()]
-        lines = _aligned(rows)
+        lines = [table([[name, *cells] for name, cells in rows], align="lr")]
         if any(s.shares["compute"] is not None for s in self.summaries):
             lines.append(
                 "times: mean over workers / worst worker, with the least compute or the most of the others (its rank)"
@@ -62,10 +65,15 @@ def report(paths: Sequence[Path], out: Path | None) -> Report:
     runs = read_runs(paths)
     plots: tuple[Path, ...] = ()
     if out is not None:
-        from ddnn.report.curves import draw_report  # the table does without matplotlib
+        from ddnn.report.figures import draw_report  # the table does without matplotlib
 
         plots = draw_report(runs, out)
     return Report(tuple(runs), tuple(summarise(runs)), plots)
+
+
+def _word(key: str) -> str:
+    """A key of `CONTRAST` without its section."""
+    return key.removesuffix(".name").split(".")[-1]
 
 
 def _figures() -> list[tuple[str, Any]]:
@@ -81,40 +89,21 @@ def _figures() -> list[tuple[str, Any]]:
         ("frames/s per worker", lambda s: _number(s.frames_per_second_per_worker, "{:,.0f}")),
         ("speed-up over one worker", lambda s: _number(s.speed_up, "{:.2f}")),
         *shares,
-        ("consensus distance, last epoch", _consensus_distance),
+        (
+            "consensus distance, last epoch",
+            lambda s: _number(s.consensus_distance, "{0.mean:.3g} / {0.worst:.3g} ({0.rank})"),
+        ),
         ("bytes sent per averaging", lambda s: _number(s.bytes_per_averaging, "{:,.0f}")),
         ("excluded averagings", lambda s: str(s.excluded_averagings)),
     ]
 
 
-def _events(run: Run) -> dict[str, Any]:
-    return {"events": [event.model_dump() for event in run.metrics.events]}
-
-
 def _percent(spread: Spread | None) -> str:
-    if spread is None:
-        return "-"
-    return f"{100 * spread.mean:.1f} / {100 * spread.worst:.1f} % ({spread.rank})"
+    return "-" if spread is None else f"{100 * spread.mean:.1f} / {100 * spread.worst:.1f} % ({spread.rank})"
 
 
-def _consensus_distance(summary: Summary) -> str:
-    spread = summary.consensus_distance
-    return "-" if spread is None else f"{spread.mean:.3g} / {spread.worst:.3g} ({spread.rank})"
-
-
-def _number(value: float | None, form: str) -> str:
+def _number(value: Spread | float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def _contrast(recipe: Recipe | None) -> dict[str, Any]:
-    if recipe is None:
-        return {"strategy": None, "averaging_period": None, "optimizer": None}
-    parallel = recipe.parallel
-    return {
-        "strategy": parallel.strategy,
-        "averaging_period": parallel.averaging_period,
-        "optimizer": recipe.optimizer.name,
-    }
 
 
 def _settings(recipes: Sequence[Recipe | None], key: str) -> list[str]:
@@ -136,12 +125,3 @@ def _differing(recipes: Sequence[Recipe | None]) -> list[str]:
 
 def _short(text: str) -> str:
     return text if len(text) <= WIDEST else f"...{text[3 - WIDEST :]}"
-
-
-def _aligned(rows: list[tuple[str, list[str]]]) -> list[str]:
-    first = max(len(label) for label, _ in rows)
-    widths = [max(map(len, column)) for column in zip(*(cells for _, cells in rows), strict=True)]
-    return [
-        f"{label:<{first}}  {'  '.join(f'{cell:>{width}}' for cell, width in zip(cells, widths, strict=True))}".rstrip()
-        for label, cells in rows
-    ]

@@ -19,9 +19,8 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from ddnn.report.calibrate import calibrate
-from ddnn.report.measured import Measurement, read_measured
-from ddnn.report.scaling import Job, Way, epoch_seconds
+from ddnn.report.measured import read_measured
+from ddnn.report.scaling import Job, Measurement, Way, calibrate, epoch_seconds
 from ddnn.reproduce.corpus import TestSet, test_digest
 from ddnn.reproduce.records import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors, write_record
 from ddnn.reproduce.runs import OutputLayout, PlannedRun

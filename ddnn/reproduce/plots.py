@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ddnn.report.figures import COLOURS, MARKERS, legend_below, legend_height, new_figure, save, style, tidy
+from ddnn.report.figures import COLOURS, MARKERS, legend_below, legend_height, log2_axes, new_figure, save, style, tidy
 from ddnn.reproduce.cells import Cell, Metric
 from ddnn.reproduce.measure import SpeedUp
 from ddnn.util.text import plural
@@ -178,12 +178,7 @@ def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
                       markersize=max(5, 12 - 4 * number),  # equally fast ones appear inside each other
                       markerfacecolor=color if filled else "white", markevery=range(len(start), len(points)),
                       linewidth=1.6, label=f"{_escape(own[0].label)}: {words}")  # fmt: skip
-    axes.set_yscale("log", base=2)
-    axes.set_xscale("log", base=2)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(powers)
-        axis.set_major_formatter("{x:g}")
-        axis.set_tick_params(which="minor", length=0)
+    log2_axes(axes, powers)
     tidy(axes, _escape(title), "workers", "speed-up over one worker (times)")
     legend_below(figure, axes)
     return save(figure, path)

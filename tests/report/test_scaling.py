@@ -21,16 +21,17 @@ from ddnn.data.transform import splice_only
 from ddnn.nn.acoustic_model import AcousticModel, save_model
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network
-from ddnn.report.calibrate import calibrate
-from ddnn.report.measured import Measurement, network_dims, operations_of, parameters_of, read_measured
+from ddnn.report.measured import network_dims, operations_of, parameters_of, read_measured
 from ddnn.report.scale_command import ScaleOptions, Scaling, scale
 from ddnn.report.scaling import (
     OVERLAPPING,
     STRATEGIES,
     Constants,
     Job,
+    Measurement,
     Way,
     averagings,
+    calibrate,
     comm_seconds,
     epoch_seconds,
     fit_not_negative,
