@@ -29,7 +29,7 @@ from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
 from ddnn.nn.layers import mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace, initialize
-from ddnn.nn.precision import choose_arithmetic, seconds_per_call
+from ddnn.nn.precision import Factors, choose_arithmetic, seconds_per_call
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.step import EagerStep, make_step
@@ -279,16 +279,21 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
         optimizer.update(TINY_LR, task.minibatch)
 
     products = matrix_products(workspace)
+
+    def gemm() -> None:
+        for factors in products:
+            arithmetic.matmul(*factors)
+
     passes()  # so that no part works on what was in the memory before
     return {
-        "gemm": lambda: [arithmetic.matmul(*factors) for factors in products],
+        "gemm": gemm,
         "passes": passes,
         "update": update,
         "data": lambda: next(batches),
     }
 
 
-def matrix_products(workspace: Workspace) -> list[tuple[Tensor, Tensor, Tensor]]:
+def matrix_products(workspace: Workspace) -> list[Factors]:
     """The factors and results of all matrix products of one training step, in its order, on memory of the sizes that
     the step uses.
 
@@ -300,7 +305,9 @@ def matrix_products(workspace: Workspace) -> list[tuple[Tensor, Tensor, Tensor]]
     def noise(*shape: int, dtype: torch.dtype = a.dtype) -> Tensor:
         return torch.randn(shape, device=device).mul_(0.01).to(dtype)
 
-    forward, backward, gradients = [], [], []
+    forward: list[Factors] = []
+    backward: list[Factors] = []
+    gradients: list[Factors] = []
     y, grad = torch.empty(0), torch.empty(0)
     for i, layer in enumerate(workspace.compute.layers):
         if layer.gemm is None:

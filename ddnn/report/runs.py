@@ -126,7 +126,7 @@ def _summary(run: Run, base: Run | None) -> Summary:
     known = [(sizes, number) for sizes, number in sent if sizes is not None]
     return Summary(
         workers=workers,
-        epochs=max((row.epoch for row in (*metrics.train, *metrics.cv, *rows)), default=0),
+        epochs=max((last, *(row.epoch for row in (*metrics.train, *metrics.cv)))),
         warmup_loss=None if metrics.warmup is None else metrics.warmup.loss,
         best_loss=None if best is None else best.loss,
         best_accuracy=None if best is None else best.frame_accuracy,
