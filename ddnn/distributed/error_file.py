@@ -2,7 +2,7 @@
 
 The reports go through an anonymous file of the launcher, which the workers of the same host open by /proc: nothing is
 left behind, whoever is killed. Workers on other hosts, and all where the system has no such files, print to stderr.
-Imports nothing but Python's own modules, since the process of a watchdog uses it, too.
+Imports no installed package, since the process of a watchdog uses it, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ddnn.distributed.mpirun import EXIT_RESUMABLE
 
 ERROR_FILE = "DDNN_ERROR_FILE"
 """Environment variable: path of the launcher's file, a colon, and the name that it must have there: on another host the
@@ -47,13 +49,26 @@ class ErrorFile:
         """What the workers need in their environment."""
         return {} if self._file is None else {ERROR_FILE: f"/proc/{os.getpid()}/fd/{self._file}:{self._name}"}
 
-    def read(self) -> Reports:
-        """What has been reported; afterwards the file is empty."""
+    def read(self, killed: bool = False) -> Reports:
+        """What has been reported; afterwards the file is empty.
+
+        The first worker that fails ends the others by SIGTERM, so what a worker says of a signal counts only where
+        nothing else has ended it before.
+
+        Args:
+            killed: whether it is known that a worker was killed, which then is what has ended the others.
+        """
         if self._file is None:
             return Reports()
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)
         os.ftruncate(self._file, 0)
-        entries = [json.loads(line) for line in content.decode(errors="replace").splitlines()]
+        entries = []
+        for entry in map(json.loads, content.decode(errors="replace").splitlines()):
+            if not _by_signal(entry):
+                killed = True
+            elif killed:
+                continue
+            entries.append(entry)
         messages: dict[str, str] = {}
         for entry in sorted(
             (e for e in entries if "message" in e and "hung" not in e), key=lambda entry: entry["rank"]
@@ -62,7 +77,8 @@ class ErrorFile:
             messages.setdefault(entry["message"].split(": ", 2)[-1], entry["message"])
         codes = [entry["exit_code"] for entry in entries if "exit_code" in entry]
         hung = [entry["message"] for entry in entries if "hung" in entry]
-        return Reports(tuple(messages.values()), hung[0] if hung else None, codes[-1] if codes else None)
+        code = min(codes, key=lambda code: code == EXIT_RESUMABLE, default=None)  # the first, 75 only if there is none
+        return Reports(tuple(messages.values()), hung[0] if hung else None, code)
 
     def close(self) -> None:
         """Frees the file."""
@@ -89,6 +105,12 @@ def report_exit_code(code: int, environment: Mapping[str, str] = os.environ) -> 
 def report_hung(rank: int, message: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Reports why a worker is killed by its watchdog; False where no launcher listens on this host."""
     return _append({"rank": rank, "message": message, "hung": True}, environment)
+
+
+def _by_signal(entry: Mapping[str, Any]) -> bool:
+    """Whether a worker reports that a signal has ended it."""
+    code = int(entry.get("exit_code", 0))
+    return code == EXIT_RESUMABLE or code > 128
 
 
 def _append(entry: Mapping[str, Any], environment: Mapping[str, str]) -> bool:

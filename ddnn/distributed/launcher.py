@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -228,10 +229,12 @@ class _Launcher:
         variables |= self.errors.environment
         if self._restart is not None:
             variables[RESTART] = json.dumps(asdict(self._restart))
+        killed = False
         try:
             code = self.signals.run(command, variables)
+            killed = self.signals.first is None and code > 128 and code - 128 not in (*STOP_SIGNALS, signal.SIGUSR1)
         finally:
-            reports = self.errors.read()
+            reports = self.errors.read(killed)
             if reports.messages:
                 sys.stderr.write("".join(["\n", *reports.messages]))  # mpirun's own last line does not end
                 sys.stderr.flush()

@@ -9,14 +9,17 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from distributed.mpi_worlds import all_gone, launch, need_mpi
 
 from ddnn.distributed.communicator import SingleProcess
+from ddnn.distributed.error_file import ErrorFile, report_error, report_exit_code, report_hung
 from ddnn.distributed.failures import all_stop_on_error, message_and_code
 from ddnn.distributed.mpirun import EXIT_KILLED
 from ddnn.util.errors import DivergedError, UserError
@@ -168,3 +171,45 @@ def test_messages_name_the_worker() -> None:
     assert message_and_code(comm, DivergedError("the loss is nan"))[1] == 3
     assert message_and_code(comm, dist.DistError("connection reset"))[1] == EXIT_KILLED
     assert [message_and_code(comm, SystemExit(code))[1] for code in (None, 0, 5, "text")] == [0, 0, 5, 1]
+
+
+BAD_DATA, INTERRUPTED, STOPPED_143, HUNG = (
+    (1, "ddnn: worker 1 on n: error: bad data\n", 2),
+    (0, "ddnn: worker 0 on n: interrupted\n", 143),
+    (2, "ddnn: worker 2 on n: stopped with 143\n", 143),
+    (3, "ddnn: worker 3 on n made no progress and was killed\n"),
+)
+
+
+@pytest.mark.parametrize(
+    ("reported", "killed", "messages", "code"),
+    [
+        ([], False, [], None),
+        # mpirun ends the others of a worker that fails by SIGTERM
+        ([BAD_DATA, INTERRUPTED, STOPPED_143], False, [BAD_DATA], 2),
+        ([BAD_DATA, 75], False, [BAD_DATA], 2),
+        ([75, BAD_DATA], False, [BAD_DATA], 2),
+        ([75, 75], False, [], 75),
+        ([75, INTERRUPTED], False, [INTERRUPTED], 143),
+        ([INTERRUPTED, BAD_DATA], False, [INTERRUPTED, BAD_DATA], 143),
+        ([INTERRUPTED, STOPPED_143], False, [INTERRUPTED, STOPPED_143], 143),
+        ([BAD_DATA, (0, "ddnn: worker 0 on n: error: bad data\n", 3)], False, [(0, "ddnn: worker 0 on n: error: bad data\n")], 2),
+        # the job is to be started again
+        ([HUNG, INTERRUPTED, 75], False, [], None),
+        ([INTERRUPTED, 75], True, [], None),
+        ([BAD_DATA, INTERRUPTED], True, [BAD_DATA], 2),
+    ],
+)  # fmt: skip
+def test_the_first_error_counts(reported: list[Any], killed: bool, messages: list[Any], code: int | None) -> None:
+    with closing(ErrorFile()) as errors:
+        for report in reported:
+            if isinstance(report, int):
+                assert report_exit_code(report, errors.environment)
+            elif report is HUNG:
+                assert report_hung(*report, errors.environment)
+            else:
+                assert report_error(*report, errors.environment)
+        found = errors.read(killed)
+        assert (found.messages, found.exit_code) == (tuple(message[1] for message in messages), code)
+        assert found.hung == (HUNG[1] if HUNG in reported else None)
+        assert errors.read().exit_code is None, "it was emptied"

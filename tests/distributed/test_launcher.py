@@ -124,6 +124,15 @@ def test_an_error_that_a_worker_reports_is_not_retried(capfd: pytest.CaptureFixt
     assert capfd.readouterr().err == "\nddnn: worker 1 on n1: error: bad data\n"
 
 
+def test_workers_that_the_end_of_a_killed_one_interrupts_do_not_prevent_a_restart(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    interrupted = {"rank": 1, "message": "ddnn: worker 1 on n1: interrupted\n", "exit_code": 143}
+    assert launch({"code": 137, "error": interrupted}, {"code": 0}) == 0
+    assert read_restart(attempts()[1][1]) == Restart(1, "a worker was killed by SIGKILL")
+    assert "interrupted" not in capfd.readouterr().err
+
+
 def test_restarts_without_a_newer_checkpoint_are_limited(capfd: pytest.CaptureFixture[str]) -> None:
     ends = [KILLED, {"code": 137, "checkpoint": 1}, KILLED, KILLED]
     assert launch(*ends, max_restarts=2) == 137
