@@ -15,6 +15,7 @@ from ddnn.recipe.checks import contradictions, is_read
 from ddnn.recipe.keys import REQUIRED, keys, keys_of, sections, suggest_key
 from ddnn.recipe.schema import VARIANTS, Recipe
 from ddnn.recipe.source import (
+    MOST_PROBLEMS,
     SourceTree,
     SourceValue,
     configs_folder,
@@ -29,8 +30,6 @@ from ddnn.recipe.source import (
 )
 from ddnn.util.errors import RecipeError
 
-MOST_PROBLEMS = 50
-"""Shown of what is wrong with a recipe; where as many keys are unknown it is something else."""
 MOST_FILES = 20
 """That a recipe may include, directly or not."""
 OUTPUT_PATHS = ("data.cache_dir",)
@@ -42,11 +41,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
 
     Paths in the result are absolute. A key set to null takes its default.
 
-    Args:
-        path: the YAML file.
-        overrides: as given to `--set`.
-        must_exist: whether a data path that does not exist is a problem. False is for recipes of finished runs, whose
-            training data may be gone.
+    `must_exist`: whether a data path that does not exist is a problem; the data of finished runs may be gone.
 
     Raises:
         RecipeError: with all problems of all sources, one a line.
@@ -97,7 +92,7 @@ def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: 
     found = read_yaml(path)
     tree.problems += found.problems
     include = SourceValue(None, "")
-    for name in sorted(filter(_is_include, found.values)):
+    for name in sorted(filter(_is_include, found.values), key=lambda name: name != "include"):
         given = found.values.pop(name)
         include = given if name == "include" else SourceValue({}, given.source)
     names = _included(include, tree)

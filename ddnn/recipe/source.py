@@ -10,7 +10,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,8 +27,8 @@ MOST_VALUES = 3000
 """Keys and values of one file: a recipe has 200, and a tenth of a second goes into reading so many."""
 MOST_DIGITS = 40
 """More than any key takes. Longer ones stay text: Python refuses to convert thousands."""
-MOST_SUGGESTIONS = 50
-"""Of keys: where more are unknown, it is something else."""
+MOST_PROBLEMS = 50
+"""Where as many keys are unknown it is something else."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -179,7 +179,7 @@ def parse_setting(setting: str) -> SourceTree:
 def validate(
     model: type[Model], tree: SourceTree, location: Path, *, hint: str, error: type[UserError] = DataError
 ) -> Model:
-    """A model of what a file says; "3" is no number.
+    """A `model` without inner ones, of what a file says; "3" is no number.
 
     Raises:
         UserError: of the class `error`, at `location`: all that is wrong, one a line.
@@ -226,29 +226,19 @@ def _describe(error: ValidationError, model: type[BaseModel], tree: SourceTree) 
     """A sentence for each thing that pydantic found wrong: "KEY: VALUE found: why", with the source where it is known."""
     lines = []
     for number, detail in enumerate(error.errors(include_url=False, include_context=False)):
-        place = [part for part in detail["loc"] if part != "[key]"]
-        name = ".".join(map(str, place))
+        name = ".".join(str(part) for part in detail["loc"] if part != "[key]")
         if detail["type"] == "missing":
             text = f"{name}: missing"
         elif detail["type"] == "extra_forbidden":
-            meant = f"; {_nearest(str(place[-1]), model, place[:-1])}" if number < MOST_SUGGESTIONS else ""
-            text = f"{format_key(name)}: unknown key{meant}"
+            near = difflib.get_close_matches(name, model.model_fields, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(model.model_fields)}"
+            text = f"{format_key(name)}: unknown key{f'; {meant}' if number < MOST_PROBLEMS else ''}"
         else:
             why = detail["msg"].removeprefix("Value error, ")
             text = f"{name}: {format_value(detail['input'])} found: {why}" if name else why
         source = tree.source_of(name) if name else None
         lines.append(text if source is None else str(Problem(text, source)))
     return lines
-
-
-def _nearest(unknown: str, model: type[BaseModel], above: Sequence[int | str]) -> str:
-    for part in above:
-        inner = model.model_fields[part].annotation if isinstance(part, str) and part in model.model_fields else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return "it is not known here"
-        model = inner
-    near = difflib.get_close_matches(unknown, model.model_fields, n=1)
-    return f"did you mean {near[0]}?" if near else f"the keys are {', '.join(model.model_fields)}"
 
 
 class _Refused(yaml.MarkedYAMLError):
@@ -285,10 +275,7 @@ class _Loader(yaml.SafeLoader):
 _NULL = "tag:yaml.org,2002:null"
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
     _NULL: (r"(?:~|null|Null|NULL|)", lambda text: None),
-    "tag:yaml.org,2002:bool": (
-        r"(?i:true|false|yes|no|on|off)",
-        lambda text: text.lower() in ("true", "yes", "on"),
-    ),
+    "tag:yaml.org,2002:bool": (r"(?i:true|false|yes|no|on|off)", lambda text: text.lower() in ("true", "yes", "on")),
     "tag:yaml.org,2002:int": (r"[-+]?[0-9]+", lambda text: int(text) if len(text) <= MOST_DIGITS else text),
     "tag:yaml.org,2002:float": (
         r"(?:[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))",

@@ -115,49 +115,31 @@ def available_memory(root: Path = ROOT) -> int | None:
     """Bytes that this process can have without swapping: what the machine has left, or what its control group allows
     (a container's, a Slurm job's) if that is less. None where the system does not say. `root`: where proc and sys are.
     """
-    found = [limit for limit in (_of_machine(root), *_of_control_groups(root)) if limit is not None]
+    machine = [line.split()[1] for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    found = [*(int(kilobytes) * 1024 for kilobytes in machine), *_left_to_control_groups(root)]
     return max(0, min(found)) if found else None
 
 
-def _of_machine(root: Path) -> int | None:
-    """Linux's MemAvailable: free, or in use as cache."""
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _of_control_groups(root: Path) -> Iterator[int | None]:
-    """What is left in the control groups of this process and all above them, of version 1 and 2."""
-    mounted = root / "sys/fs/cgroup"
+def _left_to_control_groups(root: Path) -> Iterator[int]:
+    """The limit less what is in use, of the control groups of this process and all above them, of version 1 and 2."""
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0":
-            for group in _upwards(mounted, path):
-                limits = [_number(group / name) for name in ("memory.max", "memory.high")]
-                yield _left(group, min((x for x in limits if x is not None), default=None), "memory.current", "")
+            mounted, limits, usage, prefix = "", ("memory.max", "memory.high"), "memory.current", ""
         elif "memory" in controllers.split(","):
-            for group in _upwards(mounted / "memory", path):
-                yield _left(group, _number(group / "memory.limit_in_bytes"), "memory.usage_in_bytes", "total_")
-
-
-def _upwards(mounted: Path, path: str) -> Iterator[Path]:
-    """The folder of a control group and those above it, up to where they are mounted: in a container often all that
-    can be seen."""
-    parts = [part for part in path.strip().split("/") if part not in ("", "..")]
-    for length in range(len(parts), -1, -1):
-        yield mounted.joinpath(*parts[:length])
-
-
-def _left(group: Path, limit: int | None, usage: str, prefix: str) -> int | None:
-    """The limit less what is in use. Files in the cache count as used, but give way."""
-    used = _number(group / usage)
-    if limit is None or used is None:
-        return None
-    names = (f"{prefix}inactive_file", f"{prefix}active_file")
-    pairs = (line.split() for line in _lines(group / "memory.stat"))
-    return limit - used + sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names)
+            mounted, limits, usage, prefix = "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        parts = [part for part in path.strip().split("/") if part not in ("", "..")]
+        for length in range(len(parts), -1, -1):  # up to where they are mounted: in a container often all there is
+            group = root.joinpath("sys/fs/cgroup", mounted, *parts[:length])
+            limit = min((found for name in limits if (found := _number(group / name)) is not None), default=None)
+            used = _number(group / usage)
+            if limit is not None and used is not None:
+                counts = (line.split() for line in _lines(group / "memory.stat"))
+                cached = (f"{prefix}inactive_file", f"{prefix}active_file")  # counts as used, but gives way
+                yield limit - used + sum(int(count[1]) for count in counts if len(count) == 2 and count[0] in cached)
 
 
 def _number(path: Path) -> int | None:
