@@ -126,9 +126,9 @@ def _left_to_control_groups(root: Path) -> Iterator[int]:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0":
-            mounted, limits, usage, prefix = "", ("memory.max", "memory.high"), "memory.current", ""
+            mounted, limits, usage, prefix = "", ["memory.max", "memory.high"], "memory.current", ""
         elif "memory" in controllers.split(","):
-            mounted, limits, usage, prefix = "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
+            mounted, limits, usage, prefix = "memory", ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"
         else:
             continue
         parts = [part for part in path.strip().split("/") if part not in ("", "..")]
