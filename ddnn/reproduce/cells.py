@@ -1,44 +1,37 @@
-"""The cells of a table: the runs of a condition with a number of workers, and their metrics."""
+"""The figures of a table: its cells, which are the runs of a condition with a number of workers; metrics; speed-ups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ddnn.report.scaling import calibrate, epoch_seconds
 from ddnn.reproduce.corpus import ReproduceConfig
-from ddnn.reproduce.records import RunRecord
-from ddnn.reproduce.tables import Condition, Table
+from ddnn.reproduce.records import MeasuredEpoch, RunRecord
+from ddnn.reproduce.tables import BASE, Condition, Table, paper
+from ddnn.util.errors import UserError
 from ddnn.util.text import plural
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A result of a run, in percent.
-
-    Attributes:
-        kind: frame accuracy on the cross-validation set, frame accuracy on a test set, word error rate, or share of
-            the runs that diverged.
-        name: of the test set, or of test set and graph; "" where there is none.
-    """
+    """A result of a run, in percent: frame accuracy on the cross-validation set or a test set, word error rate, or the
+    share of the runs that diverged."""
 
     kind: Literal["cv", "frames", "words", "diverged"]
-    name: str = ""
-
-    @property
-    def title(self) -> str:
-        """For headings, with the unit."""
-        return f"{self.label} (%)"
+    name: str = ""  # of the test set, or of test set and graph
 
     @property
     def label(self) -> str:
-        """The same without the unit."""
-        return {
-            "cv": "CV frame accuracy",
-            "frames": f"{self.name} frame accuracy",
-            "words": f"{self.name} WER",
-            "diverged": "runs that diverged",
-        }[self.kind]
+        """For headings, without the unit."""
+        named = {"cv": "CV frame accuracy", "frames": f"{self.name} frame accuracy", "words": f"{self.name} WER"}
+        return named.get(self.kind, "runs that diverged")
+
+    @property
+    def title(self) -> str:
+        """The same with the unit."""
+        return f"{self.label} (%)"
 
     @property
     def lower_is_better(self) -> bool:
@@ -52,24 +45,15 @@ class Metric:
         if record.failed is not None:
             return None
         if self.kind == "words":
-            words = record.wers.get(self.name)
-            return None if words is None else words.wer
+            return record.wers[self.name].wer if self.name in record.wers else None
         metrics = record.cv if self.kind == "cv" else record.tests.get(self.name)
         return None if metrics is None else 100.0 * metrics.frame_accuracy
 
 
-DIVERGED = Metric("diverged")
-
-
 @dataclass(frozen=True)
 class Cell:
-    """The runs of a condition with a number of workers.
-
-    Attributes:
-        condition: as of the table, before the corpus's `aliases`.
-        runs: by seed, including those that diverged.
-        expected: how many there should be.
-    """
+    """The runs of a condition (as of the table) with a number of workers, by seed, including those that diverged; and
+    how many are expected."""
 
     condition: Condition
     workers: int
@@ -93,8 +77,7 @@ class Cell:
 
     def values(self, metric: Metric) -> dict[int, float]:
         """Seed -> percent, of the runs that have it."""
-        values = {run.seed: metric.value(run) for run in self.runs}
-        return {seed: value for seed, value in values.items() if value is not None}
+        return {run.seed: value for run in self.runs if (value := metric.value(run)) is not None}
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`."""
@@ -109,14 +92,15 @@ def find_cell(config: ReproduceConfig, records: Mapping[str, RunRecord], conditi
     return Cell(condition, workers, tuple(sorted(runs, key=lambda run: run.seed)), len(config.seeds))
 
 
+def base_cell(config: ReproduceConfig, records: Mapping[str, RunRecord]) -> Cell:
+    """The paper's condition on one worker."""
+    return find_cell(config, records, Condition(name=BASE, label=BASE), 1)
+
+
 def table_cells(
     config: ReproduceConfig, table: Table, records: Mapping[str, RunRecord], missing: Iterable[str] = ()
 ) -> list[Cell]:
-    """All cells of a table, row by row; without extensions that this corpus has no recipe for.
-
-    Args:
-        missing: names of runs without a record.
-    """
+    """All cells of a table, row by row; without extensions that have neither a record nor a `missing` run."""
     known = {name.rsplit("-", 2)[0] for name in missing} | {record.condition for record in records.values()}
     return [
         find_cell(config, records, condition, workers)
@@ -145,3 +129,79 @@ def main_accuracy(metrics: Iterable[Metric]) -> Metric | None:
     """The frame accuracy that counts: of the first test set with alignments, else of the cross-validation set."""
     by_kind = sorted((m for m in metrics if m.kind in ("frames", "cv")), key=lambda metric: metric.kind != "frames")
     return by_kind[0] if by_kind else None
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """T(1) / T(workers) of a condition: measured on machines of one kind; predicted by the scaling model
+    (docs/scaling.md) from times of runs in which no two workers shared a core; or the paper's."""
+
+    condition: str
+    label: str
+    workers: int
+    speed_up: float
+    kind: Literal["measured", "predicted", "paper"]
+
+
+def speed_ups(
+    conditions: Iterable[Condition], workers: Sequence[int], records: Mapping[str, RunRecord]
+) -> list[SpeedUp]:
+    """Of all conditions with figures: the paper's, those measured, and the model's for the other sizes.
+
+    Only runs on one kind of machine are compared: on the kind that has most of a condition's sizes.
+    """
+    result: list[SpeedUp] = []
+    kinds = sorted({_machine_kind(record) for record in records.values()})
+    for condition in conditions:
+        name, label = condition.name, condition.label
+        published = paper().published_speed_ups.get(name, {})
+        result += [SpeedUp(name, label, n, value, "paper") for n, value in published.items()]
+        by_kind = [
+            (_fastest(records, BASE, 1, kind), {n: _fastest(records, name, n, kind) for n in workers if n > 1})
+            for kind in kinds
+        ]
+        measured = [(single, several) for single, several in by_kind if single is not None]
+        if not measured:
+            continue
+        single, several = max(measured, key=lambda item: sum(epoch is not None for epoch in item[1].values()))
+        known = {n: epoch for n, epoch in several.items() if epoch is not None}
+        result.append(SpeedUp(name, label, 1, 1.0, "measured"))
+        result += [SpeedUp(name, label, n, single.seconds / epoch.seconds, "measured") for n, epoch in known.items()]
+        predicted = _predicted([n for n in several if n not in known], single, known)
+        result += [SpeedUp(name, label, n, value, "predicted") for n, value in predicted.items()]
+    return result
+
+
+def _machine_kind(record: RunRecord) -> str:
+    """Its processor, or Slurm."""
+    return record.machine.split(",")[0]
+
+
+def _fastest(records: Mapping[str, RunRecord], condition: str, workers: int, kind: str) -> MeasuredEpoch | None:
+    """Of the runs of a condition in which every worker had a core of its own; None where there is no such run.
+
+    The fastest: the others may have shared the machine with other work.
+    """
+    epochs = [
+        record.measured
+        for record in records.values()
+        if (record.condition, record.workers, _machine_kind(record)) == (condition, workers, kind)
+        and record.measured is not None
+        and record.time is not None
+        and record.time.cores >= workers
+    ]
+    return min(epochs, key=lambda epoch: epoch.seconds, default=None)
+
+
+def _predicted(sizes: Sequence[int], single: MeasuredEpoch, several: Mapping[int, MeasuredEpoch]) -> dict[int, float]:
+    """Workers -> speed-up by the scaling model; empty where it cannot be fitted."""
+    measured = [single.to_measurement(1), *(epoch.to_measurement(n) for n, epoch in several.items())]
+    if not several:
+        return {}
+    try:
+        parameters = calibrate(measured).constants
+    except UserError:  # runs of different networks or minibatches: one model does not fit them
+        return {}
+    way = measured[-1].way
+    base = epoch_seconds(parameters, way, 1)
+    return {n: base / epoch_seconds(parameters, way, n) for n in sizes}

@@ -14,22 +14,13 @@ from tempfile import TemporaryFile
 from types import FrameType
 from typing import NoReturn
 
-from ddnn.recipe.load import load_recipe
-from ddnn.reproduce.corpus import ReproduceConfig, TestSet, find_corpus, load_config
-from ddnn.reproduce.executor_local import LocalExecutor
-from ddnn.reproduce.executor_slurm import MAX_LINES, JobReport, SlurmExecutor, check_sbatch
-from ddnn.reproduce.measure import speed_ups, with_kaldi_wer
+from ddnn.reproduce.cells import speed_ups
+from ddnn.reproduce.corpus import ReproduceConfig, find_corpus, load_config
+from ddnn.reproduce.executor import MAX_LINES, JobReport, LocalExecutor, SlurmExecutor, check_sbatch
+from ddnn.reproduce.measure import with_kaldi_wer
 from ddnn.reproduce.records import RunRecord, read_records
 from ddnn.reproduce.report import build_report
-from ddnn.reproduce.runs import (
-    OutdatedRecords,
-    OutputLayout,
-    PlannedRun,
-    missing_runs,
-    outdated_runs,
-    plan_runs,
-    recipe_digest,
-)
+from ddnn.reproduce.runs import OutdatedRecords, OutputLayout, PlannedRun, missing_runs, plan_runs
 from ddnn.reproduce.tables import Table, select_tables
 from ddnn.slurm import SlurmOptions
 from ddnn.training.run_status import DBN, FINAL
@@ -45,44 +36,26 @@ DECODING = ("kaldi_decoder", "kaldifst", "kaldialign")
 
 @dataclass(frozen=True)
 class Options:
-    """Of the command line.
+    """Of the command line."""
 
-    Attributes:
-        corpus: its name or folder.
-        out: for run dirs, RBMs, logs; None is exp/reproduce/CORPUS.
-        records: folder of the records; None is `out`/records.
-        report: the report's files without their suffix; None is `out`/report.
-        seeds, workers: only these are executed; None: all. The report has all that exist.
-        cores: to share; None: all that this process may use.
-        dry_run: show what is missing, execute nothing, write nothing.
-        report_only: execute nothing.
-        retry_diverged: also execute what diverged before.
-        slurm: execute the runs as jobs; None: on this machine.
-    """
-
-    corpus: str
-    out: Path | None
-    records: Path | None
-    report: Path | None
-    seeds: tuple[int, ...] | None
+    corpus: str  # its name or folder
+    out: Path | None  # for run dirs, RBMs, logs; None is exp/reproduce/CORPUS
+    records: Path | None  # folder of the records; None is `out`/records
+    report: Path | None  # the report's files without their suffix; None is `out`/report
+    seeds: tuple[int, ...] | None  # only these are executed; None: all. The report has all that exist
     workers: tuple[int, ...] | None
     device: str
-    cores: int | None
-    dry_run: bool
-    report_only: bool
-    retry_diverged: bool
-    slurm: SlurmOptions | None = None
+    cores: int | None  # to share; None: all that this process may use
+    dry_run: bool  # show what is missing, execute nothing, write nothing
+    report_only: bool  # execute nothing
+    retry_diverged: bool  # also execute what diverged before
+    slurm: SlurmOptions | None = None  # execute the runs as jobs; None: on this machine
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a call would execute on this machine.
-
-    Attributes:
-        runs: names.
-        trained: those of them that have a model, which is only evaluated.
-        dbns: seeds of the RBMs.
-    """
+    """What a call would execute on this machine: runs by name, those of them that have a model and are only evaluated,
+    seeds of RBMs."""
 
     runs: list[str]
     trained: list[str]
@@ -107,30 +80,18 @@ class DryRun:
 
 @dataclass(frozen=True)
 class ReproduceResult:
-    """What exists now, and what is missing.
-
-    Attributes:
-        tables: their names.
-        records: how many of their runs have one that counts.
-        missing: names of runs that have none.
-        not_selected: those of the missing that --seeds and --workers exclude.
-        errors: why runs failed, a sentence each.
-        files: that were written.
-        summary: of the report, for `--json`.
-        jobs: of --slurm, where there was something to do.
-        dry_run: of --dry-run, where there are no jobs.
-    """
+    """What exists now, and what is missing. Tables and runs by their names."""
 
     tables: tuple[str, ...]
-    records: int
-    missing: tuple[str, ...]
-    not_selected: tuple[str, ...]
+    records: int  # how many of the runs have one that counts
+    missing: tuple[str, ...]  # runs that have none
+    not_selected: tuple[str, ...]  # those of the missing that --seeds and --workers exclude
     outdated: OutdatedRecords
-    errors: tuple[str, ...] = ()
-    files: tuple[Path, ...] = ()
-    summary: Mapping[str, object] | None = None
-    jobs: JobReport | None = None
-    dry_run: DryRun | None = None
+    errors: tuple[str, ...] = ()  # why runs failed, a sentence each
+    files: tuple[Path, ...] = ()  # that were written
+    summary: Mapping[str, object] | None = None  # of the report, for `--json`
+    jobs: JobReport | None = None  # of --slurm, where there was something to do
+    dry_run: DryRun | None = None  # of --dry-run, where there are no jobs
 
     def as_dict(self) -> dict[str, object]:
         """For `--json`."""
@@ -152,13 +113,9 @@ class ReproduceResult:
         """A few lines."""
         lines = [f"{', '.join(self.tables)}: {plural(self.records, 'run')} recorded, {len(self.missing)} missing"]
         lines += self.outdated.to_lines()
-        if self.jobs is not None:
-            lines += self.jobs.to_lines()
-        elif self.dry_run is not None:
-            lines += self.dry_run.to_lines()
-        else:
-            lines += _listed("missing", self.missing)
-        if self.not_selected and (self.jobs is not None or self.dry_run is not None):
+        plan = self.jobs or self.dry_run
+        lines += plan.to_lines() if plan else _listed("missing", self.missing)
+        if plan and self.not_selected:
             lines.append(f"{len(self.not_selected)} more missing and not selected (--seeds, --workers)")
         return "\n".join([*lines, *(f"report: {path}" for path in self.files)])
 
@@ -211,8 +168,7 @@ def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], 
     if not options.dry_run:
         if execute and options.slurm is not None:
             check_sbatch()
-        folders = {"--out": layout.output_dir, "--records": layout.records} if execute else {}
-        _check_writable(folders, report_path)
+        _check_writable({"--out": layout.output_dir, "--records": layout.records} if execute else {}, report_path)
     errors: list[str] = []
     jobs = None
     if execute and (options.slurm or not options.dry_run):
@@ -227,72 +183,53 @@ def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], 
         records=len(plan.runs) - len(missing),
         missing=missing,
         not_selected=tuple(run.name for run in missing_runs(others, records)),
-        outdated=outdated_runs(plan.runs, records),
+        outdated=OutdatedRecords.of(plan.runs, records),
         errors=tuple(errors),
         jobs=jobs,
     )
     if options.dry_run:
         return result if jobs is not None else replace(result, dry_run=_dry_run(plan, records, execute))
     counting = {run.name: records[run.name] for run in plan.runs if run.is_recorded(records)}
-    counting = with_kaldi_wer(counting, plan.runs, plan.layout, plan.config.tests)
-    speeds = [
-        speed
-        for table in plan.tables
-        if table.kind == "speed"
-        for speed in speed_ups(table.conditions, plan.config.workers, counting)
-    ]
+    counting = with_kaldi_wer(counting, plan.runs, layout, plan.config.tests)
+    by_speed = [table.conditions for table in plan.tables if table.kind == "speed"]
+    speeds = [speed for conditions in by_speed for speed in speed_ups(conditions, plan.config.workers, counting)]
     document = build_report(plan.config, plan.tables, counting, _command(names, options), missing, speeds)
     return replace(result, files=tuple(document.write(report_path)), summary=document.summary)
 
 
 def _make_plan(names: tuple[str, ...], options: Options) -> _Plan:
-    tables = select_tables(names)
-    folder = find_corpus(options.corpus)
+    """UserError where an option does not fit the corpus, or a package is missing that would be needed hours later."""
+    tables, folder = select_tables(names), find_corpus(options.corpus)
     config = load_config(folder)
-    if not options.dry_run:
-        _check_packages(() if options.report_only else config.tests)
-    for values, known, option in (
-        (options.seeds, config.seeds, "--seeds"),
-        (options.workers, config.workers, "--workers"),
-    ):
-        unknown = sorted(set(values or ()) - set(known))
-        if unknown:
-            message = f"{unknown[0]} found, the corpus has {', '.join(map(str, known))}"
-            raise UserError(message, location=option, hint="name some of these")
-    out = options.out or Path("exp", "reproduce", folder.absolute().name)
-    runs = plan_runs(config, folder, tables)
-    dbn_digest = recipe_digest(load_recipe(folder / config.dbn_recipe)) if any(run.from_dbn for run in runs) else ""
-    layout = OutputLayout(out, options.records or out / "records", dbn_digest)
-    return _Plan(config, folder, tables, runs, _selected(runs, options), layout, options)
-
-
-def _check_packages(tests: Sequence[TestSet]) -> None:
-    """UserError where decoding or drawing would fail after hours of training for want of a package."""
-    decoding = DECODING if any(test.graphs for test in tests) else ()
+    decoding = DECODING if any(test.graphs for test in config.tests) and not options.report_only else ()
     absent = [name for name in (*decoding, "matplotlib") if find_spec(name) is None]
-    if absent:
+    if absent and not options.dry_run:
         raise UserError(
             f"not installed: {', '.join(absent)}: the models could not be decoded, or the plots not drawn",
             hint="pip install 'ddnn[decode,report]'",
         )
-
-
-def _selected(runs: Sequence[PlannedRun], options: Options) -> list[PlannedRun]:
-    """The runs of --seeds and --workers; UserError where there is none."""
-    selected = [
-        run
-        for run in runs
-        if (options.seeds is None or run.seed in options.seeds)
-        and (options.workers is None or run.workers in options.workers)
-    ]
+    chosen = {
+        "--seeds": (options.seeds or config.seeds, config.seeds),
+        "--workers": (options.workers or config.workers, config.workers),
+    }
+    for option, (values, known) in chosen.items():
+        if unknown := sorted(set(values) - set(known)):
+            message = f"{unknown[0]} found, the corpus has {', '.join(map(str, known))}"
+            raise UserError(message, location=option, hint="name some of these")
+    runs = plan_runs(config, folder, tables)
+    (seeds, _), (sizes, _) = chosen.values()
+    selected = [run for run in runs if run.seed in seeds and run.workers in sizes]
     if runs and not selected:
-        seeds, sizes = sorted({run.seed for run in runs}), sorted({run.workers for run in runs})
+        numbers = ({run.seed for run in runs}, {run.workers for run in runs})
+        seeds_there, sizes_there = (", ".join(map(str, sorted(found))) for found in numbers)
         raise UserError(
             "no run of these tables has these seeds and workers",
             location="--seeds, --workers",
-            hint=f"name some of the seeds {', '.join(map(str, seeds))} and of the workers {', '.join(map(str, sizes))}",
+            hint=f"name some of the seeds {seeds_there} and of the workers {sizes_there}",
         )
-    return selected
+    out = options.out or Path("exp", "reproduce", folder.absolute().name)
+    layout = OutputLayout(out, options.records or out / "records")
+    return _Plan(config, folder, tables, runs, selected, layout, options)
 
 
 def _read_records(folder: Path, options: Options) -> dict[str, RunRecord]:
@@ -336,10 +273,7 @@ def _check_writable(folders: Mapping[str, Path], report_path: Path) -> None:
 @contextmanager
 def exclusive(output_dir: Path) -> Iterator[int]:
     """Holds the lock of the output directory for the block; yields its descriptor, for processes that hold it too.
-
-    Raises:
-        UserError: another call holds it, or the directory cannot be created.
-    """
+    UserError where another call holds it, or the directory cannot be created."""
     ensure_directory(output_dir)
     lock = FileLock(output_dir / LOCK)
     try:
@@ -359,11 +293,11 @@ def exclusive(output_dir: Path) -> Iterator[int]:
 def _dry_run(plan: _Plan, records: Mapping[str, RunRecord], execute: bool) -> DryRun:
     layout, runs = plan.layout, plan.to_execute(records) if execute else []
     trained = [run for run in runs if (layout.run_dir(run) / FINAL).exists()]
-    seeds = dict.fromkeys(run.seed for run in runs if run.from_dbn and run not in trained)
+    dbns = {run.seed: layout.dbn_dir(run) / DBN for run in runs if run.dbn_digest and run not in trained}
     return DryRun(
         runs=[run.name for run in runs],
         trained=[run.name for run in trained],
-        dbns=[seed for seed in seeds if not (layout.dbn_dir(seed) / DBN).exists()],
+        dbns=[seed for seed, path in dbns.items() if not path.exists()],
         out=layout.output_dir,
         cores=plan.options.cores or usable_cores(),
     )
@@ -376,7 +310,7 @@ def _execute(
     options, runs, start = plan.options, plan.to_execute(records), time.monotonic()
     recorded = len(plan.runs) - len(missing_runs(plan.runs, records))
     report(f"{len(plan.runs)} runs, {recorded} recorded; {len(runs)} to execute in {plan.layout.output_dir}")
-    for line in outdated_runs(runs, records).to_lines() if not options.dry_run else ():
+    for line in OutdatedRecords.of(runs, records).to_lines() if not options.dry_run else ():
         report(line)
     # Where jobs are submitted there are rarely GPUs.
     device = options.device if options.slurm is None or options.device == "cpu" else "auto"

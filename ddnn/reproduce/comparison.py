@@ -1,21 +1,33 @@
-"""Whether what the paper says of two conditions is confirmed on a corpus."""
+"""Whether what the paper says of two conditions is confirmed on a corpus: verdicts, by bootstrap intervals.
+
+Word error rates: paired, over speakers and seeds (Bisani and Ney, ICASSP 2004). Whole speakers are drawn, since the
+errors in the utterances of one speaker are not independent: intervals over utterances are too narrow. Frame accuracies:
+over seeds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from ddnn.reproduce.bootstrap import Estimate, bootstrap_seeds, bootstrap_wer
-from ddnn.reproduce.cells import DIVERGED, Cell, Metric, find_cell, main_accuracy, metrics_of
+from ddnn.reproduce.cells import Cell, Metric, base_cell, find_cell, main_accuracy, metrics_of
 from ddnn.reproduce.corpus import ReproduceConfig
-from ddnn.reproduce.records import RunRecord, WordErrors
-from ddnn.reproduce.tables import BASE, Condition, Hypothesis, Side, Table
+from ddnn.reproduce.records import RunRecord
+from ddnn.reproduce.tables import Hypothesis, Table
 from ddnn.util.text import plural
 
+REPLICATES = 10_000
+SEED = 20_150_701
+MAX_ENUMERATED = 5
+"""Seeds of which all n**n resamples are enumerated (3,125); of more, `REPLICATES` are drawn."""
+INTERVAL = (0.025, 0.975)
+CHUNK = 1 << 20
+"""Speakers drawn at a time: some 30 MB."""
 MIN_SEEDS = 3
 """Two differences have the same sign one time in two: that says nothing."""
 MIN_SPEAKERS = 5
@@ -23,6 +35,7 @@ MIN_SPEAKERS = 5
 MAX_WORDS = 1 << 31
 """Of a run's utterances together: what 64 bits can still multiply."""
 
+Integers = npt.NDArray[np.int64]
 Resampled = Literal["speakers", "utterances", "seeds", ""]
 Word = Literal[
     "confirmed",
@@ -33,8 +46,88 @@ Word = Literal[
     "inconclusive",
     "not tested",
 ]
+DIVERGED = Metric("diverged")
 SIGNIFICANT: tuple[Word, ...] = ("confirmed", "contradicted")
 """Verdicts by a metric whose interval does not contain 0."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A difference in percentage points, positive where the one that is expected to be better is; its uncertainty."""
+
+    difference: float
+    low: float  # ends of the 95 % percentile interval
+    high: float
+    prob_improvement: float  # share of the replicates in which the difference is above 0
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval does not contain 0."""
+        return self.low > 0.0 or self.high < 0.0
+
+
+def bootstrap_wer(
+    worse: Integers, better: Integers, words: Integers, speakers: Integers, replicates: int = REPLICATES
+) -> Estimate:
+    """Paired bootstrap of a difference of word error rates, over speakers and seeds.
+
+    Each replicate draws as many runs as there are, and as many speakers, both with replacement. A run comes with its
+    partner of the same seed, a speaker with all utterances and their errors in all runs. The interval is about other
+    speakers and other seeds.
+
+    Args:
+        worse, better: word errors, (runs, utterances), in the same order of seeds.
+        words: of each utterance's reference; the sum is above 0.
+        speakers: number of each utterance's speaker.
+
+    Returns:
+        WER(worse) - WER(better) in percentage points; the same arguments give the same result.
+    """
+    # Whole numbers: a replicate without a difference is 0, not 1e-17.
+    rows = np.vstack([worse - better, words])
+    block = np.unique(speakers, return_inverse=True)[1]
+    sums = np.zeros((len(rows), block.max() + 1), dtype=np.int64)
+    np.add.at(sums.T, block, rows.T)
+    gain, spoken = sums[:-1], sums[-1]
+    runs, blocks = gain.shape
+    percent = 100.0 / runs
+    run_rng, speaker_rng = np.random.default_rng(SEED + 1), np.random.default_rng(SEED)
+    chunk = max(1, CHUNK // blocks)
+    differences = []
+    for start in range(0, replicates, chunk):
+        size = min(chunk, replicates - start)
+        resampled_runs = run_rng.integers(0, runs, size=(size, runs))
+        resampled = speaker_rng.integers(0, blocks, size=(size, blocks))
+        total = spoken[resampled].sum(axis=1)
+        gained = np.zeros(size, dtype=np.int64)
+        for run in range(runs):
+            gained += (resampled_runs == run).sum(axis=1) * gain[run][resampled].sum(axis=1)
+        differences.append(percent * gained[total > 0] / total[total > 0])
+    return _estimate(percent * float(gain.sum()) / float(words.sum()), np.concatenate(differences))
+
+
+def bootstrap_seeds(differences: Sequence[float]) -> Estimate:
+    """Bootstrap of the mean of differences in percentage points, two or more, that are paired by seed.
+
+    Up to five seeds all resamples are enumerated. With two or three the interval reaches from the lowest to the highest
+    difference: it does not contain 0 exactly where all differences have the same sign, which three that mean nothing
+    have one time in four.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    n = len(values)
+    if n < 2:
+        raise ValueError(f"{n} differences have no interval, expected two or more")
+    if n <= MAX_ENUMERATED:
+        resampled: npt.NDArray[Any] = np.indices((n,) * n).reshape(n, -1).T
+    else:
+        resampled = np.random.default_rng(SEED).integers(0, n, size=(REPLICATES, n))
+    return _estimate(float(values.mean()), values[resampled].mean(axis=1))
+
+
+def _estimate(difference: float, replicates: npt.NDArray[np.float64]) -> Estimate:
+    # A replicate itself, none in between: of 27 replicates one is 3.7 %, and the lowest is the end of the interval.
+    low, high = np.quantile(replicates, INTERVAL, method="inverted_cdf")
+    return Estimate(difference, float(low), float(high), float((replicates > 0.0).mean()))
 
 
 @dataclass(frozen=True)
@@ -52,36 +145,24 @@ class Verdict:
 
 @dataclass(frozen=True)
 class MetricResult:
-    """Two cells by one metric.
-
-    Attributes:
-        better, worse: mean in percent over the common seeds; None without any.
-        seeds: how many both have.
-        difference: in percentage points, positive where `better` is better.
-        estimate: its interval; None where it was not tested.
-        resampled: what the bootstrap drew.
-    """
+    """Two cells by one metric."""
 
     metric: Metric
-    better: float | None
+    better: float | None  # mean in percent over the common seeds; None without any
     worse: float | None
-    seeds: int
-    difference: float | None
-    estimate: Estimate | None
-    resampled: Resampled
+    seeds: int  # how many both have
+    difference: float | None  # in percentage points, positive where `better` is better
+    estimate: Estimate | None  # None where it was not tested
+    resampled: Resampled  # by the bootstrap
     verdict: Verdict
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`."""
-        estimate = self.estimate
         return {
             "metric": self.metric.label,
-            "better": self.better,
-            "worse": self.worse,
-            "seeds": self.seeds,
-            "difference": self.difference,
-            "interval": [estimate.low, estimate.high] if estimate else None,
-            "prob_improvement": estimate.prob_improvement if estimate else None,
+            **{name: getattr(self, name) for name in ("better", "worse", "seeds", "difference")},
+            "interval": [self.estimate.low, self.estimate.high] if self.estimate else None,
+            "prob_improvement": self.estimate.prob_improvement if self.estimate else None,
             "resampled": self.resampled,
             "verdict": self.verdict.word,
             "why": self.verdict.why,
@@ -90,12 +171,7 @@ class MetricResult:
 
 @dataclass(frozen=True)
 class HypothesisResult:
-    """A hypothesis of a table on a corpus.
-
-    Attributes:
-        differing_dbn_seeds: seeds of which the two runs began with different RBMs; runs that did not both begin with
-            RBMs are not among them.
-    """
+    """A hypothesis of a table on a corpus."""
 
     table: Table
     hypothesis: Hypothesis
@@ -103,7 +179,7 @@ class HypothesisResult:
     worse: Cell
     results: tuple[MetricResult, ...]
     verdict: Verdict
-    differing_dbn_seeds: tuple[int, ...] = ()
+    differing_dbn_seeds: tuple[int, ...]  # of which both runs began with RBMs, but with different ones
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`."""
@@ -119,22 +195,6 @@ class HypothesisResult:
         }
 
 
-@dataclass(frozen=True)
-class Degradation:
-    """Frame accuracy of `base` on one worker minus that of a cell, in percentage points, paired by seed."""
-
-    cell: Cell
-    percentage_points: float
-    seeds: int
-    estimate: Estimate | None
-
-    def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
-        interval = [self.estimate.low, self.estimate.high] if self.estimate else None
-        figures = {"percentage_points": self.percentage_points, "seeds": self.seeds, "interval": interval}
-        return {**self.cell.to_dict(), **figures}
-
-
 def compare(
     config: ReproduceConfig, table: Table, hypothesis: Hypothesis, records: Mapping[str, RunRecord]
 ) -> HypothesisResult:
@@ -147,35 +207,31 @@ def compare(
     single diverged run gives no direction.
     """
     better, worse = (
-        _find_side(config, table, side, records) for side in (hypothesis.expected_better, hypothesis.expected_worse)
+        find_cell(config, records, table.condition(name), config.max_workers if size == "max" else size)
+        for name, size in (hypothesis.expected_better, hypothesis.expected_worse)
     )
     metrics = metrics_of(config, [*better.runs, *worse.runs])
     main = main_accuracy(metrics)
     diverged = [cell for cell in (better, worse) if cell.num_diverged]
     given = _untested(better, worse)
-    results = tuple(
-        _compare_by(metric, better, worse, given) for metric in (*metrics, *([DIVERGED] if diverged else []))
+    results = tuple(_compare_by(m, better, worse, given) for m in (*metrics, *([DIVERGED] if diverged else [])))
+    verdict = given or overall_verdict(
+        [
+            result
+            for result in results
+            if result.metric == main
+            or result.metric.kind == "words"
+            or (result.metric == DIVERGED and result.verdict.word in SIGNIFICANT)
+        ]
     )
-    counting = [
-        result
-        for result in results
-        if result.metric == main
-        or result.metric.kind == "words"
-        or (result.metric == DIVERGED and result.verdict.word in SIGNIFICANT)
-    ]
-    verdict = given or overall_verdict(counting)
     contrary = [r.metric.label for r in results if {r.verdict.word, verdict.word} == set(SIGNIFICANT)]
     why = [verdict.why] if verdict.why else []
     why += [f"not by {', '.join(contrary)}"] if contrary else []
     if not given:
         why += [f"{cell.num_diverged} of {plural(len(cell.runs), 'run')} of {cell.title} diverged" for cell in diverged]
-    verdict = replace(verdict, why="; ".join(why))
-    return HypothesisResult(table, hypothesis, better, worse, results, verdict, _differing_dbn_seeds(better, worse))
-
-
-def _find_side(config: ReproduceConfig, table: Table, side: Side, records: Mapping[str, RunRecord]) -> Cell:
-    name, size = side
-    return find_cell(config, records, table.condition(name), config.max_workers if size == "max" else size)
+    dbns = {run.seed: run.dbn for run in better.runs if run.dbn}
+    differing = tuple(run.seed for run in worse.runs if run.dbn and dbns.get(run.seed, run.dbn) != run.dbn)
+    return HypothesisResult(table, hypothesis, better, worse, results, replace(verdict, why="; ".join(why)), differing)
 
 
 def overall_verdict(results: Sequence[MetricResult]) -> Verdict:
@@ -191,26 +247,6 @@ def overall_verdict(results: Sequence[MetricResult]) -> Verdict:
     return Verdict(words.pop(), f"by {', '.join(result.metric.label for result in significant)}" if significant else "")
 
 
-def degradations(
-    config: ReproduceConfig, cells: Iterable[Cell], records: Mapping[str, RunRecord]
-) -> tuple[Metric | None, list[Degradation]]:
-    """How much worse each cell is than `base` on one worker; cells without a common seed do not appear.
-
-    Returns:
-        The metric, and the degradations.
-    """
-    base = find_cell(config, records, Condition(name=BASE, label=BASE), 1)
-    metric = main_accuracy(metrics_of(config, records.values()))
-    if metric is None:
-        return None, []
-    result = []
-    for cell in cells:
-        differences = _paired(base.values(metric), cell.values(metric))
-        if differences and cell.runs != base.runs:
-            result.append(Degradation(cell, fmean(differences), len(differences), _over_seeds(differences)))
-    return metric, result
-
-
 def _untested(better: Cell, worse: Cell) -> Verdict | None:
     """The verdict where there is nothing to test."""
     if better.runs and better.runs == worse.runs:
@@ -219,11 +255,6 @@ def _untested(better: Cell, worse: Cell) -> Verdict | None:
         if not cell.runs:
             return Verdict("not tested", f"no runs of: {cell.title}")
     return None
-
-
-def _differing_dbn_seeds(better: Cell, worse: Cell) -> tuple[int, ...]:
-    dbns = {run.seed: run.dbn for run in better.runs if run.dbn}
-    return tuple(run.seed for run in worse.runs if run.dbn and dbns.get(run.seed, run.dbn) != run.dbn)
 
 
 def _compare_by(metric: Metric, better: Cell, worse: Cell, given: Verdict | None) -> MetricResult:
@@ -272,9 +303,9 @@ def _over_seeds(differences: Sequence[float]) -> Estimate | None:
 
 
 def _over_speakers(metric: Metric, better: Cell, worse: Cell, seeds: Sequence[int]) -> tuple[Estimate, Resampled] | str:
-    """The estimate and what was drawn; "" where the errors by utterance are unknown; else why they cannot be compared."""
+    """The estimate and what was drawn; "" where errors by utterance are unknown; else why they cannot be compared."""
     sides = [[run.wers[metric.name] for run in cell.valid if run.seed in seeds] for cell in (worse, better)]
-    counts: list[WordErrors] = [*sides[0], *sides[1]]
+    counts = [*sides[0], *sides[1]]
     first = counts[0]
     if any(not count.words for count in counts):
         return ""
@@ -289,3 +320,33 @@ def _over_speakers(metric: Metric, better: Cell, worse: Cell, seeds: Sequence[in
     worse_errors, better_errors = (np.array([count.errors for count in side], dtype=np.int64) for side in sides)
     words, blocks = (np.array(values, dtype=np.int64) for values in (first.words, speakers))
     return bootstrap_wer(worse_errors, better_errors, words, blocks), "speakers" if first.speakers else "utterances"
+
+
+@dataclass(frozen=True)
+class Degradation:
+    """Frame accuracy of `base` on one worker minus that of a cell, in percentage points, paired by seed."""
+
+    cell: Cell
+    percentage_points: float
+    seeds: int
+    estimate: Estimate | None
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        interval = [self.estimate.low, self.estimate.high] if self.estimate else None
+        figures = {"percentage_points": self.percentage_points, "seeds": self.seeds, "interval": interval}
+        return {**self.cell.to_dict(), **figures}
+
+
+def degradations(
+    config: ReproduceConfig, cells: Iterable[Cell], records: Mapping[str, RunRecord]
+) -> tuple[Metric | None, list[Degradation]]:
+    """The metric, and how much worse each cell is than `base` on one worker; not of cells without a common seed."""
+    base = base_cell(config, records)
+    metric = main_accuracy(metrics_of(config, records.values()))
+    result = []
+    for cell in cells if metric is not None else ():
+        differences = _paired(base.values(metric), cell.values(metric))
+        if differences and cell.runs != base.runs:
+            result.append(Degradation(cell, fmean(differences), len(differences), _over_seeds(differences)))
+    return metric, result

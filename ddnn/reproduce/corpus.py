@@ -1,4 +1,4 @@
-"""`reproduce.yaml` beside the recipes of a corpus: its numbers of workers and seeds, and what its models are tested on."""
+"""`reproduce.yaml` beside the recipes of a corpus: numbers of workers, seeds, and what its models are tested on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 import ddnn
 from ddnn.recipe.source import read_yaml
-from ddnn.reproduce.tables import FrozenModel, Name
+from ddnn.reproduce.tables import FrozenModel, Name, first_error
 from ddnn.util.errors import DataError, UserError
 
 FILE = "reproduce.yaml"
@@ -27,42 +27,31 @@ class TestSet(FrozenModel):
 
     __test__ = False  # not one of pytest's
 
-    name: Name
-    """What the tables call it."""
-    data: Path
-    """A Kaldi data dir."""
-    alignments: Path | None = None
-    """Its alignments: for the frame accuracy."""
-    text: Path | None = None
-    """The reference; with `graphs`."""
-    graphs: dict[Name, Path] = Field(default={})
-    """Name of a language model -> Kaldi graph dir, decoded by `ddnn score`. None: word error rates come from Kaldi."""
-    model: Path | None = None
-    """The `final.mdl` that the graphs were made with."""
-    acoustic_scales: tuple[Annotated[float, Field(gt=0.0, lt=100.0)], ...] = (0.07, 0.1, 0.143)
-    """The best one counts, for each run by itself."""
+    name: Name  # what the tables call it
+    data: Path  # a Kaldi data dir
+    alignments: Path | None = None  # its alignments, for the frame accuracy
+    text: Path | None = None  # the reference; with `graphs`
+    graphs: dict[Name, Path] = Field(default={})  # language model -> Kaldi graph dir; none: WERs come from Kaldi
+    model: Path | None = None  # the final.mdl that the graphs were made with
+    acoustic_scales: tuple[Annotated[float, Field(gt=0.0, lt=100.0)], ...] = (
+        0.07,
+        0.1,
+        0.143,
+    )  # each run's best counts
 
 
 class ReproduceConfig(FrozenModel):
-    """What to run on a corpus."""
+    """What to run on a corpus, which the tables call `name`."""
 
     name: Name
-    """What the tables call it."""
-    recipes: str = "tables/{condition}.yaml"
-    """The recipe of a condition, relative to this file; `{workers}` where each size has one of its own."""
-    dbn_recipe: str = "tables/base.yaml"
-    """The recipe of the RBMs; the runs of a seed share one DBN."""
-    aliases: dict[Name, Name] = Field(default={})
-    """Condition -> the condition that it equals on this corpus, and whose runs it shares: minibatch-256: base."""
+    recipes: str = "tables/{condition}.yaml"  # relative to this file; `{workers}` where each size has one of its own
+    dbn_recipe: str = "tables/base.yaml"  # of the RBMs; the runs of a seed share one DBN
+    aliases: dict[Name, Name] = Field(default={})  # condition -> the one that it equals here and whose runs it shares
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = (1, 2, 3)
-    workers: tuple[Annotated[int, Field(ge=1, le=10_000)], ...]
-    """Numbers of workers, smallest first."""
-    max_workers: Annotated[int, Field(ge=2, le=10_000)]
-    """The size of "many" in tables that compare one worker with many."""
-    notes: dict[Name, Annotated[str, Field(max_length=4000)]] = Field(default={})
-    """Name of a table -> what a reader has to know of it on this corpus; `all` comes at the top."""
-    tests: tuple[TestSet, ...] = ()
-    """By name in the file."""
+    workers: tuple[Annotated[int, Field(ge=1, le=10_000)], ...]  # smallest first
+    max_workers: Annotated[int, Field(ge=2, le=10_000)]  # of tables that compare one worker with many
+    notes: dict[Name, Annotated[str, Field(max_length=4000)]] = Field(default={})  # of tables here; `all` is at the top
+    tests: tuple[TestSet, ...] = ()  # by name in the file
 
     def recipe_name(self, condition: str) -> str:
         """The condition whose recipe and runs count for this one."""
@@ -71,11 +60,7 @@ class ReproduceConfig(FrozenModel):
 
 def find_corpus(name: str) -> Path:
     """The folder of a corpus: `recipes/NAME` in the working directory, a folder with a reproduce.yaml, that file, or
-    `recipes/NAME` in ddnn's checkout.
-
-    Raises:
-        UserError: there is none.
-    """
+    `recipes/NAME` in ddnn's checkout; UserError where there is none."""
     if Path(name).name == FILE and Path(name).is_file():
         return Path(name).parent
     candidates = [Path("recipes", name), Path(name)]
@@ -104,9 +89,7 @@ def load_config(folder: Path) -> ReproduceConfig:
     try:
         config = ReproduceConfig.model_validate(tree)
     except ValidationError as error:
-        detail = error.errors(include_url=False, include_context=False)[0]
-        key = ".".join(map(str, detail["loc"])) or "the file"
-        raise DataError(f"{key}: {detail['msg']}", location=path, hint=_HINT) from error
+        raise DataError(first_error(error), location=path, hint=_HINT) from error
     if not config.seeds or len(set(config.seeds)) < len(config.seeds):
         raise DataError(f"seeds: {list(config.seeds)} found, expected one or more, each once", location=path)
     if "{condition}" not in config.recipes:
@@ -130,27 +113,6 @@ def _read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def test_digest(tests: Sequence[TestSet]) -> str:
-    """SHA-256 of what models are tested on and how: names and sizes of files, not the folders that hold them."""
-    fields = [
-        [t.name, list(t.acoustic_scales), [file_fingerprint(p) for p in (t.data, t.alignments, t.text, t.model)]]
-        + [[name, file_fingerprint(path)] for name, path in sorted(t.graphs.items())]
-        for t in tests
-    ]
-    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-
-def file_fingerprint(path: Path | None) -> list[object]:
-    """What identifies a file or folder wherever it is: its name, and the size of it or of the files directly in it.
-
-    Scripts (.scp) do not count: they hold paths.
-    """
-    if path is None:
-        return []
-    files = list(path.iterdir()) if path.is_dir() else [path]
-    return [path.name, sum(file.stat().st_size for file in files if file.is_file() and file.suffix != ".scp")]
-
-
 def _with_absolute_paths(test: TestSet, folder: Path) -> TestSet:
     if test.graphs and (test.model is None or test.text is None):
         raise DataError(f"test {test.name}: graphs need `model` and `text`", location=folder / FILE)
@@ -171,3 +133,24 @@ def _with_absolute_paths(test: TestSet, folder: Path) -> TestSet:
     changes = {key: resolve(key, value) for key in keys if (value := getattr(test, key)) is not None}
     graphs = {name: resolve(f"graphs.{name}", path) for name, path in test.graphs.items()}
     return test.model_copy(update={**changes, "graphs": graphs})
+
+
+def test_digest(tests: Sequence[TestSet]) -> str:
+    """SHA-256 of what models are tested on and how: names and sizes of files, not the folders that hold them."""
+    fields = [
+        [t.name, list(t.acoustic_scales), [file_fingerprint(p) for p in (t.data, t.alignments, t.text, t.model)]]
+        + [[name, file_fingerprint(path)] for name, path in sorted(t.graphs.items())]
+        for t in tests
+    ]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def file_fingerprint(path: Path | None) -> list[object]:
+    """What identifies a file or folder wherever it is: its name, and the size of it or of the files directly in it.
+
+    Scripts (.scp) do not count: they hold paths.
+    """
+    if path is None:
+        return []
+    files = list(path.iterdir()) if path.is_dir() else [path]
+    return [path.name, sum(file.stat().st_size for file in files if file.is_file() and file.suffix != ".scp")]

@@ -1,4 +1,4 @@
-"""From run dirs to records: the final model evaluated, decoded and scored; speed-ups from the times of records.
+"""From a run dir to its record: the final model evaluated, decoded and scored.
 
 `python -m ddnn.reproduce.measure FOLDER` evaluates a run in a process of its own, which can be stopped or killed
 without harm to others.
@@ -7,26 +7,23 @@ without harm to others.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 from pydantic import ValidationError
 
 from ddnn.report.measured import read_measured
-from ddnn.report.scaling import Job, Measurement, Way, calibrate, epoch_seconds
 from ddnn.reproduce.corpus import TestSet, test_digest
 from ddnn.reproduce.records import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors, write_record
 from ddnn.reproduce.runs import OutputLayout, PlannedRun
-from ddnn.reproduce.sclite import best_scores
-from ddnn.reproduce.tables import BASE, Condition, FrozenModel, paper
-from ddnn.training.metrics import EpochRow, Metrics, WorkerRow, read_metrics
+from ddnn.reproduce.tables import FrozenModel
+from ddnn.training.metrics import EpochRow, Metrics, read_metrics
 from ddnn.training.run_status import METRICS
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
@@ -35,16 +32,26 @@ from ddnn.util.system import device_name
 MODULE = "ddnn.reproduce.measure"
 TASK = "task.json"
 MAX_BYTES = 1 << 20
-"""Of a task: thousands of paths."""
-DECODE_PREFIX = "decode-"
-"""Folder in a run dir: decode-TEST, where Kaldi decodes a test set that has no graph here, and scores it."""
+"""Of a task: thousands of paths. Of sclite's summary, which has a line of some hundred bytes for each speaker."""
+PAPER_NAMES = {("eval2000", "swbd"): "SWB", ("eval2000", "callhm"): "CH"}
+"""Kaldi's data dir and subset -> the paper's name. Other test sets have a `swbd` too: it is not the paper's SWB."""
+
+_N = r"[0-9]{1,9}(?:\.[0-9]{1,4})?"
+_FOLDER = re.compile(r"score_[0-9]{1,4}(?:_[0-9]{1,4}(?:\.[0-9]{1,4})?)?")
+_SUMMARY = re.compile(r"([A-Za-z0-9_-]{1,60})\.ctm(?:\.([A-Za-z0-9_-]{1,60}))?\.filt\.(sys|raw)")
+_TOTALS_LINE = re.compile(r"[ \t]*\|?[ \t]*(Sum/Avg|Sum)[ \t]*(?:\|.*)?")
+_TOTALS = re.compile(
+    rf"[ \t]*\|?[ \t]*(Sum/Avg|Sum)[ \t]*\|[ \t]*{_N}[ \t]+({_N})[ \t]*"
+    rf"\|[ \t]*{_N}(?:[ \t]+{_N}){{3}}[ \t]+({_N})[ \t]+{_N}[ \t]*(?:\|.*)?"
+)
+"""sentences and words | correct, sub, del, ins, all errors, sentence errors: in `.sys` (Sum/Avg) percentages."""
+_HINT = "score again with Kaldi's local/score.sh, or remove the file"
 
 
 class EvaluationTask(FrozenModel):
-    """A finished training to be evaluated."""
+    """A finished training to be evaluated; the results are added to its `record`."""
 
     record: RunRecord
-    """Which run it is; the results are added."""
     run_dir: Path
     tests: tuple[TestSet, ...]
     device: str
@@ -71,13 +78,10 @@ def _read_task(path: Path) -> EvaluationTask:
 
 
 def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
-    """The record of a finished training.
+    """The record of a finished training, as if it had been trained on this machine; but `time.cores` is 0: unknown.
 
     Args:
         scratch: folder for the log-likelihoods of a test set while it is decoded.
-
-    Returns:
-        As if it had been trained on this machine, but `time.cores` is 0: unknown.
 
     Raises:
         UserError: a test set is damaged or does not fit the model.
@@ -106,7 +110,7 @@ def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
             "tests": tests,
             "wers": wers,
             "time": time_breakdown(metrics),
-            "measured": measured_epoch(run_dir),
+            "measured": _measured_epoch(run_dir),
             "machine": device_name(task.device),
             "date": time.strftime("%Y-%m-%d"),
             "version": f"ddnn {version('ddnn')}, torch {torch.__version__}",
@@ -120,10 +124,39 @@ def _frame_metrics(row: EpochRow) -> FrameMetrics | None:
     return FrameMetrics(loss=row.loss, frame_accuracy=row.frame_accuracy)
 
 
+def _measured_epoch(run_dir: Path) -> MeasuredEpoch | None:
+    """What the scaling model starts from; None where the metrics do not say."""
+    try:
+        epoch = read_measured(run_dir)[0]
+    except UserError:
+        return None
+    return MeasuredEpoch.of(epoch)
+
+
+def time_breakdown(metrics: Metrics) -> TimeBreakdown:
+    """Where the time of a training went, over all its epochs."""
+    rows = metrics.workers
+    ranks = max(1, len({row.rank for row in rows}))
+
+    def seconds(*names: str) -> float | None:
+        parts = ((row.seconds or 0.0) * (getattr(row, f"{name}_fraction") or 0.0) for row in rows for name in names)
+        return sum(parts) / ranks if rows else None
+
+    sent = [row.bytes_sent for row in rows if row.bytes_sent is not None]
+    return TimeBreakdown(
+        seconds=sum(row.seconds or 0.0 for row in metrics.train if row.epoch > 0),
+        compute_seconds=seconds("compute", "data"),
+        comm_seconds=sum(row.comm_seconds or 0.0 for row in rows) / ranks if rows else None,
+        wait_seconds=seconds("wait"),
+        averagings=sum(row.averagings for row in rows if row.rank == 0),
+        bytes_sent=fmean(sent) * len({row.epoch for row in rows}) if sent else None,
+    )
+
+
 def _word_errors(run_dir: Path, test: TestSet, device: str, scratch: Path) -> dict[str, WordErrors]:
     """Word errors with each graph; of a test set without graphs what Kaldi's scoring has left, if it has run."""
     if not test.graphs or test.model is None or test.text is None:
-        return read_kaldi_wer(run_dir, test)
+        return _kaldi_word_errors(run_dir, test)
     from ddnn.decoding.decoder import DecodeOptions
     from ddnn.decoding.prepare import prepare_decoding
     from ddnn.decoding.scoring import score
@@ -164,20 +197,14 @@ def speaker_numbers(data: Path, utterances: Sequence[str]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(speakers[utterance], len(numbers)) for utterance in utterances)
 
 
-def read_kaldi_wer(run_dir: Path, test: TestSet) -> dict[str, WordErrors]:
-    """What sclite counted of a decoding by Kaldi in the run dir's decode-TEST; empty where it has not run.
-
-    Raises:
-        DataError: sclite's summary is damaged.
-    """
-    scores = best_scores(run_dir / f"{DECODE_PREFIX}{test.name}")
-    return {name: WordErrors(wer=score.wer) for name, score in scores.items()}
-
-
 def with_kaldi_wer(
     records: Mapping[str, RunRecord], runs: Iterable[PlannedRun], layout: OutputLayout, tests: Iterable[TestSet]
 ) -> dict[str, RunRecord]:
-    """The records with the word error rates that Kaldi's scoring has left in the run dirs since; they are written."""
+    """The records with the word error rates that Kaldi's scoring has left in the run dirs since; they are written.
+
+    Raises:
+        DataError: sclite's summary is damaged, or two test sets have scores of the same name.
+    """
     result = dict(records)
     by_kaldi = [test for test in tests if not test.graphs]
     for run in runs if by_kaldi else []:
@@ -186,7 +213,7 @@ def with_kaldi_wer(
             continue
         wers: dict[str, WordErrors] = {}
         for test in by_kaldi:
-            more = read_kaldi_wer(run_dir, test)
+            more = _kaldi_word_errors(run_dir, test)
             if both := wers.keys() & more.keys():
                 raise DataError(f"two test sets have a {min(both)}", location=run_dir, hint="rename one of them")
             wers |= more
@@ -196,149 +223,78 @@ def with_kaldi_wer(
     return result
 
 
-def time_breakdown(metrics: Metrics) -> TimeBreakdown:
-    """Where the time of a training went, over all its epochs."""
-    rows = metrics.workers
-    ranks = max(1, len({row.rank for row in rows}))
-
-    def seconds(*names: str) -> float:
-        parts = ((row.seconds or 0.0) * (getattr(row, f"{name}_fraction") or 0.0) for row in rows for name in names)
-        return sum(parts) / ranks
-
-    return TimeBreakdown(
-        seconds=sum(row.seconds or 0.0 for row in metrics.train if row.epoch > 0),
-        compute_seconds=seconds("compute", "data") if rows else None,
-        comm_seconds=sum(row.comm_seconds or 0.0 for row in rows) / ranks if rows else None,
-        wait_seconds=seconds("wait") if rows else None,
-        averagings=sum(row.averagings for row in rows if row.rank == 0),
-        bytes_sent=_bytes_sent(rows),
-    )
+def _kaldi_word_errors(run_dir: Path, test: TestSet) -> dict[str, WordErrors]:
+    """What sclite counted of a decoding by Kaldi in the run dir's decode-TEST; empty where it has not run."""
+    return {name: WordErrors(wer=wer) for name, wer in best_scores(run_dir / f"decode-{test.name}").items()}
 
 
-def _bytes_sent(rows: Sequence[WorkerRow]) -> float | None:
-    known = [row.bytes_sent for row in rows if row.bytes_sent is not None]
-    return fmean(known) * len({row.epoch for row in rows}) if known else None
+def best_scores(decode_dir: Path) -> dict[str, float]:
+    """The lowest word error rates, in percent, of what Kaldi's `local/score_sclite.sh` (egs/swbd) leaves:
+
+        score_LMWT/NAME.ctm[.SUBSET].filt.{sys,raw}             s5b
+        score_LMWT_PENALTY/NAME.ctm[.SUBSET].filt.{sys,raw}     s5c, with a word insertion penalty
+
+    NAME is that of the data dir; eval2000 has the subsets `swbd` and `callhm`, rt03 `swbd` and `fsh`. `.sys` has
+    percentages with one decimal, `.raw` counts of words, which are preferred. The best weight counts for each subset by
+    itself, as in `utils/best_wer.sh`.
+
+    Returns:
+        By test set: NAME for the whole of it, SWB and CH for subsets of eval2000, "NAME SUBSET" for those of others.
+        Empty where nothing has been scored, or there is no such directory.
+
+    Raises:
+        DataError: a directory or a summary cannot be read, a summary is malformed, or two data dirs have been scored
+            into one directory.
+    """
+    scores: dict[str, float] = {}
+    owner = ""
+    for folder in filter(lambda entry: _FOLDER.fullmatch(entry.name), _entries(decode_dir)):
+        summaries: dict[tuple[str, str], Path] = {}  # data dir and subset ("" for all of it) -> file
+        for path in _entries(folder):
+            match = _SUMMARY.fullmatch(path.name)
+            if match is not None and (match[3] == "raw" or (match[1], match[2] or "") not in summaries):
+                summaries[match[1], match[2] or ""] = path
+        for (data, subset), summary in sorted(summaries.items()):
+            owner = owner or data
+            if data != owner:
+                message = f"two data dirs have been scored here, {owner} and {data}"
+                raise DataError(message, location=decode_dir, hint="decode each into a directory of its own")
+            name = PAPER_NAMES.get((data, subset), f"{data} {subset}".rstrip())
+            wer = read_summary(summary)
+            scores[name] = min(scores.get(name, wer), wer)
+    return dict(sorted(scores.items()))
 
 
-def measured_epoch(run_dir: Path) -> MeasuredEpoch | None:
-    """What the scaling model starts from; None where the metrics do not say."""
+def read_summary(path: Path) -> float:
+    """The word error rate of a `.sys` or `.raw`, in percent.
+
+    Raises:
+        DataError: it cannot be read, or does not have one line of totals as sclite writes it.
+    """
     try:
-        epoch = read_measured(run_dir)[0]
-    except UserError:
-        return None
-    return MeasuredEpoch(
-        strategy=epoch.way.strategy,
-        comm_dtype=epoch.way.comm_dtype,
-        overlap=epoch.way.overlap,
-        num_parameters=epoch.job.parameters,
-        flop_per_frame=epoch.job.operations,
-        minibatch_size=epoch.job.minibatch,
-        averaging_period=epoch.job.averaging_period,
-        frames=epoch.job.frames,
-        seconds=epoch.seconds,
-        comm_seconds=epoch.comm,
-        averagings=epoch.averagings,
-        compute_seconds=epoch.compute,
-        other_seconds=epoch.rest,
-        interval_seconds_std=epoch.block_std,
-        final_mean=epoch.final_mean,
-    )
+        text = read_bytes_limited(path, MAX_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise DataError(f"cannot read sclite's summary: {error.strerror}", location=path, hint=_HINT) from error
+    lines = [line for line in text.splitlines() if _TOTALS_LINE.fullmatch(line)]
+    totals = _TOTALS.fullmatch(lines[0]) if len(lines) == 1 else None
+    if totals is None:
+        shown = f"the totals {lines[0].strip()[:200]!r}" if len(lines) == 1 else f"{len(lines)} lines of totals"
+        expected = "expected 2 and then 6 numbers" if len(lines) == 1 else "expected one (Sum/Avg or Sum)"
+        raise DataError(f"not a summary of sclite: {shown} found, {expected}", location=path, hint=_HINT)
+    words, errors = float(totals[2]), float(totals[3])
+    if words < 1:
+        raise DataError("the reference has no words", location=path, hint="check the stm file that was scored against")
+    return 100.0 * errors / words if totals[1] == "Sum" else errors
 
 
-def _measurement(epoch: MeasuredEpoch, workers: int) -> Measurement:
-    return Measurement(
-        source="record",
-        workers=workers,
-        way=Way(epoch.strategy, epoch.comm_dtype, epoch.overlap),
-        job=Job(epoch.num_parameters, epoch.flop_per_frame, epoch.minibatch_size, epoch.averaging_period, epoch.frames),
-        seconds=epoch.seconds,
-        comm=epoch.comm_seconds,
-        averagings=epoch.averagings,
-        compute=epoch.compute_seconds,
-        rest=epoch.other_seconds,
-        block_std=epoch.interval_seconds_std,
-        final_mean=epoch.final_mean,
-    )
-
-
-@dataclass(frozen=True)
-class SpeedUp:
-    """T(1) / T(workers) of a condition.
-
-    Attributes:
-        kind: "measured" on machines of one kind; "predicted" by the scaling model (docs/scaling.md) from compute and
-            exchange times of runs in which no two workers shared a core; "paper": the paper's.
-    """
-
-    condition: str
-    label: str
-    workers: int
-    speed_up: float
-    kind: Literal["measured", "predicted", "paper"]
-
-
-def speed_ups(
-    conditions: Iterable[Condition], workers: Sequence[int], records: Mapping[str, RunRecord]
-) -> list[SpeedUp]:
-    """Of all conditions with figures: the paper's, those measured, and the model's for the other sizes.
-
-    Only runs on one kind of machine are compared: on the kind that has most of a condition's sizes.
-    """
-    result: list[SpeedUp] = []
-    kinds = sorted({_machine_kind(record) for record in records.values()})
-    for condition in conditions:
-        name, label = condition.name, condition.label
-        published = paper().published_speed_ups.get(name, {})
-        result += [SpeedUp(name, label, n, value, "paper") for n, value in published.items()]
-        by_kind = [
-            (_fastest(records, BASE, 1, kind), {n: _fastest(records, name, n, kind) for n in workers if n > 1})
-            for kind in kinds
-        ]
-        measured = [(single, several) for single, several in by_kind if single is not None]
-        if not measured:
-            continue
-        single, several = max(measured, key=lambda item: sum(epoch is not None for epoch in item[1].values()))
-        known = {n: epoch for n, epoch in several.items() if epoch is not None}
-        result.append(SpeedUp(name, label, 1, 1.0, "measured"))
-        result += [SpeedUp(name, label, n, single.seconds / epoch.seconds, "measured") for n, epoch in known.items()]
-        predicted = _predicted([n for n in several if n not in known], single, known)
-        result += [SpeedUp(name, label, n, value, "predicted") for n, value in predicted.items()]
-    return result
-
-
-def _machine_kind(record: RunRecord) -> str:
-    """Its processor, or Slurm."""
-    return record.machine.split(",")[0]
-
-
-def _fastest(records: Mapping[str, RunRecord], condition: str, workers: int, kind: str) -> MeasuredEpoch | None:
-    """Of the runs of a condition in which every worker had a core of its own; None where there is no such run.
-
-    The fastest: the others may have shared the machine with other work.
-    """
-    epochs = [
-        record.measured
-        for record in records.values()
-        if (record.condition, record.workers, _machine_kind(record)) == (condition, workers, kind)
-        and record.measured is not None
-        and record.time is not None
-        and record.time.cores >= workers
-    ]
-    return min(epochs, key=lambda epoch: epoch.seconds, default=None)
-
-
-def _predicted(sizes: Sequence[int], single: MeasuredEpoch, several: Mapping[int, MeasuredEpoch]) -> dict[int, float]:
-    """Workers -> speed-up by the scaling model; empty where it cannot be fitted."""
-    measured = [_measurement(single, 1), *(_measurement(epoch, n) for n, epoch in several.items())]
-    if len(measured) == 1:
-        return {}
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder, sorted; nothing if it does not exist."""
     try:
-        parameters = calibrate(measured).constants
-    except UserError:  # runs of different networks or minibatches: one model does not fit them
-        return {}
-    way = measured[-1].way
-    base = epoch_seconds(parameters, way, 1)
-    return {n: base / epoch_seconds(parameters, way, n) for n in sizes}
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise DataError(f"cannot list it: {error.strerror}", location=folder) from error
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The plots of `ddnn reproduce`: accuracies against workers or conditions, learning curves, speed-ups."""
+"""The plots of `ddnn reproduce`: accuracies against workers or conditions, learning curves, speed-ups.
+
+All raise UserError where matplotlib is missing, or the file cannot be written."""
 
 from __future__ import annotations
 
@@ -8,9 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ddnn.report.figures import COLOURS, MARKERS, legend_below, legend_height, log2_axes, new_figure, save, style, tidy
-from ddnn.reproduce.cells import Cell, Metric
-from ddnn.reproduce.measure import SpeedUp
+from ddnn.report.figures import legend_below, legend_height, log2_axes, new_figure, save, style, tidy
+from ddnn.reproduce.cells import Cell, Metric, SpeedUp
 from ddnn.util.text import plural
 
 if TYPE_CHECKING:
@@ -31,27 +32,20 @@ def draw_accuracies(title: str, cells: Sequence[Cell], metrics: Sequence[Metric]
     """A panel for each metric: mean over the seeds, a bar from the lowest to the highest, a dot for each seed.
 
     Workers run along the axis where there are more than two sizes, else conditions do.
-
-    Raises:
-        UserError: matplotlib is missing, or the file cannot be written.
     """
     sizes = list(dict.fromkeys(cell.workers for cell in cells))
     labels = list(dict.fromkeys(cell.condition.label for cell in cells))
     by_size = len(sizes) > 2
-    series = labels if by_size else [plural(size, "worker") for size in sizes]
+    names = [cell.condition.label if by_size else plural(cell.workers, "worker") for cell in cells]
+    series = list(dict.fromkeys(names))
     figure = new_figure(WIDTH, 4.8 + legend_height(series, WIDTH))
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for axes, metric in zip(panels, metrics, strict=True):
-        offsets = _offsets([cell.workers if by_size else cell.condition.label for cell in cells], cells, metric)
+        positions = [cell.workers if by_size else labels.index(cell.condition.label) for cell in cells]
+        offsets = _offsets(positions, cells, metric)
+        xs = [at * 2.0**by if by_size else at + by for at, by in zip(positions, offsets, strict=True)]
         for number, name in enumerate(series):
-            if by_size:
-                points = [(c, c.workers * 2.0**offset) for c, offset in zip(cells, offsets, strict=True)]
-                points = [(c, x) for c, x in points if c.condition.label == name]
-            else:
-                points = [
-                    (c, labels.index(c.condition.label) + offset) for c, offset in zip(cells, offsets, strict=True)
-                ]
-                points = [(c, x) for c, x in points if c.workers == sizes[number]]
+            points = [(cell, x) for cell, x, own in zip(cells, xs, names, strict=True) if own == name]
             _draw_series(axes, points, metric, number, _escape(name), joined=by_size)
         better = "lower" if metric.lower_is_better else "higher"
         x_label = "workers" if by_size else f"condition, {series[0]}" if len(series) == 1 else "condition"
@@ -60,13 +54,13 @@ def draw_accuracies(title: str, cells: Sequence[Cell], metrics: Sequence[Metric]
             low, high = axes.get_ylim()
             axes.set_ylim(low - 0.3 * (high - low), high)  # room for the text
         if by_size:
-            _worker_ticks(axes, sizes)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes)
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.tick_params(axis="x", which="minor", length=0)
         else:
-            slanted = sum(map(len, labels)) > 40
-            axes.set_xticks(
-                range(len(labels)), list(map(_escape, labels)),
-                rotation=20 if slanted else 0, ha="right" if slanted else "center",
-            )  # fmt: skip
+            rotation, side = (20, "right") if sum(map(len, labels)) > 40 else (0, "center")
+            axes.set_xticks(range(len(labels)), list(map(_escape, labels)), rotation=rotation, ha=side)
             axes.set_xlim(-0.6, len(labels) - 0.4)
     figure.suptitle(f"{_escape(title)} (large: mean over the seeds; dots: seeds; bar: lowest to highest)", fontsize=12)
     legend_below(figure, panels[0])
@@ -106,19 +100,8 @@ def _draw_series(
                       ha="center", va="bottom", fontsize=9, color=color)  # fmt: skip
 
 
-def _worker_ticks(axes: Axes, sizes: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.tick_params(axis="x", which="minor", length=0)
-
-
 def draw_learning(title: str, cells: Sequence[Cell], path: Path) -> Path:
-    """Cross-validation frame accuracy by epoch: a panel for each size, a curve for each condition (mean over seeds).
-
-    Raises:
-        UserError: matplotlib is missing, or the file cannot be written.
-    """
+    """Cross-validation frame accuracy by epoch: a panel for each size, a curve for each condition (mean over seeds)."""
     sizes = list(dict.fromkeys(cell.workers for cell in cells))
     labels = list(dict.fromkeys(cell.condition.label for cell in cells))
     figure = new_figure(WIDTH, 4.8 + legend_height(labels, WIDTH))
@@ -129,9 +112,8 @@ def draw_learning(title: str, cells: Sequence[Cell], path: Path) -> Path:
             curves = [_learning_curve(c) for c in cells if (c.workers, c.condition.label) == (size, label)]
             points = curves[0] if curves else []
             epochs, means = [epoch for epoch, _ in points], [fmean(values) for _, values in points]
-            axes.plot(
-                epochs, means, line, color=color, marker=marker, markersize=4, linewidth=1.5, label=_escape(label)
-            )
+            name = _escape(label)
+            axes.plot(epochs, means, line, color=color, marker=marker, markersize=4, linewidth=1.5, label=name)
             lowest, highest = ([extreme(values) for _, values in points] for extreme in (min, max))
             axes.fill_between(epochs, lowest, highest, color=color, alpha=0.15, linewidth=0)
         tidy(axes, plural(size, "worker"), "epoch", "CV frame accuracy (%)" if size == sizes[0] else "")
@@ -153,11 +135,7 @@ def _learning_curve(cell: Cell) -> list[tuple[int, list[float]]]:
 
 
 def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
-    """Speed-up against workers, both logarithmic: the ideal, ours (measured or predicted), the paper's dashed.
-
-    Raises:
-        UserError: matplotlib is missing, or the file cannot be written.
-    """
+    """Speed-up against workers, both logarithmic: the ideal, ours (measured or predicted), the paper's dashed."""
     figure = new_figure(8.5, 7.2)
     axes = figure.subplots()
     powers = [2**q for q in range(max([speed.workers for speed in speeds], default=1).bit_length())]
@@ -172,9 +150,8 @@ def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
             measured = [s for s in by_size if (s.condition, s.kind) == (condition, "measured")]
             start = [s for s in measured if s.workers < own[0].workers][-1:]
             points = [*start, *own]
-            color = COLOURS[number % len(COLOURS)]
-            axes.plot([s.workers for s in points], [s.speed_up for s in points], line, color=color,
-                      marker=MARKERS[number % len(MARKERS)],
+            color, marker, _ = style(number)
+            axes.plot([s.workers for s in points], [s.speed_up for s in points], line, color=color, marker=marker,
                       markersize=max(5, 12 - 4 * number),  # equally fast ones appear inside each other
                       markerfacecolor=color if filled else "white", markevery=range(len(start), len(points)),
                       linewidth=1.6, label=f"{_escape(own[0].label)}: {words}")  # fmt: skip

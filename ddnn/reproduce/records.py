@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import astuple
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from ddnn.reproduce.tables import FrozenModel
+from ddnn.report.scaling import Job, Measurement, Way
+from ddnn.reproduce.tables import FrozenModel, first_error
 from ddnn.util.errors import DataError
 from ddnn.util.files import ensure_directory, read_bytes_limited, write_text
 
@@ -32,40 +34,33 @@ class FrameMetrics(FrozenModel):
 
 
 class WordErrors(FrozenModel):
-    """Word errors with one decoding graph, at the acoustic scale that was best for this run."""
+    """Word errors with one decoding graph, at the acoustic scale that was best for this run.
 
-    wer: Percent
-    """Percent of the words."""
-    acoustic_scale: Finite | None = None
-    """The best one; None where another scorer chose."""
-    words: tuple[Count, ...] = ()
-    """Of each utterance's reference, in the order of the test set; empty where another scorer counted."""
+    `words`, `errors` and `speakers` are of each utterance, in the order of the test set; empty where another scorer
+    counted. `speakers` has numbers; empty where they are unknown: each utterance then counts as a speaker.
+    """
+
+    wer: Percent  # of the words
+    acoustic_scale: Finite | None = None  # the best one; None where another scorer chose
+    words: tuple[Count, ...] = ()  # of the reference
     errors: tuple[Count, ...] = ()
-    """Of each utterance."""
     speakers: tuple[Count, ...] = ()
-    """Number of each utterance's speaker; empty where they are unknown: each utterance then counts as a speaker."""
 
 
 class TimeBreakdown(FrozenModel):
     """Where the time of a training went, summed over its epochs; times of workers are means over the workers."""
 
-    seconds: Amount
-    """Wall-clock time without cross-validation."""
-    compute_seconds: Amount | None = None
-    """Of computing, and of waiting for data."""
-    comm_seconds: Amount | None = None
-    """Of moving parameters."""
-    wait_seconds: Amount | None = None
-    """Of waiting for other workers."""
+    seconds: Amount  # wall-clock time without cross-validation
+    compute_seconds: Amount | None = None  # computing, and waiting for data
+    comm_seconds: Amount | None = None  # moving parameters
+    wait_seconds: Amount | None = None  # waiting for other workers
     averagings: Count = 0
-    bytes_sent: Amount | None = None
-    """By one worker in the whole training."""
-    cores: Count = 0
-    """Of the machine, which the workers shared; 0: unknown."""
+    bytes_sent: Amount | None = None  # by one worker in the whole training
+    cores: Count = 0  # of the machine, which the workers shared; 0: unknown
 
 
 class MeasuredEpoch(FrozenModel):
-    """A mean epoch, as the scaling model starts from: see `ddnn.report.measured`."""
+    """A mean epoch, as the scaling model starts from: the fields of Way, of Job and of Measurement, in their order."""
 
     strategy: str
     comm_dtype: str
@@ -83,6 +78,17 @@ class MeasuredEpoch(FrozenModel):
     interval_seconds_std: Amount | None
     final_mean: bool
 
+    @classmethod
+    def of(cls, epoch: Measurement) -> MeasuredEpoch:
+        """What to record of an epoch."""
+        _, _, way, job, *rest = astuple(epoch)
+        return cls(**dict(zip(cls.model_fields, (*way, *job, *rest), strict=True)))
+
+    def to_measurement(self, workers: int) -> Measurement:
+        """The epoch again, for the scaling model."""
+        fields: list[Any] = list(dict(self).values())
+        return Measurement("record", workers, Way(*fields[:3]), Job(*fields[3:8]), *fields[8:])
+
 
 class RunRecord(FrozenModel):
     """One finished run of a condition."""
@@ -90,38 +96,25 @@ class RunRecord(FrozenModel):
     condition: str
     workers: PositiveCount
     seed: Count
-    recipe: str
-    """SHA-256 of what its recipe says, resolved, without paths. Another recipe: another run."""
-    test_digest: str = ""
-    """SHA-256 of what the model was tested on; other tests: it is evaluated again."""
-    failed: str | None = None
-    """Why the training ended without a model (it diverged); the results are then None or empty."""
+    recipe: str  # SHA-256 of what its recipe says, resolved, without paths; another recipe: another run
+    test_digest: str = ""  # SHA-256 of what the model was tested on; other tests: it is evaluated again
+    failed: str | None = None  # why there is no model (the training diverged); the results are then None or empty
     epochs: Count = 0
-    cv: FrameMetrics | None = None
-    """The final model on the cross-validation set."""
-    cv_by_epoch: tuple[FrameMetrics | None, ...] = ()
-    """The same after each epoch, from 1 on; None where it was not finite."""
-    tests: dict[str, FrameMetrics] = Field(default={})
-    """Name of a test set -> the final model on it; no entry where it has no alignments."""
-    wers: dict[str, WordErrors] = Field(default={})
-    """Name of a test set (or "NAME GRAPH" of several graphs) -> word errors."""
+    cv: FrameMetrics | None = None  # the final model on the cross-validation set
+    cv_by_epoch: tuple[FrameMetrics | None, ...] = ()  # the same after each epoch, from 1 on; None: not finite
+    tests: dict[str, FrameMetrics] = Field(default={})  # test set -> the final model on it, where it has alignments
+    wers: dict[str, WordErrors] = Field(default={})  # test set, or "NAME GRAPH" of several graphs -> word errors
     time: TimeBreakdown | None = None
     measured: MeasuredEpoch | None = None
-    machine: str = ""
-    """The processor or GPU that trained it."""
-    date: str = ""
-    """When it was recorded."""
-    version: str = ""
-    """Of ddnn and torch."""
-    command: str = ""
-    """That trains it."""
-    dbn: str = ""
-    """The RBMs that it was trained from, by the first 12 digits of the SHA-256 of their file; "": it starts from random
-    parameters, or it is unknown."""
+    machine: str = ""  # the processor or GPU that trained it
+    date: str = ""  # when it was recorded
+    version: str = ""  # of ddnn and torch
+    command: str = ""  # that trains it
+    dbn: str = ""  # the first 12 digits of the SHA-256 of the RBMs that it was trained from; "": none, or unknown
 
     @property
     def name(self) -> str:
-        """Of its run dir and file: condition, workers and seed."""
+        """Of its run dir and file."""
         return f"{self.condition}-{self.workers}-{self.seed}"
 
 
@@ -152,9 +145,7 @@ def read_record(path: Path) -> RunRecord:
     except OSError as error:
         raise DataError(f"cannot read: {error.strerror}", location=path, hint=hint) from error
     except ValidationError as error:
-        detail = error.errors(include_url=False, include_context=False)[0]
-        key = ".".join(map(str, detail["loc"])) or "the file"
-        raise DataError(f"not the record of a run: {key}: {detail['msg']}", location=path, hint=hint) from error
+        raise DataError(f"not the record of a run: {first_error(error)}", location=path, hint=hint) from error
 
 
 def read_records(folder: Path) -> dict[str, RunRecord]:
@@ -165,8 +156,7 @@ def read_records(folder: Path) -> dict[str, RunRecord]:
     """
     records = {}
     for path in sorted(folder.glob("*.json")):
-        record = read_record(path)
+        record = records[path.stem] = read_record(path)
         if record.name != path.stem:
             raise DataError(f"the record of {record.name}", location=path, hint="a record has the name of its run")
-        records[record.name] = record
     return records

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,43 +22,29 @@ from ddnn.util.errors import RecipeError, UserError
 RESULT_VERSION = 1
 """To be raised when what is computed by the same recipe changes: all runs are then trained again."""
 NON_RESULT_KEYS = (
-    "data.cache_dir",
+    *("data.cache_dir", "data.loader_processes", "data.feature_device", "data.max_skipped_fraction", "cuda_graphs"),
     *("parallel.cpu_threads", "parallel.hang_timeout", "parallel.max_restarts", "parallel.oversubscribe_gpus"),
     "parallel.gpu_transport",
-    *("data.loader_processes", "data.feature_device", "data.max_skipped_fraction", "cuda_graphs"),
 )
 """Keys that change nothing that a training computes, or only its last bits; those of `checkpoint` neither."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training that a table needs.
+    """One training that a table needs."""
 
-    Attributes:
-        condition, workers, seed: which; `condition` after the corpus's `aliases`.
-        recipe: its file.
-        digest: of all that its recipe says but paths; part of the run dir's name, so that a changed recipe gets another.
-        from_dbn: whether it starts from the seed's RBMs.
-        test_digest: SHA-256 of what its model is tested on.
-    """
-
-    condition: str
+    condition: str  # after the corpus's `aliases`
     workers: int
     seed: int
     recipe: Path
-    digest: str
-    from_dbn: bool
-    test_digest: str
+    digest: str  # of what the recipe says; in the run dir's name, so that a changed recipe gets another
+    dbn_digest: str  # of the recipe of the seed's RBMs; empty where it does not start from them
+    test_digest: str  # of what its model is tested on
 
     @property
     def name(self) -> str:
         """As of its record."""
         return f"{self.condition}-{self.workers}-{self.seed}"
-
-    @property
-    def folder(self) -> str:
-        """Of its run dir."""
-        return f"{self.name}-{self.digest[:8]}"
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -68,34 +54,25 @@ class PlannedRun:
     def is_recorded(self, records: Mapping[str, RunRecord]) -> bool:
         """Whether a record of this very recipe and these tests exists."""
         record = records.get(self.name)
-        return (
-            record is not None
-            and record.recipe == self.digest
-            and (record.failed is not None or record.test_digest == self.test_digest)
-        )
+        if record is None or record.recipe != self.digest:
+            return False
+        return record.failed is not None or record.test_digest == self.test_digest
 
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """Where results go.
-
-    Attributes:
-        output_dir: has `dbns/SEED-DIGEST`, `runs/NAME-DIGEST` and `logs/NAME.txt`.
-        records: folder of the records.
-        dbn_digest: of the recipe of the RBMs; empty where no run starts from them.
-    """
+    """Where results go: into folders of `output_dir`; the records may be elsewhere."""
 
     output_dir: Path
     records: Path
-    dbn_digest: str
 
     def run_dir(self, run: PlannedRun) -> Path:
         """Of one run."""
-        return self.output_dir / "runs" / run.folder
+        return self.output_dir / "runs" / f"{run.name}-{run.digest[:8]}"
 
-    def dbn_dir(self, seed: int) -> Path:
-        """Of the RBMs of one seed."""
-        return self.output_dir / "dbns" / f"{seed}-{self.dbn_digest[:8]}"
+    def dbn_dir(self, run: PlannedRun) -> Path:
+        """Of the RBMs that a run starts from."""
+        return self.output_dir / "dbns" / f"{run.seed}-{run.dbn_digest[:8]}"
 
     def log(self, name: str) -> Path:
         """Output of a process."""
@@ -103,52 +80,38 @@ class OutputLayout:
 
 
 def plan_runs(config: ReproduceConfig, folder: Path, tables: Iterable[Table]) -> list[PlannedRun]:
-    """The runs of these tables, each once: all of the first seed, then all of the second, and so on.
-
-    Args:
-        folder: of the corpus, with its recipes.
+    """The runs of these tables, each once, seed by seed, from the recipes in the corpus's folder.
 
     Raises:
         UserError: a condition has no recipe. RecipeError: a recipe is damaged, or its data do not exist.
     """
-    cells: dict[tuple[str, int], None] = {}
+    cells: dict[tuple[str, int], Path] = {}
     for table in tables:
         for condition in table.conditions:
             for workers in table.columns(condition, config.workers, config.max_workers):
                 name = config.recipe_name(condition.name)
-                if not condition.extension or recipe_path(config, folder, name, workers).is_file():
-                    cells[name, workers] = None
-    dbn_path = folder / config.dbn_recipe
-    _check_exists(dbn_path, "the RBMs")
-    dbn, tests = recipe_digest(_load(dbn_path)), test_digest(config.tests)
+                path = folder / config.recipes.replace("{condition}", name).replace("{workers}", str(workers))
+                if not condition.extension or path.is_file():
+                    cells[name, workers] = path
+    dbn = recipe_digest(_load(folder / config.dbn_recipe, "the RBMs"))
+    tests = test_digest(config.tests)
     runs = []
     for seed in config.seeds:
-        for name, workers in sorted(cells, key=lambda cell: cell[1]):  # equal sizes share the cores best
-            path = recipe_path(config, folder, name, workers)
-            _check_exists(path, f"the condition {name}")
-            recipe = _load(path, (f"seed={seed}", f"parallel.workers={workers}"))
-            from_dbn = recipe.init == "rbm" and recipe.pretrain.dbn is None
-            digest = recipe_digest(recipe, dbn if from_dbn else "")
-            runs.append(PlannedRun(name, workers, seed, path, digest, from_dbn, tests))
+        for (name, workers), path in sorted(cells.items(), key=lambda cell: cell[0][1]):  # equal sizes fit side by side
+            recipe = _load(path, f"the condition {name}", (f"seed={seed}", f"parallel.workers={workers}"))
+            own_dbn = dbn if recipe.init == "rbm" and recipe.pretrain.dbn is None else ""
+            runs.append(PlannedRun(name, workers, seed, path, recipe_digest(recipe, own_dbn), own_dbn, tests))
     return runs
 
 
-def recipe_path(config: ReproduceConfig, folder: Path, condition: str, workers: int) -> Path:
-    """The recipe of a condition, whether it exists or not."""
-    return folder / config.recipes.replace("{condition}", condition).replace("{workers}", str(workers))
-
-
-def _load(path: Path, overrides: tuple[str, ...] = ()) -> Recipe:
+def _load(path: Path, subject: str, overrides: tuple[str, ...] = ()) -> Recipe:
+    if not path.is_file():
+        raise UserError(f"{subject} has no recipe on this corpus", location=path, hint="write it, or name other tables")
     try:
         return load_recipe(path, overrides)
     except RecipeError as error:
         hint = "if data are missing, run it in the folder from which their paths lead to them; else fix the recipe"
         raise RecipeError(error.message, location=error.location, hint=error.hint or hint) from error
-
-
-def _check_exists(path: Path, subject: str) -> None:
-    if not path.is_file():
-        raise UserError(f"{subject} has no recipe on this corpus", location=path, hint="write it, or name other tables")
 
 
 def recipe_digest(recipe: Recipe, dbn: str = "") -> str:
@@ -169,39 +132,34 @@ def recipe_digest(recipe: Recipe, dbn: str = "") -> str:
     return hashlib.sha256(json.dumps([RESULT_VERSION, tree, dbn], sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class OutdatedRecords:
-    """Names of runs that have a record which does not count.
-
-    Attributes:
-        recipe: it is of another recipe, or of other data.
-        tests: its model was evaluated on other tests, or in another way.
-    """
-
-    recipe: tuple[str, ...]
-    tests: tuple[str, ...]
-
-    def to_lines(self) -> list[str]:
-        """What is done about them, in words."""
-        again = "their runs are evaluated again, or trained again if the run dirs are gone"
-        return [
-            *_not_counted(self.recipe, "of another recipe or other data", "their runs are trained again"),
-            *_not_counted(self.tests, "evaluated on other tests", again),
-        ]
-
-
-def _not_counted(names: tuple[str, ...], why: str, consequence: str) -> list[str]:
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return [f"records {why}: {len(names)}, which do not count; {consequence}: {shown}"] if names else []
-
-
 def missing_runs(runs: Sequence[PlannedRun], records: Mapping[str, RunRecord]) -> list[PlannedRun]:
     """Those without a record that counts."""
     return [run for run in runs if not run.is_recorded(records)]
 
 
-def outdated_runs(runs: Sequence[PlannedRun], records: Mapping[str, RunRecord]) -> OutdatedRecords:
-    """Those of the missing that have a record nevertheless."""
-    names = [run for run in missing_runs(runs, records) if run.name in records]
-    recipe = tuple(run.name for run in names if records[run.name].recipe != run.digest)
-    return OutdatedRecords(recipe, tuple(run.name for run in names if run.name not in recipe))
+class OutdatedRecords(NamedTuple):
+    """Names of runs with a record that does not count: of another recipe or other data; of a model tested otherwise."""
+
+    recipe: tuple[str, ...]
+    tests: tuple[str, ...]
+
+    @classmethod
+    def of(cls, runs: Sequence[PlannedRun], records: Mapping[str, RunRecord]) -> OutdatedRecords:
+        """Of these runs."""
+        outdated = [run for run in missing_runs(runs, records) if run.name in records]
+        recipe = tuple(run.name for run in outdated if records[run.name].recipe != run.digest)
+        return cls(recipe, tuple(run.name for run in outdated if run.name not in recipe))
+
+    def to_lines(self) -> list[str]:
+        """What is done about them, in words."""
+        again = "their runs are evaluated again, or trained again if the run dirs are gone"
+        groups = (
+            (self.recipe, "of another recipe or other data", "their runs are trained again"),
+            (self.tests, "evaluated on other tests", again),
+        )
+        return [
+            f"records {why}: {len(names)}, which do not count; {consequence}: {', '.join(names[:5])}"
+            + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            for names, why, consequence in groups
+            if names
+        ]

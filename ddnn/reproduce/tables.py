@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddnn.util.errors import UserError
 
@@ -24,50 +23,45 @@ BASE = "base"
 class FrozenModel(BaseModel):
     """Data from a file: immutable, and unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def first_error(error: ValidationError) -> str:
+    """The first thing that is wrong with a file, and its key."""
+    detail = error.errors(include_url=False, include_context=False)[0]
+    return f"{'.'.join(map(str, detail['loc'])) or 'the file'}: {detail['msg']}"
 
 
 class Condition(FrozenModel):
     """A row of a table."""
 
-    name: Name = ""
-    """Of its recipe: CONDITION.yaml of the corpus."""
-    label: str
-    """What a reader sees."""
-    extension: bool = False
-    """Not in the paper; a corpus may have no recipe for it."""
-    workers: Workers | None = None
-    """Its own columns; None: those of the table."""
-    several_workers_only: bool = False
-    """A strategy: one worker averages nothing, and is `base` whatever the strategy."""
+    name: Name = ""  # of its recipe: CONDITION.yaml of the corpus
+    label: str  # what a reader sees
+    extension: bool = False  # not in the paper; a corpus may have no recipe for it
+    workers: Workers | None = None  # its own columns; None: those of the table
+    several_workers_only: bool = False  # a strategy: one worker averages nothing, and is `base` whatever the strategy
 
 
 class Hypothesis(FrozenModel):
     """What the paper says of two conditions: `expected_better` makes fewer errors than `expected_worse`."""
 
     statement: str
-    """The paper's finding in words."""
     expected_better: Side
     expected_worse: Side
-    published: bool = True
-    """It is the paper's; else it is asked here only."""
+    published: bool = True  # by the paper; else it is asked here only
 
 
 class Table(FrozenModel):
     """A table of the paper, or one like them."""
 
-    name: Name
-    """As given to `ddnn reproduce`."""
+    name: Name  # as given to `ddnn reproduce`
     title: str
-    kind: Literal["accuracy", "speed"] = "accuracy"
-    """Whether it compares accuracies or times."""
+    kind: Literal["accuracy", "speed"] = "accuracy"  # what it compares
     workers: Workers
     conditions: tuple[Condition, ...]
     hypotheses: tuple[Hypothesis, ...] = ()
-    published: dict[tuple[Name, int], dict[Name, float]] = Field(default={})
-    """Condition and GPUs -> test set -> word error rate in percent."""
-    note: str = ""
-    """What a reader has to know."""
+    published: dict[tuple[Name, int], dict[Name, float]] = Field(default={})  # condition, GPUs -> test set -> WER in %
+    note: str = ""  # what a reader has to know
 
     def columns(self, condition: Condition, sizes: tuple[int, ...], max_workers: int) -> tuple[int, ...]:
         """Numbers of workers with which a condition is trained, on a corpus with these sizes."""
@@ -82,14 +76,11 @@ class Table(FrozenModel):
 
 
 class Paper(FrozenModel):
-    """All of the file."""
+    """All of the file; `source` says where the published figures are from, and what they are."""
 
     source: str
-    """Where the published figures are from, and what they are."""
-    published_speed_ups: dict[Name, dict[int, float]]
-    """Condition -> GPUs -> speed-up over one."""
-    tables: dict[Name, Table]
-    """In the paper's order."""
+    published_speed_ups: dict[Name, dict[int, float]]  # condition -> GPUs -> speed-up over one
+    tables: dict[Name, Table]  # in the paper's order
 
 
 @cache
@@ -98,14 +89,10 @@ def paper() -> Paper:
     tree = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
     wer = tree.pop("published_wer")
     for name, table in tree["tables"].items():
-        rows = table["conditions"].items()
-        selected = table.pop("published", {})
-        tree["tables"][name] = {
-            **table,
-            "name": name,
-            "conditions": [{"name": condition, **row} for condition, row in rows],
-            "published": {(row, gpus): wer[row][gpus] for row, numbers in selected.items() for gpus in numbers},
-        }
+        table["name"] = name
+        table["conditions"] = [{"name": row, **values} for row, values in table["conditions"].items()]
+        published = table.get("published", {}).items()
+        table["published"] = {(row, gpus): wer[row][gpus] for row, numbers in published for gpus in numbers}
     return Paper.model_validate(tree)
 
 
@@ -115,8 +102,8 @@ def select_tables(names: tuple[str, ...]) -> tuple[Table, ...]:
     Raises:
         UserError: no table has one of these names.
     """
-    tables: Mapping[str, Table] = paper().tables
+    tables = paper().tables
     for name in names:
         if name != "all" and name not in tables:
             raise UserError(f"there is no table {name!r}", hint=f"name one or more of: {', '.join(tables)}, all")
-    return tuple(tables.values()) if "all" in names else tuple(tables[name] for name in dict.fromkeys(names))
+    return tuple(tables[name] for name in (tables if "all" in names else dict.fromkeys(names)))

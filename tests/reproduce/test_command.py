@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 from reproduce.small import write_corpus
 
-from ddnn.reproduce.command import ReproduceResult, exclusive
+from ddnn.reproduce.command import LOCK, ReproduceResult, exclusive
 from ddnn.reproduce.corpus import load_config
 from ddnn.reproduce.records import RunRecord, write_record
-from ddnn.reproduce.runs import OutdatedRecords, PlannedRun, plan_runs
+from ddnn.reproduce.runs import OutdatedRecords, OutputLayout, PlannedRun, plan_runs
 from ddnn.reproduce.tables import select_tables
 from ddnn.util.errors import UserError
+from ddnn.util.files import is_locked
 
 pytest.importorskip("matplotlib")
 
@@ -123,8 +124,9 @@ def test_a_dry_run_lists_what_this_call_would_make(tmp_path: Path, run_cli: RunC
     assert "0 runs recorded, 8 missing" in said and "6 more missing and not selected" in said
     runs = {run.name: run for run in runs_of(folder)}
     write_record(out / "records", record_of(runs["sgd-1-2"]))
-    (out / "runs" / runs["base-1-2"].folder).mkdir(parents=True)
-    (out / "runs" / runs["base-1-2"].folder / "final.safetensors").touch()
+    run_dir = OutputLayout(out, out / "records").run_dir(runs["base-1-2"])
+    run_dir.mkdir(parents=True)
+    (run_dir / "final.safetensors").touch()
     told = json.loads(run_cli(*arguments, "--seeds", "2", "--workers", "1", "--json").stdout)
     assert told["would_execute"] == {
         "runs": ["base-1-2"],
@@ -253,6 +255,8 @@ def test_kill_9_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
             pass
         deadline = time.monotonic() + 60
         while (left := processes_of(out)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        while is_locked(out / LOCK) and time.monotonic() < deadline:  # it has no command any more, but still its files
             time.sleep(0.05)
     finally:
         for pid in processes_of(out):

@@ -12,7 +12,7 @@ import pytest
 from reproduce.small import TOY, write_corpus
 
 from ddnn.reproduce.corpus import load_config
-from ddnn.reproduce.executor_local import EVALUATION, LocalExecutor
+from ddnn.reproduce.executor import EVALUATION, LocalExecutor
 from ddnn.reproduce.measure import TASK, main
 from ddnn.reproduce.records import read_records
 from ddnn.reproduce.runs import OutputLayout, PlannedRun, plan_runs
@@ -23,7 +23,7 @@ def local_executor(root: Path, cores: int) -> tuple[LocalExecutor, list[PlannedR
     folder, out = write_corpus(root, graphs=False, init="random"), root / "out"
     config = load_config(folder)
     runs = [run for run in plan_runs(config, folder, [TOY]) if run.workers == run.seed == 1]
-    layout = OutputLayout(out, out / "records", "")
+    layout = OutputLayout(out, out / "records")
     return LocalExecutor(config, folder, layout, "cpu", cores, lambda line: None), runs
 
 

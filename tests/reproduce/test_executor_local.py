@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 from reproduce.small import TOY, write_corpus
 
-from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.command import exclusive
 from ddnn.reproduce.corpus import load_config
-from ddnn.reproduce.executor_local import CommandFailed, CorePool, LocalExecutor, summarize
+from ddnn.reproduce.executor import CommandFailed, CorePool, LocalExecutor, summarize
 from ddnn.reproduce.records import RunRecord, read_records, write_record
-from ddnn.reproduce.runs import OutputLayout, PlannedRun, missing_runs, plan_runs, recipe_digest
+from ddnn.reproduce.runs import OutputLayout, PlannedRun, missing_runs, plan_runs
 from ddnn.util.system import usable_cores
 
 
 def local_executor(folder: Path, out: Path) -> tuple[LocalExecutor, list[PlannedRun]]:
     """With all runs of the toy table."""
     config = load_config(folder)
-    layout = OutputLayout(out, out / "records", recipe_digest(load_recipe(folder / config.dbn_recipe)))
-    return LocalExecutor(config, folder, layout, "cpu", 2, lambda line: None), plan_runs(config, folder, [TOY])
+    return LocalExecutor(config, folder, OutputLayout(out, out / "records"), "cpu", 2, lambda line: None), plan_runs(
+        config, folder, [TOY]
+    )
 
 
 def execute(folder: Path, out: Path, sizes: tuple[int, ...] = (1, 2), seeds: tuple[int, ...] = (1,)) -> list[str]:
@@ -106,7 +106,7 @@ def test_ctrl_c_while_runs_are_lined_up_begins_no_more(tmp_path: Path, monkeypat
             submitted.append(super().submit(*arguments, **more))
             return submitted[0]
 
-    monkeypatch.setattr("ddnn.reproduce.executor_local.ThreadPoolExecutor", Interrupted)
+    monkeypatch.setattr("ddnn.reproduce.executor.ThreadPoolExecutor", Interrupted)
     executor, runs = local_executor(write_corpus(tmp_path, init="random"), tmp_path / "out")
     with pytest.raises(KeyboardInterrupt):
         executor.execute(runs)

@@ -16,10 +16,9 @@ from reproduce.small import TOY, write_corpus
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.command import exclusive
 from ddnn.reproduce.corpus import load_config
-from ddnn.reproduce.executor_local import LocalExecutor
-from ddnn.reproduce.executor_slurm import JobReport, SlurmExecutor
+from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor
 from ddnn.reproduce.records import RunRecord, read_records, write_record
-from ddnn.reproduce.runs import OutputLayout, missing_runs, plan_runs, recipe_digest
+from ddnn.reproduce.runs import OutputLayout, missing_runs, plan_runs
 from ddnn.slurm import SlurmOptions
 from ddnn.training.run_status import DBN
 from ddnn.util.errors import UserError
@@ -91,7 +90,7 @@ def submit(
 ) -> tuple[JobReport, list[str]]:  # fmt: skip
     """Executes the toy table's runs of seed 1 as jobs; those that have finished are not evaluated."""
     config = load_config(folder)
-    layout = OutputLayout(out, out / "records", recipe_digest(load_recipe(folder / config.dbn_recipe)))
+    layout = OutputLayout(out, out / "records")
     records = {n: r for n, r in read_records(layout.records).items() if n not in retried}
     runs = [run for run in plan_runs(config, folder, [TOY]) if run.workers in sizes and run.seed == 1]
     local = LocalExecutor(config, folder, layout, "auto", 1, lambda line: None)
@@ -128,7 +127,7 @@ def test_each_run_gets_one_job_after_that_of_its_stack(slurm: Slurm, tmp_path: P
     slurm.set_states({"1": "RUNNING", **{str(n): "PENDING" for n in (2, 3, 4)}})
     jobs, _ = submit(folder, out)
     assert jobs.submitted == {"base-2-1": "6"} and "--dependency=afterok:1" in slurm.calls[5]
-    assert [ended.job_id for ended in jobs.ended] == ["5"] and "cancelled" in str(jobs.ended[0])
+    assert [ended.job for ended in jobs.ended] == ["5"] and "cancelled" in str(jobs.ended[0])
 
 
 def test_from_the_first_call_to_the_records(

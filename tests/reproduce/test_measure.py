@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from reproduce.synthetic import by_name, record
 
-from ddnn.reproduce.measure import speaker_numbers, speed_ups
+from ddnn.reproduce.cells import speed_ups
+from ddnn.reproduce.measure import speaker_numbers
 from ddnn.reproduce.records import MeasuredEpoch, RunRecord
 from ddnn.reproduce.tables import Condition
 from ddnn.util.errors import DataError

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from reproduce.synthetic import diverged, plan, table_records
 
-from ddnn.reproduce.cells import metrics_of, table_cells
-from ddnn.reproduce.measure import SpeedUp
+from ddnn.reproduce.cells import SpeedUp, metrics_of, table_cells
 from ddnn.reproduce.plots import OFFSET, _offsets, draw_accuracies, draw_learning, draw_speed_ups
 from ddnn.reproduce.tables import paper
 

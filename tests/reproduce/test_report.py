@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from reproduce.synthetic import by_name, diverged, plan, record, table_records
 
-from ddnn.reproduce.measure import SpeedUp
+from ddnn.reproduce.cells import SpeedUp
 from ddnn.reproduce.report import Picture, build_report
 from ddnn.reproduce.tables import paper
 from ddnn.util.text import environment

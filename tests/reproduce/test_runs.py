@@ -29,7 +29,7 @@ def test_each_run_once_and_seed_by_seed(tmp_path: Path) -> None:
         *("sgd-1-1", "base-1-1", "sgd-2-1", "base-2-1"),
         *("sgd-1-2", "base-1-2", "sgd-2-2", "base-2-2"),
     ]
-    assert all(run.from_dbn for run in runs) and len({run.digest for run in runs}) == 8
+    assert all(run.dbn_digest for run in runs) and len({run.digest for run in runs}) == 8
 
 
 def test_a_setting_that_is_another_shares_its_runs(tmp_path: Path) -> None:
