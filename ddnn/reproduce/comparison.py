@@ -344,8 +344,10 @@ def degradations(
     """The metric, and how much worse each cell is than `base` on one worker; not of cells without a common seed."""
     base = base_cell(config, records)
     metric = main_accuracy(metrics_of(config, records.values()))
+    if metric is None:
+        return None, []
     result = []
-    for cell in cells if metric is not None else ():
+    for cell in cells:
         differences = _paired(base.values(metric), cell.values(metric))
         if differences and cell.runs != base.runs:
             result.append(Degradation(cell, fmean(differences), len(differences), _over_seeds(differences)))
