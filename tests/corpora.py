@@ -17,9 +17,10 @@ from ddnn.data.loading import DataConfig
 from ddnn.data.pipeline import load_data_dir
 from ddnn.kaldi.alignments import Alignments
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
+from ddnn.kaldi.basic_types import BasicTypeWriter
 from ddnn.kaldi.data_dir import read_data_dir
 from ddnn.kaldi.fst import ARC, Fst, write_fst
-from ddnn.kaldi.transition_model import build_transition_model, left_to_right, write_transition_model
+from ddnn.kaldi.transition_model import write_left_to_right
 
 DIM, PDFS = 4, 3
 
@@ -57,8 +58,8 @@ def write_model(path: Path) -> Path:
     """A `final.mdl` of three phones with one state each, phone p + 1 of pdf p: transition-ids 2p + 1 and 2p + 2."""
     ones = [np.ones((1, DIM))] * PDFS
     with path.open("wb") as handle:
-        topology = left_to_right(range(1, PDFS + 1), 1)
-        write_transition_model(handle, build_transition_model(topology, [(p + 1, 0, p, p) for p in range(PDFS)]))
+        triples = np.array([(p + 1, 0, p) for p in range(PDFS)], np.int32)
+        write_left_to_right(BasicTypeWriter(handle), PDFS, 1, triples, np.full(PDFS, 0.75))
         write_diag_gmms(handle, ones, ones, [np.ones(1)] * PDFS)
     return path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +26,7 @@ from ddnn.kaldi.nnet1 import (
     write_nnet1,
 )
 from ddnn.kaldi.scp import ScpEntry
-from ddnn.kaldi.transition_model import NO_PDF, Topology, TransitionModel, write_transition_model
+from ddnn.kaldi.transition_model import NO_PDF, Topology, TransitionModel, read_transition_model
 from ddnn.synth.acoustics import write_diag_gmm
 
 
@@ -121,12 +121,57 @@ def transitions_of(model: TransitionModel) -> np.ndarray:
     return np.array(rows, [("phone", np.int32), ("is_self_loop", bool)])
 
 
+def build_transition_model(topology: Topology, tuples: Iterable[tuple[int, int, int, int]]) -> TransitionModel:
+    """A transition model as Kaldi initializes it, with the topology's probabilities; as it is read from a file.
+
+    Args:
+        tuples: (phone, HMM state, forward pdf, self-loop pdf) each, in any order.
+    """
+    rows = np.array(sorted(set(tuples)), np.int32)
+    states = [topology.states(phone)[state] for phone, state in rows[:, :2].tolist()]
+    log_probs = np.log(np.array([1.0, *(p for state in states for _, p in state.transitions)], np.float32))
+    with tempfile.TemporaryDirectory() as folder:
+        model = TransitionModel(topology, rows, log_probs, np.zeros(0, np.int32))
+        (Path(folder) / "final.mdl").write_bytes(model_bytes(model, binary=True))
+        return read_transition_model(Path(folder) / "final.mdl")
+
+
+def _binary_model(model: TransitionModel) -> bytes:
+    handle = io.BytesIO()
+    writer = BasicTypeWriter(handle)
+    topology, extended = model.topology, not model.topology.is_hmm
+    phones = np.array(list(topology.phone_to_entry), np.int32)
+    indices = np.full(int(phones.max()) + 1, -1, np.int32)
+    indices[phones] = list(topology.phone_to_entry.values())
+    writer.marker()
+    writer.token("<TransitionModel>", "<Topology>")
+    writer.int32_vector(phones)
+    writer.int32_vector(indices)
+    counts = [-1] * extended + [len(topology.entries)]
+    for entry in topology.entries:
+        writer.int32_block(np.array([*counts, len(entry)]))
+        counts = []
+        for state in entry:
+            classes = [state.forward_pdf_class] + [state.self_loop_pdf_class] * extended
+            writer.int32_block(np.array([*classes, len(state.transitions)]))
+            for destination, probability in state.transitions:
+                writer.int32(destination)
+                writer.float32(probability)
+    name, tuples = ("Tuples", model.tuples) if extended else ("Triples", model.tuples[:, :3])
+    writer.token("</Topology>", f"<{name}>")
+    writer.int32(len(tuples))
+    writer.int32_block(tuples)
+    writer.token(f"</{name}>", "<LogProbs>")
+    writer.float_vector(model.log_probs)
+    writer.token("</LogProbs>", "</TransitionModel>")
+    return handle.getvalue()
+
+
 def model_bytes(model: TransitionModel, *, binary: bool) -> bytes:
     """A transition model as Kaldi writes it, byte for byte."""
-    handle = io.BytesIO()
     if binary:
-        write_transition_model(handle, model)
-        return handle.getvalue()
+        return _binary_model(model)
+    handle = io.BytesIO()
     writer = TextWriter(handle)
     is_hmm = model.topology.is_hmm
     name, tuples = ("Triples", model.tuples[:, :3]) if is_hmm else ("Tuples", model.tuples)

@@ -7,18 +7,15 @@ that leave the transition-states, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, open_model
-from ddnn.util.errors import DataError
 
-KIND = "a Kaldi transition model"
 NO_PDF = -1
 # A table indexed by phone is part of the format: a phone-id alone must not claim gigabytes.
 MAX_PHONE = 1_000_000
@@ -95,21 +92,7 @@ class TransitionModel:
         return len(self.transition_to_pdf) - 1
 
 
-def left_to_right(phones: Iterable[int], num_states: int = 3, self_loop: float = 0.75) -> Topology:
-    """One HMM for all `phones`: `num_states` emitting states in a row, with self-loops of probability `self_loop`.
-
-    Raises:
-        DataError: an argument is out of range.
-    """
-    states = [State(s, s, ((s, self_loop), (s + 1, 1.0 - self_loop))) for s in range(num_states)]
-    topology = Topology(((*states, State(NO_PDF, NO_PDF, ())),), dict.fromkeys(sorted(phones), 0))
-    problem = validate_topology(topology)
-    if problem is not None:
-        raise DataError(f"not an HMM topology: {problem}")
-    return topology
-
-
-def validate_topology(topology: Topology) -> str | None:
+def _validate_topology(topology: Topology) -> str | None:
     """What Kaldi would refuse in `topology`, in words; None where it is valid."""
     phones = topology.phone_to_entry
     if not topology.entries or not phones:
@@ -162,7 +145,7 @@ def _read_topology(reader: BasicTypeReader) -> Topology:
     """`<Topology>` to `</Topology>`."""
     reader.expect("<Topology>")
     topology = _read_binary_topology(reader) if reader.binary else _read_text_topology(reader)
-    problem = validate_topology(topology)
+    problem = _validate_topology(topology)
     if problem is not None:
         raise reader.error("an HMM topology", problem)
     return topology
@@ -239,7 +222,7 @@ def read_transition_model(path: str | PathLike[str]) -> TransitionModel:
     Raises:
         DataError: the file cannot be read, is damaged, or is no transition model, or one that Kaldi would refuse.
     """
-    with open_model(path, KIND) as reader:
+    with open_model(path, "a Kaldi transition model") as reader:
         reader.expect("<TransitionModel>")
         topology = _read_topology(reader)
         width = 4 if reader.expect("<Triples>", "<Tuples>") == "<Tuples>" else 3
@@ -310,59 +293,34 @@ def _with_pdfs(topology: Topology, tuples: NDArray[np.int32], log_probs: NDArray
     return TransitionModel(topology, tuples, log_probs, np.array([-1, *pdfs], np.int32))
 
 
-def build_transition_model(topology: Topology, tuples: Iterable[tuple[int, int, int, int]]) -> TransitionModel:
-    """A transition model whose probabilities are the topology's, as Kaldi initializes it.
+def write_left_to_right(
+    writer: BasicTypeWriter, phones: int, states: int, triples: NDArray[np.int32], self_loop: NDArray[np.float64]
+) -> None:
+    """Writes a transition model at the beginning of a binary file; the acoustic model may follow.
 
     Args:
-        topology: the HMMs of the phones.
-        tuples: (phone, HMM state, forward pdf, self-loop pdf) each, in any order.
-
-    Raises:
-        DataError: the tuples do not fit the topology.
+        phones, states: phones 1, 2, ... have one HMM: so many emitting states in a row, each with a self-loop.
+        triples: int32 (S, 3), in ascending order: phone, HMM state, pdf.
+        self_loop: (S,), trained probability of the self-loop of each transition-state.
     """
-    rows = np.array(sorted(set(tuples)), np.int32).reshape(-1, 4)
-    problem = _validate_tuples(topology, rows)
-    if problem is not None:
-        raise DataError(f"not {KIND}: {problem}")
-    probabilities = [1.0, *(probability for state in _states(topology, rows) for _, probability in state.transitions)]
-    if max(probabilities) > 1.0:
-        raise DataError(f"not {KIND}: a transition probability of {max(probabilities)}, more than 1")
-    return _with_pdfs(topology, rows, np.log(np.array(probabilities, np.float32)))
-
-
-def write_transition_model(handle: BinaryIO, model: TransitionModel) -> None:
-    """Writes `model` at the beginning of a binary file, with the header; the acoustic model may follow."""
-    writer = BasicTypeWriter(handle)
-    name = "Triples" if model.topology.is_hmm else "Tuples"
-    tuples = model.tuples[:, :3] if model.topology.is_hmm else model.tuples
     writer.marker()
     writer.token("<TransitionModel>", "<Topology>")
-    _write_topology(writer, model.topology)
-    writer.token("</Topology>", f"<{name}>")
-    writer.int32(len(tuples))
-    writer.int32_block(tuples)
-    writer.token(f"</{name}>", "<LogProbs>")
-    writer.float_vector(model.log_probs)
+    writer.int32_vector(np.arange(1, phones + 1, dtype=np.int32))
+    writer.int32_vector(np.array([-1, *[0] * phones], np.int32))
+    for value in (1, states + 1):  # HMMs, and states of it
+        writer.int32(value)
+    for state in range(states):
+        writer.int32(state)
+        writer.int32(2)
+        for destination, probability in ((state, 0.75), (state + 1, 0.25)):
+            writer.int32(destination)
+            writer.float32(probability)
+    for value in (NO_PDF, 0):
+        writer.int32(value)
+    writer.token("</Topology>", "<Triples>")
+    writer.int32(len(triples))
+    writer.int32_block(triples)
+    writer.token("</Triples>", "<LogProbs>")
+    log_probs = np.stack([np.log(self_loop), np.log(1 - self_loop)], axis=1)
+    writer.float_vector(np.concatenate([[0.0], log_probs.reshape(-1)]).astype(np.float32))
     writer.token("</LogProbs>", "</TransitionModel>")
-
-
-def _write_topology(writer: BasicTypeWriter, topology: Topology) -> None:
-    phones = np.array(list(topology.phone_to_entry), np.int32)
-    indices = np.full(int(phones.max()) + 1, -1, np.int32)
-    indices[phones] = list(topology.phone_to_entry.values())
-    writer.int32_vector(phones)
-    writer.int32_vector(indices)
-    extended = not topology.is_hmm
-    if extended:
-        writer.int32(-1)
-    writer.int32(len(topology.entries))
-    for entry in topology.entries:
-        writer.int32(len(entry))
-        for state in entry:
-            writer.int32(state.forward_pdf_class)
-            if extended:
-                writer.int32(state.self_loop_pdf_class)
-            writer.int32(len(state.transitions))
-            for destination, probability in state.transitions:
-                writer.int32(destination)
-                writer.float32(probability)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddnn.kaldi.basic_types import BasicTypeWriter
-from ddnn.kaldi.transition_model import build_transition_model, left_to_right, write_transition_model
+from ddnn.kaldi.transition_model import write_left_to_right
 from ddnn.synth.lexicon import PHONES, SILENCE_PROBABILITY, STATES, WORDS_PER_UTTERANCE, Lexicon
 from ddnn.util.files import atomic_write
 
@@ -141,22 +141,18 @@ def draw_speaker(rng: np.random.Generator, dim: int) -> tuple[npt.NDArray[np.flo
 def write_model(path: Path, acoustics: Acoustics) -> None:
     """Writes the true model as a `final.mdl`: the transition model, then the mixtures (kaldi `gmm/am-diag-gmm.cc`)."""
     lexicon = acoustics.lexicon
-    pdfs = range(len(lexicon.pdf_phone))
-    tuples = [(int(lexicon.pdf_phone[pdf]) + 1, int(lexicon.pdf_state[pdf]), pdf, pdf) for pdf in pdfs]
-    model = build_transition_model(left_to_right(range(1, len(PHONES) + 1), STATES), tuples)
-    # Trained probabilities: those that the durations are drawn from. Transition-ids: self-loop, then forward, by pdf.
-    model.log_probs[1::2] = np.log(acoustics.self_loop)
-    model.log_probs[2::2] = np.log(1 - acoustics.self_loop)
-    means = acoustics.means.astype(np.float64).reshape(len(tuples), COMPONENTS, -1)
+    pdfs = np.arange(len(lexicon.pdf_phone), dtype=np.int32)  # in the order of phones and HMM states
+    triples = np.stack([lexicon.pdf_phone + 1, lexicon.pdf_state, pdfs], axis=1)
+    means = acoustics.means.astype(np.float64).reshape(len(pdfs), COMPONENTS, -1)
     variances = acoustics.stddevs.astype(np.float64).reshape(means.shape) ** 2
     weights = np.full(COMPONENTS, 1 / COMPONENTS)
     with atomic_write(path) as handle:
-        write_transition_model(handle, model)
         writer = BasicTypeWriter(handle)
+        write_left_to_right(writer, len(PHONES), STATES, triples, acoustics.self_loop)
         writer.token("<DIMENSION>")
         writer.int32(acoustics.dim)
         writer.token("<NUMPDFS>")
-        writer.int32(len(tuples))
+        writer.int32(len(pdfs))
         for mean, variance in zip(means, variances, strict=True):
             write_diag_gmm(writer, mean, variance, weights)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from corpora import loop_of_words, write_model
-from kaldi_files import fst_bytes, model_bytes, nnet1_bytes
+from kaldi_files import build_transition_model, fst_bytes, model_bytes, nnet1_bytes
 
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
@@ -25,7 +25,7 @@ from ddnn.kaldi.nnet1 import (
     Rescale,
     Splice,
 )
-from ddnn.kaldi.transition_model import State, Topology, TransitionModel, build_transition_model
+from ddnn.kaldi.transition_model import State, Topology, TransitionModel
 
 RNG = np.random.default_rng(6)
 MATRICES = {f"spk{n % 2}-utt{n}": RNG.normal(size=(4 + n, 3)).astype(np.float32) for n in range(4)}
