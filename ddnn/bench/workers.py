@@ -26,9 +26,9 @@ from ddnn.nn.network import Workspace
 from ddnn.optim.ng_sgd import NgSgd
 from ddnn.optim.sgd import Sgd
 from ddnn.recipe.schema import AveragingConfig, BmufConfig, ParallelConfig
-from ddnn.training.metrics import worker_row
 from ddnn.training.options import averaging_options
 from ddnn.training.step import EagerStep
+from ddnn.training.trainer import worker_row
 from ddnn.util.errors import UserError
 from ddnn.util.system import choose_device
 
@@ -128,7 +128,8 @@ def bench_workers(
     on = choose_device(device, comm.local_rank, threads=options.cpu_threads)
     shape = NETWORKS[network]
     task = random_task(shape, on)
-    trained, optimizer = task.model.network, NgSgd(task.model.network)
+    optimizer = NgSgd(task.model.network)
+    trained = task.model.network
     by_itself = NoAveraging(SingleProcess(), trained, optimizer)
     with_others = make_averager(averaging_options(options), comm, trained, optimizer, shape.minibatch)
     run = _Steps(task, optimizer, precision)
@@ -142,8 +143,7 @@ def bench_workers(
         alone.append(minibatches * shape.minibatch / comm.all_gather_object(took)[0])
         comm.barrier()
         took = run.seconds(with_others, minibatches)
-        row = worker_row(0, with_others, str(on), trained.num_parameters, overlap=options.overlap)
-        rows += comm.all_gather_object(row.model_dump())
+        rows += comm.all_gather_object(worker_row(0, with_others).model_dump())
         together.append(comm.world_size * minibatches * shape.minibatch / max(comm.all_gather_object(took)))
     with_others.close()
     ratios = [both / one for both, one in zip(together, alone, strict=True)]

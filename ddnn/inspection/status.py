@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ddnn.slurm.job import Job, last_output, read_job, slurm_state
-from ddnn.training.checkpoint import CheckpointStore
+from ddnn.training.checkpoint_manifest import peek_checkpoint
 from ddnn.training.metrics import EpochRow, Metrics, read_metrics
 from ddnn.training.run_status import (
     CHECKPOINTS,
@@ -195,7 +195,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         problems.append("Slurm could not be asked: this is what the files and the lock of train.log say")
     elif locked is None and state in ("interrupted", "unknown"):
         problems.append("the lock of train.log could not be examined: it may be running")
-    checkpoint = None if finished else CheckpointStore.peek(run_dir / CHECKPOINTS, problems.append)
+    checkpoint = None if finished else peek_checkpoint(run_dir / CHECKPOINTS, problems.append)
     over = state in ENDED and state != "finished"
     return Status(
         run_dir=run_dir,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ddnn.recipe.schema import Recipe
 from ddnn.slurm.job import read_job, slurm_state
+from ddnn.training.checkpoint_manifest import peek_checkpoint
 from ddnn.training.run_status import CHECKPOINTS, DBN, FINAL, JOB_OUTPUT, JOB_RECORD, LOG, RECIPE, STATUS, check_run_dir
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import ensure_directory, is_locked, write_text
@@ -59,14 +60,12 @@ def prepare_pretraining(run_dir: Path, recipe: Recipe) -> None:
 
 def _check_resume(run_dir: Path, recipe: Recipe) -> None:
     """Raises UserError if the training has finished, or the recipe differs from the checkpoint's in what may not change."""
-    from ddnn.training.checkpoint import CheckpointStore
-    from ddnn.training.resume import check_same_recipe
-    from ddnn.training.state import read_metadata
+    from ddnn.training.resume import check_same_recipe, read_metadata
 
     if (run_dir / FINAL).exists():
         raise UserError("this training has finished", location=run_dir, hint="name another --run-dir")
     problems: list[str] = []
-    found = CheckpointStore.peek(path := run_dir / CHECKPOINTS, problems.append)
+    found = peek_checkpoint(path := run_dir / CHECKPOINTS, problems.append)
     if found is None and problems:
         raise DataError(f"there is no checkpoint to resume from: {problems[0]}", location=path)
     if found is not None:

@@ -7,66 +7,51 @@ DIRECTORY/00000042/
 
 A checkpoint is written as .tmp-00000042. Each file is flushed, read back from the disk and compared with what was to be
 written; then come the manifest, the flush of the folder and its renaming, and last the removal of older checkpoints.
-Tensors are in safetensors files and everything else is JSON: nothing that is read can run code. Symbolic links are not
-followed, and no more is read than the file system and the manifest both say.
-
-Importing this module does not import torch: `CheckpointStore.peek` reads manifests for commands that must start fast.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from ddnn.training.checkpoint_files import (
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from ddnn.distributed.communicator import Communicator
+from ddnn.training import checkpoint_manifest as manifest
+from ddnn.training.checkpoint_manifest import (
     GLOBAL,
-    MANIFEST,
     CheckpointSummary,
     CorruptCheckpointError,
-    check_size,
-    encode_manifest,
-    encode_tensors,
+    describe,
     folder_name,
     folder_number,
-    listdir,
-    parse_manifest,
     rank_file,
-    read_manifest,
-    read_tensors,
     real_folder,
     remove_checkpoint,
 )
 from ddnn.util.errors import DataError
-from ddnn.util.files import fsync_directory, open_regular, write_verified
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ddnn.util.files import fsync_directory, write_verified
 
 log = logging.getLogger(__name__)
 
+DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.uint8: "U8"},
+}
+"""What a checkpoint holds, and its name in safetensors."""
 _TEMPORARY = ".tmp-"
-_MAX_NAMES = 10_000  # that `peek` looks at
-_MAX_CORRUPT = 10  # checkpoints that `peek` skips
-
-
-class _Communicator(Protocol):
-    """What is used of `ddnn.distributed.communicator.Communicator`, whose module imports torch."""
-
-    rank: int
-    world_size: int
-    host: str
-
-    def all_gather_object(self, value: Any, /) -> list[Any]: ...
-
-    def barrier(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -109,10 +94,10 @@ class CheckpointHandle(CheckpointSummary):
         if rank == self.own[0]:
             return self.own[1]
         try:
-            return read_tensors(self.path, rank_file(rank), self)
+            return _read_tensors(self.path, rank_file(rank), self)
         except (OSError, CorruptCheckpointError) as error:
             raise DataError(
-                f"the checkpoint is corrupt: {_describe(error)}",
+                f"the checkpoint is corrupt: {describe(error)}",
                 location=self.path,
                 hint="run again with --resume: the checkpoint before it is used",
             ) from error
@@ -121,7 +106,7 @@ class CheckpointHandle(CheckpointSummary):
 class CheckpointStore:
     """The checkpoints of one training, on every rank."""
 
-    def __init__(self, directory: Path, keep_last: int, comm: _Communicator) -> None:
+    def __init__(self, directory: Path, keep_last: int, comm: Communicator) -> None:
         """`directory` holds the folders of all checkpoints and is created with the first; `keep_last` of them stay."""
         self.directory, self.keep_last, self.comm = directory, keep_last, comm
         self._corrupt: set[int] = set()
@@ -149,8 +134,9 @@ class CheckpointStore:
         if is_rank0 and failure is None:
             self._remove_old()
         elif is_rank0:
-            if number is not None:
-                self._discard(number)
+            for name in () if number is None else (_TEMPORARY + folder_name(number), folder_name(number)):
+                with suppress(OSError):
+                    remove_checkpoint(real_folder(self.directory) / name)
             log.warning("%s: the checkpoint could not be written, training continues: %s", self.directory, failure)
         self.comm.barrier()  # no rank returns while rank 0 still renames or removes
         return failure is None
@@ -165,7 +151,7 @@ class CheckpointStore:
         Raises:
             DataError: all checkpoints are corrupt, or another version of ddnn wrote the newest.
         """
-        numbers, failure = self._on_rank0(lambda: _numbers(self.directory)[::-1])
+        numbers, failure = self._on_rank0(lambda: manifest.checkpoint_numbers(self.directory)[::-1])
         for number in numbers or ():
             handle, failure = self._load(number)
             if handle is not None:
@@ -181,52 +167,12 @@ class CheckpointStore:
             )
         return None
 
-    @staticmethod
-    def peek(directory: Path, report: Callable[[str], None] = log.warning) -> CheckpointSummary | None:
-        """The newest checkpoint whose manifest is intact and whose files have the right sizes; None if there is none.
-
-        Not collective; reads no tensors.
-
-        Args:
-            report: called with a sentence for each checkpoint that cannot be used.
-        """
-        try:
-            numbers = _numbers(directory, _MAX_NAMES)
-        except OSError as error:
-            report(f"checkpoints: {error.strerror}")
-            return None
-        for number in numbers[: -_MAX_CORRUPT - 1 : -1]:
-            path = directory / folder_name(number)
-            try:
-                summary = parse_manifest(*read_manifest(path), number, path)
-                for name in summary.files:
-                    with open_regular(path / name, follow_symlinks=False) as file:
-                        check_size(file, name, summary)
-                return summary
-            except (CorruptCheckpointError, DataError, OSError) as error:
-                report(f"checkpoint {number} is corrupt or of another version: {_describe(error)}")
-        return None
-
-    @staticmethod
-    def remove_all(directory: Path) -> None:
-        """Removes all checkpoints, and the directory if nothing else is in it; what cannot be removed is logged."""
-        try:
-            for name in listdir(directory):
-                if folder_number(name.removeprefix(_TEMPORARY)):
-                    with suppress(OSError):  # other files are in it: then the directory is not empty below
-                        remove_checkpoint(directory / name)
-            directory.rmdir()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            log.warning("not everything in %s could be removed: %s", directory, error.strerror)
-
     def _on_all_ranks(self, act: Callable[[], Any]) -> tuple[list[Any], str | None]:
         """Collective: what `act` returned (JSON) on each rank, and the first failure of any rank."""
         try:
             outcome = {"result": act()}
         except (OSError, MemoryError, CorruptCheckpointError) as error:
-            outcome = {"failure": f"worker {self.comm.rank} on {self.comm.host}: {_describe(error)}"}
+            outcome = {"failure": f"worker {self.comm.rank} on {self.comm.host}: {describe(error)}"}
         outcomes = self.comm.all_gather_object(outcome)
         failure = next((item["failure"] for item in outcomes if "failure" in item), None)
         return [item.get("result") for item in outcomes], failure
@@ -239,12 +185,11 @@ class CheckpointStore:
     def _load(self, number: int) -> tuple[CheckpointHandle | None, str | None]:
         """Collective: the checkpoint, or why it is corrupt."""
         path, comm = self.directory / folder_name(number), self.comm
-        manifest, failure = self._on_rank0(lambda: read_manifest(path))
+        found, failure = self._on_rank0(lambda: manifest.read_manifest(path))
         if failure is not None:
             return None, failure
         try:
-            text, written = manifest
-            summary = parse_manifest(text, written, number, path)
+            summary = manifest.parse_manifest(*found, number, path)
         except CorruptCheckpointError as error:  # on all ranks alike
             return None, str(error)
         own = comm.rank % summary.world_size
@@ -253,8 +198,8 @@ class CheckpointStore:
 
         def read() -> None:
             for rank in unclaimed:
-                read_tensors(path, rank_file(rank), summary)
-            tensors.update({name: read_tensors(path, name, summary) for name in (GLOBAL, rank_file(own))})
+                _read_tensors(path, rank_file(rank), summary)
+            tensors.update({name: _read_tensors(path, name, summary) for name in (GLOBAL, rank_file(own))})
 
         _, failure = self._on_all_ranks(read)
         if failure is not None:
@@ -267,11 +212,11 @@ class CheckpointStore:
         if not os.path.lexists(self.directory):
             self.directory.mkdir()
             fsync_directory(self.directory.parent, strict=True)
-        for name in listdir(self.directory):
+        for name in manifest.listdir(self.directory):
             if name.startswith(_TEMPORARY) and folder_number(name.removeprefix(_TEMPORARY)):
                 with suppress(OSError):  # not a real folder, or it holds other files: it stays
                     remove_checkpoint(self.directory / name)
-        names = listdir(self.directory)
+        names = manifest.listdir(self.directory)
         number = max((folder_number(name.removeprefix(_TEMPORARY)) for name in names), default=0) + 1
         (self.directory / (_TEMPORARY + folder_name(number))).mkdir()
         return number
@@ -279,48 +224,79 @@ class CheckpointStore:
     def _write_tensors(self, number: int, tensors: dict[str, dict[str, Tensor]]) -> dict[str, tuple[int, str]]:
         """Writes files of tensors; their sizes and SHA-256."""
         folder = real_folder(real_folder(self.directory) / (_TEMPORARY + folder_name(number)))
-        return {name: write_verified(folder / name, partial(encode_tensors, of)) for name, of in tensors.items()}
+        return {name: write_verified(folder / name, partial(_encode_tensors, of)) for name, of in tensors.items()}
 
     def _commit(self, summary: CheckpointSummary) -> None:
         """All files were read back: the manifest makes them a checkpoint, the renaming makes it the newest."""
-        name, text = folder_name(summary.number), encode_manifest(summary)
+        name, text = folder_name(summary.number), manifest.encode_manifest(summary)
         temporary = self.directory / (_TEMPORARY + name)
-        write_verified(temporary / MANIFEST, lambda: [text])
+        write_verified(temporary / manifest.MANIFEST, lambda: [text])
         fsync_directory(temporary, strict=True)
         temporary.rename(self.directory / name)
         fsync_directory(self.directory, strict=True)
 
-    def _discard(self, number: int) -> None:
-        """Removes what there is of a checkpoint that failed."""
-        for name in (_TEMPORARY + folder_name(number), folder_name(number)):
-            with suppress(OSError):
-                remove_checkpoint(real_folder(self.directory) / name)
-
     def _remove_old(self) -> None:
         """All but the newest `keep_last`; those seen corrupt go before those that may be intact."""
         try:
-            paths = {number: self.directory / folder_name(number) for number in _numbers(self.directory)}
+            paths = {
+                number: self.directory / folder_name(number) for number in manifest.checkpoint_numbers(self.directory)
+            }
             real = [number for number, path in paths.items() if stat.S_ISDIR(path.lstat().st_mode)]
             for number in sorted(real, key=lambda n: (n in self._corrupt, -n))[self.keep_last :]:
                 temporary = self.directory / (_TEMPORARY + folder_name(number))
                 paths[number].rename(temporary)  # so that a kill in between leaves no half of a checkpoint
                 remove_checkpoint(temporary)
         except OSError as error:
-            log.warning("%s: an older checkpoint could not be removed: %s", self.directory, _describe(error))
+            log.warning("%s: an older checkpoint could not be removed: %s", self.directory, describe(error))
 
 
-def _numbers(directory: Path, max_names: int | None = None) -> list[int]:
-    """Of everything in `directory` that has the name of a checkpoint, ascending; none if it does not exist."""
+def remove_checkpoints(directory: Path) -> None:
+    """Removes all checkpoints, and the directory if nothing else is in it; what cannot be removed is logged."""
     try:
-        with os.scandir(real_folder(directory)) as entries:
-            return sorted(filter(None, (folder_number(entry.name) for entry in islice(entries, max_names))))
+        for name in manifest.listdir(directory):
+            if folder_number(name.removeprefix(_TEMPORARY)):
+                with suppress(OSError):  # other files are in it: then the directory is not empty below
+                    remove_checkpoint(directory / name)
+        directory.rmdir()
     except FileNotFoundError:
-        return []
+        return
+    except OSError as error:
+        log.warning("not everything in %s could be removed: %s", directory, error.strerror)
 
 
-def _describe(error: Exception) -> str:
-    if isinstance(error, MemoryError):
-        return "not enough memory"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
+def _read_tensors(path: Path, name: str, summary: CheckpointSummary) -> dict[str, Tensor]:
+    """The tensors of a file, from the very bytes whose SHA-256 was compared; CorruptCheckpointError, OSError."""
+    size, sha256 = summary.files[name]
+    with manifest.open_checked(path, name, summary) as file:
+        data = file.read(size)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise CorruptCheckpointError(f"{name} is not what was written: its SHA-256 differs")
+    try:
+        tensors = load(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"{name} is not a safetensors file: {error}") from error
+    for tensor in tensors.values():
+        if tensor.dtype not in DTYPES:
+            raise CorruptCheckpointError(f"{name} holds {tensor.dtype}")
+    return tensors
+
+
+def _encode_tensors(tensors: dict[str, Tensor]) -> Iterator[Any]:
+    """The bytes of a safetensors file, one tensor after the other: only tensors on a GPU are copied.
+
+    Raises:
+        TypeError: a dtype that is not in DTYPES.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # each aligned for its dtype
+    entries, end = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} is {tensor.dtype}, which a checkpoint does not hold")
+        start, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    for name in names:
+        yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

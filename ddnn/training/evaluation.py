@@ -1,10 +1,10 @@
-"""Loss per frame and frame accuracy of a model on labelled frames."""
+"""Loss per frame and frame accuracy: of a model on labelled frames, and of an epoch while it trains."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class EvalResult:
     loss: float
     frame_accuracy: float
     frames: int
-    utterances: dict[str, int]
+    utterances: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -72,21 +72,13 @@ class LossSums:
         self.num_correct += num_correct
         self.frames += frames
 
-    def reset(self) -> None:
-        """Back to sums of nothing."""
-        self.loss.zero_()
-        self.num_correct.zero_()
-        self.frames = 0
-
-    def result(self) -> EvalResult:
-        """The averages; waits for the device."""
-        return _averages(self.loss.item(), self.num_correct.item(), self.frames)
-
-    def reduce(self, comm: Communicator) -> EvalResult:
-        """The averages over all workers' frames, the same bits on each; waits for the device."""
-        sums = torch.tensor([self.loss.item(), self.num_correct.item(), self.frames], dtype=torch.float64)
-        loss, num_correct, frames = comm.all_gather(sums).sum(dim=0).tolist()
-        return _averages(loss, num_correct, int(frames))
+    def result(self, comm: Communicator | None = None) -> EvalResult:
+        """The averages; over all workers' frames where there is `comm`, the same bits on each. Waits for the device."""
+        sums = self.to_tensor() if comm is None else comm.all_gather(self.to_tensor()).sum(dim=0)
+        loss, num_correct, frames = sums.tolist()
+        if frames == 0:
+            return EvalResult(math.nan, math.nan, 0)
+        return EvalResult(loss / frames, num_correct / frames, int(frames))
 
     def to_tensor(self) -> Tensor:
         """(3,) float64, for a checkpoint."""
@@ -98,6 +90,10 @@ class LossSums:
         self.loss.fill_(loss)
         self.num_correct.fill_(int(num_correct))
         self.frames = int(frames)
+
+    def reset(self) -> None:
+        """Back to sums of nothing."""
+        self.load_tensor(torch.zeros(3))
 
 
 class EpochLosses:
@@ -115,16 +111,12 @@ class EpochLosses:
     """Minibatches between two checks of a single worker's loss; a check waits for the device."""
 
     def __init__(self, device: torch.device, *, excludes: bool) -> None:
-        self.device, self.excludes = device, excludes
+        self.excludes = excludes
         self.committed, self.interval = LossSums(device), LossSums(device)
         self.epoch, self.learning_rate, self._minibatches = 0, 0.0, 0
 
     def add(self, loss: Tensor, num_correct: Tensor, frames: int) -> None:
-        """Adds one minibatch.
-
-        Raises:
-            DivergedError: where no worker is excluded, and the loss is not finite.
-        """
+        """Adds one minibatch; raises as `check`."""
         self.interval.add(loss, num_correct, frames)
         self._minibatches += 1
         if self._minibatches % self.CHECK_PERIOD == 0:
@@ -141,10 +133,6 @@ class EpochLosses:
             self.committed.add(self.interval.loss, self.interval.num_correct, self.interval.frames)
         self.interval.reset()
 
-    def reduce(self, comm: Communicator) -> EvalResult:
-        """The averages over all workers' frames, the same bits on each."""
-        return self.committed.reduce(comm)
-
     def to_tensor(self) -> Tensor:
         """(2, 3) float64, for a checkpoint."""
         return torch.stack([self.committed.to_tensor(), self.interval.to_tensor()])
@@ -156,8 +144,7 @@ class EpochLosses:
 
     def reset(self) -> None:
         """For the next epoch."""
-        self.committed.reset()
-        self.interval.reset()
+        self.load_tensor(torch.zeros(2, 3))
         self._minibatches = 0
 
 
@@ -172,22 +159,14 @@ def raise_if_diverged(split: str, result: EvalResult, epoch: int, learning_rate:
         )
 
 
-def _averages(loss: float, num_correct: float, frames: int) -> EvalResult:
-    if frames == 0:
-        return EvalResult(math.nan, math.nan, 0, {})
-    return EvalResult(loss / frames, num_correct / frames, frames, {})
-
-
 def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Workspace) -> Iterator[tuple[Batch, Tensor]]:
     """Consecutive frames and their logits (n, pdfs), each valid until the next.
 
     Args:
         workspace: memory for one batch; its size is that of the largest batch.
     """
-    sampler = SequentialSampler(frames, len(workspace.x))
-    with make_batch_loader(
-        frames, model.transform, sampler, out=workspace.x, gather=workspace.arithmetic.gather
-    ) as loader:
+    sampler, gather = SequentialSampler(frames, len(workspace.x)), workspace.arithmetic.gather
+    with make_batch_loader(frames, model.transform, sampler, out=workspace.x, gather=gather) as loader:
         for batch in loader.epoch():
             yield batch, workspace.of(len(batch.labels)).forward()
 
@@ -204,7 +183,7 @@ def evaluate(model: AcousticModel, frames: FrameSubset, comm: Communicator | Non
         sums.add(*cross_entropy(logits, batch.labels), len(batch.labels))
         if comm is not None:
             comm.watchdog.heartbeat()
-    return sums.result() if comm is None else sums.reduce(comm)
+    return sums.result(comm)
 
 
 def evaluate_run(
@@ -229,8 +208,7 @@ def evaluate_run(
         )
     corpus = load_for_model(model, data, labels, allow_pipes=allow_pipes)
     everything = corpus.to(on).subset(list(range(len(corpus.utterances))))
-    result = evaluate(model.to(on), everything)
-    return EvalResult(result.loss, result.frame_accuracy, result.frames, corpus.counts)
+    return replace(evaluate(model.to(on), everything), utterances=corpus.counts)
 
 
 def load_for_model(

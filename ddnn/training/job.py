@@ -1,7 +1,7 @@
 """`ddnn train` and `ddnn pretrain` on every worker: from a recipe to a trained run dir.
 
 All choices of a training are made here, once: device, data, arithmetic, optimizer, averager. Below this module nothing
-reads the recipe; `ddnn.training.builders` translates its sections.
+reads the recipe; `ddnn.training.options` translates its sections.
 """
 
 from __future__ import annotations
@@ -21,37 +21,25 @@ from ddnn import __version__
 from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import NoFiniteModelError
 from ddnn.data.batches import ShuffledSampler, make_batch_loader
-from ddnn.data.dataset import FrameSubset
-from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.pipeline import TrainingData, training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import read_restart
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.distributed.watchdog import Watchdog
-from ddnn.nn.acoustic_model import AcousticModel
+from ddnn.nn.acoustic_model import AcousticModel, load_model
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
+from ddnn.training import options
 from ddnn.training.checkpoint import CheckpointStore
-from ddnn.training.checkpoint_policy import CheckpointPolicy
 from ddnn.training.metrics import EventRow
-from ddnn.training.options import (
-    averaging_options,
-    check_pretrains,
-    data_config,
-    make_schedule,
-    network_layers,
-    optimizer_options,
-    warmup,
-    with_world_size,
-)
-from ddnn.training.pretraining import broadcast_dbn, load_dbn, pretrain_dbn, pretraining_recipe
+from ddnn.training.pretraining import load_dbn, pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
 from ddnn.training.run_dir import RunDir, open_run_dir
-from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, PRETRAIN, Kind, resume_command
-from ddnn.training.state import LoadedCheckpoint, TrainingProgress, restore
+from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, Kind, newest_checkpoint, resume_command
+from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
 from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import Trainer, train
 from ddnn.util.errors import DivergedError
@@ -82,14 +70,8 @@ class Job:
     def checkpoint_policy(self, run: RunDir, comm: Communicator) -> CheckpointPolicy:
         """Checkpoints of the workers of `comm` in `run`, as often as the recipe says."""
         config = self.recipe.checkpoint
-        return CheckpointPolicy(
-            CheckpointStore(run.path / CHECKPOINTS, config.keep_last, comm),
-            self.shutdown,
-            run,
-            interval_minutes=config.interval_minutes,
-            interval_minibatches=config.interval_minibatches,
-            rank=comm.rank,
-        )
+        store = CheckpointStore(run.path / CHECKPOINTS, config.keep_last, comm)
+        return CheckpointPolicy(store, self.shutdown, run, config.interval_minutes, config.interval_minibatches)
 
 
 def run_training(
@@ -126,13 +108,12 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: C
 
     Raises: as `run_training`.
     """
-    check_pretrains(recipe)
+    options.check_pretrains(recipe)
     with open_job("pretraining", recipe, run_dir, device, comm or SingleProcess(), resume=True) as job:
         if read_restart() is not None:
             job.run.record(resume_event(None, job.run, job.comm))
         if replicated_dbn(job, job.run) is None:
-            config = data_config(job.recipe, job.comm.world_size, held_out=False)
-            train_dbn(job, job.run, training_data(config, job.device, job.comm), job.comm)
+            train_dbn(job, job.run, job.comm)
         job.comm.barrier()
         log.info("finished: %s", run_dir / DBN)
 
@@ -146,7 +127,7 @@ def open_job(
     Raises:
         TrainingInterrupted: a signal has ended the job, and there is something to resume from. SystemExit: there is nothing.
     """
-    recipe = with_world_size(recipe, comm.world_size)
+    recipe = options.with_world_size(recipe, comm.world_size)
     text = dump_recipe(recipe) if kind == "training" else pretraining_recipe(recipe)
     # Rank 0 logs everything and shows progress, the others log warnings only.
     logging.getLogger("ddnn").setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
@@ -159,7 +140,7 @@ def open_job(
             yield Job(recipe, text, comm, run, shutdown, assign_device(recipe, device, comm))
         except (TrainingInterrupted, InterruptedBeforeTraining) as stopped:
             name = stopped.signal_name
-            if not has_checkpoint(run_dir):
+            if newest_checkpoint(run_dir) is None:
                 run.close(stopped, f"stopped on {name}, before there was a checkpoint")
                 number = signal.Signals[name] if name in signal.Signals.__members__ else signal.SIGTERM
                 raise SystemExit(128 + int(number)) from stopped
@@ -178,12 +159,6 @@ def open_job(
             run.close()
 
 
-def has_checkpoint(run_dir: Path) -> bool:
-    """Whether the job would not start from the beginning if it were resumed."""
-    found = [*(run_dir / CHECKPOINTS).glob("[0-9]*"), *run_dir.glob("rbm1.safetensors")]
-    return bool(found) or (run_dir.name != PRETRAIN and has_checkpoint(run_dir / PRETRAIN))
-
-
 def describe(recipe: Recipe) -> str:
     """One sentence on what a recipe would train, without reading any data."""
     learning_rate = recipe.schedule.initial_learning_rate
@@ -197,9 +172,8 @@ def describe(recipe: Recipe) -> str:
 def assign_device(recipe: Recipe, device: str, comm: Communicator) -> torch.device:
     """Where this worker computes; UserError if two would share a GPU and the recipe does not allow it. Collective."""
     chosen = choose_device(device, comm.local_rank, threads=recipe.parallel.cpu_threads)
-    check_devices(
-        comm.all_gather_object([comm.rank, comm.host, device_identity(chosen)]), recipe.parallel.oversubscribe_gpus
-    )
+    identities = comm.all_gather_object([comm.rank, comm.host, device_identity(chosen)])
+    check_devices(identities, recipe.parallel.oversubscribe_gpus)
     log.info("ddnn %s, torch %s, %s, python %s", __version__, torch.__version__, chosen, platform.python_version())
     allow_tf32(recipe.allow_tf32, chosen)
     devices = comm.all_gather_object(f"{comm.rank}: {comm.host} {chosen}")
@@ -226,7 +200,7 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
     if loaded is None:
         run.write_recipe(job.recipe_text)
     dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
-    data = training_data(data_config(recipe, comm.world_size), job.device, comm)
+    data = training_data(options.data_config(recipe, comm.world_size), job.device, comm)
     data.require_minibatch("minibatch_size", recipe.minibatch_size, data.train_shards)
     digest = data.digest()
     if loaded is None:
@@ -257,20 +231,14 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
 def resume_event(loaded: LoadedCheckpoint | None, run: RunDir, comm: Communicator) -> EventRow:
     """From where this job resumes, and why, if the launcher has restarted it."""
     epoch, minibatch = (0, 0) if loaded is None else (loaded.metadata.epoch, loaded.metadata.minibatch)
+    resumed = EventRow(event="resumed", epoch=epoch, minibatch=minibatch, world_size=comm.world_size)
     restart, died = read_restart(), run.previous
     if restart is None:
-        return EventRow(event="resumed", epoch=epoch, minibatch=minibatch, world_size=comm.world_size)
-    known = died is not None and died.phase == "training"
-    return EventRow(
-        event="restarted",
-        epoch=epoch,
-        minibatch=minibatch,
-        world_size=comm.world_size,
-        number=restart.number,
-        reason=restart.reason[:1000],
-        died_epoch=died.epoch if died is not None and known else None,
-        died_minibatch=died.minibatch if died is not None and known else None,
-    )
+        return resumed
+    update = {"event": "restarted", "number": restart.number, "reason": restart.reason[:1000]}
+    if died is not None and died.phase == "training":
+        update |= {"died_epoch": died.epoch, "died_minibatch": died.minibatch}
+    return resumed.model_copy(update=update)
 
 
 def assemble_trainer(
@@ -283,22 +251,21 @@ def assemble_trainer(
 ) -> Trainer:
     """Chooses the parts of the training of `model`, each once; restores them if there is a checkpoint. Collective."""
     recipe, comm, size, network = job.recipe, job.comm, job.recipe.minibatch_size, model.network
-    optimizer = make_optimizer(optimizer_options(recipe.optimizer), network)
-    averager = make_averager(
-        averaging_options(recipe.parallel, recipe.optimizer.momentum), comm, network, optimizer, size
-    )
+    optimizer = make_optimizer(options.optimizer_options(recipe.optimizer), network)
+    averaging = options.averaging_options(recipe.parallel, recipe.optimizer.momentum)
+    averager = make_averager(averaging, comm, network, optimizer, size)
     averager.broadcast()
     if recipe.optimizer.name == "ng-sgd" and recipe.optimizer.max_change_scope != "local":
         optimizer.lr_scale = averager.lr_scale
     precision = recipe.precision if loaded is None else loaded.metadata.precision
     arithmetic = choose_arithmetic(precision, network, size, comm, resumed=loaded is not None)
     workspace = Workspace(network, size, arithmetic)
-    on_gpu = job.device.type == "cuda"
-    sampler = ShuffledSampler(data.train, size, seed=recipe.seed, rank=comm.rank, prefetch=on_gpu)
+    prefetch, mark = job.device.type == "cuda", averager.timer.mark
+    sampler = ShuffledSampler(data.train, size, seed=recipe.seed, rank=comm.rank, prefetch=prefetch)
     batches = make_batch_loader(
-        data.train, model.transform, sampler, out=workspace.x, gather=arithmetic.gather, mark=averager.timer.mark
+        data.train, model.transform, sampler, out=workspace.x, gather=arithmetic.gather, mark=mark
     )
-    schedule = make_schedule(recipe.schedule)
+    schedule = options.make_schedule(recipe.schedule)
     eager = EagerStep(workspace, optimizer, averager.average_gradient)
     lr = schedule.learning_rate * averager.lr_scale
     trainer = Trainer(
@@ -313,14 +280,13 @@ def assemble_trainer(
         averager=averager,
         checkpoints=checkpoints,
         run=job.run,
-        progress=TrainingProgress(network.parameters.clone()),
-        warmup=warmup(recipe),
+        warmup=options.warmup(recipe),
         recipe=job.recipe_text,
         data_digest=digest,
         precision=arithmetic.precision,
     )
     if loaded is not None:
-        restore(trainer, loaded)
+        trainer.restore(loaded)
     train_frames, cv_frames = map(sum, zip(*comm.all_gather_object([len(data.train), len(data.cv)]), strict=True))
     log.info(
         "%d parameters, %d training frames, %d cross-validation frames; learning rates%s multiply the gradient summed "
@@ -343,33 +309,29 @@ def initial_model(job: Job, data: TrainingData, dbn: AcousticModel | None, pretr
             dbn.check_features(data.dataset.dim, recipe.pretrain.dbn)
         elif dbn is None:
             assert pretraining is not None
-            dbn = train_dbn(job, pretraining, data, job.comm)
+            dbn = train_dbn(job, pretraining, job.comm, data)
         transform = dbn.transform.to(torch.device("cpu"))
-    network = Network(network_layers(recipe, transform.output_dim, data.index.num_pdfs, on_dbn=dbn is not None))
+    layers = options.network_layers(recipe, transform.output_dim, data.index.num_pdfs, on_dbn=dbn is not None)
+    network = Network(layers)
     initialize(network, recipe.seed)
     if dbn is not None:
         network.load_lower_layers(dbn.network)
-    return AcousticModel(FeatureConfig(recipe.data.cmvn, recipe.data.deltas), transform, network)
+    return AcousticModel(options.model_features(recipe), transform, network)
 
 
-def train_dbn(job: Job, run: RunDir, data: TrainingData, comm: Communicator) -> AcousticModel:
-    """A DBN trained on all utterances of the corpus, those held out too: pretraining reads no labels. Collective."""
-    rows = data.dataset.rows_of(range(len(data.dataset.utterances)))
-    frames = FrameSubset(data.dataset, rows.to(data.device))
-    transform = data.input_transform(comm, all_utterances=True).to(data.device)
-    data.require_minibatch("pretrain.minibatch_size", job.recipe.pretrain.minibatch_size, data.shards)
-    return pretrain_dbn(job.recipe, frames, transform, run, job.checkpoint_policy(run, comm), comm)
+def train_dbn(job: Job, run: RunDir, comm: Communicator, data: TrainingData | None = None) -> AcousticModel:
+    """A DBN trained by the workers of `comm` on `data`, or on the whole corpus, which is loaded. Collective."""
+    if data is None:
+        config = options.data_config(job.recipe, comm.world_size, held_out=False)
+        data = training_data(config, job.device, comm)
+    return pretrain_dbn(job.recipe, data, run, job.checkpoint_policy(run, comm), comm)
 
 
 def replicated_dbn(job: Job, run: RunDir) -> AcousticModel | None:
     """`parallel.pretrain_data: replicated`: the DBN that rank 0 trains on the whole corpus, for all; else None."""
-    recipe, comm = job.recipe, job.comm
-    if comm.world_size == 1 or recipe.parallel.pretrain_data == "sharded":
+    if job.comm.world_size == 1 or job.recipe.parallel.pretrain_data == "sharded":
         return None
-    dbn = None
-    if comm.rank == 0:
-        single = SingleProcess()
-        config = data_config(recipe, 1, held_out=False)
-        dbn = train_dbn(job, run, training_data(config, job.device, single), single)
-    dim = comm.all_gather_object(dbn.transform.dim if dbn is not None else None)[0]
-    return broadcast_dbn(recipe, dbn, dim, job.device, comm, num_rbms=recipe.model.hidden_layers)
+    if job.comm.rank == 0:
+        train_dbn(job, run, SingleProcess())
+    job.comm.barrier()
+    return load_model(run.path / DBN)

@@ -7,22 +7,29 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-import statistics
-import time
-from collections.abc import Iterator, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ddnn.util.errors import DataError
-from ddnn.util.files import read_bytes_limited
+from ddnn.util.errors import DataError, UserError
+from ddnn.util.files import append_text, open_for_append, read_bytes_limited, require_kind
 from ddnn.util.text import printable
+
+log = logging.getLogger(__name__)
 
 MAX_BYTES = 64 << 20
 """Ten thousand epochs of one worker, or a hundred epochs of a thousand."""
+MAX_PENDING_ROWS = 10_000
+"""Rows kept in memory while the disk is full, about 4 MB; beyond it the oldest are lost."""
+_MAX_LINE = 1 << 20
 
 
 def _finite(value: Any) -> Any:
@@ -55,7 +62,7 @@ class MetricsRow(BaseModel):
     type: str
 
     def as_text(self) -> str:
-        """The row as a line of the log."""
+        """The row as a line of the log; empty where there is nothing to say."""
         raise NotImplementedError
 
 
@@ -71,9 +78,8 @@ class _Figures(MetricsRow):
     frames_per_second: Speed = None
 
     def _text(self, name: str) -> str:
-        loss, accuracy, rate = (
-            math.nan if x is None else x for x in (self.loss, self.frame_accuracy, self.learning_rate)
-        )
+        figures = (self.loss, self.frame_accuracy, self.learning_rate)
+        loss, accuracy, rate = (math.nan if x is None else x for x in figures)
         return (
             f"epoch {self.epoch:2d} {name:<6} loss {loss:.4f}  frame accuracy {100 * accuracy:5.2f} %  "
             f"learning rate {rate:.6g}  {self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
@@ -93,7 +99,6 @@ class EpochRow(_Figures):
     accepted: bool = True
 
     def as_text(self) -> str:
-        """The row as a line of the log."""
         return self._text(self.split) + ("" if self.accepted else "  rejected")
 
 
@@ -103,7 +108,6 @@ class WarmupRow(_Figures):
     type: Literal["warmup"] = "warmup"
 
     def as_text(self) -> str:
-        """The row as a line of the log."""
         return self._text("warmup")
 
 
@@ -147,7 +151,6 @@ class WorkerRow(MetricsRow):
     interval_seconds_std: Seconds = None
 
     def as_text(self) -> str:
-        """A warning for the log if this worker was excluded from averagings; else empty."""
         if not self.excluded_averagings:
             return ""
         return (
@@ -179,7 +182,6 @@ class EventRow(MetricsRow):
     died_minibatch: Count | None = None
 
     def as_text(self) -> str:
-        """A sentence."""
         if self.event == "resumed":
             return f"resumed after {_place(self.epoch, self.minibatch)} with {self.world_size} worker(s)"
         text = f"restart {self.number} after {_place(self.epoch, self.minibatch)}: {printable(self.reason, '')}"
@@ -213,59 +215,18 @@ class PretrainRow(MetricsRow):
     guard_count: Count = 0
 
     def as_text(self) -> str:
-        """The row as a line of the log."""
-        errors = (math.nan if x is None else x for x in (self.reconstruction_error, self.mean_reconstruction_error))
+        error, mean = (
+            math.nan if x is None else x for x in (self.reconstruction_error, self.mean_reconstruction_error)
+        )
         return (
-            "rbm {} epoch {:2d} reconstruction error {:.4f}  (mean over epochs {:.4f})".format(
-                self.rbm, self.epoch, *errors
-            )
-            + f"  {self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
+            f"rbm {self.rbm} epoch {self.epoch:2d} reconstruction error {error:.4f}  (mean over epochs {mean:.4f})  "
+            f"{self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
         )
 
 
 def throughput(frames: int, seconds: float) -> dict[str, Any]:
     """The fields `frames`, `seconds` and `frames_per_second` of a row."""
     return {"frames": frames, "seconds": seconds, "frames_per_second": frames / max(seconds, 1e-9)}
-
-
-class _Averager(Protocol):
-    """What `worker_row` needs of this worker's averager: its communicator, timer and counters."""
-
-    comm: Any
-    timer: Any
-    counters: Any
-
-
-def worker_row(epoch: int, averager: _Averager, device: str, num_parameters: int, *, overlap: bool) -> WorkerRow:
-    """This worker's row of an epoch that ends now."""
-    comm, timer, counters = averager.comm, averager.timer, averager.counters
-    seconds = max(time.perf_counter() - timer.started, 1e-9)
-    traffic, averaging = comm.stats - counters.stats, timer.seconds["averaging"]
-    waiting = 0.0 if overlap else min(traffic.wait_seconds, averaging)
-    return WorkerRow(
-        epoch=epoch,
-        rank=comm.rank,
-        host=comm.host,
-        device=device,
-        minibatches=counters.minibatches,
-        **throughput(counters.frames, seconds),
-        compute_fraction=min(timer.seconds["compute"] / seconds, 1.0),
-        data_fraction=min(timer.seconds["data"] / seconds, 1.0),
-        comm_fraction=min((averaging - waiting) / seconds, 1.0),
-        wait_fraction=min(waiting / seconds, 1.0),
-        averagings=counters.averagings,
-        excluded_averagings=counters.excluded_averagings,
-        consensus_distance=_mean(counters.consensus_distances),
-        bytes_sent=traffic.bytes_sent,
-        comm_seconds=traffic.comm_seconds,
-        num_parameters=num_parameters,
-        interval_seconds=_mean(counters.interval_seconds),
-        interval_seconds_std=statistics.pstdev(counters.interval_seconds) if counters.interval_seconds else None,
-    )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
 
 
 @dataclass(frozen=True)
@@ -297,52 +258,50 @@ class Metrics:
 
 
 _ROWS: dict[str, type[MetricsRow]] = {
-    "epoch": EpochRow,
-    "warmup": WarmupRow,
-    "worker": WorkerRow,
-    "event": EventRow,
-    "pretrain": PretrainRow,
+    kind.model_fields["type"].default: kind for kind in (EpochRow, WarmupRow, WorkerRow, EventRow, PretrainRow)
 }
+Row = TypeVar("Row", bound=MetricsRow)
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The metrics of a training or pretraining, which may still run. A last line that is still being written is
-    ignored, as are rows of an unknown type.
+    """The metrics of a training or pretraining, which may still run: without a last line that is still being written.
 
     Raises:
-        DataError: the file is missing, no regular file or too large; a line is not a metrics row, or of a version of
-            ddnn that wrote no `type`; two rows are of the same epoch and rank.
+        DataError: the file is missing, no regular file or too large; a line is not a metrics row; two rows are of the
+            same epoch and rank.
     """
     rows: dict[tuple[object, ...], MetricsRow] = {}
     for number, line in _lines(path):
-        values = _parse(path, number, line)
-        kind = values.get("type")
-        if not isinstance(kind, str):
-            _refuse(path, number, line, "it has no `type` (run dirs of ddnn 0.1 are not read)")
-        if kind not in _ROWS:
+        try:
+            row = _parse_row(line)
+        except ValueError as error:
+            raise DataError(
+                f"line {number} is not a metrics row: {error}: {line[:60]!r}",
+                location=path,
+                hint="restore or remove the line",
+            ) from error
+        if row is None:
             continue
-        row = _validated(_ROWS[kind], path, number, line, values)
-        key = (kind, *((number,) if row.KEY is None else (f"{name} {getattr(row, name)}" for name in row.KEY)))
+        key = (row.type, *((number,) if row.KEY is None else (f"{name} {getattr(row, name)}" for name in row.KEY)))
         if key in rows:
             raise DataError(
-                f"line {number}: a second {kind} row{' for ' if key[1:] else ''}{', '.join(map(str, key[1:]))}",
+                f"line {number}: a second {row.type} row{' for ' if key[1:] else ''}{', '.join(map(str, key[1:]))}",
                 location=path,
                 hint="use one run dir for each training",
             )
         rows[key] = row
-    return _sorted(list(rows.values()))
 
+    def of(kind: type[Row]) -> list[Row]:
+        return [row for row in rows.values() if isinstance(row, kind)]
 
-def _sorted(rows: Sequence[MetricsRow]) -> Metrics:
-    epochs = sorted((row for row in rows if isinstance(row, EpochRow)), key=lambda row: row.epoch)
-    workers = sorted((row for row in rows if isinstance(row, WorkerRow)), key=lambda row: (row.epoch, row.rank))
+    epochs = sorted(of(EpochRow), key=lambda row: row.epoch)
     return Metrics(
         train=tuple(row for row in epochs if row.split == "train"),
         cv=tuple(row for row in epochs if row.split == "cv"),
-        workers=tuple(workers),
-        warmup=next((row for row in rows if isinstance(row, WarmupRow)), None),
-        events=tuple(row for row in rows if isinstance(row, EventRow)),
-        pretraining=tuple(row for row in rows if isinstance(row, PretrainRow)),
+        workers=tuple(sorted(of(WorkerRow), key=lambda row: (row.epoch, row.rank))),
+        warmup=next(iter(of(WarmupRow)), None),
+        events=tuple(of(EventRow)),
+        pretraining=tuple(of(PretrainRow)),
     )
 
 
@@ -361,17 +320,28 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         yield len(whole) + 1, last
 
 
-def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse_row(line: bytes) -> MetricsRow | None:
+    """None for a row of an unknown type; ValueError for what is none."""
     try:
         values = json.loads(line, parse_constant=_refuse_constant, parse_float=_parse_float)
     except (ValueError, RecursionError) as error:
-        _refuse(path, number, line, f"no JSON ({error})"[:200], error)
+        raise ValueError(f"no JSON ({error})"[:200]) from error
     if not isinstance(values, dict):
-        _refuse(path, number, line, "no JSON object")
-    return values
+        raise ValueError("no JSON object")
+    if not isinstance(values.get("type"), str):
+        raise ValueError("it has no `type` (run dirs of ddnn 0.1 are not read)")
+    if values["type"] not in _ROWS:
+        return None
+    try:
+        return _ROWS[values["type"]].model_validate(values)
+    except ValidationError as error:
+        detail = error.errors(include_url=False, include_context=False)[0]
+        key = str(detail["loc"][0])
+        value = "missing" if detail["type"] == "missing" else f"{repr(values.get(key))[:60]} found"
+        raise ValueError(f"{key}: {value}, {detail['msg']}") from error
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON; null represents values that are not finite")
 
 
@@ -382,17 +352,78 @@ def _parse_float(text: str) -> float:
     return value
 
 
-def _validated(kind: type[MetricsRow], path: Path, number: int, line: bytes, values: dict[str, Any]) -> MetricsRow:
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        detail = error.errors(include_url=False, include_context=False)[0]
-        key = str(detail["loc"][0])
-        value = "missing" if detail["type"] == "missing" else f"{repr(values.get(key))[:60]} found"
-        _refuse(path, number, line, f"{key}: {value}, {detail['msg']}", error)
+class MetricsWriter:
+    """Appends rows to metrics.jsonl. A full disk does not end a training: rows that cannot be written are kept in
+    memory and written, in order, before the next one that can be."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending: deque[str] = deque(maxlen=MAX_PENDING_ROWS)
+        self._failed = False
+
+    def write(self, row: MetricsRow) -> None:
+        """One row, now or as soon as there is space. UserError: the file is a link, a FIFO or a device."""
+        self._pending.append(json.dumps(row.model_dump(), allow_nan=False) + "\n")
+        try:
+            self._write_pending()
+        except OSError as error:
+            if not self._failed:
+                log.warning("cannot write %s: %s; its rows are kept in memory until it can", self.path, error.strerror)
+            self._failed = True
+
+    def _write_pending(self) -> None:
+        if self._pending:
+            append_text(self.path, "".join(self._pending))
+            if self._failed:
+                log.info("%s can be written again: %d pending rows are in it", self.path.name, len(self._pending))
+            self._pending.clear()
+        self._failed = False
+
+    def flush(self) -> None:
+        """Writes pending rows, and everything through to the disk; UserError if it cannot be written."""
+        try:
+            self._write_pending()
+            with os.fdopen(open_for_append(self.path), "ab") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Cuts the file before the first row that is not to be kept, since that row is about to be written again;
+        pending rows alike. A last line that was cut off is removed. UserError: the file cannot be written.
+
+        Args:
+            keep: called with each line as JSON; what is no JSON object is kept.
+        """
+        self._pending = deque((line for line in self._pending if _kept(line, keep)), MAX_PENDING_ROWS)
+        if not self.path.exists():
+            return
+        require_kind(self.path, "file")
+        try:
+            with self.path.open("rb") as file:
+                end = sum(map(len, _leading_rows(file, keep)))
+            with os.fdopen(open_for_append(self.path), "ab") as file:
+                os.ftruncate(file.fileno(), end)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(
+            f"cannot write {self.path.name}: {error.strerror}",
+            location=self.path.parent,
+            hint="check that there is space, quota and permission to write, then resume with --resume",
+        )
 
 
-def _refuse(path: Path, number: int, line: bytes, why: str, error: Exception | None = None) -> NoReturn:
-    raise DataError(
-        f"line {number} is not a metrics row: {why}: {line[:60]!r}", location=path, hint="restore or remove the line"
-    ) from error
+def _leading_rows(file: BinaryIO, keep: Callable[[dict[str, Any]], bool]) -> Iterator[bytes]:
+    for line in iter(lambda: file.readline(_MAX_LINE), b""):
+        if not line.endswith(b"\n") or not _kept(line, keep):
+            return
+        yield line
+
+
+def _kept(line: str | bytes, keep: Callable[[dict[str, Any]], bool]) -> bool:
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        return not isinstance(row, dict) or keep(row)
+    return True

@@ -17,21 +17,17 @@ from ddnn.util.files import ensure_directory
 
 log = logging.getLogger(__name__)
 
-NETWORK_FILE = "final.nnet"
-TRANSFORM_FILE = "feature_transform.nnet"
-
 
 def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
     """Writes a run as Kaldi's nnet-forward reads it to `out`: `final.nnet` and `feature_transform.nnet` (binary), and
     `ali_train_pdf.counts` where the run has it.
 
-    CMVN and deltas are no part of nnet1's files: where the model has them, Kaldi's apply-cmvn and add-deltas go first,
-    and the log says so.
+    Where the model has CMVN and deltas, which these files cannot hold, the log says so: Kaldi's tools are to go first.
     """
     model = load_run(run_dir)
     network, front = to_nnet1(model)
     ensure_directory(out)
-    paths = [out / NETWORK_FILE, out / TRANSFORM_FILE]
+    paths = [out / "final.nnet", out / "feature_transform.nnet"]
     for path in paths:
         if path.exists():
             raise UserError("the file exists already", location=path, hint="name another --out, or remove it")
@@ -45,11 +41,8 @@ def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
         raise
     log.info("%s", ", ".join(str(path) for path in paths))
     if model.features != FeatureConfig():
-        log.warning(
-            "before nnet-forward run Kaldi's CMVN (%s) and deltas (order %d)",
-            model.features.cmvn,
-            model.features.deltas,
-        )
+        cmvn, deltas = model.features.cmvn, model.features.deltas
+        log.warning("before nnet-forward run Kaldi's CMVN (%s) and deltas (order %d)", cmvn, deltas)
     return paths
 
 
@@ -68,9 +61,8 @@ def import_nnet1(
     model = from_nnet1(read_nnet1(nnet), front, location=nnet)
     counts = None if pdf_counts is None else read_pdf_counts(pdf_counts)
     if counts is not None and len(counts) != model.network.output_dim:
-        raise DataError(
-            f"{len(counts)} pdf counts found, the network has {model.network.output_dim} pdfs", location=pdf_counts
-        )
+        found = f"{len(counts)} pdf counts found, the network has {model.network.output_dim} pdfs"
+        raise DataError(found, location=pdf_counts)
     last = model.network.layers[-1]
     if not last.must_be_last:
         log.warning(

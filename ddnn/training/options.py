@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
+from typing import Any, TypeVar
 
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.data.feature_reader import FeatureConfig
@@ -13,18 +16,16 @@ from ddnn.nn.layers import Layer, activation_floats, mlp_layers, num_parameters
 from ddnn.optim.ng_sgd import NgSgdOptions
 from ddnn.optim.schedule import Exponential, Newbob, Schedule
 from ddnn.optim.sgd import SgdOptions
-from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig
+from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig, Section
 from ddnn.training.trainer import Warmup
 from ddnn.util.errors import RecipeError
 from ddnn.util.progress import progress_bar
 
+Options = TypeVar("Options")
+
 
 def with_world_size(recipe: Recipe, world_size: int) -> Recipe:
-    """The recipe with as many workers as there are.
-
-    Raises:
-        RecipeError: it names another number.
-    """
+    """The recipe with as many workers as there are; RecipeError if it names another number."""
     workers = recipe.parallel.workers
     if workers not in (1, world_size):
         raise RecipeError(
@@ -52,28 +53,9 @@ def network_layers(recipe: Recipe, input_dim: int, num_pdfs: int, *, on_dbn: boo
 
 
 def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> AveragingOptions:
-    """How the workers of a training average.
-
-    Args:
-        momentum: of the optimizer.
-    """
-    options = AveragingOptions(
-        strategy=parallel.strategy,
-        averaging_period=parallel.averaging_period,
-        comm_dtype=parallel.comm_dtype,
-        overlap=parallel.overlap,
-        local_momentum=parallel.local_momentum if momentum else "keep",
-        scale_learning_rate=parallel.scale_learning_rate,
-        gpu_transport=parallel.gpu_transport,
-    )
-    if parallel.strategy != "bmuf":
-        return options
-    return replace(
-        options,
-        block_momentum=parallel.block_momentum,
-        block_learning_rate=parallel.block_learning_rate,
-        nesterov=parallel.nesterov,
-    )
+    """How the workers of a training average; `momentum` is the optimizer's."""
+    options = _taken(AveragingOptions, parallel)
+    return options if momentum else replace(options, local_momentum="keep")
 
 
 def warmup(recipe: Recipe) -> Warmup:
@@ -85,52 +67,37 @@ def warmup(recipe: Recipe) -> Warmup:
 def optimizer_options(recipe: OptimizerConfig) -> SgdOptions:
     """Those of SGD or NG-SGD."""
     if recipe.name == "sgd":
-        return SgdOptions(recipe.momentum, recipe.l2)
-    return NgSgdOptions(
-        recipe.momentum,
-        recipe.l2,
-        rank_in=recipe.rank_in,
-        rank_out=recipe.rank_out,
-        alpha=recipe.alpha,
-        num_samples_history=recipe.num_samples_history,
-        update_period=recipe.update_period,
-        max_change=recipe.max_change_per_sample,
-        max_change_scope=recipe.max_change_scope,
-    )
+        return _taken(SgdOptions, recipe)
+    return _taken(NgSgdOptions, recipe, max_change=recipe.max_change_per_sample)
 
 
 def make_schedule(recipe: ScheduleConfig) -> Schedule:
     """Newbob, or the exponential schedule."""
     if recipe.name == "exponential":
         return Exponential(recipe.initial_learning_rate, recipe.epochs, recipe.final_learning_rate)
-    return Newbob(
-        initial_lr=recipe.initial_learning_rate,
-        max_epochs=recipe.max_epochs,
-        criterion=recipe.criterion,
-        start_halving_impr=recipe.start_halving_impr,
-        end_halving_impr=recipe.end_halving_impr,
-        halving_factor=recipe.halving_factor,
-        keep_lr_epochs=recipe.keep_lr_epochs,
-        min_epochs=recipe.min_epochs,
-    )
+    return _taken(Newbob, recipe, initial_lr=recipe.initial_learning_rate)
+
+
+def _taken(kind: Callable[..., Options], section: Section, **others: Any) -> Options:
+    """One of a class: the arguments that the section has a key for, and `others`."""
+    names = signature(kind).parameters.keys() & type(section).model_fields.keys()
+    return kind(**{name: getattr(section, name) for name in names}, **others)
+
+
+def model_features(recipe: Recipe) -> FeatureConfig:
+    """What a model of the recipe says of its features."""
+    return FeatureConfig(recipe.data.cmvn, recipe.data.deltas)
 
 
 def data_config(recipe: Recipe, workers: int, *, held_out: bool = True) -> TrainingDataConfig:
     """What the recipe says about data; `held_out`: whether there is cross-validation, which RBMs do without."""
     of = recipe.data
+    features = replace(model_features(recipe), splice=of.splice, dtype=of.feature_dtype)
     return TrainingDataConfig(
         of.train,
         of.alignments,
-        DataConfig(
-            FeatureConfig(of.cmvn, of.deltas, of.splice, of.feature_dtype),
-            num_pdfs=of.num_pdfs,
-            allow_pipes=of.allow_pipes,
-            max_skipped_fraction=of.max_skipped_fraction,
-            cache_dir=of.cache_dir,
-            loader_processes=of.loader_processes,
-            progress=progress_bar("loading"),
-        ),
-        HeldOut(of.cv.data, of.cv.alignments, of.cv.speakers, of.cv.fraction) if held_out else None,
+        _taken(DataConfig, of, features=features, progress=progress_bar("loading")),
+        _taken(HeldOut, of.cv) if held_out else None,
         recipe.seed,
         lambda input_dim, num_pdfs: footprint(recipe, input_dim, num_pdfs, workers),
         normalize=of.normalize,

@@ -1,31 +1,22 @@
 """RBM pretraining: a deep belief network (DBN) of RBMs, trained layer by layer as Kaldi nnet1's steps/nnet/pretrain_dbn.sh.
 
-All utterances of the training data are used, those held out for cross-validation too, as Kaldi does: no label is read.
-A pretraining dir holds
-
-recipe.yaml              the recipe as it was run
-metrics.jsonl            one JSON object a line: per RBM and epoch
-rbm1.safetensors, ...    the layers up to each RBM, once it is finished
-dbn.safetensors          all RBMs as hidden layers, once the last is finished
-checkpoints/             the state within an RBM, while it is trained
-
-An interrupted pretraining resumes to the same bits: what is random in an RBM depends on the recipe's seed, the layer
-and the worker's rank alone, and the state of the generator is in the checkpoint.
+All utterances of the training data are used, those held out for cross-validation too, as Kaldi does: no label is read. An
+interrupted pretraining resumes to the same bits: what is random in an RBM depends on the recipe's seed, the layer and the
+worker's rank alone, and the state of the generator is in the checkpoint.
 
 With several workers each trains on its shard from the same RBM, and the workers average weights and biases after every
 `parallel.averaging_period` minibatches and after each epoch, by the averager that trains networks too: a worker whose
-RBM is not finite is excluded. Learning rates are not scaled; momentum stays with its worker. Rank 0 alone reads and
-writes the dir.
+RBM is not finite is excluded. Learning rates are not scaled; momentum stays with its worker. Rank 0 writes the run dir,
+whose files `ddnn.training.run_dir` lists.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +27,25 @@ from ddnn.averaging.averager import NoAveraging, make_averager
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.data.batches import Sampler, SequentialSampler, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import FrameSubset
-from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, splice_only
+from ddnn.data.pipeline import TrainingData
+from ddnn.data.transform import STATISTICS_UTTERANCES
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
-from ddnn.nn.layers import Affine, mlp_layers, num_parameters
+from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace
 from ddnn.nn.nnet1_conversion import from_nnet1
 from ddnn.nn.rbm import Cd1Options, Rbm, VisibleKind, cd1_step
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import AveragingConfig, CrossValidationConfig, NewbobConfig, PretrainConfig, Recipe, SgdConfig
 from ddnn.training.checkpoint import CheckpointHandle, TrainerState
-from ddnn.training.checkpoint_policy import CheckpointPolicy
 from ddnn.training.metrics import PretrainRow, throughput
+from ddnn.training.options import model_features
 from ddnn.training.run_dir import RunDir
 from ddnn.training.run_status import DBN
-from ddnn.training.state import prefixed, unprefixed
+from ddnn.training.state import CheckpointPolicy, TrainingProgress, prefixed, unprefixed
 from ddnn.util.errors import DataError, DivergedError
-from ddnn.util.progress import frame_counter
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +61,6 @@ def epochs_for_rbm(config: PretrainConfig, index: int, frames: int) -> int:
     if config.epochs is not None:
         return config.epochs[min(index, len(config.epochs) - 1)]
     return (2 if index == 0 else 1) * max(1, round(config.hours * FRAMES_PER_HOUR / frames))
-
-
-@dataclass
-class RbmProgress:
-    """Where the training of an RBM is, on this worker. Names as in `ddnn.training.state.TrainingProgress`."""
-
-    epoch: int = 0
-    minibatch: int = 0
-    num_minibatches: int | None = None
-    seconds: float = 0.0
 
 
 @dataclass
@@ -106,7 +86,7 @@ class RbmTrainer:
     num_epochs: int
 
     def __post_init__(self) -> None:
-        self.progress = RbmProgress()
+        self.progress = TrainingProgress()
         self.error = torch.zeros((), dtype=torch.float64, device=self.rbm.parameters.device)
         self.frames, self.total_error, self.total_frames = 0, 0.0, 0
 
@@ -133,10 +113,8 @@ class RbmTrainer:
         """Averages the RBM over the workers and records the epoch's reconstruction error."""
         self.averager.end_epoch()
         comm, progress = self.averager.comm, self.progress
-        finite = math.isfinite(self.error.item())
-        sums = torch.tensor([self.error.item(), self.frames] if finite else [0.0, 0], dtype=torch.float64)
-        if not self.averager.excludes:
-            sums = torch.tensor([self.error.item(), self.frames], dtype=torch.float64)
+        counts = not self.averager.excludes or math.isfinite(self.error.item())
+        sums = torch.tensor([self.error.item(), self.frames] if counts else [0.0, 0], dtype=torch.float64)
         error, frames = comm.all_gather(sums).sum(dim=0).tolist()
         self.total_error, self.total_frames = self.total_error + error, self.total_frames + int(frames)
         if not (math.isfinite(self.total_error) and frames):
@@ -153,36 +131,26 @@ class RbmTrainer:
                 reconstruction_error=error / frames,
                 mean_reconstruction_error=self.total_error / self.total_frames,
                 guard_count=self.rbm.guard_count,
-                **throughput(int(frames), self.elapsed()),
+                **throughput(int(frames), progress.elapsed()),
             )
         )
         self.error.zero_()
         self.frames = 0
-        self.progress = RbmProgress(progress.epoch + 1)
-        self.run.set_status(epoch=self.progress.epoch, minibatch=0)
+        progress.end_epoch()
+        self.run.set_status(epoch=progress.epoch, minibatch=0)
 
     def begin_epoch(self) -> None:
         """Starts the next epoch, or continues the one in which a checkpoint was written."""
-        progress = self.progress
-        self._clock_started = time.perf_counter() - progress.seconds
-        if progress.num_minibatches is None:
-            self.averager.begin_epoch(len(self.inputs))
-            progress.num_minibatches = len(self.inputs)
+        self.progress.start_clock()
+        if self.progress.num_minibatches is None:
+            self.progress.num_minibatches = self.averager.begin_epoch(len(self.inputs))
 
     def epoch_batches(self) -> Iterator[Tensor]:
         """The minibatches of the epoch that are still to be trained on: (frames, visible) float32 each."""
-        progress, size = self.progress, self.inputs.batch_size
-        total, number = progress.num_minibatches or 0, progress.epoch + 1
-        name = f"rbm {self.index + 1} epoch {number}/{self.num_epochs}"
-        with frame_counter(name, total * size, done=progress.minibatch * size) as advance:
-            for visible in self.inputs.epoch(10_000 * (self.index + 1) + number, skip=progress.minibatch):
-                yield visible
-                advance(len(visible))
-                self.run.set_progress(number - 1, progress.minibatch)
-
-    def elapsed(self) -> float:
-        """Seconds that the epoch under way has taken."""
-        return 0.0 if self.progress.num_minibatches is None else time.perf_counter() - self._clock_started
+        progress, epoch = self.progress, self.progress.epoch + 1
+        batches = self.inputs.epoch(10_000 * (self.index + 1) + epoch, skip=progress.minibatch)
+        name = f"rbm {self.index + 1} epoch {epoch}/{self.num_epochs}"
+        return progress.remaining(batches, self.inputs.batch_size, self.run, name)
 
     def capture(self) -> tuple[dict[str, Any], TrainerState]:
         """Metadata and state for a checkpoint. Tensors of each rank: `rbm.*`, `generator` (its state, uint8),
@@ -195,21 +163,11 @@ class RbmTrainer:
             **prefixed("rbm", rbm.state_dict()),
             **prefixed("averager", self.averager.state_dict()),
         }
-        metadata = {
-            "rbm": self.index + 1,
-            "epoch": progress.epoch,
-            "minibatch": progress.minibatch,
-            "num_minibatches": progress.num_minibatches,
-            "seconds": self.elapsed(),
-        }
-        return metadata, TrainerState({}, rank)
+        metadata = {name: getattr(progress, name) for name in ("epoch", "minibatch", "num_minibatches")}
+        return {"rbm": self.index + 1, **metadata, "seconds": progress.elapsed()}, TrainerState({}, rank)
 
     def restore(self, handle: CheckpointHandle) -> None:
-        """Restores the state within this RBM.
-
-        Raises:
-            DataError: the checkpoint does not fit.
-        """
+        """Restores what was captured; DataError where it does not fit."""
         metadata, rank = handle.metadata, handle.rank_state(self.averager.comm.rank)
         try:
             self.rbm.load_state_dict(unprefixed("rbm", rank))
@@ -218,10 +176,11 @@ class RbmTrainer:
             error, frames, self.total_error, total_frames = rank["sums"].tolist()
             self.error.fill_(error)
             self.frames, self.total_frames = int(frames), int(total_frames)
-            self.progress = RbmProgress(
+            length = metadata["num_minibatches"]
+            self.progress = TrainingProgress(
                 epoch=int(metadata["epoch"]),
                 minibatch=int(metadata["minibatch"]),
-                num_minibatches=None if metadata["num_minibatches"] is None else int(metadata["num_minibatches"]),
+                num_minibatches=None if length is None else int(length),
                 seconds=float(metadata["seconds"]),
             )
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
@@ -249,12 +208,7 @@ def train_rbm(trainer: RbmTrainer) -> Rbm:
 
 
 class HiddenRepresentation:
-    """The visible units of an RBM: spliced, normalized frames, through the layers below it.
-
-    Args:
-        below: the layers below; none for the lowest RBM.
-        batches: of frames, on the device of `below`.
-    """
+    """The visible units of an RBM: spliced, normalized frames, through the layers below it, on the device of `below`."""
 
     def __init__(self, below: AcousticModel, frames: FrameSubset, sampler: Sampler, comm: Communicator) -> None:
         self.comm, self.batch_size = comm, sampler.batch_size
@@ -289,18 +243,12 @@ def mean_activation(below: AcousticModel, frames: FrameSubset, comm: Communicato
 
 
 def pretrain_dbn(
-    recipe: Recipe,
-    frames: FrameSubset,
-    transform: InputTransform,
-    run: RunDir,
-    checkpoints: CheckpointPolicy,
-    comm: Communicator,
+    recipe: Recipe, data: TrainingData, run: RunDir, checkpoints: CheckpointPolicy, comm: Communicator
 ) -> AcousticModel:
     """Trains the RBMs that are not finished yet, and leaves each in the run dir. Collective.
 
     Args:
-        frames: this worker's frames to train on, on the device to train on.
-        transform: splice and normalization, on the device.
+        data: all utterances are trained on, those held out too: pretraining reads no labels.
         run: a pretraining directory; on ranks other than 0 one that writes nothing.
 
     Returns:
@@ -310,19 +258,18 @@ def pretrain_dbn(
         DataError: the run dir has RBMs for other features. DivergedError: an RBM diverged. UserError: the disk is full.
         TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written.
     """
-    device, num_rbms = frames.indices.device, recipe.model.hidden_layers
+    device, num_rbms, utterances = data.device, recipe.model.hidden_layers, range(len(data.dataset.utterances))
+    frames = FrameSubset(data.dataset, data.dataset.rows_of(utterances).to(device))
+    transform = data.input_transform(comm, all_utterances=True).to(device)
+    data.require_minibatch("pretrain.minibatch_size", recipe.pretrain.minibatch_size, data.shards)
     handle = checkpoints.store.latest()
-    features = FeatureConfig(recipe.data.cmvn, recipe.data.deltas)
-    dbn = AcousticModel(features, transform, Network((), torch.zeros(0, device=device)))
+    dbn = AcousticModel(model_features(recipe), transform, Network((), torch.zeros(0, device=device)))
     for index in range(num_rbms):
         path = run.path / f"rbm{index + 1}.safetensors"
         if comm.all_gather_object(comm.rank == 0 and path.exists())[0]:
-            finished = None
-            if comm.rank == 0:
-                finished = load_model(path).to(device)
-                finished.check_features(frames.dataset.dim, path)
-                log.info("rbm %d: finished before", index + 1)
-            dbn = broadcast_dbn(recipe, finished, frames.dataset.dim, device, comm, num_rbms=index + 1)
+            dbn = load_model(path).to(device)
+            dbn.check_features(frames.dataset.dim, path)
+            log.info("rbm %d: finished before", index + 1)
             continue
         trainer = make_rbm_trainer(recipe, index, frames, dbn, run, checkpoints, comm)
         if handle is not None and handle.metadata.get("rbm") == index + 1:
@@ -355,23 +302,17 @@ def make_rbm_trainer(
     visible = below.network.output_dim if index else below.transform.output_dim
     mean = mean_activation(below, frames, comm) if index else None
     kind: VisibleKind = "bernoulli" if index else "gauss"
+    rate = config.learning_rate if index else config.gaussian_learning_rate
     rbm = Rbm(visible, recipe.model.hidden_units, kind, generator, visible_mean=mean)
     if comm.rank:  # another draw of the hidden units; an odd factor keeps the ranks apart
         generator.manual_seed((seed + comm.rank * 2_654_435_761) % 2**63)
-    averaging = AveragingOptions(
-        averaging_period=recipe.parallel.averaging_period,
-        scale_learning_rate=False,
-        gpu_transport=recipe.parallel.gpu_transport,
-    )
+    period, transport = recipe.parallel.averaging_period, recipe.parallel.gpu_transport
+    averaging = AveragingOptions(averaging_period=period, scale_learning_rate=False, gpu_transport=transport)
     sampler = ShuffledSampler(frames, config.minibatch_size, seed=recipe.seed, rank=comm.rank)
     return RbmTrainer(
         index=index,
         rbm=rbm,
-        options=Cd1Options(
-            rate=config.learning_rate if index else config.gaussian_learning_rate,
-            l2=config.l2,
-            kaldi_momentum=config.kaldi_momentum,
-        ),
+        options=Cd1Options(rate, l2=config.l2, kaldi_momentum=config.kaldi_momentum),
         generator=generator,
         inputs=HiddenRepresentation(below, frames, sampler, comm),
         averager=make_averager(averaging, comm, rbm, rbm, config.minibatch_size),
@@ -389,48 +330,18 @@ def append_rbm(below: AcousticModel, rbm: Rbm) -> AcousticModel:
     return AcousticModel(below.features, below.transform, Network(layers, parameters))
 
 
-def broadcast_dbn(
-    recipe: Recipe, dbn: AcousticModel | None, dim: int, device: torch.device, comm: Communicator, num_rbms: int
-) -> AcousticModel:
-    """Rank 0's DBN of `num_rbms` RBMs, on every worker. Collective; the others give None.
-
-    Args:
-        dim: of the features, before they are spliced.
-    """
-    if comm.world_size == 1 and dbn is not None:
-        return dbn
-    model, transform = recipe.model, splice_only(dim, recipe.data.splice)
-    layers = mlp_layers(transform.output_dim, num_rbms, model.hidden_units, 1, model.activation)[:-1]
-    sizes = [num_parameters(layers), transform.output_dim, transform.output_dim]
-    flat = torch.zeros(sum(sizes))
-    if dbn is not None:
-        parts = torch.split(flat, sizes)
-        parts[0].copy_(dbn.network.parameters)
-        if dbn.transform.shift is not None and dbn.transform.scale is not None:
-            parts[1].copy_(dbn.transform.shift)
-            parts[2].copy_(dbn.transform.scale)
-    comm.broadcast(flat)
-    parameters, shift, scale = (part.to(device) for part in torch.split(flat, sizes))
-    if recipe.data.normalize:
-        transform = replace(transform, shift=shift, scale=scale)
-    return AcousticModel(FeatureConfig(recipe.data.cmvn, recipe.data.deltas), transform, Network(layers, parameters))
-
-
 def pretraining_recipe(recipe: Recipe) -> str:
     """recipe.yaml of a pretraining directory: only what its RBMs depend on."""
     workers = recipe.parallel.workers if recipe.parallel.pretrain_data == "sharded" else 1
-    read = recipe.model_copy(
-        update={
-            "data": recipe.data.model_copy(update={"cv": CrossValidationConfig()}),
-            "parallel": AveragingConfig(
-                workers=workers, averaging_period=recipe.parallel.averaging_period if workers > 1 else 10
-            ),
-            "optimizer": SgdConfig(),
-            "schedule": NewbobConfig(),
-            "minibatch_size": recipe.pretrain.minibatch_size,
-        }
-    )
-    return dump_recipe(read)
+    period = recipe.parallel.averaging_period if workers > 1 else 10
+    read = {
+        "data": recipe.data.model_copy(update={"cv": CrossValidationConfig()}),
+        "parallel": AveragingConfig(workers=workers, averaging_period=period),
+        "optimizer": SgdConfig(),
+        "schedule": NewbobConfig(),
+        "minibatch_size": recipe.pretrain.minibatch_size,
+    }
+    return dump_recipe(recipe.model_copy(update=read))
 
 
 def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
@@ -441,14 +352,12 @@ def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
     """
     dbn = _read_dbn(recipe, source)
     model, splice = recipe.model, recipe.data.splice
+    layers = [f"{layer.output_dim} {layer.label}" for layer in dbn.network.layers]
+    wanted_layers = [f"{model.hidden_units} {model.activation}"] * model.hidden_layers
     for key, found, expected in (
-        (
-            "model",
-            _describe([(layer.output_dim, layer.label) for layer in dbn.network.layers]),
-            _describe([(model.hidden_units, model.activation)] * model.hidden_layers),
-        ),
+        ("model", ", ".join(layers), ", ".join(wanted_layers)),
         ("data.splice", dbn.transform.offsets, tuple(range(-splice, splice + 1))),
-        ("data.cmvn and data.deltas", dbn.features, FeatureConfig(recipe.data.cmvn, recipe.data.deltas)),
+        ("data.cmvn and data.deltas", dbn.features, model_features(recipe)),
         ("data.normalize", dbn.transform.scale is not None, recipe.data.normalize),
     ):
         if found != expected:
@@ -458,10 +367,6 @@ def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
                 hint=f"set {key} to what the DBN was trained with",
             )
     return dbn
-
-
-def _describe(layers: Sequence[tuple[int, str]]) -> str:
-    return ", ".join(f"{units} {activation}" for units, activation in layers)
 
 
 def _read_dbn(recipe: Recipe, source: Path) -> AcousticModel:
@@ -475,5 +380,4 @@ def _read_dbn(recipe: Recipe, source: Path) -> AcousticModel:
         return load_model(source / DBN)
     front = recipe.pretrain.feature_transform
     components = read_nnet1(front) if front is not None else ()
-    features = FeatureConfig(recipe.data.cmvn, recipe.data.deltas)
-    return from_nnet1(read_nnet1(source), components, location=source, features=features)
+    return from_nnet1(read_nnet1(source), components, location=source, features=model_features(recipe))

@@ -1,43 +1,36 @@
-"""What a training resumes from: the newest checkpoint of its run dir, checked against recipe and data."""
+"""What a training resumes from: the newest checkpoint of its run dir, checked against recipe and data.
+
+On as many workers as wrote it, it is the training to the same bits. On another number training resumes from the mean of the
+workers' models: `LoadedCheckpoint.bitwise` says which of the two, and docs/reliability.md what is not exact then.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
+from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.recipe.source import MOST_BYTES, Problem, parse_file
 from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
-from ddnn.training.state import LoadedCheckpoint, merge_rank_states, read_metadata
+from ddnn.training.state import CheckpointMetadata, LoadedCheckpoint
 from ddnn.util.errors import DataError, RecipeError
 
 log = logging.getLogger(__name__)
 
-RESUMABLE = (
-    "checkpoint",
-    "data.allow_pipes",
-    "data.cache_dir",
-    "data.cv.alignments",
-    "data.cv.data",
-    "data.cv.speakers",
-    "data.loader_processes",
-    "data.max_skipped_fraction",
-    "data.feature_device",
-    "data.train",
-    "data.alignments",
-    "cuda_graphs",
-    "parallel.hang_timeout",
-    "parallel.max_restarts",
-    "parallel.oversubscribe_gpus",
-    "parallel.cpu_threads",
-    "parallel.gpu_transport",
-    "parallel.workers",
+RESUMABLE = re.compile(
+    r"(checkpoint|cuda_graphs"
+    r"|data\.(alignments|allow_pipes|cache_dir|cv\.(alignments|data|speakers)|feature_device|loader_processes"
+    r"|max_skipped_fraction|train)"
+    r"|parallel\.(cpu_threads|gpu_transport|hang_timeout|max_restarts|oversubscribe_gpus|workers))(\..*)?"
 )
 """Keys of a recipe that a resume may change. Where data has moved, its digest says whether it is the same."""
 
@@ -66,7 +59,7 @@ def load_latest(store: CheckpointStore, recipe: Recipe, comm: Communicator) -> L
     return LoadedCheckpoint(metadata, handle.global_state, _rank_state(handle, comm), bitwise, handle.path)
 
 
-def _rank_state(handle: CheckpointHandle, comm: Communicator) -> Mapping[str, torch.Tensor]:
+def _rank_state(handle: CheckpointHandle, comm: Communicator) -> Mapping[str, Tensor]:
     if handle.world_size == comm.world_size:
         return handle.rank_state(comm.rank)
     if comm.rank == 0:
@@ -81,6 +74,33 @@ def _rank_state(handle: CheckpointHandle, comm: Communicator) -> Mapping[str, to
     return {**state, "loss_sums": torch.zeros(2, 3, dtype=torch.float64)}
 
 
+def merge_rank_states(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The state of rank 0 where there are fewer or more workers than before: mean model, all workers' loss sums.
+
+    The mean counts every worker alike, as if each had trained on as many frames since the last averaging.
+    """
+    first: Mapping[str, Tensor] = {}
+    workers = 0
+    for state in states:
+        workers += 1
+        if not first:
+            first, total, sums = state, state["parameters"].double(), state["loss_sums"].clone()
+        else:
+            total += state["parameters"]
+            sums += state["loss_sums"]
+    return {**first, "parameters": (total / workers).float(), "loss_sums": sums}
+
+
+def read_metadata(values: object, location: Path) -> CheckpointMetadata:
+    """The metadata of a checkpoint of a training, validated; DataError where it is none."""
+    try:
+        return CheckpointMetadata.model_validate(values)
+    except ValidationError as error:
+        detail = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        key = ".".join(str(part) for part in detail["loc"])
+        raise DataError(f"not a checkpoint of a training: {key}: {detail['msg']}", location=location) from error
+
+
 def check_same_recipe(before: str, recipe: Recipe, location: Path) -> None:
     """RecipeError where the recipe has changed in what a resume may not change."""
     old, problems = _flat(before)
@@ -90,7 +110,7 @@ def check_same_recipe(before: str, recipe: Recipe, location: Path) -> None:
     changed = [
         f"{key}: {str(new.get(key, 'not given'))[:200]} found, {str(old.get(key, 'not given'))[:200]} expected"
         for key in sorted({*old, *new})
-        if old.get(key) != new.get(key) and not any(key == one or key.startswith(f"{one}.") for one in RESUMABLE)
+        if old.get(key) != new.get(key) and not RESUMABLE.fullmatch(key)
     ]
     if changed:
         listed = changed[0] if len(changed) == 1 else "".join(f"\n  - {line}" for line in changed)

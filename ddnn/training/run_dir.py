@@ -41,39 +41,12 @@ from numpy.typing import NDArray
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
-from ddnn.training.checkpoint import CheckpointStore
-from ddnn.training.metrics import EventRow, MetricsRow, WorkerRow
-from ddnn.training.metrics_writer import MetricsWriter
-from ddnn.training.run_status import (
-    BEST,
-    CHECKPOINTS,
-    DBN,
-    FINAL,
-    LOG,
-    MAX_MESSAGE,
-    METRICS,
-    PDF_COUNTS,
-    PRETRAIN,
-    RECIPE,
-    TEMPORARY,
-    Kind,
-    RunError,
-    RunStatus,
-    State,
-    check_contents,
-    check_run_dir,
-    read_run_status,
-    resume_command,
-    write_run_status,
-)
+from ddnn.training import run_status
+from ddnn.training.checkpoint import remove_checkpoints
+from ddnn.training.metrics import EventRow, MetricsRow, MetricsWriter, WorkerRow
+from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, RECIPE, Kind, RunStatus, check_run_dir
 from ddnn.util.errors import DataError, DivergedError, UserError
-from ddnn.util.files import (
-    FileLock,
-    ensure_directory,
-    fsync_directory,
-    open_for_append,
-    write_text,
-)
+from ddnn.util.files import FileLock, ensure_directory, fsync_directory, open_for_append, write_text
 
 log = logging.getLogger(__name__)
 
@@ -93,12 +66,10 @@ class RunDir:
         """See `open`. With a `parent`, the directory of the RBMs that a training trains: lock, log and status are the
         training's."""
         self.path, self.kind, self._parent = path, kind, parent
-        now = time.time()
-        self.status = RunStatus(
-            kind=kind, pid=os.getpid(), host=socket.gethostname(), slurm_job=os.environ.get("SLURM_JOB_ID"),
-            started=now, updated=now,
-        )  # fmt: skip
-        self._metrics = MetricsWriter(path / METRICS)
+        now, slurm_job = time.time(), os.environ.get("SLURM_JOB_ID")
+        process = {"pid": os.getpid(), "host": socket.gethostname(), "slurm_job": slurm_job}
+        self.status = RunStatus(kind=kind, started=now, updated=now, **process)
+        self._metrics = MetricsWriter(path / run_status.METRICS)
         self._lock: FileLock | None = None
         self._log: _RunLog | None = None
         self._failed: set[str] = set()
@@ -118,13 +89,14 @@ class RunDir:
         run = cls(path, kind)
         run._acquire_lock()
         try:
-            check_contents(path, kind, resume, recipe)  # what another run did until it released the lock
+            # Again: what another run did until it released the lock.
+            check_run_dir(path, kind, resume=resume, recipe=recipe, held=True)
             run._open_log(append=resume or kind == "pretraining")
-            for name in [p.name for p in path.iterdir() if TEMPORARY.fullmatch(p.name)]:
+            for name in [p.name for p in path.iterdir() if run_status.TEMPORARY.fullmatch(p.name)]:
                 with suppress(OSError):  # left by a process that was killed while it wrote
                     (path / name).unlink()
             with suppress(DataError):
-                run.previous = read_run_status(path)
+                run.previous = run_status.read_run_status(path)
             run.set_status(num_restarts=run.previous.num_restarts if run.previous is not None else 0)
             if kind == "pretraining":
                 run.write_recipe(recipe)
@@ -156,22 +128,13 @@ class RunDir:
         logging.getLogger("ddnn").addHandler(self._log)
 
     def pretraining(self, recipe: str) -> RunDir:
-        """The directory `pretrain` for the RBMs of this training, new or to be resumed.
-
-        Raises:
-            UserError: as of `check_run_dir`.
-        """
-        path = self.path / PRETRAIN
-        check_contents(path, "pretraining", True, recipe)
+        """The directory `pretrain` for the RBMs of this training, new or to be resumed; raises as `check_run_dir`."""
+        path = self.path / run_status.PRETRAIN
+        check_run_dir(path, "pretraining", recipe=recipe, held=True)
         ensure_directory(path)
         run = RunDir(path, "pretraining", self)
         run.write_recipe(recipe)
         return run
-
-    @property
-    def finished(self) -> bool:
-        """Whether the trained model, or all RBMs, are there."""
-        return (self.path / (FINAL if self.kind == "training" else DBN)).exists()
 
     def set_status(self, *, sync: bool = True, **fields: Any) -> None:
         """Changes fields of `status` and writes status.json. If it cannot be written that is logged once."""
@@ -180,7 +143,7 @@ class RunDir:
             return
         assert fields.keys() <= RunStatus.model_fields.keys(), fields
         self.status = self.status.model_copy(update={**fields, "updated": time.time()})
-        self._tolerate_full_disk(lambda: write_run_status(self.path, self.status, sync=sync))
+        self._tolerate_full_disk(lambda: run_status.write_run_status(self.path, self.status, sync=sync))
 
     def set_progress(self, epoch: int, minibatch: int) -> None:
         """Says how far the training is, at most every `STATUS_SECONDS`; cheap enough to be called at each minibatch."""
@@ -190,7 +153,6 @@ class RunDir:
             self.set_status(sync=False, epoch=epoch, minibatch=minibatch)
 
     def _tolerate_full_disk(self, write: Callable[[], None]) -> None:
-        """Calls `write`; what it cannot write is logged once for each message."""
         try:
             write()
         except UserError as error:
@@ -206,7 +168,7 @@ class RunDir:
 
     def write_pdf_counts(self, pdf_counts: NDArray[np.integer[Any]]) -> None:
         """Writes the frames of each pdf, (num_pdfs,)."""
-        write_pdf_counts(self.path / PDF_COUNTS, pdf_counts)
+        write_pdf_counts(self.path / run_status.PDF_COUNTS, pdf_counts)
 
     def record(self, row: MetricsRow) -> None:
         """Logs a row and appends it to metrics.jsonl; if the disk is full, as soon as there is space."""
@@ -223,11 +185,7 @@ class RunDir:
             self._metrics.flush()
 
     def truncate_metrics(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Removes the first row that is not to be kept from metrics.jsonl, and all after it: they are trained again.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Removes the first row that is not to be kept from metrics.jsonl, and all after it: they are trained again."""
         self._metrics.truncate(keep)
 
     def truncate_after(self, epoch: int) -> None:
@@ -245,11 +203,7 @@ class RunDir:
         )
 
     def save_best(self, model: AcousticModel) -> None:
-        """Saves the best network so far. A full disk is only logged.
-
-        Raises:
-            UserError: the network has values that are not finite.
-        """
+        """Saves the best network so far; UserError if it is not finite. A full disk is only logged."""
         self._tolerate_full_disk(lambda: save_model(self.path / BEST, model))
 
     def finish(self, model: AcousticModel) -> None:
@@ -265,12 +219,12 @@ class RunDir:
             if not isinstance(error.__cause__, OSError):
                 raise
             whole = self._parent or self
-            hint = f"free disk space or quota, then resume: {resume_command(whole.path, whole.kind)}"
+            hint = f"free disk space or quota, then resume: {run_status.resume_command(whole.path, whole.kind)}"
             raise UserError(error.message, location=error.location, hint=hint) from error
         fsync_directory(self.path)
         with suppress(OSError):
             (self.path / BEST).unlink(missing_ok=True)
-        CheckpointStore.remove_all(self.path / CHECKPOINTS)
+        remove_checkpoints(self.path / CHECKPOINTS)
         if self._parent is None:
             self.set_status(state="finished", minibatch=0, num_minibatches=None)
 
@@ -283,12 +237,14 @@ class RunDir:
         """
         if error is not None and self._log is not None:
             text = message or str(error) or type(error).__name__
-            message = message or (error.message if isinstance(error, UserError) else text)
             hint = error.hint if isinstance(error, UserError) else None
-            state = _state_after(error)
-            self.set_status(
-                state=state, error=RunError(type=type(error).__name__, message=message[:MAX_MESSAGE], hint=hint)
+            message = message or (error.message if isinstance(error, UserError) else text)
+            stopped = isinstance(error, (SystemExit, KeyboardInterrupt))
+            state = "diverged" if isinstance(error, DivergedError) else "interrupted" if stopped else "failed"
+            reason = run_status.RunError(
+                type=type(error).__name__, message=message[: run_status.MAX_MESSAGE], hint=hint
             )
+            self.set_status(state=state, error=reason)
             record = {"msg": f"{state}: {text}", "levelno": logging.ERROR, "levelname": "ERROR"}
             self._log.handle(logging.makeLogRecord(record))  # only here: the command line tells the person
         if self._log is not None:
@@ -297,12 +253,6 @@ class RunDir:
             self._log = None
         if self._lock is not None:
             self._lock.release()
-
-
-def _state_after(error: BaseException) -> State:
-    if isinstance(error, DivergedError):
-        return "diverged"
-    return "interrupted" if isinstance(error, (SystemExit, KeyboardInterrupt)) else "failed"
 
 
 class NullRunDir(RunDir):
@@ -320,18 +270,13 @@ class NullRunDir(RunDir):
     def close(self, error: BaseException | None = None, message: str | None = None) -> None: ...
 
     def pretraining(self, recipe: str) -> RunDir:
-        """The same for the RBMs."""
-        return NullRunDir(self.path / PRETRAIN, "pretraining")
+        return NullRunDir(self.path / run_status.PRETRAIN, "pretraining")
 
 
 def open_run_dir(
     path: Path, comm: Communicator, kind: Kind = "training", *, resume: bool = False, recipe: str = ""
 ) -> RunDir:
-    """`RunDir.open` on rank 0, a `NullRunDir` on the others. Collective: what rank 0 is refused, all are.
-
-    Raises:
-        UserError: as of `RunDir.open`; on all ranks.
-    """
+    """`RunDir.open` on rank 0, a `NullRunDir` on the others. Collective: the UserError of rank 0 is raised on all."""
     run: RunDir = NullRunDir(path, kind)
     refused: list[str | None] | None = None
     if comm.rank == 0:
@@ -352,11 +297,7 @@ class _RunLog(logging.FileHandler):
     failed = False
 
     def __init__(self, path: Path, append: bool) -> None:
-        """Opens the file. If it is appended to, a last line that was cut off is ended.
-
-        Raises:
-            UserError: it is not a regular file. OSError: it cannot be opened.
-        """
+        """If it is appended to, a last line that was cut off is ended. UserError: no regular file. OSError."""
         super().__init__(path, mode="a", encoding="utf-8", errors="backslashreplace")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         assert self.stream is not None
@@ -373,14 +314,12 @@ class _RunLog(logging.FileHandler):
         return open(descriptor, "a", encoding=self.encoding, errors=self.errors)  # noqa: PTH123 (a descriptor)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called if a line could not be written; logging's own prints a traceback for each."""
-        if not self.failed:
+        if not self.failed:  # logging's own prints a traceback for each line
             self.failed = True
             print(f"ddnn: lines of {self.baseFilename} are lost: {sys.exc_info()[1]}", file=sys.stderr)
 
     def close(self) -> None:
-        """Closes the file; what finds no space is lost."""
-        with suppress(OSError):
+        with suppress(OSError):  # what finds no space is lost
             super().close()
 
 
@@ -396,6 +335,6 @@ def load_run(path: Path) -> AcousticModel:
         raise DataError(
             f"this training has not finished: there is no {FINAL}",
             location=path,
-            hint=f"let it finish first, or resume it: {resume_command(path)}; its best network so far is in {BEST}",
+            hint=f"let it finish first, or resume it: {run_status.resume_command(path)}; its best network so far is in {BEST}",
         )
     return load_model(path / FINAL)

@@ -28,10 +28,11 @@ DBN = "dbn.safetensors"
 JOB_SCRIPT, JOB_RECORD, JOB_OUTPUT, JOB_RECIPE = "job.sh", "job.json", "job.out", "submitted_recipe.yaml"
 
 FILES = (RECIPE, LOG, STATUS, METRICS, BEST, FINAL, PDF_COUNTS)
-_JOB_FILES = {JOB_SCRIPT, JOB_RECORD, JOB_OUTPUT, JOB_RECIPE}
 _BEFORE_TRAINING = {RECIPE, LOG, STATUS, PRETRAIN, PDF_COUNTS}
 TEMPORARY = re.compile(rf"\.(?:{'|'.join(map(re.escape, (*FILES, DBN)))}|rbm\d+\.safetensors)\.tmp\d+")
 """Names under which these files are written."""
+_JOB_FILES = {JOB_SCRIPT, JOB_RECORD, JOB_OUTPUT, JOB_RECIPE}
+_JOB_TEMPORARY = (f".{JOB_RECORD}.tmp", f".{JOB_RECIPE}.tmp")  # may be being written at the moment when the job begins
 _MAX_STATUS_BYTES = 1 << 20
 MAX_MESSAGE = 2000
 """Characters of an error."""
@@ -86,11 +87,7 @@ class RunStatus(_Part):
 
 
 def read_run_status(run_dir: Path) -> RunStatus | None:
-    """The status of a run directory; None if it has none.
-
-    Raises:
-        DataError: status.json is damaged, or of another version.
-    """
+    """The status of a run directory; None if it has none. DataError if it is damaged, or of another version."""
     path = run_dir / STATUS
     if not path.exists():
         return None
@@ -103,11 +100,7 @@ def read_run_status(run_dir: Path) -> RunStatus | None:
 
 
 def write_run_status(run_dir: Path, status: RunStatus, *, sync: bool = True) -> None:
-    """Replaces status.json atomically; with `sync` it is on the disk afterwards.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Replaces status.json atomically; with `sync` it is on the disk afterwards. UserError if it cannot be written."""
     with atomic_write(run_dir / STATUS, sync=sync) as handle:
         handle.write(status.model_dump_json(indent=1).encode() + b"\n")
 
@@ -124,9 +117,17 @@ def record_failure(run_dir: Path, message: str, since: float) -> None:
             return
         if is_locked(run_dir / LOG) is not True:
             error = RunError(type="WorkerError", message=message[:MAX_MESSAGE])
-            write_run_status(
-                run_dir, status.model_copy(update={"state": "failed", "error": error, "updated": time.time()})
-            )
+            update = {"state": "failed", "error": error, "updated": time.time()}
+            write_run_status(run_dir, status.model_copy(update=update))
+
+
+def newest_checkpoint(run_dir: Path) -> object:
+    """A value that changes with each new checkpoint and each finished RBM; None where there is none to resume from."""
+    found = []
+    for directory in (run_dir, run_dir / PRETRAIN):
+        numbers = [int(path.name) for path in (directory / CHECKPOINTS).glob("[0-9]*") if path.name.isdigit()]
+        found.append((max(numbers, default=0), sorted(path.name for path in directory.glob("rbm*.safetensors"))))
+    return found if found != [(0, []), (0, [])] else None
 
 
 def resume_command(run_dir: Path, kind: Kind = "training") -> str:
@@ -137,40 +138,33 @@ def resume_command(run_dir: Path, kind: Kind = "training") -> str:
     return f"ddnn pretrain {shlex.quote(str(run_dir / RECIPE))} --run-dir {path}"
 
 
-def is_job_file(name: str) -> bool:
-    """Whether a file belongs to the Slurm job of a run directory; also its record while that is being written, as it
-    may be at the moment when the job begins."""
-    return name in _JOB_FILES or name.startswith((f".{JOB_RECORD}.tmp", f".{JOB_RECIPE}.tmp"))
-
-
-def check_run_dir(path: Path, kind: Kind = "training", *, resume: bool = False, recipe: str = "") -> None:
+def check_run_dir(
+    path: Path, kind: Kind = "training", *, resume: bool = False, recipe: str = "", held: bool = False
+) -> None:
     """Whether a run may begin in this directory, or resume. Changes nothing.
 
     Args:
         resume: of a training: accept a directory in which a training has begun. A pretraining always resumes.
         recipe: of a pretraining: text of its recipe.yaml, which one that has begun must have.
+        held: whether this process holds its lock.
 
     Raises:
         UserError: it holds something else, or a link in place of a file of ours, or another process is running in it.
     """
-    if is_locked(path / LOG) is True:
+    if not held and is_locked(path / LOG) is True:
         raise UserError("another run is in progress in this run dir", location=path, hint="wait for it, or end it")
-    check_contents(path, kind, resume, recipe)
-
-
-def check_contents(path: Path, kind: Kind, resume: bool, recipe: str) -> None:
-    """`check_run_dir` without a look at the lock, for the process that holds it."""
     if path.exists() and not path.is_dir():
         raise UserError("the run dir is a file", location=path, hint="name a directory that does not exist yet")
     try:
-        names = {p.name for p in path.iterdir() if not is_job_file(p.name)} if path.exists() else set()
-        names -= {name for name in names if TEMPORARY.fullmatch(name)}
+        names = {p.name for p in path.iterdir()} - _JOB_FILES if path.exists() else set()
+        names = {name for name in names if not (name.startswith(_JOB_TEMPORARY) or TEMPORARY.fullmatch(name))}
         for name in names & {*FILES, PRETRAIN, CHECKPOINTS, DBN}:
             require_kind(path / name, "directory" if name in (PRETRAIN, CHECKPOINTS) else "file")
         if CHECKPOINTS in names and not any((path / CHECKPOINTS).iterdir()):
             names.remove(CHECKPOINTS)
         if kind == "training":
-            _check_training(path, names, resume)
+            if names - _BEFORE_TRAINING:
+                _check_begun(path, {RECIPE, LOG} <= names, resume)
         elif names - {LOG, STATUS} and (RECIPE not in names or _text(path / RECIPE) != recipe):
             raise UserError(
                 "the directory exists already and holds no pretraining with the same data, model, pretrain and seed",
@@ -185,10 +179,8 @@ def _text(path: Path) -> str:
     return read_bytes_limited(path, 64 << 20).decode("utf-8", "replace")
 
 
-def _check_training(path: Path, names: set[str], resume: bool) -> None:
-    if not names - _BEFORE_TRAINING:
-        return
-    begun = {RECIPE, LOG} <= names
+def _check_begun(path: Path, begun: bool, resume: bool) -> None:
+    """Of a training in a directory that is not empty: it must have begun there, and be resumed."""
     if not resume:
         raise UserError(
             "the run dir exists already and is not empty",

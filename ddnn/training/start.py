@@ -9,38 +9,21 @@ from typing import Any
 
 from ddnn.distributed.launcher import run_distributed
 from ddnn.recipe.load import load_recipe
-from ddnn.training.run_status import (
-    BEST,
-    CHECKPOINTS,
-    DBN,
-    FINAL,
-    LOG,
-    METRICS,
-    PRETRAIN,
-    RECIPE,
-    Kind,
-    record_failure,
-    resume_command,
-)
+from ddnn.training import run_status
+from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked
 
 
 def start_training(
-    recipe: Path,
-    run_dir: Path | None,
-    settings: Sequence[str],
-    workers: int | None,
-    device: str,
-    resume: bool,
+    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str, resume: bool
 ) -> str | None:
     """`ddnn train`, on as many workers as the recipe says; what to tell where there was nothing to do.
 
     Args:
         recipe: the recipe; to go on, also the run dir, which has its own.
         run_dir: where everything goes; exp/NAME OF THE RECIPE where None.
-        settings: as given to --set.
-        workers: as given to --workers.
+        settings, workers: as given to --set and --workers.
 
     Raises:
         UserError: anything that the user has to fix.
@@ -50,9 +33,8 @@ def start_training(
     if recipe.is_dir() and resume:
         run_dir, recipe = run_dir or recipe, recipe / RECIPE
         if not recipe.is_file():
-            raise UserError(
-                f"there is no {RECIPE}", location=run_dir, hint="name a recipe, or the run dir of a training"
-            )
+            hint = "name a recipe, or the run dir of a training"
+            raise UserError(f"there is no {RECIPE}", location=run_dir, hint=hint)
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
     loaded = load_recipe(recipe, settings)
     location = run_dir or Path("exp", recipe.stem)
@@ -85,37 +67,52 @@ def start_training(
     return None
 
 
+def start_pretraining(
+    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str
+) -> None:
+    """`ddnn pretrain`, on as many workers as the recipe says; arguments and errors as of `start_training`."""
+    settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
+    loaded = load_recipe(recipe, settings)
+    location = run_dir or Path("exp", f"{recipe.stem}-rbm")
+
+    def work(comm: Any) -> None:
+        from ddnn.training.job import run_pretraining
+
+        run_pretraining(loaded, location, device, comm)
+
+    run_distributed(
+        loaded.parallel.workers,
+        worker_argv("pretrain", recipe, location, settings, device),
+        work,
+        max_restarts=loaded.parallel.max_restarts,
+        run=_Run(location, "pretraining"),
+    )
+
+
 class _Run:
-    """What the launcher asks about a run dir, or the dir of a pretraining."""
+    """What the launcher asks about a run dir, or the dir of a pretraining: `ddnn.distributed.launcher.RunProbe`."""
 
     def __init__(self, path: Path, kind: Kind) -> None:
         self.path, self.kind = path, kind
-        self.result = FINAL if kind == "training" else DBN  # written last
-        self._before = _file_signature(path / self.result)
-        self._started = time.time()
+        self.result = path / (FINAL if kind == "training" else DBN)  # written last
+        self._before, self._started = _file_signature(self.result), time.time()
 
     def newest_checkpoint(self) -> object:
-        """Number of the newest checkpoint, and which RBMs are finished."""
-        found = []
-        for directory in (self.path, self.path / PRETRAIN):
-            numbers = [int(path.name) for path in (directory / CHECKPOINTS).glob("[0-9]*") if path.name.isdigit()]
-            rbms = sorted(path.name for path in directory.glob("rbm*.safetensors"))
-            found.append((max(numbers, default=0), rbms))
-        return found if found != [(0, []), (0, [])] else None
+        return run_status.newest_checkpoint(self.path)
 
     def is_locked(self) -> bool:
         return is_locked(self.path / LOG) is True
 
     def is_complete(self) -> bool:
-        return _file_signature(self.path / self.result) not in (None, self._before)
+        return _file_signature(self.result) not in (None, self._before)
 
     def record_failure(self, message: str) -> None:
-        record_failure(self.path, message, self._started)
+        run_status.record_failure(self.path, message, self._started)
 
     def failure_hint(self) -> str | None:
         if self.newest_checkpoint() is None:
             return None
-        return f"the last checkpoint is valid; resume with: {resume_command(self.path, self.kind)}"
+        return f"the last checkpoint is valid; resume with: {run_status.resume_command(self.path, self.kind)}"
 
 
 def _file_signature(path: Path) -> tuple[int, int] | None:
@@ -125,34 +122,6 @@ def _file_signature(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
-
-
-def start_pretraining(
-    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str
-) -> None:
-    """`ddnn pretrain`, on as many workers as the recipe says.
-
-    Raises:
-        UserError: anything that the user has to fix.
-    """
-    settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
-    loaded = load_recipe(recipe, settings)
-    location = run_dir or Path("exp", f"{recipe.stem}-rbm")
-
-    arguments = worker_argv("pretrain", recipe, location, settings, device)
-
-    def work(comm: Any) -> None:
-        from ddnn.training.job import run_pretraining
-
-        run_pretraining(loaded, location, device, comm)
-
-    run_distributed(
-        loaded.parallel.workers,
-        arguments,
-        work,
-        max_restarts=loaded.parallel.max_restarts,
-        run=_Run(location, "pretraining"),
-    )
 
 
 def worker_argv(

@@ -1,33 +1,182 @@
-"""All that a training consists of at one moment, for checkpoints.
+"""Where a training is, what a checkpoint of it holds, and when one is written.
 
-Three parts: `CheckpointMetadata` (plain values) and the global tensors, both the same on every worker, and the tensors
-of each rank. Restored on as many workers, they are the training to the same bits. On another number of workers training
-resumes from the mean of the workers' models: `LoadedCheckpoint.bitwise` says which of the two, and docs/reliability.md
-what is not exact then.
+A checkpoint has three parts: `CheckpointMetadata` (plain values) and the global tensors, both the same on every worker, and
+the tensors of each rank (`ddnn.training.trainer.Trainer.capture`).
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ddnn.averaging.averager import NoAveraging
-from ddnn.nn.acoustic_model import AcousticModel, model_from_config, transform_tensors
-from ddnn.nn.network import tensor_like
-from ddnn.optim.schedule import Schedule
-from ddnn.optim.sgd import Sgd
-from ddnn.training.checkpoint import TrainerState
-from ddnn.training.evaluation import EpochLosses
-from ddnn.util.errors import DataError
+from ddnn.averaging.averager import NoAveraging, Request
+from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
+from ddnn.nn.acoustic_model import AcousticModel, model_from_config
+from ddnn.training.checkpoint import CheckpointStore, TrainerState
+from ddnn.training.metrics import Count
+from ddnn.training.run_dir import RunDir
+from ddnn.util.errors import DataError, UserError
+from ddnn.util.progress import frame_counter
 
-Count = Annotated[int, Field(ge=0, le=2**53)]
+log = logging.getLogger(__name__)
+
+Minibatch = TypeVar("Minibatch")
+
+
+@dataclass
+class TrainingProgress:
+    """Where a training, or that of an RBM, is within its epochs, on this worker.
+
+    Attributes:
+        started: whether the initial network was evaluated.
+        epoch: finished epochs.
+        minibatch: minibatches of the epoch under way that are done.
+        num_minibatches: of that epoch; None between two epochs.
+        seconds: that the epoch took before it was interrupted.
+    """
+
+    started: bool = False
+    epoch: int = 0
+    minibatch: int = 0
+    num_minibatches: int | None = None
+    seconds: float = 0.0
+    _clock_started: float = field(default_factory=time.perf_counter)
+
+    def start_clock(self) -> None:
+        """The epoch starts, or continues, now."""
+        self._clock_started = time.perf_counter() - self.seconds
+
+    def elapsed(self) -> float:
+        """Seconds that the epoch under way has taken; between two epochs 0, or what an interrupted one had taken."""
+        return self.seconds if self.num_minibatches is None else time.perf_counter() - self._clock_started
+
+    def remaining(self, batches: Iterable[Minibatch], size: int, run: RunDir, name: str) -> Iterator[Minibatch]:
+        """Those of `batches` that the epoch is still to be trained on, `size` frames each, shown as they are done.
+
+        Args:
+            batches: begin where the epoch continues.
+            name: of the progress bar.
+        """
+        total = self.num_minibatches or 0
+        with frame_counter(name, total * size, done=self.minibatch * size) as advance:
+            for batch in islice(batches, total - self.minibatch):
+                yield batch
+                advance(size)
+                run.set_progress(self.epoch, self.minibatch)
+
+    def end_epoch(self) -> None:
+        """The epoch under way is finished."""
+        self.epoch, self.minibatch, self.num_minibatches, self.seconds = self.epoch + 1, 0, None, 0.0
+
+
+class Checkpointable(Protocol):
+    """What is saved: a `ddnn.training.trainer.Trainer`, or the training of an RBM."""
+
+    averager: NoAveraging
+    progress: TrainingProgress
+
+    @property
+    def finished(self) -> bool:
+        """Whether no epoch follows."""
+
+    def check_loss(self) -> None:
+        """DivergedError where the model must not be saved."""
+
+    def capture(self) -> tuple[dict[str, Any], TrainerState]:
+        """Metadata and state to be saved."""
+
+
+class CheckpointPolicy:
+    """Writes checkpoints after each epoch, at the intervals of the recipe, and when the training is asked to stop.
+
+    Rank 0's clock decides; all workers learn of it by `NoAveraging.requested`, at an averaging.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        shutdown: GracefulShutdown,
+        run: RunDir,
+        interval_minutes: float = 2.0,
+        interval_minibatches: int | None = None,
+    ) -> None:
+        self.store, self.shutdown, self.run = store, shutdown, run
+        self.interval_seconds, self.interval_minibatches = 60.0 * interval_minutes, interval_minibatches
+        self._minibatch = 0
+        self._saved_at, self._saved_minibatch = time.monotonic(), 0
+
+    def begin(self, trainer: Checkpointable) -> None:
+        """Training begins: from here on a signal is deferred until a checkpoint is written, and hangs are noticed."""
+        self._saved_at, self._saved_minibatch = time.monotonic(), trainer.progress.minibatch
+        self._minibatch = trainer.progress.minibatch
+        trainer.averager.local_request = self._request
+        self.shutdown.deferred = True
+        trainer.averager.comm.watchdog.enable()
+
+    def end(self, comm: Communicator) -> None:
+        """Training has ended: what follows (files, loading) may take its time, and a signal ends it at once."""
+        self.shutdown.deferred = False
+        comm.watchdog.disable()
+
+    def after_minibatch(self, trainer: Checkpointable) -> None:
+        """Saves if the workers have agreed to; raises as `_save`."""
+        self._minibatch = trainer.progress.minibatch
+        if trainer.averager.requested:
+            trainer.check_loss()
+            self._save(trainer)
+
+    def after_epoch(self, trainer: Checkpointable) -> None:
+        """Saves, unless the training has ended; raises as `_save`."""
+        if not trainer.finished:
+            trainer.averager.sync_requests()
+            self._save(trainer)
+
+    def _request(self) -> Request:
+        if self.shutdown.signal_name is not None:
+            return Request.STOP
+        interval = self.interval_minibatches
+        due = time.monotonic() - self._saved_at >= self.interval_seconds
+        due = due or (interval is not None and self._minibatch - self._saved_minibatch >= interval)
+        return Request.CHECKPOINT if due and self.store.comm.rank == 0 else Request.NONE
+
+    def _save(self, trainer: Checkpointable) -> None:
+        """Writes a checkpoint. Collective.
+
+        Raises:
+            TrainingInterrupted: a worker was asked to stop.
+            UserError: a worker was asked to stop, but there is no checkpoint to resume from.
+        """
+        averager, progress = trainer.averager, trainer.progress
+        stop, started = averager.requested is Request.STOP, time.monotonic()
+        with averager.comm.watchdog.long_operation():
+            self.run.flush()
+            self.run.set_status(epoch=progress.epoch, minibatch=progress.minibatch)
+            saved = self.store.save(*trainer.capture())
+        self._saved_at, self._saved_minibatch = time.monotonic(), progress.minibatch
+        averager.requested = Request.NONE
+        if saved and progress.num_minibatches is not None:
+            log.info(
+                "checkpoint in epoch %d after %d of %d minibatches, %.1f s",
+                *(progress.epoch + 1, progress.minibatch, progress.num_minibatches, self._saved_at - started),
+            )
+        if not stop:
+            averager.begin_interval()
+            return
+        if not saved and self.store.latest() is None:
+            raise UserError(
+                "the training was asked to stop, but no checkpoint could be written: it is lost",
+                location=self.store.directory,
+            )
+        raise TrainingInterrupted(self.shutdown.signal_name or "a signal to another worker")
 
 
 class CheckpointMetadata(BaseModel):
@@ -63,65 +212,6 @@ class CheckpointMetadata(BaseModel):
         return f"{after}, {self.minibatch} minibatches ({percent:.0f} %) into the next" if self.minibatch else after
 
 
-def read_metadata(values: object, location: Path) -> CheckpointMetadata:
-    """The metadata of a checkpoint of a training, validated; DataError where it is none."""
-    try:
-        return CheckpointMetadata.model_validate(values)
-    except ValidationError as error:
-        detail = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        key = ".".join(str(part) for part in detail["loc"])
-        raise DataError(f"not a checkpoint of a training: {key}: {detail['msg']}", location=location) from error
-
-
-@dataclass
-class TrainingProgress:
-    """Where a training is within its epochs, on this worker.
-
-    Attributes:
-        best: (num_parameters,) parameters of the last epoch that was accepted.
-        started: whether the initial network was evaluated.
-        epoch: finished epochs.
-        minibatch: minibatches of the epoch under way that are done.
-        num_minibatches: of that epoch; None between two epochs.
-        seconds: that the epoch took before it was interrupted.
-    """
-
-    best: Tensor
-    started: bool = False
-    epoch: int = 0
-    minibatch: int = 0
-    num_minibatches: int | None = None
-    seconds: float = 0.0
-    _clock_started: float = field(default_factory=time.perf_counter)
-
-    def start_clock(self) -> None:
-        """The epoch starts, or continues, now."""
-        self._clock_started = time.perf_counter() - self.seconds
-
-    def elapsed(self) -> float:
-        """Seconds that the epoch under way has taken; between two epochs 0, or what an interrupted one had taken."""
-        return self.seconds if self.num_minibatches is None else time.perf_counter() - self._clock_started
-
-    def end_epoch(self) -> None:
-        """The epoch under way is finished."""
-        self.epoch, self.minibatch, self.num_minibatches, self.seconds = self.epoch + 1, 0, None, 0.0
-
-
-class Trainable(Protocol):
-    """The parts of `ddnn.training.trainer.Trainer` of which a checkpoint consists."""
-
-    model: AcousticModel
-    optimizer: Sgd
-    schedule: Schedule
-    averager: NoAveraging
-    losses: EpochLosses
-    progress: TrainingProgress
-
-    @property
-    def epoch_length(self) -> int:
-        """Minibatches in this worker's shard."""
-
-
 @dataclass(frozen=True)
 class LoadedCheckpoint:
     """What a training resumes from, on this worker.
@@ -145,82 +235,6 @@ class LoadedCheckpoint:
         return model_from_config(
             self.metadata.model, {**tensors, "parameters": self.global_state["best"]}, self.location
         )
-
-
-def capture(trainer: Trainable) -> TrainerState:
-    """The state of a training after an averaging or between two epochs; tensors in use, not copies.
-
-    Of each rank: `parameters` (num_parameters,) float32; `optimizer.*`, `averager.*`: their `state_dict`; `loss_sums`
-    (2, 3) float64, loss, correct frames and frames of the epoch and of the interval; `progress` (2,) int64, minibatches
-    done and in all, -1 between epochs; `seconds` 0-dim float64. Global: `best` (num_parameters,) float32,
-    `transform.*` (input_dim,), and `strategy.*`.
-    """
-    progress, averager = trainer.progress, trainer.averager
-    rank = {
-        "parameters": trainer.model.network.parameters,
-        "loss_sums": trainer.losses.to_tensor(),
-        "progress": torch.tensor([progress.minibatch, progress.num_minibatches or -1], dtype=torch.int64),
-        "seconds": torch.tensor(progress.elapsed(), dtype=torch.float64),
-        **prefixed("optimizer", trainer.optimizer.state_dict()),
-        **prefixed("averager", averager.state_dict()),  # waits for a pending averaging, which the strategy's is to have
-    }
-    strategy = prefixed("strategy", averager.shared_state_dict())
-    return TrainerState({"best": progress.best, **transform_tensors(trainer.model), **strategy}, rank)
-
-
-def merge_rank_states(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The state of rank 0 where there are fewer or more workers than before: mean model, all workers' loss sums.
-
-    The mean counts every worker alike, as if each had trained on as many frames since the last averaging.
-    """
-    first: Mapping[str, Tensor] = {}
-    workers = 0
-    for state in states:
-        workers += 1
-        if not first:
-            first, total, sums = state, state["parameters"].double(), state["loss_sums"].clone()
-        else:
-            total += state["parameters"]
-            sums += state["loss_sums"]
-    return {**first, "parameters": (total / workers).float(), "loss_sums": sums}
-
-
-def restore(trainer: Trainable, loaded: LoadedCheckpoint) -> None:
-    """Restores the training. Collective where not `bitwise`: all take the model of rank 0.
-
-    Raises:
-        DataError: the checkpoint does not fit this training.
-    """
-    metadata, rank, location = loaded.metadata, loaded.rank_state, loaded.location
-    network, averager, progress = trainer.model.network, trainer.averager, trainer.progress
-    trainer.schedule.load_state_dict(metadata.schedule)
-    network.load_parameters(tensor_like(network.parameters, rank, "parameters", location))
-    progress.best.copy_(tensor_like(network.parameters, loaded.global_state, "best", location))
-    progress.started, progress.epoch = True, metadata.epoch
-    sums = tensor_like(torch.zeros(2, 3, dtype=torch.float64), rank, "loss_sums", location)
-    if not bool((sums.abs() < 2**53).all()):  # false for NaN too
-        raise DataError("loss_sums: sums of an epoch expected, found others", location=location)
-    trainer.losses.load_tensor(sums)
-    optimizer = unprefixed("optimizer", rank)
-    if not loaded.bitwise:
-        # Fisher matrices of another worker are a better start than none; a momentum would not fit the mean model.
-        if "momentum_buffer" in optimizer:
-            optimizer["momentum_buffer"] = torch.zeros_like(network.parameters)
-        trainer.optimizer.load_state_dict(optimizer)
-        trainer.losses.commit()
-        total = trainer.epoch_length
-        progress.minibatch, progress.seconds = min(total, round(metadata.epoch_fraction * total)), metadata.seconds
-        averager.broadcast()
-        return
-    trainer.optimizer.load_state_dict(optimizer)
-    progress.minibatch, length = tensor_like(torch.zeros(2, dtype=torch.int64), rank, "progress", location).tolist()
-    progress.num_minibatches = None if length < 0 else length
-    progress.seconds = float(tensor_like(torch.zeros((), dtype=torch.float64), rank, "seconds", location))
-    try:
-        averager.load_state_dict(unprefixed("averager", rank))
-        averager.load_shared_state_dict(unprefixed("strategy", loaded.global_state))
-    except (KeyError, ValueError, TypeError, IndexError, OverflowError, RuntimeError) as error:
-        raise DataError(f"the averaging state of the checkpoint does not fit: {error}", location=location) from error
 
 
 def prefixed(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,14 +1,10 @@
-"""One training step: forward, loss, backward, update; and the same as one CUDA graph.
+"""One training step: forward, loss, backward, update; and the same as one CUDA graph (not yet seen on a GPU).
 
-A step of SGD on a GPU is some sixty kernels, short ones among them; launched one by one, the host is slower than the
-device. A graph holds them all and is launched at once. The eager step is the reference, and what runs wherever a graph
-does not: on a CPU, where gradients are averaged, in the steps of NG-SGD that have work for the host, and where a graph
-could not be captured or, in the first minibatches on the real device, gave something else.
-
-What a graph fixes: the addresses of all tensors (so a minibatch is copied into the graph's own) and the learning rate
-(so the step is captured again when that changes, once an epoch at most).
-
-Not yet seen on a GPU.
+A graph launches the some sixty kernels of a step on a GPU at once, for which the host is too slow one by one. The eager
+step is the reference, and what runs wherever a graph does not: on a CPU, where gradients are averaged, in the steps of
+NG-SGD that have work for the host, and where a graph could not be captured or gave something else when it was checked. A
+graph fixes the addresses of all tensors (so a minibatch is copied into the graph's own) and the learning rate (so the step
+is captured again when that changes, once an epoch at most).
 """
 
 from __future__ import annotations
@@ -16,13 +12,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ddnn.data.batches import Batch
-from ddnn.nn.network import Network, Workspace
+from ddnn.nn.network import Workspace
 from ddnn.optim.sgd import Sgd
 
 log = logging.getLogger(__name__)
@@ -55,7 +50,6 @@ class EagerStep:
         self.workspace, self.optimizer, self.average = workspace, optimizer, average
 
     def __call__(self, batch: Batch, lr: float) -> Result:
-        """As `Step`. The minibatch is best in `workspace.x` already; else it is copied there."""
         workspace = self.workspace.of(len(batch.labels))
         self.load(batch)
         workspace.forward()
@@ -71,26 +65,11 @@ class EagerStep:
             x.copy_(batch.x)
 
 
-class Graph(Protocol):
-    """What records a function's work on the device, to do it again without the host."""
-
-    def warm_up(self, run: Callable[[], Result]) -> None:
-        """Runs it, where it will be captured."""
-
-    def capture(self, run: Callable[[], Result]) -> Result:
-        """Records it without running it; the results are filled by `replay`. RuntimeError where it cannot be."""
-
-    def replay(self) -> None:
-        """Does what was captured, in the order of the current stream."""
-
-    def release(self) -> None:
-        """Gives back what the last capture holds."""
-
-
 class CudaGraph:
-    """A CUDA graph with its own pool of memory, one at a time, captured on a stream of its own.
+    """Records a function's work on the device, to do it again without the host: a CUDA graph with its own pool of memory,
+    captured on a stream of its own.
 
-    One at a time, as a graph that is destroyed takes cuBLAS's workspace of its stream with it, and others captured
+    One graph at a time, as one that is destroyed takes cuBLAS's workspace of its stream with it, and others captured
     there still use that (pytorch issue 193402).
     """
 
@@ -100,7 +79,7 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def warm_up(self, run: Callable[[], Result]) -> None:
-        """Runs it `WARM_UP` times on the capturing stream."""
+        """Runs it `WARM_UP` times where it will be captured."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -109,7 +88,9 @@ class CudaGraph:
         current.wait_stream(self._stream)
 
     def capture(self, run: Callable[[], Result]) -> Result:
-        """As `Graph.capture`. Other threads may keep using the device: they read minibatches ahead."""
+        """Records it without running it; the results are filled by `replay`. RuntimeError where it cannot be.
+
+        Other threads may keep using the device: they read minibatches ahead."""
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -121,12 +102,12 @@ class CudaGraph:
         return result
 
     def replay(self) -> None:
-        """As `Graph.replay`."""
+        """Does what was captured, in the order of the current stream."""
         assert self._graph is not None
         self._graph.replay()
 
     def release(self) -> None:
-        """As `Graph.release`."""
+        """Gives back what the last capture holds."""
         if self._graph is not None:
             torch.cuda.synchronize(self._device)  # it may be running
             self._graph.reset()
@@ -145,7 +126,7 @@ class CudaGraphStep:
         disabled: whether a capture has failed.
     """
 
-    def __init__(self, eager: EagerStep, graph: Graph) -> None:
+    def __init__(self, eager: EagerStep, graph: CudaGraph) -> None:
         self.eager, self.optimizer, self.graph = eager, eager.optimizer, graph
         self.disabled = False
         self._lr: float | None = None
@@ -153,7 +134,6 @@ class CudaGraphStep:
         self._result: Result | None = None
 
     def __call__(self, batch: Batch, lr: float) -> Result:
-        """As `Step`."""
         if self.disabled or needs_host_update(self.optimizer):
             return self.eager(batch, lr)
         if lr != self._lr:
@@ -233,7 +213,7 @@ def verified(graphed: CudaGraphStep, minibatches: list[Batch], lr: float) -> Ste
 
     Parameters and optimizer are left as they were. Waits for the device.
     """
-    network: Network = graphed.optimizer.network
+    network = graphed.optimizer.network
     before, snapshot = network.parameters.clone(), Snapshot(graphed.optimizer)
     found = []
     for step in (graphed.eager, graphed):
@@ -243,8 +223,7 @@ def verified(graphed: CudaGraphStep, minibatches: list[Batch], lr: float) -> Ste
     if graphed.disabled:
         return graphed.eager
     (eager_losses, eager_change), (losses, change) = found
-    loss = _difference(losses, eager_losses)
-    moved = _difference(change, eager_change)
+    loss, moved = _difference(losses, eager_losses), _difference(change, eager_change)
     if loss <= LOSS_TOLERANCE and moved <= CHANGE_TOLERANCE:
         log.info(
             "the step is captured as a CUDA graph; over %d minibatches its losses differ by %.1e of the eager step's, "

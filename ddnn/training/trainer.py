@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, Literal
+
+import torch
 
 from ddnn.averaging.averager import NoAveraging
 from ddnn.data.batches import Batch, BatchLoader
 from ddnn.data.dataset import FrameSubset
 from ddnn.distributed.communicator import Communicator
-from ddnn.nn.acoustic_model import AcousticModel, model_config
+from ddnn.nn.acoustic_model import AcousticModel, model_config, transform_tensors
 from ddnn.nn.arithmetic import Precision
+from ddnn.nn.network import tensor_like
 from ddnn.optim.schedule import Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.training.checkpoint import TrainerState
-from ddnn.training.checkpoint_policy import CheckpointPolicy
 from ddnn.training.evaluation import EpochLosses, EvalResult, evaluate, raise_if_diverged
-from ddnn.training.metrics import EpochRow, WarmupRow, WorkerRow, throughput, worker_row
+from ddnn.training.metrics import EpochRow, WarmupRow, WorkerRow, throughput
 from ddnn.training.run_dir import RunDir
-from ddnn.training.state import CheckpointMetadata, TrainingProgress, capture
+from ddnn.training.state import (
+    CheckpointMetadata,
+    CheckpointPolicy,
+    LoadedCheckpoint,
+    TrainingProgress,
+    prefixed,
+    unprefixed,
+)
 from ddnn.training.step import EagerStep, Step
-from ddnn.util.progress import frame_counter
+from ddnn.util.errors import DataError
 
 WARMUP_EPOCH = 10**6
 """The first epoch number of the warm-up's shuffles, which no epoch of training reaches."""
@@ -50,9 +60,10 @@ class Trainer:
         averager: averages the models of all workers; of a single worker `NoAveraging`.
         checkpoints: writes checkpoints when they are due.
         run: the run dir, in which rank 0 records.
-        progress: where the training is; restored from a checkpoint when it is resumed.
         recipe, data_digest, precision: the resolved recipe, a digest of the data and the precision of the arithmetic,
             by which a resume recognizes the same training.
+        progress: where the training is.
+        best: (num_parameters,) parameters of the last epoch that was accepted.
     """
 
     model: AcousticModel
@@ -66,14 +77,15 @@ class Trainer:
     averager: NoAveraging
     checkpoints: CheckpointPolicy
     run: RunDir
-    progress: TrainingProgress
     warmup: Warmup = field(default_factory=Warmup)
     recipe: str = ""
     data_digest: str = ""
     precision: Precision = "float32"
 
     def __post_init__(self) -> None:
-        self.losses = EpochLosses(self.model.network.parameters.device, excludes=self.averager.excludes)
+        parameters = self.model.network.parameters
+        self.progress, self.best = TrainingProgress(), parameters.clone()
+        self.losses = EpochLosses(parameters.device, excludes=self.averager.excludes)
 
     @property
     def comm(self) -> Communicator:
@@ -89,39 +101,17 @@ class Trainer:
         """DivergedError where the loss is not finite and no other worker can make up for it."""
         self.losses.check()
 
-    def capture(self) -> tuple[dict[str, Any], TrainerState]:
-        """Metadata and state for a checkpoint; tensors in use, not copies."""
-        progress, total = self.progress, len(self.batches)
-        metadata = CheckpointMetadata(
-            epoch=progress.epoch,
-            minibatch=progress.minibatch,
-            epoch_fraction=progress.minibatch / total if total else 0.0,
-            schedule=self.schedule.state_dict(),
-            precision=self.precision,
-            model=model_config(self.model),
-            recipe=self.recipe,
-            data=self.data_digest,
-            seconds=progress.elapsed(),
-        )
-        return metadata.model_dump(), capture(self)
-
-    @property
-    def epoch_length(self) -> int:
-        """Minibatches in this worker's shard."""
-        return len(self.batches)
-
     def warm_up(self) -> None:
         """Trains on the minibatches of `parallel.warmup` before the first epoch, and gives all workers one model."""
         if self.warmup.mode == "none":
             return
         single, started = self.warmup.mode == "single-worker", time.perf_counter()
-        step, averager, losses = self.eager_step, self.averager, EpochLosses(self.losses.device, excludes=True)
-        learning_rate = self.schedule.learning_rate
+        step, averager, learning_rate = self.eager_step, self.averager, self.schedule.learning_rate
         lr_scale, optimizer_scale = averager.lr_scale, self.optimizer.lr_scale
+        losses = EpochLosses(self.model.network.parameters.device, excludes=not single)
         if single:  # the other workers take no part, not even where gradients are averaged
             step, lr_scale = EagerStep(step.workspace, self.optimizer), 1.0
             self.optimizer.lr_scale = 1.0
-            losses.excludes = False
         if not single or self.comm.rank == 0:
             batches = (batch for number in count() for batch in self.batches.epoch(WARMUP_EPOCH + number))
             for batch in islice(batches, self.warmup.minibatches):
@@ -132,23 +122,16 @@ class Trainer:
         losses.commit()
         self.optimizer.lr_scale = optimizer_scale
         averager.broadcast()
-        result = losses.reduce(self.comm)
+        result = losses.committed.result(self.comm)
         raise_if_diverged("warm-up", result, 0, learning_rate)
-        self.run.record(
-            WarmupRow(
-                epoch=0,
-                loss=result.loss,
-                frame_accuracy=result.frame_accuracy,
-                learning_rate=learning_rate,
-                **throughput(result.frames, time.perf_counter() - started),
-            )
-        )
+        self.run.record(WarmupRow(**_figures(0, result, learning_rate, time.perf_counter() - started)))
 
     def start_schedule(self) -> None:
         """Evaluates the initial network, which is epoch 0."""
-        validation = self.validate()
-        raise_if_diverged("cross-validation", validation, 0, self.schedule.learning_rate)
-        self._record(0, "cv", validation, self.schedule.learning_rate, self._validation_seconds(), accepted=True)
+        validation, learning_rate = self.validate(), self.schedule.learning_rate
+        raise_if_diverged("cross-validation", validation, 0, learning_rate)
+        seconds = time.perf_counter() - self._validation_started
+        self.run.record(EpochRow(split="cv", **_figures(0, validation, learning_rate, seconds)))
         self.schedule.initialize(validation.loss, validation.frame_accuracy)
         self.progress.started = True
 
@@ -164,21 +147,18 @@ class Trainer:
 
     def epoch_batches(self) -> Iterator[Batch]:
         """The batches of the epoch that are still to be trained on; each is valid until the next."""
-        progress, epoch, size = self.progress, self.progress.epoch + 1, self.minibatch_size
-        total = progress.num_minibatches or 0
+        progress, epoch = self.progress, self.progress.epoch + 1
         batches = self.batches.epoch(epoch, skip=progress.minibatch)
-        with frame_counter(f"epoch {epoch}", total * size, done=progress.minibatch * size) as advance:
-            for batch in islice(batches, total - progress.minibatch):
-                yield batch
-                advance(size)
-                self.run.set_progress(progress.epoch, progress.minibatch)
+        return progress.remaining(batches, self.minibatch_size, self.run, f"epoch {epoch}")
 
     def end_training(self, learning_rate: float) -> EvalResult:
         """Training loss and frame accuracy of the epoch, over all workers; records what each worker did."""
-        self._record_workers(self.progress.epoch + 1)
+        epoch = self.progress.epoch + 1
+        for values in self.comm.all_gather_object(worker_row(epoch, self.averager).model_dump()):
+            self.run.record(WorkerRow.model_validate(values))
         self.losses.commit()
-        training = self.losses.reduce(self.comm)
-        raise_if_diverged("training", training, self.progress.epoch + 1, learning_rate)
+        training = self.losses.committed.result(self.comm)
+        raise_if_diverged("training", training, epoch, learning_rate)
         self._training_seconds = self.progress.elapsed()
         return training
 
@@ -190,46 +170,132 @@ class Trainer:
     def keep_best(self, validation: EvalResult, learning_rate: float) -> None:
         """The epoch was accepted: its parameters are the best so far."""
         raise_if_diverged("cross-validation", validation, self.progress.epoch + 1, learning_rate)
-        self.progress.best.copy_(self.model.network.parameters)
+        self.best.copy_(self.model.network.parameters)
         with self.comm.watchdog.long_operation():
             self.run.save_best(self.model)
 
     def revert_to_best(self) -> None:
         """The epoch was rejected: training continues from the best parameters."""
-        self.model.network.load_parameters(self.progress.best)
+        self.model.network.load_parameters(self.best)
         self.averager.reset()
 
     def record_epoch(self, training: EvalResult, validation: EvalResult, lr: float, accepted: bool) -> None:
         """Rows of metrics for the epoch's training and cross-validation."""
-        epoch = self.progress.epoch + 1
-        self._record(epoch, "train", training, lr, self._training_seconds, accepted)
-        self._record(epoch, "cv", validation, lr, self._validation_seconds(), accepted)
+        epoch, seconds = self.progress.epoch + 1, time.perf_counter() - self._validation_started
+        trained = _figures(epoch, training, lr, self._training_seconds)
+        self.run.record(EpochRow(split="train", accepted=accepted, **trained))
+        self.run.record(EpochRow(split="cv", accepted=accepted, **_figures(epoch, validation, lr, seconds)))
         self.losses.reset()
 
-    def _validation_seconds(self) -> float:
-        return time.perf_counter() - self._validation_started
+    def capture(self) -> tuple[dict[str, Any], TrainerState]:
+        """Metadata and state for a checkpoint after an averaging or between two epochs; tensors in use, not copies.
 
-    def _record_workers(self, epoch: int) -> None:
-        """A row of metrics for every worker."""
-        parameters, averager = self.model.network.parameters, self.averager
-        row = worker_row(epoch, averager, str(parameters.device), parameters.numel(), overlap=averager.overlapped)
-        for values in self.comm.all_gather_object(row.model_dump()):
-            self.run.record(WorkerRow.model_validate(values))
-
-    def _record(
-        self, epoch: int, split: Literal["train", "cv"], result: EvalResult, lr: float, seconds: float, accepted: bool
-    ) -> None:
-        self.run.record(
-            EpochRow(
-                epoch=epoch,
-                split=split,
-                loss=result.loss,
-                frame_accuracy=result.frame_accuracy,
-                learning_rate=lr,
-                accepted=accepted,
-                **throughput(result.frames, seconds),
-            )
+        Of each rank: `parameters` (num_parameters,) float32; `optimizer.*`, `averager.*`: their `state_dict`;
+        `loss_sums` (2, 3) float64, loss, correct frames and frames of the epoch and of the interval; `progress` (2,)
+        int64, minibatches done and in all, -1 between epochs; `seconds` 0-dim float64. Global: `best`
+        (num_parameters,) float32, `transform.*` (input_dim,), and `strategy.*`.
+        """
+        progress, averager, total = self.progress, self.averager, len(self.batches)
+        metadata = CheckpointMetadata(
+            epoch=progress.epoch,
+            minibatch=progress.minibatch,
+            epoch_fraction=progress.minibatch / total if total else 0.0,
+            schedule=self.schedule.state_dict(),
+            precision=self.precision,
+            model=model_config(self.model),
+            recipe=self.recipe,
+            data=self.data_digest,
+            seconds=progress.elapsed(),
         )
+        rank = {
+            "parameters": self.model.network.parameters,
+            "loss_sums": self.losses.to_tensor(),
+            "progress": torch.tensor([progress.minibatch, progress.num_minibatches or -1], dtype=torch.int64),
+            "seconds": torch.tensor(progress.elapsed(), dtype=torch.float64),
+            **prefixed("optimizer", self.optimizer.state_dict()),
+            **prefixed("averager", averager.state_dict()),  # waits for a pending averaging, the strategy's is to have
+        }
+        strategy = prefixed("strategy", averager.shared_state_dict())
+        return metadata.model_dump(), TrainerState(
+            {"best": self.best, **transform_tensors(self.model), **strategy}, rank
+        )
+
+    def restore(self, loaded: LoadedCheckpoint) -> None:
+        """Restores what was captured. Collective where not `bitwise`: all take the model of rank 0.
+
+        Raises:
+            DataError: the checkpoint does not fit this training.
+        """
+        metadata, rank, location = loaded.metadata, loaded.rank_state, loaded.location
+        network, averager, progress = self.model.network, self.averager, self.progress
+        self.schedule.load_state_dict(metadata.schedule)
+        network.load_parameters(tensor_like(network.parameters, rank, "parameters", location))
+        self.best.copy_(tensor_like(network.parameters, loaded.global_state, "best", location))
+        progress.started, progress.epoch = True, metadata.epoch
+        sums = tensor_like(torch.zeros(2, 3, dtype=torch.float64), rank, "loss_sums", location)
+        if not bool((sums.abs() < 2**53).all()):  # false for NaN too
+            raise DataError("loss_sums: sums of an epoch expected, found others", location=location)
+        self.losses.load_tensor(sums)
+        optimizer = unprefixed("optimizer", rank)
+        if not loaded.bitwise:
+            # Fisher matrices of another worker are a better start than none; a momentum would not fit the mean model.
+            if "momentum_buffer" in optimizer:
+                optimizer["momentum_buffer"] = torch.zeros_like(network.parameters)
+            self.optimizer.load_state_dict(optimizer)
+            self.losses.commit()
+            total = len(self.batches)
+            progress.minibatch, progress.seconds = min(total, round(metadata.epoch_fraction * total)), metadata.seconds
+            averager.broadcast()
+            return
+        self.optimizer.load_state_dict(optimizer)
+        progress.minibatch, length = tensor_like(torch.zeros(2, dtype=torch.int64), rank, "progress", location).tolist()
+        progress.num_minibatches = None if length < 0 else length
+        progress.seconds = float(tensor_like(torch.zeros((), dtype=torch.float64), rank, "seconds", location))
+        try:
+            averager.load_state_dict(unprefixed("averager", rank))
+            averager.load_shared_state_dict(unprefixed("strategy", loaded.global_state))
+        except (KeyError, ValueError, TypeError, IndexError, OverflowError, RuntimeError) as error:
+            raise DataError(
+                f"the averaging state of the checkpoint does not fit: {error}", location=location
+            ) from error
+
+
+def _figures(epoch: int, result: EvalResult, lr: float, seconds: float) -> dict[str, Any]:
+    """What the rows of metrics of an epoch have in common."""
+    figures = {"loss": result.loss, "frame_accuracy": result.frame_accuracy, "learning_rate": lr}
+    return {"epoch": epoch, **figures, **throughput(result.frames, seconds)}
+
+
+def worker_row(epoch: int, averager: NoAveraging) -> WorkerRow:
+    """This worker's row of an epoch that ends now."""
+    comm, timer, counters, parameters = averager.comm, averager.timer, averager.counters, averager.network.parameters
+    seconds = max(time.perf_counter() - timer.started, 1e-9)
+    traffic, averaging = comm.stats - counters.stats, timer.seconds["averaging"]
+    waiting = 0.0 if averager.overlapped else min(traffic.wait_seconds, averaging)
+    return WorkerRow(
+        epoch=epoch,
+        rank=comm.rank,
+        host=comm.host,
+        device=str(parameters.device),
+        minibatches=counters.minibatches,
+        **throughput(counters.frames, seconds),
+        compute_fraction=min(timer.seconds["compute"] / seconds, 1.0),
+        data_fraction=min(timer.seconds["data"] / seconds, 1.0),
+        comm_fraction=min((averaging - waiting) / seconds, 1.0),
+        wait_fraction=min(waiting / seconds, 1.0),
+        averagings=counters.averagings,
+        excluded_averagings=counters.excluded_averagings,
+        consensus_distance=_mean(counters.consensus_distances),
+        bytes_sent=traffic.bytes_sent,
+        comm_seconds=traffic.comm_seconds,
+        num_parameters=parameters.numel(),
+        interval_seconds=_mean(counters.interval_seconds),
+        interval_seconds_std=statistics.pstdev(counters.interval_seconds) if counters.interval_seconds else None,
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def train(trainer: Trainer) -> AcousticModel:
@@ -263,5 +329,5 @@ def train(trainer: Trainer) -> AcousticModel:
         t.record_epoch(training, validation, lr, accepted)
         progress.end_epoch()
         t.checkpoints.after_epoch(t)
-    t.model.network.load_parameters(progress.best)
+    t.model.network.load_parameters(t.best)
     return t.model

@@ -19,9 +19,9 @@ from ddnn.nn.acoustic_model import model_config, transform_tensors
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore, TrainerState
-from ddnn.training.checkpoint_files import CheckpointSummary, encode_manifest
-from ddnn.training.resume import check_same_recipe
-from ddnn.training.state import LoadedCheckpoint, read_metadata
+from ddnn.training.checkpoint_manifest import CheckpointSummary, encode_manifest, peek_checkpoint
+from ddnn.training.resume import check_same_recipe, read_metadata
+from ddnn.training.state import LoadedCheckpoint
 from ddnn.util.errors import DataError
 
 NUMBER = "checkpoints/00000001"
@@ -96,7 +96,7 @@ def _newest(folder: Path) -> CheckpointHandle:
 
 
 def _read(folder: Path) -> None:
-    CheckpointStore.peek(folder / "checkpoints", lambda problem: None)
+    peek_checkpoint(folder / "checkpoints", lambda problem: None)
     found = _newest(folder)
     metadata = read_metadata(found.metadata, found.path)
     check_same_recipe(metadata.recipe, _recipe(), found.path)

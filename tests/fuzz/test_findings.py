@@ -24,8 +24,7 @@ from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.kaldi.scp import read_scp
 from ddnn.recipe.load import load_recipe
 from ddnn.slurm.cluster import load_cluster
-from ddnn.training.metrics import read_metrics
-from ddnn.training.metrics_writer import MetricsWriter
+from ddnn.training.metrics import MetricsWriter, read_metrics
 from ddnn.util.errors import DataError, RecipeError, UserError
 
 SIGNALLING = struct.pack("<Q", 0x7FF4000000000001), struct.pack("<I", 0x7FA00001)

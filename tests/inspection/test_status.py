@@ -21,8 +21,7 @@ from jobs import make_job
 
 from ddnn.inspection.status import Status, follow_status, read_status
 from ddnn.slurm.job import Job, write_job
-from ddnn.training.checkpoint import CheckpointStore
-from ddnn.training.checkpoint_files import CheckpointSummary, encode_manifest
+from ddnn.training.checkpoint_manifest import CheckpointSummary, encode_manifest, peek_checkpoint
 from ddnn.training.run_status import RunError, RunStatus, write_run_status
 from ddnn.util.errors import UserError
 from ddnn.util.files import FileLock
@@ -409,7 +408,7 @@ def test_resuming_without_a_checkpoint(run: Path) -> None:
 )  # fmt: skip
 def test_headers_of_any_kind(run: Path, header: dict[str, Any], text: str) -> None:
     write_checkpoint(run, 42, header)
-    found = CheckpointStore.peek(run / "checkpoints", pytest.fail)
+    found = peek_checkpoint(run / "checkpoints", pytest.fail)
     assert found is not None and found.as_text() == text
 
 
@@ -496,7 +495,7 @@ def test_any_manifest(tmp_path_factory: pytest.TempPathFactory, content: bytes) 
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_bytes(content)
     said: list[str] = []
-    assert CheckpointStore.peek(folder.parent, said.append) is None and len(said) == 1
+    assert peek_checkpoint(folder.parent, said.append) is None and len(said) == 1
 
 
 def test_status_needs_no_torch(run: Path) -> None:

@@ -14,10 +14,10 @@ from variants import make_optimizer_config, make_parallel_config
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.mpi import init_communicator
 from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
-from ddnn.recipe.schema import CheckpointConfig, OptimizerConfig, ParallelConfig
+from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
 from ddnn.training.checkpoint import CheckpointStore
-from ddnn.training.checkpoint_policy import CheckpointPolicy
-from ddnn.training.state import LoadedCheckpoint, merge_rank_states, read_metadata, restore
+from ddnn.training.resume import merge_rank_states, read_metadata
+from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
 from ddnn.training.trainer import Trainer
 
 NG = make_optimizer_config(name="ng-sgd", rank_in=3, rank_out=4, momentum=0.3)
@@ -60,15 +60,8 @@ def resumable(
 ) -> Trainer:
     """A training that writes checkpoints in `folder`, restored from `loaded`."""
     options, optimizer = WAYS[way]
-    config, run = CheckpointConfig(), Recorder()
-    checkpoints = CheckpointPolicy(
-        CheckpointStore(folder, 2, comm),
-        shutdown,
-        run,
-        interval_minutes=config.interval_minutes,
-        interval_minibatches=config.interval_minibatches,
-        rank=comm.rank,
-    )
+    run = Recorder()
+    checkpoints = CheckpointPolicy(CheckpointStore(folder, 2, comm), shutdown, run)
     # Unequal shards: some workers have a remainder, in which there are no averagings.
     trainer = toy_trainer(
         comm,
@@ -80,7 +73,7 @@ def resumable(
         run=run,
     )
     if loaded is not None:
-        restore(trainer, loaded)
+        trainer.restore(loaded)
     return trainer
 
 

@@ -94,7 +94,7 @@ def test_a_rejected_epoch_is_taken_back(recipe: Path, tmp_path: Path) -> None:
     found = load_run(tmp_path / "run")
     from ddnn.data.pipeline import training_data
     from ddnn.training.evaluation import evaluate
-    from ddnn.training.job import data_config
+    from ddnn.training.options import data_config
 
     data = training_data(data_config(load_recipe(recipe), 1), torch.device("cpu"), SingleProcess())
     assert evaluate(found, data.cv).loss == pytest.approx(best, rel=1e-6)

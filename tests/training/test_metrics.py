@@ -18,13 +18,13 @@ from ddnn.training.metrics import (
     EpochRow,
     EventRow,
     MetricsRow,
+    MetricsWriter,
     PretrainRow,
     WarmupRow,
     WorkerRow,
     read_metrics,
     throughput,
 )
-from ddnn.training.metrics_writer import MetricsWriter
 from ddnn.util.errors import DataError
 
 

@@ -26,10 +26,26 @@ from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, load_model
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, initialize
-from ddnn.training.metrics import EpochRow, EventRow, PretrainRow, WorkerRow, read_metrics
-from ddnn.training.metrics_writer import MAX_PENDING_ROWS, MetricsWriter
+from ddnn.training.metrics import (
+    MAX_PENDING_ROWS,
+    EpochRow,
+    EventRow,
+    MetricsWriter,
+    PretrainRow,
+    WorkerRow,
+    read_metrics,
+)
 from ddnn.training.run_dir import NullRunDir, RunDir
-from ddnn.training.run_status import CHECKPOINTS, FILES, PRETRAIN, check_run_dir, read_run_status, record_failure
+from ddnn.training.run_status import (
+    CHECKPOINTS,
+    DBN,
+    FILES,
+    FINAL,
+    PRETRAIN,
+    check_run_dir,
+    read_run_status,
+    record_failure,
+)
 from ddnn.util.errors import DivergedError, UserError
 from ddnn.util.files import FileLock, is_locked
 
@@ -111,7 +127,7 @@ def test_resume_begins_where_there_is_nothing(tmp_path: Path, made: bool) -> Non
         (tmp_path / "run/job.sh").write_text("")
         (tmp_path / "run/.recipe.yaml.tmp77").write_text("killed as it was wri")
     run = RunDir.open(tmp_path / "run", resume=True)
-    assert not run.finished
+    assert not (run.path / FINAL).exists()
     run.truncate_after(-1)
     run.flush()
     run.close()
@@ -297,7 +313,7 @@ def test_finishing_removes_what_only_resume_needs(tmp_path: Path) -> None:
     assert {p.name for p in run.path.iterdir()} == {
         *("recipe.yaml", "train.log", "status.json", "metrics.jsonl", "final.safetensors"),
     }
-    assert run.finished
+    assert (run.path / FINAL).exists()
 
 
 def test_finishing_leaves_what_is_not_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -421,7 +437,7 @@ def test_finishing_needs_every_row(tmp_path: Path, full: Callable[..., None]) ->
     with pytest.raises(UserError, match=r"cannot write metrics.jsonl") as caught:
         run.finish(model())
     assert caught.value.hint is not None and "--resume" in caught.value.hint
-    assert not run.finished and (run.path / CHECKPOINTS / "00000041").exists()
+    assert not (run.path / FINAL).exists() and (run.path / CHECKPOINTS / "00000041").exists()
     full(False)
     run.finish(model())
     assert rows_of(run.path) == [(0, "cv"), (1, "cv")]
@@ -558,7 +574,7 @@ def test_rbms_of_a_training_have_its_lock_and_status(tmp_path: Path) -> None:
     rbms = run.pretraining("seed: 1\n")
     rbms.set_status(phase="pretraining", rbm=1, num_rbms=2)
     rbms.finish(model())
-    assert rbms.finished and not run.finished
+    assert (rbms.path / DBN).exists() and not (run.path / FINAL).exists()
     assert {p.name for p in rbms.path.iterdir()} == {"recipe.yaml", "metrics.jsonl", "dbn.safetensors"}
     found = read_run_status(run.path)
     run.close()

@@ -35,7 +35,6 @@ from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.evaluation import LossSums, evaluate
 from ddnn.training.metrics import MetricsRow, WorkerRow
 from ddnn.training.run_dir import NullRunDir, RunDir
-from ddnn.training.state import TrainingProgress
 from ddnn.training.step import (
     VERIFIED,
     CudaGraph,
@@ -454,7 +453,6 @@ def make_trainer(task: Task, run: RunDir) -> Trainer:
         averager=averager,
         checkpoints=NoCheckpoints(),
         run=run,
-        progress=TrainingProgress(task.network.parameters.clone()),
     )
 
 

@@ -133,8 +133,8 @@ def test_after_an_rbm_the_watchdog_rests_and_a_signal_ends_at_once(monkeypatch: 
 
     from ddnn.distributed.communicator import SingleProcess
     from ddnn.training.checkpoint import CheckpointStore
-    from ddnn.training.checkpoint_policy import CheckpointPolicy
     from ddnn.training.run_dir import NullRunDir
+    from ddnn.training.state import CheckpointPolicy
 
     comm = SingleProcess()
     calls: list[str] = []
@@ -143,9 +143,7 @@ def test_after_an_rbm_the_watchdog_rests_and_a_signal_ends_at_once(monkeypatch: 
     trainer = toy_trainer(comm, make_parallel_config(averaging_period=1))
     store = CheckpointStore(Path("nowhere"), 2, comm)
     with pytest.raises(InterruptedBeforeTraining), GracefulShutdown() as shutdown:
-        policy = CheckpointPolicy(
-            store, shutdown, NullRunDir(Path("nowhere")), interval_minutes=2, interval_minibatches=None, rank=0
-        )
+        policy = CheckpointPolicy(store, shutdown, NullRunDir(Path("nowhere")))
         policy.begin(trainer)
         assert shutdown.deferred and calls == ["enable"]
         policy.end(comm)

@@ -22,11 +22,10 @@ from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.optim.schedule import Exponential
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
-from ddnn.training.checkpoint_policy import Checkpointable, CheckpointPolicy
 from ddnn.training.metrics import MetricsRow
 from ddnn.training.options import averaging_options, optimizer_options
 from ddnn.training.run_dir import NullRunDir
-from ddnn.training.state import TrainingProgress
+from ddnn.training.state import Checkpointable, CheckpointPolicy
 from ddnn.training.step import EagerStep
 from ddnn.training.trainer import Trainer, Warmup, train
 
@@ -108,7 +107,6 @@ def toy_trainer(
         averager=averager,
         checkpoints=checkpoints or NoCheckpoints(),
         run=run or Recorder(),
-        progress=TrainingProgress(network.parameters.clone()),
         warmup=Warmup(parallel.warmup if comm.world_size > 1 else "none", parallel.warmup_minibatches),
     )
 

@@ -1,7 +1,7 @@
-"""The files of one checkpoint: a manifest in JSON, tensors in safetensors files. Read as a stranger's: nothing in them can
-run code, and no more is read than the file system and the manifest both say.
+"""Names and manifests of checkpoints, for all who look at them: `ddnn.training.checkpoint` has the layout. Needs no torch.
 
-Importing this module does not import torch.
+They are read as a stranger's: nothing in them can run code, symbolic links are not followed, and no more is read than the
+file system and the manifest both say.
 """
 
 from __future__ import annotations
@@ -12,29 +12,24 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
 import ddnn
 from ddnn.util.errors import DataError
 from ddnn.util.files import open_regular
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 FORMAT = 2
 MANIFEST, GLOBAL = "manifest.json", "global.safetensors"
 MAX_MANIFEST_BYTES = 1 << 20
-DTYPES = {
-    **{"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"},
-    **{"int64": "I64", "int32": "I32", "int16": "I16", "uint8": "U8"},
-}
-"""What a checkpoint holds: name of the dtype in PyTorch -> in safetensors."""
 
 _OLD_MANIFEST = "checkpoint.json"  # of format 1
 _FILES = re.compile(r"manifest\.json|global\.safetensors|rank[0-9]{4,}\.safetensors")
+_MAX_NAMES = 10_000  # that `peek_checkpoint` looks at
+_MAX_CORRUPT = 10  # checkpoints that it skips
 
 
 class CorruptCheckpointError(Exception):
@@ -78,6 +73,30 @@ class CheckpointSummary:
         return value if type(value) is int and 0 <= value <= 2**53 else None
 
 
+def peek_checkpoint(directory: Path, report: Callable[[str], None]) -> CheckpointSummary | None:
+    """The newest checkpoint whose manifest is intact and whose files have the right sizes; None if there is none.
+
+    Args:
+        directory: the folders of all checkpoints of a training.
+        report: called with a sentence for each checkpoint that cannot be used.
+    """
+    try:
+        numbers = checkpoint_numbers(directory, _MAX_NAMES)
+    except OSError as error:
+        report(f"checkpoints: {error.strerror}")
+        return None
+    for number in numbers[: -_MAX_CORRUPT - 1 : -1]:
+        path = directory / folder_name(number)
+        try:
+            summary = parse_manifest(*read_manifest(path), number, path)
+            for name in summary.files:
+                open_checked(path, name, summary).close()
+            return summary
+        except (CorruptCheckpointError, DataError, OSError) as error:
+            report(f"checkpoint {number} is corrupt or of another version: {describe(error)}")
+    return None
+
+
 def encode_manifest(summary: CheckpointSummary) -> bytes:
     """The manifest as JSON, with the SHA-256 of itself; floats that are not finite as NaN, Infinity and -Infinity.
 
@@ -106,6 +125,17 @@ def canonical_json(value: dict[str, Any]) -> bytes:
 def manifest_digest(value: dict[str, Any]) -> str:
     """SHA-256 of a manifest without its `sha256`."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def read_manifest(path: Path) -> tuple[str, float]:
+    """The text of a manifest, of this format or the first, and when it was written."""
+    names = listdir(path)
+    name = _OLD_MANIFEST if _OLD_MANIFEST in names and MANIFEST not in names else MANIFEST
+    with open_regular(path / name, follow_symlinks=False) as file:
+        text, written = file.read(MAX_MANIFEST_BYTES + 1), os.fstat(file.fileno()).st_mtime
+    if len(text) > MAX_MANIFEST_BYTES or not text.isascii():
+        raise CorruptCheckpointError(f"{name} is too long, or not JSON of ddnn")
+    return text.decode("ascii"), written
 
 
 def parse_manifest(text: str, written: float, number: int, path: Path) -> CheckpointSummary:
@@ -143,15 +173,14 @@ def parse_manifest(text: str, written: float, number: int, path: Path) -> Checkp
     return CheckpointSummary(number, world_size, files, metadata, written)
 
 
-def read_manifest(path: Path) -> tuple[str, float]:
-    """The text of a manifest, of this format or the first, and when it was written."""
-    names = listdir(path)
-    name = _OLD_MANIFEST if _OLD_MANIFEST in names and MANIFEST not in names else MANIFEST
-    with open_regular(path / name, follow_symlinks=False) as file:
-        text, written = file.read(MAX_MANIFEST_BYTES + 1), os.fstat(file.fileno()).st_mtime
-    if len(text) > MAX_MANIFEST_BYTES or not text.isascii():
-        raise CorruptCheckpointError(f"{name} is too long, or not JSON of ddnn")
-    return text.decode("ascii"), written
+def open_checked(path: Path, name: str, summary: CheckpointSummary) -> BinaryIO:
+    """A file of a checkpoint, opened if it has the size that the manifest says; CorruptCheckpointError, OSError."""
+    file = open_regular(real_folder(path) / name, follow_symlinks=False)
+    actual, expected = os.fstat(file.fileno()).st_size, summary.files[name][0]
+    if actual != expected:
+        file.close()
+        raise CorruptCheckpointError(f"{name} has {actual} bytes, {expected} were written")
+    return file
 
 
 def rank_file(rank: int) -> str:
@@ -168,6 +197,15 @@ def folder_number(name: str) -> int:
     """Number of the checkpoint whose folder has this name, from 1; 0 for any other name."""
     number = int(name) if name.isascii() and name.isdigit() and len(name) < 256 else 0
     return number if folder_name(number) == name else 0
+
+
+def checkpoint_numbers(directory: Path, max_names: int | None = None) -> list[int]:
+    """Of everything in `directory` that has the name of a checkpoint, ascending; none if it does not exist."""
+    try:
+        with os.scandir(real_folder(directory)) as entries:
+            return sorted(filter(None, (folder_number(entry.name) for entry in islice(entries, max_names))))
+    except FileNotFoundError:
+        return []
 
 
 def real_folder(path: Path) -> Path:
@@ -189,58 +227,10 @@ def remove_checkpoint(path: Path) -> None:
     path.rmdir()
 
 
-def check_size(file: Any, name: str, summary: CheckpointSummary) -> None:
-    actual, expected = os.fstat(file.fileno()).st_size, summary.files[name][0]
-    if actual != expected:
-        raise CorruptCheckpointError(f"{name} has {actual} bytes, {expected} were written")
-
-
-def read_tensors(path: Path, name: str, summary: CheckpointSummary) -> dict[str, Tensor]:
-    """The tensors of a file, from the very bytes whose SHA-256 was compared; raises
-    CorruptCheckpointError, OSError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    size, sha256 = summary.files[name]
-    with open_regular(real_folder(path) / name, follow_symlinks=False) as file:
-        check_size(file, name, summary)
-        data = file.read(size)
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise CorruptCheckpointError(f"{name} is not what was written: its SHA-256 differs")
-    try:
-        tensors = load(data)
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"{name} is not a safetensors file: {error}") from error
-    for tensor in tensors.values():
-        if _dtype(tensor) not in DTYPES:
-            raise CorruptCheckpointError(f"{name} holds {tensor.dtype}")
-    return tensors
-
-
-def encode_tensors(tensors: dict[str, Tensor]) -> Iterator[Any]:
-    """The bytes of a safetensors file, one tensor after the other: only tensors on a GPU are copied.
-
-    Raises:
-        TypeError: a dtype that is not in DTYPES.
-    """
-    import torch
-
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # each aligned for its dtype
-    entries, end = {}, 0
-    for name in names:
-        tensor = tensors[name]
-        if _dtype(tensor) not in DTYPES:
-            raise TypeError(f"{name} is {tensor.dtype}, which a checkpoint does not hold")
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": DTYPES[_dtype(tensor)], "shape": list(tensor.shape), "data_offsets": [start, end],
-        }  # fmt: skip
-    header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)
-    yield len(header).to_bytes(8, "little") + header
-    for name in names:
-        yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def describe(error: Exception) -> str:
+    """What an error of a checkpoint's files says."""
+    if isinstance(error, MemoryError):
+        return "not enough memory"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
