@@ -90,9 +90,6 @@ class RbmTrainer:
         self.error = torch.zeros((), dtype=torch.float64, device=self.rbm.parameters.device)
         self.frames, self.total_error, self.total_frames = 0, 0.0, 0
 
-    def check_loss(self) -> None:
-        """Nothing: an epoch's error is checked at its end, and a Gaussian RBM checks each minibatch."""
-
     @property
     def finished(self) -> bool:
         """Whether all epochs are done."""

@@ -88,11 +88,8 @@ class Checkpointable(Protocol):
     def finished(self) -> bool:
         """Whether no epoch follows."""
 
-    def check_loss(self) -> None:
-        """DivergedError where the model must not be saved."""
-
     def capture(self) -> tuple[dict[str, Any], TrainerState]:
-        """Metadata and state to be saved."""
+        """Metadata and state to be saved; DivergedError where they must not be."""
 
 
 class CheckpointPolicy:
@@ -131,7 +128,6 @@ class CheckpointPolicy:
         """Saves if the workers have agreed to; raises as `_save`."""
         self._minibatch = trainer.progress.minibatch
         if trainer.averager.requested:
-            trainer.check_loss()
             self._save(trainer)
 
     def after_epoch(self, trainer: Checkpointable) -> None:

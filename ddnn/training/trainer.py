@@ -97,10 +97,6 @@ class Trainer:
         """Whether no epoch follows."""
         return self.schedule.finished
 
-    def check_loss(self) -> None:
-        """DivergedError where the loss is not finite and no other worker can make up for it."""
-        self.losses.check()
-
     def warm_up(self) -> None:
         """Trains on the minibatches of `parallel.warmup` before the first epoch, and gives all workers one model."""
         if self.warmup.mode == "none":
@@ -194,7 +190,11 @@ class Trainer:
         `loss_sums` (2, 3) float64, loss, correct frames and frames of the epoch and of the interval; `progress` (2,)
         int64, minibatches done and in all, -1 between epochs; `seconds` 0-dim float64. Global: `best`
         (num_parameters,) float32, `transform.*` (input_dim,), and `strategy.*`.
+
+        Raises:
+            DivergedError: the loss is not finite and no other worker can make up for it.
         """
+        self.losses.check()
         progress, averager, total = self.progress, self.averager, len(self.batches)
         metadata = CheckpointMetadata(
             epoch=progress.epoch,
