@@ -202,7 +202,8 @@ def write_verified(path: Path, pieces: Callable[[], Iterable[Any]]) -> tuple[int
     from concurrent.futures import ThreadPoolExecutor
 
     size = 0
-    with path.open("x+b", buffering=0) as file, ThreadPoolExecutor(1) as thread:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with os.fdopen(descriptor, "r+b", buffering=0) as file, ThreadPoolExecutor(1) as thread:
         digest = thread.submit(_sha256, pieces)  # as slow as the disk, and needs no more than a core
         for piece in pieces():
             write_all(file.fileno(), piece)
