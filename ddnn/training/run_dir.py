@@ -66,9 +66,9 @@ class RunDir:
         """See `open`. With a `parent`, the directory of the RBMs that a training trains: lock, log and status are the
         training's."""
         self.path, self.kind, self._parent = path, kind, parent
-        now, slurm_job = time.time(), os.environ.get("SLURM_JOB_ID")
-        process = {"pid": os.getpid(), "host": socket.gethostname(), "slurm_job": slurm_job}
-        self.status = RunStatus(kind=kind, started=now, updated=now, **process)
+        now, job = time.time(), os.environ.get("SLURM_JOB_ID")
+        pid, host = os.getpid(), socket.gethostname()
+        self.status = RunStatus(kind=kind, pid=pid, host=host, slurm_job=job, started=now, updated=now)
         self._metrics = MetricsWriter(path / run_status.METRICS)
         self._lock: FileLock | None = None
         self._log: _RunLog | None = None
