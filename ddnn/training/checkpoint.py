@@ -189,7 +189,8 @@ class CheckpointStore:
         if failure is not None:
             return None, failure
         try:
-            summary = manifest.parse_manifest(*found, number, path)
+            text, written = found
+            summary = manifest.parse_manifest(text, written, number, path)
         except CorruptCheckpointError as error:  # on all ranks alike
             return None, str(error)
         own = comm.rank % summary.world_size
