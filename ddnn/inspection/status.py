@@ -57,7 +57,7 @@ class Status:
 
     Attributes:
         state: pending (in Slurm's queue), running, finished; interrupted (by a signal, or killed), diverged, failed;
-            unknown: there is no status.json.
+            unknown: there is no status.json, and no Slurm job that ended without one (failed).
         run: status.json.
         job, submitted, slurm: number of the Slurm job, when it was submitted (seconds since 1970), its state there.
         error: why it ended, if it did not finish.
@@ -261,8 +261,8 @@ def _state(run: RunStatus | None, locked: bool, finished: bool, job: Job | None,
         return "pending"
     if slurm is not None and slurm not in _OVER:
         return "running"
-    if run is None:
-        return "unknown"
+    if run is None:  # the Slurm job is over, and no training has begun
+        return "unknown" if slurm is None else "failed"
     if run.state != "running":
         return run.state
     restarting = run.world_size > 1 and time.time() - run.updated < _RESTART_SECONDS

@@ -178,7 +178,7 @@ def test_without_a_status_nothing_is_guessed(run: Path, content: str | None) -> 
         ("RUNNING", False, "running"),
         ("RUNNING", True, "running"),
         ("COMPLETING", True, "interrupted"),
-        ("GONE", False, "unknown"),
+        ("GONE", False, "failed"),
         ("GONE", True, "interrupted"),
         (None, False, "pending"),
         (None, True, "interrupted"),
@@ -309,7 +309,7 @@ def test_a_pretraining_as_a_job(tmp_path: Path) -> None:
     write_job(tmp_path, JOB)
     (tmp_path / "job.out").write_text("slurmstepd: error: *** JOB 4711 CANCELLED DUE TO TIME LIMIT ***\n")
     states = [read_status(tmp_path, asked(slurm)).state for slurm in ("PENDING", "RUNNING", "GONE")]
-    assert states == ["pending", "running", "unknown"]
+    assert states == ["pending", "running", "failed"]
     write_status(tmp_path, kind="pretraining", phase="pretraining", rbm=1, num_rbms=2)
     ended = read_status(tmp_path, asked("GONE"))
     assert ended.state == "interrupted" and "TIME LIMIT" in (ended.error or "")
