@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import cycle, islice
-from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -119,10 +118,6 @@ class Batch(NamedTuple):
     """(n,) int64: pdf-ids, -1 where there is no alignment."""
 
 
-def _no_timer(part: str) -> None:
-    """Takes no time."""
-
-
 def make_batch_loader(
     frames: FrameSubset,
     transform: InputTransform,
@@ -131,7 +126,7 @@ def make_batch_loader(
     device: torch.device | None = None,
     out: Tensor | None = None,
     gather: Gather = gather,
-    mark: Callable[[str], None] = _no_timer,
+    mark: Callable[[str], None] = lambda part: None,
 ) -> BatchLoader:
     """The loader for a device: it gathers from features in the memory of the device, or reads ahead from the host's.
 
@@ -153,29 +148,18 @@ def make_batch_loader(
 
 @dataclass(eq=False)
 class BatchLoader:
-    """The minibatches of one epoch after another. A context manager, which ends what works in the background.
-
-    Attributes: as the arguments of `make_batch_loader`.
-    """
+    """The minibatches of one epoch after another. The attributes are the arguments of `make_batch_loader`."""
 
     frames: FrameSubset
     transform: InputTransform
     sampler: Sampler
     out: Tensor
     gather: Gather = gather
-    mark: Callable[[str], None] = _no_timer
+    mark: Callable[[str], None] = lambda part: None
     _epoch: Generator[Batch, None, None] | None = field(default=None, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.sampler)
-
-    def __enter__(self) -> BatchLoader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Batch]:
         """The minibatches of epoch `number`, without the first `skip`. Ends an epoch that is under way."""
@@ -191,7 +175,7 @@ class BatchLoader:
         return list(islice(cycle([Batch(x.clone(), labels.clone()) for x, labels in batches]), count))
 
     def close(self) -> None:
-        """Ends the epoch and its thread, and the sampler's."""
+        """Ends the epoch and what works in the background; to be called when no more are needed."""
         self._end_epoch()
         self.sampler.close()
 

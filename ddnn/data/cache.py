@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 from uuid import uuid4
@@ -85,8 +86,8 @@ class CacheMetadata(BaseModel):
     counts: dict[str, int]
     blocks: list[tuple[NonNegativeInt, Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]]]
 
-    def tensors(self) -> list[tuple[str, str, tuple[int, ...], int]]:
-        """Name, dtype, shape and bytes of each, in the order of the file."""
+    def tensors(self) -> list[tuple[str, str, tuple[int, ...], int, int]]:
+        """Name, dtype, shape, first byte and end of each, in the order of the file."""
         shapes: list[tuple[str, str, tuple[int, ...]]] = [
             ("labels", "<i4", (self.rows,)),
             ("selected", "<i8", (self.utterances,)),  # which utterances of the data dir are used
@@ -94,26 +95,24 @@ class CacheMetadata(BaseModel):
             ("pdf_counts", "<i8", (self.pdfs,)),
             ("features", "<f4" if self.dtype == "float32" else "<f2", (self.rows, self.width)),
         ]
-        return [(name, dtype, shape, math.prod(shape) * np.dtype(dtype).itemsize) for name, dtype, shape in shapes]
+        ends = list(accumulate(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in shapes))
+        return [(*tensor, start, end) for tensor, start, end in zip(shapes, [0, *ends], ends, strict=False)]
 
     @property
     def index_bytes(self) -> int:
         """Of all tensors before the features."""
-        return sum(size for *_, size in self.tensors()[:-1])
+        return self.tensors()[-1][3]
 
     @property
     def feature_bytes(self) -> int:
         """Of the features."""
-        return self.tensors()[-1][-1]
+        return self.tensors()[-1][4] - self.index_bytes
 
     def header(self) -> bytes:
         """The length and the header of the file, padded so that the features start at a page."""
         entries: dict[str, Any] = {"__metadata__": {"crc32": NO_CRC, "ddnn": self.model_dump_json()}}
-        position = 0
-        for name, dtype, shape, size in self.tensors():
-            offsets = [position, position + size]
+        for name, dtype, shape, *offsets in self.tensors():
             entries[name] = {"dtype": _SAFETENSORS[dtype], "shape": list(shape), "data_offsets": offsets}
-            position += size
         text = json.dumps(entries).encode()
         text += b" " * (-(_LENGTH.size + len(text) + self.index_bytes) % PAGE)
         crc = f'"crc32": "{zlib.crc32(text):08x}"'.encode()
@@ -215,10 +214,9 @@ def _open_checked(path: Path, key: str, entries: int, config: DataConfig, comm: 
         return cache
     except FileNotFoundError:
         return None
-    except CorruptCacheError as error:
-        log.warning("cache: %s is damaged (%s); loading from the archives", path, error)
-    except OSError as error:
-        log.warning("cache: %s cannot be read (%s); loading from the archives", path, error.strerror)
+    except (CorruptCacheError, OSError) as error:
+        how = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else f"is damaged ({error})"
+        log.warning("cache: %s %s; loading from the archives", path, how)
     if cache is not None:
         cache.close()
     return None
@@ -331,15 +329,11 @@ class CacheFile:
                 raise CorruptCacheError("it was made from other data")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._descriptor = os.dup(file.fileno())
-        arrays, position = dict[str, NDArray[Any]](), self._start
-        for name, dtype, shape, size in self.metadata.tensors():
-            arrays[name] = np.frombuffer(mapped, dtype, math.prod(shape), position).reshape(shape)
-            position += size
-        self.labels: NDArray[np.int32] = arrays["labels"]
-        self.selected: NDArray[np.int64] = arrays["selected"]
-        self.num_frames: NDArray[np.int64] = arrays["num_frames"]
-        self.pdf_counts: NDArray[np.int64] = arrays["pdf_counts"]
-        self.features: NDArray[np.generic] = arrays["features"]
+        arrays: list[NDArray[Any]] = [
+            np.frombuffer(mapped, dtype, math.prod(shape), self._start + start).reshape(shape)
+            for _, dtype, shape, start, _ in self.metadata.tensors()
+        ]
+        self.labels, self.selected, self.num_frames, self.pdf_counts, self.features = arrays
 
     def close(self) -> None:
         """Closes the file; the arrays stay as they are."""

@@ -20,7 +20,6 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, cast
 
 import numpy as np
@@ -139,16 +138,12 @@ def load_dataset(
 
 
 class FeatureLoader:
-    """Loads all features of an index.
+    """Loads all features of an index: `rows` rows, edges included, in `chunks` that are read at once.
 
     Args:
         processes: how many may load; fewer are used where there are not enough features for them.
         comm: divides the work on CMVN statistics among the workers, who all load at the same time. Collective.
         cmvn_speakers: of several workers, the speakers whose statistics any of them needs.
-
-    Attributes:
-        rows: number of rows, edges included.
-        chunks: the utterances, in pieces that are read at once.
     """
 
     def __init__(
@@ -168,9 +163,8 @@ class FeatureLoader:
         self.speakers = set((index.speakers if self.comm.world_size == 1 else cmvn_speakers) or ())
 
     def into_memory(self) -> NDArray[Any]:
-        """All rows, (rows, width), of the config's dtype.
-
-        Several processes fill anonymous memory, which is freed with its last user.
+        """All rows, (rows, width), of the config's dtype. Several processes fill anonymous memory, which is freed with
+        its last user.
 
         Raises:
             DataError: damaged or unsuitable features. UserError: a loading process died.
@@ -190,8 +184,7 @@ class FeatureLoader:
         """Writes all rows into an open file, from byte `start` on; returns (bytes, CRC-32) of one chunk after another.
 
         Raises:
-            DataError: damaged or unsuitable features. UserError: a loading process died. OSError: the file cannot be
-                written.
+            DataError, UserError: as `into_memory`. OSError: the file cannot be written.
         """
         checksums = self._load(None, descriptor, start)
         return [(chunk.rows * self.spec.row_bytes, crc) for chunk, crc in zip(self.chunks, checksums, strict=True)]
@@ -203,7 +196,7 @@ class FeatureLoader:
         results: list[Any] = [None] * len(self.chunks)
         with ExitStack() as stack:
             if self.processes > 1:
-                run = stack.enter_context(LoaderPool(self.processes, descriptor)).run
+                run = stack.enter_context(loader_pool(self.processes, descriptor)).run
             else:
                 run = partial(_run_here, reader=stack.enter_context(MatrixReader()))
             stats = self._cmvn_stats(run) if self.cmvn else {}
@@ -279,42 +272,41 @@ def _run_here(tasks: Iterable[Task], reader: MatrixReader) -> Iterator[tuple[int
         yield n, function(*arguments, reader)
 
 
+@contextmanager
+def loader_pool(processes: int, descriptor: int = -1) -> Iterator[LoaderPool]:
+    """Loading processes that end with the block. They inherit the open file `descriptor`, unless it is -1."""
+    pool = LoaderPool()
+    try:
+        try:
+            for _ in range(processes):
+                pool.start(() if descriptor < 0 else (descriptor,))
+        except OSError as error:
+            message = f"cannot start a loading process: {error.strerror}"
+            raise UserError(message, hint="set data.loader_processes: 1") from error
+        yield pool
+    finally:
+        for child in pool.children.values():
+            child.kill()
+        for connection, child in pool.children.items():
+            child.wait()
+            connection.close()
+
+
 class LoaderPool:
-    """Loading processes; a context manager that leaves none behind, however its block ends.
+    """Loading processes, each with the connection over which it gets tasks."""
 
-    Args:
-        descriptor: an open file that they inherit and write into; -1: none.
-    """
-
-    def __init__(self, processes: int, descriptor: int = -1) -> None:
-        self._processes, self._inherited = processes, () if descriptor < 0 else (descriptor,)
+    def __init__(self) -> None:
         self.children: dict[Connection, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> LoaderPool:
-        try:
-            for _ in range(self._processes):
-                self._start()
-        except BaseException as error:
-            self._end()
-            if isinstance(error, OSError):
-                message = f"cannot start a loading process: {error.strerror}"
-                raise UserError(message, hint="set data.loader_processes: 1") from error
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
-
-    def _start(self) -> None:
+    def start(self, inherited: tuple[int, ...]) -> None:
+        """Starts another process."""
         connection, theirs = Pipe()
         with theirs:
             self.children[connection] = subprocess.Popen(
                 [sys.executable, "-c", f"from ddnn.data.feature_reader import serve; serve({theirs.fileno()})"],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what is printed goes to standard error
-                pass_fds=(theirs.fileno(), *self._inherited),
+                pass_fds=(theirs.fileno(), *inherited),
                 start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone
                 env={**os.environ, **ENVIRONMENT},
             )
@@ -323,9 +315,7 @@ class LoaderPool:
         """Hands out the tasks in order, one to each process at a time; yields (index of the task, answer) as they come.
 
         Raises:
-            DataError, UserError, MemoryError, OSError: that of the first task that failed, as if there were one
-                process.
-            UserError: a process died.
+            Exception: that of the first task that failed, as if there were one process. UserError: a process died.
         """
         remaining = iter(enumerate(tasks))
         busy: dict[Connection, int] = {}
@@ -367,11 +357,3 @@ class LoaderPool:
                 hint="read the messages before this one, and check whether memory was short; data.loader_processes: 1 "
                 "loads without such processes",
             ) from error
-
-    def _end(self) -> None:
-        for child in self.children.values():
-            child.kill()
-        for connection, child in self.children.items():
-            child.wait()
-            connection.close()
-        self.children.clear()

@@ -1,7 +1,6 @@
-"""The memory that a training will need, known before a frame is loaded: refused where it is not there, and where the
-features go, on a GPU that has room for them or in host memory.
+"""The memory that a training will need for what is allocated on purpose: refused before a frame is loaded where it is not
+there; and where the features go, on a GPU that has room for them or in host memory.
 
-The estimate covers what is allocated on purpose: frames, copies of the parameters, activations, buffers for files.
 Measured on CPUs: one worker took 87 to 98 % of the estimate less `LIBRARY_BYTES`, each of two 56 to 71 %. The figures
 for GPUs have not been checked on one.
 """
@@ -65,8 +64,7 @@ class TrainingFootprint:
         return 4 * self.num_parameters
 
     def on_host(self, device_type: str) -> Estimate:
-        """What one worker's training takes of the host. On a GPU the host only makes the first parameters and writes
-        files."""
+        """What one worker takes of the host, which beside a GPU only makes the first parameters and writes files."""
         one = self.parameter_bytes
         if device_type != "cpu":
             pinned = {"averaging": 2 * one} if self.averaging_copies else {}
@@ -134,10 +132,8 @@ def require_host_memory(estimate: Estimate, location: str | PathLike[str], comm:
                 hint += ", or data.feature_dtype: float16, which halves the frames"
             raise DataError(message, location=location, hint=hint)
         if comm.rank == 0:
-            level, scarce = (
-                (logging.WARNING, " is scarce") if needed > WARN_FRACTION * available else (logging.INFO, "")
-            )
-            log.log(level, "memory%s: %s", scarce, message)
+            scarce = needed > WARN_FRACTION * available
+            log.log(logging.WARNING if scarce else logging.INFO, "memory%s: %s", " is scarce" * scarce, message)
 
 
 def choose_feature_device(
@@ -159,21 +155,26 @@ def choose_feature_device(
     """
     if device.type != "cuda":
         return device
-    free = _free_on_gpu(device, comm)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of an earlier training
+    here = (comm.host, device_identity(device))
+    free_on: dict[tuple[str, str], list[int]] = {}
+    for host, uuid, free in comm.all_gather_object([*here, torch.cuda.mem_get_info(device)[0] + cached]):
+        free_on.setdefault((host, uuid), []).append(free)
+    shares = {gpu: min(free) // len(free) for gpu, free in free_on.items()}  # of the workers on a GPU
     least = footprint.least_on_gpu()
-    for name, uuid, free_there in comm.all_gather_object([comm.host, device_identity(device), free]):
-        if least > int(free_there):
+    for (host, uuid), free in shares.items():
+        if least > free:
             parameters = footprint.parameter_copies * footprint.parameter_bytes
             raise DataError(
-                f"training needs at least {least / 2**30:.1f} GiB of GPU memory, {int(free_there) / 2**30:.1f} GiB are "
-                f"free on {uuid} of {name}",
+                f"training needs at least {least / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} GiB are free on "
+                f"{uuid} of {host}",
                 location="minibatch_size" if least > 2 * parameters else "model",
                 hint="take a smaller minibatch or network, or a GPU that nobody else uses",
             )
     if on_host:
         log.info("the features stay in host memory, as data.feature_device says")
         return torch.device("cpu")
-    beside = footprint.on_gpu()
+    beside, free = footprint.on_gpu(), shares[here]
     figures = [round(size / 2**30, 1) for size in (feature_bytes, beside, free)]
     if feature_bytes + beside <= free:
         log.info("the features are on the GPU: %.1f GiB beside %.1f GiB for training, %.1f GiB are free", *figures)
@@ -184,15 +185,6 @@ def choose_feature_device(
         *figures,
     )
     return torch.device("cpu")
-
-
-def _free_on_gpu(device: torch.device, comm: Communicator) -> int:
-    """Bytes that are free on this worker's GPU; workers on the same one share them. Collective."""
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of an earlier training
-    free = torch.cuda.mem_get_info(device)[0] + cached
-    here = [comm.host, device_identity(device)]
-    on_it = [int(other[2]) for other in comm.all_gather_object([*here, free]) if list(other[:2]) == here]
-    return min(on_it) // len(on_it)
 
 
 def _size(size: int) -> str:

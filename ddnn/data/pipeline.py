@@ -51,12 +51,10 @@ class TrainingDataConfig:
 
     Attributes:
         data, alignments: a Kaldi data dir, and an alignment dir or archive of pdf-ids.
-        reading: how these, and those for cross-validation, are read.
         held_out: None: nothing, as for RBMs.
         seed: for the choice of speakers.
-        normalize: whether the input is shifted and scaled to zero mean and unit variance.
-        feature_device: where the features are on a GPU: `auto` or `cpu`.
         footprint: (input dimension of the network, number of pdfs) -> what else needs memory.
+        normalize: whether the input is shifted and scaled to zero mean and unit variance.
     """
 
     data: Path
@@ -83,11 +81,7 @@ class DataSource:
         return self.config.features.width(self.index.dim)
 
     def load(self, utterances: Sequence[int], comm: Communicator) -> AcousticDataset:
-        """The frames of these utterances of the index, ascending. All workers call it together.
-
-        Raises:
-            DataError: damaged or unsuitable input. UserError: a loading process died.
-        """
+        """The frames of these utterances of the index, ascending. Collective; raises as `load_dataset`."""
         if self.cache is not None:
             return load_from_cache(self.cache, self.index, utterances)
         return load_dataset(self.index, self.config, utterances=utterances, comm=comm)
@@ -114,7 +108,6 @@ class TrainingData:
         train_shards: for each rank its part of them.
         train, cv: this worker's frames; `cv` is empty where nothing is held out.
         cv_index: of the data dir for cross-validation; None where speakers of `index` are held out.
-        normalize: as `TrainingDataConfig`.
     """
 
     index: UtteranceIndex
@@ -129,8 +122,7 @@ class TrainingData:
     normalize: bool = True
 
     def digest(self) -> str:
-        """SHA-256 of the utterances to train on and to validate with, their lengths, and how often each pdf is
-        aligned."""
+        """SHA-256 of the utterances to train on and to validate with, their lengths, and how often each pdf occurs."""
         digest = hashlib.sha256()
         self.index.update_digest(digest)
         digest.update(f"train {self.train_utterances}\n".encode())
@@ -198,8 +190,7 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
 def open_data(data: Path, alignments: Path, config: DataConfig, comm: Communicator) -> DataSource:
     """Indexes a data dir: from its cache file where there is a valid one, else from its tables and headers. Collective.
 
-    Where there is none yet, the first worker of each host without one creates it. What is wrong with a cache file or
-    its directory is a warning; the archives are read then.
+    What is wrong with a cache file or its directory is a warning; the archives are read then.
 
     Raises:
         DataError: damaged or unsuitable input.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Worksp
         workspace: memory for one batch; its size is that of the largest batch.
     """
     sampler, gather = SequentialSampler(frames, len(workspace.x)), workspace.arithmetic.gather
-    with make_batch_loader(frames, model.transform, sampler, out=workspace.x, gather=gather) as loader:
+    with closing(make_batch_loader(frames, model.transform, sampler, out=workspace.x, gather=gather)) as loader:
         for batch in loader.epoch():
             yield batch, workspace.of(len(batch.labels)).forward()
 

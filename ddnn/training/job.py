@@ -88,7 +88,7 @@ def run_training(
     """
     with open_job("training", recipe, run_dir, device, comm or SingleProcess(), resume=resume) as job:
         trainer = build_trainer(job, resume)
-        with closing(trainer.averager), trainer.batches:
+        with closing(trainer.averager), closing(trainer.batches):
             try:
                 model = train(trainer)
             except NoFiniteModelError as error:

@@ -274,7 +274,7 @@ def pretrain_dbn(
         run.truncate_after_rbm(index, trainer.progress.epoch)
         run.set_status(phase="pretraining", rbm=index + 1, num_rbms=num_rbms, epoch=trainer.progress.epoch)
         checkpoints.begin(trainer)
-        with closing(trainer.averager), trainer.inputs.loader:
+        with closing(trainer.averager), closing(trainer.inputs.loader):
             dbn = append_rbm(dbn, train_rbm(trainer))
         checkpoints.end(comm)
         if comm.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 
 import pytest
@@ -81,7 +82,7 @@ def test_both_loaders_give_what_is_gathered(
     transform = InputTransform(offsets, 3, torch.full((width,), 0.3), torch.full((width,), 1.7))
     sampler = ShuffledSampler(frames, minibatch, seed=seed) if shuffled else SequentialSampler(frames, minibatch)
     for kind in (BatchLoader, PrefetchLoader):
-        with kind(frames, transform, sampler, torch.empty(minibatch, width, dtype=wanted)) as batches:
+        with closing(kind(frames, transform, sampler, torch.empty(minibatch, width, dtype=wanted))) as batches:
             for epoch in (1, 2):
                 order, seen = list(sampler.epoch(epoch, skip)), 0
                 assert len(order) == max(0, len(batches) - skip)
@@ -144,7 +145,7 @@ def test_a_minibatch_holds_until_the_next_is_requested(kind: type[BatchLoader]) 
                 ahead.set()
             yield rows
 
-    with loader(kind, dataset, Rows(rows(), 2)) as batches:
+    with closing(loader(kind, dataset, Rows(rows(), 2))) as batches:
         x, _ = next(batches.epoch())
         first = x.clone()
         assert kind is BatchLoader or ahead.wait(5.0), "the thread reads ahead"
@@ -177,7 +178,7 @@ def test_an_error_of_the_thread_reaches_the_trainer() -> None:
 def test_closing_leaves_no_thread(kind: type[BatchLoader], taken: int) -> None:
     dataset, _ = make_corpus([200], 2, 0, 1)
     sampler = ShuffledSampler(dataset.subset([0]), 2, seed=1, prefetch=True)
-    with loader(kind, dataset, sampler) as batches:
+    with closing(loader(kind, dataset, sampler)) as batches:
         assert len(list(islice(batches.epoch(1), taken))) == taken
         assert threads() or kind is BatchLoader
     assert not threads()
@@ -190,7 +191,7 @@ def test_an_error_of_the_trainer_leaves_no_thread(kind: type[BatchLoader]) -> No
     sampler = ShuffledSampler(dataset.subset([0]), 2, seed=1, prefetch=True)
 
     def train() -> None:
-        with loader(kind, dataset, sampler) as batches:
+        with closing(loader(kind, dataset, sampler)) as batches:
             for number in (1, 2):
                 for n, _ in enumerate(batches.epoch(number)):
                     if (number, n) == (2, 3):
@@ -205,7 +206,7 @@ def test_an_error_of_the_trainer_leaves_no_thread(kind: type[BatchLoader]) -> No
 @KINDS
 def test_a_new_epoch_ends_the_one_before(kind: type[BatchLoader]) -> None:
     dataset, _ = make_corpus([40], 2, 0, 1)
-    with loader(kind, dataset, SequentialSampler(dataset.subset([0]), 4)) as batches:
+    with closing(loader(kind, dataset, SequentialSampler(dataset.subset([0]), 4))) as batches:
         first = batches.epoch()
         next(first)
         second = batches.epoch()

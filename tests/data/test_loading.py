@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ddnn.data import feature_reader, loading
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, make_chunks, stats_of_speakers, write_chunk
-from ddnn.data.loading import LoaderPool, default_processes, effective_processes, sum_over_workers
+from ddnn.data.loading import default_processes, effective_processes, loader_pool, sum_over_workers
 from ddnn.kaldi.archive import write_matrices
 from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError, UserError
@@ -122,7 +122,7 @@ def test_a_killed_process_is_an_error_and_ends_the_others() -> None:
     before = descriptors()
     with (
         pytest.raises(UserError, match="a loading process was ended by signal 9") as caught,
-        LoaderPool(2) as pool,
+        loader_pool(2) as pool,
     ):
         pids = [child.pid for child in pool.children.values()]
         os.kill(pids[1], signal.SIGKILL)
@@ -134,8 +134,8 @@ def test_a_killed_process_is_an_error_and_ends_the_others() -> None:
 def test_no_process_outlives_a_killed_parent() -> None:
     parent = (
         "import time; from ddnn.data.feature_reader import stats_of_speakers\n"
-        "from ddnn.data.loading import LoaderPool\n"
-        "with LoaderPool(2) as pool:\n"
+        "from ddnn.data.loading import loader_pool\n"
+        "with loader_pool(2) as pool:\n"
         "    list(pool.run([(stats_of_speakers, {})] * 4))\n"
         "    print(*[child.pid for child in pool.children.values()], flush=True); time.sleep(60)\n"
     )
@@ -177,7 +177,7 @@ def test_a_full_disk_comes_back_as_an_os_error(tmp_path: Path) -> None:
     (chunk,) = make_chunks(read_scp(tmp_path / "a.scp"), np.array([3]), None, SPEC)
     descriptor = os.open("/dev/full", os.O_RDWR)
     try:
-        with pytest.raises(OSError, match="No space left"), LoaderPool(1, descriptor) as pool:
+        with pytest.raises(OSError, match="No space left"), loader_pool(1, descriptor) as pool:
             list(pool.run([(write_chunk, descriptor, 0, chunk, {}, SPEC)]))
     finally:
         os.close(descriptor)

@@ -114,7 +114,7 @@ def toy_trainer(
 def train_to_end(trainer: Trainer) -> list[dict[str, Any]]:
     """Trains until the schedule ends, or an exception; returns the recorded rows. Ends all background threads."""
     trainer.checkpoints.begin(trainer)
-    with closing(trainer.averager), trainer.batches:
+    with closing(trainer.averager), closing(trainer.batches):
         train(trainer)
     assert isinstance(trainer.run, Recorder)
     return trainer.run.rows
