@@ -100,18 +100,20 @@ def show_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def parse_numbers(text: str, option: str, kind: str = "numbers") -> tuple[float, ...]:
-    """Numbers with commas between; UserError otherwise."""
+def parse_numbers(_: Any, given: click.Parameter, text: str | None, whole: bool = False) -> tuple[float, ...] | None:
+    """Callback of an option that takes numbers, or `whole` ones, with commas between; UserError otherwise."""
+    kind = "numbers"
     try:
-        numbers = tuple(float(part) for part in text.split(","))
-        if kind == "numbers" or all(number.is_integer() for number in numbers):
+        numbers = None if text is None else tuple(map(float, text.split(",")))
+        if numbers is None or not whole:
             return numbers
+        if all(map(float.is_integer, numbers)):
+            return tuple(map(int, numbers))
+        kind = "whole numbers"
     except ValueError:
-        kind = "numbers"
-    expected = f"{text!r} found, expected {kind} with commas between"
-    raise UserError(expected, location=option, hint=f"give them as in {option} 1,2,4")
+        pass
+    expected, name = f"{text!r} found, expected {kind} with commas between", given.opts[0]
+    raise UserError(expected, location=name, hint=f"give them as in {name} 1,2,4")
 
 
-def parse_sizes(text: str, option: str) -> tuple[int, ...]:
-    """Whole numbers with commas between; UserError otherwise."""
-    return tuple(int(number) for number in parse_numbers(text, option, "whole numbers"))
+parse_sizes = functools.partial(parse_numbers, whole=True)

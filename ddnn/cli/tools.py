@@ -125,8 +125,8 @@ def bench(
 @option("--out", type=PATH, help="Folder of run dirs, RBMs and logs.  [default: exp/reproduce/CORPUS]")
 @option("--records", type=PATH, help="Folder of the results of the runs, a file each.  [default: OUT/records]")
 @option("--report", type=PATH, help="Writes REPORT.md, REPORT.html, plots into REPORT/.  [default: OUT/report]")
-@option("--seeds", help="Execute only these seeds of the corpus, as 1,2; the report has all.")
-@option("--workers", help="Execute only these numbers of workers, as 1,16; the report has all.")
+@option("--seeds", callback=parse_sizes, help="Execute only these seeds of the corpus, as 1,2; the report has all.")
+@option("--workers", callback=parse_sizes, help="Execute only these numbers of workers, as 1,16; the report has all.")
 @option("--cores", type=IntRange(min=1), help="Cores that runs share, a worker on each.  [default: all]")
 @device_option
 @option("--dry-run", is_flag=True, help="Show what is missing and would be executed; write nothing.")
@@ -134,9 +134,7 @@ def bench(
 @option("--retry-diverged", is_flag=True, help="Execute runs again that diverged; else that is their result.")
 @json_option
 @slurm_options
-def reproduce(
-    tables: tuple[str, ...], seeds: str | None, workers: str | None, json_: bool, **options: Any
-) -> None:  # fmt: skip
+def reproduce(tables: tuple[str, ...], json_: bool, **options: Any) -> None:
     """Train the tables of arXiv 1507.01239 on a corpus: table1 to table6, figure2, reduce, all.
 
     Executes the runs that are missing, with --slurm as jobs. The same command resumes after an interruption, checks
@@ -144,10 +142,7 @@ def reproduce(
     """
     from ddnn.reproduce import command
 
-    only_seeds = None if seeds is None else parse_sizes(seeds, "--seeds")
-    only_sizes = None if workers is None else parse_sizes(workers, "--workers")
-    selected = command.Options(seeds=only_seeds, workers=only_sizes, **options)
-    result = command.reproduce(tables, selected, lambda line: echo(line, err=True))
+    result = command.reproduce(tables, command.Options(**options), lambda line: echo(line, err=True))
     show(result, json_)
     result.raise_errors()
 
@@ -171,25 +166,25 @@ def report(run_dirs: tuple[Path, ...], out: Path, no_plots: bool, json_: bool) -
       ddnn scale --measured k20-switchboard.yaml --fit 1,2,4 --out scaling"""
 )
 @option("--measured", required=True, help="Run dirs, or YAML files of times (docs/scaling.md), with commas between.")
-@option("--workers", default="1,2,4,8,16,32,64,128,256,512,1024", help="Numbers of workers to predict.")
+@option("--workers", default="1,2,4,8,16,32,64,128,256,512,1024", callback=parse_sizes,
+        help="Numbers of workers to predict.")  # fmt: skip
 @option("--network", help="Another network: its dims, as 440-6x2048-8806.")
 @option("--minibatch-size", type=int, help="Another minibatch size.")
 @option("--averaging-period", type=int, help="Another averaging period, in minibatches.")
 @option("--frames", type=float, help="Another number of frames in an epoch.")
 @option("--hours", type=float, help="The same in hours of 360,000 frames.")
-@option("--fit", help="Fit to these sizes only, and predict the others.  [default: all]")
+@option("--fit", callback=parse_sizes, help="Fit to these sizes only, and predict the others.  [default: all]")
 @option("--latency", type=float, help="Seconds for a message, instead of the fitted value.")
 @option("--bandwidth", type=float, help="Bytes per second, instead of the fitted value.")
 @option("--comm-dtype", type=Choice(["float32", "bfloat16"]), help="Type that is sent.  [default: as measured]")
 @option("--out", type=PATH, help="Folder for scaling.png; needs ddnn[report].")
 @json_option
-def scale(measured: str, workers: str, fit: str | None, out: Path | None, json_: bool, **job: Any) -> None:
+def scale(measured: str, out: Path | None, json_: bool, **options: Any) -> None:
     """Predict the speed-up of more workers from measured runs."""
     from ddnn.report import scale_command
 
-    sizes, fit_sizes = parse_sizes(workers, "--workers"), None if fit is None else parse_sizes(fit, "--fit")
-    options = scale_command.ScaleOptions(workers=sizes, fit=fit_sizes, **job)
-    show(scale_command.scale([Path(part) for part in measured.split(",")], options, out), json_)
+    paths = [Path(part) for part in measured.split(",")]
+    show(scale_command.scale(paths, scale_command.ScaleOptions(**options), out), json_)
 
 
 COMMANDS = (info, status, synth, convert, bench, reproduce, report, scale)

@@ -125,20 +125,20 @@ def decode_prep(run_dir: Path, data: Path, out: Path, prior_scale: float, device
 @option("--graph", type=PATH, required=True, help="Kaldi graph dir: HCLG.fst and words.txt.")
 @option("--model", type=PATH, required=True, help="The final.mdl that the graph was made with.")
 @option("--text", type=PATH, required=True, help="The reference: a Kaldi text of the same utterances.")
-@option("--acoustic-scale", default="0.05,0.07,0.1,0.143", help="One or more, with commas between.")
+@option("--acoustic-scale", default="0.05,0.07,0.1,0.143", callback=parse_numbers,
+        help="One or more, with commas between.")  # fmt: skip
 @option("--beam", type=float, help="Decoding beam.  [default: 13]")
 @option("--per-utterance", is_flag=True, help="Show the words of each utterance at the best scale.")
 @json_option
 def score(
-    loglikes: Path, graph: Path, model: Path, text: Path, acoustic_scale: str, beam: float | None, per_utterance: bool,
-    json_: bool,
+    loglikes: Path, graph: Path, model: Path, text: Path, acoustic_scale: tuple[float, ...], beam: float | None,
+    per_utterance: bool, json_: bool,
 ) -> None:  # fmt: skip
     """Compute word error rates without Kaldi; needs ddnn[decode]."""
     from ddnn.decoding import scoring
     from ddnn.decoding.decoder import DecodeOptions
 
-    scales = parse_numbers(acoustic_scale, "--acoustic-scale")
-    options = DecodeOptions(scales) if beam is None else DecodeOptions(scales, beam=beam)
+    options = DecodeOptions(acoustic_scale) if beam is None else DecodeOptions(acoustic_scale, beam=beam)
     result = scoring.score(loglikes, graph_dir=graph, model=model, text=text, options=options)
     if json_:
         show_json(scoring.as_json(result, alignments=per_utterance))
