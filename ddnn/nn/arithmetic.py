@@ -73,23 +73,6 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor, Tenso
 """Activation -> y <- f(y), in place; grad <- grad * f'(x), in place, from y = f(x)."""
 
 
-class InputRows:
-    """One layer's input with 1 appended, as natural gradient preconditions it, and the views of it, made once.
-
-    Attributes:
-        rows: (rows, fan_in + 1) float32, its rows a multiple of 16 floats apart.
-        inputs, ones: its columns of the input, (rows, fan_in), and the last one, (rows,).
-        bias_input: (rows,) contiguous, a copy of the last column.
-        before, after: (rows,) float32, norms of the rows before and after preconditioning.
-    """
-
-    def __init__(self, fan_in: int, bias_input: Tensor, before: Tensor, after: Tensor) -> None:
-        stride = -(-(fan_in + 1) // 16) * 16  # GEMMs are slower on rows that are not aligned
-        self.rows = torch.zeros(len(before), stride, dtype=torch.float32, device=before.device)[:, : fan_in + 1]
-        self.inputs, self.ones = self.rows[:, :-1], self.rows[:, -1]
-        self.bias_input, self.before, self.after = bias_input, before, after
-
-
 class Float32:
     """Everything in float32. Base of the others, and the reference for their tests.
 
@@ -99,7 +82,7 @@ class Float32:
         casts: whether layers multiply with a copy of the parameters, in `dtype`.
         x_dtype: of the network's input where the data writes it; `cast_input` makes it `dtype`.
         gradient_dtype: in which a gradient is computed, before it becomes float32.
-        bias_input_dtype: of `InputRows.bias_input`.
+        bias_input_dtype: of the weights of `weighted_column_sums`.
         updates_by_layer: whether `sgd_update` can take up the gradient of a layer right after it was computed, while it
             is in the cache.
         pad_to: the outputs of the copy's last layer are a multiple of this.
@@ -152,28 +135,23 @@ class Float32:
         """The loss of training on logits of `dtype`; arguments as of `SoftmaxCrossEntropy`."""
         return SoftmaxCrossEntropy(like, pdfs, frames)
 
-    def load_input_rows(self, x: Tensor, into: InputRows) -> None:
-        """into.rows <- [x 1], into.before <- the norms of its rows; x (rows, fan_in) of `dtype`."""
-        into.inputs.copy_(x)
-        into.ones.fill_(1.0)
-        torch.linalg.vector_norm(into.rows, dim=1, out=into.before)
+    def load_rows(self, x: Tensor, out: Tensor, norms: Tensor) -> None:
+        """out, float32, <- the rows of x, of `dtype`, with 1 in the column that it may have beyond x; norms (rows,) <-
+        their Euclidean norms. In float32 `out` may be x itself."""
+        if out is not x:
+            columns = x.shape[1]
+            out[:, :columns].copy_(x)
+            out[:, columns:].fill_(1.0)
+        torch.linalg.vector_norm(out, dim=1, out=norms)
 
-    def store_input_rows(self, made: InputRows, x: Tensor) -> Tensor:
-        """The preconditioned rows for the last product, without their last column, which goes to made.bias_input, and
-        made.after <- their norms. May overwrite x, and return it."""
-        torch.linalg.vector_norm(made.rows, dim=1, out=made.after)
-        made.bias_input.copy_(made.ones)
-        return made.inputs
-
-    def load_grad_rows(self, grad: Tensor, memory: Tensor, before: Tensor) -> Tensor:
-        """grad (rows, fan_out) in float32, to be preconditioned in place: itself, or a copy in `memory`, float32 of at
-        least as many values; before (rows,) <- the norms of its rows."""
-        torch.linalg.vector_norm(grad, dim=1, out=before)
-        return grad
-
-    def store_grad_rows(self, made: Tensor, grad: Tensor, after: Tensor) -> None:
-        """grad <- the preconditioned rows that `load_grad_rows` gave; after (rows,) <- their norms."""
-        torch.linalg.vector_norm(made, dim=1, out=after)
+    def store_rows(self, made: Tensor, x: Tensor, norms: Tensor, last: Tensor | None = None) -> Tensor:
+        """What has become of rows that `load_rows` gave, in `dtype`, as factors of a product: in x or where they are.
+        norms <- those of the rows. Where `last` (rows,) is given the last column goes there instead."""
+        torch.linalg.vector_norm(made, dim=1, out=norms)
+        if last is None:
+            return made
+        last.copy_(made[:, -1])
+        return made[:, :-1]
 
     def scales(self, scales: Tensor) -> Sequence[Any]:
         """The elements of a vector, each as `scale_grad_` wants it."""
@@ -213,16 +191,8 @@ class BFloat16(Float32):
     def cross_entropy(self, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
         return SoftmaxCrossEntropyBFloat16(like, pdfs, frames)
 
-    def store_input_rows(self, made: InputRows, x: Tensor) -> Tensor:
-        super().store_input_rows(made, x)
-        return x.copy_(made.inputs)
-
-    def load_grad_rows(self, grad: Tensor, memory: Tensor, before: Tensor) -> Tensor:
-        return super().load_grad_rows(memory[: grad.numel()].view(grad.shape).copy_(grad), memory, before)
-
-    def store_grad_rows(self, made: Tensor, grad: Tensor, after: Tensor) -> None:
-        super().store_grad_rows(made, grad, after)
-        grad.copy_(made)
+    def store_rows(self, made: Tensor, x: Tensor, norms: Tensor, last: Tensor | None = None) -> Tensor:
+        return x.copy_(super().store_rows(made, x, norms, last))
 
 
 class BFloat16Kernels(BFloat16):
@@ -272,20 +242,12 @@ class BFloat16Kernels(BFloat16):
     def cross_entropy(self, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
         return _SoftmaxCrossEntropyKernels(self.kernels, like, pdfs, frames)
 
-    def load_input_rows(self, x: Tensor, into: InputRows) -> None:
-        self.kernels.bf16_to_float32_rows(x, into.rows, into.before)
+    def load_rows(self, x: Tensor, out: Tensor, norms: Tensor) -> None:
+        self.kernels.bf16_to_float32_rows(x, out, norms)
 
-    def store_input_rows(self, made: InputRows, x: Tensor) -> Tensor:
-        self.kernels.float32_to_bf16_rows(made.rows, x, made.after, made.bias_input)
+    def store_rows(self, made: Tensor, x: Tensor, norms: Tensor, last: Tensor | None = None) -> Tensor:
+        self.kernels.float32_to_bf16_rows(made, x, norms, last)
         return x
-
-    def load_grad_rows(self, grad: Tensor, memory: Tensor, before: Tensor) -> Tensor:
-        made = memory[: grad.numel()].view(grad.shape)
-        self.kernels.bf16_to_float32_rows(grad, made, before)
-        return made
-
-    def store_grad_rows(self, made: Tensor, grad: Tensor, after: Tensor) -> None:
-        self.kernels.float32_to_bf16_rows(made, grad, after)
 
     def scales(self, scales: Tensor) -> Sequence[Any]:
         return cast(list[float], scales.tolist())

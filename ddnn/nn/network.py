@@ -87,14 +87,6 @@ class Network:
             own.copy_(given)
         self.parameters_changed()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """`parameters`, not a copy."""
-        return {"parameters": self.parameters}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes up what `state_dict` gave; DataError where it does not fit."""
-        self.load_parameters(tensor_like(self.parameters, state, "parameters"))
-
     def to(self, device: torch.device) -> Network:
         """A network of the same layers with its parameters on `device`."""
         return Network(self.layers, self.parameters.to(device))
@@ -186,16 +178,6 @@ class Workspace:
         part = copy.copy(self)
         part._use(frames)
         return part
-
-    @property
-    def logits(self) -> Tensor:
-        """(frames, pdfs), the last layer's output, before softmax."""
-        return self.activations[-1]
-
-    @property
-    def grad_logits(self) -> Tensor:
-        """(frames, pdfs), to be filled with the derivative of the summed loss before the backward pass."""
-        return self.grad_outputs[-1]
 
     def gather(self, dataset: AcousticDataset, transform: InputTransform, rows: Tensor) -> None:
         """Fills `x` with the network's input for the frames at `rows` (frames,) of the dataset."""

@@ -39,11 +39,10 @@ preconditioning.
 **What is computed where.** X, H, J, K, L and W live on the device, in float32. Z, C, U, d and rho are float64 on the
 host. An update takes effect at the next call, so it is cut in two: the call that updates queues J, K, L and their
 copy to pinned host memory and returns; the *next* call does the r x r eigendecomposition on the host and queues W'.
-The numbers are those of an update on the spot. On CUDA the host thus waits for numbers that are a whole minibatch
-old, while the device still has that minibatch's work queued: the eigendecomposition delays the host, not the device,
-as long as the queue lasts longer. The common call waits for nothing. Two things do wait for the device: the first
-minibatch (3 updates on the spot), and the orthonormality check, when C was floored or badly conditioned (it needs W'
-W'^T). The CUDA path has not yet been run on a GPU.
+The numbers are those of an update on the spot, but on CUDA the host waits for numbers that are a whole minibatch old,
+while the device still has that minibatch's work queued. Only two things wait for the device: the first minibatch (3
+updates on the spot), and the orthonormality check, when C was floored or badly conditioned (it needs W' W'^T). The
+CUDA path has not yet been run on a GPU.
 """
 
 from __future__ import annotations
@@ -61,12 +60,10 @@ from ddnn.util.errors import DataError, UserError
 _EPSILON = 1e-10  # floor of rho and d, and where they start
 _INITIAL_UPDATES = 10  # updates made before any is skipped
 _CONDITION = 1e6  # cond(C) above which the orthonormality of R is checked
-
-_WIDE = 48  # ranks from here on: H = X W^T is a third faster than its transpose, below the transpose is (measured)
-
-_TINY = 1e-38  # makes 0 / 0 a 1, and is lost in any other norm
 _ORTHONORMAL = 1e-3  # largest |R R^T - I| left alone
 _INVERSE_FACTOR = 100.0  # largest element of the inverse Cholesky factor that is trusted
+_WIDE = 48  # ranks from here on: H = X W^T is a third faster than its transpose, below the transpose is (measured)
+_TINY = 1e-38  # makes 0 / 0 a 1, and is lost in any other norm
 
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
@@ -174,12 +171,11 @@ class NaturalGradient:
     def state_dict(self) -> dict[str, Tensor]:
         """The state as copies on the host: `w` (r, D) float32, `d` (r,) float64, `rho` float64, `t` int64."""
         self.finish_update()
-        return {
-            "w": self.w.detach().to("cpu", copy=True),
-            "d": torch.tensor(self.d, dtype=torch.float64),
-            "rho": torch.tensor(self.rho, dtype=torch.float64),
-            "t": torch.tensor(self.t, dtype=torch.int64),
-        }
+        return {name: value.to("cpu", copy=True) for name, value in self._state().items()}
+
+    def _state(self) -> dict[str, Tensor]:
+        numbers = torch.tensor(self.rho, dtype=torch.float64), torch.tensor(self.t, dtype=torch.int64)
+        return {"w": self.w, "d": torch.from_numpy(self.d), "rho": numbers[0], "t": numbers[1]}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Takes up a state from `state_dict`, to the same bits.
@@ -187,20 +183,14 @@ class NaturalGradient:
         Raises:
             DataError: it does not fit; nothing is changed then.
         """
-        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "w": ((self.rank, self.dim), torch.float32),
-            "d": ((self.rank,), torch.float64),
-            "rho": ((), torch.float64),
-            "t": ((), torch.int64),
-        }
+        wanted = self._state()
         hint = "resume with the ranks and layer sizes of the run that wrote the checkpoint, or from another checkpoint"
         if set(state) != set(wanted):
             raise DataError(f"natural gradient state holds {sorted(state)}, expected {sorted(wanted)}", hint=hint)
-        for name, (shape, dtype) in wanted.items():
-            value = state[name]
-            if tuple(value.shape) != shape or value.dtype != dtype:
-                found = f"{tuple(value.shape)} of {value.dtype}"
-                raise DataError(f"natural gradient state: {name} is {found}, expected {shape} of {dtype}", hint=hint)
+        for name, value in state.items():
+            found, expected = (f"{tuple(one.shape)} of {one.dtype}" for one in (value, wanted[name]))
+            if found != expected:
+                raise DataError(f"natural gradient state: {name} is {found}, expected {expected}", hint=hint)
             positive = name == "w" or bool((value >= (0 if name == "t" else _EPSILON)).all())
             if not (positive and bool(torch.isfinite(value).all())):
                 raise DataError(f"natural gradient state: {name} has values outside its range", hint=hint)
@@ -287,14 +277,11 @@ class NaturalGradient:
 
 
 def gammas(before: Tensor, after: Tensor) -> Tensor:
-    """gamma = |X|_F / |X^|_F, by which X^ gets the norm of X.
+    """gamma = |X|_F / |X^|_F, by which X^ gets the norm of X, (...); 1 where X is zero. Waits for no device.
 
     Args:
-        before: (..., N) norms of the rows of X; several preconditioners at once where there are leading dimensions.
-        after: (..., N) those of X^.
-
-    Returns:
-        (...), on the device of the norms, without waiting for it; 1 where X is zero.
+        before, after: (..., N) norms of the rows of X and X^; several preconditioners at once where there are leading
+            dimensions.
     """
     norm: Tensor = torch.linalg.vector_norm(before, dim=-1).add_(_TINY)
     return norm.div_(torch.linalg.vector_norm(after, dim=-1).add_(_TINY))
@@ -307,15 +294,14 @@ def max_change_factor(in_norms: Tensor, out_norms: Tensor, gamma: Tensor, rate: 
     `src/nnet2/nnet-component.cc`. The rate multiplies the *sum* of the gradients over the minibatch.
 
     Args:
-        in_norms: (..., N) |x^_i|, of the input side; several layers at once where there are leading dimensions.
-        out_norms: (..., N) |y^_i|, of the output side.
+        in_norms, out_norms: (..., N) |x^_i|, |y^_i|; several layers at once where there are leading dimensions.
         gamma: (...), gamma_in * gamma_out.
         rate: learning rate; 1 limits the step at a rate of 1, so that the step at any rate is limited to rate *
             max_change per frame (the code of arXiv 1507.01239).
         max_change: per frame; over 0 (nnet2: 0.075).
 
     Returns:
-        kappa (...), on the device of the norms, without waiting for it. 1 for a step of 0; NaN for a step that is NaN.
+        kappa (...), without waiting for the device. 1 for a step of 0; NaN for a step that is NaN.
     """
     if not max_change > 0:
         raise ValueError(f"max_change is {max_change}, expected over 0")
@@ -376,8 +362,8 @@ def orthonormalise(w: Tensor, e: Vector) -> None:
 def _gram_schmidt(r: Tensor) -> None:
     """Makes the rows of r (float64, host, no more rows than columns) orthonormal in place: Kaldi's `OrthogonalizeRows`.
 
-    A row of which less than a tenth is left is projected once more; one that vanishes is replaced by a random one,
-    from a generator of its own, so that the same input gives the same bits."""
+    A row of which less than a tenth is left is projected once more; one that vanishes becomes a random one, of a
+    generator of its own: the same input gives the same bits."""
     generator = torch.Generator().manual_seed(0)
     for i, row in enumerate(r):
         while True:

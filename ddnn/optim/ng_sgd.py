@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddnn.nn.arithmetic import Float32, InputRows
+from ddnn.nn.arithmetic import Float32
 from ddnn.nn.layers import Gemm, Layer, Views
 from ddnn.nn.network import Network, Workspace
 from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas, max_change_factor
@@ -38,8 +38,8 @@ class NgSgdOptions(SgdOptions):
     """Options of NG-SGD.
 
     Args:
-        rank_in, rank_out, alpha, num_samples_history, update_period: see `NaturalGradientOptions`; the ranks of a
-            layer's input and of its output derivative, the history in frames.
+        rank_in, rank_out: of a layer's input and of its output derivative; for these, alpha, num_samples_history (in
+            frames) and update_period see `NaturalGradientOptions`.
         max_change: a step that would change a layer by more than this per frame is shortened; 0: never.
         max_change_scope: `global` limits the step by the frames of all workers, `local` by the worker's own (nnet2), so
             that `Sgd.lr_scale` is to stay 1; `unscaled` limits the step at a learning rate of 1, so that the step at
@@ -103,21 +103,21 @@ class NgSgd(Sgd):
             self._memory = _Memory(self.network, len(workspace.x), a)
         memory = self._memory
         rows: dict[int, tuple[Tensor, Tensor]] = {}
-        for i, made in memory.inputs.items():
+        for i, of in memory.layers.items():
             x, grad = workspace.statistics(i)
-            a.load_input_rows(x, made)
-            self.input_preconditioners[i].apply(made.rows, made.before)
-            inputs = a.store_input_rows(made, x)
-            float32_grad = a.load_grad_rows(grad, memory.float32_grad, memory.grad_before[i])
-            self.grad_preconditioners[i].apply(float32_grad, memory.grad_before[i])
-            a.store_grad_rows(float32_grad, grad, memory.grad_after[i])
-            rows[i] = inputs, grad
+            a.load_rows(x, of.inputs, of.in_before)
+            self.input_preconditioners[i].apply(of.inputs, of.in_before)
+            inputs = a.store_rows(of.inputs, x, of.in_after, of.bias_input)
+            float32_grad = memory.float32_grad[: grad.numel()].view(grad.shape) if a.casts else grad
+            a.load_rows(grad, float32_grad, of.grad_before)
+            self.grad_preconditioners[i].apply(float32_grad, of.grad_before)
+            rows[i] = inputs, a.store_rows(float32_grad, grad, of.grad_after)
         scales = memory.scales(a, limited_lr, options.max_change)
         for i, (layer, views) in enumerate(zip(self.network.layers, out, strict=True)):
             if i in rows:
                 inputs, grad = rows[i]
                 factor = a.scale_grad_(grad, scales[i])
-                layer.preconditioned_gradient(a, inputs, memory.inputs[i].bias_input, grad, views)
+                layer.preconditioned_gradient(a, inputs, memory.layers[i].bias_input, grad, views)
                 yield factor
             else:
                 yield self._plain_gradient(i, workspace, limited_lr, views)
@@ -134,22 +134,31 @@ class NgSgd(Sgd):
         return 1.0
 
 
+class _LayerMemory(NamedTuple):
+    """`inputs`: [X 1], (rows, fan_in + 1) float32, and its last column once more, in one piece; and (rows,) norms of
+    the rows of X and Y before and after preconditioning."""
+
+    inputs: Tensor
+    bias_input: Tensor
+    in_before: Tensor
+    in_after: Tensor
+    grad_before: Tensor
+    grad_after: Tensor
+
+
 class _Memory:
-    """Memory for minibatches of `frames` frames in one arithmetic, and the views of it, made once.
+    """Memory for minibatches of `frames` frames in one arithmetic, made once.
 
     Attributes:
-        inputs: by layer [X 1].
+        layers: by their numbers.
         float32_grad: for arithmetics that need a copy, float32 memory for any layer's output derivative.
-        grad_before, grad_after: by layer (rows,) norms of the derivative's rows before and after preconditioning.
     """
 
     def __init__(self, network: Network, frames: int, arithmetic: Float32) -> None:
         self.made_for = frames, arithmetic
         gemms = {i: layer.gemm for i, layer in enumerate(network.layers) if layer.gemm is not None}
         new = partial(torch.zeros, dtype=torch.float32, device=network.parameters.device)
-        self.inputs: dict[int, InputRows] = {}
-        self.grad_before: dict[int, Tensor] = {}
-        self.grad_after: dict[int, Tensor] = {}
+        self.layers: dict[int, _LayerMemory] = {}
         # Layers with as many rows per frame have their norms in one piece: [0] inputs, [1] derivatives; (2, layers, N).
         self._groups: list[tuple[int, list[int], Tensor, Tensor]] = []
         for rows in dict.fromkeys(gemm.rows for gemm in gemms.values()):
@@ -157,9 +166,10 @@ class _Memory:
             before, after = new(2, 2, len(layers), rows * frames).unbind()
             self._groups.append((rows, layers, before, after))
             for k, i in enumerate(layers):
+                columns = gemms[i].fan_in + 1
+                inputs = new(rows * frames, -(-columns // 16) * 16)[:, :columns]  # GEMMs want their rows aligned
                 bias_input = new(rows * frames, dtype=arithmetic.bias_input_dtype)
-                self.inputs[i] = InputRows(gemms[i].fan_in, bias_input, before[0, k], after[0, k])
-                self.grad_before[i], self.grad_after[i] = before[1, k], after[1, k]
+                self.layers[i] = _LayerMemory(inputs, bias_input, before[0, k], after[0, k], before[1, k], after[1, k])
         largest = max((gemm.rows * gemm.fan_out for gemm in gemms.values()), default=0)
         self.float32_grad = new(frames * largest if arithmetic.casts else 0)
 

@@ -79,17 +79,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a run; None if its metrics do not have a value.
+    """The summary of a run over all its epochs; None if its metrics do not have a value.
 
     Attributes:
-        workers: their number.
-        epochs: number of the last epoch.
-        warmup_loss: training loss of the warm-up.
+        epochs: number of the last one.
         best_loss, best_accuracy: of the accepted epoch with the lowest cross-validation loss.
         seconds: of training (without cross-validation).
-        frames_per_second, frames_per_second_per_worker: over all epochs.
         speed_up: in frames per second, over the first run with one worker, if it has the same network and minibatch size.
-        shares: of `SHARES`, over all epochs.
+        shares: of `SHARES`.
         consensus_distance: relative distance from the mean model before an averaging, in the last epoch.
         bytes_per_averaging: that a worker sends.
         excluded_averagings: how often a model was excluded from an averaging because it was not finite.

@@ -108,17 +108,15 @@ class Scaling:
         """The constants, the measurements compared with the model, and a column of speed-ups for each cost."""
         job, c = self.job, self.constants
         rate = "infinite" if c.byte_seconds == 0.0 else f"{1e-6 / c.byte_seconds:,.1f} MB/s"
-        ms = {
-            name: f"{1e3 * getattr(c, name):.4g} ms"
-            for name in ("minibatch_seconds", "contention_seconds", "latency", "averaging_seconds", "block_std")
-        }
+        times = (c.minibatch_seconds, c.contention_seconds, c.latency, c.averaging_seconds, c.block_std)
+        minibatch, contention, latency, averaging, deviation = (f"{1e3 * seconds:.4g} ms" for seconds in times)
         lines = [
             f"predicted training: {job.parameters:,} parameters, minibatch size {job.minibatch}, averaging period "
             f"{job.averaging_period}, {job.frames:,.0f} frames per epoch, parameters sent as {self.comm_dtype}",
-            f"minibatch: {ms['minibatch_seconds']} with one worker (c), {ms['contention_seconds']} more with several (g); "
+            f"minibatch: {minibatch} with one worker (c), {contention} more with several (g); "
             f"{c.serial_seconds:.4g} s of an epoch are not divided among the workers (S)",
-            f"averaging: {ms['latency']} per message (alpha), bandwidth {rate} (1 / beta), {ms['averaging_seconds']} "
-            f"without messages (h); standard deviation of an interval {ms['block_std']} (sigma)",
+            f"averaging: {latency} per message (alpha), bandwidth {rate} (1 / beta), {averaging} "
+            f"without messages (h); standard deviation of an interval {deviation} (sigma)",
             *(f"assumption: {note}" for note in self.notes),
         ]
         if self.checks:

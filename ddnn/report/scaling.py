@@ -25,15 +25,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
-
-    Attributes:
-        parameters: of the network.
-        operations: floating-point operations of a training step per frame.
-        minibatch: m, frames.
-        averaging_period: k, minibatches of a worker between two averagings.
-        frames: F, of an epoch.
-    """
+    """What is trained: a network of so many parameters; `operations` are those of a training step per frame, floating
+    point. m frames in a minibatch, k minibatches of a worker between two averagings, F frames in an epoch."""
 
     parameters: int
     operations: float
@@ -112,9 +105,8 @@ def epoch_seconds(constants: Constants, way: Way, workers: int) -> float:
     waiting = constants.block_std * math.sqrt(period / job.averaging_period) * largest_of(workers)
     block = period * (c + constants.contention_seconds) + waiting
     block = max(block, comm) if way.overlap else block + comm
-    mean = 0.0
-    if constants.final_mean and way.strategy != "gradient-all-reduce":
-        mean = comm_seconds(constants, "all-reduce", "float32", workers)
+    has_mean = constants.final_mean and way.strategy != "gradient-all-reduce"
+    mean = comm_seconds(constants, "all-reduce", "float32", workers) if has_mean else 0.0
     rounds = averagings(job, way.strategy, workers)
     return constants.serial_seconds + rounds * (block + constants.averaging_seconds) + mean
 
@@ -136,17 +128,13 @@ def averagings(job: Job, strategy: str, workers: int) -> float:
 
 
 def messages(strategy: str, workers: int) -> int:
-    """L: messages of an averaging, one after the other; but for one message: recursive halving, then doubling."""
-    if workers == 1:
-        return 0
-    return 1 if strategy in ONE_MESSAGE else 2 * (workers - 1).bit_length()
+    """L: messages of an averaging, one after the other; in an all-reduce recursive halving, then doubling."""
+    return min(1, workers - 1) if strategy in ONE_MESSAGE else 2 * (workers - 1).bit_length()
 
 
 def volume(strategy: str, workers: int) -> float:
     """V: what a worker sends in an averaging, in models."""
-    if workers == 1:
-        return 0.0
-    return 1.0 if strategy in ONE_MESSAGE else 2.0 * (workers - 1) / workers
+    return min(1.0, workers - 1.0) if strategy in ONE_MESSAGE else 2.0 * (workers - 1) / workers
 
 
 @cache
@@ -214,8 +202,8 @@ def calibrate(
     """
     first = measured[0]
     for other in measured:
-        different = (other.job.parameters, other.job.minibatch) != (first.job.parameters, first.job.minibatch)
-        if different or (other.compute is None) != (first.compute is None):
+        kinds = [(m.job.parameters, m.job.minibatch, m.compute is None) for m in (first, other)]
+        if kinds[0] != kinds[1]:
             message = f"{first.source} and {other.source} differ in network, minibatch size or kind of measurement"
             raise UserError(message, hint="give runs of one network and minibatch size, or one file")
     assumed: list[str] = []
@@ -250,7 +238,7 @@ def _times_of_totals(measured: Sequence[Measurement], assumed: list[str]) -> Tim
             "only one averaging period was measured: additional time without messages is per minibatch (h = 0)"
         )
     if len(sizes) > 2:
-        columns["S"] = [m.job.frames / measured[0].job.frames for m in measured]
+        columns["S"] = _relative_frames(measured)
     else:
         assumed.append(
             "fewer than three numbers of workers were measured: the whole epoch is divided among them (S = 0)"
@@ -279,11 +267,15 @@ def _times_of_runs(measured: Sequence[Measurement], assumed: list[str]) -> Times
         )
     columns = [[m.averagings for m in measured]]
     if len({m.workers for m in measured}) > 1:
-        columns.append([m.job.frames / measured[0].job.frames for m in measured])
+        columns.append(_relative_frames(measured))
     else:
         assumed.append("only one number of workers was measured: the whole epoch is divided among them (S = 0)")
     found = fit_not_negative(columns, [m.rest or 0.0 for m in measured], [m.seconds for m in measured])
     return compute, stall, float(found[1]) if len(found) > 1 else 0.0, float(found[0])
+
+
+def _relative_frames(measured: Sequence[Measurement]) -> list[float]:
+    return [m.job.frames / measured[0].job.frames for m in measured]
 
 
 def _exchange(
@@ -340,8 +332,9 @@ def fit_not_negative(
             norms = np.sqrt((matrix[:, chosen] ** 2).sum(axis=0))
             if not norms.all():
                 continue
-            found, _, rank, _ = np.linalg.lstsq(matrix[:, chosen] / norms, wanted, rcond=None)
-            error = float(((matrix[:, chosen] / norms @ found - wanted) ** 2).sum())
+            unit = matrix[:, chosen] / norms
+            found, _, rank, _ = np.linalg.lstsq(unit, wanted, rcond=None)
+            error = float(((unit @ found - wanted) ** 2).sum())
             if rank == size and (found >= 0.0).all() and error < smallest - 1e-15:
                 best, smallest = np.zeros(len(columns)), error
                 best[chosen] = found / norms

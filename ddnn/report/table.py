@@ -45,7 +45,8 @@ class Report:
         recipes = [run.recipe for run in self.runs]
         rows += [(_word(key), _settings(recipes, key)) for key in CONTRAST]
         rows += [(key, _settings(recipes, key)) for key in _differing(recipes)]
-        rows += [(label, [show(s) for s in self.summaries]) for label, show in _figures()]
+        figures = [_figures(summary) for summary in self.summaries]
+        rows += [(label, [one[label] for one in figures]) for label in figures[0]]
         lines = [table([[name, *cells] for name, cells in rows], align="lr")]
         if any(s.shares["compute"] is not None for s in self.summaries):
             lines.append(
@@ -76,34 +77,25 @@ def _word(key: str) -> str:
     return key.removesuffix(".name").split(".")[-1]
 
 
-def _figures() -> list[tuple[str, Any]]:
-    """Label, and how to format that field of a Summary."""
-    shares = [(f"{name} time", lambda s, name=name: _percent(s.shares[name])) for name in SHARES]
-    return [
-        ("epochs", lambda s: str(s.epochs)),
-        ("warm-up training loss", lambda s: _number(s.warmup_loss, "{:.4f}")),
-        ("best CV loss per frame", lambda s: _number(s.best_loss, "{:.4f}")),
-        ("its CV frame accuracy", lambda s: _number(s.best_accuracy, "{:.2%}").replace("%", " %")),
-        ("training seconds", lambda s: _number(s.seconds, "{:,.1f}")),
-        ("frames/s", lambda s: _number(s.frames_per_second, "{:,.0f}")),
-        ("frames/s per worker", lambda s: _number(s.frames_per_second_per_worker, "{:,.0f}")),
-        ("speed-up over one worker", lambda s: _number(s.speed_up, "{:.2f}")),
-        *shares,
-        (
-            "consensus distance, last epoch",
-            lambda s: _number(s.consensus_distance, "{0.mean:.3g} / {0.worst:.3g} ({0.rank})"),
-        ),
-        ("bytes sent per averaging", lambda s: _number(s.bytes_per_averaging, "{:,.0f}")),
-        ("excluded averagings", lambda s: str(s.excluded_averagings)),
-    ]
-
-
-def _percent(spread: Spread | None) -> str:
-    return "-" if spread is None else f"{100 * spread.mean:.1f} / {100 * spread.worst:.1f} % ({spread.rank})"
-
-
-def _number(value: Spread | float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def _figures(s: Summary) -> dict[str, str]:
+    """Label and text of each figure; "-" for one that is not known."""
+    spread = "{0.mean:.3g} / {0.worst:.3g} ({0.rank})"
+    shares = {name: x and Spread(100 * x.mean, 100 * x.worst, x.rank) for name, x in s.shares.items()}
+    figures: dict[str, tuple[object, str]] = {
+        "epochs": (s.epochs, "{}"),
+        "warm-up training loss": (s.warmup_loss, "{:.4f}"),
+        "best CV loss per frame": (s.best_loss, "{:.4f}"),
+        "its CV frame accuracy": (s.best_accuracy, "{:.2%}"),
+        "training seconds": (s.seconds, "{:,.1f}"),
+        "frames/s": (s.frames_per_second, "{:,.0f}"),
+        "frames/s per worker": (s.frames_per_second_per_worker, "{:,.0f}"),
+        "speed-up over one worker": (s.speed_up, "{:.2f}"),
+        **{f"{name} time": (shares[name], "{0.mean:.1f} / {0.worst:.1f}% ({0.rank})") for name in SHARES},
+        "consensus distance, last epoch": (s.consensus_distance, spread),
+        "bytes sent per averaging": (s.bytes_per_averaging, "{:,.0f}"),
+        "excluded averagings": (s.excluded_averagings, "{}"),
+    }
+    return {k: "-" if v is None else form.format(v).replace("%", " %") for k, (v, form) in figures.items()}
 
 
 def _settings(recipes: Sequence[Recipe | None], key: str) -> list[str]:

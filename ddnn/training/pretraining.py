@@ -32,10 +32,9 @@ from ddnn.data.transform import STATISTICS_UTTERANCES
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.nnet1 import read_nnet1
-from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
+from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace
-from ddnn.nn.nnet1_conversion import from_nnet1
 from ddnn.nn.rbm import Cd1Options, Rbm, VisibleKind, cd1_step
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import AveragingConfig, CrossValidationConfig, NewbobConfig, PretrainConfig, Recipe, SgdConfig

@@ -23,10 +23,9 @@ from ddnn.data.index import UtteranceIndex
 from ddnn.data.partition import hold_out_speakers
 from ddnn.data.transform import InputTransform
 from ddnn.kaldi.nnet1 import read_nnet1
-from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
+from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model
 from ddnn.nn.layers import Affine, Layer
 from ddnn.nn.network import Network
-from ddnn.nn.nnet1_conversion import from_nnet1
 from ddnn.recipe.load import load_recipe
 from ddnn.training.pretraining import load_dbn
 from ddnn.util.errors import DataError

@@ -9,7 +9,7 @@ import pytest
 from kaldi_files import nnet1_bytes
 
 from ddnn.kaldi.nnet1 import Activation, AddShift, AffineTransform, Component, Rescale, Splice, read_nnet1, write_nnet1
-from ddnn.nn.nnet1_conversion import from_nnet1, to_nnet1
+from ddnn.nn.acoustic_model import from_nnet1, to_nnet1
 from ddnn.util.errors import DataError
 
 

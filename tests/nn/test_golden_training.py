@@ -15,9 +15,8 @@ from ddnn.decoding.prepare import log_likelihoods, log_priors
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.nnet1 import AffineTransform, read_nnet1
-from ddnn.nn.acoustic_model import AcousticModel
+from ddnn.nn.acoustic_model import AcousticModel, from_nnet1
 from ddnn.nn.network import Workspace
-from ddnn.nn.nnet1_conversion import from_nnet1
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.evaluation import LossSums
 from ddnn.training.step import EagerStep

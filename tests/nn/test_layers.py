@@ -15,7 +15,7 @@ from ddnn.bench.step import matrix_products
 from ddnn.data.batches import Batch
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.transform import splice_only
-from ddnn.nn.acoustic_model import AcousticModel, load_model, model_config, model_from_config, save_model
+from ddnn.nn.acoustic_model import AcousticModel, load_model, model_config, model_from_config, save_model, to_nnet1
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
 from ddnn.nn.layers import (
     LAYERS,
@@ -29,7 +29,6 @@ from ddnn.nn.layers import (
     training_flop_per_frame,
 )
 from ddnn.nn.network import Network, Workspace, initialize
-from ddnn.nn.nnet1_conversion import to_nnet1
 from ddnn.nn.precision import bf16_error, gemm_speedup
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
@@ -91,7 +90,9 @@ def test_the_gradient_is_the_derivative_of_the_loss(name: str) -> None:
         return float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
 
     loss()
-    workspace.grad_logits.copy_(torch.softmax(workspace.logits, 1) - torch.nn.functional.one_hot(labels, 5))
+    workspace.grad_outputs[-1].copy_(
+        torch.softmax(workspace.activations[-1], 1) - torch.nn.functional.one_hot(labels, 5)
+    )
     workspace.backward()
     found = torch.empty(made.num_parameters)
     workspace.gradient(found)
@@ -147,13 +148,13 @@ def test_training_goes_on_from_a_state_to_the_same_bits(optimizer: str) -> None:
     made, options = network_of("toy"), OPTIMIZERS[optimizer]
     first = make_optimizer(options, made)
     train(made, first, "float32", 20)
-    model_state = {name: value.clone() for name, value in made.state_dict().items()}
+    parameters = made.parameters.clone()
     state = {name: value.clone() for name, value in first.state_dict().items()}
     expected = train(made, first, "float32", 40, skip=20)
     again = network_of("toy", seed=2)
     second = make_optimizer(options, again)
     train(again, second, "float32", 5)
-    again.load_state_dict(model_state)
+    again.load_parameters(parameters)
     second.load_state_dict(state)
     assert torch.equal(train(again, second, "float32", 40, skip=20), expected)
     assert torch.equal(again.parameters, made.parameters)
@@ -172,8 +173,6 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(DataError):
             optimizer.load_state_dict(state)
-    with pytest.raises(DataError, match="parameters: nothing found"):
-        made.load_state_dict({})
 
 
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -220,7 +219,7 @@ def test_what_natural_gradient_takes_is_counted() -> None:
     optimizer = NgSgd(made, options)
     train(made, optimizer, "float32", 1)
     states = sum(one.w.nbytes + one._j.nbytes + one._h.nbytes for one in optimizer.preconditioners)
-    rows = sum(one.inputs.numel() * 4 for one in optimizer._memory.inputs.values())
+    rows = sum(one.inputs[:, :-1].numel() * 4 for one in optimizer._memory.layers.values())
     assert states + rows <= options.num_bytes(made.layers, 32) <= 4 * (states + rows)
     assert SgdOptions().num_bytes(made.layers, 32) == 0
 
@@ -250,7 +249,7 @@ def one_step(made: Network, options: NgSgdOptions, x: Tensor, grad: Tensor, prec
     for t in range(12):
         workspace.x.copy_(x.roll(t, 0))
         workspace.forward()
-        workspace.grad_logits.copy_(grad.roll(2 * t, 0))
+        workspace.grad_outputs[-1].copy_(grad.roll(2 * t, 0))
         workspace.backward()
         optimizer.step(workspace, 0.1)
     return optimizer
@@ -278,7 +277,7 @@ def test_natural_gradient_of_filters_is_that_of_an_affine_layer_on_all_their_row
     for t in range(12):
         workspace.x.copy_(x.roll(t, 0).view(-1, size))
         workspace.forward()
-        workspace.grad_logits.copy_(grad.roll(2 * t, 0).view(-1, filters))
+        workspace.grad_outputs[-1].copy_(grad.roll(2 * t, 0).view(-1, filters))
         workspace.backward()
         optimizer.step(workspace, 0.1)
     assert torch.equal(one.parameters, other.parameters)

@@ -24,8 +24,8 @@ def workspace_with(
     workspace = Workspace(Network((Affine(1, pdfs, "softmax"),)), frames, arithmetic)
     workspace.loss.block_rows = min(rows, workspace.loss.block_rows)
     generator = torch.Generator().manual_seed(seed)
-    workspace.logits.copy_(scale * torch.randn(frames, pdfs, generator=generator))
-    workspace.grad_logits.fill_(float("nan"))
+    workspace.activations[-1].copy_(scale * torch.randn(frames, pdfs, generator=generator))
+    workspace.grad_outputs[-1].fill_(float("nan"))
     return workspace
 
 
@@ -44,10 +44,10 @@ def test_float32_has_the_bits_of_the_reference(frames: int, pdfs: int, rows: int
     workspace = workspace_with(frames + 3, pdfs, rows, "float32", scale, seed).of(frames)
     labels = torch.randint(0, pdfs, (frames,), generator=torch.Generator().manual_seed(seed))
     expected = torch.empty(frames, pdfs)
-    loss, right = cross_entropy(workspace.logits, labels, expected)
+    loss, right = cross_entropy(workspace.activations[-1], labels, expected)
     found = workspace.cross_entropy(labels)
     assert (found[0].item(), found[1].item()) == (loss.item(), right.item())
-    assert torch.equal(workspace.grad_logits, expected)
+    assert torch.equal(workspace.grad_outputs[-1], expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -57,14 +57,14 @@ def test_bf16_rounds_the_derivative_alone(
 ) -> None:
     workspace = workspace_with(frames + 3, pdfs, rows, "bf16", scale, seed, compiled).of(frames)
     labels = torch.randint(0, pdfs, (frames,), generator=torch.Generator().manual_seed(seed))
-    log_posteriors = torch.log_softmax(workspace.logits.double(), dim=1)
+    log_posteriors = torch.log_softmax(workspace.activations[-1].double(), dim=1)
     derivative = log_posteriors.exp() - torch.nn.functional.one_hot(labels, pdfs)
     loss, _ = workspace.cross_entropy(labels)
     of_labels = log_posteriors.gather(1, labels[:, None])
     assert loss.dtype == torch.float64
     assert loss.item() == pytest.approx(-of_labels.sum().item(), rel=1e-5, abs=1e-4)
     # 2^-8 is half a unit in the last of bf16's 8 bits; the rest is float32's.
-    torch.testing.assert_close(workspace.grad_logits.double(), derivative, rtol=2**-7.99, atol=1e-6)
+    torch.testing.assert_close(workspace.grad_outputs[-1].double(), derivative, rtol=2**-7.99, atol=1e-6)
 
 
 class LargestFloat32(TorchDispatchMode):
@@ -82,8 +82,8 @@ class LargestFloat32(TorchDispatchMode):
 def test_bf16_widens_a_block_not_a_minibatch() -> None:
     arithmetic = make_arithmetic("bf16", torch.device("cpu"), use_kernels=False)
     workspace = Workspace(Network((Affine(1, 8806, "softmax"),)), 256, arithmetic)
-    assert workspace.logits.dtype == workspace.grad_logits.dtype == torch.bfloat16
-    workspace.logits.zero_()
+    assert workspace.activations[-1].dtype == workspace.grad_outputs[-1].dtype == torch.bfloat16
+    workspace.activations[-1].zero_()
     with LargestFloat32() as largest:
         workspace.cross_entropy(torch.arange(256))
     assert largest.found == workspace.loss.block_rows * 8806 <= BLOCK_VALUES[0]

@@ -59,9 +59,9 @@ def test_rows_are_as_wide_as_asked_and_what_is_beyond_the_pdfs_has_no_derivative
     workspace.forward()
     workspace.cross_entropy(labels)
     workspace.backward()
-    assert workspace.logits.shape == workspace.grad_logits.shape == (5, 10)
+    assert workspace.activations[-1].shape == workspace.grad_outputs[-1].shape == (5, 10)
     assert workspace.padded_activations[-1].shape == workspace.padded_grad_outputs[-1].shape == (5, 64)
-    assert workspace.padded_activations[-1].data_ptr() == workspace.logits.data_ptr()
+    assert workspace.padded_activations[-1].data_ptr() == workspace.activations[-1].data_ptr()
     assert not workspace.padded_grad_outputs[-1][:, 10:].any()
     assert not workspace.padded_activations[-1][:, 10:].any(), "weights and biases of the padding are 0"
     assert workspace.compute is not made
