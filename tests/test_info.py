@@ -65,7 +65,7 @@ def test_text_for_people(table: Path) -> None:
 
 
 def test_different_dims_are_named(tmp_path: Path) -> None:
-    write_matrices(tmp_path / "a.ark", None, [("a", np.ones((1, 3))), ("b", np.ones((1, 4)))])
+    write_matrices(tmp_path / "a.ark", tmp_path / "b.scp", [("a", np.ones((1, 3))), ("b", np.ones((1, 4)))])
     assert facts(tmp_path / "a.ark")["dims"] == "different: 3, 4"
     assert facts(tmp_path / "a.ark")["kind"] == "archive of matrices (DM)"
 
@@ -91,7 +91,9 @@ def test_long_scp_is_sampled(table: Path) -> None:
 
 
 def test_long_archive_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_matrices(tmp_path / "a.ark", None, ((f"u{n}", np.ones((10, 10), np.float32)) for n in range(100)))
+    write_matrices(
+        tmp_path / "a.ark", tmp_path / "b.scp", ((f"u{n}", np.ones((10, 10), np.float32)) for n in range(100))
+    )
     monkeypatch.setattr(info, "MAX_SCAN_BYTES", 4000)
     found = facts(tmp_path / "a.ark")
     assert (found["records"], found["frames"]) == ("at least 11", "at least 110")

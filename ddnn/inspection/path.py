@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ddnn.inspection.status import format_figures, read_status
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import MatrixReader, iterate_int_vectors, iterate_matrices
-from ddnn.kaldi.basic_types import HINT_REMAKE, READ_ERRORS, describe_read_error, open_stream
+from ddnn.kaldi.basic_types import open_stream, reading
 from ddnn.kaldi.data_dir import read_data_dir
 from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.nnet1 import Activation, read_nnet1
@@ -22,7 +22,7 @@ from ddnn.kaldi.scp import ScpEntry, read_scp
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.training.metrics import read_metrics
 from ddnn.training.run_status import DBN, FINAL, METRICS, RECIPE, STATUS
-from ddnn.util.errors import DataError, UserError
+from ddnn.util.errors import UserError
 from ddnn.util.text import definitions
 
 NUM_KEYS = 3  # to show
@@ -66,11 +66,8 @@ def describe_path(path: Path) -> Info:
                 return Info(path, kind, fields(path))
         known = "; ".join(f"{kind} ({', '.join(names)})" for names, kind, _ in _DIRECTORIES)
         raise UserError("not a directory that ddnn reads or writes", location=path, hint=f"known are: {known}")
-    with open_stream(path).stream as stream:
-        try:
-            head = stream.read(_HEAD_BYTES)
-        except READ_ERRORS as error:
-            raise DataError(describe_read_error(error), location=path, hint=HINT_REMAKE) from error
+    with open_stream(path).stream as stream, reading(path):
+        head = stream.read(_HEAD_BYTES)
     if path.suffix in _SUFFIXES:
         kind, fields = _SUFFIXES[path.suffix]
         return Info(path, kind, fields(path))

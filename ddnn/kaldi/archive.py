@@ -29,6 +29,7 @@ from ddnn.kaldi.basic_types import (
     MalformedRecordError,
     describe_read_error,
     open_stream,
+    reading,
     split_words,
 )
 from ddnn.kaldi.scp import ScpEntry
@@ -99,22 +100,21 @@ def _read_key(reader: BasicTypeReader) -> str | None:
 
 
 def _iterate(path: Path, read: Callable[[BasicTypeReader], _T]) -> Iterator[tuple[str, _T]]:
-    last = None
+    last, key = "no record was read", None
     reader = open_stream(path)
     with reader.stream:
         while True:
-            key = None
             try:
+                key = None
                 key = _read_key(reader)
                 if key is None:
                     return
                 value = read(reader)
             except READ_ERRORS as error:
-                after = "no record was read" if last is None else f"the last complete record is {last}"
-                message = f"{'' if key is None else f'utterance {key}: '}{describe_read_error(error)} ({after})"
+                message = f"{'' if key is None else f'utterance {key}: '}{describe_read_error(error)} ({last})"
                 raise DataError(message, location=path, hint=HINT_REMAKE) from error
             yield key, value
-            last = key
+            last = f"the last complete record is {key}"
 
 
 def iterate_matrices(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -150,9 +150,9 @@ def _run_pipe(entry: ScpEntry) -> BasicTypeReader:
 
 
 class MatrixReader:
-    """Reads matrices by scp entry; keeps the last file open, as neighboring entries share an archive. A context manager.
+    """Reads matrices by scp entry; keeps the last file open, as neighboring entries share an archive.
 
-    One reader per thread.
+    A context manager. One reader per thread.
     """
 
     def __init__(self) -> None:
@@ -164,10 +164,9 @@ class MatrixReader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._close()
 
-    def close(self) -> None:
-        """Closes the file that is open, if one is."""
+    def _close(self) -> None:
         if self._reader is not None:
             self._reader.stream.close()
         self._path, self._reader, self._whole = None, None, None
@@ -210,20 +209,18 @@ class MatrixReader:
 
     def _at(self, entry: ScpEntry, read: Callable[[BasicTypeReader], _T]) -> _T:
         """Runs `read` where the entry's record begins."""
-        try:
+        with reading(entry.location, f"utterance {entry.key}: "):
             reader = self._find(entry)
             value = read(reader)
             if entry.offset is None:
                 reader.verify_checksum()
             return value
-        except READ_ERRORS as error:
-            raise _entry_error(entry, error) from error
 
     def _find(self, entry: ScpEntry) -> BasicTypeReader:
         if entry.path is None:
             return _run_pipe(entry)
         if entry.path != self._path or self._reader is None:
-            self.close()
+            self._close()
             try:
                 self._reader = open_stream(entry.path)
             except DataError as error:
@@ -240,11 +237,6 @@ class MatrixReader:
         return reader
 
 
-def _entry_error(entry: ScpEntry, error: Exception) -> DataError:
-    message = f"utterance {entry.key}: {describe_read_error(error)}"
-    return DataError(message, location=entry.location, hint=HINT_REMAKE)
-
-
 def _ranges(entry: ScpEntry, shape: tuple[int, ...]) -> tuple[slice, slice]:
     """The entry's range as slices. Kaldi would let rows go 3 past the end; here that is an error."""
     slices = []
@@ -252,7 +244,7 @@ def _ranges(entry: ScpEntry, shape: tuple[int, ...]) -> tuple[slice, slice]:
         first, last = requested if requested is not None else (0, size - 1)
         if last >= size > 0 or (requested is not None and size == 0):
             message = f"the range takes {name} {first} to {last}, the matrix has {size} {name}"
-            raise _entry_error(entry, MalformedRecordError(message))
+            raise DataError(f"utterance {entry.key}: {message}", location=entry.location, hint=HINT_REMAKE)
         slices.append(slice(first, last + 1))
     return slices[0], slices[1]
 
@@ -287,13 +279,13 @@ def _new_keys(items: Iterable[tuple[str, _T]], location: Path) -> Iterator[tuple
 
 def write_matrices(
     ark: Path,
-    scp: Path | None,
+    scp: Path,
     items: Iterable[tuple[str, NDArray[Any]]],
     *,
     compress: bool = False,
     relative: bool = False,
 ) -> int:
-    """Writes matrices (rows, columns) as a binary archive and, unless None, its scp; complete or not at all.
+    """Writes matrices (rows, columns) as a binary archive and its scp; both appear complete or not at all.
 
     Args:
         items: key and matrix; float64 becomes double (DM), everything else float (FM).
@@ -306,10 +298,10 @@ def write_matrices(
     Raises:
         UserError: the files cannot be written. DataError: a key is no single word or not new, a matrix is not finite.
     """
-    name = os.path.relpath(ark.absolute(), scp.absolute().parent) if relative and scp else str(ark.absolute())
+    name = os.path.relpath(ark.absolute(), scp.absolute().parent) if relative else str(ark.absolute())
     lines = []
-
-    def write(handle: BinaryIO) -> None:
+    # The inner file is renamed first: an scp never names an archive that is not there.
+    with atomic_write(scp) as scp_handle, atomic_write(ark) as handle:
         writer = BasicTypeWriter(handle)
         for key, matrix in _new_keys(items, ark):
             if compress and not np.isfinite(matrix).all():
@@ -321,16 +313,8 @@ def write_matrices(
                 handle.write(compressed.encode(np.ascontiguousarray(matrix, np.float32)))
             else:
                 writer.float_matrix(matrix.astype(np.float32) if compress else matrix)
-
-    if scp is None:
-        with atomic_write(ark) as handle:
-            write(handle)
-    else:
-        # The inner file is renamed first: an scp never names an archive that is not there.
-        with atomic_write(scp) as scp_handle, atomic_write(ark) as handle:
-            write(handle)
-            scp_handle.write("".join(lines).encode())
-            scp_handle.flush()  # on a full disk this fails while neither has its name yet
+        scp_handle.write("".join(lines).encode())
+        scp_handle.flush()  # on a full disk this fails while neither has its name yet
     return len(lines)
 
 

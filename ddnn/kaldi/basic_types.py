@@ -67,6 +67,15 @@ def describe_read_error(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
+@contextmanager
+def reading(location: str | PathLike[str], of: str = "") -> Iterator[None]:
+    """Makes a DataError, which begins with `of`, of any of `READ_ERRORS` in the block."""
+    try:
+        yield
+    except READ_ERRORS as error:
+        raise DataError(of + describe_read_error(error), location=location, hint=HINT_REMAKE) from error
+
+
 @dataclass(frozen=True)
 class MatrixHeader:
     """What a binary matrix claims; `minimum` and `span` are of the values of a compressed one."""

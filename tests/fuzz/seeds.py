@@ -45,7 +45,7 @@ def file_of(write: Callable[[Path], object], name: str = "file") -> bytes:
 def archive(dtype: type = np.float32, *, compress: bool = False) -> bytes:
     """A binary archive of `MATRICES`."""
     items = [(name, matrix.astype(dtype)) for name, matrix in MATRICES.items()]
-    return file_of(lambda path: write_matrices(path, None, items, compress=compress))
+    return file_of(lambda path: write_matrices(path, path.with_suffix(".scp"), items, compress=compress))
 
 
 def compressed_archive(token: bytes) -> bytes:
@@ -139,7 +139,7 @@ def counts(*, binary: bool) -> bytes:
 def cmvn(dtype: type = np.float64) -> bytes:
     """CMVN statistics of two speakers."""
     stats = np.array([[1.0, -2.0, 3.0, 10.0], [4.0, 5.0, 6.0, 0.0]], dtype)
-    return file_of(lambda path: write_matrices(path, None, [("spk0", stats), ("spk1", 2 * stats)]))
+    return file_of(lambda path: write_matrices(path, path.with_suffix(".scp"), [("spk0", stats), ("spk1", 2 * stats)]))
 
 
 def zipped(data: bytes) -> bytes:

@@ -90,9 +90,9 @@ def test_integer_vectors(golden: Path, name: str) -> None:
 
 def test_what_is_written_is_what_kaldi_writes(golden: Path, tmp_path: Path) -> None:
     tables = golden / "tables"
-    write_matrices(tmp_path / "plain.ark", None, iterate_matrices(tables / "float.ark"))
+    write_matrices(tmp_path / "plain.ark", tmp_path / "x.scp", iterate_matrices(tables / "float.ark"))
     assert (tmp_path / "plain.ark").read_bytes() == (tables / "float.ark").read_bytes()
-    write_matrices(tmp_path / "small.ark", None, iterate_matrices(tables / "float.ark"), compress=True)
+    write_matrices(tmp_path / "small.ark", tmp_path / "x.scp", iterate_matrices(tables / "float.ark"), compress=True)
     assert (tmp_path / "small.ark").read_bytes() == (tables / "compressed_1.ark").read_bytes()
     assert write_int_vectors(tmp_path / "ali.ark", iterate_int_vectors(tables / "tids.ark.gz")) == 5
     assert (tmp_path / "ali.ark").read_bytes() == (tables / "tids.ark").read_bytes()
@@ -247,9 +247,9 @@ def test_nothing_is_left_of_an_archive_that_broke_off(tmp_path: Path) -> None:
         with pytest.raises(DataError):
             write_int_vectors(tmp_path / "x.gz", [(key, np.zeros(2, np.int32)) for key, _ in items])
     with pytest.raises(DataError, match="utterance a: NaN or Inf"):
-        write_matrices(tmp_path / "x.ark", None, [("a", matrix * np.nan)], compress=True)
+        write_matrices(tmp_path / "x.ark", tmp_path / "x.scp", [("a", matrix * np.nan)], compress=True)
     with pytest.raises(UserError, match="cannot write"):
-        write_matrices(tmp_path / "no folder" / "x.ark", None, [("a", matrix)])
+        write_matrices(tmp_path / "no folder" / "x.ark", tmp_path / "x.scp", [("a", matrix)])
     assert list(tmp_path.iterdir()) == []
 
 
