@@ -27,34 +27,22 @@ _MAX_RELAXATIONS = 20_000_000
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """Options of the search.
+    """Options of the search."""
 
-    Attributes:
-        acoustic_scales: what log-likelihoods are multiplied by, one decoding each.
-        beam: cost above the best token at which a token is dropped.
-        max_active, min_active: tokens retained per frame, at most, and even where the beam would drop them.
-    """
-
-    acoustic_scales: tuple[float, ...] = (0.05, 0.07, 0.1, 0.143)
-    beam: float = 13.0
-    max_active: int = 7000
-    min_active: int = 200
+    acoustic_scales: tuple[float, ...] = (0.05, 0.07, 0.1, 0.143)  # of log-likelihoods, one decoding each
+    beam: float = 13.0  # cost above the best token at which a token is dropped
+    max_active: int = 7000  # tokens retained per frame, at most
+    min_active: int = 200  # tokens retained per frame even where the beam would drop them
 
 
 @dataclass(frozen=True, eq=False)
 class DecodingGraph:
-    """A decoding graph whose input labels are pdf-id + 1 (0 is epsilon), with its words.
-
-    Attributes:
-        words: output label -> word; every label on the graph is there.
-        num_pdfs: columns that a matrix of log-likelihoods must have.
-        location: the directory it came from, for messages.
-    """
+    """A decoding graph whose input labels are pdf-id + 1 (0 is epsilon), with its words."""
 
     fst: Fst
-    words: dict[int, str]
-    num_pdfs: int
-    location: Path
+    words: dict[int, str]  # by output label; every label on the graph is there
+    num_pdfs: int  # columns that a matrix of log-likelihoods must have
+    location: Path  # the directory it came from, for messages
 
 
 @dataclass(frozen=True)

@@ -36,28 +36,20 @@ class UtteranceScore:
 
 @dataclass(frozen=True)
 class ScaleScore:
-    """All utterances at one acoustic scale.
-
-    Attributes:
-        wer: word error rate in percent of the reference words.
-        interval: 95 % bootstrap interval of `wer` in percent (Bisani and Ney 2004), utterances drawn with replacement;
-            None where a draw has no words, as a few utterances without words make it.
-        words: words in the reference.
-        sentence_errors: utterances with at least one error.
-        not_final: utterances whose best path did not reach a final state; their words so far are counted.
-        utterances: one score each, in the order of the log-likelihoods.
-    """
+    """All utterances at one acoustic scale."""
 
     acoustic_scale: float
-    wer: float
+    wer: float  # word error rate in percent of the reference words
+    # 95 % bootstrap interval of `wer` in percent (Bisani and Ney 2004), utterances drawn with replacement; None where a
+    # draw has no words, as a few utterances without words make it.
     interval: tuple[float, float] | None
     insertions: int
     deletions: int
     substitutions: int
-    words: int
-    sentence_errors: int
-    not_final: tuple[str, ...]
-    utterances: tuple[UtteranceScore, ...]
+    words: int  # in the reference
+    sentence_errors: int  # utterances with at least one error
+    not_final: tuple[str, ...]  # utterances whose best path did not reach a final state; their words so far are counted
+    utterances: tuple[UtteranceScore, ...]  # in the order of the log-likelihoods
 
 
 @dataclass(frozen=True)

@@ -53,48 +53,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Status:
-    """A training or pretraining at one moment; None where a value is not known (yet) or does not apply.
-
-    Attributes:
-        state: pending (in Slurm's queue), running, finished; interrupted (by a signal, or killed), diverged, failed;
-            unknown: there is no status.json, and no Slurm job that ended without one (failed).
-        run: status.json.
-        job, submitted, slurm: number of the Slurm job, when it was submitted (seconds since 1970), its state there.
-        error: why it ended, if it did not finish.
-        warmup_loss: training loss of the warm-up.
-        last, best: cross-validation: epoch, loss, frame_accuracy, accepted; `Metrics.best`.
-        frames_per_second: of the last epoch's training, all workers together.
-        fractions: of the workers' time in the last epoch, mean over the workers: `FRACTIONS`.
-        reconstruction_error: of a pretraining, over the epochs of its last RBM.
-        restarts: by the launcher, a sentence each.
-        estimated_end: seconds since 1970, if the remaining epochs take as long as the last three.
-        seconds_since_update: of train.log, status.json or metrics.jsonl, whichever is newest.
-        checkpoint: the newest: number, world_size, epoch, minibatch, and when it was written.
-        resume_command: of one that ended and did not finish.
-        problems: damaged files, and what could not be found out, a sentence each.
-    """
+    """A training or pretraining at one moment; None where a value is not known (yet) or does not apply."""
 
     run_dir: Path
+    # pending: in Slurm's queue; interrupted: by a signal, or killed; unknown: there is no status.json, and no Slurm job
+    # that ended without one (failed).
     state: State
-    run: RunStatus | None
+    run: RunStatus | None  # status.json
     world_size: int | None
-    job: str | None
-    submitted: float | None
-    slurm: str | None
-    error: str | None
+    job: str | None  # its number in Slurm
+    submitted: float | None  # seconds since 1970
+    slurm: str | None  # the job's state in Slurm
+    error: str | None  # why it ended, if it did not finish
     warmup_loss: float | None
-    last: EpochRow | None
-    best: EpochRow | None
+    last: EpochRow | None  # cross-validation
+    best: EpochRow | None  # as `Metrics.best`
     learning_rate: float | None
-    frames_per_second: float | None
-    fractions: dict[str, float] | None
-    reconstruction_error: float | None
-    restarts: tuple[str, ...]
-    estimated_end: float | None
-    seconds_since_update: float | None
-    checkpoint: dict[str, Any] | None
-    resume_command: str | None
-    problems: tuple[str, ...]
+    frames_per_second: float | None  # of the last epoch's training, all workers together
+    fractions: dict[str, float] | None  # `FRACTIONS` of the workers' time in the last epoch, mean over the workers
+    reconstruction_error: float | None  # of a pretraining, over the epochs of its last RBM
+    restarts: tuple[str, ...]  # by the launcher, a sentence each
+    estimated_end: float | None  # seconds since 1970, if the remaining epochs take as long as the last three
+    seconds_since_update: float | None  # of train.log, status.json or metrics.jsonl, whichever is newest
+    checkpoint: dict[str, Any] | None  # the newest: number, world_size, epoch, minibatch, and when it was written
+    resume_command: str | None  # of one that ended and did not finish
+    problems: tuple[str, ...]  # damaged files, and what could not be found out, a sentence each
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`; the fields of status.json are among the others."""

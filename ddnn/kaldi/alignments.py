@@ -24,13 +24,7 @@ _JOB = re.compile(r"ali\.([1-9][0-9]{0,8})\.gz")
 
 @dataclass(frozen=True, eq=False)
 class Alignments:
-    """The pdf-ids of each utterance.
-
-    Attributes:
-        pdfs: utterance -> int32 (frames,), each from 0 to `num_pdfs` - 1.
-        num_pdfs: the number of pdfs of the acoustic model (with an archive: see `read_alignments`).
-        path: the alignment dir or archive.
-    """
+    """The pdf-ids of each utterance, int32 (frames,), each from 0 to `num_pdfs` - 1; `path`: of the dir or archive."""
 
     pdfs: dict[str, NDArray[np.int32]]
     num_pdfs: int
@@ -41,7 +35,6 @@ def read_alignments(path: Path, *, num_pdfs: int | None = None) -> Alignments:
     """Reads an alignment dir (`ali.*.gz` of transition-ids, `final.mdl`) or an archive of pdf-ids.
 
     Args:
-        path: a directory, or an archive (binary or text, plain or gzip).
         num_pdfs: what the model must have; with an archive None means the largest pdf-id + 1.
 
     Raises:
@@ -122,11 +115,10 @@ def _read_records(
 def pdf_counts(alignments: Alignments, utterances: Iterable[str] | None = None) -> NDArray[np.int64]:
     """How many frames each pdf has, int64 (num_pdfs,), over `utterances` (which must be there) or over all."""
     counts = np.zeros(alignments.num_pdfs, np.int64)
-    keys = alignments.pdfs.keys() if utterances is None else utterances
     # Joined in batches: a bincount of num_pdfs for each utterance would cost more than the counting.
     batch: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
     size = 0
-    for key in keys:
+    for key in alignments.pdfs if utterances is None else utterances:
         batch.append(alignments.pdfs[key])
         size += len(batch[-1])
         if size > 1 << 20:

@@ -104,7 +104,6 @@ class BasicTypeReader:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, binary: bool = False) -> BasicTypeReader:
-        """A reader of bytes in memory."""
         return cls(BufferedReader(BytesIO(data)), len(data), binary=binary)
 
     def error(self, expected: str, found: str | None = None) -> MalformedRecordError:
@@ -192,11 +191,11 @@ class BasicTypeReader:
         word, ended = self._peek_word()
         return word.decode("latin-1") if ended else ""
 
-    def token(self, expected: str = "a token") -> str:
+    def token(self) -> str:
         """A word that ends in white space, one character of which is taken with it."""
         token = self.peek_token()
         if not token:
-            raise self.error(expected)
+            raise self.error("a token")
         self.stream.read(len(token) + 1)
         return token
 
@@ -216,14 +215,12 @@ class BasicTypeReader:
         if count < 0 or (not self.binary and 2 * count > self.remaining + 1):
             raise MalformedRecordError(f"cut short: expected {count} values of {what}, {self.remaining} bytes remain")
         if not self.binary:
-            return np.array([self._text_int32(what) for _ in range(count)], dtype=np.int32)
+            return np.array([self._text_int32(what) for _ in range(count)], np.int32)
         sized = np.frombuffer(self.read_exact(5 * count, what), _SIZED_INT32)
         invalid = np.flatnonzero(sized["size"] != 4)
         if invalid.size:
-            size = sized["size"][invalid[0]]
-            raise MalformedRecordError(
-                f"expected {what} of 4 bytes each, found the size {size} at position {invalid[0]}"
-            )
+            found = f"the size {sized['size'][invalid[0]]} at position {invalid[0]}"
+            raise MalformedRecordError(f"expected {what} of 4 bytes each, found {found}")
         return sized["value"].astype(np.int32)
 
     def _text_int32(self, what: str) -> int:
@@ -254,7 +251,7 @@ class BasicTypeReader:
             words = self._bracketed(what).split()
             if not all(map(_is_int32, words)):
                 raise self.error(what, "an item that is not a 32-bit integer between [ and ]")
-            return np.array([int(word) for word in words], dtype=np.int32)
+            return np.array(list(map(int, words)), np.int32)
         size, count = struct.unpack("<Bi", self.read_exact(5, what))
         if size != 4 or count < 0:
             raise self.error(f"{what} of 4 bytes each", f"{count} values of {size} bytes")
@@ -319,11 +316,7 @@ class BasicTypeReader:
         return np.frombuffer(data, dtype).reshape(rows, columns).astype(dtype.newbyteorder("="), copy=False)
 
     def text_matrix(self, *, ends_line: bool) -> NDArray[np.float64]:
-        """`[`, rows that end in a line end or `;`, `]`.
-
-        Args:
-            ends_line: refuse anything behind `]` in its line (else it is read next).
-        """
+        """`[`, rows that end in a line end or `;`, `]`; `ends_line` refuses what is behind `]` in its line."""
         first = self.peek()
         if not first:
             raise MalformedRecordError("cut short: no record where one should begin")
@@ -464,7 +457,6 @@ class BasicTypeWriter:
         self.handle = handle
 
     def marker(self) -> None:
-        """What a binary file or record begins with."""
         self.handle.write(b"\0B")
 
     def token(self, *tokens: str) -> None:

@@ -24,18 +24,12 @@ _HINT_SPEAKERS = "write utt2spk: on each line an utterance and its speaker; util
 
 @dataclass(frozen=True)
 class DataDir:
-    """A data dir, its features not yet read.
-
-    Attributes:
-        entries: where the features of each utterance are stored, in the order of `feats.scp`.
-        speakers: utterance -> speaker, for every entry; None where there is no `utt2spk`.
-        cmvn: speaker -> where its CMVN statistics are stored; None where there is no `cmvn.scp`.
-    """
+    """A data dir, its features not yet read."""
 
     path: Path
-    entries: tuple[ScpEntry, ...]
-    speakers: dict[str, str] | None
-    cmvn: dict[str, ScpEntry] | None
+    entries: tuple[ScpEntry, ...]  # the features of each utterance, in the order of feats.scp
+    speakers: dict[str, str] | None  # utterance -> speaker, for every entry; None where there is no utt2spk
+    cmvn: dict[str, ScpEntry] | None  # speaker -> its CMVN statistics; None where there is no cmvn.scp
 
     def speaker_of(self, purpose: str) -> dict[str, str]:
         """`speakers`; DataError saying that they are needed for `purpose` where there is no `utt2spk`."""
@@ -73,7 +67,7 @@ def read_utt2spk(path: Path) -> dict[str, str]:
     """utterance -> speaker, in the file's order; DataError: a line has not two words, or an utterance two lines."""
     speakers = {}
     for number, key, rest in read_keyed_lines(path, "utt2spk"):
-        if len(rest.encode().split()) != 1:
+        if len(rest.encode().split()) != 1:  # as bytes: white space is ASCII's
             message = f"line {number}: expected an utterance and its speaker, found {f'{key} {rest}'[:100]!r}"
             raise DataError(message, location=path, hint=_HINT_SPEAKERS)
         speakers[key] = rest

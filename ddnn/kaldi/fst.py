@@ -38,19 +38,12 @@ _DAMAGED = "the file is damaged or cut: make it again with utils/mkgraph.sh, or 
 
 @dataclass(frozen=True, eq=False)
 class Fst:
-    """A weighted finite-state transducer over the tropical semiring.
+    """A weighted finite-state transducer over the tropical semiring; arcs `offsets[s]:offsets[s + 1]` leave state s."""
 
-    Attributes:
-        start: the start state, or -1 for the empty FST.
-        final: float32 [states], cost of ending in each state; inf where it is not final.
-        offsets: int64 [states + 1]; the arcs that leave state s are `arcs[offsets[s]:offsets[s + 1]]`.
-        arcs: `ARC` [arcs], ordered by the state they leave.
-    """
-
-    start: int
-    final: npt.NDArray[np.float32]
-    offsets: npt.NDArray[np.int64]
-    arcs: npt.NDArray[np.void]
+    start: int  # -1 for the empty FST
+    final: npt.NDArray[np.float32]  # [states], cost of ending in each state; inf where it is not final
+    offsets: npt.NDArray[np.int64]  # [states + 1]
+    arcs: npt.NDArray[np.void]  # `ARC` [arcs], ordered by the state they leave
 
     @property
     def num_states(self) -> int:

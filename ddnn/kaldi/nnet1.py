@@ -63,20 +63,13 @@ class _Elementwise:
 
 @dataclass(frozen=True, eq=False)
 class AffineTransform(_Weighted):
-    """`<AffineTransform>`: y = x W^T + b.
+    """`<AffineTransform>`: y = x W^T + b."""
 
-    Args:
-        weight: float32 (output_dim, input_dim).
-        bias: float32 (output_dim,).
-        learn_rate_coef, bias_learn_rate_coef: factors on the learning rate.
-        max_norm: limit of the L2 norm of a row of `weight`; 0: none.
-    """
-
-    weight: Matrix
-    bias: Vector
+    weight: Matrix  # (output_dim, input_dim)
+    bias: Vector  # (output_dim,)
     learn_rate_coef: float = 1.0
     bias_learn_rate_coef: float = 1.0
-    max_norm: float = 0.0
+    max_norm: float = 0.0  # limit of the L2 norm of a row of `weight`; 0: none
 
 
 @dataclass(frozen=True)
@@ -125,16 +118,11 @@ class Rescale(_Elementwise):
 
 @dataclass(frozen=True, eq=False)
 class RbmComponent(_Weighted):
-    """`<Rbm>`: forward as an affine layer and a sigmoid (hidden units "bern"; "gauss": no sigmoid).
-
-    Args:
-        weight: float32 (hidden, visible).
-        visible_bias, hidden_bias: float32 (visible,) and (hidden,).
-    """
+    """`<Rbm>`: forward as an affine layer and a sigmoid (hidden units "bern"; "gauss": no sigmoid)."""
 
     visible: Units
     hidden: Units
-    weight: Matrix
+    weight: Matrix  # (hidden, visible)
     visible_bias: Vector
     hidden_bias: Vector
 
@@ -220,7 +208,7 @@ class _UnitKinds:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a component is written: its token, then its fields in their order, of whose values `make` makes it."""
+    """How a component is written: token and fields, in their order; `make` makes it of the fields' values."""
 
     token: str
     make: Callable[..., Component]

@@ -22,23 +22,15 @@ _OFFSET = re.compile(r"(.+):(-?\d+)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ScpEntry:
-    """One line of a script file.
+    """One line of a script file."""
 
-    Attributes:
-        key: the utterance (or speaker).
-        path: the file, found; None where the record comes from the shell command `pipe`.
-        offset: bytes before the record; None: the file is this one record.
-        rows, columns: first and last to take, both included; None: all.
-        scp: the script file, for messages.
-    """
-
-    key: str
-    path: Path | None
-    offset: int | None
-    rows: tuple[int, int] | None
+    key: str  # the utterance (or speaker)
+    path: Path | None  # the file, found; None where the record comes from a shell command
+    offset: int | None  # bytes before the record; None: the file is this one record
+    rows: tuple[int, int] | None  # first and last to take, both included; None: all
     columns: tuple[int, int] | None
-    pipe: str | None
-    scp: Path
+    pipe: str | None  # the shell command
+    scp: Path  # the script file, for messages
 
     @property
     def location(self) -> str:

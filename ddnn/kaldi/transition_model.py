@@ -25,29 +25,19 @@ MAX_PDF = 1_000_000
 
 @dataclass(frozen=True)
 class State:
-    """One HMM state.
+    """One HMM state."""
 
-    Args:
-        forward_pdf_class, self_loop_pdf_class: pdf classes, NO_PDF for a non-emitting state.
-        transitions: (destination state, probability) each.
-    """
-
-    forward_pdf_class: int
+    forward_pdf_class: int  # NO_PDF for a non-emitting state
     self_loop_pdf_class: int
-    transitions: tuple[tuple[int, float], ...]
+    transitions: tuple[tuple[int, float], ...]  # (destination state, probability) each
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The HMMs of all phones: which states a phone has and which transitions leave them.
+    """The HMMs of all phones: which states a phone has and which transitions leave them."""
 
-    Args:
-        entries: the different HMMs; each a tuple of states, the last one final, without transitions.
-        phone_to_entry: phone-id (1 or more) to the index of its HMM in `entries`, phones in ascending order.
-    """
-
-    entries: tuple[tuple[State, ...], ...]
-    phone_to_entry: dict[int, int]
+    entries: tuple[tuple[State, ...], ...]  # the different HMMs; their last states are final, without transitions
+    phone_to_entry: dict[int, int]  # phone-id (1 or more) to the index of its HMM, phones in ascending order
 
     def states(self, phone: int) -> tuple[State, ...]:
         """The states of `phone`; KeyError where the topology lacks it."""
@@ -61,20 +51,12 @@ class Topology:
 
 @dataclass(frozen=True, eq=False)
 class TransitionModel:
-    """A transition model. T is the number of transition-ids, S of transition-states.
-
-    Args:
-        topology: the HMMs of the phones.
-        tuples: int32 (S, 4), in ascending order: phone, HMM state, forward pdf, self-loop pdf. Row s is
-            transition-state s + 1.
-        log_probs: float32 (T + 1,), natural logarithm, indexed by transition-id; [0] is unused.
-        transition_to_pdf: int32 (T + 1,), indexed by transition-id; [0] is -1.
-    """
+    """A transition model of T transition-ids and S transition-states; row s of `tuples` is transition-state s + 1."""
 
     topology: Topology
-    tuples: NDArray[np.int32]
-    log_probs: NDArray[np.float32]
-    transition_to_pdf: NDArray[np.int32]
+    tuples: NDArray[np.int32]  # (S, 4), in ascending order: phone, HMM state, forward pdf, self-loop pdf
+    log_probs: NDArray[np.float32]  # (T + 1,), natural logarithm, indexed by transition-id; [0] is unused
+    transition_to_pdf: NDArray[np.int32]  # (T + 1,), indexed by transition-id; [0] is -1
 
     @property
     def num_pdfs(self) -> int:
