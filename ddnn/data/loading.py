@@ -36,8 +36,7 @@ from ddnn.data.feature_reader import (
     stats_of_speakers,
     write_chunk,
 )
-from ddnn.data.index import UtteranceIndex
-from ddnn.data.partition import assign_shards
+from ddnn.data.index import UtteranceIndex, assign_shards
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.archive import MatrixReader
 from ddnn.kaldi.data_dir import DataDir, speaker_cmvn_stats

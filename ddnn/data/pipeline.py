@@ -16,16 +16,17 @@ import torch
 
 from ddnn.data.cache import CacheFile, load_from_cache, open_or_create_cache
 from ddnn.data.dataset import AcousticDataset, FrameSubset
-from ddnn.data.index import UtteranceIndex, build_index
-from ddnn.data.loading import DataConfig, load_dataset
-from ddnn.data.memory import Estimate, TrainingFootprint, choose_feature_device, frame_bytes, require_host_memory
-from ddnn.data.partition import (
+from ddnn.data.index import (
     DEFAULT_FRACTION,
+    UtteranceIndex,
     assign_shards,
+    build_index,
     hold_out_fraction,
     hold_out_speakers,
     local_positions,
 )
+from ddnn.data.loading import DataConfig, load_dataset
+from ddnn.data.memory import Estimate, TrainingFootprint, choose_feature_device, frame_bytes, require_host_memory
 from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, estimate_normalization, splice_only
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, read_alignments

@@ -129,7 +129,7 @@ def estimate_normalization(
 
     Args:
         utterances: indices into the dataset; of several workers each passes those of its shard that are among the first
-            `STATISTICS_UTTERANCES` of all workers' training set (`partition.local_positions`), or none.
+            `STATISTICS_UTTERANCES` of all workers' training set (`local_positions`), or none.
         comm: sums the statistics over the workers, who all get the same bits. Collective.
 
     Raises:

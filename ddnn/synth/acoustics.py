@@ -3,9 +3,9 @@ correlated in time; and how long they stay in each HMM state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,20 +57,8 @@ def make_acoustics(rng: np.random.Generator, lexicon: Lexicon, dim: int) -> Acou
     return Acoustics(lexicon, means, np.repeat(stddevs, COMPONENTS, axis=0).astype(np.float32), self_loop)
 
 
-class UtteranceBatch(NamedTuple):
-    """Some utterances of one speaker.
-
-    Attributes:
-        words: per utterance, its word indices.
-        frames: int64 [utterances + 1]: utterance u owns the rows `frames[u]:frames[u + 1]`.
-        features: float32 [rows, dim].
-        transition_ids: int32 [rows].
-    """
-
-    words: list[npt.NDArray[np.int64]]
-    frames: npt.NDArray[np.int64]
-    features: npt.NDArray[np.float32]
-    transition_ids: npt.NDArray[np.int32]
+Utterance = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""Its word indices, transition-ids (int32 [frames]) and features (float32 [frames, dim])."""
 
 
 def _gather_ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -83,7 +71,7 @@ def _gather_ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 def draw_batch(
     rng: np.random.Generator, acoustics: Acoustics, count: int, shift: npt.NDArray[np.float32],
     scale: npt.NDArray[np.float32],
-) -> UtteranceBatch:  # fmt: skip
+) -> Iterator[Utterance]:  # fmt: skip
     """Draws `count` utterances of a speaker with that shift and scale (float32 [dim] each)."""
     lexicon, (low, high) = acoustics.lexicon, WORDS_PER_UTTERANCE
     num_words = rng.integers(low, high + 1, count)
@@ -101,14 +89,15 @@ def draw_batch(
     pdfs = lexicon.pdfs[_gather_ranges(lexicon.offsets[items], lengths)]
     durations = rng.geometric(1 - acoustics.self_loop[pdfs])
     per_item = np.add.reduceat(durations, np.cumsum(lengths) - lengths)
-    frames = np.concatenate([[0], np.cumsum(np.bincount(utterance, per_item, count))]).astype(np.int64)
+    starts = np.cumsum(np.bincount(utterance, per_item, count)).astype(np.int64)[:-1]  # of all but the first
     # The component of the mixture is that of a whole HMM state: a neighbour in time has the same accent.
     gaussian = np.repeat(pdfs * COMPONENTS + rng.integers(0, COMPONENTS, len(pdfs)), durations)
     # Transition-ids as Kaldi orders them ("reorder"): the transition out of the state first, then its self-loops.
     transition_ids = np.repeat(2 * pdfs + 1, durations).astype(np.int32)
     transition_ids[np.cumsum(durations) - durations] += 1
     features = sample_features(rng, acoustics, gaussian, shift, scale)
-    return UtteranceBatch(np.split(words, np.cumsum(num_words)[:-1]), frames, features, transition_ids)
+    words_of = np.split(words, np.cumsum(num_words)[:-1])
+    return zip(words_of, np.split(transition_ids, starts), np.split(features, starts), strict=True)
 
 
 def sample_features(

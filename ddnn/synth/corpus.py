@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.fst import write_fst
-from ddnn.synth.acoustics import Acoustics, draw_batch, draw_speaker, make_acoustics, write_model
+from ddnn.synth.acoustics import Acoustics, Utterance, draw_batch, draw_speaker, make_acoustics, write_model
 from ddnn.synth.lexicon import PHONES, make_graph, make_lexicon
 from ddnn.util.errors import UserError
 from ddnn.util.files import atomic_directory, ensure_directory, write_text
@@ -67,7 +66,7 @@ class _Split:
 
     name: str
     number: int
-    speakers: tuple[str, ...]
+    speakers: list[str]
     frames_each: int
 
 
@@ -101,18 +100,15 @@ def _write_symbols(path: Path, symbols: list[str]) -> None:
     write_text(path, "".join(f"{symbol} {index}\n" for index, symbol in enumerate(symbols)))
 
 
-def _draw_utterances(
-    model: Acoustics, seed: int, split: _Split, speaker: int
-) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
-    """Words, transition-ids and features of each utterance of one speaker. Each speaker has an own seed."""
+def _draw_utterances(model: Acoustics, seed: int, split: _Split, speaker: int) -> Iterator[Utterance]:
+    """The utterances of one speaker, each of whom has an own seed."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1 + split.number, speaker)))
     shift, scale = draw_speaker(rng, model.dim)
     spoken = 0
     while True:
-        batch = draw_batch(rng, model, _BATCH, shift, scale)
-        for words, (first, end) in zip(batch.words, pairwise(batch.frames.tolist()), strict=True):
-            yield words, batch.transition_ids[first:end], batch.features[first:end]
-            spoken += end - first
+        for utterance in draw_batch(rng, model, _BATCH, shift, scale):
+            yield utterance
+            spoken += len(utterance[1])
             if spoken >= split.frames_each:
                 return
 
@@ -184,10 +180,7 @@ def synthesize(out: Path, options: SynthOptions, progress: Callable[[int], None]
     model = make_acoustics(root, lexicon, options.dim)
     sizes = (("train", options.speakers, options.hours), ("test", test_speakers, test_hours))
     train, test = (
-        _Split(
-            *(name, number, tuple(f"{name}{index:05d}" for index in range(1, count + 1))),
-            max(1, round(hours * FRAMES_PER_HOUR / count)),
-        )
+        _Split(name, number, [f"{name}{n:05d}" for n in range(1, count + 1)], round(hours * FRAMES_PER_HOUR / count))
         for number, (name, count, hours) in enumerate(sizes)
     )
     held_out = np.sort(root.choice(options.speakers, max(1, options.speakers // 10), replace=False)).tolist()

@@ -12,7 +12,7 @@ from corpora import labelled_utterances, load_all, write_data_dir, write_pdfs
 from ddnn.data import memory
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.partition import hold_out_fraction, hold_out_speakers
+from ddnn.data.index import hold_out_fraction, hold_out_speakers
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.data_dir import accumulate_cmvn_stats, add_deltas, apply_cmvn
 from ddnn.util.errors import DataError

@@ -18,9 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.index import UtteranceIndex, _check_same_tables, _tables, build_index
+from ddnn.data.index import (
+    UtteranceIndex,
+    _check_same_tables,
+    _tables,
+    assign_shards,
+    build_index,
+    hold_out_fraction,
+    hold_out_speakers,
+    local_positions,
+)
 from ddnn.data.loading import DataConfig, load_dataset
-from ddnn.data.partition import assign_shards, hold_out_fraction, hold_out_speakers, local_positions
 from ddnn.data.transform import estimate_normalization, splice_only
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.alignments import read_alignments
