@@ -37,13 +37,11 @@ class KeyInfo:
     variants: tuple[str, ...] = ()
 
 
-@cache
 def sections() -> dict[str, str]:
     """Dotted names of the recipe's mappings, in schema order, with their meaning. The recipe itself is ""."""
     return _walk()[0]
 
 
-@cache
 def keys() -> dict[str, KeyInfo]:
     """All keys by dotted name, in schema order."""
     return _walk()[1]
@@ -92,9 +90,9 @@ def _walk() -> tuple[dict[str, str], dict[str, KeyInfo]]:
 
     def visit(prefix: str, *variants: dict[str, Any]) -> None:
         found_sections[prefix] = _unwrapped(variants[0]["description"])
-        chooser = VARIANTS[prefix][0] if prefix in VARIANTS else None
-        # The key that chooses the variant comes first.
-        for name in dict.fromkeys([*([chooser] if chooser else []), *(n for v in variants for n in v["properties"])]):
+        chooser = VARIANTS[prefix][0] if prefix in VARIANTS else ""
+        names = dict.fromkeys([chooser, *(name for variant in variants for name in variant["properties"])])
+        for name in filter(None, names):  # the one that chooses the variant comes first
             dotted = f"{prefix}.{name}".lstrip(".")
             having = [variant for variant in variants if name in variant["properties"]]
             field = having[0]["properties"][name]

@@ -51,7 +51,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
     for setting in overrides:
         given = parse_setting(setting)
         tree.problems += given.problems
-        own = {name: value for name, value in given.values.items() if not _is_include(name)}
+        own = {name: value for name, value in given.values.items() if name.partition(".")[0] != "include"}
         if len(own) < len(given.values):
             tree.refuse("include: cannot be set; write it in the recipe", f"--set {setting}")
         tree.values |= own
@@ -79,10 +79,6 @@ def get_value(recipe: Recipe, name: str) -> Any:
     return value
 
 
-def _is_include(name: str) -> bool:
-    return name.partition(".")[0] == "include"
-
-
 def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: tuple[Path, ...] = ()) -> None:
     """Adds a recipe or fragment to `tree`, after what it includes.
 
@@ -91,10 +87,9 @@ def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: 
     files.append(path)
     found = read_yaml(path)
     tree.problems += found.problems
-    include = SourceValue(None, "")
-    for name in sorted(filter(_is_include, found.values), key=lambda name: name != "include"):
-        given = found.values.pop(name)
-        include = given if name == "include" else SourceValue({}, given.source)
+    include = found.values.pop("include", SourceValue(None, ""))
+    for name in [name for name in found.values if name.startswith("include.")]:
+        include = SourceValue({}, found.values.pop(name).source)
     names = _included(include, tree)
     chain = (*chain, path.resolve()) if names else chain
     for wanted in names:
