@@ -56,39 +56,24 @@ _TEMPORARY = ".tmp-"
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The tensors of a checkpoint by name: dtypes as in DTYPES, any shape, any device.
+    """The tensors of a checkpoint by name: dtypes as in DTYPES, any shape, any device."""
 
-    Attributes:
-        global_: identical on all ranks; only rank 0's is written.
-        rank: of this rank alone.
-    """
-
-    global_: dict[str, Tensor]
-    rank: dict[str, Tensor]
+    global_: dict[str, Tensor]  # identical on all ranks; only rank 0's is written
+    rank: dict[str, Tensor]  # of this rank alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointHandle(CheckpointSummary):
-    """A checkpoint of which this rank has verified what it needs, and the ranks together everything.
-
-    Attributes:
-        path: its folder.
-        global_state: the tensors that are identical on all ranks, on the CPU.
-        own: this process's rank, modulo `world_size`, and that rank's tensors.
-    """
+    """A checkpoint in the folder `path`, of which this rank has verified what it needs, and the ranks together everything.
+    Tensors are on the CPU."""
 
     path: Path
     global_state: dict[str, Tensor]
-    own: tuple[int, dict[str, Tensor]]
+    own: tuple[int, dict[str, Tensor]]  # this process's rank, modulo `world_size`, and that rank's tensors
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:
-        """The tensors of one of the ranks that wrote it, on the CPU.
-
-        Those of this process's own rank (modulo `world_size`) are in memory; others are read and verified.
-
-        Raises:
-            DataError: the file has been damaged since `CheckpointStore.latest` returned.
-        """
+        """The tensors of one of the ranks that wrote it: its own, in memory, or others, which are read and verified.
+        DataError if the file has been damaged since `CheckpointStore.latest` returned."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of {self.world_size}")
         if rank == self.own[0]:
@@ -116,30 +101,30 @@ class CheckpointStore:
 
         Args:
             metadata: JSON, but for tuples (read as lists) and floats that are not finite. Matters on rank 0 only.
-            state: the tensors.
 
         Returns:
             Whether it was written; the same on all ranks. If not (the disk is full), rank 0 has logged a warning,
             nothing is left of it, and the older checkpoints are as they were.
         """
-        is_rank0 = self.comm.rank == 0
-        number, failure = self._on_rank0(self._begin)
-        if failure is None:
-            tensors = {rank_file(self.comm.rank): state.rank, **({GLOBAL: state.global_} if is_rank0 else {})}
-            files, failure = self._on_all_ranks(lambda: self._write_tensors(number, tensors))
-        if failure is None:
+        number, failure, is_rank0 = 0, "", self.comm.rank == 0
+        tensors = {rank_file(self.comm.rank): state.rank, **({GLOBAL: state.global_} if is_rank0 else {})}
+        try:
+            number = self._on_rank0(self._begin)
+            files = self._on_all_ranks(lambda: self._write_tensors(number, tensors))
             all_files = {name: (size, sha256) for of_rank in files for name, (size, sha256) in of_rank.items()}
             summary = CheckpointSummary(number, self.comm.world_size, all_files, metadata)
-            _, failure = self._on_rank0(lambda: self._commit(summary))
-        if is_rank0 and failure is None:
+            self._on_rank0(lambda: self._commit(summary))
+        except CorruptCheckpointError as error:  # on all ranks alike
+            failure = str(error)
+        if is_rank0 and not failure:
             self._remove_old()
         elif is_rank0:
-            for name in () if number is None else (_TEMPORARY + folder_name(number), folder_name(number)):
+            for path in (self._temporary(number), self._folder(number)) if number else ():
                 with suppress(OSError):
-                    remove_checkpoint(real_folder(self.directory) / name)
+                    remove_checkpoint(real_folder(self.directory) / path.name)
             log.warning("%s: the checkpoint could not be written, training continues: %s", self.directory, failure)
         self.comm.barrier()  # no rank returns while rank 0 still renames or removes
-        return failure is None
+        return not failure
 
     def latest(self) -> CheckpointHandle | None:
         """Collective: the newest checkpoint that is not corrupt; None if there is none.
@@ -151,15 +136,20 @@ class CheckpointStore:
         Raises:
             DataError: all checkpoints are corrupt, or another version of ddnn wrote the newest.
         """
-        numbers, failure = self._on_rank0(lambda: manifest.checkpoint_numbers(self.directory)[::-1])
-        for number in numbers or ():
-            handle, failure = self._load(number)
-            if handle is not None:
-                return handle
+        numbers, failure = [], ""
+        try:
+            numbers = self._on_rank0(lambda: manifest.checkpoint_numbers(self.directory)[::-1])
+        except CorruptCheckpointError as error:
+            failure = str(error)
+        for number in numbers:
+            try:
+                return self._load(number)
+            except CorruptCheckpointError as error:  # on all ranks alike
+                failure = str(error)
             self._corrupt.add(number)
             if self.comm.rank == 0:
-                log.warning("checkpoint %s is corrupt, skipping it: %s", self.directory / folder_name(number), failure)
-        if failure is not None:
+                log.warning("checkpoint %s is corrupt, skipping it: %s", self._folder(number), failure)
+        if failure:
             raise DataError(
                 f"there is no checkpoint to resume from: {failure}",
                 location=self.directory,
@@ -167,46 +157,45 @@ class CheckpointStore:
             )
         return None
 
-    def _on_all_ranks(self, act: Callable[[], Any]) -> tuple[list[Any], str | None]:
-        """Collective: what `act` returned (JSON) on each rank, and the first failure of any rank."""
+    def _on_all_ranks(self, act: Callable[[], Any]) -> list[Any]:
+        """Collective: what `act` returned (JSON) on each rank; CorruptCheckpointError on all if it failed on any."""
         try:
             outcome = {"result": act()}
         except (OSError, MemoryError, CorruptCheckpointError) as error:
             outcome = {"failure": f"worker {self.comm.rank} on {self.comm.host}: {describe(error)}"}
         outcomes = self.comm.all_gather_object(outcome)
-        failure = next((item["failure"] for item in outcomes if "failure" in item), None)
-        return [item.get("result") for item in outcomes], failure
+        for item in outcomes:
+            if "failure" in item:
+                raise CorruptCheckpointError(item["failure"])
+        return [item["result"] for item in outcomes]
 
-    def _on_rank0(self, act: Callable[[], Any]) -> tuple[Any, str | None]:
-        """Collective: what `act` returned (JSON) on rank 0, which alone calls it, and its failure."""
-        results, failure = self._on_all_ranks(act if self.comm.rank == 0 else lambda: None)
-        return results[0], failure
+    def _on_rank0(self, act: Callable[[], Any]) -> Any:
+        """Collective: as `_on_all_ranks`, where rank 0 alone calls `act`."""
+        return self._on_all_ranks(act if self.comm.rank == 0 else lambda: None)[0]
 
-    def _load(self, number: int) -> tuple[CheckpointHandle | None, str | None]:
-        """Collective: the checkpoint, or why it is corrupt."""
-        path, comm = self.directory / folder_name(number), self.comm
-        found, failure = self._on_rank0(lambda: manifest.read_manifest(path))
-        if failure is not None:
-            return None, failure
-        try:
-            text, written = found
-            summary = manifest.parse_manifest(text, written, number, path)
-        except CorruptCheckpointError as error:  # on all ranks alike
-            return None, str(error)
+    def _folder(self, number: int) -> Path:
+        return self.directory / folder_name(number)
+
+    def _temporary(self, number: int) -> Path:
+        return self.directory / (_TEMPORARY + folder_name(number))
+
+    def _load(self, number: int) -> CheckpointHandle:
+        """Collective: the checkpoint; CorruptCheckpointError on all ranks."""
+        path, comm = self._folder(number), self.comm
+        text, written = self._on_rank0(lambda: manifest.read_manifest(path))
+        summary = manifest.parse_manifest(text, written, number, path)
         own = comm.rank % summary.world_size
         unclaimed = range(comm.world_size + comm.rank, summary.world_size, comm.world_size)
-        tensors: dict[str, dict[str, Tensor]] = {}
+        tensors: dict[str, Any] = {}
 
         def read() -> None:
             for rank in unclaimed:
                 _read_tensors(path, rank_file(rank), summary)
-            tensors.update({name: _read_tensors(path, name, summary) for name in (GLOBAL, rank_file(own))})
+            tensors["global_state"] = _read_tensors(path, GLOBAL, summary)
+            tensors["own"] = own, _read_tensors(path, rank_file(own), summary)
 
-        _, failure = self._on_all_ranks(read)
-        if failure is not None:
-            return None, failure
-        states: dict[str, Any] = {"global_state": tensors[GLOBAL], "own": (own, tensors[rank_file(own)])}
-        return CheckpointHandle(**vars(summary), path=path, **states), None
+        self._on_all_ranks(read)
+        return CheckpointHandle(**vars(summary), path=path, **tensors)
 
     def _begin(self) -> int:
         """Removes what killed trainings left, and makes the folder of the next checkpoint; returns its number."""
@@ -219,34 +208,31 @@ class CheckpointStore:
                     remove_checkpoint(self.directory / name)
         names = manifest.listdir(self.directory)
         number = max((folder_number(name.removeprefix(_TEMPORARY)) for name in names), default=0) + 1
-        (self.directory / (_TEMPORARY + folder_name(number))).mkdir()
+        self._temporary(number).mkdir()
         return number
 
     def _write_tensors(self, number: int, tensors: dict[str, dict[str, Tensor]]) -> dict[str, tuple[int, str]]:
         """Writes files of tensors; their sizes and SHA-256."""
-        folder = real_folder(real_folder(self.directory) / (_TEMPORARY + folder_name(number)))
+        real_folder(self.directory)
+        folder = real_folder(self._temporary(number))
         return {name: write_verified(folder / name, partial(_encode_tensors, of)) for name, of in tensors.items()}
 
     def _commit(self, summary: CheckpointSummary) -> None:
         """All files were read back: the manifest makes them a checkpoint, the renaming makes it the newest."""
-        name, text = folder_name(summary.number), manifest.encode_manifest(summary)
-        temporary = self.directory / (_TEMPORARY + name)
+        temporary, text = self._temporary(summary.number), manifest.encode_manifest(summary)
         write_verified(temporary / manifest.MANIFEST, lambda: [text])
         fsync_directory(temporary, strict=True)
-        temporary.rename(self.directory / name)
+        temporary.rename(self._folder(summary.number))
         fsync_directory(self.directory, strict=True)
 
     def _remove_old(self) -> None:
         """All but the newest `keep_last`; those seen corrupt go before those that may be intact."""
         try:
-            paths = {
-                number: self.directory / folder_name(number) for number in manifest.checkpoint_numbers(self.directory)
-            }
-            real = [number for number, path in paths.items() if stat.S_ISDIR(path.lstat().st_mode)]
+            numbers = manifest.checkpoint_numbers(self.directory)
+            real = [number for number in numbers if stat.S_ISDIR(self._folder(number).lstat().st_mode)]
             for number in sorted(real, key=lambda n: (n in self._corrupt, -n))[self.keep_last :]:
-                temporary = self.directory / (_TEMPORARY + folder_name(number))
-                paths[number].rename(temporary)  # so that a kill in between leaves no half of a checkpoint
-                remove_checkpoint(temporary)
+                # Renamed first, so that a kill in between leaves no half of a checkpoint.
+                remove_checkpoint(self._folder(number).rename(self._temporary(number)))
         except OSError as error:
             log.warning("%s: an older checkpoint could not be removed: %s", self.directory, describe(error))
 
@@ -283,11 +269,7 @@ def _read_tensors(path: Path, name: str, summary: CheckpointSummary) -> dict[str
 
 
 def _encode_tensors(tensors: dict[str, Tensor]) -> Iterator[Any]:
-    """The bytes of a safetensors file, one tensor after the other: only tensors on a GPU are copied.
-
-    Raises:
-        TypeError: a dtype that is not in DTYPES.
-    """
+    """The bytes of a safetensors file, one tensor after the other: only tensors on a GPU are copied."""
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # each aligned for its dtype
     entries, end = {}, 0
     for name in names:

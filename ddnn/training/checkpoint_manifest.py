@@ -38,21 +38,13 @@ class CorruptCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """A checkpoint by its manifest.
-
-    Attributes:
-        number: its running number.
-        world_size: how many ranks wrote it.
-        files: name -> size in bytes, SHA-256.
-        metadata: as it was saved, but tuples have become lists, and keys are sorted.
-        written: seconds since 1970; 0.0 before it is written.
-    """
+    """A checkpoint by its manifest."""
 
     number: int
-    world_size: int
-    files: dict[str, tuple[int, str]]
-    metadata: dict[str, Any]
-    written: float = 0.0
+    world_size: int  # how many ranks wrote it
+    files: dict[str, tuple[int, str]]  # name -> size in bytes, SHA-256
+    metadata: dict[str, Any]  # as it was saved, but tuples have become lists, and keys are sorted
+    written: float = 0.0  # seconds since 1970; 0 before it is written
 
     def as_text(self) -> str:
         """Where the training was."""
@@ -99,10 +91,7 @@ def peek_checkpoint(directory: Path, report: Callable[[str], None]) -> Checkpoin
 
 def encode_manifest(summary: CheckpointSummary) -> bytes:
     """The manifest as JSON, with the SHA-256 of itself; floats that are not finite as NaN, Infinity and -Infinity.
-
-    Raises:
-        TypeError: the metadata holds what is not JSON. OSError: it would be longer than may be read again.
-    """
+    TypeError: the metadata is no JSON. OSError: it would be longer than may be read again."""
     value = {
         "format": FORMAT,
         "ddnn": ddnn.__version__,
@@ -139,12 +128,8 @@ def read_manifest(path: Path) -> tuple[str, float]:
 
 
 def parse_manifest(text: str, written: float, number: int, path: Path) -> CheckpointSummary:
-    """What a manifest says, byte for byte as it was written, in the folder `path` of checkpoint `number`.
-
-    Raises:
-        CorruptCheckpointError: it is not what was written, or describes no checkpoint.
-        DataError: another version of ddnn wrote it.
-    """
+    """What a manifest says, byte for byte as it was written, in the folder `path` of checkpoint `number`. DataError if
+    another version of ddnn wrote it; CorruptCheckpointError."""
     try:
         value = json.loads(text)
         sha256 = value.pop("sha256")
@@ -184,12 +169,11 @@ def open_checked(path: Path, name: str, summary: CheckpointSummary) -> BinaryIO:
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file of the state of one rank."""
+    """Name of the file of one rank's state."""
     return f"rank{rank:04d}.safetensors"
 
 
 def folder_name(number: int) -> str:
-    """Name of the folder of a checkpoint."""
     return f"{number:08d}"
 
 
@@ -228,7 +212,6 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def describe(error: Exception) -> str:
-    """What an error of a checkpoint's files says."""
     if isinstance(error, MemoryError):
         return "not enough memory"
     if isinstance(error, OSError) and error.strerror:

@@ -26,25 +26,17 @@ from ddnn.util.errors import DataError, DivergedError
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
 
-EVAL_BATCH = 1024
-"""Frames per forward pass: enough for full GEMM speed, few enough to stay in a CPU's cache."""
+EVAL_BATCH = 1024  # frames per forward pass: enough for full GEMM speed, few enough to stay in a CPU's cache
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What a model reaches on some frames.
+    """What a model reaches on some frames."""
 
-    Attributes:
-        loss: cross-entropy per frame, in nats.
-        frame_accuracy: share of frames whose most probable pdf is the aligned one, 0 to 1.
-        frames: how many there are.
-        utterances: how many were used, skipped (by reason) and trimmed, where a data dir was loaded.
-    """
-
-    loss: float
-    frame_accuracy: float
+    loss: float  # cross-entropy per frame, in nats
+    frame_accuracy: float  # share of frames whose most probable pdf is the aligned one, 0 to 1
     frames: int
-    utterances: dict[str, int] = field(default_factory=dict)
+    utterances: dict[str, int] = field(default_factory=dict)  # of a data dir: used, skipped (by reason), trimmed
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -93,7 +85,6 @@ class LossSums:
         self.frames = int(frames)
 
     def reset(self) -> None:
-        """Back to sums of nothing."""
         self.load_tensor(torch.zeros(3))
 
 
@@ -103,18 +94,14 @@ class EpochLosses:
 
     Args:
         excludes: whether workers are excluded. Otherwise a loss that is not finite ends the training.
-
-    Attributes:
-        epoch, learning_rate: of the epoch under way, for messages.
     """
 
-    CHECK_PERIOD = 500
-    """Minibatches between two checks of a single worker's loss; a check waits for the device."""
+    CHECK_PERIOD = 500  # minibatches between two checks of a single worker's loss; a check waits for the device
 
     def __init__(self, device: torch.device, *, excludes: bool) -> None:
         self.excludes = excludes
         self.committed, self.interval = LossSums(device), LossSums(device)
-        self.epoch, self.learning_rate, self._minibatches = 0, 0.0, 0
+        self.epoch, self.learning_rate, self._minibatches = 0, 0.0, 0  # of the epoch under way, for messages
 
     def add(self, loss: Tensor, num_correct: Tensor, frames: int) -> None:
         """Adds one minibatch; raises as `check`."""
@@ -161,11 +148,7 @@ def raise_if_diverged(split: str, result: EvalResult, epoch: int, learning_rate:
 
 
 def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Workspace) -> Iterator[tuple[Batch, Tensor]]:
-    """Consecutive frames and their logits (n, pdfs), each valid until the next.
-
-    Args:
-        workspace: memory for one batch; its size is that of the largest batch.
-    """
+    """Consecutive frames and their logits (n, pdfs), each valid until the next; as many as fit into `workspace`."""
     sampler, gather = SequentialSampler(frames, len(workspace.x)), workspace.arithmetic.gather
     with closing(make_batch_loader(frames, model.transform, sampler, out=workspace.x, gather=gather)) as loader:
         for batch in loader.epoch():
@@ -173,11 +156,8 @@ def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Worksp
 
 
 def evaluate(model: AcousticModel, frames: FrameSubset, comm: Communicator | None = None) -> EvalResult:
-    """Loss and frame accuracy of `model` over all of `frames`.
-
-    Args:
-        comm: where `frames` is this worker's shard; all workers evaluate the same model and get the same figures.
-    """
+    """Loss and frame accuracy of `model` over all of `frames`; with `comm` those are this worker's shard, and all workers,
+    which evaluate the same model, get the same figures."""
     sums = LossSums(model.network.parameters.device)
     workspace = Workspace(model.network, max(1, min(EVAL_BATCH, len(frames))))
     for batch, logits in forward_batches(model, frames, workspace):
@@ -190,11 +170,8 @@ def evaluate(model: AcousticModel, frames: FrameSubset, comm: Communicator | Non
 def evaluate_run(
     run_dir: Path, data: Path, alignments: Path, device: str = "auto", allow_pipes: bool = False
 ) -> EvalResult:
-    """Loss and frame accuracy of a run's final model on a data dir and its alignment.
-
-    Raises:
-        DataError: damaged or unfit input; another feature dimension or number of pdfs than the model's.
-    """
+    """Loss and frame accuracy of a run's final model on a data dir and its alignment. DataError for damaged input, another
+    feature dimension or number of pdfs than the model's."""
     on = choose_device(device)
     model = load_run(run_dir)
     labels = read_alignments(alignments)
@@ -215,11 +192,8 @@ def evaluate_run(
 def load_for_model(
     model: AcousticModel, data: Path, alignments: Alignments | None, *, allow_pipes: bool
 ) -> AcousticDataset:
-    """A data dir as `model` reads it: its CMVN, deltas and context. Utterances that cannot be used are skipped.
-
-    Raises:
-        DataError: damaged input, features of other dims than the model's, or no utterance that can be used.
-    """
+    """A data dir as `model` reads it: its CMVN, deltas and context. Utterances that cannot be used are skipped. DataError
+    for damaged input, features of other dims than the model's, or no utterance that can be used."""
     config = DataConfig(
         replace(model.features, splice=model.transform.context),
         allow_pipes=allow_pipes,

@@ -51,21 +51,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Job:
-    """What a training and a pretraining have in common, on this worker.
+    """What a training and a pretraining have in common, on this worker."""
 
-    Attributes:
-        recipe: with as many workers as there are; recipe_text: resolved, as it is written to the run dir.
-        run: the run dir, locked, with its log.
-        shutdown: whether the job was asked to stop.
-        device: where this worker computes.
-    """
-
-    recipe: Recipe
-    recipe_text: str
+    recipe: Recipe  # with as many workers as there are
+    recipe_text: str  # resolved, as it is written to the run dir
     comm: Communicator
-    run: RunDir
-    shutdown: GracefulShutdown
-    device: torch.device
+    run: RunDir  # locked, with its log
+    shutdown: GracefulShutdown  # whether the job was asked to stop
+    device: torch.device  # where this worker computes
 
     def checkpoint_policy(self, run: RunDir, comm: Communicator) -> CheckpointPolicy:
         """Checkpoints of the workers of `comm` in `run`, as often as the recipe says."""
@@ -77,10 +70,8 @@ class Job:
 def run_training(
     recipe: Recipe, run_dir: Path, device: str = "auto", comm: Communicator | None = None, *, resume: bool = False
 ) -> None:
-    """Trains as the recipe says and leaves everything in `run_dir`; every worker of `comm` runs it together.
-
-    Args:
-        resume: continue from the newest checkpoint of the run dir; if there is none, start from the beginning.
+    """Trains as the recipe says and leaves everything in `run_dir`; all workers of `comm` run it together. With `resume` it
+    continues from the newest checkpoint of the run dir; if there is none, it starts from the beginning.
 
     Raises:
         UserError: anything for the user to fix: recipe, data, device, disk. DivergedError: the training diverged.
@@ -104,10 +95,8 @@ def run_training(
 
 
 def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: Communicator | None = None) -> None:
-    """`ddnn pretrain`: leaves a DBN of RBMs in `run_dir`, for `pretrain.dbn`. An interrupted one is resumed.
-
-    Raises: as `run_training`.
-    """
+    """`ddnn pretrain`: leaves a DBN of RBMs in `run_dir`, for `pretrain.dbn`. An interrupted one is resumed. Raises as
+    `run_training`."""
     options.check_pretrains(recipe)
     with open_job("pretraining", recipe, run_dir, device, comm or SingleProcess(), resume=True) as job:
         if read_restart() is not None:
@@ -122,11 +111,8 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: C
 def open_job(
     kind: Kind, recipe: Recipe, run_dir: Path, device: str, comm: Communicator, *, resume: bool
 ) -> Iterator[Job]:
-    """Locks the run dir, starts log, watchdog and signal handling, and records how the job ends. Collective.
-
-    Raises:
-        TrainingInterrupted: a signal has ended the job, and there is something to resume from. SystemExit: there is nothing.
-    """
+    """Locks the run dir, starts log, watchdog and signal handling, and records how the job ends. Collective. Where a signal
+    has ended it, raises TrainingInterrupted if there is something to resume from, else SystemExit."""
     recipe = options.with_world_size(recipe, comm.world_size)
     text = dump_recipe(recipe) if kind == "training" else pretraining_recipe(recipe)
     # Rank 0 logs everything and shows progress, the others log warnings only.
@@ -144,8 +130,7 @@ def open_job(
                 run.close(stopped, f"stopped on {name}, before there was a checkpoint")
                 number = signal.Signals[name] if name in signal.Signals.__members__ else signal.SIGTERM
                 raise SystemExit(128 + int(number)) from stopped
-            command = resume_command(run_dir, kind)
-            message = f"stopped on {name}; resume with: {command}"
+            message = f"stopped on {name}; resume with: {resume_command(run_dir, kind)}"
             run.close(TrainingInterrupted(name), message)
             if comm.rank == 0:
                 with suppress(OSError):  # nobody may be listening any more
@@ -215,14 +200,9 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
         run.record(resume_event(loaded, run, comm))
     run.write_pdf_counts(data.index.pdf_counts)
     trainer = assemble_trainer(job, model.to(job.device), data, digest, checkpoints, loaded)
-    progress = trainer.progress
+    progress, epochs = trainer.progress, trainer.schedule.max_epochs
     run.set_status(
-        phase="training",
-        epoch=progress.epoch,
-        minibatch=progress.minibatch,
-        max_epochs=trainer.schedule.max_epochs,
-        rbm=None,
-        num_rbms=None,
+        phase="training", epoch=progress.epoch, minibatch=progress.minibatch, max_epochs=epochs, rbm=None, num_rbms=None
     )
     checkpoints.begin(trainer)
     return trainer
@@ -262,9 +242,8 @@ def assemble_trainer(
     workspace = Workspace(network, size, arithmetic)
     prefetch, mark = job.device.type == "cuda", averager.timer.mark
     sampler = ShuffledSampler(data.train, size, seed=recipe.seed, rank=comm.rank, prefetch=prefetch)
-    batches = make_batch_loader(
-        data.train, model.transform, sampler, out=workspace.x, gather=arithmetic.gather, mark=mark
-    )
+    gather = arithmetic.gather
+    batches = make_batch_loader(data.train, model.transform, sampler, out=workspace.x, gather=gather, mark=mark)
     schedule = options.make_schedule(recipe.schedule)
     eager = EagerStep(workspace, optimizer, averager.average_gradient)
     lr = schedule.learning_rate * averager.lr_scale

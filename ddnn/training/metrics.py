@@ -25,10 +25,8 @@ from ddnn.util.text import printable
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 64 << 20
-"""Ten thousand epochs of one worker, or a hundred epochs of a thousand."""
-MAX_PENDING_ROWS = 10_000
-"""Rows kept in memory while the disk is full, about 4 MB; beyond it the oldest are lost."""
+MAX_BYTES = 64 << 20  # ten thousand epochs of one worker, or a hundred epochs of a thousand
+MAX_PENDING_ROWS = 10_000  # kept in memory while the disk is full, about 4 MB; beyond it the oldest are lost
 _MAX_LINE = 1 << 20
 
 
@@ -87,16 +85,12 @@ class _Figures(MetricsRow):
 
 
 class EpochRow(_Figures):
-    """The result of an epoch over all workers. Epoch 0 is the network before training.
-
-    Attributes:
-        accepted: False if the schedule rejected the epoch and returned to the best parameters.
-    """
+    """The result of an epoch over all workers. Epoch 0 is the network before training."""
 
     KEY = ("split", "epoch")
     type: Literal["epoch"] = "epoch"
     split: Literal["train", "cv"]
-    accepted: bool = True
+    accepted: bool = True  # False if the schedule rejected the epoch and returned to the best parameters
 
     def as_text(self) -> str:
         return self._text(self.split) + ("" if self.accepted else "  rejected")
@@ -112,20 +106,7 @@ class WarmupRow(_Figures):
 
 
 class WorkerRow(MetricsRow):
-    """Where the time of one worker went in one epoch: fractions are of `seconds`, those of its training thread.
-
-    Attributes:
-        compute_fraction: on CUDA it holds what the host waits for at the end of an interval, and `data_fraction` only
-            what the host itself does.
-        comm_fraction: what averaging takes from the training thread, without `wait_fraction`.
-        wait_fraction: the wait for the slowest worker before an averaging. With overlap it is part of `comm_fraction`.
-        averagings, excluded_averagings: how many there were, and how many of these (and of the epoch's last mean)
-            without this worker's model, because it was not finite.
-        consensus_distance: mean relative distance of this worker's model from the mean before an averaging.
-        comm_seconds: spent moving parameters, with overlap in the background.
-        interval_seconds, interval_seconds_std: mean and standard deviation over the epoch of the time of the
-            minibatches between two averagings.
-    """
+    """Where the time of one worker went in one epoch: fractions are of `seconds`, those of its training thread."""
 
     KEY = ("epoch", "rank")
     type: Literal["worker"] = "worker"
@@ -137,17 +118,17 @@ class WorkerRow(MetricsRow):
     minibatches: Count
     seconds: Seconds
     frames_per_second: Speed = None
-    compute_fraction: Fraction = None
-    data_fraction: Fraction = None
-    comm_fraction: Fraction = None
-    wait_fraction: Fraction = None
+    compute_fraction: Fraction = None  # on CUDA with what the host waits for at the end of an interval
+    data_fraction: Fraction = None  # on CUDA only what the host itself does
+    comm_fraction: Fraction = None  # what averaging takes from the training thread, without `wait_fraction`
+    wait_fraction: Fraction = None  # for the slowest worker before an averaging; with overlap part of `comm_fraction`
     averagings: Count = 0
-    excluded_averagings: Count = 0
-    consensus_distance: Distance = None
+    excluded_averagings: Count = 0  # with the epoch's last mean: without this worker's model, as it was not finite
+    consensus_distance: Distance = None  # mean relative distance of this model from the mean before an averaging
     bytes_sent: Count | None = None
-    comm_seconds: Seconds = None
+    comm_seconds: Seconds = None  # spent moving parameters, with overlap in the background
     num_parameters: Count | None = None
-    interval_seconds: Seconds = None
+    interval_seconds: Seconds = None  # of the minibatches between two averagings, mean and standard deviation
     interval_seconds_std: Seconds = None
 
     def as_text(self) -> str:
@@ -160,25 +141,17 @@ class WorkerRow(MetricsRow):
 
 
 class EventRow(MetricsRow):
-    """The training was resumed from a checkpoint by its user, or restarted by the launcher after a worker had died.
-
-    Attributes:
-        epoch, minibatch: finished epochs, and finished minibatches of rank 0 in the next one, at the checkpoint; 0 and 0
-            without one.
-        world_size: number of workers now.
-        number, reason: of a restart: its number from 1, and why the job had ended.
-        died_epoch, died_minibatch: of a restart: how far the job had come; None where that is not known.
-    """
+    """The training was resumed from a checkpoint by its user, or restarted by the launcher after a worker had died."""
 
     KEY = None
     type: Literal["event"] = "event"
     event: Literal["resumed", "restarted"]
-    epoch: Count
-    minibatch: Count = 0
-    world_size: Count
-    number: Count = 0
-    reason: Name = ""
-    died_epoch: Count | None = None
+    epoch: Count  # finished epochs at the checkpoint, 0 without one
+    minibatch: Count = 0  # finished minibatches of rank 0 in the next one
+    world_size: Count  # number of workers now
+    number: Count = 0  # of a restart, from 1
+    reason: Name = ""  # of a restart: why the job had ended
+    died_epoch: Count | None = None  # of a restart: how far the job had come; None where that is not known
     died_minibatch: Count | None = None
 
     def as_text(self) -> str:
@@ -195,24 +168,18 @@ def _place(epoch: int, minibatch: int) -> str:
 
 
 class PretrainRow(MetricsRow):
-    """One epoch over one RBM, all workers together; RBMs and epochs count from 1.
-
-    Attributes:
-        reconstruction_error: of this epoch.
-        mean_reconstruction_error: over the RBM's epochs so far.
-        guard_count: how often the guard against exploding weights acted.
-    """
+    """One epoch over one RBM, all workers together; RBMs and epochs count from 1."""
 
     KEY = ("rbm", "epoch")
     type: Literal["pretrain"] = "pretrain"
     rbm: Count
     epoch: Count
     reconstruction_error: Number = None
-    mean_reconstruction_error: Number
+    mean_reconstruction_error: Number  # over the RBM's epochs so far
     frames: Count | None = None
     seconds: Seconds = None
     frames_per_second: Speed = None
-    guard_count: Count = 0
+    guard_count: Count = 0  # how often the guard against exploding weights acted
 
     def as_text(self) -> str:
         error, mean = (

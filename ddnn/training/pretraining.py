@@ -48,8 +48,7 @@ from ddnn.util.errors import DataError, DivergedError
 
 log = logging.getLogger(__name__)
 
-FRAMES_PER_BLOCK = 1024
-"""Frames per forward pass where only the mean of the outputs is wanted."""
+FRAMES_PER_BLOCK = 1024  # per forward pass where only the mean of the outputs is wanted
 
 
 def epochs_for_rbm(config: PretrainConfig, index: int, frames: int) -> int:
@@ -67,19 +66,16 @@ class RbmTrainer:
     """All parts of the training of one RBM on this worker.
 
     Attributes:
-        index: of the RBM, from 0.
-        inputs: its visible units, a minibatch at a time.
-        averager: averages `rbm.parameters`.
         error, frames: reconstruction error of the epoch under way on this worker, 0-dim float64, and its frames.
         total_error, total_frames: of all finished epochs and workers.
     """
 
-    index: int
+    index: int  # of the RBM, from 0
     rbm: Rbm
     options: Cd1Options
     generator: torch.Generator
-    inputs: HiddenRepresentation
-    averager: NoAveraging
+    inputs: HiddenRepresentation  # its visible units, a minibatch at a time
+    averager: NoAveraging  # averages `rbm.parameters`
     checkpoints: CheckpointPolicy
     run: RunDir
     num_epochs: int
@@ -91,7 +87,7 @@ class RbmTrainer:
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done."""
+        """All epochs are done."""
         return self.progress.epoch >= self.num_epochs
 
     def step(self, visible: Tensor) -> None:
@@ -184,12 +180,7 @@ class RbmTrainer:
 
 
 def train_rbm(trainer: RbmTrainer) -> Rbm:
-    """Trains one RBM for its epochs. All workers run it together, each on its shard.
-
-    Raises:
-        DivergedError: the reconstruction error is not finite, or that of every worker.
-        TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written.
-    """
+    """Trains one RBM for its epochs. All workers run it together, each on its shard. Raises as `pretrain_dbn`."""
     t = trainer
     while not t.finished:
         t.begin_epoch()
@@ -341,11 +332,8 @@ def pretraining_recipe(recipe: Recipe) -> str:
 
 
 def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
-    """A finished DBN: a pretraining dir, or Kaldi's `N.dbn` with `pretrain.feature_transform`.
-
-    Raises:
-        DataError: unfinished, damaged, or not of the recipe's layers, splice and feature pipeline.
-    """
+    """A finished DBN: a pretraining dir, or Kaldi's `N.dbn` with `pretrain.feature_transform`. DataError if it is
+    unfinished, damaged, or not of the recipe's layers, splice and feature pipeline."""
     dbn = _read_dbn(recipe, source)
     model, splice = recipe.model, recipe.data.splice
     layers = [f"{layer.output_dim} {layer.label}" for layer in dbn.network.layers]

@@ -36,12 +36,8 @@ RESUMABLE = re.compile(
 
 
 def load_latest(store: CheckpointStore, recipe: Recipe, comm: Communicator) -> LoadedCheckpoint | None:
-    """What the newest whole checkpoint holds for this worker; None where there is none. Collective.
-
-    Raises:
-        RecipeError: the recipe is not the one that the checkpoint was made by.
-        DataError: there are checkpoints, but none that can be used.
-    """
+    """What the newest whole checkpoint holds for this worker; None where there is none. Collective. DataError where there
+    are checkpoints, but none that can be used; RecipeError as of `check_same_recipe`."""
     handle = store.latest()
     if handle is None:
         log.info("there is no checkpoint to resume from: training starts from the beginning")
@@ -66,9 +62,8 @@ def _rank_state(handle: CheckpointHandle, comm: Communicator) -> Mapping[str, Te
         try:
             return merge_rank_states(handle.rank_state(rank) for rank in range(handle.world_size))
         except (KeyError, RuntimeError) as error:
-            raise DataError(
-                f"the ranks of the checkpoint do not fit together: {error}", location=handle.path
-            ) from error
+            message = f"the ranks of the checkpoint do not fit together: {error}"
+            raise DataError(message, location=handle.path) from error
     # Fisher matrices of another worker are a better start than none; all else comes from rank 0.
     state = handle.rank_state(comm.rank % handle.world_size)
     return {**state, "loss_sums": torch.zeros(2, 3, dtype=torch.float64)}

@@ -1,25 +1,7 @@
-"""The run directory of a training or pretraining: its files, lock, log and status.
+"""The run directory of a training or pretraining: its lock, log, status and metrics, and what is left in it at the end.
 
-recipe.yaml              the recipe as it was run: includes and --set resolved
-train.log                the log; its lock keeps a second process out
-status.json              what the run is doing, or how it ended: `RunStatus`
-metrics.jsonl            one JSON object a line: `ddnn.training.metrics`
-job.sh, .json, .out      of a Slurm job: its script, its number, what it printed
-
-training:
-best.safetensors         the best network so far
-checkpoints/             what --resume needs; removed when the training has finished
-pretrain/                the RBMs, if the training trains them itself: a pretraining directory without lock and log
-final.safetensors        the trained model
-ali_train_pdf.counts     frames per pdf of the training alignment, for the priors
-
-pretraining:
-rbm1.safetensors, ...    each RBM as soon as it is trained
-dbn.safetensors          all of them as hidden layers
-submitted_recipe.yaml    of a Slurm job: the recipe with all sections
-
-The run directory itself may be a symbolic link. A link in place of one of these files is refused, since a run directory
-may come from a stranger and must not lead a training to write elsewhere.
+`ddnn.training.run_status` names its files. The directory itself may be a symbolic link. A link in place of one of the files
+is refused, since a run directory may come from a stranger and must not lead a training to write elsewhere.
 """
 
 from __future__ import annotations
@@ -50,16 +32,14 @@ from ddnn.util.files import FileLock, ensure_directory, fsync_directory, open_fo
 
 log = logging.getLogger(__name__)
 
-STATUS_SECONDS = 2.0
-"""Between two updates of status.json within an epoch."""
+STATUS_SECONDS = 2.0  # between two updates of status.json within an epoch
 
 
 class RunDir:
     """A run directory that this process writes. With several workers that is rank 0; the others have a `NullRunDir`.
 
     Attributes:
-        status: as last written to status.json.
-        previous: the status that an earlier process left; None where there is none, or it cannot be read.
+        status: as last written to status.json; previous: as an earlier process left it, None where there is none.
     """
 
     def __init__(self, path: Path, kind: Kind = "training", parent: RunDir | None = None) -> None:
@@ -79,11 +59,7 @@ class RunDir:
     @classmethod
     def open(cls, path: Path, kind: Kind = "training", *, resume: bool = False, recipe: str = "") -> RunDir:
         """Creates the directory, or takes one in which no training has begun or which is to be resumed; locks it, and
-        sends the log of `ddnn` to train.log until `close`. Arguments as of `check_run_dir`.
-
-        Raises:
-            UserError: as of `check_run_dir`; another process holds the lock; it cannot be written.
-        """
+        sends the log of `ddnn` to train.log until `close`. Arguments and errors as of `check_run_dir`."""
         check_run_dir(path, kind, resume=resume, recipe=recipe)
         ensure_directory(path)
         run = cls(path, kind)
@@ -111,12 +87,9 @@ class RunDir:
             if not self._lock.acquire(timeout=0.2):
                 log.warning("%s: this file system has no locks; nobody notices a second run in this run dir", self.path)
         except BlockingIOError as error:
-            raise UserError(
-                "another run is in progress in this run dir",
-                location=self.path,
-                hint="wait for it or end it. If its machine is gone and the file system keeps the lock: "
-                f"cp -p {LOG} t && mv t {LOG}",
-            ) from error
+            hint = "wait for it or end it. If its machine is gone and the file system keeps the lock: "
+            hint += f"cp -p {LOG} t && mv t {LOG}"
+            raise UserError("another run is in progress in this run dir", location=self.path, hint=hint) from error
         except OSError as error:
             raise UserError(f"cannot write or lock {LOG}: {error.strerror}", location=self.path) from error
 
@@ -163,11 +136,9 @@ class RunDir:
             self._failed.add(error.message)
 
     def write_recipe(self, text: str) -> None:
-        """Writes the resolved recipe."""
         write_text(self.path / RECIPE, text)
 
     def write_pdf_counts(self, pdf_counts: NDArray[np.integer[Any]]) -> None:
-        """Writes the frames of each pdf, (num_pdfs,)."""
         write_pdf_counts(self.path / run_status.PDF_COUNTS, pdf_counts)
 
     def record(self, row: MetricsRow) -> None:
@@ -208,10 +179,7 @@ class RunDir:
 
     def finish(self, model: AcousticModel) -> None:
         """Writes the trained model (of a pretraining: all RBMs as hidden layers), then removes what only a resume needs.
-
-        Raises:
-            UserError: it cannot be written, or rows of metrics.jsonl cannot.
-        """
+        UserError if it cannot be written, or rows of metrics.jsonl cannot."""
         try:
             self._metrics.flush()
             save_model(self.path / (FINAL if self.kind == "training" else DBN), model)
@@ -324,11 +292,7 @@ class _RunLog(logging.FileHandler):
 
 
 def load_run(path: Path) -> AcousticModel:
-    """The final model of a run directory.
-
-    Raises:
-        DataError: no run directory, no final model in it yet, or a damaged one.
-    """
+    """The final model of a run directory; DataError if there is none (yet), or a damaged one."""
     if not path.is_dir():
         raise DataError("there is no such run dir", location=path, hint="name the --run-dir of a finished training")
     if not (path / FINAL).exists() and (path / RECIPE).exists():

@@ -15,16 +15,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, is_locked, read_bytes_limited, require_kind
 
-RECIPE = "recipe.yaml"
-LOG = "train.log"
-STATUS = "status.json"
-METRICS = "metrics.jsonl"
-BEST = "best.safetensors"
-FINAL = "final.safetensors"
-PDF_COUNTS = "ali_train_pdf.counts"
-CHECKPOINTS = "checkpoints"
-PRETRAIN = "pretrain"
-DBN = "dbn.safetensors"
+RECIPE = "recipe.yaml"  # the recipe as it was run: includes and --set resolved
+LOG = "train.log"  # the log; its lock keeps a second process out
+STATUS = "status.json"  # what the run is doing, or how it ended: `RunStatus`
+METRICS = "metrics.jsonl"  # one JSON object a line: `ddnn.training.metrics`
+BEST = "best.safetensors"  # the best network so far
+FINAL = "final.safetensors"  # the trained model
+PDF_COUNTS = "ali_train_pdf.counts"  # frames per pdf of the training alignment, for the priors
+CHECKPOINTS = "checkpoints"  # what a resume needs; removed in the end
+PRETRAIN = "pretrain"  # the RBMs that a training trains itself: a pretraining directory without lock and log
+DBN = "dbn.safetensors"  # of a pretraining, beside rbm1.safetensors, ...: all of them as hidden layers
+# Of a Slurm job: its script, number and output; of a pretraining also the recipe with all sections.
 JOB_SCRIPT, JOB_RECORD, JOB_OUTPUT, JOB_RECIPE = "job.sh", "job.json", "job.out", "submitted_recipe.yaml"
 
 FILES = (RECIPE, LOG, STATUS, METRICS, BEST, FINAL, PDF_COUNTS)
@@ -34,8 +35,7 @@ TEMPORARY = re.compile(rf"\.(?:{'|'.join(map(re.escape, (*FILES, DBN)))}|rbm\d+\
 _JOB_FILES = {JOB_SCRIPT, JOB_RECORD, JOB_OUTPUT, JOB_RECIPE}
 _JOB_TEMPORARY = (f".{JOB_RECORD}.tmp", f".{JOB_RECIPE}.tmp")  # may be being written at the moment when the job begins
 _MAX_STATUS_BYTES = 1 << 20
-MAX_MESSAGE = 2000
-"""Characters of an error."""
+MAX_MESSAGE = 2000  # characters of an error
 
 Kind = Literal["training", "pretraining"]
 State = Literal["running", "finished", "interrupted", "diverged", "failed"]
@@ -54,35 +54,25 @@ class RunError(_Part):
 
 
 class RunStatus(_Part):
-    """status.json: what the process that holds the run directory does, or how it ended.
-
-    Attributes:
-        state: "running" is true only while train.log is locked; after that the process was killed.
-        phase: starting, pretraining or training.
-        epoch: finished epochs (of a pretraining: those over `rbm`); minibatch: finished ones of the next epoch, as of
-            the last update.
-        rbm, num_rbms: the RBM in training, from 1.
-        started, updated: seconds since 1970.
-        num_restarts: by the launcher, each an event in metrics.jsonl.
-    """
+    """status.json: what the process that holds the run directory does, or how it ended."""
 
     schema_version: Literal[1] = 1
     kind: Kind
-    state: State = "running"
-    phase: str = "starting"
+    state: State = "running"  # true only while train.log is locked; after that the process was killed
+    phase: str = "starting"  # or pretraining, training
     pid: int
     host: str
     slurm_job: str | None = None
     world_size: int = 1
-    epoch: int = 0
+    epoch: int = 0  # finished epochs (of a pretraining: those over `rbm`)
     max_epochs: int | None = None
-    minibatch: int = 0
+    minibatch: int = 0  # finished ones of the next epoch, as of the last update
     num_minibatches: int | None = None
-    rbm: int | None = None
+    rbm: int | None = None  # in training, from 1
     num_rbms: int | None = None
-    started: float
+    started: float  # seconds since 1970
     updated: float
-    num_restarts: int = 0
+    num_restarts: int = 0  # by the launcher, each an event in metrics.jsonl
     error: RunError | None = None
 
 
@@ -106,11 +96,8 @@ def write_run_status(run_dir: Path, status: RunStatus, *, sync: bool = True) -> 
 
 
 def record_failure(run_dir: Path, message: str, since: float) -> None:
-    """Records why a run ended whose rank 0 could not: another worker failed or was killed. For the launcher.
-
-    Args:
-        since: seconds since 1970; a status of an earlier process stays.
-    """
+    """Records why a run ended whose rank 0 could not: another worker failed or was killed. For the launcher. A status from
+    before `since` (seconds since 1970) stays."""
     with suppress(UserError):
         status = read_run_status(run_dir)
         if status is None or status.started < since or status.state not in ("running", "interrupted"):
@@ -131,7 +118,6 @@ def newest_checkpoint(run_dir: Path) -> object:
 
 
 def resume_command(run_dir: Path, kind: Kind = "training") -> str:
-    """The command that resumes a run."""
     path = shlex.quote(str(run_dir))
     if kind == "training":
         return f"ddnn train {path} --resume"

@@ -34,25 +34,16 @@ Minibatch = TypeVar("Minibatch")
 
 @dataclass
 class TrainingProgress:
-    """Where a training, or that of an RBM, is within its epochs, on this worker.
+    """Where a training, or that of an RBM, is within its epochs, on this worker."""
 
-    Attributes:
-        started: whether the initial network was evaluated.
-        epoch: finished epochs.
-        minibatch: minibatches of the epoch under way that are done.
-        num_minibatches: of that epoch; None between two epochs.
-        seconds: that the epoch took before it was interrupted.
-    """
-
-    started: bool = False
-    epoch: int = 0
-    minibatch: int = 0
-    num_minibatches: int | None = None
-    seconds: float = 0.0
+    started: bool = False  # whether the initial network was evaluated
+    epoch: int = 0  # finished epochs
+    minibatch: int = 0  # minibatches of the epoch under way that are done
+    num_minibatches: int | None = None  # of that epoch; None between two epochs
+    seconds: float = 0.0  # that the epoch took before it was interrupted
     _clock_started: float = field(default_factory=time.perf_counter)
 
     def start_clock(self) -> None:
-        """The epoch starts, or continues, now."""
         self._clock_started = time.perf_counter() - self.seconds
 
     def elapsed(self) -> float:
@@ -60,12 +51,7 @@ class TrainingProgress:
         return self.seconds if self.num_minibatches is None else time.perf_counter() - self._clock_started
 
     def remaining(self, batches: Iterable[Minibatch], size: int, run: RunDir, name: str) -> Iterator[Minibatch]:
-        """Those of `batches` that the epoch is still to be trained on, `size` frames each, shown as they are done.
-
-        Args:
-            batches: begin where the epoch continues.
-            name: of the progress bar.
-        """
+        """Those of `batches`, of `size` frames each, that the epoch is still to be trained on, with a progress bar."""
         total = self.num_minibatches or 0
         with frame_counter(name, total * size, done=self.minibatch * size) as advance:
             for batch in islice(batches, total - self.minibatch):
@@ -74,7 +60,6 @@ class TrainingProgress:
                 run.set_progress(self.epoch, self.minibatch)
 
     def end_epoch(self) -> None:
-        """The epoch under way is finished."""
         self.epoch, self.minibatch, self.num_minibatches, self.seconds = self.epoch + 1, 0, None, 0.0
 
 
@@ -86,7 +71,7 @@ class Checkpointable(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether no epoch follows."""
+        """No epoch follows."""
 
     def capture(self) -> tuple[dict[str, Any], TrainerState]:
         """Metadata and state to be saved; DivergedError where they must not be."""
@@ -145,12 +130,8 @@ class CheckpointPolicy:
         return Request.CHECKPOINT if due and self.store.comm.rank == 0 else Request.NONE
 
     def _save(self, trainer: Checkpointable) -> None:
-        """Writes a checkpoint. Collective.
-
-        Raises:
-            TrainingInterrupted: a worker was asked to stop.
-            UserError: a worker was asked to stop, but there is no checkpoint to resume from.
-        """
+        """Writes a checkpoint. Collective. TrainingInterrupted where a worker was asked to stop, UserError where it was and
+        there is no checkpoint to resume from."""
         averager, progress = trainer.averager, trainer.progress
         stop, started = averager.requested is Request.STOP, time.monotonic()
         with averager.comm.watchdog.long_operation():
@@ -176,30 +157,19 @@ class CheckpointPolicy:
 
 
 class CheckpointMetadata(BaseModel):
-    """Plain values of a checkpoint, from a file that anybody may have written.
-
-    Attributes:
-        epoch, minibatch: epochs finished, and minibatches of the next one that rank 0 has trained on.
-        epoch_fraction: the same as a fraction of that epoch, 0 to 1.
-        schedule: its `state_dict`.
-        precision: that the training chose.
-        model: `ddnn.nn.acoustic_model.model_config`.
-        recipe: the resolved recipe.
-        data: digest of the utterances, their lengths and their pdfs.
-        seconds: that the epoch under way has taken.
-    """
+    """Plain values of a checkpoint, from a file that anybody may have written."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", protected_namespaces=())
 
-    epoch: Count
-    minibatch: Count
-    epoch_fraction: Annotated[float, Field(ge=0.0, le=1.0)]
-    schedule: dict[str, float | int | bool]
-    precision: Literal["float32", "bf16"]
-    model: dict[str, Any]
-    recipe: str
-    data: str
-    seconds: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
+    epoch: Count  # epochs finished
+    minibatch: Count  # minibatches of the next one that rank 0 has trained on
+    epoch_fraction: Annotated[float, Field(ge=0.0, le=1.0)]  # the same as a fraction of that epoch
+    schedule: dict[str, float | int | bool]  # its `state_dict`
+    precision: Literal["float32", "bf16"]  # that the training chose
+    model: dict[str, Any]  # `ddnn.nn.acoustic_model.model_config`
+    recipe: str  # the resolved recipe
+    data: str  # digest of the utterances, their lengths and their pdfs
+    seconds: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0  # that the epoch under way has taken
 
     def summary(self) -> str:
         """How far the training was."""
@@ -210,27 +180,21 @@ class CheckpointMetadata(BaseModel):
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a training resumes from, on this worker.
-
-    Attributes:
-        bitwise: whether the training continues to the same bits: on the same number of workers.
-        location: the checkpoint, for messages.
-    """
+    """What a training resumes from, on this worker."""
 
     metadata: CheckpointMetadata
     global_state: Mapping[str, Tensor]
     rank_state: Mapping[str, Tensor]
-    bitwise: bool
-    location: Path
+    bitwise: bool  # whether the training continues to the same bits: on the same number of workers
+    location: Path  # the checkpoint, for messages
 
     def model(self) -> AcousticModel:
         """The model with its best parameters, on the CPU."""
         tensors = {name: value for name, value in self.global_state.items() if name.startswith("transform.")}
         if "best" not in self.global_state:
             raise DataError("best: nothing found, parameters of a network expected", location=self.location)
-        return model_from_config(
-            self.metadata.model, {**tensors, "parameters": self.global_state["best"]}, self.location
-        )
+        tensors["parameters"] = self.global_state["best"]
+        return model_from_config(self.metadata.model, tensors, self.location)
 
 
 def prefixed(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

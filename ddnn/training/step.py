@@ -28,23 +28,15 @@ next."""
 Step = Callable[[Batch, float], Result]
 """Minibatch, learning rate -> result; changes parameters and optimizer."""
 
-WARM_UP = 3
-"""Steps on the capturing stream before a capture: libraries take their memory then."""
-VERIFIED = 16
-"""Minibatches of the check. NG-SGD has its first two steps without work for the host among them."""
+WARM_UP = 3  # steps on the capturing stream before a capture: libraries take their memory then
+VERIFIED = 16  # minibatches of the check: NG-SGD has its first two steps without work for the host among them
 LOSS_TOLERANCE, CHANGE_TOLERANCE = 1e-3, 2e-2
 """How far the graph's losses, and its change of the parameters, may be from the eager step's, relative to them. Both
 run the same kernels; a library may choose another one for a product on another stream."""
 
 
 class EagerStep:
-    """Forward, cross-entropy, backward and update, one operation after another.
-
-    Args:
-        workspace: of the network that is trained; where minibatches are put (`Workspace.x`).
-        optimizer: of the same network.
-        average: see `Sgd.step`.
-    """
+    """Forward, cross-entropy, backward and update, one operation after another; arguments as of `Sgd.step`."""
 
     def __init__(self, workspace: Workspace, optimizer: Sgd, average: Callable[[Tensor], None] | None = None) -> None:
         self.workspace, self.optimizer, self.average = workspace, optimizer, average
@@ -117,18 +109,13 @@ class CudaGraph:
 class CudaGraphStep:
     """The eager step as a graph, captured at the first minibatch and whenever the learning rate changes.
 
-    Where a capture fails, a warning gives the reason, and the eager step runs from then on.
-
-    Args:
-        eager: may have no host work but NG-SGD's updates of the Fisher matrices, whose steps are left to it.
-
-    Attributes:
-        disabled: whether a capture has failed.
+    Where a capture fails, a warning gives the reason, and the eager step runs from then on. It may have no host work but
+    NG-SGD's updates of the Fisher matrices, whose steps are left to it.
     """
 
     def __init__(self, eager: EagerStep, graph: CudaGraph) -> None:
         self.eager, self.optimizer, self.graph = eager, eager.optimizer, graph
-        self.disabled = False
+        self.disabled = False  # a capture has failed
         self._lr: float | None = None
         self._labels = torch.empty(0)
         self._result: Result | None = None
@@ -182,7 +169,7 @@ class Snapshot:
         self._preconditioners = [(one, one.state_dict()) for one in optimizer.preconditioners]
 
     def restore(self) -> None:
-        """Makes them what they were, to the same bits, in the same memory."""
+        """To the same bits, in the same memory."""
         self._network.load_parameters(self._parameters)
         self._momentum.copy_(self._momentum_before)
         for preconditioner, state in self._preconditioners:
@@ -195,13 +182,8 @@ def needs_host_update(optimizer: Sgd) -> bool:
 
 
 def make_step(eager: EagerStep, sample: Callable[[int], list[Batch]], lr: float, *, graphs: bool = True) -> Step:
-    """The eager step, or on a GPU the same as a CUDA graph where that is allowed and does the same here.
-
-    Args:
-        sample: gives so many minibatches to check the graph with (`BatchLoader.sample`).
-        lr: of the first epoch.
-        graphs: whether a graph is allowed.
-    """
+    """The eager step, or on a GPU the same as a CUDA graph where `graphs` are allowed and it does the same here: at `lr`,
+    on some minibatches that `sample` (`BatchLoader.sample`) gives."""
     device = eager.workspace.x.device
     if device.type != "cuda" or not graphs or eager.average is not None:
         return eager
@@ -209,10 +191,8 @@ def make_step(eager: EagerStep, sample: Callable[[int], list[Batch]], lr: float,
 
 
 def verified(graphed: CudaGraphStep, minibatches: list[Batch], lr: float) -> Step:
-    """`graphed` where it does on `minibatches` what its eager step does, else the eager step, with a warning.
-
-    Parameters and optimizer are left as they were. Waits for the device.
-    """
+    """`graphed` where it does on `minibatches` what its eager step does, else the eager step, with a warning. Parameters
+    and optimizer are left as they were."""
     network = graphed.optimizer.network
     before, snapshot = network.parameters.clone(), Snapshot(graphed.optimizer)
     found = []

@@ -35,8 +35,7 @@ from ddnn.training.state import (
 from ddnn.training.step import EagerStep, Step
 from ddnn.util.errors import DataError
 
-WARMUP_EPOCH = 10**6
-"""The first epoch number of the warm-up's shuffles, which no epoch of training reaches."""
+WARMUP_EPOCH = 10**6  # the first epoch number of the warm-up's shuffles, which no epoch of training reaches
 
 
 @dataclass(frozen=True)
@@ -52,35 +51,24 @@ class Trainer:
     """All parts of a training on this worker, each chosen once by `ddnn.training.job`.
 
     Attributes:
-        model: trained in place.
-        batches: this worker's shard of the training set, a `Batch` at a time.
-        cv: this worker's shard of the cross-validation set.
-        eager_step: the training step as PyTorch runs it.
-        step: the same, or a faster form of it that was checked against it (a CUDA graph).
-        averager: averages the models of all workers; of a single worker `NoAveraging`.
-        checkpoints: writes checkpoints when they are due.
-        run: the run dir, in which rank 0 records.
-        recipe, data_digest, precision: the resolved recipe, a digest of the data and the precision of the arithmetic,
-            by which a resume recognizes the same training.
-        progress: where the training is.
         best: (num_parameters,) parameters of the last epoch that was accepted.
     """
 
-    model: AcousticModel
+    model: AcousticModel  # trained in place
     optimizer: Sgd
     schedule: Schedule
-    batches: BatchLoader
-    cv: FrameSubset
+    batches: BatchLoader  # this worker's shard of the training set
+    cv: FrameSubset  # this worker's shard of the cross-validation set
     minibatch_size: int
-    eager_step: EagerStep
-    step: Step
-    averager: NoAveraging
+    eager_step: EagerStep  # the training step as PyTorch runs it
+    step: Step  # the same, or a faster form of it that was checked against it (a CUDA graph)
+    averager: NoAveraging  # averages the models of all workers
     checkpoints: CheckpointPolicy
-    run: RunDir
+    run: RunDir  # in which rank 0 records
     warmup: Warmup = field(default_factory=Warmup)
-    recipe: str = ""
+    recipe: str = ""  # resolved; with the next two, by which a resume recognizes the same training
     data_digest: str = ""
-    precision: Precision = "float32"
+    precision: Precision = "float32"  # of the arithmetic
 
     def __post_init__(self) -> None:
         parameters = self.model.network.parameters
@@ -89,7 +77,7 @@ class Trainer:
 
     @property
     def comm(self) -> Communicator:
-        """The communicator of the workers that train together."""
+        """Of the workers that train together."""
         return self.averager.comm
 
     @property
@@ -189,10 +177,8 @@ class Trainer:
         Of each rank: `parameters` (num_parameters,) float32; `optimizer.*`, `averager.*`: their `state_dict`;
         `loss_sums` (2, 3) float64, loss, correct frames and frames of the epoch and of the interval; `progress` (2,)
         int64, minibatches done and in all, -1 between epochs; `seconds` 0-dim float64. Global: `best`
-        (num_parameters,) float32, `transform.*` (input_dim,), and `strategy.*`.
-
-        Raises:
-            DivergedError: the loss is not finite and no other worker can make up for it.
+        (num_parameters,) float32, `transform.*` (input_dim,), and `strategy.*`. DivergedError where the loss is not
+        finite and no other worker can make up for it.
         """
         self.losses.check()
         progress, averager, total = self.progress, self.averager, len(self.batches)
@@ -221,11 +207,8 @@ class Trainer:
         )
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
-        """Restores what was captured. Collective where not `bitwise`: all take the model of rank 0.
-
-        Raises:
-            DataError: the checkpoint does not fit this training.
-        """
+        """Restores what was captured; DataError where it does not fit this training. Collective where not `bitwise`: all
+        take the model of rank 0."""
         metadata, rank, location = loaded.metadata, loaded.rank_state, loaded.location
         network, averager, progress = self.model.network, self.averager, self.progress
         self.schedule.load_state_dict(metadata.schedule)
@@ -255,9 +238,8 @@ class Trainer:
             averager.load_state_dict(unprefixed("averager", rank))
             averager.load_shared_state_dict(unprefixed("strategy", loaded.global_state))
         except (KeyError, ValueError, TypeError, IndexError, OverflowError, RuntimeError) as error:
-            raise DataError(
-                f"the averaging state of the checkpoint does not fit: {error}", location=location
-            ) from error
+            message = f"the averaging state of the checkpoint does not fit: {error}"
+            raise DataError(message, location=location) from error
 
 
 def _figures(epoch: int, result: EvalResult, lr: float, seconds: float) -> dict[str, Any]:
