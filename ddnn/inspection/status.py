@@ -16,22 +16,10 @@ from rich.live import Live
 from rich.text import Text
 
 from ddnn.slurm.job import Job, last_output, read_job, slurm_state
+from ddnn.training import run_status as files
 from ddnn.training.checkpoint_manifest import peek_checkpoint
 from ddnn.training.metrics import EpochRow, Metrics, read_metrics
-from ddnn.training.run_status import (
-    CHECKPOINTS,
-    DBN,
-    FINAL,
-    JOB_OUTPUT,
-    JOB_RECORD,
-    LOG,
-    METRICS,
-    RECIPE,
-    STATUS,
-    RunStatus,
-    read_run_status,
-    resume_command,
-)
+from ddnn.training.run_status import RunStatus, read_run_status, resume_command
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked
 from ddnn.util.text import definitions, duration, printable
@@ -165,20 +153,22 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
     Raises:
         UserError: there is no run dir.
     """
-    if not any((run_dir / name).exists() for name in (STATUS, LOG, RECIPE, METRICS, FINAL, DBN, JOB_RECORD)):
+    begun, results = (files.STATUS, files.LOG, files.RECIPE, files.METRICS, files.JOB_RECORD), (files.FINAL, files.DBN)
+    found = {name for name in (*begun, *results) if (run_dir / name).exists()}
+    if not found:
         raise UserError("there is no run dir", location=run_dir, hint="name the --run-dir of `ddnn train`")
     problems: list[str] = []
     run = _tolerant(problems, lambda: read_run_status(run_dir))
     job = _tolerant(problems, lambda: read_job(run_dir))
-    locked = is_locked(run_dir / LOG)
-    finished = (run is not None and run.state == "finished") or any((run_dir / name).exists() for name in (FINAL, DBN))
+    locked = is_locked(run_dir / files.LOG)
+    finished = (run is not None and run.state == "finished") or not found.isdisjoint(results)
     slurm = ask_slurm(job) if job is not None and not locked and not finished else None
     state = _state(run, locked is True, finished, job, slurm)
     if job is not None and slurm is None and state not in ("running", "finished"):
         problems.append("Slurm could not be asked: this is what the files and the lock of train.log say")
     elif locked is None and state in ("interrupted", "unknown"):
         problems.append("the lock of train.log could not be examined: it may be running")
-    checkpoint = None if finished else peek_checkpoint(run_dir / CHECKPOINTS, problems.append)
+    checkpoint = None if finished else peek_checkpoint(run_dir / files.CHECKPOINTS, problems.append)
     over = state in ENDED and state != "finished"
     return Status(
         run_dir=run_dir,
@@ -188,7 +178,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         submitted=None if job is None else job.submitted,
         slurm=slurm,
         error=_error(run_dir, run, state, problems) if over else None,
-        seconds_since_update=_age(run_dir, LOG, STATUS, METRICS),
+        seconds_since_update=_age(run_dir, files.LOG, files.STATUS, files.METRICS),
         checkpoint=None if checkpoint is None else checkpoint.to_dict(),
         resume_command=resume_command(run_dir, "training" if run is None else run.kind) if over else None,
         **_measured(run_dir, run, job, state, problems),
@@ -200,9 +190,11 @@ def _measured(
     run_dir: Path, run: RunStatus | None, job: Job | None, state: State, problems: list[str]
 ) -> dict[str, Any]:
     """The fields that metrics.jsonl fills."""
-    exists = (run_dir / METRICS).exists()
-    metrics = (_tolerant(problems, lambda: read_metrics(run_dir / METRICS)) if exists else None) or Metrics()
+    exists = (run_dir / files.METRICS).exists()
+    metrics = (_tolerant(problems, lambda: read_metrics(run_dir / files.METRICS)) if exists else None) or Metrics()
     train = metrics.train[-1] if metrics.train else None
+    workers = metrics.last_worker_rows
+    fractions = {name: [getattr(row, f"{name}_fraction") for row in workers] for name in FRACTIONS}
     return {
         "world_size": run.world_size if run else metrics.num_workers or (job.workers if job else None),
         "last": metrics.cv[-1] if metrics.cv else None,
@@ -210,10 +202,10 @@ def _measured(
         "warmup_loss": None if metrics.warmup is None else metrics.warmup.loss,
         "learning_rate": None if train is None else train.learning_rate,
         "frames_per_second": None if train is None else train.frames_per_second,
-        "fractions": _fractions(metrics),
+        "fractions": {name: sum(v) / len(v) for name, v in fractions.items() if None not in v} if workers else None,
         "reconstruction_error": metrics.pretraining[-1].mean_reconstruction_error if metrics.pretraining else None,
         "restarts": tuple(event.as_text() for event in metrics.events if event.event == "restarted"),
-        "estimated_end": _estimated_end(metrics, run, _age(run_dir, METRICS) or 0.0) if state == "running" else None,
+        "estimated_end": _estimated_end(metrics, run, run_dir) if state == "running" else None,
     }
 
 
@@ -255,36 +247,23 @@ def _state(run: RunStatus | None, locked: bool, finished: bool, job: Job | None,
 def _error(run_dir: Path, run: RunStatus | None, state: State, problems: list[str]) -> str | None:
     if run is not None and run.error is not None:
         return run.error.message + (f"\nhint: {run.error.hint}" if run.error.hint else "")
-    output: str | None = _tolerant(problems, lambda: last_output(run_dir / JOB_OUTPUT))
+    output: str | None = _tolerant(problems, lambda: last_output(run_dir / files.JOB_OUTPUT))
     if output is None and state == "interrupted":
         return "it ended without a message: it was killed, or its machine went down"
     return output
 
 
-def _fractions(metrics: Metrics) -> dict[str, float] | None:
-    rows = metrics.last_worker_rows
-    values = {name: [getattr(row, f"{name}_fraction") for row in rows] for name in FRACTIONS}
-    return {name: sum(v) / len(v) for name, v in values.items() if None not in v} if rows else None
-
-
-def _estimated_end(metrics: Metrics, run: RunStatus | None, age: float) -> float | None:
-    """When the last possible epoch ends; None before the first has. `age`: seconds since metrics.jsonl was written."""
+def _estimated_end(metrics: Metrics, run: RunStatus | None, run_dir: Path) -> float | None:
+    """When the last possible epoch ends; None before the first has."""
     epochs = [row.epoch for row in metrics.train][-_ESTIMATE_EPOCHS:]
     seconds = sum(row.seconds or 0.0 for row in (*metrics.train, *metrics.cv) if row.epoch in epochs)
     if run is None or run.max_epochs is None or not epochs or not metrics.cv:
         return None
     remaining = run.max_epochs - metrics.cv[-1].epoch
-    return time.time() + max(0.0, remaining * seconds / len(epochs) - age)
+    return time.time() + max(0.0, remaining * seconds / len(epochs) - (_age(run_dir, files.METRICS) or 0.0))
 
 
-def follow_status(
-    run_dir: Path,
-    show: Callable[[str], None],
-    *,
-    terminal: bool,
-    as_json: bool = False,
-    pause: Callable[[float], None] = time.sleep,
-) -> Status:
+def follow_status(run_dir: Path, show: Callable[[str], None], *, terminal: bool, as_json: bool = False) -> Status:
     """Shows the status every few seconds until the run has ended; returns the last one.
 
     On a terminal each replaces the one before. Elsewhere, and as JSON (one object a line), one is shown by `show` only
@@ -303,4 +282,4 @@ def follow_status(
             if status.state in ENDED:
                 return status
             before = lasting
-            pause(FOLLOW_SECONDS)
+            time.sleep(FOLLOW_SECONDS)

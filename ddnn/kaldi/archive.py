@@ -278,22 +278,14 @@ def _new_keys(items: Iterable[tuple[str, _T]], location: Path) -> Iterator[tuple
 
 
 def write_matrices(
-    ark: Path,
-    scp: Path,
-    items: Iterable[tuple[str, NDArray[Any]]],
-    *,
-    compress: bool = False,
-    relative: bool = False,
-) -> int:
+    ark: Path, scp: Path, items: Iterable[tuple[str, NDArray[Any]]], *, compress: bool = False, relative: bool = False
+) -> None:
     """Writes matrices (rows, columns) as a binary archive and its scp; both appear complete or not at all.
 
     Args:
         items: key and matrix; float64 becomes double (DM), everything else float (FM).
         compress: compress lossily as `copy-feats --compress=true` does; the matrices must be finite.
         relative: the scp names the archive relative to its own folder, else absolutely.
-
-    Returns:
-        the number of matrices.
 
     Raises:
         UserError: the files cannot be written. DataError: a key is no single word or not new, a matrix is not finite.
@@ -315,19 +307,14 @@ def write_matrices(
                 writer.float_matrix(matrix.astype(np.float32) if compress else matrix)
         scp_handle.write("".join(lines).encode())
         scp_handle.flush()  # on a full disk this fails while neither has its name yet
-    return len(lines)
 
 
-def write_int_vectors(path: Path, items: Iterable[tuple[str, NDArray[np.integer[Any]]]]) -> int:
+def write_int_vectors(path: Path, items: Iterable[tuple[str, NDArray[np.integer[Any]]]]) -> None:
     """Writes vectors of 32-bit integers as a binary archive, as gzip where `path` ends in .gz; complete or not at all.
-
-    Returns:
-        the number of vectors.
 
     Raises:
         UserError: the file cannot be written. DataError: a key is no single word or not new.
     """
-    count = 0
     with atomic_write(path) as handle:
         # No name and no time in the gzip, so that the same vectors give the same bytes.
         packed = gzip.GzipFile("", "wb", 6, handle, 0) if path.suffix == ".gz" else nullcontext(handle)
@@ -337,5 +324,3 @@ def write_int_vectors(path: Path, items: Iterable[tuple[str, NDArray[np.integer[
                 writer.token(key)
                 writer.marker()
                 writer.int32_block(np.concatenate([[len(values)], values]))
-                count += 1
-    return count

@@ -324,7 +324,9 @@ def test_nothing_there(tmp_path: Path, run_cli: RunCli) -> None:
 
 def follow(run: Path, steps: list[Callable[[], object]], terminal: bool) -> tuple[Status, list[str]]:
     shown: list[str] = []
-    return follow_status(run, shown.append, terminal=terminal, pause=lambda seconds: steps.pop(0)()), shown
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", lambda seconds: steps.pop(0)())
+        return follow_status(run, shown.append, terminal=terminal), shown
 
 
 @pytest.mark.parametrize("terminal", [False, True])

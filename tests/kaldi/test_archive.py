@@ -94,7 +94,7 @@ def test_what_is_written_is_what_kaldi_writes(golden: Path, tmp_path: Path) -> N
     assert (tmp_path / "plain.ark").read_bytes() == (tables / "float.ark").read_bytes()
     write_matrices(tmp_path / "small.ark", tmp_path / "x.scp", iterate_matrices(tables / "float.ark"), compress=True)
     assert (tmp_path / "small.ark").read_bytes() == (tables / "compressed_1.ark").read_bytes()
-    assert write_int_vectors(tmp_path / "ali.ark", iterate_int_vectors(tables / "tids.ark.gz")) == 5
+    write_int_vectors(tmp_path / "ali.ark", iterate_int_vectors(tables / "tids.ark.gz"))
     assert (tmp_path / "ali.ark").read_bytes() == (tables / "tids.ark").read_bytes()
 
 
@@ -144,7 +144,7 @@ def test_float_round_trip(
     folder = tmp_path_factory.mktemp("a folder ä")
     with np.errstate(over="ignore"):
         matrix = values.astype(np.float32) if single else values
-    assert write_matrices(folder / "x.ark", folder / "x.scp", [(key, matrix) for key in keys]) == len(keys)
+    write_matrices(folder / "x.ark", folder / "x.scp", [(key, matrix) for key in keys])
     if not keys:
         return
     with MatrixReader() as reader:
