@@ -29,8 +29,7 @@ from ddnn.util.files import FileLock, ensure_directory
 from ddnn.util.system import usable_cores
 from ddnn.util.text import plural
 
-LOCK = "jobs.lock"
-"""In the output directory: held while runs are executed or submitted, so that two calls do not execute the same."""
+LOCK = "jobs.lock"  # held while runs are executed or submitted, so that two calls do not execute the same
 DECODING = ("kaldi_decoder", "kaldifst", "kaldialign")
 
 

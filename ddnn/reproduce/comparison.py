@@ -23,17 +23,12 @@ from ddnn.util.text import plural
 
 REPLICATES = 10_000
 SEED = 20_150_701
-MAX_ENUMERATED = 5
-"""Seeds of which all n**n resamples are enumerated (3,125); of more, `REPLICATES` are drawn."""
+MAX_ENUMERATED = 5  # seeds of which all n**n resamples are enumerated (3,125); of more, `REPLICATES` are drawn
 INTERVAL = (0.025, 0.975)
-CHUNK = 1 << 20
-"""Speakers drawn at a time: some 30 MB."""
-MIN_SEEDS = 3
-"""Two differences have the same sign one time in two: that says nothing."""
-MIN_SPEAKERS = 5
-"""Of fewer, an interval over speakers says nothing about others."""
-MAX_WORDS = 1 << 31
-"""Of a run's utterances together: what 64 bits can still multiply."""
+CHUNK = 1 << 20  # speakers drawn at a time: some 30 MB
+MIN_SEEDS = 3  # two differences have the same sign one time in two: that says nothing
+MIN_SPEAKERS = 5  # of fewer, an interval over speakers says nothing about others
+MAX_WORDS = 1 << 31  # of a run's utterances together: what 64 bits can still multiply
 
 Integers = npt.NDArray[np.int64]
 Resampled = Literal["speakers", "utterances", "seeds", ""]
@@ -47,8 +42,7 @@ Word = Literal[
     "not tested",
 ]
 DIVERGED = Metric("diverged")
-SIGNIFICANT: tuple[Word, ...] = ("confirmed", "contradicted")
-"""Verdicts by a metric whose interval does not contain 0."""
+SIGNIFICANT: tuple[Word, ...] = ("confirmed", "contradicted")  # by a metric whose interval does not contain 0
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from ddnn.reproduce.tables import FrozenModel, Name, first_error
 from ddnn.util.errors import DataError, UserError
 
 FILE = "reproduce.yaml"
-README = "README.md"
-"""Beside it, where there is one: says where the data come from."""
+README = "README.md"  # beside it, where there is one: says where the data come from
 RENAMED = {"stack": "dbn_recipe", "same": "aliases", "many": "max_workers"}
 _HINT = "docs/reproduce.md describes its keys"
 
@@ -77,11 +76,7 @@ def find_corpus(name: str) -> Path:
 
 
 def load_config(folder: Path) -> ReproduceConfig:
-    """Reads reproduce.yaml and resolves its paths.
-
-    Raises:
-        DataError: it cannot be read, is not YAML, has an invalid value, or a path does not exist.
-    """
+    """Reads reproduce.yaml and resolves its paths; DataError where a value is invalid, or a path does not exist."""
     path = folder / FILE
     tree = _read_tree(path)
     for old in RENAMED.keys() & tree.keys():
@@ -146,10 +141,8 @@ def test_digest(tests: Sequence[TestSet]) -> str:
 
 
 def file_fingerprint(path: Path | None) -> list[object]:
-    """What identifies a file or folder wherever it is: its name, and the size of it or of the files directly in it.
-
-    Scripts (.scp) do not count: they hold paths.
-    """
+    """What identifies a file or folder wherever it is: its name, and the size of it or of the files directly in it, but
+    for scripts (.scp), which hold paths."""
     if path is None:
         return []
     files = list(path.iterdir()) if path.is_dir() else [path]

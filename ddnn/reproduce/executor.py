@@ -32,10 +32,8 @@ from ddnn.util.files import ensure_directory, write_text
 from ddnn.util.process import ProcessGroup, signal_name
 from ddnn.util.system import usable_cores
 
-GRACE = 300.0
-"""Seconds that a training has for its checkpoint."""
-EVALUATION = "evaluation"
-"""Folder in a run dir while it is evaluated: the task, log-likelihoods, the record."""
+GRACE = 300.0  # seconds that a training has for its checkpoint
+EVALUATION = "evaluation"  # folder in a run dir while it is evaluated: the task, log-likelihoods, the record
 MAX_LINES = 20
 
 

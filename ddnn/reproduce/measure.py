@@ -31,8 +31,7 @@ from ddnn.util.system import device_name
 
 MODULE = "ddnn.reproduce.measure"
 TASK = "task.json"
-MAX_BYTES = 1 << 20
-"""Of a task: thousands of paths. Of sclite's summary, which has a line of some hundred bytes for each speaker."""
+MAX_BYTES = 1 << 20  # of a task: thousands of paths; of sclite's summary: a line of a hundred bytes for each speaker
 PAPER_NAMES = {("eval2000", "swbd"): "SWB", ("eval2000", "callhm"): "CH"}
 """Kaldi's data dir and subset -> the paper's name. Other test sets have a `swbd` too: it is not the paper's SWB."""
 
@@ -80,11 +79,7 @@ def _read_task(path: Path) -> EvaluationTask:
 def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
     """The record of a finished training, as if it had been trained on this machine; but `time.cores` is 0: unknown.
 
-    Args:
-        scratch: folder for the log-likelihoods of a test set while it is decoded.
-
-    Raises:
-        UserError: a test set is damaged or does not fit the model.
+    UserError where a test set is damaged or does not fit the model. Log-likelihoods are in `scratch` meanwhile.
     """
     import torch
 
@@ -181,8 +176,7 @@ def _word_errors(run_dir: Path, test: TestSet, device: str, scratch: Path) -> di
 def speaker_numbers(data: Path, utterances: Sequence[str]) -> tuple[int, ...]:
     """Number of each utterance's speaker, in order of their appearance; empty where there is no utt2spk.
 
-    Raises:
-        DataError: utt2spk is malformed, or lacks an utterance.
+    DataError where utt2spk is malformed, or lacks an utterance.
     """
     path = data / "utt2spk"
     if not path.exists():
@@ -202,8 +196,7 @@ def with_kaldi_wer(
 ) -> dict[str, RunRecord]:
     """The records with the word error rates that Kaldi's scoring has left in the run dirs since; they are written.
 
-    Raises:
-        DataError: sclite's summary is damaged, or two test sets have scores of the same name.
+    DataError where a summary of sclite is damaged, or two test sets have scores of the same name.
     """
     result = dict(records)
     by_kaldi = [test for test in tests if not test.graphs]
@@ -266,11 +259,7 @@ def best_scores(decode_dir: Path) -> dict[str, float]:
 
 
 def read_summary(path: Path) -> float:
-    """The word error rate of a `.sys` or `.raw`, in percent.
-
-    Raises:
-        DataError: it cannot be read, or does not have one line of totals as sclite writes it.
-    """
+    """The word error rate of a `.sys` or `.raw`, in percent; DataError where it is not what sclite writes."""
     try:
         text = read_bytes_limited(path, MAX_BYTES).decode("utf-8", "replace")
     except OSError as error:

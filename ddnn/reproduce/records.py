@@ -15,8 +15,7 @@ from ddnn.reproduce.tables import FrozenModel, first_error
 from ddnn.util.errors import DataError
 from ddnn.util.files import ensure_directory, read_bytes_limited, write_text
 
-MAX_BYTES = 16 << 20
-"""Of a record: the errors of half a million utterances."""
+MAX_BYTES = 16 << 20  # of a record: the errors of half a million utterances
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Percent = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
@@ -119,11 +118,7 @@ class RunRecord(FrozenModel):
 
 
 def write_record(folder: Path, record: RunRecord) -> Path:
-    """Writes one record as NAME.json, whole or not at all.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Writes one record as NAME.json, whole or not at all; UserError where that is not possible."""
     path = folder / f"{record.name}.json"
     ensure_directory(folder)
     write_text(path, json.dumps(record.model_dump(mode="json"), separators=(",", ":")) + "\n")
@@ -131,11 +126,7 @@ def write_record(folder: Path, record: RunRecord) -> Path:
 
 
 def read_record(path: Path) -> RunRecord:
-    """One record.
-
-    Raises:
-        DataError: it cannot be read or is not a record.
-    """
+    """One record; DataError where it cannot be read, or is none."""
     if re.fullmatch(r".+-\d+-\d+", path.stem):
         hint = "delete it: its run is then evaluated again, or trained again if its run dir is gone"
     else:
@@ -149,11 +140,7 @@ def read_record(path: Path) -> RunRecord:
 
 
 def read_records(folder: Path) -> dict[str, RunRecord]:
-    """Name -> record, of all in a folder; empty if there is no folder.
-
-    Raises:
-        DataError: one of them is damaged.
-    """
+    """Name -> record, of all in a folder, or of none where there is no folder; DataError where one is damaged."""
     records = {}
     for path in sorted(folder.glob("*.json")):
         record = records[path.stem] = read_record(path)

@@ -19,8 +19,7 @@ from ddnn.reproduce.records import RunRecord
 from ddnn.reproduce.tables import Table
 from ddnn.util.errors import RecipeError, UserError
 
-RESULT_VERSION = 1
-"""To be raised when what is computed by the same recipe changes: all runs are then trained again."""
+RESULT_VERSION = 1  # to be raised when what is computed by the same recipe changes: all runs are then trained again
 NON_RESULT_KEYS = (
     *("data.cache_dir", "data.loader_processes", "data.feature_device", "data.max_skipped_fraction", "cuda_graphs"),
     *("parallel.cpu_threads", "parallel.hang_timeout", "parallel.max_restarts", "parallel.oversubscribe_gpus"),

@@ -14,10 +14,8 @@ from ddnn.util.errors import UserError
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.' -]{1,60}$")]
 Workers = Literal["all"] | tuple[Literal[1, "max"], ...]
 """Columns of a table: all sizes of the corpus, or one worker, or the corpus's `max_workers`."""
-Side = tuple[Name, Literal[1, "max"]]
-"""A condition and its number of workers."""
-BASE = "base"
-"""The condition that others are compared with."""
+Side = tuple[Name, Literal[1, "max"]]  # a condition and its number of workers
+BASE = "base"  # the condition that others are compared with
 
 
 class FrozenModel(BaseModel):
@@ -97,11 +95,7 @@ def paper() -> Paper:
 
 
 def select_tables(names: tuple[str, ...]) -> tuple[Table, ...]:
-    """The tables of these names, each once; "all" is all of them.
-
-    Raises:
-        UserError: no table has one of these names.
-    """
+    """The tables of these names, each once, or "all" of them; UserError where there is none of a name."""
     tables = paper().tables
     for name in names:
         if name != "all" and name not in tables:

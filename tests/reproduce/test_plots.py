@@ -8,7 +8,7 @@ import pytest
 from reproduce.synthetic import diverged, plan, table_records
 
 from ddnn.reproduce.cells import SpeedUp, metrics_of, table_cells
-from ddnn.reproduce.plots import OFFSET, _offsets, draw_accuracies, draw_learning, draw_speed_ups
+from ddnn.reproduce.report import OFFSET, _offsets, draw_accuracies, draw_learning, draw_speed_ups
 from ddnn.reproduce.tables import paper
 
 TABLES = paper().tables
