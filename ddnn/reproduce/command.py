@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from ddnn.reproduce.cells import speed_ups
 from ddnn.reproduce.corpus import ReproduceConfig, find_corpus, load_config
-from ddnn.reproduce.executor import MAX_LINES, JobReport, LocalExecutor, SlurmExecutor, check_sbatch
+from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor, check_sbatch
 from ddnn.reproduce.measure import with_kaldi_wer
 from ddnn.reproduce.records import RunRecord, read_records
 from ddnn.reproduce.report import build_report
@@ -27,9 +27,10 @@ from ddnn.training.run_status import DBN, FINAL
 from ddnn.util.errors import UserError
 from ddnn.util.files import FileLock, ensure_directory
 from ddnn.util.system import usable_cores
-from ddnn.util.text import plural
+from ddnn.util.text import environment, plural
 
 LOCK = "jobs.lock"  # held while runs are executed or submitted, so that two calls do not execute the same
+MAX_LINES = 20  # of names that are printed
 DECODING = ("kaldi_decoder", "kaldifst", "kaldialign")
 
 
@@ -66,16 +67,6 @@ class DryRun:
         """For `--json`."""
         return {**vars(self), "out": str(self.out)}
 
-    def to_lines(self) -> list[str]:
-        """For a reader."""
-        if not self.runs:
-            return ["this call would execute no runs"]
-        what = plural(len(self.runs), "run") + (f" and {plural(len(self.dbns), 'DBN')}" if self.dbns else "")
-        lines = [f"this call would execute {what} in {self.out}, on {plural(self.cores, 'core')}"]
-        if self.trained:
-            lines.append(f"trained already, to be evaluated only: {len(self.trained)}")
-        return lines + _listed("would be executed", self.runs)
-
 
 @dataclass(frozen=True)
 class ReproduceResult:
@@ -110,13 +101,8 @@ class ReproduceResult:
 
     def as_text(self) -> str:
         """A few lines."""
-        lines = [f"{', '.join(self.tables)}: {plural(self.records, 'run')} recorded, {len(self.missing)} missing"]
-        lines += self.outdated.to_lines()
-        plan = self.jobs or self.dry_run
-        lines += plan.to_lines() if plan else _listed("missing", self.missing)
-        if plan and self.not_selected:
-            lines.append(f"{len(self.not_selected)} more missing and not selected (--seeds, --workers)")
-        return "\n".join([*lines, *(f"report: {path}" for path in self.files)])
+        template = environment().overlay(finalize=None).get_template("reproduce.txt.j2")
+        return template.render(result=self, most=MAX_LINES).rstrip("\n")
 
     def raise_errors(self) -> None:
         """UserError where runs failed for a reason that the user must fix."""
@@ -128,11 +114,6 @@ class ReproduceResult:
         if "\n  hint:" in first:  # one is enough
             raise UserError(f"{failed}; {again}")
         raise UserError(failed, hint=f"fix it, {again}")
-
-
-def _listed(what: str, names: Sequence[str]) -> list[str]:
-    more = [f"and {len(names) - MAX_LINES} more"] if len(names) > MAX_LINES else []
-    return [f"{what}: {name}" for name in names[:MAX_LINES]] + more
 
 
 @dataclass(frozen=True)

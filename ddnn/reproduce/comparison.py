@@ -324,6 +324,7 @@ class Degradation:
     percentage_points: float
     seeds: int
     estimate: Estimate | None
+    equal_epochs: bool
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`."""
@@ -344,5 +345,7 @@ def degradations(
     for cell in cells:
         differences = _paired(base.values(metric), cell.values(metric))
         if differences and cell.runs != base.runs:
-            result.append(Degradation(cell, fmean(differences), len(differences), _over_seeds(differences)))
+            epochs, base_epochs = (fmean(run.epochs for run in runs) for runs in (cell.valid, base.valid))
+            found = fmean(differences), len(differences), _over_seeds(differences)
+            result.append(Degradation(cell, *found, equal_epochs=epochs == base_epochs))
     return metric, result

@@ -34,7 +34,6 @@ from ddnn.util.system import usable_cores
 
 GRACE = 300.0  # seconds that a training has for its checkpoint
 EVALUATION = "evaluation"  # folder in a run dir while it is evaluated: the task, log-likelihoods, the record
-MAX_LINES = 20
 
 
 class CommandFailed(UserError):
@@ -289,13 +288,14 @@ class JobReport:
             "ended": [ended._asdict() for ended in self.ended],
         }
 
-    def to_lines(self) -> list[str]:
-        """Counts, jobs by name, and what to do next."""
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """All of them in words."""
 
         def named(jobs: dict[str, str]) -> list[str]:
             return [f"{name}: job {job_id}" if job_id else name for name, job_id in jobs.items()]
 
-        groups = {
+        return {
             "would be submitted" if self.dry_run else "submitted": named(self.submitted),
             "pending": named(self.pending),
             "running": named(self.running),
@@ -303,14 +303,6 @@ class JobReport:
             "diverged": [f"{name}: {error}" for name, error in self.diverged.items()],
             "ended without a result": list(map(str, self.ended)),
         }
-        lines = [f"jobs: {', '.join(f'{len(items)} {group}' for group, items in groups.items())}"]
-        for group, items in groups.items():
-            if group != "finished":
-                lines += [f"{group}: {item}" for item in items[:MAX_LINES]]
-                lines += [f"{group}: and {len(items) - MAX_LINES} more"] if len(items) > MAX_LINES else []
-        if not self.dry_run and (self.submitted or self.pending or self.running):
-            lines.append("run the same command again when jobs have ended: it records them and submits what is missing")
-        return lines
 
 
 def check_sbatch() -> None:

@@ -13,8 +13,8 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from ddnn.report.figures import legend_below, legend_height, log2_axes, new_figure, save, style, tidy
-from ddnn.reproduce.cells import Cell, Metric, SpeedUp, base_cell, main_accuracy, metrics_of, table_cells
-from ddnn.reproduce.comparison import Degradation, Estimate, HypothesisResult, compare, degradations
+from ddnn.reproduce.cells import Cell, Metric, SpeedUp, main_accuracy, metrics_of, table_cells
+from ddnn.reproduce.comparison import Estimate, HypothesisResult, compare, degradations
 from ddnn.reproduce.corpus import ReproduceConfig
 from ddnn.reproduce.records import RunRecord, TimeBreakdown
 from ddnn.reproduce.tables import Condition, Table, paper
@@ -118,7 +118,8 @@ def build_report(
         "sections": sections,
         "metrics": metrics_of(config, records.values()),
         "degradation_metric": metric,
-        **_degradation_view(config, records, losses),
+        "degradations": losses,
+        "aim": AIM,
         "runs": sorted(records.values(), key=lambda record: (record.condition, record.workers, record.seed)),
     }
     summary = {
@@ -141,7 +142,7 @@ def _section(config: ReproduceConfig, table: Table, cells: list[Cell], speeds: l
         "metrics": metrics,
         "num_missing": sum(max(0, cell.expected - len(cell.runs)) for cell in cells),
         "published_tests": list(dict.fromkeys(test for wers in table.published.values() for test in wers)),
-        "time_rows": _time_rows(cells) if table.kind == "speed" or table.name == "reduce" else [],
+        "timed": bool(times) and (table.kind == "speed" or table.name == "reduce"),
         "oversubscribed": sorted({(workers, cores) for workers, cores in times if 0 < cores < workers}),
         "speed_columns": [plural(size, "worker") for size in sizes],
         "speed_rows": [
@@ -149,56 +150,6 @@ def _section(config: ReproduceConfig, table: Table, cells: list[Cell], speeds: l
             for label, kind in dict.fromkeys((speed.label, speed.kind) for speed in speeds)
         ],
         "pictures": _pictures(config, table, cells, metrics, speeds),
-    }
-
-
-def _time_rows(cells: Sequence[Cell]) -> list[list[str]]:
-    """Where the time went, and what was sent; empty where no run says."""
-    rows = []
-    for cell in cells:
-        times = [run.time for run in cell.valid if run.time is not None]
-        sent = [t.bytes_sent / t.averagings for t in times if t.bytes_sent is not None and t.averagings]
-        rows.append(
-            [
-                _label(cell.condition),
-                str(cell.workers),
-                _mean((time.averagings for time in times), 0),
-                _mean((value / 1e6 for value in sent), 3),
-                _mean((time.seconds for time in times), 1),
-                *(_fraction(times, name) for name in ("compute_seconds", "comm_seconds", "wait_seconds")),
-            ]
-        )
-    return rows if any(row[4] != NONE for row in rows) else []
-
-
-def _fraction(times: Iterable[TimeBreakdown], name: str) -> str:
-    parts = [(getattr(time, name), time.seconds) for time in times if time.seconds > 0]
-    return _mean((100.0 * part / seconds for part, seconds in parts if part is not None), 1)
-
-
-def _degradation_view(
-    config: ReproduceConfig, records: Mapping[str, RunRecord], losses: Sequence[Degradation]
-) -> dict[str, Any]:
-    """What each condition and size loses against the base on one worker, and which lose no more than the aim."""
-    base = [run.epochs for run in base_cell(config, records).valid]
-    sizes = sorted({loss.cell.workers for loss in losses})
-    rows: dict[tuple[str, str], dict[int, str]] = {}
-    within_aim = []
-    for loss in losses:
-        cell, points = loss.cell, _signed(loss.percentage_points)
-        equal_epochs = fmean(run.epochs for run in cell.valid) == (fmean(base) if base else 0.0)
-        text = f"{points} ({_interval(loss.estimate)})" if loss.estimate else points
-        text += f", {cell.num_diverged} diverged" if cell.num_diverged else ""
-        text += "" if equal_epochs else " ‡"
-        rows.setdefault((cell.condition.name, _label(cell.condition)), {})[cell.workers] = text
-        small = loss.percentage_points <= AIM and not cell.num_diverged
-        if cell.workers == config.max_workers and equal_epochs and small:
-            within_aim.append(f"{cell.condition.name} ({points}, {plural(loss.seeds, 'seed')})")
-    return {
-        "degradation_columns": [plural(size, "worker") for size in sizes],
-        "degradation_rows": [[*names, *(row.get(size, NONE) for size in sizes)] for names, row in rows.items()],
-        "aim": AIM,
-        "within_aim": within_aim,
     }
 
 
@@ -380,8 +331,9 @@ def _interval(estimate: Estimate | None) -> str:
     return NONE if estimate is None else f"{_signed(estimate.low)} to {_signed(estimate.high)}"
 
 
-def _mean(values: Iterable[float], digits: int) -> str:
-    found = list(values)
+def _mean(values: Iterable[float | None], digits: int) -> str:
+    """Of those that are known."""
+    found = [value for value in values if value is not None]
     return f"{fmean(found):.{digits}f}" if found else NONE
 
 
@@ -389,6 +341,17 @@ def _mean_std(values: Iterable[float]) -> str:
     """Mean and, of two values or more, standard deviation (n - 1)."""
     found = list(values)
     return _mean(found, 2) + (f" ± {stdev(found):.2f}" if len(found) > 1 else "")
+
+
+def _percent(time: TimeBreakdown, part: str) -> float | None:
+    """What a part has of the time, by its name."""
+    seconds = getattr(time, part)
+    return None if seconds is None or time.seconds <= 0.0 else 100.0 * float(seconds) / time.seconds
+
+
+def _megabytes(time: TimeBreakdown) -> float | None:
+    """Sent by one worker in an averaging."""
+    return time.bytes_sent / time.averagings / 1e6 if time.bytes_sent is not None and time.averagings else None
 
 
 def _label(condition: Condition) -> str:
@@ -436,6 +399,8 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "interval": _interval,
     "mean": _mean,
     "mean_std": _mean_std,
+    "percent": _percent,
+    "megabytes": _megabytes,
     "label": _label,
     "differences": _differences,
     "published_differences": _published_differences,
