@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -94,6 +95,9 @@ def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
             result = evaluate(run_dir, test.data, test.alignments, device=task.device)
             tests[test.name] = FrameMetrics(loss=result.loss, frame_accuracy=result.frame_accuracy)
         wers |= _word_errors(run_dir, test, task.device, scratch)
+    measured_epoch = None
+    with suppress(UserError):  # the metrics may not say what the scaling model starts from
+        measured_epoch = MeasuredEpoch.of(read_measured(run_dir)[0])
     epochs = [row for row in metrics.cv if row.epoch > 0]
     accepted = [row for row in epochs if row.accepted]
     return task.record.model_copy(
@@ -105,7 +109,7 @@ def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
             "tests": tests,
             "wers": wers,
             "time": time_breakdown(metrics),
-            "measured": _measured_epoch(run_dir),
+            "measured": measured_epoch,
             "machine": device_name(task.device),
             "date": time.strftime("%Y-%m-%d"),
             "version": f"ddnn {version('ddnn')}, torch {torch.__version__}",
@@ -117,15 +121,6 @@ def _frame_metrics(row: EpochRow) -> FrameMetrics | None:
     if row.loss is None or row.frame_accuracy is None:
         return None
     return FrameMetrics(loss=row.loss, frame_accuracy=row.frame_accuracy)
-
-
-def _measured_epoch(run_dir: Path) -> MeasuredEpoch | None:
-    """What the scaling model starts from; None where the metrics do not say."""
-    try:
-        epoch = read_measured(run_dir)[0]
-    except UserError:
-        return None
-    return MeasuredEpoch.of(epoch)
 
 
 def time_breakdown(metrics: Metrics) -> TimeBreakdown:

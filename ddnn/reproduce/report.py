@@ -67,8 +67,7 @@ class Report:
     def write(self, path: Path) -> list[Path]:
         """Writes PATH.md, PATH.html (which needs no other file) and the plots into the folder PATH; returns all.
 
-        Raises:
-            UserError: a file cannot be written, or matplotlib is missing.
+        UserError where a file cannot be written, or matplotlib is missing.
         """
         ensure_directory(path.parent)
         plots = [picture.draw(path / picture.name) for picture in self.pictures]
@@ -88,14 +87,8 @@ def build_report(
     missing: Sequence[str],
     speed_ups: Sequence[SpeedUp],
 ) -> Report:
-    """The report on these tables. What is missing is shown as missing.
-
-    Args:
-        records: name of a run -> its result.
-        command: that makes them.
-        missing: names of runs without a record.
-        speed_ups: for the tables about speed.
-    """
+    """The report on these tables, which `command` makes, from the records of runs by their names; the names of those that
+    are missing are shown as missing. Speed-ups are for the tables about speed."""
     hypotheses = [compare(config, table, asked, records) for table in tables for asked in table.hypotheses]
     cells: dict[tuple[str, int], Cell] = {}
     sections = []
@@ -173,11 +166,9 @@ def _pictures(
         pictures.append(Picture(f"{table.name}.png", f"Plot, {title}: {what}", caption, draw))
     ends = [cell for cell in cells if cell.workers in (1, config.max_workers)]
     if table.kind == "accuracy" and any(run.cv_by_epoch for cell in ends for run in cell.valid):
-        caption = (
-            "Frame accuracy on the cross-validation set after each epoch: the mean over the seeds and their range."
-        )
+        caption = "Frame accuracy on the cross-validation set after each epoch: the mean over the seeds and their range"
         draw = partial(draw_learning, title, ends)
-        pictures.append(Picture(f"{table.name}-learning.png", f"Plot, {title}: learning curves", caption, draw))
+        pictures.append(Picture(f"{table.name}-learning.png", f"Plot, {title}: learning curves", f"{caption}.", draw))
     return pictures
 
 
@@ -393,18 +384,8 @@ def _headings(body: str) -> list[Any]:
     return [(id_, type(body)(text)) for id_, text in re.findall(r'<h2 id="([a-z0-9-]*)">(.*?)</h2>', body)]
 
 
-FILTERS: dict[str, Callable[..., Any]] = {
-    "number": _number,
-    "signed": _signed,
-    "interval": _interval,
-    "mean": _mean,
-    "mean_std": _mean_std,
-    "percent": _percent,
-    "megabytes": _megabytes,
-    "label": _label,
-    "differences": _differences,
-    "published_differences": _published_differences,
-    "slug": _slug,
-    "headings": _headings,
-}
-"""Of the templates."""
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(_number, _signed, _interval, _mean, _mean_std, _percent, _megabytes, _label),
+    *(_differences, _published_differences, _slug, _headings),
+)
+FILTERS = {function.__name__.lstrip("_"): function for function in _FUNCTIONS}
