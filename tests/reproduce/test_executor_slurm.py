@@ -105,7 +105,7 @@ def test_each_run_gets_one_job_after_that_of_its_stack(slurm: Slurm, tmp_path: P
     dry, _ = submit(folder, out, dry_run=True)
     assert list(dry.submitted) == ["dbn-1", "sgd-1-1", "base-1-1", "sgd-2-1", "base-2-1"]
     assert not out.exists() and slurm.calls == []
-    assert dry.to_lines()[0].startswith("jobs: 5 would be submitted, 0 pending")
+    assert {group: len(items) for group, items in dry.groups.items() if items} == {"would be submitted": 5}
 
     jobs, problems = submit(folder, out)
     assert problems == []
