@@ -1,11 +1,9 @@
 """`ddnn bench`: the real training step against the machine's GEMM limit for the same shapes, in one run.
 
-The limit is the time of the step's matrix products alone: per layer x W^T, d W (not for the first layer) and d^T x, in
-the same precision, on the same buffers, with the same library. Both are timed alternately, so that a change of the
-machine's speed affects both, and so are the other parts of a step; medians and spreads are over the rounds.
-
-On a GPU the step is that of training, a CUDA graph if possible. The parts are launched one operation at a time: for a
-small network they take longer than in the graph, and the remaining share is negative.
+The limit is the time of the step's matrix products alone, in the same precision, with the same library. All parts are
+timed alternately, so that a change of the machine's speed affects all; medians and spreads are over the rounds. On a
+GPU the step is a CUDA graph if possible, but its parts are launched one operation at a time: for a small network they
+take longer than in the graph, and the remaining share is negative.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """What a network computes in: float32, bf16 by PyTorch, or bf16 with compiled kernels. One object, chosen once.
 
-Layers, losses and optimizers call the methods of the object that they are given and never ask which it is. Whatever it
-is, parameters, their updates and their averages, losses and the state of natural gradient are float32.
-
-In bf16 the layers multiply with a copy of the parameters, which `ddnn.nn.network.Workspace` refreshes. Activations and
-derivatives are bf16, products are summed in float32, biases are added before the product is rounded. docs/algorithms.md
-says what is in which precision, and why. On a GPU the copy's output layer is wider than the network's, by outputs of
-zero weight that neither loss nor update sees.
-
-On a CPU `ddnn.nn.kernels` does the element-wise parts of bf16, where it is compiled: biases before a sigmoid are then
-added in float32 to the rounded product. The update refreshes the bf16 copy in the same pass.
+Layers, losses and optimizers call the methods of the object that they are given and never ask which it is.
+docs/algorithms.md says what is in which precision, and why. In bf16 the layers multiply with a copy of the parameters,
+which `ddnn.nn.network.Workspace` refreshes; on a GPU its output layer is wider than the network's, by outputs of zero
+weight that neither loss nor update sees. On a CPU `ddnn.nn.kernels` does the element-wise parts of bf16, where it is
+compiled: biases before a sigmoid are then added in float32 to the rounded product, and the update refreshes the copy.
 """
 
 from __future__ import annotations
@@ -80,7 +75,7 @@ class Float32:
         precision: its name in recipes and checkpoints.
         dtype: of activations and derivatives.
         casts: whether layers multiply with a copy of the parameters, in `dtype`.
-        x_dtype: of the network's input where the data writes it; `cast_input` makes it `dtype`.
+        x_dtype: of the network's input where the data writes it; a workspace makes it `dtype`.
         gradient_dtype: in which a gradient is computed, before it becomes float32.
         bias_input_dtype: of the weights of `weighted_column_sums`.
         updates_by_layer: whether `sgd_update` can take up the gradient of a layer right after it was computed, while it
@@ -100,9 +95,6 @@ class Float32:
     def gather(self, dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
         """Fills `out` (n, output_dim) of `x_dtype` with the network's input for the frames at `rows`."""
         return gather(dataset, transform, rows, out)
-
-    def cast_input(self, x: Tensor, out: Tensor) -> None:
-        """out (frames, input_dim) of `dtype` <- x of `x_dtype`; the same tensor where the types are the same."""
 
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor, bias32: Tensor, activation: str, out: Tensor) -> None:
         """out (rows, fan_out) <- f(x W^T + b), f of `ACTIVATIONS`.
@@ -185,9 +177,6 @@ class BFloat16(Float32):
         self.pad_to = pad_to
         self.gradient_dtype = torch.float32 if supports_float32_output(device) else torch.bfloat16
 
-    def cast_input(self, x: Tensor, out: Tensor) -> None:
-        out.copy_(x)
-
     def cross_entropy(self, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
         return SoftmaxCrossEntropyBFloat16(like, pdfs, frames)
 
@@ -216,9 +205,6 @@ class BFloat16Kernels(BFloat16):
         check_fits(dataset, transform)
         self.kernels.gather_spliced(features, rows, offsets[0], transform.shift, transform.scale, out)
         return out
-
-    def cast_input(self, x: Tensor, out: Tensor) -> None:
-        pass
 
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor, bias32: Tensor, activation: str, out: Tensor) -> None:
         if activation == "sigmoid":

@@ -1,15 +1,9 @@
 """What a layer is, the kinds of layers, and networks of them. A new kind is a class and a line in `LAYERS`.
 
-What a layer is made of, computes and costs is known to its class alone. A layer holds no numbers: its parameters are
-views of a network's flat buffer, its activations belong to a `ddnn.nn.network.Workspace`, and how the numbers are
-computed is the business of `ddnn.nn.arithmetic`.
-
-Between layers a minibatch is a matrix of a row per frame; a layer whose shapes have several dimensions views a row as
-it needs. In the network's input a row is ordered, from slow to fast, by frame offset, order of the deltas, and feature
-dimension.
-
-Natural gradient sees a layer as a product of matrices: rows of its input times its weight. An affine layer has one such
-row per frame, a convolution one per frame and patch.
+What a layer is made of, computes and costs is known to its class alone. It holds no numbers: its parameters are views
+of a network's flat buffer, its activations belong to a `ddnn.nn.network.Workspace`, and `ddnn.nn.arithmetic` computes.
+Between layers a minibatch is a matrix of a row per frame, which a layer views as it needs. In the network's input a row
+is ordered, from slow to fast, by frame offset, order of the deltas, and feature dimension.
 """
 
 from __future__ import annotations
@@ -36,17 +30,16 @@ Views = Mapping[str, Tensor]
 
 
 class Params(NamedTuple):
-    """A layer's parameters: `values`, in the arithmetic's type, to multiply with; `float32`, of which they are a copy.
-
-    The values may be padded to more outputs than the layer has.
-    """
+    """A layer's parameters: `values`, in the arithmetic's type, to multiply with, perhaps padded to more outputs than the
+    layer has; `float32`, of which they are a copy."""
 
     values: Views
     float32: Views
 
 
 class Gemm(NamedTuple):
-    """A layer as a matrix product: for each frame `rows` rows of `fan_in` inputs give as many rows of `fan_out`."""
+    """A layer as a matrix product, as natural gradient sees it: for each frame `rows` rows of `fan_in` inputs (one of an
+    affine layer, one per patch of a convolution) give as many rows of `fan_out`."""
 
     rows: int
     fan_in: int
@@ -199,11 +192,8 @@ class Layer(ABC):
 
     @abstractmethod
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
-        """Draws initial parameters, on the CPU, so that a seed gives the same on every device.
-
-        Args:
-            first, last: whether it is the first, the last layer of the network.
-        """
+        """Draws initial parameters, on the CPU, so that a seed gives the same on every device; `first` and `last` say
+        whether it is that layer of the network."""
 
     def config(self) -> dict[str, Any]:
         """All of it but its numbers, as JSON: `kind` and the fields of its class."""
@@ -299,8 +289,7 @@ class Affine(Layer):
         """As Kaldi nnet1's utils/nnet/make_nnet_proto.py: W ~ N(0, s^2), s = 3.5 sqrt(2 / (inputs + outputs)), the
         first layer's times sqrt(1/12); hidden biases uniform in (-4, 0), output bias 0.
 
-        A network without hidden layers has its one layer as output layer. tanh and ReLU layers have their biases around
-        0: (-4, 0) is where sigmoids start.
+        tanh and ReLU layers have their biases around 0: (-4, 0) is where sigmoids start.
         """
         weight, bias = p["weight"], p["bias"]
         deviation = 3.5 * math.sqrt(2.0 / (self.in_features + self.out_features))

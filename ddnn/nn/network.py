@@ -1,8 +1,7 @@
 """Networks: layers over one flat parameter buffer, and the memory in which a minibatch passes through them.
 
 Forward and backward are written out, after Kaldi's nnet1 (nnet-affine-transform.h, nnet-activation.h, nnet-loss.cc):
-an optimizer needs each layer's input and output derivative, which is where natural gradient works. The tests hold
-both against torch.autograd in float64.
+natural gradient needs each layer's input and output derivative. The tests hold both against torch.autograd in float64.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class Network:
     Attributes:
         layers: first to last.
         parameters: (num_parameters,) float32, layer by layer, each in the order of its `Layer.parameters`.
-        parts: of each layer, its part of `parameters`.
         views: of each layer, its parameters by name, views into `parameters`.
         version: how often the parameters have changed.
     """
@@ -51,7 +49,6 @@ class Network:
         self.parameters = torch.zeros(self.num_parameters) if parameters is None else parameters
         if self.parameters.shape != (self.num_parameters,):
             raise ValueError(f"{tuple(self.parameters.shape)} parameters given, ({self.num_parameters},) expected")
-        self.parts = self._parts(self.parameters)
         self.views = self.split(self.parameters)
         self.version = 0
 
@@ -65,12 +62,10 @@ class Network:
         """Number of pdfs."""
         return self.layers[-1].output_dim
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        return list(torch.split(flat, [layer.num_parameters for layer in self.layers]))
-
     def split(self, flat: Tensor) -> list[dict[str, Tensor]]:
         """Per layer the named parts of a flat buffer laid out like `parameters`, such as a gradient."""
-        return [layer.views(part) for layer, part in zip(self.layers, self._parts(flat), strict=True)]
+        parts = torch.split(flat, [layer.num_parameters for layer in self.layers])
+        return [layer.views(part) for layer, part in zip(self.layers, parts, strict=True)]
 
     def parameters_changed(self) -> None:
         """To be called after every change of `parameters` in place."""
@@ -83,8 +78,7 @@ class Network:
 
     def load_lower_layers(self, below: Network) -> None:
         """The first layers <- the parameters of another network, all of whose layers they are."""
-        for own, given in zip(self.parts, below.parts, strict=False):
-            own.copy_(given)
+        self.parameters[: below.num_parameters].copy_(below.parameters)
         self.parameters_changed()
 
     def to(self, device: torch.device) -> Network:
@@ -123,7 +117,6 @@ class Workspace:
             further columns in the last layer where it is padded: the derivatives there are 0, the outputs nobody's.
         layer_gradients: for arithmetics that update by layer, per layer memory for its gradient, all in the same place;
             else empty.
-        layer_gradient_parts: the same as one flat view of each.
     """
 
     def __init__(self, network: Network, frames: int, arithmetic: Float32 | None = None) -> None:
@@ -146,17 +139,15 @@ class Workspace:
         self._low_views = network.split(self._low_gradient) if low_size else []
         by_layer = network.layers if a.updates_by_layer else ()
         block = new(max((layer.num_parameters for layer in by_layer), default=0), dtype=a.gradient_dtype)
-        self.layer_gradient_parts = [block[: layer.num_parameters] for layer in by_layer]
-        self.layer_gradients = [
-            layer.views(part) for layer, part in zip(by_layer, self.layer_gradient_parts, strict=True)
-        ]
+        self.layer_gradients = [layer.views(block[: layer.num_parameters]) for layer in by_layer]
         self.loss = a.cross_entropy(network.parameters, network.output_dim, frames)
         self._use(frames)
 
     def _use(self, frames: int) -> None:
         """Makes the views of the first `frames` rows of the memory."""
         x, first_input, outputs, derivatives, saved = self._memory
-        self.x, self._input = x[:frames], first_input[:frames]
+        self.x = x[:frames]
+        self._input = self.x if first_input is x else first_input[:frames]
         self.padded_activations, self.padded_grad_outputs = (
             [memory[:frames] for memory in whole] for whole in (outputs, derivatives)
         )
@@ -198,7 +189,8 @@ class Workspace:
     def forward(self) -> Tensor:
         """From `x` through all layers; returns the logits."""
         self.refresh()
-        self.arithmetic.cast_input(self.x, self._input)
+        if self._input is not self.x:
+            self._input.copy_(self.x)
         for layer, params, x, y, _, _, saved in self._passes:
             layer.forward(self.arithmetic, params, x, y, saved)
         return self.activations[-1]
@@ -206,9 +198,8 @@ class Workspace:
     def cross_entropy(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """From the logits to their derivative; labels (frames,) int64 pdf-ids.
 
-        Returns:
-            Summed cross-entropy (float64) and the number of correctly classified frames (int64), both 0-dim, on the
-            device.
+        Returns the summed cross-entropy (float64) and the number of correctly classified frames (int64), both 0-dim, on
+        the device.
         """
         return self.loss(self.activations[-1], labels, self.grad_outputs[-1])
 

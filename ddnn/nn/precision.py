@@ -1,8 +1,7 @@
 """Which precision to train in: asked for, or measured on this machine, and checked against float32 before it is used.
 
-Whether 16-bit products are faster is not looked up in a list of processors but measured, with the network's own shapes:
-matrix units (AMX, Tensor Cores) multiply bf16 several times faster than float32, processors without them many times
-slower.
+Matrix units (AMX, Tensor Cores) multiply bf16 several times faster than float32, processors without them many times
+slower: it is measured, with the network's own shapes.
 """
 
 from __future__ import annotations

@@ -9,11 +9,9 @@ As Kaldi's nnet2 `AffineComponentPreconditionedOnline::Update` (src/nnet2/nnet-c
 with kappa from the max-change rule. What `natural_gradient` keeps, the Fisher matrices, belongs to this worker.
 
 A layer that gives P rows for each frame (`Layer.gemm`) has N P rows in X and Y. Its history is P times as long, so
-that it counts frames, and kappa is in frames too: the bound of the step is the same for every layer. A layer without
-such rows has its plain gradient, limited alike by the norms of the frames' gradients.
-
-In bf16, X and Y are converted to float32 and preconditioned there, as what preconditioning takes away may be nearly all
-of X; X^ and Y^ are rounded for the last product alone, which is as large as the others of the step.
+that it counts frames, and kappa is in frames too. A layer without such rows has its plain gradient, limited alike by
+the norms of the frames' gradients. In bf16, X and Y are preconditioned in float32, as what preconditioning takes away
+may be nearly all of X; X^ and Y^ are rounded for the last product alone.
 """
 
 from __future__ import annotations

@@ -129,10 +129,6 @@ class Sgd:
         them that layers multiply with."""
         network, compute, update = self.network, workspace.compute, workspace.arithmetic.sgd_update
         coefs, decayed = network.layers[i].learn_rate_coefs, network.layers[i].l2 if self.l2 else frozenset()
-        if not decayed and len(set(coefs.values())) == 1:
-            step = lr * next(iter(coefs.values())) * factor
-            update(network.parts[i], compute.parts[i], workspace.layer_gradient_parts[i], step)
-            return
         for name, coef in coefs.items():
             step = lr * coef
             decay = 1.0 - step * self.l2 * len(workspace.x) if name in decayed else 1.0

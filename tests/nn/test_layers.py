@@ -203,7 +203,11 @@ def test_memory_and_operations_are_counted(name: str) -> None:
     held = [workspace.x, *workspace.padded_activations, *workspace.padded_grad_outputs]
     held += [value for saved in workspace._saved for value in saved.values()]
     assert activation_floats(layers) * frames == sum(tensor.numel() for tensor in held)
-    assert num_parameters(layers) == made.parameters.numel() == sum(part.numel() for part in made.parts)
+    assert (
+        num_parameters(layers)
+        == made.parameters.numel()
+        == sum(part.numel() for views in made.views for part in views.values())
+    )
     flop = [2 * layer.gemm.rows * layer.gemm.fan_in * layer.gemm.fan_out if layer.gemm else 0 for layer in layers]
     assert training_flop_per_frame(layers) == 3 * sum(flop) - flop[0] > 0
     products = matrix_products(workspace)
