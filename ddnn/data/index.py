@@ -7,7 +7,7 @@ import hashlib
 import heapq
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, pdf_counts
 from ddnn.kaldi.archive import MatrixReader
 from ddnn.kaldi.data_dir import DataDir
@@ -104,33 +105,19 @@ def build_index(
         DataError: damaged input, or too much of it skipped, on rank 0; the tables or alignments of another worker's
             host differ, on that one. Run under `ddnn.distributed.failures`: the others are waiting meanwhile.
     """
-    if comm is None or comm.world_size == 1:
-        return _match_alignments(directory, alignments, max_skipped_fraction)
-    _check_same_tables(comm, directory, alignments)
-    index = _match_alignments(directory, alignments, max_skipped_fraction) if comm.rank == 0 else None
-    summary = None if index is None else {"utterances": len(index.entries), "dim": index.dim, "counts": index.counts}
+    comm = comm or SingleProcess()
+    if comm.world_size > 1:
+        _check_same_tables(comm, directory, alignments)
+    summary = selected_and_frames = None
+    if comm.rank == 0:
+        summary, selected_and_frames = _match_alignments(directory, alignments, max_skipped_fraction)
     of_first: dict[str, Any] = comm.all_gather_object(summary)[0]
-    selected_and_frames = torch.empty(2, of_first["utterances"], dtype=torch.int64)
-    if index is not None:
-        place = {entry.key: n for n, entry in enumerate(directory.entries)}
-        selected_and_frames[0] = torch.tensor([place[entry.key] for entry in index.entries])
-        selected_and_frames[1] = torch.from_numpy(index.num_frames)
+    if selected_and_frames is None:
+        selected_and_frames = torch.empty(2, of_first["utterances"], dtype=torch.int64)
     comm.broadcast(selected_and_frames)
-    selected, frames = selected_and_frames.numpy()
-    return index or _index(
-        directory, [directory.entries[n] for n in selected], frames, of_first["dim"], alignments, of_first["counts"]
-    )
-
-
-def _index(
-    directory: DataDir,
-    entries: Sequence[ScpEntry],
-    num_frames: NDArray[np.int64],
-    dim: int,
-    alignments: Alignments | None,
-    counts: dict[str, int],
-) -> UtteranceIndex:
-    index = UtteranceIndex(directory, tuple(entries), num_frames, dim, entries[0].key, counts=counts)
+    selected, num_frames = selected_and_frames.numpy()
+    entries = tuple(directory.entries[n] for n in selected)
+    index = UtteranceIndex(directory, entries, num_frames, of_first["dim"], entries[0].key, counts=of_first["counts"])
     if alignments is None:
         return index
     of_pdfs = pdf_counts(alignments, index.utterances)
@@ -139,12 +126,12 @@ def _index(
 
 def _match_alignments(
     directory: DataDir, alignments: Alignments | None, max_skipped_fraction: float | None
-) -> UtteranceIndex:
-    """The utterances that can be used, with their numbers of frames, and what was skipped or trimmed."""
+) -> tuple[dict[str, Any], Tensor]:
+    """What was found, skipped and trimmed; int64 (2, utterances), which utterances can be used and their frames."""
     counts = Counter({"used": 0, "no_alignment": 0, "length_differs": 0, "trimmed": 0, "empty": 0})
-    entries, lengths = [], []
+    used = []
     with MatrixReader() as reader:
-        for entry in directory.entries:
+        for n, entry in enumerate(directory.entries):
             length = frames = reader.shape(entry)[0]
             if alignments is not None:
                 labels = alignments.pdfs.get(entry.key)
@@ -163,20 +150,20 @@ def _match_alignments(
                 log.warning("utterance %s skipped: it has no frames", entry.key)
                 counts["empty"] += 1
                 continue
-            entries.append(entry)
-            lengths.append(length)
-        counts["used"] = len(entries)
-        path = None if alignments is None else alignments.path
-        check_skipped(directory, path, entries, dict(counts), max_skipped_fraction)
+            used.append((n, length))
+        counts["used"] = len(used)
+        entries = [directory.entries[n] for n, _ in used]
+        check_skipped(directory, alignments and alignments.path, entries, counts, max_skipped_fraction)
         dim = reader.shape(entries[0])[1]
-    return _index(directory, entries, np.array(lengths, np.int64), dim, alignments, dict(counts))
+    summary = {"utterances": len(used), "dim": dim, "counts": dict(counts)}
+    return summary, torch.tensor(used, dtype=torch.int64).T.contiguous()
 
 
 def check_skipped(
     directory: DataDir,
     alignments: Path | None,
     used: Iterable[ScpEntry],
-    counts: dict[str, int],
+    counts: Mapping[str, int],
     max_skipped_fraction: float | None,
 ) -> None:
     """Logs what is skipped or trimmed; DataError where it is more than the fraction allows, or everything."""
