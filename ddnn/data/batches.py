@@ -131,8 +131,7 @@ def make_batch_loader(
     """The loader for a device: it gathers from features in the memory of the device, or reads ahead from the host's.
 
     Args:
-        frames: those of the sampler.
-        transform: on the device.
+        frames, transform: those of the sampler; on the device.
         device: where the minibatches are needed; that of `out` where it is given.
         out: (batch_size, input_dim) float32 or bf16, the memory for `Batch.x`; allocated where it is not given.
         gather: fills `out` from features in the memory of the device.
@@ -211,10 +210,7 @@ class _PinnedBatch:
 
 @dataclass(eq=False)
 class PrefetchLoader(BatchLoader):
-    """A loader that reads minibatches ahead in a thread, from features in host memory.
-
-    Errors of the thread reach the trainer after the minibatches that were read before.
-    """
+    """Reads minibatches ahead in a thread, whose errors reach the trainer after the minibatches that were read before."""
 
     def __post_init__(self) -> None:
         self.device = self.out.device

@@ -46,18 +46,14 @@ class InputTransform:
 
     def to(self, device: torch.device) -> InputTransform:
         """The same transform with its vectors on `device`."""
-        shift = None if self.shift is None else self.shift.to(device)
-        scale = None if self.scale is None else self.scale.to(device)
+        shift, scale = (None if vector is None else vector.to(device) for vector in (self.shift, self.scale))
         return InputTransform(self.offsets, self.dim, shift, scale)
 
 
 def gather(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
-    """Fills `out` (n, output_dim) with the network's input for the frames at `rows` (n,) of the dataset.
+    """Fills `out` (n, output_dim) with the network's input for the frames at `rows` (n,), computed in float32.
 
-    It is computed in float32. `ddnn.nn.arithmetic` has a compiled kernel that does it in one pass for bf16.
-
-    On a GPU the host waits for nothing, unless the features are in host memory and `out` is not
-    (`ddnn.data.batches` reads ahead there).
+    On a GPU the host waits for nothing, unless the features are in host memory (`ddnn.data.batches` reads ahead there).
 
     Raises:
         ValueError: the dataset has other dims, or fewer repeated edge frames, than the transform needs.
@@ -68,20 +64,15 @@ def gather(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, ou
 
 
 def splice(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
-    """Fills `out` (n, output_dim) with the spliced frames as they are in the dataset, not yet shifted and scaled.
-
-    Consecutive offsets are one contiguous piece of memory per frame: a single gather, no index arithmetic.
-
-    Raises:
-        ValueError: as `gather`.
-    """
-    offsets, features = transform.offsets, dataset.features
+    """As `gather`, but not yet shifted and scaled."""
     check_fits(dataset, transform)
+    offsets, features = transform.offsets, dataset.features
     rows = rows.to(features.device)
     if not consecutive(offsets):
         return out.copy_(features[rows[:, None] + torch.tensor(offsets, device=rows.device)].flatten(1))
     if len(rows) == 0:  # the dataset may have fewer rows than a splice
         return out
+    # Consecutive offsets are one contiguous piece of memory per frame: a single gather.
     windows = features.as_strided((len(features) - len(offsets) + 1, transform.output_dim), (features.shape[1], 1))
     if features.dtype == out.dtype and features.device == out.device:
         return torch.index_select(windows, 0, rows + offsets[0], out=out)
@@ -129,7 +120,7 @@ def estimate_normalization(
 
     Args:
         utterances: indices into the dataset; of several workers each passes those of its shard that are among the first
-            `STATISTICS_UTTERANCES` of all workers' training set (`local_positions`), or none.
+            `STATISTICS_UTTERANCES` of all workers' training set, or none.
         comm: sums the statistics over the workers, who all get the same bits. Collective.
 
     Raises:
