@@ -153,7 +153,8 @@ def _match_alignments(
             used.append((n, length))
         counts["used"] = len(used)
         entries = [directory.entries[n] for n, _ in used]
-        check_skipped(directory, alignments and alignments.path, entries, counts, max_skipped_fraction)
+        path = None if alignments is None else alignments.path
+        check_skipped(directory, path, entries, counts, max_skipped_fraction)
         dim = reader.shape(entries[0])[1]
     summary = {"utterances": len(used), "dim": dim, "counts": dict(counts)}
     return summary, torch.tensor(used, dtype=torch.int64).T.contiguous()
