@@ -81,11 +81,8 @@ class CheckpointHandle(CheckpointSummary):
         try:
             return _read_tensors(self.path, rank_file(rank), self)
         except (OSError, CorruptCheckpointError) as error:
-            raise DataError(
-                f"the checkpoint is corrupt: {describe(error)}",
-                location=self.path,
-                hint="run again with --resume: the checkpoint before it is used",
-            ) from error
+            hint = "run again with --resume: the checkpoint before it is used"
+            raise DataError(f"the checkpoint is corrupt: {describe(error)}", location=self.path, hint=hint) from error
 
 
 class CheckpointStore:
@@ -150,11 +147,8 @@ class CheckpointStore:
             if self.comm.rank == 0:
                 log.warning("checkpoint %s is corrupt, skipping it: %s", self._folder(number), failure)
         if failure:
-            raise DataError(
-                f"there is no checkpoint to resume from: {failure}",
-                location=self.directory,
-                hint="restore one, or remove this folder to start from the beginning with --resume",
-            )
+            hint = "restore one, or remove this folder to start from the beginning with --resume"
+            raise DataError(f"there is no checkpoint to resume from: {failure}", location=self.directory, hint=hint)
         return None
 
     def _on_all_ranks(self, act: Callable[[], Any]) -> list[Any]:

@@ -179,11 +179,9 @@ def evaluate_run(
     # The pdfs of a final.mdl are all that its tree has; an archive of pdf-ids may lack the last ones.
     if labels.num_pdfs > most or (alignments.is_dir() and labels.num_pdfs != most):
         beyond = next((f"; utterance {u} has more" for u, ids in labels.pdfs.items() if (ids >= most).any()), "")
-        raise DataError(
-            f"the alignment has {labels.num_pdfs} pdfs, the model {most}{beyond}",
-            location=alignments,
-            hint="use an alignment made with the same final.mdl as the training alignment",
-        )
+        message = f"the alignment has {labels.num_pdfs} pdfs, the model {most}{beyond}"
+        hint = "use an alignment made with the same final.mdl as the training alignment"
+        raise DataError(message, location=alignments, hint=hint)
     corpus = load_for_model(model, data, labels, allow_pipes=allow_pipes)
     everything = corpus.to(on).subset(list(range(len(corpus.utterances))))
     return replace(evaluate(model.to(on), everything), utterances=corpus.counts)

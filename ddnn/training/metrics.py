@@ -242,11 +242,9 @@ def read_metrics(path: Path) -> Metrics:
         try:
             row = _parse_row(line)
         except ValueError as error:
-            raise DataError(
-                f"line {number} is not a metrics row: {error}: {line[:60]!r}",
-                location=path,
-                hint="restore or remove the line",
-            ) from error
+            message = f"line {number} is not a metrics row: {error}: {line[:60]!r}"
+            hint = "restore or remove the line"
+            raise DataError(message, location=path, hint=hint) from error
         if row is None:
             continue
         key = (row.type, *((number,) if row.KEY is None else (f"{name} {getattr(row, name)}" for name in row.KEY)))
@@ -375,11 +373,8 @@ class MetricsWriter:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> UserError:
-        return UserError(
-            f"cannot write {self.path.name}: {error.strerror}",
-            location=self.path.parent,
-            hint="check that there is space, quota and permission to write, then resume with --resume",
-        )
+        hint = "check that there is space, quota and permission to write, then resume with --resume"
+        return UserError(f"cannot write {self.path.name}: {error.strerror}", location=self.path.parent, hint=hint)
 
 
 def _leading_rows(file: BinaryIO, keep: Callable[[dict[str, Any]], bool]) -> Iterator[bytes]:

@@ -28,22 +28,18 @@ def with_world_size(recipe: Recipe, world_size: int) -> Recipe:
     """The recipe with as many workers as there are; RecipeError if it names another number."""
     workers = recipe.parallel.workers
     if workers not in (1, world_size):
-        raise RecipeError(
-            f"{workers} found, but {world_size} workers were started",
-            location="parallel.workers",
-            hint=f"start {workers} workers, or give --workers {world_size}",
-        )
+        message = f"{workers} found, but {world_size} workers were started"
+        hint = f"start {workers} workers, or give --workers {world_size}"
+        raise RecipeError(message, location="parallel.workers", hint=hint)
     return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"workers": world_size})})
 
 
 def check_pretrains(recipe: Recipe) -> None:
     """RecipeError where the recipe has no RBMs to train."""
     if recipe.init != "rbm" or recipe.pretrain.dbn is not None:
-        raise RecipeError(
-            "the recipe has nothing to pretrain",
-            location="init" if recipe.init != "rbm" else "pretrain.dbn",
-            hint="set init: rbm, and leave pretrain.dbn unset",
-        )
+        message = "the recipe has nothing to pretrain"
+        hint = "set init: rbm, and leave pretrain.dbn unset"
+        raise RecipeError(message, location="init" if recipe.init != "rbm" else "pretrain.dbn", hint=hint)
 
 
 def network_layers(recipe: Recipe, input_dim: int, num_pdfs: int, *, on_dbn: bool = False) -> tuple[Layer, ...]:

@@ -345,22 +345,16 @@ def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
         ("data.normalize", dbn.transform.scale is not None, recipe.data.normalize),
     ):
         if found != expected:
-            raise DataError(
-                f"the DBN was trained with {found}, the recipe has {expected}",
-                location=source,
-                hint=f"set {key} to what the DBN was trained with",
-            )
+            hint = f"set {key} to what the DBN was trained with"
+            raise DataError(f"the DBN was trained with {found}, the recipe has {expected}", location=source, hint=hint)
     return dbn
 
 
 def _read_dbn(recipe: Recipe, source: Path) -> AcousticModel:
     if source.is_dir():
         if not (source / DBN).exists():
-            raise DataError(
-                f"there is no {DBN}: no pretraining has finished here",
-                location=source,
-                hint="let ddnn pretrain finish: started again with the same recipe, it resumes",
-            )
+            hint = "let ddnn pretrain finish: started again with the same recipe, it resumes"
+            raise DataError(f"there is no {DBN}: no pretraining has finished here", location=source, hint=hint)
         return load_model(source / DBN)
     front = recipe.pretrain.feature_transform
     components = read_nnet1(front) if front is not None else ()

@@ -109,11 +109,9 @@ def check_same_recipe(before: str, recipe: Recipe, location: Path) -> None:
     ]
     if changed:
         listed = changed[0] if len(changed) == 1 else "".join(f"\n  - {line}" for line in changed)
-        raise RecipeError(
-            f"the recipe is not the one that the checkpoint was made by: {listed}",
-            location=location,
-            hint="resume with the run dir's own recipe.yaml, or start in another run dir",
-        )
+        message = f"the recipe is not the one that the checkpoint was made by: {listed}"
+        hint = "resume with the run dir's own recipe.yaml, or start in another run dir"
+        raise RecipeError(message, location=location, hint=hint)
 
 
 def _flat(text: str) -> tuple[dict[str, Any], list[Problem]]:

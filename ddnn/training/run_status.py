@@ -175,8 +175,6 @@ def _check_begun(path: Path, begun: bool, resume: bool) -> None:
             + "name another directory, or remove this one if it is not needed",
         )
     if not begun:
-        raise UserError(
-            f"the directory is not empty and not a run dir of a training: there is no {RECIPE} with a {LOG}",
-            location=path,
-            hint="name the --run-dir of the training to resume",
-        )
+        message = f"the directory is not empty and not a run dir of a training: there is no {RECIPE} with a {LOG}"
+        hint = "name the --run-dir of the training to resume"
+        raise UserError(message, location=path, hint=hint)
