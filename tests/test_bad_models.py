@@ -20,10 +20,9 @@ NOT_NNET1 = "not a Kaldi nnet1 network: expected"
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run, exported and with log-likelihoods, a graph and its model: everything under one folder."""
-    from ddnn.decoding.prepare import prepare_decoding
+    from ddnn.decoding.prepare import export_nnet1, prepare_decoding
     from ddnn.recipe.load import load_recipe
     from ddnn.training.job import run_training
-    from ddnn.training.nnet1_command import export_nnet1
 
     job = make_job(tmp_path_factory.mktemp("whole"))
     run_training(load_recipe(job.recipe), job.run, "cpu")

@@ -223,11 +223,11 @@ def test_commands_without_output(run: Run, called: Any) -> None:
     options = {"device": "auto", "prior_scale": 0.5, "allow_pipes": False}
     assert calls == [((Path("run"), Path("d"), Path("o")), options)]
 
-    calls = called("ddnn.training.nnet1_command", "export_nnet1")
+    calls = called("ddnn.decoding.prepare", "export_nnet1")
     assert run("export", "run", "--format", "nnet1", "--out", "o") == (0, "", "")
     assert calls == [((Path("run"), Path("o")), {})]
 
-    calls = called("ddnn.training.nnet1_command", "import_nnet1")
+    calls = called("ddnn.decoding.prepare", "import_nnet1")
     assert run("import-nnet1", "n", "--feature-transform", "f", "--pdf-counts", "c", "--out", "o") == (0, "", "")
     assert run("import-nnet1", "n", "--out", "o") == (0, "", "")
     assert [args for args, _ in calls] == [

@@ -159,7 +159,7 @@ def score(
 @option("--out", type=PATH, required=True, help="Folder for final.nnet and feature_transform.nnet.")
 def export(run_dir: Path, out: Path) -> None:
     """Write a trained network as Kaldi nnet1 files."""
-    from ddnn.training.nnet1_command import export_nnet1
+    from ddnn.decoding.prepare import export_nnet1
 
     export_nnet1(run_dir, out)
 
@@ -171,9 +171,9 @@ def export(run_dir: Path, out: Path) -> None:
 @option("--out", type=PATH, required=True, help="Run dir to create.")
 def import_nnet1(nnet: Path, feature_transform: Path | None, pdf_counts: Path | None, out: Path) -> None:
     """Create a run dir from a Kaldi nnet1 network."""
-    from ddnn.training import nnet1_command
+    from ddnn.decoding import prepare
 
-    nnet1_command.import_nnet1(nnet, feature_transform, out, pdf_counts)
+    prepare.import_nnet1(nnet, feature_transform, out, pdf_counts)
 
 
 COMMANDS = (train, pretrain, evaluate, decode_prep, score, export, import_nnet1)

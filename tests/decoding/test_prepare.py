@@ -10,11 +10,10 @@ import pytest
 from corpora import write_data_dir
 from kaldi_files import read_matrix
 
-from ddnn.decoding.prepare import log_priors, prepare_decoding
+from ddnn.decoding.prepare import import_nnet1, log_priors, prepare_decoding
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.kaldi.nnet1 import Activation, AffineTransform, write_nnet1
 from ddnn.kaldi.scp import read_scp
-from ddnn.training.nnet1_command import import_nnet1
 
 COUNTS = np.array([5, 15, 0, 20])
 

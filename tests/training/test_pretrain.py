@@ -12,6 +12,7 @@ import torch
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from distributed.mpi_worlds import launch
 
+from ddnn.decoding.prepare import export_nnet1
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.nn.acoustic_model import load_model
@@ -20,7 +21,6 @@ from ddnn.recipe.schema import PretrainConfig
 from ddnn.training import pretraining
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.job import run_pretraining, run_training
-from ddnn.training.nnet1_command import export_nnet1
 from ddnn.training.run_dir import load_run
 from ddnn.training.run_status import CHECKPOINTS, DBN
 from ddnn.util.errors import DataError, DivergedError, UserError
