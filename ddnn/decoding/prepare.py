@@ -17,9 +17,8 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.kaldi.alignments import read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.archive import write_matrices
 from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
-from ddnn.nn.acoustic_model import AcousticModel, save_model
+from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, save_model, to_nnet1
 from ddnn.nn.network import Workspace
-from ddnn.nn.nnet1_conversion import from_nnet1, to_nnet1
 from ddnn.training.evaluation import EVAL_BATCH, forward_batches, load_for_model
 from ddnn.training.run_dir import load_run
 from ddnn.training.run_status import FINAL, PDF_COUNTS, check_run_dir
