@@ -249,7 +249,7 @@ def _ranges(entry: ScpEntry, shape: tuple[int, ...]) -> tuple[slice, slice]:
     return slices[0], slices[1]
 
 
-def check_finite(key: str, matrix: NDArray[Any], location: str | os.PathLike[str]) -> None:
+def check_finite(key: str, matrix: NDArray[Any], location: str | Path) -> None:
     """Raises DataError naming utterance, row and column of the first NaN or Inf in `matrix` (rows, columns)."""
     # A sum is finite only if all terms are, and needs no array of truth values; it may overflow, so look again.
     with np.errstate(over="ignore", invalid="ignore"):

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO, RawIOBase
 from itertools import chain
-from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -68,7 +67,7 @@ def describe_read_error(error: Exception) -> str:
 
 
 @contextmanager
-def reading(location: str | PathLike[str], of: str = "") -> Iterator[None]:
+def reading(location: str | Path, of: str = "") -> Iterator[None]:
     """Makes a DataError, which begins with `of`, of any of `READ_ERRORS` in the block."""
     try:
         yield
@@ -423,7 +422,7 @@ def open_stream(path: Path) -> BasicTypeReader:
 
 
 @contextmanager
-def open_model(path: str | PathLike[str], kind: str) -> Iterator[BasicTypeReader]:
+def open_model(path: Path, kind: str) -> Iterator[BasicTypeReader]:
     """Opens the file `path`, to be read as `kind` ("a Kaldi transition model"), its binary marker taken.
 
     Raises:
@@ -432,7 +431,7 @@ def open_model(path: str | PathLike[str], kind: str) -> Iterator[BasicTypeReader
     """
     size = 0
     try:
-        with open_regular(Path(path)) as stream:
+        with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             if size > MAX_FILE_BYTES:
                 raise OSError(errno.EFBIG, f"it has {size} bytes, expected at most {MAX_FILE_BYTES}")

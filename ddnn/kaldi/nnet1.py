@@ -4,15 +4,14 @@ Follows kaldi `nnet/nnet-nnet.cc`, `nnet/nnet-component.cc` and the headers `nne
 `nnet-activation.h`, `nnet-parametric-relu.h`, `nnet-various.h` and `nnet-rbm.h`. What Kaldi wrote is written again byte
 for byte. A component takes rows (frames x input_dim) and gives rows (frames x output_dim).
 
-A new component is a dataclass here and a row of `_FORMS`: its token and its fields, for reader and writer alike.
+A new component is a dataclass here and a row of `_FORMS`, for reader and writer alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,7 +142,7 @@ class _Array:
     def shape(self, dims: Dims) -> tuple[int, ...]:
         return tuple(dims["OI".index(axis)] for axis in self.axes)
 
-    def read(self, reader: BasicTypeReader, token: str, dims: Dims) -> dict[str, Any]:
+    def read(self, reader: BasicTypeReader, token: str, dims: Dims) -> NDArray[np.float32]:
         what, shape = f"{self.description} of {token}", self.shape(dims)
         values = reader.float_matrix(what) if len(shape) == 2 else reader.float_vector(what)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -155,86 +154,40 @@ class _Array:
             position = tuple(np.argwhere(~np.isfinite(single))[0].tolist())
             at = ", ".join(map(str, position))
             raise MalformedRecordError(f"expected finite values in {what}, found {values[position]} at [{at}]")
-        return {self.name: single}
-
-    def write(self, writer: BasicTypeWriter, values: dict[str, Any]) -> None:
-        (writer.float_matrix if len(self.axes) == 2 else writer.float_vector)(values[self.name])
+        return single
 
 
-@dataclass(frozen=True)
-class _Coefs:
-    """Optional numbers: token -> attribute and default. They may come in any order; all are written, in this order."""
-
-    defaults: dict[str, tuple[str, float]]
-
-    def read(self, reader: BasicTypeReader, token: str, dims: Dims) -> dict[str, Any]:
-        values = dict(self.defaults.values())
-        while reader.peek() == b"<":
-            coef = reader.expect(*self.defaults)
-            value = reader.float32(f"the value of {coef}")
-            if not abs(value) <= _MAX_FLOAT:
-                raise reader.error(f"a finite value of {coef}", str(value))
-            values[self.defaults[coef][0]] = value
-        return values
-
-    def write(self, writer: BasicTypeWriter, values: dict[str, Any]) -> None:
-        for token, (name, _) in self.defaults.items():
-            writer.token(token)
-            writer.float32(values[name])
-
-
-class _Offsets:
-    """The frame offsets of a splice."""
-
-    def read(self, reader: BasicTypeReader, token: str, dims: Dims) -> dict[str, Any]:
-        offsets = reader.int32_vector(f"the frame offsets of {token}").tolist()
-        if any(abs(offset) > MAX_DIM for offset in offsets):
-            raise reader.error(f"frame offsets within {MAX_DIM}", f"{min(offsets)} to {max(offsets)}")
-        return {"offsets": tuple(offsets), "input_dim": dims[1]}
-
-    def write(self, writer: BasicTypeWriter, values: dict[str, Any]) -> None:
-        writer.int32_vector(np.array(values["offsets"], np.int32))
-
-
-class _UnitKinds:
-    """The kinds of an RBM's visible and hidden units."""
-
-    def read(self, reader: BasicTypeReader, token: str, dims: Dims) -> dict[str, Any]:
-        return {name: reader.expect("bern", "gauss") for name in ("visible", "hidden")}
-
-    def write(self, writer: BasicTypeWriter, values: dict[str, Any]) -> None:
-        writer.token(values["visible"], values["hidden"])
+_Coefs = dict[str, tuple[str, float]]
+"""Optional numbers: token -> attribute and default. They may come in any order; all are written, in this order."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How a component is written: token and fields, in their order; `make` makes it of the fields' values."""
+    """How a component is written: `token`, then what the further fields name, in their order."""
 
     token: str
     make: Callable[..., Component]
-    fields: tuple[_Array | _Coefs | _Offsets | _UnitKinds, ...] = ()
-    kind: Kind | None = None
+    coefs: _Coefs = field(default_factory=dict)
+    arrays: tuple[_Array, ...] = ()
+    kind: Kind | None = None  # of an activation
 
 
 _LEARN_RATE = {"<LearnRateCoef>": ("learn_rate_coef", 1.0)}
 _AFFINE = {**_LEARN_RATE, "<BiasLearnRateCoef>": ("bias_learn_rate_coef", 1.0), "<MaxNorm>": ("max_norm", 0.0)}
+_SLOPE_RATES = {"<AlphaLearnRateCoef>": ("alpha_coef", 0.0), "<BetaLearnRateCoef>": ("beta_coef", 0.0)}
+_SLOPES = (_Array("alpha", "the slopes above 0", "O"), _Array("beta", "the slopes below 0", "O"))
 _WEIGHT = _Array("weight", "the weights", "OI")
 _RBM_BIASES = (_Array("visible_bias", "the visible bias", "I"), _Array("hidden_bias", "the hidden bias", "O"))
-_SLOPES = (
-    _Coefs({"<AlphaLearnRateCoef>": ("alpha_coef", 0.0), "<BetaLearnRateCoef>": ("beta_coef", 0.0)}),
-    _Array("alpha", "the slopes above 0", "O"),
-    _Array("beta", "the slopes below 0", "O"),
-)
 _FORMS = (
-    _Form("<AffineTransform>", AffineTransform, (_Coefs(_AFFINE), _WEIGHT, _Array("bias", "the bias", "O"))),
+    _Form("<AffineTransform>", AffineTransform, _AFFINE, (_WEIGHT, _Array("bias", "the bias", "O"))),
     _Form("<Sigmoid>", Activation, kind="sigmoid"),
     _Form("<Tanh>", Activation, kind="tanh"),
     _Form("<Softmax>", Activation, kind="softmax"),
-    _Form("<ParametricRelu>", Activation, _SLOPES, kind="relu"),
-    _Form("<Splice>", Splice, (_Offsets(),)),
-    _Form("<AddShift>", AddShift, (_Coefs(_LEARN_RATE), _Array("shift", "the values", "O"))),
-    _Form("<Rescale>", Rescale, (_Coefs(_LEARN_RATE), _Array("scale", "the values", "O"))),
-    _Form("<Rbm>", RbmComponent, (_UnitKinds(), _WEIGHT, *_RBM_BIASES)),
+    _Form("<ParametricRelu>", Activation, _SLOPE_RATES, _SLOPES, kind="relu"),
+    _Form("<Splice>", Splice),
+    _Form("<AddShift>", AddShift, _LEARN_RATE, (_Array("shift", "the values", "O"),)),
+    _Form("<Rescale>", Rescale, _LEARN_RATE, (_Array("scale", "the values", "O"),)),
+    _Form("<Rbm>", RbmComponent, {}, (_WEIGHT, *_RBM_BIASES)),
 )
 # Kaldi takes any case: files of 2012 have <affinetransform>.
 _BY_TOKEN = {form.token.lower(): form for form in _FORMS}
@@ -245,7 +198,7 @@ def _form_of(component: Component) -> _Form:
     return _BY_TYPE[type(component), component.kind if isinstance(component, Activation) else None]
 
 
-def _check_network(components: Sequence[Component], location: str | PathLike[str]) -> None:
+def _check_network(components: Sequence[Component], location: Path) -> None:
     """Raises DataError unless there are components, each valid in itself, whose dims chain."""
     if not components:
         raise DataError("not a Kaldi nnet1 network: it has no component", location=location)
@@ -261,23 +214,23 @@ def _check_network(components: Sequence[Component], location: str | PathLike[str
             )
 
 
-def _check_component(component: Component, name: str, location: str | PathLike[str]) -> None:
+def _check_component(component: Component, name: str, location: Path) -> None:
     dims = (component.output_dim, component.input_dim)
     if not all(1 <= dim <= MAX_DIM for dim in dims):
         raise DataError(f"{name} has the dims {dims[0]} x {dims[1]}, expected 1 to {MAX_DIM}", location=location)
-    expected = {field.name: field.shape(dims) for field in _form_of(component).fields if isinstance(field, _Array)}
-    for field, value in vars(component).items():
-        if isinstance(value, np.ndarray) and value.shape != expected[field]:
-            message = f"{name}: {field} has the dims {value.shape}, expected {expected[field]}"
+    expected = {array.name: array.shape(dims) for array in _form_of(component).arrays}
+    for attribute, value in vars(component).items():
+        if isinstance(value, np.ndarray) and value.shape != expected[attribute]:
+            message = f"{name}: {attribute} has the dims {value.shape}, expected {expected[attribute]}"
             raise DataError(message, location=location)
         if isinstance(value, np.ndarray | float):
             with np.errstate(over="ignore", invalid="ignore"):
                 finite = np.isfinite(np.asarray(value, np.float32)).all()
             if not finite:
-                raise DataError(f"{name}: {field} has a value that is not finite", location=location)
+                raise DataError(f"{name}: {attribute} has a value that is not finite", location=location)
 
 
-def read_nnet1(path: str | PathLike[str]) -> tuple[Component, ...]:
+def read_nnet1(path: Path) -> tuple[Component, ...]:
     """Reads a network from `<Nnet>` to `</Nnet>`.
 
     Raises:
@@ -307,11 +260,7 @@ def _read_component(reader: BasicTypeReader, number: int) -> Component:
     output_dim, input_dim = dims = reader.int32(f"the output dim of {token}"), reader.int32(f"the input dim of {token}")
     if not (1 <= output_dim <= MAX_DIM and 1 <= input_dim <= MAX_DIM):
         raise reader.error(f"dims of {token} in 1 to {MAX_DIM}", f"{output_dim} x {input_dim}")
-    values: dict[str, Any] = {}
-    for field in form.fields:
-        values |= field.read(reader, token, dims)
-    if form.kind == "relu":
-        _check_slopes(reader, token, **values)
+    values = _read_values(reader, form, token, dims)
     component = form.make(**values) if form.kind is None else Activation(form.kind, output_dim)
     if (component.output_dim, component.input_dim) != dims:
         found = f"{component.output_dim} x {component.input_dim}"
@@ -321,17 +270,33 @@ def _read_component(reader: BasicTypeReader, number: int) -> Component:
     return component
 
 
-def _check_slopes(
-    reader: BasicTypeReader, token: str, alpha: Vector, beta: Vector, alpha_coef: float, beta_coef: float
-) -> None:
-    """The slopes of a `<ParametricRelu>` must be those of a ReLU: 1 above 0, 0 below, not trained."""
-    if alpha_coef or beta_coef or (alpha != 1).any() or beta.any():
-        found = f"{alpha.min():g} to {alpha.max():g} and {beta.min():g} to {beta.max():g}"
-        expected = f"a plain ReLU: slopes 1 and 0 in {token}, not trained"
-        raise reader.error(expected, f"{found}, rates {(alpha_coef, beta_coef)}")
+def _read_values(reader: BasicTypeReader, form: _Form, token: str, dims: Dims) -> dict[str, Any]:
+    """The component's attributes by name."""
+    values: dict[str, Any] = dict(form.coefs.values())
+    if form.make is RbmComponent:
+        values = {name: reader.expect("bern", "gauss") for name in ("visible", "hidden")}
+    if form.make is Splice:
+        offsets = reader.int32_vector(f"the frame offsets of {token}").tolist()
+        if any(abs(offset) > MAX_DIM for offset in offsets):
+            raise reader.error(f"frame offsets within {MAX_DIM}", f"{min(offsets)} to {max(offsets)}")
+        values = {"offsets": tuple(offsets), "input_dim": dims[1]}
+    while form.coefs and reader.peek() == b"<":
+        coef = reader.expect(*form.coefs)
+        value = reader.float32(f"the value of {coef}")
+        if not abs(value) <= _MAX_FLOAT:
+            raise reader.error(f"a finite value of {coef}", str(value))
+        values[form.coefs[coef][0]] = value
+    for array in form.arrays:
+        values[array.name] = array.read(reader, token, dims)
+    if form.kind == "relu":
+        alpha, beta, rates = values["alpha"], values["beta"], (values["alpha_coef"], values["beta_coef"])
+        if any(rates) or (alpha != 1).any() or beta.any():
+            found = f"{alpha.min():g} to {alpha.max():g} and {beta.min():g} to {beta.max():g}, rates {rates}"
+            raise reader.error(f"a plain ReLU: slopes 1 and 0 in {token}, not trained", found)
+    return values
 
 
-def write_nnet1(path: str | PathLike[str], components: Sequence[Component]) -> None:
+def write_nnet1(path: Path, components: Sequence[Component]) -> None:
     """Writes a network that Kaldi's nnet1 tools read; the file appears complete or not at all.
 
     Raises:
@@ -339,7 +304,7 @@ def write_nnet1(path: str | PathLike[str], components: Sequence[Component]) -> N
         UserError: the file cannot be written.
     """
     _check_network(components, path)
-    with atomic_write(Path(path)) as handle:
+    with atomic_write(path) as handle:
         writer = BasicTypeWriter(handle)
         writer.marker()
         writer.token("<Nnet>")
@@ -351,7 +316,14 @@ def write_nnet1(path: str | PathLike[str], components: Sequence[Component]) -> N
             writer.token(form.token)
             writer.int32(component.output_dim)
             writer.int32(component.input_dim)
-            for field in form.fields:
-                field.write(writer, values)
+            if isinstance(component, RbmComponent):
+                writer.token(component.visible, component.hidden)
+            if isinstance(component, Splice):
+                writer.int32_vector(np.array(component.offsets, np.int32))
+            for token, (name, _) in form.coefs.items():
+                writer.token(token)
+                writer.float32(values[name])
+            for array in form.arrays:
+                (writer.float_matrix if len(array.axes) == 2 else writer.float_vector)(values[array.name])
             writer.token("<!EndOfComponent>")
         writer.token("</Nnet>")

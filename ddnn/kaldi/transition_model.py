@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os import PathLike
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,7 +198,7 @@ def _read_text_state(reader: BasicTypeReader, expected: int) -> State:
     return State(forward, self_loop, tuple(transitions))
 
 
-def read_transition_model(path: str | PathLike[str]) -> TransitionModel:
+def read_transition_model(path: Path) -> TransitionModel:
     """Reads the transition model of `path`, text or binary, with `<Triples>` or `<Tuples>`; the rest is not read.
 
     Raises:
