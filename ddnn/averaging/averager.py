@@ -16,9 +16,6 @@ Every epoch ends with the exact mean over the workers, each weighted by the fram
 (BMUF: with its block momentum). That model is evaluated, saved and trained further, whatever the strategy in between.
 A worker whose model is not finite is excluded from an averaging (weight 0) and continues from what the others have. The
 Fisher matrices of NG-SGD stay with their worker.
-
-`make_averager` chooses among four classes with one interface: `NoAveraging` (one worker), `BlockingAverager`,
-`OverlappedAverager` and `GradientAverager`.
 """
 
 from __future__ import annotations
@@ -26,24 +23,29 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ddnn.averaging.counters import EpochCounters, Timer
-from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, AveragingStrategy, make_strategy, weighted_mean
+from ddnn.averaging.strategies import STRATEGIES, AllReduce, AveragingOptions, make_strategy, weighted_mean
 from ddnn.distributed.communicator import CommStats, Communicator
 from ddnn.distributed.mpi import require_thread_level
 from ddnn.distributed.transport import StagingBuffer, choose_transport
+from ddnn.nn.network import Network
+from ddnn.nn.rbm import Rbm
+from ddnn.optim.sgd import Sgd
 
 log = logging.getLogger(__name__)
 
 REQUEST_SYNC_PERIOD, REQUEST_SYNC_SECONDS = 8, 30.0
 """With gossip strategies: at most so many averagings, and about so many seconds, between two exchanges of requests."""
+
+TIMED = ("data", "compute", "averaging")
 
 
 class Request(IntEnum):
@@ -54,22 +56,48 @@ class Request(IntEnum):
     STOP = 2
 
 
-class Averaged(Protocol):
-    """What is averaged: a `ddnn.nn.network.Network`, or an RBM."""
+class Timer:
+    """Seconds of the training thread by what they were spent on, one of `TIMED`.
 
-    parameters: Tensor
+    On CUDA `compute` includes what the host waits for at the end of an interval, and `data` only what the host itself
+    does.
+    """
 
-    def parameters_changed(self) -> None:
-        """To be called after `parameters` were changed in place."""
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Sets all to zero."""
+        self.seconds = dict.fromkeys(TIMED, 0.0)
+        self.started = self._marked = time.perf_counter()
+
+    def mark(self, part: str) -> None:
+        """The time since the last mark was spent on `part`."""
+        now = time.perf_counter()
+        self.seconds[part] += now - self._marked
+        self._marked = now
 
 
-class HasMomentum(Protocol):
-    """The optimizer of what is averaged, or an RBM itself."""
+@dataclass
+class EpochCounters:
+    """What this worker did since the epoch began: the figures of its row in metrics.jsonl.
 
-    momentum_buffer: Tensor
+    Attributes:
+        stats: the communicator's counters as the epoch began.
+        frames, minibatches: trained on.
+        averagings, excluded_averagings: how many there were, and how many of these (and of the epoch's last mean)
+            without this worker's model, because it was not finite.
+        consensus_distances: |theta - mean| / |theta| before each averaging, where known.
+        interval_seconds: of the minibatches between two averagings, each time.
+    """
 
-    def clear_momentum(self) -> None:
-        """Forgets the momentum."""
+    stats: CommStats
+    frames: int = 0
+    minibatches: int = 0
+    averagings: int = 0
+    excluded_averagings: int = 0
+    consensus_distances: list[float] = field(default_factory=list)
+    interval_seconds: list[float] = field(default_factory=list)
 
 
 class NoAveraging:
@@ -94,7 +122,7 @@ class NoAveraging:
     excludes = False
     overlapped = False
 
-    def __init__(self, comm: Communicator, network: Averaged, optimizer: HasMomentum) -> None:
+    def __init__(self, comm: Communicator, network: Network | Rbm, optimizer: Sgd | Rbm) -> None:
         self.comm, self.network, self.optimizer = comm, network, optimizer
         self.lr_scale = 1.0
         self.timer, self.counters = Timer(), EpochCounters(comm.stats.copy())
@@ -153,29 +181,26 @@ class NoAveraging:
         counters, traffic = self.counters, self.comm.stats - self.counters.stats
         numbers = [counters.frames, counters.minibatches, counters.averagings, counters.excluded_averagings]
         numbers += [self._remainder_frames, self._index, self._averagings_per_epoch or 0]
-        seconds = [self.timer.seconds[name] for name in ("data", "compute", "averaging")]
-        return {
-            "counters": torch.tensor(numbers, dtype=torch.int64),
-            "consensus_distances": torch.tensor(counters.consensus_distances, dtype=torch.float64),
-            "interval_seconds": torch.tensor(counters.interval_seconds, dtype=torch.float64),
-            "seconds": torch.tensor([*seconds, time.perf_counter() - self.timer.started], dtype=torch.float64),
-            "traffic": torch.tensor(list(vars(traffic).values()), dtype=torch.float64),
+        seconds = [*self.timer.seconds.values(), time.perf_counter() - self.timer.started]
+        floats = {
+            "consensus_distances": counters.consensus_distances,
+            "interval_seconds": counters.interval_seconds,
+            "seconds": seconds,
+            "traffic": list(vars(traffic).values()),
         }
+        tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in floats.items()}
+        return {"counters": torch.tensor(numbers, dtype=torch.int64), **tensors}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state_dict`, after the parameters were restored."""
-        counters = EpochCounters(self.comm.stats.copy())
-        numbers = [int(number) for number in state["counters"].tolist()]
-        counters.frames, counters.minibatches, counters.averagings, counters.excluded_averagings = numbers[:4]
-        self._remainder_frames, self._index, self._averagings_per_epoch = numbers[4:]
-        counters.consensus_distances = state["consensus_distances"].tolist()
-        counters.interval_seconds = state["interval_seconds"].tolist()
+        *numbers, self._remainder_frames, self._index, self._averagings_per_epoch = map(int, state["counters"].tolist())
         sent, comm_seconds, wait_seconds = state["traffic"].tolist()
-        counters.stats = self.comm.stats - CommStats(int(sent), comm_seconds, wait_seconds)
-        self.counters = counters
+        self.counters = EpochCounters(self.comm.stats - CommStats(int(sent), comm_seconds, wait_seconds), *numbers)
+        self.counters.consensus_distances = state["consensus_distances"].tolist()
+        self.counters.interval_seconds = state["interval_seconds"].tolist()
         self.timer.restart()
         *seconds, passed = state["seconds"].tolist()
-        self.timer.seconds.update(zip(("data", "compute", "averaging"), seconds, strict=True))
+        self.timer.seconds = dict(zip(TIMED, seconds, strict=True))
         self.timer.started -= passed
         self._interval_started = time.perf_counter()
 
@@ -198,25 +223,26 @@ class _Averager(NoAveraging):
     """What all averagers of several workers have: a strategy, and a buffer through which parameters are sent."""
 
     excludes = True
+    _end_of_epoch = "and the mean at its end"
 
     def __init__(
         self,
         config: AveragingOptions,
         comm: Communicator,
-        network: Averaged,
-        optimizer: HasMomentum,
+        network: Network | Rbm,
+        optimizer: Sgd | Rbm,
         minibatch_size: int,
     ) -> None:
         super().__init__(comm, network, optimizer)
-        self.config, self.minibatch_size = config, minibatch_size
-        self.strategy: AveragingStrategy = make_strategy(config, comm)
+        self.config, self.strategy = config, make_strategy(config, comm)
         self.lr_scale = float(comm.world_size) if config.scale_learning_rate else 1.0
         self.parameters = network.parameters
+        self._interval_frames = float(config.averaging_period * minibatch_size)
         transport = choose_transport(config.gpu_transport, self.parameters.device, comm)
         self._staging = StagingBuffer(self.parameters, transport, own_buffer=self.overlapped)
         self._other_staging = StagingBuffer(optimizer.momentum_buffer, transport)  # gradients, or momentum
-        self.strategy.start(self._staging.copy_in(self.parameters))
-        self._request_sync_period = 1
+        self.reset()
+        self._period, self._request_sync_period = config.averaging_period, 1
         self._allocate()
 
     def _allocate(self) -> None:
@@ -233,11 +259,11 @@ class _Averager(NoAveraging):
         super().begin_epoch(num_minibatches)
         self.strategy.begin_epoch(self.parameters)
         self.network.parameters_changed()
-        period, known = self._period(), self._averagings_per_epoch is not None
+        period, known = self._period, self._averagings_per_epoch is not None
         self._averagings_per_epoch = self.comm.all_reduce_min(num_minibatches // period)
-        self._request_sync_period = self.comm.all_reduce_min(
-            max(1, min(REQUEST_SYNC_PERIOD, int(REQUEST_SYNC_SECONDS / max(longest, 1e-9))))
-        )
+        # Gossip has no other message from all to all: there one at each averaging would make every worker wait.
+        rare = max(1, min(REQUEST_SYNC_PERIOD, int(REQUEST_SYNC_SECONDS / max(longest, 1e-9))))
+        self._request_sync_period = self.comm.all_reduce_min(rare if self.strategy.gossip else 1)
         if not known and self.comm.rank == 0:
             log.info("model averaging: %d per epoch, %s", self._averagings_per_epoch, self._end_of_epoch)
             if self._averagings_per_epoch == 0:
@@ -245,20 +271,17 @@ class _Averager(NoAveraging):
         self.timer.mark("averaging")
         return num_minibatches
 
-    _end_of_epoch = "and the mean at its end"
-
-    def _period(self) -> int:
-        return self.config.averaging_period
-
     def average_now(self) -> None:
-        finite = self._is_finite()
-        self._average_staged(lambda vector: weighted_mean(self.comm, vector, float(finite)))
+        finite = _is_finite(self.parameters)
+        with self._staged_parameters() as vector:
+            weighted_mean(self.comm, vector, float(finite))
         self.reset()
         if not finite:
             self._reset_excluded()
 
     def broadcast(self) -> None:
-        self._average_staged(lambda vector: self.comm.broadcast(vector, 0))
+        with self._staged_parameters() as vector:
+            self.comm.broadcast(vector, 0)
         self.reset()
 
     def reset(self) -> None:
@@ -273,26 +296,21 @@ class _Averager(NoAveraging):
         return self.strategy.state_dict()
 
     def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        like = self.parameters if self._staging.buffer is None else self._staging.buffer
-        self.strategy.load_state_dict(state, like)
+        self.strategy.load_state_dict(state)
 
-    def _average_staged(self, average: Callable[[Tensor], object]) -> None:
-        """Calls `average` on the vector that is sent, and writes the result into the parameters."""
-        average(self._staging.copy_in(self.parameters))
-        self._staging.copy_out(self.parameters)
+    @contextmanager
+    def _staged_parameters(self) -> Iterator[Tensor]:
+        """The vector that is sent, which becomes the parameters at the end of the block."""
+        with self._staging.staged(self.parameters) as vector:
+            yield vector
         self.network.parameters_changed()
-
-    def _is_finite(self) -> bool:
-        return math.isfinite(_norm(self.parameters))
 
     def _reset_excluded(self) -> None:
         """This worker's model was not finite and now is what the others had, so its momentum is cleared. Logged once an
         epoch, since it may continue for days."""
         if self.counters.excluded_averagings == 0:
-            log.warning(
-                "worker %d on %s: its model is not finite and was excluded from averaging %d of the epoch",
-                *(self.comm.rank, self.comm.host, self.counters.averagings),
-            )
+            text = "worker %d on %s: its model is not finite and was excluded from averaging %d of the epoch"
+            log.warning(text, self.comm.rank, self.comm.host, self.counters.averagings)
         self.counters.excluded_averagings += 1
         self.optimizer.clear_momentum()
 
@@ -307,7 +325,6 @@ class BlockingAverager(_Averager):
     """Averages the parameters after each interval, while no worker trains."""
 
     def _allocate(self) -> None:
-        self._interval_frames = float(self.config.averaging_period * self.minibatch_size)
         self._before = torch.empty_like(self.parameters)
         self._norm = 0.0
 
@@ -323,13 +340,13 @@ class BlockingAverager(_Averager):
         return True
 
     def _average_interval(self, intervals: int) -> None:
+        """theta <- A(theta)."""
         weight = self._begin_averaging()
-        vector = self._staging.copy_in(self.parameters)
-        self.strategy.average(vector, self._index, weight)
+        with self._staged_parameters() as vector:
+            self.strategy.average(vector, self._index, weight)
         self._average_momentum(weight)
         self._index += 1
-        self._staging.copy_out(self.parameters)
-        self._finish_averaging(self._before.sub_(self.parameters))
+        self._count_averaging(self._before.sub_(self.parameters))
         self._sync_requests_after(intervals)
 
     def _begin_averaging(self) -> float:
@@ -340,16 +357,15 @@ class BlockingAverager(_Averager):
         return self._interval_frames if math.isfinite(self._norm) else 0.0
 
     def _average_momentum(self, weight: float) -> None:
-        if self.config.local_momentum == "average":
-            momentum = self.optimizer.momentum_buffer
-            finite = math.isfinite(_norm(momentum))
-            vector = self._other_staging.copy_in(momentum)
-            self.strategy.stateless().average(vector, self._index, weight if finite else 0.0)
-            self._other_staging.copy_out(momentum)
+        if self.config.local_momentum != "average":
+            return
+        momentum = self.optimizer.momentum_buffer
+        strategy = AllReduce(self.config, self.comm) if self.strategy.remembers else self.strategy
+        with self._other_staging.staged(momentum) as vector:
+            strategy.average(vector, self._index, weight if _is_finite(momentum) else 0.0)
 
-    def _finish_averaging(self, moved: Tensor) -> None:
+    def _count_averaging(self, moved: Tensor) -> None:
         """Counts the averaging that has moved the parameters by `moved`, a vector that may be overwritten."""
-        self.network.parameters_changed()
         self.counters.averagings += 1
         if not math.isfinite(self._norm):
             self._reset_excluded()
@@ -360,18 +376,14 @@ class BlockingAverager(_Averager):
             self.optimizer.clear_momentum()
 
     def _sync_requests_after(self, intervals: int) -> None:
-        """Gossip has no other message from all to all: there one at each averaging would make every worker wait."""
-        if not self.strategy.gossip or intervals % self._request_sync_period == 0:
+        if intervals % self._request_sync_period == 0:
             self.sync_requests()
 
     def end_epoch(self) -> None:
-        finite = self._is_finite()
+        finite = _is_finite(self.parameters)
         weight = float(max(1, self.counters.frames) if finite else 0)
-        remainder = self._remainder_frames
-        vector = self._staging.copy_in(self.parameters)
-        self._index += self.strategy.end_epoch(vector, self._index, weight, remainder)
-        self._staging.copy_out(self.parameters)
-        self.network.parameters_changed()
+        with self._staged_parameters() as vector:
+            self._index += self.strategy.end_epoch(vector, self._index, weight, self._remainder_frames)
         if not finite:
             self._reset_excluded()
         self.timer.mark("averaging")
@@ -393,19 +405,21 @@ class OverlappedAverager(BlockingAverager):
         self._pending: Future[None] | None = None
 
     def _average_interval(self, intervals: int) -> None:
+        """s <- theta, handed to the averaging, once the last one has corrected theta."""
         self.wait()
         self._sync_requests_after(intervals)  # while nothing is pending
-        weight = self._begin_averaging()
+        weight, index = self._begin_averaging(), self._index
         self._sent = self._staging.copy_in(self.parameters)
-        self._pending = self._thread.submit(self._average_beside_training, self._index, weight)
         self._index += 1
 
-    def _average_beside_training(self, index: int, weight: float) -> None:
-        with self._staging.side_stream():
-            self.strategy.average(self._sent, index, weight)
+        def average_beside_training() -> None:
+            with self._staging.side_stream():
+                self.strategy.average(self._sent, index, weight)
+
+        self._pending = self._thread.submit(average_beside_training)
 
     def wait(self) -> None:
-        """Waits for the pending averaging, if there is one, and applies its result."""
+        """theta <- theta + (A(s) - s), where an averaging is pending; A(s) where s was not finite."""
         if self._pending is None:
             return
         self._pending.result()
@@ -417,7 +431,8 @@ class OverlappedAverager(BlockingAverager):
         else:
             self._staging.copy_out(self.parameters)
             moved = self._before.sub_(self.parameters)
-        self._finish_averaging(moved)
+        self.network.parameters_changed()
+        self._count_averaging(moved)
 
     def end_epoch(self) -> None:
         self.wait()
@@ -453,10 +468,7 @@ class GradientAverager(_Averager):
     _end_of_epoch = "then the model of rank 0"
 
     def _allocate(self) -> None:
-        self.average_gradient = self._average_gradient
-
-    def _period(self) -> int:
-        return 1
+        self.average_gradient, self._period = self._average_gradient, 1
 
     def begin_epoch(self, num_minibatches: int) -> int:
         """As many minibatches as the worker with the fewest has."""
@@ -466,9 +478,9 @@ class GradientAverager(_Averager):
     def _average_gradient(self, gradient: Tensor) -> None:
         """gradient <- the mean over workers."""
         self._end_interval()
-        finite = math.isfinite(_norm(gradient))
-        self.strategy.average(self._other_staging.copy_in(gradient), self._index, float(finite))
-        self._other_staging.copy_out(gradient)
+        finite = _is_finite(gradient)
+        with self._other_staging.staged(gradient) as vector:
+            self.strategy.average(vector, self._index, float(finite))
         self.counters.averagings += 1
         self.counters.excluded_averagings += not finite
         self.begin_interval()
@@ -484,14 +496,13 @@ class GradientAverager(_Averager):
         """Nothing: the gradients were averaged."""
 
     def end_epoch(self) -> None:
-        self._average_staged(
-            lambda vector: self.comm.broadcast(vector, 0)
-        )  # machines of different kinds round differently
+        with self._staged_parameters() as vector:  # machines of different kinds round differently
+            self.comm.broadcast(vector, 0)
         self.timer.mark("averaging")
 
 
 def make_averager(
-    config: AveragingOptions, comm: Communicator, network: Averaged, optimizer: HasMomentum, minibatch_size: int
+    config: AveragingOptions, comm: Communicator, network: Network | Rbm, optimizer: Sgd | Rbm, minibatch_size: int
 ) -> NoAveraging:
     """The averager of a training with the workers of `comm`. Collective.
 
@@ -508,3 +519,7 @@ def make_averager(
 
 def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return math.isfinite(_norm(tensor))

@@ -15,9 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator
@@ -137,16 +135,19 @@ class AveragingStrategy:
     Attributes:
         unit: what is averaged: the parameters after each interval, or the gradient of every minibatch.
         gossip: whether workers exchange with one peer at a time, so that they hold different models afterwards.
+        remembers: whether something is kept from one averaging to the next, so that momentum, say, cannot be averaged
+            by the same object.
         distance: |theta - mean of theta| before the last averaging, this worker's distance from the mean, where the
             strategy computes it; else NaN.
     """
 
     unit: Literal["parameters", "gradients"] = "parameters"
     gossip = False
+    remembers = False
     distance = math.nan
 
     def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
-        self.config, self.comm, self.comm_dtype = config, comm, config.comm_dtype
+        self.comm, self.comm_dtype = comm, config.comm_dtype
 
     def start(self, parameters: Tensor) -> None:
         """The training starts, or continues after a rejected epoch, from `parameters`, the same on every worker."""
@@ -154,10 +155,6 @@ class AveragingStrategy:
     def average(self, vector: Tensor, index: int, weight: float) -> None:
         """vector <- what this strategy makes of the workers' vectors."""
         weighted_mean(self.comm, vector, weight)
-
-    def stateless(self) -> AveragingStrategy:
-        """The strategy for vectors other than the parameters (momentum), of which nothing is remembered."""
-        return self
 
     def begin_epoch(self, parameters: Tensor) -> None:
         """parameters <- where the next interval starts."""
@@ -182,8 +179,8 @@ class AveragingStrategy:
         """What the strategy remembers between averagings, the same on every worker; (num_parameters,) float32 each."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
-        """Restores `state_dict`. `like`: the vector that is sent, for its device."""
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `state_dict`, after `start`."""
 
 
 class AllReduce(AveragingStrategy):
@@ -197,13 +194,14 @@ class CompressedAllReduce(AveragingStrategy):
     every worker. The first averaging, and the first after an exact mean, is sent as float32 and sets the reference.
     """
 
+    remembers = True
     reference: Tensor | None = None
 
     def start(self, parameters: Tensor) -> None:
         self.reference = None
+        self._like = parameters
 
     def average(self, vector: Tensor, index: int, weight: float) -> None:
-        """vector <- the weighted mean over workers, within bfloat16's rounding of the change."""
         if self.reference is None:
             weighted_mean(self.comm, vector, weight)
             self.reference = vector.clone()
@@ -213,9 +211,6 @@ class CompressedAllReduce(AveragingStrategy):
         self.reference.add_(vector)
         vector.copy_(self.reference)
 
-    def stateless(self) -> AveragingStrategy:
-        return AllReduce(self.config, self.comm)
-
     def end_epoch(self, vector: Tensor, index: int, weight: float, remainder_frames: int) -> int:
         self.reference = None
         return super().end_epoch(vector, index, weight, remainder_frames)
@@ -223,9 +218,9 @@ class CompressedAllReduce(AveragingStrategy):
     def state_dict(self) -> dict[str, Tensor]:
         return {} if self.reference is None else {"compression.reference": self.reference}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if "compression.reference" in state:
-            self.reference = torch.empty_like(like).copy_(state["compression.reference"])
+            self.reference = torch.empty_like(self._like).copy_(state["compression.reference"])
 
 
 class GradientAllReduce(AveragingStrategy):
@@ -238,7 +233,7 @@ class GradientAllReduce(AveragingStrategy):
 
 
 class _Gossip(AveragingStrategy):
-    """theta_r <- (theta_r + theta_source) / 2, one message an averaging; subclasses choose the peers.
+    """theta_r <- (theta_r + theta_source) / 2, one message an averaging; subclasses choose how far it goes.
 
     Between a worker that is excluded and one that is not, the latter's model counts alone.
 
@@ -250,15 +245,21 @@ class _Gossip(AveragingStrategy):
     gossip = True
 
     @staticmethod
-    def peers(rank: int, world_size: int, index: int) -> tuple[int, int]:
-        """The ranks to which `rank` sends its model and from which it receives one."""
+    def hop(world_size: int, index: int) -> int:
+        """How far around the circle of workers a model is sent; from 2 workers on."""
         raise NotImplementedError
+
+    @classmethod
+    def peers(cls, rank: int, world_size: int, index: int) -> tuple[int, int]:
+        """The ranks to which `rank` sends its model and from which it receives one."""
+        hop = cls.hop(world_size, index)
+        return (rank + hop) % world_size, (rank - hop) % world_size
 
     def average(self, vector: Tensor, index: int, weight: float) -> None:
         comm = self.comm
-        dest, source = self.peers(comm.rank, comm.world_size, index)
         if comm.world_size == 1:
             return
+        dest, source = self.peers(comm.rank, comm.world_size, index)
         with comm.time_as_wait():
             peer_is_finite = bool(comm.sendrecv(torch.tensor([weight > 0.0], dtype=torch.int64), dest, source))
         if self.comm_dtype == "float32":
@@ -290,32 +291,31 @@ class Butterfly(_Gossip):
     """
 
     @staticmethod
-    def peers(rank: int, world_size: int, index: int) -> tuple[int, int]:
-        rounds = (world_size - 1).bit_length()
-        step = 2 ** (index % rounds) if rounds else 0
-        if world_size & (world_size - 1) == 0:
-            return rank ^ step, rank ^ step
-        return _shifted(rank, world_size, step)
+    def hop(world_size: int, index: int) -> int:
+        return 2 ** (index % (world_size - 1).bit_length())
+
+    @classmethod
+    def peers(cls, rank: int, world_size: int, index: int) -> tuple[int, int]:
+        if world_size & (world_size - 1):
+            return super().peers(rank, world_size, index)
+        peer = rank ^ cls.hop(world_size, index)
+        return peer, peer
 
 
 class Ring(_Gossip):
     """theta_r <- (theta_r + theta_(r-1 mod n)) / 2, any n. Gossip, not the chunked ring all-reduce."""
 
     @staticmethod
-    def peers(rank: int, world_size: int, index: int) -> tuple[int, int]:
-        return _shifted(rank, world_size, 1)
+    def hop(world_size: int, index: int) -> int:
+        return 1
 
 
 class HoppingRing(_Gossip):
     """theta_r <- (theta_r + theta_(r-s mod n)) / 2, s = 1, 2, ..., n-1, 1, ... averaging by averaging, any n."""
 
     @staticmethod
-    def peers(rank: int, world_size: int, index: int) -> tuple[int, int]:
-        return _shifted(rank, world_size, 1 + index % (world_size - 1) if world_size > 1 else 0)
-
-
-def _shifted(rank: int, world_size: int, step: int) -> tuple[int, int]:
-    return (rank + step) % world_size, (rank - step) % world_size
+    def hop(world_size: int, index: int) -> int:
+        return 1 + index % (world_size - 1)
 
 
 class BlockMomentum(AveragingStrategy):
@@ -338,14 +338,12 @@ class BlockMomentum(AveragingStrategy):
         distance: NaN before the first averaging, and where theta was not finite.
     """
 
+    remembers = True
+
     def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
-        """Raises ValueError for a block momentum outside [0, 1) or a block learning rate that is not above 0."""
         super().__init__(config, comm)
-        eta = 1.0 - 1.0 / comm.world_size if config.block_momentum is None else config.block_momentum
-        rate = config.block_learning_rate
-        if not (0.0 <= eta < 1.0 and math.isfinite(rate) and rate > 0.0):
-            raise ValueError(f"block momentum must be in [0, 1) and its learning rate above 0, not {eta} and {rate}")
-        self.momentum, self.rate, self.nesterov = eta, rate, config.nesterov
+        self.momentum = 1.0 - 1.0 / comm.world_size if config.block_momentum is None else config.block_momentum
+        self.learning_rate, self.nesterov = config.block_learning_rate, config.nesterov
 
     def start(self, parameters: Tensor) -> None:
         self.block_initial = parameters.detach().clone()
@@ -358,7 +356,7 @@ class BlockMomentum(AveragingStrategy):
         mean_of_deltas(self.comm, vector, weight, self.comm_dtype)
         self.distance = float(torch.linalg.vector_norm(local_delta.sub_(vector)))
         model = self.model()
-        self.momentum_buffer.mul_(self.momentum).add_(vector, alpha=self.rate)
+        self.momentum_buffer.mul_(self.momentum).add_(vector, alpha=self.learning_rate)
         model.add_(self.momentum_buffer)
         self.block_initial.copy_(model)
         if self.nesterov:
@@ -370,9 +368,6 @@ class BlockMomentum(AveragingStrategy):
         if not self.nesterov:
             return self.block_initial.clone()
         return self.block_initial.sub(self.momentum_buffer, alpha=self.momentum)
-
-    def stateless(self) -> AveragingStrategy:
-        return AllReduce(self.config, self.comm)
 
     def begin_epoch(self, parameters: Tensor) -> None:
         parameters.copy_(self.block_initial)
@@ -393,7 +388,7 @@ class BlockMomentum(AveragingStrategy):
     def state_dict(self) -> dict[str, Tensor]:
         return {"bmuf.block_initial": self.block_initial, "bmuf.momentum_buffer": self.momentum_buffer}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], like: Tensor) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.block_initial.copy_(state["bmuf.block_initial"])
         self.momentum_buffer.copy_(state["bmuf.momentum_buffer"])
 
@@ -414,20 +409,3 @@ def make_strategy(config: AveragingOptions, comm: Communicator) -> AveragingStra
     if config.strategy == "all-reduce" and config.comm_dtype == "bfloat16":
         return CompressedAllReduce(config, comm)
     return STRATEGIES[config.strategy](config, comm)
-
-
-def mixing_matrix(name: str, world_size: int, index: int, weights: list[float] | None = None) -> NDArray[np.float64]:
-    """M, (n, n) float64: averaging number `index` of strategy `name` makes theta_r <- sum_s M[r, s] theta_s.
-
-    Args:
-        weights: frames behind each worker's parameters, for all-reduce; equal where not given.
-    """
-    strategy = STRATEGIES[name]
-    if not issubclass(strategy, _Gossip):
-        given = np.ones(world_size) if weights is None else np.asarray(weights, dtype=np.float64)
-        return np.tile(given / given.sum(), (world_size, 1))
-    matrix: NDArray[np.float64] = np.eye(world_size) / 2
-    for rank in range(world_size):
-        _, source = strategy.peers(rank, world_size, index)
-        matrix[rank, source] += 0.5
-    return matrix

@@ -37,10 +37,10 @@ def train(
 ) -> None:  # fmt: skip
     """Train the network that RECIPE describes. With --resume, RECIPE may be the run dir."""
     if slurm is not None:
-        from ddnn.slurm.submit import submit_training
+        from ddnn.slurm.submit import submit
 
         run_dir = run_dir or (recipe if resume and recipe.is_dir() else Path("exp", recipe.stem))
-        echo(submit_training(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume).text)
+        echo(submit("training", recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume).text)
     elif dry_run:
         _show_recipe(recipe, settings, workers)
     else:
@@ -68,10 +68,10 @@ def pretrain(
     A training uses it by pretrain.dbn. The same command resumes a pretraining that was interrupted.
     """
     if slurm is not None:
-        from ddnn.slurm.submit import submit_pretraining
+        from ddnn.slurm.submit import submit
 
         run_dir = run_dir or Path("exp", f"{recipe.stem}-rbm")
-        echo(submit_pretraining(recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run).text)
+        echo(submit("pretraining", recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run).text)
     elif dry_run:
         _show_recipe(recipe, settings, workers)
     else:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,14 +47,27 @@ class CommStats:
 
     def __sub__(self, earlier: CommStats) -> CommStats:
         """What came since `earlier`."""
-        return CommStats(
-            self.bytes_sent - earlier.bytes_sent,
-            self.comm_seconds - earlier.comm_seconds,
-            self.wait_seconds - earlier.wait_seconds,
-        )
+        return CommStats(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
-class Communicator(ABC):
+class TensorBackend(Protocol):
+    """Collective calls on contiguous tensors of one device. A call returns when the data is there.
+
+    `Communicator` checks what is handed in and allocates what is received: same dtype and device as what is sent.
+    """
+
+    def all_reduce(self, tensor: Tensor) -> None: ...
+
+    def sendrecv(self, tensor: Tensor, received: Tensor, dest: int, source: int) -> None: ...
+
+    def all_gather(self, tensor: Tensor, gathered: Tensor) -> None: ...
+
+    def all_to_all(self, chunks: Tensor, received: Tensor) -> None: ...
+
+    def broadcast(self, tensor: Tensor, src: int) -> None: ...
+
+
+class Communicator:
     """One worker's connection to those of its group. All methods are collective unless they say otherwise.
 
     Tensors handed in are contiguous, of dtype float32, float64 or int64 (int16 and uint8 may be sent, not summed), on
@@ -65,65 +77,87 @@ class Communicator(ABC):
 
     Attributes:
         rank, world_size: number of this worker, from 0, and number of workers.
-        local_rank, local_size: the same among the workers of this host: `local_rank` is the GPU to take.
+        backends: type of device -> what moves the tensors there. Small messages go by `cpu`.
+        local_rank, local_size: the same as `rank`, `world_size` among the workers of this host: `local_rank` is the GPU
+            to take.
         host: name of the host.
         watchdog: what kills this worker should it hang. Told when a call begins and ends.
         stats: what was sent and how long it took. One thread at a time may use a communicator, any may read this.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, host: str | None = None) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, host: str, backends: dict[str, TensorBackend]) -> None:
+        self.rank, self.world_size, self.host, self.backends = rank, world_size, host, backends
         self.local_rank, self.local_size = 0, 1
-        self.host = socket.gethostname() if host is None else host
         self.watchdog = NoWatchdog()
         self.stats = CommStats()
         self._waits = False
         self._workspaces: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
-    @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
         """tensor <- the sum of all workers' tensors: the same bits on each."""
+        backend = self._backend(tensor, SUMMED)
+        with self._timed(tensor.nbytes):
+            backend.all_reduce(tensor)
 
-    @abstractmethod
     def sendrecv(self, tensor: Tensor, dest: int, source: int) -> Tensor:
         """Sends `tensor` to worker `dest` while worker `source` sends one of the same size and dtype here.
 
         Who sends to whom must fit over all workers; workers that take no part in a round do not call.
         """
+        backend = self._backend(tensor, SENT)
+        received = self.workspace("received", tensor.numel(), tensor.dtype, tensor.device)
+        if dest == source == self.rank:
+            received.copy_(tensor.detach().view(-1))
+        else:
+            with self._timed(tensor.nbytes):
+                backend.sendrecv(tensor, received, dest, source)
+        return received.view(tensor.shape)
 
-    @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Every worker's tensor, (world_size, *tensor.shape), the same on each."""
+        backend = self._backend(tensor, SENT)
+        gathered = self.workspace("gathered", self.world_size * tensor.numel(), tensor.dtype, tensor.device)
+        with self._timed(tensor.nbytes):
+            backend.all_gather(tensor, gathered)
+        return gathered.view(self.world_size, *tensor.shape)
 
-    @abstractmethod
     def all_to_all(self, chunks: Tensor) -> Tensor:
         """Sends chunks[r] to worker r; row r of the answer is what worker r sent here. (world_size, chunk) both."""
+        backend = self._backend(chunks, SENT)
+        if chunks.shape[:1] != (self.world_size,):
+            raise ValueError(f"one chunk for each of {self.world_size} workers, not {tuple(chunks.shape)}")
+        received = self.workspace("all_to_all_recv", chunks.numel(), chunks.dtype, chunks.device)
+        with self._timed(chunks.nbytes - chunks.nbytes // self.world_size):
+            backend.all_to_all(chunks, received)
+        return received.view(chunks.shape)
 
-    @abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         """tensor <- that of worker `src`."""
-
-    @abstractmethod
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every worker's value, by rank, on every worker. Travels as JSON: dicts, lists, strings, numbers, None.
-        Counts as waiting."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Waits until every worker is here. Counts as waiting."""
-
-    @abstractmethod
-    def try_barrier(self, timeout: float) -> bool:
-        """Whether every worker comes here within so many seconds."""
-
-    @abstractmethod
-    def abort(self, exit_code: int) -> None:
-        """Ends all workers of the job at once. Not collective."""
+        backend = self._backend(tensor, SENT)
+        with self._timed(tensor.nbytes if self.rank == src else 0):
+            backend.broadcast(tensor, src)
 
     def all_reduce_min(self, value: int) -> int:
         """The smallest of all workers' values. Counts as waiting."""
         with self.time_as_wait():
             return int(self.all_gather(torch.tensor([value], dtype=torch.int64)).min())
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every worker's value, by rank, on every worker. Travels as JSON: dicts, lists, strings, numbers, None.
+        Counts as waiting."""
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        """Waits until every worker is here. Counts as waiting."""
+        raise NotImplementedError
+
+    def try_barrier(self, timeout: float) -> bool:
+        """Whether every worker comes here within so many seconds."""
+        raise NotImplementedError
+
+    def abort(self, exit_code: int) -> None:
+        """Ends all workers of the job at once. Not collective."""
+        raise NotImplementedError
 
     def workspace(self, name: str, size: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """A flat tensor that is allocated at the first call and handed out again at later ones. Not collective."""
@@ -156,9 +190,9 @@ class Communicator(ABC):
             else:
                 self.stats.comm_seconds += seconds
 
-    def _check_chunks(self, chunks: Tensor) -> None:
-        if chunks.shape[:1] != (self.world_size,):
-            raise ValueError(f"one chunk for each of {self.world_size} workers, not {tuple(chunks.shape)}")
+    def _backend(self, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> TensorBackend:
+        check_tensor(tensor, dtypes, " or ".join(self.backends))
+        return self.backends[tensor.device.type]
 
 
 def check_tensor(tensor: Tensor, dtypes: tuple[torch.dtype, ...], device_types: str) -> None:
@@ -170,24 +204,30 @@ def check_tensor(tensor: Tensor, dtypes: tuple[torch.dtype, ...], device_types: 
         )
 
 
+class _ToItself:
+    """Tensors of a worker by itself, on any device."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        pass
+
+    def sendrecv(self, tensor: Tensor, received: Tensor, dest: int, source: int) -> None:
+        received.copy_(tensor.detach().view(-1))
+
+    def all_gather(self, tensor: Tensor, gathered: Tensor) -> None:
+        gathered.copy_(tensor.detach().view(-1))
+
+    def all_to_all(self, chunks: Tensor, received: Tensor) -> None:
+        received.copy_(chunks.detach().view(-1))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        pass
+
+
 class SingleProcess(Communicator):
     """A group of one worker: nothing is sent, and no MPI is needed."""
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        check_tensor(tensor, SUMMED, tensor.device.type)
-
-    def sendrecv(self, tensor: Tensor, dest: int, source: int) -> Tensor:
-        return self._copy("received", tensor).view(tensor.shape)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return self._copy("gathered", tensor).view(1, *tensor.shape)
-
-    def all_to_all(self, chunks: Tensor) -> Tensor:
-        self._check_chunks(chunks)
-        return self._copy("all_to_all_recv", chunks).view(chunks.shape)
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        check_tensor(tensor, SENT, tensor.device.type)
+    def __init__(self, host: str | None = None) -> None:
+        super().__init__(0, 1, host or socket.gethostname(), dict.fromkeys(("cpu", "cuda"), _ToItself()))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [json.loads(json.dumps(value))]
@@ -201,6 +241,6 @@ class SingleProcess(Communicator):
     def abort(self, exit_code: int) -> None:
         raise SystemExit(exit_code)
 
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        check_tensor(tensor, SENT, tensor.device.type)
-        return self.workspace(name, tensor.numel(), tensor.dtype, tensor.device).copy_(tensor.detach().view(-1))
+    @contextmanager
+    def _timed(self, bytes_sent: int) -> Iterator[None]:
+        yield

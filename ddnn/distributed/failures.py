@@ -1,23 +1,34 @@
-"""One worker fails, all stop: none waits for ever."""
+"""One worker fails, all stop, none waits for ever; and what failing workers report to their launcher.
+
+The launcher prints the reports below mpirun's own lines once mpirun has ended. They go through an anonymous file of the
+launcher, which the workers of the same host open by /proc: nothing is left behind, whoever is killed. Workers on other
+hosts, and all where the system has no such files, print to stderr. Needs no installed package: watchdogs have none.
+"""
 
 from __future__ import annotations
 
 import array
 import fcntl
+import json
+import os
+import secrets
 import sys
 import termios
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-import torch.distributed as dist
-
-from ddnn.distributed.communicator import Communicator
-from ddnn.distributed.error_file import report_error, report_exit_code
-from ddnn.distributed.mpirun import EXIT_KILLED, EXIT_RESUMABLE
+from ddnn.distributed.signals import EXIT_KILLED, EXIT_RESUMABLE
 from ddnn.util.errors import UserError
+
+ERROR_FILE = "DDNN_ERROR_FILE"
+"""Environment variable: path of the launcher's file, a colon, and the name that it must have there: on another host the
+path may be that of some other file."""
 
 DUPLICATE_MESSAGE_DELAY = 1.0
 """Seconds that the other workers keep back an error of the user's: most are met by all at once, and one message is
@@ -27,15 +38,116 @@ EXIT_BARRIER_TIMEOUT = 5.0
 """Seconds in which all workers that are to end together must arrive at their end."""
 
 
+@dataclass(frozen=True)
+class Reports:
+    """What the workers of one attempt have reported.
+
+    Attributes:
+        messages: of workers that failed, by rank; what several report alike once, from the lowest rank.
+        hung: why a watchdog has killed its worker; None where none has.
+        exit_code: that the job is to end with, the first that a worker reports, 75 (all stop together) only where none
+            reports another; None where no worker has said.
+    """
+
+    messages: tuple[str, ...] = ()
+    hung: str | None = None
+    exit_code: int | None = None
+
+
+class ErrorFile:
+    """The launcher's end."""
+
+    def __init__(self) -> None:
+        self._name = f"ddnn-errors-{secrets.token_hex(8)}"
+        self._file = os.memfd_create(self._name) if hasattr(os, "memfd_create") else None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the workers need in their environment."""
+        return {} if self._file is None else {ERROR_FILE: f"/proc/{os.getpid()}/fd/{self._file}:{self._name}"}
+
+    def read(self, killed: bool = False) -> Reports:
+        """What has been reported; afterwards the file is empty.
+
+        The first worker that fails ends the others by SIGTERM, so what a worker says of a signal counts only where
+        nothing else has ended it before.
+
+        Args:
+            killed: whether it is known that a worker was killed, which then is what has ended the others.
+        """
+        if self._file is None:
+            return Reports()
+        content = os.pread(self._file, os.fstat(self._file).st_size, 0)
+        os.ftruncate(self._file, 0)
+        failures, codes, hung = [], [], None
+        for entry in map(json.loads, content.decode(errors="replace").splitlines()):
+            code = entry.get("exit_code")
+            by_signal = code is not None and (code == EXIT_RESUMABLE or code > 128)
+            if by_signal and killed:
+                continue
+            killed = killed or not by_signal
+            if code is not None:
+                codes.append(code)
+            if "hung" in entry:
+                hung = hung or entry["message"]
+            elif "message" in entry:
+                failures.append((entry["rank"], entry["message"]))
+        messages: dict[str, str] = {}
+        for _, message in sorted(failures, key=lambda failure: failure[0]):
+            messages.setdefault(message.split(": ", 2)[-1], message)  # "ddnn: worker 1 on host: what went wrong"
+        first = min(codes, key=lambda code: code == EXIT_RESUMABLE, default=None)
+        return Reports(tuple(messages.values()), hung, first)
+
+    def close(self) -> None:
+        """Frees the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def report(environment: Mapping[str, str] = os.environ, /, **entry: Any) -> bool:
+    """Reports to the launcher; False where none listens on this host, and a message is to be printed.
+
+    Args:
+        entry: `exit_code` that the job is to end with, left out where the launcher is to start it again; of a worker
+            that fails `rank` and `message`, with `hung=True` where its watchdog kills it.
+    """
+    path, _, name = environment.get(ERROR_FILE, "").rpartition(":")
+    try:
+        if name not in str(Path(path).readlink()):
+            return False
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        os.write(descriptor, (json.dumps(entry) + "\n").encode())
+    finally:
+        os.close(descriptor)
+    return True
+
+
+class Worker(Protocol):
+    """What is used of `ddnn.distributed.communicator.Communicator`, whose module imports torch."""
+
+    rank: int
+    world_size: int
+    host: str
+    watchdog: Any
+
+    def try_barrier(self, timeout: float) -> bool: ...
+
+    def abort(self, exit_code: int) -> None: ...
+
+
 @contextmanager
-def all_stop_on_error(comm: Communicator) -> Iterator[None]:
+def all_stop_on_error(comm: Worker) -> Iterator[None]:
     """What runs in this block, on whichever worker it raises, ends every worker, with a message that names the one.
 
     A UserError prints its text and ends the job with its exit code, any other exception its traceback and 1,
     KeyboardInterrupt 130 or its own `code`, `SystemExit(code)` other than 0 its code. A connection that breaks, since
-    another worker or its node has died, ends it as that one's death does: with 137. Exceptions of threads count too. SystemExit(75) is for
-    all workers to raise, and prints nothing. With a single worker nothing is changed: the exception passes on to the
-    caller.
+    another worker or its node has died, ends it as that one's death does: with 137. Exceptions of threads count too.
+    SystemExit(75) is for all workers to raise, and prints nothing. With a single worker nothing is changed: the
+    exception passes on to the caller.
     """
     if comm.world_size == 1:
         yield
@@ -51,7 +163,7 @@ def all_stop_on_error(comm: Communicator) -> Iterator[None]:
         threading.excepthook = previous
 
 
-def message_and_code(comm: Communicator, error: BaseException) -> tuple[str, int]:
+def message_and_code(comm: Worker, error: BaseException) -> tuple[str, int]:
     """What to print of an error in this worker, and the exit code of the job."""
     worker = f"ddnn: worker {comm.rank} on {comm.host}: "
     if isinstance(error, UserError):
@@ -61,19 +173,16 @@ def message_and_code(comm: Communicator, error: BaseException) -> tuple[str, int
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return "" if code == EXIT_RESUMABLE else f"{worker}stopped with {error.code}\n", code
-    if _is_communication_error(error):
+    mpi, dist = (sys.modules.get(name) for name in ("mpi4py.MPI", "torch.distributed"))
+    if (mpi is not None and isinstance(error, mpi.Exception)) or (
+        dist is not None and isinstance(error, dist.DistError)
+    ):
         return f"{worker}lost its connection to another worker: {error}\n", EXIT_KILLED
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return f"{worker}{type(error).__name__}: {error}\n{trace}", 1
 
 
-def _is_communication_error(error: BaseException) -> bool:
-    """Whether the MPI or torch.distributed has failed, not this worker."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    return isinstance(error, dist.DistError) or (mpi is not None and isinstance(error, mpi.Exception))
-
-
-def _abort(comm: Communicator, error: BaseException) -> None:
+def _abort(comm: Worker, error: BaseException) -> None:
     """Prints the error and ends this worker and all others; returns only from a SystemExit of success."""
     message, code = message_and_code(comm, error)
     if code == 0:
@@ -81,22 +190,15 @@ def _abort(comm: Communicator, error: BaseException) -> None:
     comm.watchdog.disable()  # the end takes its time, which is limited here
     sys.stdout.flush()
     if code == EXIT_RESUMABLE and isinstance(error, SystemExit):
-        _exit_together(comm, code)
-    elif not report_error(comm.rank, message, None if code == EXIT_KILLED else code):
+        # The code goes by the launcher where there is one: mpirun writes six lines about one that is not 0.
+        launched = report(exit_code=code)
+        if threading.current_thread() is threading.main_thread() and comm.try_barrier(EXIT_BARRIER_TIMEOUT):
+            sys.exit(0 if launched else code)
+    elif not report(rank=comm.rank, message=message, **({} if code == EXIT_KILLED else {"exit_code": code})):
         if isinstance(error, UserError) and comm.rank > 0:
             time.sleep(DUPLICATE_MESSAGE_DELAY)
         write_stderr_and_drain(message)
     comm.abort(code)
-
-
-def _exit_together(comm: Communicator, code: int) -> None:
-    """Ends this worker by SystemExit where all others come here too; else returns.
-
-    The code goes by the launcher where there is one: mpirun writes six lines about one that is not 0.
-    """
-    launched = report_exit_code(code)
-    if threading.current_thread() is threading.main_thread() and comm.try_barrier(EXIT_BARRIER_TIMEOUT):
-        sys.exit(0 if launched else code)
 
 
 def write_stderr_and_drain(message: str, seconds: float = 3.0) -> None:

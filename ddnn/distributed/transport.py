@@ -37,9 +37,8 @@ def choose_transport(name: str, device: torch.device, comm: Communicator) -> Tra
         device: of this worker's parameters. Afterwards `comm` takes tensors there, but for the answer `host`.
 
     Returns:
-        host: tensors of the host's memory by MPI. The CPU's only way, a single worker's too.
-        device: tensors of the GPU's memory by MPI, which says that it is CUDA-aware.
-        nccl: tensors of the GPU's memory by NCCL; small messages of the host still go by MPI.
+        `host`: tensors of the host's memory by MPI. The CPU's only way, a single worker's too. `device`: tensors of the
+        GPU's memory by MPI, which says that it is CUDA-aware. `nccl`: those by NCCL; small messages still go by MPI.
 
     Raises:
         UserError: what is asked for cannot be had; on all workers alike.
@@ -125,12 +124,14 @@ class StagingBuffer:
     buffer of its own is wanted, for an exchange beside training. By transport host a GPU's parameters go through a
     buffer in pinned host memory.
 
+    Args:
+        parameters: (num_parameters,), of the size, dtype and device of all that will be copied in and out.
+
     Attributes:
         buffer: (num_parameters,) on the host or the GPU; None where tensors are exchanged as they are.
     """
 
     def __init__(self, parameters: Tensor, transport: Transport, own_buffer: bool = False) -> None:
-        """`parameters`: (num_parameters,), of the size, dtype and device of all that will be copied in and out."""
         self.device = parameters.device
         self.buffer: Tensor | None = None
         if parameters.is_cuda and transport == "host":
@@ -148,11 +149,11 @@ class StagingBuffer:
             torch.cuda.current_stream(self.device).synchronize()
         return self.buffer
 
+    @torch.no_grad()
     def copy_out(self, parameters: Tensor) -> None:
         """parameters <- what the strategies made of the buffer; it may be changed once this has returned."""
         if self.buffer is not None:
-            with torch.no_grad():
-                parameters.copy_(self.buffer)
+            parameters.copy_(self.buffer)
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -167,31 +168,36 @@ class StagingBuffer:
             yield
         self._stream.synchronize()
 
+    @contextmanager
+    def staged(self, parameters: Tensor) -> Iterator[Tensor]:
+        """The tensor to work on in a block, at whose end the parameters become what it then holds."""
+        vector = self.copy_in(parameters)
+        yield vector
+        self.copy_out(parameters)
+
 
 class ProcessGroupBackend:
     """The default process group of torch.distributed, which this opens and `close` closes.
 
     Backend nccl for GPUs (not yet seen on a GPU); gloo runs the same calls on the CPU, in the tests. What is only moved
     goes as bytes: NCCL and gloo know no int16. Backends that run on a CUDA stream are waited for, as MPI is.
+
+    Args:
+        comm: over MPI, by which rank 0, which opens a store on a free port, tells the others where it is.
+        device: of the tensors that will be exchanged.
+        seconds: after so long without an answer torch.distributed gives up a call.
     """
 
-    def __init__(self, comm: Communicator, backend: str, device: torch.device, seconds: float = 600.0) -> None:
-        """Collective. Rank 0 opens a store on a free port and tells the others by MPI where it is.
-
-        Args:
-            comm: over MPI.
-            backend: `nccl` or `gloo`.
-            device: of the tensors that will be exchanged.
-            seconds: after so long without an answer torch.distributed gives up a call.
-        """
+    def __init__(
+        self, comm: Communicator, backend: Literal["nccl", "gloo"], device: torch.device, seconds: float = 600.0
+    ) -> None:
+        """Collective."""
         hosts, timeout = comm.all_gather_object(comm.host), timedelta(seconds=seconds)
         host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
-        first, port = comm.rank == 0, 0
-        if first:
-            store = _store(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
-            port = store.port
-        port = comm.all_gather_object(port)[0]
-        if not first:
+        if comm.rank == 0:
+            store = _store(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        port = comm.all_gather_object(store.port if comm.rank == 0 else None)[0]
+        if comm.rank != 0:
             store = _store(host, port, is_master=False, timeout=timeout)
         dist.init_process_group(
             backend,

@@ -17,10 +17,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddnn.distributed.error_file import report_hung
+from ddnn.distributed.failures import report
 
 ENABLED = 1
 """Bit 0 of the second shared word; the rest of it is twice the number of long operations."""
@@ -41,21 +41,9 @@ class NoWatchdog:
         """Progress was made; costs less than a microsecond. To be called by one thread."""
 
     @contextmanager
-    def enabled(self) -> Iterator[None]:
-        """In this block there has to be progress."""
-        self.enable()
-        try:
-            yield
-        finally:
-            self.disable()
-
-    @contextmanager
     def long_operation(self) -> Iterator[None]:
         """Within this block there may be no progress for three times as long. May be nested, and on any thread."""
         yield
-
-    def close(self) -> None:
-        """Ends the watch."""
 
 
 class Watchdog(NoWatchdog):
@@ -65,28 +53,23 @@ class Watchdog(NoWatchdog):
     - is inside one `long_operation` block for three times as long while enabled, or
     - is stopped (SIGSTOP), enabled or not, for `timeout` seconds.
 
-    The process reports this to the launcher, else on stderr. It ends with the worker, whatever ends that. Time in which
-    the process itself did not run, as where a job or a laptop is suspended, does not count.
+    The process, which starts disabled, reports this to the launcher, else on stderr. It ends with the worker, whatever
+    ends that. Time in which the process itself did not run, as where a job or a laptop is suspended, does not count.
+
+    Args:
+        rank, host: name the worker in the message.
+        timeout: in seconds.
     """
 
-    def __init__(self, rank: int, host: str, timeout: float, name: str = "parallel.hang_timeout") -> None:
-        """Starts the process, disabled.
-
-        Args:
-            rank, host: name the worker in the message.
-            timeout: in seconds.
-            name: of the timeout, for the message.
-        """
+    def __init__(self, rank: int, host: str, timeout: float) -> None:
         with tempfile.TemporaryFile(prefix="ddnn-") as file:  # no name: nothing is left behind
             file.truncate(16)
-            self._map = mmap.mmap(file.fileno(), 16)
-            self._words = memoryview(self._map).cast("q")
+            self._words = memoryview(mmap.mmap(file.fileno(), 16)).cast("q")
             self._lock = threading.Lock()
             package = str(Path(__file__).parents[2])
             start = f"import sys; sys.path.insert(0, {package!r}); from {__name__} import main; main(*sys.argv[1:])"
-            words = (file.fileno(), os.getpid(), rank, host, timeout, name)
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", start, *map(str, words)],
+                [sys.executable, "-I", "-S", "-c", start, *map(str, (file.fileno(), os.getpid(), rank, host, timeout))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(file.fileno(),),
@@ -123,23 +106,18 @@ class Watchdog(NoWatchdog):
             self._words[0] += 1
             self._words[1] += 2 * ENABLED * operations
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
 
 class HangDetector:
     """How long a worker has made no progress, in time that the watching process has itself seen pass.
 
     Args:
         timeout: in seconds.
-        name: of the timeout, for the message.
         interval: between two checks, in seconds. Where two checks are farther apart, as after the whole job was
             suspended, only twice this counts.
     """
 
-    def __init__(self, timeout: float, name: str, interval: float) -> None:
-        self.timeout, self.name, self.interval = timeout, name, interval
+    def __init__(self, timeout: float, interval: float) -> None:
+        self.timeout, self.interval = timeout, interval
         self.progress: int | None = None
         self.idle_seconds = self.stopped_seconds = 0.0
 
@@ -148,21 +126,20 @@ class HangDetector:
 
         Args:
             passed: seconds since the last check.
-            progress: first shared word.
-            state: second shared word.
+            progress, state: the shared words.
             stopped: whether the kernel says that the process is stopped.
         """
         passed = min(passed, 2 * self.interval)
         self.stopped_seconds = self.stopped_seconds + passed if stopped else 0.0
         self.idle_seconds = self.idle_seconds + passed if progress == self.progress and state & ENABLED else 0.0
         self.progress = progress
+        limit = f"{self.timeout:g} s (parallel.hang_timeout)"
         if self.stopped_seconds >= self.timeout:
-            return f"was stopped (SIGSTOP) for {self.timeout:g} s ({self.name})"
+            return f"was stopped (SIGSTOP) for {limit}"
         if state > ENABLED and self.idle_seconds >= LONG_OPERATION_FACTOR * self.timeout:
-            limit = f"{LONG_OPERATION_FACTOR} x {self.timeout:g} s"
-            return f"hung in an exchange or a checkpoint for {limit} ({self.name})"
+            return f"hung in an exchange or a checkpoint for {LONG_OPERATION_FACTOR} x {limit}"
         if state == ENABLED and self.idle_seconds >= self.timeout:
-            return f"made no progress for {self.timeout:g} s ({self.name})"
+            return f"made no progress for {limit}"
         return None
 
 
@@ -174,7 +151,7 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def main(descriptor: str, pid_: str, rank: str, host: str, timeout: str, name: str) -> None:
+def main(descriptor: str, pid_: str, rank: str, host: str, timeout: str) -> None:
     """The process: returns when the worker is gone; where it hangs, reports why and kills it."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: dies with the worker, stopped or not
@@ -182,7 +159,7 @@ def main(descriptor: str, pid_: str, rank: str, host: str, timeout: str, name: s
         signal.signal(ignored, signal.SIG_IGN)  # Slurm sends them to every process of a job
     words = memoryview(mmap.mmap(int(descriptor), 16, prot=mmap.PROT_READ)).cast("q")
     pid, last = int(pid_), time.monotonic()
-    detector = HangDetector(float(timeout), name, interval=min(1.0, float(timeout) / 10))
+    detector = HangDetector(float(timeout), interval=min(1.0, float(timeout) / 10))
     while os.getppid() == pid:
         time.sleep(detector.interval)
         now = time.monotonic()
@@ -190,15 +167,9 @@ def main(descriptor: str, pid_: str, rank: str, host: str, timeout: str, name: s
         last = now
         if error is not None and os.getppid() == pid:
             message = f"ddnn: worker {rank} on {host} (pid {pid}) {error} and was killed\n"
-            if not report_hung(int(rank), message):
-                _print_unless_blocked(message)
+            if not report(rank=int(rank), message=message, hung=True):
+                with suppress(OSError):
+                    if select.select([], [2], [], 1.0)[1]:  # else nobody reads it
+                        os.write(2, message.encode(errors="backslashreplace"))
             os.kill(pid, signal.SIGKILL)
             return
-
-
-def _print_unless_blocked(message: str) -> None:
-    try:
-        if select.select([], [2], [], 1.0)[1]:
-            os.write(2, message.encode(errors="backslashreplace"))
-    except OSError:
-        return

@@ -25,7 +25,7 @@ from ddnn.reproduce.records import RunRecord, read_record, write_record
 from ddnn.reproduce.runs import OutputLayout, PlannedRun
 from ddnn.slurm import SlurmOptions
 from ddnn.slurm.job import Job, SbatchError, last_output, read_job, slurm_states
-from ddnn.slurm.submit import submit_pretraining, submit_training
+from ddnn.slurm.submit import submit
 from ddnn.training.run_status import DBN, FINAL, JOB_OUTPUT, METRICS
 from ddnn.util.errors import DivergedError, UserError
 from ddnn.util.files import ensure_directory, write_text
@@ -449,14 +449,14 @@ class SlurmExecutor:
         )
         workers, dbn_dir = load_recipe(recipe).parallel.workers, self.local.layout.dbn_dir(run)
         settings = (f"seed={run.seed}",)
-        sent = submit_pretraining(recipe, dbn_dir, settings, workers, self.device, options, dry_run=dry_run)
+        sent = submit("pretraining", recipe, dbn_dir, settings, workers, self.device, options, dry_run=dry_run)
         return sent.number or ""
 
     def _submit_run(self, run: PlannedRun, after: str | None, *, dry_run: bool = False) -> str:
         layout = self.local.layout
         settings = run.overrides if dry_run else overrides(layout, run)  # in a dry run the RBMs may not exist yet
         place = run.recipe, layout.run_dir(run), settings, run.workers
-        sent = submit_training(*place, self.device, self.options, dry_run=dry_run, resume=True, after=after)
+        sent = submit("training", *place, self.device, self.options, dry_run=dry_run, resume=True, after=after)
         return sent.number or ""
 
 

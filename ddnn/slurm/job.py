@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from ddnn.training.run_status import JOB_RECORD
 from ddnn.util.errors import DataError, UserError
@@ -23,22 +25,29 @@ SBATCH_SECONDS = 120.0
 FORWARDED_ENV = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
 RANK_ENV_PREFIXES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "SLURMD_")
 
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+Count = Annotated[int, Field(ge=1)]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Job:
-    """A submitted job: Slurm's `number`, in a federation its `slurm_cluster`; when, in seconds since 1970."""
+    """A submitted job: Slurm's `number`, in a federation its `slurm_cluster`; when, in seconds since 1970. Checked: it
+    is safe to hand on to squeue, and to show."""
 
-    number: str
-    slurm_cluster: str | None
-    submitted: float
-    workers: int
-    nodes: int
-    launcher: str
+    number: Annotated[str, Field(pattern=r"^[0-9]+$")]
+    slurm_cluster: Word | None
+    submitted: Annotated[float, Field(ge=0, lt=1e11)]
+    workers: Count
+    nodes: Count
+    launcher: Word
+
+
+_JOB = TypeAdapter(Job)
 
 
 def write_job(run_dir: Path, job: Job) -> None:
     """Leaves job.json in the run dir."""
-    write_text(run_dir / JOB_RECORD, json.dumps(asdict(job), indent=2, allow_nan=False) + "\n")
+    write_text(run_dir / JOB_RECORD, _JOB.dump_json(job, indent=2).decode() + "\n")
 
 
 def read_job(run_dir: Path) -> Job | None:
@@ -51,25 +60,9 @@ def read_job(run_dir: Path) -> Job | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(read_bytes_limited(path, MOST_BYTES))
-        job = Job(**found) if isinstance(found, dict) else None
-    except (OSError, ValueError, TypeError, RecursionError):
-        job = None
-    if job is None or not _sound(job):
-        raise DataError("damaged: expected what `ddnn train --slurm` writes", location=path)
-    return job
-
-
-def _sound(job: Job) -> bool:
-    """Whether it is safe to hand on to squeue, and to show."""
-    words = [job.number, job.launcher, *([] if job.slurm_cluster is None else [job.slurm_cluster])]
-    return (
-        all(isinstance(word, str) and re.fullmatch(r"\w[\w.-]*", word, re.ASCII) for word in words)
-        and job.number.isdigit()
-        and isinstance(job.submitted, (int, float))
-        and 0 <= job.submitted < 1e11
-        and all(type(count) is int and count > 0 for count in (job.workers, job.nodes))
-    )
+        return _JOB.validate_json(read_bytes_limited(path, MOST_BYTES))
+    except (OSError, ValueError) as error:
+        raise DataError("damaged: expected what `ddnn train --slurm` writes", location=path) from error
 
 
 def last_output(path: Path) -> str | None:
@@ -90,7 +83,7 @@ def last_output(path: Path) -> str | None:
 
 def slurm_state(job: Job, seconds: float = 10.0) -> str | None:
     """What squeue says: PENDING, RUNNING, ..., or GONE if Slurm does not know the job any more; None if there is no
-    squeue, or it does not answer within so many seconds."""
+    squeue, or it does not answer in time."""
     return slurm_states([job], seconds)[job]
 
 
@@ -126,12 +119,9 @@ def sbatch(options: Sequence[str], script: Path) -> tuple[str, str | None]:
         SbatchError: there is no sbatch, it refused the job, or it has not answered.
     """
     kept = f"the script is {script}"
+    command = ["sbatch", "--parsable", *options, str(script)]
     try:
-        answer = run(
-            ["sbatch", "--parsable", *options, str(script)],
-            timeout=SBATCH_SECONDS,
-            env=submission_environment(os.environ),
-        )
+        answer = run(command, timeout=SBATCH_SECONDS, env=submission_environment(os.environ))
     except FileNotFoundError as error:
         raise SbatchError(
             "sbatch is not found on PATH: is this a login node of a Slurm cluster?",

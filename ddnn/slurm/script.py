@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddnn.distributed.mpirun import IGNORING_SIGUSR1, MPI_SETTINGS, SAFE_PATH
-from ddnn.slurm.cluster import ClusterConfig
-from ddnn.slurm.placement import Placement
+from ddnn.slurm.cluster import ClusterConfig, Placement
 from ddnn.training.run_status import CHECKPOINTS, JOB_OUTPUT
 from ddnn.util.errors import UserError
 from ddnn.util.text import environment
@@ -50,6 +49,7 @@ def sbatch_options(job: JobScript) -> list[str]:
         UserError: the run dir's name holds what Slurm cannot write to.
     """
     cluster, placement = job.cluster, job.placement
+    gpus = placement.gpus_per_node
     chosen = {
         "partition": cluster.partition,
         "account": cluster.account,
@@ -59,15 +59,20 @@ def sbatch_options(job: JobScript) -> list[str]:
         "nodes": placement.nodes,
         "ntasks-per-node": placement.workers_per_node,
         "cpus-per-task": job.cpus_per_worker,
-        "gres": ":".join(filter(None, ("gpu", cluster.gpu_type, str(placement.gpus_per_node)))),
+        "gres": ":".join(filter(None, ("gpu", cluster.gpu_type, str(gpus)))) if gpus else None,
         "mem": cluster.mem,
     }
-    if not placement.gpus_per_node:
-        del chosen["gres"]
+    unfit = next((c for c in str(job.run_dir) if c == "\\" or not c.isprintable()), None)
+    if unfit is not None:
+        raise UserError(
+            f"the name of the run dir holds {unfit!r}, which Slurm cannot have in the name of an output file",
+            location=repr(str(job.run_dir)),
+            hint="name another --run-dir",
+        )
     return [
         f"--job-name={job.name}",
         # Slurm replaces what follows %; two of them are one.
-        f"--output={_slurm_path(job.run_dir)}".replace("%", "%%") + f"/{JOB_OUTPUT}",
+        f"--output={job.run_dir}".replace("%", "%%") + f"/{JOB_OUTPUT}",
         "--open-mode=append",  # a job that was requeued continues the same file
         "--requeue" if cluster.requeue else "--no-requeue",
         *([f"--signal=B:USR1@{cluster.signal_seconds}"] if cluster.signal_seconds else []),
@@ -82,6 +87,13 @@ def script_text(job: JobScript) -> str:
     Raises:
         UserError: a name holds what neither Slurm nor one line of shell can.
     """
+    by_srun, placement = job.cluster.launcher == "srun" and job.placement.workers > 1, job.placement
+    srun = [
+        *("srun", "--mpi=pmix", "--kill-on-bad-exit=1", f"--nodes={placement.nodes}", f"--ntasks={placement.workers}"),
+        f"--ntasks-per-node={placement.workers_per_node}",
+        f"--cpus-per-task={job.cpus_per_worker}",  # since 22.05 srun does not take it from the job
+        *IGNORING_SIGUSR1,
+    ]
     # Values are written as they are, but for the quotes: a path may hold any byte.
     templates = environment().overlay(finalize=None)
     templates.filters = {**templates.filters, "sbatch_quote": _sbatch_quote}
@@ -91,34 +103,18 @@ def script_text(job: JobScript) -> str:
         if job.pretraining
         else f"`ddnn status {shlex.quote(str(job.run_dir))}` follows it.",
         sbatch_options=sbatch_options(job),
-        by_srun=_by_srun(job),
-        mpi_settings={k: v for k, v in MPI_SETTINGS.items() if "MCA" in k} if _by_srun(job) else {},
+        by_srun=by_srun,
+        mpi_settings={name: value for name, value in MPI_SETTINGS.items() if by_srun and "MCA" in name},
         environment={
             "SLURM_EXPORT_ENV": "ALL",
             "OMP_NUM_THREADS": str(job.threads),
             **SAFE_PATH,
             **job.cluster.environment,
         },
-        command=[*_launcher(job), *map(_one_line, job.training)],
+        # mpirun is started by ddnn itself, on the nodes of the allocation.
+        command=[*(srun if by_srun else ()), *map(_one_line, job.training)],
         saved=f"{job.run_dir}/{'rbm1.safetensors' if job.pretraining else CHECKPOINTS}",
     )
-
-
-def _by_srun(job: JobScript) -> bool:
-    return job.cluster.launcher == "srun" and job.placement.workers > 1
-
-
-def _launcher(job: JobScript) -> list[str]:
-    """What precedes the training. Nothing for mpirun: ddnn starts it itself, on the nodes of the allocation."""
-    if not _by_srun(job):
-        return []
-    placement = job.placement
-    return [
-        *("srun", "--mpi=pmix", "--kill-on-bad-exit=1", f"--nodes={placement.nodes}", f"--ntasks={placement.workers}"),
-        f"--ntasks-per-node={placement.workers_per_node}",
-        f"--cpus-per-task={job.cpus_per_worker}",  # since 22.05 srun does not take it from the job
-        *IGNORING_SIGUSR1,
-    ]
 
 
 def _sbatch_quote(option: str) -> str:
@@ -128,18 +124,6 @@ def _sbatch_quote(option: str) -> str:
     name, _, value = option.partition("=")
     escaped = value.replace('"', '\\"')
     return f'{name}="{escaped}"'
-
-
-def _slurm_path(path: Path) -> str:
-    text = str(path)
-    unfit = next((c for c in text if c == "\\" or not c.isprintable()), None)
-    if unfit is not None:
-        raise UserError(
-            f"the name of the run dir holds {unfit!r}, which Slurm cannot have in the name of an output file",
-            location=repr(text),
-            hint="name another --run-dir",
-        )
-    return text
 
 
 def _one_line(text: str) -> str:

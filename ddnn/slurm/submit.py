@@ -16,14 +16,26 @@ from pydantic import ValidationError
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.slurm import SlurmOptions
-from ddnn.slurm.cluster import ClusterConfig, check_word, load_cluster, parse_time_limit
-from ddnn.slurm.job import Job, sbatch, write_job
-from ddnn.slurm.placement import place
-from ddnn.slurm.preflight import prepare_pretraining, prepare_training
+from ddnn.slurm.cluster import ClusterConfig, check_word, load_cluster, parse_time_limit, place
+from ddnn.slurm.job import Job, read_job, sbatch, slurm_state, write_job
 from ddnn.slurm.script import JobScript, sbatch_options, script_text
-from ddnn.training.run_status import JOB_OUTPUT, JOB_RECIPE, JOB_SCRIPT, LOG, RECIPE
-from ddnn.util.errors import UserError
-from ddnn.util.files import write_text
+from ddnn.training.checkpoint_manifest import peek_checkpoint
+from ddnn.training.run_status import (
+    CHECKPOINTS,
+    DBN,
+    FINAL,
+    JOB_OUTPUT,
+    JOB_RECIPE,
+    JOB_RECORD,
+    JOB_SCRIPT,
+    LOG,
+    RECIPE,
+    STATUS,
+    Kind,
+    check_run_dir,
+)
+from ddnn.util.errors import DataError, UserError
+from ddnn.util.files import ensure_directory, is_locked, write_text
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,8 @@ class Submitted:
     text: str
 
 
-def submit_training(
+def submit(
+    kind: Kind,
     recipe_path: Path,
     run_dir: Path,
     settings: Sequence[str],
@@ -46,9 +59,11 @@ def submit_training(
     resume: bool = False,
     after: str | None = None,
 ) -> Submitted:
-    """Submits the training of a recipe. A dry run only makes the script.
+    """Submits the training of a recipe, or its pretraining alone. A dry run only makes the script.
 
-    The job trains by the recipe as it is now, resolved, from the run dir: later changes of the file do not count.
+    The job trains by the recipe as it is now, resolved, from the run dir: later changes of the file do not count. A
+    pretraining resumes one in `run_dir` that was interrupted; Slurm is not told to ask it for a checkpoint: the time
+    limit ends the job, and the RBMs that were finished stay.
 
     Args:
         recipe_path: the recipe; to resume, also the run dir, which has its own.
@@ -59,7 +74,7 @@ def submit_training(
             work is noticed, and cpu where it has none.
         options: those of Slurm.
         dry_run: nothing is written or submitted.
-        resume: from the newest checkpoint of the run dir, if there is one.
+        resume: a training from the newest checkpoint of the run dir, if there is one.
         after: number of a job that must have ended well first. Where it does not, Slurm cancels this one.
 
     Raises:
@@ -67,86 +82,91 @@ def submit_training(
     """
     if resume and recipe_path.is_dir():
         recipe_path = recipe_path / RECIPE
-    job, recipe = _job(recipe_path, run_dir, settings, workers, device, options)
-    text = script_text(job)
-    if dry_run:
-        return Submitted(None, text.rstrip("\n"))
-    prepare_training(job.run_dir, recipe if resume else None)
-    write_text(job.run_dir / RECIPE, dump_recipe(recipe))
-    return _send(job, text, after)
-
-
-def submit_pretraining(
-    recipe_path: Path,
-    run_dir: Path,
-    settings: Sequence[str],
-    workers: int | None,
-    device: str,
-    options: SlurmOptions,
-    *,
-    dry_run: bool = False,
-) -> Submitted:
-    """Submits `ddnn pretrain`, which resumes one in `run_dir` that was interrupted. Arguments as of `submit_training`.
-
-    Within an RBM there is no checkpoint, so Slurm is not told to ask for one: the time limit ends the job, and the
-    RBMs that were finished stay.
-
-    Raises:
-        UserError: anything that is wrong with the recipe, the settings or the dir, or sbatch refused the job.
-    """
-    from ddnn.training.options import check_pretrains
-
-    job, recipe = _job(recipe_path, run_dir, settings, workers, device, options, pretraining=True)
-    check_pretrains(recipe)
-    text = script_text(job)
-    if dry_run:
-        return Submitted(None, text.rstrip("\n"))
-    prepare_pretraining(job.run_dir, recipe)
-    write_text(job.run_dir / JOB_RECIPE, dump_recipe(recipe))
-    return _send(job, text)
-
-
-def _job(
-    recipe_path: Path,
-    run_dir: Path,
-    settings: Sequence[str],
-    workers: int | None,
-    device: str,
-    options: SlurmOptions,
-    *,
-    pretraining: bool = False,
-) -> tuple[JobScript, Recipe]:
-    """What the script says, and the recipe with as many workers as there will be."""
-    cluster = _merged(load_cluster(options.cluster) if options.cluster else ClusterConfig(), options, workers)
-    if pretraining:
-        cluster = cluster.model_copy(update={"signal_seconds": 0})
-    else:
-        _check_time(cluster)
+    cluster = _cluster(options, workers, kind)
     recipe = load_recipe(recipe_path, settings)
     placement = place(cluster, workers, recipe.parallel.workers, recipe.parallel.oversubscribe_gpus)
     recipe = load_recipe(recipe_path, (*settings, f"parallel.workers={placement.workers}"))
     run_dir = Path(os.path.abspath(run_dir))  # noqa: PTH100 (resolve() would follow links, which may be meant)
     if device == "auto":
         device = "cuda" if placement.gpus_per_node else "cpu"
-    command, recipe_name = ("pretrain", JOB_RECIPE) if pretraining else ("train", RECIPE)
-    job = JobScript(
-        run_dir=run_dir,
-        training=(
-            *(sys.executable, "-m", "ddnn.cli", command, str(run_dir / recipe_name), "--run-dir", str(run_dir)),
-            *("--workers", str(placement.workers), "--device", device),
-            # --resume: from what is in the run dir when the job begins, or begins again
-            *(() if pretraining else ("--resume",)),
-        ),
-        name=_job_name(options.job_name, run_dir),
-        placement=placement,
-        threads=recipe.parallel.cpu_threads,
-        cluster=cluster,
-        pretraining=pretraining,
-    )
-    return job, recipe
+    training, name = _command(kind, run_dir, placement.workers, device), _job_name(options.job_name, run_dir)
+    pretraining, threads = kind == "pretraining", recipe.parallel.cpu_threads
+    job = JobScript(run_dir, training, name, placement, threads, cluster, pretraining)
+    if pretraining:
+        from ddnn.training.options import check_pretrains
+
+        check_pretrains(recipe)
+    text = script_text(job)
+    if dry_run:
+        return Submitted(None, text.rstrip("\n"))
+    if not pretraining and is_locked(run_dir / LOG) is True:
+        raise UserError("another run is in progress in this run dir", location=run_dir)
+    _refuse_second_job(run_dir)
+    prepare = _prepare_pretraining if pretraining else _prepare_resume if resume else _prepare_training
+    prepare(run_dir, recipe)
+    write_text(run_dir / _JOB_RECIPES[kind], dump_recipe(recipe))
+    return _send(job, text, after)
 
 
-def _send(job: JobScript, text: str, after: str | None = None) -> Submitted:
+_JOB_RECIPES = {"training": RECIPE, "pretraining": JOB_RECIPE}
+"""The recipe that the job reads."""
+
+
+def _command(kind: Kind, run_dir: Path, workers: int, device: str) -> tuple[str, ...]:
+    """The command that trains. --resume: from what is in the run dir when the job begins, or begins again."""
+    name, more = ("pretrain", ()) if kind == "pretraining" else ("train", ("--resume",))
+    words = (sys.executable, "-m", "ddnn.cli", name, run_dir / _JOB_RECIPES[kind], "--run-dir", run_dir)
+    return (*map(str, words), "--workers", str(workers), "--device", device, *more)
+
+
+def _refuse_second_job(run_dir: Path) -> None:
+    before = read_job(run_dir)
+    state = None if before is None else slurm_state(before)
+    if before is not None and state not in ("GONE", None):
+        raise UserError(
+            f"job {before.number} of this run dir is {state}",
+            location=run_dir,
+            hint=f"wait for it, or end it with `scancel {before.number}`, or name another --run-dir",
+        )
+
+
+def _prepare_training(run_dir: Path, recipe: Recipe) -> None:
+    """Creates the run dir of a job."""
+    check_run_dir(run_dir)
+    ensure_directory(run_dir)
+    for name in (JOB_RECORD, JOB_OUTPUT, LOG, STATUS):  # of a job that ended before its training began
+        (run_dir / name).unlink(missing_ok=True)
+
+
+def _prepare_resume(run_dir: Path, recipe: Recipe) -> None:
+    """Checks a run dir that is to be resumed, so that nothing is refused by the job hours later."""
+    from ddnn.training.resume import check_same_recipe, read_metadata
+
+    check_run_dir(run_dir, resume=True)
+    ensure_directory(run_dir)
+    if (run_dir / FINAL).exists():
+        raise UserError("this training has finished", location=run_dir, hint="name another --run-dir")
+    problems: list[str] = []
+    found = peek_checkpoint(path := run_dir / CHECKPOINTS, problems.append)
+    if found is None and problems:
+        raise DataError(f"there is no checkpoint to resume from: {problems[0]}", location=path)
+    if found is not None:
+        check_same_recipe(read_metadata(found.metadata, path).recipe, recipe, path)
+
+
+def _prepare_pretraining(run_dir: Path, recipe: Recipe) -> None:
+    """Creates the dir of a pretraining, or checks one in which the same pretraining has begun."""
+    from ddnn.training.pretraining import pretraining_recipe
+
+    if (run_dir / DBN).exists():
+        raise UserError("this pretraining has finished", location=run_dir, hint=f"take it by pretrain.dbn: {run_dir}")
+    text = pretraining_recipe(recipe)
+    check_run_dir(run_dir, "pretraining", recipe=text)
+    ensure_directory(run_dir)
+    write_text(run_dir / RECIPE, text)
+
+
+def _send(job: JobScript, text: str, after: str | None) -> Submitted:
     """Leaves the script and the job's record in the run dir, and submits it."""
     run_dir, placement = job.run_dir, job.placement
     script = run_dir / JOB_SCRIPT
@@ -157,10 +177,10 @@ def _send(job: JobScript, text: str, after: str | None = None) -> Submitted:
     write_job(
         run_dir, Job(number, slurm_cluster, time.time(), placement.workers, placement.nodes, job.cluster.launcher)
     )
-    follow = (
-        f"tail -F {_quoted(run_dir / JOB_OUTPUT)}" if job.pretraining else f"ddnn status --follow {_quoted(run_dir)}"
-    )
-    log = "" if job.pretraining else f"  log:    {run_dir / LOG}\n"
+    follow = f"ddnn status --follow {_quoted(run_dir)}"
+    log = f"  log:    {run_dir / LOG}\n"
+    if job.pretraining:
+        follow, log = f"tail -F {_quoted(run_dir / JOB_OUTPUT)}", ""
     return Submitted(
         number,
         f"job {number}: {placement}\n{log}  output: {run_dir / JOB_OUTPUT}\n  follow: {follow}\n"
@@ -173,15 +193,18 @@ def _quoted(path: Path) -> str:
     return shlex.quote(min(os.path.relpath(path), str(path), key=len))
 
 
-def _merged(cluster: ClusterConfig, options: SlurmOptions, workers: int | None) -> ClusterConfig:
+def _cluster(options: SlurmOptions, workers: int | None, kind: Kind) -> ClusterConfig:
     """The settings with the command line's options over them. Its --workers overrides the file's number of nodes."""
+    cluster = load_cluster(options.cluster) if options.cluster else ClusterConfig()
     given = {**cluster.model_dump(), **options.settings}
     if workers is not None:
         given["nodes"] = options.settings.get("nodes")
     if "gpus_per_node" in options.settings and "workers_per_node" not in options.settings:
         given["workers_per_node"] = None if options.settings["gpus_per_node"] else cluster.workers_per_node
+    if kind == "pretraining":
+        given["signal_seconds"] = 0
     try:
-        return ClusterConfig.model_validate(given, strict=True)
+        cluster = ClusterConfig.model_validate(given, strict=True)
     except ValidationError as error:
         detail = error.errors(include_url=False, include_context=False)[0]
         name = str(detail["loc"][0])
@@ -190,6 +213,14 @@ def _merged(cluster: ClusterConfig, options: SlurmOptions, workers: int | None) 
             location=f"--{name.replace('_', '-')}",
             hint=" ".join((ClusterConfig.model_fields[name].description or "").split()),
         ) from error
+    # Else Slurm would ask for the checkpoint as soon as the job begins, and so again and again.
+    if kind == "training" and cluster.time is not None and parse_time_limit(cluster.time) <= cluster.signal_seconds:
+        raise UserError(
+            f"{cluster.time} found: no time to train, with the checkpoint {cluster.signal_seconds} s before the end",
+            location="--time",
+            hint="give more time, or lower signal_seconds in the cluster's settings",
+        )
+    return cluster
 
 
 def _job_name(given: str | None, run_dir: Path) -> str:
@@ -201,13 +232,3 @@ def _job_name(given: str | None, run_dir: Path) -> str:
         raise UserError(
             f"{given!r} found: {error}", location="--job-name", hint="take letters, digits, - and _"
         ) from error
-
-
-def _check_time(cluster: ClusterConfig) -> None:
-    """UserError where Slurm would ask for the checkpoint as soon as the job begins, and so again and again."""
-    if cluster.time is not None and parse_time_limit(cluster.time) <= cluster.signal_seconds:
-        raise UserError(
-            f"{cluster.time} found: no time to train, with the checkpoint {cluster.signal_seconds} s before the end",
-            location="--time",
-            hint="give more time, or lower signal_seconds in the cluster's settings",
-        )

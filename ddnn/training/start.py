@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddnn.distributed.launcher import run_distributed
+from ddnn.distributed.launcher import NoRun, run_distributed
 from ddnn.recipe.load import load_recipe
 from ddnn.training import run_status
 from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind
@@ -89,8 +89,8 @@ def start_pretraining(
     )
 
 
-class _Run:
-    """What the launcher asks about a run dir, or the dir of a pretraining: `ddnn.distributed.launcher.RunProbe`."""
+class _Run(NoRun):
+    """What the launcher asks about a run dir, or the dir of a pretraining."""
 
     def __init__(self, path: Path, kind: Kind) -> None:
         self.path, self.kind = path, kind

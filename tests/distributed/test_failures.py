@@ -18,10 +18,9 @@ import pytest
 import torch.distributed as dist
 from distributed.mpi_worlds import all_gone, launch, need_mpi
 
-from ddnn.distributed.communicator import SingleProcess
-from ddnn.distributed.error_file import ErrorFile, report_error, report_exit_code, report_hung
-from ddnn.distributed.failures import all_stop_on_error, message_and_code
-from ddnn.distributed.mpirun import EXIT_KILLED
+from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.failures import ErrorFile, all_stop_on_error, message_and_code, report
+from ddnn.distributed.signals import EXIT_KILLED
 from ddnn.util.errors import DivergedError, UserError
 
 WORKERS = {"raise": 3, "all-reduce": 3, "slow": 3}
@@ -162,7 +161,7 @@ def test_a_single_worker_keeps_its_exceptions() -> None:
 
 
 def test_messages_name_the_worker() -> None:
-    comm = SingleProcess(rank=3, world_size=4, host="node7")
+    comm = Communicator(3, 4, "node7", {})
     assert message_and_code(comm, UserError("bad", hint="better")) == (
         "ddnn: worker 3 on node7: error: bad\n  hint: better\n",
         2,
@@ -173,12 +172,14 @@ def test_messages_name_the_worker() -> None:
     assert [message_and_code(comm, SystemExit(code))[1] for code in (None, 0, 5, "text")] == [0, 0, 5, 1]
 
 
-BAD_DATA, INTERRUPTED, STOPPED_143, HUNG = (
-    (1, "ddnn: worker 1 on n: error: bad data\n", 2),
-    (0, "ddnn: worker 0 on n: interrupted\n", 143),
-    (2, "ddnn: worker 2 on n: stopped with 143\n", 143),
-    (3, "ddnn: worker 3 on n made no progress and was killed\n"),
+BAD_DATA, INTERRUPTED, STOPPED_143, HUNG, RESUMABLE = (
+    {"rank": 1, "message": "ddnn: worker 1 on n: error: bad data\n", "exit_code": 2},
+    {"rank": 0, "message": "ddnn: worker 0 on n: interrupted\n", "exit_code": 143},
+    {"rank": 2, "message": "ddnn: worker 2 on n: stopped with 143\n", "exit_code": 143},
+    {"rank": 3, "message": "ddnn: worker 3 on n made no progress and was killed\n", "hung": True},
+    {"exit_code": 75},
 )
+BAD_DATA_0 = {**BAD_DATA, "rank": 0, "message": "ddnn: worker 0 on n: error: bad data\n", "exit_code": 3}
 
 
 @pytest.mark.parametrize(
@@ -187,29 +188,26 @@ BAD_DATA, INTERRUPTED, STOPPED_143, HUNG = (
         ([], False, [], None),
         # mpirun ends the others of a worker that fails by SIGTERM
         ([BAD_DATA, INTERRUPTED, STOPPED_143], False, [BAD_DATA], 2),
-        ([BAD_DATA, 75], False, [BAD_DATA], 2),
-        ([75, BAD_DATA], False, [BAD_DATA], 2),
-        ([75, 75], False, [], 75),
-        ([75, INTERRUPTED], False, [INTERRUPTED], 143),
+        ([BAD_DATA, RESUMABLE], False, [BAD_DATA], 2),
+        ([RESUMABLE, BAD_DATA], False, [BAD_DATA], 2),
+        ([RESUMABLE, RESUMABLE], False, [], 75),
+        ([RESUMABLE, INTERRUPTED], False, [INTERRUPTED], 143),
         ([INTERRUPTED, BAD_DATA], False, [INTERRUPTED, BAD_DATA], 143),
         ([INTERRUPTED, STOPPED_143], False, [INTERRUPTED, STOPPED_143], 143),
-        ([BAD_DATA, (0, "ddnn: worker 0 on n: error: bad data\n", 3)], False, [(0, "ddnn: worker 0 on n: error: bad data\n")], 2),
+        ([BAD_DATA, BAD_DATA_0], False, [BAD_DATA_0], 2),
         # the job is to be started again
-        ([HUNG, INTERRUPTED, 75], False, [], None),
-        ([INTERRUPTED, 75], True, [], None),
+        ([HUNG, INTERRUPTED, RESUMABLE], False, [], None),
+        ([INTERRUPTED, RESUMABLE], True, [], None),
         ([BAD_DATA, INTERRUPTED], True, [BAD_DATA], 2),
     ],
 )  # fmt: skip
-def test_the_first_error_counts(reported: list[Any], killed: bool, messages: list[Any], code: int | None) -> None:
+def test_the_first_error_counts(
+    reported: list[dict[str, Any]], killed: bool, messages: list[dict[str, Any]], code: int | None
+) -> None:
     with closing(ErrorFile()) as errors:
-        for report in reported:
-            if isinstance(report, int):
-                assert report_exit_code(report, errors.environment)
-            elif report is HUNG:
-                assert report_hung(*report, errors.environment)
-            else:
-                assert report_error(*report, errors.environment)
+        for entry in reported:
+            assert report(errors.environment, **entry)
         found = errors.read(killed)
-        assert (found.messages, found.exit_code) == (tuple(message[1] for message in messages), code)
-        assert found.hung == (HUNG[1] if HUNG in reported else None)
+        assert (found.messages, found.exit_code) == (tuple(entry["message"] for entry in messages), code)
+        assert found.hung == (HUNG["message"] if HUNG in reported else None)
         assert errors.read().exit_code is None, "it was emptied"

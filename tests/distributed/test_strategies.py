@@ -18,7 +18,7 @@ from distributed.mpi_checks import LARGE, PARAMETERS, PLAIN, ROUNDS, parameters,
 from distributed.mpi_worlds import launch
 from numpy.typing import NDArray
 
-from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, AveragingStrategy, make_strategy, mixing_matrix
+from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, AveragingStrategy, _Gossip, make_strategy
 from ddnn.distributed.communicator import CommStats, SingleProcess
 
 WORLDS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -34,6 +34,22 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[st
     _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (0, "")
     return lambda n: json.loads((out / f"{n}.json").read_text())
+
+
+def mixing_matrix(name: str, n: int, index: int, weights: list[float] | None = None) -> Matrix:
+    """M, (n, n): averaging number `index` of strategy `name` makes theta_r <- sum_s M[r, s] theta_s.
+
+    Args:
+        weights: frames behind each worker's parameters, for all-reduce; equal where not given.
+    """
+    strategy = STRATEGIES[name]
+    if n == 1 or not issubclass(strategy, _Gossip):
+        given = np.ones(n) if weights is None else np.asarray(weights, dtype=np.float64)
+        return np.tile(given / given.sum(), (n, 1))
+    matrix: Matrix = np.eye(n) / 2
+    for rank in range(n):
+        matrix[rank, strategy.peers(rank, n, index)[1]] += 0.5
+    return matrix
 
 
 def initial(n: int) -> Matrix:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from distributed.mpi_worlds import launch
 
-from ddnn.distributed.communicator import SUMMED, SingleProcess, check_tensor
+from ddnn.distributed.communicator import SUMMED, Communicator, SingleProcess, check_tensor
 from ddnn.distributed.mpi import require_thread_level
 from ddnn.distributed.transport import StagingBuffer, choose_transport, cuda_aware, select_transport
 from ddnn.util.errors import UserError
@@ -127,9 +127,9 @@ def test_overlap_is_refused_where_the_mpi_has_no_threads(monkeypatch: pytest.Mon
         require_thread_level(SingleProcess())
         if given < 2:
             with pytest.raises(UserError, match=["only MPI_THREAD_SINGLE", "only MPI_THREAD_FUNNELED"][given]):
-                require_thread_level(SingleProcess(world_size=2))
+                require_thread_level(Communicator(0, 2, "n", {}))
         else:
-            require_thread_level(SingleProcess(world_size=2))
+            require_thread_level(Communicator(0, 2, "n", {}))
 
 
 def test_without_a_buffer_tensors_go_as_they_are() -> None:

@@ -17,10 +17,10 @@ from distributed.watched import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddnn.distributed.error_file import ERROR_FILE, ErrorFile
+from ddnn.distributed.failures import ERROR_FILE, ErrorFile
 from ddnn.distributed.watchdog import HangDetector, is_stopped
 
-ENDS_WELL = ["works", "exchanges", "disabled", "disabled again", "closed"]
+ENDS_WELL = ["works", "exchanges", "disabled", "disabled again"]
 KILLED = {
     "hangs": f"made no progress for {TIMEOUT:g} s (parallel.hang_timeout)",
     "hangs in an exchange": f"hung in an exchange or a checkpoint for 3 x {TIMEOUT:g} s (parallel.hang_timeout)",
@@ -107,7 +107,7 @@ def test_the_watchdog_ignores_every_signal_that_is_for_the_worker(tmp_path: Path
 )
 def test_detection(checks: list[tuple[float, bool, int, bool]]) -> None:
     """Against a plain account of the seconds in which nothing moved; a second check after long counts as two seconds."""
-    detector, progress = HangDetector(4.0, "limit", 1.0), 0
+    detector, progress = HangDetector(4.0, 1.0), 0
     still = stopped = 0.0
     detector.check(0.0, progress, 0, False)
     for passed, moves, state, is_halted in checks:
@@ -121,7 +121,7 @@ def test_detection(checks: list[tuple[float, bool, int, bool]]) -> None:
 
 
 def test_a_suspended_watchdog_blames_nobody() -> None:
-    detector = HangDetector(300.0, "limit", 1.0)
+    detector = HangDetector(300.0, 1.0)
     detector.check(1.0, 7, 1, False)
     assert detector.check(86400.0, 7, 1, False) is None
 

@@ -41,9 +41,6 @@ def main(way: str, out: Path) -> None:
     if way == "disabled again":
         watchdog.disable()
         time.sleep(4 * TIMEOUT)
-    if way == "closed":
-        watchdog.close()
-        time.sleep(4 * TIMEOUT)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddnn.slurm.cluster import ClusterConfig
-from ddnn.slurm.placement import Placement, place
+from ddnn.slurm.cluster import ClusterConfig, Placement, place
 from ddnn.util.errors import UserError
 
 COUNT = st.none() | st.integers(1, 12)

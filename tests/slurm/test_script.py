@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddnn.slurm.cluster import ClusterConfig
-from ddnn.slurm.placement import Placement
+from ddnn.slurm.cluster import ClusterConfig, Placement
 from ddnn.slurm.script import JobScript, sbatch_options, script_text
 from ddnn.util.errors import UserError
 

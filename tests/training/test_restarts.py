@@ -17,7 +17,7 @@ from training import deaths as deaths_module
 from training.deaths import DEATHS
 from training.killing import write_job
 
-from ddnn.distributed.mpirun import EXIT_KILLED
+from ddnn.distributed.signals import EXIT_KILLED
 
 WORKERS = 4
 
