@@ -193,11 +193,15 @@ class NoAveraging:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state_dict`, after the parameters were restored."""
-        *numbers, self._remainder_frames, self._index, self._averagings_per_epoch = map(int, state["counters"].tolist())
-        sent, comm_seconds, wait_seconds = state["traffic"].tolist()
-        self.counters = EpochCounters(self.comm.stats - CommStats(int(sent), comm_seconds, wait_seconds), *numbers)
-        self.counters.consensus_distances = state["consensus_distances"].tolist()
-        self.counters.interval_seconds = state["interval_seconds"].tolist()
+        traffic = CommStats(*state["traffic"].tolist())
+        traffic.bytes_sent = int(traffic.bytes_sent)
+        self.counters = counters = EpochCounters(self.comm.stats - traffic)
+        counters.frames, counters.minibatches, counters.averagings, counters.excluded_averagings, *rest = map(
+            int, state["counters"].tolist()
+        )
+        self._remainder_frames, self._index, self._averagings_per_epoch = rest
+        counters.consensus_distances = state["consensus_distances"].tolist()
+        counters.interval_seconds = state["interval_seconds"].tolist()
         self.timer.restart()
         *seconds, passed = state["seconds"].tolist()
         self.timer.seconds = dict(zip(TIMED, seconds, strict=True))

@@ -292,7 +292,7 @@ class Butterfly(_Gossip):
 
     @staticmethod
     def hop(world_size: int, index: int) -> int:
-        return 2 ** (index % (world_size - 1).bit_length())
+        return 1 << index % (world_size - 1).bit_length()
 
     @classmethod
     def peers(cls, rank: int, world_size: int, index: int) -> tuple[int, int]:
