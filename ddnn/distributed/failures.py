@@ -109,7 +109,7 @@ def report(environment: Mapping[str, str] = os.environ, /, **entry: Any) -> bool
     """Reports to the launcher; False where none listens on this host, and a message is to be printed.
 
     Args:
-        entry: `exit_code` that the job is to end with, left out where the launcher is to start it again; of a worker
+        entry: `exit_code` that the job is to end with, omitted where the launcher is to start it again; of a worker
             that fails `rank` and `message`, with `hung=True` where its watchdog kills it.
     """
     path, _, name = environment.get(ERROR_FILE, "").rpartition(":")
