@@ -17,7 +17,7 @@ from twins import FUNCTIONS, batch_of, random_minibatch
 
 from ddnn.bench.step import RandomTask, Shape, random_task
 from ddnn.data.batches import ShuffledSampler
-from ddnn.distributed.communicator import SingleProcess
+from ddnn.distributed.communicator import Communicator
 from ddnn.nn import precision as module
 from ddnn.nn.acoustic_model import save_model
 from ddnn.nn.arithmetic import Precision, make_arithmetic, matmul_out, supports_float32_output
@@ -230,11 +230,11 @@ def test_a_training_resumed_in_bf16_is_not_continued_in_float32(monkeypatch: pyt
     assert choose_arithmetic("float32", made, 16, resumed=True).precision == "float32"
 
 
-class OtherWorkers(SingleProcess):
+class OtherWorkers(Communicator):
     """Worker `rank` of several of which the first has measured a ratio of 6, and all have these complaints."""
 
     def __init__(self, rank: int, complaints: list[str | None]) -> None:
-        super().__init__(rank=rank, world_size=len(complaints))
+        super().__init__(rank, len(complaints), "n", {})
         self.complaints = complaints
         self.gathered: list[list[Any]] = [self.complaints, [6.0] + [None] * (self.world_size - 1)]
 
