@@ -55,5 +55,5 @@ def random_minibatch(workspace: Workspace, pdfs: int, generator: torch.Generator
 def batch_of(workspace: Workspace, dataset: AcousticDataset, transform: InputTransform, rows: Tensor) -> Batch:
     """The minibatch of the frames at these rows, in `workspace.x`."""
     workspace = workspace.of(len(rows))
-    workspace.gather(dataset, transform, rows)
+    workspace.arithmetic.gather(dataset, transform, rows, workspace.x)
     return Batch(workspace.x, labels_of(dataset, rows, workspace.x.device))

@@ -24,7 +24,7 @@ from ddnn.data.dataset import AcousticDataset, FrameSubset
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.transform import estimate_normalization, splice_only
 from ddnn.nn.acoustic_model import AcousticModel
-from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
+from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
 from ddnn.nn.layers import mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import Factors, choose_arithmetic, seconds_per_call
@@ -280,7 +280,7 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
 
     def gemm() -> None:
         for factors in products:
-            arithmetic.matmul(*factors)
+            matmul_out(*factors)
 
     passes()  # so that no part works on what was in the memory before
     return {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class Float32:
         casts: whether layers multiply with a copy of the parameters, in `dtype`.
         x_dtype: of the network's input where the data writes it; a workspace makes it `dtype`.
         gradient_dtype: in which a gradient is computed, before it becomes float32.
-        bias_input_dtype: of the weights of `weighted_column_sums`.
+        bias_input_dtype: of the weights of `column_sums`, which must not be strided: that is three times slower.
         updates_by_layer: whether `sgd_update` can take up the gradient of a layer right after it was computed, while it
             is in the cache.
         pad_to: the outputs of the copy's last layer are a multiple of this.
@@ -110,18 +110,13 @@ class Float32:
         """grad <- grad * f'(x), in place, from y = f(x); both (rows, columns)."""
         ACTIVATIONS[activation][1](grad, y)
 
-    def matmul(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """out <- a b, for matrices of `dtype`; `out` may be of `gradient_dtype`."""
-        matmul_out(a, b, out)
-
-    def column_sums(self, grad: Tensor, out: Tensor) -> None:
-        """out (columns,) of `gradient_dtype` <- the sum of the rows of grad (rows, columns), summed in float32."""
-        torch.sum(grad, dim=0, dtype=out.dtype, out=out)
-
-    def weighted_column_sums(self, grad: Tensor, weights: Tensor, out: Tensor) -> None:
-        """The same, each row times its weight, (rows,) of `bias_input_dtype`."""
-        # A product with a vector is three times quicker where the column is not strided.
-        matmul_out(grad.t(), weights, out)
+    def column_sums(self, grad: Tensor, out: Tensor, weights: Tensor | None = None) -> None:
+        """out (columns,) of `gradient_dtype` <- the sum of the rows of grad (rows, columns), each times its weight, if
+        there are any, (rows,) of `bias_input_dtype`; summed in float32."""
+        if weights is None:
+            torch.sum(grad, dim=0, dtype=out.dtype, out=out)
+        else:
+            matmul_out(grad.t(), weights, out)
 
     def cross_entropy(self, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
         """The loss of training on logits of `dtype`; arguments as of `SoftmaxCrossEntropy`."""
@@ -145,14 +140,11 @@ class Float32:
         last.copy_(made[:, -1])
         return made[:, :-1]
 
-    def scales(self, scales: Tensor) -> Sequence[Any]:
-        """The elements of a vector, each as `scale_grad_` wants it."""
-        return scales.unbind()
-
-    def scale_grad_(self, grad: Tensor, scale: Any) -> float:
-        """Multiplies grad by one of `scales`; returns the factor that is left to the update. Waits for no GPU."""
-        grad.mul_(scale)
-        return 1.0
+    def scale_(self, grads: Sequence[Tensor], scales: Tensor) -> Sequence[float]:
+        """Multiplies each by its scale; returns the factors that are left to the update. Waits for no GPU."""
+        for grad, scale in zip(grads, scales.unbind(), strict=True):
+            grad.mul_(scale)
+        return [1.0] * len(grads)
 
     def sgd_update(self, parameters: Tensor, copy: Tensor, gradient: Tensor, lr: float, decay: float = 1.0) -> None:
         """parameters <- decay * parameters - lr * gradient, and the copy that layers multiply with <- parameters; for
@@ -219,11 +211,8 @@ class BFloat16Kernels(BFloat16):
         else:
             super().activation_backward_(activation, grad, y)
 
-    def column_sums(self, grad: Tensor, out: Tensor) -> None:
-        self.kernels.column_sums(grad, out)
-
-    def weighted_column_sums(self, grad: Tensor, weights: Tensor, out: Tensor) -> None:
-        self.kernels.column_sums(grad, out, weights=weights)
+    def column_sums(self, grad: Tensor, out: Tensor, weights: Tensor | None = None) -> None:
+        self.kernels.column_sums(grad, out, weights)
 
     def cross_entropy(self, like: Tensor, pdfs: int, frames: int) -> SoftmaxCrossEntropy:
         return _SoftmaxCrossEntropyKernels(self.kernels, like, pdfs, frames)
@@ -235,11 +224,8 @@ class BFloat16Kernels(BFloat16):
         self.kernels.float32_to_bf16_rows(made, x, norms, last)
         return x
 
-    def scales(self, scales: Tensor) -> Sequence[Any]:
+    def scale_(self, grads: Sequence[Tensor], scales: Tensor) -> Sequence[float]:
         return cast(list[float], scales.tolist())
-
-    def scale_grad_(self, grad: Tensor, scale: Any) -> float:
-        return float(scale)
 
     def sgd_update(self, parameters: Tensor, copy: Tensor, gradient: Tensor, lr: float, decay: float = 1.0) -> None:
         self.kernels.sgd_update(parameters, copy, gradient, lr, decay)

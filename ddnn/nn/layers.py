@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ddnn.kaldi import nnet1
-from ddnn.nn.arithmetic import ACTIVATIONS, Float32
+from ddnn.nn.arithmetic import ACTIVATIONS, Float32, matmul_out
 
 Shape = tuple[int, ...]
 Views = Mapping[str, Tensor]
@@ -161,9 +161,7 @@ class Layer(ABC):
 
         That of a `gemm`: dW = d^T x, db = sum of d, from the rows of `statistics`.
         """
-        inputs, grads = self.statistics(x, grad, saved)
-        a.matmul(grads.t(), inputs, out["weight"])
-        a.column_sums(grads, out["bias"])
+        self.gradient_of_rows(a, *self.statistics(x, grad, saved), out)
 
     def statistics(self, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor]:
         """Rows of its input, (frames * gemm.rows, gemm.fan_in), without the 1 for the bias, and rows of the derivative
@@ -172,13 +170,13 @@ class Layer(ABC):
         """
         return x, grad
 
-    def preconditioned_gradient(
-        self, a: Float32, inputs: Tensor, bias_input: Tensor, grads: Tensor, out: Views
+    def gradient_of_rows(
+        self, a: Float32, inputs: Tensor, grads: Tensor, out: Views, bias_input: Tensor | None = None
     ) -> None:
-        """out <- the gradient from the rows of `statistics` once they are preconditioned, and from `bias_input`,
-        (rows,), what has become of the 1 of each row."""
-        a.matmul(grads.t(), inputs, out["weight"])
-        a.weighted_column_sums(grads, bias_input, out["bias"])
+        """out <- the gradient from the rows of `statistics`. Once they are preconditioned, `bias_input`, (rows,), is
+        what has become of the 1 of each row."""
+        matmul_out(grads.t(), inputs, out["weight"])
+        a.column_sums(grads, out["bias"], bias_input)
 
     def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
         """(frames,) float32, the norm of each frame's part of the gradient, by which NG-SGD limits the step of layers
@@ -283,7 +281,7 @@ class Affine(Layer):
         """As `Layer.backward`; leaves in `grad` the derivative before the activation."""
         a.activation_backward_(self.activation, grad, y)
         if grad_x is not None:
-            a.matmul(grad, p.values["weight"], grad_x)
+            matmul_out(grad, p.values["weight"], grad_x)
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         """As Kaldi nnet1's utils/nnet/make_nnet_proto.py: W ~ N(0, s^2), s = 3.5 sqrt(2 / (inputs + outputs)), the

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddnn.data.dataset import AcousticDataset
-from ddnn.data.transform import InputTransform
 from ddnn.nn.arithmetic import Float32
 from ddnn.nn.layers import Layer, Params, Views, num_parameters
 from ddnn.util.errors import DataError
@@ -169,10 +167,6 @@ class Workspace:
         part = copy.copy(self)
         part._use(frames)
         return part
-
-    def gather(self, dataset: AcousticDataset, transform: InputTransform, rows: Tensor) -> None:
-        """Fills `x` with the network's input for the frames at `rows` (frames,) of the dataset."""
-        self.arithmetic.gather(dataset, transform, rows, self.x)
 
     def refresh(self) -> None:
         """Brings the copy of the parameters up to date, where there is one and they have changed."""

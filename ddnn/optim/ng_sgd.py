@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,13 +110,13 @@ class NgSgd(Sgd):
             a.load_rows(grad, float32_grad, of.grad_before)
             self.grad_preconditioners[i].apply(float32_grad, of.grad_before)
             rows[i] = inputs, a.store_rows(float32_grad, grad, of.grad_after)
-        scales = memory.scales(a, limited_lr, options.max_change)
+        factors: dict[int, float] = {}
+        for layers, scales in memory.scales(limited_lr, options.max_change):
+            factors |= zip(layers, a.scale_([rows[i][1] for i in layers], scales), strict=True)
         for i, (layer, views) in enumerate(zip(self.network.layers, out, strict=True)):
             if i in rows:
-                inputs, grad = rows[i]
-                factor = a.scale_grad_(grad, scales[i])
-                layer.preconditioned_gradient(a, inputs, memory.layers[i].bias_input, grad, views)
-                yield factor
+                layer.gradient_of_rows(a, *rows[i], views, memory.layers[i].bias_input)
+                yield factors[i]
             else:
                 yield self._plain_gradient(i, workspace, limited_lr, views)
 
@@ -171,15 +171,13 @@ class _Memory:
         largest = max((gemm.rows * gemm.fan_out for gemm in gemms.values()), default=0)
         self.float32_grad = new(frames * largest if arithmetic.casts else 0)
 
-    def scales(self, a: Float32, lr: float, max_change: float) -> dict[int, Any]:
-        """By layer gamma_in gamma_out kappa, for `scale_grad_`, from the norms before and after preconditioning."""
-        found: dict[int, Any] = {}
+    def scales(self, lr: float, max_change: float) -> Iterator[tuple[list[int], Tensor]]:
+        """Layers and their gamma_in gamma_out kappa, from the norms before and after preconditioning."""
         for rows, layers, before, after in self._groups:
             scale = gammas(before, after).prod(dim=0)
             if max_change > 0.0:
                 scale *= max_change_factor(after[0], after[1], scale, lr, max_change / rows)
-            found |= zip(layers, a.scales(scale), strict=True)
-        return found
+            yield layers, scale
 
 
 def make_optimizer(options: SgdOptions, network: Network) -> Sgd:

@@ -16,7 +16,7 @@ from ddnn.data.batches import Batch
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.transform import splice_only
 from ddnn.nn.acoustic_model import AcousticModel, load_model, model_config, model_from_config, save_model, to_nnet1
-from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
+from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
 from ddnn.nn.layers import (
     LAYERS,
     Affine,
@@ -212,7 +212,7 @@ def test_memory_and_operations_are_counted(name: str) -> None:
     assert training_flop_per_frame(layers) == 3 * sum(flop) - flop[0] > 0
     products = matrix_products(workspace)
     for factors in products:
-        workspace.arithmetic.matmul(*factors)
+        matmul_out(*factors)
     shapes = [(left.shape[0], left.shape[1], right.shape[1]) for left, right, _ in products]
     assert sum(2 * a * b * c for a, b, c in shapes) == frames * training_flop_per_frame(layers)
 

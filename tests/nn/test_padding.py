@@ -12,7 +12,7 @@ from twins import batch_of, biases, random_minibatch, weights
 
 from ddnn.bench.step import Shape, matrix_products, random_task
 from ddnn.data.batches import ShuffledSampler
-from ddnn.nn.arithmetic import BFloat16, Float32, make_arithmetic
+from ddnn.nn.arithmetic import BFloat16, Float32, make_arithmetic, matmul_out
 from ddnn.nn.layers import Affine, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
@@ -68,7 +68,7 @@ def test_rows_are_as_wide_as_asked_and_what_is_beyond_the_pdfs_has_no_derivative
     assert torch.equal(weights(workspace.compute)[-1][:10], weights(made)[-1].bfloat16())
     assert torch.equal(biases(workspace.compute)[-1][:10], biases(made)[-1].bfloat16())
     for factors in matrix_products(workspace):  # the bench's, of the same shapes
-        workspace.arithmetic.matmul(*factors)
+        matmul_out(*factors)
 
 
 def test_padding_is_for_bf16_on_gpus_alone() -> None:

@@ -56,7 +56,7 @@ def one_worker_with_large_minibatches(n: int, epochs: int, momentum: float, l2: 
         orders = [ShuffledSampler(one, MINIBATCH, seed=1, rank=rank).epoch(epoch) for rank, one in enumerate(shards)]
         for rows in zip(*orders, strict=True):
             together = torch.cat([ends[rank] + one for rank, one in enumerate(rows)])
-            workspace.gather(corpus, start.transform, together)
+            workspace.arithmetic.gather(corpus, start.transform, together, workspace.x)
             step(Batch(workspace.x, corpus.labels[together].long()), rate)
     return start.network.parameters
 
