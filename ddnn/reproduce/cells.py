@@ -24,18 +24,15 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """For headings, without the unit."""
         named = {"cv": "CV frame accuracy", "frames": f"{self.name} frame accuracy", "words": f"{self.name} WER"}
         return named.get(self.kind, "runs that diverged")
 
     @property
     def title(self) -> str:
-        """The same with the unit."""
         return f"{self.label} (%)"
 
     @property
     def lower_is_better(self) -> bool:
-        """True of error rates."""
         return self.kind in ("words", "diverged")
 
     def value(self, record: RunRecord) -> float | None:
@@ -62,17 +59,14 @@ class Cell:
 
     @property
     def valid(self) -> tuple[RunRecord, ...]:
-        """Those that ended with a model."""
         return tuple(run for run in self.runs if run.failed is None)
 
     @property
     def num_diverged(self) -> int:
-        """How many ended without."""
         return len(self.runs) - len(self.valid)
 
     @property
     def title(self) -> str:
-        """Condition and number of workers in words."""
         return f"{self.condition.label}, {plural(self.workers, 'worker')}"
 
     def values(self, metric: Metric) -> dict[int, float]:
@@ -80,7 +74,6 @@ class Cell:
         return {run.seed: value for run in self.runs if (value := metric.value(run)) is not None}
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         runs = {"runs": len(self.runs), "diverged": self.num_diverged}
         return {"condition": self.condition.name, "workers": self.workers, **runs}
 
@@ -90,11 +83,6 @@ def find_cell(config: ReproduceConfig, records: Mapping[str, RunRecord], conditi
     name = config.recipe_name(condition.name)
     runs = [run for run in records.values() if (run.condition, run.workers) == (name, workers)]
     return Cell(condition, workers, tuple(sorted(runs, key=lambda run: run.seed)), len(config.seeds))
-
-
-def base_cell(config: ReproduceConfig, records: Mapping[str, RunRecord]) -> Cell:
-    """The paper's condition on one worker."""
-    return find_cell(config, records, Condition(name=BASE, label=BASE), 1)
 
 
 def table_cells(
@@ -125,10 +113,9 @@ def metrics_of(config: ReproduceConfig, records: Iterable[RunRecord]) -> list[Me
     ]
 
 
-def main_accuracy(metrics: Iterable[Metric]) -> Metric | None:
+def main_accuracy(metrics: Sequence[Metric]) -> Metric | None:
     """The frame accuracy that counts: of the first test set with alignments, else of the cross-validation set."""
-    by_kind = sorted((m for m in metrics if m.kind in ("frames", "cv")), key=lambda metric: metric.kind != "frames")
-    return by_kind[0] if by_kind else None
+    return next((metric for kind in ("frames", "cv") for metric in metrics if metric.kind == kind), None)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,6 @@ class DryRun:
     cores: int
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {**vars(self), "out": str(self.out)}
 
 
@@ -84,7 +83,6 @@ class ReproduceResult:
     dry_run: DryRun | None = None  # of --dry-run, where there are no jobs
 
     def as_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {
             "tables": list(self.tables),
             "records": self.records,
@@ -100,7 +98,6 @@ class ReproduceResult:
         }
 
     def as_text(self) -> str:
-        """A few lines."""
         template = environment().overlay(finalize=None).get_template("reproduce.txt.j2")
         return template.render(result=self, most=MAX_LINES).rstrip("\n")
 
@@ -184,10 +181,8 @@ def _make_plan(names: tuple[str, ...], options: Options) -> _Plan:
     decoding = DECODING if any(test.graphs for test in config.tests) and not options.report_only else ()
     absent = [name for name in (*decoding, "matplotlib") if find_spec(name) is None]
     if absent and not options.dry_run:
-        raise UserError(
-            f"not installed: {', '.join(absent)}: the models could not be decoded, or the plots not drawn",
-            hint="pip install 'ddnn[decode,report]'",
-        )
+        message = f"not installed: {', '.join(absent)}: the models could not be decoded, or the plots not drawn"
+        raise UserError(message, hint="pip install 'ddnn[decode,report]'")
     chosen = {
         "--seeds": (options.seeds or config.seeds, config.seeds),
         "--workers": (options.workers or config.workers, config.workers),
@@ -202,11 +197,8 @@ def _make_plan(names: tuple[str, ...], options: Options) -> _Plan:
     if runs and not selected:
         numbers = ({run.seed for run in runs}, {run.workers for run in runs})
         seeds_there, sizes_there = (", ".join(map(str, sorted(found))) for found in numbers)
-        raise UserError(
-            "no run of these tables has these seeds and workers",
-            location="--seeds, --workers",
-            hint=f"name some of the seeds {seeds_there} and of the workers {sizes_there}",
-        )
+        hint = f"name some of the seeds {seeds_there} and of the workers {sizes_there}"
+        raise UserError("no run of these tables has these seeds and workers", location="--seeds, --workers", hint=hint)
     out = options.out or Path("exp", "reproduce", folder.absolute().name)
     layout = OutputLayout(out, options.records or out / "records")
     return _Plan(config, folder, tables, runs, selected, layout, options)
@@ -218,11 +210,9 @@ def _read_records(folder: Path, options: Options) -> dict[str, RunRecord]:
         raise UserError("a file, expected a folder of records", location=folder, hint="name a folder with --records")
     records = read_records(folder)
     if options.report_only and not records:
-        raise UserError(
-            "it has no record: the report would be empty" if folder.is_dir() else "no such folder of records",
-            location=folder,
-            hint="name the folder of the records with --records, or omit --report-only to train the runs",
-        )
+        message = "it has no record: the report would be empty" if folder.is_dir() else "no such folder of records"
+        hint = "name the folder of the records with --records, or omit --report-only to train the runs"
+        raise UserError(message, location=folder, hint=hint)
     return records
 
 
@@ -259,11 +249,8 @@ def exclusive(output_dir: Path) -> Iterator[int]:
     try:
         lock.acquire()
     except BlockingIOError as error:
-        raise UserError(
-            "another call executes these runs, or trainings of one that was killed write their checkpoints",
-            location=output_dir,
-            hint="wait until they end",
-        ) from error
+        message = "another call executes these runs, or trainings of one that was killed write their checkpoints"
+        raise UserError(message, location=output_dir, hint="wait until they end") from error
     try:
         yield lock.fileno()
     finally:

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ddnn.reproduce.cells import Cell, Metric, base_cell, find_cell, main_accuracy, metrics_of
+from ddnn.reproduce.cells import Cell, Metric, find_cell, main_accuracy, metrics_of
 from ddnn.reproduce.corpus import ReproduceConfig
 from ddnn.reproduce.records import RunRecord
-from ddnn.reproduce.tables import Hypothesis, Table
+from ddnn.reproduce.tables import BASE, Condition, Hypothesis, Table
 from ddnn.util.text import plural
 
 REPLICATES = 10_000
@@ -56,7 +56,6 @@ class Estimate:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval does not contain 0."""
         return self.low > 0.0 or self.high < 0.0
 
 
@@ -109,8 +108,6 @@ def bootstrap_seeds(differences: Sequence[float]) -> Estimate:
     """
     values = np.asarray(differences, dtype=np.float64)
     n = len(values)
-    if n < 2:
-        raise ValueError(f"{n} differences have no interval, expected two or more")
     if n <= MAX_ENUMERATED:
         resampled: npt.NDArray[Any] = np.indices((n,) * n).reshape(n, -1).T
     else:
@@ -133,7 +130,6 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """For a reader."""
         return f"{self.word} ({self.why})" if self.why else self.word
 
 
@@ -151,7 +147,6 @@ class MetricResult:
     verdict: Verdict
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {
             "metric": self.metric.label,
             **{name: getattr(self, name) for name in ("better", "worse", "seeds", "difference")},
@@ -176,7 +171,6 @@ class HypothesisResult:
     differing_dbn_seeds: tuple[int, ...]  # of which both runs began with RBMs, but with different ones
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {
             "table": self.table.name,
             "statement": self.hypothesis.statement,
@@ -229,7 +223,6 @@ def compare(
 
 
 def overall_verdict(results: Sequence[MetricResult]) -> Verdict:
-    """One verdict of those by several metrics."""
     tested = [result for result in results if result.verdict.word != "not tested"]
     if not tested:
         return Verdict("not tested", results[0].verdict.why if results else "no figures")
@@ -327,7 +320,6 @@ class Degradation:
     equal_epochs: bool
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         interval = [self.estimate.low, self.estimate.high] if self.estimate else None
         figures = {"percentage_points": self.percentage_points, "seeds": self.seeds, "interval": interval}
         return {**self.cell.to_dict(), **figures}
@@ -337,7 +329,7 @@ def degradations(
     config: ReproduceConfig, cells: Iterable[Cell], records: Mapping[str, RunRecord]
 ) -> tuple[Metric | None, list[Degradation]]:
     """The metric, and how much worse each cell is than `base` on one worker; not of cells without a common seed."""
-    base = base_cell(config, records)
+    base = find_cell(config, records, Condition(name=BASE, label=BASE), 1)
     metric = main_accuracy(metrics_of(config, records.values()))
     if metric is None:
         return None, []

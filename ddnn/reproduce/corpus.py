@@ -68,11 +68,9 @@ def find_corpus(name: str) -> Path:
     for folder in candidates:
         if (folder / FILE).is_file():
             return folder
-    raise UserError(
-        f"no corpus {name!r}: neither {' nor '.join(str(folder / FILE) for folder in candidates)}",
-        location=Path.cwd(),
-        hint=f"name a folder with a {FILE}, as DDNN/recipes/{Path(name).name or 'NAME'} where DDNN is ddnn's checkout",
-    )
+    message = f"no corpus {name!r}: neither {' nor '.join(str(folder / FILE) for folder in candidates)}"
+    hint = f"name a folder with a {FILE}, as DDNN/recipes/{Path(name).name or 'NAME'} where DDNN is ddnn's checkout"
+    raise UserError(message, location=Path.cwd(), hint=hint)
 
 
 def load_config(folder: Path) -> ReproduceConfig:
@@ -118,11 +116,9 @@ def _with_absolute_paths(test: TestSet, folder: Path) -> TestSet:
             if candidate.exists():
                 return candidate.resolve()
         source = f"; {folder / README} says where they come from" if (folder / README).is_file() else ""
-        raise DataError(
-            f"tests.{test.name}.{key}: {path} does not exist: there is no {' and no '.join(map(str, candidates))}",
-            location=folder / FILE,
-            hint=f"run it in the folder from which this path leads to the data, or put the data there{source}",
-        )
+        missing = f"{path} does not exist: there is no {' and no '.join(map(str, candidates))}"
+        hint = f"run it in the folder from which this path leads to the data, or put the data there{source}"
+        raise DataError(f"tests.{test.name}.{key}: {missing}", location=folder / FILE, hint=hint)
 
     keys = ("data", "alignments", "text", "model")
     changes = {key: resolve(key, value) for key in keys if (value := getattr(test, key)) is not None}

@@ -277,7 +277,6 @@ class JobReport:
     ended: list[EndedJob] = field(default_factory=list)  # their runs are among the submitted
 
     def to_dict(self) -> dict[str, object]:
-        """For `--json`."""
         return {
             "submitted": {} if self.dry_run else self.submitted,
             "to_submit": list(self.submitted) if self.dry_run else [],
@@ -290,7 +289,6 @@ class JobReport:
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """All of them in words."""
 
         def named(jobs: dict[str, str]) -> list[str]:
             return [f"{name}: job {job_id}" if job_id else name for name, job_id in jobs.items()]
@@ -308,11 +306,9 @@ class JobReport:
 def check_sbatch() -> None:
     """UserError where no job can be submitted from here."""
     if shutil.which("sbatch") is None:
-        raise UserError(
-            "sbatch is not found on PATH: is this a login node of a Slurm cluster?",
-            location="--slurm",
-            hint="run it on one, or with --dry-run to see which jobs it would submit",
-        )
+        message = "sbatch is not found on PATH: is this a login node of a Slurm cluster?"
+        hint = "run it on one, or with --dry-run to see which jobs it would submit"
+        raise UserError(message, location="--slurm", hint=hint)
 
 
 @dataclass
@@ -331,10 +327,8 @@ class SlurmExecutor:
     def execute(self, runs: Sequence[PlannedRun]) -> list[str]:
         """Checks each of these runs, which have no record that counts; `jobs` then says what became of them.
 
-        The caller holds the lock of the output directory, from before it read which runs are missing.
-
-        Returns:
-            What could not be submitted or evaluated, a sentence each.
+        The caller holds the lock of the output directory, as of `LocalExecutor.execute`. Returns what could not be
+        submitted or evaluated, a sentence each.
 
         Raises:
             UserError: the options do not fit a run, Slurm cannot be asked about an existing job, or a job's record is
@@ -405,11 +399,8 @@ class SlurmExecutor:
 
         def ask(job: Job) -> str | None:
             if states.get(job) is None:
-                raise UserError(
-                    f"Slurm does not say what became of job {job.number}, and no run gets two jobs",
-                    location=jobs.get(job),
-                    hint="run the command where squeue answers",
-                )
+                message = f"Slurm does not say what became of job {job.number}, and no run gets two jobs"
+                raise UserError(message, location=jobs.get(job), hint="run the command where squeue answers")
             return states[job]
 
         return ask

@@ -17,8 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
-from pydantic import ValidationError
-
 from ddnn.report.measured import read_measured
 from ddnn.reproduce.corpus import TestSet, test_digest
 from ddnn.reproduce.records import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors, write_record
@@ -32,7 +30,7 @@ from ddnn.util.system import device_name
 
 MODULE = "ddnn.reproduce.measure"
 TASK = "task.json"
-MAX_BYTES = 1 << 20  # of a task: thousands of paths; of sclite's summary: a line of a hundred bytes for each speaker
+MAX_BYTES = 1 << 20  # of sclite's summary, which has a line of some hundred bytes for each speaker
 PAPER_NAMES = {("eval2000", "swbd"): "SWB", ("eval2000", "callhm"): "CH"}
 """Kaldi's data dir and subset -> the paper's name. Other test sets have a `swbd` too: it is not the paper's SWB."""
 
@@ -61,20 +59,12 @@ def main(folder: Path) -> int:
     """Evaluates the run of the task in `folder`, and leaves its record there. Returns the exit code."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     try:
-        write_record(folder, evaluate_run(_read_task(folder / TASK), folder))
+        task = EvaluationTask.model_validate_json((folder / TASK).read_bytes())
+        write_record(folder, evaluate_run(task, folder))
     except UserError as error:
         print(f"ddnn: error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _read_task(path: Path) -> EvaluationTask:
-    try:
-        return EvaluationTask.model_validate_json(read_bytes_limited(path, MAX_BYTES))
-    except OSError as error:
-        raise DataError(f"cannot read: {error.strerror}", location=path) from error
-    except ValidationError as error:
-        raise DataError("not an evaluation task", location=path, hint="`ddnn reproduce` writes it") from error
 
 
 def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:

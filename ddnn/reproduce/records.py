@@ -79,12 +79,10 @@ class MeasuredEpoch(FrozenModel):
 
     @classmethod
     def of(cls, epoch: Measurement) -> MeasuredEpoch:
-        """What to record of an epoch."""
         _, _, way, job, *rest = astuple(epoch)
         return cls(**dict(zip(cls.model_fields, (*way, *job, *rest), strict=True)))
 
     def to_measurement(self, workers: int) -> Measurement:
-        """The epoch again, for the scaling model."""
         fields: list[Any] = list(dict(self).values())
         return Measurement("record", workers, Way(*fields[:3]), Job(*fields[3:8]), *fields[8:])
 
@@ -113,7 +111,6 @@ class RunRecord(FrozenModel):
 
     @property
     def name(self) -> str:
-        """Of its run dir and file."""
         return f"{self.condition}-{self.workers}-{self.seed}"
 
 

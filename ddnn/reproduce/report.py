@@ -126,8 +126,6 @@ def build_report(
 def _section(config: ReproduceConfig, table: Table, cells: list[Cell], speeds: list[SpeedUp]) -> dict[str, Any]:
     """One table."""
     times = [(cell.workers, run.time.cores) for cell in cells for run in cell.valid if run.time is not None]
-    sizes = sorted({speed.workers for speed in speeds})
-    values = {(s.label, s.kind, s.workers): s.speed_up for s in speeds}
     metrics = metrics_of(config, [run for cell in cells for run in cell.runs])
     return {
         "table": table,
@@ -137,11 +135,7 @@ def _section(config: ReproduceConfig, table: Table, cells: list[Cell], speeds: l
         "published_tests": list(dict.fromkeys(test for wers in table.published.values() for test in wers)),
         "timed": bool(times) and (table.kind == "speed" or table.name == "reduce"),
         "oversubscribed": sorted({(workers, cores) for workers, cores in times if 0 < cores < workers}),
-        "speed_columns": [plural(size, "worker") for size in sizes],
-        "speed_rows": [
-            [label, kind, *(_number(values.get((label, kind, size))) for size in sizes)]
-            for label, kind in dict.fromkeys((speed.label, speed.kind) for speed in speeds)
-        ],
+        "speed_ups": speeds,
         "pictures": _pictures(config, table, cells, metrics, speeds),
     }
 

@@ -42,7 +42,6 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """As of its record."""
         return f"{self.condition}-{self.workers}-{self.seed}"
 
     @property
@@ -66,15 +65,12 @@ class OutputLayout:
     records: Path
 
     def run_dir(self, run: PlannedRun) -> Path:
-        """Of one run."""
         return self.output_dir / "runs" / f"{run.name}-{run.digest[:8]}"
 
     def dbn_dir(self, run: PlannedRun) -> Path:
-        """Of the RBMs that a run starts from."""
         return self.output_dir / "dbns" / f"{run.seed}-{run.dbn_digest[:8]}"
 
     def log(self, name: str) -> Path:
-        """Output of a process."""
         return self.output_dir / "logs" / f"{name}.txt"
 
 

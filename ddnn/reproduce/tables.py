@@ -69,7 +69,6 @@ class Table(FrozenModel):
         return tuple(size for size in sizes if size > 1 or not condition.several_workers_only)
 
     def condition(self, name: str) -> Condition:
-        """The row of this name."""
         return next(condition for condition in self.conditions if condition.name == name)
 
 

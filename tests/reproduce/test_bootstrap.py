@@ -140,8 +140,3 @@ def test_many_seeds_are_drawn() -> None:
     error = np.std(differences) / np.sqrt(40)
     assert found.low == pytest.approx(np.mean(differences) - 1.96 * error, abs=0.05)
     assert found.high == pytest.approx(np.mean(differences) + 1.96 * error, abs=0.05)
-
-
-def test_one_seed_has_no_interval() -> None:
-    with pytest.raises(ValueError, match="two or more"):
-        bootstrap_seeds([0.3])

@@ -13,7 +13,6 @@ from reproduce.small import TOY, write_corpus
 
 from ddnn.reproduce.corpus import load_config
 from ddnn.reproduce.executor import EVALUATION, LocalExecutor
-from ddnn.reproduce.measure import TASK, main
 from ddnn.reproduce.records import read_records
 from ddnn.reproduce.runs import OutputLayout, PlannedRun, plan_runs
 
@@ -82,9 +81,3 @@ def test_what_a_killed_call_left_is_removed(tmp_path: Path) -> None:
     (error,) = executor.execute([run])
     assert error.startswith("sgd-1-1: exit code 2: ddnn: error: the file does not exist"), "no metrics.jsonl"
     assert not (run_dir / EVALUATION).exists()
-
-
-def test_a_damaged_task_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(tmp_path) == 2 and "cannot read" in capfd.readouterr().err
-    (tmp_path / TASK).write_text('{"tests": 1}')
-    assert main(tmp_path) == 2 and "not an evaluation task" in capfd.readouterr().err
