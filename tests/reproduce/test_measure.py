@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from reproduce.synthetic import by_name, record
 
+from ddnn.report.scaling import Job, Measurement, Way
 from ddnn.reproduce.cells import speed_ups
 from ddnn.reproduce.measure import speaker_numbers
 from ddnn.reproduce.records import MeasuredEpoch, RunRecord
@@ -63,3 +65,28 @@ def test_speakers_are_numbered_in_the_order_of_the_utterances(tmp_path: Path) ->
     assert speaker_numbers(tmp_path, ["u3", "u2", "u1"]) == (0, 1, 0)
     with pytest.raises(DataError, match="utterance u4 has no speaker"):
         speaker_numbers(tmp_path, ["u1", "u4"])
+
+
+def test_an_epoch_is_recorded_under_the_names_of_records() -> None:
+    """The fields are taken in their order: none may change its place."""
+    way, job = Way("bmuf", "bfloat16", True), Job(1, 2.0, 3, 4, 5.0)
+    epoch = Measurement("exp/run", 8, way, job, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, True)
+    record = MeasuredEpoch.of(epoch)
+    assert record.model_dump() == {
+        "strategy": way.strategy,
+        "comm_dtype": way.comm_dtype,
+        "overlap": way.overlap,
+        "num_parameters": job.parameters,
+        "flop_per_frame": job.operations,
+        "minibatch_size": job.minibatch,
+        "averaging_period": job.averaging_period,
+        "frames": job.frames,
+        "seconds": epoch.seconds,
+        "comm_seconds": epoch.comm,
+        "averagings": epoch.averagings,
+        "compute_seconds": epoch.compute,
+        "other_seconds": epoch.rest,
+        "interval_seconds_std": epoch.block_std,
+        "final_mean": epoch.final_mean,
+    }
+    assert record.to_measurement(8) == replace(epoch, source="record")
