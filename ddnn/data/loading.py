@@ -39,7 +39,7 @@ from ddnn.data.feature_reader import (
 from ddnn.data.index import UtteranceIndex, assign_shards
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.archive import MatrixReader
-from ddnn.kaldi.data_dir import DataDir, speaker_cmvn_stats
+from ddnn.kaldi.data_dir import read_cmvn_stats
 from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.system import usable_cores
@@ -227,8 +227,7 @@ class FeatureLoader:
         if directory.cmvn is not None:
             wanted = set(self.index.speakers or ())
             selected = {utterance: speaker for utterance, speaker in speaker_of.items() if speaker in wanted}
-            entries = tuple(entry for entry in directory.entries if entry.key in selected)
-            return speaker_cmvn_stats(DataDir(directory.path, entries, selected, directory.cmvn))
+            return read_cmvn_stats(directory.cmvn, selected)
         by_speaker: dict[str, list[ScpEntry]] = {}
         for entry in directory.entries:
             if speaker_of[entry.key] in self.speakers:

@@ -80,31 +80,20 @@ def read_text(path: Path) -> dict[str, list[str]]:
     return {key: [word.decode() for word in rest.encode().split()] for _, key, rest in lines}
 
 
-def speaker_cmvn_stats(data: DataDir) -> dict[str, NDArray[np.float64]]:
-    """CMVN statistics of every speaker: from `cmvn.scp` where the data dir has one, else from the features.
+def read_cmvn_stats(cmvn: Mapping[str, ScpEntry], speakers: Mapping[str, str]) -> dict[str, NDArray[np.float64]]:
+    """CMVN statistics of the speakers of these utterances, from `cmvn.scp`.
+
+    Args:
+        cmvn: speaker -> where the statistics are stored.
+        speakers: utterance -> speaker.
 
     Returns:
-        speaker -> float64 (2, dim + 1), see `accumulate_cmvn_stats`; without speakers of no frame at all.
+        speaker -> float64 (2, dim + 1), see `accumulate_cmvn_stats`.
 
     Raises:
-        DataError: there is no `utt2spk`; a speaker has no statistics, or too few frames; features or statistics are
-            damaged, not finite, or of different dims.
+        DataError: a speaker has no statistics, or too few frames; statistics are damaged, not finite, or of different
+            dims.
     """
-    speakers = data.speaker_of("CMVN per speaker")
-    stats = _read_stats(data.cmvn, speakers) if data.cmvn is not None else compute_cmvn_stats(data.entries, speakers)
-    source = data.path / ("cmvn.scp" if data.cmvn is not None else "feats.scp")
-    for speaker, sums in stats.items():
-        dim = sums.shape[1] - 1
-        if not sums[0, dim] >= 1.0:
-            message = f"speaker {speaker}: expected CMVN statistics of 1 frame or more, found {sums[0, dim]:g}"
-            raise DataError(message, location=source, hint="remove the speaker, or compute its statistics again")
-        if not (np.abs(sums) / sums[0, dim] <= _MAX_STATS).all():
-            message = f"speaker {speaker}: expected CMVN statistics of features within 1e18, found larger ones"
-            raise DataError(message, location=source, hint="compute the statistics again from valid features")
-    return stats
-
-
-def _read_stats(cmvn: dict[str, ScpEntry], speakers: dict[str, str]) -> dict[str, NDArray[np.float64]]:
     stats: dict[str, NDArray[np.float64]] = {}
     with MatrixReader() as reader:
         for utterance, speaker in speakers.items():
@@ -117,17 +106,24 @@ def _read_stats(cmvn: dict[str, ScpEntry], speakers: dict[str, str]) -> dict[str
             entry = cmvn[speaker]
             sums = reader.read(entry, np.float64)
             check_finite(speaker, sums, entry.location)
+            expected = f"speaker {speaker}: expected CMVN statistics of"
             columns = next(iter(stats.values()), sums).shape[1]
             if sums.shape != (2, columns):
-                expected = f"expected CMVN statistics of 2 rows and {columns} columns, found {sums.shape}"
-                hint = "run steps/compute_cmvn_stats.sh again"
-                raise DataError(f"speaker {speaker}: {expected}", location=entry.location, hint=hint)
+                message = f"{expected} 2 rows and {columns} columns, found {sums.shape}"
+                raise DataError(message, location=entry.location, hint="run steps/compute_cmvn_stats.sh again")
+            frames = sums[0, -1]
+            if not frames >= 1.0:
+                hint = "remove the speaker, or compute its statistics again"
+                raise DataError(f"{expected} 1 frame or more, found {frames:g}", location=entry.scp, hint=hint)
+            if not (np.abs(sums) / frames <= _MAX_STATS).all():
+                hint = "compute the statistics again from valid features"
+                raise DataError(f"{expected} features within 1e18, found larger ones", location=entry.scp, hint=hint)
             stats[speaker] = sums
     return stats
 
 
 def compute_cmvn_stats(entries: Sequence[ScpEntry], speakers: Mapping[str, str]) -> dict[str, NDArray[np.float64]]:
-    """CMVN statistics of the speakers of these utterances, from their features; as `speaker_cmvn_stats`."""
+    """CMVN statistics of the speakers of these utterances, from their features; without speakers of no frame at all."""
     stats: dict[str, NDArray[np.float64]] = {}
     dim = None
     with MatrixReader() as reader:

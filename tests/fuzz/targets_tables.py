@@ -13,7 +13,7 @@ from fuzz.targets_kaldi import MODEL
 
 from ddnn.kaldi.alignments import pdf_counts, read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import MatrixReader, iterate_int_vectors, iterate_matrices
-from ddnn.kaldi.data_dir import apply_cmvn, read_data_dir, read_text, read_utt2spk, speaker_cmvn_stats
+from ddnn.kaldi.data_dir import apply_cmvn, read_cmvn_stats, read_data_dir, read_text, read_utt2spk
 from ddnn.kaldi.scp import read_scp
 from ddnn.util.errors import DataError
 
@@ -116,7 +116,7 @@ def _cmvn_beside(folder: Path) -> None:
 
 def _cmvn(folder: Path) -> None:
     data = read_data_dir(folder)
-    stats = speaker_cmvn_stats(data)
+    stats = read_cmvn_stats(data.cmvn or {}, data.speaker_of("data.cmvn"))
     for matrix in seeds.MATRICES.values():
         for own in stats.values():
             for variance in (False, True):

@@ -18,7 +18,7 @@ from kaldi_files import read_matrix
 from ddnn.kaldi import basic_types
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import iterate_int_vectors, iterate_matrices, write_matrices
-from ddnn.kaldi.data_dir import read_data_dir, speaker_cmvn_stats
+from ddnn.kaldi.data_dir import read_cmvn_stats
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.kaldi.scp import read_scp
@@ -162,7 +162,7 @@ def test_cmvn_statistics_that_overflow(tmp_path: Path, value: float) -> None:
         np.errstate(all="raise"),
         pytest.raises(DataError, match="speaker a: expected CMVN statistics of features within"),
     ):
-        speaker_cmvn_stats(read_data_dir(tmp_path))
+        read_cmvn_stats({entry.key: entry for entry in read_scp(tmp_path / "cmvn.scp")}, {"a-1": "a"})
 
 
 def test_epsilons_of_negative_cost_in_a_long_chain(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from ddnn.kaldi.archive import MatrixReader, write_matrices
 from ddnn.kaldi.data_dir import (
     DataDir,
     accumulate_cmvn_stats,
+    compute_cmvn_stats,
+    read_cmvn_stats,
     read_data_dir,
     read_text,
     read_utt2spk,
-    speaker_cmvn_stats,
 )
 from ddnn.util.errors import DataError
 
@@ -49,10 +50,15 @@ def test_an4(an4: Path) -> None:
     assert read_text(an4 / "train/text")["fash-an251-fash-b"] == ["YES"]
 
 
+def stats_of(data: DataDir) -> dict[str, np.ndarray]:
+    speakers = data.speaker_of("data.cmvn")
+    return compute_cmvn_stats(data.entries, speakers) if data.cmvn is None else read_cmvn_stats(data.cmvn, speakers)
+
+
 def test_statistics_from_the_features(folder: Path) -> None:
     data = read_data_dir(folder)
     features = features_of(data)
-    stats = speaker_cmvn_stats(data)
+    stats = stats_of(data)
     assert list(stats) == ["ä", "b"]
     together = accumulate_cmvn_stats(np.concatenate([features["ä-1"], features["ä-2"]]))
     np.testing.assert_allclose(stats["ä"], together, rtol=1e-12)
@@ -62,7 +68,7 @@ def test_statistics_from_the_features(folder: Path) -> None:
 def test_statistics_from_cmvn_scp(folder: Path) -> None:
     given = {"b": np.array([[1.0, 2, 3, 4, 7], [1, 2, 3, 4, 0]]) / 3, "ä": np.full((2, 5), 11.0)}
     write_matrices(folder / "cmvn.ark", folder / "cmvn.scp", given.items())
-    stats = speaker_cmvn_stats(read_data_dir(folder))
+    stats = stats_of(read_data_dir(folder))
     assert stats.keys() == given.keys()
     for speaker, expected in given.items():
         assert stats[speaker].dtype == np.float64  # double all the way
@@ -72,7 +78,7 @@ def test_statistics_from_cmvn_scp(folder: Path) -> None:
 def test_a_speaker_without_statistics(folder: Path) -> None:
     write_matrices(folder / "cmvn.ark", folder / "cmvn.scp", [("ä", np.ones((2, 5)))])
     with pytest.raises(DataError, match=r"no CMVN statistics of speaker b \(utterance b-1\)") as error:
-        speaker_cmvn_stats(read_data_dir(folder))
+        stats_of(read_data_dir(folder))
     assert error.value.location == str(folder / "cmvn.scp")
 
 
@@ -88,7 +94,7 @@ def test_a_speaker_without_statistics(folder: Path) -> None:
 def test_statistics_that_cannot_be(folder: Path, stats: np.ndarray, message: str) -> None:
     write_matrices(folder / "cmvn.ark", folder / "cmvn.scp", [("ä", np.ones((2, 5))), ("b", stats)])
     with pytest.raises(DataError, match=message):
-        speaker_cmvn_stats(read_data_dir(folder))
+        stats_of(read_data_dir(folder))
 
 
 def test_features_that_cannot_be(folder: Path) -> None:
@@ -99,13 +105,13 @@ def test_features_that_cannot_be(folder: Path) -> None:
     ]:
         write_matrices(folder / "feats 1.ark", folder / "feats.scp", items)
         with pytest.raises(DataError, match=message):
-            speaker_cmvn_stats(read_data_dir(folder))
+            stats_of(read_data_dir(folder))
 
 
 def test_zero_length_utterances_count_nothing(folder: Path) -> None:
     items = [("ä-1", np.ones((3, 4), np.float32)), ("ä-2", np.zeros((0, 4), np.float32)), ("b-1", np.zeros((0, 4)))]
     write_matrices(folder / "feats 1.ark", folder / "feats.scp", items)
-    stats = speaker_cmvn_stats(read_data_dir(folder))
+    stats = stats_of(read_data_dir(folder))
     assert list(stats) == ["ä"] and stats["ä"][0, 4] == 3
 
 
@@ -113,8 +119,8 @@ def test_without_speakers(folder: Path) -> None:
     (folder / "utt2spk").unlink()
     data = read_data_dir(folder)
     assert data.speakers is None
-    with pytest.raises(DataError, match="utt2spk does not exist; it is needed for CMVN per speaker"):
-        speaker_cmvn_stats(data)
+    with pytest.raises(DataError, match=r"utt2spk does not exist; it is needed for data\.cmvn"):
+        data.speaker_of("data.cmvn")
 
 
 BAD_UTT2SPK = [
