@@ -182,9 +182,8 @@ class PretrainRow(MetricsRow):
     guard_count: Count = 0  # how often the guard against exploding weights acted
 
     def as_text(self) -> str:
-        error, mean = (
-            math.nan if x is None else x for x in (self.reconstruction_error, self.mean_reconstruction_error)
-        )
+        errors = (self.reconstruction_error, self.mean_reconstruction_error)
+        error, mean = (math.nan if x is None else x for x in errors)
         return (
             f"rbm {self.rbm} epoch {self.epoch:2d} reconstruction error {error:.4f}  (mean over epochs {mean:.4f})  "
             f"{self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"

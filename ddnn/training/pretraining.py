@@ -261,7 +261,7 @@ def pretrain_dbn(
         trainer = make_rbm_trainer(recipe, index, frames, dbn, run, checkpoints, comm)
         if handle is not None and handle.metadata.get("rbm") == index + 1:
             trainer.restore(handle)
-        run.truncate_after_rbm(index, trainer.progress.epoch)
+        run.truncate_after(trainer.progress.epoch, rbm=index + 1)
         run.set_status(phase="pretraining", rbm=index + 1, num_rbms=num_rbms, epoch=trainer.progress.epoch)
         checkpoints.begin(trainer)
         with closing(trainer.averager), closing(trainer.inputs.loader):

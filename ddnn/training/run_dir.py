@@ -155,23 +155,16 @@ class RunDir:
         with suppress(UserError):  # that it is not possible has been logged
             self._metrics.flush()
 
-    def truncate_metrics(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Removes the first row that is not to be kept from metrics.jsonl, and all after it: they are trained again."""
+    def truncate_after(self, epoch: int, rbm: int | None = None) -> None:
+        """Removes the rows of later epochs from metrics.jsonl, which are trained again: all of them after epoch -1, and of
+        a pretraining those of later epochs of `rbm` (counted from 1) and of later RBMs."""
+        last: tuple[int, ...] = (epoch,) if rbm is None else (rbm, epoch)
+
+        def keep(row: dict[str, Any]) -> bool:
+            place = tuple(row.get(name) for name in ("rbm", "epoch")[-len(last) :])
+            return not all(type(value) is int for value in place) or place <= last
+
         self._metrics.truncate(keep)
-
-    def truncate_after(self, epoch: int) -> None:
-        """Removes the rows of later epochs; -1 removes all."""
-        self.truncate_metrics(lambda row: type(row.get("epoch")) is not int or row["epoch"] <= epoch)
-
-    def truncate_after_rbm(self, rbm: int, epochs: int = 0) -> None:
-        """Removes the rows of later RBMs than `rbm`, but for the first `epochs` epochs of the next one."""
-        self.truncate_metrics(
-            lambda row: (
-                type(row.get("rbm")) is not int
-                or row["rbm"] <= rbm
-                or (row["rbm"] == rbm + 1 and type(row.get("epoch")) is int and row["epoch"] <= epochs)
-            )
-        )
 
     def save_best(self, model: AcousticModel) -> None:
         """Saves the best network so far; UserError if it is not finite. A full disk is only logged."""
@@ -200,7 +193,7 @@ class RunDir:
         """Records how the run ended, ends the log and releases the lock. A second call does nothing.
 
         Args:
-            error: what ended it: a `DivergedError`, SystemExit or KeyboardInterrupt after a signal, or any failure.
+            error: what ended it, SystemExit or KeyboardInterrupt after a signal.
             message: to record in place of the error's own.
         """
         if error is not None and self._log is not None:
@@ -209,10 +202,10 @@ class RunDir:
             message = message or (error.message if isinstance(error, UserError) else text)
             stopped = isinstance(error, (SystemExit, KeyboardInterrupt))
             state = "diverged" if isinstance(error, DivergedError) else "interrupted" if stopped else "failed"
-            reason = run_status.RunError(
-                type=type(error).__name__, message=message[: run_status.MAX_MESSAGE], hint=hint
+            message = message[: run_status.MAX_MESSAGE]
+            self.set_status(
+                state=state, error=run_status.RunError(type=type(error).__name__, message=message, hint=hint)
             )
-            self.set_status(state=state, error=reason)
             record = {"msg": f"{state}: {text}", "levelno": logging.ERROR, "levelname": "ERROR"}
             self._log.handle(logging.makeLogRecord(record))  # only here: the command line tells the person
         if self._log is not None:
@@ -232,7 +225,7 @@ class NullRunDir(RunDir):
     def write_pdf_counts(self, pdf_counts: NDArray[np.integer[Any]]) -> None: ...
     def record(self, row: MetricsRow) -> None: ...
     def flush(self) -> None: ...
-    def truncate_metrics(self, keep: Callable[[dict[str, Any]], bool]) -> None: ...
+    def truncate_after(self, epoch: int, rbm: int | None = None) -> None: ...
     def save_best(self, model: AcousticModel) -> None: ...
     def finish(self, model: AcousticModel) -> None: ...
     def close(self, error: BaseException | None = None, message: str | None = None) -> None: ...

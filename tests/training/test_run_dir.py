@@ -182,7 +182,7 @@ def test_rows_of_an_rbm_that_is_trained_again_are_removed(tmp_path: Path) -> Non
     run = RunDir.open(tmp_path / "run", "pretraining", recipe="seed: 1\n")
     for rbm, epoch in ((1, 1), (1, 2), (2, 1)):
         run.record(PretrainRow(rbm=rbm, epoch=epoch, mean_reconstruction_error=1.0))
-    run.truncate_metrics(lambda found: found["rbm"] <= 1)
+    run.truncate_after(0, rbm=2)
     run.close()
     assert [(one.rbm, one.epoch) for one in read_metrics(run.path / "metrics.jsonl").pretraining] == [(1, 1), (1, 2)]
 
