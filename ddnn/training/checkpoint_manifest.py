@@ -46,23 +46,14 @@ class CheckpointSummary:
     metadata: dict[str, Any]  # as it was saved, but tuples have become lists, and keys are sorted
     written: float = 0.0  # seconds since 1970; 0 before it is written
 
-    def as_text(self) -> str:
-        """Where the training was."""
-        epoch, minibatch = self._count("epoch"), self._count("minibatch")
-        if epoch is None:
-            return f"number {self.number}"
-        within = f", {minibatch} minibatches into the next" if minibatch else ""
-        return f"number {self.number}: after epoch {epoch}{within}"
-
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, without files and metadata; `where` is the text."""
-        progress = {key: self._count(key) for key in ("epoch", "minibatch")}
-        fields = {"number": self.number, "world_size": self.world_size, **progress, "written": self.written}
-        return {**fields, "where": self.as_text()}
-
-    def _count(self, key: str) -> int | None:
-        value = self.metadata.get(key)
-        return value if type(value) is int and 0 <= value <= 2**53 else None
+        """As JSON, without files and metadata; `where` says where the training was."""
+        counts = (self.metadata.get(key) for key in ("epoch", "minibatch"))
+        epoch, minibatch = (count if type(count) is int and 0 <= count <= 2**53 else None for count in counts)
+        where = "" if epoch is None else f": after epoch {epoch}"
+        where += f", {minibatch} minibatches into the next" if where and minibatch else ""
+        fields = {"number": self.number, "world_size": self.world_size, "epoch": epoch, "minibatch": minibatch}
+        return {**fields, "written": self.written, "where": f"number {self.number}{where}"}
 
 
 def peek_checkpoint(directory: Path, report: Callable[[str], None]) -> CheckpointSummary | None:

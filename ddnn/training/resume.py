@@ -70,19 +70,15 @@ def _rank_state(handle: CheckpointHandle, comm: Communicator) -> Mapping[str, Te
 
 
 def merge_rank_states(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The state of rank 0 where there are fewer or more workers than before: mean model, all workers' loss sums.
-
-    The mean counts every worker alike, as if each had trained on as many frames since the last averaging.
-    """
-    first: Mapping[str, Tensor] = {}
-    workers = 0
-    for state in states:
+    """The state of rank 0 where there are fewer or more workers than before: all workers' loss sums, and the mean model,
+    which counts every worker alike, as if each had trained on as many frames since the last averaging."""
+    remaining, workers = iter(states), 1
+    first = next(remaining)
+    total, sums = first["parameters"].double(), first["loss_sums"].clone()
+    for state in remaining:
         workers += 1
-        if not first:
-            first, total, sums = state, state["parameters"].double(), state["loss_sums"].clone()
-        else:
-            total += state["parameters"]
-            sums += state["loss_sums"]
+        total += state["parameters"]
+        sums += state["loss_sums"]
     return {**first, "parameters": (total / workers).float(), "loss_sums": sums}
 
 

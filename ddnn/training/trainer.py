@@ -201,10 +201,9 @@ class Trainer:
             **prefixed("optimizer", self.optimizer.state_dict()),
             **prefixed("averager", averager.state_dict()),  # waits for a pending averaging, the strategy's is to have
         }
-        strategy = prefixed("strategy", averager.shared_state_dict())
-        return metadata.model_dump(), TrainerState(
-            {"best": self.best, **transform_tensors(self.model), **strategy}, rank
-        )
+        shared = {"best": self.best, **transform_tensors(self.model)}
+        shared |= prefixed("strategy", averager.shared_state_dict())
+        return metadata.model_dump(), TrainerState(shared, rank)
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
         """Restores what was captured; DataError where it does not fit this training. Collective where not `bitwise`: all
