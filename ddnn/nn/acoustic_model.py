@@ -4,8 +4,6 @@ Kaldi's nnet1 components."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,37 +90,19 @@ def load_model(path: Path) -> AcousticModel:
     Raises:
         DataError: not a ddnn model, or a damaged one: shapes and values are checked.
     """
-    return model_from_config(*_read(path, with_tensors=True), path)
-
-
-def load_layers(path: Path) -> tuple[Layer, ...]:
-    """The layers of a stored model, without its numbers; errors as of `load_model`."""
-    header, _ = _read(path, with_tensors=False)
-    with _damage_named(path):
-        return _layers(_upgraded(header))
-
-
-def _read(path: Path, *, with_tensors: bool) -> tuple[Any, dict[str, Tensor]]:
     if path.exists() and not path.is_file():  # safe_open would wait at a pipe
         raise DataError("not a ddnn model: not a regular file", location=path, hint="name the run dir of a training")
     try:
         with safe_open(path, framework="pt") as stored:
             header = json.loads((stored.metadata() or {})["ddnn"])
-            return header, {name: stored.get_tensor(name) for name in (stored.keys() if with_tensors else ())}
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise DataError(
             f"there is no model {path.name}", location=path, hint="name the run dir of a finished training"
         ) from error
     except (OSError, MemoryError, SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise DataError(f"not a ddnn model: {error}", location=path) from error
-
-
-@contextmanager
-def _damage_named(location: Path) -> Iterator[None]:
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"a damaged ddnn model: {error}", location=location) from error
+    return model_from_config(header, tensors, path)
 
 
 def model_from_config(header: Any, tensors: dict[str, Tensor], location: Path) -> AcousticModel:
@@ -134,8 +114,10 @@ def model_from_config(header: Any, tensors: dict[str, Tensor], location: Path) -
     Raises:
         DataError: they do not fit; the numbers are not finite.
     """
-    with _damage_named(location):
+    try:
         return _from_config(_upgraded(header), tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"a damaged ddnn model: {error}", location=location) from error
 
 
 def _upgraded(header: dict[str, Any]) -> dict[str, Any]:

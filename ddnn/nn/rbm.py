@@ -31,14 +31,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ddnn.util.errors import DivergedError
-
-VisibleKind = Literal["gauss", "bernoulli"]
 
 _GUARD_RATIO, _GUARD_SLOWDOWN = 2.0, 0.9
 
@@ -72,13 +69,13 @@ class Rbm:
 
     Args:
         visible, hidden: dimensions.
-        visible_kind: `gauss` for normalized features, `bernoulli` for the hidden units of an RBM below; hidden units
-            are Bernoulli.
         generator: draws W on its own device, where the RBM then lives.
-        visible_mean: (vis,) mean of each visible unit over the training data, for `bernoulli` only.
+        visible_mean: (vis,) mean of each visible unit over the training data. Given, the visible units are Bernoulli,
+            the hidden units of an RBM below, else Gauss, normalized features; hidden units are Bernoulli.
         stddev: of W.
 
     Attributes:
+        gauss: whether the visible units are.
         weight, hidden_bias, visible_bias: W, (hid, vis) float32; b, (hid,); a, (vis,).
         parameters: the flat buffer of which these three are views.
         weight_change, hidden_bias_change, visible_bias_change: dW, db, da, the momentum.
@@ -92,15 +89,11 @@ class Rbm:
         self,
         visible: int,
         hidden: int,
-        visible_kind: VisibleKind,
         generator: torch.Generator,
-        *,
         visible_mean: Tensor | None = None,
         stddev: float = 0.1,
     ) -> None:
-        if (visible_mean is None) == (visible_kind == "bernoulli"):
-            raise ValueError("visible_mean is for Bernoulli visible units, and these need it")
-        self.visible_kind = visible_kind
+        self.gauss = visible_mean is None
         self.frames, self.rate_factor, self.guard_count = 0, 1.0, 0
         self.parameters = torch.zeros(hidden * visible + hidden + visible, device=generator.device)
         self.momentum_buffer = torch.zeros_like(self.parameters)
@@ -183,12 +176,12 @@ def cd1_step(rbm: Rbm, v: Tensor, options: Cd1Options, generator: torch.Generato
     torch.rand(h_drawn.shape, generator=generator, out=h_drawn)
     torch.lt(h_drawn, h_data, out=h_drawn)
     torch.addmm(rbm.visible_bias, h_drawn, rbm.weight, out=v_model)
-    if rbm.visible_kind == "bernoulli":
+    if not rbm.gauss:
         v_model.sigmoid_()
     propagate(rbm, v_model, h_model)
     torch.sub(v, v_model, out=difference)
     error: Tensor = 0.5 * torch.linalg.vector_norm(difference, dim=1).square().sum(dtype=torch.float64)
-    if rbm.visible_kind == "bernoulli" or not _guard(rbm, v, v_model):
+    if not rbm.gauss or not _guard(rbm, v, v_model):
         rate, momentum = rate_and_momentum(rbm.frames, options)
         rate *= rbm.rate_factor
         rbm.weight_change.addmm_(h_data.t(), v, beta=momentum, alpha=rate / n)

@@ -164,7 +164,7 @@ def _operations(run: Run, parameters: int) -> float:
     stored = [path for path in (run.path / FINAL, run.path / BEST) if path.is_file()]
     if not stored:
         return 6.0 * parameters
-    from ddnn.nn.acoustic_model import load_layers  # torch takes a second; published figures do without
+    from ddnn.nn.acoustic_model import load_model  # torch takes a second; published figures do without
     from ddnn.nn.layers import training_flop_per_frame
 
-    return float(training_flop_per_frame(load_layers(stored[0])))
+    return float(training_flop_per_frame(load_model(stored[0]).network.layers))

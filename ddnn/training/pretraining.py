@@ -35,7 +35,7 @@ from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace
-from ddnn.nn.rbm import Cd1Options, Rbm, VisibleKind, cd1_step
+from ddnn.nn.rbm import Cd1Options, Rbm, cd1_step
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import AveragingConfig, CrossValidationConfig, NewbobConfig, PretrainConfig, Recipe, SgdConfig
 from ddnn.training.checkpoint import CheckpointHandle, TrainerState
@@ -288,9 +288,8 @@ def make_rbm_trainer(
     generator = torch.Generator(device).manual_seed(seed)
     visible = below.network.output_dim if index else below.transform.output_dim
     mean = mean_activation(below, frames, comm) if index else None
-    kind: VisibleKind = "bernoulli" if index else "gauss"
     rate = config.learning_rate if index else config.gaussian_learning_rate
-    rbm = Rbm(visible, recipe.model.hidden_units, kind, generator, visible_mean=mean)
+    rbm = Rbm(visible, recipe.model.hidden_units, generator, mean)
     if comm.rank:  # another draw of the hidden units; an odd factor keeps the ranks apart
         generator.manual_seed((seed + comm.rank * 2_654_435_761) % 2**63)
     period, transport = recipe.parallel.averaging_period, recipe.parallel.gpu_transport

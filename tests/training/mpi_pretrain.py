@@ -24,7 +24,8 @@ DAMAGED: dict[str, int] = {"gauss": 4, "bernoulli": 1}
 
 def damaged_step(rbm: Rbm, visible: Tensor, options: Cd1Options, generator: torch.Generator) -> Tensor:
     """As `cd1_step`, of NaN in the minibatches of `DAMAGED`."""
-    remaining = DAMAGED[rbm.visible_kind] = DAMAGED[rbm.visible_kind] - 1
+    kind = "gauss" if rbm.gauss else "bernoulli"
+    remaining = DAMAGED[kind] = DAMAGED[kind] - 1
     return cd1_step(rbm, torch.full_like(visible, torch.nan) if remaining == -1 else visible, options, generator)
 
 
