@@ -147,10 +147,7 @@ class NoAveraging:
 
     def end_epoch(self) -> None:
         """Leaves in the network the model to evaluate and save, the same bits on every worker. Collective.
-
-        Raises:
-            NoFiniteModelError: no worker's model is finite.
-        """
+        NoFiniteModelError: no worker's model is finite."""
 
     def average_now(self) -> None:
         """parameters <- their exact mean, at once: each step of a warm-up by all-reduce. Collective."""

@@ -57,11 +57,7 @@ class NoFiniteModelError(DivergedError):
 
 def gather_weights(comm: Communicator, weight: float) -> Tensor:
     """Every worker's weight, (world_size,) float64, the same bits on each. Here a worker waits for the slowest.
-
-    Raises:
-        ValueError: this worker's weight is negative or not finite.
-        NoFiniteModelError: no worker has a weight above 0.
-    """
+    ValueError: this worker's weight is negative or not finite. NoFiniteModelError: no worker has a weight above 0."""
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"a weight is a number of frames, or 0 to exclude a worker, not {weight}")
     with comm.time_as_wait():

@@ -25,8 +25,7 @@ from ddnn.kaldi.basic_types import HINT_REMAKE, BasicTypeReader, MalformedRecord
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_directory, atomic_write, write_text
 
-MAX_PIXELS = 1 << 16
-"""Of an image: 256 x 256. Each is an input of the network."""
+MAX_PIXELS = 1 << 16  # Of an image: 256 x 256. Each is an input of the network.
 _TYPES = {
     8: "unsigned bytes",
     9: "signed bytes",
@@ -36,8 +35,7 @@ _TYPES = {
     14: "doubles",
 }
 _UNSIGNED_BYTES = 8
-ALIGNMENTS = "pdfs.ark"
-"""The archive of labels in a converted data dir."""
+ALIGNMENTS = "pdfs.ark"  # the archive of labels in a converted data dir
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _MAX_SPEAKERS = 99_999
 _BLOCK_BYTES = 64 << 20  # of an utterance, in float32
@@ -60,11 +58,8 @@ class IdxImages:
     source: BasicTypeReader
 
     def read(self, count: int) -> NDArray[np.uint8]:
-        """The next `count` images, uint8 (count, rows * columns), row by row.
-
-        Raises:
-            DataError: the file is damaged or cut short.
-        """
+        """The next `count` images, uint8 (count, rows * columns), row by row. DataError: the file is damaged or cut
+        short."""
         size = count * self.rows * self.columns
         with reading(self.path):
             data = self.source.read_exact(size, f"a block of {count} images")
@@ -77,12 +72,8 @@ class IdxImages:
 
 @contextmanager
 def open_images(path: Path) -> Iterator[IdxImages]:
-    """An IDX file of images, its header checked against its size.
-
-    Raises:
-        DataError: the file is missing, damaged, or no IDX file of images (unsigned bytes, images x rows x columns); an
-            image has no pixel, or more than `MAX_PIXELS`.
-    """
+    """An IDX file of images, its header checked against its size. DataError: the file is missing, damaged, or no IDX
+    file of images (unsigned bytes, images x rows x columns); an image has no pixel, or more than `MAX_PIXELS`."""
     source = open_stream(path)
     with source.stream:
         count, rows, columns = _read_header(source, path, "images", 3)
@@ -93,11 +84,8 @@ def open_images(path: Path) -> Iterator[IdxImages]:
 
 
 def read_labels(path: Path, expected: int) -> NDArray[np.uint8]:
-    """The `expected` labels of an IDX file, uint8 (expected,).
-
-    Raises:
-        DataError: the file is missing, damaged, no IDX file of labels (unsigned bytes, one dim), or has more or fewer.
-    """
+    """The `expected` labels of an IDX file, uint8 (expected,). DataError: the file is missing, damaged, no IDX file of
+    labels (unsigned bytes, one dim), or has more or fewer."""
     source = open_stream(path)
     with source.stream:
         (count,) = _read_header(source, path, "labels", 1)
@@ -112,10 +100,7 @@ def read_labels(path: Path, expected: int) -> NDArray[np.uint8]:
 
 def write_idx(path: Path, values: NDArray[np.uint8]) -> None:
     """Writes unsigned bytes of 1 to 3 dims, each below 2^32, as an IDX file; as gzip where `path` ends in .gz.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    UserError: the file cannot be written."""
     header = bytes((0, 0, _UNSIGNED_BYTES, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape)
     with atomic_write(path) as handle:
         if path.suffix == ".gz":
@@ -157,17 +142,11 @@ def _finish(source: BasicTypeReader, path: Path, kind: str) -> None:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How images become utterances.
+    """How images become utterances."""
 
-    Attributes:
-        name: what the ids of speakers and utterances begin with.
-        speakers: equal runs of images in the file's order, each a speaker: what cross-validation holds out.
-        images_per_utterance: images in an utterance, at most; fewer where so many would take more than 64 MiB.
-    """
-
-    name: str = "image"
-    speakers: int = 100
-    images_per_utterance: int = 100
+    name: str = "image"  # what the ids of speakers and utterances begin with
+    speakers: int = 100  # equal runs of images in the file's order, each a speaker: what cross-validation holds out
+    images_per_utterance: int = 100  # images in an utterance, at most; fewer where so many would take more than 64 MiB
 
     def check(self) -> None:
         """Raises UserError, with all problems, where an option is out of range."""

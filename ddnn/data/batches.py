@@ -20,10 +20,8 @@ from torch import Tensor
 from ddnn.data.dataset import AcousticDataset, FrameSubset
 from ddnn.data.transform import InputTransform, gather, labels_of, normalize_, splice
 
-NUM_BUFFERS = 4
-"""One or two are being used by the GPU, one is ready and one is being filled."""
-MAX_IN_FLIGHT = 2
-"""Minibatches that the GPU may still be working on when the next one is requested."""
+NUM_BUFFERS = 4  # one or two are being used by the GPU, one is ready and one is being filled
+MAX_IN_FLIGHT = 2  # minibatches that the GPU may still be working on when the next one is requested
 
 Gather = Callable[[AcousticDataset, InputTransform, Tensor, Tensor], Tensor]
 """`ddnn.data.transform.gather`, or a faster implementation of the same."""
@@ -33,8 +31,7 @@ class Sampler(Protocol):
     """Which frames make up each minibatch of an epoch. One that gives the rows of one utterance after another is all
     that a criterion over whole utterances needs; see `AcousticDataset.rows_of`."""
 
-    batch_size: int
-    """Most rows of a minibatch."""
+    batch_size: int  # most rows of a minibatch
 
     def __len__(self) -> int:
         """Minibatches in an epoch."""
@@ -112,10 +109,8 @@ class ShuffledSampler:
 class Batch(NamedTuple):
     """One minibatch, on the device that computes; valid until the next one is requested."""
 
-    x: Tensor
-    """(n, input_dim): the network's input."""
-    labels: Tensor
-    """(n,) int64: pdf-ids, -1 where there is no alignment."""
+    x: Tensor  # (n, input_dim): the network's input
+    labels: Tensor  # (n,) int64: pdf-ids, -1 where there is no alignment
 
 
 def make_batch_loader(

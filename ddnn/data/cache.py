@@ -43,19 +43,16 @@ from ddnn.util.system import available_memory
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
-"""Of the file's format, and of what loading makes of the same input."""
+VERSION = 2  # of the file's format, and of what loading makes of the same input
 SUFFIX = ".features.safetensors"
 PAGE = 4096
-MAX_HEADER_BYTES = 100_000_000
-"""As in safetensors."""
+MAX_HEADER_BYTES = 100_000_000  # as in safetensors
 READ_BYTES = 4 << 20
 NO_CRC = "00000000"
 
 _ALIGNMENT_FILE = re.compile(r"ali\.[0-9]+\.gz|final\.mdl|num_jobs")
 _LENGTH = struct.Struct("<Q")
-_SAFETENSORS = {"<i4": "I32", "<i8": "I64", "<f4": "F32", "<f2": "F16"}
-"""Names of numpy's dtypes in safetensors."""
+_SAFETENSORS = {"<i4": "I32", "<i8": "I64", "<f4": "F32", "<f2": "F16"}  # names of numpy's dtypes in safetensors
 
 
 class CorruptCacheError(Exception):
@@ -165,11 +162,7 @@ def open_or_create_cache(
     directory: DataDir, alignments: Path, config: DataConfig, comm: Communicator
 ) -> tuple[UtteranceIndex, CacheFile] | tuple[None, None]:
     """All workers get the same index from a cache file, which is created first where it is missing, or none does.
-    Collective.
-
-    Raises:
-        DataError: damaged or unsuitable input. What is wrong with the cache is a warning.
-    """
+    Collective. DataError: damaged or unsuitable input. What is wrong with the cache is a warning."""
     assert config.cache_dir is not None
     key = cache_key(directory, alignments, config)
     keys = comm.all_gather_object(key)
@@ -314,11 +307,8 @@ def _temporary_file(path: Path) -> Iterator[int]:
 class CacheFile:
     """A cache file, open and mapped, also when it is removed or replaced meanwhile. Its sizes are valid; its frames,
     labels and indices once `check` has passed, which finds damage, not malice: whoever may write into the cache
-    directory may also write other frames.
-
-    Raises:
-        FileNotFoundError: there is none. OSError: it cannot be read. CorruptCacheError: it is not what was written.
-    """
+    directory may also write other frames. FileNotFoundError: there is none. OSError: it cannot be read.
+    CorruptCacheError: it is not what was written."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path = path
@@ -429,11 +419,8 @@ def _read_header(file: BinaryIO, size: int) -> tuple[CacheMetadata, int]:
 
 
 def load_from_cache(cache: CacheFile, index: UtteranceIndex, utterances: Sequence[int]) -> AcousticDataset:
-    """The whole dataset as it is in the file; a shard is copied out of it, as if loaded by itself.
-
-    Raises:
-        DataError: the file failed while it was read.
-    """
+    """The whole dataset as it is in the file; a shard is copied out of it, as if loaded by itself. DataError: the file
+    failed while it was read."""
     metadata = cache.metadata
     if len(utterances) == len(index.entries):
         available = available_memory()

@@ -20,26 +20,16 @@ from ddnn.data.index import UtteranceIndex
 
 @dataclass(frozen=True, eq=False)
 class AcousticDataset:
-    """Utterances in memory.
+    """Utterances in memory."""
 
-    Attributes:
-        features: (rows, dim) float32 or float16; utterances with their `context` repeated edge frames.
-        labels: (rows,) int32, the pdf-id of each frame; -1 on the repeated edges and where there is no alignment.
-        utterances: utterance ids in the order of the data dir.
-        speakers: speaker of each utterance; None where the data dir has no utt2spk.
-        offsets: (utterances,) int64, the row of each utterance's first frame.
-        num_frames: (utterances,) int64.
-        context: repeated edge frames on each side.
-        counts: how many utterances of the data dir are used, skipped (by reason) and trimmed.
-    """
-
-    features: Tensor
-    labels: Tensor
-    utterances: tuple[str, ...]
-    speakers: tuple[str, ...] | None
-    offsets: NDArray[np.int64]
-    num_frames: NDArray[np.int64]
-    context: int
+    features: Tensor  # (rows, dim) float32 or float16; utterances with their `context` repeated edge frames
+    labels: Tensor  # (rows,) int32, the pdf-id of each frame; -1 on the repeated edges and where there is no alignment
+    utterances: tuple[str, ...]  # utterance ids in the order of the data dir
+    speakers: tuple[str, ...] | None  # speaker of each utterance; None where the data dir has no utt2spk
+    offsets: NDArray[np.int64]  # (utterances,) int64, the row of each utterance's first frame
+    num_frames: NDArray[np.int64]  # (utterances,) int64
+    context: int  # repeated edge frames on each side
+    # how many utterances of the data dir are used, skipped (by reason) and trimmed
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -63,14 +53,10 @@ class AcousticDataset:
 
 @dataclass(frozen=True)
 class FrameSubset:
-    """Some frames of a dataset: those to train on, or for cross-validation.
-
-    Attributes:
-        indices: (frames,) int64, the dataset row of each, on the device of the features.
-    """
+    """Some frames of a dataset: those to train on, or for cross-validation."""
 
     dataset: AcousticDataset
-    indices: Tensor
+    indices: Tensor  # (frames,) int64, the dataset row of each, on the device of the features
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -22,28 +22,18 @@ from ddnn.kaldi.data_dir import add_deltas, apply_cmvn, compute_cmvn_stats
 from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError, UserError
 
-CHUNK_BYTES = 4 << 20
-"""Minimum of features in a chunk: small enough for a processor's cache."""
-
-Stats = Mapping[str, NDArray[np.float64]]
-"""Speaker -> CMVN statistics, (2, dim + 1)."""
+CHUNK_BYTES = 4 << 20  # minimum of features in a chunk: small enough for a processor's cache
+Stats = Mapping[str, NDArray[np.float64]]  # speaker -> CMVN statistics, (2, dim + 1)
 
 
 @dataclass(frozen=True)
 class FeatureConfig:
-    """What happens to features between Kaldi's archive and the network; a trained model keeps it.
+    """What happens to features between Kaldi's archive and the network; a trained model keeps it."""
 
-    Attributes:
-        cmvn: `none`, `mean` or `mean-variance`, per speaker.
-        deltas: order of the appended delta features.
-        splice: frames of context on each side.
-        dtype: `float32` or `float16`, of the frames in memory.
-    """
-
-    cmvn: str = "none"
-    deltas: int = 0
-    splice: int = 0
-    dtype: str = "float32"
+    cmvn: str = "none"  # `none`, `mean` or `mean-variance`, per speaker
+    deltas: int = 0  # order of the appended delta features
+    splice: int = 0  # frames of context on each side
+    dtype: str = "float32"  # `float32` or `float16`, of the frames in memory
 
     def width(self, dim: int) -> int:
         """Dimension of a row of features that have `dim` dims in the archives."""
@@ -56,17 +46,11 @@ class FeatureConfig:
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """The features of one data dir, and what is made of them.
+    """The features of one data dir, and what is made of them."""
 
-    Attributes:
-        data: the data dir, for messages.
-        reference_utterance: the first one, whose dimension all others must have; for messages.
-        dim: feature dimension in the archives.
-    """
-
-    data: Path
-    reference_utterance: str
-    dim: int
+    data: Path  # the data dir, for messages
+    reference_utterance: str  # the first one, whose dimension all others must have; for messages
+    dim: int  # feature dimension in the archives
     config: FeatureConfig
 
     @property
@@ -82,21 +66,13 @@ class FeatureSpec:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive utterances of a dataset.
+    """Consecutive utterances of a dataset."""
 
-    Attributes:
-        row: the first row, which is a repeated edge frame where there is context.
-        rows: number of rows of all its utterances, edges included.
-        entries: where their features are stored.
-        num_frames: how many of their frames to take.
-        speakers: of each, for CMVN; None without.
-    """
-
-    row: int
-    rows: int
-    entries: tuple[ScpEntry, ...]
-    num_frames: tuple[int, ...]
-    speakers: tuple[str, ...] | None
+    row: int  # the first row, which is a repeated edge frame where there is context
+    rows: int  # number of rows of all its utterances, edges included
+    entries: tuple[ScpEntry, ...]  # where their features are stored
+    num_frames: tuple[int, ...]  # how many of their frames to take
+    speakers: tuple[str, ...] | None  # of each, for CMVN; None without
 
 
 def make_chunks(
@@ -124,10 +100,7 @@ def make_chunks(
 
 def read_chunk(out: NDArray[Any], chunk: Chunk, stats: Stats, spec: FeatureSpec, reader: MatrixReader) -> None:
     """Fills `out` (chunk.rows, width), of the config's dtype, with the chunk's frames and their repeated edges.
-
-    Raises:
-        DataError: damaged or unsuitable features, or values that the dtype cannot hold.
-    """
+    DataError: damaged or unsuitable features, or values that the dtype cannot hold."""
     config, row = spec.config, spec.config.splice
     for u, (entry, frames) in enumerate(zip(chunk.entries, chunk.num_frames, strict=True)):
         features = _read(entry, frames, spec, reader)
@@ -156,11 +129,8 @@ def read_chunk(out: NDArray[Any], chunk: Chunk, stats: Stats, spec: FeatureSpec,
 def write_chunk(
     descriptor: int, start: int, chunk: Chunk, stats: Stats, spec: FeatureSpec, reader: MatrixReader
 ) -> int:
-    """Writes the chunk's rows into an open file, whose row 0 is at byte `start`; returns their CRC-32.
-
-    Raises:
-        DataError: as `read_chunk`. OSError: the file cannot be written.
-    """
+    """Writes the chunk's rows into an open file, whose row 0 is at byte `start`; returns their CRC-32. DataError: as
+    `read_chunk`. OSError: the file cannot be written."""
     out = np.empty((chunk.rows, spec.width), spec.config.dtype)
     read_chunk(out, chunk, stats, spec, reader)
     data = out.reshape(-1).view(np.uint8).data
@@ -177,11 +147,8 @@ def write_at(descriptor: int, data: bytes | memoryview, position: int) -> None:
 
 
 def stats_of_speakers(speakers: Mapping[str, Sequence[ScpEntry]], _reader: MatrixReader) -> Stats:
-    """CMVN statistics of these speakers, from the features of their utterances.
-
-    Raises:
-        DataError: damaged or unsuitable features.
-    """
+    """CMVN statistics of these speakers, from the features of their utterances. DataError: damaged or unsuitable
+    features."""
     entries = [(name, entry) for name, of_speaker in speakers.items() for entry in of_speaker]
     return compute_cmvn_stats([entry for _, entry in entries], {entry.key: name for name, entry in entries})
 

@@ -31,33 +31,23 @@ LENGTH_TOLERANCE = 5
 """Frames by which features and alignment may differ (nnet1's --length-tolerance); the longer is trimmed."""
 
 DEFAULT_FRACTION = 0.1
-MAX_LIST_BYTES = 1 << 30
-"""Of a list of speakers."""
+MAX_LIST_BYTES = 1 << 30  # of a list of speakers
 
 
 @dataclass(frozen=True, eq=False)
 class UtteranceIndex:
-    """The utterances of a data dir that can be used, with their alignments; no features are read.
+    """The utterances of a data dir that can be used, with their alignments; no features are read."""
 
-    Attributes:
-        directory: the data dir, skipped utterances included.
-        entries: where the features of each utterance are stored, in the order of the data dir.
-        num_frames: (utterances,) int64, after trimming.
-        dim: feature dimension in the archives, before deltas; of all utterances that of `reference_utterance`.
-        num_pdfs: of the alignment's model; 0 without alignments.
-        pdf_counts: (num_pdfs,) int64, frames of each pdf in the alignments of these utterances.
-        alignments: None where there are none, or where labels come from a cache file.
-        counts: how many utterances are used, skipped (by reason) and trimmed.
-    """
-
-    directory: DataDir
-    entries: tuple[ScpEntry, ...]
-    num_frames: NDArray[np.int64]
-    dim: int
+    directory: DataDir  # the data dir, skipped utterances included
+    entries: tuple[ScpEntry, ...]  # where the features of each utterance are stored, in the order of the data dir
+    num_frames: NDArray[np.int64]  # (utterances,) int64, after trimming
+    dim: int  # feature dimension in the archives, before deltas; of all utterances that of `reference_utterance`
     reference_utterance: str
-    num_pdfs: int = 0
+    num_pdfs: int = 0  # of the alignment's model; 0 without alignments
+    # (num_pdfs,) int64, frames of each pdf in the alignments of these utterances
     pdf_counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    alignments: Alignments | None = None
+    alignments: Alignments | None = None  # none where there are none, or where labels come from a cache file
+    # how many utterances are used, skipped (by reason) and trimmed
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -230,11 +220,8 @@ def _digest(lines: Iterable[str]) -> tuple[int, str]:
 
 
 def hold_out_speakers(index: UtteranceIndex, path: Path) -> tuple[list[int], list[int]]:
-    """Indices of the utterances to train on, and of those of the speakers listed in `path`, one per line.
-
-    Raises:
-        DataError: the file cannot be read, names a speaker that the data does not have, or leaves one side empty.
-    """
+    """Indices of the utterances to train on, and of those of the speakers listed in `path`, one per line. DataError:
+    the file cannot be read, names a speaker that the data does not have, or leaves one side empty."""
     try:
         listed = set(read_bytes_limited(path, MAX_LIST_BYTES).decode("utf-8").split())
     except (OSError, UnicodeDecodeError) as error:
@@ -251,11 +238,8 @@ def hold_out_speakers(index: UtteranceIndex, path: Path) -> tuple[list[int], lis
 
 
 def hold_out_fraction(index: UtteranceIndex, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Holds out whole speakers, drawn with `seed`, until they have `fraction` of the frames or more.
-
-    Raises:
-        DataError: one side would be empty, as with a single speaker.
-    """
+    """Holds out whole speakers, drawn with `seed`, until they have `fraction` of the frames or more. DataError: one
+    side would be empty, as with a single speaker."""
     frames: dict[str, int] = defaultdict(int)
     for speaker, count in zip(_speakers(index), index.num_frames, strict=True):
         frames[speaker] += int(count)

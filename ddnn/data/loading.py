@@ -46,14 +46,9 @@ from ddnn.util.system import usable_cores
 
 log = logging.getLogger(__name__)
 
-SPEAKERS_PER_TASK = 4
-"""Whose CMVN statistics a loading process computes before it answers."""
-
-BYTES_PER_PROCESS = 512 << 20
-"""Of float32 features: what makes up for the start of a process, a third of a second."""
-
-MAX_PROCESSES = 8
-"""Unless the recipe says another number."""
+SPEAKERS_PER_TASK = 4  # whose CMVN statistics a loading process computes before it answers
+BYTES_PER_PROCESS = 512 << 20  # of float32 features: what makes up for the start of a process, a third of a second
+MAX_PROCESSES = 8  # unless the recipe says another number
 
 ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",  # nothing in the working directory is a module of ours
@@ -66,8 +61,7 @@ ENVIRONMENT = {
 }
 """Of a loading process."""
 
-Task = tuple[Any, ...]
-"""A function of `ddnn.data.feature_reader` and its arguments, but for the last, a `MatrixReader`."""
+Task = tuple[Any, ...]  # A function of `ddnn.data.feature_reader` and its arguments, but for the last, a `MatrixReader`
 
 Run = Callable[[Iterable[Task]], Iterator[tuple[int, Any]]]
 """Does tasks, here or in loading processes; gives the index and the result of each."""
@@ -75,24 +69,15 @@ Run = Callable[[Iterable[Task]], Iterator[tuple[int, Any]]]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """How a data dir is read.
-
-    Attributes:
-        num_pdfs: of the alignments; None: as they say themselves.
-        allow_pipes: run shell commands in an scp.
-        max_skipped_fraction: largest share of utterances that may be skipped; None: all but one.
-        cache_dir: directory of cache files; None: none.
-        loader_processes: how many may load for each worker; None: `default_processes`.
-        progress: wraps the utterances while they are read.
-    """
+    """How a data dir is read."""
 
     features: FeatureConfig
-    num_pdfs: int | None = None
-    allow_pipes: bool = False
-    max_skipped_fraction: float | None = 0.05
-    cache_dir: Path | None = None
-    loader_processes: int | None = None
-    progress: Callable[[Sequence[ScpEntry]], Iterable[ScpEntry]] = iter
+    num_pdfs: int | None = None  # of the alignments; None: as they say themselves
+    allow_pipes: bool = False  # run shell commands in an scp
+    max_skipped_fraction: float | None = 0.05  # largest share of utterances that may be skipped; None: all but one
+    cache_dir: Path | None = None  # directory of cache files; None: none
+    loader_processes: int | None = None  # how many may load for each worker; None: `default_processes`
+    progress: Callable[[Sequence[ScpEntry]], Iterable[ScpEntry]] = iter  # wraps the utterances while they are read
 
     def processes(self, comm: Communicator) -> int:
         """How many processes may load for each worker."""
@@ -163,11 +148,7 @@ class FeatureLoader:
 
     def into_memory(self) -> NDArray[Any]:
         """All rows, (rows, width), of the config's dtype. Several processes fill anonymous memory, which is freed with
-        its last user.
-
-        Raises:
-            DataError: damaged or unsuitable features. UserError: a loading process died.
-        """
+        its last user. DataError: damaged or unsuitable features. UserError: a loading process died."""
         dtype, shape = self.spec.config.dtype, (self.rows, self.spec.width)
         if self.processes == 1:
             features = np.empty(shape, dtype)
@@ -181,10 +162,7 @@ class FeatureLoader:
 
     def into_file(self, descriptor: int, start: int) -> list[tuple[int, int]]:
         """Writes all rows into an open file, from byte `start` on; returns (bytes, CRC-32) of one chunk after another.
-
-        Raises:
-            DataError, UserError: as `into_memory`. OSError: the file cannot be written.
-        """
+        DataError, UserError: as `into_memory`. OSError: the file cannot be written."""
         checksums = self._load(None, descriptor, start)
         return [(chunk.rows * self.spec.row_bytes, crc) for chunk, crc in zip(self.chunks, checksums, strict=True)]
 
@@ -311,10 +289,7 @@ class LoaderPool:
 
     def run(self, tasks: Iterable[Task]) -> Iterator[tuple[int, Any]]:
         """Hands out the tasks in order, one to each process at a time; yields (index of the task, answer) as they come.
-
-        Raises:
-            Exception: that of the first task that failed, as if there were one process. UserError: a process died.
-        """
+        Exception: that of the first task that failed, as if there were one process. UserError: a process died."""
         remaining = iter(enumerate(tasks))
         busy: dict[Connection, int] = {}
         failed: dict[int, Exception] = {}

@@ -20,43 +20,29 @@ from ddnn.util.system import available_memory, device_identity
 
 log = logging.getLogger(__name__)
 
-EVAL_BATCH = 1024
-"""Frames in a block of cross-validation."""
-LIBRARY_BYTES = 64 << 20
-"""What libraries take of the host once they compute and communicate."""
-RESERVED_BYTES = 2**30 + 2**29
-"""On a GPU: for the workspaces of libraries and for what an allocator cannot use."""
+EVAL_BATCH = 1024  # frames in a block of cross-validation
+LIBRARY_BYTES = 64 << 20  # what libraries take of the host once they compute and communicate
+RESERVED_BYTES = 2**30 + 2**29  # on a GPU: for the workspaces of libraries and for what an allocator cannot use
 GPU_PARAMETER_COPIES = 10
 """Of 4 bytes a parameter: parameters, gradient, momentum, the best so far, the bf16 copies, the averaging's, those of
 the check of a captured step."""
 GPU_ACTIVATION_COPIES = 3
 """Inputs, outputs and derivatives; what NG-SGD and the loss work on; all of it in a captured graph too."""
-WARN_FRACTION = 0.8
-"""Of the available memory."""
-
-Estimate = Mapping[str, int]
-"""What the memory is for -> bytes."""
+WARN_FRACTION = 0.8  # of the available memory
+Estimate = Mapping[str, int]  # what the memory is for -> bytes
 
 
 @dataclass(frozen=True)
 class TrainingFootprint:
-    """What decides how much memory a training takes besides its frames.
+    """What decides how much memory a training takes besides its frames."""
 
-    Attributes:
-        num_parameters: of the network.
-        activation_floats: per frame: the network's input, outputs and derivatives of all layers.
-        batch_size: frames of a minibatch.
-        parameter_copies: on a CPU, of 4 bytes per parameter: parameters, gradient, best so far, momentum, bf16.
-        averaging_copies: the same for averaging over workers: those that MPI and the strategy keep; 0 for one worker.
-        natural_gradient_bytes: of NG-SGD; 0 without.
-    """
-
-    num_parameters: int
-    activation_floats: int
-    batch_size: int
-    parameter_copies: int = 3
+    num_parameters: int  # of the network
+    activation_floats: int  # per frame: the network's input, outputs and derivatives of all layers
+    batch_size: int  # frames of a minibatch
+    parameter_copies: int = 3  # on a CPU, of 4 bytes per parameter: parameters, gradient, best so far, momentum, bf16
+    # the same for averaging over workers: those that MPI and the strategy keep; 0 for one worker
     averaging_copies: int = 0
-    natural_gradient_bytes: int = 0
+    natural_gradient_bytes: int = 0  # of NG-SGD; 0 without
 
     @property
     def parameter_bytes(self) -> int:

@@ -155,11 +155,8 @@ class TrainingData:
 
 
 def training_data(config: TrainingDataConfig, device: torch.device, comm: Communicator) -> TrainingData:
-    """This worker's frames of a data dir and of what is held out, for training on `device`. Collective.
-
-    Raises:
-        DataError: damaged or unsuitable input; not enough memory. UserError: a loading process died.
-    """
+    """This worker's frames of a data dir and of what is held out, for training on `device`. Collective. DataError:
+    damaged or unsuitable input; not enough memory. UserError: a loading process died."""
     source = open_data(config.data, config.alignments, config.reading, comm)
     index, held_out = source.index, config.held_out or HeldOut()
     train, cv = list(range(len(index.entries))), list[int]()
@@ -191,10 +188,8 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
 def open_data(data: Path, alignments: Path, config: DataConfig, comm: Communicator) -> DataSource:
     """Indexes a data dir: from its cache file where there is a valid one, else from its tables and headers. Collective.
 
-    What is wrong with a cache file or its directory is a warning; the archives are read then.
-
-    Raises:
-        DataError: damaged or unsuitable input.
+    What is wrong with a cache file or its directory is a warning; the archives are read then. DataError: damaged or
+    unsuitable input.
     """
     directory = read_data_dir(data, allow_pipes=config.allow_pipes)
     index = cache = None
@@ -209,11 +204,8 @@ def open_data(data: Path, alignments: Path, config: DataConfig, comm: Communicat
 
 
 def load_data_dir(data: Path, alignments: Alignments | None, config: DataConfig) -> AcousticDataset:
-    """A whole data dir in host memory, with its alignments if given: what is evaluated or decoded.
-
-    Raises:
-        DataError: damaged or unsuitable input; too many utterances that cannot be used; not enough memory.
-    """
+    """A whole data dir in host memory, with its alignments if given: what is evaluated or decoded. DataError: damaged
+    or unsuitable input; too many utterances that cannot be used; not enough memory."""
     directory, comm = read_data_dir(data, allow_pipes=config.allow_pipes), SingleProcess()
     index = build_index(directory, alignments, max_skipped_fraction=config.max_skipped_fraction)
     source, utterances = DataSource(index, config), range(len(index.entries))

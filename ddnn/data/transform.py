@@ -10,29 +10,19 @@ from torch import Tensor
 from ddnn.data.dataset import AcousticDataset
 from ddnn.distributed.communicator import Communicator, SingleProcess
 
-VARIANCE_FLOOR = 1e-10
-"""As in Kaldi's cmvn-to-nnet."""
-
-STATISTICS_UTTERANCES = 10_000
-"""nnet1 takes its statistics from so many utterances of the training set."""
+VARIANCE_FLOOR = 1e-10  # as in Kaldi's cmvn-to-nnet
+STATISTICS_UTTERANCES = 10_000  # nnet1 takes its statistics from so many utterances of the training set
 
 
 @dataclass(frozen=True)
 class InputTransform:
     """x = (splice(frame) + shift) * scale. The values of a spliced frame are ordered [offset][delta order][dim], as
-    Kaldi's add-deltas and splice-feats write them.
+    Kaldi's add-deltas and splice-feats write them."""
 
-    Attributes:
-        offsets: frames to splice, relative to the frame itself; (-5, ..., 5) for splice 5.
-        dim: feature dimension before splicing.
-        shift: (len(offsets) * dim,) float32, or None.
-        scale: (len(offsets) * dim,) float32, or None.
-    """
-
-    offsets: tuple[int, ...]
-    dim: int
-    shift: Tensor | None = None
-    scale: Tensor | None = None
+    offsets: tuple[int, ...]  # frames to splice, relative to the frame itself; (-5, ..., 5) for splice 5
+    dim: int  # feature dimension before splicing
+    shift: Tensor | None = None  # (len(offsets) * dim,) float32, or None
+    scale: Tensor | None = None  # (len(offsets) * dim,) float32, or None
 
     @property
     def output_dim(self) -> int:
@@ -54,9 +44,7 @@ def gather(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, ou
     """Fills `out` (n, output_dim) with the network's input for the frames at `rows` (n,), computed in float32.
 
     On a GPU the host waits for nothing, unless the features are in host memory (`ddnn.data.batches` reads ahead there).
-
-    Raises:
-        ValueError: the dataset has other dims, or fewer repeated edge frames, than the transform needs.
+    ValueError: the dataset has other dims, or fewer repeated edge frames, than the transform needs.
     """
     if out.dtype != torch.float32:
         return out.copy_(gather(dataset, transform, rows, out.new_empty(out.shape, dtype=torch.float32)))

@@ -30,8 +30,7 @@ from ddnn.util.text import environment
 
 log = logging.getLogger(__name__)
 
-PRIOR_CUTOFF = 1e-10
-"""Pdfs of a smaller relative frequency are disabled (nnet1's --prior-cutoff)."""
+PRIOR_CUTOFF = 1e-10  # pdfs of a smaller relative frequency are disabled (nnet1's --prior-cutoff)
 
 DISABLED_LOG_PRIOR = math.sqrt(float(np.finfo(np.float32).max))
 """What nnet1 takes for their log prior: their log-likelihood becomes about -1.8e19 and they never win."""
@@ -88,10 +87,7 @@ def prepare_decoding(
     run_dir: Path, data: Path, out: Path, device: str = "auto", prior_scale: float = 1.0, allow_pipes: bool = False
 ) -> None:
     """Writes `loglikes.ark`, `loglikes.scp`, the counts and a `decode.sh` to `out`, which must not hold any yet.
-
-    Raises:
-        UserError: damaged input; another number of pdfs in the counts, or of dims in the features, than in the model.
-    """
+    UserError: damaged input; another number of pdfs in the counts, or of dims in the features, than in the model."""
     if not (math.isfinite(prior_scale) and prior_scale >= 0.0):
         raise UserError(f"{prior_scale:g} found, expected a number >= 0", location="--prior-scale")
     target = choose_device(device)

@@ -27,19 +27,14 @@ CPU = torch.device("cpu")
 
 @dataclass
 class CommStats:
-    """What a worker has sent so far and how long it took; only ever grows.
+    """What a worker has sent so far and how long it took; only ever grows."""
 
-    Attributes:
-        bytes_sent: what this worker handed to the network. A sum or an all-gather counts its own buffer once, whatever
-            the MPI makes of it (a ring all-reduce moves 2 (n - 1) / n times as much), an all-to-all the chunks for
-            others, a broadcast the buffer of its source.
-        comm_seconds: in messages that move data.
-        wait_seconds: in small messages that cannot end before the slowest worker is there: `time_as_wait`.
-    """
-
+    # what this worker handed to the network. A sum or an all-gather counts its own buffer once, whatever the MPI makes
+    # of it (a ring all-reduce moves 2 (n - 1) / n times as much), an all-to-all the chunks for others, a broadcast the
+    # buffer of its source.
     bytes_sent: int = 0
-    comm_seconds: float = 0.0
-    wait_seconds: float = 0.0
+    comm_seconds: float = 0.0  # in messages that move data
+    wait_seconds: float = 0.0  # in small messages that cannot end before the slowest worker is there: `time_as_wait`
 
     def copy(self) -> CommStats:
         """As it is now."""

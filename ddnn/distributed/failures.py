@@ -34,23 +34,18 @@ DUPLICATE_MESSAGE_DELAY = 1.0
 """Seconds that the other workers keep back an error of the user's: most are met by all at once, and one message is
 enough."""
 
-EXIT_BARRIER_TIMEOUT = 5.0
-"""Seconds in which all workers that are to end together must arrive at their end."""
+EXIT_BARRIER_TIMEOUT = 5.0  # seconds in which all workers that are to end together must arrive at their end
 
 
 @dataclass(frozen=True)
 class Reports:
-    """What the workers of one attempt have reported.
+    """What the workers of one attempt have reported."""
 
-    Attributes:
-        messages: of workers that failed, by rank; what several report alike once, from the lowest rank.
-        hung: why a watchdog has killed its worker; None where none has.
-        exit_code: that the job is to end with, the first that a worker reports, 75 (all stop together) only where none
-            reports another; None where no worker has said.
-    """
-
+    # of workers that failed, by rank; what several report alike once, from the lowest rank
     messages: tuple[str, ...] = ()
-    hung: str | None = None
+    hung: str | None = None  # why a watchdog has killed its worker; None where none has
+    # that the job is to end with, the first that a worker reports, 75 (all stop together) only where none reports
+    # another; None where no worker has said
     exit_code: int | None = None
 
 

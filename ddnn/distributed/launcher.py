@@ -36,11 +36,8 @@ from ddnn.util.progress import SHOWN_BY_LAUNCHER
 from ddnn.util.system import usable_cores
 from ddnn.util.text import plural
 
-UNLOCK_TIMEOUT = 60.0
-"""Seconds in which the workers of a job that has ended must let go of the run dir."""
-
-RESTART = "DDNN_RESTART"
-"""Environment variable of the workers of a job that was started again: a `Restart` as JSON."""
+UNLOCK_TIMEOUT = 60.0  # seconds in which the workers of a job that has ended must let go of the run dir
+RESTART = "DDNN_RESTART"  # environment variable of the workers of a job that was started again: a `Restart` as JSON
 
 
 @dataclass(frozen=True)

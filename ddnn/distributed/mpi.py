@@ -102,10 +102,7 @@ class MpiCommunicator(Communicator):
 
 def init_communicator(environment: Mapping[str, str] = os.environ) -> Communicator:
     """Joins the MPI job that this process was started in; a single worker where there is none, without any MPI.
-
-    Raises:
-        UserError: mpi4py or its MPI is missing, or the job has several workers of which MPI sees only one.
-    """
+    UserError: mpi4py or its MPI is missing, or the job has several workers of which MPI sees only one."""
     if not in_mpi_job(environment):
         return SingleProcess()
     set_parent_death_signal(environment)
@@ -128,11 +125,8 @@ def init_communicator(environment: Mapping[str, str] = os.environ) -> Communicat
 
 
 def require_thread_level(comm: Communicator) -> None:
-    """Checks that a thread beside the main one may do all the exchanges, one at a time, as overlap does.
-
-    Raises:
-        UserError: the MPI gives less than MPI_THREAD_SERIALIZED.
-    """
+    """Checks that a thread beside the main one may do all the exchanges, one at a time, as overlap does. UserError: the
+    MPI gives less than MPI_THREAD_SERIALIZED."""
     if comm.world_size == 1:
         return
     from mpi4py import MPI

@@ -16,10 +16,8 @@ FORCE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 same one several times. Nor does SIGHUP: a terminal that is closed sends it twice."""
 EXIT_RESUMABLE = 75
 """Exit code of a training that was stopped and can be resumed: EX_TEMPFAIL of sysexits.h. All workers end with it."""
-EXIT_DIVERGED = 3
-"""Exit code of a training that diverged."""
-EXIT_KILLED = 128 + signal.SIGKILL
-"""What a shell says of a process that was killed with -9."""
+EXIT_DIVERGED = 3  # exit code of a training that diverged
+EXIT_KILLED = 128 + signal.SIGKILL  # what a shell says of a process that was killed with -9
 
 
 class TrainingInterrupted(SystemExit):

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from ddnn.distributed.failures import report
 
-ENABLED = 1
-"""Bit 0 of the second shared word; the rest of it is twice the number of long operations."""
+ENABLED = 1  # bit 0 of the second shared word; the rest of it is twice the number of long operations
 LONG_OPERATION_FACTOR = 3
 """How many timeouts an exchange or a checkpoint may take: others may hang first, and be killed by their watchdogs."""
 

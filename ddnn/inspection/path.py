@@ -55,11 +55,8 @@ class Info:
 
 
 def describe_path(path: Path) -> Info:
-    """Says what a file or directory is: whatever ddnn reads or writes.
-
-    Raises:
-        UserError: nothing there, or none of the kinds that are known. DataError: known, but damaged.
-    """
+    """Says what a file or directory is: whatever ddnn reads or writes. UserError: nothing there, or none of the kinds
+    that are known. DataError: known, but damaged."""
     if path.is_dir():
         for names, kind, fields in _DIRECTORIES:
             if any(next(path.glob(name), None) is not None for name in names):

@@ -31,8 +31,7 @@ FOLLOW_SECONDS, SLURM_SECONDS = 5.0, 30.0
 _PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _OVER = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "DEADLINE", "OUT_OF_MEMORY",
          "NODE_FAIL", "BOOT_FAIL", "GONE")  # fmt: skip
-_RESTART_SECONDS = 60.0
-"""The launcher of several workers may restart a job of which nothing was heard for so long."""
+_RESTART_SECONDS = 60.0  # the launcher of several workers may restart a job of which nothing was heard for so long
 _ESTIMATE_EPOCHS = 3
 
 State = Literal["pending", "running", "finished", "interrupted", "diverged", "failed", "unknown"]

@@ -17,8 +17,7 @@ from ddnn.kaldi.transition_model import MAX_PDF, read_transition_model
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited, write_text
 
-MAX_FRAMES = 1e18
-"""Of a pdf: more than all speech ever recorded; sums of counts do not overflow."""
+MAX_FRAMES = 1e18  # of a pdf: more than all speech ever recorded; sums of counts do not overflow
 _JOB = re.compile(r"ali\.([1-9][0-9]{0,8})\.gz")
 
 
@@ -135,11 +134,8 @@ def write_pdf_counts(path: Path, counts: NDArray[Any]) -> None:
 
 
 def read_pdf_counts(path: Path) -> NDArray[np.float64]:
-    """Reads ` [ 5 9 0 ]`, or a binary Kaldi vector: float64 (num_pdfs,), as a count may be a fraction.
-
-    Raises:
-        DataError: the file is missing or no such vector, or a count is negative, NaN or Inf.
-    """
+    """Reads ` [ 5 9 0 ]`, or a binary Kaldi vector: float64 (num_pdfs,), as a count may be a fraction. DataError: the
+    file is missing or no such vector, or a count is negative, NaN or Inf."""
     with open_model(path, "a vector of pdf counts") as reader, np.errstate(invalid="ignore"):  # a signaling NaN
         # Text is read in double precision: counts of silence exceed a float's 24 bits.
         counts: NDArray[np.float64] = reader.float_vector("pdf counts").astype(np.float64)

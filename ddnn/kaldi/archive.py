@@ -120,20 +120,15 @@ def _iterate(path: Path, read: Callable[[BasicTypeReader], _T]) -> Iterator[tupl
 def iterate_matrices(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
     """Every (key, matrix) of an archive in its order: binary, text or gzip, each record as its header says.
 
-    The matrices are float32, or float64 where the record is double or text, (rows, columns).
-
-    Raises:
-        DataError: the file is missing, empty, damaged or cut short; names the last complete record.
+    The matrices are float32, or float64 where the record is double or text, (rows, columns). DataError: the file is
+    missing, empty, damaged or cut short; names the last complete record.
     """
     return _iterate(path, _read_matrix)
 
 
 def iterate_int_vectors(path: Path) -> Iterator[tuple[str, NDArray[np.int32]]]:
-    """Every (key, vector) of an archive of integers, int32 (n,): binary, text (a line each) or gzip.
-
-    Raises:
-        DataError: as `iterate_matrices`.
-    """
+    """Every (key, vector) of an archive of integers, int32 (n,): binary, text (a line each) or gzip. DataError: as
+    `iterate_matrices`."""
     return _iterate(path, _read_int_vector)
 
 
@@ -173,10 +168,7 @@ class MatrixReader:
 
     def shape(self, entry: ScpEntry) -> tuple[int, int]:
         """(rows, columns) of the entry's matrix, its range applied. Reads the header alone, unless the matrix is text.
-
-        Raises:
-            DataError: as `read`, but for damage that only shows in the data.
-        """
+        DataError: as `read`, but for damage that only shows in the data."""
         header = self._at(entry, lambda reader: reader.matrix_header() if reader.read_marker() else None)
         rows, columns = _ranges(
             entry, self._read_whole(entry).shape if header is None else (header.rows, header.columns)
@@ -185,11 +177,8 @@ class MatrixReader:
 
     def read(self, entry: ScpEntry, dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """The entry's matrix, `dtype` (rows, columns), C-contiguous, its range applied. NaN and Inf are not looked for.
-
-        Raises:
-            DataError: the file cannot be read, the offset is past its end, the record is damaged or cut short or no
-                matrix, the range goes past the matrix; a command failed.
-        """
+        DataError: the file cannot be read, the offset is past its end, the record is damaged or cut short or no matrix,
+        the range goes past the matrix; a command failed."""
         whole = self._read_whole(entry)
         if entry.rows is not None or entry.columns is not None:
             whole = whole[_ranges(entry, whole.shape)].copy()
@@ -311,10 +300,7 @@ def write_matrices(
 
 def write_int_vectors(path: Path, items: Iterable[tuple[str, NDArray[np.integer[Any]]]]) -> None:
     """Writes vectors of 32-bit integers as a binary archive, as gzip where `path` ends in .gz; complete or not at all.
-
-    Raises:
-        UserError: the file cannot be written. DataError: a key is no single word or not new.
-    """
+    UserError: the file cannot be written. DataError: a key is no single word or not new."""
     with atomic_write(path) as handle:
         # No name and no time in the gzip, so that the same vectors give the same bytes.
         packed = gzip.GzipFile("", "wb", 6, handle, 0) if path.suffix == ".gz" else nullcontext(handle)

@@ -398,11 +398,8 @@ class _BoundedGzip(gzip.GzipFile):
 
 
 def open_stream(path: Path) -> BasicTypeReader:
-    """Opens a table: a file or gzip. A name that ends in .gz must be a gzip; any gzip is decompressed.
-
-    Raises:
-        DataError: the file is missing, no regular file, empty, or not the gzip that its name promises.
-    """
+    """Opens a table: a file or gzip. A name that ends in .gz must be a gzip; any gzip is decompressed. DataError: the
+    file is missing, no regular file, empty, or not the gzip that its name promises."""
     try:
         if not path.is_file():
             raise DataError("the file does not exist, or is no regular file", location=path, hint="check the path")
@@ -423,11 +420,8 @@ def open_stream(path: Path) -> BasicTypeReader:
 
 @contextmanager
 def open_model(path: Path, kind: str) -> Iterator[BasicTypeReader]:
-    """Opens the file `path`, to be read as `kind` ("a Kaldi transition model"), its binary marker taken.
-
-    Raises:
-        DataError: the file is missing, no regular file, empty, compressed, or larger than 8 GiB; or the block finds
-            something malformed.
+    """Opens the file `path`, to be read as `kind` ("a Kaldi transition model"), its binary marker taken. DataError: the
+    file is missing, no regular file, empty, compressed, or larger than 8 GiB; or the block finds something malformed.
     """
     size = 0
     try:

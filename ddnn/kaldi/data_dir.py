@@ -14,8 +14,7 @@ from ddnn.kaldi.archive import MatrixReader, check_finite
 from ddnn.kaldi.scp import ScpEntry, read_keyed_lines, read_scp
 from ddnn.util.errors import DataError
 
-FRAMES_PER_HOUR = 360_000
-"""At Kaldi's usual 10 ms a frame."""
+FRAMES_PER_HOUR = 360_000  # at Kaldi's usual 10 ms a frame
 _VARIANCE_FLOOR = 1e-20  # Kaldi's
 # Of a mean, and of a mean square, whose product with the largest scale a single-precision number still holds.
 _MAX_STATS = np.array([[1e18], [1e36]])
@@ -40,11 +39,8 @@ class DataDir:
 
 
 def read_data_dir(path: Path, *, allow_pipes: bool = False) -> DataDir:
-    """Reads the tables of a data dir, not the features.
-
-    Raises:
-        DataError: the directory or `feats.scp` is missing; a table is malformed; an utterance lacks a speaker.
-    """
+    """Reads the tables of a data dir, not the features. DataError: the directory or `feats.scp` is missing; a table is
+    malformed; an utterance lacks a speaker."""
     if not path.is_dir():
         raise DataError("the data dir does not exist, or is no directory", location=path, hint="check the path")
     entries = tuple(read_scp(path / "feats.scp", allow_pipes=allow_pipes))

@@ -30,8 +30,7 @@ _HAS_SYMBOLS = 3
 _IS_ALIGNED = 4
 _ALIGNMENT = 16  # bytes: kArchAlignment of OpenFst
 _EXPANDED, _ERROR = 1, 4  # property bits that hold whatever the labels are
-_NUMBERS = "<iiQqqq"
-"""Of a header, after the two types: version, flags, properties, start, states, arcs."""
+_NUMBERS = "<iiQqqq"  # of a header, after the two types: version, flags, properties, start, states, arcs
 
 _DAMAGED = "the file is damaged or cut: make it again with utils/mkgraph.sh, or copy it again"
 
@@ -175,11 +174,8 @@ def check_fst(fst: Fst) -> None:
 
 
 def read_fst(path: Path) -> Fst:
-    """Reads a `vector` or `const` FST file with arcs of type `standard`.
-
-    Raises:
-        DataError: the file is missing, is no such FST, is cut, or has states, labels or weights that cannot be.
-    """
+    """Reads a `vector` or `const` FST file with arcs of type `standard`. DataError: the file is missing, is no such
+    FST, is cut, or has states, labels or weights that cannot be."""
     try:
         data = read_bytes_limited(path, MAX_FST_BYTES)
         header = _read_header(data)
@@ -194,11 +190,8 @@ def read_fst(path: Path) -> Fst:
 
 
 def write_fst(path: Path, fst: Fst) -> None:
-    """Writes a `const` FST (version 2, no symbols, not aligned) to `path`, complete or not at all.
-
-    Raises:
-        DataError: as `check_fst`. UserError: it cannot be written.
-    """
+    """Writes a `const` FST (version 2, no symbols, not aligned) to `path`, complete or not at all. DataError: as
+    `check_fst`. UserError: it cannot be written."""
     check_fst(fst)
     header = struct.pack("<ii5si8s", _MAGIC, 5, b"const", 8, b"standard")
     header += struct.pack(_NUMBERS, 2, 0, _EXPANDED, fst.start, fst.num_states, fst.num_arcs)
@@ -212,11 +205,8 @@ def write_fst(path: Path, fst: Fst) -> None:
 
 
 def read_symbols(path: Path) -> dict[int, str]:
-    """Reads a symbol table (`words.txt`, `phones.txt`): one `symbol id` a line, to id -> symbol.
-
-    Raises:
-        DataError: missing, not UTF-8, a line of another form, an id or a symbol that occurs twice.
-    """
+    """Reads a symbol table (`words.txt`, `phones.txt`): one `symbol id` a line, to id -> symbol. DataError: missing,
+    not UTF-8, a line of another form, an id or a symbol that occurs twice."""
     symbols: dict[int, str] = {}
     hint = "remove one of the two lines"
     for number, parts in read_lines(path, "the symbol table"):

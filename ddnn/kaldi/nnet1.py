@@ -127,8 +127,7 @@ class RbmComponent(_Weighted):
 
 
 Component = AffineTransform | Activation | Splice | AddShift | Rescale | RbmComponent
-Dims = tuple[int, int]
-"""(output_dim, input_dim), as in a file."""
+Dims = tuple[int, int]  # (output_dim, input_dim), as in a file
 
 
 @dataclass(frozen=True)
@@ -231,12 +230,8 @@ def _check_component(component: Component, name: str, location: Path) -> None:
 
 
 def read_nnet1(path: Path) -> tuple[Component, ...]:
-    """Reads a network from `<Nnet>` to `</Nnet>`.
-
-    Raises:
-        DataError: the file cannot be read or is damaged, has a component that is not supported here (it is named), a
-            value that is not finite, or dims that do not chain.
-    """
+    """Reads a network from `<Nnet>` to `</Nnet>`. DataError: the file cannot be read or is damaged, has a component
+    that is not supported here (it is named), a value that is not finite, or dims that do not chain."""
     components: list[Component] = []
     with open_model(path, "a Kaldi nnet1 network") as reader:
         reader.expect("<Nnet>")
@@ -297,12 +292,8 @@ def _read_values(reader: BasicTypeReader, form: _Form, token: str, dims: Dims) -
 
 
 def write_nnet1(path: Path, components: Sequence[Component]) -> None:
-    """Writes a network that Kaldi's nnet1 tools read; the file appears complete or not at all.
-
-    Raises:
-        DataError: the dims do not chain, or a value is not finite.
-        UserError: the file cannot be written.
-    """
+    """Writes a network that Kaldi's nnet1 tools read; the file appears complete or not at all. DataError: the dims do
+    not chain, or a value is not finite. UserError: the file cannot be written."""
     _check_network(components, path)
     with atomic_write(path) as handle:
         writer = BasicTypeWriter(handle)

@@ -43,10 +43,8 @@ class ScpEntry:
 def read_lines(path: Path, kind: str) -> Iterator[tuple[int, list[bytes]]]:
     """The lines of a text file, each with its number and split once at its first white space; none may be blank.
 
-    White space is ASCII's, as in Kaldi: a no-break space is part of a name.
-
-    Raises:
-        DataError: the file is missing, empty, not readable, or a line is blank.
+    White space is ASCII's, as in Kaldi: a no-break space is part of a name. DataError: the file is missing, empty, not
+    readable, or a line is blank.
     """
     try:
         if not path.is_file():
@@ -87,12 +85,9 @@ def read_keyed_lines(path: Path, kind: str) -> Iterator[tuple[int, str, str]]:
 def read_scp(path: Path, *, allow_pipes: bool = False) -> list[ScpEntry]:
     """Reads a script file: `key path`, `key path:offset`, each also with `[first:last]` or `[first:last,first:last]`.
 
-    A relative path is tried against the working directory (Kaldi's convention), then against the scp's own folder.
-    A path may contain spaces. `command |` is an error unless `allow_pipes`.
-
-    Raises:
-        DataError: the file is missing, empty or not UTF-8; a line is malformed, a key occurs twice, a file does not
-            exist; a shell command where none is allowed.
+    A relative path is tried against the working directory (Kaldi's convention), then against the scp's own folder. A
+    path may contain spaces. `command |` is an error unless `allow_pipes`. DataError: the file is missing, empty or not
+    UTF-8; a line is malformed, a key occurs twice, a file does not exist; a shell command where none is allowed.
     """
 
     @cache

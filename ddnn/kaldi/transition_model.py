@@ -200,10 +200,7 @@ def _read_text_state(reader: BasicTypeReader, expected: int) -> State:
 
 def read_transition_model(path: Path) -> TransitionModel:
     """Reads the transition model of `path`, text or binary, with `<Triples>` or `<Tuples>`; the rest is not read.
-
-    Raises:
-        DataError: the file cannot be read, is damaged, or is no transition model, or one that Kaldi would refuse.
-    """
+    DataError: the file cannot be read, is damaged, or is no transition model, or one that Kaldi would refuse."""
     with open_model(path, "a Kaldi transition model") as reader:
         reader.expect("<TransitionModel>")
         topology = _read_topology(reader)

@@ -25,8 +25,7 @@ from ddnn.kaldi import nnet1
 from ddnn.nn.arithmetic import ACTIVATIONS, Float32, matmul_out
 
 Shape = tuple[int, ...]
-Views = Mapping[str, Tensor]
-"""Tensors of a layer by name: its parameters, its part of a gradient."""
+Views = Mapping[str, Tensor]  # tensors of a layer by name: its parameters, its part of a gradient
 
 
 class Params(NamedTuple):
@@ -324,16 +323,11 @@ class Affine(Layer):
         return layer, torch.cat(parameters), 1 + (activation != "linear")
 
 
-LAYERS: dict[str, type[Layer]] = {"affine": Affine}
-"""Every kind of layer, by the name in model files and recipes."""
+LAYERS: dict[str, type[Layer]] = {"affine": Affine}  # every kind of layer, by the name in model files and recipes
 
 
 def layer_from_config(config: Mapping[str, Any]) -> Layer:
-    """The layer of a `Layer.config`, which anybody may have written.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
+    """The layer of a `Layer.config`, which anybody may have written. KeyError, TypeError, ValueError: it is none."""
     kind = config["kind"]
     if kind not in LAYERS:
         raise ValueError(f"kind of layer {kind!r} found, expected one of {', '.join(LAYERS)}")

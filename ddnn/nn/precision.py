@@ -31,11 +31,8 @@ MIN_FLOP = 1e8
 """Below so many floating-point operations in the products of a minibatch they are not what takes the time."""
 
 MEASURING_SECONDS = 0.5
-ABORT_SLOWDOWN = 4.0
-"""Where bf16 takes so many times as long, no more is measured."""
-
-CPU_ROWS, CHECK_ROWS = 256, 32
-"""Most frames of a minibatch to measure with on a CPU, and to check with."""
+ABORT_SLOWDOWN = 4.0  # where bf16 takes so many times as long, no more is measured
+CPU_ROWS, CHECK_ROWS = 256, 32  # most frames of a minibatch to measure with on a CPU, and to check with
 
 MAX_LOSS_ERROR, MAX_GRADIENT_ERROR = 0.02, 0.2
 """How far bf16 may be from float32, relative to it: in loss, and in the Euclidean norm of the gradient's difference."""
@@ -128,8 +125,7 @@ def gemm_speedup(network: Network, minibatch: int) -> float:
     return in_float32 / in_bf16 if shapes else 1.0
 
 
-Factors = tuple[Tensor, Tensor, Tensor]
-"""Two matrices, and where their product goes."""
+Factors = tuple[Tensor, Tensor, Tensor]  # two matrices, and where their product goes
 
 
 def _products(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> tuple[Factors, ...]:

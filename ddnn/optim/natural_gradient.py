@@ -178,11 +178,7 @@ class NaturalGradient:
         return {"w": self.w, "d": torch.from_numpy(self.d), "rho": numbers[0], "t": numbers[1]}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes up a state from `state_dict`, to the same bits.
-
-        Raises:
-            DataError: it does not fit; nothing is changed then.
-        """
+        """Takes up a state from `state_dict`, to the same bits. DataError: it does not fit; nothing is changed then."""
         wanted = self._state()
         hint = "resume with the ranks and layer sizes of the run that wrote the checkpoint, or from another checkpoint"
         if set(state) != set(wanted):

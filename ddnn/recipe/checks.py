@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from ddnn.recipe.schema import VARIANTS, CrossValidationConfig, ParallelConfig, PretrainConfig, Recipe, ScheduleConfig
 
-Complaint = tuple[str, str]
-"""A dotted key and what is wrong with it, with a hint how to fix it."""
+Complaint = tuple[str, str]  # A dotted key and what is wrong with it, with a hint how to fix it
 
 
 def contradictions(recipe: Recipe) -> Iterator[Complaint]:

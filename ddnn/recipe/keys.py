@@ -18,8 +18,7 @@ from ddnn.recipe.schema import VARIANTS, Recipe
 from ddnn.recipe.source import shipped_fragments
 from ddnn.util.text import environment
 
-REQUIRED = object()
-"""Default of a key that has none."""
+REQUIRED = object()  # default of a key that has none
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,8 @@ from ddnn.recipe.source import (
 )
 from ddnn.util.errors import RecipeError
 
-MOST_FILES = 20
-"""That a recipe may include, directly or not."""
-OUTPUT_PATHS = ("data.cache_dir",)
-"""Paths that need not exist: they are made."""
+MOST_FILES = 20  # that a recipe may include, directly or not
+OUTPUT_PATHS = ("data.cache_dir",)  # paths that need not exist: they are made
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool = True) -> Recipe:
@@ -42,9 +40,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
     Paths in the result are absolute. A key set to null takes its default.
 
     `must_exist`: whether a data path that does not exist is a problem; the data of finished runs may be gone.
-
-    Raises:
-        RecipeError: with all problems of all sources, one a line.
+    RecipeError: with all problems of all sources, one a line.
     """
     tree = SourceTree()
     _read_with_includes(path, tree, [])

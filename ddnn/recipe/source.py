@@ -23,12 +23,9 @@ from ddnn.util.files import open_regular
 
 MOST_BYTES = 100_000
 DEEPEST = 12
-MOST_VALUES = 3000
-"""Keys and values of one file: a recipe has 200, and a tenth of a second goes into reading so many."""
-MOST_DIGITS = 40
-"""More than any key takes. Longer ones stay text: Python refuses to convert thousands."""
-MOST_PROBLEMS = 50
-"""Where as many keys are unknown it is something else."""
+MOST_VALUES = 3000  # keys and values of one file: a recipe has 200, and a tenth of a second goes into reading so many
+MOST_DIGITS = 40  # More than any key takes. Longer ones stay text: Python refuses to convert thousands.
+MOST_PROBLEMS = 50  # where as many keys are unknown it is something else
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -179,11 +176,8 @@ def parse_setting(setting: str) -> SourceTree:
 def validate(
     model: type[Model], tree: SourceTree, location: Path, *, hint: str, error: type[UserError] = DataError
 ) -> Model:
-    """A `model` without inner ones, of what a file says; "3" is no number.
-
-    Raises:
-        UserError: of the class `error`, at `location`: all that is wrong, one a line.
-    """
+    """A `model` without inner ones, of what a file says; "3" is no number. UserError: of the class `error`, at
+    `location`: all that is wrong, one a line."""
     further: list[str] = []
     if not tree.unread:
         try:

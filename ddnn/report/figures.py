@@ -27,11 +27,7 @@ LONGEST_LABEL = 40
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches, of no window and no global state.
-
-    Raises:
-        UserError: matplotlib is missing.
-    """
+    """A figure of so many inches, of no window and no global state. UserError: matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -94,11 +90,7 @@ def _legend_columns(labels: Sequence[str], width: float) -> int:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes a PNG, whole or not at all; makes its folder.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Writes a PNG, whole or not at all; makes its folder. UserError: it cannot be written."""
     ensure_directory(path.parent)
     with atomic_write(path) as handle, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a run's name in a script that the font lacks: boxes will do
@@ -108,16 +100,12 @@ def save(figure: Figure, path: Path) -> Path:
 
 LEARNING, TIME, CONSENSUS = "learning.png", "time.png", "consensus-distance.png"
 _COLOURS = {"compute": "#0072B2", "data": "#56B4E9", "comm": "#D55E00", "wait": "#E69F00", "other": "0.8"}
-_MANY_BARS = 30
-"""If there are more bars than this, they have no names."""
+_MANY_BARS = 30  # if there are more bars than this, they have no names
 
 
 def draw_report(runs: Sequence[Run], out: Path) -> tuple[Path, ...]:
-    """Draws the plots for which the runs have data into PNG files in `out`; returns those that were written.
-
-    Raises:
-        UserError: matplotlib is missing, or a file cannot be written.
-    """
+    """Draws the plots for which the runs have data into PNG files in `out`; returns those that were written. UserError:
+    matplotlib is missing, or a file cannot be written."""
     drawn = [draw_learning(runs, out / LEARNING)]
     if any(run.metrics.workers for run in runs):
         drawn.append(draw_time(runs, out / TIME))

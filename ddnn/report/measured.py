@@ -45,11 +45,8 @@ class Published(Section):
 
 
 def read_measured(path: Path) -> list[Measurement]:
-    """The measurements of a run dir, or of a YAML file of published times (also one that comes with ddnn).
-
-    Raises:
-        DataError: it is neither, or damaged. RecipeError: the run dir's recipe is damaged.
-    """
+    """The measurements of a run dir, or of a YAML file of published times (also one that comes with ddnn). DataError:
+    it is neither, or damaged. RecipeError: the run dir's recipe is damaged."""
     if path.is_dir():
         return [_of_run(read_run(path))]
     shipped = configs_folder() / "measured" / path.name
@@ -59,11 +56,8 @@ def read_measured(path: Path) -> list[Measurement]:
 
 
 def network_dims(text: str) -> list[int]:
-    """Dims of "440-6x2048-8806": [440, 2048, 2048, 2048, 2048, 2048, 2048, 8806].
-
-    Raises:
-        UserError: not of this form, or with more than a hundred layers.
-    """
+    """Dims of "440-6x2048-8806": [440, 2048, 2048, 2048, 2048, 2048, 2048, 8806]. UserError: not of this form, or with
+    more than a hundred layers."""
     dims: list[int] = []
     for part in text.split("-"):
         count, _, size = part.rpartition("x")

@@ -15,33 +15,23 @@ from ddnn.training.metrics import EpochRow, Metrics, read_metrics
 from ddnn.training.run_status import METRICS, RECIPE
 from ddnn.util.errors import DataError
 
-SHARES = ("compute", "data", "comm", "wait")
-"""The fractions of the time of a worker's training thread."""
-LEAST = 1e-9
-"""Seconds, or frames per second, below which a row has no meaningful speed."""
+SHARES = ("compute", "data", "comm", "wait")  # the fractions of the time of a worker's training thread
+LEAST = 1e-9  # seconds, or frames per second, below which a row has no meaningful speed
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training, which may still be running.
+    """A training, which may still be running."""
 
-    Attributes:
-        name: unique among the runs of the report.
-        recipe: as it was run; None if the run dir has none.
-    """
-
-    name: str
+    name: str  # unique among the runs of the report
     path: Path
-    recipe: Recipe | None
+    recipe: Recipe | None  # as it was run; None if the run dir has none
     metrics: Metrics
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs in these run dirs, named by as many of their last folders as make the names different.
-
-    Raises:
-        DataError: no run dir, or a damaged metrics.jsonl. RecipeError: its recipe is damaged.
-    """
+    """The runs in these run dirs, named by as many of their last folders as make the names different. DataError: no run
+    dir, or a damaged metrics.jsonl. RecipeError: its recipe is damaged."""
     return [read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 

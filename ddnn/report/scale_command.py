@@ -135,12 +135,9 @@ class Scaling:
 
 
 def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> Scaling:
-    """Reads measurements, fits the model, predicts, and draws a plot into the folder `out` if it is given.
-
-    Raises:
-        UserError: an invalid option; measurements that cannot be combined, or too few of them.
-        DataError: a run dir or file of measurements is damaged.
-    """
+    """Reads measurements, fits the model, predicts, and draws a plot into the folder `out` if it is given. UserError:
+    an invalid option; measurements that cannot be combined, or too few of them. DataError: a run dir or file of
+    measurements is damaged."""
     _check(options)
     measured = [m for source in sources for m in read_measured(source)]
     used = [m for m in measured if options.fit is None or m.workers in options.fit]
@@ -235,11 +232,8 @@ def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) ->
 
 
 def draw_scaling(found: Scaling, path: Path) -> Path:
-    """Speed-up against workers, both logarithmic: the ideal, a curve for each cost, and the measurements.
-
-    Raises:
-        UserError: matplotlib is missing, or the file cannot be written.
-    """
+    """Speed-up against workers, both logarithmic: the ideal, a curve for each cost, and the measurements. UserError:
+    matplotlib is missing, or the file cannot be written."""
     from ddnn.report.figures import (  # needs matplotlib
         COLOURS,
         MARKERS,

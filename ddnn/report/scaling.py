@@ -56,28 +56,17 @@ SAME_COST = (
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of the model for a `job`.
-
-    Attributes:
-        minibatch_seconds: c, compute and data time of a minibatch.
-        contention_seconds: g, its additional time if there is more than one worker.
-        serial_seconds: S, part of an epoch that is not divided among the workers.
-        averaging_seconds: h, of an averaging without its messages.
-        block_std: sigma, of job.averaging_period minibatches.
-        latency: alpha, seconds per message.
-        byte_seconds: beta, seconds per byte.
-        final_mean: E, whether every epoch ends with the exact mean over all workers.
-    """
+    """The constants of the model for a `job`."""
 
     job: Job
-    minibatch_seconds: float
-    contention_seconds: float
-    serial_seconds: float
-    averaging_seconds: float
-    block_std: float
-    latency: float
-    byte_seconds: float
-    final_mean: bool
+    minibatch_seconds: float  # c, compute and data time of a minibatch
+    contention_seconds: float  # g, its additional time if there is more than one worker
+    serial_seconds: float  # S, part of an epoch that is not divided among the workers
+    averaging_seconds: float  # h, of an averaging without its messages
+    block_std: float  # sigma, of job.averaging_period minibatches
+    latency: float  # alpha, seconds per message
+    byte_seconds: float  # beta, seconds per byte
+    final_mean: bool  # E, whether every epoch ends with the exact mean over all workers
 
 
 def scaled(constants: Constants, job: Job) -> Constants:
@@ -153,30 +142,20 @@ def largest_of(n: int) -> float:
 
 @dataclass(frozen=True)
 class Measurement:
-    """An epoch with a number of workers; times are means over workers and epochs.
+    """An epoch with a number of workers; times are means over workers and epochs."""
 
-    Attributes:
-        source: the run dir or file.
-        seconds: of the whole epoch.
-        comm: spent sending parameters in it.
-        averagings: made in it.
-        compute: spent in compute and data; None if it was not measured.
-        rest: neither compute, data, communication nor waiting; None if compute is None.
-        block_std: standard deviation of the interval between two averagings, over time and workers; None if not known.
-        final_mean: whether `comm` includes the exact mean at the end of the epoch.
-    """
-
-    source: str
+    source: str  # the run dir or file
     workers: int
     way: Way
     job: Job
-    seconds: float
-    comm: float
-    averagings: float
-    compute: float | None = None
-    rest: float | None = None
+    seconds: float  # of the whole epoch
+    comm: float  # spent sending parameters in it
+    averagings: float  # made in it
+    compute: float | None = None  # spent in compute and data; None if it was not measured
+    rest: float | None = None  # neither compute, data, communication nor waiting; None if compute is None
+    # standard deviation of the interval between two averagings, over time and workers; None if not known
     block_std: float | None = None
-    final_mean: bool = False
+    final_mean: bool = False  # whether `comm` includes the exact mean at the end of the epoch
 
     @property
     def minibatches(self) -> float:
@@ -195,11 +174,8 @@ class Calibration:
 def calibrate(
     measured: Sequence[Measurement], latency: float | None = None, byte_seconds: float | None = None
 ) -> Calibration:
-    """Fits the constants to the measurements, except `latency` and `byte_seconds` if these are given.
-
-    Raises:
-        UserError: measurements of different networks or minibatches, or of different kinds; too few measurements.
-    """
+    """Fits the constants to the measurements, except `latency` and `byte_seconds` if these are given. UserError:
+    measurements of different networks or minibatches, or of different kinds; too few measurements."""
     first = measured[0]
     for other in measured:
         kinds = [(m.job.parameters, m.job.minibatch, m.compute is None) for m in (first, other)]
@@ -220,8 +196,7 @@ def calibrate(
     return Calibration(Constants(first.job, *times, sigma, alpha, beta, final_mean), tuple(assumed))
 
 
-Times = tuple[float, float, float, float]
-"""c, g, S and h."""
+Times = tuple[float, float, float, float]  # c, g, S and h
 
 
 def _times_of_totals(measured: Sequence[Measurement], assumed: list[str]) -> Times:

@@ -58,11 +58,8 @@ class Report:
 
 
 def report(paths: Sequence[Path], out: Path | None) -> Report:
-    """Reads run dirs and, if `out` is given, draws their plots into that folder.
-
-    Raises:
-        DataError, RecipeError: a run dir is damaged. UserError: matplotlib is missing, or `out` cannot be written.
-    """
+    """Reads run dirs and, if `out` is given, draws their plots into that folder. DataError, RecipeError: a run dir is
+    damaged. UserError: matplotlib is missing, or `out` cannot be written."""
     runs = read_runs(paths)
     plots: tuple[Path, ...] = ()
     if out is not None:

@@ -132,12 +132,8 @@ class _Plan:
 
 
 def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], None]) -> ReproduceResult:
-    """Everything that `ddnn reproduce` does; `report` shows the user one line.
-
-    Raises:
-        UserError: an invalid option, recipe or record, or another call executes runs in the same folder.
-        KeyboardInterrupt: told to stop; the same call resumes.
-    """
+    """Everything that `ddnn reproduce` does; `report` shows the user one line. UserError: an invalid option, recipe or
+    record, or another call executes runs in the same folder. KeyboardInterrupt: told to stop; the same call resumes."""
     plan = _make_plan(names, options)
     layout, report_path = plan.layout, _report_path(options, plan.layout.output_dir)
     records = _read_records(layout.records, options)

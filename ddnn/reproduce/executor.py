@@ -100,9 +100,7 @@ class LocalExecutor:
         """Makes the records of these runs; returns an error for each run that has none.
 
         The caller holds the lock of the output directory, from before it read which runs are missing.
-
-        Raises:
-            KeyboardInterrupt: after all trainings that were running have been stopped.
+        KeyboardInterrupt: after all trainings that were running have been stopped.
         """
         with ThreadPoolExecutor(self.pool.number + 1) as threads:
             try:
@@ -328,11 +326,8 @@ class SlurmExecutor:
         """Checks each of these runs, which have no record that counts; `jobs` then says what became of them.
 
         The caller holds the lock of the output directory, as of `LocalExecutor.execute`. Returns what could not be
-        submitted or evaluated, a sentence each.
-
-        Raises:
-            UserError: the options do not fit a run, Slurm cannot be asked about an existing job, or a job's record is
-                damaged. Nothing has been submitted then.
+        submitted or evaluated, a sentence each. UserError: the options do not fit a run, Slurm cannot be asked about an
+        existing job, or a job's record is damaged. Nothing has been submitted then.
         """
         ask = self._ask_slurm(runs)
         to_submit = [run for run in runs if not self._has_job_or_result(run, ask)]

@@ -75,11 +75,8 @@ class OutputLayout:
 
 
 def plan_runs(config: ReproduceConfig, folder: Path, tables: Iterable[Table]) -> list[PlannedRun]:
-    """The runs of these tables, each once, seed by seed, from the recipes in the corpus's folder.
-
-    Raises:
-        UserError: a condition has no recipe. RecipeError: a recipe is damaged, or its data do not exist.
-    """
+    """The runs of these tables, each once, seed by seed, from the recipes in the corpus's folder. UserError: a
+    condition has no recipe. RecipeError: a recipe is damaged, or its data do not exist."""
     cells: dict[tuple[str, int], Path] = {}
     for table in tables:
         for condition in table.conditions:

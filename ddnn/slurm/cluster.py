@@ -115,11 +115,8 @@ class ClusterConfig(Section):
 
 
 def load_cluster(name_or_file: str) -> ClusterConfig:
-    """The settings of a file, or of configs/cluster/NAME.yaml: first of the working directory, then of ddnn.
-
-    Raises:
-        UserError: there is none such, or something is wrong with it: all problems, one a line.
-    """
+    """The settings of a file, or of configs/cluster/NAME.yaml: first of the working directory, then of ddnn. UserError:
+    there is none such, or something is wrong with it: all problems, one a line."""
     path = find_cluster(name_or_file)
     tree = read_yaml(path)
     tree.values = _as_written(tree.values)
@@ -127,11 +124,7 @@ def load_cluster(name_or_file: str) -> ClusterConfig:
 
 
 def find_cluster(name_or_file: str) -> Path:
-    """The file that `--cluster` means.
-
-    Raises:
-        UserError: there is none such.
-    """
+    """The file that `--cluster` means. UserError: there is none such."""
     as_file = Path(name_or_file)
     if exists(as_file) and not as_file.is_dir():
         return as_file

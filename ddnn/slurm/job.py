@@ -51,11 +51,7 @@ def write_job(run_dir: Path, job: Job) -> None:
 
 
 def read_job(run_dir: Path) -> Job | None:
-    """The job of a run dir; None where it was not submitted to Slurm.
-
-    Raises:
-        DataError: job.json is damaged.
-    """
+    """The job of a run dir; None where it was not submitted to Slurm. DataError: job.json is damaged."""
     path = run_dir / JOB_RECORD
     if not path.is_file():
         return None

@@ -16,25 +16,16 @@ from ddnn.util.text import environment
 
 @dataclass(frozen=True)
 class JobScript:
-    """A training as a job: everything that its script says.
+    """A training as a job: everything that its script says."""
 
-    Attributes:
-        run_dir: absolute; the job's output goes into it.
-        training: the command that trains, word by word, with absolute paths only.
-        name: the job's name, one word.
-        placement: workers over nodes.
-        threads: CPU threads of each worker.
-        cluster: settings of the cluster; of its numbers of nodes, workers and GPUs `placement` is the last word.
-        pretraining: whether it is one.
-    """
-
-    run_dir: Path
-    training: tuple[str, ...]
-    name: str
-    placement: Placement
-    threads: int
+    run_dir: Path  # absolute; the job's output goes into it
+    training: tuple[str, ...]  # the command that trains, word by word, with absolute paths only
+    name: str  # the job's name, one word
+    placement: Placement  # workers over nodes
+    threads: int  # CPU threads of each worker
+    # settings of the cluster; of its numbers of nodes, workers and GPUs `placement` is the last word
     cluster: ClusterConfig
-    pretraining: bool = False
+    pretraining: bool = False  # whether it is one
 
     @property
     def cpus_per_worker(self) -> int:
@@ -44,10 +35,7 @@ class JobScript:
 
 def sbatch_options(job: JobScript) -> list[str]:
     """Options of sbatch, each one word, unquoted: for its command line, where they win over SBATCH_* variables.
-
-    Raises:
-        UserError: the run dir's name holds what Slurm cannot write to.
-    """
+    UserError: the run dir's name holds what Slurm cannot write to."""
     cluster, placement = job.cluster, job.placement
     gpus = placement.gpus_per_node
     chosen = {
@@ -82,11 +70,7 @@ def sbatch_options(job: JobScript) -> list[str]:
 
 
 def script_text(job: JobScript) -> str:
-    """The whole script.
-
-    Raises:
-        UserError: a name holds what neither Slurm nor one line of shell can.
-    """
+    """The whole script. UserError: a name holds what neither Slurm nor one line of shell can."""
     by_srun, placement = job.cluster.launcher == "srun" and job.placement.workers > 1, job.placement
     srun = [
         *("srun", "--mpi=pmix", "--kill-on-bad-exit=1", f"--nodes={placement.nodes}", f"--ntasks={placement.workers}"),

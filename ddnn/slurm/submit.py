@@ -108,8 +108,7 @@ def submit(
     return _send(job, text, after)
 
 
-_JOB_RECIPES = {"training": RECIPE, "pretraining": JOB_RECIPE}
-"""The recipe that the job reads."""
+_JOB_RECIPES = {"training": RECIPE, "pretraining": JOB_RECIPE}  # the recipe that the job reads
 
 
 def _command(kind: Kind, run_dir: Path, workers: int, device: str) -> tuple[str, ...]:

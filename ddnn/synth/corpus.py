@@ -24,24 +24,16 @@ _ARCHIVE_BYTES = 500_000_000  # of an archive of features, at one byte per value
 
 @dataclass(frozen=True)
 class SynthOptions:
-    """How large a corpus to make.
+    """How large a corpus to make."""
 
-    Attributes:
-        hours: training speech, at 100 frames a second; reached to within an utterance per speaker.
-        test_hours: test speech; None: a tenth of `hours`, but at most 5.
-        speakers: training speakers; a tenth of them, one or more, are named in `cv_speakers.txt`. An eighth as many others,
-            two or more, speak the test set.
-        dim: feature dims.
-        pdfs: senones.
-        seed: of everything. Same options, same numpy: the same bytes.
-    """
-
-    hours: float = 0.5
-    test_hours: float | None = None
+    hours: float = 0.5  # training speech, at 100 frames a second; reached to within an utterance per speaker
+    test_hours: float | None = None  # test speech; None: a tenth of `hours`, but at most 5
+    # training speakers; a tenth of them, one or more, are named in `cv_speakers.txt`. An eighth as many others, two or
+    # more, speak the test set.
     speakers: int = 20
-    dim: int = 40
-    pdfs: int = 160
-    seed: int = 1
+    dim: int = 40  # feature dims
+    pdfs: int = 160  # senones
+    seed: int = 1  # of everything. Same options, same numpy: the same bytes.
 
     @property
     def expected_frames(self) -> int:

@@ -15,38 +15,26 @@ CONSONANTS = (
     *("B", "CH", "D", "DH", "F", "G", "HH", "JH", "K", "L", "M", "N"),
     *("NG", "P", "R", "S", "SH", "T", "TH", "V", "W", "Y", "Z", "ZH"),
 )
-PHONES = ("SIL", *sorted((*CONSONANTS, *VOWELS)))
-"""The phone at index i has the phone-id i + 1."""
-STATES = 3
-"""Emitting HMM states of every phone, silence too."""
+PHONES = ("SIL", *sorted((*CONSONANTS, *VOWELS)))  # the phone at index i has the phone-id i + 1
+STATES = 3  # emitting HMM states of every phone, silence too
 MIN_PDFS = STATES * len(PHONES)
 _MAX_WORDS = 20_000
-SILENCE_PROBABILITY = 0.3
-"""Of the optional silence before, between and after the words."""
+SILENCE_PROBABILITY = 0.3  # of the optional silence before, between and after the words
 WORDS_PER_UTTERANCE = (2, 8)
-SELF_LOOP_SCALE = 0.1
-"""As utils/mkgraph.sh has it: the costs of self-loops, and of leaving them, count a tenth."""
+SELF_LOOP_SCALE = 0.1  # as utils/mkgraph.sh has it: the costs of self-loops, and of leaving them, count a tenth
 
 
 @dataclass(frozen=True, eq=False)
 class Lexicon:
-    """Words, and the pdfs that they pass through.
+    """Words, and the pdfs that they pass through."""
 
-    Attributes:
-        words: names; word w has word id w + 1.
-        probabilities: float64 [words], unigram, near Zipf's law.
-        pdfs: int32, the pdf-ids of the words' HMM states one after the other; silence comes last.
-        offsets: int64 [words + 2]: word w owns `pdfs[offsets[w]:offsets[w + 1]]`, silence the last stretch.
-        pdf_phone: int32 [pdfs], index into `PHONES` of each pdf.
-        pdf_state: int32 [pdfs], HMM state of each pdf.
-    """
-
-    words: tuple[str, ...]
-    probabilities: npt.NDArray[np.float64]
-    pdfs: npt.NDArray[np.int32]
+    words: tuple[str, ...]  # names; word w has word id w + 1
+    probabilities: npt.NDArray[np.float64]  # float64 [words], unigram, near Zipf's law
+    pdfs: npt.NDArray[np.int32]  # int32, the pdf-ids of the words' HMM states one after the other; silence comes last
+    # int64 [words + 2]: word w owns `pdfs[offsets[w]:offsets[w + 1]]`, silence the last stretch
     offsets: npt.NDArray[np.int64]
-    pdf_phone: npt.NDArray[np.int32]
-    pdf_state: npt.NDArray[np.int32]
+    pdf_phone: npt.NDArray[np.int32]  # int32 [pdfs], index into `PHONES` of each pdf
+    pdf_state: npt.NDArray[np.int32]  # int32 [pdfs], HMM state of each pdf
 
 
 def _invent_words(rng: np.random.Generator, count: int) -> tuple[tuple[str, ...], list[list[int]]]:
@@ -79,9 +67,7 @@ def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:
 
     A context is the phone before and the phone after within the word. The contexts of a first state are ordered by the
     phone before, those of a last state by the phone after; neighbours in that order share a pdf, as in a decision tree.
-
-    Raises:
-        UserError: fewer pdfs than HMM states, or more than the words have contexts.
+    UserError: fewer pdfs than HMM states, or more than the words have contexts.
     """
     if num_pdfs < MIN_PDFS:
         message = f"{num_pdfs} pdfs for {MIN_PDFS} HMM states"

@@ -128,10 +128,7 @@ class CheckpointStore:
 
         Each rank reads the global state and that of its own rank, once, and verifies them as it reads. Files that this
         leaves over, where more ranks wrote it, are verified by the ranks in turn. A corrupt checkpoint is skipped with
-        a warning.
-
-        Raises:
-            DataError: all checkpoints are corrupt, or another version of ddnn wrote the newest.
+        a warning. DataError: all checkpoints are corrupt, or another version of ddnn wrote the newest.
         """
         numbers, failure = [], ""
         try:

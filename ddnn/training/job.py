@@ -70,13 +70,10 @@ class Job:
 def run_training(
     recipe: Recipe, run_dir: Path, device: str = "auto", comm: Communicator | None = None, *, resume: bool = False
 ) -> None:
-    """Trains as the recipe says and leaves everything in `run_dir`; all workers of `comm` run it together. With `resume` it
-    continues from the newest checkpoint of the run dir; if there is none, it starts from the beginning.
-
-    Raises:
-        UserError: anything for the user to fix: recipe, data, device, disk. DivergedError: the training diverged.
-        TrainingInterrupted: a signal has ended it, and it can be resumed.
-    """
+    """Trains as the recipe says and leaves everything in `run_dir`; all workers of `comm` run it together. With
+    `resume` it continues from the newest checkpoint of the run dir; if there is none, it starts from the beginning.
+    UserError: anything for the user to fix: recipe, data, device, disk. DivergedError: the training diverged.
+    TrainingInterrupted: a signal has ended it, and it can be resumed."""
     with open_job("training", recipe, run_dir, device, comm or SingleProcess(), resume=resume) as job:
         trainer = build_trainer(job, resume)
         with closing(trainer.averager), closing(trainer.batches):

@@ -39,8 +39,7 @@ def _rounded(digits: int) -> AfterValidator:
 
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
-Number = Annotated[float | None, BeforeValidator(_finite)]
-"""None (null) where the value is not finite, or not known."""
+Number = Annotated[float | None, BeforeValidator(_finite)]  # none (null) where the value is not finite, or not known
 _NotNegative = Annotated[float, Field(ge=0.0, le=1e18)]
 Seconds = Annotated[_NotNegative | None, BeforeValidator(_finite), _rounded(6)]
 Speed = Annotated[_NotNegative | None, BeforeValidator(_finite), _rounded(1)]
@@ -231,11 +230,8 @@ Row = TypeVar("Row", bound=MetricsRow)
 
 def read_metrics(path: Path) -> Metrics:
     """The metrics of a training or pretraining, which may still run: without a last line that is still being written.
-
-    Raises:
-        DataError: the file is missing, no regular file or too large; a line is not a metrics row; two rows are of the
-            same epoch and rank.
-    """
+    DataError: the file is missing, no regular file or too large; a line is not a metrics row; two rows are of the same
+    epoch and rank."""
     rows: dict[tuple[object, ...], MetricsRow] = {}
     for number, line in _lines(path):
         try:

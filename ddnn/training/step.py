@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 Result = tuple[Tensor, Tensor]
 """Summed loss and number of correctly classified frames, 0-dim, on the device. A graph's are overwritten by the
 next."""
-Step = Callable[[Batch, float], Result]
-"""Minibatch, learning rate -> result; changes parameters and optimizer."""
+Step = Callable[[Batch, float], Result]  # minibatch, learning rate -> result; changes parameters and optimizer
 
 WARM_UP = 3  # steps on the capturing stream before a capture: libraries take their memory then
 VERIFIED = 16  # minibatches of the check: NG-SGD has its first two steps without work for the host among them

@@ -282,11 +282,9 @@ def _mean(values: Sequence[float]) -> float | None:
 def train(trainer: Trainer) -> AcousticModel:
     """Trains until the schedule ends; returns the model with the best cross-validation result.
 
-    All workers run it together: each trains on its shard, all evaluate and keep the same averaged model.
-
-    Raises:
-        DivergedError: the loss, or the model of every worker, is not finite.
-        TrainingInterrupted: the training was asked to stop; a checkpoint was written.
+    All workers run it together: each trains on its shard, all evaluate and keep the same averaged model. DivergedError:
+    the loss, or the model of every worker, is not finite. TrainingInterrupted: the training was asked to stop; a
+    checkpoint was written.
     """
     t, progress = trainer, trainer.progress
     if not progress.started:

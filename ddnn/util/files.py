@@ -18,8 +18,7 @@ from typing import Any, BinaryIO, Literal
 
 from ddnn.util.errors import UserError
 
-_CHUNK = 4 << 20
-"""Bytes read at once."""
+_CHUNK = 4 << 20  # bytes read at once
 
 
 def _explain(error: OSError, path: Path) -> UserError:
@@ -31,11 +30,8 @@ def _explain(error: OSError, path: Path) -> UserError:
 
 
 def open_regular(path: Path, *, follow_symlinks: bool = True) -> BinaryIO:
-    """Opens a regular file to be read. A pipe or a device in its place is neither waited for nor touched.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file; without `follow_symlinks`, it is a symbolic link.
-    """
+    """Opens a regular file to be read. A pipe or a device in its place is neither waited for nor touched. OSError: it
+    cannot be opened, or is no regular file; without `follow_symlinks`, it is a symbolic link."""
     _refuse_irregular(path.stat(follow_symlinks=follow_symlinks).st_mode, path)
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_symlinks else os.O_NOFOLLOW)
     handle = os.fdopen(os.open(path, flags), "rb")
@@ -57,11 +53,8 @@ def _refuse_irregular(mode: int, path: Path) -> None:
 
 
 def read_bytes_limited(path: Path, most: int) -> bytes:
-    """The bytes of a regular file, as many as its size says.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, has more than `most` bytes, or does not fit into memory.
-    """
+    """The bytes of a regular file, as many as its size says. OSError: it cannot be read, is no regular file, has more
+    than `most` bytes, or does not fit into memory."""
     with open_regular(path) as handle:
         size = os.fstat(handle.fileno()).st_size
         if size > most:
@@ -76,10 +69,8 @@ def read_bytes_limited(path: Path, most: int) -> bytes:
 def atomic_write(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """A binary file that is renamed to `path` only when the block ends without an error; else nothing is left behind.
 
-    Without `sync` it may be lost where the machine goes down soon after.
-
-    Raises:
-        UserError: the file cannot be written (no permission, disk full).
+    Without `sync` it may be lost where the machine goes down soon after. UserError: the file cannot be written (no
+    permission, disk full).
     """
     temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:
@@ -100,11 +91,8 @@ def atomic_write(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """A directory to fill, whose content appears in `path` only when the block ends without an error: in one step where
-    `path` does not exist, entry by entry where it is an empty directory.
-
-    Raises:
-        UserError: `path` is not empty, or cannot be written.
-    """
+    `path` does not exist, entry by entry where it is an empty directory. UserError: `path` is not empty, or cannot be
+    written."""
     exists = path.exists()
     temporary = path / f".tmp{os.getpid()}" if exists else path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:
@@ -140,10 +128,7 @@ def ensure_directory(path: Path) -> None:
 
 def require_kind(path: Path, kind: Literal["file", "directory"]) -> None:
     """Does nothing if `path` does not exist, or is what `kind` says; a symbolic link is neither file nor directory.
-
-    Raises:
-        UserError: it is something else.
-    """
+    UserError: it is something else."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -158,11 +143,8 @@ def require_kind(path: Path, kind: Literal["file", "directory"]) -> None:
 
 
 def open_for_append(path: Path) -> int:
-    """The descriptor of a regular file, opened for reading and appending, created if it does not exist.
-
-    Raises:
-        UserError: it is a symbolic link, a FIFO or a device. OSError: it cannot be opened.
-    """
+    """The descriptor of a regular file, opened for reading and appending, created if it does not exist. UserError: it
+    is a symbolic link, a FIFO or a device. OSError: it cannot be opened."""
     require_kind(path, "file")
     # O_NOFOLLOW, O_NONBLOCK and fstat: it may have become something else since.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -174,11 +156,8 @@ def open_for_append(path: Path) -> int:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Appends `text` (UTF-8) completely or not at all; creates the file if it does not exist.
-
-    Raises:
-        UserError: as of `open_for_append`. OSError: it cannot be written.
-    """
+    """Appends `text` (UTF-8) completely or not at all; creates the file if it does not exist. UserError: as of
+    `open_for_append`. OSError: it cannot be written."""
     descriptor = open_for_append(path)
     size = os.fstat(descriptor).st_size
     try:
@@ -195,9 +174,7 @@ def write_verified(path: Path, pieces: Callable[[], Iterable[Any]]) -> tuple[int
     """Writes a new file, flushes it to the disk, and reads it back past the page cache; returns its size and SHA-256.
 
     `pieces` gives buffers of bytes; it is called three times: to write, to compare, and in a thread for the SHA-256.
-
-    Raises:
-        OSError: the file exists, cannot be written, or what was read back is something else.
+    OSError: the file exists, cannot be written, or what was read back is something else.
     """
     from concurrent.futures import ThreadPoolExecutor
 

@@ -28,11 +28,8 @@ _PR_SET_PDEATHSIG = 1
 def run(
     argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a short command without input, captures its output as text, and kills it after `timeout` seconds.
-
-    Raises:
-        OSError: it cannot be started. subprocess.TimeoutExpired: it took too long.
-    """
+    """Runs a short command without input, captures its output as text, and kills it after `timeout` seconds. OSError:
+    it cannot be started. subprocess.TimeoutExpired: it took too long."""
     return subprocess.run(
         argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout
     )

@@ -13,8 +13,7 @@ SHOWN_BY_LAUNCHER = "DDNN_PROGRESS"
 
 Item = TypeVar("Item")
 
-_shown: bool | None = None
-"""Whether bars are shown; None: on a terminal only."""
+_shown: bool | None = None  # whether bars are shown; None: on a terminal only
 
 
 def only_first_worker_shows(rank: int) -> None:

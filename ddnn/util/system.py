@@ -46,11 +46,9 @@ def device_name(device: str) -> str:
 def choose_device(name: str, local_rank: int = 0, threads: int = 1) -> torch.device:
     """The device for a worker: `cpu`, `cuda` (the GPU of its local rank), or `auto` (a GPU where there is one).
 
-    Workers share the GPUs of a host that has too few. `threads`: CPU threads of this process from here on; more than one
-    is slower on minibatches of a few hundred frames.
-
-    Raises:
-        UserError: `cuda` where no GPU can be used, or the GPU lets nobody else in.
+    Workers share the GPUs of a host that has too few. `threads`: CPU threads of this process from here on; more than
+    one is slower on minibatches of a few hundred frames. UserError: `cuda` where no GPU can be used, or the GPU lets
+    nobody else in.
     """
     import torch
 

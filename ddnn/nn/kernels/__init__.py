@@ -34,11 +34,8 @@ _ARGUMENTS = {
 
 
 class Kernels:
-    """The functions of a compiled `kernels.c`. All tensors lie in host memory, contiguous.
-
-    Raises:
-        OSError, AttributeError: the library cannot be loaded, or is none of ours.
-    """
+    """The functions of a compiled `kernels.c`. All tensors lie in host memory, contiguous. OSError, AttributeError: the
+    library cannot be loaded, or is none of ours."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
