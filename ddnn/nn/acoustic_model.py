@@ -21,8 +21,7 @@ from ddnn.nn.network import Network
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write
 
-FORMAT = 2
-"""Of a stored model. Format 1, whose layers were all affine, is read too."""
+FORMAT = 2  # Of a stored model. Format 1, whose layers were all affine, is read too.
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,8 @@ class AcousticModel:
 
 
 def save_model(path: Path, model: AcousticModel) -> None:
-    """Writes the model whole: float32 tensors by name, and their meaning as JSON in the header.
-
-    Raises:
-        UserError: it cannot be written, or has values that are not finite.
-    """
+    """Writes the model whole: float32 tensors by name, and their meaning as JSON in the header. UserError: it cannot be
+    written, or has values that are not finite."""
     if not bool(model.network.parameters.isfinite().all()):
         raise UserError(
             "the network has values that are not finite",
@@ -85,11 +81,8 @@ def transform_tensors(model: AcousticModel) -> dict[str, Tensor]:
 
 
 def load_model(path: Path) -> AcousticModel:
-    """Reads a model written by `save_model`.
-
-    Raises:
-        DataError: not a ddnn model, or a damaged one: shapes and values are checked.
-    """
+    """Reads a model written by `save_model`. DataError: not a ddnn model, or a damaged one: shapes and values are
+    checked."""
     if path.exists() and not path.is_file():  # safe_open would wait at a pipe
         raise DataError("not a ddnn model: not a regular file", location=path, hint="name the run dir of a training")
     try:
@@ -177,11 +170,8 @@ def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tens
 
 
 def to_nnet1(model: AcousticModel) -> tuple[tuple[Component, ...], tuple[Component, ...]]:
-    """The model as nnet1 components: the network and its feature transform.
-
-    Raises:
-        UserError: nnet1 has no component for a layer.
-    """
+    """The model as nnet1 components: the network and its feature transform. UserError: nnet1 has no component for a
+    layer."""
     try:
         layers = zip(model.network.layers, model.network.views, strict=True)
         components = [component for layer, views in layers for component in layer.to_nnet1(views)]
