@@ -27,12 +27,23 @@ _MAX_RELAXATIONS = 20_000_000
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """Options of the search."""
+    """Options of the search; UserError for those that the decoder cannot work with."""
 
     acoustic_scales: tuple[float, ...] = (0.05, 0.07, 0.1, 0.143)  # of log-likelihoods, one decoding each
     beam: float = 13.0  # cost above the best token at which a token is dropped
     max_active: int = 7000  # tokens retained per frame, at most
     min_active: int = 200  # tokens retained per frame even where the beam would drop them
+
+    def __post_init__(self) -> None:
+        scales = self.acoustic_scales
+        if not scales or not all(0 < scale < 1e6 for scale in scales) or len(set(scales)) != len(scales):
+            message = f"acoustic scales {scales}: expected different numbers above 0"
+            raise UserError(message, hint="for example 0.05,0.07,0.1,0.143")
+        if not 0 < self.beam < 1e6:
+            raise UserError(f"beam {self.beam}: expected a number above 0", hint="13 to 15 is usual")
+        if not 0 <= self.min_active < self.max_active < 2**31 or self.max_active < 2:
+            message = f"min_active {self.min_active} and max_active {self.max_active}"
+            raise UserError(f"{message}: expected 0 <= min_active < max_active", hint="200 and 7000 are usual")
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,19 +151,6 @@ def _check_loglikes(utterance: str, matrix: npt.NDArray[np.float32], graph: Deco
     return matrix
 
 
-def check_options(options: DecodeOptions) -> None:
-    """Raises UserError for options that the decoder cannot work with."""
-    scales = options.acoustic_scales
-    if not scales or not all(0 < scale < 1e6 for scale in scales) or len(set(scales)) != len(scales):
-        message = f"acoustic scales {scales}: expected different numbers above 0"
-        raise UserError(message, hint="for example 0.05,0.07,0.1,0.143")
-    if not 0 < options.beam < 1e6:
-        raise UserError(f"beam {options.beam}: expected a number above 0", hint="13 to 15 is usual")
-    if not 0 <= options.min_active < options.max_active < 2**31 or options.max_active < 2:
-        message = f"min_active {options.min_active} and max_active {options.max_active}"
-        raise UserError(f"{message}: expected 0 <= min_active < max_active", hint="200 and 7000 are usual")
-
-
 def decode_utterances(
     loglikes: Iterable[tuple[str, npt.NDArray[np.float32]]], graph: DecodingGraph, options: DecodeOptions
 ) -> Iterator[tuple[str, tuple[Hypothesis, ...]]]:
@@ -165,10 +163,9 @@ def decode_utterances(
         the utterance, and one hypothesis per scale, in the order of the scales.
 
     Raises:
-        UserError: the packages are missing, or an option that cannot be.
+        UserError: the packages are missing.
         DataError: a matrix that is empty, has another number of pdfs than the graph, or holds NaN or Inf.
     """
-    check_options(options)
     kaldifst, kaldi_decoder = _import_decoders()
     with tempfile.TemporaryDirectory(prefix="ddnn-graph-") as folder:
         write_fst(Path(folder) / "pdfs.fst", graph.fst)

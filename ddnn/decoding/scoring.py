@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ddnn.decoding.decoder import DecodeOptions, Hypothesis, check_options, decode_utterances, read_graph
+from ddnn.decoding.decoder import DecodeOptions, Hypothesis, decode_utterances, read_graph
 from ddnn.kaldi.archive import MatrixReader, iterate_matrices
 from ddnn.kaldi.data_dir import read_text
 from ddnn.kaldi.scp import read_scp
@@ -155,11 +155,10 @@ def score(loglikes: Path, *, graph_dir: Path, model: Path, text: Path, options: 
         text: the reference, a Kaldi `text` of exactly the utterances in `loglikes`.
 
     Raises:
-        UserError: the packages of `ddnn[decode]` are missing, or an option that cannot be.
+        UserError: the packages of `ddnn[decode]` are missing.
         DataError: an input is missing, damaged, or does not fit the others; log-likelihoods and reference differ in
             their utterances.
     """
-    check_options(options)
     ka = _import_kaldialign()
     source = loglikes / "loglikes.scp" if loglikes.is_dir() else loglikes
     if not source.is_file():
