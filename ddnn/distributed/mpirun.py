@@ -142,20 +142,16 @@ class SignalForwarder(SignalListener):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
             self.first = number, time.monotonic()
-            self._forward_stop()
+            self._forward()
         elif self.second is None and number in FORCE_SIGNALS:
             self.second = number, time.monotonic()
-            self._forward_kill()
+            self._forward()
 
-    def _forward_stop(self) -> None:
-        """Once a second, since mpirun and the workers do not listen from the beginning."""
-        if self._process is not None and self.first is not None and self.second is None:
-            self._process.send_signal(signal.SIGUSR1)
-
-    def _forward_kill(self) -> None:
-        """Once, since another one would make mpirun leave in haste."""
-        if self._process is not None and self.second is not None:
-            self._process.send_signal(signal.SIGTERM)
+    def _forward(self) -> None:
+        """SIGUSR1 is sent once a second, since mpirun and the workers do not listen from the beginning; SIGTERM once,
+        since another one would make mpirun leave in haste."""
+        if self._process is not None and self.first is not None:
+            self._process.send_signal(signal.SIGUSR1 if self.second is None else signal.SIGTERM)
 
     def _overdue(self) -> bool:
         """Whether mpirun should have ended by now."""
@@ -189,7 +185,8 @@ class SignalForwarder(SignalListener):
             self._process = subprocess.Popen(
                 command, env=dict(variables), stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare
             )
-            self._forward_kill()  # what arrived meanwhile; the loop forwards the first
+            if self.second is not None:  # arrived meanwhile; the loop forwards the first
+                self._forward()
             while True:
                 try:
                     code = self._process.wait(timeout=1.0)
@@ -198,8 +195,8 @@ class SignalForwarder(SignalListener):
                     if self._overdue():
                         killed = True
                         self._process.kill()
-                    else:
-                        self._forward_stop()
+                    elif self.second is None:
+                        self._forward()
         except OSError as error:
             raise UserError(f"cannot start mpirun: {error.strerror}", location=command[0]) from error
         finally:

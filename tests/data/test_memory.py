@@ -44,8 +44,8 @@ class Others(SingleProcess):
     """A worker alone, to whom others seem to answer as well."""
 
     def __init__(self, *answers: list[Any]) -> None:
-        super().__init__(host="n1", world_size=1 + len(answers))
-        self.answers = answers
+        super().__init__(host="n1")
+        self.world_size, self.answers = 1 + len(answers), answers
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value, *self.answers]
