@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddnn.nn.arithmetic import Float32
-from ddnn.nn.layers import Gemm, Layer, Params, Shape, Views
+from ddnn.nn.layers import Gemm, Layer, Parameter, Params, Shape, Views
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,9 @@ class Filters(Layer):
         return (self.patches, self.filters)
 
     @property
-    def parameters(self) -> Mapping[str, Shape]:
-        return {"weight": (self.filters, self.size), "bias": (self.filters,)}
-
-    @property
-    def momentum(self) -> frozenset[str]:
-        return frozenset()  # as nnet1's ConvolutionalComponent
+    def parameters(self) -> Mapping[str, Parameter]:
+        shapes = {"weight": (self.filters, self.size), "bias": (self.filters,)}
+        return {name: Parameter(shape, momentum=False) for name, shape in shapes.items()}  # as nnet1's convolution
 
     @property
     def gemm(self) -> Gemm:
@@ -95,12 +92,8 @@ class Gain(Layer):
         return (self.width,)
 
     @property
-    def parameters(self) -> Mapping[str, Shape]:
-        return {"gain": (self.width,)}
-
-    @property
-    def learn_rate_coefs(self) -> Mapping[str, float]:
-        return {"gain": 0.5}
+    def parameters(self) -> Mapping[str, Parameter]:
+        return {"gain": Parameter((self.width,), learn_rate_coef=0.5)}
 
     def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
         torch.mul(x, p.values["gain"], out=y)

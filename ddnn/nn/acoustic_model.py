@@ -153,7 +153,7 @@ def _from_config(header: dict[str, Any], tensors: dict[str, Tensor]) -> Acoustic
     if "parameters" in tensors:
         parts = [_take(tensors, "parameters", (num_parameters(layers),))]
     else:
-        shapes = {f"layer{i}.{name}": s for i, layer in enumerate(layers) for name, s in layer.parameters.items()}
+        shapes = {f"layer{i}.{name}": p.shape for i, layer in enumerate(layers) for name, p in layer.parameters.items()}
         parts = [_take(tensors, name, shape).flatten() for name, shape in shapes.items()]
     names = ("transform.shift", "transform.scale")
     vectors = [_take(tensors, name, (input_dim,)) if name in tensors else None for name in names]

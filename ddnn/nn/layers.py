@@ -28,6 +28,16 @@ Shape = tuple[int, ...]
 Views = Mapping[str, Tensor]  # tensors of a layer by name: its parameters, its part of a gradient
 
 
+class Parameter(NamedTuple):
+    """What a layer says of a parameter: its multiple of the learning rate (nnet1's LearnRateCoef), whether weight decay
+    acts on it, and whether it has momentum: it has, but where Kaldi has none."""
+
+    shape: Shape
+    learn_rate_coef: float = 1.0
+    l2: bool = False
+    momentum: bool = True
+
+
 class Params(NamedTuple):
     """A layer's parameters: `values`, in the arithmetic's type, to multiply with, perhaps padded to more outputs than the
     layer has; `float32`, of which they are a copy."""
@@ -55,10 +65,7 @@ class Layer(ABC):
     Attributes:
         kind: its name in `LAYERS`, in model files and recipes.
         in_shape, out_shape: of a frame: (features,), or (channels, time, frequency).
-        parameters: their shapes by name, in the order of the flat buffer; empty for a layer without parameters.
-        learn_rate_coefs: multiples of the learning rate, by parameter (nnet1's LearnRateCoef).
-        l2: names of the parameters that weight decay acts on.
-        momentum: names of those with momentum; all, but where Kaldi has none.
+        parameters: by name, in the order of the flat buffer; empty for a layer without parameters.
         gemm: its product, whose rows natural gradient preconditions; None: it is left with the plain gradient.
         saved: shapes per frame, by name, of what it keeps in memory from its forward to its backward pass.
         must_be_last: whether no layer may follow.
@@ -66,7 +73,6 @@ class Layer(ABC):
     """
 
     kind: ClassVar[str]
-    l2: ClassVar[frozenset[str]] = frozenset()
 
     @property
     @abstractmethod
@@ -77,16 +83,8 @@ class Layer(ABC):
     def out_shape(self) -> Shape: ...
 
     @property
-    def parameters(self) -> Mapping[str, Shape]:
+    def parameters(self) -> Mapping[str, Parameter]:
         return {}
-
-    @property
-    def learn_rate_coefs(self) -> Mapping[str, float]:
-        return dict.fromkeys(self.parameters, 1.0)
-
-    @property
-    def momentum(self) -> frozenset[str]:
-        return frozenset(self.parameters)
 
     @property
     def gemm(self) -> Gemm | None:
@@ -117,7 +115,7 @@ class Layer(ABC):
     @property
     def num_parameters(self) -> int:
         """Length of its part of the flat buffer."""
-        return sum(math.prod(shape) for shape in self.parameters.values())
+        return sum(math.prod(parameter.shape) for parameter in self.parameters.values())
 
     @property
     def flop_per_frame(self) -> int:
@@ -131,8 +129,9 @@ class Layer(ABC):
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Its parameters as views of its part of a flat buffer, (num_parameters,)."""
-        parts = torch.split(flat, [math.prod(shape) for shape in self.parameters.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(self.parameters.items(), parts, strict=True)}
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        parts = torch.split(flat, list(map(math.prod, shapes.values())))
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
     def padded(self: Self, multiple: int) -> Self:
         """As the last layer: the same with outputs rounded up to a multiple, of zero weight; itself where it cannot."""
@@ -222,7 +221,6 @@ class Affine(Layer):
     """
 
     kind: ClassVar[str] = "affine"
-    l2: ClassVar[frozenset[str]] = frozenset({"weight"})
 
     in_features: int
     out_features: int
@@ -249,12 +247,9 @@ class Affine(Layer):
         return (self.out_features,)
 
     @cached_property
-    def parameters(self) -> Mapping[str, Shape]:
-        return {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
-
-    @cached_property
-    def learn_rate_coefs(self) -> Mapping[str, float]:
-        return {"weight": self.learn_rate_coef, "bias": self.bias_learn_rate_coef}
+    def parameters(self) -> Mapping[str, Parameter]:
+        weight = Parameter((self.out_features, self.in_features), self.learn_rate_coef, l2=True)
+        return {"weight": weight, "bias": Parameter((self.out_features,), self.bias_learn_rate_coef)}
 
     @cached_property
     def gemm(self) -> Gemm:

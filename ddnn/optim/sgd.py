@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 from torch import Tensor
 
@@ -63,15 +62,13 @@ class Sgd:
         self._decayed: list[tuple[Tensor, float]] = []
         views = zip(network.layers, network.views, self._views, network.split(self.momentum_buffer), strict=True)
         for layer, parameters, gradient, buffer in views:
-            for name, coef in layer.learn_rate_coefs.items():
-                if coef != 1.0:
-                    self._scaled.append((gradient[name], coef))
-                if name not in layer.momentum:
+            for name, about in layer.parameters.items():
+                if about.learn_rate_coef != 1.0:
+                    self._scaled.append((gradient[name], about.learn_rate_coef))
+                if not about.momentum:
                     self._without_momentum.append((buffer[name], gradient[name]))
-                if name in layer.l2:
-                    self._decayed.append((parameters[name], coef))
-        bounded = [type(layer).after_update is not Layer.after_update for layer in network.layers]
-        self._bounded = list(compress(zip(network.layers, network.views, strict=True), bounded))
+                if about.l2:
+                    self._decayed.append((parameters[name], about.learn_rate_coef))
 
     @property
     def preconditioners(self) -> list[NaturalGradient]:
@@ -104,7 +101,7 @@ class Sgd:
             if average is not None:
                 average(self.gradient)
             self.update(lr, frames=len(workspace.x))
-        if any([layer.after_update(parameters) for layer, parameters in self._bounded]):
+        if any([layer.after_update(p) for layer, p in zip(self.network.layers, self.network.views, strict=True)]):
             self.network.parameters_changed()
 
     def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[float]:
@@ -128,10 +125,9 @@ class Sgd:
         """The update of layer `i` from workspace.layer_gradients[i], times `factor`, of its parameters and the copy of
         them that layers multiply with."""
         network, compute, update = self.network, workspace.compute, workspace.arithmetic.sgd_update
-        coefs, decayed = network.layers[i].learn_rate_coefs, network.layers[i].l2 if self.l2 else frozenset()
-        for name, coef in coefs.items():
-            step = lr * coef
-            decay = 1.0 - step * self.l2 * len(workspace.x) if name in decayed else 1.0
+        for name, about in network.layers[i].parameters.items():
+            step = lr * about.learn_rate_coef
+            decay = 1.0 - step * self.l2 * len(workspace.x) if about.l2 else 1.0
             parameters, copy = network.views[i][name], compute.views[i][name]
             update(parameters, copy, workspace.layer_gradients[i][name], step * factor, decay)
 

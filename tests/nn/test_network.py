@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from twins import biases, random_minibatch, twin_loss, weights
 
-from ddnn.nn.layers import Affine, mlp_layers, num_parameters
+from ddnn.nn.layers import Affine, Parameter, mlp_layers, num_parameters
 from ddnn.nn.loss import cross_entropy
 from ddnn.nn.network import Network, Workspace, initialize
 
@@ -48,7 +48,7 @@ def test_initialisation_follows_make_nnet_proto() -> None:
     assert last.std().item() == pytest.approx(3.5 * (2 / (512 + 616)) ** 0.5, rel=0.02)
     assert -4 <= biases(network)[0].min() < -3.9 and -0.1 < biases(network)[0].max() <= 0
     assert not biases(network)[-1].any()
-    assert network.layers[-1].learn_rate_coefs == {"weight": 1.0, "bias": 0.1}
+    assert network.layers[-1].parameters == {"weight": Parameter((616, 512), l2=True), "bias": Parameter((616,), 0.1)}
     again = Network(network.layers)
     initialize(again, seed=3)
     assert torch.equal(again.parameters, network.parameters)

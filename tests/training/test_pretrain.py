@@ -152,7 +152,7 @@ def test_training_starts_from_the_dbn(recipe: Path, tmp_path: Path) -> None:
     found = load_run(tmp_path / "run").network
     assert torch.equal(found.parameters[: dbn.network.parameters.numel()], dbn.network.parameters)
     assert not found.views[-1]["bias"].any()
-    assert found.layers[-1].learn_rate_coefs["bias"] == 1.0, "as in Kaldi's network of AN4 from RBMs"
+    assert found.layers[-1].parameters["bias"].learn_rate_coef == 1.0, "as in Kaldi's network of AN4 from RBMs"
 
 
 def test_a_kaldi_dbn_is_taken(recipe: Path, tmp_path: Path) -> None:
