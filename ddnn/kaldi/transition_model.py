@@ -84,8 +84,7 @@ def _validate_topology(topology: Topology) -> str | None:
     if set(phones.values()) != set(range(len(topology.entries))):
         return "an HMM without phones, or a phone without an HMM"
     for index, entry in enumerate(topology.entries):
-        problem = _validate_entry(entry)
-        if problem is not None:
+        if problem := _validate_entry(entry):
             return f"{problem} (HMM {index} of {len(topology.entries)}, counted from 0)"
     return None
 
@@ -121,16 +120,6 @@ def _validate_entry(entry: Sequence[State]) -> str | None:
     if classes != set(range(len(classes))):
         return f"pdf classes {sorted(classes)[:8]} (they must be 0, 1, 2, ...)"
     return None
-
-
-def _read_topology(reader: BasicTypeReader) -> Topology:
-    """`<Topology>` to `</Topology>`."""
-    reader.expect("<Topology>")
-    topology = _read_binary_topology(reader) if reader.binary else _read_text_topology(reader)
-    problem = _validate_topology(topology)
-    if problem is not None:
-        raise reader.error("an HMM topology", problem)
-    return topology
 
 
 def _read_binary_topology(reader: BasicTypeReader) -> Topology:
@@ -203,14 +192,16 @@ def read_transition_model(path: Path) -> TransitionModel:
     DataError: the file cannot be read, is damaged, or is no transition model, or one that Kaldi would refuse."""
     with open_model(path, "a Kaldi transition model") as reader:
         reader.expect("<TransitionModel>")
-        topology = _read_topology(reader)
+        reader.expect("<Topology>")
+        topology = _read_binary_topology(reader) if reader.binary else _read_text_topology(reader)
+        if problem := _validate_topology(topology):
+            raise reader.error("an HMM topology", problem)
         width = 4 if reader.expect("<Triples>", "<Tuples>") == "<Tuples>" else 3
         count = reader.int32("the number of transition-states")
         tuples = reader.int32_block(count * width, "transition-states").reshape(-1, width)
         if width == 3:
             tuples = tuples[:, [0, 1, 2, 2]]
-        problem = _validate_tuples(topology, tuples)
-        if problem is not None:
+        if problem := _validate_tuples(topology, tuples):
             raise reader.error("transition-states that fit the topology", problem)
         reader.expect("</Tuples>" if width == 4 else "</Triples>")
         reader.expect("<LogProbs>")
