@@ -67,7 +67,6 @@ class Timer:
         self.restart()
 
     def restart(self) -> None:
-        """Sets all to zero."""
         self.seconds = dict.fromkeys(TIMED, 0.0)
         self.started = self._marked = time.perf_counter()
 
@@ -505,11 +504,7 @@ class GradientAverager(_Averager):
 def make_averager(
     config: AveragingOptions, comm: Communicator, network: Network | Rbm, optimizer: Sgd | Rbm, minibatch_size: int
 ) -> NoAveraging:
-    """The averager of a training with the workers of `comm`. Collective.
-
-    Args:
-        minibatch_size: frames in a minibatch.
-    """
+    """The averager of a training with the workers of `comm`. Collective. `minibatch_size`: frames in a minibatch."""
     if comm.world_size == 1:
         return NoAveraging(comm, network, optimizer)
     if STRATEGIES[config.strategy].unit == "gradients":

@@ -74,9 +74,7 @@ def weighted_mean(comm: Communicator, vector: Tensor, weight: float) -> None:
     The sum is divided, instead of the terms being scaled by 1/n: fl(1/3) is off by 3e-8, always to the same side, which
     ten thousand averagings would turn into a drift.
 
-    Args:
-        vector: (n,) float32.
-        weight: frames that this worker's vector was trained on.
+    `vector`: (n,) float32. `weight`: frames that this worker's vector was trained on.
     """
     weights = gather_weights(comm, weight)
     if comm.world_size == 1:

@@ -70,7 +70,6 @@ class StepBench:
         return f"{self.network:8} {self.optimizer:10} {self.precision:10}"
 
     def speed(self) -> str:
-        """A row of the table of speeds."""
         spread = f"({self.spread[0]:.0f} .. {self.spread[1]:.0f})"
         speedup = "" if self.speedup_over_float32 is None else f"{self.speedup_over_float32:.3f}"
         return (
@@ -154,11 +153,8 @@ def run_bench(
     threads: int = 1,
     precisions: tuple[Precision, ...] = (),
 ) -> BenchReport:
-    """Measures the named networks for about `seconds` each.
-
-    Args:
-        precisions: to measure; if none is given, float32, and bf16 if `precision: auto` would select it.
-    """
+    """Measures the named networks for about `seconds` each. `precisions`: to measure; if none is given, float32, and
+    bf16 if `precision: auto` would select it."""
     on = choose_device(device)
     torch.set_num_threads(threads)
     results: list[StepBench] = []
@@ -214,7 +210,6 @@ def bench_network(name: str, task: RandomTask, precisions: Sequence[Precision], 
 
 
 def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """Median over the rounds."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
@@ -237,7 +232,6 @@ def training_step(task: RandomTask, arithmetic: Float32, optimizer: Sgd) -> Call
 
 
 def endless(loader: BatchLoader) -> Iterator[Batch]:
-    """The minibatches of one epoch after another."""
     for epoch in itertools.count(1):
         yield from loader.epoch(epoch)
 
@@ -339,7 +333,6 @@ def _in_turn(functions: Sequence[Callable[[], object]], device: torch.device, se
 
 
 def random_task(shape: Shape, device: torch.device, frames: int = 60_000) -> RandomTask:
-    """A network of this shape and random frames."""
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(frames, DIM, generator=generator)
     labels = torch.randint(0, shape.pdfs, (frames,), generator=generator, dtype=torch.int32)

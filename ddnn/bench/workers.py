@@ -63,7 +63,6 @@ class WorkersBench:
         return asdict(self)
 
     def as_text(self) -> str:
-        """A few lines."""
         return (
             f"{', '.join(f'{k} {v}' for k, v in self.machine.items())}\n"
             f"{self.network} {self.optimizer} {self.precision}, {self.workers} workers, {self.strategy} "
@@ -173,7 +172,6 @@ class _Steps:
         self.batches = endless(task.batches(self.workspace))
 
     def seconds(self, averager: NoAveraging, minibatches: int) -> float:
-        """Seconds for so many steps and their averagings."""
         step = EagerStep(self.workspace, self.optimizer, averager.average_gradient)
         averager.begin_epoch(minibatches)
         started = time.perf_counter()

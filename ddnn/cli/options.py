@@ -96,7 +96,6 @@ def show(result: Any, json_: bool) -> None:
 
 
 def show_json(value: Any) -> None:
-    """Prints plain values as JSON."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 

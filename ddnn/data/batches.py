@@ -66,9 +66,8 @@ class ShuffledSampler:
     Kaldi nnet1 shuffles within 32,768 frames over a shuffled utterance list; a dataset in memory is shuffled whole. A
     remainder smaller than a minibatch is dropped, as in nnet-train-frmshuff.
 
-    Args:
-        prefetch: draw each epoch's order in a thread during the epoch before. 100 million frames take the host seconds,
-            in which a GPU would wait.
+    `prefetch`: draw each epoch's order in a thread during the epoch before. 100 million frames take the host seconds,
+    in which a GPU would wait.
     """
 
     def __init__(

@@ -331,13 +331,8 @@ class CacheFile:
 
     def check(self, entries: int, threads: int, share: int = 0, of: int = 1) -> None:
         """Compares every byte (or the blocks that are `share` of `of`) with its checksum, then checks the indices.
-
-        Args:
-            entries: utterances of the data dir.
-
-        Raises:
-            CorruptCacheError: something is not what was written. OSError: the disk failed.
-        """
+        `entries`: utterances of the data dir. CorruptCacheError: something is not what was written. OSError: the disk
+        failed."""
         blocks, position = [], self._start
         for size, crc in self.metadata.blocks:
             blocks.append((position, size, int(crc, 16)))

@@ -43,11 +43,9 @@ class AcousticDataset:
         return torch.from_numpy(np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64))
 
     def subset(self, utterances: Iterable[int]) -> FrameSubset:
-        """All frames of the utterances with these indices, in order."""
         return FrameSubset(self, self.rows_of(utterances).to(self.features.device))
 
     def to(self, device: torch.device) -> AcousticDataset:
-        """The dataset with its features and labels on `device`."""
         return replace(self, features=self.features.to(device), labels=self.labels.to(device))
 
 

@@ -60,7 +60,6 @@ class FeatureSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.width * np.dtype(self.config.dtype).itemsize
 
 
@@ -188,7 +187,6 @@ def _read(entry: ScpEntry, frames: int, spec: FeatureSpec, reader: MatrixReader)
 
 
 def _check_stored(entry: ScpEntry, stored: NDArray[Any], features: NDArray[Any], config: FeatureConfig) -> None:
-    """DataError where a stored value is not finite."""
     # A sum is finite only if all terms are, and needs no array of truth values; it may overflow, so look again.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(stored.sum(dtype=np.float32)) or np.isfinite(stored).all():

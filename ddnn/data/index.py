@@ -52,7 +52,6 @@ class UtteranceIndex:
 
     @property
     def utterances(self) -> tuple[str, ...]:
-        """The ids of the utterances."""
         return tuple(entry.key for entry in self.entries)
 
     @property
@@ -87,13 +86,9 @@ def build_index(
     Only rank 0 reads the headers, because all workers at once would send hundreds of thousands of small reads each to
     one file server. The others check that their tables are those of rank 0.
 
-    Args:
-        max_skipped_fraction: largest share of utterances that may be skipped (`data.max_skipped_fraction`); None: all
-            but one.
-
-    Raises:
-        DataError: damaged input, or too much of it skipped, on rank 0; the tables or alignments of another worker's
-            host differ, on that one. Run under `ddnn.distributed.failures`: the others are waiting meanwhile.
+    `max_skipped_fraction`: largest share of utterances that may be skipped (`data.max_skipped_fraction`); None: all but
+    one. DataError: damaged input, or too much of it skipped, on rank 0; the tables or alignments of another worker's
+    host differ, on that one. Run under `ddnn.distributed.failures`: the others are waiting meanwhile.
     """
     comm = comm or SingleProcess()
     if comm.world_size > 1:

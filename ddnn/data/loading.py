@@ -80,7 +80,6 @@ class DataConfig:
     progress: Callable[[Sequence[ScpEntry]], Iterable[ScpEntry]] = iter  # wraps the utterances while they are read
 
     def processes(self, comm: Communicator) -> int:
-        """How many processes may load for each worker."""
         return self.loader_processes or default_processes(comm.local_size)
 
 
@@ -275,7 +274,6 @@ class LoaderPool:
         self.children: dict[Connection, subprocess.Popen[bytes]] = {}
 
     def start(self, inherited: tuple[int, ...]) -> None:
-        """Starts another process."""
         connection, theirs = Pipe()
         with theirs:
             self.children[connection] = subprocess.Popen(

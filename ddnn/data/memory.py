@@ -93,14 +93,8 @@ def frame_bytes(dtype: str, frames: int, rows: int, width: int) -> int:
 
 def require_host_memory(estimate: Estimate, location: str | PathLike[str], comm: Communicator) -> None:
     """Compares what all workers of a host need with what it has. Collective: all workers get the same error.
-
-    Args:
-        estimate: of this worker, without what it has already taken.
-        location: the data, for the message.
-
-    Raises:
-        DataError: a host does not have it. Above 80 % of what it has is a warning.
-    """
+    `estimate`: of this worker, without what it has already taken. `location`: the data, for the message. DataError: a
+    host does not have it. Above 80 % of what it has is a warning."""
     everyone = comm.all_gather_object([comm.host, dict(estimate), available_memory()])
     for host in dict.fromkeys(str(one[0]) for one in everyone):
         here = [one for one in everyone if one[0] == host]
@@ -130,15 +124,9 @@ def choose_feature_device(
     *,
     on_host: bool = False,
 ) -> torch.device:
-    """`device`, or the CPU where the frames do not fit on it beside the training. On a GPU collective.
-
-    Args:
-        feature_bytes: `frame_bytes` of this worker.
-        on_host: the CPU in any case (`data.feature_device: cpu`).
-
-    Raises:
-        DataError: training does not fit even without the frames.
-    """
+    """`device`, or the CPU where the frames do not fit on it beside the training. On a GPU collective. `feature_bytes`:
+    `frame_bytes` of this worker. `on_host`: the CPU in any case (`data.feature_device: cpu`). DataError: training does
+    not fit even without the frames."""
     if device.type != "cuda":
         return device
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of an earlier training

@@ -78,7 +78,6 @@ class DataSource:
 
     @property
     def width(self) -> int:
-        """Dimension of the features."""
         return self.config.features.width(self.index.dim)
 
     def load(self, utterances: Sequence[int], comm: Communicator) -> AcousticDataset:

@@ -26,7 +26,6 @@ class InputTransform:
 
     @property
     def output_dim(self) -> int:
-        """Dimension of the network's input."""
         return self.dim * len(self.offsets)
 
     @property
@@ -35,7 +34,6 @@ class InputTransform:
         return max(abs(offset) for offset in self.offsets)
 
     def to(self, device: torch.device) -> InputTransform:
-        """The same transform with its vectors on `device`."""
         shift, scale = (None if vector is None else vector.to(device) for vector in (self.shift, self.scale))
         return InputTransform(self.offsets, self.dim, shift, scale)
 

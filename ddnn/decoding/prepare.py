@@ -142,14 +142,9 @@ def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
 def import_nnet1(
     nnet: Path, feature_transform: Path | None, out: Path, pdf_counts: Path | None = None
 ) -> AcousticModel:
-    """Makes a run dir from nnet1 files (text or binary), for `ddnn evaluate` and `ddnn decode-prep`.
-
-    Args:
-        pdf_counts: nnet1's `ali_train_pdf.counts`, which decode-prep needs.
-
-    Raises:
-        UserError: damaged files, components that do not fit, or `out` has something in it.
-    """
+    """Makes a run dir from nnet1 files (text or binary), for `ddnn evaluate` and `ddnn decode-prep`. `pdf_counts`:
+    nnet1's `ali_train_pdf.counts`, which decode-prep needs. UserError: damaged files, components that do not fit, or
+    `out` has something in it."""
     front = read_nnet1(feature_transform) if feature_transform is not None else ()
     model = from_nnet1(read_nnet1(nnet), front, location=nnet)
     counts = None if pdf_counts is None else read_pdf_counts(pdf_counts)

@@ -67,8 +67,7 @@ class ErrorFile:
         The first worker that fails ends the others by SIGTERM, so what a worker says of a signal counts only where
         nothing else has ended it before.
 
-        Args:
-            killed: whether it is known that a worker was killed, which then is what has ended the others.
+        `killed`: whether it is known that a worker was killed, which then is what has ended the others.
         """
         if self._file is None:
             return Reports()
@@ -94,19 +93,15 @@ class ErrorFile:
         return Reports(tuple(messages.values()), hung, first)
 
     def close(self) -> None:
-        """Frees the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 def report(environment: Mapping[str, str] = os.environ, /, **entry: Any) -> bool:
-    """Reports to the launcher; False where none listens on this host, and a message is to be printed.
-
-    Args:
-        entry: `exit_code` that the job is to end with, omitted where the launcher is to start it again; of a worker
-            that fails `rank` and `message`, with `hung=True` where its watchdog kills it.
-    """
+    """Reports to the launcher; False where none listens on this host, and a message is to be printed. `entry`:
+    `exit_code` that the job is to end with, omitted where the launcher is to start it again; of a worker that fails
+    `rank` and `message`, with `hung=True` where its watchdog kills it."""
     path, _, name = environment.get(ERROR_FILE, "").rpartition(":")
     try:
         if name not in str(Path(path).readlink()):

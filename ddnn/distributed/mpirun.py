@@ -101,11 +101,8 @@ def mpirun_command(
     What `environment` sets itself of `MPI_SETTINGS` stays. Workers are bound to no core: those of several runs would be
     bound to the same.
 
-    Args:
-        nodes: of the allocation, the only ones to use; empty for all.
-
-    Raises:
-        UserError: the workers cannot be spread evenly over the nodes.
+    `nodes`: of the allocation, the only ones to use; empty for all. UserError: the workers cannot be spread evenly over
+    the nodes.
     """
     count = len(nodes) or max(1, count_of(environment, "SLURM_JOB_NUM_NODES"))
     if workers % count:
@@ -154,7 +151,6 @@ class SignalForwarder(SignalListener):
             self._process.send_signal(signal.SIGUSR1 if self.second is None else signal.SIGTERM)
 
     def _overdue(self) -> bool:
-        """Whether mpirun should have ended by now."""
         now = time.monotonic()
         if self.second is not None:
             return now - self.second[1] > self.kill_grace

@@ -55,9 +55,7 @@ class Watchdog(NoWatchdog):
     The process, which starts disabled, reports this to the launcher, else on stderr. It ends with the worker, whatever
     ends that. Time in which the process itself did not run, as where a job or a laptop is suspended, does not count.
 
-    Args:
-        rank, host: name the worker in the message.
-        timeout: in seconds.
+    `rank`, `host`: name the worker in the message. `timeout`: in seconds.
     """
 
     def __init__(self, rank: int, host: str, timeout: float) -> None:
@@ -77,7 +75,6 @@ class Watchdog(NoWatchdog):
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     def enable(self) -> None:
@@ -107,13 +104,9 @@ class Watchdog(NoWatchdog):
 
 
 class HangDetector:
-    """How long a worker has made no progress, in time that the watching process has itself seen pass.
-
-    Args:
-        timeout: in seconds.
-        interval: between two checks, in seconds. Where two checks are farther apart, as after the whole job was
-            suspended, only twice this counts.
-    """
+    """How long a worker has made no progress, in time that the watching process has itself seen pass. `timeout`: in
+    seconds. `interval`: between two checks, in seconds. Where two checks are farther apart, as after the whole job was
+    suspended, only twice this counts."""
 
     def __init__(self, timeout: float, interval: float) -> None:
         self.timeout, self.interval = timeout, interval

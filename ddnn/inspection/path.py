@@ -44,11 +44,9 @@ class Info:
     fields: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return {"path": str(self.path), "kind": self.kind, **self.fields}
 
     def as_text(self) -> str:
-        """A line for the kind and one for each fact."""
         texts = {k: ", ".join(value) if isinstance(value, list) else str(value) for k, value in self.fields.items()}
         lines = definitions(((name.replace("_", " "), text) for name, text in texts.items()), indent="  ")
         return f"{self.path}: {self.kind}\n{lines}"

@@ -106,7 +106,6 @@ class Status:
         }
 
     def as_text(self) -> str:
-        """Some lines to read; no control characters."""
         title = f"{self.run_dir}: {self.state}"
         if self.state == "running" and self.run is not None:
             title += f", {self.run.phase}"
@@ -136,7 +135,6 @@ def _end(end: float) -> str:
 
 
 def format_figures(row: EpochRow) -> str:
-    """Cross-validation figures of an epoch in words."""
     loss = "not finite" if row.loss is None else f"{row.loss:.4f}"
     accuracy = "" if row.frame_accuracy is None else f", frame accuracy {100 * row.frame_accuracy:.2f} %"
     return f"epoch {row.epoch}: cross-validation loss {loss}{accuracy}{'' if row.accepted else ', rejected'}"
@@ -188,7 +186,6 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
 def _measured(
     run_dir: Path, run: RunStatus | None, job: Job | None, state: State, problems: list[str]
 ) -> dict[str, Any]:
-    """The fields that metrics.jsonl fills."""
     exists = (run_dir / files.METRICS).exists()
     metrics = (_tolerant(problems, lambda: read_metrics(run_dir / files.METRICS)) if exists else None) or Metrics()
     train = metrics.train[-1] if metrics.train else None

@@ -31,15 +31,9 @@ class Alignments:
 
 
 def read_alignments(path: Path, *, num_pdfs: int | None = None) -> Alignments:
-    """Reads an alignment dir (`ali.*.gz` of transition-ids, `final.mdl`) or an archive of pdf-ids.
-
-    Args:
-        num_pdfs: what the model must have; with an archive None means the largest pdf-id + 1.
-
-    Raises:
-        DataError: a file is missing or damaged, a job is missing, an utterance occurs twice, an id is out of range,
-            or the number of pdfs is not `num_pdfs`.
-    """
+    """Reads an alignment dir (`ali.*.gz` of transition-ids, `final.mdl`) or an archive of pdf-ids. `num_pdfs`: what the
+    model must have; with an archive None means the largest pdf-id + 1. DataError: a file is missing or damaged, a job
+    is missing, an utterance occurs twice, an id is out of range, or the number of pdfs is not `num_pdfs`."""
     if path.is_dir():
         return _read_dir(path, num_pdfs)
     hint = "the model has fewer pdfs than the alignment: correct `data.num_pdfs`, or give the alignment of this model"

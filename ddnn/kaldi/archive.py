@@ -197,7 +197,6 @@ class MatrixReader:
         return self._whole[1]
 
     def _at(self, entry: ScpEntry, read: Callable[[BasicTypeReader], _T]) -> _T:
-        """Runs `read` where the entry's record begins."""
         with reading(entry.location, f"utterance {entry.key}: "):
             reader = self._find(entry)
             value = read(reader)

@@ -58,7 +58,6 @@ READ_ERRORS = (MalformedRecordError, EOFError, OSError, zlib.error)
 
 
 def describe_read_error(error: Exception) -> str:
-    """One of `READ_ERRORS` in words."""
     if isinstance(error, MalformedRecordError):
         return error.message
     if isinstance(error, EOFError | zlib.error | gzip.BadGzipFile):
@@ -206,7 +205,6 @@ class BasicTypeReader:
         return self.token()
 
     def int32(self, what: str = "an integer") -> int:
-        """A signed 32-bit integer."""
         return int(self.int32_block(1, what)[0])
 
     def int32_block(self, count: int, what: str = "an integer") -> NDArray[np.int32]:
@@ -230,7 +228,6 @@ class BasicTypeReader:
         return int(word)
 
     def float32(self, what: str = "a number") -> float:
-        """A floating-point number (binary: of 4 or 8 bytes)."""
         if self.binary:
             size = self.read_exact(1, what)[0]
             if size not in (4, 8):
@@ -245,7 +242,6 @@ class BasicTypeReader:
         return value
 
     def int32_vector(self, what: str = "a vector of integers") -> NDArray[np.int32]:
-        """int32 (n,)."""
         if not self.binary:
             words = self._bracketed(what).split()
             if not all(map(_is_int32, words)):
@@ -257,7 +253,6 @@ class BasicTypeReader:
         return np.frombuffer(self.read_exact(4 * count, what), "<i4").astype(np.int32)
 
     def float_vector(self, what: str = "a vector") -> NDArray[Any]:
-        """float32 (FV) or float64 (DV, and text, which does not say), (n,)."""
         if not self.binary:
             text = self._bracketed(what)
             if b"\n" in text:
@@ -376,7 +371,6 @@ def split_words(line: bytes) -> Iterator[list[bytes]]:
 
 
 def to_floats(row: bytes) -> array[float]:
-    """The numbers of a row of text."""
     if b"_" in row:  # Python's float takes 1_000
         raise MalformedRecordError("expected a number, found one with an underscore")
     try:
@@ -457,11 +451,9 @@ class BasicTypeWriter:
         self.handle.write(b"".join(token.encode() + b" " for token in tokens))
 
     def int32(self, value: int) -> None:
-        """A signed 32-bit integer."""
         self.handle.write(struct.pack("<bi", 4, value))
 
     def float32(self, value: float) -> None:
-        """A 32-bit floating-point number."""
         self.handle.write(b"\x04" + np.float32(value).astype("<f4").tobytes())
 
     def int32_block(self, values: NDArray[np.integer[Any]]) -> None:
@@ -472,12 +464,10 @@ class BasicTypeWriter:
         self.handle.write(sized.tobytes())
 
     def int32_vector(self, values: NDArray[np.int32]) -> None:
-        """int32 (n,)."""
         self.int32(len(values))
         self.handle.write(values.astype("<i4").tobytes())
 
     def float_vector(self, values: NDArray[np.float32]) -> None:
-        """float32 (n,)."""
         self.token("FV")
         self.int32(len(values))
         self.handle.write(values.astype("<f4").tobytes())

@@ -28,7 +28,6 @@ _BYTES = np.arange(256, dtype=np.float32)
 
 
 def data_size(token: str, rows: int, columns: int) -> int:
-    """Bytes that follow the header of a compressed matrix."""
     if token == "CM":
         return 8 * columns + rows * columns
     return (2 if token == "CM2" else 1) * rows * columns
@@ -85,10 +84,7 @@ def _to_float(minimum: np.float32, span: np.float32, value: NDArray[np.integer])
 
 def encode(matrix: NDArray[np.float32]) -> bytes:
     """A record's bytes behind `\\0B`, as `copy-feats --compress` writes them (method 1): CM above 8 rows, else CM2.
-
-    Args:
-        matrix: finite float32 (rows, columns), at least one row and column.
-    """
+    `matrix`: finite float32 (rows, columns), at least one row and column."""
     rows, columns = matrix.shape
     minimum, maximum = matrix.min(), matrix.max()
     if maximum == minimum:

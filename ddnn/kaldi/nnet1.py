@@ -266,7 +266,6 @@ def _read_component(reader: BasicTypeReader, number: int) -> Component:
 
 
 def _read_values(reader: BasicTypeReader, form: _Form, token: str, dims: Dims) -> dict[str, Any]:
-    """The component's attributes by name."""
     values: dict[str, Any] = dict(form.coefs.values())
     if form.make is RbmComponent:
         values = {name: reader.expect("bern", "gauss") for name in ("visible", "hidden")}

@@ -34,7 +34,6 @@ class ScpEntry:
 
     @property
     def location(self) -> str:
-        """File and offset (or command), for messages."""
         if self.path is None:
             return f"{self.pipe} | (in {self.scp})"
         return str(self.path) if self.offset is None else f"{self.path}:{self.offset}"

@@ -65,7 +65,6 @@ class TransitionModel:
 
     @property
     def num_phones(self) -> int:
-        """Greatest phone-id in use."""
         return int(self.tuples[:, 0].max())
 
     @property
@@ -225,7 +224,6 @@ def _read_log_probs(reader: BasicTypeReader, topology: Topology, tuples: NDArray
 
 
 def _states(topology: Topology, tuples: NDArray[np.int32]) -> list[State]:
-    """The HMM state of each transition-state."""
     return [topology.states(phone)[state] for phone, state in tuples[:, :2].tolist()]
 
 

@@ -33,7 +33,6 @@ class AcousticModel:
     network: Network
 
     def to(self, device: torch.device) -> AcousticModel:
-        """The model on `device`."""
         return replace(self, transform=self.transform.to(device), network=self.network.to(device))
 
     def check_features(self, dim: int, location: Path) -> None:
@@ -99,14 +98,8 @@ def load_model(path: Path) -> AcousticModel:
 
 
 def model_from_config(header: Any, tensors: dict[str, Tensor], location: Path) -> AcousticModel:
-    """The model of a `model_config`.
-
-    Args:
-        tensors: `transform_tensors`, and the parameters by layer and name, or all of them as `parameters`.
-
-    Raises:
-        DataError: they do not fit; the numbers are not finite.
-    """
+    """The model of a `model_config`. `tensors`: `transform_tensors`, and the parameters by layer and name, or all of
+    them as `parameters`. DataError: they do not fit; the numbers are not finite."""
     try:
         return _from_config(_upgraded(header), tensors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -97,12 +97,8 @@ class Float32:
         return gather(dataset, transform, rows, out)
 
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor, bias32: Tensor, activation: str, out: Tensor) -> None:
-        """out (rows, fan_out) <- f(x W^T + b), f of `ACTIVATIONS`.
-
-        Args:
-            x, weight, bias: (rows, fan_in), (fan_out, fan_in), (fan_out,), all of `dtype`.
-            bias32: the bias in float32; padding has no part of it.
-        """
+        """out (rows, fan_out) <- f(x W^T + b), f of `ACTIVATIONS`. `x`, `weight`, `bias`: (rows, fan_in), (fan_out,
+        fan_in), (fan_out,), all of `dtype`. `bias32`: the bias in float32; padding has no part of it."""
         torch.addmm(bias, x, weight.t(), out=out)
         ACTIVATIONS[activation][0](out)
 
@@ -153,12 +149,8 @@ class Float32:
 
 
 class BFloat16(Float32):
-    """Activations, derivatives and the factors of products in bf16, by PyTorch.
-
-    Args:
-        device: on which gradients are computed in float32 where it supports that.
-        pad_to: see `Float32`.
-    """
+    """Activations, derivatives and the factors of products in bf16, by PyTorch. `device`: on which gradients are
+    computed in float32 where it supports that. `pad_to`: see `Float32`."""
 
     precision = "bf16"
     dtype = torch.bfloat16
@@ -244,12 +236,8 @@ class _SoftmaxCrossEntropyKernels(SoftmaxCrossEntropy):
 def make_arithmetic(
     precision: Precision, device: torch.device, *, use_kernels: bool = True, pad_to: int | None = None
 ) -> Float32:
-    """The arithmetic of a precision on a device.
-
-    Args:
-        use_kernels: in bf16 on a CPU use compiled kernels, where there are any and nothing is padded.
-        pad_to: in bf16, see `Float32.pad_to`; None: `CUDA_PAD_TO` on a GPU, 1 elsewhere.
-    """
+    """The arithmetic of a precision on a device. `use_kernels`: in bf16 on a CPU use compiled kernels, where there are
+    any and nothing is padded. `pad_to`: in bf16, see `Float32.pad_to`; None: `CUDA_PAD_TO` on a GPU, 1 elsewhere."""
     if precision == "float32":
         return Float32()
     if pad_to is None:

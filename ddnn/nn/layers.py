@@ -339,12 +339,9 @@ def mlp_layers(
     *,
     on_dbn: bool = False,
 ) -> tuple[Layer, ...]:
-    """The recipe's shorthand for a network: equal hidden layers, then softmax over the pdfs.
-
-    Args:
-        on_dbn: whether the hidden layers come from RBMs. The output bias learns at 0.1 of the rate (nnet1's
-            make_nnet_proto), but nnet1 makes the output layer on a DBN without that.
-    """
+    """The recipe's shorthand for a network: equal hidden layers, then softmax over the pdfs. `on_dbn`: whether the
+    hidden layers come from RBMs. The output bias learns at 0.1 of the rate (nnet1's make_nnet_proto), but nnet1 makes
+    the output layer on a DBN without that."""
     dims = [input_dim] + [hidden_units] * hidden_layers
     hidden = tuple(Affine(a, b, activation) for a, b in pairwise(dims))
     return (*hidden, Affine(dims[-1], output_dim, "softmax", bias_learn_rate_coef=1.0 if on_dbn else 0.1))

@@ -57,7 +57,6 @@ class Network:
 
     @property
     def output_dim(self) -> int:
-        """Number of pdfs."""
         return self.layers[-1].output_dim
 
     def split(self, flat: Tensor) -> list[dict[str, Tensor]]:
@@ -80,7 +79,6 @@ class Network:
         self.parameters_changed()
 
     def to(self, device: torch.device) -> Network:
-        """A network of the same layers with its parameters on `device`."""
         return Network(self.layers, self.parameters.to(device))
 
 
@@ -161,7 +159,6 @@ class Workspace:
         self._passes = [_Pass(*one) for one in zip(self.compute.layers, params, *rows, strict=True)]
 
     def of(self, frames: int) -> Workspace:
-        """The first `frames` rows of the same memory."""
         if frames == len(self.x):
             return self
         part = copy.copy(self)

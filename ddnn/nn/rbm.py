@@ -111,7 +111,6 @@ class Rbm:
         """To be called after a change of `parameters` in place; nothing is derived from them."""
 
     def clear_momentum(self) -> None:
-        """Forgets the momentum."""
         self.momentum_buffer.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -273,11 +273,8 @@ class NaturalGradient:
 
 
 def gammas(before: Tensor, after: Tensor) -> Tensor:
-    """gamma = |X|_F / |X^|_F, by which X^ gets the norm of X, (...); 1 where X is zero. Waits for no device.
-
-    Args:
-        before, after: (..., N) norms of the rows of X and X^; several preconditioners at once where there are leading
-            dimensions.
+    """gamma = |X|_F / |X^|_F, by which X^ gets the norm of X, (...); 1 where X is zero. Waits for no device. `before`,
+    `after`: (..., N) norms of the rows of X and X^; several preconditioners at once where there are leading dimensions.
     """
     norm: Tensor = torch.linalg.vector_norm(before, dim=-1).add_(_TINY)
     return norm.div_(torch.linalg.vector_norm(after, dim=-1).add_(_TINY))

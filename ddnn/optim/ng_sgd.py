@@ -181,5 +181,4 @@ class _Memory:
 
 
 def make_optimizer(options: SgdOptions, network: Network) -> Sgd:
-    """The optimizer of these options."""
     return NgSgd(network, options) if isinstance(options, NgSgdOptions) else Sgd(network, options)

@@ -15,12 +15,8 @@ from ddnn.util.errors import DataError
 
 @dataclass(frozen=True)
 class SgdOptions:
-    """Options of SGD.
-
-    Args:
-        momentum: share of the last step's gradient that is kept, 0 to under 1.
-        l2: weight decay, per frame, before it is multiplied by the learning rate.
-    """
+    """Options of SGD. `momentum`: share of the last step's gradient that is kept, 0 to under 1. `l2`: weight decay, per
+    frame, before it is multiplied by the learning rate."""
 
     momentum: float = 0.0
     l2: float = 0.0
@@ -81,11 +77,8 @@ class Sgd:
             self.momentum_buffer.zero_()
 
     def step(self, workspace: Workspace, lr: float, average: Callable[[Tensor], None] | None = None) -> None:
-        """One update from the layer inputs and output derivatives of a minibatch, after its backward pass.
-
-        Args:
-            average: what workers that average gradients do with theirs, in place, before it is applied.
-        """
+        """One update from the layer inputs and output derivatives of a minibatch, after its backward pass. `average`:
+        what workers that average gradients do with theirs, in place, before it is applied."""
         limit_lr = lr / self.lr_scale
         if average is None and self.updates_by_layer(workspace):
             for i, factor in enumerate(self.fill_gradient(workspace, limit_lr, workspace.layer_gradients)):
@@ -106,13 +99,8 @@ class Sgd:
 
     def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[float]:
         """Fills one layer's part of `out` after another with what the step goes along, but for the factor that it
-        yields with each.
-
-        Args:
-            lr: of one worker.
-            out: per layer, of the arithmetic's `gradient_dtype`; they may share their memory, as each is used before
-                the next is asked for.
-        """
+        yields with each. `lr`: of one worker. `out`: per layer, of the arithmetic's `gradient_dtype`; they may share
+        their memory, as each is used before the next is asked for."""
         for i, views in enumerate(out):
             workspace.layer_gradient(i, views)
             yield 1.0

@@ -18,7 +18,6 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
 
 
 def is_read(recipe: Recipe, key: str) -> bool:
-    """Whether the dotted `key` is read at all, as the recipe has it."""
     section, _, last = key.rpartition(".")
     if section == "pretrain":
         return last not in _unread_pretrain(recipe)
@@ -71,7 +70,6 @@ def _schedule(schedule: ScheduleConfig) -> Iterator[Complaint]:
 
 
 def _unread_parallel(parallel: ParallelConfig) -> dict[str, str]:
-    """The keys of `parallel` that are not read, and why."""
     unread: dict[str, str] = {}
     if parallel.strategy == "gradient-all-reduce":
         unread["averaging_period"] = "gradients are averaged at every minibatch"

@@ -47,7 +47,6 @@ def keys() -> dict[str, KeyInfo]:
 
 
 def keys_of(section: str) -> list[str]:
-    """The names directly in `section`, its subsections included, without the section's own name."""
     names = [*keys(), *(name for name in sections() if name)]
     return [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
 
@@ -112,7 +111,6 @@ def _walk() -> tuple[dict[str, str], dict[str, KeyInfo]]:
 
 
 def _tags(variants: Sequence[dict[str, Any]], chooser: str) -> list[str]:
-    """The values of the key that chooses one of these variants."""
     kinds = [variant["properties"][chooser] for variant in variants]
     return [tag for kind in kinds for tag in ([kind["const"]] if "const" in kind else kind["enum"])]
 

@@ -107,7 +107,6 @@ def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: 
 
 
 def _included(include: SourceValue, tree: SourceTree) -> list[str]:
-    """The names of the files to include."""
     wanted = include.value if isinstance(include.value, list) else [include.value]
     if include.value is None:
         return []

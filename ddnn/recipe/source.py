@@ -58,11 +58,9 @@ class SourceTree:
     problems: list[Problem] = field(default_factory=list)
 
     def refuse(self, text: str, source: str, *, unread: bool = False) -> None:
-        """Adds a problem."""
         self.problems.append(Problem(text, source, unread))
 
     def nested(self) -> dict[str, Any]:
-        """The plain values as nested dicts."""
         return nested({name: given.value for name, given in self.values.items()})
 
     def source_of(self, name: str) -> str | None:
@@ -75,12 +73,10 @@ class SourceTree:
 
     @property
     def unread(self) -> bool:
-        """Whether some of it was not read."""
         return any(problem.unread for problem in self.problems)
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key as nested dicts. Where a key is both a value and a mapping, the mapping wins."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *above, last = name.split(".")
@@ -212,7 +208,6 @@ def format_value(value: Any) -> str:
 
 
 def format_key(name: str) -> str:
-    """A key that may be anything."""
     return name if name.isprintable() and name else repr(name)
 
 

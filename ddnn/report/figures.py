@@ -63,7 +63,6 @@ def tidy(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def log2_axes(axes: Axes, ticks: Sequence[int]) -> None:
-    """Both axes logarithmic, with these ticks."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
@@ -145,7 +144,6 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _curve(axes: Axes, points: Sequence[tuple[float, float, bool]], number: int, name: str) -> None:
-    """A line through the accepted epochs; the others are hollow markers."""
     colour, marker, line = style(number)
     kept, rejected = ([point[:2] for point in points if point[2] is accepted] for accepted in (True, False))
     axes.plot(*_xy(kept), line, color=colour, marker=marker, markersize=5, linewidth=1.6, label=name)

@@ -36,7 +36,6 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
-    """One run dir; see `read_runs`."""
     if not (path / METRICS).is_file():
         raise DataError(f"there is no {METRICS} here", location=path, hint="name the run dir of a training")
     recipe = load_recipe(path / RECIPE, must_exist=False) if (path / RECIPE).exists() else None

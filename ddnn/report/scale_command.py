@@ -96,7 +96,6 @@ class Scaling:
     plots: tuple[Path, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return {**asdict(self), "plots": [str(path) for path in self.plots]}
 
     def speed_up(self, way: Way, workers: int) -> float:

@@ -70,7 +70,6 @@ class Constants:
 
 
 def scaled(constants: Constants, job: Job) -> Constants:
-    """The constants for another job on the same machines."""
     old = constants.job
     compute = job.operations * job.minibatch / (old.operations * old.minibatch)
     return replace(

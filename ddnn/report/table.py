@@ -29,7 +29,6 @@ class Report:
     plots: tuple[Path, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         runs = []
         for run, summary in zip(self.runs, self.summaries, strict=True):
             contrast = {_word(key): run.recipe and get_value(run.recipe, key) for key in CONTRAST}
@@ -39,7 +38,6 @@ class Report:
         return {"runs": runs, "plots": [str(path) for path in self.plots]}
 
     def as_text(self) -> str:
-        """A column for each run."""
         rows = [("", [_short(run.name) for run in self.runs])]
         rows.append(("workers", [str(s.workers) for s in self.summaries]))
         recipes = [run.recipe for run in self.runs]
@@ -70,7 +68,6 @@ def report(paths: Sequence[Path], out: Path | None) -> Report:
 
 
 def _word(key: str) -> str:
-    """A key of `CONTRAST` without its section."""
     return key.removesuffix(".name").split(".")[-1]
 
 

@@ -160,7 +160,6 @@ def speed_ups(
 
 
 def _machine_kind(record: RunRecord) -> str:
-    """Its processor, or Slurm."""
     return record.machine.split(",")[0]
 
 

@@ -213,7 +213,6 @@ def _read_records(folder: Path, options: Options) -> dict[str, RunRecord]:
 
 
 def _report_path(options: Options, out: Path) -> Path:
-    """The report's files without their suffix."""
     path = options.report or out / "report"
     path = path.with_suffix("") if path.suffix in (".md", ".html") else path
     if path.name in ("", ".."):

@@ -235,7 +235,6 @@ def overall_verdict(results: Sequence[MetricResult]) -> Verdict:
 
 
 def _untested(better: Cell, worse: Cell) -> Verdict | None:
-    """The verdict where there is nothing to test."""
     if better.runs and better.runs == worse.runs:
         return Verdict("not tested", "the same runs on this corpus")
     for cell in (better, worse):

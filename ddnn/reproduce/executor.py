@@ -225,13 +225,11 @@ def overrides(layout: OutputLayout, run: PlannedRun) -> tuple[str, ...]:
 
 
 def new_record(run: PlannedRun, arguments: Sequence[str], diverged: str | None) -> RunRecord:
-    """The record of a run without results, or of one that diverged."""
     names = {"condition": run.condition, "workers": run.workers, "seed": run.seed, "recipe": run.digest}
     return RunRecord.model_validate({**names, "failed": diverged, "command": shlex.join(["ddnn", *arguments])})
 
 
 def summarize(record: RunRecord) -> str:
-    """The result of a run in a line."""
     if record.failed is not None:
         return record.failed
     parts = [] if record.cv is None else [f"CV frame accuracy {100 * record.cv.frame_accuracy:.2f} %"]

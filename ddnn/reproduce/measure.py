@@ -114,7 +114,6 @@ def _frame_metrics(row: EpochRow) -> FrameMetrics | None:
 
 
 def time_breakdown(metrics: Metrics) -> TimeBreakdown:
-    """Where the time of a training went, over all its epochs."""
     rows = metrics.workers
     ranks = max(1, len({row.rank for row in rows}))
 
@@ -262,7 +261,6 @@ def read_summary(path: Path) -> float:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in a folder, sorted; nothing if it does not exist."""
     try:
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):

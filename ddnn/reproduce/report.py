@@ -124,7 +124,6 @@ def build_report(
 
 
 def _section(config: ReproduceConfig, table: Table, cells: list[Cell], speeds: list[SpeedUp]) -> dict[str, Any]:
-    """One table."""
     times = [(cell.workers, run.time.cores) for cell in cells for run in cell.valid if run.time is not None]
     metrics = metrics_of(config, [run for cell in cells for run in cell.runs])
     return {
@@ -329,7 +328,6 @@ def _mean_std(values: Iterable[float]) -> str:
 
 
 def _percent(time: TimeBreakdown, part: str) -> float | None:
-    """What a part has of the time, by its name."""
     seconds = getattr(time, part)
     return None if seconds is None or time.seconds <= 0.0 else 100.0 * float(seconds) / time.seconds
 
@@ -340,12 +338,10 @@ def _megabytes(time: TimeBreakdown) -> float | None:
 
 
 def _label(condition: Condition) -> str:
-    """Its label, with a dagger where it is not in the paper."""
     return condition.label + (" †" if condition.extension else "")
 
 
 def _differences(result: HypothesisResult) -> str:
-    """By each metric that counts."""
     shown = [by for by in result.results if by.metric.kind != "cv" and by.difference is not None]
     return ", ".join(f"{by.metric.label} {_signed(by.difference)}" for by in shown) or NONE
 

@@ -137,7 +137,6 @@ class OutdatedRecords(NamedTuple):
 
     @classmethod
     def of(cls, runs: Sequence[PlannedRun], records: Mapping[str, RunRecord]) -> OutdatedRecords:
-        """Of these runs."""
         outdated = [run for run in missing_runs(runs, records) if run.name in records]
         recipe = tuple(run.name for run in outdated if records[run.name].recipe != run.digest)
         return cls(recipe, tuple(run.name for run in outdated if run.name not in recipe))

@@ -82,7 +82,6 @@ class Paper(FrozenModel):
 
 @cache
 def paper() -> Paper:
-    """The paper's tables."""
     tree = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
     wer = tree.pop("published_wer")
     for name, table in tree["tables"].items():

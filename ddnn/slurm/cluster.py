@@ -166,7 +166,6 @@ class Placement:
 
     @property
     def workers(self) -> int:
-        """All of them."""
         return self.nodes * self.workers_per_node
 
     def __str__(self) -> str:

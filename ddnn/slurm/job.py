@@ -46,7 +46,6 @@ _JOB = TypeAdapter(Job)
 
 
 def write_job(run_dir: Path, job: Job) -> None:
-    """Leaves job.json in the run dir."""
     write_text(run_dir / JOB_RECORD, _JOB.dump_json(job, indent=2).decode() + "\n")
 
 
@@ -106,14 +105,9 @@ class SbatchError(UserError):
 
 
 def sbatch(options: Sequence[str], script: Path) -> tuple[str, str | None]:
-    """Submits a script; the job's number and, in a federation, its cluster.
-
-    Args:
-        options: of sbatch, each one word, unquoted; they override those in the script.
-
-    Raises:
-        SbatchError: there is no sbatch, it refused the job, or it has not answered.
-    """
+    """Submits a script; the job's number and, in a federation, its cluster. `options`: of sbatch, each one word,
+    unquoted; they override those in the script. SbatchError: there is no sbatch, it refused the job, or it has not
+    answered."""
     kept = f"the script is {script}"
     command = ["sbatch", "--parsable", *options, str(script)]
     try:

@@ -29,7 +29,6 @@ class JobScript:
 
     @property
     def cpus_per_worker(self) -> int:
-        """Cores to ask for."""
         return max(self.threads, self.cluster.cpus_per_worker)
 
 

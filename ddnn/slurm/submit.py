@@ -130,7 +130,6 @@ def _refuse_second_job(run_dir: Path) -> None:
 
 
 def _prepare_training(run_dir: Path, recipe: Recipe) -> None:
-    """Creates the run dir of a job."""
     check_run_dir(run_dir)
     ensure_directory(run_dir)
     for name in (JOB_RECORD, JOB_OUTPUT, LOG, STATUS):  # of a job that ended before its training began
@@ -166,7 +165,6 @@ def _prepare_pretraining(run_dir: Path, recipe: Recipe) -> None:
 
 
 def _send(job: JobScript, text: str, after: str | None) -> Submitted:
-    """Leaves the script and the job's record in the run dir, and submits it."""
     run_dir, placement = job.run_dir, job.placement
     script = run_dir / JOB_SCRIPT
     write_text(script, text)

@@ -39,7 +39,6 @@ class Acoustics:
 
     @property
     def dim(self) -> int:
-        """Feature dims."""
         return int(self.means.shape[1])
 
 
@@ -62,7 +61,6 @@ Utterance = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.f
 
 
 def _gather_ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The concatenation of range(start, start + length)."""
     ends = np.cumsum(lengths)
     ranges: npt.NDArray[np.int64] = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)
     return ranges

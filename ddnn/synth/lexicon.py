@@ -113,8 +113,7 @@ def make_graph(lexicon: Lexicon, self_loop: npt.NDArray[np.float64]) -> Fst:
     final. Then one state per HMM state of each word. Self-loops are on the state that a transition enters, as Kaldi's
     reordered graphs have it.
 
-    Args:
-        self_loop: float64 [pdfs], probability of each pdf's self-loop.
+    `self_loop`: float64 [pdfs], probability of each pdf's self-loop.
     """
     pdfs, count = lexicon.pdfs, len(lexicon.words)
     starts, ends = lexicon.offsets[:-1], lexicon.offsets[1:]

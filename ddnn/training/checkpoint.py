@@ -203,7 +203,6 @@ class CheckpointStore:
         return number
 
     def _write_tensors(self, number: int, tensors: dict[str, dict[str, Tensor]]) -> dict[str, tuple[int, str]]:
-        """Writes files of tensors; their sizes and SHA-256."""
         real_folder(self.directory)
         folder = real_folder(self._temporary(number))
         return {name: write_verified(folder / name, partial(_encode_tensors, of)) for name, of in tensors.items()}

@@ -58,11 +58,8 @@ class CheckpointSummary:
 
 def peek_checkpoint(directory: Path, report: Callable[[str], None]) -> CheckpointSummary | None:
     """The newest checkpoint whose manifest is intact and whose files have the right sizes; None if there is none.
-
-    Args:
-        directory: the folders of all checkpoints of a training.
-        report: called with a sentence for each checkpoint that cannot be used.
-    """
+    `directory`: the folders of all checkpoints of a training. `report`: called with a sentence for each checkpoint that
+    cannot be used."""
     try:
         numbers = checkpoint_numbers(directory, _MAX_NAMES)
     except OSError as error:
@@ -103,7 +100,6 @@ def canonical_json(value: dict[str, Any]) -> bytes:
 
 
 def manifest_digest(value: dict[str, Any]) -> str:
-    """SHA-256 of a manifest without its `sha256`."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
@@ -160,7 +156,6 @@ def open_checked(path: Path, name: str, summary: CheckpointSummary) -> BinaryIO:
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file of one rank's state."""
     return f"rank{rank:04d}.safetensors"
 
 
@@ -191,7 +186,6 @@ def real_folder(path: Path) -> Path:
 
 
 def listdir(path: Path) -> list[str]:
-    """Names in a real folder; OSError."""
     return [entry.name for entry in real_folder(path).iterdir()]
 
 

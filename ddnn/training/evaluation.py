@@ -39,7 +39,6 @@ class EvalResult:
     utterances: dict[str, int] = field(default_factory=dict)  # of a data dir: used, skipped (by reason), trimmed
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return asdict(self)
 
     def as_text(self) -> str:
@@ -60,7 +59,6 @@ class LossSums:
         self.frames = 0
 
     def add(self, loss: Tensor, num_correct: Tensor, frames: int) -> None:
-        """Adds one minibatch."""
         self.loss += loss
         self.num_correct += num_correct
         self.frames += frames
@@ -78,7 +76,6 @@ class LossSums:
         return torch.tensor([self.loss.item(), float(self.num_correct.item()), self.frames], dtype=torch.float64)
 
     def load_tensor(self, sums: Tensor) -> None:
-        """Restores `to_tensor`."""
         loss, num_correct, frames = sums.tolist()
         self.loss.fill_(loss)
         self.num_correct.fill_(int(num_correct))
@@ -90,11 +87,8 @@ class LossSums:
 
 class EpochLosses:
     """The training loss of an epoch. Sums of the current interval are kept apart until it is averaged: what a worker
-    did that was excluded from the averaging counts nowhere.
-
-    Args:
-        excludes: whether workers are excluded. Otherwise a loss that is not finite ends the training.
-    """
+    did that was excluded from the averaging counts nowhere. `excludes`: whether workers are excluded. Otherwise a loss
+    that is not finite ends the training."""
 
     CHECK_PERIOD = 500  # minibatches between two checks of a single worker's loss; a check waits for the device
 
@@ -126,18 +120,15 @@ class EpochLosses:
         return torch.stack([self.committed.to_tensor(), self.interval.to_tensor()])
 
     def load_tensor(self, sums: Tensor) -> None:
-        """Restores `to_tensor`."""
         self.committed.load_tensor(sums[0])
         self.interval.load_tensor(sums[1])
 
     def reset(self) -> None:
-        """For the next epoch."""
         self.load_tensor(torch.zeros(2, 3))
         self._minibatches = 0
 
 
 def raise_if_diverged(split: str, result: EvalResult, epoch: int, learning_rate: float) -> None:
-    """DivergedError where the loss is not finite."""
     if not math.isfinite(result.loss):
         raise DivergedError(
             f"the training diverged: the {split} loss is {result.loss} after {result.frames} frames of epoch {epoch} "

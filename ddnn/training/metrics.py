@@ -213,12 +213,10 @@ class Metrics:
 
     @property
     def num_workers(self) -> int:
-        """How many workers wrote rows; 0 if none did."""
         return len({row.rank for row in self.workers})
 
     @property
     def last_worker_rows(self) -> tuple[WorkerRow, ...]:
-        """The rows of the workers in their last epoch."""
         return tuple(row for row in self.workers if row.epoch == self.workers[-1].epoch)
 
 
@@ -350,11 +348,8 @@ class MetricsWriter:
 
     def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         """Cuts the file before the first row that is not to be kept, since that row is about to be written again;
-        pending rows alike. A last line that was cut off is removed. UserError: the file cannot be written.
-
-        Args:
-            keep: called with each line as JSON; what is no JSON object is kept.
-        """
+        pending rows alike. A last line that was cut off is removed. UserError: the file cannot be written. `keep`:
+        called with each line as JSON; what is no JSON object is kept."""
         self._pending = deque((line for line in self._pending if _kept(line, keep)), MAX_PENDING_ROWS)
         if not self.path.exists():
             return

@@ -35,7 +35,6 @@ def with_world_size(recipe: Recipe, world_size: int) -> Recipe:
 
 
 def check_pretrains(recipe: Recipe) -> None:
-    """RecipeError where the recipe has no RBMs to train."""
     if recipe.init != "rbm" or recipe.pretrain.dbn is not None:
         message = "the recipe has nothing to pretrain"
         hint = "set init: rbm, and leave pretrain.dbn unset"
@@ -43,7 +42,6 @@ def check_pretrains(recipe: Recipe) -> None:
 
 
 def network_layers(recipe: Recipe, input_dim: int, num_pdfs: int, *, on_dbn: bool = False) -> tuple[Layer, ...]:
-    """The layers of the network that the recipe trains."""
     model = recipe.model
     return mlp_layers(input_dim, model.hidden_layers, model.hidden_units, num_pdfs, model.activation, on_dbn=on_dbn)
 
@@ -61,14 +59,12 @@ def warmup(recipe: Recipe) -> Warmup:
 
 
 def optimizer_options(recipe: OptimizerConfig) -> SgdOptions:
-    """Those of SGD or NG-SGD."""
     if recipe.name == "sgd":
         return _taken(SgdOptions, recipe)
     return _taken(NgSgdOptions, recipe, max_change=recipe.max_change_per_sample)
 
 
 def make_schedule(recipe: ScheduleConfig) -> Schedule:
-    """Newbob, or the exponential schedule."""
     if recipe.name == "exponential":
         return Exponential(recipe.initial_learning_rate, recipe.epochs, recipe.final_learning_rate)
     return _taken(Newbob, recipe, initial_lr=recipe.initial_learning_rate)
@@ -81,7 +77,6 @@ def _taken(kind: Callable[..., Options], section: Section, **others: Any) -> Opt
 
 
 def model_features(recipe: Recipe) -> FeatureConfig:
-    """What a model of the recipe says of its features."""
     return FeatureConfig(recipe.data.cmvn, recipe.data.deltas)
 
 

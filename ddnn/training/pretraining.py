@@ -87,7 +87,6 @@ class RbmTrainer:
 
     @property
     def finished(self) -> bool:
-        """All epochs are done."""
         return self.progress.epoch >= self.num_epochs
 
     def step(self, visible: Tensor) -> None:
@@ -309,7 +308,6 @@ def make_rbm_trainer(
 
 
 def append_rbm(below: AcousticModel, rbm: Rbm) -> AcousticModel:
-    """The DBN with the RBM as its last hidden layer."""
     hidden, visible = rbm.weight.shape
     layers = (*below.network.layers, Affine(visible, hidden, "sigmoid"))
     parameters = torch.cat([below.network.parameters, rbm.weight.flatten(), rbm.hidden_bias])

@@ -190,12 +190,8 @@ class RunDir:
             self.set_status(state="finished", minibatch=0, num_minibatches=None)
 
     def close(self, error: BaseException | None = None, message: str | None = None) -> None:
-        """Records how the run ended, ends the log and releases the lock. A second call does nothing.
-
-        Args:
-            error: what ended it, SystemExit or KeyboardInterrupt after a signal.
-            message: to record in place of the error's own.
-        """
+        """Records how the run ended, ends the log and releases the lock. A second call does nothing. `error`: what
+        ended it, SystemExit or KeyboardInterrupt after a signal. `message`: to record in place of the error's own."""
         if error is not None and self._log is not None:
             text = message or str(error) or type(error).__name__
             hint = error.hint if isinstance(error, UserError) else None

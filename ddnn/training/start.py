@@ -127,7 +127,6 @@ def _file_signature(path: Path) -> tuple[int, int] | None:
 def worker_argv(
     command: str, recipe: Path, run_dir: Path, settings: Sequence[str], device: str, *options: str
 ) -> list[str]:
-    """The command line of one of several workers."""
     set_options = [word for setting in settings for word in ("--set", setting)]
     # Behind --, so that a name that begins with a dash is no option.
     return [command, "--run-dir", str(run_dir), "--device", device, *options, *set_options, "--", str(recipe)]

@@ -172,7 +172,6 @@ class CheckpointMetadata(BaseModel):
     seconds: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0  # that the epoch under way has taken
 
     def summary(self) -> str:
-        """How far the training was."""
         after = f"after epoch {self.epoch}"
         percent = 100 * self.epoch_fraction
         return f"{after}, {self.minibatch} minibatches ({percent:.0f} %) into the next" if self.minibatch else after
@@ -198,11 +197,9 @@ class LoadedCheckpoint:
 
 
 def prefixed(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` with `prefix.` before each name."""
     return {f"{prefix}.{name}": value for name, value in state.items()}
 
 
 def unprefixed(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `prefixed` has named with `prefix`."""
     start = f"{prefix}."
     return {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}

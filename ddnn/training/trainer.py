@@ -77,12 +77,10 @@ class Trainer:
 
     @property
     def comm(self) -> Communicator:
-        """Of the workers that train together."""
         return self.averager.comm
 
     @property
     def finished(self) -> bool:
-        """Whether no epoch follows."""
         return self.schedule.finished
 
     def warm_up(self) -> None:
@@ -164,7 +162,6 @@ class Trainer:
         self.averager.reset()
 
     def record_epoch(self, training: EvalResult, validation: EvalResult, lr: float, accepted: bool) -> None:
-        """Rows of metrics for the epoch's training and cross-validation."""
         epoch, seconds = self.progress.epoch + 1, time.perf_counter() - self._validation_started
         trained = _figures(epoch, training, lr, self._training_seconds)
         self.run.record(EpochRow(split="train", accepted=accepted, **trained))
@@ -242,13 +239,11 @@ class Trainer:
 
 
 def _figures(epoch: int, result: EvalResult, lr: float, seconds: float) -> dict[str, Any]:
-    """What the rows of metrics of an epoch have in common."""
     figures = {"loss": result.loss, "frame_accuracy": result.frame_accuracy, "learning_rate": lr}
     return {"epoch": epoch, **figures, **throughput(result.frames, seconds)}
 
 
 def worker_row(epoch: int, averager: NoAveraging) -> WorkerRow:
-    """This worker's row of an epoch that ends now."""
     comm, timer, counters, parameters = averager.comm, averager.timer, averager.counters, averager.network.parameters
     seconds = max(time.perf_counter() - timer.started, 1e-9)
     traffic, averaging = comm.stats - counters.stats, timer.seconds["averaging"]

@@ -211,7 +211,6 @@ def _reads(file: io.RawIOBase, piece: Any) -> bool:
 
 
 def write_all(descriptor: int, data: Any) -> None:
-    """Writes all bytes of a buffer; raises OSError."""
     remaining = memoryview(data)
     while remaining:
         remaining = remaining[os.write(descriptor, remaining) :]
@@ -260,12 +259,10 @@ class FileLock:
         return locked
 
     def fileno(self) -> int:
-        """The descriptor that holds the lock."""
         assert self._descriptor is not None, "not acquired"
         return self._descriptor
 
     def release(self) -> None:
-        """Releases the lock if it is held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -26,8 +26,6 @@ def only_first_worker_shows(rank: int) -> None:
 
 
 def progress_bar(description: str) -> Callable[[Sequence[Item]], Iterable[Item]]:
-    """Wraps a sequence of utterances in a bar."""
-
     def wrap(items: Sequence[Item]) -> Iterator[Item]:
         with frame_counter(description, len(items), unit="utterances") as advance:
             for item in items:

@@ -19,7 +19,6 @@ ROOT = Path("/")
 
 
 def usable_cores() -> int:
-    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -83,14 +82,8 @@ def device_identity(device: torch.device) -> str:
 
 
 def check_devices(places: Iterable[Sequence[int | str]], share: bool) -> None:
-    """Refuses several workers on one GPU unless they may `share` one (`parallel.oversubscribe_gpus`).
-
-    Args:
-        places: (rank, host, `device_identity`) of every worker.
-
-    Raises:
-        UserError: names every GPU that is shared, its host and its workers.
-    """
+    """Refuses several workers on one GPU unless they may `share` one (`parallel.oversubscribe_gpus`). `places`: (rank,
+    host, `device_identity`) of every worker. UserError: names every GPU that is shared, its host and its workers."""
     workers: defaultdict[int | str, list[int | str]] = defaultdict(list)
     hosts: dict[int | str, int | str] = {}
     for rank, host, device in places:

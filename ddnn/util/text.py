@@ -33,12 +33,8 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "l") -> str:
-    """Plain text in columns, two spaces apart, without trailing blanks.
-
-    Args:
-        rows: of as many cells each as the header has, where there is one.
-        align: a letter for each column, l or r; the last letter serves all further columns.
-    """
+    """Plain text in columns, two spaces apart, without trailing blanks. `rows`: of as many cells each as the header
+    has, where there is one. `align`: a letter for each column, l or r; the last letter serves all further columns."""
     from rich.cells import cell_len  # double-width characters take two columns
 
     lines = [*([header] if header else []), *rows]

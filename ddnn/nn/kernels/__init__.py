@@ -94,10 +94,7 @@ class Kernels:
 
     def column_sums(self, d: Tensor, out: Tensor, weights: Tensor | None = None) -> None:
         """out (columns,) <- the sum of the rows of d (rows, columns), bf16, summed in float32. Plain: `d.sum(0)`.
-
-        Args:
-            weights: (rows,) float32, by which each row is multiplied. Plain: `d.t() @ weights`.
-        """
+        `weights`: (rows,) float32, by which each row is multiplied. Plain: `d.t() @ weights`."""
         rows, columns = d.shape
         _check(torch.bfloat16, d.shape, d)
         _check(torch.bfloat16, (columns,), out)
@@ -170,9 +167,7 @@ class Kernels:
 
         Plain: `parameters.mul_(keep).add_(gradient, alpha=-rate)`, `low.copy_(parameters)`.
 
-        Args:
-            parameters: float32 of any shape.
-            low, gradient: bf16 of that shape.
+        `parameters`: float32 of any shape. `low`, `gradient`: bf16 of that shape.
         """
         _check(torch.float32, parameters.shape, parameters)
         _check(torch.bfloat16, parameters.shape, low, gradient)

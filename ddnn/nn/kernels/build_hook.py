@@ -30,7 +30,6 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
     _folder: str | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called before files are gathered."""
         here = Path(self.root) / "ddnn" / "nn" / "kernels"
         if version != "editable":
             self._folder = tempfile.mkdtemp()
@@ -45,7 +44,6 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
         build_data["pure_python"], build_data["tag"] = False, f"py3-none-{platform}"  # it knows nothing of Python
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Called when all is packed."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
