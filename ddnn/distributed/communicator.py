@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,25 +45,34 @@ class CommStats:
         return CommStats(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
-class TensorBackend(Protocol):
-    """Collective calls on contiguous tensors of one device. A call returns when the data is there.
+class TensorBackend:
+    """Collective calls on contiguous tensors of one device. A call returns when the data is there. This is the base:
+    the tensors of a worker by itself.
 
     `Communicator` checks what is handed in and allocates what is received: same dtype and device as what is sent.
     """
 
-    def all_reduce(self, tensor: Tensor) -> None: ...
+    def all_reduce(self, tensor: Tensor) -> None:
+        """tensor <- the sum over workers."""
 
-    def sendrecv(self, tensor: Tensor, received: Tensor, dest: int, source: int) -> None: ...
+    def sendrecv(self, tensor: Tensor, received: Tensor, dest: int, source: int) -> None:
+        """tensor goes to worker `dest`, received <- what worker `source` sends here; never to itself."""
 
-    def all_gather(self, tensor: Tensor, gathered: Tensor) -> None: ...
+    def all_gather(self, tensor: Tensor, gathered: Tensor) -> None:
+        """gathered <- the tensors of all workers, by rank."""
+        gathered.copy_(tensor.detach().view(-1))
 
-    def all_to_all(self, chunks: Tensor, received: Tensor) -> None: ...
+    def all_to_all(self, chunks: Tensor, received: Tensor) -> None:
+        """The r-th of equal chunks goes to worker r; the r-th of received is what worker r sent here."""
+        received.copy_(chunks.detach().view(-1))
 
-    def broadcast(self, tensor: Tensor, src: int) -> None: ...
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """tensor <- that of worker `src`."""
 
 
 class Communicator:
-    """One worker's connection to those of its group. All methods are collective unless they say otherwise.
+    """One worker's connection to those of its group; the base, of which a worker by itself uses everything as it is. All
+    methods are collective unless they say otherwise.
 
     Tensors handed in are contiguous, of dtype float32, float64 or int64 (int16 and uint8 may be sent, not summed), on
     the CPU, or on this worker's GPU once `ddnn.distributed.transport.choose_transport` has opened a way for them;
@@ -140,19 +149,18 @@ class Communicator:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every worker's value, by rank, on every worker. Travels as JSON: dicts, lists, strings, numbers, None.
         Counts as waiting."""
-        raise NotImplementedError
+        return [json.loads(json.dumps(value))]
 
     def barrier(self) -> None:
         """Waits until every worker is here. Counts as waiting."""
-        raise NotImplementedError
 
     def try_barrier(self, timeout: float) -> bool:
         """Whether every worker comes here within so many seconds."""
-        raise NotImplementedError
+        return True
 
     def abort(self, exit_code: int) -> None:
         """Ends all workers of the job at once. Not collective."""
-        raise NotImplementedError
+        raise SystemExit(exit_code)
 
     def workspace(self, name: str, size: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """A flat tensor that is allocated at the first call and handed out again at later ones. Not collective."""
@@ -199,42 +207,11 @@ def check_tensor(tensor: Tensor, dtypes: tuple[torch.dtype, ...], device_types: 
         )
 
 
-class _ToItself:
-    """Tensors of a worker by itself, on any device."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        pass
-
-    def sendrecv(self, tensor: Tensor, received: Tensor, dest: int, source: int) -> None:
-        received.copy_(tensor.detach().view(-1))
-
-    def all_gather(self, tensor: Tensor, gathered: Tensor) -> None:
-        gathered.copy_(tensor.detach().view(-1))
-
-    def all_to_all(self, chunks: Tensor, received: Tensor) -> None:
-        received.copy_(chunks.detach().view(-1))
-
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        pass
-
-
 class SingleProcess(Communicator):
     """A group of one worker: nothing is sent, and no MPI is needed."""
 
     def __init__(self, host: str | None = None) -> None:
-        super().__init__(0, 1, host or socket.gethostname(), dict.fromkeys(("cpu", "cuda"), _ToItself()))
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [json.loads(json.dumps(value))]
-
-    def barrier(self) -> None:
-        return
-
-    def try_barrier(self, timeout: float) -> bool:
-        return True
-
-    def abort(self, exit_code: int) -> None:
-        raise SystemExit(exit_code)
+        super().__init__(0, 1, host or socket.gethostname(), dict.fromkeys(("cpu", "cuda"), TensorBackend()))
 
     @contextmanager
     def _timed(self, bytes_sent: int) -> Iterator[None]:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.communicator import Communicator, SingleProcess, TensorBackend
 from ddnn.distributed.mpirun import expected_world_size, in_mpi_job, set_parent_death_signal
 from ddnn.util.errors import UserError
 
 
-class MpiBackend:
+class MpiBackend(TensorBackend):
     """MPI on the tensors' own memory: of the host, or of a GPU where the MPI is CUDA-aware (not yet seen on a GPU)."""
 
     def __init__(self, mpi_comm: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.communicator import Communicator, TensorBackend
 from ddnn.distributed.mpi import MpiCommunicator
 from ddnn.util.errors import UserError
 from ddnn.util.system import device_identity
@@ -176,7 +176,7 @@ class StagingBuffer:
         self.copy_out(parameters)
 
 
-class ProcessGroupBackend:
+class ProcessGroupBackend(TensorBackend):
     """The default process group of torch.distributed, which this opens and `close` closes.
 
     Backend nccl for GPUs (not yet seen on a GPU); gloo runs the same calls on the CPU, in the tests. What is only moved
