@@ -163,16 +163,13 @@ class Snapshot:
     """Parameters, momentum and Fisher matrices of a training as they are now."""
 
     def __init__(self, optimizer: Sgd) -> None:
-        self._network, self._parameters = optimizer.network, optimizer.network.parameters.clone()
-        self._momentum, self._momentum_before = optimizer.momentum_buffer, optimizer.momentum_buffer.clone()
-        self._preconditioners = [(one, one.state_dict()) for one in optimizer.preconditioners]
+        self._optimizer, self._parameters = optimizer, optimizer.network.parameters.clone()
+        self._state = {name: value.clone() for name, value in optimizer.state_dict().items()}
 
     def restore(self) -> None:
         """To the same bits, in the same memory."""
-        self._network.load_parameters(self._parameters)
-        self._momentum.copy_(self._momentum_before)
-        for preconditioner, state in self._preconditioners:
-            preconditioner.load_state_dict(state)
+        self._optimizer.network.load_parameters(self._parameters)
+        self._optimizer.load_state_dict(self._state)
 
 
 def needs_host_update(optimizer: Sgd) -> bool:
