@@ -79,24 +79,15 @@ class Timer:
 
 @dataclass
 class EpochCounters:
-    """What this worker did since the epoch began: the figures of its row in metrics.jsonl.
+    """What this worker did since the epoch began: the figures of its row in metrics.jsonl."""
 
-    Attributes:
-        stats: the communicator's counters as the epoch began.
-        frames, minibatches: trained on.
-        averagings, excluded_averagings: how many there were, and how many of these (and of the epoch's last mean)
-            without this worker's model, because it was not finite.
-        consensus_distances: |theta - mean| / |theta| before each averaging, where known.
-        interval_seconds: of the minibatches between two averagings, each time.
-    """
-
-    stats: CommStats
-    frames: int = 0
+    stats: CommStats  # the communicator's counters as the epoch began
+    frames: int = 0  # trained on, as the minibatches
     minibatches: int = 0
     averagings: int = 0
-    excluded_averagings: int = 0
-    consensus_distances: list[float] = field(default_factory=list)
-    interval_seconds: list[float] = field(default_factory=list)
+    excluded_averagings: int = 0  # of these, and of the epoch's last mean, without this worker's model: not finite
+    consensus_distances: list[float] = field(default_factory=list)  # |theta - mean| / |theta| before each, where known
+    interval_seconds: list[float] = field(default_factory=list)  # of the minibatches between two averagings
 
 
 class NoAveraging:
@@ -223,7 +214,6 @@ class _Averager(NoAveraging):
     """What all averagers of several workers have: a strategy, and a buffer through which parameters are sent."""
 
     excludes = True
-    _end_of_epoch = "and the mean at its end"
 
     def __init__(
         self,
@@ -265,7 +255,8 @@ class _Averager(NoAveraging):
         rare = max(1, min(REQUEST_SYNC_PERIOD, int(REQUEST_SYNC_SECONDS / max(longest, 1e-9))))
         self._request_sync_period = self.comm.all_reduce_min(rare if self.strategy.gossip else 1)
         if not known and self.comm.rank == 0:
-            log.info("model averaging: %d per epoch, %s", self._averagings_per_epoch, self._end_of_epoch)
+            end = "then the model of rank 0" if self.average_gradient else "and the mean at its end"
+            log.info("model averaging: %d per epoch, %s", self._averagings_per_epoch, end)
             if self._averagings_per_epoch == 0:
                 log.warning("the smallest shard has fewer than parallel.averaging_period = %d minibatches", period)
         self.timer.mark("averaging")
@@ -464,8 +455,6 @@ class OverlappedAverager(BlockingAverager):
 
 class GradientAverager(_Averager):
     """Synchronous SGD: averages the gradient of every minibatch; parameters stay the same on every worker."""
-
-    _end_of_epoch = "then the model of rank 0"
 
     def _allocate(self) -> None:
         self.average_gradient, self._period = self._average_gradient, 1

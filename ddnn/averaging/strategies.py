@@ -26,29 +26,18 @@ CommDtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class AveragingOptions:
-    """How the workers of a training average; the keys of the recipe's section `parallel`, resolved.
+    """How the workers of a training average; the keys of the recipe's section `parallel`, resolved."""
 
-    Attributes:
-        strategy: a key of `STRATEGIES`.
-        averaging_period: minibatches of each worker between two averagings.
-        comm_dtype: the type in which vectors are sent.
-        overlap: train the next interval while the last averaging is under way.
-        local_momentum: what an averaging does to the momentum of the optimizer: keep, average or reset.
-        scale_learning_rate: multiply the learning rate by the number of workers.
-        block_momentum, block_learning_rate, nesterov: of BMUF; block_momentum None: 1 - 1 / workers.
-        gpu_transport: how vectors on a GPU are sent, see `ddnn.distributed.transport`.
-    """
-
-    strategy: str = "all-reduce"
-    averaging_period: int = 10
-    comm_dtype: CommDtype = "float32"
-    overlap: bool = False
-    local_momentum: Literal["keep", "average", "reset"] = "keep"
-    scale_learning_rate: bool = True
-    block_momentum: float | None = None
+    strategy: str = "all-reduce"  # a key of `STRATEGIES`
+    averaging_period: int = 10  # minibatches of each worker between two averagings
+    comm_dtype: CommDtype = "float32"  # the type in which vectors are sent
+    overlap: bool = False  # train the next interval while the last averaging is under way
+    local_momentum: Literal["keep", "average", "reset"] = "keep"  # what an averaging does to the optimizer's momentum
+    scale_learning_rate: bool = True  # multiply the learning rate by the number of workers
+    block_momentum: float | None = None  # of BMUF, as the next two; None: 1 - 1 / workers
     block_learning_rate: float = 1.0
     nesterov: bool = False
-    gpu_transport: str = "auto"
+    gpu_transport: str = "auto"  # how vectors on a GPU are sent, see `ddnn.distributed.transport`
 
 
 class NoFiniteModelError(DivergedError):
