@@ -32,8 +32,8 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.training import checkpoint_manifest as manifest
 from ddnn.training.checkpoint_manifest import (
     GLOBAL,
+    CheckpointError,
     CheckpointSummary,
-    CorruptCheckpointError,
     describe,
     folder_name,
     folder_number,
@@ -80,7 +80,7 @@ class CheckpointHandle(CheckpointSummary):
             return self.own[1]
         try:
             return _read_tensors(self.path, rank_file(rank), self)
-        except (OSError, CorruptCheckpointError) as error:
+        except (OSError, CheckpointError) as error:
             hint = "run again with --resume: the checkpoint before it is used"
             raise DataError(f"the checkpoint is corrupt: {describe(error)}", location=self.path, hint=hint) from error
 
@@ -111,7 +111,7 @@ class CheckpointStore:
             all_files = {name: (size, sha256) for of_rank in files for name, (size, sha256) in of_rank.items()}
             summary = CheckpointSummary(number, self.comm.world_size, all_files, metadata)
             self._on_rank0(lambda: self._commit(summary))
-        except CorruptCheckpointError as error:  # on all ranks alike
+        except CheckpointError as error:  # on all ranks alike
             failure = str(error)
         if is_rank0 and not failure:
             self._remove_old()
@@ -133,12 +133,12 @@ class CheckpointStore:
         numbers, failure = [], ""
         try:
             numbers = self._on_rank0(lambda: manifest.checkpoint_numbers(self.directory)[::-1])
-        except CorruptCheckpointError as error:
+        except CheckpointError as error:
             failure = str(error)
         for number in numbers:
             try:
                 return self._load(number)
-            except CorruptCheckpointError as error:  # on all ranks alike
+            except CheckpointError as error:  # on all ranks alike
                 failure = str(error)
             self._corrupt.add(number)
             if self.comm.rank == 0:
@@ -149,15 +149,15 @@ class CheckpointStore:
         return None
 
     def _on_all_ranks(self, act: Callable[[], Any]) -> list[Any]:
-        """Collective: what `act` returned (JSON) on each rank; CorruptCheckpointError on all if it failed on any."""
+        """Collective: what `act` returned (JSON) on each rank; CheckpointError on all if it failed on any."""
         try:
             outcome = {"result": act()}
-        except (OSError, MemoryError, CorruptCheckpointError) as error:
+        except (OSError, MemoryError, CheckpointError) as error:
             outcome = {"failure": f"worker {self.comm.rank} on {self.comm.host}: {describe(error)}"}
         outcomes = self.comm.all_gather_object(outcome)
         for item in outcomes:
             if "failure" in item:
-                raise CorruptCheckpointError(item["failure"])
+                raise CheckpointError(item["failure"])
         return [item["result"] for item in outcomes]
 
     def _on_rank0(self, act: Callable[[], Any]) -> Any:
@@ -171,7 +171,7 @@ class CheckpointStore:
         return self.directory / (_TEMPORARY + folder_name(number))
 
     def _load(self, number: int) -> CheckpointHandle:
-        """Collective: the checkpoint; CorruptCheckpointError on all ranks."""
+        """Collective: the checkpoint; CheckpointError on all ranks."""
         path, comm = self._folder(number), self.comm
         text, written = self._on_rank0(lambda: manifest.read_manifest(path))
         summary = manifest.parse_manifest(text, written, number, path)
@@ -242,19 +242,19 @@ def remove_checkpoints(directory: Path) -> None:
 
 
 def _read_tensors(path: Path, name: str, summary: CheckpointSummary) -> dict[str, Tensor]:
-    """The tensors of a file, from the very bytes whose SHA-256 was compared; CorruptCheckpointError, OSError."""
+    """The tensors of a file, from the very bytes whose SHA-256 was compared; CheckpointError, OSError."""
     size, sha256 = summary.files[name]
     with manifest.open_checked(path, name, summary) as file:
         data = file.read(size)
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise CorruptCheckpointError(f"{name} is not what was written: its SHA-256 differs")
+        raise CheckpointError(f"{name} is not what was written: its SHA-256 differs")
     try:
         tensors = load(data)
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"{name} is not a safetensors file: {error}") from error
+        raise CheckpointError(f"{name} is not a safetensors file: {error}") from error
     for tensor in tensors.values():
         if tensor.dtype not in DTYPES:
-            raise CorruptCheckpointError(f"{name} holds {tensor.dtype}")
+            raise CheckpointError(f"{name} holds {tensor.dtype}")
     return tensors
 
 

@@ -32,8 +32,8 @@ _MAX_NAMES = 10_000  # that `peek_checkpoint` looks at
 _MAX_CORRUPT = 10  # checkpoints that it skips
 
 
-class CorruptCheckpointError(Exception):
-    """A file of a checkpoint is not what was written; the message names it."""
+class CheckpointError(Exception):
+    """A file of a checkpoint is not what was written, or could not be read or written on some rank."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def peek_checkpoint(directory: Path, report: Callable[[str], None]) -> Checkpoin
             for name in summary.files:
                 open_checked(path, name, summary).close()
             return summary
-        except (CorruptCheckpointError, DataError, OSError) as error:
+        except (CheckpointError, DataError, OSError) as error:
             report(f"checkpoint {number} is corrupt or of another version: {describe(error)}")
     return None
 
@@ -110,21 +110,21 @@ def read_manifest(path: Path) -> tuple[str, float]:
     with open_regular(path / name, follow_symlinks=False) as file:
         text, written = file.read(MAX_MANIFEST_BYTES + 1), os.fstat(file.fileno()).st_mtime
     if len(text) > MAX_MANIFEST_BYTES or not text.isascii():
-        raise CorruptCheckpointError(f"{name} is too long, or not JSON of ddnn")
+        raise CheckpointError(f"{name} is too long, or not JSON of ddnn")
     return text.decode("ascii"), written
 
 
 def parse_manifest(text: str, written: float, number: int, path: Path) -> CheckpointSummary:
     """What a manifest says, byte for byte as it was written, in the folder `path` of checkpoint `number`. DataError if
-    another version of ddnn wrote it; CorruptCheckpointError."""
+    another version of ddnn wrote it; CheckpointError."""
     try:
         value = json.loads(text)
         sha256 = value.pop("sha256")
         valid = sha256 == manifest_digest(value) and text.encode() == canonical_json({**value, "sha256": sha256})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{MANIFEST} is not what was written") from error
+        raise CheckpointError(f"{MANIFEST} is not what was written") from error
     if not valid:
-        raise CorruptCheckpointError(f"{MANIFEST} is not what was written: its SHA-256 differs")
+        raise CheckpointError(f"{MANIFEST} is not what was written: its SHA-256 differs")
     if type(value.get("format")) is not int or value["format"] != FORMAT:
         raise DataError(
             f"a checkpoint of format {str(value.get('format'))[:20]!r} found, {FORMAT} expected: it was written by "
@@ -139,19 +139,19 @@ def parse_manifest(text: str, written: float, number: int, path: Path) -> Checkp
         valid = valid and files.keys() == {GLOBAL, *map(rank_file, range(world_size))} and type(metadata) is dict
         valid = valid and all(type(size) is int and type(sha256) is str for size, sha256 in files.values())
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{MANIFEST} describes no checkpoint") from error
+        raise CheckpointError(f"{MANIFEST} describes no checkpoint") from error
     if not valid:
-        raise CorruptCheckpointError(f"{MANIFEST} belongs to another checkpoint, or describes none")
+        raise CheckpointError(f"{MANIFEST} belongs to another checkpoint, or describes none")
     return CheckpointSummary(number, world_size, files, metadata, written)
 
 
 def open_checked(path: Path, name: str, summary: CheckpointSummary) -> BinaryIO:
-    """A file of a checkpoint, opened if it has the size that the manifest says; CorruptCheckpointError, OSError."""
+    """A file of a checkpoint, opened if it has the size that the manifest says; CheckpointError, OSError."""
     file = open_regular(real_folder(path) / name, follow_symlinks=False)
     actual, expected = os.fstat(file.fileno()).st_size, summary.files[name][0]
     if actual != expected:
         file.close()
-        raise CorruptCheckpointError(f"{name} has {actual} bytes, {expected} were written")
+        raise CheckpointError(f"{name} has {actual} bytes, {expected} were written")
     return file
 
 
