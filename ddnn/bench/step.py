@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,20 +36,12 @@ from ddnn.util.system import choose_device, cpu_name
 
 @dataclass(frozen=True)
 class StepBench:
-    """The result of one network, optimizer and precision.
+    """The result of one network, optimizer and precision; medians over the rounds.
 
-    Attributes:
-        frames_per_second: of the training step, median over the rounds.
-        spread: smallest and largest of the rounds.
-        gflops: floating-point operations of its matrix products per second of the whole step, in 10^9.
-        gemm_gflops: the same operations per second of the matrix products alone, in the same precision: the limit.
-        gemm_efficiency: `gflops` over `gemm_gflops`, median over the rounds, 0 to 1.
-        time_ratio_to_sgd: time of a minibatch over that of plain SGD in the same round and precision, median.
-        speedup_over_float32: frames/s over those in float32 in the same round, median; None without float32.
-        shares: of the parts in the time of the step, medians. `gemm`: matrix products; `element_wise`: forward pass,
-            loss, backward pass and gradient without them, with casts; `update`: of the parameters; `ng`: the additional
-            time of an NG-SGD step; `data`: order, splice, normalization, labels; `other`: the rest. Parts are timed by
-            themselves, so that the rest may be slightly below 0.
+    `shares` of the parts in the time of the step: `gemm`, matrix products; `element_wise`, forward pass, loss, backward
+    pass and gradient without them, with casts; `update` of the parameters; `ng`, the additional time of an NG-SGD step;
+    `data`, order, splice, normalization, labels; `other`, the rest. Parts are timed by themselves, so that the rest may
+    be slightly below 0.
     """
 
     network: str
@@ -57,12 +49,12 @@ class StepBench:
     precision: Precision
     minibatch: int
     frames_per_second: float
-    spread: tuple[float, float]
-    gflops: float
-    gemm_gflops: float
-    gemm_efficiency: float
-    time_ratio_to_sgd: float
-    speedup_over_float32: float | None
+    spread: tuple[float, float]  # smallest and largest of the rounds
+    gflops: float  # operations of the matrix products per second of the whole step, in 10^9
+    gemm_gflops: float  # the same per second of the products alone, in the same precision: the limit
+    gemm_efficiency: float  # the first over the second, 0 to 1
+    time_ratio_to_sgd: float  # time of a minibatch over that of plain SGD in the same round and precision
+    speedup_over_float32: float | None  # frames/s over those in float32 in the same round; None without float32
     shares: dict[str, float]
 
     @property
@@ -123,8 +115,7 @@ class RandomTask:
         return make_batch_loader(self.train, self.model.transform, sampler, out=workspace.x, gather=gather)
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A network and minibatch to measure."""
 
     hidden_layers: int
@@ -133,10 +124,7 @@ class Shape:
     minibatch: int
 
 
-NETWORKS = {
-    "an4": Shape(4, 512, 616, 256),
-    "swbd": Shape(6, 2048, 8806, 1024),
-}
+NETWORKS = {"an4": Shape(4, 512, 616, 256), "swbd": Shape(6, 2048, 8806, 1024)}
 DIM, SPLICE = 40, 5
 OPTIMIZERS: dict[Literal["sgd", "ng-sgd"], SgdOptions] = {"sgd": SgdOptions(), "ng-sgd": NgSgdOptions()}
 LR = 1e-4
@@ -275,12 +263,7 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
             matmul_out(*factors)
 
     passes()  # so that no part works on what was in the memory before
-    return {
-        "gemm": gemm,
-        "passes": passes,
-        "update": update,
-        "data": lambda: next(batches),
-    }
+    return {"gemm": gemm, "passes": passes, "update": update, "data": lambda: next(batches)}
 
 
 def matrix_products(workspace: Workspace) -> list[Factors]:
@@ -337,9 +320,8 @@ def random_task(shape: Shape, device: torch.device, frames: int = 60_000) -> Ran
     features = torch.randn(frames, DIM, generator=generator)
     labels = torch.randint(0, shape.pdfs, (frames,), generator=generator, dtype=torch.int32)
     spoken = frames - 2 * SPLICE
-    dataset = AcousticDataset(
-        features, labels, ("random",), ("random",), np.array([SPLICE]), np.array([spoken]), SPLICE
-    )
+    names = ("random",)
+    dataset = AcousticDataset(features, labels, names, names, np.array([SPLICE]), np.array([spoken]), SPLICE)
     transform = estimate_normalization(splice_only(DIM, SPLICE), dataset, [0])
     network = Network(mlp_layers(transform.output_dim, shape.hidden_layers, shape.hidden_units, shape.pdfs))
     initialize(network, 1)

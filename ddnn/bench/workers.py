@@ -9,12 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from ddnn.averaging.averager import NoAveraging, make_averager
@@ -23,6 +21,7 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import run_distributed
 from ddnn.nn.arithmetic import Precision, make_arithmetic
 from ddnn.nn.network import Workspace
+from ddnn.nn.precision import seconds_per_call
 from ddnn.optim.ng_sgd import NgSgd
 from ddnn.optim.sgd import Sgd
 from ddnn.recipe.schema import AveragingConfig, BmufConfig, ParallelConfig
@@ -35,14 +34,7 @@ from ddnn.util.system import choose_device
 
 @dataclass(frozen=True)
 class WorkersBench:
-    """The result of several workers.
-
-    Attributes:
-        single_worker_fps: frames/s of rank 0 alone, median over the rounds.
-        aggregate_fps: frames/s of all workers, median over the rounds.
-        speed_up, spread: the second over the first, median over the rounds, and smallest and largest.
-        comm_fraction, wait_fraction: of the workers' time, mean over workers and rounds, 0 to 1.
-    """
+    """The result of several workers; medians over the rounds."""
 
     machine: dict[str, str]
     network: str
@@ -51,11 +43,11 @@ class WorkersBench:
     workers: int
     strategy: str
     averaging_period: int
-    single_worker_fps: float
-    aggregate_fps: float
-    speed_up: float
-    spread: tuple[float, float]
-    comm_fraction: float
+    single_worker_fps: float  # frames/s of rank 0 alone
+    aggregate_fps: float  # of all workers
+    speed_up: float  # the second over the first
+    spread: tuple[float, float]  # of it, smallest and largest
+    comm_fraction: float  # of the workers' time, mean over workers and rounds, 0 to 1
     wait_fraction: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,12 +78,9 @@ def run_bench_workers(
     """Starts the workers and shows the result of each network in each precision.
 
     Args:
-        options: keys of `parallel`, as a recipe gives them.
+        options: keys of `parallel`, as a recipe gives them; UserError where one is out of range.
         seconds: for each of them.
         precisions: to measure; if none is given, float32.
-
-    Raises:
-        UserError: one of them is out of range.
     """
     try:
         model = BmufConfig if options["strategy"] == "bmuf" else AveragingConfig
@@ -174,12 +163,12 @@ class _Steps:
     def seconds(self, averager: NoAveraging, minibatches: int) -> float:
         step = EagerStep(self.workspace, self.optimizer, averager.average_gradient)
         averager.begin_epoch(minibatches)
-        started = time.perf_counter()
-        for batch in itertools.islice(self.batches, minibatches):
-            averager.timer.mark("data")
-            step(batch, LR)
-            averager.after_minibatch(len(batch.labels))
-        averager.wait()
-        if self.workspace.x.is_cuda:
-            torch.cuda.synchronize(self.workspace.x.device)
-        return time.perf_counter() - started
+
+        def run() -> None:
+            for batch in itertools.islice(self.batches, minibatches):
+                averager.timer.mark("data")
+                step(batch, LR)
+                averager.after_minibatch(len(batch.labels))
+            averager.wait()
+
+        return seconds_per_call(run, 1, self.workspace.x.device)

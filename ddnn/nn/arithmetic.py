@@ -69,28 +69,18 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor, Tenso
 
 
 class Float32:
-    """Everything in float32. Base of the others, and the reference for their tests.
+    """Everything in float32. Base of the others, and the reference for their tests."""
 
-    Attributes:
-        precision: its name in recipes and checkpoints.
-        dtype: of activations and derivatives.
-        casts: whether layers multiply with a copy of the parameters, in `dtype`.
-        x_dtype: of the network's input where the data writes it; a workspace makes it `dtype`.
-        gradient_dtype: in which a gradient is computed, before it becomes float32.
-        bias_input_dtype: of the weights of `column_sums`, which must not be strided: that is three times slower.
-        updates_by_layer: whether `sgd_update` can take up the gradient of a layer right after it was computed, while it
-            is in the cache.
-        pad_to: the outputs of the copy's last layer are a multiple of this.
-    """
-
-    precision: ClassVar[Precision] = "float32"
-    dtype: torch.dtype = torch.float32
-    casts = False
-    x_dtype: torch.dtype = torch.float32
-    gradient_dtype: torch.dtype = torch.float32
-    bias_input_dtype: torch.dtype = torch.float32
-    updates_by_layer = False
-    pad_to = 1
+    precision: ClassVar[Precision] = "float32"  # its name in recipes and checkpoints
+    dtype: torch.dtype = torch.float32  # of activations and derivatives
+    casts = False  # whether layers multiply with a copy of the parameters, in `dtype`
+    x_dtype: torch.dtype = (
+        torch.float32
+    )  # of the network's input where the data writes it; a workspace makes it `dtype`
+    gradient_dtype: torch.dtype = torch.float32  # in which a gradient is computed, before it becomes float32
+    bias_input_dtype: torch.dtype = torch.float32  # of the weights of `column_sums`; strided ones are 3 times slower
+    updates_by_layer = False  # whether `sgd_update` takes up a layer's gradient at once, while it is in the cache
+    pad_to = 1  # the outputs of the copy's last layer are a multiple of this
 
     def gather(self, dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
         """Fills `out` (n, output_dim) of `x_dtype` with the network's input for the frames at `rows`."""

@@ -42,24 +42,15 @@ _GUARD_RATIO, _GUARD_SLOWDOWN = 2.0, 0.9
 
 @dataclass(frozen=True)
 class Cd1Options:
-    """How an RBM is trained.
+    """How an RBM is trained."""
 
-    Attributes:
-        rate: e, on the mean gradient (0.01 Gauss, 0.4 Bernoulli).
-        l2: weight decay l.
-        momentum, momentum_max: where the schedule starts and ends.
-        momentum_steps: steps from start to end.
-        momentum_step_period: frames per step.
-        kaldi_momentum: apply `momentum_max` from the second minibatch on, as Kaldi does.
-    """
-
-    rate: float
-    l2: float = 2e-4
-    momentum: float = 0.5
-    momentum_max: float = 0.9
-    momentum_steps: int = 40
-    momentum_step_period: int = 500_000
-    kaldi_momentum: bool = True
+    rate: float  # e, on the mean gradient (0.01 Gauss, 0.4 Bernoulli)
+    l2: float = 2e-4  # weight decay l
+    momentum: float = 0.5  # where the schedule starts
+    momentum_max: float = 0.9  # where it ends
+    momentum_steps: int = 40  # from start to end
+    momentum_step_period: int = 500_000  # frames per step
+    kaldi_momentum: bool = True  # apply `momentum_max` from the second minibatch on, as Kaldi does
 
 
 class Rbm:

@@ -71,21 +71,13 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class NaturalGradientOptions:
-    """Options of one preconditioner.
+    """Options of one preconditioner."""
 
-    Args:
-        rank: r, the eigenvectors kept (20 for inputs, 80 for output derivatives; the paper's code 30 and 60).
-        alpha: smoothing of the Fisher matrix with the identity.
-        num_samples_history: time constant of the Fisher matrix, in frames; at most 1e6.
-        update_period: minibatches per update, once the first 10 have been made.
-        delta: floor of rho and d relative to the largest sqrt(C); at most 1e-2.
-    """
-
-    rank: int
-    alpha: float = 4.0
-    num_samples_history: float = 2000.0
-    update_period: int = 4
-    delta: float = 5e-4
+    rank: int  # r, the eigenvectors kept (20 for inputs, 80 for output derivatives; the paper's code 30 and 60)
+    alpha: float = 4.0  # smoothing of the Fisher matrix with the identity
+    num_samples_history: float = 2000.0  # time constant of the Fisher matrix, in frames; at most 1e6
+    update_period: int = 4  # minibatches per update, once the first 10 have been made
+    delta: float = 5e-4  # floor of rho and d relative to the largest sqrt(C); at most 1e-2
 
     def __post_init__(self) -> None:
         for name, good, expected in (

@@ -33,23 +33,19 @@ from ddnn.optim.sgd import Sgd, SgdOptions
 
 @dataclass(frozen=True)
 class NgSgdOptions(SgdOptions):
-    """Options of NG-SGD.
+    """Options of NG-SGD; the first five as in `NaturalGradientOptions`.
 
-    Args:
-        rank_in, rank_out: of a layer's input and of its output derivative; for these, alpha, num_samples_history (in
-            frames) and update_period see `NaturalGradientOptions`.
-        max_change: a step that would change a layer by more than this per frame is shortened; 0: never.
-        max_change_scope: `global` limits the step by the frames of all workers, `local` by the worker's own (nnet2), so
-            that `Sgd.lr_scale` is to stay 1; `unscaled` limits the step at a learning rate of 1, so that the step at
-            `lr` is limited to lr * max_change per frame (the code of arXiv 1507.01239).
+    `max_change_scope`: `global` limits the step by the frames of all workers, `local` by the worker's own (nnet2), so
+    that `Sgd.lr_scale` is to stay 1; `unscaled` limits the step at a learning rate of 1, so that the step at `lr` is
+    limited to lr * max_change per frame (the code of arXiv 1507.01239).
     """
 
-    rank_in: int = 20
-    rank_out: int = 80
+    rank_in: int = 20  # of a layer's input
+    rank_out: int = 80  # of its output derivative
     alpha: float = 4.0
     num_samples_history: float = 2000.0
     update_period: int = 4
-    max_change: float = 0.075
+    max_change: float = 0.075  # a step that would change a layer by more than this per frame is shortened; 0: never
     max_change_scope: Literal["global", "local", "unscaled"] = "global"
 
     def sides(self, gemm: Gemm) -> tuple[tuple[int, int], tuple[int, int]]:

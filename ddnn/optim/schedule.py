@@ -15,25 +15,15 @@ State = float | int | bool
 
 @dataclass
 class Schedule(ABC):
-    """What the training loop asks of a schedule.
+    """What the training loop asks of a schedule. `learning_rate` is that of the next epoch; it multiplies the gradient
+    summed over a minibatch."""
 
-    Args:
-        initial_lr: of the first epoch.
-        max_epochs: after which training ends at the latest.
+    state_fields: ClassVar[tuple[str, ...]] = ("learning_rate", "finished", "epoch")  # change from epoch to epoch
 
-    Attributes:
-        learning_rate: of the next epoch; multiplies the gradient summed over a minibatch.
-        finished: whether training has ended.
-        epoch: how many have passed.
-        state_fields: names of the attributes that change from epoch to epoch.
-    """
-
-    state_fields: ClassVar[tuple[str, ...]] = ("learning_rate", "finished", "epoch")
-
-    initial_lr: float = 0.008
-    max_epochs: int = 20
+    initial_lr: float = 0.008  # of the first epoch
+    max_epochs: int = 20  # after which training ends at the latest
     finished: bool = field(default=False, init=False)
-    epoch: int = field(default=0, init=False)
+    epoch: int = field(default=0, init=False)  # how many have passed
 
     def __post_init__(self) -> None:
         self.learning_rate = self.initial_lr
@@ -69,21 +59,16 @@ class Newbob(Schedule):
     r < start_halving_impr the rate is halved after every epoch; once halving is on and r < end_halving_impr, training
     ends.
 
-    Args:
-        criterion: cross-validation loss (relative gains) or frame accuracy (absolute ones).
-        halving_factor: what the rate is multiplied by.
-        keep_lr_epochs: so many first epochs are accepted at the initial rate (`keep_lr_iters`).
-        min_epochs: so many first epochs are accepted, and training does not end before (`min_iters`).
     """
 
     state_fields: ClassVar[tuple[str, ...]] = (*Schedule.state_fields, "halving", "best")
 
-    criterion: Literal["loss", "frame-accuracy"] = "loss"
+    criterion: Literal["loss", "frame-accuracy"] = "loss"  # of cross-validation
     start_halving_impr: float = 0.01
     end_halving_impr: float = 0.001
-    halving_factor: float = 0.5
-    keep_lr_epochs: int = 0
-    min_epochs: int = 0
+    halving_factor: float = 0.5  # what the rate is multiplied by
+    keep_lr_epochs: int = 0  # so many first epochs are accepted at the initial rate (`keep_lr_iters`)
+    min_epochs: int = 0  # so many first epochs are accepted, and training does not end before (`min_iters`)
     halving: bool = field(default=False, init=False)
     best: float = field(default=float("nan"), init=False)
 

@@ -15,11 +15,10 @@ from ddnn.util.errors import DataError
 
 @dataclass(frozen=True)
 class SgdOptions:
-    """Options of SGD. `momentum`: share of the last step's gradient that is kept, 0 to under 1. `l2`: weight decay, per
-    frame, before it is multiplied by the learning rate."""
+    """Options of SGD."""
 
-    momentum: float = 0.0
-    l2: float = 0.0
+    momentum: float = 0.0  # share of the last step's gradient that is kept, 0 to under 1
+    l2: float = 0.0  # weight decay, per frame, before it is multiplied by the learning rate
 
     def num_bytes(self, layers: Sequence[Layer], minibatch: int) -> int:
         """What the optimizer takes of memory besides gradient and momentum, at most."""
@@ -98,9 +97,9 @@ class Sgd:
             self.network.parameters_changed()
 
     def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[float]:
-        """Fills one layer's part of `out` after another with what the step goes along, but for the factor that it
-        yields with each. `lr`: of one worker. `out`: per layer, of the arithmetic's `gradient_dtype`; they may share
-        their memory, as each is used before the next is asked for."""
+        """Fills one layer's part of `out` after another, of the arithmetic's `gradient_dtype`, with what the step goes
+        along, but for the factor that it yields with each; they may share their memory, as each is used before the next
+        is asked for. `lr`: of one worker."""
         for i, views in enumerate(out):
             workspace.layer_gradient(i, views)
             yield 1.0

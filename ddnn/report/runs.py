@@ -68,32 +68,21 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a run over all its epochs; None if its metrics do not have a value.
-
-    Attributes:
-        epochs: number of the last one.
-        best_loss, best_accuracy: of the accepted epoch with the lowest cross-validation loss.
-        seconds: of training (without cross-validation).
-        speed_up: in frames per second, over the first run with one worker, if it has the same network and minibatch size.
-        shares: of `SHARES`.
-        consensus_distance: relative distance from the mean model before an averaging, in the last epoch.
-        bytes_per_averaging: that a worker sends.
-        excluded_averagings: how often a model was excluded from an averaging because it was not finite.
-    """
+    """The summary of a run over all its epochs; None if its metrics do not have a value."""
 
     workers: int
-    epochs: int
+    epochs: int  # number of the last one
     warmup_loss: float | None
-    best_loss: float | None
-    best_accuracy: float | None
-    seconds: float | None
+    best_loss: float | None  # of the accepted epoch with the lowest cross-validation loss
+    best_accuracy: float | None  # of the same
+    seconds: float | None  # of training, without cross-validation
     frames_per_second: float | None
     frames_per_second_per_worker: float | None
-    speed_up: float | None
-    shares: dict[str, Spread | None]
-    consensus_distance: Spread | None
-    bytes_per_averaging: float | None
-    excluded_averagings: int
+    speed_up: float | None  # over the first run with one worker, if it has the same network and minibatch size
+    shares: dict[str, Spread | None]  # by `SHARES`
+    consensus_distance: Spread | None  # relative distance from the mean model before an averaging, in the last epoch
+    bytes_per_averaging: float | None  # that a worker sends
+    excluded_averagings: int  # how often a model was excluded because it was not finite
 
 
 def summarise(runs: Sequence[Run]) -> list[Summary]:

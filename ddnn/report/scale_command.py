@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
+from ddnn.report.figures import COLOURS, MARKERS, legend_below, log2_axes, new_figure, save, tidy
 from ddnn.report.measured import LARGEST, network_dims, operations_of, parameters_of, read_measured
 from ddnn.report.scaling import (
     OVERLAPPING,
@@ -31,29 +32,18 @@ PLOT = "scaling.png"
 
 @dataclass(frozen=True)
 class ScaleOptions:
-    """What to predict; None: as measured.
-
-    Attributes:
-        workers: numbers of workers.
-        network: dims, as 440-6x2048-8806.
-        minibatch_size, averaging_period, frames, hours: of the training to predict; frames or hours are those of an
-            epoch, with 100 frames per second.
-        fit: numbers of workers to which the constants are fitted; the others are only compared with the prediction.
-        latency: seconds per message, instead of the fitted latency.
-        bandwidth: bytes per second, instead of the fitted bandwidth.
-        comm_dtype: type in which parameters are sent.
-    """
+    """What to predict; None: as measured."""
 
     workers: tuple[int, ...]
-    network: str | None = None
+    network: str | None = None  # dims, as 440-6x2048-8806
     minibatch_size: int | None = None
     averaging_period: int | None = None
-    frames: float | None = None
-    hours: float | None = None
-    fit: tuple[int, ...] | None = None
-    latency: float | None = None
-    bandwidth: float | None = None
-    comm_dtype: str | None = None
+    frames: float | None = None  # of an epoch
+    hours: float | None = None  # the same, at 100 frames per second
+    fit: tuple[int, ...] | None = None  # to these numbers of workers; the others are only compared with the prediction
+    latency: float | None = None  # seconds per message, instead of the fitted latency
+    bandwidth: float | None = None  # bytes per second, instead of the fitted bandwidth
+    comm_dtype: str | None = None  # type in which parameters are sent
 
 
 @dataclass(frozen=True)
@@ -233,16 +223,6 @@ def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) ->
 def draw_scaling(found: Scaling, path: Path) -> Path:
     """Speed-up against workers, both logarithmic: the ideal, a curve for each cost, and the measurements. UserError:
     matplotlib is missing, or the file cannot be written."""
-    from ddnn.report.figures import (  # needs matplotlib
-        COLOURS,
-        MARKERS,
-        legend_below,
-        log2_axes,
-        new_figure,
-        save,
-        tidy,
-    )
-
     figure = new_figure(9, 7)
     axes = figure.subplots()
     given = {p.workers for p in found.predictions} | {1, *(check.workers for check in found.checks)}

@@ -11,6 +11,7 @@ from ddnn.recipe.checks import is_read
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import get_value
 from ddnn.recipe.schema import Recipe
+from ddnn.report.figures import draw_report
 from ddnn.report.runs import SHARES, Run, Spread, Summary, read_runs, summarise
 from ddnn.util.text import table
 
@@ -59,11 +60,7 @@ def report(paths: Sequence[Path], out: Path | None) -> Report:
     """Reads run dirs and, if `out` is given, draws their plots into that folder. DataError, RecipeError: a run dir is
     damaged. UserError: matplotlib is missing, or `out` cannot be written."""
     runs = read_runs(paths)
-    plots: tuple[Path, ...] = ()
-    if out is not None:
-        from ddnn.report.figures import draw_report  # the table does without matplotlib
-
-        plots = draw_report(runs, out)
+    plots = () if out is None else draw_report(runs, out)
     return Report(tuple(runs), tuple(summarise(runs)), plots)
 
 

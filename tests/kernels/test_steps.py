@@ -120,7 +120,7 @@ def test_200_minibatches_have_the_same_losses_with_and_without(optimizer: str, m
     assert not any(calls.of.values())
     found = train(SIGMOIDS, options, "bf16", True)[0].view(-1, 20).mean(1)
     assert calls.of["sigmoid_"] == calls.of["sigmoid_backward_"] == 400 and calls.of["cross_entropy"] == 200
-    # Momentum wants the gradient of all layers; else a layer is taken up as one, or weight and bias by themselves.
+    # Momentum wants the gradient of all layers; else weight and bias of a layer are updated by themselves.
     assert calls.of["sgd_update"] == 0 if options.momentum else calls.of["sgd_update"] >= 600
     assert calls.of["column_sums"] > 0
     in_float32 = train(SIGMOIDS, options, "float32", False)[0].view(-1, 20).mean(1)

@@ -52,18 +52,9 @@ class Kernels:
     def gather_spliced(
         self, store: Tensor, rows: Tensor, first: int, shift: Tensor | None, scale: Tensor | None, out: Tensor
     ) -> None:
-        """out <- the spliced frames at `rows`, shifted and scaled. Plain: `ddnn.data.transform.gather`.
-
-        Args:
-            store: (frames, dim) float32.
-            rows: (n,) int64, of the store.
-            first: the first frame of a splice, relative to its row.
-            shift, scale: (columns,) float32, or None.
-            out: (n, columns) bf16, columns a multiple of dim.
-
-        Raises:
-            IndexError: a splice reaches beyond the store.
-            ValueError: shapes that do not go together.
+        """out (n, columns) bf16 <- the spliced frames at `rows` (n,) int64 of the store (frames, dim) float32, shifted and
+        scaled by (columns,) float32 or None. `first`: the first frame of a splice, relative to its row. IndexError where
+        a splice reaches beyond the store. Plain: `ddnn.data.transform.gather`.
         """
         (_, dim), (n, columns) = store.shape, out.shape
         _check(torch.float32, store.shape, store)
@@ -78,10 +69,7 @@ class Kernels:
             raise IndexError(f"splices of {columns} from {first} on reach beyond {tuple(store.shape)}")
 
     def sigmoid_(self, y: Tensor, bias: Tensor) -> None:
-        """y <- 1 / (1 + e^-(y + bias)), y (rows, columns) bf16, bias (columns,) float32.
-
-        Plain: `y.add_(bias).sigmoid_()`.
-        """
+        """y (rows, columns) bf16 <- 1 / (1 + e^-(y + bias)), bias (columns,) float32. Plain: `y.add_(bias).sigmoid_()`."""
         rows, columns = y.shape
         _check(torch.bfloat16, y.shape, y)
         _check(torch.float32, (columns,), bias)
@@ -93,8 +81,8 @@ class Kernels:
         self._library.ddnn_sigmoid_backward(d.data_ptr(), y.data_ptr(), y.numel())
 
     def column_sums(self, d: Tensor, out: Tensor, weights: Tensor | None = None) -> None:
-        """out (columns,) <- the sum of the rows of d (rows, columns), bf16, summed in float32. Plain: `d.sum(0)`.
-        `weights`: (rows,) float32, by which each row is multiplied. Plain: `d.t() @ weights`."""
+        """out (columns,) bf16 <- the sum of the rows of d (rows, columns) bf16, each times its weight, (rows,) float32, where
+        they are given; summed in float32. Plain: `d.sum(0)` or `d.t() @ weights`."""
         rows, columns = d.shape
         _check(torch.bfloat16, d.shape, d)
         _check(torch.bfloat16, (columns,), out)
@@ -102,15 +90,8 @@ class Kernels:
         self._library.ddnn_column_sums(d.data_ptr(), rows, columns, _pointer(weights), out.data_ptr())
 
     def bf16_to_float32_rows(self, x: Tensor, out: Tensor, norms: Tensor) -> None:
-        """out <- x, and a last column of ones where it has one column more; norms <- those of its rows.
-
-        Plain: `out[:, :columns].copy_(x)`, `out[:, columns:].fill_(1)`, `torch.linalg.vector_norm(out, dim=1)`.
-
-        Args:
-            x: (rows, columns) bf16.
-            out: (rows, columns) or (rows, columns + 1) float32, rows contiguous in themselves.
-            norms: (rows,) float32.
-        """
+        """out <- x (rows, columns) bf16, and a last column of ones where it has one column more; norms (rows,) float32 <-
+        those of its rows. Rows of out, float32, are contiguous in themselves. Plain: `Float32.load_rows`."""
         rows, columns = x.shape
         one = out.shape[-1] == columns + 1
         stride = _check_rows((rows, columns + one), out)
@@ -120,15 +101,9 @@ class Kernels:
         self._library.ddnn_bf16_to_float32_rows(*pointers)
 
     def float32_to_bf16_rows(self, x: Tensor, out: Tensor, norms: Tensor, last: Tensor | None = None) -> None:
-        """out <- x, rounded, but for the last column where `last` is given: it goes there; norms <- those of the rows.
-
-        Plain: `out.copy_(x[:, :columns])`, `last.copy_(x[:, columns])`, `torch.linalg.vector_norm(x, dim=1)`.
-
-        Args:
-            x: (rows, columns) float32, with `last` (rows, columns + 1), rows contiguous in themselves.
-            out: (rows, columns) bf16.
-            norms, last: (rows,) float32.
-        """
+        """out (rows, columns) bf16 <- x, rounded, but for its further column where `last` is given: it goes there; norms <-
+        those of the rows of x, float32, contiguous in themselves. norms, last: (rows,) float32. Plain:
+        `BFloat16.store_rows`."""
         rows, columns = out.shape
         stride = _check_rows((rows, columns + (last is not None)), x)
         _check(torch.bfloat16, out.shape, out)
@@ -140,16 +115,12 @@ class Kernels:
         """Softmax and its derivative. Plain: `ddnn.nn.loss.SoftmaxCrossEntropyBFloat16`.
 
         Args:
-            activations: (frames, pdfs) bf16, before softmax.
-            labels: (frames,) int64 pdf-ids.
-            derivative: (frames, pdfs) bf16, filled with softmax - target.
+            activations, derivative: (frames, pdfs) bf16, before softmax; filled with softmax - target.
+            labels: (frames,) int64 pdf-ids; IndexError where one is not one of the pdfs.
             row: (pdfs,) float32 memory to work in.
 
         Returns:
             The loss summed over the frames, and how many have their label as the first of the largest activations.
-
-        Raises:
-            IndexError: a label is not one of the pdfs.
         """
         frames, pdfs = activations.shape
         _check(torch.bfloat16, activations.shape, activations, derivative)
@@ -163,12 +134,8 @@ class Kernels:
         return loss.value, int(right)
 
     def sgd_update(self, parameters: Tensor, low: Tensor, gradient: Tensor, rate: float, keep: float = 1.0) -> None:
-        """parameters <- keep * parameters - rate * gradient; low <- parameters, rounded.
-
-        Plain: `parameters.mul_(keep).add_(gradient, alpha=-rate)`, `low.copy_(parameters)`.
-
-        `parameters`: float32 of any shape. `low`, `gradient`: bf16 of that shape.
-        """
+        """parameters, float32 of any shape, <- keep * parameters - rate * gradient; low <- parameters, rounded; low and
+        gradient bf16. Plain: `parameters.mul_(keep).add_(gradient, alpha=-rate)`, `low.copy_(parameters)`."""
         _check(torch.float32, parameters.shape, parameters)
         _check(torch.bfloat16, parameters.shape, low, gradient)
         pointers = parameters.data_ptr(), low.data_ptr(), gradient.data_ptr()
@@ -180,7 +147,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _check(dtype: torch.dtype, shape: tuple[int, ...], *tensors: Tensor | None) -> None:
-    """TypeError or ValueError where a tensor that is given is not contiguous in host memory, of this type and shape."""
+    """Checks the tensors that are given: in host memory, contiguous, of this type and shape."""
     for one in tensors:
         if one is None:
             continue
