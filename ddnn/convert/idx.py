@@ -43,16 +43,11 @@ _BLOCK_BYTES = 64 << 20  # of an utterance, in float32
 
 @dataclass(frozen=True)
 class IdxImages:
-    """The images of an open IDX file, read from the first to the last.
+    """The images of an open IDX file, read from the first to the last."""
 
-    Attributes:
-        path: the file.
-        count: images that its header promises, 1 or more.
-        rows, columns: pixels of each image, 1 or more.
-    """
-
-    path: Path
-    count: int
+    path: Path  # the file
+    count: int  # images that its header promises, 1 or more
+    # pixels of each image, 1 or more
     rows: int
     columns: int
     source: BasicTypeReader

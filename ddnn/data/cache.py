@@ -60,19 +60,13 @@ class CorruptCacheError(Exception):
 
 
 class CacheMetadata(BaseModel):
-    """What a cache file holds: safetensors, whose header has this and the CRC-32 of the header itself as metadata.
-
-    Attributes:
-        key: `cache_key`.
-        dim, width: feature dimension in the archives, and in the file.
-        counts: what was skipped or trimmed.
-        blocks: [bytes, CRC-32] of each, from the first byte after the header on.
-    """
+    """What a cache file holds: safetensors, whose header has this and the CRC-32 of the header itself as metadata."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
-    key: str
+    key: str  # `cache_key`
     data: str
+    # feature dimension in the archives, and in the file
     dim: PositiveInt
     width: PositiveInt
     context: NonNegativeInt
@@ -80,7 +74,8 @@ class CacheMetadata(BaseModel):
     utterances: PositiveInt
     rows: PositiveInt
     pdfs: PositiveInt
-    counts: dict[str, int]
+    counts: dict[str, int]  # what was skipped or trimmed
+    # [bytes, CRC-32] of each, from the first byte after the header on
     blocks: list[tuple[NonNegativeInt, Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]]]
 
     def tensors(self) -> list[tuple[str, str, tuple[int, ...], int, int]]:

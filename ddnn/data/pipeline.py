@@ -48,23 +48,17 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class TrainingDataConfig:
-    """What a training reads.
+    """What a training reads."""
 
-    Attributes:
-        data, alignments: a Kaldi data dir, and an alignment dir or archive of pdf-ids.
-        held_out: None: nothing, as for RBMs.
-        seed: for the choice of speakers.
-        footprint: (input dimension of the network, number of pdfs) -> what else needs memory.
-        normalize: whether the input is shifted and scaled to zero mean and unit variance.
-    """
-
+    # a Kaldi data dir, and an alignment dir or archive of pdf-ids
     data: Path
     alignments: Path
     reading: DataConfig
-    held_out: HeldOut | None
-    seed: int
+    held_out: HeldOut | None  # None: nothing, as for RBMs
+    seed: int  # for the choice of speakers
+    # (input dimension of the network, number of pdfs) -> what else needs memory
     footprint: Callable[[int, int], TrainingFootprint]
-    normalize: bool = True
+    normalize: bool = True  # whether the input is shifted and scaled to zero mean and unit variance
     feature_device: Literal["auto", "cpu"] = "auto"
 
 
@@ -97,27 +91,18 @@ class DataSource:
 
 @dataclass(frozen=True, eq=False)
 class TrainingData:
-    """What this worker trains on, and its part of the cross-validation.
+    """What this worker trains on, and its part of the cross-validation."""
 
-    Attributes:
-        index: the whole data dir, of all workers.
-        shards: for each rank the utterances of the index that it has in memory, those held out included.
-        dataset: this worker's shard: on the device, or in host memory.
-        device: where this worker computes.
-        train_utterances: all workers' utterances to train on.
-        train_shards: for each rank its part of them.
-        train, cv: this worker's frames; `cv` is empty where nothing is held out.
-        cv_index: of the data dir for cross-validation; None where speakers of `index` are held out.
-    """
-
-    index: UtteranceIndex
-    shards: list[list[int]]
-    dataset: AcousticDataset
-    device: torch.device
-    train_utterances: list[int]
-    train_shards: list[list[int]]
+    index: UtteranceIndex  # the whole data dir, of all workers
+    shards: list[list[int]]  # for each rank the utterances of the index that it has in memory, those held out included
+    dataset: AcousticDataset  # this worker's shard: on the device, or in host memory
+    device: torch.device  # where this worker computes
+    train_utterances: list[int]  # all workers' utterances to train on
+    train_shards: list[list[int]]  # for each rank its part of them
+    # this worker's frames; `cv` is empty where nothing is held out
     train: FrameSubset
     cv: FrameSubset
+    # of the data dir for cross-validation; None where speakers of `index` are held out
     cv_index: UtteranceIndex | None = None
     normalize: bool = True
 

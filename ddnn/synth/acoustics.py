@@ -25,17 +25,13 @@ _NEIGHBOUR = np.float32(0.5)  # weight of the frames beside in the noise
 
 @dataclass(frozen=True, eq=False)
 class Acoustics:
-    """The true model. Gaussian `COMPONENTS * pdf + c` is component c of a pdf, of weight 1 / COMPONENTS.
-
-    Attributes:
-        means, stddevs: float32 [pdfs * COMPONENTS, dim].
-        self_loop: float64 [pdfs], probability of the self-loop.
-    """
+    """The true model. Gaussian `COMPONENTS * pdf + c` is component c of a pdf, of weight 1 / COMPONENTS."""
 
     lexicon: Lexicon
+    # float32 [pdfs * COMPONENTS, dim]
     means: npt.NDArray[np.float32]
     stddevs: npt.NDArray[np.float32]
-    self_loop: npt.NDArray[np.float64]
+    self_loop: npt.NDArray[np.float64]  # float64 [pdfs], probability of the self-loop
 
     @property
     def dim(self) -> int:
