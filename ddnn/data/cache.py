@@ -28,17 +28,16 @@ from uuid import uuid4
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset, utterance_offsets
-from ddnn.data.feature_reader import write_at
 from ddnn.data.index import UtteranceIndex, build_index, check_skipped
 from ddnn.data.loading import DataConfig, FeatureLoader
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.data_dir import DataDir, read_data_dir
 from ddnn.util.errors import DataError
-from ddnn.util.files import is_locked, open_regular
+from ddnn.util.files import is_locked, open_regular, write_all
 from ddnn.util.system import available_memory
 
 log = logging.getLogger(__name__)
@@ -272,12 +271,12 @@ def write_cache(
             needed = (start + metadata.feature_bytes) / 1e9
             raise OSError(f"{needed:.1f} GB are needed, {room.f_bavail * room.f_frsize / 1e9:.1f} GB are free")
         index = b"".join(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in arrays)
-        write_at(descriptor, index, start - len(index))
+        write_all(descriptor, index, start - len(index))
         blocks = [(len(index), zlib.crc32(index)), *write_features(descriptor, start)]
         header = metadata.model_copy(update={"blocks": [(size, f"{crc:08x}") for size, crc in blocks]}).header()
         if len(header) + len(index) != start:
             raise ValueError("the blocks that were written are not those of the metadata")
-        write_at(descriptor, header, 0)
+        write_all(descriptor, header, 0)
 
 
 @contextmanager
@@ -398,7 +397,7 @@ def _read_header(file: BinaryIO, size: int) -> tuple[CacheMetadata, int]:
     try:
         metadata = CacheMetadata.model_validate_json(json.loads(header)["__metadata__"]["ddnn"])
         as_written = packed + header == metadata.header()
-    except (ValidationError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise CorruptCacheError("its header says something that cannot be") from error
     if not as_written:
         raise CorruptCacheError("its header is not what was written")

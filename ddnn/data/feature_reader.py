@@ -5,7 +5,6 @@ Nothing here imports torch: a loading process starts in a fraction of a second.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from ddnn.kaldi.archive import MatrixReader, check_finite
 from ddnn.kaldi.data_dir import add_deltas, apply_cmvn, compute_cmvn_stats
 from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError, UserError
+from ddnn.util.files import write_all
 
 CHUNK_BYTES = 4 << 20  # minimum of features in a chunk: small enough for a processor's cache
 Stats = Mapping[str, NDArray[np.float64]]  # speaker -> CMVN statistics, (2, dim + 1)
@@ -133,16 +133,8 @@ def write_chunk(
     out = np.empty((chunk.rows, spec.width), spec.config.dtype)
     read_chunk(out, chunk, stats, spec, reader)
     data = out.reshape(-1).view(np.uint8).data
-    write_at(descriptor, data, start + chunk.row * spec.row_bytes)
+    write_all(descriptor, data, start + chunk.row * spec.row_bytes)
     return zlib.crc32(data)
-
-
-def write_at(descriptor: int, data: bytes | memoryview, position: int) -> None:
-    """Writes all of `data` at `position` of an open file."""
-    remaining = memoryview(data)
-    while len(remaining):
-        written = os.pwrite(descriptor, remaining, position)
-        remaining, position = remaining[written:], position + written
 
 
 def stats_of_speakers(speakers: Mapping[str, Sequence[ScpEntry]], _reader: MatrixReader) -> Stats:

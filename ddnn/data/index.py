@@ -46,7 +46,7 @@ class UtteranceIndex:
     num_pdfs: int = 0  # of the alignment's model; 0 without alignments
     # (num_pdfs,) int64, frames of each pdf in the alignments of these utterances
     pdf_counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    alignments: Alignments | None = None  # none where there are none, or where labels come from a cache file
+    alignments: Alignments | None = None  # None where there are none, or where labels come from a cache file
     # how many utterances are used, skipped (by reason) and trimmed
     counts: dict[str, int] = field(default_factory=dict)
 

@@ -20,7 +20,7 @@ from ddnn.util.system import available_memory, device_identity
 
 log = logging.getLogger(__name__)
 
-EVAL_BATCH = 1024  # frames in a block of cross-validation
+EVAL_BATCH = 1024  # frames in a block of cross-validation: full GEMM speed, and they stay in a CPU's cache
 LIBRARY_BYTES = 64 << 20  # what libraries take of the host once they compute and communicate
 RESERVED_BYTES = 2**30 + 2**29  # on a GPU: for the workspaces of libraries and for what an allocator cannot use
 GPU_PARAMETER_COPIES = 10

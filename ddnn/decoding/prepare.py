@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.memory import EVAL_BATCH
 from ddnn.kaldi.alignments import read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.archive import write_matrices
 from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, save_model, to_nnet1
 from ddnn.nn.network import Workspace
-from ddnn.training.evaluation import EVAL_BATCH, forward_batches, load_for_model
+from ddnn.training.evaluation import forward_batches, load_for_model
 from ddnn.training.run_dir import load_run
 from ddnn.training.run_status import FINAL, PDF_COUNTS, check_run_dir
 from ddnn.util.errors import DataError, UserError

@@ -185,6 +185,12 @@ def validate(
     raise error(listed([*tree.problems, *further]), location=location, hint=hint)
 
 
+def first_error(error: ValidationError) -> str:
+    """The first thing that is wrong with a file without lines, and its key."""
+    detail = error.errors(include_url=False, include_context=False)[0]
+    return f"{'.'.join(map(str, detail['loc'])) or 'the file'}: {detail['msg']}"
+
+
 def listed(problems: Iterable[object], what: str = "problems", most: int | None = None) -> str:
     """One problem as it is; several, at most so many of them, under a line that counts them."""
     lines = list(dict.fromkeys(map(str, problems)))

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 import ddnn
-from ddnn.recipe.source import read_yaml
-from ddnn.reproduce.tables import FrozenModel, Name, first_error
+from ddnn.recipe.source import first_error, read_yaml
+from ddnn.reproduce.tables import FrozenModel, Name
 from ddnn.util.errors import DataError, UserError
 
 FILE = "reproduce.yaml"

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from ddnn.recipe.source import first_error
 from ddnn.report.scaling import Job, Measurement, Way
-from ddnn.reproduce.tables import FrozenModel, first_error
+from ddnn.reproduce.tables import FrozenModel
 from ddnn.util.errors import DataError
 from ddnn.util.files import ensure_directory, read_bytes_limited, write_text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ddnn.util.errors import UserError
 
@@ -22,12 +22,6 @@ class FrozenModel(BaseModel):
     """Data from a file: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def first_error(error: ValidationError) -> str:
-    """The first thing that is wrong with a file, and its key."""
-    detail = error.errors(include_url=False, include_context=False)[0]
-    return f"{'.'.join(map(str, detail['loc'])) or 'the file'}: {detail['msg']}"
 
 
 class Condition(FrozenModel):

@@ -15,6 +15,7 @@ from torch import Tensor
 from ddnn.data.batches import Batch, SequentialSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset
 from ddnn.data.loading import DataConfig
+from ddnn.data.memory import EVAL_BATCH
 from ddnn.data.pipeline import load_data_dir
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import Alignments, read_alignments
@@ -25,8 +26,6 @@ from ddnn.training.run_dir import load_run
 from ddnn.util.errors import DataError, DivergedError
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
-
-EVAL_BATCH = 1024  # frames per forward pass: enough for full GEMM speed, few enough to stay in a CPU's cache
 
 
 @dataclass(frozen=True)

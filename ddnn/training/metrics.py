@@ -39,7 +39,7 @@ def _rounded(digits: int) -> AfterValidator:
 
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
-Number = Annotated[float | None, BeforeValidator(_finite)]  # none (null) where the value is not finite, or not known
+Number = Annotated[float | None, BeforeValidator(_finite)]  # None (null) where the value is not finite, or not known
 _NotNegative = Annotated[float, Field(ge=0.0, le=1e18)]
 Seconds = Annotated[_NotNegative | None, BeforeValidator(_finite), _rounded(6)]
 Speed = Annotated[_NotNegative | None, BeforeValidator(_finite), _rounded(1)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from ddnn.distributed.communicator import Communicator
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.recipe.source import MOST_BYTES, Problem, parse_file
+from ddnn.recipe.source import MOST_BYTES, Problem, first_error, parse_file
 from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.training.state import CheckpointMetadata, LoadedCheckpoint
 from ddnn.util.errors import DataError, RecipeError
@@ -87,9 +87,7 @@ def read_metadata(values: object, location: Path) -> CheckpointMetadata:
     try:
         return CheckpointMetadata.model_validate(values)
     except ValidationError as error:
-        detail = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        key = ".".join(str(part) for part in detail["loc"])
-        raise DataError(f"not a checkpoint of a training: {key}: {detail['msg']}", location=location) from error
+        raise DataError(f"not a checkpoint of a training: {first_error(error)}", location=location) from error
 
 
 def check_same_recipe(before: str, recipe: Recipe, location: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, is_locked, read_bytes_limited, require_kind
@@ -85,7 +85,7 @@ def read_run_status(run_dir: Path) -> RunStatus | None:
         return RunStatus.model_validate_json(read_bytes_limited(path, _MAX_STATUS_BYTES))
     except OSError as error:
         raise DataError(f"cannot read: {error.strerror}", location=path) from error
-    except (ValidationError, ValueError) as error:
+    except ValueError as error:
         raise DataError("damaged, or written by another version of ddnn", location=path) from error
 
 

@@ -210,10 +210,12 @@ def _reads(file: io.RawIOBase, piece: Any) -> bool:
     return all(np.array_equal(np.frombuffer(file.read(len(chunk)) or b"", np.uint8), chunk) for chunk in chunks)
 
 
-def write_all(descriptor: int, data: Any) -> None:
+def write_all(descriptor: int, data: Any, offset: int | None = None) -> None:
+    """Writes all bytes of a buffer, where the file is or at `offset`; raises OSError."""
     remaining = memoryview(data)
     while remaining:
-        remaining = remaining[os.write(descriptor, remaining) :]
+        at = None if offset is None else offset + len(data) - len(remaining)
+        remaining = remaining[os.write(descriptor, remaining) if at is None else os.pwrite(descriptor, remaining, at) :]
 
 
 def fsync_directory(path: Path, *, strict: bool = False) -> None:
