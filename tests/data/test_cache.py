@@ -378,7 +378,7 @@ def test_bad_features_are_an_error_and_leave_no_file(folder: Path) -> None:
 
 def test_two_that_write_at_once_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
-    put, nested = cache.write_at, []
+    put, nested = cache.write_all, []
 
     def put_and_meanwhile(*of: Any) -> None:
         if not nested:
@@ -387,7 +387,7 @@ def test_two_that_write_at_once_do_not_disturb_each_other(tmp_path: Path, monkey
             assert read(path).size
         put(*of)
 
-    monkeypatch.setattr(cache, "write_at", put_and_meanwhile)
+    monkeypatch.setattr(cache, "write_all", put_and_meanwhile)
     write(path)
     assert nested and read(path).size and [p.name for p in tmp_path.iterdir()] == ["x"]
 
