@@ -37,11 +37,9 @@ class CommStats:
     wait_seconds: float = 0.0  # in small messages that cannot end before the slowest worker is there: `time_as_wait`
 
     def copy(self) -> CommStats:
-        """As it is now."""
         return replace(self)
 
     def __sub__(self, earlier: CommStats) -> CommStats:
-        """What came since `earlier`."""
         return CommStats(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 

@@ -21,7 +21,6 @@ class MpiBackend(TensorBackend):
     """MPI on the tensors' own memory: of the host, or of a GPU where the MPI is CUDA-aware (not yet seen on a GPU)."""
 
     def __init__(self, mpi_comm: Any) -> None:
-        """`mpi_comm` is mpi4py's communicator."""
         from mpi4py import MPI
 
         self.mpi_comm, self.in_place, self.sum = mpi_comm, MPI.IN_PLACE, MPI.SUM
@@ -61,7 +60,6 @@ class MpiCommunicator(Communicator):
     """
 
     def __init__(self, mpi_comm: Any) -> None:
-        """Collective over the workers of `mpi_comm`."""
         from mpi4py import MPI
 
         super().__init__(mpi_comm.rank, mpi_comm.size, MPI.Get_processor_name(), {"cpu": MpiBackend(mpi_comm)})

@@ -191,7 +191,6 @@ class ProcessGroupBackend(TensorBackend):
     def __init__(
         self, comm: Communicator, backend: Literal["nccl", "gloo"], device: torch.device, seconds: float = 600.0
     ) -> None:
-        """Collective."""
         hosts, timeout = comm.all_gather_object(comm.host), timedelta(seconds=seconds)
         host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
         if comm.rank == 0:

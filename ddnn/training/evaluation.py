@@ -97,7 +97,6 @@ class EpochLosses:
         self.epoch, self.learning_rate, self._minibatches = 0, 0.0, 0  # of the epoch under way, for messages
 
     def add(self, loss: Tensor, num_correct: Tensor, frames: int) -> None:
-        """Adds one minibatch; raises as `check`."""
         self.interval.add(loss, num_correct, frames)
         self._minibatches += 1
         if self._minibatches % self.CHECK_PERIOD == 0:

@@ -211,7 +211,6 @@ def _reads(file: io.RawIOBase, piece: Any) -> bool:
 
 
 def write_all(descriptor: int, data: Any, offset: int | None = None) -> None:
-    """Writes all bytes of a buffer, where the file is or at `offset`; raises OSError."""
     remaining = memoryview(data)
     while remaining:
         at = None if offset is None else offset + len(data) - len(remaining)
