@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ddnn.recipe.schema import Count, Section
-from ddnn.recipe.source import SourceValue, configs_folder, exists, read_yaml, validate
+from ddnn.recipe.source import configs_folder, exists, read_yaml, validate
 from ddnn.util.errors import UserError
 from ddnn.util.text import plural
 
@@ -67,8 +66,14 @@ def check_sbatch_option(text: str) -> str:
     return text
 
 
-Word = Annotated[str, AfterValidator(check_word)]
-TimeLimit = Annotated[str, AfterValidator(check_time_limit)]
+def _number_as_text(value: Any) -> Any:
+    """What YAML reads as a number where text is expected: 64000 of memory."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Text = BeforeValidator(_number_as_text)
+Word = Annotated[str, Text, AfterValidator(check_word)]
+TimeLimit = Annotated[str, Text, AfterValidator(check_time_limit)]
 Line = Annotated[str, AfterValidator(check_single_line)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -110,7 +115,7 @@ class ClusterConfig(Section):
     setup: list[Line] = Field(default_factory=list)
     """Lines of shell that run in the job before the training, as you wrote them: module load, activation of an
     environment. The first that fails ends the job."""
-    environment: dict[VariableName, Line] = Field(default_factory=dict)
+    environment: dict[VariableName, Annotated[Line, Text]] = Field(default_factory=dict)
     """Environment variables of the job, set after `setup`."""
 
 
@@ -119,7 +124,7 @@ def load_cluster(name_or_file: str) -> ClusterConfig:
     there is none such, or something is wrong with it: all problems, one a line."""
     path = find_cluster(name_or_file)
     tree = read_yaml(path)
-    tree.values = _as_written(tree.values)
+    tree.values = {name: given for name, given in tree.values.items() if given.value is not None}
     return validate(ClusterConfig, tree, path, error=UserError, hint="docs/slurm.md describes all keys")
 
 
@@ -139,21 +144,6 @@ def find_cluster(name_or_file: str) -> Path:
         location="--cluster",
         hint="name one of these, or a file of your own: docs/slurm.md has all keys",
     )
-
-
-def _as_written(values: Mapping[str, SourceValue]) -> dict[str, SourceValue]:
-    """Without nulls, which are as if the key had not been given; numbers where text is expected are their text."""
-    fields = ClusterConfig.model_fields
-    found = {}
-    for name, given in values.items():
-        key, _, below = name.partition(".")
-        value = given.value
-        is_text = key == "environment" if below else key in fields and "str" in str(fields[key].annotation)
-        if is_text and isinstance(value, (int, float)) and not isinstance(value, bool):
-            value = str(value)
-        if value is not None:
-            found[name] = SourceValue(value, given.source)
-    return found
 
 
 @dataclass(frozen=True)
