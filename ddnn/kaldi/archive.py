@@ -1,8 +1,9 @@
 """Archives (`ark`) of matrices and of integer vectors: read in sequence or through an scp, and written; plain or gzip.
 
-Follows kaldi `util/kaldi-table-inl.h` and `util/kaldi-holder-inl.h`. kaldiio 2.18.1 is not safe here: it runs a shell for
-an entry that begins or ends with `|`, unpickles a record that begins with `PKL`, reads a missing or cut gzip as an empty
-or partial table, clips a range past the end, and fails on text vectors that begin with 0 or 1e-05.
+Follows kaldi `util/kaldi-table-inl.h` and `util/kaldi-holder-inl.h`. kaldiio 2.18.1 on its own is not safe here: it runs a
+shell for an entry that begins or ends with `|`, unpickles a record that begins with `PKL`, reads a missing or cut gzip
+as an empty or partial table, clips a range past the end, and fails on text vectors that begin with 0 or 1e-05. So it
+only decodes single matrices of plain floats, whose headers `basic_types` has checked.
 """
 
 from __future__ import annotations

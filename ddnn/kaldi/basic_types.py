@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
+from kaldiio.matio import read_matrix_or_vector
 from numpy.typing import NDArray
 
 from ddnn.kaldi import compressed
@@ -306,8 +307,10 @@ class BasicTypeReader:
             return np.zeros((0, 0), np.float32)
         if header.token in compressed.TOKENS:
             return compressed.decode(header.token, header.minimum, header.span, rows, columns, data)
-        dtype = np.dtype("<f4" if header.token == "FM" else "<f8")
-        return np.frombuffer(data, dtype).reshape(rows, columns).astype(dtype.newbyteorder("="), copy=False)
+        # kaldiio gets the bytes of this one matrix, whose header is checked: it cannot come to its other formats.
+        plain = b"\0B" + header.token.encode() + b" " + struct.pack("<bibi", 4, rows, 4, columns) + data
+        matrix: NDArray[Any] = read_matrix_or_vector(BytesIO(plain))
+        return matrix
 
     def text_matrix(self, *, ends_line: bool) -> NDArray[np.float64]:
         """`[`, rows that end in a line end or `;`, `]`; `ends_line` refuses what is behind `]` in its line."""
