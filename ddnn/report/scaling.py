@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations
 from statistics import fmean
 
 import numpy as np
@@ -293,23 +292,17 @@ def _traffic(m: Measurement) -> tuple[float, float]:
 def fit_not_negative(
     columns: Sequence[Sequence[float]], values: Sequence[float], scale: Sequence[float]
 ) -> NDArray[np.float64]:
-    """The coefficients >= 0 for which sum_j coefficient_j columns_j is closest to `values`, errors divided by `scale`.
-
-    Least squares over every subset of the columns, the others 0: the best solution without a negative coefficient is the
-    optimum. There are four columns at most. `scale` is > 0.
-    """
+    """The coefficients >= 0 for which sum_j coefficient_j columns_j is closest to `values`, errors divided by `scale`,
+    which is > 0. UserError: scipy is missing."""
+    try:
+        from scipy.optimize import nnls
+    except ImportError as error:
+        raise UserError(
+            f"the fit needs the package scipy, which cannot be imported: {error}", hint="pip install 'ddnn[report]'"
+        ) from error
     by = np.asarray(scale, np.float64)
     matrix, wanted = np.asarray(columns, np.float64).T / by[:, None], np.asarray(values, np.float64) / by
-    best, smallest = np.zeros(len(columns)), float((wanted**2).sum())
-    for size in range(1, len(columns) + 1):
-        for chosen in map(list, combinations(range(len(columns)), size)):
-            norms = np.sqrt((matrix[:, chosen] ** 2).sum(axis=0))
-            if not norms.all():
-                continue
-            unit = matrix[:, chosen] / norms
-            found, _, rank, _ = np.linalg.lstsq(unit, wanted, rcond=None)
-            error = float(((unit @ found - wanted) ** 2).sum())
-            if rank == size and (found >= 0.0).all() and error < smallest - 1e-15:
-                best, smallest = np.zeros(len(columns)), error
-                best[chosen] = found / norms
-    return best
+    norms = np.sqrt((matrix**2).sum(axis=0))
+    norms[norms == 0.0] = 1.0  # a column of zeros gets the coefficient 0
+    found: NDArray[np.float64] = nnls(matrix / norms, wanted)[0]
+    return found / norms
