@@ -302,7 +302,7 @@ def fit_not_negative(
         ) from error
     by = np.asarray(scale, np.float64)
     matrix, wanted = np.asarray(columns, np.float64).T / by[:, None], np.asarray(values, np.float64) / by
-    norms = np.sqrt((matrix**2).sum(axis=0))
+    norms: NDArray[np.float64] = np.sqrt((matrix**2).sum(axis=0))
     norms[norms == 0.0] = 1.0  # a column of zeros gets the coefficient 0
     found: NDArray[np.float64] = nnls(matrix / norms, wanted)[0]
     return found / norms
