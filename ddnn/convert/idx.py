@@ -177,15 +177,12 @@ def convert_idx(images: Path, labels: Path, out: Path, options: ConvertOptions) 
 
     Pixels are divided by 255, in float32. `out` gets `feats.ark`, `feats.scp` (relative), `utt2spk`, `spk2utt`, and the
     labels in `pdfs.ark`, an archive of pdf-ids. All appears at the end, or nothing does. The images are never in memory
-    together.
+    together. DataError: a file is missing, damaged, or does not fit the other. UserError: `out` is not empty or cannot
+    be written, an option is out of range.
 
     Args:
         images, labels: IDX files, plain or gzip, of as many images as labels.
         out: must not exist, or be an empty directory.
-
-    Raises:
-        DataError: a file is missing, damaged, or does not fit the other. UserError: `out` is not empty or cannot be
-            written, an option is out of range.
     """
     options.check()
     with atomic_directory(out) as folder, open_images(images) as opened:

@@ -103,15 +103,12 @@ def load_dataset(
     """Loads indexed utterances, all or some, from their archives: the same frames and labels, whoever loads the others.
 
     CMVN statistics are those of all utterances of a speaker in the data dir. Where there is no `cmvn.scp` to read them
-    from, all features of these speakers are read for them; with `comm`, of a share of all speakers.
+    from, all features of these speakers are read for them; with `comm`, of a share of all speakers. DataError: damaged
+    or unsuitable input, not what the index says (such as on another host). UserError: a loading process died.
 
     Args:
         utterances: ascending; None: all. There may be none.
         comm: the workers, who all load shards of this index now and divide the work on CMVN statistics. Collective.
-
-    Raises:
-        DataError: damaged or unsuitable input, not what the index says (such as on another host).
-        UserError: a loading process died.
     """
     chosen = index if utterances is None else index.subset(utterances)
     comm = comm or SingleProcess()

@@ -102,15 +102,13 @@ def estimate_normalization(
     """The transform with shift and scale for zero mean and unit variance over the utterances' spliced frames.
 
     Statistics are float64, over the first 10,000 utterances as in nnet1. A spliced dimension sees the dataset's rows
-    shifted by its offset, so that sums over all offsets are one product, of (offsets x rows) 0/1 weights and the features.
+    shifted by its offset, so that sums over all offsets are one product, of (offsets x rows) 0/1 weights and the
+    features. ValueError: no worker has any frame.
 
     Args:
         utterances: indices into the dataset; of several workers each passes those of its shard that are among the first
             `STATISTICS_UTTERANCES` of all workers' training set, or none.
         comm: sums the statistics over the workers, who all get the same bits. Collective.
-
-    Raises:
-        ValueError: no worker has any frame.
     """
     rows, context = dataset.rows_of(utterances[:STATISTICS_UTTERANCES]), transform.context
     is_frame = torch.zeros(dataset.features.shape[0] + 2 * context, dtype=torch.float64)

@@ -151,17 +151,14 @@ def _check_loglikes(utterance: str, matrix: npt.NDArray[np.float32], graph: Deco
 def decode_utterances(
     loglikes: Iterable[tuple[str, npt.NDArray[np.float32]]], graph: DecodingGraph, options: DecodeOptions
 ) -> Iterator[tuple[str, tuple[Hypothesis, ...]]]:
-    """Decodes each utterance at each acoustic scale. Reads one matrix at a time.
+    """Decodes each utterance at each acoustic scale. Reads one matrix at a time. UserError: the packages are missing.
+    DataError: a matrix that is empty, has another number of pdfs than the graph, or holds NaN or Inf.
 
     Args:
         loglikes: utterance and its log-likelihoods, frames x pdfs, not yet scaled.
 
     Yields:
         the utterance, and one hypothesis per scale, in the order of the scales.
-
-    Raises:
-        UserError: the packages are missing.
-        DataError: a matrix that is empty, has another number of pdfs than the graph, or holds NaN or Inf.
     """
     kaldifst, kaldi_decoder = _import_decoders()
     with tempfile.TemporaryDirectory(prefix="ddnn-graph-") as folder:

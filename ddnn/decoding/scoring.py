@@ -143,18 +143,15 @@ def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]
 
 
 def score(loglikes: Path, *, graph_dir: Path, model: Path, text: Path, options: DecodeOptions) -> ScoreResult:
-    """Decodes log-likelihoods and gives the word error rate at each acoustic scale.
+    """Decodes log-likelihoods and gives the word error rate at each acoustic scale. UserError: the packages of
+    `ddnn[decode]` are missing. DataError: an input is missing, damaged, or does not fit the others; log-likelihoods and
+    reference differ in their utterances.
 
     Args:
         loglikes: a `.scp`, an archive, or a directory with `loglikes.scp`: float matrices, frames x pdfs.
         graph_dir: Kaldi's graph directory: `HCLG.fst` and `words.txt`.
         model: the `final.mdl` that the graph was made with.
         text: the reference, a Kaldi `text` of exactly the utterances in `loglikes`.
-
-    Raises:
-        UserError: the packages of `ddnn[decode]` are missing.
-        DataError: an input is missing, damaged, or does not fit the others; log-likelihoods and reference differ in
-            their utterances.
     """
     ka = _import_kaldialign()
     source = loglikes / "loglikes.scp" if loglikes.is_dir() else loglikes

@@ -139,7 +139,7 @@ def launch_workers(
     The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 reaches the workers as SIGUSR1, which leaves them five minutes for a
     checkpoint (mpirun would kill them within a second of the first three); they are to end by themselves. A second
     SIGINT or SIGTERM ends them, and after ten seconds mpirun is killed, and the workers with it. They end too when this
-    process is killed with -9.
+    process is killed with -9. UserError: there is no mpirun, or it cannot be started.
 
     Args:
         restart_argv: gives what takes the place of `argv` where the job is started again.
@@ -150,9 +150,6 @@ def launch_workers(
         The exit code of the worker that failed first, else 0; 128 + the signal's number where that ended the job. 137
         (killed) where mpirun seems to have ended well but the work is not done. 75 (resumable) in a Slurm job that has
         lost a node, where the remaining ones cannot run the workers: the job is to be queued again.
-
-    Raises:
-        UserError: there is no mpirun, or it cannot be started.
     """
     # Open MPI does not start without HOME, which cron, services and containers may lack.
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home() raises for a user that has none)

@@ -149,14 +149,11 @@ class SignalForwarder(SignalListener):
         return self.first is not None and now - self.first[1] > self.checkpoint_grace
 
     def run(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Runs `command` with the environment `variables` and waits.
+        """Runs `command` with the environment `variables` and waits. UserError: it cannot be started.
 
         Returns:
             Its exit code; 128 + a signal's number where that ended it. Where the second signal here did, that counts;
             or the first, where the workers say that SIGUSR1 did, or had to be killed.
-
-        Raises:
-            UserError: it cannot be started.
         """
         sys.stdout.flush()
         sys.stderr.flush()

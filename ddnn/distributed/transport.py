@@ -30,7 +30,8 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def choose_transport(name: str, device: torch.device, comm: Communicator) -> Transport:
-    """Chooses and opens the way for this training's parameters. Collective; the same answer on every worker.
+    """Chooses and opens the way for this training's parameters. Collective; the same answer on every worker. UserError:
+    what is asked for cannot be had; on all workers alike.
 
     Args:
         name: `parallel.gpu_transport`.
@@ -39,9 +40,6 @@ def choose_transport(name: str, device: torch.device, comm: Communicator) -> Tra
     Returns:
         `host`: tensors of the host's memory by MPI. The CPU's only way, a single worker's too. `device`: tensors of the
         GPU's memory by MPI, which says that it is CUDA-aware. `nccl`: those by NCCL; small messages still go by MPI.
-
-    Raises:
-        UserError: what is asked for cannot be had; on all workers alike.
     """
     if not isinstance(comm, MpiCommunicator):
         return "host"

@@ -142,13 +142,11 @@ def format_figures(row: EpochRow) -> str:
 
 def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_state) -> Status:
     """The status of a run dir, now. Damaged files are among its `problems`; what the others say is still reported.
+    UserError: there is no run dir.
 
     Args:
         run_dir: of `ddnn train` or `ddnn pretrain`, with --slurm or without.
         ask_slurm: what Slurm says of a job; asked only if the run has not finished and no process holds its lock.
-
-    Raises:
-        UserError: there is no run dir.
     """
     begun, results = (files.STATUS, files.LOG, files.RECIPE, files.METRICS, files.JOB_RECORD), (files.FINAL, files.DBN)
     found = {name for name in (*begun, *results) if (run_dir / name).exists()}

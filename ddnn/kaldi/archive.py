@@ -269,15 +269,13 @@ def _new_keys(items: Iterable[tuple[str, _T]], location: Path) -> Iterator[tuple
 def write_matrices(
     ark: Path, scp: Path, items: Iterable[tuple[str, NDArray[Any]]], *, compress: bool = False, relative: bool = False
 ) -> None:
-    """Writes matrices (rows, columns) as a binary archive and its scp; both appear complete or not at all.
+    """Writes matrices (rows, columns) as a binary archive and its scp; both appear complete or not at all. UserError:
+    the files cannot be written. DataError: a key is no single word or not new, a matrix is not finite.
 
     Args:
         items: key and matrix; float64 becomes double (DM), everything else float (FM).
         compress: compress lossily as `copy-feats --compress=true` does; the matrices must be finite.
         relative: the scp names the archive relative to its own folder, else absolutely.
-
-    Raises:
-        UserError: the files cannot be written. DataError: a key is no single word or not new, a matrix is not finite.
     """
     name = os.path.relpath(ark.absolute(), scp.absolute().parent) if relative else str(ark.absolute())
     lines = []

@@ -77,7 +77,8 @@ def read_text(path: Path) -> dict[str, list[str]]:
 
 
 def read_cmvn_stats(cmvn: Mapping[str, ScpEntry], speakers: Mapping[str, str]) -> dict[str, NDArray[np.float64]]:
-    """CMVN statistics of the speakers of these utterances, from `cmvn.scp`.
+    """CMVN statistics of the speakers of these utterances, from `cmvn.scp`. DataError: a speaker has no statistics, or
+    too few frames; statistics are damaged, not finite, or of different dims.
 
     Args:
         cmvn: speaker -> where the statistics are stored.
@@ -85,10 +86,6 @@ def read_cmvn_stats(cmvn: Mapping[str, ScpEntry], speakers: Mapping[str, str]) -
 
     Returns:
         speaker -> float64 (2, dim + 1), see `accumulate_cmvn_stats`.
-
-    Raises:
-        DataError: a speaker has no statistics, or too few frames; statistics are damaged, not finite, or of different
-            dims.
     """
     stats: dict[str, NDArray[np.float64]] = {}
     with MatrixReader() as reader:
@@ -152,7 +149,8 @@ def accumulate_cmvn_stats(features: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: bool) -> NDArray[np.float32]:
-    """Takes the mean away; with `variance` divides by the standard deviation (kaldi `transform/cmvn.cc`).
+    """Takes the mean away; with `variance` divides by the standard deviation (kaldi `transform/cmvn.cc`). ValueError:
+    the statistics do not fit the features, or hold fewer than 1 frame.
 
     Args:
         features: (frames, dim).
@@ -161,9 +159,6 @@ def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: 
 
     Returns:
         float32 (frames, dim), a new array.
-
-    Raises:
-        ValueError: the statistics do not fit the features, or hold fewer than 1 frame.
     """
     dim = features.shape[1]
     if stats.ndim != 2 or stats.shape[1] != dim + 1 or not (2 if variance else 1) <= len(stats) <= 2:

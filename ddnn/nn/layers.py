@@ -208,16 +208,14 @@ class Layer(ABC):
 
 @dataclass(frozen=True)
 class Affine(Layer):
-    """y = f(x W^T + b). The activation belongs to the layer, so that compiled code can fuse the two.
+    """y = f(x W^T + b). The activation belongs to the layer, so that compiled code can fuse the two. ValueError: one of
+    these is no value for it.
 
     Args:
         activation: one of `ACTIVATIONS`; `softmax` only last, and then the network gives pre-softmax activations.
         learn_rate_coef, bias_learn_rate_coef: multiples of the learning rate (nnet1's LearnRateCoef and
             BiasLearnRateCoef).
         max_norm: nnet1's MaxNorm, carried through import and export; 0 is none.
-
-    Raises:
-        ValueError: one of these is no value for it.
     """
 
     kind: ClassVar[str] = "affine"

@@ -47,6 +47,7 @@ def choose_arithmetic(
     resumed: bool = False,
 ) -> Float32:
     """The arithmetic to train in, of the same precision on every worker: the first one measures. Logs which, and why.
+    UserError: the resumed training was in bf16, which is numerically unsafe on this device.
 
     Args:
         asked: the recipe's `precision`. `auto`: bf16 where it is at least `MIN_SPEEDUP` times as fast.
@@ -54,9 +55,6 @@ def choose_arithmetic(
         minibatch: frames.
         comm: collective where given.
         resumed: whether `asked` is the precision of a training that is resumed.
-
-    Raises:
-        UserError: the resumed training was in bf16, which is numerically unsafe on this device.
     """
     comm = comm or SingleProcess()
     if asked == "float32":

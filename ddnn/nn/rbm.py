@@ -146,7 +146,8 @@ def propagate(rbm: Rbm, v: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def cd1_step(rbm: Rbm, v: Tensor, options: Cd1Options, generator: torch.Generator) -> Tensor:
-    """Trains `rbm` on one minibatch, in place.
+    """Trains `rbm` on one minibatch, in place. DivergedError: a Gauss RBM receives or produces a value that is not
+    finite. A Bernoulli RBM does not look, since that would wait for the device: its error is NaN then.
 
     Args:
         v: v+, (N, vis) float32.
@@ -155,10 +156,6 @@ def cd1_step(rbm: Rbm, v: Tensor, options: Cd1Options, generator: torch.Generato
     Returns:
         Half the squared reconstruction error, summed over dimensions and frames, 0-dim float64 on the device. Kaldi
         reports its average over all frames of all passes.
-
-    Raises:
-        DivergedError: a Gauss RBM receives or produces a value that is not finite. A Bernoulli RBM does not look, since that
-            would wait for the device: its error is NaN then.
     """
     n = v.shape[0]
     h_data, h_model, h_drawn, v_model, difference = rbm.buffers(n)

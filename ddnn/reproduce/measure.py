@@ -213,15 +213,12 @@ def best_scores(decode_dir: Path) -> dict[str, float]:
 
     NAME is that of the data dir; eval2000 has the subsets `swbd` and `callhm`, rt03 `swbd` and `fsh`. `.sys` has
     percentages with one decimal, `.raw` counts of words, which are preferred. The best weight counts for each subset by
-    itself, as in `utils/best_wer.sh`.
+    itself, as in `utils/best_wer.sh`. DataError: a directory or a summary cannot be read, a summary is malformed, or
+    two data dirs have been scored into one directory.
 
     Returns:
         By test set: NAME for the whole of it, SWB and CH for subsets of eval2000, "NAME SUBSET" for those of others.
         Empty where nothing has been scored, or there is no such directory.
-
-    Raises:
-        DataError: a directory or a summary cannot be read, a summary is malformed, or two data dirs have been scored
-            into one directory.
     """
     scores: dict[str, float] = {}
     owner = ""

@@ -63,7 +63,8 @@ def submit(
 
     The job trains by the recipe as it is now, resolved, from the run dir: later changes of the file do not count. A
     pretraining resumes one in `run_dir` that was interrupted; Slurm is not told to ask it for a checkpoint: the time
-    limit ends the job, and the RBMs that were finished stay.
+    limit ends the job, and the RBMs that were finished stay. UserError: anything that is wrong with the recipe, the
+    settings or the run dir, or sbatch refused the job.
 
     Args:
         recipe_path: the recipe; to resume, also the run dir, which has its own.
@@ -76,9 +77,6 @@ def submit(
         dry_run: nothing is written or submitted.
         resume: a training from the newest checkpoint of the run dir, if there is one.
         after: number of a job that must have ended well first. Where it does not, Slurm cancels this one.
-
-    Raises:
-        UserError: anything that is wrong with the recipe, the settings or the run dir, or sbatch refused the job.
     """
     if resume and recipe_path.is_dir():
         recipe_path = recipe_path / RECIPE

@@ -156,15 +156,13 @@ def synthesize(out: Path, options: SynthOptions, progress: Callable[[int], None]
     `train/` and `test/` are data dirs of different speakers: compressed features in `feats.N.ark`, their paths in
     `feats.scp` relative to it. `ali/` and `ali_test/` hold the true alignments and a `final.mdl`, the true model.
     `graph/` is a word loop. `cv_speakers.txt` names speakers to hold out. There is no `tree`: the contexts of these
-    senones end with the word. All appears at the end, or nothing does.
+    senones end with the word. All appears at the end, or nothing does. UserError: `out` is not empty or cannot be
+    written, an option is out of range (the smallest possible is named).
 
     Args:
         out: must not exist, or be an empty directory.
         options: sizes and seed.
         progress: called with the number of frames written since the last call.
-
-    Raises:
-        UserError: `out` is not empty or cannot be written, an option is out of range (the smallest possible is named).
     """
     test_hours, test_speakers = _check(options)
     root = np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=(0,)))

@@ -231,7 +231,9 @@ def mean_activation(below: AcousticModel, frames: FrameSubset, comm: Communicato
 def pretrain_dbn(
     recipe: Recipe, data: TrainingData, run: RunDir, checkpoints: CheckpointPolicy, comm: Communicator
 ) -> AcousticModel:
-    """Trains the RBMs that are not finished yet, and leaves each in the run dir. Collective.
+    """Trains the RBMs that are not finished yet, and leaves each in the run dir. Collective. DataError: the run dir has
+    RBMs for other features. DivergedError: an RBM diverged. UserError: the disk is full. TrainingInterrupted: the
+    pretraining was asked to stop; a checkpoint was written.
 
     Args:
         data: all utterances are trained on, those held out too: pretraining reads no labels.
@@ -239,10 +241,6 @@ def pretrain_dbn(
 
     Returns:
         The DBN as a network of hidden layers behind the input transform it was trained with, the same on all workers.
-
-    Raises:
-        DataError: the run dir has RBMs for other features. DivergedError: an RBM diverged. UserError: the disk is full.
-        TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written.
     """
     device, num_rbms, utterances = data.device, recipe.model.hidden_layers, range(len(data.dataset.utterances))
     frames = FrameSubset(data.dataset, data.dataset.rows_of(utterances).to(device))

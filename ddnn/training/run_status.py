@@ -127,15 +127,13 @@ def resume_command(run_dir: Path, kind: Kind = "training") -> str:
 def check_run_dir(
     path: Path, kind: Kind = "training", *, resume: bool = False, recipe: str = "", held: bool = False
 ) -> None:
-    """Whether a run may begin in this directory, or resume. Changes nothing.
+    """Whether a run may begin in this directory, or resume. Changes nothing. UserError: it holds something else, or a
+    link in place of a file of ours, or another process is running in it.
 
     Args:
         resume: of a training: accept a directory in which a training has begun. A pretraining always resumes.
         recipe: of a pretraining: text of its recipe.yaml, which one that has begun must have.
         held: whether this process holds its lock.
-
-    Raises:
-        UserError: it holds something else, or a link in place of a file of ours, or another process is running in it.
     """
     if not held and is_locked(path / LOG) is True:
         raise UserError("another run is in progress in this run dir", location=path, hint="wait for it, or end it")

@@ -239,14 +239,11 @@ class FileLock:
         self._descriptor: int | None = None
 
     def acquire(self, timeout: float = 0.0) -> bool:
-        """Takes the lock, trying for `timeout` seconds, and at least twice if that is not 0.
+        """Takes the lock, trying for `timeout` seconds, and at least twice if that is not 0. BlockingIOError: another
+        process holds it. UserError: the path is not a regular file. OSError: it cannot be opened or locked.
 
         Returns:
             False where the file system has no locks.
-
-        Raises:
-            BlockingIOError: another process holds it. UserError: the path is not a regular file. OSError: it cannot be
-                opened or locked.
         """
         descriptor = open_for_append(self.path)
         try:
