@@ -426,10 +426,8 @@ def load_from_cache(cache: CacheFile, index: UtteranceIndex, utterances: Sequenc
         try:
             copied = cache.copy_rows(starts.tolist(), (index.num_frames[chosen] + 2 * context).tolist())
         except (CorruptCacheError, OSError) as error:
-            raise DataError(
-                f"the cache file failed while it was read: {error}",
-                location=cache.path,
-                hint="start again; do not change the cache while it is read",
-            ) from error
+            message = f"the cache file failed while it was read: {error}"
+            hint = "start again; do not change the cache while it is read"
+            raise DataError(message, location=cache.path, hint=hint) from error
         features, labels = map(torch.from_numpy, copied)
     return make_dataset(index.subset(utterances), features, labels, metadata.context)

@@ -107,11 +107,9 @@ def read_chunk(out: NDArray[Any], chunk: Chunk, stats: Stats, spec: FeatureSpec,
             speaker_stats = stats[chunk.speakers[u]]
             if speaker_stats.shape[1] != spec.dim + 1:
                 dims = speaker_stats.shape[1] - 1
-                raise DataError(
-                    f"utterance {entry.key}: CMVN statistics of {dims} dims found, features of {spec.dim}",
-                    location=spec.data / "cmvn.scp",
-                    hint="run steps/compute_cmvn_stats.sh again, or remove cmvn.scp",
-                )
+                message = f"utterance {entry.key}: CMVN statistics of {dims} dims found, features of {spec.dim}"
+                hint = "run steps/compute_cmvn_stats.sh again, or remove cmvn.scp"
+                raise DataError(message, location=spec.data / "cmvn.scp", hint=hint)
             features = apply_cmvn(features, speaker_stats, variance=config.cmvn == "mean-variance")
         if config.deltas:
             features = add_deltas(features, config.deltas)

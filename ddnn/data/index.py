@@ -224,11 +224,9 @@ def hold_out_speakers(index: UtteranceIndex, path: Path) -> tuple[list[int], lis
     known = set(_speakers(index))
     unknown = sorted(listed - known)
     if unknown:
-        raise DataError(
-            f"{len(unknown)} of {len(listed)} listed speakers are not in the data: {', '.join(unknown[:5])}",
-            location=path,
-            hint=f"list speakers of the training data, such as {', '.join(sorted(known)[:3])}",
-        )
+        message = f"{len(unknown)} of {len(listed)} listed speakers are not in the data: {', '.join(unknown[:5])}"
+        hint = f"list speakers of the training data, such as {', '.join(sorted(known)[:3])}"
+        raise DataError(message, location=path, hint=hint)
     return _split(index, listed, str(path))
 
 
@@ -250,10 +248,8 @@ def hold_out_fraction(index: UtteranceIndex, fraction: float, seed: int) -> tupl
 
 def _speakers(index: UtteranceIndex) -> tuple[str, ...]:
     if index.speakers is None:
-        raise DataError(
-            "the training data has no utt2spk; it is needed to hold out speakers for cross-validation",
-            hint="write utt2spk, or give data.cv.data and data.cv.alignments",
-        )
+        message = "the training data has no utt2spk; it is needed to hold out speakers for cross-validation"
+        raise DataError(message, hint="write utt2spk, or give data.cv.data and data.cv.alignments")
     return index.speakers
 
 
@@ -263,11 +259,9 @@ def _split(index: UtteranceIndex, held_out: set[str], rule: str) -> tuple[list[i
     cv = [u for u, speaker in enumerate(speakers) if speaker in held_out]
     if not train or not cv:
         side = "training" if not train else "cross-validation"
-        raise DataError(
-            f"{len(held_out)} of {len(set(speakers))} speakers held out: no utterance remains for {side}",
-            location=rule,
-            hint="hold out other speakers, or give data.cv.data and data.cv.alignments",
-        )
+        message = f"{len(held_out)} of {len(set(speakers))} speakers held out: no utterance remains for {side}"
+        hint = "hold out other speakers, or give data.cv.data and data.cv.alignments"
+        raise DataError(message, location=rule, hint=hint)
     return train, cv
 
 

@@ -215,11 +215,9 @@ class FeatureLoader:
             local.update(stats)
         for speaker, sums in local.items():
             if sums.shape[1] != dim + 1:
-                raise DataError(
-                    f"speaker {speaker}: features of {sums.shape[1] - 1} dims found, {dim} expected",
-                    location=directory.path / "feats.scp",
-                    hint="all utterances of a data dir must have features of one kind",
-                )
+                message = f"speaker {speaker}: features of {sums.shape[1] - 1} dims found, {dim} expected"
+                hint = "all utterances of a data dir must have features of one kind"
+                raise DataError(message, location=directory.path / "feats.scp", hint=hint)
         return sum_over_workers(names, local, dim, comm)
 
 

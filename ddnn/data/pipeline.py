@@ -131,11 +131,9 @@ class TrainingData:
         smallest, several = min(int(self.index.num_frames[shard].sum()) for shard in shards), len(shards) > 1
         if smallest < batch_size:
             of_shard = f" of the smallest of {len(shards)} shards" if several else ""
-            raise RecipeError(
-                f"{smallest} frames{of_shard} do not fill one minibatch of {batch_size}",
-                location=key,
-                hint="take a smaller minibatch" + (", fewer workers" if several else "") + " or more data",
-            )
+            message = f"{smallest} frames{of_shard} do not fill one minibatch of {batch_size}"
+            hint = "take a smaller minibatch" + (", fewer workers" if several else "") + " or more data"
+            raise RecipeError(message, location=key, hint=hint)
 
 
 def training_data(config: TrainingDataConfig, device: torch.device, comm: Communicator) -> TrainingData:
@@ -213,11 +211,8 @@ def _load(
 def _check_same_kind(source: DataSource, cv: DataSource, config: TrainingDataConfig, held_out: HeldOut) -> None:
     """DataError where the data dir for cross-validation has other features, or more pdfs."""
     if cv.index.num_pdfs > source.index.num_pdfs:
-        raise DataError(
-            f"{cv.index.num_pdfs} pdfs for cross-validation, {source.index.num_pdfs} for training",
-            location=held_out.alignments,
-            hint="use alignments made with the same final.mdl",
-        )
+        message = f"{cv.index.num_pdfs} pdfs for cross-validation, {source.index.num_pdfs} for training"
+        raise DataError(message, location=held_out.alignments, hint="use alignments made with the same final.mdl")
     if cv.index.dim != source.index.dim:
         message = f"{cv.width} dims found, {source.width} expected as in {config.data}"
         raise DataError(message, location=held_out.data)

@@ -73,10 +73,8 @@ def find_mpirun(environment: Mapping[str, str]) -> str:
     beside = Path(sys.executable).parent
     mpirun = shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun", path=environment.get("PATH", ""))
     if mpirun is None:
-        raise UserError(
-            f"mpirun is found neither in {beside} nor on PATH: several workers need an MPI",
-            hint="pip install 'ddnn[mpi]', or load the cluster's Open MPI module; one worker needs none",
-        )
+        hint = "pip install 'ddnn[mpi]', or load the cluster's Open MPI module; one worker needs none"
+        raise UserError(f"mpirun is found neither in {beside} nor on PATH: several workers need an MPI", hint=hint)
     return mpirun
 
 
@@ -98,10 +96,8 @@ def mpirun_command(
     """
     count = len(nodes) or max(1, count_of(environment, "SLURM_JOB_NUM_NODES"))
     if workers % count:
-        raise UserError(
-            f"{workers} workers cannot be spread evenly over the {count} nodes of this Slurm job",
-            hint=f"take a multiple of {count} workers",
-        )
+        message = f"{workers} workers cannot be spread evenly over the {count} nodes of this Slurm job"
+        raise UserError(message, hint=f"take a multiple of {count} workers")
     each = workers // count
     # In an allocation a bare :OVERSUBSCRIBE puts all ranks on the first node.
     mapping = ":OVERSUBSCRIBE" if count == 1 and not nodes else f"ppr:{each}:node:OVERSUBSCRIBE"

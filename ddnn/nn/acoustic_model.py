@@ -50,11 +50,8 @@ def save_model(path: Path, model: AcousticModel) -> None:
     """Writes the model whole: float32 tensors by name, and their meaning as JSON in the header. UserError: it cannot be
     written, or has values that are not finite."""
     if not bool(model.network.parameters.isfinite().all()):
-        raise UserError(
-            "the network has values that are not finite",
-            location=path,
-            hint="lower the learning rate: training diverged",
-        )
+        message = "the network has values that are not finite"
+        raise UserError(message, location=path, hint="lower the learning rate: training diverged")
     header, tensors = model_config(model), transform_tensors(model)
     for i, views in enumerate(model.network.views):
         tensors |= {f"layer{i}.{name}": value.cpu().contiguous() for name, value in views.items()}
@@ -194,10 +191,8 @@ def from_nnet1(
     layers, flat = _nnet1_layers(network, location)
     transform = _nnet1_transform(front, layers[0].input_dim, location)
     if transform.output_dim != layers[0].input_dim:
-        raise DataError(
-            f"the feature transform gives {transform.output_dim} dims, the network reads {layers[0].input_dim}",
-            location=location,
-        )
+        message = f"the feature transform gives {transform.output_dim} dims, the network reads {layers[0].input_dim}"
+        raise DataError(message, location=location)
     return AcousticModel(features or FeatureConfig(), transform, Network(layers, torch.cat(flat)))
 
 
@@ -231,10 +226,8 @@ def _nnet1_transform(front: tuple[Component, ...], input_dim: int, location: Pat
     order = [type(component) for component in front]
     if order != [kind for kind in (Splice, AddShift, Rescale) if kind in order]:
         names = ", ".join(kind.__name__ for kind in order)
-        raise DataError(
-            f"the feature transform is {names}; ddnn has one splice, shift and rescale, in this order",
-            location=location,
-        )
+        message = f"the feature transform is {names}; ddnn has one splice, shift and rescale, in this order"
+        raise DataError(message, location=location)
     transform = InputTransform((0,), input_dim)
     for component in front:
         if isinstance(component, Splice):

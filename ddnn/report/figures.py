@@ -32,10 +32,8 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError(
-            f"plots need the package matplotlib, which cannot be imported: {error}",
-            hint="pip install 'ddnn[report]', or --no-plots",
-        ) from error
+        message = f"plots need the package matplotlib, which cannot be imported: {error}"
+        raise UserError(message, hint="pip install 'ddnn[report]', or --no-plots") from error
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

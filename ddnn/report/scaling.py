@@ -259,10 +259,8 @@ def _exchange(
         return latency, byte_seconds
     several = [m for m in measured if m.workers > 1 and m.comm > 0.0]
     if not several:
-        raise UserError(
-            "no communication was measured: all runs have one worker",
-            hint="add a run with two or more workers, or give --latency and --bandwidth",
-        )
+        message = "no communication was measured: all runs have one worker"
+        raise UserError(message, hint="add a run with two or more workers, or give --latency and --bandwidth")
     of_messages, of_bytes = zip(*(_traffic(m) for m in several), strict=True)
     exchanges = [m.comm for m in several]
     if latency is None and byte_seconds is None and len({(m.workers, m.way.strategy) for m in several}) < 2:

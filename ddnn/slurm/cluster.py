@@ -195,11 +195,9 @@ def place(cluster: ClusterConfig, workers: int | None, recipe_workers: int, over
         each = min(workers, most or workers)
         nodes = _divided(workers, each, f"nodes of {each}", f"take a multiple of {each}, or say --nodes")
     if gpus and each > gpus and not oversubscribe_gpus:
-        raise UserError(
-            f"{each} workers on each node, but {plural(gpus, 'GPU')}",
-            location="--gpus-per-node",
-            hint="take more nodes or fewer workers, or set parallel.oversubscribe_gpus: true in the recipe",
-        )
+        message = f"{each} workers on each node, but {plural(gpus, 'GPU')}"
+        hint = "take more nodes or fewer workers, or set parallel.oversubscribe_gpus: true in the recipe"
+        raise UserError(message, location="--gpus-per-node", hint=hint)
     return Placement(nodes, each, min(gpus, each))
 
 

@@ -113,10 +113,8 @@ def sbatch(options: Sequence[str], script: Path) -> tuple[str, str | None]:
     try:
         answer = run(command, timeout=SBATCH_SECONDS, env=submission_environment(os.environ))
     except FileNotFoundError as error:
-        raise SbatchError(
-            "sbatch is not found on PATH: is this a login node of a Slurm cluster?",
-            hint=f"run it there, or see the script with --dry-run; {kept}",
-        ) from error
+        message = "sbatch is not found on PATH: is this a login node of a Slurm cluster?"
+        raise SbatchError(message, hint=f"run it there, or see the script with --dry-run; {kept}") from error
     except OSError as error:
         raise SbatchError(f"sbatch cannot be started: {error.strerror}", hint=kept) from error
     except subprocess.TimeoutExpired as error:

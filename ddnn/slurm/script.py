@@ -51,11 +51,8 @@ def sbatch_options(job: JobScript) -> list[str]:
     }
     unfit = next((c for c in str(job.run_dir) if c == "\\" or not c.isprintable()), None)
     if unfit is not None:
-        raise UserError(
-            f"the name of the run dir holds {unfit!r}, which Slurm cannot have in the name of an output file",
-            location=repr(str(job.run_dir)),
-            hint="name another --run-dir",
-        )
+        message = f"the name of the run dir holds {unfit!r}, which Slurm cannot have in the name of an output file"
+        raise UserError(message, location=repr(str(job.run_dir)), hint="name another --run-dir")
     return [
         f"--job-name={job.name}",
         # Slurm replaces what follows %; two of them are one.

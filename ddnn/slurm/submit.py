@@ -120,11 +120,8 @@ def _refuse_second_job(run_dir: Path) -> None:
     before = read_job(run_dir)
     state = None if before is None else slurm_state(before)
     if before is not None and state not in ("GONE", None):
-        raise UserError(
-            f"job {before.number} of this run dir is {state}",
-            location=run_dir,
-            hint=f"wait for it, or end it with `scancel {before.number}`, or name another --run-dir",
-        )
+        hint = f"wait for it, or end it with `scancel {before.number}`, or name another --run-dir"
+        raise UserError(f"job {before.number} of this run dir is {state}", location=run_dir, hint=hint)
 
 
 def _prepare_training(run_dir: Path, recipe: Recipe) -> None:
@@ -203,11 +200,9 @@ def _cluster(options: SlurmOptions, workers: int | None, kind: Kind) -> ClusterC
     except ValidationError as error:
         detail = error.errors(include_url=False, include_context=False)[0]
         name = str(detail["loc"][0])
-        raise UserError(
-            f"{given[name]!r} found: {detail['msg'].removeprefix('Value error, ')}",
-            location=f"--{name.replace('_', '-')}",
-            hint=" ".join((ClusterConfig.model_fields[name].description or "").split()),
-        ) from error
+        message = f"{given[name]!r} found: {detail['msg'].removeprefix('Value error, ')}"
+        hint = " ".join((ClusterConfig.model_fields[name].description or "").split())
+        raise UserError(message, location=f"--{name.replace('_', '-')}", hint=hint) from error
     # Else Slurm would ask for the checkpoint as soon as the job begins, and so again and again.
     if kind == "training" and cluster.time is not None and parse_time_limit(cluster.time) <= cluster.signal_seconds:
         raise UserError(

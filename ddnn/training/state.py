@@ -149,10 +149,8 @@ class CheckpointPolicy:
             averager.begin_interval()
             return
         if not saved and self.store.latest() is None:
-            raise UserError(
-                "the training was asked to stop, but no checkpoint could be written: it is lost",
-                location=self.store.directory,
-            )
+            message = "the training was asked to stop, but no checkpoint could be written: it is lost"
+            raise UserError(message, location=self.store.directory)
         raise TrainingInterrupted(self.shutdown.signal_name or "a signal to another worker")
 
 

@@ -55,11 +55,8 @@ def choose_device(name: str, local_rank: int = 0, threads: int = 1) -> torch.dev
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError(
-            "no GPU can be used: torch finds no CUDA device",
-            location="--device cuda",
-            hint="install a CUDA build of torch and check nvidia-smi, or use --device cpu",
-        )
+        hint = "install a CUDA build of torch and check nvidia-smi, or use --device cpu"
+        raise UserError("no GPU can be used: torch finds no CUDA device", location="--device cuda", hint=hint)
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     try:
         torch.zeros(1, device=device)
@@ -95,11 +92,9 @@ def check_devices(places: Iterable[Sequence[int | str]], share: bool) -> None:
         return
     lines = [f"workers {', '.join(map(str, workers[gpu]))} share GPU {gpu} of {hosts[gpu]}" for gpu in shared]
     number = sum(map(len, workers.values()))
-    raise UserError(
-        f"{number} workers have {plural(len(workers), 'GPU')} between them: {'; '.join(lines)}",
-        location="parallel.workers, parallel.oversubscribe_gpus",
-        hint="take one worker for each GPU, or set parallel.oversubscribe_gpus to true",
-    )
+    message = f"{number} workers have {plural(len(workers), 'GPU')} between them: {'; '.join(lines)}"
+    hint = "take one worker for each GPU, or set parallel.oversubscribe_gpus to true"
+    raise UserError(message, location="parallel.workers, parallel.oversubscribe_gpus", hint=hint)
 
 
 def available_memory(root: Path = ROOT) -> int | None:
