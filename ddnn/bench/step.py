@@ -231,8 +231,7 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
     optimizer = Sgd(network)
     by_layer = optimizer.updates_by_layer(workspace)
     labels = next(endless(task.batches(workspace))).labels
-    flat, views = workspace.gradient_memory(optimizer.gradient, network.split(optimizer.gradient))
-    gradients = workspace.layer_gradients or views
+    gradients = workspace.layer_gradients or network.split(optimizer.gradient)
     batches = endless(task.batches(read))
 
     def passes() -> None:
@@ -247,14 +246,15 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
             pass
 
     def update() -> None:
-        if by_layer:
-            for i in range(len(network.layers)):
+        for i in range(len(network.layers)):
+            if by_layer:
                 optimizer.update_layer(i, workspace, TINY_LR)
+            else:
+                optimizer.collect_gradient(i, workspace)
+        if by_layer:
             workspace.copy_updated()
-            return
-        if flat is not optimizer.gradient:
-            optimizer.gradient.copy_(flat)
-        optimizer.update(TINY_LR, task.minibatch)
+        else:
+            optimizer.update(TINY_LR, task.minibatch)
 
     products = matrix_products(workspace)
 

@@ -111,8 +111,8 @@ class Workspace:
         compute: the network that is multiplied with: `network`, or its copy, the last layer padded.
         padded_activations, padded_grad_outputs: what the products read and write. The same memory as those two, with
             further columns in the last layer where it is padded: the derivatives there are 0, the outputs nobody's.
-        layer_gradients: for arithmetics that update by layer, per layer memory for its gradient, all in the same place;
-            else empty.
+        layer_gradients: where gradients are not computed in float32, per layer memory for its gradient, all in the same
+            place; else empty.
     """
 
     def __init__(self, network: Network, frames: int, arithmetic: Float32 | None = None) -> None:
@@ -130,10 +130,7 @@ class Workspace:
             self.compute = Network(layers, network.parameters.new_zeros(num_parameters(layers), dtype=a.dtype))
             self.compute.version = -1
         self._copies = list(_copies(network, self.compute))
-        low_size = 0 if a.gradient_dtype == torch.float32 else network.num_parameters
-        self._low_gradient = new(low_size, dtype=a.gradient_dtype)
-        self._low_views = network.split(self._low_gradient) if low_size else []
-        by_layer = network.layers if a.updates_by_layer else ()
+        by_layer = network.layers if a.gradient_dtype != torch.float32 else ()
         block = new(max((layer.num_parameters for layer in by_layer), default=0), dtype=a.gradient_dtype)
         self.layer_gradients = [layer.views(block[: layer.num_parameters]) for layer in by_layer]
         self.loss = a.cross_entropy(network.parameters, network.output_dim, frames)
@@ -213,17 +210,14 @@ class Workspace:
             layer = self.network.layers[i]
             layer.gradient(self.arithmetic, self.inputs[i], self.grad_outputs[i], self._saved[i], out)
 
-    def gradient_memory(self, flat: Tensor, views: list[dict[str, Tensor]]) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        """Where the gradient wanted in `flat`, (num_parameters,) float32, is to be computed, and its named parts: `flat`
-        and its `views`, or memory of `gradient_dtype` that is to be copied there."""
-        return (self._low_gradient, self._low_views) if self._low_views else (flat, views)
-
     def gradient(self, flat: Tensor) -> Tensor:
         """flat (num_parameters,) float32 <- the gradient of the loss summed over the minibatch."""
-        made, parts = self.gradient_memory(flat, self.network.split(flat))
-        for i, views in enumerate(parts):
-            self.layer_gradient(i, views)
-        return flat if made is flat else flat.copy_(made)
+        for i, views in enumerate(self.network.split(flat)):
+            made = self.layer_gradients[i] if self.layer_gradients else views
+            self.layer_gradient(i, made)
+            for name in views if made is not views else ():
+                views[name].copy_(made[name])
+        return flat
 
 
 def _copies(network: Network, compute: Network) -> Iterator[tuple[Tensor, Tensor]]:

@@ -84,12 +84,11 @@ class Sgd:
                 self.update_layer(i, workspace, lr, factor)
             workspace.copy_updated()
         else:
-            made, views = workspace.gradient_memory(self.gradient, self._views)
-            for view, factor in zip(views, self.fill_gradient(workspace, limit_lr, views), strict=True):
-                for part in view.values() if factor != 1.0 else ():
+            views = workspace.layer_gradients or self._views
+            for i, factor in enumerate(self.fill_gradient(workspace, limit_lr, views)):
+                for part in views[i].values() if factor != 1.0 else ():
                     part.mul_(factor)
-            if made is not self.gradient:
-                self.gradient.copy_(made)
+                self.collect_gradient(i, workspace)
             if average is not None:
                 average(self.gradient)
             self.update(lr, frames=len(workspace.x))
@@ -103,6 +102,11 @@ class Sgd:
         for i, views in enumerate(out):
             workspace.layer_gradient(i, views)
             yield 1.0
+
+    def collect_gradient(self, i: int, workspace: Workspace) -> None:
+        """The part of layer `i` in `gradient` <- what the workspace has computed in a type of its own."""
+        for name, made in workspace.layer_gradients[i].items() if workspace.layer_gradients else ():
+            self._views[i][name].copy_(made)
 
     def updates_by_layer(self, workspace: Workspace) -> bool:
         """Whether each layer is updated right after its gradient was computed, while that is in the cache."""

@@ -189,7 +189,7 @@ def test_padding_or_an_option_keeps_the_kernels_away() -> None:
     network = network_of(SIGMOIDS)
     for one in (make_arithmetic("bf16", torch.device("cpu"), pad_to=64), arithmetic("bf16", compiled=False)):
         workspace = Workspace(network, 4, one)
-        assert not isinstance(one, BFloat16Kernels) and not workspace.layer_gradients
+        assert not isinstance(one, BFloat16Kernels) and not one.updates_by_layer
         assert workspace.x.dtype == torch.float32
 
 
