@@ -32,11 +32,11 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.training import checkpoint_manifest as manifest
 from ddnn.training.checkpoint_manifest import (
     GLOBAL,
+    TEMPORARY,
     CheckpointError,
     CheckpointSummary,
     describe,
     folder_name,
-    folder_number,
     rank_file,
     real_folder,
     remove_checkpoint,
@@ -51,7 +51,6 @@ DTYPES = {
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.uint8: "U8"},
 }
 """What a checkpoint holds, and its name in safetensors."""
-_TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class CheckpointStore:
         return self.directory / folder_name(number)
 
     def _temporary(self, number: int) -> Path:
-        return self.directory / (_TEMPORARY + folder_name(number))
+        return self.directory / (TEMPORARY + folder_name(number))
 
     def _load(self, number: int) -> CheckpointHandle:
         """Collective: the checkpoint; CheckpointError on all ranks."""
@@ -193,14 +192,12 @@ class CheckpointStore:
         if not os.path.lexists(self.directory):
             self.directory.mkdir()
             fsync_directory(self.directory.parent, strict=True)
-        for name in manifest.listdir(self.directory):
-            if name.startswith(_TEMPORARY) and folder_number(name.removeprefix(_TEMPORARY)):
-                with suppress(OSError):  # not a real folder, or it holds other files: it stays
-                    remove_checkpoint(self.directory / name)
-        names = manifest.listdir(self.directory)
-        number = max((folder_number(name.removeprefix(_TEMPORARY)) for name in names), default=0) + 1
-        self._temporary(number).mkdir()
-        return number
+        for number in manifest.checkpoint_numbers(self.directory, TEMPORARY):
+            with suppress(OSError):  # not a real folder, or it holds other files: it stays
+                remove_checkpoint(self._temporary(number))
+        taken = [number for prefix in ("", TEMPORARY) for number in manifest.checkpoint_numbers(self.directory, prefix)]
+        self._temporary(max(taken, default=0) + 1).mkdir()
+        return max(taken, default=0) + 1
 
     def _write_tensors(self, number: int, tensors: dict[str, dict[str, Tensor]]) -> dict[str, tuple[int, str]]:
         real_folder(self.directory)
@@ -230,10 +227,10 @@ class CheckpointStore:
 def remove_checkpoints(directory: Path) -> None:
     """Removes all checkpoints, and the directory if nothing else is in it; what cannot be removed is logged."""
     try:
-        for name in manifest.listdir(directory):
-            if folder_number(name.removeprefix(_TEMPORARY)):
+        for prefix in ("", TEMPORARY):
+            for number in manifest.checkpoint_numbers(directory, prefix):
                 with suppress(OSError):  # other files are in it: then the directory is not empty below
-                    remove_checkpoint(directory / name)
+                    remove_checkpoint(directory / (prefix + folder_name(number)))
         directory.rmdir()
     except FileNotFoundError:
         return

@@ -24,9 +24,11 @@ from ddnn.util.files import open_regular
 
 FORMAT = 2
 MANIFEST, GLOBAL = "manifest.json", "global.safetensors"
+TEMPORARY = ".tmp-"  # before the name of a folder that is not complete
 MAX_MANIFEST_BYTES = 1 << 20
 
 _OLD_MANIFEST = "checkpoint.json"  # of format 1
+_FOLDER = re.compile(rf"(?P<prefix>({re.escape(TEMPORARY)})?)(?P<number>[0-9]{{8}}|[1-9][0-9]{{8,254}})")
 _FILES = re.compile(r"manifest\.json|global\.safetensors|rank[0-9]{4,}\.safetensors")
 _MAX_NAMES = 10_000  # that `peek_checkpoint` looks at
 _MAX_CORRUPT = 10  # checkpoints that it skips
@@ -61,7 +63,7 @@ def peek_checkpoint(directory: Path, report: Callable[[str], None]) -> Checkpoin
     `directory`: the folders of all checkpoints of a training. `report`: called with a sentence for each checkpoint that
     cannot be used."""
     try:
-        numbers = checkpoint_numbers(directory, _MAX_NAMES)
+        numbers = checkpoint_numbers(directory, max_names=_MAX_NAMES)
     except OSError as error:
         report(f"checkpoints: {error.strerror}")
         return None
@@ -105,7 +107,7 @@ def manifest_digest(value: dict[str, Any]) -> str:
 
 def read_manifest(path: Path) -> tuple[str, float]:
     """The text of a manifest, of this format or the first, and when it was written."""
-    names = listdir(path)
+    names = [entry.name for entry in real_folder(path).iterdir()]
     name = _OLD_MANIFEST if _OLD_MANIFEST in names and MANIFEST not in names else MANIFEST
     with open_regular(path / name, follow_symlinks=False) as file:
         text, written = file.read(MAX_MANIFEST_BYTES + 1), os.fstat(file.fileno()).st_mtime
@@ -163,19 +165,16 @@ def folder_name(number: int) -> str:
     return f"{number:08d}"
 
 
-def folder_number(name: str) -> int:
-    """Number of the checkpoint whose folder has this name, from 1; 0 for any other name."""
-    number = int(name) if name.isascii() and name.isdigit() and len(name) < 256 else 0
-    return number if folder_name(number) == name else 0
-
-
-def checkpoint_numbers(directory: Path, max_names: int | None = None) -> list[int]:
-    """Of everything in `directory` that has the name of a checkpoint, ascending; none if it does not exist."""
+def checkpoint_numbers(directory: Path, prefix: str = "", max_names: int | None = None) -> list[int]:
+    """Of everything in `directory` that has the name of a checkpoint behind `prefix`, ascending; none if it does not
+    exist."""
     try:
         with os.scandir(real_folder(directory)) as entries:
-            return sorted(filter(None, (folder_number(entry.name) for entry in islice(entries, max_names))))
+            found = (_FOLDER.fullmatch(entry.name) for entry in islice(entries, max_names))
+            numbers = [int(match["number"]) for match in found if match and match["prefix"] == prefix]
     except FileNotFoundError:
         return []
+    return sorted(filter(None, numbers))
 
 
 def real_folder(path: Path) -> Path:
@@ -185,14 +184,11 @@ def real_folder(path: Path) -> Path:
     return path
 
 
-def listdir(path: Path) -> list[str]:
-    return [entry.name for entry in real_folder(path).iterdir()]
-
-
 def remove_checkpoint(path: Path) -> None:
     """Removes a checkpoint. Files that are not of a checkpoint stay, and so does the folder then: OSError."""
-    for name in filter(_FILES.fullmatch, listdir(path)):
-        (path / name).unlink()
+    for file in list(real_folder(path).iterdir()):
+        if _FILES.fullmatch(file.name):
+            file.unlink()
     path.rmdir()
 
 
