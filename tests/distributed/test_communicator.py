@@ -1,4 +1,5 @@
-"""Every communicator does the same: a single process, MPI, and MPI with a process group of torch.distributed."""
+"""Every communicator does the same: a single process, MPI, MPI with a process group of torch.distributed, and the threads
+that take the place of MPI's processes in tests."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from distributed.conformance import conformance
 from distributed.mpi_worlds import launch
+from distributed.threads import run_workers
 
 from ddnn.distributed.communicator import CommStats, SingleProcess
 
@@ -29,7 +31,16 @@ def answers_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int],
     ("kind", "n"), [("single", 1), *(("mpi", n) for n in WORLDS), *(("process group", n) for n in WORLDS[1:])]
 )
 def test_conformance(answers_of: Callable[[str, int], dict[str, Any]], kind: str, n: int) -> None:
-    answers = conformance(SingleProcess()) if kind == "single" else answers_of(kind, n)
+    check(conformance(SingleProcess()) if kind == "single" else answers_of(kind, n), kind, n)
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_conformance_of_threads(n: int) -> None:
+    for answers in run_workers(n, conformance):
+        check(answers, "threads", n)
+
+
+def check(answers: dict[str, Any], kind: str, n: int) -> None:
     for dtype in ("torch.float32", "torch.float64", "torch.int64"):
         assert answers["sums"][dtype] == [n * (n - 1) // 2, n]
     assert answers["received"] == [10 * ((rank - 1) % n) for rank in range(n)]

@@ -105,6 +105,14 @@ def test_a_killed_worker_starts_the_job_again(capfd: pytest.CaptureFixture[str])
     ]
 
 
+@pytest.mark.parametrize(("code", "hinted"), [(137, True), (143, False), (130, False)])
+def test_no_hint_where_somebody_has_asked_for_the_end(
+    code: int, hinted: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch({"code": code}, max_restarts=0) == code
+    assert ("hint of the test" in capfd.readouterr().err) == hinted
+
+
 def test_a_hung_worker_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     hung = {"rank": 2, "message": "ddnn: worker 2 on n1 (pid 7) made no progress and was killed\n", "hung": True}
     assert launch({"code": 137, "error": hung}, {"code": 0}) == 0

@@ -16,10 +16,11 @@ import pytest
 import torch
 from distributed.mpi_checks import LARGE, PARAMETERS, PLAIN, ROUNDS, parameters, strategy, weight
 from distributed.mpi_worlds import launch
+from distributed.threads import run_workers
 from numpy.typing import NDArray
 
 from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, AveragingStrategy, _Gossip, make_strategy
-from ddnn.distributed.communicator import CommStats, SingleProcess
+from ddnn.distributed.communicator import CommStats, Communicator, SingleProcess
 
 WORLDS = [1, 2, 3, 4, 5, 6, 7, 8]
 GOSSIP = ["butterfly", "ring", "hopping-ring"]
@@ -303,3 +304,40 @@ def test_a_new_strategy_is_a_class_and_a_line_in_the_table(monkeypatch: pytest.M
     np.testing.assert_array_equal(theta, parameters(3))
     assert made.distance_to_mean(2.0) == 2.0
     assert made.state_dict() == {}
+
+
+def test_after_the_mean_of_an_epoch_parameters_are_sent_as_float32_once() -> None:
+    """The workers have trained far from the old reference: differences to it would be rounded too coarsely."""
+    start = torch.randn(40, generator=torch.Generator().manual_seed(1))
+
+    def work(comm: Communicator) -> list[tuple[torch.Tensor, int]]:
+        made = make_strategy(AveragingOptions(comm_dtype="bfloat16"), comm)
+        made.start(start)
+        found = []
+        for number, last in enumerate((False, True, False, False)):
+            theta, before = start + 10 * number + comm.rank / 3, comm.stats.bytes_sent
+            if last:
+                made.end_epoch(theta, number, 1.0, 16)
+            else:
+                made.average(theta, number, 1.0)
+            found.append((theta, comm.stats.bytes_sent - before))
+        return found
+
+    for found in run_workers(3, work):
+        for number, (theta, _) in enumerate(found[:3]):
+            torch.testing.assert_close(theta.double(), start.double() + 10 * number + 1 / 3, rtol=0, atol=1e-5)
+        assert [size for _, size in found[:3]] == [4 * 40 + 8] * 3, "vector and weight"
+        assert found[3][1] == 2 * 2 * 14 + 8 + 2 * 14, "a chunk to each other, the weight, and a chunk of the mean"
+
+
+@pytest.mark.parametrize("name", GOSSIP)
+def test_the_consensus_distance_of_gossip_is_the_distance_to_the_mean(name: str) -> None:
+    """Of models that are as far from each other: (1, 0, 0), (0, 1, 0) and (0, 0, 1) are sqrt(2/3) from their mean."""
+
+    def work(comm: Communicator) -> float:
+        theta = torch.eye(3)[comm.rank].clone()
+        before, made = theta.clone(), make_strategy(AveragingOptions(strategy=name), comm)
+        made.average(theta, 0, 1.0)
+        return made.distance_to_mean(float((theta - before).norm()))
+
+    assert run_workers(3, work) == pytest.approx([math.sqrt(2 / 3)] * 3)

@@ -1,0 +1,89 @@
+"""Workers that are threads of this process: what they send goes through memory, and no MPI is started."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ddnn.distributed.communicator import Communicator
+
+Result = TypeVar("Result")
+
+
+class _Memory:
+    """What `ddnn.distributed.mpi.MpiBackend` does, of one thread. Sums are made in the order of the ranks."""
+
+    def __init__(self, rank: int, posted: list[Any], together: threading.Barrier) -> None:
+        self.rank, self.posted, self.together = rank, posted, together
+
+    def of_all(self, value: Any) -> list[Any]:
+        """Every worker's value, by rank."""
+        self.posted[self.rank] = value.detach().clone() if isinstance(value, Tensor) else value
+        self.together.wait()
+        everything = list(self.posted)
+        self.together.wait()
+        return everything
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        first, *others = self.of_all(tensor)
+        tensor.copy_(sum(others, first))
+
+    def sendrecv(self, tensor: Tensor, received: Tensor, dest: int, source: int) -> None:
+        received.copy_(self.of_all(tensor)[source].view(-1))
+
+    def all_gather(self, tensor: Tensor, gathered: Tensor) -> None:
+        gathered.copy_(torch.stack(self.of_all(tensor)).view(-1))
+
+    def all_to_all(self, chunks: Tensor, received: Tensor) -> None:
+        received.copy_(torch.stack([one[self.rank] for one in self.of_all(chunks)]).view(-1))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        tensor.copy_(self.of_all(tensor)[src])
+
+
+class ThreadCommunicator(Communicator):
+    """One of several workers, each of which runs in a thread of its own."""
+
+    def __init__(self, rank: int, posted: list[Any], together: threading.Barrier) -> None:
+        self._memory = _Memory(rank, posted, together)
+        super().__init__(rank, len(posted), "here", {"cpu": self._memory})
+        self.local_rank, self.local_size = self.rank, self.world_size
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        with self.time_as_wait(), self._timed(0):
+            return [json.loads(text) for text in self._memory.of_all(json.dumps(value))]
+
+    def barrier(self) -> None:
+        self.all_gather_object(None)
+
+    def try_barrier(self, timeout: float) -> bool:
+        self.barrier()
+        return True
+
+    def abort(self, exit_code: int) -> None:
+        self._memory.together.abort()
+
+
+def run_workers(world_size: int, work: Callable[[Communicator], Result]) -> list[Result]:
+    """What `work` returns on each of so many workers. The error of one that fails ends all, and is raised."""
+    posted, together = [None] * world_size, threading.Barrier(world_size)
+
+    def worker(rank: int) -> Result:
+        try:
+            return work(ThreadCommunicator(rank, posted, together))
+        except BaseException:
+            together.abort()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(worker, rank) for rank in range(world_size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    return [future.result() for future in futures]

@@ -1,0 +1,260 @@
+"""The training loop against a float64 twin: one worker, and three workers (threads of this process) of unlike shards, over
+epochs of which one is rejected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from distributed.threads import run_workers
+from torch import Tensor
+from training.toy import MINIBATCH, PDFS, toy_model, toy_shard, toy_trainer, train_to_end
+from twins import twin_loss
+from variants import make_optimizer_config, make_parallel_config
+
+from ddnn.data.batches import ShuffledSampler
+from ddnn.data.dataset import FrameSubset
+from ddnn.distributed.communicator import Communicator
+from ddnn.nn.network import Network
+from ddnn.optim.schedule import Schedule
+
+UNLIKE, ALIKE = (7, 30, 53), (6, 6, 6)
+"""Minibatches of each worker."""
+CV_FRAMES = (7, 30, 53)
+RATES, ACCEPTED = (0.02, 0.02, 0.02, 0.01), (True, True, False, True)
+MOMENTUM, L2 = 0.6, 1e-3
+
+
+class Scripted(Schedule):
+    """The rates and decisions of the script, whatever the losses. Keeps the parameters of each epoch."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(RATES[0], len(RATES))
+        self.network, self.models = network, list[Tensor]()
+
+    def step(self, loss: float, frame_accuracy: float) -> bool:
+        self.models.append(self.network.parameters.clone())
+        self.epoch += 1
+        self.finished = self.epoch == self.max_epochs
+        self.learning_rate = RATES[self.epoch % len(RATES)]
+        return ACCEPTED[self.epoch - 1]
+
+
+@dataclass
+class Twin:
+    """Workers as vectors of float64, averaged as the formulas say.
+
+    Attributes:
+        scale: what the rates are multiplied by.
+        local_momentum: what an averaging does to the workers' own.
+        eta, zeta, nesterov: of BMUF; `block_start` is S and `block_momentum` D.
+    """
+
+    minibatches: Sequence[int]
+    strategy: str = "all-reduce"
+    period: int = 3
+    scale: float = 3.0
+    local_momentum: str = "keep"
+    eta: float = 0.0
+    zeta: float = 1.0
+    nesterov: bool = False
+    averagings: int = 0
+    models: list[Tensor] = field(default_factory=list)
+    training_losses: list[float] = field(default_factory=list)
+    cv_losses: list[float] = field(default_factory=list)
+    distances: list[list[float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.network, self.n = toy_model().network, len(self.minibatches)
+        start = self.network.parameters.double()
+        self.best, self.block_start, self.block_model = start.clone(), start.clone(), start.clone()
+        self.block_momentum = torch.zeros_like(start)
+        self.theta = [start.clone() for _ in range(self.n)]
+        self.velocity = [torch.zeros_like(start) for _ in range(self.n)]
+        pieces = [torch.full(v.shape, float(k == "weight")) for views in self.network.views for k, v in views.items()]
+        self.decayed = torch.cat([piece.flatten() for piece in pieces]).double()
+        self.coefs = torch.ones_like(start)
+        self.coefs[-PDFS:] = 0.1  # of the output layer's biases
+        self.shards = [toy_shard(rank, count * MINIBATCH) for rank, count in enumerate(self.minibatches)]
+
+    def loss(self, parameters: Tensor, frames: FrameSubset, rows: Tensor) -> tuple[float, Tensor]:
+        x, labels = frames.dataset.features[rows], frames.dataset.labels[rows].long()
+        _, loss, gradient = twin_loss(self.network, parameters, x, labels)
+        return float(loss), gradient
+
+    def train(self, rank: int, rows: Tensor, rate: float) -> float:
+        loss, gradient = self.loss(self.theta[rank], self.shards[rank], rows)
+        self.velocity[rank] = MOMENTUM * self.velocity[rank] + self.coefs * gradient
+        self.theta[rank] = self.theta[rank] * (1 - rate * L2 * MINIBATCH * self.decayed) - rate * self.velocity[rank]
+        return loss
+
+    def mixed(self, vectors: list[Tensor], index: int) -> list[Tensor]:
+        n = self.n
+        if self.strategy == "all-reduce":
+            return [sum(vectors) / n for _ in vectors]
+        hop = {"butterfly": 2 ** (index % 2), "ring": 1, "hopping-ring": 1 + index % 2}[self.strategy]  # of 3 workers
+        return [(vectors[rank] + vectors[(rank - hop) % n]) / 2 for rank in range(n)]
+
+    def block(self, weights: Sequence[int]) -> None:
+        total = sum(weights)
+        mean = sum(weight * theta for weight, theta in zip(weights, self.theta, strict=True)) / total
+        self.block_momentum = self.eta * self.block_momentum + self.zeta * (mean - self.block_start)
+        self.block_model = self.block_model + self.block_momentum
+        ahead = self.eta * self.block_momentum if self.nesterov else 0.0
+        self.block_start = self.block_model + ahead
+        self.theta = [self.block_start.clone() for _ in range(self.n)]
+
+    def average(self) -> None:
+        center = sum(self.theta) / self.n
+        self.distances.append([float((theta - center).norm() / theta.norm()) for theta in self.theta])
+        if self.strategy == "bmuf":
+            self.block([1] * self.n)
+        else:
+            self.theta = self.mixed(self.theta, self.averagings)
+        if self.local_momentum == "average":
+            self.velocity = self.mixed(self.velocity, self.averagings)
+        if self.local_momentum == "reset":
+            self.velocity = [torch.zeros_like(one) for one in self.velocity]
+        self.averagings += 1
+
+    def end_epoch(self) -> Tensor:
+        if self.strategy == "bmuf":
+            if any(count != self.blocks * self.period for count in self.minibatches):
+                self.block(self.minibatches)
+                self.averagings += 1
+            return self.block_model
+        weighted = sum(count * theta for count, theta in zip(self.minibatches, self.theta, strict=True))
+        return weighted / sum(self.minibatches)
+
+    def epoch(self, number: int, rate: float, accepted: bool) -> None:
+        self.blocks = min(self.minibatches) // self.period if self.n > 1 else 0
+        self.velocity = [torch.zeros_like(one) for one in self.velocity]
+        if self.strategy == "bmuf":
+            self.theta = [self.block_start.clone() for _ in range(self.n)]
+        orders = [list(ShuffledSampler(s, MINIBATCH, seed=1, rank=r).epoch(number)) for r, s in enumerate(self.shards)]
+        loss = 0.0
+        for done in range(max(self.minibatches)):
+            for rank in range(self.n):
+                if done < self.minibatches[rank]:
+                    loss += self.train(rank, orders[rank][done], self.scale * rate)
+            if (done + 1) % self.period == 0 and (done + 1) // self.period <= self.blocks:
+                self.average()
+        model = self.end_epoch()
+        self.models.append(model)
+        self.training_losses.append(loss / MINIBATCH / sum(self.minibatches))
+        held_out = [toy_shard(50 + rank, CV_FRAMES[rank]) for rank in range(self.n)]
+        sums = [self.loss(model, frames, frames.indices)[0] for frames in held_out]
+        self.cv_losses.append(sum(sums) / sum(CV_FRAMES[: self.n]))
+        if accepted:
+            self.best = model
+        else:
+            self.block_start, self.block_model = self.best, self.best
+            self.block_momentum = torch.zeros_like(self.best)
+        self.theta = [self.best.clone() for _ in range(self.n)]
+
+
+BMUF = {"strategy": "bmuf", "averaging_period": 3}
+TWIN_BMUF = {"strategy": "bmuf", "scale": 1.0, "local_momentum": "reset", "eta": 2 / 3}
+CASES: dict[str, tuple[dict[str, Any], Twin]] = {
+    "one worker": ({}, Twin((12,), scale=1.0)),
+    "all-reduce": ({"averaging_period": 3}, Twin(UNLIKE)),
+    "plain rate": ({"averaging_period": 3, "scale_learning_rate": False}, Twin(UNLIKE, scale=1.0)),
+    "reset": ({"averaging_period": 3, "local_momentum": "reset"}, Twin(UNLIKE, local_momentum="reset")),
+    **{
+        f"{name}, momentum averaged": (
+            {"strategy": name, "averaging_period": 3, "local_momentum": "average"},
+            Twin(UNLIKE, name, local_momentum="average"),
+        )
+        for name in ("butterfly", "ring", "hopping-ring")
+    },
+    "bmuf": (BMUF, Twin(UNLIKE, **TWIN_BMUF)),
+    "bmuf without a remainder": (BMUF, Twin(ALIKE, **TWIN_BMUF)),
+    "bmuf with options": (
+        {**BMUF, "block_momentum": 0.3, "block_learning_rate": 0.5, "nesterov": True, "scale_learning_rate": True},
+        Twin(UNLIKE, **{**TWIN_BMUF, "eta": 0.3, "zeta": 0.5, "nesterov": True, "scale": 3.0}),
+    ),
+    "bmuf with Nesterov, without a remainder": (
+        {**BMUF, "nesterov": True, "local_momentum": "keep"},
+        Twin(ALIKE, **{**TWIN_BMUF, "nesterov": True, "local_momentum": "keep"}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_epoch_is_the_twins(name: str) -> None:
+    keys, twin = CASES[name]
+    optimizer = make_optimizer_config(momentum=MOMENTUM, l2=L2)
+
+    def work(comm: Communicator) -> tuple[list[Tensor], list[dict[str, Any]], Tensor]:
+        frames = MINIBATCH * twin.minibatches[comm.rank]
+        trainer = toy_trainer(comm, make_parallel_config(**keys), frames=frames, optimizer=optimizer)
+        trainer.schedule = schedule = Scripted(trainer.model.network)
+        trainer.cv = toy_shard(50 + comm.rank, CV_FRAMES[comm.rank])
+        rows = train_to_end(trainer)
+        return schedule.models, rows, trainer.model.network.parameters
+
+    found = run_workers(twin.n, work)
+    for number, (rate, accepted) in enumerate(zip(RATES, ACCEPTED, strict=True), start=1):
+        twin.epoch(number, rate, accepted)
+        for models, _, _ in found:
+            torch.testing.assert_close(models[number - 1].double(), twin.models[-1], rtol=0, atol=3e-5)
+    assert (twin.models[-1] - toy_model().network.parameters).abs().max() > 0.5, "a training that moves nothing"
+    assert (twin.models[2] - twin.models[1]).abs().max() > 1e-2, "a rejected epoch that moved nothing"
+    for _, rows, last in found:
+        torch.testing.assert_close(last.double(), twin.best, rtol=0, atol=3e-5)
+        train, cv = ([row for row in rows if row.get("split") == split] for split in ("train", "cv"))
+        assert [row["loss"] for row in train] == pytest.approx(twin.training_losses, rel=1e-5)
+        assert [row["loss"] for row in cv[1:]] == pytest.approx(twin.cv_losses, rel=1e-5)
+        assert [row["learning_rate"] for row in train] == [row["learning_rate"] for row in cv[1:]] == list(RATES)
+        assert [row["accepted"] for row in train] == [row["accepted"] for row in cv[1:]] == list(ACCEPTED)
+        assert {row["frames"] for row in train} == {MINIBATCH * sum(twin.minibatches)}
+        assert {row["frames"] for row in cv} == {sum(CV_FRAMES[: twin.n])}
+
+
+def test_a_warm_up_by_all_reduce_is_one_worker_with_the_minibatches_of_all() -> None:
+    """Each at the scaled rate, then the mean: together the sum of the gradients at the plain rate."""
+    keys = {"warmup": "all-reduce", "warmup_minibatches": 5}
+
+    def work(comm: Communicator) -> Tensor:
+        trainer = toy_trainer(comm, make_parallel_config(**keys), frames=MINIBATCH * (3 + comm.rank))
+        trainer.warm_up()
+        return trainer.model.network.parameters
+
+    twin = toy_model().network.parameters.double()
+    coefs = torch.ones_like(twin)
+    coefs[-PDFS:] = 0.1
+    shards = [toy_shard(rank, MINIBATCH * (3 + rank)) for rank in range(3)]
+    orders = []
+    for rank, shard in enumerate(shards):
+        sampler = ShuffledSampler(shard, MINIBATCH, seed=1, rank=rank)
+        orders.append([*sampler.epoch(10**6), *sampler.epoch(10**6 + 1)][:5])
+    for minibatches in zip(*orders, strict=True):
+        gradients = [
+            twin_loss(toy_model().network, twin, s.dataset.features[rows], s.dataset.labels[rows].long())[2]
+            for s, rows in zip(shards, minibatches, strict=True)
+        ]
+        twin = twin - 0.01 * coefs * sum(gradients)
+    for parameters in run_workers(3, work):
+        torch.testing.assert_close(parameters.double(), twin, rtol=0, atol=1e-5)
+
+
+def test_momentum_that_is_not_finite_is_excluded_from_its_mean() -> None:
+    """A worker's momentum overflows while its model is finite: it takes the mean of the others'."""
+
+    def work(comm: Communicator) -> tuple[Tensor, Tensor]:
+        trainer = toy_trainer(comm, make_parallel_config(averaging_period=1, local_momentum="average"), optimizer=sgd)
+        averager, parameters = trainer.averager, trainer.model.network.parameters
+        averager.begin_epoch(4)
+        parameters.fill_(float(comm.rank))
+        trainer.model.network.parameters_changed()
+        trainer.optimizer.momentum_buffer.fill_(math.inf if comm.rank == 1 else 2.0 + comm.rank)
+        assert averager.after_minibatch(MINIBATCH)
+        return parameters.clone(), trainer.optimizer.momentum_buffer.clone()
+
+    sgd = make_optimizer_config(momentum=MOMENTUM)
+    for parameters, momentum in run_workers(3, work):
+        assert (parameters == 1.0).all() and (momentum == 3.0).all()
