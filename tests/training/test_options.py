@@ -1,0 +1,139 @@
+"""No key of a recipe is lost on its way to the part that it is for: each has a value unlike its default here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from training.toy import toy_model
+from variants import make_optimizer_config, make_parallel_config, make_schedule_config
+
+from ddnn.averaging.averager import Request
+from ddnn.averaging.strategies import AveragingOptions, BlockMomentum, make_strategy
+from ddnn.distributed.communicator import SingleProcess
+from ddnn.optim.natural_gradient import NaturalGradientOptions
+from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
+from ddnn.optim.schedule import Exponential, Newbob
+from ddnn.optim.sgd import SgdOptions
+from ddnn.recipe.schema import (
+    AveragingConfig,
+    BmufConfig,
+    CheckpointConfig,
+    ExponentialConfig,
+    NewbobConfig,
+    NgSgdConfig,
+    Section,
+    SgdConfig,
+    WorkersConfig,
+)
+from ddnn.training import state
+from ddnn.training.job import Job
+from ddnn.training.options import averaging_options, make_schedule, optimizer_options
+from ddnn.training.run_dir import NullRunDir
+
+NG_SGD = {
+    "momentum": 0.5, "l2": 1e-3, "rank_in": 3, "rank_out": 2, "alpha": 3.0, "num_samples_history": 500.0,
+    "update_period": 2, "max_change_per_sample": 0.01, "max_change_scope": "unscaled",
+}  # fmt: skip
+NEWBOB = {
+    "initial_learning_rate": 0.1, "max_epochs": 7, "criterion": "frame-accuracy", "start_halving_impr": 0.02,
+    "end_halving_impr": 0.002, "halving_factor": 0.7, "keep_lr_epochs": 3, "min_epochs": 4,
+}  # fmt: skip
+EXPONENTIAL = {"initial_learning_rate": 0.1, "final_learning_rate": 0.02, "epochs": 5}
+WORKERS = {"averaging_period": 4, "overlap": True, "comm_dtype": "bfloat16", "gpu_transport": "host"}
+AVERAGING = {**WORKERS, "strategy": "ring", "scale_learning_rate": False, "local_momentum": "average"}
+BMUF = {
+    **WORKERS, "strategy": "bmuf", "scale_learning_rate": True, "local_momentum": "keep", "block_momentum": 0.3,
+    "block_learning_rate": 0.5, "nesterov": True,
+}  # fmt: skip
+ELSEWHERE = {
+    "workers", "warmup", "warmup_minibatches", "oversubscribe_gpus", "pretrain_data", "max_restarts", "hang_timeout",
+    "cpu_threads",
+}  # fmt: skip
+"""Keys of `parallel` that are no option of an averaging."""
+
+
+@pytest.mark.parametrize(
+    ("section", "given"),
+    [
+        (SgdConfig, {"momentum", "l2"}),
+        (NgSgdConfig, {*NG_SGD}),
+        (NewbobConfig, {*NEWBOB}),
+        (ExponentialConfig, {*EXPONENTIAL}),
+        (WorkersConfig, {*WORKERS, *ELSEWHERE}),
+        (AveragingConfig, {*AVERAGING, *ELSEWHERE}),
+        (BmufConfig, {*BMUF, *ELSEWHERE}),
+        (CheckpointConfig, {"interval_minutes", "interval_minibatches", "keep_last"}),
+    ],
+)
+def test_every_key_of_a_section_is_given_here(section: type[Section], given: set[str]) -> None:
+    """A new key needs a value in this file."""
+    assert set(section.model_fields) - {"name"} == given
+
+
+def test_options_of_optimizers() -> None:
+    assert optimizer_options(make_optimizer_config(momentum=0.5, l2=1e-3)) == SgdOptions(0.5, 1e-3)
+    options = optimizer_options(make_optimizer_config("ng-sgd", **NG_SGD))
+    assert options == NgSgdOptions(0.5, 1e-3, 3, 2, 3.0, 500.0, 2, 0.01, "unscaled")
+    optimizer = make_optimizer(options, toy_model().network)
+    assert isinstance(optimizer, NgSgd) and (optimizer.momentum, optimizer.l2) == (0.5, 1e-3)
+    ranks = [3] * 3 + [2] * 3
+    assert [one.options for one in optimizer.preconditioners] == [
+        NaturalGradientOptions(rank, alpha=3.0, num_samples_history=500.0, update_period=2) for rank in ranks
+    ]
+
+
+def test_options_of_schedules() -> None:
+    newbob = make_schedule(make_schedule_config(**NEWBOB))
+    names = {"initial_learning_rate": "initial_lr"}
+    assert isinstance(newbob, Newbob)
+    assert {key: getattr(newbob, names.get(key, key)) for key in NEWBOB} == NEWBOB
+    exponential = make_schedule(make_schedule_config("exponential", **EXPONENTIAL))
+    assert isinstance(exponential, Exponential)
+    assert (exponential.initial_lr, exponential.final_lr, exponential.max_epochs) == (0.1, 0.02, 5)
+
+
+@pytest.mark.parametrize("keys", [AVERAGING, BMUF], ids=["averaging", "bmuf"])
+def test_options_of_averaging(keys: dict[str, Any]) -> None:
+    options = averaging_options(make_parallel_config(**keys), momentum=0.9)
+    assert {key: getattr(options, key) for key in keys} == keys
+    assert averaging_options(make_parallel_config(**keys), momentum=0.0).local_momentum == "keep"
+
+
+def test_defaults_of_bmuf() -> None:
+    options = averaging_options(make_parallel_config("bmuf"), momentum=0.9)
+    assert options == AveragingOptions("bmuf", local_momentum="reset", scale_learning_rate=False)
+
+
+def test_options_of_block_momentum() -> None:
+    made = make_strategy(averaging_options(make_parallel_config(**BMUF)), SingleProcess())
+    assert isinstance(made, BlockMomentum)
+    made.start(torch.zeros(2))
+    theta = torch.ones(2)
+    made.average(theta, 0, 1.0)  # G = 1, D = 0.5, W = 0.5, S = W + 0.3 D
+    torch.testing.assert_close(theta, torch.full((2,), 0.65))
+    theta = torch.ones(2)
+    made.average(theta, 1, 1.0)  # G = 0.35, D = 0.15 + 0.175, W = 0.825, S = W + 0.3 D
+    torch.testing.assert_close(theta, torch.full((2,), 0.825 + 0.3 * 0.325))
+
+
+def test_options_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a minute of a clock of the test's own, or seven minibatches, a checkpoint is due; not before."""
+    now = 1000.0
+    monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: now))
+    config = CheckpointConfig(interval_minutes=1.0, interval_minibatches=7, keep_last=5)
+    run, comm = NullRunDir(tmp_path), SingleProcess()
+    job = Job(SimpleNamespace(checkpoint=config), "", comm, run, SimpleNamespace(signal_name=None), torch.device("cpu"))  # type: ignore[arg-type]
+    policy = job.checkpoint_policy(run, comm)
+    assert policy.store.keep_last == 5
+    now = 1059.9
+    assert policy._request() is Request.NONE
+    now = 1060.0
+    assert policy._request() is Request.CHECKPOINT
+    now, policy._minibatch = 1000.0, 6
+    assert policy._request() is Request.NONE
+    policy._minibatch = 7
+    assert policy._request() is Request.CHECKPOINT
