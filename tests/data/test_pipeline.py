@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
+from distributed.threads import run_workers
 
-from ddnn.data import feature_reader, loading
+from ddnn.data import feature_reader, loading, pipeline, transform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import DataConfig
 from ddnn.data.memory import TrainingFootprint
@@ -141,6 +142,20 @@ def test_the_normalization_is_that_of_the_frames_to_train_on(tmp_path: Path) -> 
         assert found.shift is not None
         np.testing.assert_allclose(found.shift[4:8], -expected, rtol=1e-4, atol=1e-3)
     assert load(tmp_path, normalize=False).input_transform(comm).shift is None
+
+
+def test_the_normalization_is_over_the_first_utterances_of_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is one for all workers together, not for each."""
+    features, labels = labelled_utterances()
+    folder = prepare(tmp_path, features, labels)
+    for module in (pipeline, transform):
+        monkeypatch.setattr(module, "STATISTICS_UTTERANCES", 3)
+    kept = [features[name] for name in sorted(features) if not name.startswith("spk1")]
+    for shift in run_workers(2, lambda comm: load(folder, comm=comm).input_transform(comm).shift):
+        assert shift is not None
+        np.testing.assert_allclose(shift[4:8], -np.concatenate(kept[:3]).mean(axis=0), rtol=1e-4, atol=1e-5)
 
 
 def test_each_part_is_shared_out_by_itself(tmp_path: Path) -> None:

@@ -322,3 +322,23 @@ def test_more_threads_than_kernels_have_use_for_take_pytorch(monkeypatch: pytest
     for threads, kernels in ((1, True), (2, True), (3, False)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert isinstance(arithmetic("bf16"), BFloat16Kernels) == kernels
+
+
+@pytest.mark.parametrize(
+    ("precision", "compiled"), [RUNS[1], pytest.param(*RUNS[2], marks=needs_kernels)], ids=["bf16", "compiled"]
+)
+@pytest.mark.parametrize("rate", [1e-3, 10.0])
+def test_a_step_shared_by_workers_is_limited_as_one_at_the_rate_of_one(
+    precision: Precision, compiled: bool, rate: float
+) -> None:
+    """As `tests/optim/test_ng_sgd.py` has it of float32; with compiled kernels each layer is updated by itself."""
+    moved = []
+    for workers in (1, 16):
+        network = network_of(SIGMOIDS)
+        optimizer = make_optimizer(NgSgdOptions(rank_in=5, rank_out=3, max_change=0.01), network)
+        optimizer.lr_scale = workers
+        workspace, before = Workspace(network, 32, arithmetic(precision, compiled)), network.parameters.clone()
+        labels = random_minibatch(workspace, 5, torch.Generator().manual_seed(1))
+        learn(workspace, optimizer, labels, workers * rate)
+        moved.append((network.parameters - before) / workers)
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-4 * float(moved[0].abs().max()))

@@ -332,3 +332,22 @@ def test_max_change_of_no_step_and_of_nan() -> None:
     assert torch.isnan(max_change_factor(zero * float("nan"), zero, one, 0.1, 0.075))
     with pytest.raises(ValueError, match="max_change"):
         max_change_factor(zero, zero, one, 0.1, 0.0)
+
+
+@pytest.mark.parametrize(("history", "rows_rank"), [(20.0, 30), (200.0, 6)])
+def test_caps_and_floors_are_the_twins(history: float, rows_rank: int) -> None:
+    """Minibatches of more than 2.3 histories, whose share is capped; minibatches without anything beside the eigenvectors
+    of F, so that rho comes to its floor, and d is made of rho as it was before."""
+    rng, n = np.random.default_rng(1), 64
+    basis = np.logspace(0, -0.75, rows_rank)[:, None] * np.linalg.qr(rng.standard_normal((30, 30)))[0][:rows_rank]
+    twin = Twin(30, 6, 4.0, history, 1)
+    ng = NaturalGradient(30, NaturalGradientOptions(6, num_samples_history=history, update_period=1))
+    for _ in range(12):
+        x = rng.standard_normal((n, rows_rank)) @ basis
+        wanted, gamma = twin.step(x)
+        found = torch.from_numpy(x).float()
+        assert float(precondition(ng, found)) == pytest.approx(gamma, rel=1e-3)
+        assert relative(found.double().numpy(), wanted) < 1e-3
+        ng.finish_update()
+        np.testing.assert_allclose(ng.d, twin.d, rtol=1e-3)
+        assert ng.rho == pytest.approx(twin.rho, rel=1e-3)

@@ -44,6 +44,13 @@ def test_newbob_keeps_the_first_epochs() -> None:
     ]  # fmt: skip
 
 
+def test_newbob_keeps_the_rate_of_the_first_epochs_whatever_they_gain() -> None:
+    losses = [6.0, 5.999, 5.998, 5.0, 4.99, 4.989]
+    assert run(Newbob(initial_lr=0.008, keep_lr_epochs=2), losses) == [
+        (0.008, True), (0.008, True), (0.008, True), (0.008, True), (0.004, True),
+    ]  # fmt: skip
+
+
 def test_newbob_does_not_end_before_min_epochs() -> None:
     losses = [6.0, 2.0, 1.9999, 1.9999, 1.9999, 1.9999]
     history = run(Newbob(initial_lr=1.0, min_epochs=4), losses)

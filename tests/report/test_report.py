@@ -107,6 +107,15 @@ def test_time_is_what_the_clock_on_the_wall_shows(tmp_path: Path) -> None:
     assert training_seconds(read_run(write_run(tmp_path / "run", rows))) == [2.0, 6.0]
 
 
+def test_speed_is_all_frames_over_all_seconds(tmp_path: Path) -> None:
+    """Not the mean of the epochs' speeds: one epoch is shorter and slower."""
+    rows = [
+        epoch_row(1, "train", frames=1000, frames_per_second=100.0),
+        epoch_row(2, "train", frames=9000, frames_per_second=900.0),
+    ]
+    assert summarise([read_run(write_run(tmp_path / "run", rows))])[0].frames_per_second == pytest.approx(500.0)
+
+
 def test_names_tell_runs_apart(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / name / "run", rows_of(1, epochs=1)) for name in ("a", "b")]
     assert [run.name for run in read_runs(paths)] == ["a/run", "b/run"]

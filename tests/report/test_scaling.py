@@ -162,6 +162,23 @@ def test_different_strategies_are_fitted_together() -> None:
     assert (found.latency, found.byte_seconds) == pytest.approx((1e-3, 1e-9))
 
 
+def test_the_last_mean_of_an_epoch_is_sent_as_float32() -> None:
+    """Four workers, ten averagings in bfloat16: an all-reduce is 4 messages and 1.5 models, a message of a ring one."""
+    latency, byte_seconds, size = 1e-3, 1e-9, JOB.parameters
+    last = 4 * latency + 1.5 * 4 * size * byte_seconds
+    measured = [
+        replace(
+            measurement(4, strategy), way=Way(strategy, "bfloat16"), averagings=10.0, final_mean=True, comm=comm + last
+        )
+        for strategy, comm in (
+            ("all-reduce", 10 * (4 * latency + 1.5 * 2 * size * byte_seconds)),
+            ("ring", 10 * (latency + 2 * size * byte_seconds)),
+        )
+    ]
+    found = calibrate(measured).constants
+    assert (found.latency, found.byte_seconds) == pytest.approx((latency, byte_seconds), rel=1e-6)
+
+
 def test_what_is_not_measured_is_said_to_be_assumed() -> None:
     alone = calibrate([measurement(1)], latency=0.0, byte_seconds=1e-9)
     assert any("(g, h = 0)" in note for note in alone.assumed)

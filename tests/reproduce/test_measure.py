@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from report_runs import epoch_row, rows_of, write_run
 from reproduce.synthetic import by_name, record
 
 from ddnn.report.scaling import Job, Measurement, Way
 from ddnn.reproduce.cells import speed_ups
-from ddnn.reproduce.measure import speaker_numbers
+from ddnn.reproduce.measure import EvaluationTask, evaluate_run, speaker_numbers
 from ddnn.reproduce.records import MeasuredEpoch, RunRecord
 from ddnn.reproduce.tables import Condition
 from ddnn.util.errors import DataError
@@ -57,6 +58,26 @@ def test_only_runs_of_one_kind_of_machine_are_held_against_each_other() -> None:
 def test_the_fastest_run_counts() -> None:
     runs = [run(1, 1, 10.0, "a"), run(1, 2, 8.0, "a"), run(2, 1, 6.0, "a"), run(2, 2, 5.0, "a")]
     assert measured(*runs)[2] == pytest.approx(8 / 5)
+
+
+def test_runs_whose_workers_shared_cores_are_no_measured_speed_up() -> None:
+    alone, shared, own = run(1, 1, 10.0, "a"), run(2, 1, 4.0, "a"), run(2, 2, 5.0, "a")
+    assert shared.time is not None
+    shared = shared.model_copy(update={"time": shared.time.model_copy(update={"cores": 1})})
+    assert measured(alone, shared) == {1: 1.0}
+    assert measured(alone, shared, own)[2] == pytest.approx(10 / 5)
+
+
+def test_the_cv_figure_of_a_record_is_that_of_the_last_accepted_epoch(tmp_path: Path) -> None:
+    rows = rows_of(1, epochs=3)
+    rows[-1] |= {"accepted": False, "loss": 3.0, "frame_accuracy": 0.1}
+    task = EvaluationTask(
+        record=record("base", 1, 1, 0.6), run_dir=write_run(tmp_path / "run", rows), tests=(), device="cpu"
+    )
+    found = evaluate_run(task, tmp_path)
+    expected = epoch_row(2, "cv")
+    assert found.cv is not None and found.epochs == 3
+    assert (found.cv.loss, found.cv.frame_accuracy) == (expected["loss"], expected["frame_accuracy"])
 
 
 def test_speakers_are_numbered_in_the_order_of_the_utterances(tmp_path: Path) -> None:

@@ -136,6 +136,13 @@ def test_report_of_a_table(tmp_path: Path) -> None:
     assert summary["hypotheses"][0]["metrics"][1]["interval"][0] > 0.0
 
 
+def test_standard_deviations_are_of_n_minus_1() -> None:
+    """50 % and 52 % in two runs: 51 with a deviation of sqrt(2)."""
+    runs = by_name(record("base", 1, seed, accuracy) for seed, accuracy in ((1, 0.50), (2, 0.52)))
+    text = build_report(plan(seeds=(1, 2)), [TABLES["table1"]], runs, "c", [], []).render("report.md", "x")
+    assert "51.00 ± 1.41" in text
+
+
 def test_report_without_runs(tmp_path: Path) -> None:
     found = build_report(plan(), list(TABLES.values()), {}, "ddnn reproduce all", ["base-1-1"], [])
     text = found.write(tmp_path / "empty")[0].read_text()

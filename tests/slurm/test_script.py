@@ -134,6 +134,11 @@ def test_as_many_cores_as_threads() -> None:
     assert "--cpus-per-task=3" in sbatch_options(dataclasses.replace(job(ClusterConfig()), threads=3))
 
 
+def test_as_many_openmp_threads_as_the_recipe_says() -> None:
+    text = script_text(dataclasses.replace(job(ClusterConfig()), threads=3))
+    assert [line for line in text.splitlines() if "OMP_NUM_THREADS" in line] == ["export OMP_NUM_THREADS=3"]
+
+
 def test_killed_workers_under_srun_queue_the_job_again() -> None:
     """Under mpirun the launcher starts them again, on the remaining nodes where one is lost."""
     by_srun = job(ClusterConfig(launcher="srun"))

@@ -12,15 +12,20 @@ import numpy as np
 import pytest
 import torch
 from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
+from distributed.threads import run_workers
 from kaldi_files import read_matrix
+from training.toy import NoCheckpoints
 
-from ddnn.distributed.communicator import SingleProcess
+from ddnn.data.pipeline import training_data
+from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.signals import GracefulShutdown
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.scp import read_scp
 from ddnn.recipe.load import load_recipe
-from ddnn.training.evaluation import evaluate_run
-from ddnn.training.job import run_training
-from ddnn.training.run_dir import RunDir, load_run
+from ddnn.training.evaluation import evaluate, evaluate_run
+from ddnn.training.job import Job, assemble_trainer, initial_model, run_training
+from ddnn.training.options import data_config
+from ddnn.training.run_dir import NullRunDir, RunDir, load_run
 from ddnn.util.errors import DataError, UserError
 
 RunCli = Callable[..., Any]
@@ -92,12 +97,24 @@ def test_a_rejected_epoch_is_taken_back(recipe: Path, tmp_path: Path) -> None:
     assert not all(m["accepted"] for m in cv)
     best = min(float(m["loss"]) for m in cv)  # type: ignore[arg-type]
     found = load_run(tmp_path / "run")
-    from ddnn.data.pipeline import training_data
-    from ddnn.training.evaluation import evaluate
-    from ddnn.training.options import data_config
-
     data = training_data(data_config(load_recipe(recipe), 1), torch.device("cpu"), SingleProcess())
     assert evaluate(found, data.cv).loss == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize(("scope", "scale"), [("global", 2.0), ("unscaled", 2.0), ("local", 1.0)])
+def test_the_scope_of_max_change_says_whose_frames_limit_a_step(recipe: Path, scope: str, scale: float) -> None:
+    """Two workers: the optimizer limits its step at the rate of one of them, or at the rate that it is given."""
+    optimizer = f"optimizer={{name: ng-sgd, max_change_scope: {scope}}}"
+    settings = load_recipe(recipe, [optimizer, "parallel.workers=2"])
+
+    def work(comm: Communicator) -> tuple[float, float]:
+        cpu, run, policy = torch.device("cpu"), NullRunDir(Path("nowhere")), NoCheckpoints()
+        data = training_data(data_config(settings, 2), cpu, comm)
+        job = Job(settings, "", comm, run, GracefulShutdown(), cpu)
+        trainer = assemble_trainer(job, initial_model(job, data, None, None), data, "", policy, None)
+        return trainer.averager.lr_scale, trainer.optimizer.lr_scale
+
+    assert run_workers(2, work) == [(2.0, scale)] * 2
 
 
 def test_cross_validation_data_of_its_own(recipe: Path, tmp_path: Path) -> None:

@@ -11,17 +11,23 @@ import pytest
 import torch
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from distributed.mpi_worlds import launch
+from distributed.threads import run_workers
+from training.toy import DIM, NoCheckpoints, toy_shard
 
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.transform import splice_only
 from ddnn.decoding.prepare import export_nnet1
-from ddnn.distributed.communicator import SingleProcess
+from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
-from ddnn.nn.acoustic_model import load_model
+from ddnn.nn.acoustic_model import AcousticModel, load_model
+from ddnn.nn.network import Network
+from ddnn.nn.rbm import Cd1Options, Rbm
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import PretrainConfig
 from ddnn.training import pretraining
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.job import run_pretraining, run_training
-from ddnn.training.run_dir import load_run
+from ddnn.training.run_dir import NullRunDir, load_run
 from ddnn.training.run_status import CHECKPOINTS, DBN
 from ddnn.util.errors import DataError, DivergedError, UserError
 
@@ -47,6 +53,67 @@ def test_a_dbn_and_its_reconstruction_errors(recipe: Path, tmp_path: Path) -> No
     assert all(m["frames"] == 480 for m in lines), "all utterances, those held out for cross-validation too"
     dbn = load_model(tmp_path / "rbm" / DBN)
     assert [(layer.input_dim, layer.output_dim) for layer in dbn.network.layers] == [(12, 8), (8, 8), (8, 8)]
+
+
+def test_each_epoch_has_an_order_of_its_own_and_the_options_arrive(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, seen = pretraining.cd1_step, list[tuple[torch.Tensor, Cd1Options]]()
+
+    def recorded(rbm: Rbm, visible: torch.Tensor, options: Cd1Options, generator: torch.Generator) -> torch.Tensor:
+        seen.append((visible.clone(), options))
+        return step(rbm, visible, options, generator)
+
+    monkeypatch.setattr(pretraining, "cd1_step", recorded)
+    keys = "learning_rate: 0.3, gaussian_learning_rate: 0.02, l2: 0.001, kaldi_momentum: false"
+    taking = [f"pretrain={{epochs: [3, 2], minibatch_size: 20, {keys}}}"]
+    run_pretraining(load_recipe(recipe, taking), tmp_path / "rbm", "cpu")
+    gauss, bernoulli = ([options for _, options in part] for part in (seen[:72], seen[72:]))
+    assert gauss == [Cd1Options(0.02, l2=0.001, kaldi_momentum=False)] * 72
+    assert bernoulli == [Cd1Options(0.3, l2=0.001, kaldi_momentum=False)] * 96
+    epochs = [torch.cat([visible for visible, _ in seen[start : start + 24]]) for start in (0, 24, 48)]
+    firsts = {tuple(epoch[:20].flatten().tolist()) for epoch in epochs}
+    assert len(firsts) == 3, "another order in each epoch"
+    assert len({tuple(sorted(map(tuple, epoch.tolist()))) for epoch in epochs}) == 1, "of the same frames"
+
+
+def rbm_trainer(recipe: Path, comm: Communicator, frames: int) -> pretraining.RbmTrainer:
+    """A Gaussian RBM on a toy shard, whose averaging comes at the end of an epoch alone."""
+    below = AcousticModel(FeatureConfig(), splice_only(DIM, 0), Network((), torch.zeros(0)))
+    settings = load_recipe(recipe, ["parallel.averaging_period=1000"])
+    run = NullRunDir(Path("nowhere"))
+    return pretraining.make_rbm_trainer(settings, 0, toy_shard(comm.rank, frames), below, run, NoCheckpoints(), comm)
+
+
+def test_workers_draw_hidden_states_of_their_own(recipe: Path) -> None:
+    """From the same RBM, of the same frames."""
+
+    def work(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        trainer = rbm_trainer(recipe, comm, 40)
+        start = trainer.rbm.parameters.clone()
+        trainer.step(torch.linspace(-1.0, 1.0, 20 * DIM).view(20, DIM))
+        return start, trainer.rbm.parameters
+
+    starts, ends = zip(*run_workers(3, work), strict=True)
+    assert all(torch.equal(start, starts[0]) for start in starts)
+    assert not any(torch.equal(ends[a], ends[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_the_mean_of_an_rbm_weighs_unequal_shards_by_their_frames(recipe: Path) -> None:
+    """1, 2 and 5 minibatches in an epoch: RBMs of 8, 16 and 24 have the mean (8 + 2 * 16 + 5 * 24) / 8."""
+
+    def work(comm: Communicator) -> torch.Tensor:
+        trainer = rbm_trainer(recipe, comm, (20, 40, 100)[comm.rank])
+        trainer.begin_epoch()
+        for visible in trainer.epoch_batches():
+            trainer.step(visible)
+            trainer.averager.after_minibatch(len(visible))
+        trainer.rbm.parameters.fill_(8.0 * (comm.rank + 1))
+        trainer.end_epoch()
+        return trainer.rbm.parameters
+
+    for parameters in run_workers(3, work):
+        torch.testing.assert_close(parameters, torch.full_like(parameters, 20.0))
 
 
 def test_an_interrupted_run_ends_in_the_same_bits(

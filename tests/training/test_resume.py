@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,14 +16,20 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from distributed.mpi_worlds import need_mpi
 from training.launching import mpi_script
 
 from ddnn.averaging.averager import NoAveraging
+from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
-from ddnn.recipe.load import load_recipe
+from ddnn.recipe.keys import keys
+from ddnn.recipe.load import dump_recipe, load_recipe
+from ddnn.training import job
+from ddnn.training.checkpoint import CheckpointStore, TrainerState
 from ddnn.training.job import run_training
+from ddnn.training.resume import check_same_recipe, merge_rank_states
 from ddnn.util.errors import DataError, RecipeError, UserError
 
 TIMES = ("seconds", "frames_per_second", "interval_seconds", "interval_seconds_std", "comm_seconds")
@@ -147,6 +154,90 @@ def test_what_a_resume_may_change(tmp_path: Path, stop_at: Callable[[int, signal
         run_training(load_recipe(recipe, ["seed=2", "model.hidden_units=9"]), run, "cpu", resume=True)
     run_training(load_recipe(recipe, ["checkpoint.keep_last=5", "parallel.hang_timeout=60"]), run, "cpu", resume=True)
     assert (run / "final.safetensors").exists()
+
+
+MAY_CHANGE = {
+    "checkpoint.interval_minibatches", "checkpoint.interval_minutes", "checkpoint.keep_last", "cuda_graphs",
+    "data.alignments", "data.allow_pipes", "data.cache_dir", "data.cv.alignments", "data.cv.data", "data.cv.speakers",
+    "data.feature_device", "data.loader_processes", "data.max_skipped_fraction", "data.train",
+    "parallel.cpu_threads", "parallel.gpu_transport", "parallel.hang_timeout", "parallel.max_restarts",
+    "parallel.oversubscribe_gpus", "parallel.workers",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", keys())
+def test_every_other_key_may_not_change(key: str, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_of(tmp_path, ""))
+    before = yaml.safe_load(dump_recipe(recipe))
+    section = before
+    *sections, name = key.split(".")
+    for part in sections:
+        section = section.setdefault(part, {})
+    section[name] = "another value"
+    if key in MAY_CHANGE:
+        check_same_recipe(yaml.safe_dump(before), recipe, tmp_path)
+    else:
+        with pytest.raises(RecipeError, match=f"(?s){re.escape(key)}: .* another value expected"):
+            check_same_recipe(yaml.safe_dump(before), recipe, tmp_path)
+
+
+def test_a_checkpoint_is_left_at_the_end_of_an_epoch(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]
+) -> None:
+    """Stopped in the second epoch, of 30 minibatches: one for the first, one for the stop."""
+    _, run = stopped_run(tmp_path, stop_at, "checkpoint: {interval_minutes: 1000}\n")
+    found = []
+    for path in sorted((run / "checkpoints").iterdir()):
+        metadata = json.loads((path / "manifest.json").read_text())["metadata"]
+        found.append((metadata["epoch"], metadata["minibatch"]))
+    assert found == [(1, 0), (1, 10)]
+
+
+def test_a_resume_keeps_the_precision_that_was_chosen(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` is measured once: another machine might choose otherwise."""
+    asked, choose = list[str](), job.choose_arithmetic
+
+    def recorded(precision: Any, *arguments: Any, **options: Any) -> Any:
+        asked.append(precision)
+        return choose(precision, *arguments, **options)
+
+    monkeypatch.setattr(job, "choose_arithmetic", recorded)
+    recipe, run = stopped_run(tmp_path, stop_at, "precision: auto\n")
+    run_training(load_recipe(recipe), run, "cpu", resume=True)
+    assert asked == ["auto", "float32"]
+
+
+def test_the_seconds_of_an_interrupted_epoch_count(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]
+) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at)
+    store = CheckpointStore(run / "checkpoints", 3, SingleProcess())
+    found = store.latest()
+    assert found is not None
+    state = {**found.rank_state(0), "seconds": torch.tensor(1000.0, dtype=torch.float64)}
+    store.save(found.metadata, TrainerState(found.global_state, state))
+    run_training(load_recipe(recipe), run, "cpu", resume=True)
+    all_rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    seconds = [row["seconds"] for row in all_rows if row.get("split") == "train"]
+    assert [value >= 1000.0 for value in seconds[:3]] == [False, True, False]
+
+
+def test_states_of_several_ranks_are_merged() -> None:
+    """Three workers' models and sums; all else is that of rank 0."""
+    states = [
+        {
+            "parameters": torch.tensor([rank, 1.0 + 4 * rank]),
+            "loss_sums": torch.tensor([[10.0 * rank, rank, 16], [1, 0, 16 * rank]], dtype=torch.float64),
+            "progress": torch.tensor([rank, 9]),
+        }
+        for rank in (1, 2, 6)
+    ]
+    found = merge_rank_states(states)
+    assert found["parameters"].tolist() == [3.0, 13.0]
+    assert found["loss_sums"].tolist() == [[90.0, 9.0, 48.0], [3.0, 0.0, 144.0]]
+    assert found["progress"].tolist() == [1, 9]
 
 
 def test_what_is_refused_changes_nothing(
@@ -281,9 +372,6 @@ def test_no_checkpoint_can_be_written(
 
 def test_a_checkpoint_of_a_stranger(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
     """Whole by its checksums, but of another network: refused with what was found and expected."""
-    from ddnn.distributed.communicator import SingleProcess
-    from ddnn.training.checkpoint import CheckpointStore, TrainerState
-
     recipe, run = stopped_run(tmp_path, stop_at)
     checkpoints = CheckpointStore(run / "checkpoints", 3, SingleProcess())
     found = checkpoints.latest()
