@@ -6,6 +6,7 @@
 # make bench   the training step against the machine's GEMM limit
 # make soak    each of four workers killed in five places, then 200 kills at random moments, and the results compared: 35 minutes
 # make same-results  a few dozen tiny trainings against recorded digests: first make same-results RECORD=1, on the code before a change
+# make mutants  the mistakes of tests/mutants.yaml, one at a time: which of them the tests notice; MUTANTS='--only 7 --jobs 2'
 # Each sets up what it needs in .venv. PYTHON, VENV, TORCH and PIP_FLAGS can be set on the command line.
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +18,7 @@ DDNN := $(BIN)/ddnn
 # Several OpenMP threads on GEMMs of this size are slower than one, and the tests run in parallel.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev demo test test-slurm lint format fuzz bench soak same-results check-swbd docs clean
+.PHONY: setup setup-dev demo test test-slurm lint format fuzz bench soak same-results mutants check-swbd docs clean
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
@@ -81,6 +82,10 @@ soak: setup-dev
 SAME_RESULTS ?= .same-results.json
 same-results: setup-dev
 	$(BIN)/python tests/same_results.py $(if $(RECORD),--record,--compare) $(SAME_RESULTS)
+
+MUTANTS ?= --jobs 2
+mutants: setup-dev
+	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 docs: setup
 	$(BIN)/python -m ddnn.recipe.keys > docs/recipe.md
