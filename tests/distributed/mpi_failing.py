@@ -17,6 +17,7 @@ from distributed.mpi_checks import PLAIN, strategy
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.failures import all_stop_on_error
 from ddnn.distributed.mpi import init_communicator
+from ddnn.distributed.signals import GracefulShutdown
 from ddnn.distributed.watchdog import Watchdog
 from ddnn.util.errors import UserError
 
@@ -85,11 +86,15 @@ def main(way: str, out: Path) -> None:
         if way == "stop":
             time.sleep(0.5 * comm.rank)
             sys.exit(75)
+        way, _, listening = way.partition(", ")
         name, _, beside = way.partition(" ")
         if name in PLAIN:
             average_for_ever(comm, name, beside == "beside")
         if comm.rank == 1:
             fail(way)
+        if listening:  # as those that load data: SIGTERM raises here
+            with GracefulShutdown():
+                time.sleep(60)
         buffer = torch.ones(4)
         comm.sendrecv(buffer, 1, 1) if comm.rank != 1 else time.sleep(60)
 

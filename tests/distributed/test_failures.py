@@ -27,7 +27,9 @@ WORKERS = {"raise": 3, "all-reduce": 3, "slow": 3}
 """Two where not named."""
 AVERAGING = ["all-reduce", "butterfly beside"]
 """Strategies in the middle of which a worker raises."""
-FAILING = ["raise", "user-error", "exit", "thread", "killed", "hung", "stop", *AVERAGING]
+LISTENING = ["user-error, listening", "killed, listening"]
+"""Where mpirun ends the others by SIGTERM, they are not in a message but in Python, and say that they are interrupted."""
+FAILING = ["raise", "user-error", "exit", "thread", "killed", "hung", "stop", *AVERAGING, *LISTENING]
 STOPPED = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL, "mpirun": signal.SIGKILL}
 
 
@@ -91,6 +93,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
     [
         ("raise", 1, ["RuntimeError: boom of the test", "Traceback", "mpi_failing.py", "in fail"], []),
         ("user-error", 2, ["error: the rate is -1", "location: recipe.yaml", "hint: take a"], ["Traceback"]),
+        ("user-error, listening", 2, ["error: the rate is -1"], ["Traceback", "interrupted"]),
         ("exit", 7, ["stopped with 7"], ["Traceback"]),
         ("thread", 1, ["RuntimeError: boom of the test", "Traceback", "in fail"], []),
         *((way, 1, ["RuntimeError: boom of the test", "Traceback", "average_for_ever"], []) for way in AVERAGING),
@@ -121,12 +124,13 @@ def test_the_others_wait_for_a_slow_worker(outcomes: dict[str, Future[Outcome]])
         assert max(waited[0], waited[2]) > waited[1], name
 
 
-def test_a_worker_killed_by_the_system_stops_all(outcomes: dict[str, Future[Outcome]]) -> None:
-    found = outcomes["killed"].result()
+@pytest.mark.parametrize("way", ["killed", "killed, listening"])
+def test_a_worker_killed_by_the_system_stops_all(outcomes: dict[str, Future[Outcome]], way: str) -> None:
+    found = outcomes[way].result()
     assert found.code == 128 + signal.SIGKILL
     assert found.seconds < 10
     assert found.all_gone
-    assert "rank 1" in found.errors
+    assert "rank 1" in found.errors and "interrupted" not in found.errors
     assert found.errors.endswith("\nddnn: hint of the test\n")
 
 
