@@ -30,17 +30,7 @@ from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator
 from ddnn.training import checkpoint_manifest as manifest
-from ddnn.training.checkpoint_manifest import (
-    GLOBAL,
-    TEMPORARY,
-    CheckpointError,
-    CheckpointSummary,
-    describe,
-    folder_name,
-    rank_file,
-    real_folder,
-    remove_checkpoint,
-)
+from ddnn.training.checkpoint_manifest import GLOBAL, TEMPORARY, CheckpointError, CheckpointSummary, rank_file
 from ddnn.util.errors import DataError
 from ddnn.util.files import fsync_directory, write_verified
 
@@ -81,7 +71,9 @@ class CheckpointHandle(CheckpointSummary):
             return _read_tensors(self.path, rank_file(rank), self)
         except (OSError, CheckpointError) as error:
             hint = "run again with --resume: the checkpoint before it is used"
-            raise DataError(f"the checkpoint is corrupt: {describe(error)}", location=self.path, hint=hint) from error
+            raise DataError(
+                f"the checkpoint is corrupt: {manifest.describe(error)}", location=self.path, hint=hint
+            ) from error
 
 
 class CheckpointStore:
@@ -117,7 +109,7 @@ class CheckpointStore:
         elif is_rank0:
             for path in (self._temporary(number), self._folder(number)) if number else ():
                 with suppress(OSError):
-                    remove_checkpoint(real_folder(self.directory) / path.name)
+                    manifest.remove_checkpoint(manifest.real_folder(self.directory) / path.name)
             log.warning("%s: the checkpoint could not be written, training continues: %s", self.directory, failure)
         self.comm.barrier()  # no rank returns while rank 0 still renames or removes
         return not failure
@@ -152,7 +144,7 @@ class CheckpointStore:
         try:
             outcome = {"result": act()}
         except (OSError, MemoryError, CheckpointError) as error:
-            outcome = {"failure": f"worker {self.comm.rank} on {self.comm.host}: {describe(error)}"}
+            outcome = {"failure": f"worker {self.comm.rank} on {self.comm.host}: {manifest.describe(error)}"}
         outcomes = self.comm.all_gather_object(outcome)
         for item in outcomes:
             if "failure" in item:
@@ -164,10 +156,10 @@ class CheckpointStore:
         return self._on_all_ranks(act if self.comm.rank == 0 else lambda: None)[0]
 
     def _folder(self, number: int) -> Path:
-        return self.directory / folder_name(number)
+        return self.directory / manifest.folder_name(number)
 
     def _temporary(self, number: int) -> Path:
-        return self.directory / (TEMPORARY + folder_name(number))
+        return self.directory / (TEMPORARY + manifest.folder_name(number))
 
     def _load(self, number: int) -> CheckpointHandle:
         """Collective: the checkpoint; CheckpointError on all ranks."""
@@ -194,14 +186,14 @@ class CheckpointStore:
             fsync_directory(self.directory.parent, strict=True)
         for number in manifest.checkpoint_numbers(self.directory, TEMPORARY):
             with suppress(OSError):  # not a real folder, or it holds other files: it stays
-                remove_checkpoint(self._temporary(number))
+                manifest.remove_checkpoint(self._temporary(number))
         taken = [number for prefix in ("", TEMPORARY) for number in manifest.checkpoint_numbers(self.directory, prefix)]
         self._temporary(max(taken, default=0) + 1).mkdir()
         return max(taken, default=0) + 1
 
     def _write_tensors(self, number: int, tensors: dict[str, dict[str, Tensor]]) -> dict[str, tuple[int, str]]:
-        real_folder(self.directory)
-        folder = real_folder(self._temporary(number))
+        manifest.real_folder(self.directory)
+        folder = manifest.real_folder(self._temporary(number))
         return {name: write_verified(folder / name, partial(_encode_tensors, of)) for name, of in tensors.items()}
 
     def _commit(self, summary: CheckpointSummary) -> None:
@@ -219,9 +211,9 @@ class CheckpointStore:
             real = [number for number in numbers if stat.S_ISDIR(self._folder(number).lstat().st_mode)]
             for number in sorted(real, key=lambda n: (n in self._corrupt, -n))[self.keep_last :]:
                 # Renamed first, so that a kill in between leaves no half of a checkpoint.
-                remove_checkpoint(self._folder(number).rename(self._temporary(number)))
+                manifest.remove_checkpoint(self._folder(number).rename(self._temporary(number)))
         except OSError as error:
-            log.warning("%s: an older checkpoint could not be removed: %s", self.directory, describe(error))
+            log.warning("%s: an older checkpoint could not be removed: %s", self.directory, manifest.describe(error))
 
 
 def remove_checkpoints(directory: Path) -> None:
@@ -230,7 +222,7 @@ def remove_checkpoints(directory: Path) -> None:
         for prefix in ("", TEMPORARY):
             for number in manifest.checkpoint_numbers(directory, prefix):
                 with suppress(OSError):  # other files are in it: then the directory is not empty below
-                    remove_checkpoint(directory / (prefix + folder_name(number)))
+                    manifest.remove_checkpoint(directory / (prefix + manifest.folder_name(number)))
         directory.rmdir()
     except FileNotFoundError:
         return
