@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -53,9 +53,6 @@ class Gemm(NamedTuple):
     rows: int
     fan_in: int
     fan_out: int
-
-
-Self = TypeVar("Self", bound="Layer")
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ class Layer(ABC):
         parts = torch.split(flat, list(map(math.prod, shapes.values())))
         return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
-    def padded(self: Self, multiple: int) -> Self:
+    def padded(self, multiple: int) -> Layer:
         """As the last layer: the same with outputs rounded up to a multiple, of zero weight; itself where it cannot."""
         return self
 

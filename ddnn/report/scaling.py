@@ -100,8 +100,9 @@ def epoch_seconds(constants: Constants, way: Way, workers: int) -> float:
 
 def comm_seconds(constants: Constants, strategy: str, comm_dtype: str, workers: int) -> float:
     """x(n): the messages of one averaging."""
+    messages, models = traffic(strategy, workers)
     size = constants.job.parameters * BYTES[comm_dtype]
-    return constants.latency * messages(strategy, workers) + constants.byte_seconds * size * volume(strategy, workers)
+    return constants.latency * messages + constants.byte_seconds * size * models
 
 
 def _period(job: Job, strategy: str) -> int:
@@ -114,14 +115,12 @@ def averagings(job: Job, strategy: str, workers: int) -> float:
     return job.frames / (workers * job.minibatch * _period(job, strategy))
 
 
-def messages(strategy: str, workers: int) -> int:
-    """L: messages of an averaging, one after the other; in an all-reduce recursive halving, then doubling."""
-    return min(1, workers - 1) if strategy in ONE_MESSAGE else 2 * (workers - 1).bit_length()
-
-
-def volume(strategy: str, workers: int) -> float:
-    """V: what a worker sends in an averaging, in models."""
-    return min(1.0, workers - 1.0) if strategy in ONE_MESSAGE else 2.0 * (workers - 1) / workers
+def traffic(strategy: str, workers: int) -> tuple[int, float]:
+    """L and V: messages of an averaging, one after the other, and what a worker sends in it, in models. An all-reduce is
+    recursive halving, then doubling."""
+    if strategy in ONE_MESSAGE:
+        return min(1, workers - 1), min(1.0, workers - 1.0)
+    return 2 * (workers - 1).bit_length(), 2.0 * (workers - 1) / workers
 
 
 @cache
@@ -278,12 +277,11 @@ def _exchange(
 
 def _traffic(m: Measurement) -> tuple[float, float]:
     """Messages and bytes of one worker in an epoch, in the model."""
-    n, size = m.workers, m.job.parameters
-    count = m.averagings * messages(m.way.strategy, n)
-    sent = m.averagings * volume(m.way.strategy, n) * size * BYTES[m.way.comm_dtype]
+    messages, models = traffic(m.way.strategy, m.workers)
+    count, sent = m.averagings * messages, m.averagings * models * m.job.parameters * BYTES[m.way.comm_dtype]
     if m.final_mean:
-        count += messages("all-reduce", n)
-        sent += volume("all-reduce", n) * size * BYTES["float32"]
+        messages, models = traffic("all-reduce", m.workers)
+        count, sent = count + messages, sent + models * m.job.parameters * BYTES["float32"]
     return count, sent
 
 
