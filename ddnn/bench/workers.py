@@ -75,13 +75,8 @@ def run_bench_workers(
     json_: bool,
     show: Callable[[WorkersBench], None],
 ) -> None:
-    """Starts the workers and shows the result of each network in each precision.
-
-    Args:
-        options: keys of `parallel`, as a recipe gives them; UserError where one is out of range.
-        seconds: for each of them.
-        precisions: to measure; if none is given, float32.
-    """
+    """Starts the workers and shows the result of each network in each precision (float32 if none is given), `seconds`
+    for each. `options`: keys of `parallel`, as a recipe gives them; UserError where one is out of range."""
     try:
         model = BmufConfig if options["strategy"] == "bmuf" else AveragingConfig
         parallel: ParallelConfig = model.model_validate(dict(options))

@@ -173,16 +173,13 @@ class ConvertSummary:
 
 
 def convert_idx(images: Path, labels: Path, out: Path, options: ConvertOptions) -> ConvertSummary:
-    """Makes a data dir of two IDX files: a frame of each image, its label as pdf-id.
+    """Makes a data dir of two IDX files, plain or gzip: a frame of each image, its label as pdf-id. DataError: a file
+    is missing, damaged, or does not fit the other. UserError: `out` is not empty or cannot be written, an option is out
+    of range.
 
     Pixels are divided by 255, in float32. `out` gets `feats.ark`, `feats.scp` (relative), `utt2spk`, `spk2utt`, and the
     labels in `pdfs.ark`, an archive of pdf-ids. All appears at the end, or nothing does. The images are never in memory
-    together. DataError: a file is missing, damaged, or does not fit the other. UserError: `out` is not empty or cannot
-    be written, an option is out of range.
-
-    Args:
-        images, labels: IDX files, plain or gzip, of as many images as labels.
-        out: must not exist, or be an empty directory.
+    together.
     """
     options.check()
     with atomic_directory(out) as folder, open_images(images) as opened:

@@ -61,14 +61,10 @@ class SequentialSampler:
 
 
 class ShuffledSampler:
-    """All frames in one random order per epoch, which depends on seed, epoch and the worker's rank only.
-
-    Kaldi nnet1 shuffles within 32,768 frames over a shuffled utterance list; a dataset in memory is shuffled whole. A
-    remainder smaller than a minibatch is dropped, as in nnet-train-frmshuff.
-
-    `prefetch`: draw each epoch's order in a thread during the epoch before. 100 million frames take the host seconds,
-    in which a GPU would wait.
-    """
+    """All frames in one random order per epoch, which depends on seed, epoch and the worker's rank only. (Kaldi nnet1
+    shuffles within 32,768 frames over a shuffled utterance list.) A remainder smaller than a minibatch is dropped, as
+    in nnet-train-frmshuff. `prefetch`: draw each epoch's order in a thread during the epoch before: 100 million frames
+    take seconds."""
 
     def __init__(
         self, frames: FrameSubset, batch_size: int, *, seed: int, rank: int = 0, prefetch: bool = False
@@ -124,13 +120,9 @@ def make_batch_loader(
 ) -> BatchLoader:
     """The loader for a device: it gathers from features in the memory of the device, or reads ahead from the host's.
 
-    Args:
-        frames, transform: those of the sampler; on the device.
-        device: where the minibatches are needed; that of `out` where it is given.
-        out: (batch_size, input_dim) float32 or bf16, the memory for `Batch.x`; allocated where it is not given.
-        gather: fills `out` from features in the memory of the device.
-        mark: told what the time since its last call was spent on: `data`, or `compute` where the host waited for the
-            GPU to finish an earlier minibatch.
+    `out`: (batch_size, input_dim) float32 or bf16, the memory for `Batch.x`; else allocated on `device`. `gather` fills
+    it from features in the memory of the device. `mark` is told what the time since its last call was spent on: `data`,
+    or `compute` where the host waited for the GPU to finish an earlier minibatch.
     """
     if out is None:
         out = torch.empty(sampler.batch_size, transform.output_dim, device=device)

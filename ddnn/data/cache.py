@@ -255,12 +255,11 @@ def write_cache(
     write_features: Callable[[int, int], list[tuple[int, int]]],
 ) -> None:
     """Writes a cache file, whole or not at all; two writers of the same file do not disturb each other. OSError: the
-    directory cannot be written into, or has no space left. What `write_features` raises.
+    directory cannot be written into, or has no space left.
 
-    Args:
-        metadata: with blocks of the right number and sizes, whose checksums are filled in.
-        arrays: labels, selected, num_frames, pdf_counts.
-        write_features: writes the features into a file (descriptor, first byte); returns (bytes, CRC-32) of its blocks.
+    `metadata` has blocks of the right number and sizes, whose checksums are filled in; `arrays` are labels, selected,
+    num_frames, pdf_counts. `write_features` writes into a file (descriptor, first byte) and returns (bytes, CRC-32) of
+    its blocks.
     """
     start = len(metadata.header()) + metadata.index_bytes
     with _temporary_file(path) as descriptor:

@@ -81,14 +81,13 @@ def build_index(
     """Matches a data dir with its alignments, if any, from tables and headers; the same on every worker. Collective.
 
     Utterances without an alignment, or whose number of frames differs by more than `LENGTH_TOLERANCE`, are skipped and
-    counted; smaller differences are trimmed to the shorter one and counted (nnet1's nnet-train-frmshuff).
+    counted, up to `max_skipped_fraction` of all (None: all but one); smaller differences are trimmed to the shorter one
+    and counted (nnet1's nnet-train-frmshuff). Only rank 0 reads the headers, because all workers at once would send
+    hundreds of thousands of small reads each to one file server. The others check that their tables are those of rank
+    0.
 
-    Only rank 0 reads the headers, because all workers at once would send hundreds of thousands of small reads each to
-    one file server. The others check that their tables are those of rank 0.
-
-    `max_skipped_fraction`: largest share of utterances that may be skipped (`data.max_skipped_fraction`); None: all but
-    one. DataError: damaged input, or too much of it skipped, on rank 0; the tables or alignments of another worker's
-    host differ, on that one. Run under `ddnn.distributed.failures`: the others are waiting meanwhile.
+    DataError: damaged input, or too much of it skipped, on rank 0; the tables or alignments of another worker's host
+    differ, on that one. Run under `ddnn.distributed.failures`: the others are waiting meanwhile.
     """
     comm = comm or SingleProcess()
     if comm.world_size > 1:
@@ -266,19 +265,10 @@ def _split(index: UtteranceIndex, held_out: set[str], rule: str) -> tuple[list[i
 
 
 def assign_shards(num_frames: NDArray[np.int64], utterances: Sequence[int], workers: int) -> list[list[int]]:
-    """Distributes the utterances, one shard per worker, balanced by frames: the longest utterance to the worker with
-    the fewest frames, and so on (the code of arXiv 1507.01239). Ties go to the lowest rank.
-
-    Two shards differ by no more frames than the longest utterance has. With fewer utterances than workers some shards
-    are empty. O(u log u) for u utterances.
-
-    Args:
-        num_frames: (all utterances,) int64, such as `UtteranceIndex.num_frames`.
-        utterances: indices into it, each once.
-
-    Returns:
-        For each rank its utterances, ascending.
-    """
+    """For each rank its utterances, ascending, balanced by frames: the longest utterance to the worker with the fewest
+    frames, and so on (the code of arXiv 1507.01239). Ties go to the lowest rank. Two shards differ by no more frames
+    than the longest utterance has. With fewer utterances than workers some shards are empty. O(u log u). `utterances`:
+    indices into `num_frames`, each once."""
     chosen = np.asarray(utterances, dtype=np.int64)
     longest_first = chosen[np.lexsort((chosen, -num_frames[chosen]))]
     lightest = [(0, rank) for rank in range(workers)]  # a heap of frames and rank

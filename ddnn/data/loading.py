@@ -100,15 +100,13 @@ def load_dataset(
     utterances: Sequence[int] | None = None,
     comm: Communicator | None = None,
 ) -> AcousticDataset:
-    """Loads indexed utterances, all or some, from their archives: the same frames and labels, whoever loads the others.
+    """Loads indexed utterances, all or some (ascending), from their archives: the same frames and labels, whoever loads
+    the others. `comm`: the workers, who all load shards of this index now, and divide the work on CMVN statistics.
+    Collective.
 
     CMVN statistics are those of all utterances of a speaker in the data dir. Where there is no `cmvn.scp` to read them
-    from, all features of these speakers are read for them; with `comm`, of a share of all speakers. DataError: damaged
-    or unsuitable input, not what the index says (such as on another host). UserError: a loading process died.
-
-    Args:
-        utterances: ascending; None: all. There may be none.
-        comm: the workers, who all load shards of this index now and divide the work on CMVN statistics. Collective.
+    from, all features of these speakers are read for them. DataError: damaged or unsuitable input, not what the index
+    says (such as on another host). UserError: a loading process died.
     """
     chosen = index if utterances is None else index.subset(utterances)
     comm = comm or SingleProcess()
@@ -118,13 +116,9 @@ def load_dataset(
 
 
 class FeatureLoader:
-    """Loads all features of an index: `rows` rows, edges included, in `chunks` that are read at once.
-
-    Args:
-        processes: how many may load; fewer are used where there are not enough features for them.
-        comm: divides the work on CMVN statistics among the workers, who all load at the same time. Collective.
-        cmvn_speakers: of several workers, the speakers whose statistics any of them needs.
-    """
+    """Loads all features of an index: `rows` rows, edges included, in `chunks` that are read at once. `processes` may
+    load, or fewer where there are not enough features for them. `comm`, collective, divides the work on CMVN statistics
+    among workers who all load at the same time; `cmvn_speakers`: those whose statistics any of them needs."""
 
     def __init__(
         self,

@@ -81,13 +81,8 @@ class TrainingFootprint:
 
 
 def frame_bytes(dtype: str, frames: int, rows: int, width: int) -> int:
-    """What frames take: features and labels, and for each frame its index and two orders.
-
-    Args:
-        dtype: `float32` or `float16`, of the features.
-        rows: of the dataset, repeated edges included; 0 where it is not loaded but mapped.
-        width: dimension of a row.
-    """
+    """What frames take: features and labels, and for each frame its index and two orders. `rows`: of the dataset,
+    repeated edges included; 0 where it is not loaded but mapped. `width`: dimension of a row."""
     return rows * (width * (2 if dtype == "float16" else 4) + 4) + 3 * 8 * frames
 
 

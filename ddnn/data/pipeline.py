@@ -168,11 +168,8 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
 
 
 def open_data(data: Path, alignments: Path, config: DataConfig, comm: Communicator) -> DataSource:
-    """Indexes a data dir: from its cache file where there is a valid one, else from its tables and headers. Collective.
-
-    What is wrong with a cache file or its directory is a warning; the archives are read then. DataError: damaged or
-    unsuitable input.
-    """
+    """Indexes a data dir: from its cache file where there is a valid one, else from its tables and headers; what is
+    wrong with a cache file is a warning. Collective. DataError: damaged or unsuitable input."""
     directory = read_data_dir(data, allow_pipes=config.allow_pipes)
     index = cache = None
     if config.cache_dir is not None:

@@ -99,16 +99,12 @@ def splice_only(dim: int, context: int) -> InputTransform:
 def estimate_normalization(
     transform: InputTransform, dataset: AcousticDataset, utterances: list[int], comm: Communicator | None = None
 ) -> InputTransform:
-    """The transform with shift and scale for zero mean and unit variance over the utterances' spliced frames.
+    """The transform with shift and scale for zero mean and unit variance over the utterances' spliced frames, which
+    `comm` sums over the workers, to the same bits. Collective. ValueError: no worker has any frame.
 
-    Statistics are float64, over the first 10,000 utterances as in nnet1. A spliced dimension sees the dataset's rows
-    shifted by its offset, so that sums over all offsets are one product, of (offsets x rows) 0/1 weights and the
-    features. ValueError: no worker has any frame.
-
-    Args:
-        utterances: indices into the dataset; of several workers each passes those of its shard that are among the first
-            `STATISTICS_UTTERANCES` of all workers' training set, or none.
-        comm: sums the statistics over the workers, who all get the same bits. Collective.
+    Statistics are float64, over the first 10,000 utterances as in nnet1: of several workers each passes those of its
+    shard that are among these. A spliced dimension sees the dataset's rows shifted by its offset, so that sums over all
+    offsets are one product, of (offsets x rows) 0/1 weights and the features.
     """
     rows, context = dataset.rows_of(utterances[:STATISTICS_UTTERANCES]), transform.context
     is_frame = torch.zeros(dataset.features.shape[0] + 2 * context, dtype=torch.float64)

@@ -1,8 +1,5 @@
-"""Decodes log-likelihoods with Kaldi's own `HCLG.fst`, without Kaldi.
-
-The best path by token passing, after kaldi `decoder/faster-decoder.cc`. The packages of the extra `[decode]` are
-imported only when something is decoded.
-"""
+"""Decodes log-likelihoods with Kaldi's own `HCLG.fst`, without Kaldi: the best path by token passing, after kaldi
+`decoder/faster-decoder.cc`. The packages of the extra `[decode]` are imported only when something is decoded."""
 
 from __future__ import annotations
 
@@ -151,15 +148,9 @@ def _check_loglikes(utterance: str, matrix: npt.NDArray[np.float32], graph: Deco
 def decode_utterances(
     loglikes: Iterable[tuple[str, npt.NDArray[np.float32]]], graph: DecodingGraph, options: DecodeOptions
 ) -> Iterator[tuple[str, tuple[Hypothesis, ...]]]:
-    """Decodes each utterance at each acoustic scale. Reads one matrix at a time. UserError: the packages are missing.
-    DataError: a matrix that is empty, has another number of pdfs than the graph, or holds NaN or Inf.
-
-    Args:
-        loglikes: utterance and its log-likelihoods, frames x pdfs, not yet scaled.
-
-    Yields:
-        the utterance, and one hypothesis per scale, in the order of the scales.
-    """
+    """Decodes each utterance at each acoustic scale, one matrix at a time (frames x pdfs, not yet scaled); yields the
+    utterance and one hypothesis per scale. UserError: the packages are missing. DataError: a matrix that is empty, has
+    another number of pdfs than the graph, or holds NaN or Inf."""
     kaldifst, kaldi_decoder = _import_decoders()
     with tempfile.TemporaryDirectory(prefix="ddnn-graph-") as folder:
         write_fst(Path(folder) / "pdfs.fst", graph.fst)

@@ -114,10 +114,8 @@ def prepare_decoding(
 
 def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
     """Writes a run as Kaldi's nnet-forward reads it to `out`: `final.nnet` and `feature_transform.nnet` (binary), and
-    `ali_train_pdf.counts` where the run has it.
-
-    Where the model has CMVN and deltas, which these files cannot hold, the log says so: Kaldi's tools are to go first.
-    """
+    `ali_train_pdf.counts` where the run has it. What these files cannot hold, CMVN and deltas, the log names: Kaldi's
+    tools are to go first."""
     model = load_run(run_dir)
     network, front = to_nnet1(model)
     ensure_directory(out)

@@ -62,13 +62,9 @@ class ErrorFile:
         return {} if self._file is None else {ERROR_FILE: f"/proc/{os.getpid()}/fd/{self._file}:{self._name}"}
 
     def read(self, killed: bool = False) -> Reports:
-        """What has been reported; afterwards the file is empty.
-
+        """What has been reported; afterwards the file is empty. `killed`: whether it is known that a worker was killed.
         The first worker that fails ends the others by SIGTERM, so what a worker says of a signal counts only where
-        nothing else has ended it before.
-
-        `killed`: whether it is known that a worker was killed, which then is what has ended the others.
-        """
+        nothing else has ended it before."""
         if self._file is None:
             return Reports()
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)

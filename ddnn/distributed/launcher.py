@@ -249,12 +249,9 @@ class _Launcher:
         return self.signals.first is None
 
     def choose_nodes(self) -> bool:
-        """Takes the nodes of the allocation that still answer; False where these cannot run the workers, and the job
-        is to be queued again.
-
-        The number of workers stays, and with it the training's result. Workers with a GPU each find none on other
-        nodes, so then the job is queued again.
-        """
+        """Takes the nodes of the allocation that still answer; False where these cannot run the same number of workers
+        (with it the training's result stays; workers with a GPU each find none elsewhere): the job is to be queued
+        again."""
         lost = self._lost_nodes()
         if not lost:
             return True
@@ -297,12 +294,9 @@ def allocated_nodes(environment: Mapping[str, str]) -> list[str]:
 
 
 def release_other_nodes(nodes: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Gives all other nodes of the allocation back. When Slurm notices the failure of a node that a job still has, it
-    ends the job.
-
-    `sbatch --no-kill` does not serve instead: where the node is lost on which the job's script runs, such a job holds
-    the others until its time limit (seen with Slurm 22.05).
-    """
+    """Gives all other nodes of the allocation back: Slurm ends a job when it notices the failure of a node that it
+    still has. (`sbatch --no-kill` does not serve: where the node of the job's script is lost, the job holds the others
+    until its time limit, seen with Slurm 22.05.)"""
     command = ["scontrol", "update", f"JobId={environment.get('SLURM_JOB_ID', '')}", f"NodeList={','.join(nodes)}"]
     try:
         with tempfile.TemporaryDirectory() as folder:  # scontrol leaves a script there
@@ -312,11 +306,9 @@ def release_other_nodes(nodes: Sequence[str], environment: Mapping[str, str]) ->
 
 
 def answering_nodes(nodes: Sequence[str], environment: Mapping[str, str], timeout: float = 30.0) -> list[str]:
-    """Those of the nodes on which a process starts within `timeout` seconds.
-
-    Slurm itself notices a failed node only after minutes (SlurmdTimeout). All nodes where the process starts on none:
-    then srun does not work here, since this process runs on one of them.
-    """
+    """Those of the nodes on which a process starts within `timeout` seconds: Slurm itself notices a failed node only
+    after minutes (SlurmdTimeout). All where it starts on none: then srun does not work here, since this process runs on
+    one."""
     command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
     none, probes = subprocess.DEVNULL, {}
     try:

@@ -30,16 +30,12 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def choose_transport(name: str, device: torch.device, comm: Communicator) -> Transport:
-    """Chooses and opens the way for this training's parameters. Collective; the same answer on every worker. UserError:
-    what is asked for cannot be had; on all workers alike.
+    """Chooses and opens the way for this training's parameters, on `device`. Collective; the same answer on every
+    worker. UserError: what is asked for (`parallel.gpu_transport`) cannot be had; on all workers alike.
 
-    Args:
-        name: `parallel.gpu_transport`.
-        device: of this worker's parameters. Afterwards `comm` takes tensors there, but for the answer `host`.
-
-    Returns:
-        `host`: tensors of the host's memory by MPI. The CPU's only way, a single worker's too. `device`: tensors of the
-        GPU's memory by MPI, which says that it is CUDA-aware. `nccl`: those by NCCL; small messages still go by MPI.
+    Returns `host`: tensors of the host's memory by MPI, the CPU's only way, a single worker's too; `device`: tensors of
+    the GPU's memory by MPI, which says that it is CUDA-aware; `nccl`: those by NCCL, where small messages still go by
+    MPI.
     """
     if not isinstance(comm, MpiCommunicator):
         return "host"
@@ -58,13 +54,8 @@ def choose_transport(name: str, device: torch.device, comm: Communicator) -> Tra
 
 
 def select_transport(name: str, devices: Sequence[str], aware: bool, how_detected: str) -> Transport:
-    """What `choose_transport` decides. Pure.
-
-    Args:
-        devices: `device_identity` of every worker's device.
-        aware: whether every worker's MPI says that it takes GPU memory.
-        how_detected: how it was asked, for the message.
-    """
+    """What `choose_transport` decides, from the `device_identity` of every worker's device, and whether every worker's
+    MPI says that it takes GPU memory (`how_detected`: how it was asked). Pure."""
     if name == "host" or (name == "auto" and ("cpu" in devices or not aware)):
         return "host"
     if "cpu" in devices:
@@ -175,16 +166,10 @@ class StagingBuffer:
 
 
 class ProcessGroupBackend(TensorBackend):
-    """The default process group of torch.distributed, which this opens and `close` closes.
-
-    Backend nccl for GPUs (not yet seen on a GPU); gloo runs the same calls on the CPU, in the tests. What is only moved
-    goes as bytes: NCCL and gloo know no int16. Backends that run on a CUDA stream are waited for, as MPI is.
-
-    Args:
-        comm: over MPI, by which rank 0, which opens a store on a free port, tells the others where it is.
-        device: of the tensors that will be exchanged.
-        seconds: after so long without an answer torch.distributed gives up a call.
-    """
+    """The default process group of torch.distributed, which this opens (by a store of rank 0, told over MPI) and
+    `close` closes. Backend nccl for GPUs (not yet seen on a GPU); gloo runs the same calls on the CPU, in the tests.
+    What is only moved goes as bytes: NCCL and gloo know no int16. Backends that run on a CUDA stream are waited for.
+    After `seconds` without an answer torch.distributed gives up a call."""
 
     def __init__(
         self, comm: Communicator, backend: Literal["nccl", "gloo"], device: torch.device, seconds: float = 600.0

@@ -114,13 +114,8 @@ class HangDetector:
         self.idle_seconds = self.stopped_seconds = 0.0
 
     def check(self, passed: float, progress: int, state: int, stopped: bool) -> str | None:
-        """What is wrong with the worker, if anything is.
-
-        Args:
-            passed: seconds since the last check.
-            progress, state: the shared words.
-            stopped: whether the kernel says that the process is stopped.
-        """
+        """What is wrong with the worker, `passed` seconds after the last check, if anything is. `progress`, `state`:
+        the shared words. `stopped`: whether the kernel says that the process is."""
         passed = min(passed, 2 * self.interval)
         self.stopped_seconds = self.stopped_seconds + passed if stopped else 0.0
         self.idle_seconds = self.idle_seconds + passed if progress == self.progress and state & ENABLED else 0.0

@@ -142,12 +142,8 @@ def format_figures(row: EpochRow) -> str:
 
 def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_state) -> Status:
     """The status of a run dir, now. Damaged files are among its `problems`; what the others say is still reported.
-    UserError: there is no run dir.
-
-    Args:
-        run_dir: of `ddnn train` or `ddnn pretrain`, with --slurm or without.
-        ask_slurm: what Slurm says of a job; asked only if the run has not finished and no process holds its lock.
-    """
+    `ask_slurm` says what Slurm says of a job; asked only if the run has not finished and no process holds its lock.
+    UserError: there is no run dir."""
     begun, results = (files.STATUS, files.LOG, files.RECIPE, files.METRICS, files.JOB_RECORD), (files.FINAL, files.DBN)
     found = {name for name in (*begun, *results) if (run_dir / name).exists()}
     if not found:
@@ -258,11 +254,9 @@ def _estimated_end(metrics: Metrics, run: RunStatus | None, run_dir: Path) -> fl
 
 
 def follow_status(run_dir: Path, show: Callable[[str], None], *, terminal: bool, as_json: bool = False) -> Status:
-    """Shows the status every few seconds until the run has ended; returns the last one.
-
-    On a terminal each replaces the one before. Elsewhere, and as JSON (one object a line), one is shown by `show` only
-    when something in it has changed other than the time.
-    """
+    """Shows the status every few seconds until the run has ended; returns the last one. On a terminal each replaces the
+    one before. Elsewhere, and as JSON (one object a line), `show` gets one only when something in it has changed other
+    than the time."""
     in_period = lru_cache(maxsize=1)(lambda job, period: slurm_state(job))
     before = None
     with Live(console=Console(quiet=not terminal or as_json), auto_refresh=False) as live:

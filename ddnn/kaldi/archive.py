@@ -119,11 +119,9 @@ def _iterate(path: Path, read: Callable[[BasicTypeReader], _T]) -> Iterator[tupl
 
 
 def iterate_matrices(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Every (key, matrix) of an archive in its order: binary, text or gzip, each record as its header says.
-
-    The matrices are float32, or float64 where the record is double or text, (rows, columns). DataError: the file is
-    missing, empty, damaged or cut short; names the last complete record.
-    """
+    """Every (key, matrix) of an archive in its order: binary, text or gzip, each record as its header says; float32, or
+    float64 where the record is double or text, (rows, columns). DataError: the file is missing, empty, damaged or cut
+    short; names the last complete record."""
     return _iterate(path, _read_matrix)
 
 
@@ -269,14 +267,10 @@ def _new_keys(items: Iterable[tuple[str, _T]], location: Path) -> Iterator[tuple
 def write_matrices(
     ark: Path, scp: Path, items: Iterable[tuple[str, NDArray[Any]]], *, compress: bool = False, relative: bool = False
 ) -> None:
-    """Writes matrices (rows, columns) as a binary archive and its scp; both appear complete or not at all. UserError:
-    the files cannot be written. DataError: a key is no single word or not new, a matrix is not finite.
-
-    Args:
-        items: key and matrix; float64 becomes double (DM), everything else float (FM).
-        compress: compress lossily as `copy-feats --compress=true` does; the matrices must be finite.
-        relative: the scp names the archive relative to its own folder, else absolutely.
-    """
+    """Writes matrices (rows, columns) as a binary archive and its scp; both appear complete or not at all. float64
+    becomes double (DM), everything else float (FM); `compress`: lossily, as `copy-feats --compress=true` does.
+    `relative`: the scp names the archive relative to its own folder. UserError: the files cannot be written. DataError:
+    a key is no single word or not new, a matrix is not finite."""
     name = os.path.relpath(ark.absolute(), scp.absolute().parent) if relative else str(ark.absolute())
     lines = []
     # The inner file is renamed first: an scp never names an archive that is not there.

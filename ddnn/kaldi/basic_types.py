@@ -88,12 +88,8 @@ class MatrixHeader:
 
 
 class BasicTypeReader:
-    """Reads values from a stream. Each method reads a value at the position, or raises MalformedRecordError.
-
-    Args:
-        stream: positioned where reading begins.
-        limit: the bytes that it can hold at most (of a gzip: once decompressed).
-        binary: the mode; set by `read_marker`.
+    """Reads values from a stream. Each method reads a value at the position, or raises MalformedRecordError. `limit`:
+    the bytes that the stream can hold at most (of a gzip: once decompressed). `binary`: the mode; set by `read_marker`.
     """
 
     def __init__(self, stream: BufferedReader, limit: int, *, binary: bool = False) -> None:

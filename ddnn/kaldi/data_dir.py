@@ -77,16 +77,9 @@ def read_text(path: Path) -> dict[str, list[str]]:
 
 
 def read_cmvn_stats(cmvn: Mapping[str, ScpEntry], speakers: Mapping[str, str]) -> dict[str, NDArray[np.float64]]:
-    """CMVN statistics of the speakers of these utterances, from `cmvn.scp`. DataError: a speaker has no statistics, or
-    too few frames; statistics are damaged, not finite, or of different dims.
-
-    Args:
-        cmvn: speaker -> where the statistics are stored.
-        speakers: utterance -> speaker.
-
-    Returns:
-        speaker -> float64 (2, dim + 1), see `accumulate_cmvn_stats`.
-    """
+    """CMVN statistics of the speakers of these utterances (utterance -> speaker), from `cmvn.scp` (speaker -> where
+    they are stored): float64 (2, dim + 1), see `accumulate_cmvn_stats`. DataError: a speaker has no statistics, or too
+    few frames; statistics are damaged, not finite, or of different dims."""
     stats: dict[str, NDArray[np.float64]] = {}
     with MatrixReader() as reader:
         for utterance, speaker in speakers.items():
@@ -135,11 +128,8 @@ def compute_cmvn_stats(entries: Sequence[ScpEntry], speakers: Mapping[str, str])
 
 
 def accumulate_cmvn_stats(features: NDArray[Any]) -> NDArray[np.float64]:
-    """CMVN statistics of `features` (frames, dim); add them up over utterances (kaldi `transform/cmvn.cc`).
-
-    Returns:
-        float64 (2, dim + 1). Row 0: the sums, then the number of frames; row 1: the sums of squares, then 0.
-    """
+    """CMVN statistics of `features` (frames, dim), float64 (2, dim + 1); add them up over utterances (kaldi
+    `transform/cmvn.cc`). Row 0: the sums, then the number of frames; row 1: the sums of squares, then 0."""
     frames, dim = features.shape
     stats = np.zeros((2, dim + 1))
     stats[0, :dim] = features.sum(axis=0, dtype=np.float64)
@@ -149,17 +139,9 @@ def accumulate_cmvn_stats(features: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: bool) -> NDArray[np.float32]:
-    """Takes the mean away; with `variance` divides by the standard deviation (kaldi `transform/cmvn.cc`). ValueError:
-    the statistics do not fit the features, or hold fewer than 1 frame.
-
-    Args:
-        features: (frames, dim).
-        stats: float64 (2, dim + 1) as `accumulate_cmvn_stats` gives; one row is enough without `variance`.
-        variance: whether to scale to variance 1; a variance below 1e-20 counts as 1e-20.
-
-    Returns:
-        float32 (frames, dim), a new array.
-    """
+    """A new array, float32 (frames, dim): the mean taken away, with `variance` divided by the standard deviation, a
+    variance below 1e-20 counting as 1e-20 (kaldi `transform/cmvn.cc`). `stats` as `accumulate_cmvn_stats` gives them;
+    one row is enough without `variance`. ValueError: they do not fit the features, or hold fewer than 1 frame."""
     dim = features.shape[1]
     if stats.ndim != 2 or stats.shape[1] != dim + 1 or not (2 if variance else 1) <= len(stats) <= 2:
         raise ValueError(f"expected CMVN statistics of 2 rows and {dim + 1} columns, found {stats.shape}")
@@ -178,18 +160,9 @@ def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: 
 
 
 def add_deltas(features: NDArray[Any], order: int, window: int = 2) -> NDArray[np.float32]:
-    """Appends the time derivatives up to `order` (kaldi `feat/feature-functions.cc`, DeltaFeatures).
-
-    A frame before the first or behind the last repeats it, for each order on the features themselves.
-
-    Args:
-        features: (frames, dim).
-        order: 1 for deltas, 2 for deltas and delta-deltas, ...; 0 changes nothing.
-        window: frames on each side that one order looks at.
-
-    Returns:
-        float32 (frames, dim * (order + 1)): the features, their deltas, the deltas' deltas, ...
-    """
+    """Appends the time derivatives up to `order` to features (frames, dim): float32 (frames, dim * (order + 1)) (kaldi
+    `feat/feature-functions.cc`, DeltaFeatures). `window`: frames on each side that one order looks at. A frame before
+    the first or behind the last repeats it, for each order on the features themselves."""
     frames, dim = features.shape
     result = np.zeros((frames, dim * (order + 1)), np.float32)
     if frames == 0:

@@ -1,8 +1,6 @@
-"""OpenFst binary files, as far as decoding graphs need: FST types `vector` and `const`, arc type `standard`.
-
-Layout after OpenFst 1.7 `fst.cc` (FstHeader), `vector-fst.h` and `const-fst.h`. Everything is checked here, because
-the C++ decoder that walks a graph checks nothing.
-"""
+"""OpenFst binary files, as far as decoding graphs need: FST types `vector` and `const`, arc type `standard`, after
+OpenFst 1.7 `fst.cc` (FstHeader), `vector-fst.h` and `const-fst.h`. Everything is checked here, because the C++ decoder
+that walks a graph checks nothing."""
 
 from __future__ import annotations
 

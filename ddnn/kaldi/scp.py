@@ -40,11 +40,8 @@ class ScpEntry:
 
 
 def read_lines(path: Path, kind: str) -> Iterator[tuple[int, list[bytes]]]:
-    """The lines of a text file, each with its number and split once at its first white space; none may be blank.
-
-    White space is ASCII's, as in Kaldi: a no-break space is part of a name. DataError: the file is missing, empty, not
-    readable, or a line is blank.
-    """
+    """The lines of a text file, each with its number and split once at its first white space (ASCII's, as in Kaldi: a
+    no-break space is part of a name). DataError: the file is missing, empty, not readable, or a line is blank."""
     try:
         if not path.is_file():
             raise DataError(f"{kind} does not exist, or is no regular file", location=path, hint="check the path")

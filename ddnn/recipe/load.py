@@ -36,11 +36,8 @@ OUTPUT_PATHS = ("data.cache_dir",)  # paths that need not exist: they are made
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool = True) -> Recipe:
     """Reads a recipe: first its includes, then its own keys, then `overrides` ("KEY=VALUE" each); the later one wins.
-
-    Paths in the result are absolute. A key set to null takes its default.
-
-    `must_exist`: whether a data path that does not exist is a problem; the data of finished runs may be gone.
-    RecipeError: with all problems of all sources, one a line.
+    Paths in the result are absolute. A key set to null takes its default. `must_exist`: whether a data path that does
+    not exist is a problem; the data of finished runs may be gone. RecipeError: all problems of all sources, one a line.
     """
     tree = SourceTree()
     _read_with_includes(path, tree, [])

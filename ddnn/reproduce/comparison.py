@@ -62,19 +62,13 @@ class Estimate:
 def bootstrap_wer(
     worse: Integers, better: Integers, words: Integers, speakers: Integers, replicates: int = REPLICATES
 ) -> Estimate:
-    """Paired bootstrap of a difference of word error rates, over speakers and seeds.
+    """Paired bootstrap of WER(worse) - WER(better) in percentage points, over speakers and seeds; the same arguments
+    give the same result.
 
     Each replicate draws as many runs as there are, and as many speakers, both with replacement. A run comes with its
-    partner of the same seed, a speaker with all utterances and their errors in all runs. The interval is about other
-    speakers and other seeds.
-
-    Args:
-        worse, better: word errors, (runs, utterances), in the same order of seeds.
-        words: of each utterance's reference; the sum is above 0.
-        speakers: number of each utterance's speaker.
-
-    Returns:
-        WER(worse) - WER(better) in percentage points; the same arguments give the same result.
+    partner of the same seed, a speaker with all utterances and their errors in all runs. `worse`, `better`: word
+    errors, (runs, utterances), in the same order of seeds. `words`: of each utterance's reference, sum above 0.
+    `speakers`: number of each utterance's speaker.
     """
     # Whole numbers: a replicate without a difference is 0, not 1e-17.
     rows = np.vstack([worse - better, words])
@@ -186,14 +180,11 @@ class HypothesisResult:
 def compare(
     config: ReproduceConfig, table: Table, hypothesis: Hypothesis, records: Mapping[str, RunRecord]
 ) -> HypothesisResult:
-    """One hypothesis by everything that was measured.
-
-    The overall verdict follows from the frame accuracy of the first test set with alignments and from the word error
-    rates: the hypothesis is confirmed where one of them confirms it and none contradicts it. Where the cross-validation
-    set says the opposite, the verdict mentions it. Figures are of the seeds of which neither run diverged.
-    Divergence is one more metric, by seed as frame accuracy is; where its interval contains 0 it does not count: a
-    single diverged run gives no direction.
-    """
+    """One hypothesis by everything that was measured: confirmed where the frame accuracy of the first test set with
+    alignments or a word error rate confirms it and none contradicts it. Where the cross-validation set says the
+    opposite, the verdict mentions it. Figures are of the seeds of which neither run diverged. Divergence is one more
+    metric, by seed as frame accuracy is; where its interval contains 0 it does not count: a single diverged run gives
+    no direction."""
     better, worse = (
         find_cell(config, records, table.condition(name), config.max_workers if size == "max" else size)
         for name, size in (hypothesis.expected_better, hypothesis.expected_worse)

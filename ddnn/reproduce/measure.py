@@ -1,8 +1,5 @@
-"""From a run dir to its record: the final model evaluated, decoded and scored.
-
-`python -m ddnn.reproduce.measure FOLDER` evaluates a run in a process of its own, which can be stopped or killed
-without harm to others.
-"""
+"""From a run dir to its record: the final model evaluated, decoded and scored. `python -m ddnn.reproduce.measure
+FOLDER` does so in a process of its own, which can be stopped or killed without harm to others."""
 
 from __future__ import annotations
 

@@ -164,17 +164,9 @@ class Placement:
 
 
 def place(cluster: ClusterConfig, workers: int | None, recipe_workers: int, oversubscribe_gpus: bool) -> Placement:
-    """Spreads the workers evenly over nodes.
-
-    Args:
-        cluster: the settings, options of the command line merged in.
-        workers: how many were asked for on the command line, by --workers; None where it does not say.
-        recipe_workers: `parallel.workers`, which counts where nothing else says the number.
-        oversubscribe_gpus: whether there may be more workers than GPUs.
-
-    Raises:
-        UserError: they cannot be spread evenly, the numbers contradict each other, or there are too few GPUs.
-    """
+    """Spreads the workers evenly over nodes: as many as --workers says, else what `cluster` (options of the command
+    line merged in) says, else `recipe_workers`. UserError: they cannot be spread evenly, the numbers contradict each
+    other, or there are too few GPUs and not `oversubscribe_gpus`."""
     if workers is not None and workers < 1:
         raise UserError(f"{workers} workers found, expected a whole number >= 1", location="--workers")
     nodes, gpus = cluster.nodes, cluster.gpus_per_node or 0

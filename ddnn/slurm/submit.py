@@ -59,22 +59,17 @@ def submit(
     resume: bool = False,
     after: str | None = None,
 ) -> Submitted:
-    """Submits the training of a recipe, or its pretraining alone. A dry run only makes the script.
+    """Submits the training of a recipe, or its pretraining alone. A dry run only makes the script. UserError: anything
+    that is wrong with the recipe, the settings or the run dir, or sbatch refused the job.
 
     The job trains by the recipe as it is now, resolved, from the run dir: later changes of the file do not count. A
     pretraining resumes one in `run_dir` that was interrupted; Slurm is not told to ask it for a checkpoint: the time
-    limit ends the job, and the RBMs that were finished stay. UserError: anything that is wrong with the recipe, the
-    settings or the run dir, or sbatch refused the job.
+    limit ends the job, and the RBMs that were finished stay.
 
     Args:
         recipe_path: the recipe; to resume, also the run dir, which has its own.
-        run_dir: where everything goes; made where it does not exist.
-        settings: as given to --set.
         workers: as given to --workers; None where the nodes, the cluster or the recipe say the number.
-        device: as given to --device. `auto` becomes cuda where the job has GPUs, so that a node on which they do not
-            work is noticed, and cpu where it has none.
-        options: those of Slurm.
-        dry_run: nothing is written or submitted.
+        device: `auto` becomes cuda where the job has GPUs, so that a broken one is noticed, and cpu where it has none.
         resume: a training from the newest checkpoint of the run dir, if there is one.
         after: number of a job that must have ended well first. Where it does not, Slurm cancels this one.
     """

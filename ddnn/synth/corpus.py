@@ -151,18 +151,14 @@ def _write_split(
 
 
 def synthesize(out: Path, options: SynthOptions, progress: Callable[[int], None] = lambda frames: None) -> SynthSummary:
-    """Writes a corpus in Kaldi's formats.
+    """Writes a corpus in Kaldi's formats to `out`, which must not exist or be empty; `progress` is called with the
+    number of frames since the last call. UserError: `out` cannot be written, an option is out of range (the smallest
+    possible is named).
 
     `train/` and `test/` are data dirs of different speakers: compressed features in `feats.N.ark`, their paths in
     `feats.scp` relative to it. `ali/` and `ali_test/` hold the true alignments and a `final.mdl`, the true model.
     `graph/` is a word loop. `cv_speakers.txt` names speakers to hold out. There is no `tree`: the contexts of these
-    senones end with the word. All appears at the end, or nothing does. UserError: `out` is not empty or cannot be
-    written, an option is out of range (the smallest possible is named).
-
-    Args:
-        out: must not exist, or be an empty directory.
-        options: sizes and seed.
-        progress: called with the number of frames written since the last call.
+    senones end with the word. All appears at the end, or nothing does.
     """
     test_hours, test_speakers = _check(options)
     root = np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=(0,)))

@@ -107,14 +107,10 @@ def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:
 
 
 def make_graph(lexicon: Lexicon, self_loop: npt.NDArray[np.float64]) -> Fst:
-    """HCLG with transition-ids on its arcs and word ids at the beginning of each word.
-
-    State 0 is the start and comes before the optional silence; state 1 comes after it, leads into the words, and is
-    final. Then one state per HMM state of each word. Self-loops are on the state that a transition enters, as Kaldi's
-    reordered graphs have it.
-
-    `self_loop`: float64 [pdfs], probability of each pdf's self-loop.
-    """
+    """HCLG with transition-ids on its arcs and word ids at the beginning of each word. State 0 is the start and comes
+    before the optional silence; state 1 comes after it, leads into the words, and is final. Then one state per HMM
+    state of each word. Self-loops (`self_loop`: float64 [pdfs], their probability) are on the state that a transition
+    enters, as in Kaldi's reordered graphs."""
     pdfs, count = lexicon.pdfs, len(lexicon.words)
     starts, ends = lexicon.offsets[:-1], lexicon.offsets[1:]
     state = np.arange(len(pdfs)) + 2

@@ -231,17 +231,10 @@ def mean_activation(below: AcousticModel, frames: FrameSubset, comm: Communicato
 def pretrain_dbn(
     recipe: Recipe, data: TrainingData, run: RunDir, checkpoints: CheckpointPolicy, comm: Communicator
 ) -> AcousticModel:
-    """Trains the RBMs that are not finished yet, and leaves each in the run dir. Collective. DataError: the run dir has
-    RBMs for other features. DivergedError: an RBM diverged. UserError: the disk is full. TrainingInterrupted: the
-    pretraining was asked to stop; a checkpoint was written.
-
-    Args:
-        data: all utterances are trained on, those held out too: pretraining reads no labels.
-        run: a pretraining directory; on ranks other than 0 one that writes nothing.
-
-    Returns:
-        The DBN as a network of hidden layers behind the input transform it was trained with, the same on all workers.
-    """
+    """Trains the RBMs that are not finished yet, and leaves each in the run dir (`run`: on ranks other than 0 one that
+    writes nothing). Collective. Returns the DBN as a network of hidden layers behind the input transform it was trained
+    with, the same on all workers. DataError: the run dir has RBMs for other features. DivergedError: an RBM diverged.
+    UserError: the disk is full. TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written."""
     device, num_rbms, utterances = data.device, recipe.model.hidden_layers, range(len(data.dataset.utterances))
     frames = FrameSubset(data.dataset, data.dataset.rows_of(utterances).to(device))
     transform = data.input_transform(comm, all_utterances=True).to(device)

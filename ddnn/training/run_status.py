@@ -127,14 +127,9 @@ def resume_command(run_dir: Path, kind: Kind = "training") -> str:
 def check_run_dir(
     path: Path, kind: Kind = "training", *, resume: bool = False, recipe: str = "", held: bool = False
 ) -> None:
-    """Whether a run may begin in this directory, or resume. Changes nothing. UserError: it holds something else, or a
-    link in place of a file of ours, or another process is running in it.
-
-    Args:
-        resume: of a training: accept a directory in which a training has begun. A pretraining always resumes.
-        recipe: of a pretraining: text of its recipe.yaml, which one that has begun must have.
-        held: whether this process holds its lock.
-    """
+    """Whether a run may begin in this directory, or resume (a pretraining always does). Changes nothing. `recipe`: text
+    of the recipe.yaml that a pretraining must have that has begun. `held`: whether this process holds the lock.
+    UserError: it holds something else, or a link in place of a file of ours, or another process is running in it."""
     if not held and is_locked(path / LOG) is True:
         raise UserError("another run is in progress in this run dir", location=path, hint="wait for it, or end it")
     if path.exists() and not path.is_dir():

@@ -18,14 +18,9 @@ from ddnn.util.files import is_locked
 def start_training(
     recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str, resume: bool
 ) -> str | None:
-    """`ddnn train`, on as many workers as the recipe says; what to tell where there was nothing to do. UserError:
-    anything that the user has to fix.
-
-    Args:
-        recipe: the recipe; to go on, also the run dir, which has its own.
-        run_dir: where everything goes; exp/NAME OF THE RECIPE where None.
-        settings, workers: as given to --set and --workers.
-    """
+    """`ddnn train` of a recipe (to go on, also the run dir, which has its own), on as many workers as it says; what to
+    tell where there was nothing to do. `run_dir`: exp/NAME OF THE RECIPE where None. UserError: anything that the user
+    has to fix."""
     if recipe.is_dir() and not resume and (recipe / RECIPE).is_file():
         raise UserError("this is a run dir, no recipe", location=recipe, hint="resume it with --resume")
     if recipe.is_dir() and resume:

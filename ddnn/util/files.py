@@ -68,10 +68,8 @@ def read_bytes_limited(path: Path, most: int) -> bytes:
 @contextmanager
 def atomic_write(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """A binary file that is renamed to `path` only when the block ends without an error; else nothing is left behind.
-
     Without `sync` it may be lost where the machine goes down soon after. UserError: the file cannot be written (no
-    permission, disk full).
-    """
+    permission, disk full)."""
     temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
@@ -172,10 +170,8 @@ def append_text(path: Path, text: str) -> None:
 
 def write_verified(path: Path, pieces: Callable[[], Iterable[Any]]) -> tuple[int, str]:
     """Writes a new file, flushes it to the disk, and reads it back past the page cache; returns its size and SHA-256.
-
-    `pieces` gives buffers of bytes; it is called three times: to write, to compare, and in a thread for the SHA-256.
-    OSError: the file exists, cannot be written, or what was read back is something else.
-    """
+    `pieces` gives buffers of bytes; it is called to write, to compare, and in a thread for the SHA-256. OSError: the
+    file exists, cannot be written, or what was read back is something else."""
     from concurrent.futures import ThreadPoolExecutor
 
     size = 0
@@ -239,12 +235,9 @@ class FileLock:
         self._descriptor: int | None = None
 
     def acquire(self, timeout: float = 0.0) -> bool:
-        """Takes the lock, trying for `timeout` seconds, and at least twice if that is not 0. BlockingIOError: another
-        process holds it. UserError: the path is not a regular file. OSError: it cannot be opened or locked.
-
-        Returns:
-            False where the file system has no locks.
-        """
+        """Takes the lock, trying for `timeout` seconds, and at least twice if that is not 0; False where the file
+        system has no locks. BlockingIOError: another process holds it. UserError: the path is not a regular file.
+        OSError: it cannot be opened or locked."""
         descriptor = open_for_append(self.path)
         try:
             locked = _flock(descriptor, time.monotonic() + timeout)
