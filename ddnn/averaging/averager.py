@@ -57,11 +57,8 @@ class Request(IntEnum):
 
 
 class Timer:
-    """Seconds of the training thread by what they were spent on, one of `TIMED`.
-
-    On CUDA `compute` includes what the host waits for at the end of an interval, and `data` only what the host itself
-    does.
-    """
+    """Seconds of the training thread by what they were spent on, one of `TIMED`. On CUDA `compute` includes what the
+    host waits for at the end of an interval, and `data` only what the host itself does."""
 
     def __init__(self) -> None:
         self.restart()
@@ -239,12 +236,9 @@ class _Averager(NoAveraging):
         """Creates what only this kind of averager needs; called once."""
 
     def begin_epoch(self, num_minibatches: int) -> int:
-        """Agrees with the others on the number of averagings of the epoch.
-
-        All workers average as often as the one with the fewest minibatches can, so that none waits for ever. A worker
-        trains on its remaining minibatches all the same, and they count in the epoch's mean; only where gradients are
-        averaged they are dropped.
-        """
+        """Agrees with the others on the number of averagings of the epoch. All workers average as often as the one with
+        the fewest minibatches can, so that none waits for ever. A worker trains on its remaining minibatches all the
+        same, and they count in the epoch's mean; only where gradients are averaged they are dropped."""
         longest = max(self.counters.interval_seconds, default=REQUEST_SYNC_SECONDS)  # unknown: at each averaging
         super().begin_epoch(num_minibatches)
         self.strategy.begin_epoch(self.parameters)
@@ -381,10 +375,8 @@ class BlockingAverager(_Averager):
 
 
 class OverlappedAverager(BlockingAverager):
-    """Averages on a thread of its own while the next interval is trained; see the module's docstring.
-
-    While an averaging is pending nothing else may be sent over the communicator, but for what `begin_epoch` sends.
-    """
+    """Averages on a thread of its own while the next interval is trained; see the module's docstring. While an
+    averaging is pending nothing else may be sent over the communicator, but for what `begin_epoch` sends."""
 
     overlapped = True
 

@@ -171,11 +171,9 @@ class AllReduce(AveragingStrategy):
 
 
 class CompressedAllReduce(AveragingStrategy):
-    """All-reduce of parameters sent as bfloat16: only the change since the last averaging is sent.
-
-    theta <- reference + mean(theta - reference), where the reference is the result of the averaging before, the same on
-    every worker. The first averaging, and the first after an exact mean, is sent as float32 and sets the reference.
-    """
+    """All-reduce of parameters sent as bfloat16: only the change since the last averaging is sent. theta <- reference +
+    mean(theta - reference), where the reference is the result of the averaging before, the same on every worker. The
+    first averaging, and the first after an exact mean, is sent as float32 and sets the reference."""
 
     remembers = True
     reference: Tensor | None = None

@@ -1,8 +1,6 @@
 """`ddnn bench --workers N`: compares N workers that average with one of them alone, with the trainer's own steps.
-
-Alternately, rank 0 trains alone while the others wait, then all train and average. A change of the machine's speed affects
-both, and the speed-up is the median over the rounds of the ratio within a round.
-"""
+Alternately, rank 0 trains alone while the others wait, then all train and average. A change of the machine's speed
+affects both, and the speed-up is the median over the rounds of the ratio within a round."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The `ddnn` command: its subcommands, and which exit code an error has.
-
-Exit codes: 0 success; 2 an error that the user can fix, in one message on stderr; 3 a training diverged; 75 stopped by a
-signal, to be resumed; 130 interrupted; 1 anything else.
-"""
+"""The `ddnn` command: its subcommands, and which exit code an error has. Exit codes: 0 success; 2 an error that the
+user can fix, in one message on stderr; 3 a training diverged; 75 stopped by a signal, to be resumed; 130 interrupted; 1
+anything else."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""`ddnn convert idx`: images as frames, labels as pdf-ids, in a Kaldi data dir.
-
-IDX files (Yann LeCun's format), plain or gzip: a magic number (two zero bytes, the type of a value, the number of dims),
-each dim as a big-endian unsigned integer of 32 bits, then the values, the last dim fastest. Images are unsigned bytes
-of three dims, labels of one.
-"""
+"""`ddnn convert idx`: images as frames, labels as pdf-ids, in a Kaldi data dir. IDX files (Yann LeCun's format), plain
+or gzip: a magic number (two zero bytes, the type of a value, the number of dims), each dim as a big-endian unsigned
+integer of 32 bits, then the values, the last dim fastest. Images are unsigned bytes of three dims, labels of one."""
 
 from __future__ import annotations
 

@@ -75,10 +75,8 @@ def utterance_offsets(num_frames: NDArray[np.int64], context: int) -> NDArray[np
 
 
 def frame_labels(index: UtteranceIndex, context: int) -> Tensor:
-    """The pdf-id of each row, int32; -1 on the repeated edges, and everywhere without alignments.
-
-    Of a longer alignment the first `num_frames` pdf-ids are taken.
-    """
+    """The pdf-id of each row, int32; -1 on the repeated edges, and everywhere without alignments. Of a longer alignment
+    the first `num_frames` pdf-ids are taken."""
     num_frames = index.num_frames
     labels = torch.full((int(num_frames.sum()) + 2 * context * len(num_frames),), -1, dtype=torch.int32)
     if index.alignments is not None:

@@ -1,7 +1,5 @@
 """Features as rows of a dataset: read, checked, CMVN, deltas, edges repeated. Also the process that does so for others.
-
-Nothing here imports torch: a loading process starts in a fraction of a second.
-"""
+Nothing here imports torch: a loading process starts in a fraction of a second."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""All features of some utterances into memory or into a file, read by this process or by several.
-
-Loading processes are started from scratch, never forked (MPI and CUDA may be in use), and get their tasks over sockets.
-They are ended together with the block that uses them.
-"""
+"""All features of some utterances into memory or into a file, read by this process or by several. Loading processes are
+started from scratch, never forked (MPI and CUDA may be in use), and get their tasks over sockets. They are ended
+together with the block that uses them."""
 
 from __future__ import annotations
 

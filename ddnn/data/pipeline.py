@@ -1,7 +1,5 @@
-"""The one door to data: from a data dir and its alignments to the frames that this worker holds in memory.
-
-What is read and held out is agreed on first, then shards, memory and device; only then are features loaded.
-"""
+"""The one door to data: from a data dir and its alignments to the frames that this worker holds in memory. What is read
+and held out is agreed on first, then shards, memory and device; only then are features loaded."""
 
 from __future__ import annotations
 

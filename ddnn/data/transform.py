@@ -39,11 +39,9 @@ class InputTransform:
 
 
 def gather(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
-    """Fills `out` (n, output_dim) with the network's input for the frames at `rows` (n,), computed in float32.
-
-    On a GPU the host waits for nothing, unless the features are in host memory (`ddnn.data.batches` reads ahead there).
-    ValueError: the dataset has other dims, or fewer repeated edge frames, than the transform needs.
-    """
+    """Fills `out` (n, output_dim) with the network's input for the frames at `rows` (n,), computed in float32. On a GPU
+    the host waits for nothing, unless the features are in host memory (`ddnn.data.batches` reads ahead there).
+    ValueError: the dataset has other dims, or fewer repeated edge frames, than the transform needs."""
     if out.dtype != torch.float32:
         return out.copy_(gather(dataset, transform, rows, out.new_empty(out.shape, dtype=torch.float32)))
     return normalize_(splice(dataset, transform, rows, out), transform)

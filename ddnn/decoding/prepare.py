@@ -38,10 +38,8 @@ DISABLED_LOG_PRIOR = math.sqrt(float(np.finfo(np.float32).max))
 
 
 def log_priors(counts: np.ndarray, prior_scale: float = 1.0) -> np.ndarray:
-    """What is subtracted from pre-softmax activations: prior_scale * log(count / total), float64 (pdfs,).
-
-    Pdfs with relative frequency under 1e-10 have sqrt(FLT_MAX) for log(count / total) (nnet1's PdfPrior).
-    """
+    """What is subtracted from pre-softmax activations: prior_scale * log(count / total), float64 (pdfs,). Pdfs with
+    relative frequency under 1e-10 have sqrt(FLT_MAX) for log(count / total) (nnet1's PdfPrior)."""
     relative = counts / counts.sum()
     seen = relative > PRIOR_CUTOFF
     priors = np.full(len(counts), DISABLED_LOG_PRIOR)

@@ -1,8 +1,6 @@
-"""The communicator: what one worker can send to the others. Tensors and JSON, nothing pickled.
-
-Names are those of torch.distributed. Sums are made for float32, float64 and int64 only; 16-bit numbers travel as int16
-views and are never summed by the MPI: Open MPI 5 sums bfloat16 wrongly and silently.
-"""
+"""The communicator: what one worker can send to the others. Tensors and JSON, nothing pickled. Names are those of
+torch.distributed. Sums are made for float32, float64 and int64 only; 16-bit numbers travel as int16 views and are never
+summed by the MPI: Open MPI 5 sums bfloat16 wrongly and silently."""
 
 from __future__ import annotations
 
@@ -45,10 +43,8 @@ class CommStats:
 
 class TensorBackend:
     """Collective calls on contiguous tensors of one device. A call returns when the data is there. This is the base:
-    the tensors of a worker by itself.
-
-    `Communicator` checks what is handed in and allocates what is received: same dtype and device as what is sent.
-    """
+    the tensors of a worker by itself. `Communicator` checks what is handed in and allocates what is received: same
+    dtype and device as what is sent."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """tensor <- the sum over workers."""
@@ -102,10 +98,8 @@ class Communicator:
             backend.all_reduce(tensor)
 
     def sendrecv(self, tensor: Tensor, dest: int, source: int) -> Tensor:
-        """Sends `tensor` to worker `dest` while worker `source` sends one of the same size and dtype here.
-
-        Who sends to whom must fit over all workers; workers that take no part in a round do not call.
-        """
+        """Sends `tensor` to worker `dest` while worker `source` sends one of the same size and dtype here. Who sends to
+        whom must fit over all workers; workers that take no part in a round do not call."""
         backend = self._backend(tensor, SENT)
         received = self.workspace("received", tensor.numel(), tensor.dtype, tensor.device)
         if dest == source == self.rank:

@@ -178,12 +178,8 @@ def _was_killed(code: int) -> bool:
 
 @dataclass
 class _Launcher:
-    """The attempts of one job.
-
-    Attributes:
-        nodes: the only ones to use, once some have been lost; empty before.
-        message: why the last attempt ended.
-    """
+    """The attempts of one job. `nodes`: the only ones to use, once some have been lost; empty before. `message`: why
+    the last attempt ended."""
 
     workers: int
     environment: Mapping[str, str]

@@ -42,10 +42,8 @@ class MpiBackend(TensorBackend):
 
 
 def _memory(tensor: Tensor) -> Any:
-    """What mpi4py takes as a buffer: a numpy view, or the GPU tensor itself (__cuda_array_interface__).
-
-    MPI knows nothing of CUDA streams: all work that a GPU tensor waits for is finished first.
-    """
+    """What mpi4py takes as a buffer: a numpy view, or the GPU tensor itself (__cuda_array_interface__). MPI knows
+    nothing of CUDA streams: all work that a GPU tensor waits for is finished first."""
     if tensor.is_cuda:
         torch.cuda.set_device(tensor.device)  # per thread; an MPI may ask for the thread's current device
         torch.cuda.current_stream(tensor.device).synchronize()
@@ -54,10 +52,8 @@ def _memory(tensor: Tensor) -> Any:
 
 
 class MpiCommunicator(Communicator):
-    """The workers of a communicator of mpi4py, which becomes this one's own: nobody else may send over it.
-
-    A group of workers (the columns of a layer, a stage) is `MpiCommunicator(world.mpi_comm.Split(color, key))`.
-    """
+    """The workers of a communicator of mpi4py, which becomes this one's own: nobody else may send over it. A group of
+    workers (the columns of a layer, a stage) is `MpiCommunicator(world.mpi_comm.Split(color, key))`."""
 
     def __init__(self, mpi_comm: Any) -> None:
         from mpi4py import MPI

@@ -60,10 +60,8 @@ def count_of(environment: Mapping[str, str], name: str) -> int:
 
 
 def set_parent_death_signal(environment: Mapping[str, str] = os.environ) -> None:
-    """Makes the kernel kill this worker when its mpirun dies: `kill -9 mpirun` would leave it running for ever.
-
-    Only under mpirun: srun looks after its own. Linux; elsewhere nothing is done.
-    """
+    """Makes the kernel kill this worker when its mpirun dies: `kill -9 mpirun` would leave it running for ever. Only
+    under mpirun: srun looks after its own. Linux; elsewhere nothing is done."""
     if environment.get("PMIX_NAMESPACE", "").startswith("prterun"):
         end_with_parent(signal.SIGKILL)()
 
@@ -110,11 +108,7 @@ def mpirun_command(
 
 class SignalForwarder(SignalListener):
     """Hands signals on to mpirun: the first as SIGUSR1, which leaves the workers time for a checkpoint, the second as
-    SIGTERM.
-
-    Attributes:
-        first, second: number and time of the signal that asks, and of the one that insists; None before.
-    """
+    SIGTERM. `first`, `second`: number and time of the signal that asks, and of the one that insists; None before."""
 
     def __init__(self, checkpoint_grace: float = 300.0, kill_grace: float = 10.0) -> None:
         """Seconds after the first and after the second signal in which mpirun is to end, else it is killed."""

@@ -29,10 +29,8 @@ class TrainingInterrupted(SystemExit):
 
 
 class InterruptedBeforeTraining(KeyboardInterrupt):
-    """A signal before the training loop, which ends loading or pretraining at once.
-
-    `code` is what a shell says of a process that the signal ended: 143 for SIGTERM, 130 for SIGINT.
-    """
+    """A signal before the training loop, which ends loading or pretraining at once. `code` is what a shell says of a
+    process that the signal ended: 143 for SIGTERM, 130 for SIGINT."""
 
     def __init__(self, signal_name: str) -> None:
         super().__init__(signal_name)
@@ -44,11 +42,9 @@ Listener = TypeVar("Listener", bound="SignalListener")
 
 
 class SignalListener:
-    """Handles the signals that ask to stop within a `with` block of the main thread; on others nothing is done.
-
-    What is ignored on entry stays ignored (SIGHUP under nohup), except SIGUSR1: the launcher and the job script ignore
-    it for their children, so that it does not kill them before they come to listen here.
-    """
+    """Handles the signals that ask to stop within a `with` block of the main thread; on others nothing is done. What is
+    ignored on entry stays ignored (SIGHUP under nohup), except SIGUSR1: the launcher and the job script ignore it for
+    their children, so that it does not kill them before they come to listen here."""
 
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
@@ -76,9 +72,8 @@ class GracefulShutdown(SignalListener):
     first signal only fills `signal_name`, which the training loop reads at each minibatch, and says so on stderr. A
     SIGTERM or SIGINT after that ends the process at once.
 
-    Attributes:
-        signal_name: name of the first signal, as SIGTERM; None before.
-        deferred: whether the training loop runs, which reads `signal_name` and writes a checkpoint.
+    `signal_name`: name of the first signal, as SIGTERM; None before. `deferred`: whether the training loop runs, which
+    reads `signal_name` and writes a checkpoint.
     """
 
     def __init__(self, *, verbose: bool = True) -> None:

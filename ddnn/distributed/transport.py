@@ -1,8 +1,6 @@
 """How the parameters of GPUs travel: through host memory, by a CUDA-aware MPI, or by NCCL (`parallel.gpu_transport`).
-
 Chosen once at the start, by all workers alike. On the CPU there is nothing to choose: MPI reads the parameters where
-they are. None of what concerns GPUs has been seen on a GPU yet, but for the calls of `ProcessGroupBackend` on gloo.
-"""
+they are. None of what concerns GPUs has been seen on a GPU yet, but for the calls of `ProcessGroupBackend` on gloo."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Kills this worker where it hangs: a small process beside it, which watches a number grow.
-
-The process starts from this file with nothing but Python's own modules. It shares 16 bytes with the worker: a counter
-of progress, and a word of which bit 0 says that progress is expected and the rest counts long operations under way.
-"""
+"""Kills this worker where it hangs: a small process beside it, which watches a number grow. The process starts from
+this file with nothing but Python's own modules. It shares 16 bytes with the worker: a counter of progress, and a word
+of which bit 0 says that progress is expected and the rest counts long operations under way."""
 
 from __future__ import annotations
 

@@ -144,10 +144,8 @@ def _run_pipe(entry: ScpEntry) -> BasicTypeReader:
 
 
 class MatrixReader:
-    """Reads matrices by scp entry; keeps the last file open, as neighboring entries share an archive.
-
-    A context manager. One reader per thread.
-    """
+    """Reads matrices by scp entry; keeps the last file open, as neighboring entries share an archive. A context
+    manager. One reader per thread."""
 
     def __init__(self) -> None:
         self._path: Path | None = None

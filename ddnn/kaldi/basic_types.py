@@ -1,7 +1,5 @@
 """Kaldi's basic types in files, gzips and memory, text and binary; no size that a file claims is believed unchecked.
-
-Follows kaldi `base/io-funcs.cc`, `base/io-funcs-inl.h`, `matrix/kaldi-vector.cc` and `matrix/kaldi-matrix.cc`.
-"""
+Follows kaldi `base/io-funcs.cc`, `base/io-funcs-inl.h`, `matrix/kaldi-vector.cc` and `matrix/kaldi-matrix.cc`."""
 
 from __future__ import annotations
 

@@ -266,10 +266,9 @@ def write_left_to_right(
 ) -> None:
     """Writes a transition model at the beginning of a binary file; the acoustic model may follow.
 
-    Args:
-        phones, states: phones 1, 2, ... have one HMM: so many emitting states in a row, each with a self-loop.
-        triples: int32 (S, 3), in ascending order: phone, HMM state, pdf.
-        self_loop: (S,), trained probability of the self-loop of each transition-state.
+    `phones`, `states`: phones 1, 2, ... have one HMM: so many emitting states in a row, each with a self-loop.
+    `triples`: int32 (S, 3), in ascending order: phone, HMM state, pdf. `self_loop`: (S,), trained probability of the
+    self-loop of each transition-state.
     """
     writer.marker()
     writer.token("<TransitionModel>", "<Topology>")

@@ -182,12 +182,8 @@ def from_nnet1(
     features: FeatureConfig | None = None,
 ) -> AcousticModel:
     """A model from nnet1 components. DataError: components that ddnn's networks do not have in this order, or
-    dimensions that do not fit.
-
-    Args:
-        network: affine components, each followed by at most one activation; softmax only last.
-        front: at most one splice, shift and rescale, in this order; may be empty.
-    """
+    dimensions that do not fit. `network`: affine components, each followed by at most one activation; softmax only
+    last. `front`: at most one splice, shift and rescale, in this order; may be empty."""
     layers, flat = _nnet1_layers(network, location)
     transform = _nnet1_transform(front, layers[0].input_dim, location)
     if transform.output_dim != layers[0].input_dim:

@@ -144,25 +144,20 @@ class Layer(ABC):
     ) -> None:
         """grad_x (frames, input_dim) <- the derivative of the summed loss with respect to x.
 
-        Args:
-            x, y: as of the forward pass.
-            grad: (frames, output_dim), the derivative with respect to y; may be overwritten by what `gradient` and
-                `statistics` want, such as the derivative before the activation.
-            grad_x: None for the first layer.
+        `x`, `y`: as of the forward pass. `grad`: (frames, output_dim), the derivative with respect to y; may be
+        overwritten by what `gradient` and `statistics` want, such as the derivative before the activation. `grad_x`:
+        None for the first layer.
         """
 
     def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
-        """out <- the gradient summed over the minibatch, after the backward pass; not called without parameters.
-
-        That of a `gemm`: dW = d^T x, db = sum of d, from the rows of `statistics`.
-        """
+        """out <- the gradient summed over the minibatch, after the backward pass; not called without parameters. That
+        of a `gemm`: dW = d^T x, db = sum of d, from the rows of `statistics`."""
         self.gradient_of_rows(a, *self.statistics(x, grad, saved), out)
 
     def statistics(self, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor]:
         """Rows of its input, (frames * gemm.rows, gemm.fan_in), without the 1 for the bias, and rows of the derivative
         of its output, (frames * gemm.rows, gemm.fan_out), after the backward pass, frame by frame: what natural
-        gradient preconditions, and may overwrite. Contiguous. For layers with a `gemm`.
-        """
+        gradient preconditions, and may overwrite. Contiguous. For layers with a `gemm`."""
         return x, grad
 
     def gradient_of_rows(
@@ -208,11 +203,9 @@ class Affine(Layer):
     """y = f(x W^T + b). The activation belongs to the layer, so that compiled code can fuse the two. ValueError: one of
     these is no value for it.
 
-    Args:
-        activation: one of `ACTIVATIONS`; `softmax` only last, and then the network gives pre-softmax activations.
-        learn_rate_coef, bias_learn_rate_coef: multiples of the learning rate (nnet1's LearnRateCoef and
-            BiasLearnRateCoef).
-        max_norm: nnet1's MaxNorm, carried through import and export; 0 is none.
+    `activation`: one of `ACTIVATIONS`; `softmax` only last, and then the network gives pre-softmax activations.
+    `learn_rate_coef`, `bias_learn_rate_coef`: multiples of the learning rate (nnet1's LearnRateCoef and
+    BiasLearnRateCoef). `max_norm`: nnet1's MaxNorm, carried through import and export; 0 is none.
     """
 
     kind: ClassVar[str] = "affine"
@@ -274,10 +267,8 @@ class Affine(Layer):
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         """As Kaldi nnet1's utils/nnet/make_nnet_proto.py: W ~ N(0, s^2), s = 3.5 sqrt(2 / (inputs + outputs)), the
-        first layer's times sqrt(1/12); hidden biases uniform in (-4, 0), output bias 0.
-
-        tanh and ReLU layers have their biases around 0: (-4, 0) is where sigmoids start.
-        """
+        first layer's times sqrt(1/12); hidden biases uniform in (-4, 0), output bias 0. tanh and ReLU layers have their
+        biases around 0: (-4, 0) is where sigmoids start."""
         weight, bias = p["weight"], p["bias"]
         deviation = 3.5 * math.sqrt(2.0 / (self.in_features + self.out_features))
         if first:
@@ -365,8 +356,6 @@ def activation_floats(layers: Sequence[Layer]) -> int:
 
 
 def training_flop_per_frame(layers: Sequence[Layer]) -> int:
-    """Floating-point operations in the products of a training step: 7.5 million for 440-4x512-616.
-
-    Three times those of the forward pass, but twice for the first layer: nobody needs the derivative of the input.
-    """
+    """Floating-point operations in the products of a training step: 7.5 million for 440-4x512-616. Three times those of
+    the forward pass, but twice for the first layer: nobody needs the derivative of the input."""
     return 3 * sum(layer.flop_per_frame for layer in layers) - layers[0].flop_per_frame

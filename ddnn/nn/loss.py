@@ -17,12 +17,8 @@ BLOCK_VALUES = (1 << 18, 1 << 22)
 
 def cross_entropy(logits: Tensor, labels: Tensor, grad: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy over a minibatch and the number of correctly classified frames, both 0-dim, on the device.
-
-    Args:
-        logits: (frames, pdfs) before softmax.
-        labels: (frames,) int64 pdf-ids.
-        grad: filled with softmax - target, (frames, pdfs), where given.
-    """
+    `logits`: (frames, pdfs) before softmax. `labels`: (frames,) int64 pdf-ids. `grad`: filled with softmax - target,
+    (frames, pdfs), where given."""
     target = labels[:, None]
     num_correct = (logits.argmax(dim=1) == labels).sum()
     log_posteriors = torch.log_softmax(logits, dim=1)

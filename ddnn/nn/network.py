@@ -1,8 +1,6 @@
-"""Networks: layers over one flat parameter buffer, and the memory in which a minibatch passes through them.
-
-Forward and backward are written out, after Kaldi's nnet1 (nnet-affine-transform.h, nnet-activation.h, nnet-loss.cc):
-natural gradient needs each layer's input and output derivative. The tests hold both against torch.autograd in float64.
-"""
+"""Networks: layers over one flat parameter buffer, and the memory in which a minibatch passes through them. Forward and
+backward are written out, after Kaldi's nnet1 (nnet-affine-transform.h, nnet-activation.h, nnet-loss.cc): natural
+gradient needs each layer's input and output derivative. The tests hold both against torch.autograd in float64."""
 
 from __future__ import annotations
 
@@ -184,11 +182,8 @@ class Workspace:
         return self.activations[-1]
 
     def cross_entropy(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """From the logits to their derivative; labels (frames,) int64 pdf-ids.
-
-        Returns the summed cross-entropy (float64) and the number of correctly classified frames (int64), both 0-dim, on
-        the device.
-        """
+        """From the logits to their derivative; labels (frames,) int64 pdf-ids. Returns the summed cross-entropy
+        (float64) and the number of correctly classified frames (int64), both 0-dim, on the device."""
         return self.loss(self.activations[-1], labels, self.grad_outputs[-1])
 
     def backward(self) -> None:
@@ -232,10 +227,8 @@ def _copies(network: Network, compute: Network) -> Iterator[tuple[Tensor, Tensor
 
 
 def initialize(network: Network, seed: int) -> None:
-    """Random initial parameters, each layer's by its own rule (`Layer.initialize`), one after another.
-
-    Drawn on the CPU, so that a seed gives the same network on every device.
-    """
+    """Random initial parameters, each layer's by its own rule (`Layer.initialize`), one after another. Drawn on the
+    CPU, so that a seed gives the same network on every device."""
     generator = torch.Generator().manual_seed(seed)
     end = len(network.layers) - 1
     for i, (layer, views) in enumerate(zip(network.layers, network.views, strict=True)):

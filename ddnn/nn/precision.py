@@ -1,8 +1,6 @@
 """Which precision to train in: asked for, or measured on this machine, and checked against float32 before it is used.
-
 Matrix units (AMX, Tensor Cores) multiply bf16 several times faster than float32, processors without them many times
-slower: it is measured, with the network's own shapes.
-"""
+slower: it is measured, with the network's own shapes."""
 
 from __future__ import annotations
 
@@ -99,10 +97,8 @@ def allow_tf32(allow: bool, device: torch.device) -> None:
 
 
 def gemm_speedup(network: Network, minibatch: int) -> float:
-    """Time of the step's matrix products in float32 over that in bf16: above 1 bf16 is faster.
-
-    The largest layers come first; those for which no time is left are not measured.
-    """
+    """Time of the step's matrix products in float32 over that in bf16: above 1 bf16 is faster. The largest layers come
+    first; those for which no time is left are not measured."""
     device = network.parameters.device
     frames = minibatch if device.type == "cuda" else min(minibatch, CPU_ROWS)
     shapes = Counter(layer.gemm for layer in network.layers if layer.gemm is not None)
@@ -167,10 +163,8 @@ def seconds_per_call(function: Callable[[], object], calls: int, device: torch.d
 
 
 def bf16_error(network: Network, minibatch: int) -> str | None:
-    """What is wrong with bf16 on this device, by loss and gradient of a minibatch of noise in either precision.
-
-    The gradients are those of the parameters as they are. None where nothing is wrong.
-    """
+    """What is wrong with bf16 on this device, by loss and gradient of a minibatch of noise in either precision. The
+    gradients are those of the parameters as they are. None where nothing is wrong."""
     frames, device = min(minibatch, CHECK_ROWS), network.parameters.device
     try:
         expected_loss, expected = _loss_and_gradient(network, frames, Float32())

@@ -135,10 +135,9 @@ class NaturalGradient:
 
         A NaN or infinity in `x` makes gamma NaN and leaves the Fisher matrix as it was.
 
-        Args:
-            x: (N, D) float32 on the device; rows may be strided. Overwritten.
-            before: (N,) float32 on the device, the Euclidean norms of the rows of X. By rows: max-change wants them, and
-                the norm of a whole strided matrix is 10 times slower.
+        `x`: (N, D) float32 on the device; rows may be strided. Overwritten. `before`: (N,) float32 on the device, the
+        Euclidean norms of the rows of X. By rows: max-change wants them, and the norm of a whole strided matrix is 10
+        times slower.
         """
         n = x.shape[0]
         if self.rank == 0 or n == 0:  # D = 1: X^ is X; no rows: nothing to learn from
@@ -346,7 +345,6 @@ def orthonormalise(w: Tensor, e: Vector) -> None:
 
 def _gram_schmidt(r: Tensor) -> None:
     """Makes the rows of r (float64, host, no more rows than columns) orthonormal in place: Kaldi's `OrthogonalizeRows`.
-
     A row of which less than a tenth is left is projected once more; one that vanishes becomes a random one, of a
     generator of its own: the same input gives the same bits."""
     generator = torch.Generator().manual_seed(0)

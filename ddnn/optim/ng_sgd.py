@@ -63,12 +63,8 @@ class NgSgdOptions(SgdOptions):
 
 
 class NgSgd(Sgd):
-    """SGD along the natural gradient.
-
-    Attributes:
-        input_preconditioners, grad_preconditioners: by the number of a layer that has a `gemm`, those of its input
-            (with 1 appended) and of its output derivative.
-    """
+    """SGD along the natural gradient. `input_preconditioners`, `grad_preconditioners`: by the number of a layer that
+    has a `gemm`, those of its input (with 1 appended) and of its output derivative."""
 
     def __init__(self, network: Network, options: NgSgdOptions | None = None) -> None:
         options = options or NgSgdOptions()
@@ -141,12 +137,8 @@ class _LayerMemory(NamedTuple):
 
 
 class _Memory:
-    """Memory for minibatches of `frames` frames in one arithmetic, made once.
-
-    Attributes:
-        layers: by their numbers.
-        float32_grad: for arithmetics that need a copy, float32 memory for any layer's output derivative.
-    """
+    """Memory for minibatches of `frames` frames in one arithmetic, made once. `layers`: by their numbers.
+    `float32_grad`: for arithmetics that need a copy, float32 memory for any layer's output derivative."""
 
     def __init__(self, network: Network, frames: int, arithmetic: Float32) -> None:
         self.made_for = frames, arithmetic

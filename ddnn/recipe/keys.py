@@ -1,7 +1,5 @@
 """The keys of a recipe, by their dotted names, as read from the schema: what each expects, its default, its meaning.
-
-`python -m ddnn.recipe.keys > docs/recipe.md` writes their reference.
-"""
+`python -m ddnn.recipe.keys > docs/recipe.md` writes their reference."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ REQUIRED = object()  # default of a key that has none
 @dataclass(frozen=True)
 class KeyInfo:
     """One key: dotted `name`, what it `expects` in words, `default` (or REQUIRED), `meaning`, whether it `is_path`.
-
-    `variants` are those that have it, where it is in a section that has variants and not in all of them.
-    """
+    `variants` are those that have it, where it is in a section that has variants and not in all of them."""
 
     name: str
     expects: str

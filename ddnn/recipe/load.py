@@ -56,9 +56,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML, in schema order, defaults written out, paths absolute; `load_recipe` makes it equal again.
-
-    Omitted are keys that were not given and have no default, and those that the chosen optimizer and schedule never read.
-    """
+    Omitted are keys that were not given and have no default, and those that the chosen optimizer and schedule never
+    read."""
     values = {name: get_value(recipe, name) for name in keys() if is_read(recipe, name)}
     plain = {n: str(v) if isinstance(v, Path) else v for n, v in values.items() if v is not None}
     return yaml.safe_dump(nested(plain), sort_keys=False, allow_unicode=True, width=10_000)
@@ -73,10 +72,8 @@ def get_value(recipe: Recipe, name: str) -> Any:
 
 
 def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: tuple[Path, ...] = ()) -> None:
-    """Adds a recipe or fragment to `tree`, after what it includes.
-
-    `files` are all that have been read, `chain` those, resolved, that led here.
-    """
+    """Adds a recipe or fragment to `tree`, after what it includes. `files` are all that have been read, `chain` those,
+    resolved, that led here."""
     files.append(path)
     found = read_yaml(path)
     tree.problems += found.problems

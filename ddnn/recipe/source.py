@@ -1,8 +1,6 @@
-"""YAML as ddnn reads it: plain values, each with the file and line it comes from, checked by a model.
-
-Nothing is constructed but numbers, true/false, text, lists and mappings; anchors, aliases and tags are refused. All that
-is wrong with a file is gathered and said at once, with the line and, of an unknown key, the nearest known one.
-"""
+"""YAML as ddnn reads it: plain values, each with the file and line it comes from, checked by a model. Nothing is
+constructed but numbers, true/false, text, lists and mappings; anchors, aliases and tags are refused. All that is wrong
+with a file is gathered and said at once, with the line and, of an unknown key, the nearest known one."""
 
 from __future__ import annotations
 

@@ -76,10 +76,8 @@ def parameters_of(dims: Sequence[int]) -> int:
 
 
 def operations_of(dims: Sequence[int]) -> float:
-    """Floating-point operations per frame in the matrix products of a training step.
-
-    Three products a layer, but two for the first: nobody needs the derivative of the input.
-    """
+    """Floating-point operations per frame in the matrix products of a training step. Three products a layer, but two
+    for the first: nobody needs the derivative of the input."""
     sizes = [inputs * outputs for inputs, outputs in pairwise(dims)]
     return 6.0 * sum(sizes) - 2.0 * sizes[0]
 

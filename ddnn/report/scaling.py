@@ -1,7 +1,5 @@
 """How fast a training would be with n workers: a latency-bandwidth model, and its fit to measured epochs.
-
-docs/scaling.md has the formulas and the symbols that docstrings name. Times are in seconds.
-"""
+docs/scaling.md has the formulas and the symbols that docstrings name. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -125,10 +123,8 @@ def traffic(strategy: str, workers: int) -> tuple[int, float]:
 
 @cache
 def largest_of(n: int) -> float:
-    """e(n): the expected largest of n standard normal variables: 0, 0.564, 0.846, 1.029, ... 3.2 for 1000.
-
-    The integral of x n phi(x) Phi(x)^(n-1), by Simpson's rule; good to 1e-6 up to a million.
-    """
+    """e(n): the expected largest of n standard normal variables: 0, 0.564, 0.846, 1.029, ... 3.2 for 1000. The integral
+    of x n phi(x) Phi(x)^(n-1), by Simpson's rule; good to 1e-6 up to a million."""
     x = np.linspace(-9.0, 9.0, 3601)
     phi = np.exp(-x * x / 2.0) / math.sqrt(2.0 * math.pi)
     cumulative = np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in x])

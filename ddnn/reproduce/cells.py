@@ -133,10 +133,8 @@ class SpeedUp:
 def speed_ups(
     conditions: Iterable[Condition], workers: Sequence[int], records: Mapping[str, RunRecord]
 ) -> list[SpeedUp]:
-    """Of all conditions with figures: the paper's, those measured, and the model's for the other sizes.
-
-    Only runs on one kind of machine are compared: on the kind that has most of a condition's sizes.
-    """
+    """Of all conditions with figures: the paper's, those measured, and the model's for the other sizes. Only runs on
+    one kind of machine are compared: on the kind that has most of a condition's sizes."""
     result: list[SpeedUp] = []
     kinds = sorted({_machine_kind(record) for record in records.values()})
     for condition in conditions:
@@ -164,10 +162,8 @@ def _machine_kind(record: RunRecord) -> str:
 
 
 def _fastest(records: Mapping[str, RunRecord], condition: str, workers: int, kind: str) -> MeasuredEpoch | None:
-    """Of the runs of a condition in which every worker had a core of its own; None where there is no such run.
-
-    The fastest: the others may have shared the machine with other work.
-    """
+    """Of the runs of a condition in which every worker had a core of its own; None where there is no such run. The
+    fastest: the others may have shared the machine with other work."""
     epochs = [
         record.measured
         for record in records.values()

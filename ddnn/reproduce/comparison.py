@@ -1,8 +1,6 @@
-"""Whether what the paper says of two conditions is confirmed on a corpus: verdicts, by bootstrap intervals.
-
-Word error rates: paired, over speakers and seeds (Bisani and Ney, ICASSP 2004). Whole speakers are drawn, since the
-errors in the utterances of one speaker are not independent: intervals over utterances are too narrow. Frame accuracies:
-over seeds.
+"""Whether what the paper says of two conditions is confirmed on a corpus: verdicts, by bootstrap intervals. Word error
+rates: paired, over speakers and seeds (Bisani and Ney, ICASSP 2004). Whole speakers are drawn, since the errors in the
+utterances of one speaker are not independent: intervals over utterances are too narrow. Frame accuracies: over seeds.
 """
 
 from __future__ import annotations

@@ -97,11 +97,9 @@ class LocalExecutor:
         self._dbns: dict[int, Future[None]] = {}
 
     def execute(self, runs: Sequence[PlannedRun]) -> list[str]:
-        """Makes the records of these runs; returns an error for each run that has none.
-
-        The caller holds the lock of the output directory, from before it read which runs are missing.
-        KeyboardInterrupt: after all trainings that were running have been stopped.
-        """
+        """Makes the records of these runs; returns an error for each run that has none. The caller holds the lock of
+        the output directory, from before it read which runs are missing. KeyboardInterrupt: after all trainings that
+        were running have been stopped."""
         with ThreadPoolExecutor(self.pool.number + 1) as threads:
             try:
                 return self._execute(runs, threads)
@@ -190,10 +188,8 @@ class LocalExecutor:
 
     def _with_provenance(self, run: PlannedRun, record: RunRecord, from_scratch: bool) -> RunRecord:
         """With the machine that trained, its cores, the RBMs that it started from; the evaluation knows only its own.
-
         Where it was not trained by a job, nor here and now `from_scratch`, what an earlier record of this very training
-        says counts, and without one it is unknown.
-        """
+        says counts, and without one it is unknown."""
         if record.time is None:
             return record
         machine, cores, dbn = "", 0, ""

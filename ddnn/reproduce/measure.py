@@ -66,9 +66,7 @@ def main(folder: Path) -> int:
 
 def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
     """The record of a finished training, as if it had been trained on this machine; but `time.cores` is 0: unknown.
-
-    UserError where a test set is damaged or does not fit the model. Log-likelihoods are in `scratch` meanwhile.
-    """
+    UserError where a test set is damaged or does not fit the model. Log-likelihoods are in `scratch` meanwhile."""
     import torch
 
     from ddnn.training.evaluation import evaluate_run as evaluate
@@ -155,10 +153,8 @@ def _word_errors(run_dir: Path, test: TestSet, device: str, scratch: Path) -> di
 
 
 def speaker_numbers(data: Path, utterances: Sequence[str]) -> tuple[int, ...]:
-    """Number of each utterance's speaker, in order of their appearance; empty where there is no utt2spk.
-
-    DataError where utt2spk is malformed, or lacks an utterance.
-    """
+    """Number of each utterance's speaker, in order of their appearance; empty where there is no utt2spk. DataError
+    where utt2spk is malformed, or lacks an utterance."""
     path = data / "utt2spk"
     if not path.exists():
         return ()
@@ -176,9 +172,7 @@ def with_kaldi_wer(
     records: Mapping[str, RunRecord], runs: Iterable[PlannedRun], layout: OutputLayout, tests: Iterable[TestSet]
 ) -> dict[str, RunRecord]:
     """The records with the word error rates that Kaldi's scoring has left in the run dirs since; they are written.
-
-    DataError where a summary of sclite is damaged, or two test sets have scores of the same name.
-    """
+    DataError where a summary of sclite is damaged, or two test sets have scores of the same name."""
     result = dict(records)
     by_kaldi = [test for test in tests if not test.graphs]
     for run in runs if by_kaldi else []:

@@ -34,11 +34,9 @@ class FrameMetrics(FrozenModel):
 
 
 class WordErrors(FrozenModel):
-    """Word errors with one decoding graph, at the acoustic scale that was best for this run.
-
-    `words`, `errors` and `speakers` are of each utterance, in the order of the test set; empty where another scorer
-    counted. `speakers` has numbers; empty where they are unknown: each utterance then counts as a speaker.
-    """
+    """Word errors with one decoding graph, at the acoustic scale that was best for this run. `words`, `errors` and
+    `speakers` are of each utterance, in the order of the test set; empty where another scorer counted. `speakers` has
+    numbers; empty where they are unknown: each utterance then counts as a speaker."""
 
     wer: Percent  # of the words
     acoustic_scale: Finite | None = None  # the best one; None where another scorer chose

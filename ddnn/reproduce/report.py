@@ -66,9 +66,7 @@ class Report:
 
     def write(self, path: Path) -> list[Path]:
         """Writes PATH.md, PATH.html (which needs no other file) and the plots into the folder PATH; returns all.
-
-        UserError where a file cannot be written, or matplotlib is missing.
-        """
+        UserError where a file cannot be written, or matplotlib is missing."""
         ensure_directory(path.parent)
         plots = [picture.draw(path / picture.name) for picture in self.pictures]
         for picture, plot in zip(self.pictures, plots, strict=True):
@@ -166,10 +164,8 @@ def _pictures(
 
 
 def draw_accuracies(title: str, cells: Sequence[Cell], metrics: Sequence[Metric], path: Path) -> Path:
-    """A panel for each metric: mean over the seeds, a bar from the lowest to the highest, a dot for each seed.
-
-    Workers run along the axis where there are more than two sizes, else conditions do.
-    """
+    """A panel for each metric: mean over the seeds, a bar from the lowest to the highest, a dot for each seed. Workers
+    run along the axis where there are more than two sizes, else conditions do."""
     sizes = list(dict.fromkeys(cell.workers for cell in cells))
     labels = list(dict.fromkeys(cell.condition.label for cell in cells))
     by_size = len(sizes) > 2

@@ -107,10 +107,8 @@ def _load(path: Path, subject: str, overrides: tuple[str, ...] = ()) -> Recipe:
 
 
 def recipe_digest(recipe: Recipe, dbn: str = "") -> str:
-    """SHA-256 of what a recipe says, and the digest of its RBMs' recipe.
-
-    Of data the names and sizes count, not where they are; keys that change no result do not count.
-    """
+    """SHA-256 of what a recipe says, and the digest of its RBMs' recipe. Of data the names and sizes count, not where
+    they are; keys that change no result do not count."""
     tree: dict[str, Any] = yaml.safe_load(dump_recipe(recipe))
     for name, key in keys().items():
         *above, last = name.split(".")

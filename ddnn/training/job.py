@@ -1,8 +1,6 @@
-"""`ddnn train` and `ddnn pretrain` on every worker: from a recipe to a trained run dir.
-
-All choices of a training are made here, once: device, data, arithmetic, optimizer, averager. Below this module nothing
-reads the recipe; `ddnn.training.options` translates its sections.
-"""
+"""`ddnn train` and `ddnn pretrain` on every worker: from a recipe to a trained run dir. All choices of a training are
+made here, once: device, data, arithmetic, optimizer, averager. Below this module nothing reads the recipe;
+`ddnn.training.options` translates its sections."""
 
 from __future__ import annotations
 

@@ -52,10 +52,8 @@ FRAMES_PER_BLOCK = 1024  # per forward pass where only the mean of the outputs i
 
 
 def epochs_for_rbm(config: PretrainConfig, index: int, frames: int) -> int:
-    """How often RBM `index` (0 is the lowest) sees the `frames` of the corpus, at least once.
-
-    From `epochs` (its last number serves all further RBMs), else from `hours` of speech: the Gaussian RBM twice as many.
-    """
+    """How often RBM `index` (0 is the lowest) sees the `frames` of the corpus, at least once. From `epochs` (its last
+    number serves all further RBMs), else from `hours` of speech: the Gaussian RBM twice as many."""
     if config.epochs is not None:
         return config.epochs[min(index, len(config.epochs) - 1)]
     return (2 if index == 0 else 1) * max(1, round(config.hours * FRAMES_PER_HOUR / frames))
@@ -63,12 +61,9 @@ def epochs_for_rbm(config: PretrainConfig, index: int, frames: int) -> int:
 
 @dataclass
 class RbmTrainer:
-    """All parts of the training of one RBM on this worker.
-
-    Attributes:
-        error, frames: reconstruction error of the epoch under way on this worker, 0-dim float64, and its frames.
-        total_error, total_frames: of all finished epochs and workers.
-    """
+    """All parts of the training of one RBM on this worker. `error`, `frames`: reconstruction error of the epoch under
+    way on this worker, 0-dim float64, and its frames. `total_error`, `total_frames`: of all finished epochs and
+    workers."""
 
     index: int  # of the RBM, from 0
     rbm: Rbm

@@ -1,8 +1,6 @@
 """The run directory of a training or pretraining: its lock, log, status and metrics, and what is left in it at the end.
-
-`ddnn.training.run_status` names its files. The directory itself may be a symbolic link. A link in place of one of the files
-is refused, since a run directory may come from a stranger and must not lead a training to write elsewhere.
-"""
+`ddnn.training.run_status` names its files. The directory itself may be a symbolic link. A link in place of one of the
+files is refused, since a run directory may come from a stranger and must not lead a training to write elsewhere."""
 
 from __future__ import annotations
 
@@ -37,10 +35,7 @@ STATUS_SECONDS = 2.0  # between two updates of status.json within an epoch
 
 class RunDir:
     """A run directory that this process writes. With several workers that is rank 0; the others have a `NullRunDir`.
-
-    Attributes:
-        status: as last written to status.json; previous: as an earlier process left it, None where there is none.
-    """
+    `status`: as last written to status.json; previous: as an earlier process left it, None where there is none."""
 
     def __init__(self, path: Path, kind: Kind = "training", parent: RunDir | None = None) -> None:
         """See `open`. With a `parent`, the directory of the RBMs that a training trains: lock, log and status are the

@@ -1,8 +1,6 @@
-"""Where a training is, what a checkpoint of it holds, and when one is written.
-
-A checkpoint has three parts: `CheckpointMetadata` (plain values) and the global tensors, both the same on every worker, and
-the tensors of each rank (`ddnn.training.trainer.Trainer.capture`).
-"""
+"""Where a training is, what a checkpoint of it holds, and when one is written. A checkpoint has three parts:
+`CheckpointMetadata` (plain values) and the global tensors, both the same on every worker, and the tensors of each rank
+(`ddnn.training.trainer.Trainer.capture`)."""
 
 from __future__ import annotations
 
@@ -78,10 +76,8 @@ class Checkpointable(Protocol):
 
 
 class CheckpointPolicy:
-    """Writes checkpoints after each epoch, at the intervals of the recipe, and when the training is asked to stop.
-
-    Rank 0's clock decides; all workers learn of it by `NoAveraging.requested`, at an averaging.
-    """
+    """Writes checkpoints after each epoch, at the intervals of the recipe, and when the training is asked to stop. Rank
+    0's clock decides; all workers learn of it by `NoAveraging.requested`, at an averaging."""
 
     def __init__(
         self,

@@ -57,12 +57,9 @@ class EagerStep:
 
 
 class CudaGraph:
-    """Records a function's work on the device, to do it again without the host: a CUDA graph with its own pool of memory,
-    captured on a stream of its own.
-
-    One graph at a time, as one that is destroyed takes cuBLAS's workspace of its stream with it, and others captured
-    there still use that (pytorch issue 193402).
-    """
+    """Records a function's work on the device, to do it again without the host: a CUDA graph with its own pool of
+    memory, captured on a stream of its own. One graph at a time, as one that is destroyed takes cuBLAS's workspace of
+    its stream with it, and others captured there still use that (pytorch issue 193402)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -106,11 +103,9 @@ class CudaGraph:
 
 
 class CudaGraphStep:
-    """The eager step as a graph, captured at the first minibatch and whenever the learning rate changes.
-
-    Where a capture fails, a warning gives the reason, and the eager step runs from then on. It may have no host work but
-    NG-SGD's updates of the Fisher matrices, whose steps are left to it.
-    """
+    """The eager step as a graph, captured at the first minibatch and whenever the learning rate changes. Where a
+    capture fails, a warning gives the reason, and the eager step runs from then on. It may have no host work but
+    NG-SGD's updates of the Fisher matrices, whose steps are left to it."""
 
     def __init__(self, eager: EagerStep, graph: CudaGraph) -> None:
         self.eager, self.optimizer, self.graph = eager, eager.optimizer, graph

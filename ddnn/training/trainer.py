@@ -48,11 +48,8 @@ class Warmup:
 
 @dataclass
 class Trainer:
-    """All parts of a training on this worker, each chosen once by `ddnn.training.job`.
-
-    Attributes:
-        best: (num_parameters,) parameters of the last epoch that was accepted.
-    """
+    """All parts of a training on this worker, each chosen once by `ddnn.training.job`. `best`: (num_parameters,)
+    parameters of the last epoch that was accepted."""
 
     model: AcousticModel  # trained in place
     optimizer: Sgd
@@ -275,11 +272,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def train(trainer: Trainer) -> AcousticModel:
-    """Trains until the schedule ends; returns the model with the best cross-validation result.
-
-    All workers run it together: each trains on its shard, all evaluate and keep the same averaged model. DivergedError:
-    the loss, or the model of every worker, is not finite. TrainingInterrupted: the training was asked to stop; a
-    checkpoint was written.
+    """Trains until the schedule ends; returns the model with the best cross-validation result. All workers run it
+    together: each trains on its shard, all evaluate and keep the same averaged model. DivergedError: the loss, or the
+    model of every worker, is not finite. TrainingInterrupted: the training was asked to stop; a checkpoint was written.
     """
     t, progress = trainer, trainer.progress
     if not progress.started:

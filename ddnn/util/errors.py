@@ -6,13 +6,9 @@ from os import PathLike
 
 
 class UserError(Exception):
-    """Something the user must fix.
-
-    Args:
-        message: one sentence: what is wrong; names the utterance and the values found and expected where there are any.
-        location: the file, directory or recipe key concerned.
-        hint: what the user can do about it.
-    """
+    """Something the user must fix. `message`: one sentence: what is wrong; names the utterance and the values found and
+    expected where there are any. `location`: the file, directory or recipe key concerned. `hint`: what the user can do
+    about it."""
 
     exit_code = 2
     """Of the command that it ends."""

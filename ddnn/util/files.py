@@ -277,9 +277,7 @@ def _flock(descriptor: int, deadline: float) -> bool:
 
 def is_locked(path: Path) -> bool | None:
     """Whether a process holds the `FileLock` of a file; None if that cannot be found out: no regular file, or no locks.
-
-    Where another machine holds it, some network file systems do not tell.
-    """
+    Where another machine holds it, some network file systems do not tell."""
     try:
         with open_regular(path) as handle:
             fcntl.flock(handle.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -36,10 +36,8 @@ def run(
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
-    """What a child calls to get signal `number` when its parent dies, at once where `parent` is already gone; on Linux only.
-
-    Created before the fork, since between fork and exec a child may hardly do anything else.
-    """
+    """What a child calls to get signal `number` when its parent dies, at once where `parent` is already gone; on Linux
+    only. Created before the fork, since between fork and exec a child may hardly do anything else."""
     if not sys.platform.startswith("linux"):
         return lambda: None
     prctl = ctypes.CDLL(None).prctl
@@ -80,7 +78,6 @@ class ProcessGroup:
 
     def run(self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Completed:
         """`python -m MODULE ARGUMENTS` to its end, its output appended to `log`; called from several threads at once.
-
         Where this process is killed with -9, the child gets SIGUSR1 (on Linux). After `terminate` nothing is started.
         """
         ensure_directory(log.parent)
@@ -122,10 +119,8 @@ class ProcessGroup:
 
 
 def main(parent: int, module: str, *arguments: str) -> None:
-    """Runs the module as a program; SIGUSR1 ends it where process `parent` dies, or has died before this.
-
-    To a training that signal is never the second one, which would end it without its checkpoint.
-    """
+    """Runs the module as a program; SIGUSR1 ends it where process `parent` dies, or has died before this. To a training
+    that signal is never the second one, which would end it without its checkpoint."""
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the parent may have been told to ignore it
     end_with_parent(signal.SIGUSR1, parent)()
     sys.argv = [module, *arguments]  # the module's file replaces the first

@@ -58,10 +58,8 @@ def definitions(pairs: Iterable[tuple[str, str]], indent: str = "") -> str:
 
 
 def environment(*, html: bool = False) -> jinja2.Environment:
-    """The templates, with the filters `quote` (for a shell), `md` and `md_line` (for Markdown), `fence`, `plural`.
-
-    A name that a template uses and nobody has given is an error. `html`: values are escaped for HTML.
-    """
+    """The templates, with the filters `quote` (for a shell), `md` and `md_line` (for Markdown), `fence`, `plural`. A
+    name that a template uses and nobody has given is an error. `html`: values are escaped for HTML."""
     import jinja2
 
     templates = jinja2.Environment(

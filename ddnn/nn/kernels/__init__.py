@@ -1,8 +1,6 @@
-"""Compiled parts of the bf16 training step on a CPU: `kernels.c`, which pip compiles where there is a C compiler.
-
-Every function has a plain counterpart in PyTorch, named in its docstring, which runs wherever these cannot: where
-nothing was compiled, on a processor without AVX512-BF16, on a GPU, in float32. The tests hold the two together.
-"""
+"""Compiled parts of the bf16 training step on a CPU: `kernels.c`, which pip compiles where there is a C compiler. Every
+function has a plain counterpart in PyTorch, named in its docstring, which runs wherever these cannot: where nothing was
+compiled, on a processor without AVX512-BF16, on a GPU, in float32. The tests hold the two together."""
 
 from __future__ import annotations
 
@@ -52,10 +50,9 @@ class Kernels:
     def gather_spliced(
         self, store: Tensor, rows: Tensor, first: int, shift: Tensor | None, scale: Tensor | None, out: Tensor
     ) -> None:
-        """out (n, columns) bf16 <- the spliced frames at `rows` (n,) int64 of the store (frames, dim) float32, shifted and
-        scaled by (columns,) float32 or None. `first`: the first frame of a splice, relative to its row. IndexError where
-        a splice reaches beyond the store. Plain: `ddnn.data.transform.gather`.
-        """
+        """out (n, columns) bf16 <- the spliced frames at `rows` (n,) int64 of the store (frames, dim) float32, shifted
+        and scaled by (columns,) float32 or None. `first`: the first frame of a splice, relative to its row. IndexError
+        where a splice reaches beyond the store. Plain: `ddnn.data.transform.gather`."""
         (_, dim), (n, columns) = store.shape, out.shape
         _check(torch.float32, store.shape, store)
         _check(torch.float32, (columns,), shift, scale)

@@ -1,7 +1,5 @@
-"""Compiles `kernels.c` where pip installs ddnn, if there is a C compiler; without one ddnn runs all the same.
-
-Called by hatchling (see pyproject.toml), for wheels and editable installs. Of ddnn nothing may be imported here.
-"""
+"""Compiles `kernels.c` where pip installs ddnn, if there is a C compiler; without one ddnn runs all the same. Called by
+hatchling (see pyproject.toml), for wheels and editable installs. Of ddnn nothing may be imported here."""
 
 from __future__ import annotations
 
@@ -49,10 +47,8 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
 
 
 def compile_library(source: Path, library: Path) -> str | None:
-    """Compiles with $CC, cc, gcc or clang, whichever is there; returns why not, or None.
-
-    Where it fails an older library stays: it knows which source it was made from, and is used with no other.
-    """
+    """Compiles with $CC, cc, gcc or clang, whichever is there; returns why not, or None. Where it fails an older
+    library stays: it knows which source it was made from, and is used with no other."""
     try:
         asked = shlex.split(os.environ.get("CC", ""))
     except ValueError as error:
