@@ -128,7 +128,7 @@ NETWORKS = {"an4": Shape(4, 512, 616, 256), "swbd": Shape(6, 2048, 8806, 1024)}
 DIM, SPLICE = 40, 5
 OPTIMIZERS: dict[Literal["sgd", "ng-sgd"], SgdOptions] = {"sgd": SgdOptions(), "ng-sgd": NgSgdOptions()}
 LR = 1e-4
-TINY_LR = 1e-12  # A learning rate for many updates from one gradient
+TINY_LR = 1e-12  # for many updates from one gradient
 ROUNDS, FEWEST_ROUNDS = 25, 3
 """Many short rounds: the speed of a shared machine changes within seconds, and each ratio is within a round."""
 WARM_UP = 12  # calls before timing: NG-SGD updates its Fisher matrices in each of its first 10
