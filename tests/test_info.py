@@ -154,8 +154,8 @@ def test_metrics_of_a_training_that_went_wrong(tmp_path: Path) -> None:
 
 
 def test_model(tmp_path: Path) -> None:
+    from ddnn.data.dataset import splice_only
     from ddnn.data.feature_reader import FeatureConfig
-    from ddnn.data.transform import splice_only
     from ddnn.nn.acoustic_model import AcousticModel, save_model
     from ddnn.nn.layers import mlp_layers
     from ddnn.nn.network import Network

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ddnn.data.batches import Batch
-from ddnn.data.dataset import AcousticDataset
-from ddnn.data.transform import InputTransform, labels_of
+from ddnn.data.dataset import AcousticDataset, InputTransform, labels_of
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace
 

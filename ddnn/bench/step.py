@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from ddnn.data.batches import Batch, BatchLoader, ShuffledSampler, make_batch_loader
-from ddnn.data.dataset import AcousticDataset, FrameSubset
+from ddnn.data.dataset import AcousticDataset, FrameSubset, estimate_normalization, splice_only
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.transform import estimate_normalization, splice_only
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
 from ddnn.nn.layers import mlp_layers, training_flop_per_frame

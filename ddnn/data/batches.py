@@ -17,14 +17,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ddnn.data.dataset import AcousticDataset, FrameSubset
-from ddnn.data.transform import InputTransform, gather, labels_of, normalize_, splice
+from ddnn.data.dataset import AcousticDataset, FrameSubset, InputTransform, gather, labels_of, normalize_, splice
 
 NUM_BUFFERS = 4  # one or two are being used by the GPU, one is ready and one is being filled
 MAX_IN_FLIGHT = 2  # minibatches that the GPU may still be working on when the next one is requested
 
 Gather = Callable[[AcousticDataset, InputTransform, Tensor, Tensor], Tensor]
-"""`ddnn.data.transform.gather`, or a faster implementation of the same."""
+"""`ddnn.data.dataset.gather`, or a faster implementation of the same."""
 
 
 class Sampler(Protocol):

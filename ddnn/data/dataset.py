@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddnn.data.index import UtteranceIndex
+from ddnn.distributed.communicator import Communicator, SingleProcess
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,3 +86,121 @@ def frame_labels(index: UtteranceIndex, context: int) -> Tensor:
         for name, row, frames in zip(index.utterances, offsets, num_frames, strict=True):
             rows[row : row + frames] = index.alignments.pdfs[name][:frames]
     return labels
+
+
+VARIANCE_FLOOR = 1e-10  # as in Kaldi's cmvn-to-nnet
+STATISTICS_UTTERANCES = 10_000  # nnet1 takes its statistics from so many utterances of the training set
+
+
+@dataclass(frozen=True)
+class InputTransform:
+    """x = (splice(frame) + shift) * scale. The values of a spliced frame are ordered [offset][delta order][dim], as
+    Kaldi's add-deltas and splice-feats write them."""
+
+    offsets: tuple[int, ...]  # frames to splice, relative to the frame itself; (-5, ..., 5) for splice 5
+    dim: int  # feature dimension before splicing
+    shift: Tensor | None = None  # (len(offsets) * dim,) float32, or None
+    scale: Tensor | None = None  # (len(offsets) * dim,) float32, or None
+
+    @property
+    def output_dim(self) -> int:
+        return self.dim * len(self.offsets)
+
+    @property
+    def context(self) -> int:
+        """Repeated edge frames that a dataset needs for this splice."""
+        return max(abs(offset) for offset in self.offsets)
+
+    def to(self, device: torch.device) -> InputTransform:
+        shift, scale = (None if vector is None else vector.to(device) for vector in (self.shift, self.scale))
+        return InputTransform(self.offsets, self.dim, shift, scale)
+
+
+def gather(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
+    """Fills `out` (n, output_dim) with the network's input for the frames at `rows` (n,), computed in float32. On a GPU
+    the host waits for nothing, unless the features are in host memory (`ddnn.data.batches` reads ahead there).
+    ValueError: the dataset has other dims, or fewer repeated edge frames, than the transform needs."""
+    if out.dtype != torch.float32:
+        return out.copy_(gather(dataset, transform, rows, out.new_empty(out.shape, dtype=torch.float32)))
+    return normalize_(splice(dataset, transform, rows, out), transform)
+
+
+def splice(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
+    """As `gather`, but not yet shifted and scaled."""
+    check_fits(dataset, transform)
+    offsets, features = transform.offsets, dataset.features
+    rows = rows.to(features.device)
+    if not consecutive(offsets):
+        return out.copy_(features[rows[:, None] + torch.tensor(offsets, device=rows.device)].flatten(1))
+    if len(rows) == 0:  # the dataset may have fewer rows than a splice
+        return out
+    # Consecutive offsets are one contiguous piece of memory per frame: a single gather.
+    windows = features.as_strided((len(features) - len(offsets) + 1, transform.output_dim), (features.shape[1], 1))
+    if features.dtype == out.dtype and features.device == out.device:
+        return torch.index_select(windows, 0, rows + offsets[0], out=out)
+    return out.copy_(windows.index_select(0, rows + offsets[0]))
+
+
+def check_fits(dataset: AcousticDataset, transform: InputTransform) -> None:
+    """ValueError where the dataset has other dims, or fewer repeated edge frames, than the transform needs."""
+    if dataset.features.shape[1] != transform.dim or dataset.context < transform.context:
+        found = f"{dataset.features.shape[1]} dims with context {dataset.context}"
+        raise ValueError(f"the dataset has {found}, the transform needs {transform.dim} with {transform.context}")
+
+
+def consecutive(offsets: tuple[int, ...]) -> bool:
+    """Whether no frame between the first and the last is missing."""
+    return offsets == tuple(range(offsets[0], offsets[0] + len(offsets)))
+
+
+def labels_of(dataset: AcousticDataset, rows: Tensor, device: torch.device) -> Tensor:
+    """The pdf-ids (n,) int64 of the frames at `rows` (n,), on `device`."""
+    return dataset.labels.index_select(0, rows.to(dataset.labels.device)).to(device).long()
+
+
+def normalize_(x: Tensor, transform: InputTransform) -> Tensor:
+    """Shifts and scales spliced frames (n, output_dim) in place."""
+    if transform.shift is not None:
+        x.add_(transform.shift)
+    if transform.scale is not None:
+        x.mul_(transform.scale)
+    return x
+
+
+def splice_only(dim: int, context: int) -> InputTransform:
+    """Splices `context` frames on each side and leaves the values as they are."""
+    return InputTransform(tuple(range(-context, context + 1)), dim)
+
+
+def estimate_normalization(
+    transform: InputTransform, dataset: AcousticDataset, utterances: list[int], comm: Communicator | None = None
+) -> InputTransform:
+    """The transform with shift and scale for zero mean and unit variance over the utterances' spliced frames, which
+    `comm` sums over the workers, to the same bits. Collective. ValueError: no worker has any frame.
+
+    Statistics are float64, over the first 10,000 utterances as in nnet1: of several workers each passes those of its
+    shard that are among these. A spliced dimension sees the dataset's rows shifted by its offset, so that sums over all
+    offsets are one product, of (offsets x rows) 0/1 weights and the features.
+    """
+    rows, context = dataset.rows_of(utterances[:STATISTICS_UTTERANCES]), transform.context
+    is_frame = torch.zeros(dataset.features.shape[0] + 2 * context, dtype=torch.float64)
+    is_frame[rows + context] = 1.0
+    totals = torch.zeros(2 * transform.output_dim + 1, dtype=torch.float64)  # sums, sums of squares, number of frames
+    sums, squares = totals[:-1].view(2, len(transform.offsets), transform.dim)
+    totals[-1] = len(rows)
+    end = int(rows.max()) + context + 1 if len(rows) else 0
+    block = 1 << 16
+    for start in range(0, end, block):
+        values = dataset.features[start : start + block].double().cpu()
+        n = len(values)
+        weights = torch.stack([is_frame[start + context - k : start + context - k + n] for k in transform.offsets])
+        sums += weights @ values
+        squares += weights @ values.square_()
+    (comm or SingleProcess()).all_reduce(totals)
+    frames = int(totals[-1])
+    if frames == 0:
+        raise ValueError("there is no frame to take the statistics of the normalization from")
+    mean = sums / frames
+    variance = (squares / frames - mean.square()).clamp_(min=VARIANCE_FLOOR)
+    shift, scale = (-mean).flatten().float(), variance.rsqrt().flatten().float()
+    return InputTransform(transform.offsets, transform.dim, shift, scale)

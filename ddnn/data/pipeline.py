@@ -13,7 +13,14 @@ from typing import Literal
 import torch
 
 from ddnn.data.cache import CacheFile, load_from_cache, open_or_create_cache
-from ddnn.data.dataset import AcousticDataset, FrameSubset
+from ddnn.data.dataset import (
+    STATISTICS_UTTERANCES,
+    AcousticDataset,
+    FrameSubset,
+    InputTransform,
+    estimate_normalization,
+    splice_only,
+)
 from ddnn.data.index import (
     DEFAULT_FRACTION,
     UtteranceIndex,
@@ -25,7 +32,6 @@ from ddnn.data.index import (
 )
 from ddnn.data.loading import DataConfig, load_dataset
 from ddnn.data.memory import Estimate, TrainingFootprint, choose_feature_device, frame_bytes, require_host_memory
-from ddnn.data.transform import STATISTICS_UTTERANCES, InputTransform, estimate_normalization, splice_only
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, read_alignments
 from ddnn.kaldi.data_dir import read_data_dir

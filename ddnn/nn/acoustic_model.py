@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.transform import InputTransform
 from ddnn.kaldi.nnet1 import AddShift, Component, Rescale, Splice
 from ddnn.nn.layers import LAYERS, Layer, check_layers, layer_from_config, num_parameters
 from ddnn.nn.network import Network

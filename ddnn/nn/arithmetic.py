@@ -16,8 +16,7 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from ddnn.data.dataset import AcousticDataset
-from ddnn.data.transform import InputTransform, check_fits, consecutive, gather
+from ddnn.data.dataset import AcousticDataset, InputTransform, check_fits, consecutive, gather
 from ddnn.nn.kernels import Kernels, load_library
 from ddnn.nn.loss import SoftmaxCrossEntropy, SoftmaxCrossEntropyBFloat16
 

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddnn.recipe.checks import is_read
 from ddnn.recipe.keys import keys
-from ddnn.recipe.load import get_value
+from ddnn.recipe.load import get_value, is_read
 from ddnn.recipe.schema import Recipe
 from ddnn.report.figures import draw_report
 from ddnn.report.runs import SHARES, Run, Spread, Summary, read_runs, summarise

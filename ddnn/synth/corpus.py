@@ -13,8 +13,17 @@ import numpy.typing as npt
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.fst import write_fst
-from ddnn.synth.acoustics import Acoustics, Utterance, draw_batch, draw_speaker, make_acoustics, write_model
-from ddnn.synth.lexicon import PHONES, make_graph, make_lexicon
+from ddnn.synth.acoustics import (
+    PHONES,
+    Acoustics,
+    Utterance,
+    draw_batch,
+    draw_speaker,
+    make_acoustics,
+    make_graph,
+    make_lexicon,
+    write_model,
+)
 from ddnn.util.errors import UserError
 from ddnn.util.files import atomic_directory, ensure_directory, write_text
 

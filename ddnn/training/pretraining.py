@@ -26,9 +26,8 @@ from torch import Tensor
 from ddnn.averaging.averager import NoAveraging, make_averager
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.data.batches import Sampler, SequentialSampler, ShuffledSampler, make_batch_loader
-from ddnn.data.dataset import FrameSubset
+from ddnn.data.dataset import STATISTICS_UTTERANCES, FrameSubset
 from ddnn.data.pipeline import TrainingData
-from ddnn.data.transform import STATISTICS_UTTERANCES
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.nnet1 import read_nnet1

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ddnn.data.dataset import estimate_normalization, splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import assign_shards, build_index, hold_out_fraction, local_positions
 from ddnn.data.loading import DataConfig, load_dataset
 from ddnn.data.pipeline import open_data
-from ddnn.data.transform import estimate_normalization, splice_only
 from ddnn.distributed.failures import all_stop_on_error
 from ddnn.distributed.mpi import init_communicator
 from ddnn.kaldi import archive

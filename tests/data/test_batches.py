@@ -22,8 +22,7 @@ from ddnn.data.batches import (
     ShuffledSampler,
     make_batch_loader,
 )
-from ddnn.data.dataset import AcousticDataset
-from ddnn.data.transform import InputTransform, gather, labels_of, splice_only
+from ddnn.data.dataset import AcousticDataset, InputTransform, gather, labels_of, splice_only
 
 CPU = torch.device("cpu")
 KINDS = pytest.mark.parametrize("kind", [BatchLoader, PrefetchLoader])

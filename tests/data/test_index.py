@@ -17,6 +17,7 @@ from distributed.mpi_worlds import launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddnn.data.dataset import estimate_normalization, splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import (
     UtteranceIndex,
@@ -29,7 +30,6 @@ from ddnn.data.index import (
     local_positions,
 )
 from ddnn.data.loading import DataConfig, load_dataset
-from ddnn.data.transform import estimate_normalization, splice_only
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.archive import MatrixReader, write_matrices

@@ -13,7 +13,7 @@ import torch
 from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
 from distributed.threads import run_workers
 
-from ddnn.data import feature_reader, loading, pipeline, transform
+from ddnn.data import dataset, feature_reader, loading, pipeline
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import DataConfig
 from ddnn.data.memory import TrainingFootprint
@@ -150,7 +150,7 @@ def test_the_normalization_is_over_the_first_utterances_of_all_workers(
     """The limit is one for all workers together, not for each."""
     features, labels = labelled_utterances()
     folder = prepare(tmp_path, features, labels)
-    for module in (pipeline, transform):
+    for module in (pipeline, dataset):
         monkeypatch.setattr(module, "STATISTICS_UTTERANCES", 3)
     kept = [features[name] for name in sorted(features) if not name.startswith("spk1")]
     for shift in run_workers(2, lambda comm: load(folder, comm=comm).input_transform(comm).shift):

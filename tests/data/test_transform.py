@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddnn.data.batches import SequentialSampler, ShuffledSampler
-from ddnn.data.dataset import AcousticDataset
-from ddnn.data.transform import InputTransform, estimate_normalization, gather, splice_only
+from ddnn.data.dataset import AcousticDataset, InputTransform, estimate_normalization, gather, splice_only
 from ddnn.kaldi.data_dir import add_deltas
 
 

@@ -18,9 +18,9 @@ from fuzz.seeds import file_of
 from fuzz.targets_kaldi import NNET
 
 from ddnn.data.cache import NO_CRC, CacheFile, CacheMetadata, CorruptCacheError, write_cache
+from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex, hold_out_speakers
-from ddnn.data.transform import InputTransform
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model
 from ddnn.nn.layers import Affine, Layer

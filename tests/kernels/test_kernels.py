@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddnn.data.dataset import AcousticDataset
-from ddnn.data.transform import InputTransform, gather
+from ddnn.data.dataset import AcousticDataset, InputTransform, gather
 from ddnn.nn.arithmetic import BFloat16Kernels
 from ddnn.nn.kernels import Kernels, load_library
 from ddnn.nn.loss import SoftmaxCrossEntropyBFloat16

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.transform import InputTransform
 from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, initialize

@@ -13,8 +13,8 @@ from twins import random_minibatch
 
 from ddnn.bench.step import matrix_products
 from ddnn.data.batches import Batch
+from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.transform import splice_only
 from ddnn.nn.acoustic_model import AcousticModel, load_model, model_config, model_from_config, save_model, to_nnet1
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
 from ddnn.nn.layers import (

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_runs import rows_of, worker_row, write_run
 
+from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.transform import splice_only
 from ddnn.nn.acoustic_model import AcousticModel, save_model
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network

@@ -18,9 +18,8 @@ from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.scp import read_scp
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.synth import corpus
-from ddnn.synth.acoustics import COMPONENTS, Acoustics, make_acoustics
+from ddnn.synth.acoustics import COMPONENTS, MIN_PDFS, PHONES, Acoustics, make_acoustics, make_lexicon
 from ddnn.synth.corpus import SynthOptions, SynthSummary, synthesize
-from ddnn.synth.lexicon import MIN_PDFS, PHONES, make_lexicon
 from ddnn.util.errors import UserError
 
 TINY = SynthOptions(hours=0.03, test_hours=0.02, speakers=5, dim=13, pdfs=150, seed=3)

@@ -14,8 +14,8 @@ from distributed.mpi_worlds import launch
 from distributed.threads import run_workers
 from training.toy import DIM, NoCheckpoints, toy_shard
 
+from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.transform import splice_only
 from ddnn.decoding.prepare import export_nnet1
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted

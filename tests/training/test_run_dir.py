@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jobs import make_job
 
+from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.transform import splice_only
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, load_model
 from ddnn.nn.layers import mlp_layers

@@ -20,9 +20,8 @@ from twins import batch_of, biases
 
 from ddnn.averaging.averager import NoAveraging
 from ddnn.data.batches import Batch, BatchLoader, PrefetchLoader, ShuffledSampler, make_batch_loader
-from ddnn.data.dataset import AcousticDataset, FrameSubset
+from ddnn.data.dataset import AcousticDataset, FrameSubset, InputTransform, gather, labels_of, splice_only
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.transform import InputTransform, gather, labels_of, splice_only
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Precision, make_arithmetic

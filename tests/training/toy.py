@@ -12,9 +12,8 @@ from variants import make_optimizer_config
 
 from ddnn.averaging.averager import make_averager
 from ddnn.data.batches import ShuffledSampler, make_batch_loader
-from ddnn.data.dataset import AcousticDataset, FrameSubset
+from ddnn.data.dataset import AcousticDataset, FrameSubset, splice_only
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.transform import splice_only
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.layers import mlp_layers

@@ -52,7 +52,7 @@ class Kernels:
     ) -> None:
         """out (n, columns) bf16 <- the spliced frames at `rows` (n,) int64 of the store (frames, dim) float32, shifted
         and scaled by (columns,) float32 or None. `first`: the first frame of a splice, relative to its row. IndexError
-        where a splice reaches beyond the store. Plain: `ddnn.data.transform.gather`."""
+        where a splice reaches beyond the store. Plain: `ddnn.data.dataset.gather`."""
         (_, dim), (n, columns) = store.shape, out.shape
         _check(torch.float32, store.shape, store)
         _check(torch.float32, (columns,), shift, scale)
