@@ -102,15 +102,14 @@ def metrics_of(config: ReproduceConfig, records: Iterable[RunRecord]) -> list[Me
     """What these runs have: CV, then frame accuracies, then word error rates, in the order of the tests."""
     runs = [run for run in records if run.failed is None]
     order = [name for test in config.tests for name in (test.name, *(f"{test.name} {graph}" for graph in test.graphs))]
+    frames = {Metric("frames", name) for run in runs for name in run.tests}
+    words = {Metric("words", name) for run in runs for name in run.wers}
 
-    def ordered(names: Iterable[str]) -> list[str]:
-        return sorted(set(names), key=lambda name: (order.index(name) if name in order else len(order), name))
+    def place(metric: Metric) -> tuple[int, str]:
+        return order.index(metric.name) if metric.name in order else len(order), metric.name
 
-    return [
-        *([Metric("cv")] if any(run.cv is not None for run in runs) else []),
-        *(Metric("frames", name) for name in ordered(name for run in runs for name in run.tests)),
-        *(Metric("words", name) for name in ordered(name for run in runs for name in run.wers)),
-    ]
+    cv = [Metric("cv")] if any(run.cv is not None for run in runs) else []
+    return [*cv, *sorted(frames, key=place), *sorted(words, key=place)]
 
 
 def main_accuracy(metrics: Sequence[Metric]) -> Metric | None:
@@ -136,54 +135,46 @@ def speed_ups(
     """Of all conditions with figures: the paper's, those measured, and the model's for the other sizes. Only runs on
     one kind of machine are compared: on the kind that has most of a condition's sizes."""
     result: list[SpeedUp] = []
-    kinds = sorted({_machine_kind(record) for record in records.values()})
+    machines = _fastest_epochs(records)
     for condition in conditions:
         name, label = condition.name, condition.label
         published = paper().published_speed_ups.get(name, {})
         result += [SpeedUp(name, label, n, value, "paper") for n, value in published.items()]
-        by_kind = [
-            (_fastest(records, BASE, 1, kind), {n: _fastest(records, name, n, kind) for n in workers if n > 1})
-            for kind in kinds
+        sizes = [n for n in workers if n > 1]
+        compared = [
+            (epochs[BASE, 1], {n: epochs[name, n] for n in sizes if (name, n) in epochs})
+            for _, epochs in machines
+            if (BASE, 1) in epochs
         ]
-        measured = [(single, several) for single, several in by_kind if single is not None]
-        if not measured:
+        if not compared:
             continue
-        single, several = max(measured, key=lambda item: sum(epoch is not None for epoch in item[1].values()))
-        known = {n: epoch for n, epoch in several.items() if epoch is not None}
-        result.append(SpeedUp(name, label, 1, 1.0, "measured"))
-        result += [SpeedUp(name, label, n, single.seconds / epoch.seconds, "measured") for n, epoch in known.items()]
-        predicted = _predicted([n for n in several if n not in known], single, known)
+        single, several = max(compared, key=lambda found: len(found[1]))
+        speeds = {1: 1.0, **{n: single.seconds / epoch.seconds for n, epoch in several.items()}}
+        result += [SpeedUp(name, label, n, value, "measured") for n, value in speeds.items()]
+        predicted = _predicted([n for n in sizes if n not in several], single, several)
         result += [SpeedUp(name, label, n, value, "predicted") for n, value in predicted.items()]
     return result
 
 
-def _machine_kind(record: RunRecord) -> str:
-    return record.machine.split(",")[0]
-
-
-def _fastest(records: Mapping[str, RunRecord], condition: str, workers: int, kind: str) -> MeasuredEpoch | None:
-    """Of the runs of a condition in which every worker had a core of its own; None where there is no such run. The
-    fastest: the others may have shared the machine with other work."""
-    epochs = [
-        record.measured
-        for record in records.values()
-        if (record.condition, record.workers, _machine_kind(record)) == (condition, workers, kind)
-        and record.measured is not None
-        and record.time is not None
-        and record.time.cores >= workers
-    ]
-    return min(epochs, key=lambda epoch: epoch.seconds, default=None)
+def _fastest_epochs(records: Mapping[str, RunRecord]) -> list[tuple[str, dict[tuple[str, int], MeasuredEpoch]]]:
+    """For each kind of machine the epochs by condition and workers, of runs in which every worker had a core of its own.
+    The fastest of each: the others may have shared the machine with other work."""
+    found: dict[str, dict[tuple[str, int], MeasuredEpoch]] = {}
+    for record in records.values():
+        if record.measured is not None and record.time is not None and record.time.cores >= record.workers:
+            epochs, cell = found.setdefault(record.machine.split(",")[0], {}), (record.condition, record.workers)
+            epochs[cell] = min(epochs.get(cell, record.measured), record.measured, key=lambda epoch: epoch.seconds)
+    return sorted(found.items())
 
 
 def _predicted(sizes: Sequence[int], single: MeasuredEpoch, several: Mapping[int, MeasuredEpoch]) -> dict[int, float]:
     """Workers -> speed-up by the scaling model; empty where it cannot be fitted."""
-    measured = [single.to_measurement(1), *(epoch.to_measurement(n) for n, epoch in several.items())]
     if not several:
         return {}
+    measured = [single.to_measurement(1), *(epoch.to_measurement(n) for n, epoch in several.items())]
     try:
         parameters = calibrate(measured).constants
     except UserError:  # runs of different networks or minibatches: one model does not fit them
         return {}
-    way = measured[-1].way
-    base = epoch_seconds(parameters, way, 1)
-    return {n: base / epoch_seconds(parameters, way, n) for n in sizes}
+    one, *others = (epoch_seconds(parameters, measured[-1].way, n) for n in (1, *sizes))
+    return {n: one / seconds for n, seconds in zip(sizes, others, strict=True)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ddnn.reproduce.cells import speed_ups
 from ddnn.reproduce.corpus import ReproduceConfig, find_corpus, load_config
-from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor, check_sbatch
+from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor
 from ddnn.reproduce.measure import with_kaldi_wer
 from ddnn.reproduce.records import RunRecord, read_records
 from ddnn.reproduce.report import build_report
@@ -53,21 +54,6 @@ class Options:
 
 
 @dataclass(frozen=True)
-class DryRun:
-    """What a call would execute on this machine: runs by name, those of them that have a model and are only evaluated,
-    seeds of RBMs."""
-
-    runs: list[str]
-    trained: list[str]
-    dbns: list[int]
-    out: Path
-    cores: int
-
-    def to_dict(self) -> dict[str, object]:
-        return {**vars(self), "out": str(self.out)}
-
-
-@dataclass(frozen=True)
 class ReproduceResult:
     """What exists now, and what is missing. Tables and runs by their names."""
 
@@ -80,20 +66,16 @@ class ReproduceResult:
     files: tuple[Path, ...] = ()  # that were written
     summary: Mapping[str, object] | None = None  # of the report, for `--json`
     jobs: JobReport | None = None  # of --slurm, where there was something to do
-    dry_run: DryRun | None = None  # of --dry-run, where there are no jobs
+    would_execute: Mapping[str, Any] | None = None  # of --dry-run on this machine
 
     def as_dict(self) -> dict[str, object]:
         return {
-            "tables": list(self.tables),
-            "records": self.records,
-            "missing": list(self.missing),
-            "not_selected": list(self.not_selected),
-            "outdated_recipe": list(self.outdated.recipe),
-            "outdated_tests": list(self.outdated.tests),
-            "errors": list(self.errors),
+            **{name: getattr(self, name) for name in ("tables", "records", "missing", "not_selected")},
+            **{f"outdated_{why}": names for why, names in self.outdated._asdict().items()},
+            "errors": self.errors,
             "files": [str(path) for path in self.files],
             **({} if self.jobs is None else {"jobs": self.jobs.to_dict()}),
-            **({} if self.dry_run is None else {"would_execute": self.dry_run.to_dict()}),
+            **({} if self.would_execute is None else {"would_execute": self.would_execute}),
             **(self.summary or {}),
         }
 
@@ -139,8 +121,10 @@ def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], 
     records = _read_records(layout.records, options)
     execute = bool(plan.to_execute(records)) and not options.report_only
     if not options.dry_run:
-        if execute and options.slurm is not None:
-            check_sbatch()
+        if execute and options.slurm is not None and shutil.which("sbatch") is None:
+            message = "sbatch is not found on PATH: is this a login node of a Slurm cluster?"
+            hint = "run it on one, or with --dry-run to see which jobs it would submit"
+            raise UserError(message, location="--slurm", hint=hint)
         _check_writable({"--out": layout.output_dir, "--records": layout.records} if execute else {}, report_path)
     errors: list[str] = []
     jobs = None
@@ -161,7 +145,7 @@ def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], 
         jobs=jobs,
     )
     if options.dry_run:
-        return result if jobs is not None else replace(result, dry_run=_dry_run(plan, records, execute))
+        return result if jobs is not None else replace(result, would_execute=_would_execute(plan, records, execute))
     counting = {run.name: records[run.name] for run in plan.runs if run.is_recorded(records)}
     counting = with_kaldi_wer(counting, plan.runs, layout, plan.config.tests)
     by_speed = [table.conditions for table in plan.tables if table.kind == "speed"]
@@ -252,17 +236,18 @@ def exclusive(output_dir: Path) -> Iterator[int]:
         lock.release()
 
 
-def _dry_run(plan: _Plan, records: Mapping[str, RunRecord], execute: bool) -> DryRun:
+def _would_execute(plan: _Plan, records: Mapping[str, RunRecord], execute: bool) -> dict[str, Any]:
+    """Runs by name, those of them that have a model and are only evaluated, seeds of RBMs."""
     layout, runs = plan.layout, plan.to_execute(records) if execute else []
     trained = [run for run in runs if (layout.run_dir(run) / FINAL).exists()]
     dbns = {run.seed: layout.dbn_dir(run) / DBN for run in runs if run.dbn_digest and run not in trained}
-    return DryRun(
-        runs=[run.name for run in runs],
-        trained=[run.name for run in trained],
-        dbns=[seed for seed, path in dbns.items() if not path.exists()],
-        out=layout.output_dir,
-        cores=plan.options.cores or usable_cores(),
-    )
+    return {
+        "runs": [run.name for run in runs],
+        "trained": [run.name for run in trained],
+        "dbns": [seed for seed, path in dbns.items() if not path.exists()],
+        "out": str(layout.output_dir),
+        "cores": plan.options.cores or usable_cores(),
+    }
 
 
 def _execute(

@@ -169,14 +169,14 @@ class LocalExecutor:
         run_dir = self.layout.run_dir(run)
         folder = run_dir / EVALUATION
         task = EvaluationTask(record=record, run_dir=run_dir, tests=self.config.tests, device=self.device)
-        _remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         ensure_directory(folder)
         try:
             write_text(folder / TASK, task.model_dump_json())
             self._call(measure.MODULE, [str(folder)], run.name)
             return read_record(folder / f"{record.name}.json")
         finally:
-            _remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _call(self, module: str, arguments: Sequence[str], log: str) -> None:
         """`python -m MODULE` with these arguments, which computes in one thread: as many as the cores run at once."""
@@ -234,15 +234,6 @@ def summarize(record: RunRecord) -> str:
     return ", ".join(parts)
 
 
-def _remove(folder: Path) -> None:
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)
-    except OSError as error:
-        message = f"cannot remove: {error.strerror or error}"
-        raise UserError(message, location=folder, hint="remove it by hand") from error
-
-
 class EndedJob(NamedTuple):
     """A job that ended without a result: of which run (or DBN), its id, the last error, and its output."""
 
@@ -269,38 +260,10 @@ class JobReport:
     ended: list[EndedJob] = field(default_factory=list)  # their runs are among the submitted
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            "submitted": {} if self.dry_run else self.submitted,
-            "to_submit": list(self.submitted) if self.dry_run else [],
-            "pending": self.pending,
-            "running": self.running,
-            "finished": self.finished,
-            "diverged": self.diverged,
-            "ended": [ended._asdict() for ended in self.ended],
-        }
-
-    @property
-    def groups(self) -> dict[str, list[str]]:
-
-        def named(jobs: dict[str, str]) -> list[str]:
-            return [f"{name}: job {job_id}" if job_id else name for name, job_id in jobs.items()]
-
-        return {
-            "would be submitted" if self.dry_run else "submitted": named(self.submitted),
-            "pending": named(self.pending),
-            "running": named(self.running),
-            "finished": self.finished,
-            "diverged": [f"{name}: {error}" for name, error in self.diverged.items()],
-            "ended without a result": list(map(str, self.ended)),
-        }
-
-
-def check_sbatch() -> None:
-    """UserError where no job can be submitted from here."""
-    if shutil.which("sbatch") is None:
-        message = "sbatch is not found on PATH: is this a login node of a Slurm cluster?"
-        hint = "run it on one, or with --dry-run to see which jobs it would submit"
-        raise UserError(message, location="--slurm", hint=hint)
+        would, did = ({}, self.submitted) if not self.dry_run else (self.submitted, {})
+        told = {name: value for name, value in vars(self).items() if name not in ("dry_run", "submitted")}
+        ended = [job._asdict() for job in self.ended]
+        return {"submitted": did, "to_submit": list(would), **told, "ended": ended}
 
 
 @dataclass
@@ -314,6 +277,7 @@ class SlurmExecutor:
     dry_run: bool = False  # submit nothing, write nothing
 
     def __post_init__(self) -> None:
+        self.layout = self.local.layout
         self.jobs = JobReport(self.dry_run)
 
     def execute(self, runs: Sequence[PlannedRun]) -> list[str]:
@@ -337,14 +301,14 @@ class SlurmExecutor:
             return []
         for run in runs:
             if run.name in self.jobs.diverged:
-                arguments = train_arguments(self.local.layout, run, self.device)
-                write_record(self.local.layout.records, new_record(run, arguments, self.jobs.diverged[run.name]))
+                arguments = train_arguments(self.layout, run, self.device)
+                write_record(self.layout.records, new_record(run, arguments, self.jobs.diverged[run.name]))
         errors = self._submit(to_submit)
         return errors + self.local.execute([run for run in runs if run.name in self.jobs.finished])
 
     def _has_job_or_result(self, run: PlannedRun, ask: Callable[[Job], str | None]) -> bool:
         """Notes what became of a run; false where it must be submitted."""
-        run_dir = self.local.layout.run_dir(run)
+        run_dir = self.layout.run_dir(run)
         if not run_dir.is_dir() or not any(run_dir.iterdir()):
             return False
         status = read_status(run_dir, ask)
@@ -364,10 +328,9 @@ class SlurmExecutor:
     def _check_dbns(self, runs: Sequence[PlannedRun], ask: Callable[[Job], str | None]) -> None:
         """Notes what became of the RBMs that these runs need."""
         for run in self._missing_dbns(runs):
-            dbn_dir = self.local.layout.dbn_dir(run)
-            if (job := read_job(dbn_dir)) is None:
+            if (job := read_job(self.layout.dbn_dir(run))) is None:
                 continue
-            state, output = ask(job), dbn_dir / JOB_OUTPUT
+            state, output = ask(job), self.layout.dbn_dir(run) / JOB_OUTPUT
             if state == "GONE":
                 self.jobs.ended.append(EndedJob(_dbn_name(run), job.number, last_output(output), str(output)))
             else:
@@ -376,13 +339,12 @@ class SlurmExecutor:
 
     def _missing_dbns(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         """A run of each seed whose RBMs do not exist."""
-        missing = (run for run in runs if run.dbn_digest and not (self.local.layout.dbn_dir(run) / DBN).exists())
+        missing = (run for run in runs if run.dbn_digest and not (self.layout.dbn_dir(run) / DBN).exists())
         return list({run.seed: run for run in missing}.values())
 
     def _ask_slurm(self, runs: Sequence[PlannedRun]) -> Callable[[Job], str | None]:
         """The states of the jobs of these runs and of their DBNs, asked for all at once."""
-        layout = self.local.layout
-        folders = [*map(layout.run_dir, runs), *map(layout.dbn_dir, self._missing_dbns(runs))]
+        folders = [*map(self.layout.run_dir, runs), *map(self.layout.dbn_dir, self._missing_dbns(runs))]
         jobs = {job: folder for folder in folders if (job := read_job(folder)) is not None}
         states = slurm_states(list(jobs))
 
@@ -413,7 +375,7 @@ class SlurmExecutor:
                     break
                 continue
             if run.name in self.retried:  # its new result counts
-                (self.local.layout.records / f"{run.name}.json").unlink(missing_ok=True)
+                (self.layout.records / f"{run.name}.json").unlink(missing_ok=True)
         return errors
 
     def _dbn_job(self, run: PlannedRun) -> str | None:
@@ -427,15 +389,12 @@ class SlurmExecutor:
             job_name=self.options.job_name or f"ddnn-{_dbn_name(run)}",
             settings={k: v for k, v in self.options.settings.items() if k not in ("nodes", "workers_per_node")},
         )
-        workers, dbn_dir = load_recipe(recipe).parallel.workers, self.local.layout.dbn_dir(run)
-        settings = (f"seed={run.seed}",)
-        sent = submit("pretraining", recipe, dbn_dir, settings, workers, self.device, options, dry_run=dry_run)
-        return sent.number or ""
+        place = recipe, self.layout.dbn_dir(run), (f"seed={run.seed}",), load_recipe(recipe).parallel.workers
+        return submit("pretraining", *place, self.device, options, dry_run=dry_run).number or ""
 
     def _submit_run(self, run: PlannedRun, after: str | None, *, dry_run: bool = False) -> str:
-        layout = self.local.layout
-        settings = run.overrides if dry_run else overrides(layout, run)  # in a dry run the RBMs may not exist yet
-        place = run.recipe, layout.run_dir(run), settings, run.workers
+        settings = run.overrides if dry_run else overrides(self.layout, run)  # in a dry run the RBMs may not exist yet
+        place = run.recipe, self.layout.run_dir(run), settings, run.workers
         sent = submit("training", *place, self.device, self.options, dry_run=dry_run, resume=True, after=after)
         return sent.number or ""
 
