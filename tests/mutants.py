@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -79,13 +80,17 @@ def failed(mutant: Mutant | None, tests: Sequence[str]) -> tuple[bool, str]:
     return done.returncode == 1, done.stdout
 
 
-def verdict(mutant: Mutant) -> str:
-    """`noticed`, `SURVIVED`, or why it is not known."""
+def verdict(mutant: Mutant) -> tuple[bool, str]:
+    """Whether the mistake was noticed; and by which test with what error, or why it is not known."""
     try:
-        noticed, _ = failed(mutant, mutant.tests)
+        noticed, said = failed(mutant, mutant.tests)
     except (OSError, RuntimeError, ValueError) as error:
-        return f"ERROR: {error}"
-    return "noticed" if noticed else "SURVIVED"
+        return False, f"ERROR: {error}"
+    if not noticed:
+        return False, "SURVIVED"
+    named = re.search(r"^FAILED (.*?)( - .*)?$", said, re.MULTILINE)
+    errors = re.findall(r"^E +(\S.*)", said, re.MULTILINE)
+    return True, f"noticed by {named.group(1) if named else 'a timeout'}: {errors[0][:100] if errors else said[:100]}"
 
 
 def main() -> int:
@@ -103,13 +108,12 @@ def main() -> int:
         return 1
     noticed = 0
     with ThreadPoolExecutor(given.jobs) as pool:
-        for mutant, found in zip(chosen, pool.map(verdict, chosen), strict=True):
-            noticed += found == "noticed"
-            print(f"{mutant.row:3} {found:9} {mutant.mistake}", flush=True)
+        for mutant, (found, how) in zip(chosen, pool.map(verdict, chosen), strict=True):
+            noticed += found
+            print(f"{mutant.row:3} {mutant.mistake}\n    {how}", flush=True)
     print(f"{noticed} of {len(chosen)} noticed")
     return 0 if noticed == len(chosen) else 1
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.exit(main())

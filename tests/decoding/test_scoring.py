@@ -255,12 +255,3 @@ def test_the_extra_is_named_where_it_is_missing(toy: Path, monkeypatch: pytest.M
 def test_words_that_look_like_blanks() -> None:
     utterance = UtteranceScore("u", ("<eps>", "***", "b"), ("***", "c"), 0, 1, 1, True)
     assert align_words(utterance) == [("<eps>", None), ("***", "***"), ("b", "c")]
-
-
-def test_beam_and_active_tokens_reach_the_decoder(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kaldi_decoder
-
-    made, options = [], kaldi_decoder.FasterDecoderOptions
-    monkeypatch.setattr(kaldi_decoder, "FasterDecoderOptions", lambda **given: made.append(options(**given)) or made[0])
-    run(toy, DecodeOptions((1.0,), beam=9.0, max_active=50, min_active=3))
-    assert [(one.beam, one.max_active, one.min_active) for one in made] == [(9.0, 50, 3)]
