@@ -19,21 +19,9 @@ from ddnn.slurm import SlurmOptions
 from ddnn.slurm.cluster import ClusterConfig, check_word, load_cluster, parse_time_limit, place
 from ddnn.slurm.job import Job, read_job, sbatch, slurm_state, write_job
 from ddnn.slurm.script import JobScript, sbatch_options, script_text
+from ddnn.training import run_status as files
 from ddnn.training.checkpoint_manifest import peek_checkpoint
-from ddnn.training.run_status import (
-    CHECKPOINTS,
-    DBN,
-    FINAL,
-    JOB_OUTPUT,
-    JOB_RECIPE,
-    JOB_RECORD,
-    JOB_SCRIPT,
-    LOG,
-    RECIPE,
-    STATUS,
-    Kind,
-    check_run_dir,
-)
+from ddnn.training.run_status import Kind, check_run_dir
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import ensure_directory, is_locked, write_text
 
@@ -74,7 +62,7 @@ def submit(
         after: number of a job that must have ended well first. Where it does not, Slurm cancels this one.
     """
     if resume and recipe_path.is_dir():
-        recipe_path = recipe_path / RECIPE
+        recipe_path = recipe_path / files.RECIPE
     cluster = _cluster(options, workers, kind)
     recipe = load_recipe(recipe_path, settings)
     placement = place(cluster, workers, recipe.parallel.workers, recipe.parallel.oversubscribe_gpus)
@@ -92,7 +80,7 @@ def submit(
     text = script_text(job)
     if dry_run:
         return Submitted(None, text.rstrip("\n"))
-    if not pretraining and is_locked(run_dir / LOG) is True:
+    if not pretraining and is_locked(run_dir / files.LOG) is True:
         raise UserError("another run is in progress in this run dir", location=run_dir)
     _refuse_second_job(run_dir)
     prepare = _prepare_pretraining if pretraining else _prepare_resume if resume else _prepare_training
@@ -101,7 +89,7 @@ def submit(
     return _send(job, text, after)
 
 
-_JOB_RECIPES = {"training": RECIPE, "pretraining": JOB_RECIPE}  # the recipe that the job reads
+_JOB_RECIPES = {"training": files.RECIPE, "pretraining": files.JOB_RECIPE}  # the recipe that the job reads
 
 
 def _command(kind: Kind, run_dir: Path, workers: int, device: str) -> tuple[str, ...]:
@@ -122,7 +110,8 @@ def _refuse_second_job(run_dir: Path) -> None:
 def _prepare_training(run_dir: Path, recipe: Recipe) -> None:
     check_run_dir(run_dir)
     ensure_directory(run_dir)
-    for name in (JOB_RECORD, JOB_OUTPUT, LOG, STATUS):  # of a job that ended before its training began
+    # Of a job that ended before its training began.
+    for name in (files.JOB_RECORD, files.JOB_OUTPUT, files.LOG, files.STATUS):
         (run_dir / name).unlink(missing_ok=True)
 
 
@@ -132,10 +121,10 @@ def _prepare_resume(run_dir: Path, recipe: Recipe) -> None:
 
     check_run_dir(run_dir, resume=True)
     ensure_directory(run_dir)
-    if (run_dir / FINAL).exists():
+    if (run_dir / files.FINAL).exists():
         raise UserError("this training has finished", location=run_dir, hint="name another --run-dir")
     problems: list[str] = []
-    found = peek_checkpoint(path := run_dir / CHECKPOINTS, problems.append)
+    found = peek_checkpoint(path := run_dir / files.CHECKPOINTS, problems.append)
     if found is None and problems:
         raise DataError(f"there is no checkpoint to resume from: {problems[0]}", location=path)
     if found is not None:
@@ -146,17 +135,17 @@ def _prepare_pretraining(run_dir: Path, recipe: Recipe) -> None:
     """Creates the dir of a pretraining, or checks one in which the same pretraining has begun."""
     from ddnn.training.pretraining import pretraining_recipe
 
-    if (run_dir / DBN).exists():
+    if (run_dir / files.DBN).exists():
         raise UserError("this pretraining has finished", location=run_dir, hint=f"take it by pretrain.dbn: {run_dir}")
     text = pretraining_recipe(recipe)
     check_run_dir(run_dir, "pretraining", recipe=text)
     ensure_directory(run_dir)
-    write_text(run_dir / RECIPE, text)
+    write_text(run_dir / files.RECIPE, text)
 
 
 def _send(job: JobScript, text: str, after: str | None) -> Submitted:
     run_dir, placement = job.run_dir, job.placement
-    script = run_dir / JOB_SCRIPT
+    script = run_dir / files.JOB_SCRIPT
     write_text(script, text)
     # Not in the script: by the time somebody submits it again by hand, Slurm has forgotten the other job.
     waits = [] if after is None else [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
@@ -165,12 +154,12 @@ def _send(job: JobScript, text: str, after: str | None) -> Submitted:
         run_dir, Job(number, slurm_cluster, time.time(), placement.workers, placement.nodes, job.cluster.launcher)
     )
     follow = f"ddnn status --follow {_quoted(run_dir)}"
-    log = f"  log:    {run_dir / LOG}\n"
+    log = f"  log:    {run_dir / files.LOG}\n"
     if job.pretraining:
-        follow, log = f"tail -F {_quoted(run_dir / JOB_OUTPUT)}", ""
+        follow, log = f"tail -F {_quoted(run_dir / files.JOB_OUTPUT)}", ""
     return Submitted(
         number,
-        f"job {number}: {placement}\n{log}  output: {run_dir / JOB_OUTPUT}\n  follow: {follow}\n"
+        f"job {number}: {placement}\n{log}  output: {run_dir / files.JOB_OUTPUT}\n  follow: {follow}\n"
         f"  end it: scancel {number}",
     )
 
