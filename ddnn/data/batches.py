@@ -81,7 +81,9 @@ class ShuffledSampler:
         if self.prefetch:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="shuffle")
             self._drawn = {number + 1: self._thread.submit(self._draw, number + 1)}
-        return self._minibatches(order, skip)
+        order = order.to(self.frames.indices.device)
+        size = self.batch_size
+        return (self.frames.indices[order[n * size : (n + 1) * size]] for n in range(skip, len(self)))
 
     def close(self) -> None:
         """Ends the thread; the next epoch starts another."""
@@ -93,11 +95,6 @@ class ShuffledSampler:
         # torch's generator on the CPU uses the lower 32 bits of its seed alone: an odd factor keeps ranks apart in them.
         mixed = (self.seed * 1_000_003 + epoch + self.rank * 2_654_435_761) % 2**63
         return torch.randperm(len(self.frames), generator=torch.Generator().manual_seed(mixed))
-
-    def _minibatches(self, order: Tensor, skip: int) -> Iterator[Tensor]:
-        order = order.to(self.frames.indices.device)
-        for batch in range(skip, len(self)):
-            yield self.frames.indices[order[batch * self.batch_size : (batch + 1) * self.batch_size]]
 
 
 class Batch(NamedTuple):
@@ -183,9 +180,8 @@ class _PinnedBatch:
         self, batch_size: int, dataset: AcousticDataset, transform: InputTransform, device: torch.device
     ) -> None:
         gpu = device.type == "cuda"
-        x, labels = (batch_size, transform.output_dim), (batch_size,)
-        self.host_x = torch.empty(x, dtype=dataset.features.dtype, pin_memory=gpu)
-        self.host_labels = torch.empty(labels, dtype=dataset.labels.dtype, pin_memory=gpu)
+        self.host_x = torch.empty(batch_size, transform.output_dim, dtype=dataset.features.dtype, pin_memory=gpu)
+        self.host_labels = torch.empty(batch_size, dtype=dataset.labels.dtype, pin_memory=gpu)
         self.x, self.labels, self.frames = self.host_x, self.host_labels, 0
         self.copied = self.used = None
         if gpu:

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddnn.kaldi.archive import MatrixReader, check_finite
-from ddnn.kaldi.data_dir import add_deltas, apply_cmvn, compute_cmvn_stats
+from ddnn.kaldi.archive import MatrixReader, check_finite, is_finite
+from ddnn.kaldi.data_dir import add_deltas, apply_cmvn
 from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import write_all
@@ -79,15 +80,14 @@ def make_chunks(
     once for all of them."""
     chunks, start, row, rows = [], 0, 0, 0
     edges, lengths = 2 * spec.config.splice, num_frames.tolist()
-    for u, entry in enumerate(entries):
+    for u, (entry, following) in enumerate(zip_longest(entries, entries[1:])):
         rows += lengths[u] + edges
-        following = entries[u + 1] if u + 1 < len(entries) else None
-        same_recording = (
-            following is not None
-            and entry.offset is not None
-            and (following.path, following.offset) == (entry.path, entry.offset)
-        )
-        if following is None or (4 * rows * spec.width >= CHUNK_BYTES and not same_recording):
+        if following is not None:
+            one_recording = entry.offset is not None and (following.path, following.offset) == (
+                entry.path,
+                entry.offset,
+            )
+        if following is None or (4 * rows * spec.width >= CHUNK_BYTES and not one_recording):
             part = slice(start, u + 1)
             of_chunk = None if speakers is None else tuple(speakers[part])
             chunks.append(Chunk(row, rows, tuple(entries[part]), tuple(lengths[part]), of_chunk))
@@ -103,19 +103,26 @@ def read_chunk(out: NDArray[Any], chunk: Chunk, stats: Stats, spec: FeatureSpec,
         features = _read(entry, frames, spec, reader)
         if chunk.speakers is not None:
             speaker_stats = stats[chunk.speakers[u]]
-            if speaker_stats.shape[1] != spec.dim + 1:
-                dims = speaker_stats.shape[1] - 1
+            dims = speaker_stats.shape[1] - 1
+            if dims != spec.dim:
                 message = f"utterance {entry.key}: CMVN statistics of {dims} dims found, features of {spec.dim}"
                 hint = "run steps/compute_cmvn_stats.sh again, or remove cmvn.scp"
                 raise DataError(message, location=spec.data / "cmvn.scp", hint=hint)
             features = apply_cmvn(features, speaker_stats, variance=config.cmvn == "mean-variance")
         if config.deltas:
             features = add_deltas(features, config.deltas)
-        features = features[:frames]
         end = row + frames
         with np.errstate(over="ignore"):  # what float16 cannot hold becomes Inf, which is looked for
-            out[row:end] = features
-        _check_stored(entry, out[row:end], features, config)
+            out[row:end] = features[:frames]
+        if not is_finite(out[row:end]):
+            message = (
+                f"values up to {np.abs(features[:frames]).max():g} after CMVN and deltas, which data.feature_dtype"
+            )
+            raise DataError(
+                f"utterance {entry.key}: {message} {config.dtype} cannot hold",
+                location=entry.location,
+                hint="set data.feature_dtype: float32, or look for frames that are not speech features",
+            )
         out[row - config.splice : row] = out[row]
         out[end : end + config.splice] = out[end - 1]
         row = end + 2 * config.splice
@@ -131,13 +138,6 @@ def write_chunk(
     data = out.reshape(-1).view(np.uint8).data
     write_all(descriptor, data, start + chunk.row * spec.row_bytes)
     return zlib.crc32(data)
-
-
-def stats_of_speakers(speakers: Mapping[str, Sequence[ScpEntry]], _reader: MatrixReader) -> Stats:
-    """CMVN statistics of these speakers, from the features of their utterances. DataError: damaged or unsuitable
-    features."""
-    entries = [(name, entry) for name, of_speaker in speakers.items() for entry in of_speaker]
-    return compute_cmvn_stats([entry for _, entry in entries], {entry.key: name for name, entry in entries})
 
 
 def serve(descriptor: int) -> None:
@@ -172,17 +172,3 @@ def _read(entry: ScpEntry, frames: int, spec: FeatureSpec, reader: MatrixReader)
         )
     check_finite(entry.key, features, entry.location)
     return features
-
-
-def _check_stored(entry: ScpEntry, stored: NDArray[Any], features: NDArray[Any], config: FeatureConfig) -> None:
-    # A sum is finite only if all terms are, and needs no array of truth values; it may overflow, so look again.
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(stored.sum(dtype=np.float32)) or np.isfinite(stored).all():
-            return
-        largest = np.abs(features).max()
-    raise DataError(
-        f"utterance {entry.key}: values up to {largest:g} after CMVN and deltas, which data.feature_dtype "
-        f"{config.dtype} cannot hold",
-        location=entry.location,
-        hint="set data.feature_dtype: float32, or look for frames that are not speech features",
-    )

@@ -25,19 +25,11 @@ import torch
 from numpy.typing import NDArray
 
 from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset
-from ddnn.data.feature_reader import (
-    FeatureConfig,
-    FeatureSpec,
-    Stats,
-    make_chunks,
-    read_chunk,
-    stats_of_speakers,
-    write_chunk,
-)
+from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, Stats, make_chunks, read_chunk, write_chunk
 from ddnn.data.index import UtteranceIndex, assign_shards
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.archive import MatrixReader
-from ddnn.kaldi.data_dir import read_cmvn_stats
+from ddnn.kaldi.data_dir import compute_cmvn_stats, read_cmvn_stats
 from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.system import usable_cores
@@ -59,7 +51,7 @@ ENVIRONMENT = {
 }
 """Of a loading process."""
 
-Task = tuple[Any, ...]  # A function of `ddnn.data.feature_reader` and its arguments, but for the last, a `MatrixReader`
+Task = tuple[Any, ...]  # a function that needs no torch, and its arguments but for the last, a `MatrixReader`
 
 Run = Callable[[Iterable[Task]], Iterator[tuple[int, Any]]]
 """Does tasks, here or in loading processes; gives the index and the result of each."""
@@ -203,7 +195,7 @@ class FeatureLoader:
         share = assign_shards(utterances, range(len(names)), comm.world_size)[comm.rank]
         groups = (share[first : first + SPEAKERS_PER_TASK] for first in range(0, len(share), SPEAKERS_PER_TASK))
         local: dict[str, NDArray[np.float64]] = {}
-        for _, stats in run((stats_of_speakers, {names[n]: by_speaker[names[n]] for n in group}) for group in groups):
+        for _, stats in run((compute_cmvn_stats, {names[n]: by_speaker[names[n]] for n in group}) for group in groups):
             local.update(stats)
         for speaker, sums in local.items():
             if sums.shape[1] != dim + 1:

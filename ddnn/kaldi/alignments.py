@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +108,11 @@ def _read_records(
 
 def pdf_counts(alignments: Alignments, utterances: Iterable[str] | None = None) -> NDArray[np.int64]:
     """How many frames each pdf has, int64 (num_pdfs,), over `utterances` (which must be there) or over all."""
-    counts = np.zeros(alignments.num_pdfs, np.int64)
-    # Joined in batches: a bincount of num_pdfs for each utterance would cost more than the counting.
-    batch: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
-    size = 0
-    for key in alignments.pdfs if utterances is None else utterances:
-        batch.append(alignments.pdfs[key])
-        size += len(batch[-1])
-        if size > 1 << 20:
-            counts += np.bincount(np.concatenate(batch), minlength=alignments.num_pdfs)
-            batch, size = batch[:1], 0
-    return counts + np.bincount(np.concatenate(batch), minlength=alignments.num_pdfs)
+    counts, keys = np.zeros(alignments.num_pdfs, np.int64), iter(alignments.pdfs if utterances is None else utterances)
+    # Many at once: a bincount of num_pdfs for each utterance would cost more than the counting.
+    while some := [alignments.pdfs[key] for key in islice(keys, 1024)]:
+        counts += np.bincount(np.concatenate(some), minlength=alignments.num_pdfs)
+    return counts
 
 
 def write_pdf_counts(path: Path, counts: NDArray[Any]) -> None:

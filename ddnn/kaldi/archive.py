@@ -65,14 +65,10 @@ def _read_text_integers(line: bytes) -> NDArray[np.int32]:
         raise MalformedRecordError("cut short: no line end after the integers")
     if b"_" in line:  # Python's int takes 1_000
         raise MalformedRecordError("expected integers, found an underscore")
-
-    def to_integers(words: list[bytes]) -> Iterator[int]:
-        if max(map(len, words), default=0) > _MAX_DIGITS:
-            raise ValueError(f"a number of more than {_MAX_DIGITS} digits")
-        return map(int, words)
-
+    if max(map(len, chain.from_iterable(split_words(line))), default=0) > _MAX_DIGITS:
+        raise MalformedRecordError(f"expected integers: a number of more than {_MAX_DIGITS} digits")
     try:
-        values = np.fromiter(chain.from_iterable(map(to_integers, split_words(line))), np.int64)
+        values = np.fromiter(map(int, chain.from_iterable(split_words(line))), np.int64)
     except (ValueError, OverflowError) as error:
         raise MalformedRecordError(f"expected integers: {str(error)[:100]}") from error
     if values.size and not (INT32.min <= values.min() and values.max() <= INT32.max):
@@ -156,9 +152,6 @@ class MatrixReader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
         if self._reader is not None:
             self._reader.stream.close()
         self._path, self._reader, self._whole = None, None, None
@@ -167,9 +160,8 @@ class MatrixReader:
         """(rows, columns) of the entry's matrix, its range applied. Reads the header alone, unless the matrix is text.
         DataError: as `read`, but for damage that only shows in the data."""
         header = self._at(entry, lambda reader: reader.matrix_header() if reader.read_marker() else None)
-        rows, columns = _ranges(
-            entry, self._read_whole(entry).shape if header is None else (header.rows, header.columns)
-        )
+        whole = self._read_whole(entry).shape if header is None else (header.rows, header.columns)
+        rows, columns = _ranges(entry, whole)
         return rows.stop - rows.start, columns.stop - columns.start
 
     def read(self, entry: ScpEntry, dtype: DTypeLike = np.float32) -> NDArray[Any]:
@@ -205,7 +197,7 @@ class MatrixReader:
         if entry.path is None:
             return _run_pipe(entry)
         if entry.path != self._path or self._reader is None:
-            self._close()
+            self.__exit__()
             try:
                 self._reader = open_stream(entry.path)
             except DataError as error:
@@ -213,9 +205,8 @@ class MatrixReader:
             self._path = entry.path
         reader, offset = self._reader, entry.offset or 0
         if offset >= reader.limit:
-            raise MalformedRecordError(
-                f"the offset {offset} is past the end of the file, which has {reader.limit} bytes"
-            )
+            size = f"which has {reader.limit} bytes"
+            raise MalformedRecordError(f"the offset {offset} is past the end of the file, {size}")
         if entry.offset is not None and isinstance(reader.stream.raw, gzip.GzipFile):
             raise MalformedRecordError("the file is a gzip, into which no offset can point")
         reader.stream.seek(offset)
@@ -234,14 +225,16 @@ def _ranges(entry: ScpEntry, shape: tuple[int, ...]) -> tuple[slice, slice]:
     return slices[0], slices[1]
 
 
-def check_finite(key: str, matrix: NDArray[Any], location: str | Path) -> None:
-    """Raises DataError naming utterance, row and column of the first NaN or Inf in `matrix` (rows, columns)."""
+def is_finite(matrix: NDArray[Any]) -> bool:
     # A sum is finite only if all terms are, and needs no array of truth values; it may overflow, so look again.
     with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(matrix.sum()):
-            return
-    invalid = np.argwhere(~np.isfinite(matrix))
-    if invalid.size:
+        return bool(np.isfinite(matrix.sum(dtype=np.result_type(matrix, np.float32))) or np.isfinite(matrix).all())
+
+
+def check_finite(key: str, matrix: NDArray[Any], location: str | Path) -> None:
+    """Raises DataError naming utterance, row and column of the first NaN or Inf in `matrix` (rows, columns)."""
+    if not is_finite(matrix):
+        invalid = np.argwhere(~np.isfinite(matrix))
         row, column = invalid[0]
         more = f"and {len(invalid) - 1} more like it"
         message = f"utterance {key}: {matrix[row, column]} in row {row}, column {column}, {more}"

@@ -41,7 +41,6 @@ _PIECE = 1 << 16
 _DEFLATE_LIMIT = 1032
 _LARGE, _LARGE_LIMIT = 64 << 20, 250
 _SPACE = re.compile(rb"\s")
-_WORD = re.compile(rb"\S+")
 _INTEGER = re.compile(rb"[+-]?\d{1,10}")
 INT32 = np.iinfo(np.int32)
 _SIZED_INT32 = np.dtype([("size", "u1"), ("value", "<i4")])
@@ -86,14 +85,11 @@ class MatrixHeader:
 
 
 class BasicTypeReader:
-    """Reads values from a stream. Each method reads a value at the position, or raises MalformedRecordError. `limit`:
-    the bytes that the stream can hold at most (of a gzip: once decompressed). `binary`: the mode; set by `read_marker`.
-    """
+    """Reads values from a stream of `limit` bytes at most (of a gzip: once decompressed). Each method reads a value at
+    the position, or raises MalformedRecordError. `read_marker` sets the mode, `binary`."""
 
     def __init__(self, stream: BufferedReader, limit: int, *, binary: bool = False) -> None:
-        self.stream = stream
-        self.limit = limit
-        self.binary = binary
+        self.stream, self.limit, self.binary = stream, limit, binary
 
     @classmethod
     def from_bytes(cls, data: bytes, *, binary: bool = False) -> BasicTypeReader:
@@ -134,11 +130,9 @@ class BasicTypeReader:
     def skip_space(self) -> None:
         """Moves to the next byte that is not white space, or to the end of the stream."""
         for _ in range(MAX_BLANK):
-            byte = self.stream.read(1)
-            if not byte.isspace():
-                if byte:
-                    self.stream.seek(-1, os.SEEK_CUR)
+            if not self._peek_byte().isspace():
                 return
+            self.stream.read(1)
         raise MalformedRecordError(f"more than {MAX_BLANK} characters of white space where data should follow")
 
     def verify_checksum(self) -> None:
@@ -175,8 +169,7 @@ class BasicTypeReader:
         position = self.stream.tell()
         ahead = self.stream.read(_MAX_WORD + 1)
         self.stream.seek(position)
-        match = _WORD.match(ahead)
-        word = b"" if match is None else match.group()
+        word = ahead.split(None, 1)[0] if ahead else b""
         return word, len(word) < len(ahead)
 
     def peek_token(self) -> str:
@@ -318,16 +311,14 @@ class BasicTypeReader:
         for line in self._bracketed_lines("the matrix", ends_line=ends_line):
             for row in line.split(b";"):
                 numbers = to_floats(row)
-                if not numbers:
-                    blank += 1
-                    if blank > rows + MAX_BLANK:
-                        raise MalformedRecordError(f"more than {MAX_BLANK} rows without numbers in the matrix")
-                    continue
-                if rows and len(numbers) != columns:
+                if numbers and rows and len(numbers) != columns:
                     message = f"row {rows + 1} has {len(numbers)} columns, the rows before it {columns}"
                     raise MalformedRecordError(message)
-                values.extend(numbers)
-                rows, columns = rows + 1, len(numbers)
+                if numbers:
+                    values.extend(numbers)
+                    rows, columns = rows + 1, len(numbers)
+                elif (blank := blank + 1) > rows + MAX_BLANK:
+                    raise MalformedRecordError(f"more than {MAX_BLANK} rows without numbers in the matrix")
         return np.frombuffer(values, np.float64).reshape(rows, columns) if rows else np.zeros((0, 0))
 
     def _bracketed(self, what: str) -> bytes:

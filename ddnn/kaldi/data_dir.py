@@ -108,46 +108,39 @@ def read_cmvn_stats(cmvn: Mapping[str, ScpEntry], speakers: Mapping[str, str]) -
     return stats
 
 
-def compute_cmvn_stats(entries: Sequence[ScpEntry], speakers: Mapping[str, str]) -> dict[str, NDArray[np.float64]]:
-    """CMVN statistics of the speakers of these utterances, from their features; without speakers of no frame at all."""
+def compute_cmvn_stats(
+    speakers: Mapping[str, Sequence[ScpEntry]], reader: MatrixReader
+) -> dict[str, NDArray[np.float64]]:
+    """speaker -> CMVN statistics, from the features of its utterances; without speakers of no frame at all. DataError:
+    features are damaged, not finite, or of different dims."""
     stats: dict[str, NDArray[np.float64]] = {}
     dim = None
-    with MatrixReader() as reader:
-        for entry in entries:
-            features = reader.read(entry)
-            if len(features) == 0:  # Kaldi writes an empty matrix without columns
-                continue
-            check_finite(entry.key, features, entry.location)
-            dim = features.shape[1] if dim is None else dim
-            if features.shape[1] != dim:
-                message = f"utterance {entry.key}: expected features of {dim} dims, found {features.shape[1]}"
-                raise DataError(message, location=entry.location, hint="all features must come from one set-up")
-            sums, speaker = accumulate_cmvn_stats(features), speakers[entry.key]
-            stats[speaker] = stats[speaker] + sums if speaker in stats else sums
+    for speaker, entry in ((name, entry) for name, entries in speakers.items() for entry in entries):
+        features = reader.read(entry)
+        if len(features) == 0:  # Kaldi writes an empty matrix without columns
+            continue
+        check_finite(entry.key, features, entry.location)
+        dim = dim or features.shape[1]
+        if features.shape[1] != dim:
+            message = f"utterance {entry.key}: expected features of {dim} dims, found {features.shape[1]}"
+            raise DataError(message, location=entry.location, hint="all features must come from one set-up")
+        sums = accumulate_cmvn_stats(features)
+        stats[speaker] = stats[speaker] + sums if speaker in stats else sums
     return stats
 
 
 def accumulate_cmvn_stats(features: NDArray[Any]) -> NDArray[np.float64]:
-    """CMVN statistics of `features` (frames, dim), float64 (2, dim + 1); add them up over utterances (kaldi
-    `transform/cmvn.cc`). Row 0: the sums, then the number of frames; row 1: the sums of squares, then 0."""
-    frames, dim = features.shape
-    stats = np.zeros((2, dim + 1))
-    stats[0, :dim] = features.sum(axis=0, dtype=np.float64)
-    stats[0, dim] = frames
-    stats[1, :dim] = np.square(features, dtype=np.float64).sum(axis=0)
-    return stats
+    """CMVN statistics of `features` (frames, dim), float64 (2, dim + 1): the sums, then the number of frames; the sums
+    of squares, then 0. They add up over utterances (kaldi `transform/cmvn.cc`)."""
+    sums = features.sum(axis=0, dtype=np.float64), np.square(features, dtype=np.float64).sum(axis=0)
+    return np.column_stack([sums, [len(features), 0]])
 
 
 def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: bool) -> NDArray[np.float32]:
-    """A new array, float32 (frames, dim): the mean taken away, with `variance` divided by the standard deviation, a
-    variance below 1e-20 counting as 1e-20 (kaldi `transform/cmvn.cc`). `stats` as `accumulate_cmvn_stats` gives them;
-    one row is enough without `variance`. ValueError: they do not fit the features, or hold fewer than 1 frame."""
+    """Takes the mean away; with `variance` divides by the standard deviation (kaldi `transform/cmvn.cc`), at least
+    1e-10. `features` (frames, dim), `stats` as of `accumulate_cmvn_stats`; float32 (frames, dim), a new array."""
     dim = features.shape[1]
-    if stats.ndim != 2 or stats.shape[1] != dim + 1 or not (2 if variance else 1) <= len(stats) <= 2:
-        raise ValueError(f"expected CMVN statistics of 2 rows and {dim + 1} columns, found {stats.shape}")
     count = stats[0, dim]
-    if not count >= 1.0:
-        raise ValueError(f"expected CMVN statistics of at least 1 frame, found {count}")
     mean = stats[0, :dim] / count
     normalized: NDArray[np.float32]
     if not variance:

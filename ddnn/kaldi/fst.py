@@ -55,16 +55,6 @@ class Fst:
         return np.repeat(np.arange(self.num_states), np.diff(self.offsets))
 
 
-@dataclass(frozen=True)
-class _Header:
-    fst_type: str
-    aligned: bool
-    start: int
-    num_states: int
-    num_arcs: int
-    end: int
-
-
 def _bad(message: str, hint: str = _DAMAGED) -> DataError:
     """An error to which `read_fst` adds the file."""
     return DataError(message, hint=hint)
@@ -86,7 +76,7 @@ def _read_string(data: bytes, position: int, name: str) -> tuple[str, int]:
     return data[position + 4 : end].decode("ascii", "backslashreplace"), end
 
 
-def _read_header(data: bytes) -> _Header:
+def _parse(data: bytes) -> Fst:
     (magic,) = _unpack("<i", data, 0, "header")
     if magic != _MAGIC:
         hint = "give a binary FST such as HCLG.fst; fstcompile makes one from text"
@@ -104,54 +94,53 @@ def _read_header(data: bytes) -> _Header:
     if version not in versions or flags & ~(_HAS_SYMBOLS | _IS_ALIGNED) or properties & _ERROR:
         found = f"FST version {version}, flags {flags}, properties {properties:#x}"
         raise _bad(f"{found}: expected version 2 without errors")
-    aligned = fst_type == "const" and (version == 1 or bool(flags & _IS_ALIGNED))
-    return _Header(fst_type, aligned, start, num_states, num_arcs, position + struct.calcsize(_NUMBERS))
+    position += struct.calcsize(_NUMBERS)
+    if fst_type == "vector":
+        return _read_vector(data, position, start, num_states)
+    alignment = _ALIGNMENT if version == 1 or flags & _IS_ALIGNED else 1
+    return _read_const(data, position, start, num_states, num_arcs, alignment)
 
 
-def _read_const(data: bytes, header: _Header) -> Fst:
-    alignment = _ALIGNMENT if header.aligned else 1
-    states_at = header.end + -header.end % alignment
-    if min(header.num_states, header.num_arcs) < 0 or header.num_states > len(data) or header.num_arcs > len(data):
-        raise _bad(f"the FST claims {header.num_states} states and {header.num_arcs} arcs in {len(data)} bytes")
-    arcs_at = states_at + header.num_states * _CONST_STATE.itemsize
+def _read_const(data: bytes, position: int, start: int, num_states: int, num_arcs: int, alignment: int) -> Fst:
+    claim = f"{num_states} states and {num_arcs} arcs"
+    if min(num_states, num_arcs) < 0 or max(num_states, num_arcs) > len(data):
+        raise _bad(f"the FST claims {claim} in {len(data)} bytes")
+    states_at = position + -position % alignment
+    arcs_at = states_at + num_states * _CONST_STATE.itemsize
     arcs_at += -arcs_at % alignment
-    expected = arcs_at + header.num_arcs * ARC.itemsize
+    expected = arcs_at + num_arcs * ARC.itemsize
     if expected != len(data):
-        raise _bad(f"{header.num_states} states and {header.num_arcs} arcs make {expected} bytes, found {len(data)}")
-    states = np.frombuffer(data, _CONST_STATE, header.num_states, states_at)
-    arcs = np.frombuffer(data, ARC, header.num_arcs, arcs_at)
+        raise _bad(f"{claim} make {expected} bytes, found {len(data)}")
+    states = np.frombuffer(data, _CONST_STATE, num_states, states_at)
     offsets = np.concatenate([[0], np.cumsum(states["narcs"], dtype=np.int64)])
-    invalid = np.flatnonzero(states["pos"] != offsets[:-1])
-    if len(invalid) or offsets[-1] != header.num_arcs:
-        at = int(invalid[0]) if len(invalid) else header.num_states
-        raise _bad(f"the arcs of state {at} do not begin where those of the state before end")
-    return Fst(header.start, states["final"].astype(np.float32), offsets, arcs)
+    unequal = np.flatnonzero(np.append(states["pos"], num_arcs) != offsets)
+    if len(unequal):
+        raise _bad(f"the arcs of state {unequal[0]} do not begin where those of the state before end")
+    return Fst(start, states["final"].astype(np.float32), offsets, np.frombuffer(data, ARC, num_arcs, arcs_at))
 
 
-def _read_vector(data: bytes, header: _Header) -> Fst:
-    words, rest = divmod(len(data) - header.end, 4)
+def _read_vector(data: bytes, first: int, start: int, num_states: int) -> Fst:
+    words, rest = divmod(len(data) - first, 4)
     # OpenFst writes -1 states where it could not seek back: then they extend to the end of the file.
-    if rest or header.num_states < -1 or header.num_states * 3 > words:
-        raise _bad(f"the FST claims {header.num_states} states in {len(data) - header.end} bytes")
+    if rest or num_states < -1 or num_states * 3 > words:
+        raise _bad(f"the FST claims {num_states} states in {len(data) - first} bytes")
     counts: list[int] = []
-    unpack, position, end = struct.Struct("<4xq").unpack_from, header.end, len(data)
-    while position < end and len(counts) != header.num_states:
+    unpack, position, end = struct.Struct("<4xq").unpack_from, first, len(data)
+    while position < end and len(counts) != num_states:
         narcs = unpack(data, position)[0] if position + 12 <= end else -1
         position += 12 + narcs * 16
         if narcs < 0 or position > end:
             raise _bad(f"state {len(counts)} claims {narcs} arcs, more than the file's {len(data)} bytes hold")
         counts.append(narcs)
-    if position != end or header.num_states not in (-1, len(counts)):
+    if position != end or num_states not in (-1, len(counts)):
         found = f"{len(counts)} states end at byte {position} of {end}"
-        raise _bad(f"{found}; the header claims {header.num_states} states")
-    offsets = np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int64)
+        raise _bad(f"{found}; the header claims {num_states} states")
+    offsets = np.cumsum([0, *counts], dtype=np.int64)
     # Three words per state are between the arcs (four words each): what remains without them is the arcs.
-    values = np.frombuffer(data, "<i4", words, header.end)
+    values = np.frombuffer(data, "<i4", words, first)
     heads = offsets[:-1] * 4 + np.arange(len(counts)) * 3
-    is_arc = np.ones(words, bool)
-    for word in range(3):
-        is_arc[heads + word] = False
-    return Fst(header.start, values[heads].view("<f4").astype(np.float32), offsets, values[is_arc].view(ARC))
+    arcs = np.delete(values, heads[:, None] + np.arange(3))
+    return Fst(start, values[heads].view("<f4").astype(np.float32), offsets, arcs.view(ARC))
 
 
 def check_fst(fst: Fst) -> None:
@@ -175,9 +164,7 @@ def read_fst(path: Path) -> Fst:
     """Reads a `vector` or `const` FST file with arcs of type `standard`. DataError: the file is missing, is no such
     FST, is cut, or has states, labels or weights that cannot be."""
     try:
-        data = read_bytes_limited(path, MAX_FST_BYTES)
-        header = _read_header(data)
-        fst = _read_const(data, header) if header.fst_type == "const" else _read_vector(data, header)
+        fst = _parse(read_bytes_limited(path, MAX_FST_BYTES))
         check_fst(fst)
     except OSError as error:
         message = f"cannot read the FST {path.name}: {error.strerror}"

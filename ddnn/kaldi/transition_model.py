@@ -40,7 +40,6 @@ class Topology:
     phone_to_entry: dict[int, int]  # phone-id (1 or more) to the index of its HMM, phones in ascending order
 
     def states(self, phone: int) -> tuple[State, ...]:
-        """The states of `phone`; KeyError where the topology lacks it."""
         return self.entries[self.phone_to_entry[phone]]
 
     @property
@@ -94,15 +93,11 @@ def _validate_entry(entry: Sequence[State]) -> str | None:
         return "an HMM without an emitting state"
     if entry[last].transitions or entry[last].forward_pdf_class != NO_PDF:
         return "a last state that is emitting or has transitions"
-    classes: set[int] = set()
-    reached = {0}
     for number, state in enumerate(entry):
         destinations = [destination for destination, _ in state.transitions]
         emitting = state.forward_pdf_class != NO_PDF
         if emitting != (state.self_loop_pdf_class != NO_PDF):
             return f"state {number} with only one of its two pdf classes"
-        if emitting:
-            classes |= {state.forward_pdf_class, state.self_loop_pdf_class}
         if number < last and not destinations:
             return f"state {number} without transitions"
         if any(not 0 <= destination <= last for destination in destinations):
@@ -113,9 +108,9 @@ def _validate_entry(entry: Sequence[State]) -> str | None:
             return f"state {number} with a transition probability that is not positive"
         if not emitting and (number in destinations or last in destinations):
             return f"non-emitting state {number} with a self-loop or a transition to the last state"
-        reached.update(destinations)
-    if len(reached) != len(entry):
+    if len({0}.union(*(dict(state.transitions) for state in entry))) != len(entry):
         return "a state that no transition reaches"
+    classes = {pdf for state in entry for pdf in (state.forward_pdf_class, state.self_loop_pdf_class)} - {NO_PDF}
     if classes != set(range(len(classes))):
         return f"pdf classes {sorted(classes)[:8]} (they must be 0, 1, 2, ...)"
     return None
@@ -151,8 +146,7 @@ def _read_binary_topology(reader: BasicTypeReader) -> Topology:
 
 
 def _read_text_topology(reader: BasicTypeReader) -> Topology:
-    entries: list[tuple[State, ...]] = []
-    phone_to_entry: dict[int, int] = {}
+    entries, phone_to_entry = list[tuple[State, ...]](), dict[int, int]()
     while reader.expect("<TopologyEntry>", "</Topology>") == "<TopologyEntry>":
         reader.expect("<ForPhones>")
         while reader.peek_token() != "</ForPhones>":
@@ -207,7 +201,14 @@ def read_transition_model(path: Path) -> TransitionModel:
         log_probs = _read_log_probs(reader, topology, tuples)
         reader.expect("</LogProbs>")
         reader.expect("</TransitionModel>")
-    return _with_pdfs(topology, tuples, log_probs)
+    # As `TransitionModel::ComputeDerived`.
+    rows = zip(tuples[:, 1:].tolist(), _states(topology, tuples), strict=True)
+    pdfs = [
+        self_loop if destination == number else forward
+        for (number, forward, self_loop), state in rows
+        for destination, _ in state.transitions
+    ]
+    return TransitionModel(topology, tuples, log_probs, np.array([-1, *pdfs], np.int32))
 
 
 def _read_log_probs(reader: BasicTypeReader, topology: Topology, tuples: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -250,40 +251,23 @@ def _validate_tuples(topology: Topology, tuples: NDArray[np.int32]) -> str | Non
     return None
 
 
-def _with_pdfs(topology: Topology, tuples: NDArray[np.int32], log_probs: NDArray[np.float32]) -> TransitionModel:
-    """The model with its pdfs by transition-id (`TransitionModel::ComputeDerived`), for valid arguments."""
-    rows = zip(tuples[:, 1:].tolist(), _states(topology, tuples), strict=True)
-    pdfs = [
-        self_loop if destination == number else forward
-        for (number, forward, self_loop), state in rows
-        for destination, _ in state.transitions
-    ]
-    return TransitionModel(topology, tuples, log_probs, np.array([-1, *pdfs], np.int32))
-
-
 def write_left_to_right(
     writer: BasicTypeWriter, phones: int, states: int, triples: NDArray[np.int32], self_loop: NDArray[np.float64]
 ) -> None:
-    """Writes a transition model at the beginning of a binary file; the acoustic model may follow.
-
-    `phones`, `states`: phones 1, 2, ... have one HMM: so many emitting states in a row, each with a self-loop.
-    `triples`: int32 (S, 3), in ascending order: phone, HMM state, pdf. `self_loop`: (S,), trained probability of the
-    self-loop of each transition-state.
-    """
+    """Writes a transition model at the beginning of a binary file; the acoustic model may follow. Phones 1, 2, ... have
+    one HMM: so many emitting states in a row, each with a self-loop. `triples`: int32 (S, 3), in ascending order:
+    phone, HMM state, pdf. `self_loop`: (S,), trained probability of the self-loop of each transition-state."""
     writer.marker()
     writer.token("<TransitionModel>", "<Topology>")
     writer.int32_vector(np.arange(1, phones + 1, dtype=np.int32))
     writer.int32_vector(np.array([-1, *[0] * phones], np.int32))
-    for value in (1, states + 1):  # HMMs, and states of it
-        writer.int32(value)
+    writer.int32_block(np.array([1, states + 1]))  # HMMs, and states of it
     for state in range(states):
-        writer.int32(state)
-        writer.int32(2)
+        writer.int32_block(np.array([state, 2]))
         for destination, probability in ((state, 0.75), (state + 1, 0.25)):
             writer.int32(destination)
             writer.float32(probability)
-    for value in (NO_PDF, 0):
-        writer.int32(value)
+    writer.int32_block(np.array([NO_PDF, 0]))
     writer.token("</Topology>", "<Triples>")
     writer.int32(len(triples))
     writer.int32_block(triples)

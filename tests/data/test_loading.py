@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 
 from ddnn.data import feature_reader, loading
 from ddnn.data.dataset import AcousticDataset
-from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, make_chunks, stats_of_speakers, write_chunk
+from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, make_chunks, write_chunk
 from ddnn.data.loading import default_processes, effective_processes, loader_pool, sum_over_workers
 from ddnn.kaldi.archive import write_matrices
+from ddnn.kaldi.data_dir import compute_cmvn_stats
 from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError, UserError
 
@@ -126,17 +127,17 @@ def test_a_killed_process_is_an_error_and_ends_the_others() -> None:
     ):
         pids = [child.pid for child in pool.children.values()]
         os.kill(pids[1], signal.SIGKILL)
-        list(pool.run([(stats_of_speakers, {})] * 50))
+        list(pool.run([(compute_cmvn_stats, {})] * 50))
     assert "data.loader_processes: 1" in str(caught.value)
     assert all_gone(pids, 5.0) and descriptors() == before
 
 
 def test_no_process_outlives_a_killed_parent() -> None:
     parent = (
-        "import time; from ddnn.data.feature_reader import stats_of_speakers\n"
+        "import time; from ddnn.kaldi.data_dir import compute_cmvn_stats\n"
         "from ddnn.data.loading import loader_pool\n"
         "with loader_pool(2) as pool:\n"
-        "    list(pool.run([(stats_of_speakers, {})] * 4))\n"
+        "    list(pool.run([(compute_cmvn_stats, {})] * 4))\n"
         "    print(*[child.pid for child in pool.children.values()], flush=True); time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)

@@ -104,21 +104,6 @@ def test_the_floor_of_a_variance_is_kaldis() -> None:
     np.testing.assert_allclose(found, [[1e10, 1e8]], rtol=1e-6)
 
 
-def test_one_row_of_statistics_serves_the_mean_alone() -> None:
-    features = np.ones((2, 2), np.float32)
-    np.testing.assert_array_equal(apply_cmvn(features, np.array([[4.0, 8.0, 4.0]]), variance=False), [[0, -1], [0, -1]])
-    with pytest.raises(ValueError, match="2 rows and 3 columns"):
-        apply_cmvn(features, np.array([[4.0, 8.0, 4.0]]), variance=True)
-
-
-@pytest.mark.parametrize(
-    "stats", [np.ones((2, 3)), np.ones((3, 5)), np.ones(5), np.zeros((2, 5)), np.full((2, 5), np.nan)]
-)
-def test_statistics_that_do_not_fit(stats: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="expected CMVN statistics"):
-        apply_cmvn(np.ones((3, 4), np.float32), stats, variance=True)
-
-
 @settings(max_examples=60, deadline=None)
 @given(features=FEATURES, order=st.integers(0, 4), window=st.integers(1, 3))
 def test_deltas_agree_with_the_twin(features: np.ndarray, order: int, window: int) -> None:
