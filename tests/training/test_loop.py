@@ -4,8 +4,9 @@ epochs of which one is rejected."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from training.toy import MINIBATCH, PDFS, toy_model, toy_shard, toy_trainer, tra
 from twins import twin_loss
 from variants import make_optimizer_config, make_parallel_config
 
+from ddnn.averaging import averager
 from ddnn.data.batches import ShuffledSampler
 from ddnn.data.dataset import FrameSubset
 from ddnn.distributed.communicator import Communicator
@@ -51,6 +53,7 @@ class Twin:
     Attributes:
         scale: what the rates are multiplied by.
         local_momentum: what an averaging does to the workers' own.
+        overlap: what an averaging has changed is added an interval later.
         eta, zeta, nesterov: of BMUF; `block_start` is S and `block_momentum` D.
     """
 
@@ -59,6 +62,7 @@ class Twin:
     period: int = 3
     scale: float = 3.0
     local_momentum: str = "keep"
+    overlap: bool = False
     eta: float = 0.0
     zeta: float = 1.0
     nesterov: bool = False
@@ -67,6 +71,7 @@ class Twin:
     training_losses: list[float] = field(default_factory=list)
     cv_losses: list[float] = field(default_factory=list)
     distances: list[list[float]] = field(default_factory=list)
+    """Of each epoch, of each worker: the mean of its distances from the mean model, relative to its own."""
 
     def __post_init__(self) -> None:
         self.network, self.n = toy_model().network, len(self.minibatches)
@@ -75,6 +80,10 @@ class Twin:
         self.block_momentum = torch.zeros_like(start)
         self.theta = [start.clone() for _ in range(self.n)]
         self.velocity = [torch.zeros_like(start) for _ in range(self.n)]
+        self.pending = [torch.zeros_like(start) for _ in range(self.n)]
+        self.trained = list(self.minibatches)
+        if self.strategy == "gradient-all-reduce":
+            self.trained = [min(self.minibatches)] * self.n
         pieces = [torch.full(v.shape, float(k == "weight")) for views in self.network.views for k, v in views.items()]
         self.decayed = torch.cat([piece.flatten() for piece in pieces]).double()
         self.coefs = torch.ones_like(start)
@@ -86,11 +95,17 @@ class Twin:
         _, loss, gradient = twin_loss(self.network, parameters, x, labels)
         return float(loss), gradient
 
-    def train(self, rank: int, rows: Tensor, rate: float) -> float:
-        loss, gradient = self.loss(self.theta[rank], self.shards[rank], rows)
-        self.velocity[rank] = MOMENTUM * self.velocity[rank] + self.coefs * gradient
-        self.theta[rank] = self.theta[rank] * (1 - rate * L2 * MINIBATCH * self.decayed) - rate * self.velocity[rank]
-        return loss
+    def minibatch(self, rows: dict[int, Tensor], rate: float) -> float:
+        """One of each worker that has rows; the sum of their losses."""
+        made = {rank: self.loss(self.theta[rank], self.shards[rank], chosen) for rank, chosen in rows.items()}
+        gradients = {rank: gradient for rank, (_, gradient) in made.items()}
+        if self.strategy == "gradient-all-reduce":
+            gradients = dict.fromkeys(rows, sum(gradients.values()) / self.n)
+        for rank, gradient in gradients.items():
+            self.velocity[rank] = MOMENTUM * self.velocity[rank] + self.coefs * gradient
+            decay = 1 - rate * L2 * MINIBATCH * self.decayed
+            self.theta[rank] = self.theta[rank] * decay - rate * self.velocity[rank]
+        return sum(loss for loss, _ in made.values())
 
     def mixed(self, vectors: list[Tensor], index: int) -> list[Tensor]:
         n = self.n
@@ -109,10 +124,14 @@ class Twin:
         self.theta = [self.block_start.clone() for _ in range(self.n)]
 
     def average(self) -> None:
+        self.apply_pending()
         center = sum(self.theta) / self.n
-        self.distances.append([float((theta - center).norm() / theta.norm()) for theta in self.theta])
+        self.of_epoch.append([float((theta - center).norm() / theta.norm()) for theta in self.theta])
         if self.strategy == "bmuf":
             self.block([1] * self.n)
+        elif self.overlap:
+            mixed = self.mixed(self.theta, self.averagings)
+            self.pending = [after - before for after, before in zip(mixed, self.theta, strict=True)]
         else:
             self.theta = self.mixed(self.theta, self.averagings)
         if self.local_momentum == "average":
@@ -121,31 +140,39 @@ class Twin:
             self.velocity = [torch.zeros_like(one) for one in self.velocity]
         self.averagings += 1
 
+    def apply_pending(self) -> None:
+        self.theta = [theta + change for theta, change in zip(self.theta, self.pending, strict=True)]
+        self.pending = [torch.zeros_like(theta) for theta in self.theta]
+
     def end_epoch(self) -> Tensor:
+        self.apply_pending()
         if self.strategy == "bmuf":
             if any(count != self.blocks * self.period for count in self.minibatches):
                 self.block(self.minibatches)
                 self.averagings += 1
             return self.block_model
-        weighted = sum(count * theta for count, theta in zip(self.minibatches, self.theta, strict=True))
-        return weighted / sum(self.minibatches)
+        weighted = sum(count * theta for count, theta in zip(self.trained, self.theta, strict=True))
+        return weighted / sum(self.trained)
 
     def epoch(self, number: int, rate: float, accepted: bool) -> None:
         self.blocks = min(self.minibatches) // self.period if self.n > 1 else 0
+        if self.strategy == "gradient-all-reduce":
+            self.blocks = 0
+        self.of_epoch = list[list[float]]()
         self.velocity = [torch.zeros_like(one) for one in self.velocity]
         if self.strategy == "bmuf":
             self.theta = [self.block_start.clone() for _ in range(self.n)]
         orders = [list(ShuffledSampler(s, MINIBATCH, seed=1, rank=r).epoch(number)) for r, s in enumerate(self.shards)]
         loss = 0.0
-        for done in range(max(self.minibatches)):
-            for rank in range(self.n):
-                if done < self.minibatches[rank]:
-                    loss += self.train(rank, orders[rank][done], self.scale * rate)
+        for done in range(max(self.trained)):
+            rows = {rank: orders[rank][done] for rank in range(self.n) if done < self.trained[rank]}
+            loss += self.minibatch(rows, self.scale * rate)
             if (done + 1) % self.period == 0 and (done + 1) // self.period <= self.blocks:
                 self.average()
         model = self.end_epoch()
         self.models.append(model)
-        self.training_losses.append(loss / MINIBATCH / sum(self.minibatches))
+        self.distances.append([sum(of_worker) / len(of_worker) for of_worker in zip(*self.of_epoch, strict=True)])
+        self.training_losses.append(loss / MINIBATCH / sum(self.trained))
         held_out = [toy_shard(50 + rank, CV_FRAMES[rank]) for rank in range(self.n)]
         sums = [self.loss(model, frames, frames.indices)[0] for frames in held_out]
         self.cv_losses.append(sum(sums) / sum(CV_FRAMES[: self.n]))
@@ -159,34 +186,42 @@ class Twin:
 
 BMUF = {"strategy": "bmuf", "averaging_period": 3}
 TWIN_BMUF = {"strategy": "bmuf", "scale": 1.0, "local_momentum": "reset", "eta": 2 / 3}
-CASES: dict[str, tuple[dict[str, Any], Twin]] = {
-    "one worker": ({}, Twin((12,), scale=1.0)),
-    "all-reduce": ({"averaging_period": 3}, Twin(UNLIKE)),
-    "plain rate": ({"averaging_period": 3, "scale_learning_rate": False}, Twin(UNLIKE, scale=1.0)),
-    "reset": ({"averaging_period": 3, "local_momentum": "reset"}, Twin(UNLIKE, local_momentum="reset")),
+CASES: dict[str, tuple[dict[str, Any], Callable[[], Twin]]] = {
+    "one worker": ({}, partial(Twin, (12,), scale=1.0)),
+    "all-reduce": ({"averaging_period": 3}, partial(Twin, UNLIKE)),
+    "plain rate": ({"averaging_period": 3, "scale_learning_rate": False}, partial(Twin, UNLIKE, scale=1.0)),
+    "reset": ({"averaging_period": 3, "local_momentum": "reset"}, partial(Twin, UNLIKE, local_momentum="reset")),
     **{
         f"{name}, momentum averaged": (
             {"strategy": name, "averaging_period": 3, "local_momentum": "average"},
-            Twin(UNLIKE, name, local_momentum="average"),
+            partial(Twin, UNLIKE, name, local_momentum="average"),
         )
         for name in ("butterfly", "ring", "hopping-ring")
     },
-    "bmuf": (BMUF, Twin(UNLIKE, **TWIN_BMUF)),
-    "bmuf without a remainder": (BMUF, Twin(ALIKE, **TWIN_BMUF)),
+    "overlap": ({"averaging_period": 2, "overlap": True}, partial(Twin, UNLIKE, period=2, overlap=True)),
+    "ring with overlap": (
+        {"strategy": "ring", "averaging_period": 2, "overlap": True},
+        partial(Twin, UNLIKE, "ring", period=2, overlap=True),
+    ),
+    "gradients": ({"strategy": "gradient-all-reduce"}, partial(Twin, UNLIKE, "gradient-all-reduce")),
+    "bmuf": (BMUF, partial(Twin, UNLIKE, **TWIN_BMUF)),
+    "bmuf without a remainder": (BMUF, partial(Twin, ALIKE, **TWIN_BMUF)),
     "bmuf with options": (
         {**BMUF, "block_momentum": 0.3, "block_learning_rate": 0.5, "nesterov": True, "scale_learning_rate": True},
-        Twin(UNLIKE, **{**TWIN_BMUF, "eta": 0.3, "zeta": 0.5, "nesterov": True, "scale": 3.0}),
+        partial(Twin, UNLIKE, **{**TWIN_BMUF, "eta": 0.3, "zeta": 0.5, "nesterov": True, "scale": 3.0}),
     ),
     "bmuf with Nesterov, without a remainder": (
         {**BMUF, "nesterov": True, "local_momentum": "keep"},
-        Twin(ALIKE, **{**TWIN_BMUF, "nesterov": True, "local_momentum": "keep"}),
+        partial(Twin, ALIKE, **{**TWIN_BMUF, "nesterov": True, "local_momentum": "keep"}),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_epoch_is_the_twins(name: str) -> None:
-    keys, twin = CASES[name]
+def test_every_epoch_is_the_twins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averager, "require_thread_level", lambda comm: None)  # there is no MPI
+    keys, make_twin = CASES[name]
+    twin = make_twin()
     optimizer = make_optimizer_config(momentum=MOMENTUM, l2=L2)
 
     def work(comm: Communicator) -> tuple[list[Tensor], list[dict[str, Any]], Tensor]:
@@ -211,7 +246,10 @@ def test_every_epoch_is_the_twins(name: str) -> None:
         assert [row["loss"] for row in cv[1:]] == pytest.approx(twin.cv_losses, rel=1e-5)
         assert [row["learning_rate"] for row in train] == [row["learning_rate"] for row in cv[1:]] == list(RATES)
         assert [row["accepted"] for row in train] == [row["accepted"] for row in cv[1:]] == list(ACCEPTED)
-        assert {row["frames"] for row in train} == {MINIBATCH * sum(twin.minibatches)}
+        assert {row["frames"] for row in train} == {MINIBATCH * sum(twin.trained)}
+        if twin.strategy in ("all-reduce", "bmuf") and twin.n > 1:  # gossip's is an estimate
+            workers = [row["consensus_distance"] for row in rows if row["type"] == "worker"]
+            assert workers == pytest.approx([distance for epoch in twin.distances for distance in epoch], rel=1e-3)
         assert {row["frames"] for row in cv} == {sum(CV_FRAMES[: twin.n])}
 
 
