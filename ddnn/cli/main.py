@@ -14,12 +14,18 @@ import click
 
 from ddnn import __version__
 from ddnn.cli import tools, training
-from ddnn.cli.options import OrderedGroup
 from ddnn.util.errors import UserError
 
 
+class _OrderedGroup(click.Group):
+    """Lists the commands in the order in which one uses them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
 @click.group(
-    cls=OrderedGroup,
+    cls=_OrderedGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
     epilog="""\b
     Examples:

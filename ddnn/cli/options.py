@@ -19,72 +19,58 @@ DEVICES = click.Choice(["cpu", "cuda", "auto"])
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
+json_option = option("--json", "json_", is_flag=True, help="Print JSON.")
 device_option = option("--device", type=DEVICES, default="auto", help="Where to compute.")
 pipes_option = option(
     "--allow-pipes", is_flag=True, help="Run the shell commands of an scp. Only for files that you wrote yourself."
 )
-json_option = option("--json", "json_", is_flag=True, help="Print JSON.")
+_SLURM_NAMES = ("cluster", "job_name", "nodes", "gpus_per_node", "workers_per_node", "time", "partition", "account",
+                "launcher")  # fmt: skip
+
+
+def options(*added: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in the order of the help."""
+    return lambda command: functools.reduce(lambda one, add: add(one), reversed(added), command)
 
 
 def recipe_options(run_dir_help: str) -> Callable[[Command], Command]:
     """The recipe and what may be said about it: of `train` and `pretrain`."""
-    return functools.partial(
-        _with_options,
-        options=(
-            click.argument("recipe", type=PATH),
-            option("--run-dir", type=PATH, help=run_dir_help),
-            option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key; repeatable."),
-            option("--workers", type=int, help="The same as --set parallel.workers=N."),
-            device_option,
-            option("--dry-run", is_flag=True, help="Check the recipe and print it resolved; train nothing."),
-        ),
+    return options(
+        click.argument("recipe", type=PATH),
+        option("--run-dir", type=PATH, help=run_dir_help),
+        option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key; repeatable."),
+        option("--workers", type=int, help="The same as --set parallel.workers=N."),
+        device_option,
+        option("--dry-run", is_flag=True, help="Check the recipe and print it resolved; train nothing."),
     )
 
 
 def slurm_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options for Slurm; the command gets them as `slurm`: a SlurmOptions, or None without --slurm.
+    """Adds the options for Slurm; the command gets them as `slurm`: a SlurmOptions, or None without --slurm. When it
+    runs, UserError: one of the others is given without --slurm."""
 
-    Raises (when the command runs):
-        UserError: one of the others is given without --slurm.
-    """
-
+    @options(
+        option("--slurm", is_flag=True, help="Submit a Slurm job; with --dry-run, print its script."),
+        option("--cluster", metavar="NAME|FILE", help="Slurm: settings of the cluster, see docs/slurm.md."),
+        option("--nodes", type=int, help="Slurm: number of nodes of a job."),
+        option("--gpus-per-node", type=int, help="Slurm: GPUs on each node, one worker on each; 0: CPU."),
+        option("--workers-per-node", type=int, help="Slurm: workers on each node.  [default: one for each GPU]"),
+        option("--time", help="Slurm: time limit, as HOURS:MM:SS or DAYS-HOURS."),
+        option("--partition", help="Slurm: partition."),
+        option("--account", help="Slurm: account to charge."),
+        option("--launcher", type=click.Choice(["mpirun", "srun"]), help="Slurm: program that starts the workers."),
+        option("--job-name", help="Slurm: name of the job.  [default: that of the run dir]"),
+    )
     @functools.wraps(command)
     def gathered(slurm: bool, **arguments: Any) -> None:
-        given = {name: arguments.pop(name) for name in ("cluster", "job_name", *_SETTINGS)}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name in _SLURM_NAMES if (value := arguments.pop(name)) is not None}
         if given and not slurm:
             names = ", ".join("--" + name.replace("_", "-") for name in given)
             raise UserError(f"{names} without --slurm", location="the command line", hint="add --slurm, or remove it")
         cluster, job_name = given.pop("cluster", None), given.pop("job_name", None)
         command(**arguments, slurm=SlurmOptions(cluster, job_name, given) if slurm else None)
 
-    return _with_options(gathered, _SLURM)
-
-
-def _with_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
-    return functools.reduce(lambda one, add: add(one), reversed(options), command)
-
-
-_SETTINGS = ("nodes", "gpus_per_node", "workers_per_node", "time", "partition", "account", "launcher")
-_SLURM = (
-    option("--slurm", is_flag=True, help="Submit a Slurm job; with --dry-run, print its script."),
-    option("--cluster", metavar="NAME|FILE", help="Slurm: settings of the cluster, see docs/slurm.md."),
-    option("--nodes", type=int, help="Slurm: number of nodes of a job."),
-    option("--gpus-per-node", type=int, help="Slurm: GPUs on each node, one worker on each; 0: CPU."),
-    option("--workers-per-node", type=int, help="Slurm: workers on each node.  [default: one for each GPU]"),
-    option("--time", help="Slurm: time limit, as HOURS:MM:SS or DAYS-HOURS."),
-    option("--partition", help="Slurm: partition."),
-    option("--account", help="Slurm: account to charge."),
-    option("--launcher", type=click.Choice(["mpirun", "srun"]), help="Slurm: program that starts the workers."),
-    option("--job-name", help="Slurm: name of the job.  [default: that of the run dir]"),
-)
-
-
-class OrderedGroup(click.Group):
-    """Lists the commands in the order in which one uses them."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+    return gathered
 
 
 def show(result: Any, json_: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from click import Choice, IntRange, argument, command, echo, group, option
 
-from ddnn.cli.options import DEVICES, PATH, OrderedGroup, device_option, json_option, parse_sizes, show, slurm_options
+from ddnn.cli.options import DEVICES, PATH, device_option, json_option, parse_sizes, show, slurm_options
 
 
 @command()
@@ -54,7 +54,7 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
     echo(f"{out_dir}: {made.train_utterances} utterances to train on, {made.test_utterances} to test")
 
 
-@group(cls=OrderedGroup)
+@group()
 def convert() -> None:
     """Convert other formats to Kaldi data dirs."""
 
@@ -117,11 +117,8 @@ def bench(
       cd egs/swbd/s5c && ddnn reproduce table1 --corpus swbd --slurm --cluster gpu"""
 )
 @argument("tables", nargs=-1, required=True)
-@option(
-    "--corpus",
-    default="an4",
-    help="NAME of recipes/NAME, here or in ddnn's checkout; or a folder with a reproduce.yaml, or that file.",
-)
+@option("--corpus", default="an4",
+        help="NAME of recipes/NAME, here or in ddnn's checkout; or a folder with a reproduce.yaml, or that file.")  # fmt: skip
 @option("--out", type=PATH, help="Folder of run dirs, RBMs and logs.  [default: exp/reproduce/CORPUS]")
 @option("--records", type=PATH, help="Folder of the results of the runs, a file each.  [default: OUT/records]")
 @option("--report", type=PATH, help="Writes REPORT.md, REPORT.html, plots into REPORT/.  [default: OUT/report]")

@@ -148,14 +148,8 @@ def score(
 
 @command()
 @argument("run_dir", type=PATH)
-@option(
-    "--format",
-    type=Choice(["nnet1"]),
-    default="nnet1",
-    show_default=False,
-    expose_value=False,
-    help="Only nnet1 so far.",
-)
+@option("--format", type=Choice(["nnet1"]), default="nnet1", show_default=False, expose_value=False,
+        help="Only nnet1 so far.")  # fmt: skip
 @option("--out", type=PATH, required=True, help="Folder for final.nnet and feature_transform.nnet.")
 def export(run_dir: Path, out: Path) -> None:
     """Write a trained network as Kaldi nnet1 files."""

@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
+from ddnn.distributed.signals import SignalListener
 from ddnn.reproduce.cells import speed_ups
 from ddnn.reproduce.corpus import ReproduceConfig, find_corpus, load_config
 from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor
@@ -129,7 +130,7 @@ def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], 
     errors: list[str] = []
     jobs = None
     if execute and (options.slurm or not options.dry_run):
-        with _terminate_as_interrupt(), nullcontext() if options.dry_run else exclusive(layout.output_dir) as lock:
+        with _StopAsInterrupt(), nullcontext() if options.dry_run else exclusive(layout.output_dir) as lock:
             records = read_records(layout.records)  # with those of a call that ended just before this one had the lock
             errors, jobs = _execute(plan, records, report, lock)
         records = records if options.dry_run else read_records(layout.records)
@@ -280,17 +281,8 @@ def _command(names: tuple[str, ...], options: Options) -> str:
     return shlex.join(["ddnn", "reproduce", *names, "--corpus", options.corpus, *words])
 
 
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP act as Ctrl-C: trainings that are running write their checkpoints first."""
+class _StopAsInterrupt(SignalListener):
+    """SIGTERM, SIGHUP and SIGUSR1 act as Ctrl-C: trainings that are running write their checkpoints first."""
 
-    def stop(number: int, _frame: FrameType | None) -> NoReturn:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
-
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
