@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ddnn.report.figures import legend_below, legend_height, log2_axes, new_figure, save, style, tidy
 from ddnn.reproduce.cells import Cell, Metric, SpeedUp, main_accuracy, metrics_of, table_cells
-from ddnn.reproduce.comparison import Estimate, HypothesisResult, compare, degradations
+from ddnn.reproduce.comparison import HypothesisResult, compare, degradations
 from ddnn.reproduce.corpus import ReproduceConfig
 from ddnn.reproduce.records import RunRecord, TimeBreakdown
-from ddnn.reproduce.tables import Condition, Table, paper
+from ddnn.reproduce.tables import Table, paper
 from ddnn.util.files import ensure_directory, read_bytes_limited, write_text
 from ddnn.util.text import environment, plural
 
@@ -307,10 +307,6 @@ def _signed(value: float | None) -> str:
     return NONE if value is None else f"{round(value, 2) + 0.0:+.2f}"  # never -0.00
 
 
-def _interval(estimate: Estimate | None) -> str:
-    return NONE if estimate is None else f"{_signed(estimate.low)} to {_signed(estimate.high)}"
-
-
 def _mean(values: Iterable[float | None], digits: int) -> str:
     """Of those that are known."""
     found = [value for value in values if value is not None]
@@ -333,15 +329,6 @@ def _megabytes(time: TimeBreakdown) -> float | None:
     return time.bytes_sent / time.averagings / 1e6 if time.bytes_sent is not None and time.averagings else None
 
 
-def _label(condition: Condition) -> str:
-    return condition.label + (" †" if condition.extension else "")
-
-
-def _differences(result: HypothesisResult) -> str:
-    shown = [by for by in result.results if by.metric.kind != "cv" and by.difference is not None]
-    return ", ".join(f"{by.metric.label} {_signed(by.difference)}" for by in shown) or NONE
-
-
 def _published_differences(result: HypothesisResult) -> str:
     """The paper's differences, + as expected; of "many" the most GPUs that it has both conditions on."""
     asked = result.hypothesis
@@ -361,17 +348,19 @@ def _published_differences(result: HypothesisResult) -> str:
     return f"{', '.join(points)} ({plural(good, 'GPU') if good == bad else f'{good} and {bad} GPUs'})"
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower())
-
-
 def _headings(body: str) -> list[Any]:
     """Id and text of each heading of an HTML text; the text is HTML already."""
     return [(id_, type(body)(text)) for id_, text in re.findall(r'<h2 id="([a-z0-9-]*)">(.*?)</h2>', body)]
 
 
-_FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(_number, _signed, _interval, _mean, _mean_std, _percent, _megabytes, _label),
-    *(_differences, _published_differences, _slug, _headings),
-)
-FILTERS = {function.__name__.lstrip("_"): function for function in _FUNCTIONS}
+FILTERS: dict[str, Callable[..., Any]] = {
+    "number": _number,
+    "signed": _signed,
+    "mean": _mean,
+    "mean_std": _mean_std,
+    "percent": _percent,
+    "megabytes": _megabytes,
+    "published_differences": _published_differences,
+    "slug": lambda text: re.sub(r"[^a-z0-9]+", "-", text.lower()),
+    "headings": _headings,
+}
