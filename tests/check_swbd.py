@@ -23,8 +23,7 @@ from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR, read_data_dir
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.reproduce.corpus import ReproduceConfig, load_config
-from ddnn.reproduce.tables import paper
+from ddnn.reproduce.tables import ReproduceConfig, load_config, paper
 from ddnn.synth.corpus import SynthOptions, synthesize
 from ddnn.training.options import averaging_options, footprint
 from ddnn.util.errors import UserError

@@ -17,13 +17,12 @@ from typing import Any
 
 from ddnn.distributed.signals import SignalListener
 from ddnn.reproduce.cells import speed_ups
-from ddnn.reproduce.corpus import ReproduceConfig, find_corpus, load_config
 from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor
 from ddnn.reproduce.measure import with_kaldi_wer
 from ddnn.reproduce.records import RunRecord, read_records
 from ddnn.reproduce.report import build_report
 from ddnn.reproduce.runs import OutdatedRecords, OutputLayout, PlannedRun, missing_runs, plan_runs
-from ddnn.reproduce.tables import Table, select_tables
+from ddnn.reproduce.tables import ReproduceConfig, Table, find_corpus, load_config, select_tables
 from ddnn.slurm import SlurmOptions
 from ddnn.training.run_status import DBN, FINAL
 from ddnn.util.errors import UserError

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ddnn.reproduce.cells import Cell, Metric, find_cell, main_accuracy, metrics_of
-from ddnn.reproduce.corpus import ReproduceConfig
 from ddnn.reproduce.records import RunRecord
-from ddnn.reproduce.tables import BASE, Condition, Hypothesis, Table
+from ddnn.reproduce.tables import BASE, Condition, Hypothesis, ReproduceConfig, Table
 from ddnn.util.text import plural
 
 REPLICATES = 10_000

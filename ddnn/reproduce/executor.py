@@ -19,10 +19,10 @@ from typing import NamedTuple
 from ddnn.inspection.status import read_status
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce import measure
-from ddnn.reproduce.corpus import ReproduceConfig
 from ddnn.reproduce.measure import TASK, EvaluationTask
 from ddnn.reproduce.records import RunRecord, read_record, write_record
 from ddnn.reproduce.runs import OutputLayout, PlannedRun
+from ddnn.reproduce.tables import ReproduceConfig
 from ddnn.slurm import SlurmOptions
 from ddnn.slurm.job import Job, SbatchError, last_output, read_job, slurm_states
 from ddnn.slurm.submit import submit
@@ -57,26 +57,20 @@ class CorePool:
 
     def __init__(self, number: int) -> None:
         self.number = max(1, number)
-        self._free = self.number
-        self._queue: list[object] = []
-        self._changed = threading.Condition()
+        self._free = threading.Semaphore(self.number)
+        self._turn = threading.Semaphore()
 
     @contextmanager
     def acquire(self, number: int) -> Iterator[None]:
         """Waits for `number` cores, behind those who asked before, and returns them at the end of the block."""
-        number, ticket = min(number, self.number), object()
-        with self._changed:
-            self._queue.append(ticket)
-            self._changed.wait_for(lambda: self._queue[0] is ticket and self._free >= number)
-            self._queue.pop(0)
-            self._free -= number
-            self._changed.notify_all()
+        number = min(number, self.number)
+        with self._turn:
+            for _ in range(number):
+                self._free.acquire()
         try:
             yield
         finally:
-            with self._changed:
-                self._free += number
-                self._changed.notify_all()
+            self._free.release(number)
 
 
 @dataclass

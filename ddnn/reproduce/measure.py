@@ -15,10 +15,9 @@ from pathlib import Path
 from statistics import fmean
 
 from ddnn.report.measured import read_measured
-from ddnn.reproduce.corpus import TestSet, test_digest
 from ddnn.reproduce.records import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors, write_record
 from ddnn.reproduce.runs import OutputLayout, PlannedRun
-from ddnn.reproduce.tables import FrozenModel
+from ddnn.reproduce.tables import FrozenModel, TestSet, test_digest
 from ddnn.training.metrics import EpochRow, Metrics, read_metrics
 from ddnn.training.run_status import METRICS
 from ddnn.util.errors import DataError, UserError

@@ -14,9 +14,8 @@ import yaml
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.reproduce.corpus import ReproduceConfig, file_fingerprint, test_digest
 from ddnn.reproduce.records import RunRecord
-from ddnn.reproduce.tables import Table
+from ddnn.reproduce.tables import ReproduceConfig, Table, file_fingerprint, test_digest
 from ddnn.util.errors import RecipeError, UserError
 
 RESULT_VERSION = 1  # to be raised when what is computed by the same recipe changes: all runs are then trained again

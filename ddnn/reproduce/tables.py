@@ -1,21 +1,31 @@
-"""What `tables.yaml` holds: the paper's tables as conditions, numbers of workers, published figures and hypotheses."""
+"""What to run: the paper's tables, as conditions, numbers of workers, published figures and hypotheses (`tables.yaml`),
+and a corpus with its sizes, seeds and tests (`reproduce.yaml` beside its recipes)."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddnn.util.errors import UserError
+import ddnn
+from ddnn.recipe.source import first_error, read_yaml
+from ddnn.util.errors import DataError, UserError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.' -]{1,60}$")]
 Workers = Literal["all"] | tuple[Literal[1, "max"], ...]
 """Columns of a table: all sizes of the corpus, or one worker, or the corpus's `max_workers`."""
 Side = tuple[Name, Literal[1, "max"]]  # a condition and its number of workers
 BASE = "base"  # the condition that others are compared with
+FILE = "reproduce.yaml"
+README = "README.md"  # beside it, where there is one: says where the data come from
+RENAMED = {"stack": "dbn_recipe", "same": "aliases", "many": "max_workers"}
+_HINT = "docs/reproduce.md describes its keys"
 
 
 class FrozenModel(BaseModel):
@@ -93,3 +103,124 @@ def select_tables(names: tuple[str, ...]) -> tuple[Table, ...]:
         if name != "all" and name not in tables:
             raise UserError(f"there is no table {name!r}", hint=f"name one or more of: {', '.join(tables)}, all")
     return tuple(tables[name] for name in (tables if "all" in names else dict.fromkeys(names)))
+
+
+class TestSet(FrozenModel):
+    """What every model is tested on. Paths are relative to the working directory, then to the file."""
+
+    __test__ = False  # not one of pytest's
+
+    name: Name  # what the tables call it
+    data: Path  # a Kaldi data dir
+    alignments: Path | None = None  # its alignments, for the frame accuracy
+    text: Path | None = None  # the reference; with `graphs`
+    graphs: dict[Name, Path] = Field(default={})  # language model -> Kaldi graph dir; none: WERs come from Kaldi
+    model: Path | None = None  # the final.mdl that the graphs were made with
+    # Of each run the best counts.
+    acoustic_scales: tuple[Annotated[float, Field(gt=0.0, lt=100.0)], ...] = (0.07, 0.1, 0.143)
+
+
+class ReproduceConfig(FrozenModel):
+    """What to run on a corpus, which the tables call `name`."""
+
+    name: Name
+    recipes: str = "tables/{condition}.yaml"  # relative to this file; `{workers}` where each size has one of its own
+    dbn_recipe: str = "tables/base.yaml"  # of the RBMs; the runs of a seed share one DBN
+    aliases: dict[Name, Name] = Field(default={})  # condition -> the one that it equals here and whose runs it shares
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (1, 2, 3)
+    workers: tuple[Annotated[int, Field(ge=1, le=10_000)], ...]  # smallest first
+    max_workers: Annotated[int, Field(ge=2, le=10_000)]  # of tables that compare one worker with many
+    notes: dict[Name, Annotated[str, Field(max_length=4000)]] = Field(default={})  # of tables here; `all` is at the top
+    tests: tuple[TestSet, ...] = ()  # by name in the file
+
+    def recipe_name(self, condition: str) -> str:
+        """The condition whose recipe and runs count for this one."""
+        return self.aliases.get(condition, condition)
+
+
+def find_corpus(name: str) -> Path:
+    """The folder of a corpus: `recipes/NAME` in the working directory, a folder with a reproduce.yaml, that file, or
+    `recipes/NAME` in ddnn's checkout; UserError where there is none."""
+    if Path(name).name == FILE and Path(name).is_file():
+        return Path(name).parent
+    candidates = [Path("recipes", name), Path(name)]
+    if Path(name).name == name:  # in an installed package there are no recipes
+        candidates.append(Path(ddnn.__file__).parents[1] / "recipes" / name)
+    for folder in candidates:
+        if (folder / FILE).is_file():
+            return folder
+    message = f"no corpus {name!r}: neither {' nor '.join(str(folder / FILE) for folder in candidates)}"
+    hint = f"name a folder with a {FILE}, as DDNN/recipes/{Path(name).name or 'NAME'} where DDNN is ddnn's checkout"
+    raise UserError(message, location=Path.cwd(), hint=hint)
+
+
+def load_config(folder: Path) -> ReproduceConfig:
+    """Reads reproduce.yaml and resolves its paths; DataError where a value is invalid, or a path does not exist."""
+    path = folder / FILE
+    tree = _read_tree(path)
+    for old in RENAMED.keys() & tree.keys():
+        raise DataError(f"unknown key {old!r}", location=path, hint=f"the key is now called {RENAMED[old]!r}")
+    try:
+        config = ReproduceConfig.model_validate(tree)
+    except ValidationError as error:
+        raise DataError(first_error(error), location=path, hint=_HINT) from error
+    if not config.seeds or len(set(config.seeds)) < len(config.seeds):
+        raise DataError(f"seeds: {list(config.seeds)} found, expected one or more, each once", location=path)
+    if "{condition}" not in config.recipes:
+        raise DataError(f"recipes: expected {{condition}} in {config.recipes!r}", location=path, hint=_HINT)
+    sizes = list(config.workers)
+    if 1 not in sizes or config.max_workers not in sizes or sizes != sorted(set(sizes)):
+        expected = f"rising sizes with 1 and {config.max_workers} (`max_workers`) among them"
+        raise DataError(f"workers: {sizes} found, expected {expected}", location=path)
+    return config.model_copy(update={"tests": tuple(_with_absolute_paths(test, folder) for test in config.tests)})
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
+    """The file's values, nested; anchors, tags and the like are refused as in recipes."""
+    read = read_yaml(path)
+    for problem in read.problems:
+        raise DataError(problem.text, location=problem.source, hint=_HINT)
+    tree = read.nested()
+    tests = tree.get("tests")
+    if isinstance(tests, dict):  # by their names, so that no two have the same
+        tree["tests"] = [{"name": name, **test} if isinstance(test, dict) else test for name, test in tests.items()]
+    return tree
+
+
+def _with_absolute_paths(test: TestSet, folder: Path) -> TestSet:
+    if test.graphs and (test.model is None or test.text is None):
+        raise DataError(f"test {test.name}: graphs need `model` and `text`", location=folder / FILE)
+
+    def resolve(key: str, path: Path) -> Path:
+        candidates = list(dict.fromkeys((Path.cwd() / path, folder.absolute() / path)))
+        for candidate in candidates:
+            if candidate.exists():
+                return candidate.resolve()
+        source = f"; {folder / README} says where they come from" if (folder / README).is_file() else ""
+        missing = f"{path} does not exist: there is no {' and no '.join(map(str, candidates))}"
+        hint = f"run it in the folder from which this path leads to the data, or put the data there{source}"
+        raise DataError(f"tests.{test.name}.{key}: {missing}", location=folder / FILE, hint=hint)
+
+    keys = ("data", "alignments", "text", "model")
+    changes = {key: resolve(key, value) for key in keys if (value := getattr(test, key)) is not None}
+    graphs = {name: resolve(f"graphs.{name}", path) for name, path in test.graphs.items()}
+    return test.model_copy(update={**changes, "graphs": graphs})
+
+
+def test_digest(tests: Sequence[TestSet]) -> str:
+    """SHA-256 of what models are tested on and how: names and sizes of files, not the folders that hold them."""
+    fields = [
+        [t.name, list(t.acoustic_scales), [file_fingerprint(p) for p in (t.data, t.alignments, t.text, t.model)]]
+        + [[name, file_fingerprint(path)] for name, path in sorted(t.graphs.items())]
+        for t in tests
+    ]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def file_fingerprint(path: Path | None) -> list[object]:
+    """What identifies a file or folder wherever it is: its name, and the size of it or of the files directly in it, but
+    for scripts (.scp), which hold paths."""
+    if path is None:
+        return []
+    files = list(path.iterdir()) if path.is_dir() else [path]
+    return [path.name, sum(file.stat().st_size for file in files if file.is_file() and file.suffix != ".scp")]

@@ -13,8 +13,7 @@ import pytest
 from check_swbd import NO_CELLS, RECIPES, Shape, cells, check_recipe, corpus, problems
 
 from ddnn.recipe.load import load_recipe
-from ddnn.reproduce.corpus import load_config
-from ddnn.reproduce.tables import paper
+from ddnn.reproduce.tables import load_config, paper
 from ddnn.util.errors import UserError
 
 SGD = {

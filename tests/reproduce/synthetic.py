@@ -6,9 +6,8 @@ import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ddnn.reproduce.corpus import ReproduceConfig, TestSet
 from ddnn.reproduce.records import FrameMetrics, RunRecord, TimeBreakdown, WordErrors
-from ddnn.reproduce.tables import Table, paper
+from ddnn.reproduce.tables import ReproduceConfig, Table, TestSet, paper
 
 WORDS = (7, 3, 9, 1, 5, 4, 8, 6) * 5
 SPEAKERS = tuple(number // 4 for number in range(len(WORDS)))

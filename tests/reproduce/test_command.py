@@ -19,10 +19,9 @@ import pytest
 from reproduce.small import write_corpus
 
 from ddnn.reproduce.command import LOCK, ReproduceResult, exclusive
-from ddnn.reproduce.corpus import load_config
 from ddnn.reproduce.records import RunRecord, write_record
 from ddnn.reproduce.runs import OutdatedRecords, OutputLayout, PlannedRun, plan_runs
-from ddnn.reproduce.tables import select_tables
+from ddnn.reproduce.tables import load_config, select_tables
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked
 

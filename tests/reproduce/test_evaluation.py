@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from reproduce.small import TOY, write_corpus
 
-from ddnn.reproduce.corpus import load_config
 from ddnn.reproduce.executor import EVALUATION, LocalExecutor
 from ddnn.reproduce.records import read_records
 from ddnn.reproduce.runs import OutputLayout, PlannedRun, plan_runs
+from ddnn.reproduce.tables import load_config
 
 
 def local_executor(root: Path, cores: int) -> tuple[LocalExecutor, list[PlannedRun]]:

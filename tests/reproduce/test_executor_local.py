@@ -14,10 +14,10 @@ import pytest
 from reproduce.small import TOY, write_corpus
 
 from ddnn.reproduce.command import exclusive
-from ddnn.reproduce.corpus import load_config
 from ddnn.reproduce.executor import CommandFailed, CorePool, LocalExecutor, summarize
 from ddnn.reproduce.records import RunRecord, read_records, write_record
 from ddnn.reproduce.runs import OutputLayout, PlannedRun, missing_runs, plan_runs
+from ddnn.reproduce.tables import load_config
 from ddnn.util.system import usable_cores
 
 
