@@ -80,7 +80,6 @@ class BenchReport:
     results: tuple[StepBench, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return asdict(self)
 
     def as_text(self) -> str:
@@ -158,7 +157,6 @@ def run_bench(
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:
-    """What a result depends on."""
     return {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "device": str(device), "torch": torch.__version__}
 
 

@@ -49,7 +49,6 @@ class WorkersBench:
     wait_fraction: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return asdict(self)
 
     def as_text(self) -> str:

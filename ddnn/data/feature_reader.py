@@ -35,7 +35,6 @@ class FeatureConfig:
     dtype: str = "float32"  # `float32` or `float16`, of the frames in memory
 
     def width(self, dim: int) -> int:
-        """Dimension of a row of features that have `dim` dims in the archives."""
         return dim * (self.deltas + 1)
 
     def rows(self, num_frames: NDArray[np.int64]) -> int:
@@ -54,7 +53,6 @@ class FeatureSpec:
 
     @property
     def width(self) -> int:
-        """Dimension of a row."""
         return self.config.width(self.dim)
 
     @property

@@ -58,7 +58,6 @@ class ErrorFile:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the workers need in their environment."""
         return {} if self._file is None else {ERROR_FILE: f"/proc/{os.getpid()}/fd/{self._file}:{self._name}"}
 
     def read(self, killed: bool = False) -> Reports:

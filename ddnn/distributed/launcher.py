@@ -56,7 +56,6 @@ class NoRun:
         return None
 
     def is_locked(self) -> bool:
-        """Whether a worker holds the run dir."""
         return False
 
     def is_complete(self) -> bool:

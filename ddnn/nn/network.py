@@ -50,7 +50,6 @@ class Network:
 
     @property
     def input_dim(self) -> int:
-        """Dimension of the (spliced) input."""
         return self.layers[0].input_dim
 
     @property

@@ -89,7 +89,6 @@ class Scaling:
         return {**asdict(self), "plots": [str(path) for path in self.plots]}
 
     def speed_up(self, way: Way, workers: int) -> float:
-        """T(1) / T(n)."""
         way = replace(way, comm_dtype=self.comm_dtype)
         return epoch_seconds(self.constants, way, 1) / epoch_seconds(self.constants, way, workers)
 

@@ -307,7 +307,6 @@ def _signed(value: float | None) -> str:
 
 
 def _mean(values: Iterable[float | None], digits: int) -> str:
-    """Of those that are known."""
     found = [value for value in values if value is not None]
     return f"{fmean(found):.{digits}f}" if found else NONE
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def plural(number: int, noun: str) -> str:
-    """A number with its noun: 1 worker, 2 workers."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
