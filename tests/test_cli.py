@@ -264,7 +264,7 @@ def test_info_and_bench(run: Run, called: Any) -> None:
 
 
 def test_score(run: Run, called: Any) -> None:
-    from ddnn.decoding.decoder import DecodeOptions
+    from ddnn.decoding.scoring import DecodeOptions
 
     shown = {"as_json": lambda result, alignments: {"wer": 4.14, "alignments": alignments}}
     shown["render_text"] = lambda result, alignments: f"WER {alignments}\n"

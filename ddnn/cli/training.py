@@ -136,7 +136,7 @@ def score(
 ) -> None:  # fmt: skip
     """Compute word error rates without Kaldi; needs ddnn[decode]."""
     from ddnn.decoding import scoring
-    from ddnn.decoding.decoder import DecodeOptions
+    from ddnn.decoding.scoring import DecodeOptions
 
     options = DecodeOptions(acoustic_scale) if beam is None else DecodeOptions(acoustic_scale, beam=beam)
     result = scoring.score(loglikes, graph_dir=graph, model=model, text=text, options=options)

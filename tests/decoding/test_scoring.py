@@ -13,8 +13,18 @@ import pytest
 from corpora import loop_of_words, write_graph_dir, write_model
 from kaldi_files import read_matrix
 
-from ddnn.decoding.decoder import DecodeOptions, DecodingGraph, decode_utterances, read_graph
-from ddnn.decoding.scoring import UtteranceScore, align_words, as_json, read_reference, render_text, score
+from ddnn.decoding.scoring import (
+    DecodeOptions,
+    DecodingGraph,
+    UtteranceScore,
+    align_words,
+    as_json,
+    decode_utterances,
+    read_graph,
+    read_reference,
+    render_text,
+    score,
+)
 from ddnn.kaldi.archive import write_matrices
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.nnet1 import Activation, AddShift, AffineTransform, Rescale, Splice, read_nnet1

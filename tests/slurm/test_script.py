@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddnn.slurm.cluster import ClusterConfig, Placement
-from ddnn.slurm.script import JobScript, sbatch_options, script_text
+from ddnn.slurm.submit import JobScript, sbatch_options, script_text
 from ddnn.util.errors import UserError
 
 HOSTILE = "r ü $HOME`id` 'x\" %j #z;&|*~!"
