@@ -15,6 +15,9 @@ from ddnn.distributed.communicator import Communicator
 
 Result = TypeVar("Result")
 
+TIMEOUT = 60.0
+"""Seconds that a worker waits for the others: one that sends less often than they do fails, and does not hang."""
+
 
 class _Memory:
     """What `ddnn.distributed.mpi.MpiBackend` does, of one thread. Sums are made in the order of the ranks."""
@@ -72,7 +75,7 @@ class ThreadCommunicator(Communicator):
 
 def run_workers(world_size: int, work: Callable[[Communicator], Result]) -> list[Result]:
     """What `work` returns on each of so many workers. The error of one that fails ends all, and is raised."""
-    posted, together = [None] * world_size, threading.Barrier(world_size)
+    posted, together = [None] * world_size, threading.Barrier(world_size, timeout=TIMEOUT)
 
     def worker(rank: int) -> Result:
         try:
