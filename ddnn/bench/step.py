@@ -265,11 +265,8 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
 
 def matrix_products(workspace: Workspace) -> list[Factors]:
     """The factors and results of all matrix products of one training step, in its order, on memory of the sizes that
-    the step uses.
-
-    Per layer x W^T, d W (not for the first layer) and d^T x, as `Layer.gemm` has them; what a layer gives is what the
-    next reads, where it has as many values.
-    """
+    the step uses. Per layer x W^T, d W (not for the first layer) and d^T x, as `Layer.gemm` has them; what a layer
+    gives is what the next reads, where it has as many values."""
     a, frames, device = workspace.arithmetic, len(workspace.x), workspace.x.device
 
     def noise(*shape: int, dtype: torch.dtype = a.dtype) -> Tensor:
@@ -294,10 +291,8 @@ def matrix_products(workspace: Workspace) -> list[Factors]:
 
 
 def _in_turn(functions: Sequence[Callable[[], object]], device: torch.device, seconds: float) -> list[list[float]]:
-    """Seconds per call of each function, all of them in every one of `ROUNDS` rounds, in about `seconds`.
-
-    Every function gets as much of a round. Where a round takes too long for that, there are fewer.
-    """
+    """Seconds per call of each function, all of them in every one of `ROUNDS` rounds, in about `seconds`. Every
+    function gets as much of a round. Where a round takes too long for that, there are fewer."""
     for function in functions:
         seconds_per_call(function, WARM_UP, device)
     share = seconds / ROUNDS / len(functions)
