@@ -324,13 +324,10 @@ class CacheFile:
         """Compares every byte (or the blocks that are `share` of `of`) with its checksum, then checks the indices.
         `entries`: utterances of the data dir. CorruptCacheError: something is not what was written. OSError: the disk
         failed."""
-        blocks, position = [], self._start
-        for size, crc in self.metadata.blocks:
-            blocks.append((position, size, int(crc, 16)))
-            position += size
+        starts = accumulate((size for size, _ in self.metadata.blocks), initial=self._start)
+        blocks = [(start, size, int(crc, 16)) for start, (size, crc) in zip(starts, self.metadata.blocks, strict=False)]
         with ThreadPoolExecutor(threads) as pool:  # preadv and crc32 release the interpreter lock
-            for _ in pool.map(self._check_block, blocks[share::of]):
-                pass
+            list(pool.map(self._check_block, blocks[share::of]))
         self._check_indices(entries)
 
     def _check_block(self, block: tuple[int, int, int]) -> None:

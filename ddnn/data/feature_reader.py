@@ -155,18 +155,14 @@ def _read(entry: ScpEntry, frames: int, spec: FeatureSpec, reader: MatrixReader)
     """The utterance's features, of which the index takes the first `frames`."""
     features = reader.read(entry)
     if features.shape[1] != spec.dim:
-        raise DataError(
-            f"utterance {entry.key}: {features.shape[1]} dims found, {spec.dim} expected as in "
-            f"{spec.reference_utterance}",
-            location=spec.data / "feats.scp",
-            hint="all utterances of a data dir must have features of one kind",
-        )
+        expected = f"{spec.dim} expected as in {spec.reference_utterance}"
+        message = f"utterance {entry.key}: {features.shape[1]} dims found, {expected}"
+        hint = "all utterances of a data dir must have features of one kind"
+        raise DataError(message, location=spec.data / "feats.scp", hint=hint)
     if len(features) < frames:
-        raise DataError(
-            f"utterance {entry.key}: {len(features)} frames found, {frames} or more expected as when the headers were "
-            "read",
-            location=entry.location,
-            hint="do not change the archives while they are read, and give every host the same ones",
-        )
+        expected = f"{frames} or more expected as when the headers were read"
+        message = f"utterance {entry.key}: {len(features)} frames found, {expected}"
+        hint = "do not change the archives while they are read, and give every host the same ones"
+        raise DataError(message, location=entry.location, hint=hint)
     check_finite(entry.key, features, entry.location)
     return features

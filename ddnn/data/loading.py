@@ -194,9 +194,8 @@ class FeatureLoader:
         utterances = np.array([len(by_speaker[name]) for name in names], np.int64)
         share = assign_shards(utterances, range(len(names)), comm.world_size)[comm.rank]
         groups = (share[first : first + SPEAKERS_PER_TASK] for first in range(0, len(share), SPEAKERS_PER_TASK))
-        local: dict[str, NDArray[np.float64]] = {}
-        for _, stats in run((compute_cmvn_stats, {names[n]: by_speaker[names[n]] for n in group}) for group in groups):
-            local.update(stats)
+        tasks = ((compute_cmvn_stats, {names[n]: by_speaker[names[n]] for n in group}) for group in groups)
+        local = {speaker: sums for _, stats in run(tasks) for speaker, sums in stats.items()}
         for speaker, sums in local.items():
             if sums.shape[1] != dim + 1:
                 message = f"speaker {speaker}: features of {sums.shape[1] - 1} dims found, {dim} expected"
@@ -302,8 +301,8 @@ class LoaderPool:
         except (EOFError, ConnectionError) as error:
             code = self.children[connection].wait()
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
-            raise UserError(
-                f"a loading process {how}",
-                hint="read the messages before this one, and check whether memory was short; data.loader_processes: 1 "
-                "loads without such processes",
-            ) from error
+            hint = (
+                "read the messages before this one, and check whether memory was short; data.loader_processes: 1 loads "
+            )
+            hint += "without such processes"
+            raise UserError(f"a loading process {how}", hint=hint) from error

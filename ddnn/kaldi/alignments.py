@@ -78,13 +78,13 @@ def _find_jobs(path: Path) -> list[Path]:
         if not re.fullmatch(rb"[1-9][0-9]{0,8}", promised):
             raise DataError(f"expected the number of jobs, found {promised!r}", location=num_jobs)
         expected = int(promised)
-    for number in range(1, max(expected, numbers[-1]) + 1):  # ends at the first gap, however large the claim
-        if number > expected:
-            hint = "remove what an older run left there, or correct num_jobs"
-            raise DataError(f"num_jobs says {expected}, but there is ali.{numbers[-1]}.gz", location=path, hint=hint)
-        if number > len(numbers) or numbers[number - 1] != number:
-            message = f"ali.{number}.gz is missing: expected {expected} jobs, found {len(numbers)}"
-            raise DataError(message, location=path, hint="copy the missing jobs, or run the alignment again")
+    gap = min(set(range(1, len(numbers) + 2)).difference(numbers))
+    if gap <= expected:
+        message = f"ali.{gap}.gz is missing: expected {expected} jobs, found {len(numbers)}"
+        raise DataError(message, location=path, hint="copy the missing jobs, or run the alignment again")
+    if numbers[-1] > expected:
+        hint = "remove what an older run left there, or correct num_jobs"
+        raise DataError(f"num_jobs says {expected}, but there is ali.{numbers[-1]}.gz", location=path, hint=hint)
     return [path / f"ali.{number}.gz" for number in numbers]
 
 

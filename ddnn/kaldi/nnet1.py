@@ -201,32 +201,28 @@ def _check_network(components: Sequence[Component], location: Path) -> None:
     """Raises DataError unless there are components, each valid in itself, whose dims chain."""
     if not components:
         raise DataError("not a Kaldi nnet1 network: it has no component", location=location)
-    for number, component in enumerate(components, start=1):
-        _check_component(component, f"component {number} ({type(component).__name__})", location)
-    for number, (lower, upper) in enumerate(pairwise(components), start=1):
+    names = [f"component {number} ({type(component).__name__})" for number, component in enumerate(components, start=1)]
+    for name, component in zip(names, components, strict=True):
+        if problem := _problem(component):
+            raise DataError(name + problem, location=location)
+    for (below, lower), (above, upper) in pairwise(zip(names, components, strict=True)):
         if lower.output_dim != upper.input_dim:
-            raise DataError(
-                f"component {number} ({type(lower).__name__}) has the output dim {lower.output_dim}, "
-                f"but component {number + 1} ({type(upper).__name__}) the input dim {upper.input_dim}",
-                location=location,
-                hint="check that the parts of the network belong together",
-            )
+            message = f"{below} has the output dim {lower.output_dim}, but {above} the input dim {upper.input_dim}"
+            raise DataError(message, location=location, hint="check that the parts of the network belong together")
 
 
-def _check_component(component: Component, name: str, location: Path) -> None:
+def _problem(component: Component) -> str | None:
     dims = (component.output_dim, component.input_dim)
     if not all(1 <= dim <= MAX_DIM for dim in dims):
-        raise DataError(f"{name} has the dims {dims[0]} x {dims[1]}, expected 1 to {MAX_DIM}", location=location)
+        return f" has the dims {dims[0]} x {dims[1]}, expected 1 to {MAX_DIM}"
     expected = {array.name: array.shape(dims) for array in _form_of(component).arrays}
     for attribute, value in vars(component).items():
         if isinstance(value, np.ndarray) and value.shape != expected[attribute]:
-            message = f"{name}: {attribute} has the dims {value.shape}, expected {expected[attribute]}"
-            raise DataError(message, location=location)
-        if isinstance(value, np.ndarray | float):
-            with np.errstate(over="ignore", invalid="ignore"):
-                finite = np.isfinite(np.asarray(value, np.float32)).all()
-            if not finite:
-                raise DataError(f"{name}: {attribute} has a value that is not finite", location=location)
+            return f": {attribute} has the dims {value.shape}, expected {expected[attribute]}"
+        with np.errstate(over="ignore", invalid="ignore"):
+            if isinstance(value, np.ndarray | float) and not np.isfinite(np.asarray(value, np.float32)).all():
+                return f": {attribute} has a value that is not finite"
+    return None
 
 
 def read_nnet1(path: Path) -> tuple[Component, ...]:

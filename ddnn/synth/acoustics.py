@@ -185,6 +185,8 @@ def make_acoustics(rng: np.random.Generator, lexicon: Lexicon, dim: int) -> Acou
 
 Utterance = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]
 """Its word indices, transition-ids (int32 [frames]) and features (float32 [frames, dim])."""
+Voice = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
+"""A speaker's shift and scale, float32 [dim] each."""
 
 
 def _gather_ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -193,11 +195,8 @@ def _gather_ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     return ranges
 
 
-def draw_batch(
-    rng: np.random.Generator, acoustics: Acoustics, count: int, shift: npt.NDArray[np.float32],
-    scale: npt.NDArray[np.float32],
-) -> Iterator[Utterance]:  # fmt: skip
-    """Draws `count` utterances of a speaker with that shift and scale (float32 [dim] each)."""
+def draw_batch(rng: np.random.Generator, acoustics: Acoustics, count: int, voice: Voice) -> Iterator[Utterance]:
+    """Draws `count` utterances of a speaker."""
     lexicon, (low, high) = acoustics.lexicon, WORDS_PER_UTTERANCE
     num_words = rng.integers(low, high + 1, count)
     cumulative = np.cumsum(lexicon.probabilities)
@@ -220,15 +219,15 @@ def draw_batch(
     # Transition-ids as Kaldi orders them ("reorder"): the transition out of the state first, then its self-loops.
     transition_ids = np.repeat(2 * pdfs + 1, durations).astype(np.int32)
     transition_ids[np.cumsum(durations) - durations] += 1
-    features = sample_features(rng, acoustics, gaussian, shift, scale)
+    features = sample_features(rng, acoustics, gaussian, voice)
     words_of = np.split(words, np.cumsum(num_words)[:-1])
     return zip(words_of, np.split(transition_ids, starts), np.split(features, starts), strict=True)
 
 
 def sample_features(
-    rng: np.random.Generator, acoustics: Acoustics, gaussian: npt.NDArray[np.int64], shift: npt.NDArray[np.float32],
-    scale: npt.NDArray[np.float32],
-) -> npt.NDArray[np.float32]:  # fmt: skip
+    rng: np.random.Generator, acoustics: Acoustics, gaussian: npt.NDArray[np.int64], voice: Voice
+) -> npt.NDArray[np.float32]:
+    shift, scale = voice
     features = np.empty((len(gaussian), acoustics.dim), np.float32)
     unit = np.float32(1 / np.sqrt(1 + 2 * _NEIGHBOUR**2))
     step = max(1, (1 << 17) // acoustics.dim)  # a piece that fits the cache
@@ -246,8 +245,7 @@ def sample_features(
     return features
 
 
-def draw_speaker(rng: np.random.Generator, dim: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """A speaker's shift and scale, float32 [dim] each."""
+def draw_speaker(rng: np.random.Generator, dim: int) -> Voice:
     shift = rng.normal(0, _SPEAKER_SHIFT / np.sqrt(dim), dim)
     return shift.astype(np.float32), np.exp(rng.normal(0, _SPEAKER_SCALE, dim)).astype(np.float32)
 

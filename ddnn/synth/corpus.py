@@ -104,10 +104,9 @@ def _write_symbols(path: Path, symbols: list[str]) -> None:
 def _draw_utterances(model: Acoustics, seed: int, split: _Split, speaker: int) -> Iterator[Utterance]:
     """The utterances of one speaker, each of whom has an own seed."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1 + split.number, speaker)))
-    shift, scale = draw_speaker(rng, model.dim)
-    spoken = 0
+    voice, spoken = draw_speaker(rng, model.dim), 0
     while True:
-        for utterance in draw_batch(rng, model, _BATCH, shift, scale):
+        for utterance in draw_batch(rng, model, _BATCH, voice):
             yield utterance
             spoken += len(utterance[1])
             if spoken >= split.frames_each:
