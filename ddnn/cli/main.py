@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from types import TracebackType
 
@@ -14,7 +13,7 @@ import click
 
 from ddnn import __version__
 from ddnn.cli import tools, training
-from ddnn.util.errors import UserError
+from ddnn.util.errors import exit_code, user_message
 
 
 class _OrderedGroup(click.Group):
@@ -93,28 +92,9 @@ def _run() -> None:
         print("ddnn: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        said = _explain(error)
-        if said is None:
+        message = user_message(error)
+        if message is None:
             raise
-        print(f"ddnn: error: {said}", file=sys.stderr)
-        sys.exit(error.exit_code if isinstance(error, UserError) else 2)
+        print(f"ddnn: error: {message}", file=sys.stderr)
+        sys.exit(exit_code(error))
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _explain(error: Exception) -> str | None:
-    """What the user is told of an error; None of one that is a bug of ddnn."""
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError):  # a full disk behind stdout, a folder that may not be entered
-        location = "" if error.filename is None else f"\n  location: {error.filename}"
-        return f"cannot read or write: {error.strerror or error}{location}"
-    if isinstance(error, UnicodeEncodeError):  # a name from the file system in another encoding
-        found = error.object[max(error.start - 100, 0) : error.end + 20]
-        hint = "rename the file or folder, with convmv for example"
-        return f"a name is not UTF-8\n  location: {found!r}\n  hint: {hint}"
-    if isinstance(error, MemoryError):
-        return "out of memory\n  hint: data.feature_dtype: float16, or a larger machine"
-    # torch's way to say it, on CPU and GPU
-    if isinstance(error, RuntimeError) and re.search("can't allocate memory|out of memory", str(error)):
-        return f"{str(error).splitlines()[0]}\n  hint: a smaller network or minibatch"
-    return None

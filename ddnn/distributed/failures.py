@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ddnn.distributed.signals import EXIT_KILLED, EXIT_RESUMABLE
-from ddnn.util.errors import UserError
+from ddnn.util.errors import exit_code, user_message
 
 ERROR_FILE = "DDNN_ERROR_FILE"
 """Environment variable: path of the launcher's file, a colon, and the name that it must have there: on another host the
@@ -128,7 +128,7 @@ class Worker(Protocol):
 def all_stop_on_error(comm: Worker) -> Iterator[None]:
     """What runs in this block, on whichever worker it raises, ends every worker, with a message that names the one.
 
-    A UserError prints its text and ends the job with its exit code, any other exception its traceback and 1,
+    An error of the user's prints its `user_message` and ends the job with its exit code, any other its traceback and 1,
     KeyboardInterrupt 130 or its own `code`, `SystemExit(code)` other than 0 its code. A connection that breaks, since
     another worker or its node has died, ends it as that one's death does: with 137. Exceptions of threads count too.
     SystemExit(75) is for all workers to raise, and prints nothing. With a single worker nothing is changed: the
@@ -151,8 +151,6 @@ def all_stop_on_error(comm: Worker) -> Iterator[None]:
 def message_and_code(comm: Worker, error: BaseException) -> tuple[str, int]:
     """What to print of an error in this worker, and the exit code of the job."""
     worker = f"ddnn: worker {comm.rank} on {comm.host}: "
-    if isinstance(error, UserError):
-        return f"{worker}error: {error}\n", error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return f"{worker}interrupted\n", int(getattr(error, "code", 130))
     if isinstance(error, SystemExit):
@@ -163,6 +161,9 @@ def message_and_code(comm: Worker, error: BaseException) -> tuple[str, int]:
         dist is not None and isinstance(error, dist.DistError)
     ):
         return f"{worker}lost its connection to another worker: {error}\n", EXIT_KILLED
+    known = user_message(error)
+    if known is not None:
+        return f"{worker}error: {known}\n", exit_code(error)
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return f"{worker}{type(error).__name__}: {error}\n{trace}", 1
 
@@ -180,7 +181,7 @@ def _abort(comm: Worker, error: BaseException) -> None:
         if threading.current_thread() is threading.main_thread() and comm.try_barrier(EXIT_BARRIER_TIMEOUT):
             sys.exit(0 if launched else code)
     elif not report(rank=comm.rank, message=message, **({} if code == EXIT_KILLED else {"exit_code": code})):
-        if isinstance(error, UserError) and comm.rank > 0:
+        if user_message(error) is not None and comm.rank > 0:
             time.sleep(DUPLICATE_MESSAGE_DELAY)
         write_stderr_and_drain(message)
     comm.abort(code)

@@ -1,7 +1,9 @@
-"""Errors that a user can fix. The command line prints them without a traceback and ends with exit code 2."""
+"""Errors that a user can fix. They end a command with a message and their `exit_code`, without a traceback: with one
+worker in `ddnn.cli.main`, with several in `ddnn.distributed.failures`."""
 
 from __future__ import annotations
 
+import re
 from os import PathLike
 
 
@@ -36,3 +38,29 @@ class DivergedError(UserError):
     """A training or pretraining diverged: a loss or all workers' parameters are not finite."""
 
     exit_code = 3
+
+
+def user_message(error: BaseException) -> str | None:
+    """What the user is told of an error; None of one that is a bug of ddnn."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):  # a full disk behind stdout, a folder that may not be entered
+        location = "" if error.filename is None else f"\n  location: {error.filename}"
+        return f"cannot read or write: {error.strerror or error}{location}"
+    if isinstance(error, UnicodeEncodeError):  # a name from the file system in another encoding
+        found = error.object[max(error.start - 100, 0) : error.end + 20]
+        hint = "rename the file or folder, with convmv for example"
+        return f"a name is not UTF-8\n  location: {found!r}\n  hint: {hint}"
+    if isinstance(error, MemoryError):
+        return "out of memory\n  hint: data.feature_dtype: float16, or a larger machine"
+    # torch's way to say it, on CPU and GPU
+    if isinstance(error, RuntimeError) and re.search("can't allocate memory|out of memory", str(error)):
+        return f"{str(error).splitlines()[0]}\n  hint: a smaller network or minibatch"
+    return None
+
+
+def exit_code(error: BaseException) -> int:
+    """Of the command that `error` ends: 2, 3 where a training diverged, 1 for a bug of ddnn."""
+    if isinstance(error, UserError):
+        return error.exit_code
+    return 1 if user_message(error) is None else 2

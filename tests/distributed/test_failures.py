@@ -172,6 +172,12 @@ def test_messages_name_the_worker() -> None:
     )
     assert message_and_code(comm, KeyboardInterrupt())[1] == 130
     assert message_and_code(comm, DivergedError("the loss is nan"))[1] == 3
+    assert message_and_code(comm, RuntimeError("CUDA out of memory. Tried 2 GiB\nmore"))[1] == 2, "as with one worker"
+    assert message_and_code(comm, OSError(28, "No space left on device", "x")) == (
+        "ddnn: worker 3 on node7: error: cannot read or write: No space left on device\n  location: x\n",
+        2,
+    )
+    assert message_and_code(comm, RuntimeError("shapes do not fit"))[1] == 1
     assert message_and_code(comm, dist.DistError("connection reset"))[1] == EXIT_KILLED
     assert [message_and_code(comm, SystemExit(code))[1] for code in (None, 0, 5, "text")] == [0, 0, 5, 1]
 
