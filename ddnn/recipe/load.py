@@ -11,22 +11,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from ddnn.recipe import source
 from ddnn.recipe.keys import REQUIRED, keys, keys_of, sections, suggest_key
-from ddnn.recipe.schema import VARIANTS, CrossValidationConfig, ParallelConfig, PretrainConfig, Recipe, ScheduleConfig
-from ddnn.recipe.source import (
-    MOST_PROBLEMS,
-    SourceTree,
-    SourceValue,
-    configs_folder,
-    exists,
-    format_key,
-    format_value,
-    listed,
-    nested,
-    parse_setting,
-    read_yaml,
-    shipped_fragments,
-)
+from ddnn.recipe.schema import VARIANTS, ParallelConfig, PretrainConfig, Recipe
+from ddnn.recipe.source import SourceTree, SourceValue
 from ddnn.util.errors import RecipeError
 
 MOST_FILES = 20  # that a recipe may include, directly or not
@@ -41,7 +29,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
     tree = SourceTree()
     _read_with_includes(path, tree, [])
     for setting in overrides:
-        given = parse_setting(setting)
+        given = source.parse_setting(setting)
         tree.problems += given.problems
         own = {name: value for name, value in given.values.items() if name.partition(".")[0] != "include"}
         if len(own) < len(given.values):
@@ -49,7 +37,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
         tree.values |= own
     recipe = _build(path, tree, must_exist)
     if recipe is None or tree.problems:
-        raise RecipeError(listed(tree.problems, "problems in the recipe", MOST_PROBLEMS), location=path)
+        raise RecipeError(source.listed(tree.problems, "problems in the recipe", source.MOST_PROBLEMS), location=path)
     return recipe
 
 
@@ -59,7 +47,7 @@ def dump_recipe(recipe: Recipe) -> str:
     read."""
     values = {name: get_value(recipe, name) for name in keys() if is_read(recipe, name)}
     plain = {n: str(v) if isinstance(v, Path) else v for n, v in values.items() if v is not None}
-    return yaml.safe_dump(nested(plain), sort_keys=False, allow_unicode=True, width=10_000)
+    return yaml.safe_dump(source.nested(plain), sort_keys=False, allow_unicode=True, width=10_000)
 
 
 def get_value(recipe: Recipe, name: str) -> Any:
@@ -74,7 +62,7 @@ def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: 
     """Adds a recipe or fragment to `tree`, after what it includes. `files` are all that have been read, `chain` those,
     resolved, that led here."""
     files.append(path)
-    found = read_yaml(path)
+    found = source.read_yaml(path)
     tree.problems += found.problems
     include = found.values.pop("include", SourceValue(None, ""))
     for name in [name for name in found.values if name.startswith("include.")]:
@@ -85,10 +73,10 @@ def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: 
         if len(files) >= MOST_FILES:
             tree.refuse(f"include: more than {MOST_FILES} files in all", include.source, unread=True)
             break
-        tried = [path.parent / wanted, configs_folder() / wanted]
-        fragment = next(filter(exists, tried), None)
+        tried = [path.parent / wanted, source.configs_folder() / wanted]
+        fragment = next(filter(source.exists, tried), None)
         if fragment is None:
-            known = ", ".join(shipped_fragments()) or "none"
+            known = ", ".join(source.shipped_fragments()) or "none"
             text = f"include: {wanted} is neither {tried[0]} nor {tried[1]}; ddnn comes with {known}"
             tree.refuse(text, include.source, unread=True)
         elif fragment.resolve() in chain:
@@ -105,14 +93,13 @@ def _included(include: SourceValue, tree: SourceTree) -> list[str]:
         return []
     if all(isinstance(name, str) and name and "\0" not in name for name in wanted):
         return wanted
-    text = f"include: {format_value(include.value)} found, expected a file name or a list of them"
+    text = f"include: {source.format_value(include.value)} found, expected a file name or a list of them"
     tree.refuse(text, include.source, unread=True)
     return []
 
 
 def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
     """The recipe. Problems are added to `tree`; wrong values are not used, so that the rest is still checked."""
-    unread = tree.unread
     sound = _known(tree)
     for name, given in list(sound.items()):
         if keys()[name].is_path and isinstance(given.value, str):
@@ -126,17 +113,18 @@ def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
     while recipe is None:
         try:
             plain = {name: given.value for name, given in sound.items()}
-            recipe = Recipe.model_validate(nested({"data": {}} | plain), strict=True)
+            recipe = Recipe.model_validate(source.nested({"data": {}} | plain), strict=True)
         except ValidationError as error:
             found_now = {name: detail["type"] for detail in error.errors() if (name := _key_of(detail)) not in wrong}
             if not wrong:  # what a second look finds follows from the values that were taken out after the first
-                _report(found_now, sound, path, tree, unread)
+                for name, kind in found_now.items():
+                    _refuse(name, kind, sound, path, tree)
             wrong |= found_now
             for name in found_now:
                 sound.pop(name, None)
                 if keys()[name].default is REQUIRED:
                     sound[name] = SourceValue(Path("/"), "")
-    if unread:
+    if tree.unread:
         return None
     for name, complaint in contradictions(recipe):
         if name not in wrong:
@@ -152,24 +140,21 @@ def _key_of(detail: ErrorDetails) -> str:
     return ".".join((section, *below))
 
 
-def _report(
-    found: Mapping[str, str], sound: Mapping[str, SourceValue], path: Path, tree: SourceTree, unread: bool
-) -> None:
-    """Adds a problem for each key in `found` (with pydantic's type of error), in the order of the error."""
-    for name, kind in found.items():
-        key = keys()[name]
-        if kind == "missing":
-            if not unread:
-                tree.refuse(f"{name}: missing, expected {key.expects}. {key.meaning}", str(path))
-        elif kind == "extra_forbidden":
-            section = name.rpartition(".")[0]
-            chooser, default = VARIANTS[section]
-            chosen = sound[f"{section}.{chooser}"].value if f"{section}.{chooser}" in sound else default
-            text = f"{name}: never read by {chosen}, only by {' or '.join(key.variants)}"
-            tree.refuse(f"{text}; remove it, set it to null, or change {section}.{chooser}", sound[name].source)
-        elif name in sound:
-            given = sound[name]
-            tree.refuse(f"{name}: {format_value(given.value)} found, expected {key.expects}", given.source)
+def _refuse(name: str, kind: str, sound: Mapping[str, SourceValue], path: Path, tree: SourceTree) -> None:
+    """Adds the problem with a key; `kind` is pydantic's type of error."""
+    key = keys()[name]
+    if kind == "missing":
+        if not tree.unread:
+            tree.refuse(f"{name}: missing, expected {key.expects}. {key.meaning}", str(path))
+    elif kind == "extra_forbidden":
+        section = name.rpartition(".")[0]
+        chooser, default = VARIANTS[section]
+        chosen = sound[f"{section}.{chooser}"].value if f"{section}.{chooser}" in sound else default
+        text = f"{name}: never read by {chosen}, only by {' or '.join(key.variants)}"
+        tree.refuse(f"{text}; remove it, set it to null, or change {section}.{chooser}", sound[name].source)
+    elif name in sound:
+        given = sound[name]
+        tree.refuse(f"{name}: {source.format_value(given.value)} found, expected {key.expects}", given.source)
 
 
 def _known(tree: SourceTree) -> dict[str, SourceValue]:
@@ -182,7 +167,7 @@ def _known(tree: SourceTree) -> dict[str, SourceValue]:
                 known[name] = given
         elif name in sections():
             if given.value is not None and given.value != {}:
-                text = f"{name}: {format_value(given.value)} found, expected a mapping of {', '.join(keys_of(name))}"
+                text = f"{name}: {source.format_value(given.value)} found, expected a mapping of {', '.join(keys_of(name))}"
                 tree.refuse(text, given.source)
         else:
             parts = name.split(".")
@@ -193,8 +178,8 @@ def _known(tree: SourceTree) -> dict[str, SourceValue]:
             if wrong in keys():
                 text = f"{wrong}: a mapping found, expected {keys()[wrong].expects}"
             else:
-                meant = f"; {suggest_key(wrong)}" if len(reported) < MOST_PROBLEMS else ""
-                text = f"{format_key(wrong)}: unknown key{meant}"
+                meant = f"; {suggest_key(wrong)}" if len(reported) < source.MOST_PROBLEMS else ""
+                text = f"{source.format_key(wrong)}: unknown key{meant}"
             reported.add(wrong)
             tree.refuse(text, given.source)
     return known
@@ -203,10 +188,10 @@ def _known(tree: SourceTree) -> dict[str, SourceValue]:
 def _find_path(text: str, folder: Path, must_exist: bool) -> Path | str:
     """The absolute path that a recipe's path means, or what is wrong with it."""
     if not text or "\0" in text:
-        return f"{format_value(text)} found, expected a path"
+        return f"{source.format_value(text)} found, expected a path"
     tried = [Path(text)] if Path(text).is_absolute() else [Path.cwd() / text, folder.absolute() / text]
     for candidate in tried:
-        if exists(candidate):
+        if source.exists(candidate):
             return _tidy(candidate)
     if not must_exist:
         return _tidy(tried[0])
@@ -218,7 +203,7 @@ def _find_path(text: str, folder: Path, must_exist: bool) -> Path | str:
 def _tidy(path: Path) -> Path:
     """Without `..`, unless that would name another file because of a symbolic link."""
     tidy = Path(os.path.normpath(path))
-    return tidy if not exists(path) or (exists(tidy) and tidy.samefile(path)) else path
+    return tidy if not source.exists(path) or (source.exists(tidy) and tidy.samefile(path)) else path
 
 
 Complaint = tuple[str, str]  # A dotted key and what is wrong with it, with a hint how to fix it
@@ -226,9 +211,19 @@ Complaint = tuple[str, str]  # A dotted key and what is wrong with it, with a hi
 
 def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     """All that is contradictory in a recipe whose single values are sound."""
-    yield from _cross_validation(recipe.data.cv)
+    cv, schedule = recipe.data.cv, recipe.schedule
+    ways = {"fraction": cv.fraction, "speakers": cv.speakers, "data": cv.data or cv.alignments}
+    given = [f"data.cv.{key}" for key, value in ways.items() if value is not None]
+    if len(given) > 1:
+        ways_are = "these are different ways to hold out data: keep one, set the others to null"
+        yield given[0], f"given together with {' and '.join(given[1:])}; {ways_are}"
+    for key, other in (("data", "alignments"), ("alignments", "data")):
+        if getattr(cv, key) is not None and getattr(cv, other) is None:
+            yield f"data.cv.{key}", f"needs data.cv.{other}; give both, or neither"
     yield from _pretrain(recipe)
-    yield from _schedule(recipe.schedule)
+    if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
+        most = f"at most schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"
+        yield "schedule.final_learning_rate", f"{schedule.final_learning_rate:g} found, expected {most}"
     yield from _parallel(recipe.parallel)
 
 
@@ -239,17 +234,6 @@ def is_read(recipe: Recipe, key: str) -> bool:
     if section == "parallel" and last in _unread_parallel(recipe.parallel):
         return False
     return section not in VARIANTS or hasattr(getattr(recipe, section), last)
-
-
-def _cross_validation(cv: CrossValidationConfig) -> Iterator[Complaint]:
-    ways = {"fraction": cv.fraction, "speakers": cv.speakers, "data": cv.data or cv.alignments}
-    given = [f"data.cv.{key}" for key, value in ways.items() if value is not None]
-    if len(given) > 1:
-        ways_are = "these are different ways to hold out data: keep one, set the others to null"
-        yield given[0], f"given together with {' and '.join(given[1:])}; {ways_are}"
-    for key, other in (("data", "alignments"), ("alignments", "data")):
-        if getattr(cv, key) is not None and getattr(cv, other) is None:
-            yield f"data.cv.{key}", f"needs data.cv.{other}; give both, or neither"
 
 
 def _unread_pretrain(recipe: Recipe) -> dict[str, str]:
@@ -276,12 +260,6 @@ def _pretrain(recipe: Recipe) -> Iterator[Complaint]:
         yield "pretrain.epochs", f"{len(epochs)} numbers found, expected at most one for each of {layers} RBMs"
     if layers == 0:
         yield "model.hidden_layers", "0 found, expected 1 or more: there is nothing to pretrain"
-
-
-def _schedule(schedule: ScheduleConfig) -> Iterator[Complaint]:
-    if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
-        most = f"at most schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"
-        yield "schedule.final_learning_rate", f"{schedule.final_learning_rate:g} found, expected {most}"
 
 
 def _unread_parallel(parallel: ParallelConfig) -> dict[str, str]:

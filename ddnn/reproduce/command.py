@@ -6,7 +6,7 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor
 from ddnn.reproduce.measure import with_kaldi_wer
 from ddnn.reproduce.records import RunRecord, read_records
 from ddnn.reproduce.report import build_report
-from ddnn.reproduce.runs import OutdatedRecords, OutputLayout, PlannedRun, missing_runs, plan_runs
+from ddnn.reproduce.runs import OutputLayout, PlannedRun, describe_outdated, missing_runs, outdated_records, plan_runs
 from ddnn.reproduce.tables import ReproduceConfig, Table, find_corpus, load_config, select_tables
 from ddnn.slurm import SlurmOptions
 from ddnn.training.run_status import DBN, FINAL
@@ -61,7 +61,7 @@ class ReproduceResult:
     records: int  # how many of the runs have one that counts
     missing: tuple[str, ...]  # runs that have none
     not_selected: tuple[str, ...]  # those of the missing that --seeds and --workers exclude
-    outdated: OutdatedRecords
+    outdated: Mapping[str, Sequence[str]]  # `outdated_records`
     errors: tuple[str, ...] = ()  # why runs failed, a sentence each
     files: tuple[Path, ...] = ()  # that were written
     summary: Mapping[str, object] | None = None  # of the report, for `--json`
@@ -71,7 +71,7 @@ class ReproduceResult:
     def as_dict(self) -> dict[str, object]:
         return {
             **{name: getattr(self, name) for name in ("tables", "records", "missing", "not_selected")},
-            **{f"outdated_{why}": names for why, names in self.outdated._asdict().items()},
+            **{f"outdated_{why}": names for why, names in self.outdated.items()},
             "errors": self.errors,
             "files": [str(path) for path in self.files],
             **({} if self.jobs is None else {"jobs": self.jobs.to_dict()}),
@@ -81,7 +81,8 @@ class ReproduceResult:
 
     def as_text(self) -> str:
         template = environment().overlay(finalize=None).get_template("reproduce.txt.j2")
-        return template.render(result=self, most=MAX_LINES).rstrip("\n")
+        lines = describe_outdated(self.outdated)
+        return template.render(result=self, outdated=lines, most=MAX_LINES).rstrip("\n")
 
     def raise_errors(self) -> None:
         """UserError where runs failed for a reason that the user must fix."""
@@ -140,7 +141,7 @@ def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], 
         records=len(plan.runs) - len(missing),
         missing=missing,
         not_selected=tuple(run.name for run in missing_runs(others, records)),
-        outdated=OutdatedRecords.of(plan.runs, records),
+        outdated=outdated_records(plan.runs, records),
         errors=tuple(errors),
         jobs=jobs,
     )
@@ -163,16 +164,12 @@ def _make_plan(names: tuple[str, ...], options: Options) -> _Plan:
     if absent and not options.dry_run:
         message = f"not installed: {', '.join(absent)}: the models could not be decoded, or the plots not drawn"
         raise UserError(message, hint="pip install 'ddnn[decode,report]'")
-    chosen = {
-        "--seeds": (options.seeds or config.seeds, config.seeds),
-        "--workers": (options.workers or config.workers, config.workers),
-    }
-    for option, (values, known) in chosen.items():
+    seeds, sizes = options.seeds or config.seeds, options.workers or config.workers
+    for option, values, known in (("--seeds", seeds, config.seeds), ("--workers", sizes, config.workers)):
         if unknown := sorted(set(values) - set(known)):
             message = f"{unknown[0]} found, the corpus has {', '.join(map(str, known))}"
             raise UserError(message, location=option, hint="name some of these")
     runs = plan_runs(config, folder, tables)
-    (seeds, _), (sizes, _) = chosen.values()
     selected = [run for run in runs if run.seed in seeds and run.workers in sizes]
     if runs and not selected:
         numbers = ({run.seed for run in runs}, {run.workers for run in runs})
@@ -257,7 +254,7 @@ def _execute(
     options, runs, start = plan.options, plan.to_execute(records), time.monotonic()
     recorded = len(plan.runs) - len(missing_runs(plan.runs, records))
     report(f"{len(plan.runs)} runs, {recorded} recorded; {len(runs)} to execute in {plan.layout.output_dir}")
-    for line in OutdatedRecords.of(runs, records).to_lines() if not options.dry_run else ():
+    for line in describe_outdated(outdated_records(runs, records)) if not options.dry_run else ():
         report(line)
     # Where jobs are submitted there are rarely GPUs.
     device = options.device if options.slurm is None or options.device == "cpu" else "auto"

@@ -248,16 +248,12 @@ def _compare_by(metric: Metric, better: Cell, worse: Cell, given: Verdict | None
             difference = estimate.difference
         elif pooled:
             estimate, why = None, pooled
-    return MetricResult(
-        metric,
-        fmean(good[seed] for seed in common) if common else None,
-        fmean(bad[seed] for seed in common) if common else None,
-        len(common),
-        difference,
-        estimate,
-        resampled if estimate is not None else "",
-        given or (Verdict("not tested", why) if estimate is None else _verdict(estimate)),
-    )
+    means = [fmean(side[seed] for seed in common) if common else None for side in (good, bad)]
+    if estimate is None:
+        resampled, verdict = "", Verdict("not tested", why)
+    else:
+        verdict = _verdict(estimate)
+    return MetricResult(metric, *means, len(common), difference, estimate, resampled, given or verdict)
 
 
 def _verdict(estimate: Estimate) -> Verdict:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -126,28 +126,27 @@ def missing_runs(runs: Sequence[PlannedRun], records: Mapping[str, RunRecord]) -
     return [run for run in runs if not run.is_recorded(records)]
 
 
-class OutdatedRecords(NamedTuple):
-    """Names of runs with a record that does not count: of another recipe or other data; of a model tested otherwise."""
+_OUTDATED = {
+    "recipe": ("of another recipe or other data", "their runs are trained again"),
+    "tests": ("evaluated on other tests", "their runs are evaluated again, or trained again if the run dirs are gone"),
+}
 
-    recipe: tuple[str, ...]
-    tests: tuple[str, ...]
 
-    @classmethod
-    def of(cls, runs: Sequence[PlannedRun], records: Mapping[str, RunRecord]) -> OutdatedRecords:
-        outdated = [run for run in missing_runs(runs, records) if run.name in records]
-        recipe = tuple(run.name for run in outdated if records[run.name].recipe != run.digest)
-        return cls(recipe, tuple(run.name for run in outdated if run.name not in recipe))
+def outdated_records(runs: Sequence[PlannedRun], records: Mapping[str, RunRecord]) -> dict[str, list[str]]:
+    """Names of the runs with a record that does not count: by `recipe`, of another recipe or other data; by `tests`, of
+    a model tested otherwise."""
+    outdated: dict[str, list[str]] = {why: [] for why in _OUTDATED}
+    for run in missing_runs(runs, records):
+        if run.name in records:
+            outdated["tests" if records[run.name].recipe == run.digest else "recipe"].append(run.name)
+    return outdated
 
-    def to_lines(self) -> list[str]:
-        """What is done about them, in words."""
-        again = "their runs are evaluated again, or trained again if the run dirs are gone"
-        groups = (
-            (self.recipe, "of another recipe or other data", "their runs are trained again"),
-            (self.tests, "evaluated on other tests", again),
-        )
-        return [
-            f"records {why}: {len(names)}, which do not count; {consequence}: {', '.join(names[:5])}"
-            + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            for names, why, consequence in groups
-            if names
-        ]
+
+def describe_outdated(outdated: Mapping[str, Sequence[str]]) -> list[str]:
+    """What is done about them, in words."""
+    return [
+        f"records {_OUTDATED[why][0]}: {len(names)}, which do not count; {_OUTDATED[why][1]}: {', '.join(names[:5])}"
+        + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        for why, names in outdated.items()
+        if names
+    ]

@@ -20,7 +20,7 @@ from reproduce.small import write_corpus
 
 from ddnn.reproduce.command import LOCK, ReproduceResult, exclusive
 from ddnn.reproduce.records import RunRecord, write_record
-from ddnn.reproduce.runs import OutdatedRecords, OutputLayout, PlannedRun, plan_runs
+from ddnn.reproduce.runs import OutputLayout, PlannedRun, plan_runs
 from ddnn.reproduce.tables import load_config, select_tables
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked
@@ -178,7 +178,7 @@ def test_a_report_is_called_as_it_is_given_without_its_ending(tmp_path: Path, ru
 def test_what_failed_is_reported_with_one_hint() -> None:
     def raised(*errors: str) -> str:
         with pytest.raises(UserError) as error:
-            ReproduceResult(("table6",), 0, (), (), OutdatedRecords((), ()), errors).raise_errors()
+            ReproduceResult(("table6",), 0, (), (), {}, errors).raise_errors()
         return str(error.value)
 
     assert raised("base-1-1: it broke\n  hint: repair it").count("hint:") == 1

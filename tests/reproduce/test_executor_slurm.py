@@ -17,7 +17,7 @@ from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.command import ReproduceResult, exclusive
 from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor
 from ddnn.reproduce.records import RunRecord, read_records, write_record
-from ddnn.reproduce.runs import OutdatedRecords, OutputLayout, missing_runs, plan_runs
+from ddnn.reproduce.runs import OutputLayout, missing_runs, plan_runs
 from ddnn.reproduce.tables import load_config
 from ddnn.slurm import SlurmOptions
 from ddnn.training.run_status import DBN
@@ -105,7 +105,7 @@ def test_each_run_gets_one_job_after_that_of_its_stack(slurm: Slurm, tmp_path: P
     dry, _ = submit(folder, out, dry_run=True)
     assert list(dry.submitted) == ["dbn-1", "sgd-1-1", "base-1-1", "sgd-2-1", "base-2-1"]
     assert not out.exists() and slurm.calls == []
-    told = ReproduceResult(("toy",), 0, (), (), OutdatedRecords((), ()), jobs=dry).as_text()
+    told = ReproduceResult(("toy",), 0, (), (), {}, jobs=dry).as_text()
     assert "\njobs: 5 would be submitted, 0 pending, 0 running, 0 finished, 0 diverged, 0 ended without" in told
 
     jobs, problems = submit(folder, out)
