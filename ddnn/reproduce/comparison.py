@@ -248,12 +248,12 @@ def _compare_by(metric: Metric, better: Cell, worse: Cell, given: Verdict | None
             difference = estimate.difference
         elif pooled:
             estimate, why = None, pooled
-    means = [fmean(side[seed] for seed in common) if common else None for side in (good, bad)]
+    good_mean, bad_mean = (fmean(side[seed] for seed in common) if common else None for side in (good, bad))
     if estimate is None:
         resampled, verdict = "", Verdict("not tested", why)
     else:
         verdict = _verdict(estimate)
-    return MetricResult(metric, *means, len(common), difference, estimate, resampled, given or verdict)
+    return MetricResult(metric, good_mean, bad_mean, len(common), difference, estimate, resampled, given or verdict)
 
 
 def _verdict(estimate: Estimate) -> Verdict:
