@@ -43,14 +43,6 @@ DTYPES = {
 """What a checkpoint holds, and its name in safetensors."""
 
 
-@dataclass(frozen=True)
-class TrainerState:
-    """The tensors of a checkpoint by name: dtypes as in DTYPES, any shape, any device."""
-
-    global_: dict[str, Tensor]  # identical on all ranks; only rank 0's is written
-    rank: dict[str, Tensor]  # of this rank alone
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckpointHandle(CheckpointSummary):
     """A checkpoint in the folder `path`, of which this rank has verified what it needs, and the ranks together everything.
@@ -84,18 +76,20 @@ class CheckpointStore:
         self.directory, self.keep_last, self.comm = directory, keep_last, comm
         self._corrupt: set[int] = set()
 
-    def save(self, metadata: dict[str, Any], state: TrainerState) -> bool:
+    def save(self, metadata: dict[str, Any], shared: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
         """Collective: writes a checkpoint, completely or not at all; then removes the oldest, corrupt ones first.
 
         Args:
             metadata: JSON, but for tuples (read as lists) and floats that are not finite. Matters on rank 0 only.
+            shared: tensors that are identical on all ranks, dtypes as in DTYPES; only rank 0's are written.
+            own: the tensors of this rank.
 
         Returns:
             Whether it was written; the same on all ranks. If not (the disk is full), rank 0 has logged a warning,
             nothing is left of it, and the older checkpoints are as they were.
         """
         number, failure, is_rank0 = 0, "", self.comm.rank == 0
-        tensors = {rank_file(self.comm.rank): state.rank, **({GLOBAL: state.global_} if is_rank0 else {})}
+        tensors = {rank_file(self.comm.rank): own, **({GLOBAL: shared} if is_rank0 else {})}
         try:
             number = self._on_rank0(self._begin)
             files = self._on_all_ranks(lambda: self._write_tensors(number, tensors))

@@ -17,7 +17,6 @@ from ddnn.optim.ng_sgd import NgSgdOptions
 from ddnn.optim.schedule import Exponential, Newbob, Schedule
 from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig, Section
-from ddnn.training.trainer import Warmup
 from ddnn.util.errors import RecipeError
 from ddnn.util.progress import progress_bar
 
@@ -50,12 +49,6 @@ def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> Averag
     """How the workers of a training average; `momentum` is the optimizer's."""
     options = _taken(AveragingOptions, parallel)
     return options if momentum else replace(options, local_momentum="keep")
-
-
-def warmup(recipe: Recipe) -> Warmup:
-    """The warm-up of several workers; a single one has none."""
-    parallel = recipe.parallel
-    return Warmup(parallel.warmup if parallel.workers > 1 else "none", parallel.warmup_minibatches)
 
 
 def optimizer_options(recipe: OptimizerConfig) -> SgdOptions:

@@ -16,14 +16,13 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddnn.averaging.averager import NoAveraging, make_averager
+from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.data.batches import Sampler, SequentialSampler, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import STATISTICS_UTTERANCES, FrameSubset
@@ -37,7 +36,7 @@ from ddnn.nn.network import Network, Workspace
 from ddnn.nn.rbm import Cd1Options, Rbm, cd1_step
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import AveragingConfig, CrossValidationConfig, NewbobConfig, PretrainConfig, Recipe, SgdConfig
-from ddnn.training.checkpoint import CheckpointHandle, TrainerState
+from ddnn.training.checkpoint import CheckpointHandle
 from ddnn.training.metrics import PretrainRow, throughput
 from ddnn.training.options import model_features
 from ddnn.training.run_dir import RunDir
@@ -58,24 +57,39 @@ def epochs_for_rbm(config: PretrainConfig, index: int, frames: int) -> int:
     return (2 if index == 0 else 1) * max(1, round(config.hours * FRAMES_PER_HOUR / frames))
 
 
-@dataclass
 class RbmTrainer:
-    """All parts of the training of one RBM on this worker. `error`, `frames`: reconstruction error of the epoch under
-    way on this worker, 0-dim float64, and its frames. `total_error`, `total_frames`: of all finished epochs and
-    workers."""
+    """All parts of the training of RBM `index` (from 0) on this worker: on the outputs of the layers `below` it, untrained.
+    `error`, `frames`: reconstruction error of the epoch under way on this worker, 0-dim float64, and its frames.
+    `total_error`, `total_frames`: of all finished epochs and workers."""
 
-    index: int  # of the RBM, from 0
-    rbm: Rbm
-    options: Cd1Options
-    generator: torch.Generator
-    inputs: HiddenRepresentation  # its visible units, a minibatch at a time
-    averager: NoAveraging  # averages `rbm.parameters`
-    checkpoints: CheckpointPolicy
-    run: RunDir
-    num_epochs: int
-
-    def __post_init__(self) -> None:
-        self.progress = TrainingProgress()
+    def __init__(
+        self,
+        recipe: Recipe,
+        index: int,
+        frames: FrameSubset,
+        below: AcousticModel,
+        run: RunDir,
+        checkpoints: CheckpointPolicy,
+        comm: Communicator,
+    ) -> None:
+        """Collective."""
+        self.index, self.run, self.checkpoints, self.progress = index, run, checkpoints, TrainingProgress()
+        config, device = recipe.pretrain, frames.indices.device
+        seed = (recipe.seed * 1_000_003 + 7919 * (index + 1)) % 2**63
+        self.generator = torch.Generator(device).manual_seed(seed)
+        visible = below.network.output_dim if index else below.transform.output_dim
+        mean = mean_activation(below, frames, comm) if index else None
+        rate = config.learning_rate if index else config.gaussian_learning_rate
+        self.options = Cd1Options(rate, l2=config.l2, kaldi_momentum=config.kaldi_momentum)
+        self.rbm = Rbm(visible, recipe.model.hidden_units, self.generator, mean)
+        if comm.rank:  # another draw of the hidden units; an odd factor keeps the ranks apart
+            self.generator.manual_seed((seed + comm.rank * 2_654_435_761) % 2**63)
+        sampler = ShuffledSampler(frames, config.minibatch_size, seed=recipe.seed, rank=comm.rank)
+        self.inputs = HiddenRepresentation(below, frames, sampler, comm)
+        period, transport = recipe.parallel.averaging_period, recipe.parallel.gpu_transport
+        averaging = AveragingOptions(averaging_period=period, scale_learning_rate=False, gpu_transport=transport)
+        self.averager = make_averager(averaging, comm, self.rbm, self.rbm, config.minibatch_size)
+        self.num_epochs = epochs_for_rbm(config, index, int(sum(comm.all_gather_object(len(frames)))))
         self.error = torch.zeros((), dtype=torch.float64, device=self.rbm.parameters.device)
         self.frames, self.total_error, self.total_frames = 0, 0.0, 0
 
@@ -137,8 +151,8 @@ class RbmTrainer:
         name = f"rbm {self.index + 1} epoch {epoch}/{self.num_epochs}"
         return progress.remaining(batches, self.inputs.batch_size, self.run, name)
 
-    def capture(self) -> tuple[dict[str, Any], TrainerState]:
-        """Metadata and state for a checkpoint. Tensors of each rank: `rbm.*`, `generator` (its state, uint8),
+    def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+        """Metadata, global tensors (none) and those of this rank, for a checkpoint: `rbm.*`, `generator` (its state, uint8),
         `averager.*`, `sums` (4,) float64: error and frames of the epoch, error and frames of all epochs before."""
         progress, rbm = self.progress, self.rbm
         sums = [self.error.item(), self.frames, self.total_error, self.total_frames]
@@ -149,7 +163,7 @@ class RbmTrainer:
             **prefixed("averager", self.averager.state_dict()),
         }
         metadata = {name: getattr(progress, name) for name in ("epoch", "minibatch", "num_minibatches")}
-        return {"rbm": self.index + 1, **metadata, "seconds": progress.elapsed()}, TrainerState({}, rank)
+        return {"rbm": self.index + 1, **metadata, "seconds": progress.elapsed()}, {}, rank
 
     def restore(self, handle: CheckpointHandle) -> None:
         """Restores what was captured; DataError where it does not fit."""
@@ -242,7 +256,7 @@ def pretrain_dbn(
             dbn.check_features(frames.dataset.dim, path)
             log.info("rbm %d: finished before", index + 1)
             continue
-        trainer = make_rbm_trainer(recipe, index, frames, dbn, run, checkpoints, comm)
+        trainer = RbmTrainer(recipe, index, frames, dbn, run, checkpoints, comm)
         if handle is not None and handle.metadata.get("rbm") == index + 1:
             trainer.restore(handle)
         run.truncate_after(trainer.progress.epoch, rbm=index + 1)
@@ -255,41 +269,6 @@ def pretrain_dbn(
             save_model(path, dbn)
     run.finish(dbn)
     return dbn
-
-
-def make_rbm_trainer(
-    recipe: Recipe,
-    index: int,
-    frames: FrameSubset,
-    below: AcousticModel,
-    run: RunDir,
-    checkpoints: CheckpointPolicy,
-    comm: Communicator,
-) -> RbmTrainer:
-    """RBM `index` on the outputs of the layers below it, untrained. Collective."""
-    config, device = recipe.pretrain, frames.indices.device
-    seed = (recipe.seed * 1_000_003 + 7919 * (index + 1)) % 2**63
-    generator = torch.Generator(device).manual_seed(seed)
-    visible = below.network.output_dim if index else below.transform.output_dim
-    mean = mean_activation(below, frames, comm) if index else None
-    rate = config.learning_rate if index else config.gaussian_learning_rate
-    rbm = Rbm(visible, recipe.model.hidden_units, generator, mean)
-    if comm.rank:  # another draw of the hidden units; an odd factor keeps the ranks apart
-        generator.manual_seed((seed + comm.rank * 2_654_435_761) % 2**63)
-    period, transport = recipe.parallel.averaging_period, recipe.parallel.gpu_transport
-    averaging = AveragingOptions(averaging_period=period, scale_learning_rate=False, gpu_transport=transport)
-    sampler = ShuffledSampler(frames, config.minibatch_size, seed=recipe.seed, rank=comm.rank)
-    return RbmTrainer(
-        index=index,
-        rbm=rbm,
-        options=Cd1Options(rate, l2=config.l2, kaldi_momentum=config.kaldi_momentum),
-        generator=generator,
-        inputs=HiddenRepresentation(below, frames, sampler, comm),
-        averager=make_averager(averaging, comm, rbm, rbm, config.minibatch_size),
-        checkpoints=checkpoints,
-        run=run,
-        num_epochs=epochs_for_rbm(config, index, int(sum(comm.all_gather_object(len(frames))))),
-    )
 
 
 def append_rbm(below: AcousticModel, rbm: Rbm) -> AcousticModel:

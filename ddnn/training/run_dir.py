@@ -182,7 +182,7 @@ class RunDir:
             (self.path / BEST).unlink(missing_ok=True)
         remove_checkpoints(self.path / CHECKPOINTS)
         if self._parent is None:
-            self.set_status(state="finished", minibatch=0, num_minibatches=None)
+            self.set_status(state="finished", minibatch=0)
 
     def close(self, error: BaseException | None = None, message: str | None = None) -> None:
         """Records how the run ended, ends the log and releases the lock. A second call does nothing. `error`: what

@@ -67,7 +67,6 @@ class RunStatus(_Part):
     epoch: int = 0  # finished epochs (of a pretraining: those over `rbm`)
     max_epochs: int | None = None
     minibatch: int = 0  # finished ones of the next epoch, as of the last update
-    num_minibatches: int | None = None
     rbm: int | None = None  # in training, from 1
     num_rbms: int | None = None
     started: float  # seconds since 1970

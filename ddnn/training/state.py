@@ -19,7 +19,7 @@ from ddnn.averaging.averager import NoAveraging, Request
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
-from ddnn.training.checkpoint import CheckpointStore, TrainerState
+from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.metrics import Count
 from ddnn.training.run_dir import RunDir
 from ddnn.util.errors import DataError, UserError
@@ -71,8 +71,8 @@ class Checkpointable(Protocol):
     def finished(self) -> bool:
         """No epoch follows."""
 
-    def capture(self) -> tuple[dict[str, Any], TrainerState]:
-        """Metadata and state to be saved; DivergedError where they must not be."""
+    def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+        """Metadata, global tensors and those of this rank; DivergedError where they must not be saved."""
 
 
 class CheckpointPolicy:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ddnn.averaging.averager import NoAveraging
 from ddnn.data.batches import Batch, BatchLoader
@@ -20,7 +21,6 @@ from ddnn.nn.arithmetic import Precision
 from ddnn.nn.network import tensor_like
 from ddnn.optim.schedule import Schedule
 from ddnn.optim.sgd import Sgd
-from ddnn.training.checkpoint import TrainerState
 from ddnn.training.evaluation import EpochLosses, EvalResult, evaluate, raise_if_diverged
 from ddnn.training.metrics import EpochRow, WarmupRow, WorkerRow, throughput
 from ddnn.training.run_dir import RunDir
@@ -36,14 +36,6 @@ from ddnn.training.step import EagerStep, Step
 from ddnn.util.errors import DataError
 
 WARMUP_EPOCH = 10**6  # the first epoch number of the warm-up's shuffles, which no epoch of training reaches
-
-
-@dataclass(frozen=True)
-class Warmup:
-    """`parallel.warmup`: minibatches before the first epoch, on rank 0 alone or averaged after each of them."""
-
-    mode: Literal["none", "single-worker", "all-reduce"] = "none"
-    minibatches: int = 0
 
 
 @dataclass
@@ -62,7 +54,10 @@ class Trainer:
     averager: NoAveraging  # averages the models of all workers
     checkpoints: CheckpointPolicy
     run: RunDir  # in which rank 0 records
-    warmup: Warmup = field(default_factory=Warmup)
+    warmup: Literal["none", "single-worker", "all-reduce"] = (
+        "none"  # before the first epoch, on rank 0 alone or averaged
+    )
+    warmup_minibatches: int = 0
     recipe: str = ""  # resolved; with the next two, by which a resume recognizes the same training
     data_digest: str = ""
     precision: Precision = "float32"  # of the arithmetic
@@ -82,9 +77,9 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Trains on the minibatches of `parallel.warmup` before the first epoch, and gives all workers one model."""
-        if self.warmup.mode == "none":
+        if self.warmup == "none":
             return
-        single, started = self.warmup.mode == "single-worker", time.perf_counter()
+        single, started = self.warmup == "single-worker", time.perf_counter()
         step, averager, learning_rate = self.eager_step, self.averager, self.schedule.learning_rate
         lr_scale, optimizer_scale = averager.lr_scale, self.optimizer.lr_scale
         losses = EpochLosses(self.model.network.parameters.device, excludes=not single)
@@ -93,7 +88,7 @@ class Trainer:
             self.optimizer.lr_scale = 1.0
         if not single or self.comm.rank == 0:
             batches = (batch for number in count() for batch in self.batches.epoch(WARMUP_EPOCH + number))
-            for batch in islice(batches, self.warmup.minibatches):
+            for batch in islice(batches, self.warmup_minibatches):
                 losses.add(*step(batch, learning_rate * lr_scale), len(batch.labels))
                 if not single:
                     averager.average_now()
@@ -165,8 +160,9 @@ class Trainer:
         self.run.record(EpochRow(split="cv", accepted=accepted, **_figures(epoch, validation, lr, seconds)))
         self.losses.reset()
 
-    def capture(self) -> tuple[dict[str, Any], TrainerState]:
-        """Metadata and state for a checkpoint after an averaging or between two epochs; tensors in use, not copies.
+    def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+        """Metadata, global tensors and those of this rank, for a checkpoint after an averaging or between two epochs;
+        tensors in use, not copies.
 
         Of each rank: `parameters` (num_parameters,) float32; `optimizer.*`, `averager.*`: their `state_dict`;
         `loss_sums` (2, 3) float64, loss, correct frames and frames of the epoch and of the interval; `progress` (2,)
@@ -197,7 +193,7 @@ class Trainer:
         }
         shared = {"best": self.best, **transform_tensors(self.model)}
         shared |= prefixed("strategy", averager.shared_state_dict())
-        return metadata.model_dump(), TrainerState(shared, rank)
+        return metadata.model_dump(), shared, rank
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
         """Restores what was captured; DataError where it does not fit this training. Collective where not `bitwise`: all

@@ -18,7 +18,7 @@ from ddnn.distributed.communicator import SingleProcess
 from ddnn.nn.acoustic_model import model_config, transform_tensors
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore, TrainerState
+from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.training.checkpoint_manifest import CheckpointSummary, encode_manifest, peek_checkpoint
 from ddnn.training.resume import check_same_recipe, read_metadata
 from ddnn.training.state import LoadedCheckpoint
@@ -77,8 +77,8 @@ def _lay(folder: Path) -> None:
     }
     parameters = model.network.parameters
     shared = {"best": parameters, **transform_tensors(model)}
-    state = TrainerState(shared, {"parameters": parameters, "momentum": torch.zeros(3)})
-    assert CheckpointStore(folder / "checkpoints", 2, SingleProcess()).save(header, state)
+    own = {"parameters": parameters, "momentum": torch.zeros(3)}
+    assert CheckpointStore(folder / "checkpoints", 2, SingleProcess()).save(header, shared, own)
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.mpi import init_communicator
-from ddnn.training.checkpoint import CheckpointStore, TrainerState
+from ddnn.training.checkpoint import CheckpointStore
 from ddnn.util.errors import DataError
 
 
@@ -36,8 +36,7 @@ def full(descriptor: int, data: object) -> int:
 
 def write(store: CheckpointStore, n: int) -> bool:
     own = {"own": torch.tensor(10.0 * n + store.comm.rank)}
-    state = TrainerState({"shared": torch.tensor(float(n))}, own)
-    return store.save({"n": n} if store.comm.rank == 0 else {}, state)
+    return store.save({"n": n} if store.comm.rank == 0 else {}, {"shared": torch.tensor(float(n))}, own)
 
 
 def newest(store: CheckpointStore) -> dict[str, Any]:

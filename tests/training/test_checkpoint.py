@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.training import checkpoint_manifest
-from ddnn.training.checkpoint import DTYPES, CheckpointHandle, CheckpointStore, TrainerState
+from ddnn.training.checkpoint import DTYPES, CheckpointHandle, CheckpointStore
 from ddnn.training.checkpoint_manifest import canonical_json, manifest_digest, peek_checkpoint
 from ddnn.util.errors import DataError
 
@@ -46,8 +46,8 @@ def alone(directory: Path, keep: int = 2) -> CheckpointStore:
 
 def write(store: CheckpointStore, n: int) -> bool:
     """A checkpoint that says everywhere that it is the n-th, with tensors of fixed sizes."""
-    state = TrainerState({"mean": torch.full((40,), float(n))}, {"momentum": torch.full((9,), -float(n))})
-    return store.save({"n": n}, state)
+    shared, own = {"mean": torch.full((40,), float(n))}, {"momentum": torch.full((9,), -float(n))}
+    return store.save({"n": n}, shared, own)
 
 
 def assert_is(found: CheckpointHandle | None, n: int) -> None:
@@ -142,7 +142,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 def test_any_metadata_and_tensors_come_back_to_the_bit(metadata: dict[str, Any], shared: dict[str, Tensor]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = alone(Path(folder) / "checkpoints")
-        assert store.save(metadata, TrainerState(shared, {}))
+        assert store.save(metadata, shared, {})
         found = store.latest()
         assert found is not None
         assert bits(found.metadata) == bits(metadata)
@@ -154,7 +154,7 @@ def test_any_metadata_and_tensors_come_back_to_the_bit(metadata: dict[str, Any],
 
 def test_floats_that_are_not_finite_and_tuples_come_back(directory: Path) -> None:
     store, values = alone(directory), {"rates": (math.nan, math.inf, -math.inf, -0.0)}
-    assert store.save(values, TrainerState({}, {}))
+    assert store.save(values, {}, {})
     found = store.latest()
     assert found is not None and bits(found.metadata) == bits(values)
     summary = peek_checkpoint(directory, pytest.fail)
@@ -165,7 +165,7 @@ def test_any_reader_of_safetensors_reads_the_files(directory: Path) -> None:
     """Views of one memory, a generator's state: none must be cloned first."""
     flat, state = torch.randn(30), torch.Generator().get_state()
     own = {"all": flat, "part": flat[3:9].view(2, 3), "state": state, "half": flat.bfloat16(), "steps": torch.tensor(7)}
-    assert alone(directory).save({}, TrainerState({}, own))
+    assert alone(directory).save({}, {}, own)
     back = load_file(directory / "00000001" / "rank0000.safetensors")
     assert back.keys() == own.keys()
     assert all(same_bits(back[name], own[name]) for name in own)
@@ -174,9 +174,9 @@ def test_any_reader_of_safetensors_reads_the_files(directory: Path) -> None:
 def test_what_cannot_be_held_is_a_mistake_of_the_program(directory: Path) -> None:
     store = alone(directory)
     with pytest.raises(TypeError, match=r"z is torch\.complex64"):
-        store.save({}, TrainerState({"z": torch.zeros(1, dtype=torch.complex64)}, {}))
+        store.save({}, {"z": torch.zeros(1, dtype=torch.complex64)}, {})
     with pytest.raises(TypeError):
-        store.save({"path": directory}, TrainerState({}, {}))
+        store.save({"path": directory}, {}, {})
 
 
 # Damage
@@ -572,7 +572,7 @@ def test_numbers_go_on_from_the_newest_of_all(directory: Path) -> None:
 
 def test_a_manifest_too_long_to_be_read_is_not_written(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, _ = two(directory)
-    assert not store.save({"text": "x" * (1 << 20)}, TrainerState({}, {}))
+    assert not store.save({"text": "x" * (1 << 20)}, {}, {})
     assert "manifest.json: 104" in caplog.text and "at most 1048576" in caplog.text
     assert_is(store.latest(), 2)
 
@@ -614,15 +614,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_full(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Room for one checkpoint of 10 pages, and for a second, but not beside what fills the disk later."""
     store, mean = alone(small_disk / "checkpoints", keep=1), torch.arange(10_000.0)
-    assert store.save({"n": 1}, TrainerState({"mean": mean}, {}))
+    assert store.save({"n": 1}, {"mean": mean}, {})
     (small_disk / "other").write_bytes(b"x" * 12 * 4096)
-    assert not store.save({"n": 2}, TrainerState({"mean": mean + 1}, {}))
+    assert not store.save({"n": 2}, {"mean": mean + 1}, {})
     assert "No space left on device" in caplog.text
     assert names(small_disk / "checkpoints") == ["00000001"]
     found = store.latest()
     assert found is not None and torch.equal(found.global_state["mean"], mean)
     (small_disk / "other").unlink()
-    assert store.save({"n": 3}, TrainerState({"mean": mean + 2}, {}))
+    assert store.save({"n": 3}, {"mean": mean + 2}, {})
     assert names(small_disk / "checkpoints") == ["00000002"]
 
 

@@ -82,7 +82,7 @@ def rbm_trainer(recipe: Path, comm: Communicator, frames: int) -> pretraining.Rb
     below = AcousticModel(FeatureConfig(), splice_only(DIM, 0), Network((), torch.zeros(0)))
     settings = load_recipe(recipe, ["parallel.averaging_period=1000"])
     run = NullRunDir(Path("nowhere"))
-    return pretraining.make_rbm_trainer(settings, 0, toy_shard(comm.rank, frames), below, run, NoCheckpoints(), comm)
+    return pretraining.RbmTrainer(settings, 0, toy_shard(comm.rank, frames), below, run, NoCheckpoints(), comm)
 
 
 def test_workers_draw_hidden_states_of_their_own(recipe: Path) -> None:

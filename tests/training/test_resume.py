@@ -27,7 +27,7 @@ from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.training import job
-from ddnn.training.checkpoint import CheckpointStore, TrainerState
+from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.job import run_training
 from ddnn.training.resume import check_same_recipe, merge_rank_states
 from ddnn.util.errors import DataError, RecipeError, UserError
@@ -217,7 +217,7 @@ def test_the_seconds_of_an_interrupted_epoch_count(
     found = store.latest()
     assert found is not None
     state = {**found.rank_state(0), "seconds": torch.tensor(1000.0, dtype=torch.float64)}
-    store.save(found.metadata, TrainerState(found.global_state, state))
+    store.save(found.metadata, found.global_state, state)
     run_training(load_recipe(recipe), run, "cpu", resume=True)
     all_rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seconds = [row["seconds"] for row in all_rows if row.get("split") == "train"]
@@ -383,7 +383,7 @@ def test_a_checkpoint_of_a_stranger(tmp_path: Path, stop_at: Callable[[int, sign
         {"averager.counters": torch.zeros(2, dtype=torch.int64)},
         {"progress": torch.zeros(1, dtype=torch.int64)},
     ):
-        checkpoints.save(found.metadata, TrainerState(shared, {**own, **change}))
+        checkpoints.save(found.metadata, shared, {**own, **change})
         with pytest.raises(DataError):
             run_training(load_recipe(recipe), run, "cpu", resume=True)
     for header in (
@@ -392,6 +392,6 @@ def test_a_checkpoint_of_a_stranger(tmp_path: Path, stop_at: Callable[[int, sign
         {**found.metadata, "model": {}},
         {**found.metadata, "schedule": {}},
     ):
-        checkpoints.save(header, TrainerState(shared, own))
+        checkpoints.save(header, shared, own)
         with pytest.raises(DataError):
             run_training(load_recipe(recipe), run, "cpu", resume=True)

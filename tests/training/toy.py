@@ -26,7 +26,7 @@ from ddnn.training.options import averaging_options, optimizer_options
 from ddnn.training.run_dir import NullRunDir
 from ddnn.training.state import Checkpointable, CheckpointPolicy
 from ddnn.training.step import EagerStep
-from ddnn.training.trainer import Trainer, Warmup, train
+from ddnn.training.trainer import Trainer, train
 
 DIM, PDFS, MINIBATCH = 6, 5, 16
 
@@ -106,7 +106,8 @@ def toy_trainer(
         averager=averager,
         checkpoints=checkpoints or NoCheckpoints(),
         run=run or Recorder(),
-        warmup=Warmup(parallel.warmup if comm.world_size > 1 else "none", parallel.warmup_minibatches),
+        warmup=parallel.warmup if comm.world_size > 1 else "none",
+        warmup_minibatches=parallel.warmup_minibatches,
     )
 
 
