@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddnn.report.scaling import calibrate, epoch_seconds
-from ddnn.reproduce.records import MeasuredEpoch, RunRecord
+from ddnn.reproduce.runs import MeasuredEpoch, RunRecord
 from ddnn.reproduce.tables import BASE, Condition, ReproduceConfig, Table, paper
 from ddnn.util.errors import UserError
 from ddnn.util.text import plural

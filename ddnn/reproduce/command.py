@@ -19,9 +19,17 @@ from ddnn.distributed.signals import SignalListener
 from ddnn.reproduce.cells import speed_ups
 from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor
 from ddnn.reproduce.measure import with_kaldi_wer
-from ddnn.reproduce.records import RunRecord, read_records
 from ddnn.reproduce.report import build_report
-from ddnn.reproduce.runs import OutputLayout, PlannedRun, describe_outdated, missing_runs, outdated_records, plan_runs
+from ddnn.reproduce.runs import (
+    OutputLayout,
+    PlannedRun,
+    RunRecord,
+    describe_outdated,
+    missing_runs,
+    outdated_records,
+    plan_runs,
+    read_records,
+)
 from ddnn.reproduce.tables import ReproduceConfig, Table, find_corpus, load_config, select_tables
 from ddnn.slurm import SlurmOptions
 from ddnn.training.run_status import DBN, FINAL

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddnn.reproduce.cells import Cell, Metric, find_cell, main_accuracy, metrics_of
-from ddnn.reproduce.records import RunRecord
+from ddnn.reproduce.runs import RunRecord
 from ddnn.reproduce.tables import BASE, Condition, Hypothesis, ReproduceConfig, Table
 from ddnn.util.text import plural
 

@@ -20,8 +20,7 @@ from ddnn.inspection.status import read_status
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce import measure
 from ddnn.reproduce.measure import TASK, EvaluationTask
-from ddnn.reproduce.records import RunRecord, read_record, write_record
-from ddnn.reproduce.runs import OutputLayout, PlannedRun
+from ddnn.reproduce.runs import OutputLayout, PlannedRun, RunRecord, read_record, write_record
 from ddnn.reproduce.tables import ReproduceConfig
 from ddnn.slurm import SlurmOptions
 from ddnn.slurm.job import Job, SbatchError, last_output, read_job, slurm_states
@@ -175,10 +174,10 @@ class LocalExecutor:
     def _call(self, module: str, arguments: Sequence[str], log: str) -> None:
         """`python -m MODULE` with these arguments, which computes in one thread: as many as the cores run at once."""
         path = self.layout.log(log)
-        completed = self.processes.run(module, arguments, path, {**os.environ, "OMP_NUM_THREADS": "1"})
-        if completed.returncode:
+        returncode, output_tail = self.processes.run(module, arguments, path, {**os.environ, "OMP_NUM_THREADS": "1"})
+        if returncode:
             program = ["ddnn"] if module == "ddnn.cli" else ["python", "-m", module]
-            raise CommandFailed([*program, *arguments], completed.returncode, completed.output_tail, path)
+            raise CommandFailed([*program, *arguments], returncode, output_tail, path)
 
     def _with_provenance(self, run: PlannedRun, record: RunRecord, from_scratch: bool) -> RunRecord:
         """With the machine that trained, its cores, the RBMs that it started from; the evaluation knows only its own.

@@ -15,8 +15,16 @@ from pathlib import Path
 from statistics import fmean
 
 from ddnn.report.measured import read_measured
-from ddnn.reproduce.records import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors, write_record
-from ddnn.reproduce.runs import OutputLayout, PlannedRun
+from ddnn.reproduce.runs import (
+    FrameMetrics,
+    MeasuredEpoch,
+    OutputLayout,
+    PlannedRun,
+    RunRecord,
+    TimeBreakdown,
+    WordErrors,
+    write_record,
+)
 from ddnn.reproduce.tables import FrozenModel, TestSet, test_digest
 from ddnn.training.metrics import EpochRow, Metrics, read_metrics
 from ddnn.training.run_status import METRICS

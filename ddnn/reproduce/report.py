@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ddnn.report.figures import legend_below, legend_height, log2_axes, new_figure, save, style, tidy
 from ddnn.reproduce.cells import Cell, Metric, SpeedUp, main_accuracy, metrics_of, table_cells
 from ddnn.reproduce.comparison import HypothesisResult, compare, degradations
-from ddnn.reproduce.records import RunRecord, TimeBreakdown
+from ddnn.reproduce.runs import RunRecord, TimeBreakdown
 from ddnn.reproduce.tables import ReproduceConfig, Table, paper
 from ddnn.util.files import ensure_directory, read_bytes_limited, write_text
 from ddnn.util.text import environment, plural

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ddnn.util.files import ensure_directory
@@ -58,14 +57,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-@dataclass(frozen=True)
-class Completed:
-    """How a process ended: its exit code, negative where a signal ended it, and the end of its output."""
-
-    returncode: int
-    output_tail: str
-
-
 class ProcessGroup:
     """Python modules that run as processes of their own, and are stopped together."""
 
@@ -76,8 +67,11 @@ class ProcessGroup:
         self._lock = threading.Lock()
         self._terminating = False
 
-    def run(self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Completed:
-        """`python -m MODULE ARGUMENTS` to its end, its output appended to `log`; called from several threads at once.
+    def run(
+        self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        """`python -m MODULE ARGUMENTS` to its end, its output appended to `log`; called from several threads at once. Returns its
+        exit code, negative where a signal ended it, and the end of its output.
         Where this process is killed with -9, the child gets SIGUSR1 (on Linux). After `terminate` nothing is started.
         """
         ensure_directory(log.parent)
@@ -85,7 +79,7 @@ class ProcessGroup:
             start = output.tell()
             with self._lock:
                 if self._terminating:
-                    return Completed(128 + signal.SIGTERM, "not started")
+                    return 128 + signal.SIGTERM, "not started"
                 # The parent whose death counts is to the kernel this thread, which waits below.
                 child = subprocess.Popen(
                     [sys.executable, "-m", MODULE, str(os.getpid()), module, *arguments],
@@ -102,7 +96,7 @@ class ProcessGroup:
                 self._running.discard(child)
         with log.open("rb") as output:
             output.seek(max(start, output.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return Completed(code, output.read(TAIL_BYTES).decode(errors="replace"))
+            return code, output.read(TAIL_BYTES).decode(errors="replace")
 
     def terminate(self, grace: float) -> None:
         """Sends SIGTERM to all, starts no more, waits; kills what has not ended `grace` seconds later."""

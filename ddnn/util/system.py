@@ -24,10 +24,7 @@ def usable_cores() -> int:
 
 def cpu_name() -> str:
     """The processor's model name, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines = _lines(ROOT / "proc/cpuinfo")
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.machine()
 

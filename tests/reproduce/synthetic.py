@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ddnn.reproduce.records import FrameMetrics, RunRecord, TimeBreakdown, WordErrors
+from ddnn.reproduce.runs import FrameMetrics, RunRecord, TimeBreakdown, WordErrors
 from ddnn.reproduce.tables import ReproduceConfig, Table, TestSet, paper
 
 WORDS = (7, 3, 9, 1, 5, 4, 8, 6) * 5

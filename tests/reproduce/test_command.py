@@ -19,8 +19,7 @@ import pytest
 from reproduce.small import write_corpus
 
 from ddnn.reproduce.command import LOCK, ReproduceResult, exclusive
-from ddnn.reproduce.records import RunRecord, write_record
-from ddnn.reproduce.runs import OutputLayout, PlannedRun, plan_runs
+from ddnn.reproduce.runs import OutputLayout, PlannedRun, RunRecord, plan_runs, write_record
 from ddnn.reproduce.tables import load_config, select_tables
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked

@@ -7,7 +7,7 @@ from reproduce.synthetic import SPEAKERS, WORDS, by_name, diverged, plan, record
 
 from ddnn.reproduce.cells import find_cell, main_accuracy, metrics_of, table_cells
 from ddnn.reproduce.comparison import HypothesisResult, compare, degradations
-from ddnn.reproduce.records import RunRecord, WordErrors
+from ddnn.reproduce.runs import RunRecord, WordErrors
 from ddnn.reproduce.tables import Condition, Hypothesis, Table, paper
 
 GOOD, BAD = Condition(name="good", label="the good"), Condition(name="bad", label="the bad")

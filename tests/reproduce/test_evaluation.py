@@ -12,8 +12,7 @@ import pytest
 from reproduce.small import TOY, write_corpus
 
 from ddnn.reproduce.executor import EVALUATION, LocalExecutor
-from ddnn.reproduce.records import read_records
-from ddnn.reproduce.runs import OutputLayout, PlannedRun, plan_runs
+from ddnn.reproduce.runs import OutputLayout, PlannedRun, plan_runs, read_records
 from ddnn.reproduce.tables import load_config
 
 

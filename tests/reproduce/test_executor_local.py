@@ -15,8 +15,7 @@ from reproduce.small import TOY, write_corpus
 
 from ddnn.reproduce.command import exclusive
 from ddnn.reproduce.executor import CommandFailed, CorePool, LocalExecutor, summarize
-from ddnn.reproduce.records import RunRecord, read_records, write_record
-from ddnn.reproduce.runs import OutputLayout, PlannedRun, missing_runs, plan_runs
+from ddnn.reproduce.runs import OutputLayout, PlannedRun, RunRecord, missing_runs, plan_runs, read_records, write_record
 from ddnn.reproduce.tables import load_config
 from ddnn.util.system import usable_cores
 
@@ -110,7 +109,7 @@ def test_ctrl_c_while_runs_are_lined_up_begins_no_more(tmp_path: Path, monkeypat
     executor, runs = local_executor(write_corpus(tmp_path, init="random"), tmp_path / "out")
     with pytest.raises(KeyboardInterrupt):
         executor.execute(runs)
-    assert executor.processes.run("ddnn.cli", ["--version"], tmp_path / "log").output_tail == "not started"
+    assert executor.processes.run("ddnn.cli", ["--version"], tmp_path / "log")[1] == "not started"
     assert read_records(tmp_path / "out" / "records") == {}
 
 

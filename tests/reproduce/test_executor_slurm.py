@@ -16,8 +16,7 @@ from reproduce.small import TOY, write_corpus
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.command import ReproduceResult, exclusive
 from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor
-from ddnn.reproduce.records import RunRecord, read_records, write_record
-from ddnn.reproduce.runs import OutputLayout, missing_runs, plan_runs
+from ddnn.reproduce.runs import OutputLayout, RunRecord, missing_runs, plan_runs, read_records, write_record
 from ddnn.reproduce.tables import load_config
 from ddnn.slurm import SlurmOptions
 from ddnn.training.run_status import DBN

@@ -12,7 +12,7 @@ from reproduce.synthetic import by_name, record
 from ddnn.report.scaling import Job, Measurement, Way
 from ddnn.reproduce.cells import speed_ups
 from ddnn.reproduce.measure import EvaluationTask, evaluate_run, speaker_numbers
-from ddnn.reproduce.records import MeasuredEpoch, RunRecord
+from ddnn.reproduce.runs import MeasuredEpoch, RunRecord
 from ddnn.reproduce.tables import Condition
 from ddnn.util.errors import DataError
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ddnn.reproduce.cells import speed_ups
-from ddnn.reproduce.records import read_records
 from ddnn.reproduce.report import build_report
+from ddnn.reproduce.runs import read_records
 from ddnn.reproduce.tables import ReproduceConfig, _read_tree, select_tables
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from reproduce.small import TOY, write_corpus
 
-from ddnn.reproduce.records import RunRecord, read_records, write_record
-from ddnn.reproduce.runs import PlannedRun, missing_runs, plan_runs
+from ddnn.reproduce.runs import PlannedRun, RunRecord, missing_runs, plan_runs, read_records, write_record
 from ddnn.reproduce.tables import Table, find_corpus, load_config, paper, select_tables
 from ddnn.util.errors import DataError, RecipeError, UserError
 

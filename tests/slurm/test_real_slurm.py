@@ -25,7 +25,7 @@ from jobs import Job, make_job
 from reproduce.small import write_corpus
 
 from ddnn.distributed.mpirun import find_mpirun
-from ddnn.reproduce.records import read_records
+from ddnn.reproduce.runs import read_records
 from ddnn.util.errors import UserError
 
 SECONDS = 120

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddnn.util.process import MODULE, Completed, ProcessGroup, run
+from ddnn.util.process import MODULE, ProcessGroup, run
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere no parent's death is told")
 PARENT = """\
@@ -35,17 +35,17 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_output_is_appended_to_the_log_and_its_end_returned(tmp_path: Path, module: Path) -> None:
     module.write_text("import sys\nprint(*sys.argv[1:])\n")
     group, log = ProcessGroup(), tmp_path / "a" / "log"
-    assert group.run("stand_in", ["one", "a b"], log) == Completed(0, "one a b\n")
-    assert group.run("stand_in", ["two"], log) == Completed(0, "two\n")
+    assert group.run("stand_in", ["one", "a b"], log) == (0, "one a b\n")
+    assert group.run("stand_in", ["two"], log) == (0, "two\n")
     assert log.read_text() == "one a b\ntwo\n"
     group.terminate(grace=10.0)
-    assert group.run("stand_in", ["three"], log) == Completed(143, "not started")
+    assert group.run("stand_in", ["three"], log) == (143, "not started")
 
 
 def test_the_environment_is_the_given_one(tmp_path: Path, module: Path) -> None:
     module.write_text("import os\nprint(os.environ['NUMBER'])\n")
     group, log = ProcessGroup(), tmp_path / "log"
-    assert group.run("stand_in", [], log, {**os.environ, "NUMBER": "1"}).output_tail == "1\n"
+    assert group.run("stand_in", [], log, {**os.environ, "NUMBER": "1"})[1] == "1\n"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_environment_is_the_given_one(tmp_path: Path, module: Path) -> None:
 )
 def test_exit_codes_and_the_end_of_the_output(tmp_path: Path, module: Path, body: str, code: int, output: str) -> None:
     module.write_text(body)
-    assert ProcessGroup().run("stand_in", [], tmp_path / "log") == Completed(code, output)
+    assert ProcessGroup().run("stand_in", [], tmp_path / "log") == (code, output)
 
 
 def test_a_short_command() -> None:
