@@ -31,7 +31,7 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.archive import MatrixReader
 from ddnn.kaldi.data_dir import compute_cmvn_stats, read_cmvn_stats
 from ddnn.kaldi.scp import ScpEntry
-from ddnn.util.errors import DataError, UserError
+from ddnn.util.errors import UserError
 from ddnn.util.system import usable_cores
 
 log = logging.getLogger(__name__)
@@ -194,13 +194,8 @@ class FeatureLoader:
         utterances = np.array([len(by_speaker[name]) for name in names], np.int64)
         share = assign_shards(utterances, range(len(names)), comm.world_size)[comm.rank]
         groups = (share[first : first + SPEAKERS_PER_TASK] for first in range(0, len(share), SPEAKERS_PER_TASK))
-        tasks = ((compute_cmvn_stats, {names[n]: by_speaker[names[n]] for n in group}) for group in groups)
+        tasks = ((compute_cmvn_stats, {names[n]: by_speaker[names[n]] for n in group}, dim) for group in groups)
         local = {speaker: sums for _, stats in run(tasks) for speaker, sums in stats.items()}
-        for speaker, sums in local.items():
-            if sums.shape[1] != dim + 1:
-                message = f"speaker {speaker}: features of {sums.shape[1] - 1} dims found, {dim} expected"
-                hint = "all utterances of a data dir must have features of one kind"
-                raise DataError(message, location=directory.path / "feats.scp", hint=hint)
         return sum_over_workers(names, local, dim, comm)
 
 

@@ -109,18 +109,16 @@ def read_cmvn_stats(cmvn: Mapping[str, ScpEntry], speakers: Mapping[str, str]) -
 
 
 def compute_cmvn_stats(
-    speakers: Mapping[str, Sequence[ScpEntry]], reader: MatrixReader
+    speakers: Mapping[str, Sequence[ScpEntry]], dim: int, reader: MatrixReader
 ) -> dict[str, NDArray[np.float64]]:
     """speaker -> CMVN statistics, from the features of its utterances; without speakers of no frame at all. DataError:
-    features are damaged, not finite, or of different dims."""
+    features are damaged, not finite, or not of `dim` dims."""
     stats: dict[str, NDArray[np.float64]] = {}
-    dim = None
     for speaker, entry in ((name, entry) for name, entries in speakers.items() for entry in entries):
         features = reader.read(entry)
         if len(features) == 0:  # Kaldi writes an empty matrix without columns
             continue
         check_finite(entry.key, features, entry.location)
-        dim = dim or features.shape[1]
         if features.shape[1] != dim:
             message = f"utterance {entry.key}: expected features of {dim} dims, found {features.shape[1]}"
             raise DataError(message, location=entry.location, hint="all features must come from one set-up")

@@ -127,7 +127,7 @@ def test_a_killed_process_is_an_error_and_ends_the_others() -> None:
     ):
         pids = [child.pid for child in pool.children.values()]
         os.kill(pids[1], signal.SIGKILL)
-        list(pool.run([(compute_cmvn_stats, {})] * 50))
+        list(pool.run([(compute_cmvn_stats, {}, 4)] * 50))
     assert "data.loader_processes: 1" in str(caught.value)
     assert all_gone(pids, 5.0) and descriptors() == before
 
@@ -137,7 +137,7 @@ def test_no_process_outlives_a_killed_parent() -> None:
         "import time; from ddnn.kaldi.data_dir import compute_cmvn_stats\n"
         "from ddnn.data.loading import loader_pool\n"
         "with loader_pool(2) as pool:\n"
-        "    list(pool.run([(compute_cmvn_stats, {})] * 4))\n"
+        "    list(pool.run([(compute_cmvn_stats, {}, 4)] * 4))\n"
         "    print(*[child.pid for child in pool.children.values()], flush=True); time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)

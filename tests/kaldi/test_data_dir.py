@@ -56,7 +56,7 @@ def stats_of(data: DataDir) -> dict[str, np.ndarray]:
         return read_cmvn_stats(data.cmvn, speakers)
     entries = {speaker: [e for e in data.entries if speakers[e.key] == speaker] for speaker in speakers.values()}
     with MatrixReader() as reader:
-        return compute_cmvn_stats(entries, reader)
+        return compute_cmvn_stats(entries, reader.shape(data.entries[0])[1], reader)
 
 
 def test_statistics_from_the_features(folder: Path) -> None:
