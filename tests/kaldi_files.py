@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ddnn.kaldi.archive import MatrixReader
+from ddnn.kaldi.archive import MatrixReader, ScpEntry
 from ddnn.kaldi.basic_types import BasicTypeWriter
 from ddnn.kaldi.fst import ARC, Fst, check_fst, write_fst
 from ddnn.kaldi.nnet1 import (
@@ -25,7 +25,6 @@ from ddnn.kaldi.nnet1 import (
     Splice,
     write_nnet1,
 )
-from ddnn.kaldi.scp import ScpEntry
 from ddnn.kaldi.transition_model import NO_PDF, Topology, TransitionModel, read_transition_model
 from ddnn.synth.acoustics import write_diag_gmm
 

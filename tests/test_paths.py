@@ -11,7 +11,7 @@ import pytest
 from corpora import write_ali_dir, write_data_dir, write_graph_dir, write_recipe
 from jobs import RunCli, assert_refused, assert_trains, files_in, make_job
 
-from ddnn.kaldi.scp import read_scp
+from ddnn.kaldi.archive import read_scp
 from ddnn.recipe.load import load_recipe
 
 ROOT = "Größe & 'Ähre' #1/日本 語: \"[0:3]\" $x"

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddnn.kaldi.archive import MatrixReader, check_finite, is_finite
+from ddnn.kaldi.archive import MatrixReader, ScpEntry, check_finite, is_finite
 from ddnn.kaldi.data_dir import add_deltas, apply_cmvn
-from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import write_all
 

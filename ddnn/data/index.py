@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, pdf_counts
-from ddnn.kaldi.archive import MatrixReader
+from ddnn.kaldi.archive import MatrixReader, ScpEntry
 from ddnn.kaldi.data_dir import DataDir
-from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
 

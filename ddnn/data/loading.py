@@ -28,9 +28,8 @@ from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset
 from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, Stats, make_chunks, read_chunk, write_chunk
 from ddnn.data.index import UtteranceIndex, assign_shards
 from ddnn.distributed.communicator import Communicator, SingleProcess
-from ddnn.kaldi.archive import MatrixReader
+from ddnn.kaldi.archive import MatrixReader, ScpEntry
 from ddnn.kaldi.data_dir import compute_cmvn_stats, read_cmvn_stats
-from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import UserError
 from ddnn.util.system import usable_cores
 

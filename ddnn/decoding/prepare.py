@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.memory import EVAL_BATCH
+from ddnn.data.pipeline import EVAL_BATCH
 from ddnn.kaldi.alignments import read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.archive import write_matrices
 from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1

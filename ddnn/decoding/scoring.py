@@ -14,10 +14,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ddnn.kaldi.archive import MatrixReader, iterate_matrices
+from ddnn.kaldi.archive import MatrixReader, iterate_matrices, read_scp
 from ddnn.kaldi.data_dir import read_text
 from ddnn.kaldi.fst import Fst, read_fst, read_symbols, write_fst
-from ddnn.kaldi.scp import read_scp
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited

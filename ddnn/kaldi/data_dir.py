@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddnn.kaldi.archive import MatrixReader, check_finite
-from ddnn.kaldi.scp import ScpEntry, read_keyed_lines, read_scp
+from ddnn.kaldi.archive import MatrixReader, ScpEntry, check_finite, read_keyed_lines, read_scp
 from ddnn.util.errors import DataError
 
 FRAMES_PER_HOUR = 360_000  # at Kaldi's usual 10 ms a frame

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ddnn.kaldi.scp import decode_utf8, read_lines
+from ddnn.kaldi.archive import decode_utf8, read_lines
 from ddnn.util.errors import DataError
 from ddnn.util.files import atomic_write, read_bytes_limited
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from ddnn.data.batches import Batch, SequentialSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset
 from ddnn.data.loading import DataConfig
-from ddnn.data.memory import EVAL_BATCH
-from ddnn.data.pipeline import load_data_dir
+from ddnn.data.pipeline import EVAL_BATCH, load_data_dir
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import Alignments, read_alignments
 from ddnn.nn.acoustic_model import AcousticModel

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import DataConfig
-from ddnn.data.memory import TrainingFootprint
-from ddnn.data.pipeline import HeldOut, TrainingDataConfig
+from ddnn.data.pipeline import HeldOut, TrainingDataConfig, TrainingFootprint
 from ddnn.nn.layers import Layer, activation_floats, mlp_layers, num_parameters
 from ddnn.optim.ng_sgd import NgSgdOptions
 from ddnn.optim.schedule import Exponential, Newbob, Schedule

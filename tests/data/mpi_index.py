@@ -17,8 +17,8 @@ from ddnn.distributed.failures import all_stop_on_error
 from ddnn.distributed.mpi import init_communicator
 from ddnn.kaldi import archive
 from ddnn.kaldi.alignments import read_alignments
+from ddnn.kaldi.archive import ScpEntry
 from ddnn.kaldi.data_dir import read_data_dir
-from ddnn.kaldi.scp import ScpEntry
 
 SEED, FRACTION = 3, 0.3
 FEATURES = FeatureConfig("mean-variance", 1, 2)

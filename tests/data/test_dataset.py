@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from corpora import labelled_utterances, load_all, write_data_dir, write_pdfs
 
-from ddnn.data import memory
+from ddnn.data import pipeline
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import hold_out_fraction, hold_out_speakers
@@ -140,7 +140,7 @@ def test_deltas_are_taken_before_trimming(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_said_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    monkeypatch.setattr(pipeline, "available_memory", lambda: 1000)
     with pytest.raises(
         DataError, match=r"with about frames in float32 1 MiB: 1 MiB of memory needed, 1 MiB available"
     ) as caught:

@@ -32,9 +32,8 @@ from ddnn.data.index import (
 from ddnn.data.loading import DataConfig, load_dataset
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.alignments import read_alignments
-from ddnn.kaldi.archive import MatrixReader, write_matrices
+from ddnn.kaldi.archive import MatrixReader, read_scp, write_matrices
 from ddnn.kaldi.data_dir import accumulate_cmvn_stats, read_data_dir
-from ddnn.kaldi.scp import read_scp
 from ddnn.util.errors import DataError
 
 WORKERS = 3

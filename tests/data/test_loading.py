@@ -24,9 +24,8 @@ from ddnn.data import feature_reader, loading
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, make_chunks, write_chunk
 from ddnn.data.loading import default_processes, effective_processes, loader_pool, sum_over_workers
-from ddnn.kaldi.archive import write_matrices
+from ddnn.kaldi.archive import ScpEntry, write_matrices
 from ddnn.kaldi.data_dir import compute_cmvn_stats
-from ddnn.kaldi.scp import ScpEntry
 from ddnn.util.errors import DataError, UserError
 
 SPEC = FeatureSpec(Path("data"), "a", 4, FeatureConfig(splice=2))
@@ -173,7 +172,7 @@ def test_a_full_disk_comes_back_as_an_os_error(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full")
     write_matrices(tmp_path / "a.ark", tmp_path / "a.scp", [("a", np.ones((3, 4), np.float32))])
-    from ddnn.kaldi.scp import read_scp
+    from ddnn.kaldi.archive import read_scp
 
     (chunk,) = make_chunks(read_scp(tmp_path / "a.scp"), np.array([3]), None, SPEC)
     descriptor = os.open("/dev/full", os.O_RDWR)

@@ -14,8 +14,8 @@ import torch
 from data.test_transform import make_corpus
 from jobs import assert_refused, make_job
 
-from ddnn.data import memory, pipeline
-from ddnn.data.memory import (
+from ddnn.data import pipeline
+from ddnn.data.pipeline import (
     LIBRARY_BYTES,
     TrainingFootprint,
     choose_feature_device,
@@ -54,7 +54,7 @@ class Others(SingleProcess):
 @pytest.fixture
 def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     def available(size: int | None) -> None:
-        monkeypatch.setattr(memory, "available_memory", lambda: size)
+        monkeypatch.setattr(pipeline, "available_memory", lambda: size)
 
     return available
 
@@ -165,7 +165,7 @@ def place(
     monkeypatch: pytest.MonkeyPatch, free: int, size: int, comm: SingleProcess | None = None, **options: Any
 ) -> Any:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10 * free))
-    monkeypatch.setattr(memory, "device_identity", lambda device: "GPU-1")
+    monkeypatch.setattr(pipeline, "device_identity", lambda device: "GPU-1")
     return choose_feature_device(SMALL, size, GPU, comm or SingleProcess(host="n1"), **options)
 
 
@@ -199,7 +199,7 @@ def test_a_cpu_is_never_asked_for_its_memory() -> None:
 def test_a_gpu_on_which_training_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     large = footprint(recipe(model={"hidden_layers": 6, "hidden_units": 8192}), 440, 8806, 1)
     small, comm = footprint(recipe(), 440, 8806, 1), SingleProcess(host="n1")
-    monkeypatch.setattr(memory, "device_identity", lambda device: "GPU-1")
+    monkeypatch.setattr(pipeline, "device_identity", lambda device: "GPU-1")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * GIB, 40 * GIB))
     with pytest.raises(DataError, match=r"at least 6\.\d GiB of GPU memory, 4\.0 GiB are free on GPU-1 of n1"):
         choose_feature_device(large, 0, GPU, comm)

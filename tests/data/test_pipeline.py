@@ -16,8 +16,7 @@ from distributed.threads import run_workers
 from ddnn.data import dataset, feature_reader, loading, pipeline
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import DataConfig
-from ddnn.data.memory import TrainingFootprint
-from ddnn.data.pipeline import HeldOut, TrainingData, TrainingDataConfig, training_data
+from ddnn.data.pipeline import HeldOut, TrainingData, TrainingDataConfig, TrainingFootprint, training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.archive import MatrixReader
 from ddnn.recipe.load import load_recipe

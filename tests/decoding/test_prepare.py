@@ -12,8 +12,8 @@ from kaldi_files import read_matrix
 
 from ddnn.decoding.prepare import import_nnet1, log_priors, prepare_decoding
 from ddnn.kaldi.alignments import write_pdf_counts
+from ddnn.kaldi.archive import read_scp
 from ddnn.kaldi.nnet1 import Activation, AffineTransform, write_nnet1
-from ddnn.kaldi.scp import read_scp
 
 COUNTS = np.array([5, 15, 0, 20])
 

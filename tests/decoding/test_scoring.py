@@ -25,10 +25,9 @@ from ddnn.decoding.scoring import (
     render_text,
     score,
 )
-from ddnn.kaldi.archive import write_matrices
+from ddnn.kaldi.archive import read_scp, write_matrices
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.nnet1 import Activation, AddShift, AffineTransform, Rescale, Splice, read_nnet1
-from ddnn.kaldi.scp import read_scp
 from ddnn.util.errors import DataError, UserError
 
 pytest.importorskip("kaldi_decoder")

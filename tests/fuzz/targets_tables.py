@@ -12,9 +12,8 @@ from fuzz.child import Target
 from fuzz.targets_kaldi import MODEL
 
 from ddnn.kaldi.alignments import pdf_counts, read_alignments, read_pdf_counts
-from ddnn.kaldi.archive import MatrixReader, iterate_int_vectors, iterate_matrices
+from ddnn.kaldi.archive import MatrixReader, iterate_int_vectors, iterate_matrices, read_scp
 from ddnn.kaldi.data_dir import apply_cmvn, read_cmvn_stats, read_data_dir, read_text, read_utt2spk
-from ddnn.kaldi.scp import read_scp
 from ddnn.util.errors import DataError
 
 HUGE = b"\xff\xff\xff\x7f"

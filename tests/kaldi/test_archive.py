@@ -19,10 +19,10 @@ from ddnn.kaldi.archive import (
     check_finite,
     iterate_int_vectors,
     iterate_matrices,
+    read_scp,
     write_int_vectors,
     write_matrices,
 )
-from ddnn.kaldi.scp import read_scp
 from ddnn.util.errors import DataError, UserError
 
 FINITE = st.floats(-1e6, 1e6, width=32)

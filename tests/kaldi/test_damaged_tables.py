@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kaldi_files import matrix_shape, read_matrix
 
-from ddnn.kaldi.archive import iterate_int_vectors, iterate_matrices
-from ddnn.kaldi.scp import read_scp
+from ddnn.kaldi.archive import iterate_int_vectors, iterate_matrices, read_scp
 from ddnn.util.errors import DataError
 
 MATRICES = ["float.ark", "float.txt", "compressed_1.ark", "compressed_3.ark", "compressed_5.ark"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.kaldi.scp import ScpEntry, read_scp
+from ddnn.kaldi.archive import ScpEntry, read_scp
 from ddnn.util.errors import DataError
 
 

@@ -13,9 +13,8 @@ import pytest
 from kaldi_files import transitions_of
 
 from ddnn.kaldi.alignments import read_alignments
-from ddnn.kaldi.archive import MatrixReader, iterate_matrices, write_matrices
+from ddnn.kaldi.archive import MatrixReader, iterate_matrices, read_scp, write_matrices
 from ddnn.kaldi.fst import read_fst, read_symbols
-from ddnn.kaldi.scp import read_scp
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.synth import corpus
 from ddnn.synth.acoustics import COMPONENTS, MIN_PDFS, PHONES, Acoustics, make_acoustics, make_lexicon

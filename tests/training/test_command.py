@@ -19,8 +19,7 @@ from training.toy import NoCheckpoints
 from ddnn.data.pipeline import training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.signals import GracefulShutdown
-from ddnn.kaldi.archive import iterate_matrices
-from ddnn.kaldi.scp import read_scp
+from ddnn.kaldi.archive import iterate_matrices, read_scp
 from ddnn.recipe.load import load_recipe
 from ddnn.training.evaluation import evaluate, evaluate_run
 from ddnn.training.job import Job, assemble_trainer, initial_model, run_training
