@@ -31,6 +31,7 @@ from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.step import EagerStep, make_step
 from ddnn.util.system import choose_device, cpu_name
+from ddnn.util.text import render
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,6 @@ class StepBench:
     speedup_over_float32: float | None  # frames/s over those in float32 in the same round; None without float32
     shares: dict[str, float]
 
-    @property
-    def name(self) -> str:
-        return f"{self.network:8} {self.optimizer:10} {self.precision:10}"
-
-    def speed(self) -> str:
-        spread = f"({self.spread[0]:.0f} .. {self.spread[1]:.0f})"
-        speedup = "" if self.speedup_over_float32 is None else f"{self.speedup_over_float32:.3f}"
-        return (
-            f"{self.name} {self.minibatch:9d} {self.frames_per_second:10.0f}  {spread:18} {self.gflops:8.1f}  "
-            f"{self.gemm_gflops:10.1f}  {100 * self.gemm_efficiency:5.1f} %  {self.time_ratio_to_sgd:8.3f}  {speedup:>13}"
-        )
-
 
 PARTS = ("gemm", "element_wise", "update", "ng", "data", "other")
 
@@ -83,19 +72,7 @@ class BenchReport:
         return asdict(self)
 
     def as_text(self) -> str:
-        """Two tables: speed, and fractions of time."""
-        return "\n".join(
-            [
-                ", ".join(f"{k} {v}" for k, v in self.machine.items()),
-                "network  optimizer  precision  minibatch   frames/s  (min .. max)        GFLOP/s  GEMM limit   share"
-                "  time/SGD  speed/float32",
-                *(r.speed() for r in self.results),
-                "",
-                "fractions of the time of a step, in percent",
-                "network  optimizer  precision " + "".join(f"{part.replace('_', '-'):>14}" for part in PARTS),
-                *(r.name + "".join(f"{100 * r.shares[part]:14.1f}" for part in PARTS) for r in self.results),
-            ]
-        )
+        return render("bench.txt.j2", report=self, parts=PARTS)
 
 
 @dataclass(frozen=True)

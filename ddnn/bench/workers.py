@@ -28,6 +28,7 @@ from ddnn.training.step import EagerStep
 from ddnn.training.trainer import worker_row
 from ddnn.util.errors import UserError
 from ddnn.util.system import choose_device
+from ddnn.util.text import render
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,7 @@ class WorkersBench:
         return asdict(self)
 
     def as_text(self) -> str:
-        return (
-            f"{', '.join(f'{k} {v}' for k, v in self.machine.items())}\n"
-            f"{self.network} {self.optimizer} {self.precision}, {self.workers} workers, {self.strategy} "
-            f"every {self.averaging_period} minibatches: {self.aggregate_fps:.0f} frames/s, "
-            f"one worker {self.single_worker_fps:.0f} frames/s: speed-up {self.speed_up:.2f} "
-            f"({self.spread[0]:.2f} .. {self.spread[1]:.2f})\n"
-            f"communication {100 * self.comm_fraction:.1f} %, waiting for the slowest "
-            f"{100 * self.wait_fraction:.1f} % of the workers' time"
-        )
+        return render("bench-workers.txt.j2", r=self)
 
 
 def run_bench_workers(

@@ -26,6 +26,7 @@ from ddnn.report.scaling import (
     scaled,
 )
 from ddnn.util.errors import UserError
+from ddnn.util.text import render
 
 PLOT = "scaling.png"
 
@@ -94,32 +95,7 @@ class Scaling:
 
     def as_text(self) -> str:
         """The constants, the measurements compared with the model, and a column of speed-ups for each cost."""
-        job, c = self.job, self.constants
-        rate = "infinite" if c.byte_seconds == 0.0 else f"{1e-6 / c.byte_seconds:,.1f} MB/s"
-        times = (c.minibatch_seconds, c.contention_seconds, c.latency, c.averaging_seconds, c.block_std)
-        minibatch, contention, latency, averaging, deviation = (f"{1e3 * seconds:.4g} ms" for seconds in times)
-        lines = [
-            f"predicted training: {job.parameters:,} parameters, minibatch size {job.minibatch}, averaging period "
-            f"{job.averaging_period}, {job.frames:,.0f} frames per epoch, parameters sent as {self.comm_dtype}",
-            f"minibatch: {minibatch} with one worker (c), {contention} more with several (g); "
-            f"{c.serial_seconds:.4g} s of an epoch are not divided among the workers (S)",
-            f"averaging: {latency} per message (alpha), bandwidth {rate} (1 / beta), {averaging} "
-            f"without messages (h); standard deviation of an interval {deviation} (sigma)",
-            *(f"assumption: {note}" for note in self.notes),
-        ]
-        if self.checks:
-            lines += ["", f"{'measured speed-ups':<33}workers  measured  model   error"]
-        for k in self.checks:
-            source = k.source if len(k.source) <= 20 else f"...{k.source[-17:]}"
-            lines.append(
-                f"{f'{source}, {k.strategy}':<33}{k.workers:>7}  {k.measured:>8.2f}  {k.predicted:>5.2f}  "
-                f"{100 * k.error:>+5.1f} %{'  (fitted)' if k.fitted else ''}"
-            )
-        lines += ["", f"speed-up  {'  '.join(name for name, _ in SAME_COST)}"]
-        for n in dict.fromkeys(p.workers for p in self.predictions):
-            cells = [f"{self.speed_up(way, n):>{len(name)}.2f}" for name, way in SAME_COST]
-            lines.append(f"{n:>8}  {'  '.join(cells)}")
-        return "\n".join([*lines, *(f"plot: {path}" for path in self.plots)])
+        return render("scale.txt.j2", found=self, costs=SAME_COST)
 
 
 def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> Scaling:

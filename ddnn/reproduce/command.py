@@ -36,7 +36,7 @@ from ddnn.training.run_status import DBN, FINAL
 from ddnn.util.errors import UserError
 from ddnn.util.files import FileLock, ensure_directory
 from ddnn.util.system import usable_cores
-from ddnn.util.text import environment, plural
+from ddnn.util.text import plural, render
 
 LOCK = "jobs.lock"  # held while runs are executed or submitted, so that two calls do not execute the same
 MAX_LINES = 20  # of names that are printed
@@ -88,9 +88,8 @@ class ReproduceResult:
         }
 
     def as_text(self) -> str:
-        template = environment().overlay(finalize=None).get_template("reproduce.txt.j2")
-        lines = describe_outdated(self.outdated)
-        return template.render(result=self, outdated=lines, most=MAX_LINES).rstrip("\n")
+        outdated = describe_outdated(self.outdated)
+        return render("reproduce.txt.j2", result=self, outdated=outdated, most=MAX_LINES)
 
     def raise_errors(self) -> None:
         """UserError where runs failed for a reason that the user must fix."""

@@ -56,6 +56,11 @@ def definitions(pairs: Iterable[tuple[str, str]], indent: str = "") -> str:
     return "\n".join(f"{indent}{name:{width}}  {value.replace(chr(10), below)}".rstrip() for name, value in known)
 
 
+def render(template: str, **values: Any) -> str:
+    """What a command prints, from a template, values as they are; without the line end."""
+    return environment().overlay(finalize=None).get_template(template).render(values).rstrip("\n")
+
+
 def environment(*, html: bool = False) -> jinja2.Environment:
     """The templates, with the filters `quote` (for a shell), `md` and `md_line` (for Markdown), `fence`, `plural`. A
     name that a template uses and nobody has given is an error. `html`: values are escaped for HTML."""
