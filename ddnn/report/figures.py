@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ddnn.report.runs import SHARES, Run, consensus_distances, share, shares_by_rank, training_seconds
 from ddnn.util.errors import UserError
 from ddnn.util.files import atomic_write, ensure_directory
@@ -121,10 +123,11 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
         for row, (name, factor) in enumerate((("loss", 1.0), ("frame_accuracy", 100.0))):
             # Epoch 0, the network before training, would take most of the loss's axis.
             shown = [cv for cv in run.metrics.cv if cv.epoch > 0] or run.metrics.cv
-            points = [(cv.epoch, getattr(cv, name), cv.accepted) for cv in shown]
-            sound = [(epoch, factor * value, ok) for epoch, value, ok in points if value is not None]
-            _curve(panels[row][0], sound, number, label(run.name))
-            timed = [(until[epoch], value, ok) for epoch, value, ok in sound if epoch in until]
+            known = [
+                (cv.epoch, factor * getattr(cv, name), cv.accepted) for cv in shown if getattr(cv, name) is not None
+            ]
+            _curve(panels[row][0], known, number, label(run.name))
+            timed = [(until[epoch], value, ok) for epoch, value, ok in known if epoch in until]
             _curve(panels[row][1], timed, number, label(run.name))
     for column, (against, unit) in enumerate((("epoch", "epoch"), ("training time", "training time (seconds)"))):
         loss, accuracy = ("", "") if column else ("loss per frame (nats)", "frame accuracy (%)")
@@ -143,13 +146,10 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
 
 def _curve(axes: Axes, points: Sequence[tuple[float, float, bool]], number: int, name: str) -> None:
     colour, marker, line = style(number)
-    kept, rejected = ([point[:2] for point in points if point[2] is accepted] for accepted in (True, False))
-    axes.plot(*_xy(kept), line, color=colour, marker=marker, markersize=5, linewidth=1.6, label=name)
-    axes.plot(*_xy(rejected), linestyle="none", color=colour, marker=marker, markersize=5, markerfacecolor="white")
-
-
-def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+    x, y, accepted = np.array(points, np.float64).reshape(-1, 3).T
+    kept, rejected = accepted == 1.0, accepted == 0.0
+    axes.plot(x[kept], y[kept], line, color=colour, marker=marker, markersize=5, linewidth=1.6, label=name)
+    axes.plot(x[rejected], y[rejected], marker, color=colour, markersize=5, markerfacecolor="white")
 
 
 def draw_time(runs: Sequence[Run], path: Path) -> Path:
@@ -158,20 +158,19 @@ def draw_time(runs: Sequence[Run], path: Path) -> Path:
     few = len(bars) <= _MANY_BARS
     figure = new_figure(11, max(2.8, 1.5 + 0.42 * len(bars)) if few else 9.0)
     axes = figure.subplots()
-    left = [0.0] * len(bars)
+    left = np.zeros(len(bars))
     for name in (*SHARES, "other"):
-        right = [start + 100.0 * shares[name] for start, (_, shares) in zip(left, bars, strict=True)]
+        widths = np.array([100.0 * shares[name] for _, shares in bars])
         colour, message = _COLOURS[name], "waiting for other workers" if name == "wait" else name
         if few:
-            widths = [end - start for start, end in zip(left, right, strict=True)]
-            axes.barh(range(len(bars)), widths, left=left, height=0.72, color=colour, edgecolor="white", label=message)
+            drawn = axes.barh(range(len(bars)), widths, 0.72, left, color=colour, edgecolor="white", label=message)
             ink = "white" if name in ("compute", "comm") else "black"
-            for n, (start, width) in enumerate(zip(left, widths, strict=True)):
-                if width >= 4.0:  # wide enough for its number
-                    axes.text(start + width / 2, n, f"{width:.1f}", ha="center", va="center", color=ink, fontsize=9)
+            numbers = [f"{width:.1f}" if width >= 4.0 else "" for width in widths]  # where there is room for them
+            axes.bar_label(drawn, numbers, label_type="center", color=ink, fontsize=9)
         else:
-            axes.fill_betweenx(range(len(bars)), left, right, step="mid", color=colour, linewidth=0, label=message)
-        left = right
+            span = left, left + widths
+            axes.fill_betweenx(range(len(bars)), *span, step="mid", color=colour, linewidth=0, label=message)
+        left = left + widths
     single = len(runs) == 1
     title = f"Time of each worker: {label(runs[0].name)}" if single else "Time of the workers"
     tidy(axes, title, "fraction of the training time (%)", "worker (rank)" if single else "")
@@ -200,7 +199,7 @@ def draw_consensus_distance(runs: Sequence[Run], path: Path) -> Path:
     """The relative distance of the workers' models from their mean, epoch by epoch; the band spans the workers."""
     figure = new_figure(9, min(4.7 + legend_height([run.name for run in runs], 9), 16.0))
     axes = figure.subplots()
-    shown = [(number, run, consensus_distances(run)) for number, run in enumerate(runs) if consensus_distances(run)]
+    shown = [(number, run, found) for number, run in enumerate(runs) if (found := consensus_distances(run))]
     for number, run, found in shown:
         colour, marker, line = style(number)
         epochs = [epoch for epoch, _ in found]

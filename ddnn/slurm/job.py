@@ -135,8 +135,5 @@ def sbatch(options: Sequence[str], script: Path) -> tuple[str, str | None]:
 def submission_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for sbatch, which hands it on to the job: without what says that this process is itself part of
     a job (an interactive `srun --pty bash`, say), since the training would take itself for that one's rank."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in FORWARDED_ENV or not name.startswith(RANK_ENV_PREFIXES)
-    }
+    hidden = {name for name in environment if name.startswith(RANK_ENV_PREFIXES)} - set(FORWARDED_ENV)
+    return {name: value for name, value in environment.items() if name not in hidden}

@@ -1,4 +1,5 @@
-"""`ddnn train --slurm` and `ddnn pretrain --slurm`: checks what can be checked now, writes the script, submits it."""
+"""`ddnn train --slurm` and `ddnn pretrain --slurm`: checks what can be checked now, writes the script, submits it. The
+script is a pure function of a JobScript."""
 
 from __future__ import annotations
 
@@ -83,7 +84,11 @@ def submit(
         return Submitted(None, text.rstrip("\n"))
     if not pretraining and is_locked(run_dir / files.LOG) is True:
         raise UserError("another run is in progress in this run dir", location=run_dir)
-    _refuse_second_job(run_dir)
+    before = read_job(run_dir)
+    state = None if before is None else slurm_state(before)
+    if before is not None and state not in ("GONE", None):
+        hint = f"wait for it, or end it with `scancel {before.number}`, or name another --run-dir"
+        raise UserError(f"job {before.number} of this run dir is {state}", location=run_dir, hint=hint)
     prepare = _prepare_pretraining if pretraining else _prepare_resume if resume else _prepare_training
     prepare(run_dir, recipe)
     write_text(run_dir / _JOB_RECIPES[kind], dump_recipe(recipe))
@@ -98,14 +103,6 @@ def _command(kind: Kind, run_dir: Path, workers: int, device: str) -> tuple[str,
     name, more = ("pretrain", ()) if kind == "pretraining" else ("train", ("--resume",))
     words = (sys.executable, "-m", "ddnn.cli", name, run_dir / _JOB_RECIPES[kind], "--run-dir", run_dir)
     return (*map(str, words), "--workers", str(workers), "--device", device, *more)
-
-
-def _refuse_second_job(run_dir: Path) -> None:
-    before = read_job(run_dir)
-    state = None if before is None else slurm_state(before)
-    if before is not None and state not in ("GONE", None):
-        hint = f"wait for it, or end it with `scancel {before.number}`, or name another --run-dir"
-        raise UserError(f"job {before.number} of this run dir is {state}", location=run_dir, hint=hint)
 
 
 def _prepare_training(run_dir: Path, recipe: Recipe) -> None:
@@ -151,18 +148,15 @@ def _send(job: JobScript, text: str, after: str | None) -> Submitted:
     # Not in the script: by the time somebody submits it again by hand, Slurm has forgotten the other job.
     waits = [] if after is None else [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
     number, slurm_cluster = sbatch([*sbatch_options(job), *waits], script)
-    write_job(
-        run_dir, Job(number, slurm_cluster, time.time(), placement.workers, placement.nodes, job.cluster.launcher)
-    )
+    submitted = Job(number, slurm_cluster, time.time(), placement.workers, placement.nodes, job.cluster.launcher)
+    write_job(run_dir, submitted)
     follow = f"ddnn status --follow {_quoted(run_dir)}"
     log = f"  log:    {run_dir / files.LOG}\n"
     if job.pretraining:
         follow, log = f"tail -F {_quoted(run_dir / files.JOB_OUTPUT)}", ""
-    return Submitted(
-        number,
-        f"job {number}: {placement}\n{log}  output: {run_dir / files.JOB_OUTPUT}\n  follow: {follow}\n"
-        f"  end it: scancel {number}",
-    )
+    output = f"  output: {run_dir / files.JOB_OUTPUT}\n"
+    text = f"job {number}: {placement}\n{log}{output}  follow: {follow}\n  end it: scancel {number}"
+    return Submitted(number, text)
 
 
 def _quoted(path: Path) -> str:
@@ -204,9 +198,8 @@ def _job_name(given: str | None, run_dir: Path) -> str:
     try:
         return check_word(given)
     except ValueError as error:
-        raise UserError(
-            f"{given!r} found: {error}", location="--job-name", hint="take letters, digits, - and _"
-        ) from error
+        hint = "take letters, digits, - and _"
+        raise UserError(f"{given!r} found: {error}", location="--job-name", hint=hint) from error
 
 
 @dataclass(frozen=True)
@@ -233,19 +226,14 @@ def sbatch_options(job: JobScript) -> list[str]:
     cluster, placement = job.cluster, job.placement
     gpus = placement.gpus_per_node
     chosen = {
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "constraint": cluster.constraint,
-        "time": cluster.time,
+        **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "time")},
         "nodes": placement.nodes,
         "ntasks-per-node": placement.workers_per_node,
         "cpus-per-task": job.cpus_per_worker,
         "gres": ":".join(filter(None, ("gpu", cluster.gpu_type, str(gpus)))) if gpus else None,
         "mem": cluster.mem,
     }
-    unfit = next((c for c in str(job.run_dir) if c == "\\" or not c.isprintable()), None)
-    if unfit is not None:
+    if unfit := next((c for c in str(job.run_dir) if c == "\\" or not c.isprintable()), None):
         message = f"the name of the run dir holds {unfit!r}, which Slurm cannot have in the name of an output file"
         raise UserError(message, location=repr(str(job.run_dir)), hint="name another --run-dir")
     return [
@@ -281,8 +269,7 @@ def script_text(job: JobScript) -> str:
         by_srun=by_srun,
         mpi_settings={name: value for name, value in MPI_SETTINGS.items() if by_srun and "MCA" in name},
         environment={
-            "SLURM_EXPORT_ENV": "ALL",
-            "OMP_NUM_THREADS": str(job.threads),
+            **{"SLURM_EXPORT_ENV": "ALL", "OMP_NUM_THREADS": str(job.threads)},
             **SAFE_PATH,
             **job.cluster.environment,
         },
@@ -302,9 +289,7 @@ def _sbatch_quote(option: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    unfit = next((c for c in text if c in "\n\r\0"), None)
-    if unfit is not None:
-        raise UserError(
-            f"{unfit!r} found, which cannot be in a job script", location=repr(text), hint="rename the file"
-        )
+    if unfit := re.search(r"[\n\r\0]", text):
+        message = f"{unfit[0]!r} found, which cannot be in a job script"
+        raise UserError(message, location=repr(text), hint="rename the file")
     return text
