@@ -71,7 +71,7 @@ def test_a_short_command() -> None:
 def test_termination_ends_what_runs(tmp_path: Path, module: Path) -> None:
     module.write_text("import time\nprint('began', flush=True)\ntime.sleep(600)\n")
     group, log, ended = ProcessGroup(), tmp_path / "log", list[int]()
-    thread = threading.Thread(target=lambda: ended.append(group.run("stand_in", [], log).returncode))
+    thread = threading.Thread(target=lambda: ended.append(group.run("stand_in", [], log)[0]))
     thread.start()
     deadline = time.monotonic() + 60
     while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
