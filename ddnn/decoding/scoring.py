@@ -21,6 +21,7 @@ from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
 
+_HINT_INSTALL = "pip install 'ddnn[decode]'"
 _MAX_CHAIN = 10_000
 _MAX_RELAXATIONS = 20_000_000
 """Arcs that are examined for cycles, beside fifty times all epsilons: some tenths of a second."""
@@ -64,16 +65,6 @@ class Hypothesis:
 
     words: tuple[str, ...]
     reached_final: bool
-
-
-def _import_decoders() -> tuple[ModuleType, ModuleType]:
-    try:
-        import kaldi_decoder
-        import kaldifst
-    except ImportError as error:
-        hint = "pip install 'ddnn[decode]'"
-        raise UserError(f"decoding needs packages that are not installed ({error.name})", hint=hint) from error
-    return kaldifst, kaldi_decoder
 
 
 def _check_epsilon_cycles(fst: Fst, location: Path) -> None:
@@ -155,7 +146,12 @@ def decode_utterances(
     """Decodes each utterance at each acoustic scale, one matrix at a time (frames x pdfs, not yet scaled); yields the
     utterance and one hypothesis per scale. UserError: the packages are missing. DataError: a matrix that is empty, has
     another number of pdfs than the graph, or holds NaN or Inf."""
-    kaldifst, kaldi_decoder = _import_decoders()
+    try:
+        import kaldi_decoder
+        import kaldifst
+    except ImportError as error:
+        message = f"decoding needs packages that are not installed ({error.name})"
+        raise UserError(message, hint=_HINT_INSTALL) from error
     with tempfile.TemporaryDirectory(prefix="ddnn-graph-") as folder:
         write_fst(Path(folder) / "pdfs.fst", graph.fst)
         fst = kaldifst.StdFst.read(str(Path(folder) / "pdfs.fst"))
@@ -176,9 +172,6 @@ def decode_utterances(
             hypotheses.append(Hypothesis(tuple(graph.words[label] for label in labels), reached and bool(found)))
         yield utterance, tuple(hypotheses)
     del decoder, fst
-
-
-_HINT_INSTALL = "pip install 'ddnn[decode]'"
 
 
 @dataclass(frozen=True)
@@ -274,12 +267,6 @@ def _loglikes(source: Path, reference: set[str]) -> Iterator[tuple[str, npt.NDAr
     _check_same_utterances(seen, reference, source)
 
 
-def _errors(ka: ModuleType, utterance: str, reference: tuple[str, ...], hypothesis: Hypothesis) -> UtteranceScore:
-    counts = ka.edit_distance(reference, hypothesis.words)
-    kinds = (int(counts["ins"]), int(counts["del"]), int(counts["sub"]))
-    return UtteranceScore(utterance, reference, hypothesis.words, *kinds, hypothesis.reached_final)
-
-
 def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]) -> ScaleScore:
     references, hypotheses = [list(u.reference) for u in utterances], [list(u.hypothesis) for u in utterances]
     bootstrap = ka.bootstrap_wer_ci(references, hypotheses)
@@ -303,16 +290,10 @@ def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]
 
 
 def score(loglikes: Path, *, graph_dir: Path, model: Path, text: Path, options: DecodeOptions) -> ScoreResult:
-    """Decodes log-likelihoods and gives the word error rate at each acoustic scale. UserError: the packages of
-    `ddnn[decode]` are missing. DataError: an input is missing, damaged, or does not fit the others; log-likelihoods and
-    reference differ in their utterances.
-
-    Args:
-        loglikes: a `.scp`, an archive, or a directory with `loglikes.scp`: float matrices, frames x pdfs.
-        graph_dir: Kaldi's graph directory: `HCLG.fst` and `words.txt`.
-        model: the `final.mdl` that the graph was made with.
-        text: the reference, a Kaldi `text` of exactly the utterances in `loglikes`.
-    """
+    """Decodes log-likelihoods (a `.scp`, an archive, or a directory with `loglikes.scp`: frames x pdfs) with Kaldi's graph
+    directory and the `final.mdl` that the graph was made with; gives the word error rate at each acoustic scale against
+    `text`, the reference of exactly these utterances. UserError: the packages of `ddnn[decode]` are missing. DataError:
+    an input is missing, damaged, or does not fit the others."""
     ka = _import_kaldialign()
     source = loglikes / "loglikes.scp" if loglikes.is_dir() else loglikes
     if not source.is_file():
@@ -322,8 +303,11 @@ def score(loglikes: Path, *, graph_dir: Path, model: Path, text: Path, options: 
     graph = read_graph(graph_dir, model)
     scores: list[list[UtteranceScore]] = [[] for _ in options.acoustic_scales]
     for utterance, hypotheses in decode_utterances(_loglikes(source, set(reference)), graph, options):
-        for column, hypothesis in zip(scores, hypotheses, strict=True):
-            column.append(_errors(ka, utterance, reference[utterance], hypothesis))
+        words = reference[utterance]
+        for column, found in zip(scores, hypotheses, strict=True):
+            counts = ka.edit_distance(words, found.words)
+            kinds = (int(counts["ins"]), int(counts["del"]), int(counts["sub"]))
+            column.append(UtteranceScore(utterance, words, found.words, *kinds, found.reached_final))
     results = tuple(
         _sum_up(ka, scale, tuple(column)) for scale, column in zip(options.acoustic_scales, scores, strict=True)
     )

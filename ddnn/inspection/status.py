@@ -161,6 +161,11 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         problems.append("the lock of train.log could not be examined: it may be running")
     checkpoint = None if finished else peek_checkpoint(run_dir / files.CHECKPOINTS, problems.append)
     over = state in ENDED and state != "finished"
+    error = _error(run_dir, run, state, problems) if over else None
+    exists = (run_dir / files.METRICS).exists()
+    metrics = (_tolerant(problems, lambda: read_metrics(run_dir / files.METRICS)) if exists else None) or Metrics()
+    train, workers = metrics.train[-1] if metrics.train else None, metrics.last_worker_rows
+    fractions = {name: [getattr(row, f"{name}_fraction") for row in workers] for name in FRACTIONS}
     return Status(
         run_dir=run_dir,
         state=state,
@@ -168,35 +173,22 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         job=None if job is None else job.number,
         submitted=None if job is None else job.submitted,
         slurm=slurm,
-        error=_error(run_dir, run, state, problems) if over else None,
+        error=error,
         seconds_since_update=_age(run_dir, files.LOG, files.STATUS, files.METRICS),
         checkpoint=None if checkpoint is None else checkpoint.to_dict(),
         resume_command=resume_command(run_dir, "training" if run is None else run.kind) if over else None,
-        **_measured(run_dir, run, job, state, problems),
+        world_size=run.world_size if run else metrics.num_workers or (job.workers if job else None),
+        last=metrics.cv[-1] if metrics.cv else None,
+        best=metrics.best,
+        warmup_loss=None if metrics.warmup is None else metrics.warmup.loss,
+        learning_rate=None if train is None else train.learning_rate,
+        frames_per_second=None if train is None else train.frames_per_second,
+        fractions={name: sum(v) / len(v) for name, v in fractions.items() if None not in v} if workers else None,
+        reconstruction_error=metrics.pretraining[-1].mean_reconstruction_error if metrics.pretraining else None,
+        restarts=tuple(event.as_text() for event in metrics.events if event.event == "restarted"),
+        estimated_end=_estimated_end(metrics, run, run_dir) if state == "running" else None,
         problems=tuple(problems),
     )
-
-
-def _measured(
-    run_dir: Path, run: RunStatus | None, job: Job | None, state: State, problems: list[str]
-) -> dict[str, Any]:
-    exists = (run_dir / files.METRICS).exists()
-    metrics = (_tolerant(problems, lambda: read_metrics(run_dir / files.METRICS)) if exists else None) or Metrics()
-    train = metrics.train[-1] if metrics.train else None
-    workers = metrics.last_worker_rows
-    fractions = {name: [getattr(row, f"{name}_fraction") for row in workers] for name in FRACTIONS}
-    return {
-        "world_size": run.world_size if run else metrics.num_workers or (job.workers if job else None),
-        "last": metrics.cv[-1] if metrics.cv else None,
-        "best": metrics.best,
-        "warmup_loss": None if metrics.warmup is None else metrics.warmup.loss,
-        "learning_rate": None if train is None else train.learning_rate,
-        "frames_per_second": None if train is None else train.frames_per_second,
-        "fractions": {name: sum(v) / len(v) for name, v in fractions.items() if None not in v} if workers else None,
-        "reconstruction_error": metrics.pretraining[-1].mean_reconstruction_error if metrics.pretraining else None,
-        "restarts": tuple(event.as_text() for event in metrics.events if event.event == "restarted"),
-        "estimated_end": _estimated_end(metrics, run, run_dir) if state == "running" else None,
-    }
 
 
 def _age(run_dir: Path, *names: str) -> float | None:

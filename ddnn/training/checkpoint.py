@@ -101,7 +101,7 @@ class CheckpointStore:
         if is_rank0 and not failure:
             self._remove_old()
         elif is_rank0:
-            for path in (self._temporary(number), self._folder(number)) if number else ():
+            for path in (self._folder(number, TEMPORARY), self._folder(number)) if number else ():
                 with suppress(OSError):
                     manifest.remove_checkpoint(manifest.real_folder(self.directory) / path.name)
             log.warning("%s: the checkpoint could not be written, training continues: %s", self.directory, failure)
@@ -149,11 +149,8 @@ class CheckpointStore:
         """Collective: as `_on_all_ranks`, where rank 0 alone calls `act`."""
         return self._on_all_ranks(act if self.comm.rank == 0 else lambda: None)[0]
 
-    def _folder(self, number: int) -> Path:
-        return self.directory / manifest.folder_name(number)
-
-    def _temporary(self, number: int) -> Path:
-        return self.directory / (TEMPORARY + manifest.folder_name(number))
+    def _folder(self, number: int, prefix: str = "") -> Path:
+        return self.directory / (prefix + manifest.folder_name(number))
 
     def _load(self, number: int) -> CheckpointHandle:
         """Collective: the checkpoint; CheckpointError on all ranks."""
@@ -180,19 +177,19 @@ class CheckpointStore:
             fsync_directory(self.directory.parent, strict=True)
         for number in manifest.checkpoint_numbers(self.directory, TEMPORARY):
             with suppress(OSError):  # not a real folder, or it holds other files: it stays
-                manifest.remove_checkpoint(self._temporary(number))
+                manifest.remove_checkpoint(self._folder(number, TEMPORARY))
         taken = [number for prefix in ("", TEMPORARY) for number in manifest.checkpoint_numbers(self.directory, prefix)]
-        self._temporary(max(taken, default=0) + 1).mkdir()
+        self._folder(max(taken, default=0) + 1, TEMPORARY).mkdir()
         return max(taken, default=0) + 1
 
     def _write_tensors(self, number: int, tensors: dict[str, dict[str, Tensor]]) -> dict[str, tuple[int, str]]:
         manifest.real_folder(self.directory)
-        folder = manifest.real_folder(self._temporary(number))
+        folder = manifest.real_folder(self._folder(number, TEMPORARY))
         return {name: write_verified(folder / name, partial(_encode_tensors, of)) for name, of in tensors.items()}
 
     def _commit(self, summary: CheckpointSummary) -> None:
         """All files were read back: the manifest makes them a checkpoint, the renaming makes it the newest."""
-        temporary, text = self._temporary(summary.number), manifest.encode_manifest(summary)
+        temporary, text = self._folder(summary.number, TEMPORARY), manifest.encode_manifest(summary)
         write_verified(temporary / manifest.MANIFEST, lambda: [text])
         fsync_directory(temporary, strict=True)
         temporary.rename(self._folder(summary.number))
@@ -205,7 +202,7 @@ class CheckpointStore:
             real = [number for number in numbers if stat.S_ISDIR(self._folder(number).lstat().st_mode)]
             for number in sorted(real, key=lambda n: (n in self._corrupt, -n))[self.keep_last :]:
                 # Renamed first, so that a kill in between leaves no half of a checkpoint.
-                manifest.remove_checkpoint(self._folder(number).rename(self._temporary(number)))
+                manifest.remove_checkpoint(self._folder(number).rename(self._folder(number, TEMPORARY)))
         except OSError as error:
             log.warning("%s: an older checkpoint could not be removed: %s", self.directory, manifest.describe(error))
 

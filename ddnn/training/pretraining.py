@@ -1,14 +1,8 @@
-"""RBM pretraining: a deep belief network (DBN) of RBMs, trained layer by layer as Kaldi nnet1's steps/nnet/pretrain_dbn.sh.
-
-All utterances of the training data are used, those held out for cross-validation too, as Kaldi does: no label is read. An
-interrupted pretraining resumes to the same bits: what is random in an RBM depends on the recipe's seed, the layer and the
-worker's rank alone, and the state of the generator is in the checkpoint.
-
-With several workers each trains on its shard from the same RBM, and the workers average weights and biases after every
-`parallel.averaging_period` minibatches and after each epoch, by the averager that trains networks too: a worker whose
-RBM is not finite is excluded. Learning rates are not scaled; momentum stays with its worker. Rank 0 writes the run dir,
-whose files `ddnn.training.run_dir` lists.
-"""
+"""RBM pretraining: a deep belief network (DBN) of RBMs, trained layer by layer as Kaldi nnet1's steps/nnet/pretrain_dbn.sh,
+on all utterances of the training data: no label is read. An interrupted pretraining resumes to the same bits: what is
+random in an RBM depends on the recipe's seed, the layer and the worker's rank alone, and the state of the generator is in
+the checkpoint. Several workers start from the same RBM, each on its shard, and average weights and biases by the averager
+that trains networks too. Learning rates are not scaled; momentum stays with its worker."""
 
 from __future__ import annotations
 

@@ -62,7 +62,11 @@ class RunDir:
         try:
             # Again: what another run did until it released the lock.
             check_run_dir(path, kind, resume=resume, recipe=recipe, held=True)
-            run._open_log(append=resume or kind == "pretraining")
+            try:
+                run._log = _RunLog(path / LOG, append=resume or kind == "pretraining")
+            except OSError as error:
+                raise UserError(f"cannot write {LOG}: {error.strerror}", location=path) from error
+            logging.getLogger("ddnn").addHandler(run._log)
             for name in [p.name for p in path.iterdir() if run_status.TEMPORARY.fullmatch(p.name)]:
                 with suppress(OSError):  # left by a process that was killed while it wrote
                     (path / name).unlink()
@@ -87,13 +91,6 @@ class RunDir:
             raise UserError("another run is in progress in this run dir", location=self.path, hint=hint) from error
         except OSError as error:
             raise UserError(f"cannot write or lock {LOG}: {error.strerror}", location=self.path) from error
-
-    def _open_log(self, append: bool) -> None:
-        try:
-            self._log = _RunLog(self.path / LOG, append)
-        except OSError as error:
-            raise UserError(f"cannot write {LOG}: {error.strerror}", location=self.path) from error
-        logging.getLogger("ddnn").addHandler(self._log)
 
     def pretraining(self, recipe: str) -> RunDir:
         """The directory `pretrain` for the RBMs of this training, new or to be resumed; raises as `check_run_dir`."""

@@ -140,33 +140,22 @@ def check_run_dir(
             require_kind(path / name, "directory" if name in (PRETRAIN, CHECKPOINTS) else "file")
         if CHECKPOINTS in names and not any((path / CHECKPOINTS).iterdir()):
             names.remove(CHECKPOINTS)
-        if kind == "training":
-            if names - _BEFORE_TRAINING:
-                _check_begun(path, {RECIPE, LOG} <= names, resume)
-        elif names - {LOG, STATUS} and (RECIPE not in names or _text(path / RECIPE) != recipe):
-            raise UserError(
-                "the directory exists already and holds no pretraining with the same data, model, pretrain and seed",
-                location=path,
-                hint="name another --run-dir, or remove this one if it is not needed; pretrain.dbn takes finished RBMs",
-            )
+        remove, begun = "or remove this one if it is not needed", {RECIPE, LOG} <= names
+        if kind == "training" and names - _BEFORE_TRAINING:
+            if not resume:
+                hint = f"{'resume it with --resume; else ' if begun else ''}name another directory, {remove}"
+                raise UserError("the run dir exists already and is not empty", location=path, hint=hint)
+            if not begun:
+                message = "the directory is not empty and not a run dir of a training: there is no "
+                hint = "name the --run-dir of the training to resume"
+                raise UserError(f"{message}{RECIPE} with a {LOG}", location=path, hint=hint)
+        if kind == "pretraining" and names - {LOG, STATUS}:
+            found = read_bytes_limited(path / RECIPE, 64 << 20) if RECIPE in names else b""
+            if RECIPE not in names or found.decode("utf-8", "replace") != recipe:
+                message = (
+                    "the directory exists already and holds no pretraining with the same data, model, pretrain and seed"
+                )
+                hint = f"name another --run-dir, {remove}; pretrain.dbn takes finished RBMs"
+                raise UserError(message, location=path, hint=hint)
     except OSError as error:
         raise UserError(f"cannot look into the run dir: {error.strerror}", location=path) from error
-
-
-def _text(path: Path) -> str:
-    return read_bytes_limited(path, 64 << 20).decode("utf-8", "replace")
-
-
-def _check_begun(path: Path, begun: bool, resume: bool) -> None:
-    """Of a training in a directory that is not empty: it must have begun there, and be resumed."""
-    if not resume:
-        raise UserError(
-            "the run dir exists already and is not empty",
-            location=path,
-            hint=("resume it with --resume; else " if begun else "")
-            + "name another directory, or remove this one if it is not needed",
-        )
-    if not begun:
-        message = f"the directory is not empty and not a run dir of a training: there is no {RECIPE} with a {LOG}"
-        hint = "name the --run-dir of the training to resume"
-        raise UserError(message, location=path, hint=hint)

@@ -54,9 +54,7 @@ class Trainer:
     averager: NoAveraging  # averages the models of all workers
     checkpoints: CheckpointPolicy
     run: RunDir  # in which rank 0 records
-    warmup: Literal["none", "single-worker", "all-reduce"] = (
-        "none"  # before the first epoch, on rank 0 alone or averaged
-    )
+    warmup: Literal["none", "single-worker", "all-reduce"] = "none"  # on rank 0 alone, or averaged after each minibatch
     warmup_minibatches: int = 0
     recipe: str = ""  # resolved; with the next two, by which a resume recognizes the same training
     data_digest: str = ""
