@@ -233,11 +233,11 @@ def _create(path: Path, key: str, directory: DataDir, alignments: Path, config: 
         blocks=[(size, NO_CRC) for size in sizes],
     )
 
-    def write_features(descriptor: int, start: int) -> list[tuple[int, int]]:
-        blocks = loader.into_file(descriptor, start)
+    def write_features(descriptor: int, start: int) -> list[int]:
+        checksums = loader.into_file(descriptor, start)
         if cache_key(read_data_dir(directory.path, allow_pipes=config.allow_pipes), alignments, config) != key:
             raise OSError("the data changed while they were read")
-        return blocks
+        return checksums
 
     started = time.perf_counter()
     try:
@@ -252,14 +252,13 @@ def write_cache(
     path: Path,
     metadata: CacheMetadata,
     arrays: Sequence[NDArray[np.signedinteger[Any]]],
-    write_features: Callable[[int, int], list[tuple[int, int]]],
+    write_features: Callable[[int, int], list[int]],
 ) -> None:
     """Writes a cache file, whole or not at all; two writers of the same file do not disturb each other. OSError: the
     directory cannot be written into, or has no space left.
 
     `metadata` has blocks of the right number and sizes, whose checksums are filled in; `arrays` are labels, selected,
-    num_frames, pdf_counts. `write_features` writes into a file (descriptor, first byte) and returns (bytes, CRC-32) of
-    its blocks.
+    num_frames, pdf_counts. `write_features` writes into a file (descriptor, first byte) and returns the blocks' CRC-32.
     """
     start = len(metadata.header()) + metadata.index_bytes
     with _temporary_file(path) as descriptor:
@@ -269,11 +268,9 @@ def write_cache(
             raise OSError(f"{needed:.1f} GB are needed, {room.f_bavail * room.f_frsize / 1e9:.1f} GB are free")
         index = b"".join(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in arrays)
         write_all(descriptor, index, start - len(index))
-        blocks = [(len(index), zlib.crc32(index)), *write_features(descriptor, start)]
-        header = metadata.model_copy(update={"blocks": [(size, f"{crc:08x}") for size, crc in blocks]}).header()
-        if len(header) + len(index) != start:
-            raise ValueError("the blocks that were written are not those of the metadata")
-        write_all(descriptor, header, 0)
+        checksums = [zlib.crc32(index), *write_features(descriptor, start)]
+        blocks = [(size, f"{crc:08x}") for (size, _), crc in zip(metadata.blocks, checksums, strict=True)]
+        write_all(descriptor, metadata.model_copy(update={"blocks": blocks}).header(), 0)
 
 
 @contextmanager

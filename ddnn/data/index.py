@@ -174,22 +174,18 @@ def check_skipped(
 
 def _check_same_tables(comm: Communicator, directory: DataDir, alignments: Alignments | None) -> None:
     """Raises DataError on a worker whose tables are not those of rank 0; paths to the archives may differ."""
-    everyone = comm.all_gather_object({"host": comm.host, "tables": _tables(directory, alignments)})
-    for name, local in everyone[comm.rank]["tables"].items():
-        first = everyone[0]["tables"][name]
-        if local == first:
-            continue
-        found = "there is none" if local is None else f"{local[0]} entries, digest {local[1]}"
-        expected = "none" if first is None else f"{first[0]} entries, digest {first[1]}"
-        raise DataError(
-            f"{name} on host {comm.host} (worker {comm.rank}) differs from that of worker 0 on "
-            f"{everyone[0]['host']}: found {found}, expected {expected}",
-            location=directory.path / name if name != "alignments" or alignments is None else alignments.path,
-            hint="give every host the same files, from one shared file system or from a new copy",
-        )
+    everyone = comm.all_gather_object([comm.host, _tables(directory, alignments)])
+    first_host, first = everyone[0]
+    for name, local in everyone[comm.rank][1].items():
+        if local != first[name]:
+            where = f"{name} on host {comm.host} (worker {comm.rank}) differs from that of worker 0 on {first_host}"
+            message = f"{where}: found {local or 'there is none'}, expected {first[name] or 'none'}"
+            location = directory.path / name if name != "alignments" or alignments is None else alignments.path
+            hint = "give every host the same files, from one shared file system or from a new copy"
+            raise DataError(message, location=location, hint=hint)
 
 
-def _tables(directory: DataDir, alignments: Alignments | None) -> dict[str, tuple[int, str] | None]:
+def _tables(directory: DataDir, alignments: Alignments | None) -> dict[str, str | None]:
     """Table -> number of its entries and a digest of what all workers must have in common; None where there is none."""
     speakers, cmvn = directory.speakers, directory.cmvn
     aligned = None
@@ -204,12 +200,12 @@ def _tables(directory: DataDir, alignments: Alignments | None) -> dict[str, tupl
     }
 
 
-def _digest(lines: Iterable[str]) -> tuple[int, str]:
+def _digest(lines: Iterable[str]) -> str:
     digest, count = hashlib.sha256(), 0
     for line in lines:
         digest.update(line.encode() + b"\n")
         count += 1
-    return count, digest.hexdigest()[:16]
+    return f"{count} entries, digest {digest.hexdigest()[:16]}"
 
 
 def hold_out_speakers(index: UtteranceIndex, path: Path) -> tuple[list[int], list[int]]:

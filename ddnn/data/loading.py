@@ -139,11 +139,10 @@ class FeatureLoader:
             mapped = mmap.mmap(memory.fileno(), self.rows * self.spec.row_bytes)
         return np.frombuffer(mapped, dtype).reshape(shape)
 
-    def into_file(self, descriptor: int, start: int) -> list[tuple[int, int]]:
-        """Writes all rows into an open file, from byte `start` on; returns (bytes, CRC-32) of one chunk after another.
+    def into_file(self, descriptor: int, start: int) -> list[int]:
+        """Writes all rows into an open file, from byte `start` on; returns the CRC-32 of one chunk after another.
         DataError, UserError: as `into_memory`. OSError: the file cannot be written."""
-        checksums = self._load(None, descriptor, start)
-        return [(chunk.rows * self.spec.row_bytes, crc) for chunk, crc in zip(self.chunks, checksums, strict=True)]
+        return self._load(None, descriptor, start)
 
     def _load(self, out: NDArray[Any] | None, descriptor: int = -1, start: int = 0) -> list[Any]:
         """Fills `out`, or the file where it is None; what each chunk's task returned."""

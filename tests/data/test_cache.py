@@ -204,9 +204,9 @@ def write(path: Path, **changed: Any) -> None:
     ]
     features = np.arange(14, dtype=np.float32)
 
-    def write_features(descriptor: int, start: int) -> list[tuple[int, int]]:
+    def write_features(descriptor: int, start: int) -> list[int]:
         os.pwrite(descriptor, features.tobytes(), start)
-        return [(len(block), zlib.crc32(block)) for block in (features[:8].tobytes(), features[8:].tobytes())]
+        return [zlib.crc32(block) for block in (features[:8].tobytes(), features[8:].tobytes())]
 
     write_cache(path, METADATA, arrays, write_features)
 
@@ -358,7 +358,7 @@ def test_what_changes_while_it_is_read_is_not_kept(
 ) -> None:
     load = FeatureLoader.into_file
 
-    def load_and_meanwhile(*of: Any) -> list[tuple[int, int]]:
+    def load_and_meanwhile(*of: Any) -> list[int]:
         touch(folder / "train/feats.ark")
         return load(*of)
 

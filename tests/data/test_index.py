@@ -258,7 +258,7 @@ def test_a_host_with_other_tables_is_named(tmp_path: Path, table: str) -> None:
     alignments = read_alignments(pdfs)
     other = OtherHost()
     other.rank, other.world_size, other.host = 1, 2, "n2"
-    other.of_first = {"host": "n1", "tables": _tables(read_data_dir(data), alignments)}
+    other.of_first = ["n1", _tables(read_data_dir(data), alignments)]
     _check_same_tables(other, read_data_dir(data), alignments)
     if table == "feats.scp":
         (data / table).write_text("".join((data / table).read_text().splitlines(keepends=True)[:-1]))

@@ -168,9 +168,9 @@ def cache_bytes() -> bytes:
     arrays = (labels, *(np.array(value, np.int64) for value in ([0, 2], [4, 5], [3, 3, 3])))
     features = np.arange(26, dtype=np.float32).tobytes()
 
-    def write_features(descriptor: int, start: int) -> list[tuple[int, int]]:
+    def write_features(descriptor: int, start: int) -> list[int]:
         os.pwrite(descriptor, features, start)
-        return [(len(features), zlib.crc32(features))]
+        return [zlib.crc32(features)]
 
     return file_of(lambda path: write_cache(path, METADATA, arrays, write_features), CACHE)
 
