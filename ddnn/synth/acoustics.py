@@ -63,10 +63,8 @@ def _apportion(total: int, limits: npt.NDArray[np.int64]) -> npt.NDArray[np.int6
     exact = (limits - 1) * ((total - len(limits)) / max(1, int((limits - 1).sum())))
     parts = np.minimum(np.floor(exact).astype(np.int64), limits - 1)
     order = np.argsort(parts - exact, kind="stable")
-    for part in order[parts[order] < (limits - 1)[order]][: total - len(limits) - int(parts.sum())]:
-        parts[part] += 1
-    shares: npt.NDArray[np.int64] = parts + 1
-    return shares
+    parts[order[parts[order] < (limits - 1)[order]][: total - len(limits) - int(parts.sum())]] += 1
+    return np.asarray(parts + 1)
 
 
 def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:
@@ -278,12 +276,11 @@ def write_diag_gmm(
     """Writes the mixture of one pdf: means and variances [Gaussians, dim], weights [Gaussians] that sum to one."""
     # The log likelihood of an all-zero feature vector, per Gaussian.
     constants = np.log(weights) - 0.5 * (np.log(2 * np.pi * variances) + means**2 / variances).sum(axis=1)
-    writer.token("<DiagGMM>", "<GCONSTS>")
-    writer.float_vector(constants.astype(np.float32))
-    writer.token("<WEIGHTS>")
-    writer.float_vector(weights.astype(np.float32))
-    writer.token("<MEANS_INVVARS>")
-    writer.float_matrix((means / variances).astype(np.float32))
-    writer.token("<INV_VARS>")
-    writer.float_matrix((1 / variances).astype(np.float32))
+    writer.token("<DiagGMM>")
+    for token, vector in (("<GCONSTS>", constants), ("<WEIGHTS>", weights)):
+        writer.token(token)
+        writer.float_vector(vector.astype(np.float32))
+    for token, matrix in (("<MEANS_INVVARS>", means / variances), ("<INV_VARS>", 1 / variances)):
+        writer.token(token)
+        writer.float_matrix(matrix.astype(np.float32))
     writer.token("</DiagGMM>")
