@@ -175,11 +175,9 @@ def test_each_part_is_shared_out_by_itself(tmp_path: Path) -> None:
             self.rank, self.world_size = rank, 3
 
         def all_gather_object(self, value: Any) -> list[Any]:
-            if isinstance(value, dict) and "tables" in value:
-                return [value] * 3
             if value is None:
                 return [{"utterances": len(whole.index.entries), "dim": 4, "counts": whole.index.counts}]
-            return [value]
+            return [value] * 3
 
         def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
             tensor[0] = torch.arange(len(whole.index.entries))
