@@ -271,9 +271,8 @@ def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]
     references, hypotheses = [list(u.reference) for u in utterances], [list(u.hypothesis) for u in utterances]
     bootstrap = ka.bootstrap_wer_ci(references, hypotheses)
     low, high = 100 * float(bootstrap["ci95min"]), 100 * float(bootstrap["ci95max"])
-    insertions, deletions, substitutions = (
-        sum(counts) for counts in zip(*((u.insertions, u.deletions, u.substitutions) for u in utterances), strict=True)
-    )
+    counts = [(u.insertions, u.deletions, u.substitutions) for u in utterances]
+    insertions, deletions, substitutions = map(sum, zip(*counts, strict=True))
     words = sum(len(reference) for reference in references)
     return ScaleScore(
         acoustic_scale=scale,

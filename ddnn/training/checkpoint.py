@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -62,10 +62,9 @@ class CheckpointHandle(CheckpointSummary):
         try:
             return _read_tensors(self.path, rank_file(rank), self)
         except (OSError, CheckpointError) as error:
+            message = f"the checkpoint is corrupt: {manifest.describe(error)}"
             hint = "run again with --resume: the checkpoint before it is used"
-            raise DataError(
-                f"the checkpoint is corrupt: {manifest.describe(error)}", location=self.path, hint=hint
-            ) from error
+            raise DataError(message, location=self.path, hint=hint) from error
 
 
 class CheckpointStore:
@@ -253,3 +252,12 @@ def _encode_tensors(tensors: dict[str, Tensor]) -> Iterator[Any]:
     yield len(header).to_bytes(8, "little") + header
     for name in names:
         yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def prefixed(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": value for name, value in state.items()}
+
+
+def unprefixed(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    start = f"{prefix}."
+    return {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}

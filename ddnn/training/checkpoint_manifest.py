@@ -126,12 +126,11 @@ def parse_manifest(text: str, written: float, number: int, path: Path) -> Checkp
     if not valid:
         raise CheckpointError(f"{MANIFEST} is not what was written: its SHA-256 differs")
     if type(value.get("format")) is not int or value["format"] != FORMAT:
-        raise DataError(
-            f"a checkpoint of format {str(value.get('format'))[:20]!r} found, {FORMAT} expected: it was written by "
-            f"ddnn {str(value.get('ddnn'))[:20]!r}, this is {ddnn.__version__}",
-            location=path,
-            hint="resume with the version of ddnn that started this training, or train in another run dir",
-        )
+        form, version = (str(value.get(key))[:20] for key in ("format", "ddnn"))
+        found = f"a checkpoint of format {form!r} found, {FORMAT} expected"
+        message = f"{found}: it was written by ddnn {version!r}, this is {ddnn.__version__}"
+        hint = "resume with the version of ddnn that started this training, or train in another run dir"
+        raise DataError(message, location=path, hint=hint)
     try:
         files = {name: (size, sha256) for name, (size, sha256) in value["files"].items()}
         world_size, metadata = value["world_size"], value["metadata"]

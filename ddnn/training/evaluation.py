@@ -41,9 +41,8 @@ class EvalResult:
 
     def as_text(self) -> str:
         """One line, and one more where utterances were skipped or trimmed."""
-        figures = (
-            f"loss {self.loss:.4f} per frame, frame accuracy {100 * self.frame_accuracy:.2f} %, {self.frames} frames"
-        )
+        accuracy = f"frame accuracy {100 * self.frame_accuracy:.2f} %"
+        figures = f"loss {self.loss:.4f} per frame, {accuracy}, {self.frames} frames"
         notable = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.utterances.items() if count]
         return figures if len(notable) < 2 else f"{figures}\nutterances: {', '.join(notable)}"
 
@@ -127,12 +126,10 @@ class EpochLosses:
 
 def raise_if_diverged(split: str, result: EvalResult, epoch: int, learning_rate: float) -> None:
     if not math.isfinite(result.loss):
-        raise DivergedError(
-            f"the training diverged: the {split} loss is {result.loss} after {result.frames} frames of epoch {epoch} "
-            f"at learning rate {learning_rate:g}",
-            hint="check the features for outliers, or lower schedule.initial_learning_rate, which multiplies the "
-            "gradient summed over a minibatch",
-        )
+        where = f"after {result.frames} frames of epoch {epoch} at learning rate {learning_rate:g}"
+        hint = "check the features for outliers, or lower schedule.initial_learning_rate, which multiplies the "
+        hint += "gradient summed over a minibatch"
+        raise DivergedError(f"the training diverged: the {split} loss is {result.loss} {where}", hint=hint)
 
 
 def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Workspace) -> Iterator[tuple[Batch, Tensor]]:

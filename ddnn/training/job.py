@@ -299,7 +299,7 @@ def train_dbn(job: Job, run: RunDir, comm: Communicator, data: TrainingData | No
     if data is None:
         config = options.data_config(job.recipe, comm.world_size, held_out=False)
         data = training_data(config, job.device, comm)
-    return pretrain_dbn(job.recipe, data, run, job.checkpoint_policy(run, comm), comm)
+    return pretrain_dbn(job.recipe, data, job.checkpoint_policy(run, comm))
 
 
 def replicated_dbn(job: Job, run: RunDir) -> AcousticModel | None:

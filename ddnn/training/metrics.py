@@ -240,11 +240,9 @@ def read_metrics(path: Path) -> Metrics:
             continue
         key = (row.type, *((number,) if row.KEY is None else (f"{name} {getattr(row, name)}" for name in row.KEY)))
         if key in rows:
-            raise DataError(
-                f"line {number}: a second {row.type} row{' for ' if key[1:] else ''}{', '.join(map(str, key[1:]))}",
-                location=path,
-                hint="use one run dir for each training",
-            )
+            of_what = f" for {', '.join(map(str, key[1:]))}" if key[1:] else ""
+            message = f"line {number}: a second {row.type} row{of_what}"
+            raise DataError(message, location=path, hint="use one run dir for each training")
         rows[key] = row
 
     def of(kind: type[Row]) -> list[Row]:

@@ -30,12 +30,11 @@ from ddnn.nn.network import Network, Workspace
 from ddnn.nn.rbm import Cd1Options, Rbm, cd1_step
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import AveragingConfig, CrossValidationConfig, NewbobConfig, PretrainConfig, Recipe, SgdConfig
-from ddnn.training.checkpoint import CheckpointHandle
+from ddnn.training.checkpoint import CheckpointHandle, prefixed, unprefixed
 from ddnn.training.metrics import PretrainRow, throughput
 from ddnn.training.options import model_features
-from ddnn.training.run_dir import RunDir
 from ddnn.training.run_status import DBN
-from ddnn.training.state import CheckpointPolicy, TrainingProgress, prefixed, unprefixed
+from ddnn.training.state import CheckpointPolicy, TrainingProgress
 from ddnn.util.errors import DataError, DivergedError
 
 log = logging.getLogger(__name__)
@@ -57,18 +56,11 @@ class RbmTrainer:
     `total_error`, `total_frames`: of all finished epochs and workers."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        index: int,
-        frames: FrameSubset,
-        below: AcousticModel,
-        run: RunDir,
-        checkpoints: CheckpointPolicy,
-        comm: Communicator,
+        self, recipe: Recipe, index: int, frames: FrameSubset, below: AcousticModel, checkpoints: CheckpointPolicy
     ) -> None:
         """Collective."""
-        self.index, self.run, self.checkpoints, self.progress = index, run, checkpoints, TrainingProgress()
-        config, device = recipe.pretrain, frames.indices.device
+        self.index, self.run, self.checkpoints, self.progress = index, checkpoints.run, checkpoints, TrainingProgress()
+        config, device, comm = recipe.pretrain, frames.indices.device, checkpoints.comm
         seed = (recipe.seed * 1_000_003 + 7919 * (index + 1)) % 2**63
         self.generator = torch.Generator(device).manual_seed(seed)
         visible = below.network.output_dim if index else below.transform.output_dim
@@ -112,21 +104,17 @@ class RbmTrainer:
         self.total_error, self.total_frames = self.total_error + error, self.total_frames + int(frames)
         if not (math.isfinite(self.total_error) and frames):
             key = "pretrain.learning_rate" if self.index else "pretrain.gaussian_learning_rate"
-            raise DivergedError(
-                f"the pretraining diverged: the reconstruction error of RBM {self.index + 1} is {error} in epoch "
-                f"{progress.epoch + 1}",
-                hint=f"lower {key}, now {self.options.rate:g}",
-            )
-        self.run.record(
-            PretrainRow(
-                rbm=self.index + 1,
-                epoch=progress.epoch + 1,
-                reconstruction_error=error / frames,
-                mean_reconstruction_error=self.total_error / self.total_frames,
-                guard_count=self.rbm.guard_count,
-                **throughput(int(frames), progress.elapsed()),
-            )
+            found = f"the reconstruction error of RBM {self.index + 1} is {error} in epoch {progress.epoch + 1}"
+            raise DivergedError(f"the pretraining diverged: {found}", hint=f"lower {key}, now {self.options.rate:g}")
+        row = PretrainRow(
+            rbm=self.index + 1,
+            epoch=progress.epoch + 1,
+            reconstruction_error=error / frames,
+            mean_reconstruction_error=self.total_error / self.total_frames,
+            guard_count=self.rbm.guard_count,
+            **throughput(int(frames), progress.elapsed()),
         )
+        self.run.record(row)
         self.error.zero_()
         self.frames = 0
         progress.end_epoch()
@@ -230,13 +218,11 @@ def mean_activation(below: AcousticModel, frames: FrameSubset, comm: Communicato
     return sums[:-1] / sums[-1]
 
 
-def pretrain_dbn(
-    recipe: Recipe, data: TrainingData, run: RunDir, checkpoints: CheckpointPolicy, comm: Communicator
-) -> AcousticModel:
-    """Trains the RBMs that are not finished yet, and leaves each in the run dir (`run`: on ranks other than 0 one that
-    writes nothing). Collective. Returns the DBN as a network of hidden layers behind the input transform it was trained
+def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPolicy) -> AcousticModel:
+    """Trains the RBMs that are not finished yet, and leaves each in the run dir of `checkpoints`. Collective. Returns the DBN as a network of hidden layers behind the input transform it was trained
     with, the same on all workers. DataError: the run dir has RBMs for other features. DivergedError: an RBM diverged.
     UserError: the disk is full. TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written."""
+    run, comm = checkpoints.run, checkpoints.comm
     device, num_rbms, utterances = data.device, recipe.model.hidden_layers, range(len(data.dataset.utterances))
     frames = FrameSubset(data.dataset, data.dataset.rows_of(utterances).to(device))
     transform = data.input_transform(comm, all_utterances=True).to(device)
@@ -250,7 +236,7 @@ def pretrain_dbn(
             dbn.check_features(frames.dataset.dim, path)
             log.info("rbm %d: finished before", index + 1)
             continue
-        trainer = RbmTrainer(recipe, index, frames, dbn, run, checkpoints, comm)
+        trainer = RbmTrainer(recipe, index, frames, dbn, checkpoints)
         if handle is not None and handle.metadata.get("rbm") == index + 1:
             trainer.restore(handle)
         run.truncate_after(trainer.progress.epoch, rbm=index + 1)
@@ -258,7 +244,7 @@ def pretrain_dbn(
         checkpoints.begin(trainer)
         with closing(trainer.averager), closing(trainer.inputs.loader):
             dbn = append_rbm(dbn, train_rbm(trainer))
-        checkpoints.end(comm)
+        checkpoints.end()
         if comm.rank == 0:
             save_model(path, dbn)
     run.finish(dbn)

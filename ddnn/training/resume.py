@@ -117,8 +117,6 @@ def _flat(text: str) -> tuple[dict[str, Any], list[Problem]]:
 def check_same_data(loaded: LoadedCheckpoint, digest: str, location: Path) -> None:
     """DataError where the data is not what the checkpoint's training read."""
     if loaded.metadata.data != digest:
-        raise DataError(
-            f"the data has changed since {loaded.location.name} was written: other utterances, lengths or alignments",
-            location=location,
-            hint="restore them, or start in another run dir",
-        )
+        since = f"the data has changed since {loaded.location.name} was written"
+        message = f"{since}: other utterances, lengths or alignments"
+        raise DataError(message, location=location, hint="restore them, or start in another run dir")

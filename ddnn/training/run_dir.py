@@ -277,9 +277,6 @@ def load_run(path: Path) -> AcousticModel:
     if not path.is_dir():
         raise DataError("there is no such run dir", location=path, hint="name the --run-dir of a finished training")
     if not (path / FINAL).exists() and (path / RECIPE).exists():
-        raise DataError(
-            f"this training has not finished: there is no {FINAL}",
-            location=path,
-            hint=f"let it finish first, or resume it: {run_status.resume_command(path)}; its best network so far is in {BEST}",
-        )
+        hint = f"let it finish first, or resume it: {run_status.resume_command(path)}; its best network so far is in {BEST}"
+        raise DataError(f"this training has not finished: there is no {FINAL}", location=path, hint=hint)
     return load_model(path / FINAL)

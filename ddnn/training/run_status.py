@@ -152,10 +152,8 @@ def check_run_dir(
         if kind == "pretraining" and names - {LOG, STATUS}:
             found = read_bytes_limited(path / RECIPE, 64 << 20) if RECIPE in names else b""
             if RECIPE not in names or found.decode("utf-8", "replace") != recipe:
-                message = (
-                    "the directory exists already and holds no pretraining with the same data, model, pretrain and seed"
-                )
+                message = "the directory exists already and holds no pretraining with the same data, model, pretrain"
                 hint = f"name another --run-dir, {remove}; pretrain.dbn takes finished RBMs"
-                raise UserError(message, location=path, hint=hint)
+                raise UserError(f"{message} and seed", location=path, hint=hint)
     except OSError as error:
         raise UserError(f"cannot look into the run dir: {error.strerror}", location=path) from error

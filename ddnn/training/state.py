@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ddnn.averaging.averager import NoAveraging, Request
-from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
 from ddnn.training.checkpoint import CheckpointStore
@@ -87,7 +86,7 @@ class CheckpointPolicy:
         interval_minutes: float = 2.0,
         interval_minibatches: int | None = None,
     ) -> None:
-        self.store, self.shutdown, self.run = store, shutdown, run
+        self.store, self.comm, self.shutdown, self.run = store, store.comm, shutdown, run
         self.interval_seconds, self.interval_minibatches = 60.0 * interval_minutes, interval_minibatches
         self._minibatch = 0
         self._saved_at, self._saved_minibatch = time.monotonic(), 0
@@ -98,12 +97,12 @@ class CheckpointPolicy:
         self._minibatch = trainer.progress.minibatch
         trainer.averager.local_request = self._request
         self.shutdown.deferred = True
-        trainer.averager.comm.watchdog.enable()
+        self.comm.watchdog.enable()
 
-    def end(self, comm: Communicator) -> None:
+    def end(self) -> None:
         """Training has ended: what follows (files, loading) may take its time, and a signal ends it at once."""
         self.shutdown.deferred = False
-        comm.watchdog.disable()
+        self.comm.watchdog.disable()
 
     def after_minibatch(self, trainer: Checkpointable) -> None:
         """Saves if the workers have agreed to; raises as `_save`."""
@@ -123,14 +122,14 @@ class CheckpointPolicy:
         interval = self.interval_minibatches
         due = time.monotonic() - self._saved_at >= self.interval_seconds
         due = due or (interval is not None and self._minibatch - self._saved_minibatch >= interval)
-        return Request.CHECKPOINT if due and self.store.comm.rank == 0 else Request.NONE
+        return Request.CHECKPOINT if due and self.comm.rank == 0 else Request.NONE
 
     def _save(self, trainer: Checkpointable) -> None:
         """Writes a checkpoint. Collective. TrainingInterrupted where a worker was asked to stop, UserError where it was and
         there is no checkpoint to resume from."""
         averager, progress = trainer.averager, trainer.progress
         stop, started = averager.requested is Request.STOP, time.monotonic()
-        with averager.comm.watchdog.long_operation():
+        with self.comm.watchdog.long_operation():
             self.run.flush()
             self.run.set_status(epoch=progress.epoch, minibatch=progress.minibatch)
             saved = self.store.save(*trainer.capture())
@@ -188,12 +187,3 @@ class LoadedCheckpoint:
             raise DataError("best: nothing found, parameters of a network expected", location=self.location)
         tensors["parameters"] = self.global_state["best"]
         return model_from_config(self.metadata.model, tensors, self.location)
-
-
-def prefixed(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": value for name, value in state.items()}
-
-
-def unprefixed(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    start = f"{prefix}."
-    return {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}

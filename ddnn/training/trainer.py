@@ -21,17 +21,11 @@ from ddnn.nn.arithmetic import Precision
 from ddnn.nn.network import tensor_like
 from ddnn.optim.schedule import Schedule
 from ddnn.optim.sgd import Sgd
+from ddnn.training.checkpoint import prefixed, unprefixed
 from ddnn.training.evaluation import EpochLosses, EvalResult, evaluate, raise_if_diverged
 from ddnn.training.metrics import EpochRow, WarmupRow, WorkerRow, throughput
 from ddnn.training.run_dir import RunDir
-from ddnn.training.state import (
-    CheckpointMetadata,
-    CheckpointPolicy,
-    LoadedCheckpoint,
-    TrainingProgress,
-    prefixed,
-    unprefixed,
-)
+from ddnn.training.state import CheckpointMetadata, CheckpointPolicy, LoadedCheckpoint, TrainingProgress
 from ddnn.training.step import EagerStep, Step
 from ddnn.util.errors import DataError
 

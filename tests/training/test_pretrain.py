@@ -81,8 +81,9 @@ def rbm_trainer(recipe: Path, comm: Communicator, frames: int) -> pretraining.Rb
     """A Gaussian RBM on a toy shard, whose averaging comes at the end of an epoch alone."""
     below = AcousticModel(FeatureConfig(), splice_only(DIM, 0), Network((), torch.zeros(0)))
     settings = load_recipe(recipe, ["parallel.averaging_period=1000"])
-    run = NullRunDir(Path("nowhere"))
-    return pretraining.RbmTrainer(settings, 0, toy_shard(comm.rank, frames), below, run, NoCheckpoints(), comm)
+    checkpoints = NoCheckpoints()
+    checkpoints.run, checkpoints.comm = NullRunDir(Path("nowhere")), comm
+    return pretraining.RbmTrainer(settings, 0, toy_shard(comm.rank, frames), below, checkpoints)
 
 
 def test_workers_draw_hidden_states_of_their_own(recipe: Path) -> None:

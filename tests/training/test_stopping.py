@@ -146,7 +146,7 @@ def test_after_an_rbm_the_watchdog_rests_and_a_signal_ends_at_once(monkeypatch: 
         policy = CheckpointPolicy(store, shutdown, NullRunDir(Path("nowhere")))
         policy.begin(trainer)
         assert shutdown.deferred and calls == ["enable"]
-        policy.end(comm)
+        policy.end()
         assert not shutdown.deferred and calls == ["enable", "disable"]
         send("SIGTERM")
         pytest.fail("not reached")
