@@ -68,11 +68,9 @@ def suggest_key(unknown: str) -> str:
 
 def recipe_reference() -> str:
     """The text of docs/recipe.md: how a recipe is read, an example, all keys."""
-    return (
-        environment()
-        .get_template("recipe.md.j2")
-        .render(keys=keys().values(), sections=sections(), fragments=shipped_fragments(), REQUIRED=REQUIRED)
-    )
+    template = environment().get_template("recipe.md.j2")
+    fragments = shipped_fragments()
+    return template.render(keys=keys().values(), sections=sections(), fragments=fragments, REQUIRED=REQUIRED)
 
 
 @cache

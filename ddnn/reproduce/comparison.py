@@ -191,15 +191,9 @@ def compare(
     diverged = [cell for cell in (better, worse) if cell.num_diverged]
     given = _untested(better, worse)
     results = tuple(_compare_by(m, better, worse, given) for m in (*metrics, *([DIVERGED] if diverged else [])))
-    verdict = given or overall_verdict(
-        [
-            result
-            for result in results
-            if result.metric == main
-            or result.metric.kind == "words"
-            or (result.metric == DIVERGED and result.verdict.word in SIGNIFICANT)
-        ]
-    )
+    counting = [result for result in results if result.metric == main or result.metric.kind == "words"]
+    counting += [result for result in results if result.metric == DIVERGED and result.verdict.word in SIGNIFICANT]
+    verdict = given or overall_verdict(counting)
     contrary = [r.metric.label for r in results if {r.verdict.word, verdict.word} == set(SIGNIFICANT)]
     why = [verdict.why] if verdict.why else []
     why += [f"not by {', '.join(contrary)}"] if contrary else []

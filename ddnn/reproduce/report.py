@@ -216,13 +216,19 @@ def _draw_series(
     """One series, and below it how many of its runs diverged. A line ends where runs are missing."""
     color, marker, _ = style(number)
     values = [(x, list(cell.values(metric).values())) for cell, x in points]
-    means = [fmean(v) if v else nan for _, v in values]
-    line = "-" if joined else "none"
-    axes.plot([x for x, _ in values], means, linestyle=line, color=color, marker=marker, markersize=8, linewidth=1.2,
-              label=name)  # fmt: skip
-    values = [(x, v) for x, v in values if v]
-    axes.vlines([x for x, _ in values], [min(v) for _, v in values], [max(v) for _, v in values], color=color,
-                linewidth=1.6)  # fmt: skip
+    xs, means = [x for x, _ in values], [fmean(v) if v else nan for _, v in values]
+    axes.plot(
+        xs,
+        means,
+        linestyle="-" if joined else "none",
+        color=color,
+        marker=marker,
+        markersize=8,
+        linewidth=1.2,
+        label=name,
+    )
+    there = [(x, v) for x, v in values if v]
+    axes.vlines([x for x, _ in there], *([of(v) for _, v in there] for of in (min, max)), color=color, linewidth=1.6)
     dots = [(x, value) for x, v in values for value in v]
     axes.plot([x for x, _ in dots], [y for _, y in dots], linestyle="none", marker="o", markersize=3.5, color="black",
               markeredgecolor="white", markeredgewidth=0.5, zorder=3)  # fmt: skip

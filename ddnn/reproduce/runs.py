@@ -137,9 +137,8 @@ def write_record(folder: Path, record: RunRecord) -> Path:
 
 def read_record(path: Path) -> RunRecord:
     """One record; DataError where it cannot be read, or is none."""
-    if re.fullmatch(r".+-\d+-\d+", path.stem):
-        hint = "delete it: its run is then evaluated again, or trained again if its run dir is gone"
-    else:
+    hint = "delete it: its run is then evaluated again, or trained again if its run dir is gone"
+    if not re.fullmatch(r".+-\d+-\d+", path.stem):
         hint = "move it elsewhere: records are called CONDITION-WORKERS-SEED.json, without any other .json beside them"
     try:
         return RunRecord.model_validate_json(read_bytes_limited(path, MAX_BYTES), strict=True)
