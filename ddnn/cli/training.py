@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 from click import Choice, argument, command, echo, option
 
@@ -31,24 +32,9 @@ from ddnn.slurm import SlurmOptions
 @recipe_options("Run directory.  [default: exp/NAME OF THE RECIPE]")
 @option("--resume", is_flag=True, help="Continue from the newest checkpoint of the run dir, if there is one.")
 @slurm_options
-def train(
-    recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str, dry_run: bool,
-    resume: bool, slurm: SlurmOptions | None,
-) -> None:  # fmt: skip
+def train(**options: Any) -> None:
     """Train the network that RECIPE describes. With --resume, RECIPE may be the run dir."""
-    if slurm is not None:
-        from ddnn.slurm.submit import submit
-
-        run_dir = run_dir or (recipe if resume and recipe.is_dir() else Path("exp", recipe.stem))
-        echo(submit("training", recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume).text)
-    elif dry_run:
-        _show_recipe(recipe, settings, workers)
-    else:
-        from ddnn.training.start import start_training
-
-        said = start_training(recipe, run_dir, settings, workers, device, resume)
-        if said is not None:
-            echo(said)
+    _start("training", **options)
 
 
 @command(
@@ -59,33 +45,41 @@ def train(
 )
 @recipe_options("Directory for the DBN.  [default: exp/NAME OF THE RECIPE-rbm]")
 @slurm_options
-def pretrain(
-    recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str, dry_run: bool,
-    slurm: SlurmOptions | None,
-) -> None:  # fmt: skip
+def pretrain(**options: Any) -> None:
     """Pretrain the DBN that RECIPE describes, and stop.
 
     A training uses it by pretrain.dbn. The same command resumes a pretraining that was interrupted.
     """
+    _start("pretraining", **options)
+
+
+def _start(
+    kind: Literal["training", "pretraining"], recipe: Path, run_dir: Path | None, settings: tuple[str, ...],
+    workers: int | None, device: str, dry_run: bool, slurm: SlurmOptions | None, resume: bool = False,
+) -> None:  # fmt: skip
+    """On this machine or as a Slurm job; with `dry_run` only shows what it would be."""
     if slurm is not None:
         from ddnn.slurm.submit import submit
 
-        run_dir = run_dir or Path("exp", f"{recipe.stem}-rbm")
-        echo(submit("pretraining", recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run).text)
+        default = Path("exp", recipe.stem if kind == "training" else f"{recipe.stem}-rbm")
+        run_dir = run_dir or (recipe if resume and recipe.is_dir() else default)
+        echo(submit(kind, recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume).text)
     elif dry_run:
-        _show_recipe(recipe, settings, workers)
+        from ddnn.recipe.load import dump_recipe, load_recipe
+        from ddnn.training.job import describe
+
+        loaded = load_recipe(recipe, (*settings, *(() if workers is None else (f"parallel.workers={workers}",))))
+        echo(f"# {describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
+    elif kind == "training":
+        from ddnn.training.start import start_training
+
+        said = start_training(recipe, run_dir, settings, workers, device, resume)
+        if said is not None:
+            echo(said)
     else:
         from ddnn.training.start import start_pretraining
 
         start_pretraining(recipe, run_dir, settings, workers, device)
-
-
-def _show_recipe(path: Path, settings: tuple[str, ...], workers: int | None) -> None:
-    from ddnn.recipe.load import dump_recipe, load_recipe
-    from ddnn.training.job import describe
-
-    loaded = load_recipe(path, (*settings, *(() if workers is None else (f"parallel.workers={workers}",))))
-    echo(f"# {describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
 
 
 @command()
