@@ -155,7 +155,8 @@ def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], 
     if options.dry_run:
         return result if jobs is not None else replace(result, would_execute=_would_execute(plan, records, execute))
     counting = {run.name: records[run.name] for run in plan.runs if run.is_recorded(records)}
-    counting = with_kaldi_wer(counting, plan.runs, layout, plan.config.tests)
+    run_dirs = {run.name: layout.run_dir(run) for run in plan.runs}
+    counting = with_kaldi_wer(counting, run_dirs, layout.records, plan.config.tests)
     by_speed = [table.conditions for table in plan.tables if table.kind == "speed"]
     speeds = [speed for conditions in by_speed for speed in speed_ups(conditions, plan.config.workers, counting)]
     document = build_report(plan.config, plan.tables, counting, _command(names, options), missing, speeds)

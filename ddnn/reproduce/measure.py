@@ -15,16 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ddnn.report.measured import read_measured
-from ddnn.reproduce.runs import (
-    FrameMetrics,
-    MeasuredEpoch,
-    OutputLayout,
-    PlannedRun,
-    RunRecord,
-    TimeBreakdown,
-    WordErrors,
-    write_record,
-)
+from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors, write_record
 from ddnn.reproduce.tables import FrozenModel, TestSet, test_digest
 from ddnn.training.metrics import EpochRow, Metrics, read_metrics
 from ddnn.training.run_status import METRICS
@@ -175,25 +166,23 @@ def speaker_numbers(data: Path, utterances: Sequence[str]) -> tuple[int, ...]:
 
 
 def with_kaldi_wer(
-    records: Mapping[str, RunRecord], runs: Iterable[PlannedRun], layout: OutputLayout, tests: Iterable[TestSet]
+    records: Mapping[str, RunRecord], run_dirs: Mapping[str, Path], folder: Path, tests: Iterable[TestSet]
 ) -> dict[str, RunRecord]:
-    """The records with the word error rates that Kaldi's scoring has left in the run dirs since; they are written.
-    DataError where a summary of sclite is damaged, or two test sets have scores of the same name."""
+    """The records of `folder` with the word error rates that Kaldi's scoring has left in the run dirs since; they are
+    written. DataError where a summary of sclite is damaged, or two test sets have scores of the same name."""
     result = dict(records)
     by_kaldi = [test for test in tests if not test.graphs]
-    for run in runs if by_kaldi else []:
-        record, run_dir = result.get(run.name), layout.run_dir(run)
-        if record is None or record.failed is not None:
-            continue
+    for name, record in records.items():
         wers: dict[str, WordErrors] = {}
-        for test in by_kaldi:
-            more = _kaldi_word_errors(run_dir, test)
+        for test in by_kaldi if record.failed is None else []:
+            more = _kaldi_word_errors(run_dirs[name], test)
             if both := wers.keys() & more.keys():
-                raise DataError(f"two test sets have a {min(both)}", location=run_dir, hint="rename one of them")
+                message = f"two test sets have a {min(both)}"
+                raise DataError(message, location=run_dirs[name], hint="rename one of them")
             wers |= more
         if wers and wers != record.wers:
-            result[run.name] = record.model_copy(update={"wers": {**record.wers, **wers}})
-            write_record(layout.records, result[run.name])
+            result[name] = record.model_copy(update={"wers": {**record.wers, **wers}})
+            write_record(folder, result[name])
     return result
 
 
