@@ -228,7 +228,8 @@ def _draw_series(
         label=name,
     )
     there = [(x, v) for x, v in values if v]
-    axes.vlines([x for x, _ in there], *([of(v) for _, v in there] for of in (min, max)), color=color, linewidth=1.6)
+    lowest, highest = ([extreme(v) for _, v in there] for extreme in (min, max))
+    axes.vlines([x for x, _ in there], lowest, highest, color=color, linewidth=1.6)
     dots = [(x, value) for x, v in values for value in v]
     axes.plot([x for x, _ in dots], [y for _, y in dots], linestyle="none", marker="o", markersize=3.5, color="black",
               markeredgecolor="white", markeredgewidth=0.5, zorder=3)  # fmt: skip
