@@ -66,7 +66,7 @@ class TensorBackend:
 
 class Communicator:
     """One worker's connection to those of its group; the base, of which a worker by itself uses everything as it is. All
-    methods are collective unless they say otherwise.
+    methods are collective unless they say otherwise. One thread at a time may use it; any may read `stats`.
 
     Tensors handed in are contiguous, of dtype float32, float64 or int64 (int16 and uint8 may be sent, not summed), on
     the CPU, or on this worker's GPU once `ddnn.distributed.transport.choose_transport` has opened a way for them;
@@ -75,12 +75,9 @@ class Communicator:
 
     Attributes:
         rank, world_size: number of this worker, from 0, and number of workers.
+        local_rank, local_size: the same among the workers of this `host`: `local_rank` is the GPU to take.
         backends: type of device -> what moves the tensors there. Small messages go by `cpu`.
-        local_rank, local_size: the same as `rank`, `world_size` among the workers of this host: `local_rank` is the GPU
-            to take.
-        host: name of the host.
         watchdog: what kills this worker should it hang. Told when a call begins and ends.
-        stats: what was sent and how long it took. One thread at a time may use a communicator, any may read this.
     """
 
     def __init__(self, rank: int, world_size: int, host: str, backends: dict[str, TensorBackend]) -> None:
@@ -186,17 +183,14 @@ class Communicator:
                 self.stats.comm_seconds += seconds
 
     def _backend(self, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> TensorBackend:
-        check_tensor(tensor, dtypes, " or ".join(self.backends))
-        return self.backends[tensor.device.type]
-
-
-def check_tensor(tensor: Tensor, dtypes: tuple[torch.dtype, ...], device_types: str) -> None:
-    """TypeError where a tensor would be misread: strides, bfloat16."""
-    if tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device.type not in device_types.split(" or "):
-        raise TypeError(
-            f"a contiguous tensor of {', '.join(str(dtype) for dtype in dtypes)} on {device_types} is needed, not "
-            f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
-        )
+        """TypeError where a tensor would be misread: strides, bfloat16."""
+        backend = self.backends.get(tensor.device.type)
+        if backend is None or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            raise TypeError(
+                f"a contiguous tensor of {', '.join(map(str, dtypes))} on {' or '.join(self.backends)} is needed, not "
+                f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
+            )
+        return backend
 
 
 class SingleProcess(Communicator):

@@ -93,8 +93,9 @@ def run_distributed(
     """
     # Some imports are here since they need torch, which takes seconds: the launcher does without.
     if in_mpi_job():
-        # From the beginning: the launcher has made this process deaf to SIGUSR1, by which it asks to stop.
-        with GracefulShutdown():
+        with (
+            GracefulShutdown()
+        ):  # at once: the launcher has made this process deaf to SIGUSR1, by which it asks to stop
             from ddnn.distributed.mpi import init_communicator
 
             comm = init_communicator()
@@ -112,7 +113,7 @@ def run_distributed(
             workers,
             [*ddnn, *arguments],
             environment,
-            restart_argv=lambda: [*ddnn, *(arguments if restart_arguments is None else restart_arguments())],
+            restart_argv=restart_arguments and (lambda: [*ddnn, *restart_arguments()]),
             max_restarts=max_restarts,
             run=run,
         )
@@ -140,15 +141,11 @@ def launch_workers(
     SIGINT or SIGTERM ends them, and after ten seconds mpirun is killed, and the workers with it. They end too when this
     process is killed with -9. UserError: there is no mpirun, or it cannot be started.
 
-    Args:
-        restart_argv: gives what takes the place of `argv` where the job is started again.
-        max_restarts: restarts in a row without a newer checkpoint in between.
-        run: the run dir that the workers write.
-
-    Returns:
-        The exit code of the worker that failed first, else 0; 128 + the signal's number where that ended the job. 137
-        (killed) where mpirun seems to have ended well but the work is not done. 75 (resumable) in a Slurm job that has
-        lost a node, where the remaining ones cannot run the workers: the job is to be queued again.
+    `restart_argv` gives what takes the place of `argv` where the job is started again, `max_restarts` times at most
+    without a newer checkpoint in between. Returns the exit code of the worker that failed first, else 0; 128 + the
+    signal's number where that ended the job. 137 (killed) where mpirun seems to have ended well but the work is not
+    done. 75 (resumable) in a Slurm job that has lost a node, where the remaining ones cannot run the workers: the job is
+    to be queued again.
     """
     # Open MPI does not start without HOME, which cron, services and containers may lack.
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home() raises for a user that has none)
@@ -232,7 +229,7 @@ class _Launcher:
             tried = f"; not started again after {plural(self.max_restarts, 'restart')} without a newer checkpoint"
             _say(f"{reason}{tried if self.max_restarts else ''}")
             return False
-        self._restart = Restart(1 if self._restart is None else self._restart.number + 1, reason)
+        self._restart = Restart(self._restart.number + 1 if self._restart else 1, reason)
         start = "the newest checkpoint" if newest is not None else "the beginning"
         _say(
             f"{reason}; restart {self._restart.number}, from {start} ({self._without_checkpoint} of at most "
@@ -263,9 +260,7 @@ class _Launcher:
 
     def _lost_nodes(self) -> list[str]:
         nodes = self.nodes or allocated_nodes(self.environment)
-        if len(nodes) < 2:
-            return []
-        answering = answering_nodes(nodes, self.environment)
+        answering = nodes if len(nodes) < 2 else answering_nodes(nodes, self.environment)
         return [node for node in nodes if node not in answering]
 
     def requeue_code(self, code: int) -> int:
@@ -279,25 +274,26 @@ class _Launcher:
 def allocated_nodes(environment: Mapping[str, str]) -> list[str]:
     """Names of the nodes of the Slurm allocation; empty outside Slurm, and where it cannot be asked."""
     nodes = environment.get("SLURM_JOB_NODELIST", "")
-    if not nodes:
-        return []
-    try:
-        expanded = run_command(["scontrol", "show", "hostnames", nodes], timeout=30, env=environment)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return expanded.stdout.split() if expanded.returncode == 0 else []
+    return (_scontrol(["show", "hostnames", nodes], environment) or "").split() if nodes else []
 
 
 def release_other_nodes(nodes: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Gives all other nodes of the allocation back: Slurm ends a job when it notices the failure of a node that it
     still has. (`sbatch --no-kill` does not serve: where the node of the job's script is lost, the job holds the others
     until its time limit, seen with Slurm 22.05.)"""
-    command = ["scontrol", "update", f"JobId={environment.get('SLURM_JOB_ID', '')}", f"NodeList={','.join(nodes)}"]
+    words = ["update", f"JobId={environment.get('SLURM_JOB_ID', '')}", f"NodeList={','.join(nodes)}"]
+    return _scontrol(words, environment) is not None
+
+
+def _scontrol(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """What it prints; None where there is none, it fails, or it does not answer. An update leaves a script where it
+    runs."""
     try:
-        with tempfile.TemporaryDirectory() as folder:  # scontrol leaves a script there
-            return run_command(["env", f"--chdir={folder}", *command], timeout=30, env=environment).returncode == 0
+        with tempfile.TemporaryDirectory() as folder:
+            done = run_command(["env", f"--chdir={folder}", "scontrol", *words], timeout=30, env=environment)
     except (OSError, subprocess.TimeoutExpired):
-        return False
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def answering_nodes(nodes: Sequence[str], environment: Mapping[str, str], timeout: float = 30.0) -> list[str]:
@@ -309,7 +305,7 @@ def answering_nodes(nodes: Sequence[str], environment: Mapping[str, str], timeou
     try:
         for node in nodes:
             probe = [*command, f"--nodelist={node}", "true"]
-            probes[node] = subprocess.Popen(probe, env=dict(environment), stdin=none, stdout=none, stderr=none)
+            probes[node] = subprocess.Popen(probe, env=environment, stdin=none, stdout=none, stderr=none)
     except OSError:
         return list(nodes)
     until, answering = time.monotonic() + timeout, []

@@ -85,13 +85,9 @@ def mpirun_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command that starts `workers` copies of `argv`, and its environment. Pure: Open MPI 5's options.
 
-    Any number of workers on one machine, cores or not; in a Slurm allocation of several nodes the same number on each.
-    What `environment` sets itself of `MPI_SETTINGS` stays. Workers are bound to no core: those of several runs would be
-    bound to the same.
-
-    `nodes`: of the allocation, the only ones to use; empty for all. UserError: the workers cannot be spread evenly over
-    the nodes.
-    """
+    Any number of workers on one machine, cores or not; in a Slurm allocation of several nodes the same number on each
+    (`nodes`: the only ones to use; empty for all). What `environment` sets itself of `MPI_SETTINGS` stays. Workers are
+    bound to no core: those of several runs would be bound to the same. UserError: they cannot be spread evenly."""
     count = len(nodes) or max(1, count_of(environment, "SLURM_JOB_NUM_NODES"))
     if workers % count:
         message = f"{workers} workers cannot be spread evenly over the {count} nodes of this Slurm job"
@@ -121,10 +117,11 @@ class SignalForwarder(SignalListener):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
             self.first = number, time.monotonic()
-            self._forward()
         elif self.second is None and number in FORCE_SIGNALS:
             self.second = number, time.monotonic()
-            self._forward()
+        else:
+            return
+        self._forward()
 
     def _forward(self) -> None:
         """SIGUSR1 is sent once a second, since mpirun and the workers do not listen from the beginning; SIGTERM once,
@@ -133,18 +130,13 @@ class SignalForwarder(SignalListener):
             self._process.send_signal(signal.SIGUSR1 if self.second is None else signal.SIGTERM)
 
     def _overdue(self) -> bool:
-        now = time.monotonic()
-        if self.second is not None:
-            return now - self.second[1] > self.kill_grace
-        return self.first is not None and now - self.first[1] > self.checkpoint_grace
+        asked, grace = (self.first, self.checkpoint_grace) if self.second is None else (self.second, self.kill_grace)
+        return asked is not None and time.monotonic() - asked[1] > grace
 
     def run(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Runs `command` with the environment `variables` and waits. UserError: it cannot be started.
-
-        Returns:
-            Its exit code; 128 + a signal's number where that ended it. Where the second signal here did, that counts;
-            or the first, where the workers say that SIGUSR1 did, or had to be killed.
-        """
+        """Runs `command` with the environment `variables` and waits. Its exit code; 128 + a signal's number where that
+        ended it. Where the second signal here did, that counts; or the first, where the workers say that SIGUSR1 did, or
+        had to be killed. UserError: it cannot be started."""
         sys.stdout.flush()
         sys.stderr.flush()
         set_death_signal = end_with_parent(signal.SIGTERM, os.getpid())

@@ -66,14 +66,11 @@ class SignalListener:
 
 
 class GracefulShutdown(SignalListener):
-    """Whether this process was asked to stop.
+    """Whether this process was asked to stop: `signal_name` is that of the first signal, as SIGTERM; None before.
 
     Until `deferred` is set, the first signal raises InterruptedBeforeTraining in the main thread. Once it is set, the
-    first signal only fills `signal_name`, which the training loop reads at each minibatch, and says so on stderr. A
-    SIGTERM or SIGINT after that ends the process at once.
-
-    `signal_name`: name of the first signal, as SIGTERM; None before. `deferred`: whether the training loop runs, which
-    reads `signal_name` and writes a checkpoint.
+    first signal only fills `signal_name`, which the training loop reads at each minibatch to write a checkpoint, and
+    says so on stderr. A SIGTERM or SIGINT after that ends the process at once.
     """
 
     def __init__(self, *, verbose: bool = True) -> None:

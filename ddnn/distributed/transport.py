@@ -107,18 +107,13 @@ def cuda_aware(communicator: Any, environment: Mapping[str, str] = os.environ) -
 class StagingBuffer:
     """Between a worker's parameters and the tensor that the strategies work on and that is exchanged.
 
-    On the CPU, and where GPU memory is exchanged itself, the two are the same tensor and nothing is copied, unless a
-    buffer of its own is wanted, for an exchange beside training. By transport host a GPU's parameters go through a
-    buffer in pinned host memory.
-
-    Args:
-        parameters: (num_parameters,), of the size, dtype and device of all that will be copied in and out.
-
-    Attributes:
-        buffer: (num_parameters,) on the host or the GPU; None where tensors are exchanged as they are.
+    On the CPU, and where GPU memory is exchanged itself, the two are the same tensor, nothing is copied, and `buffer` is
+    None, unless an own one is wanted, for an exchange beside training. By transport host a GPU's parameters go through
+    a buffer in pinned host memory.
     """
 
     def __init__(self, parameters: Tensor, transport: Transport, own_buffer: bool = False) -> None:
+        """`parameters`: (num_parameters,), of the size, dtype and device of all that will be copied in and out."""
         self.device = parameters.device
         self.buffer: Tensor | None = None
         if parameters.is_cuda and transport == "host":
@@ -179,13 +174,9 @@ class ProcessGroupBackend(TensorBackend):
         port = comm.all_gather_object(store.port if comm.rank == 0 else None)[0]
         if comm.rank != 0:
             store = _store(host, port, is_master=False, timeout=timeout)
+        gpu = device if device.type == "cuda" else None
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=comm.rank,
-            world_size=comm.world_size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            backend, store=store, rank=comm.rank, world_size=comm.world_size, timeout=timeout, device_id=gpu
         )
 
     def all_reduce(self, tensor: Tensor) -> None:

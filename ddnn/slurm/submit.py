@@ -56,12 +56,10 @@ def submit(
     pretraining resumes one in `run_dir` that was interrupted; Slurm is not told to ask it for a checkpoint: the time
     limit ends the job, and the RBMs that were finished stay.
 
-    Args:
-        recipe_path: the recipe; to resume, also the run dir, which has its own.
-        workers: as given to --workers; None where the nodes, the cluster or the recipe say the number.
-        device: `auto` becomes cuda where the job has GPUs, so that a broken one is noticed, and cpu where it has none.
-        resume: a training from the newest checkpoint of the run dir, if there is one.
-        after: number of a job that must have ended well first. Where it does not, Slurm cancels this one.
+    `recipe_path`: to `resume` a training, also the run dir, which has its own. `workers`: None where the nodes, the
+    cluster or the recipe say the number. `device`: `auto` becomes cuda where the job has GPUs, so that a broken one is
+    noticed, and cpu where it has none. `after`: number of a job that must have ended well first. Where it does not,
+    Slurm cancels this one.
     """
     if resume and recipe_path.is_dir():
         recipe_path = recipe_path / files.RECIPE

@@ -12,7 +12,7 @@ import pytest
 import torch
 from distributed.mpi_worlds import launch
 
-from ddnn.distributed.communicator import SUMMED, Communicator, SingleProcess, check_tensor
+from ddnn.distributed.communicator import Communicator, SingleProcess, TensorBackend
 from ddnn.distributed.mpi import require_thread_level
 from ddnn.distributed.transport import StagingBuffer, choose_transport, cuda_aware, select_transport
 from ddnn.util.errors import UserError
@@ -157,7 +157,7 @@ def test_an_own_buffer_leaves_the_parameters_alone() -> None:
 
 def test_a_tensor_on_a_device_without_a_backend_is_refused() -> None:
     with pytest.raises(TypeError, match=r"on cpu is needed, not .* on meta"):
-        check_tensor(torch.ones(3, device="meta"), SUMMED, "cpu")
+        Communicator(0, 2, "n", {"cpu": TensorBackend()}).all_reduce(torch.ones(3, device="meta"))
 
 
 @needs_gpu
