@@ -288,9 +288,8 @@ def random_task(shape: Shape, device: torch.device, frames: int = 60_000) -> Ran
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(frames, DIM, generator=generator)
     labels = torch.randint(0, shape.pdfs, (frames,), generator=generator, dtype=torch.int32)
-    spoken = frames - 2 * SPLICE
-    names = ("random",)
-    dataset = AcousticDataset(features, labels, names, names, np.array([SPLICE]), np.array([spoken]), SPLICE)
+    names, begins, lengths = ("random",), np.array([SPLICE]), np.array([frames - 2 * SPLICE])
+    dataset = AcousticDataset(features, labels, names, names, begins, lengths, SPLICE)
     transform = estimate_normalization(splice_only(DIM, SPLICE), dataset, [0])
     network = Network(mlp_layers(transform.output_dim, shape.hidden_layers, shape.hidden_units, shape.pdfs))
     initialize(network, 1)

@@ -101,21 +101,20 @@ def bench_workers(
     on = choose_device(device, comm.local_rank, threads=options.cpu_threads)
     shape = NETWORKS[network]
     task = random_task(shape, on)
-    optimizer = NgSgd(task.model.network)
     trained = task.model.network
+    optimizer = NgSgd(trained)
     by_itself = NoAveraging(SingleProcess(), trained, optimizer)
     with_others = make_averager(averaging_options(options), comm, trained, optimizer, shape.minibatch)
-    run = _Steps(task, optimizer, precision)
-    each = comm.all_gather_object(run.seconds(by_itself, WARM_UP) / WARM_UP)
-    blocks = max(1, int(seconds / ROUNDS / 2 / max(each) / options.averaging_period))
-    minibatches = blocks * options.averaging_period
+    run_seconds = _timed_steps(task, optimizer, precision)
+    each = comm.all_gather_object(run_seconds(by_itself, WARM_UP) / WARM_UP)
+    minibatches = max(1, int(seconds / ROUNDS / 2 / max(each) / options.averaging_period)) * options.averaging_period
     alone, together, rows = [], [], []
     for _ in range(ROUNDS):
         comm.barrier()
-        took = run.seconds(by_itself, minibatches) if comm.rank == 0 else 0.0
+        took = run_seconds(by_itself, minibatches) if comm.rank == 0 else 0.0
         alone.append(minibatches * shape.minibatch / comm.all_gather_object(took)[0])
         comm.barrier()
-        took = run.seconds(with_others, minibatches)
+        took = run_seconds(with_others, minibatches)
         rows += comm.all_gather_object(worker_row(0, with_others).model_dump())
         together.append(comm.world_size * minibatches * shape.minibatch / max(comm.all_gather_object(took)))
     with_others.close()
@@ -137,23 +136,23 @@ def bench_workers(
     )
 
 
-class _Steps:
-    """Trains on minibatches of random frames."""
+def _timed_steps(task: RandomTask, optimizer: Sgd, precision: Precision) -> Callable[[NoAveraging, int], float]:
+    """Trains on so many more minibatches of random frames, and tells the seconds."""
+    network = task.model.network
+    workspace = Workspace(network, task.minibatch, make_arithmetic(precision, network.parameters.device))
+    batches = endless(task.batches(workspace))
 
-    def __init__(self, task: RandomTask, optimizer: Sgd, precision: Precision) -> None:
-        arithmetic = make_arithmetic(precision, task.model.network.parameters.device)
-        self.workspace, self.optimizer = Workspace(task.model.network, task.minibatch, arithmetic), optimizer
-        self.batches = endless(task.batches(self.workspace))
-
-    def seconds(self, averager: NoAveraging, minibatches: int) -> float:
-        step = EagerStep(self.workspace, self.optimizer, averager.average_gradient)
+    def seconds(averager: NoAveraging, minibatches: int) -> float:
+        step = EagerStep(workspace, optimizer, averager.average_gradient)
         averager.begin_epoch(minibatches)
 
         def run() -> None:
-            for batch in itertools.islice(self.batches, minibatches):
+            for batch in itertools.islice(batches, minibatches):
                 averager.timer.mark("data")
                 step(batch, LR)
                 averager.after_minibatch(len(batch.labels))
             averager.wait()
 
-        return seconds_per_call(run, 1, self.workspace.x.device)
+        return seconds_per_call(run, 1, workspace.x.device)
+
+    return seconds

@@ -103,9 +103,8 @@ def init_communicator(environment: Mapping[str, str] = os.environ) -> Communicat
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise UserError(
-            f"mpi4py cannot be used: {error}", hint="pip install 'ddnn[mpi]', or load the cluster's MPI module"
-        ) from error
+        hint = "pip install 'ddnn[mpi]', or load the cluster's MPI module"
+        raise UserError(f"mpi4py cannot be used: {error}", hint=hint) from error
     expected, world_size = expected_world_size(environment), MPI.COMM_WORLD.size
     if world_size == 1 and expected > 1:
         raise UserError(

@@ -62,12 +62,12 @@ def network_dims(text: str) -> list[int]:
     for part in text.split("-"):
         count, _, size = part.rpartition("x")
         if not _SIZES.fullmatch(part) or int(size) == 0 or not 1 <= int(count or 1) <= 100:
-            dims = []
             break
         dims += [int(size)] * int(count or 1)
-    if not 2 <= len(dims) <= 102:
-        raise UserError(f"{text[:100]!r} found, expected the dims of a network, as 440-6x2048-8806")
-    return dims
+    else:
+        if 2 <= len(dims) <= 102:
+            return dims
+    raise UserError(f"{text[:100]!r} found, expected the dims of a network, as 440-6x2048-8806")
 
 
 def parameters_of(dims: Sequence[int]) -> int:
@@ -104,16 +104,14 @@ def _of_run(run: Run) -> Measurement:
     rows = [row for row in run.metrics.workers if row.seconds and row.minibatches and row.frames]
     if run.recipe is None or not rows:
         missing = "recipe.yaml" if run.recipe is None else "row of a worker in its metrics.jsonl"
-        raise DataError(
-            f"this run dir has no {missing}", location=run.path, hint="train again with this version of ddnn"
-        )
+        again = "train again with this version of ddnn"
+        raise DataError(f"this run dir has no {missing}", location=run.path, hint=again)
     parallel, workers = run.recipe.parallel, number_of_workers(run)
     of_epoch = Counter(row.epoch for row in rows)
     complete = [row for row in rows if of_epoch[row.epoch] == workers and row.num_parameters and row.compute_fraction]
     if not complete:
-        raise DataError(
-            "no epoch has complete rows of all workers", location=run.path, hint="let it train an epoch first"
-        )
+        message = "no epoch has complete rows of all workers"
+        raise DataError(message, location=run.path, hint="let it train an epoch first")
     parameters, num_epochs = complete[0].num_parameters or 0, len({row.epoch for row in complete})
     frames = sum(row.frames for row in complete) / num_epochs
     job = Job(parameters, _operations(run, parameters), run.recipe.minibatch_size, parallel.averaging_period, frames)

@@ -15,7 +15,6 @@ from ddnn.report.scaling import (
     OVERLAPPING,
     SAME_COST,
     STRATEGIES,
-    Calibration,
     Constants,
     Job,
     Measurement,
@@ -111,15 +110,14 @@ def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> S
     beta = None if options.bandwidth is None else 1.0 / options.bandwidth
     calibration = calibrate(used, options.latency, beta)
     job = _job(calibration.constants.job, options)
-    constants = scaled(calibration.constants, job)
-    comm_dtype = options.comm_dtype or measured[0].way.comm_dtype
+    constants, comm_dtype = scaled(calibration.constants, job), options.comm_dtype or measured[0].way.comm_dtype
     found = Scaling(
         job=job,
         as_measured=replace(job, frames=0) == replace(calibration.constants.job, frames=0),
         comm_dtype=comm_dtype,
         constants=constants,
         notes=(*calibration.assumed, *_notes(constants, options)),
-        checks=tuple(_checks(measured, used, calibration)),
+        checks=tuple(_checks(measured, used, calibration.constants)),
         predictions=tuple(_predictions(constants, options.workers, comm_dtype)),
     )
     return found if out is None else replace(found, plots=(draw_scaling(found, out / PLOT),))
@@ -167,14 +165,11 @@ def _notes(constants: Constants, options: ScaleOptions) -> list[str]:
     return notes
 
 
-def _checks(measured: Sequence[Measurement], used: Sequence[Measurement], calibration: Calibration) -> list[Check]:
+def _checks(measured: Sequence[Measurement], used: Sequence[Measurement], reference: Constants) -> list[Check]:
     """Every measurement with several workers, compared with the model at its own averaging period and frames."""
-    reference = calibration.constants
-    alone = [m for m in measured if m.workers == 1]
+    alone, several = [m for m in measured if m.workers == 1], [m for m in measured if m.workers > 1]
     checks = []
-    for m in measured:
-        if m.workers == 1:
-            continue
+    for m in several:
         constants = scaled(reference, replace(m.job, operations=reference.job.operations))
         model_alone = epoch_seconds(constants, m.way, 1)
         one = alone[0].seconds * m.job.frames / alone[0].job.frames if alone else model_alone
@@ -206,8 +201,7 @@ def draw_scaling(found: Scaling, path: Path) -> Path:
     axes.plot(sizes, sizes, color="0.6", linewidth=1.2, label="ideal: proportional to the workers")
     for name, way in SAME_COST:
         color = COLOURS[("all-reduce", "butterfly", "gradient-all-reduce").index(way.strategy)]
-        speed_ups = [found.speed_up(way, n) for n in sizes]
-        line = "--" if way.overlap else "-"
+        speed_ups, line = [found.speed_up(way, n) for n in sizes], "--" if way.overlap else "-"
         axes.plot(sizes, speed_ups, line, color=color, linewidth=1.8, label=f"model: {name}")
     checks = found.checks if found.as_measured else ()
     for number, strategy in enumerate(dict.fromkeys(check.strategy for check in checks)):

@@ -180,16 +180,16 @@ def calibrate(
     alpha, beta = _exchange(measured, latency, byte_seconds, assumed)
     several = [(m.block_std, _period(m.job, m.way.strategy)) for m in measured if m.workers > 1]
     deviations = [std / period**0.5 for std, period in several if std is not None]
-    if not deviations:
-        assumed.append(
-            "the variation of the workers' times was not measured: waiting for the slowest is part of g and h (sigma = 0)"
-        )
     sigma = fmean(d * d for d in deviations) ** 0.5 * first.job.averaging_period**0.5 if deviations else 0.0
+    if not deviations:
+        slowest = "waiting for the slowest is part of g and h (sigma = 0)"
+        assumed.append(f"the variation of the workers' times was not measured: {slowest}")
     final_mean = any(m.final_mean for m in measured)
     return Calibration(Constants(first.job, *times, sigma, alpha, beta, final_mean), tuple(assumed))
 
 
 Times = tuple[float, float, float, float]  # c, g, S and h
+ALL_DIVIDED = "the whole epoch is divided among them (S = 0)"
 
 
 def _times_of_totals(measured: Sequence[Measurement], assumed: list[str]) -> Times:
@@ -202,15 +202,12 @@ def _times_of_totals(measured: Sequence[Measurement], assumed: list[str]) -> Tim
     if len({m.job.averaging_period for m in measured if m.workers > 1}) > 1:
         columns["h"] = [m.averagings for m in measured]
     else:
-        assumed.append(
-            "only one averaging period was measured: additional time without messages is per minibatch (h = 0)"
-        )
+        per_minibatch = "additional time without messages is per minibatch (h = 0)"
+        assumed.append(f"only one averaging period was measured: {per_minibatch}")
     if len(sizes) > 2:
         columns["S"] = _relative_frames(measured)
     else:
-        assumed.append(
-            "fewer than three numbers of workers were measured: the whole epoch is divided among them (S = 0)"
-        )
+        assumed.append(f"fewer than three numbers of workers were measured: {ALL_DIVIDED}")
     values = [m.seconds - m.comm for m in measured]
     found = dict(zip(columns, map(float, fit_not_negative(list(columns.values()), values, values)), strict=True))
     return found["c"], found["g"], found.get("S", 0.0), found.get("h", 0.0)
@@ -230,14 +227,13 @@ def _times_of_runs(measured: Sequence[Measurement], assumed: list[str]) -> Times
         compute = per_minibatch(alone)
         stall = per_minibatch(together) - compute
     else:
-        assumed.append(
-            "only runs with one worker: several would compute as fast, and averagings cost only messages (g, h = 0)"
-        )
+        as_fast = "several would compute as fast, and averagings cost only messages (g, h = 0)"
+        assumed.append(f"only runs with one worker: {as_fast}")
     columns = [[m.averagings for m in measured]]
     if len({m.workers for m in measured}) > 1:
         columns.append(_relative_frames(measured))
     else:
-        assumed.append("only one number of workers was measured: the whole epoch is divided among them (S = 0)")
+        assumed.append(f"only one number of workers was measured: {ALL_DIVIDED}")
     found = fit_not_negative(columns, [m.rest or 0.0 for m in measured], [m.seconds for m in measured])
     return compute, stall, float(found[1]) if len(found) > 1 else 0.0, float(found[0])
 
@@ -289,9 +285,8 @@ def fit_not_negative(
     try:
         from scipy.optimize import nnls
     except ImportError as error:
-        raise UserError(
-            f"the fit needs the package scipy, which cannot be imported: {error}", hint="pip install 'ddnn[report]'"
-        ) from error
+        message = f"the fit needs the package scipy, which cannot be imported: {error}"
+        raise UserError(message, hint="pip install 'ddnn[report]'") from error
     by = np.asarray(scale, np.float64)
     matrix, wanted = np.asarray(columns, np.float64).T / by[:, None], np.asarray(values, np.float64) / by
     norms: NDArray[np.float64] = np.sqrt((matrix**2).sum(axis=0))

@@ -138,12 +138,10 @@ def find_cluster(name_or_file: str) -> Path:
         for folder in folders:
             if exists(folder / f"{name_or_file}.yaml"):
                 return folder / f"{name_or_file}.yaml"
-    known = sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")})
-    raise UserError(
-        f"there is neither a file {name_or_file} nor settings of that name; there are {', '.join(known) or 'none'}",
-        location="--cluster",
-        hint="name one of these, or a file of your own: docs/slurm.md has all keys",
-    )
+    known = ", ".join(sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})) or "none"
+    message = f"there is neither a file {name_or_file} nor settings of that name; there are {known}"
+    hint = "name one of these, or a file of your own: docs/slurm.md has all keys"
+    raise UserError(message, location="--cluster", hint=hint)
 
 
 @dataclass(frozen=True)
@@ -178,11 +176,11 @@ def place(cluster: ClusterConfig, workers: int | None, recipe_workers: int, over
     elif nodes is not None:
         each = _divided(workers, nodes, f"{nodes} nodes", f"take a multiple of {nodes}, or other --nodes")
         if cluster.workers_per_node not in (None, each):
-            raise UserError(
-                f"{workers} workers on {nodes} nodes are {each} on each, but {cluster.workers_per_node} are asked for",
-                location="--workers-per-node",
-                hint="leave one of --workers, --nodes, --workers-per-node out",
+            message = (
+                f"{workers} workers on {nodes} nodes are {each} on each, but {cluster.workers_per_node} are asked for"
             )
+            hint = "leave one of --workers, --nodes, --workers-per-node out"
+            raise UserError(message, location="--workers-per-node", hint=hint)
     else:
         each = min(workers, most or workers)
         nodes = _divided(workers, each, f"nodes of {each}", f"take a multiple of {each}, or say --nodes")

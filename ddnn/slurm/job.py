@@ -118,17 +118,15 @@ def sbatch(options: Sequence[str], script: Path) -> tuple[str, str | None]:
     except OSError as error:
         raise SbatchError(f"sbatch cannot be started: {error.strerror}", hint=kept) from error
     except subprocess.TimeoutExpired as error:
-        raise SbatchError(
-            f"sbatch has not answered in {SBATCH_SECONDS:g} s; the job may have been submitted all the same",
-            hint="look for it with `squeue --me`, and end it with scancel before you try again",
-        ) from error
+        message = f"sbatch has not answered in {SBATCH_SECONDS:g} s; the job may have been submitted all the same"
+        hint = "look for it with `squeue --me`, and end it with scancel before you try again"
+        raise SbatchError(message, hint=hint) from error
     said = answer.stdout.strip().splitlines()
     number, _, slurm_cluster = (said[-1] if said else "").partition(";")
     if answer.returncode != 0 or not number.isdigit():
         words = " ".join(answer.stderr.split()) or " ".join(answer.stdout.split()) or "it said nothing"
-        raise SbatchError(
-            f"sbatch refused the job with {answer.returncode}: {words[:1000]}", location=script.parent, hint=kept
-        )
+        message = f"sbatch refused the job with {answer.returncode}: {words[:1000]}"
+        raise SbatchError(message, location=script.parent, hint=kept)
     return number, slurm_cluster or None
 
 

@@ -182,11 +182,11 @@ def _cluster(options: SlurmOptions, workers: int | None, kind: Kind) -> ClusterC
         raise UserError(message, location=f"--{name.replace('_', '-')}", hint=hint) from error
     # Else Slurm would ask for the checkpoint as soon as the job begins, and so again and again.
     if kind == "training" and cluster.time is not None and parse_time_limit(cluster.time) <= cluster.signal_seconds:
-        raise UserError(
-            f"{cluster.time} found: no time to train, with the checkpoint {cluster.signal_seconds} s before the end",
-            location="--time",
-            hint="give more time, or lower signal_seconds in the cluster's settings",
+        message = (
+            f"{cluster.time} found: no time to train, with the checkpoint {cluster.signal_seconds} s before the end"
         )
+        hint = "give more time, or lower signal_seconds in the cluster's settings"
+        raise UserError(message, location="--time", hint=hint)
     return cluster
 
 
