@@ -122,9 +122,8 @@ def _match_alignments(
                     counts["no_alignment"] += 1
                     continue
                 if abs(len(labels) - frames) > LENGTH_TOLERANCE:
-                    log.warning(
-                        "utterance %s skipped: %d frames of features, %d of alignment", entry.key, frames, len(labels)
-                    )
+                    lengths = f"{frames} frames of features, {len(labels)} of alignment"
+                    log.warning("utterance %s skipped: %s", entry.key, lengths)
                     counts["length_differs"] += 1
                     continue
                 length = min(frames, len(labels))
@@ -153,9 +152,9 @@ def check_skipped(
     """Logs what is skipped or trimmed; DataError where it is more than the fraction allows, or everything."""
     total, skipped = len(directory.entries), len(directory.entries) - counts["used"]
     described = (
-        f"{counts['no_alignment']} without an alignment, {counts['length_differs']} differing from theirs by more than "
-        f"{LENGTH_TOLERANCE} frames, {counts['empty']} without frames"
+        f"{counts['no_alignment']} without an alignment, {counts['length_differs']} differing from theirs by more "
     )
+    described += f"than {LENGTH_TOLERANCE} frames, {counts['empty']} without frames"
     if counts["used"] == 0 or (max_skipped_fraction is not None and skipped > max_skipped_fraction * total):
         aligned_in = f"; alignments are from {alignments}" if alignments is not None else ""
         keys = {entry.key for entry in used}
@@ -166,10 +165,8 @@ def check_skipped(
         message = f"{skipped} of {total} utterances cannot be used ({described}); the first is {first}{aligned_in}"
         raise DataError(message, location=directory.path, hint=hint)
     if skipped or counts["trimmed"]:
-        log.warning(
-            "%s: %d of %d utterances skipped (%s), %d trimmed",
-            *(directory.path, skipped, total, described, counts["trimmed"]),
-        )
+        figures = skipped, total, described, counts["trimmed"]
+        log.warning("%s: %d of %d utterances skipped (%s), %d trimmed", directory.path, *figures)
 
 
 def _check_same_tables(comm: Communicator, directory: DataDir, alignments: Alignments | None) -> None:
@@ -216,8 +213,7 @@ def hold_out_speakers(index: UtteranceIndex, path: Path) -> tuple[list[int], lis
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the list of cross-validation speakers: {error}", location=path) from error
     known = set(_speakers(index))
-    unknown = sorted(listed - known)
-    if unknown:
+    if unknown := sorted(listed - known):
         message = f"{len(unknown)} of {len(listed)} listed speakers are not in the data: {', '.join(unknown[:5])}"
         hint = f"list speakers of the training data, such as {', '.join(sorted(known)[:3])}"
         raise DataError(message, location=path, hint=hint)

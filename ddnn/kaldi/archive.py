@@ -298,6 +298,9 @@ class MatrixReader:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._reader is not None:
             self._reader.stream.close()
         self._path, self._reader, self._whole = None, None, None
@@ -343,7 +346,7 @@ class MatrixReader:
         if entry.path is None:
             return _run_pipe(entry)
         if entry.path != self._path or self._reader is None:
-            self.__exit__()
+            self._close()
             try:
                 self._reader = open_stream(entry.path)
             except DataError as error:
