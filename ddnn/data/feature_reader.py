@@ -79,12 +79,10 @@ def make_chunks(
     edges, lengths = 2 * spec.config.splice, num_frames.tolist()
     for u, (entry, following) in enumerate(zip_longest(entries, entries[1:])):
         rows += lengths[u] + edges
-        if following is not None:
-            one_recording = entry.offset is not None and (following.path, following.offset) == (
-                entry.path,
-                entry.offset,
-            )
-        if following is None or (4 * rows * spec.width >= CHUNK_BYTES and not one_recording):
+        ends = 4 * rows * spec.width >= CHUNK_BYTES
+        if ends and following is not None and entry.offset is not None:
+            ends = (following.path, following.offset) != (entry.path, entry.offset)
+        if ends or following is None:
             part = slice(start, u + 1)
             of_chunk = None if speakers is None else tuple(speakers[part])
             chunks.append(Chunk(row, rows, tuple(entries[part]), tuple(lengths[part]), of_chunk))
