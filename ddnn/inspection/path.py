@@ -222,11 +222,8 @@ def _fst(path: Path) -> dict[str, Any]:
     if size > MAX_SCAN_BYTES:
         return {"bytes": f"{size}, too many to scan"}
     fst = read_fst(path)
-    return {
-        "states": fst.num_states,
-        "arcs": fst.num_arcs,
-        "largest_input_label": int(fst.arcs["ilabel"].max(initial=0)),
-    }
+    largest = int(fst.arcs["ilabel"].max(initial=0))
+    return {"states": fst.num_states, "arcs": fst.num_arcs, "largest_input_label": largest}
 
 
 def _nnet1(path: Path) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -352,7 +353,8 @@ class MetricsWriter:
         require_kind(self.path, "file")
         try:
             with self.path.open("rb") as file:
-                end = sum(map(len, _leading_rows(file, keep)))
+                lines = iter(lambda: file.readline(_MAX_LINE), b"")
+                end = sum(map(len, takewhile(lambda line: line.endswith(b"\n") and _kept(line, keep), lines)))
             with os.fdopen(open_for_append(self.path), "ab") as file:
                 os.ftruncate(file.fileno(), end)
         except OSError as error:
@@ -361,13 +363,6 @@ class MetricsWriter:
     def _unwritable(self, error: OSError) -> UserError:
         hint = "check that there is space, quota and permission to write, then resume with --resume"
         return UserError(f"cannot write {self.path.name}: {error.strerror}", location=self.path.parent, hint=hint)
-
-
-def _leading_rows(file: BinaryIO, keep: Callable[[dict[str, Any]], bool]) -> Iterator[bytes]:
-    for line in iter(lambda: file.readline(_MAX_LINE), b""):
-        if not line.endswith(b"\n") or not _kept(line, keep):
-            return
-        yield line
 
 
 def _kept(line: str | bytes, keep: Callable[[dict[str, Any]], bool]) -> bool:

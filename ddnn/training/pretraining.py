@@ -275,7 +275,15 @@ def pretraining_recipe(recipe: Recipe) -> str:
 def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
     """A finished DBN: a pretraining dir, or Kaldi's `N.dbn` with `pretrain.feature_transform`. DataError if it is
     unfinished, damaged, or not of the recipe's layers, splice and feature pipeline."""
-    dbn = _read_dbn(recipe, source)
+    if source.is_dir() and not (source / DBN).exists():
+        hint = "let ddnn pretrain finish: started again with the same recipe, it resumes"
+        raise DataError(f"there is no {DBN}: no pretraining has finished here", location=source, hint=hint)
+    if source.is_dir():
+        dbn = load_model(source / DBN)
+    else:
+        front = recipe.pretrain.feature_transform
+        components = read_nnet1(front) if front is not None else ()
+        dbn = from_nnet1(read_nnet1(source), components, location=source, features=model_features(recipe))
     model, splice = recipe.model, recipe.data.splice
     layers = [f"{layer.output_dim} {layer.label}" for layer in dbn.network.layers]
     wanted_layers = [f"{model.hidden_units} {model.activation}"] * model.hidden_layers
@@ -289,14 +297,3 @@ def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
             hint = f"set {key} to what the DBN was trained with"
             raise DataError(f"the DBN was trained with {found}, the recipe has {expected}", location=source, hint=hint)
     return dbn
-
-
-def _read_dbn(recipe: Recipe, source: Path) -> AcousticModel:
-    if source.is_dir():
-        if not (source / DBN).exists():
-            hint = "let ddnn pretrain finish: started again with the same recipe, it resumes"
-            raise DataError(f"there is no {DBN}: no pretraining has finished here", location=source, hint=hint)
-        return load_model(source / DBN)
-    front = recipe.pretrain.feature_transform
-    components = read_nnet1(front) if front is not None else ()
-    return from_nnet1(read_nnet1(source), components, location=source, features=model_features(recipe))

@@ -1,11 +1,8 @@
-"""One training step: forward, loss, backward, update; and the same as one CUDA graph (not yet seen on a GPU).
-
-A graph launches the some sixty kernels of a step on a GPU at once, for which the host is too slow one by one. The eager
-step is the reference, and what runs wherever a graph does not: on a CPU, where gradients are averaged, in the steps of
-NG-SGD that have work for the host, and where a graph could not be captured or gave something else when it was checked. A
-graph fixes the addresses of all tensors (so a minibatch is copied into the graph's own) and the learning rate (so the step
-is captured again when that changes, once an epoch at most).
-"""
+"""One training step: forward, loss, backward, update; and the same as one CUDA graph (not yet seen on a GPU), which
+launches its some sixty kernels at once, as the host is too slow for one by one. The eager step is the reference, and what
+runs wherever a graph does not: on a CPU, where gradients are averaged, in the steps of NG-SGD that have work for the host,
+and where a graph could not be captured or gave something else when it was checked. A graph fixes the addresses of all
+tensors (so a minibatch is copied into its own) and the learning rate (so a change of that captures the step again)."""
 
 from __future__ import annotations
 
