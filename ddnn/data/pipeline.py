@@ -137,12 +137,7 @@ def require_host_memory(estimate: Estimate, location: str | PathLike[str], comm:
 
 
 def choose_feature_device(
-    footprint: TrainingFootprint,
-    feature_bytes: int,
-    device: torch.device,
-    comm: Communicator,
-    *,
-    on_host: bool = False,
+    footprint: TrainingFootprint, feature_bytes: int, device: torch.device, comm: Communicator, *, on_host: bool = False
 ) -> torch.device:
     """`device`, or the CPU where the frames do not fit on it beside the training. On a GPU collective. `feature_bytes`:
     `frame_bytes` of this worker. `on_host`: the CPU in any case (`data.feature_device: cpu`). DataError: training does

@@ -77,11 +77,7 @@ def find_mpirun(environment: Mapping[str, str]) -> str:
 
 
 def mpirun_command(
-    workers: int,
-    argv: Sequence[str],
-    environment: Mapping[str, str],
-    mpirun: str = "mpirun",
-    nodes: Sequence[str] = (),
+    workers: int, argv: Sequence[str], environment: Mapping[str, str], mpirun: str = "mpirun", nodes: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
     """The command that starts `workers` copies of `argv`, and its environment. Pure: Open MPI 5's options.
 

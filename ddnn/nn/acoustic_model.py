@@ -176,10 +176,7 @@ def to_nnet1(model: AcousticModel) -> tuple[tuple[Component, ...], tuple[Compone
 
 
 def from_nnet1(
-    network: tuple[Component, ...],
-    front: tuple[Component, ...],
-    location: Path,
-    features: FeatureConfig | None = None,
+    network: tuple[Component, ...], front: tuple[Component, ...], location: Path, features: FeatureConfig | None = None
 ) -> AcousticModel:
     """A model from nnet1 components. DataError: components that ddnn's networks do not have in this order, or
     dimensions that do not fit. `network`: affine components, each followed by at most one activation; softmax only

@@ -278,10 +278,7 @@ def _parallel(parallel: ParallelConfig) -> Iterator[Complaint]:
         # The averaging period is in fragments that strategies share.
         if key != "averaging_period" and key in parallel.model_fields_set and getattr(parallel, key) != default:
             yield f"parallel.{key}", f"never read: {why}; remove it or set it to null"
-    against = {
-        "gradient-all-reduce": "takes a step from every averaging",
-        "bmuf": "starts a block from the last",
-    }
+    against = {"gradient-all-reduce": "takes a step from every averaging", "bmuf": "starts a block from the last"}
     if parallel.overlap and parallel.strategy in against:
         which = f"{parallel.strategy}, which {against[parallel.strategy]}"
         yield "parallel.overlap", f"true found beside strategy: {which}; set it to false"
