@@ -93,9 +93,8 @@ def run_distributed(
     """
     # Some imports are here since they need torch, which takes seconds: the launcher does without.
     if in_mpi_job():
-        with (
-            GracefulShutdown()
-        ):  # at once: the launcher has made this process deaf to SIGUSR1, by which it asks to stop
+        # At once: the launcher has made this process deaf to SIGUSR1, by which it asks to stop.
+        with GracefulShutdown():
             from ddnn.distributed.mpi import init_communicator
 
             comm = init_communicator()

@@ -63,17 +63,13 @@ class Watchdog(NoWatchdog):
             self._lock = threading.Lock()
             package = str(Path(__file__).parents[2])
             start = f"import sys; sys.path.insert(0, {package!r}); from {__name__} import main; main(*sys.argv[1:])"
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", start, *map(str, (file.fileno(), os.getpid(), rank, host, timeout))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(file.fileno(),),
                 start_new_session=True,  # signals to the worker's process group are not for it
             )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def enable(self) -> None:
         self.heartbeat()

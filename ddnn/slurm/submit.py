@@ -248,21 +248,14 @@ def sbatch_options(job: JobScript) -> list[str]:
 
 def script_text(job: JobScript) -> str:
     """The whole script. UserError: a name holds what neither Slurm nor one line of shell can."""
-    by_srun, placement = job.cluster.launcher == "srun" and job.placement.workers > 1, job.placement
-    srun = [
-        *("srun", "--mpi=pmix", "--kill-on-bad-exit=1", f"--nodes={placement.nodes}", f"--ntasks={placement.workers}"),
-        f"--ntasks-per-node={placement.workers_per_node}",
-        f"--cpus-per-task={job.cpus_per_worker}",  # since 22.05 srun does not take it from the job
-        *IGNORING_SIGUSR1,
-    ]
+    # Else ddnn itself starts mpirun, on the nodes of the allocation.
+    by_srun = job.cluster.launcher == "srun" and job.placement.workers > 1
     # Values are written as they are, but for the quotes: a path may hold any byte.
     templates = environment().overlay(finalize=None)
     templates.filters = {**templates.filters, "sbatch_quote": _sbatch_quote}
     return templates.get_template("job.sh.j2").render(
         job=job,
-        note="A pretraining: submitted again, it resumes with the RBM that it had reached."
-        if job.pretraining
-        else f"`ddnn status {shlex.quote(str(job.run_dir))}` follows it.",
+        run_dir=str(job.run_dir),
         sbatch_options=sbatch_options(job),
         by_srun=by_srun,
         mpi_settings={name: value for name, value in MPI_SETTINGS.items() if by_srun and "MCA" in name},
@@ -271,9 +264,8 @@ def script_text(job: JobScript) -> str:
             **SAFE_PATH,
             **job.cluster.environment,
         },
-        # mpirun is started by ddnn itself, on the nodes of the allocation.
-        command=[*(srun if by_srun else ()), *map(_one_line, job.training)],
-        saved=f"{job.run_dir}/{'rbm1.safetensors' if job.pretraining else files.CHECKPOINTS}",
+        command=[*(IGNORING_SIGUSR1 if by_srun else ()), *map(_one_line, job.training)],
+        checkpoints=files.CHECKPOINTS,
     )
 
 

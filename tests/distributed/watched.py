@@ -16,7 +16,7 @@ TIMEOUT = 1.0
 
 def main(way: str, out: Path) -> None:
     watchdog = Watchdog(2, "n1", TIMEOUT)
-    (out / "watchdog.tmp").write_text(str(watchdog.pid))
+    (out / "watchdog.tmp").write_text(str(watchdog.process.pid))
     (out / "watchdog.tmp").rename(out / "watchdog.pid")
     if way == "disabled stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
