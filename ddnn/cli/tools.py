@@ -97,7 +97,7 @@ def bench(
 ) -> None:  # fmt: skip
     """Measure the training step against the machine's GEMM limit, or several workers against one."""
     if workers > 1:
-        from ddnn.bench.workers import run_bench_workers
+        from ddnn.bench.step import run_bench_workers
 
         options = {"workers": workers, "strategy": strategy, "averaging_period": averaging_period}
         options |= {"overlap": overlap, "cpu_threads": threads}
