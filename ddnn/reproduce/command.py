@@ -32,7 +32,6 @@ from ddnn.reproduce.runs import (
 )
 from ddnn.reproduce.tables import ReproduceConfig, Table, find_corpus, load_config, select_tables
 from ddnn.slurm import SlurmOptions
-from ddnn.training.run_status import DBN, FINAL
 from ddnn.util.errors import UserError
 from ddnn.util.files import FileLock, ensure_directory
 from ddnn.util.system import usable_cores
@@ -244,12 +243,10 @@ def exclusive(output_dir: Path) -> Iterator[int]:
 def _would_execute(plan: _Plan, records: Mapping[str, RunRecord], execute: bool) -> dict[str, Any]:
     """Runs by name, those of them that have a model and are only evaluated, seeds of RBMs."""
     layout, runs = plan.layout, plan.to_execute(records) if execute else []
-    trained = [run for run in runs if (layout.run_dir(run) / FINAL).exists()]
-    dbns = {run.seed: layout.dbn_dir(run) / DBN for run in runs if run.dbn_digest and run not in trained}
     return {
         "runs": [run.name for run in runs],
-        "trained": [run.name for run in trained],
-        "dbns": [seed for seed, path in dbns.items() if not path.exists()],
+        "trained": [run.name for run in runs if layout.is_trained(run)],
+        "dbns": list(dict.fromkeys(run.seed for run in runs if layout.needs_dbn(run))),
         "out": str(layout.output_dir),
         "cores": plan.options.cores or usable_cores(),
     }

@@ -25,7 +25,7 @@ from ddnn.reproduce.tables import ReproduceConfig
 from ddnn.slurm import SlurmOptions
 from ddnn.slurm.job import Job, SbatchError, last_output, read_job, slurm_states
 from ddnn.slurm.submit import submit
-from ddnn.training.run_status import DBN, FINAL, JOB_OUTPUT, METRICS
+from ddnn.training.run_status import DBN, JOB_OUTPUT, METRICS
 from ddnn.util.errors import DivergedError, UserError
 from ddnn.util.files import ensure_directory, write_text
 from ddnn.util.process import ProcessGroup, signal_name
@@ -106,9 +106,9 @@ class LocalExecutor:
         """RBMs first, then the runs that need none of these, which compute while the RBMs are trained."""
         errors: list[str] = []
         start = time.monotonic()
-        dbns = {run.seed: run for run in runs if self._needs_dbn(run)}
+        dbns = {run.seed: run for run in runs if self.layout.needs_dbn(run)}
         self._dbns = {seed: threads.submit(self._pretrain, run) for seed, run in dbns.items()}
-        order = sorted(runs, key=self._needs_dbn)
+        order = sorted(runs, key=self.layout.needs_dbn)
         futures = [threads.submit(self._execute_one, run) for run in order]
         for done, (run, future) in enumerate(zip(order, futures, strict=True), 1):
             try:
@@ -121,11 +121,6 @@ class LocalExecutor:
             self.report(f"{done}/{len(runs)} {run.name}: {result}{estimate}")
         return errors
 
-    def _needs_dbn(self, run: PlannedRun) -> bool:
-        """Whether the run is still to be trained, from RBMs that do not exist yet."""
-        trained = (self.layout.run_dir(run) / FINAL).exists()
-        return bool(run.dbn_digest) and not trained and not (self.layout.dbn_dir(run) / DBN).exists()
-
     def _pretrain(self, run: PlannedRun) -> None:
         """Trains the RBMs that this run and the others of its seed start from."""
         path = self.layout.dbn_dir(run)
@@ -136,12 +131,12 @@ class LocalExecutor:
 
     def _execute_one(self, run: PlannedRun) -> str:
         """One run, from whatever of it exists to its record; its result in a line."""
-        run_dir, diverged, from_scratch = self.layout.run_dir(run), None, False
+        diverged, from_scratch = None, False
         arguments = train_arguments(self.layout, run, self.device)
-        if not (run_dir / FINAL).exists():
+        if not self.layout.is_trained(run):
             if run.dbn_digest and run.seed in self._dbns:
                 self._dbns[run.seed].result()
-            from_scratch = not (run_dir / METRICS).exists()
+            from_scratch = not (self.layout.run_dir(run) / METRICS).exists()
             with self.pool.acquire(run.workers):
                 try:
                     self._call("ddnn.cli", arguments, run.name)
@@ -332,8 +327,7 @@ class SlurmExecutor:
 
     def _missing_dbns(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         """A run of each seed whose RBMs do not exist."""
-        missing = (run for run in runs if run.dbn_digest and not (self.layout.dbn_dir(run) / DBN).exists())
-        return list({run.seed: run for run in missing}.values())
+        return list({run.seed: run for run in runs if self.layout.lacks_dbn(run)}.values())
 
     def _ask_slurm(self, runs: Sequence[PlannedRun]) -> Callable[[Job], str | None]:
         """The states of the jobs of these runs and of their DBNs, asked for all at once."""

@@ -20,6 +20,7 @@ from ddnn.recipe.schema import Recipe
 from ddnn.recipe.source import first_error
 from ddnn.report.scaling import Job, Measurement, Way
 from ddnn.reproduce.tables import FrozenModel, ReproduceConfig, Table, file_fingerprint, test_digest
+from ddnn.training.run_status import DBN, FINAL
 from ddnn.util.errors import DataError, RecipeError, UserError
 from ddnn.util.files import ensure_directory, read_bytes_limited, write_text
 
@@ -199,6 +200,16 @@ class OutputLayout:
 
     def dbn_dir(self, run: PlannedRun) -> Path:
         return self.output_dir / "dbns" / f"{run.seed}-{run.dbn_digest[:8]}"
+
+    def is_trained(self, run: PlannedRun) -> bool:
+        return (self.run_dir(run) / FINAL).exists()
+
+    def lacks_dbn(self, run: PlannedRun) -> bool:
+        return bool(run.dbn_digest) and not (self.dbn_dir(run) / DBN).exists()
+
+    def needs_dbn(self, run: PlannedRun) -> bool:
+        """Whether the run is still to be trained, from RBMs that do not exist yet."""
+        return self.lacks_dbn(run) and not self.is_trained(run)
 
     def log(self, name: str) -> Path:
         return self.output_dir / "logs" / f"{name}.txt"
