@@ -183,8 +183,10 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
     data = training_data(options.data_config(recipe, comm.world_size), job.device, comm)
     data.require_minibatch("minibatch_size", recipe.minibatch_size, data.train_shards)
     digest = data.digest()
+    if pretraining is not None and dbn is None:
+        dbn = train_dbn(job, pretraining, comm, data)
     if loaded is None:
-        model = initial_model(job, data, dbn, pretraining)
+        model = initial_model(job, data, dbn)
     else:
         check_same_data(loaded, digest, recipe.data.train)
         model = loaded.model()
@@ -273,19 +275,13 @@ def assemble_trainer(
     return trainer
 
 
-def initial_model(job: Job, data: TrainingData, dbn: AcousticModel | None, pretraining: RunDir | None) -> AcousticModel:
-    """The model that training starts from, on the CPU: random, or on a DBN, which is trained if there is none."""
+def initial_model(job: Job, data: TrainingData, dbn: AcousticModel | None) -> AcousticModel:
+    """The model that training starts from, on the CPU: random, or on the DBN that was trained or that the recipe names."""
     recipe = job.recipe
-    if recipe.init == "random":
-        transform = data.input_transform(job.comm)
-    else:
-        if recipe.pretrain.dbn is not None:
-            dbn = load_dbn(recipe, recipe.pretrain.dbn)
-            dbn.check_features(data.dataset.dim, recipe.pretrain.dbn)
-        elif dbn is None:
-            assert pretraining is not None
-            dbn = train_dbn(job, pretraining, job.comm, data)
-        transform = dbn.transform.to(torch.device("cpu"))
+    if recipe.init == "rbm" and recipe.pretrain.dbn is not None:
+        dbn = load_dbn(recipe, recipe.pretrain.dbn)
+        dbn.check_features(data.dataset.dim, recipe.pretrain.dbn)
+    transform = data.input_transform(job.comm) if dbn is None else dbn.transform.to(torch.device("cpu"))
     layers = options.network_layers(recipe, transform.output_dim, data.index.num_pdfs, on_dbn=dbn is not None)
     network = Network(layers)
     initialize(network, recipe.seed)
