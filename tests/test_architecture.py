@@ -16,13 +16,13 @@ PACKAGE = ROOT / "ddnn"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "modules without __init__": 130,
-    "lines of Python": 27_250,
-    "longest file": 530,
-    "longest function": 60,
-    "most imports of ddnn in a file": 32,
-    "modules with one importer": 32,
-    "modules that training.trainer imports, directly or not": 60,
+    "modules without __init__": 91,
+    "lines of Python": 21_050,
+    "longest file": 505,
+    "longest function": 55,
+    "most imports of ddnn in a file": 27,
+    "modules with one importer": 17,
+    "modules that training.trainer imports, directly or not": 47,
 }
 """What the code may be at most. A number may only be lowered; a new feature that needs more raises it in its own commit,
 with the reason in the message. `test_budgets_are_tight` asks to lower what is no longer needed."""

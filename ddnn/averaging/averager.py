@@ -87,8 +87,8 @@ class EpochCounters:
     interval_seconds: list[float] = field(default_factory=list)  # of the minibatches between two averagings
 
 
-class NoAveraging:
-    """A single worker: nothing is averaged. The base of the other averagers, whose interface it is.
+class Averager:
+    """What the training loop calls, and all that a single worker needs: here nothing is averaged.
 
     Args:
         comm: the communicator of the workers that train together.
@@ -207,7 +207,7 @@ class NoAveraging:
         self._remainder_frames += frames
 
 
-class _Averager(NoAveraging):
+class _SeveralWorkersAverager(Averager):
     """What all averagers of several workers have: a strategy, and a buffer through which parameters are sent."""
 
     excludes = True
@@ -230,10 +230,10 @@ class _Averager(NoAveraging):
         self._other_staging = StagingBuffer(optimizer.momentum_buffer, transport)  # gradients, or momentum
         self.reset()
         self._period, self._request_sync_period = config.averaging_period, 1
-        self._allocate()
+        self._prepare()
 
-    def _allocate(self) -> None:
-        """Creates what only this kind of averager needs; called once."""
+    def _prepare(self) -> None:
+        """Sets what only this kind of averager needs; called once."""
 
     def begin_epoch(self, num_minibatches: int) -> int:
         """Agrees with the others on the number of averagings of the epoch. All workers average as often as the one with
@@ -306,10 +306,10 @@ class _Averager(NoAveraging):
         self.counters.interval_seconds.append(time.perf_counter() - self._interval_started)
 
 
-class BlockingAverager(_Averager):
+class BlockingAverager(_SeveralWorkersAverager):
     """Averages the parameters after each interval, while no worker trains."""
 
-    def _allocate(self) -> None:
+    def _prepare(self) -> None:
         self._before = torch.empty_like(self.parameters)
         self._norm = 0.0
 
@@ -380,9 +380,9 @@ class OverlappedAverager(BlockingAverager):
 
     overlapped = True
 
-    def _allocate(self) -> None:
+    def _prepare(self) -> None:
         require_thread_level(self.comm)
-        super()._allocate()
+        super()._prepare()
         self._averaged = torch.empty_like(self.parameters)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="averaging")
         self._pending: Future[None] | None = None
@@ -445,10 +445,10 @@ class OverlappedAverager(BlockingAverager):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class GradientAverager(_Averager):
+class GradientAverager(_SeveralWorkersAverager):
     """Synchronous SGD: averages the gradient of every minibatch; parameters stay the same on every worker."""
 
-    def _allocate(self) -> None:
+    def _prepare(self) -> None:
         self.average_gradient, self._period = self._average_gradient, 1
 
     def begin_epoch(self, num_minibatches: int) -> int:
@@ -484,10 +484,10 @@ class GradientAverager(_Averager):
 
 def make_averager(
     config: AveragingOptions, comm: Communicator, network: Network | Rbm, optimizer: Sgd | Rbm, minibatch_size: int
-) -> NoAveraging:
+) -> Averager:
     """The averager of a training with the workers of `comm`. Collective. `minibatch_size`: frames in a minibatch."""
     if comm.world_size == 1:
-        return NoAveraging(comm, network, optimizer)
+        return Averager(comm, network, optimizer)
     if STRATEGIES[config.strategy].unit == "gradients":
         return GradientAverager(config, comm, network, optimizer, minibatch_size)
     averager = OverlappedAverager if config.overlap else BlockingAverager

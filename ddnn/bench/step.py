@@ -24,7 +24,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from ddnn.averaging.averager import NoAveraging, make_averager
+from ddnn.averaging.averager import Averager, make_averager
 from ddnn.data.batches import Batch, BatchLoader, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset, estimate_normalization, splice_only
 from ddnn.data.feature_reader import FeatureConfig
@@ -372,7 +372,7 @@ def bench_workers(
     task = random_task(shape, on)
     trained = task.model.network
     optimizer = NgSgd(trained)
-    by_itself = NoAveraging(SingleProcess(), trained, optimizer)
+    by_itself = Averager(SingleProcess(), trained, optimizer)
     with_others = make_averager(averaging_options(options), comm, trained, optimizer, shape.minibatch)
     run_seconds = _timed_steps(task, optimizer, precision)
     each = comm.all_gather_object(run_seconds(by_itself, WARM_UP) / WARM_UP)
@@ -405,13 +405,13 @@ def bench_workers(
     )
 
 
-def _timed_steps(task: RandomTask, optimizer: Sgd, precision: Precision) -> Callable[[NoAveraging, int], float]:
+def _timed_steps(task: RandomTask, optimizer: Sgd, precision: Precision) -> Callable[[Averager, int], float]:
     """Trains on so many more minibatches of random frames, and tells the seconds."""
     network = task.model.network
     workspace = Workspace(network, task.minibatch, make_arithmetic(precision, network.parameters.device))
     batches = endless(task.batches(workspace))
 
-    def seconds(averager: NoAveraging, minibatches: int) -> float:
+    def seconds(averager: Averager, minibatches: int) -> float:
         step = EagerStep(workspace, optimizer, averager.average_gradient)
         averager.begin_epoch(minibatches)
 

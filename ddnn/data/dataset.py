@@ -126,7 +126,8 @@ def gather(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, ou
 
 
 def splice(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
-    """As `gather`, but not yet shifted and scaled."""
+    """out (n, output_dim) <- each frame of `rows` (n,) and its neighbors at `transform.offsets`, side by side, not yet
+    shifted and scaled. At the edges of an utterance the dataset holds its first and last frame repeated."""
     check_fits(dataset, transform)
     offsets, features = transform.offsets, dataset.features
     rows = rows.to(features.device)

@@ -36,7 +36,7 @@ class NgSgdOptions(SgdOptions):
     """Options of NG-SGD; the first five as in `NaturalGradientOptions`.
 
     `max_change_scope`: `global` limits the step by the frames of all workers, `local` by the worker's own (nnet2), so
-    that `Sgd.lr_scale` is to stay 1; `unscaled` limits the step at a learning rate of 1, so that the step at `lr` is
+    that `Sgd.included_lr_scale` is to stay 1; `unscaled` limits the step at a learning rate of 1, so that the step at `lr` is
     limited to lr * max_change per frame (the code of arXiv 1507.01239).
     """
 

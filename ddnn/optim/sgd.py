@@ -38,16 +38,15 @@ class Sgd:
         network: whose parameters are updated.
         gradient: g, (num_parameters,), of the last minibatch; not filled where layers are updated one by one.
         momentum_buffer: c, (num_parameters,); the gradient itself where momentum is 0.
-        lr_scale: by which the rates given to `step` were multiplied because there are several workers. NG-SGD limits
-            its step as it is at the rate of one: each worker may go so many times as far, as one worker with so many
-            times the minibatch may.
+        included_lr_scale: the factor for the number of workers that the rates given to `step` already contain. It is
+            divided out before NG-SGD limits its step, so that the limit is that of one worker's rate.
     """
 
     def __init__(self, network: Network, options: SgdOptions | None = None) -> None:
         options = options or SgdOptions()
         self.network = network
         self.momentum, self.l2 = options.momentum, options.l2
-        self.lr_scale = 1.0
+        self.included_lr_scale = 1.0
         self.gradient = network.parameters.new_zeros(network.parameters.shape)
         self.momentum_buffer = self.gradient.clone() if self.momentum else self.gradient
         self._views = network.split(self.gradient)
@@ -78,14 +77,14 @@ class Sgd:
     def step(self, workspace: Workspace, lr: float, average: Callable[[Tensor], None] | None = None) -> None:
         """One update from the layer inputs and output derivatives of a minibatch, after its backward pass. `average`:
         what workers that average gradients do with theirs, in place, before it is applied."""
-        limit_lr = lr / self.lr_scale
+        one_worker_lr = lr / self.included_lr_scale
         if average is None and self.updates_by_layer(workspace):
-            for i, factor in enumerate(self.fill_gradient(workspace, limit_lr, workspace.layer_gradients)):
+            for i, factor in enumerate(self.fill_gradient(workspace, one_worker_lr, workspace.layer_gradients)):
                 self.update_layer(i, workspace, lr, factor)
             workspace.copy_updated()
         else:
             views = workspace.layer_gradients or self._views
-            for i, factor in enumerate(self.fill_gradient(workspace, limit_lr, views)):
+            for i, factor in enumerate(self.fill_gradient(workspace, one_worker_lr, views)):
                 for part in views[i].values() if factor != 1.0 else ():
                     part.mul_(factor)
                 self.collect_gradient(i, workspace)

@@ -233,7 +233,7 @@ def assemble_trainer(
     averager = make_averager(averaging, comm, network, optimizer, size)
     averager.broadcast()
     if recipe.optimizer.name == "ng-sgd" and recipe.optimizer.max_change_scope != "local":
-        optimizer.lr_scale = averager.lr_scale
+        optimizer.included_lr_scale = averager.lr_scale
     precision = recipe.precision if loaded is None else loaded.metadata.precision
     arithmetic = choose_arithmetic(precision, network, size, comm, resumed=loaded is not None)
     workspace = Workspace(network, size, arithmetic)
@@ -243,7 +243,7 @@ def assemble_trainer(
     batches = make_batch_loader(data.train, model.transform, sampler, out=workspace.x, gather=gather, mark=mark)
     schedule = options.make_schedule(recipe.schedule)
     eager = EagerStep(workspace, optimizer, averager.average_gradient)
-    lr = schedule.learning_rate * averager.lr_scale
+    scaled_lr = schedule.learning_rate * averager.lr_scale
     trainer = Trainer(
         model=model,
         optimizer=optimizer,
@@ -252,7 +252,7 @@ def assemble_trainer(
         cv=data.cv,
         minibatch_size=size,
         eager_step=eager,
-        step=make_step(eager, batches.sample, lr, graphs=recipe.cuda_graphs == "auto"),
+        step=make_step(eager, batches.sample, scaled_lr, graphs=recipe.cuda_graphs == "auto"),
         averager=averager,
         checkpoints=checkpoints,
         run=job.run,

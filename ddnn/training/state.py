@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from ddnn.averaging.averager import NoAveraging, Request
+from ddnn.averaging.averager import Averager, Request
 from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
 from ddnn.training.checkpoint import CheckpointStore
@@ -63,7 +63,7 @@ class TrainingProgress:
 class Checkpointable(Protocol):
     """What is saved: a `ddnn.training.trainer.Trainer`, or the training of an RBM."""
 
-    averager: NoAveraging
+    averager: Averager
     progress: TrainingProgress
 
     @property
@@ -76,7 +76,7 @@ class Checkpointable(Protocol):
 
 class CheckpointPolicy:
     """Writes checkpoints after each epoch, at the intervals of the recipe, and when the training is asked to stop. Rank
-    0's clock decides; all workers learn of it by `NoAveraging.requested`, at an averaging."""
+    0's clock decides; all workers learn of it by `Averager.requested`, at an averaging."""
 
     def __init__(
         self,

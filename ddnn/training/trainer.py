@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ddnn.averaging.averager import NoAveraging
+from ddnn.averaging.averager import Averager
 from ddnn.data.batches import Batch, BatchLoader
 from ddnn.data.dataset import FrameSubset
 from ddnn.distributed.communicator import Communicator
@@ -45,7 +45,7 @@ class Trainer:
     minibatch_size: int
     eager_step: EagerStep  # the training step as PyTorch runs it
     step: Step  # the same, or a faster form of it that was checked against it (a CUDA graph)
-    averager: NoAveraging  # averages the models of all workers
+    averager: Averager  # averages the models of all workers
     checkpoints: CheckpointPolicy
     run: RunDir  # in which rank 0 records
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"  # on rank 0 alone, or averaged after each minibatch
@@ -73,11 +73,11 @@ class Trainer:
             return
         single, started = self.warmup == "single-worker", time.perf_counter()
         step, averager, learning_rate = self.eager_step, self.averager, self.schedule.learning_rate
-        lr_scale, optimizer_scale = averager.lr_scale, self.optimizer.lr_scale
+        lr_scale, optimizer_scale = averager.lr_scale, self.optimizer.included_lr_scale
         losses = EpochLosses(self.model.network.parameters.device, excludes=not single)
         if single:  # the other workers take no part, not even where gradients are averaged
             step, lr_scale = EagerStep(step.workspace, self.optimizer), 1.0
-            self.optimizer.lr_scale = 1.0
+            self.optimizer.included_lr_scale = 1.0
         if not single or self.comm.rank == 0:
             batches = (batch for number in count() for batch in self.batches.epoch(WARMUP_EPOCH + number))
             for batch in islice(batches, self.warmup_minibatches):
@@ -86,7 +86,7 @@ class Trainer:
                     averager.average_now()
                     losses.commit()
         losses.commit()
-        self.optimizer.lr_scale = optimizer_scale
+        self.optimizer.included_lr_scale = optimizer_scale
         averager.broadcast()
         result = losses.committed.result(self.comm)
         raise_if_diverged("warm-up", result, 0, learning_rate)
@@ -181,7 +181,7 @@ class Trainer:
             "progress": torch.tensor([progress.minibatch, progress.num_minibatches or -1], dtype=torch.int64),
             "seconds": torch.tensor(progress.elapsed(), dtype=torch.float64),
             **prefixed("optimizer", self.optimizer.state_dict()),
-            **prefixed("averager", averager.state_dict()),  # waits for a pending averaging, the strategy's is to have
+            **prefixed("averager", averager.state_dict()),  # first: it waits for the averaging that `strategy` includes
         }
         shared = {"best": self.best, **transform_tensors(self.model)}
         shared |= prefixed("strategy", averager.shared_state_dict())
@@ -228,7 +228,7 @@ def _figures(epoch: int, result: EvalResult, lr: float, seconds: float) -> dict[
     return {"epoch": epoch, **figures, **throughput(result.frames, seconds)}
 
 
-def worker_row(epoch: int, averager: NoAveraging) -> WorkerRow:
+def worker_row(epoch: int, averager: Averager) -> WorkerRow:
     comm, timer, counters, parameters = averager.comm, averager.timer, averager.counters, averager.network.parameters
     seconds = max(time.perf_counter() - timer.started, 1e-9)
     traffic, averaging = comm.stats - counters.stats, timer.seconds["averaging"]

@@ -336,7 +336,7 @@ def test_a_step_shared_by_workers_is_limited_as_one_at_the_rate_of_one(
     for workers in (1, 16):
         network = network_of(SIGMOIDS)
         optimizer = make_optimizer(NgSgdOptions(rank_in=5, rank_out=3, max_change=0.01), network)
-        optimizer.lr_scale = workers
+        optimizer.included_lr_scale = workers
         workspace, before = Workspace(network, 32, arithmetic(precision, compiled)), network.parameters.clone()
         labels = random_minibatch(workspace, 5, torch.Generator().manual_seed(1))
         learn(workspace, optimizer, labels, workers * rate)

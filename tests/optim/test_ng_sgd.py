@@ -89,7 +89,7 @@ def test_a_step_shared_by_workers_is_limited_as_one_at_the_rate_of_one(rate: flo
     for workers in (1, 16):
         made, generator = network(3)
         optimizer = NgSgd(made, NgSgdOptions(rank_in=3, rank_out=2, max_change=0.01))
-        optimizer.lr_scale = workers
+        optimizer.included_lr_scale = workers
         workspace, before = Workspace(made, 20), made.parameters.clone()
         labels = random_minibatch(workspace, 4, generator)
         workspace.forward()

@@ -21,7 +21,7 @@ from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recip
 from distributed.mpi_worlds import need_mpi
 from training.launching import mpi_script
 
-from ddnn.averaging.averager import NoAveraging
+from ddnn.averaging.averager import Averager
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.recipe.keys import keys
@@ -68,18 +68,18 @@ def rows(run: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, signal.Signals], None]:
     """Sends this process a signal in the minibatch of this number, from 1; 0 for none."""
-    after = NoAveraging.after_minibatch
+    after = Averager.after_minibatch
 
     def arrange(number: int, sent: signal.Signals = signal.SIGTERM) -> None:
         left = [number]
 
-        def counting(self: NoAveraging, frames: int) -> bool:
+        def counting(self: Averager, frames: int) -> bool:
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), sent)
             return after(self, frames)
 
-        monkeypatch.setattr(NoAveraging, "after_minibatch", counting)
+        monkeypatch.setattr(Averager, "after_minibatch", counting)
 
     return arrange
 
@@ -278,15 +278,15 @@ def test_the_held_out_data_has_changed(tmp_path: Path, stop_at: Callable[[int, s
 
 def test_no_checkpoint_of_a_model_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be whole, and refused for ever."""
-    after = NoAveraging.after_minibatch
+    after = Averager.after_minibatch
 
-    def spoiled(self: NoAveraging, frames: int) -> bool:
+    def spoiled(self: Averager, frames: int) -> bool:
         if self.counters.minibatches == 12:
             self.network.parameters[0] = float("nan")
             self.network.parameters_changed()
         return after(self, frames)
 
-    monkeypatch.setattr(NoAveraging, "after_minibatch", spoiled)
+    monkeypatch.setattr(Averager, "after_minibatch", spoiled)
     recipe, run = recipe_of(tmp_path, "checkpoint: {interval_minibatches: 5}\n"), tmp_path / "run"
     with pytest.raises(UserError, match="the training loss is nan"):
         run_training(load_recipe(recipe), run, "cpu")

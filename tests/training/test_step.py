@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.toy import NoCheckpoints
 from twins import batch_of, biases
 
-from ddnn.averaging.averager import NoAveraging
+from ddnn.averaging.averager import Averager
 from ddnn.data.batches import Batch, BatchLoader, PrefetchLoader, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset, InputTransform, gather, labels_of, splice_only
 from ddnn.data.feature_reader import FeatureConfig
@@ -329,7 +329,7 @@ class HostWaits(TorchDispatchMode):
 def run_steps(task: Task, minibatches: int) -> None:
     """As the training loop does."""
     device, step = task.network.parameters.device, task.eager()
-    sums, averager = LossSums(device), NoAveraging(SingleProcess(), task.network, task.optimizer)
+    sums, averager = LossSums(device), Averager(SingleProcess(), task.network, task.optimizer)
     order = ShuffledSampler(task.train, MINIBATCH, seed=1).epoch(1)
     next(order)  # the order of an epoch is drawn and copied at its first minibatch
     with HostWaits(device) as waits:
@@ -438,7 +438,7 @@ def test_memory_does_not_grow(kind: Kind) -> None:
 
 def make_trainer(task: Task, run: RunDir) -> Trainer:
     """A training of two epochs by a single worker."""
-    step, averager = task.eager(), NoAveraging(SingleProcess(), task.network, task.optimizer)
+    step, averager = task.eager(), Averager(SingleProcess(), task.network, task.optimizer)
     sampler, mark = ShuffledSampler(task.train, MINIBATCH, seed=1), averager.timer.mark
     return Trainer(
         model=task.model,

@@ -10,7 +10,7 @@ import pytest
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from toy_layers import TOYS, Filters, Gain, Pool
 
-from ddnn.averaging.averager import NoAveraging
+from ddnn.averaging.averager import Averager
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.nn.layers import LAYERS, Affine, Layer
 from ddnn.recipe.load import load_recipe
@@ -49,16 +49,16 @@ def test_a_network_of_toys_is_trained_stopped_resumed_and_evaluated(
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_training(recipe, whole, "cpu")
 
-    after, left = NoAveraging.after_minibatch, [20]
+    after, left = Averager.after_minibatch, [20]
 
-    def counting(self: NoAveraging, frames: int) -> bool:
+    def counting(self: Averager, frames: int) -> bool:
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         return after(self, frames)
 
     with monkeypatch.context() as patched:
-        patched.setattr(NoAveraging, "after_minibatch", counting)
+        patched.setattr(Averager, "after_minibatch", counting)
         with pytest.raises(TrainingInterrupted):
             run_training(recipe, stopped, "cpu")
     run_training(recipe, stopped, "cpu", resume=True)
