@@ -123,8 +123,9 @@ def require_host_memory(estimate: Estimate, location: str | PathLike[str], comm:
             continue
         needed, available = sum(sum(one[1].values()) for one in here), min(known)
         parts = ", ".join(f"{part} {_size(size)}" for part, size in here[0][1].items())
-        who = f"{len(here)} workers on {host}, each with" if len(here) > 1 else f"one process on {host} with"
-        message = f"{who} about {parts}: {_size(needed)} of memory needed, {_size(available)} available"
+        who = f"{len(here)} workers on {host} need" if len(here) > 1 else f"one process on {host} needs"
+        parts = f"each: {parts}" if len(here) > 1 else parts
+        message = f"{who} about {_size(needed)} of memory ({parts}), and {_size(available)} are available"
         if needed > available:
             spread = "fewer workers on each" if len(here) > 1 else "more workers on more machines"
             hint = f"use machines (containers, jobs) with more memory, {spread}, fewer utterances"

@@ -142,7 +142,7 @@ def test_deltas_are_taken_before_trimming(tmp_path: Path) -> None:
 def test_too_little_memory_is_said_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "available_memory", lambda: 1000)
     with pytest.raises(
-        DataError, match=r"with about frames in float32 1 MiB: 1 MiB of memory needed, 1 MiB available"
+        DataError, match=r"needs about 1 MiB of memory \(frames in float32 1 MiB\), and 1 MiB are available"
     ) as caught:
         load(tmp_path, *labelled_utterances())
     assert "data.feature_dtype: float16" in str(caught.value)

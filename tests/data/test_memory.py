@@ -118,9 +118,12 @@ def test_too_little(available: Callable[[int | None], None], caplog: pytest.LogC
     caplog.set_level(logging.INFO)
     needs = {"frames in float32": 6 * GIB, "parameters": 2 * GIB}
     available(8 * GIB - 1)
-    with pytest.raises(DataError, match=r"8\.0 GiB of memory needed, 8\.0 GiB available") as caught:
+    with pytest.raises(DataError, match=r"needs about 8\.0 GiB of memory .* and 8\.0 GiB are available") as caught:
         require_host_memory(needs, "data/train", SingleProcess(host="n1"))
-    assert "on n1 with about frames in float32 6.0 GiB, parameters 2.0 GiB" in caught.value.message
+    assert (
+        "one process on n1 needs about 8.0 GiB of memory (frames in float32 6.0 GiB, parameters 2.0 GiB)"
+        in caught.value.message
+    )
     assert caught.value.hint is not None and "float16" in caught.value.hint and caught.value.location == "data/train"
     available(8 * GIB)
     require_host_memory(needs, "", SingleProcess())
@@ -138,7 +141,7 @@ def test_workers_of_a_host_add_up(available: Callable[[int | None], None]) -> No
     same, other = ["n1", needs, 35 * GIB], ["n2", needs, 15 * GIB]
     require_host_memory(needs, "", Others(same, other))
     with pytest.raises(
-        DataError, match=r"4 workers on n1, each with about .* 40\.0 GiB of memory needed, 35"
+        DataError, match=r"4 workers on n1 need about 40\.0 GiB of memory \(each: .*\), and 35"
     ) as caught:
         require_host_memory(needs, "", Others(same, same, same, other))
     assert caught.value.hint is not None
@@ -157,7 +160,7 @@ def test_refused_before_anything_is_loaded(
     available(50 << 20)
     monkeypatch.setattr(pipeline.DataSource, "load", lambda *_: pytest.fail("loaded"))
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
-    assert_refused(result, "of memory needed, 50 MiB available", str(job.data), "with more memory")
+    assert_refused(result, "and 50 MiB are available", str(job.data), "with more memory")
     assert "MiB" in result.stderr
 
 
