@@ -1,4 +1,5 @@
-"""`ddnn train`, `pretrain`, `evaluate`, `decode-prep`, `score`, `export` and `import-nnet1`: what makes and uses models."""
+"""`ddnn train`, `pretrain`, `evaluate`, `decode-prep`, `score`, `export` and `import-nnet1`: what makes and uses
+models."""
 
 from __future__ import annotations
 

@@ -191,7 +191,8 @@ class _PinnedBatch:
 
 @dataclass(eq=False)
 class PrefetchLoader(BatchLoader):
-    """Reads minibatches ahead in a thread, whose errors reach the trainer after the minibatches that were read before."""
+    """Reads minibatches ahead in a thread, whose errors reach the trainer after the minibatches that were read
+    before."""
 
     def __post_init__(self) -> None:
         self.device = self.out.device

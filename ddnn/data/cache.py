@@ -356,7 +356,8 @@ class CacheFile:
             raise CorruptCacheError("its indices do not fit each other")
 
     def copy_rows(self, starts: list[int], lengths: list[int]) -> tuple[NDArray[np.generic], NDArray[np.int32]]:
-        """Features and labels of these stretches of rows, one after another; CorruptCacheError where the file was cut."""
+        """Features and labels of these stretches of rows, one after another; CorruptCacheError where the file was
+        cut."""
         width, dtype, row = self.metadata.width, self.metadata.dtype, 0
         features, labels = np.empty((sum(lengths), width), dtype), np.empty(sum(lengths), np.int32)
         of_features = self._start + self.metadata.index_bytes

@@ -1,10 +1,9 @@
 """The one door to data: from a data dir and its alignments to the frames that this worker holds in memory. What is read
 and held out is agreed on first, then shards, memory and device; only then are features loaded.
 
-The memory that a training will need for what is allocated on purpose is refused before a frame is loaded where it is not
-there. Measured on CPUs: one worker took 87 to 98 % of the estimate less `LIBRARY_BYTES`, each of two 56 to 71 %. The
-figures for GPUs have not been checked on one.
-"""
+The memory that a training will need for what is allocated on purpose is refused before a frame is loaded where it is
+not there. Measured on CPUs: one worker took 87 to 98 % of the estimate less `LIBRARY_BYTES`, each of two 56 to 71 %.
+The figures for GPUs have not been checked on one."""
 
 from __future__ import annotations
 

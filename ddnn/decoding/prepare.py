@@ -1,5 +1,5 @@
-"""`ddnn decode-prep`: what a Kaldi decoder reads, after nnet1's nnet-forward and steps/nnet/decode.sh. `ddnn export` and
-`ddnn import-nnet1`: run dirs to and from Kaldi's nnet1 files."""
+"""`ddnn decode-prep`: what a Kaldi decoder reads, after nnet1's nnet-forward and steps/nnet/decode.sh. `ddnn export`
+and `ddnn import-nnet1`: run dirs to and from Kaldi's nnet1 files."""
 
 from __future__ import annotations
 

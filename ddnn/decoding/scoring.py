@@ -1,5 +1,6 @@
-"""Word error rates without Kaldi: log-likelihoods decoded with Kaldi's own `HCLG.fst` (the best path by token passing, after
-kaldi `decoder/faster-decoder.cc`), and scored. The packages of the extra `[decode]` are imported only when needed."""
+"""Word error rates without Kaldi: log-likelihoods decoded with Kaldi's own `HCLG.fst` (the best path by token passing,
+after kaldi `decoder/faster-decoder.cc`), and scored. The packages of the extra `[decode]` are imported only when
+needed."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ class DecodingGraph:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """The words of the best path at one acoustic scale, none where no path survived; and whether it ends in a final state,
-    as it must in a complete utterance."""
+    """The words of the best path at one acoustic scale, none where no path survived; and whether it ends in a final
+    state, as it must in a complete utterance."""
 
     words: tuple[str, ...]
     reached_final: bool
@@ -289,10 +290,10 @@ def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]
 
 
 def score(loglikes: Path, *, graph_dir: Path, model: Path, text: Path, options: DecodeOptions) -> ScoreResult:
-    """Decodes log-likelihoods (a `.scp`, an archive, or a directory with `loglikes.scp`: frames x pdfs) with Kaldi's graph
-    directory and the `final.mdl` that the graph was made with; gives the word error rate at each acoustic scale against
-    `text`, the reference of exactly these utterances. UserError: the packages of `ddnn[decode]` are missing. DataError:
-    an input is missing, damaged, or does not fit the others."""
+    """Decodes log-likelihoods (a `.scp`, an archive, or a directory with `loglikes.scp`: frames x pdfs) with Kaldi's
+    graph directory and the `final.mdl` that the graph was made with; gives the word error rate at each acoustic scale
+    against `text`, the reference of exactly these utterances. UserError: the packages of `ddnn[decode]` are missing.
+    DataError: an input is missing, damaged, or does not fit the others."""
     ka = _import_kaldialign()
     source = loglikes / "loglikes.scp" if loglikes.is_dir() else loglikes
     if not source.is_file():

@@ -65,8 +65,8 @@ class TensorBackend:
 
 
 class Communicator:
-    """One worker's connection to those of its group; the base, of which a worker by itself uses everything as it is. All
-    methods are collective unless they say otherwise. One thread at a time may use it; any may read `stats`.
+    """One worker's connection to those of its group; the base, of which a worker by itself uses everything as it is.
+    All methods are collective unless they say otherwise. One thread at a time may use it; any may read `stats`.
 
     Tensors handed in are contiguous, of dtype float32, float64 or int64 (int16 and uint8 may be sent, not summed), on
     the CPU, or on this worker's GPU once `ddnn.distributed.transport.choose_transport` has opened a way for them;

@@ -143,9 +143,8 @@ def launch_workers(
     `restart_argv` gives what takes the place of `argv` where the job is started again, `max_restarts` times at most
     without a newer checkpoint in between. Returns the exit code of the worker that failed first, else 0; 128 + the
     signal's number where that ended the job. 137 (killed) where mpirun seems to have ended well but the work is not
-    done. 75 (resumable) in a Slurm job that has lost a node, where the remaining ones cannot run the workers: the job is
-    to be queued again.
-    """
+    done. 75 (resumable) in a Slurm job that has lost a node, where the remaining ones cannot run the workers: the job
+    is to be queued again."""
     # Open MPI does not start without HOME, which cron, services and containers may lack.
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home() raises for a user that has none)
     environment = {"HOME": home, **(os.environ if environment is None else environment)}

@@ -131,8 +131,8 @@ class SignalForwarder(SignalListener):
 
     def run(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
         """Runs `command` with the environment `variables` and waits. Its exit code; 128 + a signal's number where that
-        ended it. Where the second signal here did, that counts; or the first, where the workers say that SIGUSR1 did, or
-        had to be killed. UserError: it cannot be started."""
+        ended it. Where the second signal here did, that counts; or the first, where the workers say that SIGUSR1 did,
+        or had to be killed. UserError: it cannot be started."""
         sys.stdout.flush()
         sys.stderr.flush()
         set_death_signal = end_with_parent(signal.SIGTERM, os.getpid())

@@ -107,10 +107,9 @@ def cuda_aware(communicator: Any, environment: Mapping[str, str] = os.environ) -
 class StagingBuffer:
     """Between a worker's parameters and the tensor that the strategies work on and that is exchanged.
 
-    On the CPU, and where GPU memory is exchanged itself, the two are the same tensor, nothing is copied, and `buffer` is
-    None, unless an own one is wanted, for an exchange beside training. By transport host a GPU's parameters go through
-    a buffer in pinned host memory.
-    """
+    On the CPU, and where GPU memory is exchanged itself, the two are the same tensor, nothing is copied, and `buffer`
+    is None, unless an own one is wanted, for an exchange beside training. By transport host a GPU's parameters go
+    through a buffer in pinned host memory."""
 
     def __init__(self, parameters: Tensor, transport: Transport, own_buffer: bool = False) -> None:
         """`parameters`: (num_parameters,), of the size, dtype and device of all that will be copied in and out."""

@@ -91,7 +91,8 @@ def _find_jobs(path: Path) -> list[Path]:
 def _read_records(
     paths: list[Path], kind: str, valid: range, hint: str, id_map: NDArray[np.int32] | None = None
 ) -> dict[str, NDArray[np.int32]]:
-    """The vectors of archives, through `id_map`; DataError where an utterance comes twice, or an id is not in `valid`."""
+    """The vectors of archives, through `id_map`; DataError where an utterance comes twice, or an id is not in
+    `valid`."""
     found: dict[str, NDArray[np.int32]] = {}
     for path in paths:
         for key, ids in iterate_int_vectors(path):

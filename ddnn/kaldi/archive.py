@@ -1,11 +1,10 @@
 """Tables: archives (`ark`) of matrices and of integer vectors, plain or gzip, and script files (`scp`) that say where
 the record of each utterance is; read in sequence or through an scp, and written.
 
-Follows kaldi `util/kaldi-table-inl.h` and `util/kaldi-holder-inl.h`. kaldiio 2.18.1 on its own is not safe here: it runs a
-shell for an entry that begins or ends with `|`, unpickles a record that begins with `PKL`, reads a missing or cut gzip
-as an empty or partial table, clips a range past the end, and fails on text vectors that begin with 0 or 1e-05. So it
-only decodes single matrices of plain floats, whose headers `basic_types` has checked.
-"""
+Follows kaldi `util/kaldi-table-inl.h` and `util/kaldi-holder-inl.h`. kaldiio 2.18.1 on its own is not safe here: it
+runs a shell for an entry that begins or ends with `|`, unpickles a record that begins with `PKL`, reads a missing or
+cut gzip as an empty or partial table, clips a range past the end, and fails on text vectors that begin with 0 or 1e-05.
+So it only decodes single matrices of plain floats, whose headers `basic_types` has checked."""
 
 from __future__ import annotations
 
@@ -99,7 +98,8 @@ def decode_utf8(data: bytes, path: Path, number: int) -> str:
 
 
 def read_keyed_lines(path: Path, kind: str) -> Iterator[tuple[int, str, str]]:
-    """(line number, key, the rest) of each line of a table, as `read_lines`; DataError also where a key occurs twice."""
+    """(line number, key, the rest) of each line of a table, as `read_lines`; DataError also where a key occurs
+    twice."""
     seen: dict[str, int] = {}
     for number, parts in read_lines(path, kind):
         key = decode_utf8(parts[0], path, number)

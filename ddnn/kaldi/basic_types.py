@@ -155,7 +155,8 @@ class BasicTypeReader:
         return self._peek_byte()
 
     def read_marker(self) -> bool:
-        """Takes Kaldi's binary marker (NUL, `B`) where it comes next; returns, and keeps in `binary`, whether it did."""
+        """Takes Kaldi's binary marker (NUL, `B`) where it comes next; returns, and keeps in `binary`, whether it
+        did."""
         self.binary = self._peek_byte() == b"\0"
         if self.binary:
             marker = self.read_exact(2, "Kaldi's binary marker")

@@ -7,9 +7,8 @@ Follows kaldi `matrix/compressed-matrix.{h,cc}`:
     CM2   two bytes per value, row after row: minimum + range * value / 65535 (methods 3 and 4)
     CM3   one byte per value, row after row: minimum + range * value / 255 (methods 5, 6 and 7)
 
-kaldiio 2.18.1 rounds in another order (a fifth of its values differ from Kaldi's in the 7th digit), and wraps around where
-it compresses a matrix of fewer than 5 rows.
-"""
+kaldiio 2.18.1 rounds in another order (a fifth of its values differ from Kaldi's in the 7th digit), and wraps around
+where it compresses a matrix of fewer than 5 rows."""
 
 from __future__ import annotations
 

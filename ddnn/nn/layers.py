@@ -39,16 +39,16 @@ class Parameter(NamedTuple):
 
 
 class Params(NamedTuple):
-    """A layer's parameters: `values`, in the arithmetic's type, to multiply with, perhaps padded to more outputs than the
-    layer has; `float32`, of which they are a copy."""
+    """A layer's parameters: `values`, in the arithmetic's type, to multiply with, perhaps padded to more outputs than
+    the layer has; `float32`, of which they are a copy."""
 
     values: Views
     float32: Views
 
 
 class Gemm(NamedTuple):
-    """A layer as a matrix product, as natural gradient sees it: for each frame `rows` rows of `fan_in` inputs (one of an
-    affine layer, one per patch of a convolution) give as many rows of `fan_out`."""
+    """A layer as a matrix product, as natural gradient sees it: for each frame `rows` rows of `fan_in` inputs (one of
+    an affine layer, one per patch of a convolution) give as many rows of `fan_out`."""
 
     rows: int
     fan_in: int

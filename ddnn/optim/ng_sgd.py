@@ -36,9 +36,8 @@ class NgSgdOptions(SgdOptions):
     """Options of NG-SGD; the first five as in `NaturalGradientOptions`.
 
     `max_change_scope`: `global` limits the step by the frames of all workers, `local` by the worker's own (nnet2), so
-    that `Sgd.included_lr_scale` is to stay 1; `unscaled` limits the step at a learning rate of 1, so that the step at `lr` is
-    limited to lr * max_change per frame (the code of arXiv 1507.01239).
-    """
+    that `Sgd.included_lr_scale` is to stay 1; `unscaled` limits the step at a learning rate of 1, so that the step at
+    `lr` is limited to lr * max_change per frame (the code of arXiv 1507.01239)."""
 
     rank_in: int = 20  # of a layer's input
     rank_out: int = 80  # of its output derivative
@@ -113,7 +112,8 @@ class NgSgd(Sgd):
                 yield self._plain_gradient(i, workspace, limited_lr, views)
 
     def _plain_gradient(self, i: int, workspace: Workspace, lr: float, out: Views) -> float:
-        """Fills the plain gradient of a layer without `gemm`, so that it changes no more than `max_change` per frame."""
+        """Fills the plain gradient of a layer without `gemm`, so that it changes no more than `max_change` per
+        frame."""
         workspace.layer_gradient(i, out)
         if self.network.layers[i].num_parameters and self._options.max_change > 0.0:
             norms = workspace.gradient_norms(i)

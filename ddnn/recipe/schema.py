@@ -171,7 +171,8 @@ class ExponentialConfig(Section):
 
 
 class PretrainConfig(Section):
-    """RBM pretraining, if `init` is `rbm`. Its learning rates multiply the MEAN gradient over a minibatch, as in Kaldi."""
+    """RBM pretraining, if `init` is `rbm`. Its learning rates multiply the MEAN gradient over a minibatch, as in
+    Kaldi."""
 
     dbn: Path | None = None
     """A pretrained DBN: a dir of `ddnn pretrain`, or Kaldi's `N.dbn`. Not given: `ddnn train` pretrains one."""
@@ -203,8 +204,8 @@ class WorkersConfig(Section):
     averaging_period: Count = 10
     """Minibatches of each worker between two averagings."""
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"
-    """Warm-up before the first epoch: `single-worker` trains rank 0 alone on its shard, at the unscaled learning rate, and
-    gives its model to all workers; `all-reduce` averages after every minibatch."""
+    """Warm-up before the first epoch: `single-worker` trains rank 0 alone on its shard, at the unscaled learning rate,
+    and gives its model to all workers; `all-reduce` averages after every minibatch."""
     warmup_minibatches: Count = 100
     """Minibatches of each worker that takes part in the warm-up."""
     overlap: bool = False
@@ -212,8 +213,8 @@ class WorkersConfig(Section):
     comm_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which parameters are sent. bfloat16 halves the bytes; sums are computed in float32."""
     gpu_transport: Literal["auto", "host", "device", "nccl"] = "auto"
-    """GPUs: `host` sends parameters through pinned host memory, `device` directly from device memory if the MPI says that
-    it supports this, `nccl` by NCCL. `auto`: `device` if the MPI says that it supports it, otherwise `host`."""
+    """GPUs: `host` sends parameters through pinned host memory, `device` directly from device memory if the MPI says
+    that it supports this, `nccl` by NCCL. `auto`: `device` if the MPI says that it supports it, otherwise `host`."""
     oversubscribe_gpus: bool = False
     """Allow more workers than GPUs on a host."""
     pretrain_data: Literal["sharded", "replicated"] = "sharded"
@@ -221,8 +222,8 @@ class WorkersConfig(Section):
     every `averaging_period` minibatches. `replicated`: rank 0 trains on the whole corpus, which must fit into its
     memory, to the same bits as a single worker."""
     max_restarts: NotNegativeCount = 3
-    """How often the job is restarted from its newest checkpoint after a worker was killed by a signal or hung. Each newer
-    checkpoint resets the count. 0: never. Errors that a worker reports are not retried."""
+    """How often the job is restarted from its newest checkpoint after a worker was killed by a signal or hung. Each
+    newer checkpoint resets the count. 0: never. Errors that a worker reports are not retried."""
     hang_timeout: Positive = 300.0
     """Seconds without progress after which a worker is considered hung and killed."""
     cpu_threads: Count = 1
@@ -281,8 +282,8 @@ class Recipe(Section):
     """A whole recipe. Relative paths are looked up in the working directory, then in the folder of the recipe."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
-    """Seed of everything random: initial parameters, frame order, held-out speakers. The same seed gives the same bits on
-    the same machine."""
+    """Seed of everything random: initial parameters, frame order, held-out speakers. The same seed gives the same bits
+    on the same machine."""
     data: DataConfig
     """Features and alignments."""
     model: ModelConfig = ModelConfig()
@@ -303,8 +304,8 @@ class Recipe(Section):
     """GPUs: multiply float32 numbers as TF32, with 10 bits of mantissa instead of 23, in training, pretraining and
     cross-validation."""
     cuda_graphs: AutoOrOff = "auto"
-    """GPUs: `auto` captures the training step as a CUDA graph, if its results agree with those of the eager step. `off`:
-    eager steps."""
+    """GPUs: `auto` captures the training step as a CUDA graph, if its results agree with those of the eager step.
+    `off`: eager steps."""
     schedule: ScheduleConfig = Field(default=NewbobConfig(), discriminator="name")
     """The learning-rate schedule."""
     parallel: ParallelConfig = Field(default=AveragingConfig(), discriminator="strategy")

@@ -50,7 +50,8 @@ class Problem:
 
 @dataclass
 class SourceTree:
-    """Values by dotted key, of one file or merged from several, the later ones winning, and what was wrong with them."""
+    """Values by dotted key, of one file or merged from several, the later ones winning, and what was wrong with
+    them."""
 
     values: dict[str, SourceValue] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -103,7 +104,8 @@ exists = os.path.exists  # False too where one may not look, or where no file ca
 
 
 def read_yaml(path: Path) -> SourceTree:
-    """The values of one file, and all that is wrong with it as YAML: unreadable, not UTF-8, far too large, no mapping."""
+    """The values of one file, and all that is wrong with it as YAML: unreadable, not UTF-8, far too large, no
+    mapping."""
     try:
         with open_regular(path) as handle:
             raw = handle.read(min(os.fstat(handle.fileno()).st_size, MOST_BYTES + 1))
@@ -210,7 +212,8 @@ def format_key(name: str) -> str:
 
 
 def _describe(error: ValidationError, model: type[BaseModel], tree: SourceTree) -> list[str]:
-    """A sentence for each thing that pydantic found wrong: "KEY: VALUE found: why", with the source where it is known."""
+    """A sentence for each thing that pydantic found wrong: "KEY: VALUE found: why", with the source where it is
+    known."""
     lines = []
     for number, detail in enumerate(error.errors(include_url=False, include_context=False)):
         name = ".".join(str(part) for part in detail["loc"] if part != "[key]")

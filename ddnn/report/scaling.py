@@ -114,8 +114,8 @@ def averagings(job: Job, strategy: str, workers: int) -> float:
 
 
 def traffic(strategy: str, workers: int) -> tuple[int, float]:
-    """L and V: messages of an averaging, one after the other, and what a worker sends in it, in models. An all-reduce is
-    recursive halving, then doubling."""
+    """L and V: messages of an averaging, one after the other, and what a worker sends in it, in models. An all-reduce
+    is recursive halving, then doubling."""
     if strategy in ONE_MESSAGE:
         return min(1, workers - 1), min(1.0, workers - 1.0)
     return 2 * (workers - 1).bit_length(), 2.0 * (workers - 1) / workers

@@ -156,8 +156,8 @@ def speed_ups(
 
 
 def _fastest_epochs(records: Mapping[str, RunRecord]) -> list[tuple[str, dict[tuple[str, int], MeasuredEpoch]]]:
-    """For each kind of machine the epochs by condition and workers, of runs in which every worker had a core of its own.
-    The fastest of each: the others may have shared the machine with other work."""
+    """For each kind of machine the epochs by condition and workers, of runs in which every worker had a core of its
+    own. The fastest of each: the others may have shared the machine with other work."""
     found: dict[str, dict[tuple[str, int], MeasuredEpoch]] = {}
     for record in records.values():
         if record.measured is not None and record.time is not None and record.time.cores >= record.workers:

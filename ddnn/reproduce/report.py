@@ -84,8 +84,8 @@ def build_report(
     missing: Sequence[str],
     speed_ups: Sequence[SpeedUp],
 ) -> Report:
-    """The report on these tables, which `command` makes, from the records of runs by their names; the names of those that
-    are missing are shown as missing. Speed-ups are for the tables about speed."""
+    """The report on these tables, which `command` makes, from the records of runs by their names; the names of those
+    that are missing are shown as missing. Speed-ups are for the tables about speed."""
     hypotheses = [compare(config, table, asked, records) for table in tables for asked in table.hypotheses]
     cells: dict[tuple[str, int], Cell] = {}
     sections = []

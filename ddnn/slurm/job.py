@@ -61,8 +61,9 @@ def read_job(run_dir: Path) -> Job | None:
 
 
 def last_output(path: Path) -> str | None:
-    """The likeliest reason for the end of a job in what it printed: the first message of ddnn, of the script or of Slurm,
-    else the last line with a letter in it; None if there is none. For jobs whose status.json does not say why."""
+    """The likeliest reason for the end of a job in what it printed: the first message of ddnn, of the script or of
+    Slurm, else the last line with a letter in it; None if there is none. For jobs whose status.json does not say
+    why."""
     if not path.is_file():
         return None
     with path.open("rb") as handle:
@@ -83,7 +84,8 @@ def slurm_state(job: Job, seconds: float = 10.0) -> str | None:
 
 
 def slurm_states(jobs: Sequence[Job], seconds: float = 30.0) -> dict[Job, str | None]:
-    """The states of many jobs, with one call of squeue for each cluster of a federation, each within so many seconds."""
+    """The states of many jobs, with one call of squeue for each cluster of a federation, each within so many
+    seconds."""
     found: dict[Job, str | None] = {}
     for cluster in {job.slurm_cluster for job in jobs}:
         here = [job for job in jobs if job.slurm_cluster == cluster]

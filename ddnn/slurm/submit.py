@@ -53,8 +53,7 @@ def submit(
     that is wrong with the recipe, the settings or the run dir, or sbatch refused the job.
 
     The job trains by the recipe as it is now, resolved, from the run dir: later changes of the file do not count. A
-    pretraining resumes one in `run_dir` that was interrupted; Slurm is not told to ask it for a checkpoint: the time
-    limit ends the job, and the RBMs that were finished stay.
+    pretraining resumes one in `run_dir` that was interrupted.
 
     `recipe_path`: to `resume` a training, also the run dir, which has its own. `workers`: None where the nodes, the
     cluster or the recipe say the number. `device`: `auto` becomes cuda where the job has GPUs, so that a broken one is
@@ -170,8 +169,6 @@ def _cluster(options: SlurmOptions, workers: int | None, kind: Kind) -> ClusterC
         given["nodes"] = options.settings.get("nodes")
     if "gpus_per_node" in options.settings and "workers_per_node" not in options.settings:
         given["workers_per_node"] = None if options.settings["gpus_per_node"] else cluster.workers_per_node
-    if kind == "pretraining":
-        given["signal_seconds"] = 0
     try:
         cluster = ClusterConfig.model_validate(given, strict=True)
     except ValidationError as error:
@@ -181,7 +178,7 @@ def _cluster(options: SlurmOptions, workers: int | None, kind: Kind) -> ClusterC
         hint = " ".join((ClusterConfig.model_fields[name].description or "").split())
         raise UserError(message, location=f"--{name.replace('_', '-')}", hint=hint) from error
     # Else Slurm would ask for the checkpoint as soon as the job begins, and so again and again.
-    if kind == "training" and cluster.time is not None and parse_time_limit(cluster.time) <= cluster.signal_seconds:
+    if cluster.time is not None and parse_time_limit(cluster.time) <= cluster.signal_seconds:
         message = (
             f"{cluster.time} found: no time to train, with the checkpoint {cluster.signal_seconds} s before the end"
         )

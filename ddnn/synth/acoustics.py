@@ -1,6 +1,6 @@
-"""What is spoken, and what it sounds like. An invented language: words spelled by their phones, senones in context, and a
-decoding graph of a loop of words. The speakers: a Gaussian mixture per pdf, a shift and a scale per speaker, noise that
-is correlated in time; and how long they stay in each HMM state."""
+"""What is spoken, and what it sounds like. An invented language: words spelled by their phones, senones in context, and
+a decoding graph of a loop of words. The speakers: a Gaussian mixture per pdf, a shift and a scale per speaker, noise
+that is correlated in time; and how long they stay in each HMM state."""
 
 from __future__ import annotations
 

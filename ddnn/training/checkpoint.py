@@ -46,8 +46,8 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointHandle(CheckpointSummary):
-    """A checkpoint in the folder `path`, of which this rank has verified what it needs, and the ranks together everything.
-    Tensors are on the CPU."""
+    """A checkpoint in the folder `path`, of which this rank has verified what it needs, and the ranks together
+    everything. Tensors are on the CPU."""
 
     path: Path
     global_state: dict[str, Tensor]
@@ -77,11 +77,11 @@ class CheckpointStore:
         self._corrupt: set[int] = set()
 
     def save(self, metadata: dict[str, Any], shared: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
-        """Collective: writes a checkpoint, completely or not at all; then removes the oldest, corrupt ones first. Returns
-        whether it was written, on all ranks alike. If not (the disk is full), rank 0 has logged a warning, nothing is left
-        of it, and the older checkpoints are as they were. `metadata`: JSON, but for tuples (read as lists) and floats that
-        are not finite. `shared`: tensors of dtypes as in DTYPES that all ranks have; of these two only rank 0's are
-        written. `own`: the tensors of this rank."""
+        """Collective: writes a checkpoint, completely or not at all; then removes the oldest, corrupt ones first.
+        Returns whether it was written, on all ranks alike. If not (the disk is full), rank 0 has logged a warning,
+        nothing is left of it, and the older checkpoints are as they were. `metadata`: JSON, but for tuples (read as
+        lists) and floats that are not finite. `shared`: tensors of dtypes as in DTYPES that all ranks have; of these
+        two only rank 0's are written. `own`: the tensors of this rank."""
         number, failure, is_rank0 = 0, "", self.comm.rank == 0
         tensors = {rank_file(self.comm.rank): own, **({GLOBAL: shared} if is_rank0 else {})}
         try:

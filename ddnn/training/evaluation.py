@@ -141,8 +141,8 @@ def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Worksp
 
 
 def evaluate(model: AcousticModel, frames: FrameSubset, comm: Communicator | None = None) -> EvalResult:
-    """Loss and frame accuracy of `model` over all of `frames`; with `comm` those are this worker's shard, and all workers,
-    which evaluate the same model, get the same figures."""
+    """Loss and frame accuracy of `model` over all of `frames`; with `comm` those are this worker's shard, and all
+    workers, which evaluate the same model, get the same figures."""
     sums = LossSums(model.network.parameters.device)
     workspace = Workspace(model.network, max(1, min(EVAL_BATCH, len(frames))))
     for batch, logits in forward_batches(model, frames, workspace):
@@ -155,8 +155,8 @@ def evaluate(model: AcousticModel, frames: FrameSubset, comm: Communicator | Non
 def evaluate_run(
     run_dir: Path, data: Path, alignments: Path, device: str = "auto", allow_pipes: bool = False
 ) -> EvalResult:
-    """Loss and frame accuracy of a run's final model on a data dir and its alignment. DataError for damaged input, another
-    feature dimension or number of pdfs than the model's."""
+    """Loss and frame accuracy of a run's final model on a data dir and its alignment. DataError for damaged input,
+    another feature dimension or number of pdfs than the model's."""
     on = choose_device(device)
     model = load_run(run_dir)
     labels = read_alignments(alignments)
@@ -175,8 +175,8 @@ def evaluate_run(
 def load_for_model(
     model: AcousticModel, data: Path, alignments: Alignments | None, *, allow_pipes: bool
 ) -> AcousticDataset:
-    """A data dir as `model` reads it: its CMVN, deltas and context. Utterances that cannot be used are skipped. DataError
-    for damaged input, features of other dims than the model's, or no utterance that can be used."""
+    """A data dir as `model` reads it: its CMVN, deltas and context. Utterances that cannot be used are skipped.
+    DataError for damaged input, features of other dims than the model's, or no utterance that can be used."""
     config = DataConfig(
         replace(model.features, splice=model.transform.context),
         allow_pipes=allow_pipes,

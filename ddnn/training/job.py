@@ -106,8 +106,8 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: C
 def open_job(
     kind: Kind, recipe: Recipe, run_dir: Path, device: str, comm: Communicator, *, resume: bool
 ) -> Iterator[Job]:
-    """Locks the run dir, starts log, watchdog and signal handling, and records how the job ends. Collective. Where a signal
-    has ended it, raises TrainingInterrupted if there is something to resume from, else SystemExit."""
+    """Locks the run dir, starts log, watchdog and signal handling, and records how the job ends. Collective. Where a
+    signal has ended it, raises TrainingInterrupted if there is something to resume from, else SystemExit."""
     recipe = options.with_world_size(recipe, comm.world_size)
     text = dump_recipe(recipe) if kind == "training" else pretraining_recipe(recipe)
     # Rank 0 logs everything and shows progress, the others log warnings only.
@@ -276,7 +276,8 @@ def assemble_trainer(
 
 
 def initial_model(job: Job, data: TrainingData, dbn: AcousticModel | None) -> AcousticModel:
-    """The model that training starts from, on the CPU: random, or on the DBN that was trained or that the recipe names."""
+    """The model that training starts from, on the CPU: random, or on the DBN that was trained or that the recipe
+    names."""
     recipe = job.recipe
     if recipe.init == "rbm" and recipe.pretrain.dbn is not None:
         dbn = load_dbn(recipe, recipe.pretrain.dbn)

@@ -1,8 +1,9 @@
-"""RBM pretraining: a deep belief network (DBN) of RBMs, trained layer by layer as Kaldi nnet1's steps/nnet/pretrain_dbn.sh,
-on all utterances of the training data: no label is read. An interrupted pretraining resumes to the same bits: what is
-random in an RBM depends on the recipe's seed, the layer and the worker's rank alone, and the state of the generator is in
-the checkpoint. Several workers start from the same RBM, each on its shard, and average weights and biases by the averager
-that trains networks too. Learning rates are not scaled; momentum stays with its worker."""
+"""RBM pretraining: a deep belief network (DBN) of RBMs, trained layer by layer as Kaldi nnet1's
+steps/nnet/pretrain_dbn.sh, on all utterances of the training data: no label is read. An interrupted pretraining resumes
+to the same bits: what is random in an RBM depends on the recipe's seed, the layer and the worker's rank alone, and the
+state of the generator is in the checkpoint. Several workers start from the same RBM, each on its shard, and average
+weights and biases by the averager that trains networks too. Learning rates are not scaled; momentum stays with its
+worker."""
 
 from __future__ import annotations
 
@@ -51,9 +52,9 @@ def epochs_for_rbm(config: PretrainConfig, index: int, frames: int) -> int:
 
 
 class RbmTrainer:
-    """All parts of the training of RBM `index` (from 0) on this worker: on the outputs of the layers `below` it, untrained.
-    `error`, `frames`: reconstruction error of the epoch under way on this worker, 0-dim float64, and its frames.
-    `total_error`, `total_frames`: of all finished epochs and workers."""
+    """All parts of the training of RBM `index` (from 0) on this worker: on the outputs of the layers `below` it,
+    untrained. `error`, `frames`: reconstruction error of the epoch under way on this worker, 0-dim float64, and its
+    frames. `total_error`, `total_frames`: of all finished epochs and workers."""
 
     def __init__(
         self, recipe: Recipe, index: int, frames: FrameSubset, below: AcousticModel, checkpoints: CheckpointPolicy
@@ -134,8 +135,9 @@ class RbmTrainer:
         return progress.remaining(batches, self.inputs.batch_size, self.run, name)
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-        """Metadata, global tensors (none) and those of this rank, for a checkpoint: `rbm.*`, `generator` (its state, uint8),
-        `averager.*`, `sums` (4,) float64: error and frames of the epoch, error and frames of all epochs before."""
+        """Metadata, global tensors (none) and those of this rank, for a checkpoint: `rbm.*`, `generator` (its state,
+        uint8), `averager.*`, `sums` (4,) float64: error and frames of the epoch, error and frames of all epochs
+        before."""
         progress, rbm = self.progress, self.rbm
         sums = [self.error.item(), self.frames, self.total_error, self.total_frames]
         rank = {
@@ -184,7 +186,8 @@ def train_rbm(trainer: RbmTrainer) -> Rbm:
 
 
 class HiddenRepresentation:
-    """The visible units of an RBM: spliced, normalized frames, through the layers below it, on the device of `below`."""
+    """The visible units of an RBM: spliced, normalized frames, through the layers below it, on the device of
+    `below`."""
 
     def __init__(self, below: AcousticModel, frames: FrameSubset, sampler: Sampler, comm: Communicator) -> None:
         self.comm, self.batch_size = comm, sampler.batch_size
@@ -219,9 +222,10 @@ def mean_activation(below: AcousticModel, frames: FrameSubset, comm: Communicato
 
 
 def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPolicy) -> AcousticModel:
-    """Trains the RBMs that are not finished yet, and leaves each in the run dir of `checkpoints`. Collective. Returns the DBN as a network of hidden layers behind the input transform it was trained
-    with, the same on all workers. DataError: the run dir has RBMs for other features. DivergedError: an RBM diverged.
-    UserError: the disk is full. TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written."""
+    """Trains the RBMs that are not finished yet, and leaves each in the run dir of `checkpoints`. Collective. Returns
+    the DBN as a network of hidden layers behind the input transform it was trained with, the same on all workers.
+    DataError: the run dir has RBMs for other features. DivergedError: an RBM diverged. UserError: the disk is full.
+    TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written."""
     run, comm = checkpoints.run, checkpoints.comm
     device, num_rbms, utterances = data.device, recipe.model.hidden_layers, range(len(data.dataset.utterances))
     frames = FrameSubset(data.dataset, data.dataset.rows_of(utterances).to(device))
@@ -239,6 +243,8 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
         trainer = RbmTrainer(recipe, index, frames, dbn, checkpoints)
         if handle is not None and handle.metadata.get("rbm") == index + 1:
             trainer.restore(handle)
+            done = f"epoch {trainer.progress.epoch}, {trainer.progress.minibatch} minibatches"
+            log.info("rbm %d: resumed from checkpoint %d: after %s", index + 1, handle.number, done)
         run.truncate_after(trainer.progress.epoch, rbm=index + 1)
         run.set_status(phase="pretraining", rbm=index + 1, num_rbms=num_rbms, epoch=trainer.progress.epoch)
         checkpoints.begin(trainer)

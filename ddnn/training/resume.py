@@ -34,8 +34,8 @@ RESUMABLE = re.compile(
 
 
 def load_latest(store: CheckpointStore, recipe: Recipe, comm: Communicator) -> LoadedCheckpoint | None:
-    """What the newest whole checkpoint holds for this worker; None where there is none. Collective. DataError where there
-    are checkpoints, but none that can be used; RecipeError as of `check_same_recipe`."""
+    """What the newest whole checkpoint holds for this worker; None where there is none. Collective. DataError where
+    there are checkpoints, but none that can be used; RecipeError as of `check_same_recipe`."""
     handle = store.latest()
     if handle is None:
         log.info("there is no checkpoint to resume from: training starts from the beginning")
@@ -68,8 +68,8 @@ def _rank_state(handle: CheckpointHandle, comm: Communicator) -> Mapping[str, Te
 
 
 def merge_rank_states(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The state of rank 0 where there are fewer or more workers than before: all workers' loss sums, and the mean model,
-    which counts every worker alike, as if each had trained on as many frames since the last averaging."""
+    """The state of rank 0 where there are fewer or more workers than before: all workers' loss sums, and the mean
+    model, which counts every worker alike, as if each had trained on as many frames since the last averaging."""
     remaining, workers = iter(states), 1
     first = next(remaining)
     total, sums = first["parameters"].double(), first["loss_sums"].clone()

@@ -148,8 +148,8 @@ class RunDir:
             self._metrics.flush()
 
     def truncate_after(self, epoch: int, rbm: int | None = None) -> None:
-        """Removes the rows of later epochs from metrics.jsonl, which are trained again: all of them after epoch -1, and of
-        a pretraining those of later epochs of `rbm` (counted from 1) and of later RBMs."""
+        """Removes the rows of later epochs from metrics.jsonl, which are trained again: all of them after epoch -1, and
+        of a pretraining those of later epochs of `rbm` (counted from 1) and of later RBMs."""
         last: tuple[int, ...] = (epoch,) if rbm is None else (rbm, epoch)
 
         def keep(row: dict[str, Any]) -> bool:
@@ -163,8 +163,8 @@ class RunDir:
         self._tolerate_full_disk(lambda: save_model(self.path / BEST, model))
 
     def finish(self, model: AcousticModel) -> None:
-        """Writes the trained model (of a pretraining: all RBMs as hidden layers), then removes what only a resume needs.
-        UserError if it cannot be written, or rows of metrics.jsonl cannot."""
+        """Writes the trained model (of a pretraining: all RBMs as hidden layers), then removes what only a resume
+        needs. UserError if it cannot be written, or rows of metrics.jsonl cannot."""
         try:
             self._metrics.flush()
             save_model(self.path / (FINAL if self.kind == "training" else DBN), model)

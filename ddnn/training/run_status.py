@@ -95,8 +95,8 @@ def write_run_status(run_dir: Path, status: RunStatus, *, sync: bool = True) -> 
 
 
 def record_failure(run_dir: Path, message: str, since: float) -> None:
-    """Records why a run ended whose rank 0 could not: another worker failed or was killed. For the launcher. A status from
-    before `since` (seconds since 1970) stays."""
+    """Records why a run ended whose rank 0 could not: another worker failed or was killed. For the launcher. A status
+    from before `since` (seconds since 1970) stays."""
     with suppress(UserError):
         status = read_run_status(run_dir)
         if status is None or status.started < since or status.state not in ("running", "interrupted"):

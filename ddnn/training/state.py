@@ -125,8 +125,8 @@ class CheckpointPolicy:
         return Request.CHECKPOINT if due and self.comm.rank == 0 else Request.NONE
 
     def _save(self, trainer: Checkpointable) -> None:
-        """Writes a checkpoint. Collective. TrainingInterrupted where a worker was asked to stop, UserError where it was and
-        there is no checkpoint to resume from."""
+        """Writes a checkpoint. Collective. TrainingInterrupted where a worker was asked to stop, UserError where it was
+        and there is no checkpoint to resume from."""
         averager, progress = trainer.averager, trainer.progress
         stop, started = averager.requested is Request.STOP, time.monotonic()
         with self.comm.watchdog.long_operation():

@@ -1,8 +1,9 @@
 """One training step: forward, loss, backward, update; and the same as one CUDA graph (not yet seen on a GPU), which
-launches its some sixty kernels at once, as the host is too slow for one by one. The eager step is the reference, and what
-runs wherever a graph does not: on a CPU, where gradients are averaged, in the steps of NG-SGD that have work for the host,
-and where a graph could not be captured or gave something else when it was checked. A graph fixes the addresses of all
-tensors (so a minibatch is copied into its own) and the learning rate (so a change of that captures the step again)."""
+launches its some sixty kernels at once, as the host is too slow for one by one. The eager step is the reference, and
+what runs wherever a graph does not: on a CPU, where gradients are averaged, in the steps of NG-SGD that have work for
+the host, and where a graph could not be captured or gave something else when it was checked. A graph fixes the
+addresses of all tensors (so a minibatch is copied into its own) and the learning rate (so a change of that captures the
+step again)."""
 
 from __future__ import annotations
 
@@ -170,8 +171,8 @@ def needs_host_update(optimizer: Sgd) -> bool:
 
 
 def make_step(eager: EagerStep, sample: Callable[[int], list[Batch]], lr: float, *, graphs: bool = True) -> Step:
-    """The eager step, or on a GPU the same as a CUDA graph where `graphs` are allowed and it does the same here: at `lr`,
-    on some minibatches that `sample` (`BatchLoader.sample`) gives."""
+    """The eager step, or on a GPU the same as a CUDA graph where `graphs` are allowed and it does the same here: at
+    `lr`, on some minibatches that `sample` (`BatchLoader.sample`) gives."""
     device = eager.workspace.x.device
     if device.type != "cuda" or not graphs or eager.average is not None:
         return eager
@@ -179,8 +180,8 @@ def make_step(eager: EagerStep, sample: Callable[[int], list[Batch]], lr: float,
 
 
 def verified(graphed: CudaGraphStep, minibatches: list[Batch], lr: float) -> Step:
-    """`graphed` where it does on `minibatches` what its eager step does, else the eager step, with a warning. Parameters
-    and optimizer are left as they were."""
+    """`graphed` where it does on `minibatches` what its eager step does, else the eager step, with a warning.
+    Parameters and optimizer are left as they were."""
     network = graphed.optimizer.network
     before, snapshot = network.parameters.clone(), Snapshot(graphed.optimizer)
     found = []

@@ -188,8 +188,8 @@ class Trainer:
         return metadata.model_dump(), shared, rank
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
-        """Restores what was captured; DataError where it does not fit this training. Collective where not `bitwise`: all
-        take the model of rank 0."""
+        """Restores what was captured; DataError where it does not fit this training. Collective where not `bitwise`:
+        all take the model of rank 0."""
         metadata, rank, location = loaded.metadata, loaded.rank_state, loaded.location
         network, averager, progress = self.model.network, self.averager, self.progress
         self.schedule.load_state_dict(metadata.schedule)

@@ -227,8 +227,8 @@ def fsync_directory(path: Path, *, strict: bool = False) -> None:
 
 
 class FileLock:
-    """An exclusive advisory lock (flock) on a regular file, which is created if it does not exist. It ends with the process
-    that holds it, however that ends; child processes do not inherit it unless they are given `fileno()`."""
+    """An exclusive advisory lock (flock) on a regular file, which is created if it does not exist. It ends with the
+    process that holds it, however that ends; child processes do not inherit it unless they are given `fileno()`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

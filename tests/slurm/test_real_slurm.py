@@ -256,6 +256,53 @@ def test_a_job_that_is_asked_to_stop_queues_again_and_goes_on(slurm: Slurm, job:
         assert (run / "final.safetensors").read_bytes() == (plain / "final.safetensors").read_bytes()
 
 
+WAITS_IN_AN_RBM = """\
+import os
+import sys
+if "SLURM_JOB_ID" in os.environ and "ddnn.cli" in sys.orig_argv and "SLURM_RESTART_COUNT" not in os.environ:
+    import time
+    from pathlib import Path
+    from ddnn.training.state import CheckpointPolicy
+    real, calls = CheckpointPolicy.after_minibatch, []
+    def waiting(self, *arguments):
+        calls.append(1)
+        if len(calls) == 5:
+            Path(os.environ["REACHED"]).touch()
+            until = time.monotonic() + 90
+            while self.shutdown.signal_name is None and time.monotonic() < until:
+                time.sleep(0.1)
+        return real(self, *arguments)
+    CheckpointPolicy.after_minibatch = waiting
+"""
+
+
+def test_a_pretraining_that_is_asked_to_stop(slurm: Slurm, job: Job) -> None:
+    """A checkpoint within an RBM, requeued, and the same bytes as never stopped."""
+    patch, reached = job.root / "waits in an rbm", job.root / "reached"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(WAITS_IN_AN_RBM)
+    cluster = job.root / "rbm.yaml"
+    cluster.write_text(f"environment: {{PYTHONPATH: {patch}, REACHED: {reached}}}\n")
+    settings = ("--set", "init=rbm", "--set", "pretrain.epochs=[2]", "--set", "data.cv.fraction=0.3")
+    submitted = slurm.ddnn(
+        "pretrain", job.recipe, "--run-dir", job.root / "dbn", *settings, "--slurm", "--cluster", cluster
+    )
+    assert submitted.returncode == 0, submitted.stderr
+    number = submitted.stdout.split()[1].rstrip(":")
+    until = time.monotonic() + SECONDS
+    while not reached.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    slurm.command("scancel", "--batch", "--signal=USR1", number)
+    ended, output = slurm.wait(number), (job.root / "dbn/job.out").read_text()
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), output
+    assert f"job.sh: restart 1 of job {number}, " in output, output
+    assert "rbm 1: resumed from checkpoint" in output, output
+    plain = slurm.ddnn("pretrain", job.recipe, "--run-dir", job.root / "plain dbn", *settings, "--device", "cpu")
+    assert plain.returncode == 0, plain.stderr
+    found, expected = (job.root / "dbn/dbn.safetensors", job.root / "plain dbn/dbn.safetensors")
+    assert found.read_bytes() == expected.read_bytes()
+
+
 @pytest.mark.parametrize("node", ["n2", "n1"])
 def test_a_node_is_lost(slurm: Slurm, job: Job, plain: Path, node: str) -> None:
     """The second one: all workers on the first, from the newest checkpoint. The first, on which the job's script runs:

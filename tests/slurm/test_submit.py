@@ -212,11 +212,11 @@ def test_a_pretraining_as_a_job(slurm: Slurm, job: Job, run_cli: RunCli, monkeyp
     monkeypatch.setenv("PATH", f"{slurm.folder}:/usr/bin:/bin")
     stack = job.root / HOSTILE
     settings = ("--set", "init=rbm", "--set", "pretrain.epochs=[1]", "--set", "data.cv.fraction=0.3")
-    call = ("pretrain", job.recipe, "--run-dir", stack, *settings, "--slurm", "--time", "1:00")
+    call = ("pretrain", job.recipe, "--run-dir", stack, *settings, "--slurm", "--time", "10:00")
     dry = run_cli(*call, "--dry-run")
     assert dry.exit_code == 0 and dry.stdout.startswith("#!/bin/bash\n") and not stack.exists()
-    assert "--signal=" not in dry.stdout and "--time=1:00" in dry.stdout, "the time limit ends it: it has no checkpoint"
-    assert "-f " in dry.stdout and "rbm1.safetensors" in dry.stdout and "with --resume" not in dry.stdout
+    assert "--signal=B:USR1@120" in dry.stdout and "--time=10:00" in dry.stdout
+    assert "/rbm1.safetensors" in dry.stdout and "/checkpoints" in dry.stdout and "with --resume" not in dry.stdout
 
     submitted = run_cli(*call)
     assert submitted.exit_code == 0 and submitted.stdout.startswith("job 4711: 1 worker on 1 node"), submitted.stderr

@@ -66,7 +66,8 @@ class Kernels:
             raise IndexError(f"splices of {columns} from {first} on reach beyond {tuple(store.shape)}")
 
     def sigmoid_(self, y: Tensor, bias: Tensor) -> None:
-        """y (rows, columns) bf16 <- 1 / (1 + e^-(y + bias)), bias (columns,) float32. Plain: `y.add_(bias).sigmoid_()`."""
+        """y (rows, columns) bf16 <- 1 / (1 + e^-(y + bias)), bias (columns,) float32. Plain:
+        `y.add_(bias).sigmoid_()`."""
         rows, columns = y.shape
         _check(torch.bfloat16, y.shape, y)
         _check(torch.float32, (columns,), bias)
@@ -78,8 +79,8 @@ class Kernels:
         self._library.ddnn_sigmoid_backward(d.data_ptr(), y.data_ptr(), y.numel())
 
     def column_sums(self, d: Tensor, out: Tensor, weights: Tensor | None = None) -> None:
-        """out (columns,) bf16 <- the sum of the rows of d (rows, columns) bf16, each times its weight, (rows,) float32, where
-        they are given; summed in float32. Plain: `d.sum(0)` or `d.t() @ weights`."""
+        """out (columns,) bf16 <- the sum of the rows of d (rows, columns) bf16, each times its weight, (rows,) float32,
+        where they are given; summed in float32. Plain: `d.sum(0)` or `d.t() @ weights`."""
         rows, columns = d.shape
         _check(torch.bfloat16, d.shape, d)
         _check(torch.bfloat16, (columns,), out)
@@ -87,8 +88,8 @@ class Kernels:
         self._library.ddnn_column_sums(d.data_ptr(), rows, columns, _pointer(weights), out.data_ptr())
 
     def bf16_to_float32_rows(self, x: Tensor, out: Tensor, norms: Tensor) -> None:
-        """out <- x (rows, columns) bf16, and a last column of ones where it has one column more; norms (rows,) float32 <-
-        those of its rows. Rows of out, float32, are contiguous in themselves. Plain: `Float32.load_rows`."""
+        """out <- x (rows, columns) bf16, and a last column of ones where it has one column more; norms (rows,) float32
+        <- those of its rows. Rows of out, float32, are contiguous in themselves. Plain: `Float32.load_rows`."""
         rows, columns = x.shape
         one = out.shape[-1] == columns + 1
         stride = _check_rows((rows, columns + one), out)
@@ -98,8 +99,8 @@ class Kernels:
         self._library.ddnn_bf16_to_float32_rows(*pointers)
 
     def float32_to_bf16_rows(self, x: Tensor, out: Tensor, norms: Tensor, last: Tensor | None = None) -> None:
-        """out (rows, columns) bf16 <- x, rounded, but for its further column where `last` is given: it goes there; norms <-
-        those of the rows of x, float32, contiguous in themselves. norms, last: (rows,) float32. Plain:
+        """out (rows, columns) bf16 <- x, rounded, but for its further column where `last` is given: it goes there;
+        norms <- those of the rows of x, float32, contiguous in themselves. norms, last: (rows,) float32. Plain:
         `BFloat16.store_rows`."""
         rows, columns = out.shape
         stride = _check_rows((rows, columns + (last is not None)), x)
