@@ -34,7 +34,7 @@ def options(*added: Callable[[Command], Command]) -> Callable[[Command], Command
 
 
 def recipe_options(run_dir_help: str) -> Callable[[Command], Command]:
-    """The recipe and what may be said about it: of `train` and `pretrain`."""
+    """The recipe and how it may be changed: of `train` and `pretrain`."""
     return options(
         click.argument("recipe", type=PATH),
         option("--run-dir", type=PATH, help=run_dir_help),

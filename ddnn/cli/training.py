@@ -74,9 +74,9 @@ def _start(
     elif kind == "training":
         from ddnn.training.start import start_training
 
-        said = start_training(recipe, run_dir, settings, workers, device, resume)
-        if said is not None:
-            echo(said)
+        message = start_training(recipe, run_dir, settings, workers, device, resume)
+        if message is not None:
+            echo(message)
     else:
         from ddnn.training.start import start_pretraining
 

@@ -45,7 +45,7 @@ class Reports:
     messages: tuple[str, ...] = ()
     hung: str | None = None  # why a watchdog has killed its worker; None where none has
     # that the job is to end with, the first that a worker reports, 75 (all stop together) only where none reports
-    # another; None where no worker has said
+    # another; None where no worker has reported one
     exit_code: int | None = None
 
 

@@ -64,9 +64,9 @@ def choose_arithmetic(
     speedup = float(comm.all_gather_object(measured)[0])
     faster = speedup >= MIN_SPEEDUP
     level = logging.WARNING if comm.rank == 0 else logging.INFO  # of workers, only warnings show
-    said = f"bf16 GEMM {speedup:.2f} x float32 on this device"
+    result = f"bf16 GEMM {speedup:.2f} x float32 on this device"
     if asked == "auto" and not faster:
-        log.info("%s: float32", said)
+        log.info("%s: float32", result)
         return Float32()
     error = bf16_error(network, minibatch)
     if comm.all_reduce_min(error is None) == 0:
@@ -82,9 +82,9 @@ def choose_arithmetic(
         log.log(level, "%s. Training in float32", unsafe)
         return Float32()
     if faster:
-        log.info("%s: bf16", said)
+        log.info("%s: bf16", result)
     else:
-        log.log(level, "%s: bf16, as the recipe says; precision: float32 would be faster", said)
+        log.log(level, "%s: bf16, as the recipe says; precision: float32 would be faster", result)
     return make_arithmetic("bf16", network.parameters.device)
 
 

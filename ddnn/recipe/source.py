@@ -1,6 +1,6 @@
 """YAML as ddnn reads it: plain values, each with the file and line it comes from, checked by a model. Nothing is
 constructed but numbers, true/false, text, lists and mappings; anchors, aliases and tags are refused. All that is wrong
-with a file is gathered and said at once, with the line and, of an unknown key, the nearest known one."""
+with a file is gathered and reported at once, with the line and, of an unknown key, the nearest known one."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def read_yaml(path: Path) -> SourceTree:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        said = f"byte 0x{raw[error.start]:02x} found, expected UTF-8 text; convert it with iconv"
-        return _unreadable(said, f"{path}, line {line}")
+        message = f"byte 0x{raw[error.start]:02x} found, expected UTF-8 text; convert it with iconv"
+        return _unreadable(message, f"{path}, line {line}")
     return parse_file(text, str(path))
 
 
@@ -324,5 +324,5 @@ def _not_yaml(error: yaml.YAMLError, text: str, name: str) -> SourceTree:
         return _unreadable("a tab found; use spaces", location)
     if isinstance(error, _Refused):
         return _unreadable(str(error.problem), location)
-    said = ", ".join(part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
-    return _unreadable(f"not YAML: {said}", location)
+    problem = ", ".join(part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
+    return _unreadable(f"not YAML: {problem}", location)

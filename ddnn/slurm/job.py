@@ -123,10 +123,10 @@ def sbatch(options: Sequence[str], script: Path) -> tuple[str, str | None]:
         message = f"sbatch has not answered in {SBATCH_SECONDS:g} s; the job may have been submitted all the same"
         hint = "look for it with `squeue --me`, and end it with scancel before you try again"
         raise SbatchError(message, hint=hint) from error
-    said = answer.stdout.strip().splitlines()
-    number, _, slurm_cluster = (said[-1] if said else "").partition(";")
+    lines = answer.stdout.strip().splitlines()
+    number, _, slurm_cluster = (lines[-1] if lines else "").partition(";")
     if answer.returncode != 0 or not number.isdigit():
-        words = " ".join(answer.stderr.split()) or " ".join(answer.stdout.split()) or "it said nothing"
+        words = " ".join(answer.stderr.split()) or " ".join(answer.stdout.split()) or "it printed nothing"
         message = f"sbatch refused the job with {answer.returncode}: {words[:1000]}"
         raise SbatchError(message, location=script.parent, hint=kept)
     return number, slurm_cluster or None

@@ -176,7 +176,7 @@ def test_mistakes(slurm: Slurm, job: Job, run_cli: RunCli, options: list[str], s
     [
         (("", "sbatch: error: invalid partition specified: x\n", 1), "with 1: sbatch: error: invalid partition"),
         (("Submitted batch job 7\n", "", 0), "with 0: Submitted batch job 7"),
-        (("", "", 3), "it said nothing"),
+        (("", "", 3), "it printed nothing"),
     ],
 )
 def test_sbatch_refuses(slurm: Slurm, job: Job, run_cli: RunCli, answer: tuple[str, str, int], said: str) -> None:
