@@ -16,13 +16,13 @@ PACKAGE = ROOT / "ddnn"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "modules without __init__": 91,
-    "lines of Python": 21_050,
-    "longest file": 505,
+    "modules without __init__": 93,
+    "lines of Python": 23_500,
+    "longest file": 540,
     "longest function": 55,
-    "most imports of ddnn in a file": 27,
-    "modules with one importer": 17,
-    "modules that training.trainer imports, directly or not": 47,
+    "most imports of ddnn in a file": 29,
+    "modules with one importer": 18,
+    "modules that training.trainer imports, directly or not": 49,
 }
 """What the code may be at most. A number may only be lowered; a new feature that needs more raises it in its own commit,
 with the reason in the message. `test_budgets_are_tight` asks to lower what is no longer needed."""

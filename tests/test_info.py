@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +200,8 @@ def test_recipe(tmp_path: Path) -> None:
         ("golden/tables/an4_all_pdfs.txt.gz", "archive of integer vectors (text)", {"records": 948, "largest_id": 615}),
     ],
 )
-def test_what_kaldi_wrote(shared: Path, name: str, kind: str, some: dict[str, Any]) -> None:
-    found = facts(shared / name)
+def test_what_kaldi_wrote(from_kaldi: Callable[[str], Path], name: str, kind: str, some: dict[str, Any]) -> None:
+    found = facts(from_kaldi(name))
     assert found["kind"] == kind
     assert {key: found[key] for key in some} == some
 
