@@ -261,6 +261,17 @@ class TrainingData:
         digest.update(self.index.pdf_counts.tobytes())
         return digest.hexdigest()
 
+    def part_digests(self) -> tuple[str, str]:
+        """Short digests of the utterances to train on and of those for cross-validation, with their lengths."""
+        held_out = sorted(set(range(len(self.index.entries))) - set(self.train_utterances))
+        cv = self.cv_index or self.index
+        parts = (self.index, self.train_utterances), (cv, range(len(cv.entries)) if self.cv_index else held_out)
+        train_digest, cv_digest = (
+            hashlib.sha256("".join(f"{i.utterances[u]} {i.num_frames[u]}\n" for u in chosen).encode()).hexdigest()[:16]
+            for i, chosen in parts
+        )
+        return train_digest, cv_digest
+
     def input_transform(self, comm: Communicator, *, all_utterances: bool = False) -> InputTransform:
         """Splice and, if `normalize`, the normalization that the frames to train on give, or all frames. Collective."""
         transform = splice_only(self.dataset.dim, self.dataset.context)

@@ -7,7 +7,10 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shlex
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +35,7 @@ from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.training import options
 from ddnn.training.checkpoint import CheckpointStore
-from ddnn.training.metrics import EventRow
+from ddnn.training.metrics import EventRow, StartRow
 from ddnn.training.pretraining import load_dbn, pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
 from ddnn.training.run_dir import RunDir, open_run_dir
@@ -42,7 +45,7 @@ from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import Trainer, train
 from ddnn.util.errors import DivergedError
 from ddnn.util.progress import only_first_worker_shows
-from ddnn.util.system import check_devices, choose_device, device_identity
+from ddnn.util.system import check_devices, choose_device, device_identity, device_name
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +200,7 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
         run.record(resume_event(loaded, run, comm))
     run.write_pdf_counts(data.index.pdf_counts)
     trainer = assemble_trainer(job, model.to(job.device), data, digest, checkpoints, loaded)
+    run.record(start_row(trainer, data))
     progress, epochs = trainer.progress, trainer.schedule.max_epochs
     run.set_status(
         phase="training", epoch=progress.epoch, minibatch=progress.minibatch, max_epochs=epochs, rbm=None, num_rbms=None
@@ -264,15 +268,36 @@ def assemble_trainer(
     )
     if loaded is not None:
         trainer.restore(loaded)
+    return trainer
+
+
+def start_row(trainer: Trainer, data: TrainingData) -> StartRow:
+    """What this start of the training found, which is also logged. Collective."""
+    comm, scale = trainer.comm, trainer.averager.lr_scale
     train_frames, cv_frames = map(sum, zip(*comm.all_gather_object([len(data.train), len(data.cv)]), strict=True))
     log.info(
         "%d parameters, %d training frames, %d cross-validation frames; learning rates%s multiply the gradient summed "
         "over %d frames%s",
-        *(network.num_parameters, train_frames, cv_frames),
-        f" times {averager.lr_scale:g}" if averager.lr_scale > 1 else "",
-        *(size, " of each worker" if comm.world_size > 1 else ""),
+        *(trainer.model.network.num_parameters, train_frames, cv_frames),
+        f" times {scale:g}" if scale > 1 else "",
+        *(trainer.minibatch_size, " of each worker" if comm.world_size > 1 else ""),
     )
-    return trainer
+    train_digest, cv_digest = data.part_digests()
+    return StartRow(
+        epoch=trainer.progress.epoch,
+        date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        command=shlex.join(["ddnn", *sys.argv[1:]])[:1000],
+        version=f"ddnn {__version__}, torch {torch.__version__}",
+        host=comm.host,
+        machine=device_name(data.device.type),
+        precision=trainer.precision,
+        world_size=comm.world_size,
+        learning_rate_scale=scale,
+        train_frames=train_frames,
+        cv_frames=cv_frames,
+        train_digest=train_digest,
+        cv_digest=cv_digest,
+    )
 
 
 def initial_model(job: Job, data: TrainingData, dbn: AcousticModel | None) -> AcousticModel:

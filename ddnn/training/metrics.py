@@ -1,5 +1,5 @@
 """metrics.jsonl: one JSON object a line, declared here once for the trainer that writes it and all who read it. `type`
-names the kind of row: `epoch` (all workers together, `split` train or cv), `worker` (one worker in one epoch),
+names the kind of row: `start` (one for each start of the training), `epoch` (all workers together, `split` train or cv), `worker` (one worker in one epoch),
 `warmup`, `event` (a resume or restart) and, in a pretraining dir, `pretrain`. Needs no torch."""
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ class MetricsRow(BaseModel):
 
 
 class _Figures(MetricsRow):
-    """Loss and speed over some frames, all workers together; `learning_rate` is the schedule's."""
+    """Loss and speed over some frames, all workers together."""
 
     epoch: Count
     loss: Number
     frame_accuracy: Number
-    learning_rate: Number = None
+    learning_rate: Number = None  # that was applied to the gradient summed over a worker's minibatch
+    schedule_learning_rate: Number = None  # before it was multiplied by the number of workers, where it is
     frames: Count | None = None
     seconds: Seconds = None
     frames_per_second: Speed = None
@@ -76,10 +77,36 @@ class _Figures(MetricsRow):
     def _text(self, name: str) -> str:
         figures = (self.loss, self.frame_accuracy, self.learning_rate)
         loss, accuracy, rate = (math.nan if x is None else x for x in figures)
+        own = self.schedule_learning_rate
+        scaled = f" ({rate / own:.6g} x {own:.6g})" if own and own != rate else ""
+        shown = f"{loss:.4f}" if abs(loss) < 1e5 else f"{loss:.4g}"
         return (
-            f"epoch {self.epoch:2d} {name:<6} loss {loss:.4f}  frame accuracy {100 * accuracy:5.2f} %  "
-            f"learning rate {rate:.6g}  {self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
+            f"epoch {self.epoch:2d} {name:<6} loss {shown}  frame accuracy {100 * accuracy:5.2f} %  "
+            f"learning rate {rate:.6g}{scaled}  {self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
         )
+
+
+class StartRow(MetricsRow):
+    """What a start of the training found: one row for each start, so that a reader can tell which runs compare."""
+
+    KEY = None
+    type: Literal["start"] = "start"
+    epoch: Count  # finished epochs
+    date: Name  # local time, ISO 8601
+    command: Name  # as it was given, quoted for a shell
+    version: Name  # of ddnn and torch
+    host: Name  # of rank 0, as `machine`
+    machine: Name  # the kind of processor, or of GPU where one is used
+    precision: Literal["float32", "bf16"]
+    world_size: Count
+    learning_rate_scale: Number  # what the schedule's learning rates are multiplied by
+    train_frames: Count
+    cv_frames: Count
+    train_digest: Name  # of the utterances to train on and their lengths
+    cv_digest: Name  # of those for cross-validation
+
+    def as_text(self) -> str:
+        return ""
 
 
 class EpochRow(_Figures):
@@ -197,6 +224,7 @@ def throughput(frames: int, seconds: float) -> dict[str, Any]:
 class Metrics:
     """The rows of a training or pretraining by type: sorted by epoch and rank, events in the order of the file."""
 
+    starts: tuple[StartRow, ...] = ()
     train: tuple[EpochRow, ...] = ()
     cv: tuple[EpochRow, ...] = ()
     workers: tuple[WorkerRow, ...] = ()
@@ -220,7 +248,8 @@ class Metrics:
 
 
 _ROWS: dict[str, type[MetricsRow]] = {
-    kind.model_fields["type"].default: kind for kind in (EpochRow, WarmupRow, WorkerRow, EventRow, PretrainRow)
+    kind.model_fields["type"].default: kind
+    for kind in (StartRow, EpochRow, WarmupRow, WorkerRow, EventRow, PretrainRow)
 }
 Row = TypeVar("Row", bound=MetricsRow)
 
@@ -251,6 +280,7 @@ def read_metrics(path: Path) -> Metrics:
 
     epochs = sorted(of(EpochRow), key=lambda row: row.epoch)
     return Metrics(
+        starts=tuple(of(StartRow)),
         train=tuple(row for row in epochs if row.split == "train"),
         cv=tuple(row for row in epochs if row.split == "cv"),
         workers=tuple(sorted(of(WorkerRow), key=lambda row: (row.epoch, row.rank))),

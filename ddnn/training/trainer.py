@@ -90,14 +90,14 @@ class Trainer:
         averager.broadcast()
         result = losses.committed.result(self.comm)
         raise_if_diverged("warm-up", result, 0, learning_rate)
-        self.run.record(WarmupRow(**_figures(0, result, learning_rate, time.perf_counter() - started)))
+        self.run.record(WarmupRow(**self._figures(0, result, learning_rate, time.perf_counter() - started)))
 
     def start_schedule(self) -> None:
         """Evaluates the initial network, which is epoch 0."""
         validation, learning_rate = self.validate(), self.schedule.learning_rate
         raise_if_diverged("cross-validation", validation, 0, learning_rate)
         seconds = time.perf_counter() - self._validation_started
-        self.run.record(EpochRow(split="cv", **_figures(0, validation, learning_rate, seconds)))
+        self.run.record(EpochRow(split="cv", **self._figures(0, validation, learning_rate, seconds)))
         self.schedule.initialize(validation.loss, validation.frame_accuracy)
         self.progress.started = True
 
@@ -147,10 +147,15 @@ class Trainer:
 
     def record_epoch(self, training: EvalResult, validation: EvalResult, lr: float, accepted: bool) -> None:
         epoch, seconds = self.progress.epoch + 1, time.perf_counter() - self._validation_started
-        trained = _figures(epoch, training, lr, self._training_seconds)
+        trained = self._figures(epoch, training, lr, self._training_seconds)
         self.run.record(EpochRow(split="train", accepted=accepted, **trained))
-        self.run.record(EpochRow(split="cv", accepted=accepted, **_figures(epoch, validation, lr, seconds)))
+        self.run.record(EpochRow(split="cv", accepted=accepted, **self._figures(epoch, validation, lr, seconds)))
         self.losses.reset()
+
+    def _figures(self, epoch: int, result: EvalResult, lr: float, seconds: float) -> dict[str, Any]:
+        rates = {"learning_rate": lr * self.averager.lr_scale, "schedule_learning_rate": lr}
+        figures = {"epoch": epoch, "loss": result.loss, "frame_accuracy": result.frame_accuracy}
+        return {**figures, **rates, **throughput(result.frames, seconds)}
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
         """Metadata, global tensors and those of this rank, for a checkpoint after an averaging or between two epochs;
@@ -221,11 +226,6 @@ class Trainer:
         except (KeyError, ValueError, TypeError, IndexError, OverflowError, RuntimeError) as error:
             message = f"the averaging state of the checkpoint does not fit: {error}"
             raise DataError(message, location=location) from error
-
-
-def _figures(epoch: int, result: EvalResult, lr: float, seconds: float) -> dict[str, Any]:
-    figures = {"loss": result.loss, "frame_accuracy": result.frame_accuracy, "learning_rate": lr}
-    return {"epoch": epoch, **figures, **throughput(result.frames, seconds)}
 
 
 def worker_row(epoch: int, averager: Averager) -> WorkerRow:

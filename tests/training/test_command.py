@@ -23,6 +23,7 @@ from ddnn.kaldi.archive import iterate_matrices, read_scp
 from ddnn.recipe.load import load_recipe
 from ddnn.training.evaluation import evaluate, evaluate_run
 from ddnn.training.job import Job, assemble_trainer, initial_model, run_training
+from ddnn.training.metrics import StartRow, read_metrics
 from ddnn.training.options import data_config
 from ddnn.training.run_dir import NullRunDir, RunDir, load_run
 from ddnn.util.errors import DataError, UserError
@@ -54,8 +55,8 @@ def test_a_run_dir_holds_everything(recipe: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     for m in metrics:
         assert set(m) == {
-            "type", "epoch", "split", "loss", "frame_accuracy", "learning_rate", "frames", "seconds", "frames_per_second",
-            "accepted",
+            "type", "epoch", "split", "loss", "frame_accuracy", "learning_rate", "schedule_learning_rate", "frames",
+            "seconds", "frames_per_second", "accepted",
         }  # fmt: skip
     assert metrics[-1]["loss"] < 0.5 < metrics[0]["loss"]
     assert metrics[-1]["frame_accuracy"] > 0.8
@@ -65,6 +66,21 @@ def test_a_run_dir_holds_everything(recipe: Path, tmp_path: Path) -> None:
     assert sum(map(int, counts)) == 480
     assert load_recipe(run / "recipe.yaml") == load_recipe(recipe)
     assert "finished" in (run / "train.log").read_text()
+
+
+def test_every_start_is_recorded_with_what_tells_whether_runs_compare(recipe: Path, tmp_path: Path) -> None:
+    def start(run: str, *overrides: str) -> StartRow:
+        train(recipe, tmp_path / run, *overrides)
+        (row,) = read_metrics(tmp_path / run / "metrics.jsonl").starts
+        return row
+
+    first, other_cv = start("a"), start("b", "data.cv.fraction=0.5")
+    assert (first.epoch, first.world_size, first.learning_rate_scale, first.precision) == (0, 1, 1.0, "float32")
+    assert (first.train_frames, first.cv_frames) == (360, 120)
+    assert first.machine and first.host and first.command.startswith("ddnn ") and first.version.startswith("ddnn ")
+    assert first.train_digest != other_cv.train_digest
+    assert first.cv_digest not in (other_cv.cv_digest, first.train_digest)
+    assert start("c", "seed=1", "minibatch_size=8").cv_digest == first.cv_digest
 
 
 def test_same_seed_same_bits(recipe: Path, tmp_path: Path) -> None:

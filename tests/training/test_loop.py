@@ -244,7 +244,9 @@ def test_every_epoch_is_the_twins(name: str, monkeypatch: pytest.MonkeyPatch) ->
         train, cv = ([row for row in rows if row.get("split") == split] for split in ("train", "cv"))
         assert [row["loss"] for row in train] == pytest.approx(twin.training_losses, rel=1e-5)
         assert [row["loss"] for row in cv[1:]] == pytest.approx(twin.cv_losses, rel=1e-5)
-        assert [row["learning_rate"] for row in train] == [row["learning_rate"] for row in cv[1:]] == list(RATES)
+        assert [row["learning_rate"] for row in train] == [row["learning_rate"] for row in cv[1:]]
+        assert [row["learning_rate"] for row in train] == pytest.approx([twin.scale * rate for rate in RATES])
+        assert [row["schedule_learning_rate"] for row in train] == list(RATES)
         assert [row["accepted"] for row in train] == [row["accepted"] for row in cv[1:]] == list(ACCEPTED)
         assert {row["frames"] for row in train} == {MINIBATCH * sum(twin.trained)}
         if twin.strategy in ("all-reduce", "bmuf") and twin.n > 1:  # gossip's is an estimate
