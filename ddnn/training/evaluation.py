@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddnn.data.batches import Batch, SequentialSampler, make_batch_loader
-from ddnn.data.dataset import AcousticDataset, FrameSubset
+from ddnn.data.dataset import AcousticDataset, FrameSubset, labels_of
 from ddnn.data.loading import DataConfig
 from ddnn.data.pipeline import EVAL_BATCH, load_data_dir
 from ddnn.distributed.communicator import Communicator
@@ -150,6 +150,21 @@ def evaluate(model: AcousticModel, frames: FrameSubset, comm: Communicator | Non
         if comm is not None:
             comm.watchdog.heartbeat()
     return sums.result(comm)
+
+
+def baseline_result(train: FrameSubset, cv: FrameSubset, num_pdfs: int, comm: Communicator) -> EvalResult:
+    """What a model that ignores its input reaches on the cross-validation set: its posteriors are the relative
+    frequencies of the pdfs in the training labels, with half a frame added to each. `train` and `cv` are this worker's
+    shards; all workers get the same figures. Collective."""
+    counts = torch.zeros(2 * num_pdfs, dtype=torch.float64)
+    train_counts, cv_counts = counts.view(2, num_pdfs)
+    for frames, of_set in ((train, train_counts), (cv, cv_counts)):
+        for rows in torch.split(frames.indices, 1 << 20):  # all labels at once would take twice their memory
+            of_set += torch.bincount(labels_of(frames.dataset, rows, counts.device), minlength=num_pdfs)
+    comm.all_reduce(counts)
+    priors = (train_counts + 0.5) / (train_counts.sum() + 0.5 * num_pdfs)
+    frequencies, total = cv_counts / cv_counts.sum(), int(cv_counts.sum())
+    return EvalResult(-float(frequencies @ priors.log()), float(frequencies[train_counts.argmax()]), total)
 
 
 def evaluate_run(

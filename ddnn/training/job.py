@@ -35,6 +35,7 @@ from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.training import options
 from ddnn.training.checkpoint import CheckpointStore
+from ddnn.training.evaluation import baseline_result
 from ddnn.training.metrics import EventRow, StartRow
 from ddnn.training.pretraining import load_dbn, pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
@@ -200,6 +201,7 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
         run.record(resume_event(loaded, run, comm))
     run.write_pdf_counts(data.index.pdf_counts)
     trainer = assemble_trainer(job, model.to(job.device), data, digest, checkpoints, loaded)
+    trainer.baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, comm)
     run.record(start_row(trainer, data))
     progress, epochs = trainer.progress, trainer.schedule.max_epochs
     run.set_status(
@@ -297,6 +299,8 @@ def start_row(trainer: Trainer, data: TrainingData) -> StartRow:
         cv_frames=cv_frames,
         train_digest=train_digest,
         cv_digest=cv_digest,
+        baseline_loss=trainer.baseline.loss,
+        baseline_frame_accuracy=trainer.baseline.frame_accuracy,
     )
 
 

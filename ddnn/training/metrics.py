@@ -104,9 +104,15 @@ class StartRow(MetricsRow):
     cv_frames: Count
     train_digest: Name  # of the utterances to train on and their lengths
     cv_digest: Name  # of those for cross-validation
+    # What a model that ignores its input reaches in cross-validation: `ddnn.training.evaluation.baseline_result`.
+    baseline_loss: Number = None
+    baseline_frame_accuracy: Number = None
 
     def as_text(self) -> str:
-        return ""
+        if self.baseline_loss is None or self.baseline_frame_accuracy is None:
+            return ""
+        figures = f"loss {self.baseline_loss:.4f}, frame accuracy {100 * self.baseline_frame_accuracy:.2f} %"
+        return f"cross-validation by the relative frequencies of the pdfs alone: {figures}"
 
 
 class EpochRow(_Figures):

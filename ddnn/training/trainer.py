@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, Literal
 
@@ -53,6 +54,8 @@ class Trainer:
     recipe: str = ""  # resolved; with the next two, by which a resume recognizes the same training
     data_digest: str = ""
     precision: Precision = "float32"  # of the arithmetic
+    # What a model that ignores its input reaches in cross-validation.
+    baseline: EvalResult = field(default_factory=lambda: EvalResult(math.nan, math.nan, 0))
 
     def __post_init__(self) -> None:
         parameters = self.model.network.parameters
