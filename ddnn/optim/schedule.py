@@ -27,6 +27,7 @@ class Schedule(ABC):
 
     def __post_init__(self) -> None:
         self.learning_rate = self.initial_lr
+        self.end_reason = f"{self.max_epochs} epochs done"  # why training ended, once `finished`
 
     def initialize(self, loss: float, frame_accuracy: float) -> None:  # noqa: B027
         """Takes the cross-validation figures of the initial network."""
@@ -55,10 +56,9 @@ class Newbob(Schedule):
     """Newbob with accept and reject, as Kaldi nnet1's steps/nnet/train_scheduler.sh.
 
     An epoch is accepted if cross-validation improved (or it is one of the first `keep_lr_epochs` or `min_epochs`). The
-    improvement r, 0 on rejection, is relative for the loss; for frame accuracy, as the paper words it, absolute. Once
-    r < start_halving_impr the rate is halved after every epoch; once halving is on and r < end_halving_impr, training
-    ends.
-
+    improvement r, 0 on rejection and negative where an accepted epoch is worse, is relative for the loss; for frame
+    accuracy, as the paper words it, absolute. Once r < start_halving_impr the rate is halved after every epoch; once
+    halving is on and r < end_halving_impr, training ends.
     """
 
     state_fields: ClassVar[tuple[str, ...]] = (*Schedule.state_fields, "halving", "best")
@@ -86,11 +86,12 @@ class Newbob(Schedule):
         self.finished = self.epoch >= self.max_epochs
         if self.epoch <= self.keep_lr_epochs:
             return accepted
-        gain = abs(before - self.best)
+        gain = before - self.best if by_loss else self.best - before
         if by_loss and before:
             gain /= before
         if self.halving and gain < self.end_halving_impr:
-            self.finished = self.finished or self.epoch > self.min_epochs
+            if self.epoch > self.min_epochs:
+                self.finished, self.end_reason = True, f"improvement {gain:.6f}, less than end_halving_impr"
             return accepted
         if gain < self.start_halving_impr:
             self.halving = True

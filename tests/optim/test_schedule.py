@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from ddnn.optim.schedule import Exponential, Newbob, Schedule
@@ -56,6 +59,24 @@ def test_newbob_does_not_end_before_min_epochs() -> None:
     history = run(Newbob(initial_lr=1.0, min_epochs=4), losses)
     # As in train_scheduler.sh, an epoch on which training would have ended leaves the rate as it is.
     assert history == [(1.0, True), (1.0, True), (0.5, True), (0.5, True), (0.5, False)]
+
+
+def test_newbob_does_what_kaldis_script_does(golden: Path) -> None:
+    """Its decisions over 300 random loss curves, recorded from the script itself."""
+    for trace in json.loads((golden / "newbob" / "traces.json").read_text()):
+        keep, least, most = (trace[name] for name in ("keep_lr_iters", "min_iters", "max_iters"))
+        schedule = Newbob(0.008, most, keep_lr_epochs=keep, min_epochs=least)
+        history = run(schedule, trace["losses"])  # which ends where the trace does
+        assert "".join("+" if accepted else "-" for _, accepted in history) == trace["accepted"], trace
+        assert [rate for rate, _ in history] == pytest.approx(trace["rates"], rel=1e-5), trace  # awk has six digits
+        assert ("less than end_halving_impr" in schedule.end_reason) == trace["stopped"], trace
+        assert trace["final"] == trace["accepted"].rfind("+") + 1
+
+
+def test_newbob_by_frame_accuracy_takes_a_worsening_for_no_gain() -> None:
+    accuracies = [0.5, 0.3, 0.2, 0.1]
+    schedule = Newbob(initial_lr=1.0, criterion="frame-accuracy", min_epochs=2)
+    assert run(schedule, [1.0] * 4, accuracies) == [(1.0, True), (0.5, True), (0.5, False)]
 
 
 def test_newbob_by_frame_accuracy_uses_absolute_gains() -> None:
