@@ -104,15 +104,16 @@ class StartRow(MetricsRow):
     cv_frames: Count
     train_digest: Name  # of the utterances to train on and their lengths
     cv_digest: Name  # of those for cross-validation
-    # What a model that ignores its input reaches in cross-validation: `ddnn.training.evaluation.baseline_result`.
+    # What models that ignore their input reach in cross-validation: `ddnn.training.evaluation.baseline_result`.
     baseline_loss: Number = None
     baseline_frame_accuracy: Number = None
 
     def as_text(self) -> str:
         if self.baseline_loss is None or self.baseline_frame_accuracy is None:
             return ""
-        figures = f"loss {self.baseline_loss:.4f}, frame accuracy {100 * self.baseline_frame_accuracy:.2f} %"
-        return f"cross-validation by the relative frequencies of the pdfs alone: {figures}"
+        loss = f"loss {self.baseline_loss:.4f} by the relative frequencies of the pdfs"
+        accuracy = f"frame accuracy {100 * self.baseline_frame_accuracy:.2f} % by the most frequent one"
+        return f"cross-validation without looking at the input: {loss}, {accuracy}"
 
 
 class EpochRow(_Figures):

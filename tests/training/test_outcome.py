@@ -23,9 +23,8 @@ NUM_PDFS = 7
 
 def expected_baseline(train: list[int], cv: list[int]) -> tuple[float, float]:
     counts = Counter(train)
-    most = min(pdf for pdf in counts if counts[pdf] == max(counts.values()))
     losses = [-math.log((counts[pdf] + 0.5) / (len(train) + 0.5 * NUM_PDFS)) for pdf in cv]
-    return sum(losses) / len(cv), cv.count(most) / len(cv)
+    return sum(losses) / len(cv), max(map(cv.count, cv)) / len(cv)
 
 
 def labels(*shards: FrameSubset) -> list[int]:
@@ -34,7 +33,7 @@ def labels(*shards: FrameSubset) -> list[int]:
 
 def test_the_baseline_is_the_relative_frequencies_of_the_training_labels() -> None:
     train, cv = toy_shard(0, 333), toy_shard(1, 40)
-    cv.dataset.labels[:3] = 6  # a pdf that training has not seen
+    cv.dataset.labels[:20] = 6  # a pdf that training has not seen: the best constant answer here
     train.dataset.labels[300:] = 6  # and which is not among the training frames, but in their dataset
     train = FrameSubset(train.dataset, train.indices[:300])
     found = baseline_result(train, cv, NUM_PDFS, SingleProcess())
@@ -64,4 +63,4 @@ def test_each_start_records_the_baseline(tmp_path: Path, run_cli: RunCli) -> Non
     assert start.baseline_loss is not None and start.baseline_frame_accuracy is not None
     # Three pdfs, about equally frequent.
     assert 1.0 < start.baseline_loss < 1.3 and 0.2 < start.baseline_frame_accuracy < 0.6
-    assert f"pdfs alone: loss {start.baseline_loss:.4f}, frame accuracy" in (job.run / "train.log").read_text()
+    assert f"without looking at the input: loss {start.baseline_loss:.4f} by" in (job.run / "train.log").read_text()
