@@ -38,7 +38,7 @@ from ddnn.data.index import (
 from ddnn.data.loading import DataConfig, load_dataset
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, read_alignments
-from ddnn.kaldi.data_dir import read_data_dir
+from ddnn.kaldi.data_dir import DataDir, read_data_dir
 from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.system import available_memory, device_identity
 
@@ -325,7 +325,7 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
 def open_data(data: Path, alignments: Path, config: DataConfig, comm: Communicator) -> DataSource:
     """Indexes a data dir: from its cache file where there is a valid one, else from its tables and headers; what is
     wrong with a cache file is a warning. Collective. DataError: damaged or unsuitable input."""
-    directory = read_data_dir(data, allow_pipes=config.allow_pipes)
+    directory = _read_tables(data, config)
     index = cache = None
     if config.cache_dir is not None:
         index, cache = open_or_create_cache(directory, alignments, config, comm)
@@ -337,10 +337,20 @@ def open_data(data: Path, alignments: Path, config: DataConfig, comm: Communicat
     return source
 
 
+def _read_tables(data: Path, config: DataConfig) -> DataDir:
+    """The tables of a data dir, with a log line that counts the shell commands which are about to be run."""
+    directory = read_data_dir(data, allow_pipes=config.allow_pipes)
+    for name, entries in (("feats.scp", directory.entries), ("cmvn.scp", (directory.cmvn or {}).values())):
+        if commands := sum(entry.pipe is not None for entry in entries):
+            figures = commands, len(entries), data / name
+            log.info("data.allow_pipes: %d of %d entries of %s are shell commands, which are run", *figures)
+    return directory
+
+
 def load_data_dir(data: Path, alignments: Alignments | None, config: DataConfig) -> AcousticDataset:
     """A whole data dir in host memory, with its alignments if given: what is evaluated or decoded. DataError: damaged
     or unsuitable input; too many utterances that cannot be used; not enough memory."""
-    directory, comm = read_data_dir(data, allow_pipes=config.allow_pipes), SingleProcess()
+    directory, comm = _read_tables(data, config), SingleProcess()
     index = build_index(directory, alignments, max_skipped_fraction=config.max_skipped_fraction)
     source, utterances = DataSource(index, config), range(len(index.entries))
     require_host_memory(source.memory(utterances), data, comm)
