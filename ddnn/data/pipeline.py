@@ -37,7 +37,7 @@ from ddnn.data.index import (
 )
 from ddnn.data.loading import DataConfig, load_dataset
 from ddnn.distributed.communicator import Communicator, SingleProcess
-from ddnn.kaldi.alignments import Alignments, read_alignments
+from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, transition_digest
 from ddnn.kaldi.data_dir import DataDir, read_data_dir
 from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.system import available_memory, device_identity
@@ -375,6 +375,9 @@ def _check_same_kind(source: DataSource, cv: DataSource, config: TrainingDataCon
     if cv.index.num_pdfs > source.index.num_pdfs:
         message = f"{cv.index.num_pdfs} pdfs for cross-validation, {source.index.num_pdfs} for training"
         raise DataError(message, location=held_out.alignments, hint="use alignments made with the same final.mdl")
+    if held_out.alignments is not None:
+        digests = transition_digest(held_out.alignments), transition_digest(config.alignments)
+        check_same_tree(*digests, held_out.alignments, str(config.alignments))
     if cv.index.dim != source.index.dim:
         message = f"{cv.width} dims found, {source.width} expected as in {config.data}"
         raise DataError(message, location=held_out.data)

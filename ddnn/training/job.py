@@ -27,6 +27,7 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import read_restart
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.distributed.watchdog import Watchdog
+from ddnn.kaldi.alignments import kaldi_counts, transition_digest
 from ddnn.nn.acoustic_model import AcousticModel, load_model
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
@@ -199,7 +200,7 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
         run.truncate_after(loaded.metadata.epoch)
     if resume and (loaded is not None or read_restart() is not None):
         run.record(resume_event(loaded, run, comm))
-    run.write_pdf_counts(data.index.pdf_counts)
+    run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
     trainer = assemble_trainer(job, model.to(job.device), data, digest, checkpoints, loaded)
     trainer.baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, comm)
     run.record(start_row(trainer, data))
@@ -317,7 +318,8 @@ def initial_model(job: Job, data: TrainingData, dbn: AcousticModel | None) -> Ac
     initialize(network, recipe.seed)
     if dbn is not None:
         network.load_lower_layers(dbn.network)
-    return AcousticModel(options.model_features(recipe), transform, network)
+    tree = transition_digest(recipe.data.alignments)
+    return AcousticModel(options.model_features(recipe), transform, network, tree)
 
 
 def train_dbn(job: Job, run: RunDir, comm: Communicator, data: TrainingData | None = None) -> AcousticModel:
