@@ -114,8 +114,9 @@ def _metrics(path: Path) -> dict[str, Any]:
         fields["epochs"] = metrics.cv[-1].epoch if metrics.cv else 0
     if metrics.cv:
         fields["last"] = format_figures(metrics.cv[-1])
-    if metrics.best is not None:
-        fields["best"] = format_figures(metrics.best)
+    for name in ("last_accepted", "lowest_loss"):
+        if getattr(metrics, name) is not None:
+            fields[name] = format_figures(getattr(metrics, name))
     if metrics.workers:
         fields["workers"] = metrics.num_workers
     return fields

@@ -47,7 +47,7 @@ from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import Trainer, train
 from ddnn.util.errors import DivergedError
 from ddnn.util.progress import only_first_worker_shows
-from ddnn.util.system import check_devices, choose_device, device_identity, device_name
+from ddnn.util.system import check_devices, choose_device, compute_resources, compute_units, device_identity
 
 log = logging.getLogger(__name__)
 
@@ -286,15 +286,18 @@ def start_row(trainer: Trainer, data: TrainingData) -> StartRow:
         *(trainer.minibatch_size, " of each worker" if comm.world_size > 1 else ""),
     )
     train_digest, cv_digest = data.part_digests()
+    kinds, cores_per_worker = compute_resources(comm.all_gather_object(compute_units(data.device, comm.host)))
     return StartRow(
         epoch=trainer.progress.epoch,
         date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         command=shlex.join(["ddnn", *sys.argv[1:]])[:1000],
         version=f"ddnn {__version__}, torch {torch.__version__}",
         host=comm.host,
-        machine=device_name(data.device.type),
+        machine=kinds,
         precision=trainer.precision,
         world_size=comm.world_size,
+        cpu_threads=torch.get_num_threads(),
+        cores_per_worker=cores_per_worker,
         learning_rate_scale=scale,
         train_frames=train_frames,
         cv_frames=cv_frames,

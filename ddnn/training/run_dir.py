@@ -159,7 +159,7 @@ class RunDir:
         self._metrics.truncate(keep)
 
     def save_best(self, model: AcousticModel) -> None:
-        """Saves the best network so far; UserError if it is not finite. A full disk is only logged."""
+        """Saves the network of the latest accepted epoch; UserError if it is not finite. A full disk is only logged."""
         self._tolerate_full_disk(lambda: save_model(self.path / BEST, model))
 
     def finish(self, model: AcousticModel) -> None:
@@ -277,6 +277,7 @@ def load_run(path: Path) -> AcousticModel:
     if not path.is_dir():
         raise DataError("there is no such run dir", location=path, hint="name the --run-dir of a finished training")
     if not (path / FINAL).exists() and (path / RECIPE).exists():
-        hint = f"let it finish first, or resume it: {run_status.resume_command(path)}; its best network so far is in {BEST}"
+        hint = f"let it finish first, or resume it: {run_status.resume_command(path)}"
+        hint += f"; its latest accepted network is in {BEST}" if (path / BEST).exists() else ""
         raise DataError(f"this training has not finished: there is no {FINAL}", location=path, hint=hint)
     return load_model(path / FINAL)

@@ -7,7 +7,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddnn.util.errors import UserError
 from ddnn.util.text import plural
@@ -73,6 +73,26 @@ def device_identity(device: torch.device) -> str:
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def compute_units(device: torch.device, host: str) -> list[Any]:
+    """Of this process: the kind of its processor, its host, and the cores that it may use; or of its GPU."""
+    import torch
+
+    if device.type == "cuda":
+        return [torch.cuda.get_device_name(device), host, [device_identity(device)]]
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(usable_cores()))
+    return [cpu_name(), host, cores]
+
+
+def compute_resources(units: Sequence[Sequence[Any]]) -> tuple[str, float]:
+    """From `compute_units` of all workers: the kinds of processor or GPU, and the cores (or GPUs) that each worker has, on the
+    host on which it has the fewest."""
+    shares = []
+    for host in {host for _, host, _ in units}:
+        own = [set(cores) for _, name, cores in units if name == host]
+        shares.append(len(set.union(*own)) / len(own))
+    return "; ".join(sorted({kind for kind, _, _ in units})), min(shares)
 
 
 def check_devices(places: Iterable[Sequence[int | str]], share: bool) -> None:

@@ -28,6 +28,7 @@ from ddnn.training.metrics import StartRow, read_metrics
 from ddnn.training.options import data_config
 from ddnn.training.run_dir import NullRunDir, RunDir, load_run
 from ddnn.util.errors import DataError, UserError
+from ddnn.util.system import usable_cores
 
 RunCli = Callable[..., Any]
 
@@ -78,6 +79,7 @@ def test_every_start_is_recorded_with_what_tells_whether_runs_compare(recipe: Pa
     first, other_cv = start("a"), start("b", "data.cv.fraction=0.5")
     assert (first.epoch, first.world_size, first.learning_rate_scale, first.precision) == (0, 1, 1.0, "float32")
     assert (first.train_frames, first.cv_frames) == (360, 120)
+    assert (first.cores_per_worker, first.cpu_threads) == (usable_cores(), 1)
     assert first.machine and first.host and first.command.startswith("ddnn ") and first.version.startswith("ddnn ")
     assert first.train_digest != other_cv.train_digest
     assert first.cv_digest not in (other_cv.cv_digest, first.train_digest)
@@ -238,8 +240,12 @@ def test_a_run_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such run dir"):
         load_run(tmp_path / "nothing")
     (tmp_path / "recipe.yaml").write_text("")
-    with pytest.raises(DataError, match="has not finished"):
+    with pytest.raises(DataError, match="has not finished") as without:
         load_run(tmp_path)
+    (tmp_path / "best.safetensors").touch()
+    with pytest.raises(DataError, match="; its latest accepted network is in best"):
+        load_run(tmp_path)
+    assert "best.safetensors" not in str(without.value)
 
 
 def test_the_alignment_dir_of_another_tree_is_refused(recipe: Path, tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ from ddnn.training.job import run_training
 from ddnn.training.resume import check_same_recipe, merge_rank_states
 from ddnn.util.errors import DataError, RecipeError, UserError
 
-TIMES = ("seconds", "frames_per_second", "interval_seconds", "interval_seconds_std", "comm_seconds")
+TIMES = (
+    "seconds", "frames_per_second", "interval_seconds", "interval_seconds_std", "comm_seconds", "compute_cpu_seconds",
+)  # fmt: skip
 WAYS = {
     "sgd, newbob": "optimizer: {momentum: 0.5}\n",
     "sgd, newbob with rejected epochs": "optimizer: {momentum: 0.9, l2: 0.01}\n",
@@ -61,7 +63,7 @@ def way(folder: Path, name: str) -> Path:
 def rows(run: Path) -> list[dict[str, Any]]:
     """What does not depend on time; without the rows that tell of resuming."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [row for row in found if row["type"] != "event"]
+    kept = [row for row in found if row["type"] not in ("start", "event")]
     return [{key: value for key, value in row.items() if key not in TIMES and "fraction" not in key} for row in kept]
 
 
@@ -222,6 +224,8 @@ def test_the_seconds_of_an_interrupted_epoch_count(
     all_rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seconds = [row["seconds"] for row in all_rows if row.get("split") == "train"]
     assert [value >= 1000.0 for value in seconds[:3]] == [False, True, False]
+    known = [row["compute_cpu_seconds"] is not None for row in all_rows if row["type"] == "worker"]
+    assert known[:3] == [True, False, True], "CPU time before the checkpoint is not known"
 
 
 def test_states_of_several_ranks_are_merged() -> None:
