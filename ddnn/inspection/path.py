@@ -117,6 +117,8 @@ def _metrics(path: Path) -> dict[str, Any]:
     for name in ("last_accepted", "lowest_loss"):
         if getattr(metrics, name) is not None:
             fields[name] = format_figures(getattr(metrics, name))
+    if metrics.starts:
+        fields["precision"] = metrics.starts[-1].precision
     if metrics.workers:
         fields["workers"] = metrics.num_workers
     return fields
@@ -132,6 +134,7 @@ def _recipe(path: Path) -> dict[str, Any]:
         "model": recipe.model.summary(),
         "training": f"{recipe.optimizer.name}, {recipe.schedule.name} from {recipe.schedule.initial_learning_rate:g}",
         "minibatch": recipe.minibatch_size,
+        "precision": recipe.precision,
     }
 
 

@@ -299,8 +299,9 @@ class Recipe(Section):
     """Frames in a minibatch. The frames that remain at the end of an epoch are dropped, as in Kaldi."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Type of the factors of matrix products in training. With `bf16`, parameters, their updates, losses, the state of
-    NG-SGD, pretraining and cross-validation remain float32. `auto`: bf16 if a measurement at the start shows that it is
-    faster; the log says which is used."""
+    NG-SGD, pretraining and cross-validation remain float32. `auto`: bf16 if all workers have hardware
+    on which it is faster (AMX, a GPU of compute capability 8.0, or a measured processor with AVX512-BF16) and the
+    network is not small; recipe.yaml in the run dir has what was chosen, the log also why."""
     allow_tf32: bool = False
     """GPUs: multiply float32 numbers as TF32, with 10 bits of mantissa instead of 23, in training, pretraining and
     cross-validation."""

@@ -126,7 +126,8 @@ def _prepare_resume(run_dir: Path, recipe: Recipe) -> None:
     if found is None and problems:
         raise DataError(f"there is no checkpoint to resume from: {problems[0]}", location=path)
     if found is not None:
-        check_same_recipe(read_metadata(found.metadata, path).recipe, recipe, path)
+        metadata = read_metadata(found.metadata, path)
+        check_same_recipe(metadata.recipe, recipe, path, metadata.precision)
 
 
 def _prepare_pretraining(run_dir: Path, recipe: Recipe) -> None:

@@ -57,7 +57,7 @@ class Job:
     """What a training and a pretraining have in common, on this worker."""
 
     recipe: Recipe  # with as many workers as there are
-    recipe_text: str  # resolved, as it is written to the run dir
+    recipe_text: str  # resolved but for `precision: auto`, which the run dir's recipe.yaml does not keep
     comm: Communicator
     run: RunDir  # locked, with its log
     shutdown: GracefulShutdown  # whether the job was asked to stop
@@ -196,12 +196,13 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
         check_same_data(loaded, digest, recipe.data.train)
         model = loaded.model()
         model.check_features(data.dataset.dim, recipe.data.train)
-        run.write_recipe(job.recipe_text)  # only now: a resume that is refused changes nothing
         run.truncate_after(loaded.metadata.epoch)
     if resume and (loaded is not None or read_restart() is not None):
         run.record(resume_event(loaded, run, comm))
     run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
     trainer = assemble_trainer(job, model.to(job.device), data, digest, checkpoints, loaded)
+    # Only now: a resume that is refused changes nothing.
+    run.write_recipe(dump_recipe(recipe.model_copy(update={"precision": trainer.precision})))
     trainer.baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, comm)
     run.record(start_row(trainer, data))
     progress, epochs = trainer.progress, trainer.schedule.max_epochs

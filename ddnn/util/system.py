@@ -7,7 +7,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddnn.util.errors import UserError
 from ddnn.util.text import plural
@@ -27,6 +27,22 @@ def cpu_name() -> str:
     lines = _lines(ROOT / "proc/cpuinfo")
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.machine()
+
+
+class Processor(NamedTuple):
+    """The first processor by /proc/cpuinfo; empty or 0 where that does not name something, as on ARM."""
+
+    vendor: str  # GenuineIntel, AuthenticAMD
+    family: int
+    model: int
+    flags: frozenset[str]
+
+
+def processor(root: Path = ROOT) -> Processor:
+    lines = [line.partition(":") for line in _lines(root / "proc/cpuinfo")]
+    fields = {name.strip(): value.strip() for name, _, value in reversed(lines)}  # the first processor's remain
+    family, model = (int(text) if (text := fields.get(name, "")).isdecimal() else 0 for name in ("cpu family", "model"))
+    return Processor(fields.get("vendor_id", ""), family, model, frozenset(fields.get("flags", "").split()))
 
 
 def device_name(device: str) -> str:
