@@ -15,16 +15,14 @@ from ddnn.util.text import plural
 
 @dataclass(frozen=True)
 class Metric:
-    """A result of a run, in percent: frame accuracy on the cross-validation set or a test set, word error rate, or the
-    share of the runs that diverged."""
+    """A result of a run, in percent: frame accuracy on the cross-validation set or a test set, or word error rate."""
 
-    kind: Literal["cv", "frames", "words", "diverged"]
+    kind: Literal["cv", "frames", "words"]
     name: str = ""  # of the test set, or of test set and graph
 
     @property
     def label(self) -> str:
-        named = {"cv": "CV frame accuracy", "frames": f"{self.name} frame accuracy", "words": f"{self.name} WER"}
-        return named.get(self.kind, "runs that diverged")
+        return {"cv": "CV frame accuracy", "frames": f"{self.name} frame accuracy"}.get(self.kind, f"{self.name} WER")
 
     @property
     def title(self) -> str:
@@ -32,14 +30,10 @@ class Metric:
 
     @property
     def lower_is_better(self) -> bool:
-        return self.kind in ("words", "diverged")
+        return self.kind == "words"
 
     def value(self, record: RunRecord) -> float | None:
         """In percent; None where the run does not have it."""
-        if self.kind == "diverged":
-            return 0.0 if record.failed is None else 100.0
-        if record.failed is not None:
-            return None
         if self.kind == "words":
             return record.wers[self.name].wer if self.name in record.wers else None
         metrics = record.cv if self.kind == "cv" else record.tests.get(self.name)
@@ -48,8 +42,8 @@ class Metric:
 
 @dataclass(frozen=True)
 class Cell:
-    """The runs of a condition (as of the table) with a number of workers, by seed, including those that diverged; and
-    how many are expected."""
+    """The runs of a condition (as of the table) with a number of workers, by seed, including those that failed, that
+    is, did not train; and how many are expected."""
 
     condition: Condition
     workers: int
@@ -58,22 +52,26 @@ class Cell:
 
     @property
     def valid(self) -> tuple[RunRecord, ...]:
-        return tuple(run for run in self.runs if run.failed is None)
+        return tuple(run for run in self.runs if run.failure is None)
 
     @property
-    def num_diverged(self) -> int:
-        return len(self.runs) - len(self.valid)
+    def failed(self) -> tuple[RunRecord, ...]:
+        return tuple(run for run in self.runs if run.failure is not None)
+
+    @property
+    def num_failed(self) -> int:
+        return len(self.failed)
 
     @property
     def title(self) -> str:
         return f"{self.condition.label}, {plural(self.workers, 'worker')}"
 
     def values(self, metric: Metric) -> dict[int, float]:
-        """Seed -> percent, of the runs that have it."""
-        return {run.seed: value for run in self.runs if (value := metric.value(run)) is not None}
+        """Seed -> percent, of the runs that trained and have it."""
+        return {run.seed: value for run in self.valid if (value := metric.value(run)) is not None}
 
     def to_dict(self) -> dict[str, object]:
-        runs = {"runs": len(self.runs), "diverged": self.num_diverged}
+        runs = {"runs": len(self.runs), "failed": self.num_failed}
         return {"condition": self.condition.name, "workers": self.workers, **runs}
 
 
@@ -99,7 +97,7 @@ def table_cells(
 
 def metrics_of(config: ReproduceConfig, records: Iterable[RunRecord]) -> list[Metric]:
     """What these runs have: CV, then frame accuracies, then word error rates, in the order of the tests."""
-    runs = [run for run in records if run.failed is None]
+    runs = [run for run in records if run.failure is None]
     order = [name for test in config.tests for name in (test.name, *(f"{test.name} {graph}" for graph in test.graphs))]
     frames = {Metric("frames", name) for run in runs for name in run.tests}
     words = {Metric("words", name) for run in runs for name in run.wers}
@@ -118,7 +116,7 @@ def main_accuracy(metrics: Sequence[Metric]) -> Metric | None:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """T(1) / T(workers) of a condition: measured on machines of one kind; predicted by the scaling model
+    """T(1) / T(workers) of a condition: measured, between runs that compare; predicted by the scaling model
     (docs/scaling.md) from times of runs in which no two workers shared a core; or the paper's."""
 
     condition: str
@@ -131,10 +129,10 @@ class SpeedUp:
 def speed_ups(
     conditions: Iterable[Condition], workers: Sequence[int], records: Mapping[str, RunRecord]
 ) -> list[SpeedUp]:
-    """Of all conditions with figures: the paper's, those measured, and the model's for the other sizes. Only runs on
-    one kind of machine are compared: on the kind that has most of a condition's sizes."""
+    """Of all conditions with figures: the paper's, those measured, and the model's for the other sizes. Only runs of
+    one group of `_fastest_epochs` are compared: of the group that has most of a condition's sizes."""
     result: list[SpeedUp] = []
-    machines = _fastest_epochs(records)
+    groups = _fastest_epochs(records)
     for condition in conditions:
         name, label = condition.name, condition.label
         published = paper().published_speed_ups.get(name, {})
@@ -142,7 +140,7 @@ def speed_ups(
         sizes = [n for n in workers if n > 1]
         compared = [
             (epochs[BASE, 1], {n: epochs[name, n] for n in sizes if (name, n) in epochs})
-            for _, epochs in machines
+            for epochs in groups
             if (BASE, 1) in epochs
         ]
         if not compared:
@@ -155,15 +153,19 @@ def speed_ups(
     return result
 
 
-def _fastest_epochs(records: Mapping[str, RunRecord]) -> list[tuple[str, dict[tuple[str, int], MeasuredEpoch]]]:
-    """For each kind of machine the epochs by condition and workers, of runs in which every worker had a core of its
-    own. The fastest of each: the others may have shared the machine with other work."""
-    found: dict[str, dict[tuple[str, int], MeasuredEpoch]] = {}
+def _fastest_epochs(records: Mapping[str, RunRecord]) -> list[dict[tuple[str, int], MeasuredEpoch]]:
+    """For each kind of machine, precision, optimizer, network, minibatch size and training set the epochs by condition
+    and workers, of runs that trained, and in which every worker had a core of its own. The fastest of each: the others
+    may have shared the machine with other work."""
+    found: dict[tuple[str, ...], dict[tuple[str, int], MeasuredEpoch]] = {}
     for record in records.values():
-        if record.measured is not None and record.time is not None and record.time.cores >= record.workers:
-            epochs, cell = found.setdefault(record.machine.split(",")[0], {}), (record.condition, record.workers)
-            epochs[cell] = min(epochs.get(cell, record.measured), record.measured, key=lambda epoch: epoch.seconds)
-    return sorted(found.items())
+        epoch, cell = record.measured, (record.condition, record.workers)
+        if epoch and record.time and record.time.cores >= record.workers and record.failure is None:
+            shared = (epoch.num_parameters, epoch.flop_per_frame, epoch.minibatch_size)
+            key = (record.kind_of_machine, record.precision, record.optimizer, record.train_digest, *map(str, shared))
+            epochs = found.setdefault(key, {})
+            epochs[cell] = min(epochs.get(cell, epoch), epoch, key=lambda other: other.seconds)
+    return [epochs for _, epochs in sorted(found.items())]
 
 
 def _predicted(sizes: Sequence[int], single: MeasuredEpoch, several: Mapping[int, MeasuredEpoch]) -> dict[int, float]:

@@ -37,8 +37,8 @@ Word = Literal[
     "contradicted",
     "inconclusive",
     "not tested",
+    "not comparable",
 ]
-DIVERGED = Metric("diverged")
 SIGNIFICANT: tuple[Word, ...] = ("confirmed", "contradicted")  # by a metric whose interval does not contain 0
 
 
@@ -121,6 +121,8 @@ class Verdict:
 
     @property
     def text(self) -> str:
+        if self.word == "not comparable":
+            return f"{self.word}: {self.why}"
         return f"{self.word} ({self.why})" if self.why else self.word
 
 
@@ -160,6 +162,11 @@ class HypothesisResult:
     results: tuple[MetricResult, ...]
     verdict: Verdict
     differing_dbn_seeds: tuple[int, ...]  # of which both runs began with RBMs, but with different ones
+    mixed: tuple[str, ...]  # kinds of machine and precisions, where the runs have several, in words
+
+    @property
+    def was_tested(self) -> bool:
+        return self.verdict.word not in ("not tested", "not comparable")
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -170,6 +177,7 @@ class HypothesisResult:
             "expected_worse": self.worse.to_dict(),
             "verdict": self.verdict.word,
             "why": self.verdict.why,
+            "mixed": list(self.mixed),
             "metrics": [result.to_dict() for result in self.results],
         }
 
@@ -179,29 +187,49 @@ def compare(
 ) -> HypothesisResult:
     """One hypothesis by everything that was measured: confirmed where the frame accuracy of the first test set with
     alignments or a word error rate confirms it and none contradicts it. Where the cross-validation set says the
-    opposite, the verdict mentions it. Figures are of the seeds of which neither run diverged. Divergence is one more
-    metric, by seed as frame accuracy is; where its interval contains 0 it does not count: a single diverged run gives
-    no direction."""
+    opposite, the verdict mentions it. Figures are of the seeds of which neither run failed. Where all runs of a side
+    failed there is nothing to compare; the verdict then says which hypotheses were tested instead."""
+    sides = hypothesis.expected_better, hypothesis.expected_worse
     better, worse = (
         find_cell(config, records, table.condition(name), config.max_workers if size == "max" else size)
-        for name, size in (hypothesis.expected_better, hypothesis.expected_worse)
+        for name, size in sides
     )
-    metrics = metrics_of(config, [*better.runs, *worse.runs])
-    main = main_accuracy(metrics)
-    diverged = [cell for cell in (better, worse) if cell.num_diverged]
     given = _untested(better, worse)
-    results = tuple(_compare_by(m, better, worse, given) for m in (*metrics, *([DIVERGED] if diverged else [])))
+    comparable = given is None or given.word != "not comparable"
+    metrics = metrics_of(config, [*better.runs, *worse.runs]) if comparable else []
+    main = main_accuracy(metrics)
+    results = tuple(_compare_by(metric, better, worse, given) for metric in metrics)
     counting = [result for result in results if result.metric == main or result.metric.kind == "words"]
-    counting += [result for result in results if result.metric == DIVERGED and result.verdict.word in SIGNIFICANT]
     verdict = given or overall_verdict(counting)
     contrary = [r.metric.label for r in results if {r.verdict.word, verdict.word} == set(SIGNIFICANT)]
     why = [verdict.why] if verdict.why else []
     why += [f"not by {', '.join(contrary)}"] if contrary else []
-    if not given:
-        why += [f"{cell.num_diverged} of {plural(len(cell.runs), 'run')} of {cell.title} diverged" for cell in diverged]
-    dbns = {run.seed: run.dbn for run in better.runs if run.dbn}
-    differing = tuple(run.seed for run in worse.runs if run.dbn and dbns.get(run.seed, run.dbn) != run.dbn)
-    return HypothesisResult(table, hypothesis, better, worse, results, replace(verdict, why="; ".join(why)), differing)
+    if comparable:
+        why += [_failed_seeds(cell) for cell in (better, worse) if cell.failed]
+    else:
+        failed = {side for side, cell in zip(sides, (better, worse), strict=True) if not cell.valid}
+        others = [compare(config, table, h, records) for h in table.hypotheses if h.instead_of in failed]
+        why += [f"tested instead: {h.hypothesis.statement} ({h.verdict.word})" for h in others if h.was_tested]
+    dbns = {run.seed: run.dbn for run in better.valid if run.dbn}
+    differing = tuple(run.seed for run in worse.valid if run.dbn and dbns.get(run.seed, run.dbn) != run.dbn)
+    verdict = replace(verdict, why="; ".join(why))
+    return HypothesisResult(
+        table, hypothesis, better, worse, results, verdict, differing, _mixed([*better.valid, *worse.valid])
+    )
+
+
+def _failed_seeds(cell: Cell) -> str:
+    seeds = ", ".join(str(run.seed) for run in cell.failed)
+    return f"{len(cell.failed)} of {plural(len(cell.runs), 'run')} of {cell.title} failed: seed {seeds}"
+
+
+def _mixed(runs: Sequence[RunRecord]) -> tuple[str, ...]:
+    """What figures that are compared do not share, as far as it is known: RBMs differ by machine, sums by precision."""
+    kinds = {
+        "on different kinds of machine": {run.kind_of_machine for run in runs if run.machine},
+        "in different precisions": {run.precision for run in runs if run.precision},
+    }
+    return tuple(f"{name}: {', '.join(sorted(found))}" for name, found in kinds.items() if len(found) > 1)
 
 
 def overall_verdict(results: Sequence[MetricResult]) -> Verdict:
@@ -222,7 +250,14 @@ def _untested(better: Cell, worse: Cell) -> Verdict | None:
     for cell in (better, worse):
         if not cell.runs:
             return Verdict("not tested", f"no runs of: {cell.title}")
-    return None
+    failed = "; ".join(_untrained(cell) for cell in (better, worse) if not cell.valid)
+    return Verdict("not comparable", failed) if failed else None
+
+
+def _untrained(cell: Cell) -> str:
+    first, runs = cell.failed[0], plural(len(cell.runs), "run")
+    setting = f"{cell.condition.label} on {plural(cell.workers, 'worker')}"
+    return f"{setting} did not train ({len(cell.failed)} of {runs}; seed {first.seed}: {(first.failure or '')[:200]})"
 
 
 def _compare_by(metric: Metric, better: Cell, worse: Cell, given: Verdict | None) -> MetricResult:

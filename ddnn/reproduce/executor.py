@@ -30,6 +30,7 @@ from ddnn.util.errors import DivergedError, UserError
 from ddnn.util.files import ensure_directory, write_text
 from ddnn.util.process import ProcessGroup, signal_name
 from ddnn.util.system import usable_cores
+from ddnn.util.text import plural
 
 GRACE = 300.0  # seconds that a training has for its checkpoint
 EVALUATION = "evaluation"  # folder in a run dir while it is evaluated: the task, log-likelihoods, the record
@@ -180,18 +181,19 @@ class LocalExecutor:
         says counts, and without one it is unknown."""
         if record.time is None:
             return record
-        machine, cores, dbn = "", 0, ""
+        machine, cores, dbn = record.machine if record.precision else "", 0, ""  # a start row says both
         job, before = read_job(self.layout.run_dir(run)), self.layout.records / f"{record.name}.json"
         if (from_scratch or job) and run.dbn_digest and (file := self.layout.dbn_dir(run) / DBN).is_file():
             dbn = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         if job is not None:
-            machine, cores = f"Slurm, {job.nodes} node{'s' * (job.nodes > 1)}", job.workers  # a core or GPU for each
+            nodes = f"Slurm, {plural(job.nodes, 'node')}"
+            machine, cores = f"{machine}, {nodes}" if machine else nodes, job.workers  # a core or GPU for each
         elif from_scratch:
             machine, cores = record.machine, usable_cores()
         elif before.is_file():
             earlier = read_record(before)
             if earlier.recipe == record.recipe and earlier.time and earlier.time.seconds == record.time.seconds:
-                machine, cores, dbn = earlier.machine, earlier.time.cores, earlier.dbn
+                machine, cores, dbn = machine or earlier.machine, earlier.time.cores, earlier.dbn
         spent = record.time.model_copy(update={"cores": cores})
         return record.model_copy(update={"machine": machine, "dbn": dbn, "time": spent})
 
@@ -214,8 +216,8 @@ def new_record(run: PlannedRun, arguments: Sequence[str], diverged: str | None) 
 
 
 def summarize(record: RunRecord) -> str:
-    if record.failed is not None:
-        return record.failed
+    if record.failure is not None:
+        return f"did not train: {record.failure}"
     parts = [] if record.cv is None else [f"CV frame accuracy {100 * record.cv.frame_accuracy:.2f} %"]
     parts += [f"{name} {100 * metrics.frame_accuracy:.2f} %" for name, metrics in record.tests.items()]
     parts += [f"WER {name} {words.wer:.2f} %" for name, words in record.wers.items()]

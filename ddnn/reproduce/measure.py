@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import fmean
 
 from ddnn.report.measured import read_measured
+from ddnn.report.runs import read_run
 from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors, write_record
 from ddnn.reproduce.tables import FrozenModel, TestSet, test_digest
-from ddnn.training.metrics import EpochRow, Metrics, read_metrics
-from ddnn.training.run_status import METRICS
+from ddnn.training.metrics import EpochRow, Metrics
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.system import device_name
@@ -63,14 +63,16 @@ def main(folder: Path) -> int:
 
 
 def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
-    """The record of a finished training, as if it had been trained on this machine; but `time.cores` is 0: unknown.
-    UserError where a test set is damaged or does not fit the model. Log-likelihoods are in `scratch` meanwhile."""
+    """The record of a finished training, as if it had been trained on this machine where its metrics do not say on
+    which; `time.cores` is 0: unknown. UserError where a test set is damaged or does not fit the model. Log-likelihoods
+    are in `scratch` meanwhile."""
     import torch
 
     from ddnn.training.evaluation import evaluate_run as evaluate
 
     torch.set_num_threads(1)
-    run_dir, metrics = task.run_dir, read_metrics(task.run_dir / METRICS)
+    run_dir, run = task.run_dir, read_run(task.run_dir)
+    metrics = run.metrics
     tests: dict[str, FrameMetrics] = {}
     wers: dict[str, WordErrors] = {}
     for test in task.tests:
@@ -81,27 +83,45 @@ def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
     measured_epoch = None
     with suppress(UserError):  # the metrics may not say what the scaling model starts from
         measured_epoch = MeasuredEpoch.of(read_measured(run_dir)[0])
+    initial = next((row for row in metrics.cv if row.epoch == 0), None)
     epochs = [row for row in metrics.cv if row.epoch > 0]
-    accepted = [row for row in epochs if row.accepted]
+    accepted = [row for row in metrics.cv if row.accepted]  # without an accepted epoch the initial network is final
     return task.record.model_copy(
         update={
             "test_digest": test_digest(task.tests),
             "epochs": len(epochs),
             "cv": _frame_metrics(accepted[-1]) if accepted else None,
             "cv_by_epoch": tuple(map(_frame_metrics, epochs)),
+            "initial_cv": _frame_metrics(initial),
+            "baseline": _baseline(metrics),
             "tests": tests,
             "wers": wers,
             "time": time_breakdown(metrics),
             "measured": measured_epoch,
-            "machine": device_name(task.device),
+            "machine": _joined(row.machine for row in metrics.starts) or device_name(task.device),
+            "precision": _joined(row.precision for row in metrics.starts),
+            "optimizer": run.recipe.optimizer.name if run.recipe is not None else "",
+            "train_digest": _joined(row.train_digest for row in metrics.starts),
             "date": time.strftime("%Y-%m-%d"),
             "version": f"ddnn {version('ddnn')}, torch {torch.__version__}",
         }
     )
 
 
-def _frame_metrics(row: EpochRow) -> FrameMetrics | None:
-    if row.loss is None or row.frame_accuracy is None:
+def _joined(values: Iterable[str]) -> str:
+    """Those of the starts of a training; several where one found another value than the one before."""
+    return "; ".join(dict.fromkeys(values))
+
+
+def _baseline(metrics: Metrics) -> FrameMetrics | None:
+    for row in metrics.starts:  # each finds the same
+        if row.baseline_loss is not None and row.baseline_frame_accuracy is not None:
+            return FrameMetrics(loss=row.baseline_loss, frame_accuracy=row.baseline_frame_accuracy)
+    return None
+
+
+def _frame_metrics(row: EpochRow | None) -> FrameMetrics | None:
+    if row is None or row.loss is None or row.frame_accuracy is None:
         return None
     return FrameMetrics(loss=row.loss, frame_accuracy=row.frame_accuracy)
 

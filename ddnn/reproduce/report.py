@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import nan
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ddnn.report.figures import legend_below, legend_height, log2_axes, new_figure, save, style, tidy
 from ddnn.reproduce.cells import Cell, Metric, SpeedUp, main_accuracy, metrics_of, table_cells
-from ddnn.reproduce.comparison import HypothesisResult, compare, degradations
+from ddnn.reproduce.comparison import HypothesisResult, Word, compare, degradations
 from ddnn.reproduce.runs import RunRecord, TimeBreakdown
 from ddnn.reproduce.tables import ReproduceConfig, Table, paper
 from ddnn.util.files import ensure_directory, read_bytes_limited, write_text
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 16 << 20  # of a plot
 NONE = "-"  # where there is no figure
 AIM = 0.1  # percentage points of frame accuracy that many workers may lose
+FAILED = " Runs that failed are not shown."
 WIDTH = 11.0
 OFFSET = 0.14  # distance of series beside each other, in conditions; along workers, in octaves
 _KINDS = {
@@ -98,6 +100,7 @@ def build_report(
         section = _section(config, table, own, speeds)
         sections.append({**section, "hypotheses": [result for result in hypotheses if result.table is table]})
     metric, losses = degradations(config, cells.values(), records)
+    verdicts = Counter(result.verdict.word for result in hypotheses)
     context = {
         "title": f"{config.name}: the paper's tables, reproduced",
         "config": config,
@@ -105,15 +108,18 @@ def build_report(
         "missing": missing,
         "command": command,
         "hypotheses": hypotheses,
+        "verdicts": {word: verdicts[word] for word in get_args(Word) if verdicts[word]},
         "sections": sections,
         "metrics": metrics_of(config, records.values()),
         "degradation_metric": metric,
         "degradations": losses,
+        "failed_cells": [cell for cell in cells.values() if cell.failed],
         "aim": AIM,
         "runs": sorted(records.values(), key=lambda record: (record.condition, record.workers, record.seed)),
     }
     summary = {
         "hypotheses": [result.to_dict() for result in hypotheses],
+        "verdicts": context["verdicts"],
         "degradations": [loss.to_dict() for loss in losses],
         "speed_ups": [vars(speed) for speed in speed_ups],
     }
@@ -152,13 +158,17 @@ def _pictures(
         what = " and ".join(metric.label for metric in panels)
         caption = f"{what}: the mean over the seeds, each seed as a dot, a bar from the lowest to the highest. "
         caption += "Points that would cover each other are moved aside."
+        caption += FAILED if any(cell.failed for cell in cells) else ""
         draw = partial(draw_accuracies, title, cells, panels)
         pictures.append(Picture(f"{table.name}.png", f"Plot, {title}: {what}", caption, draw))
     ends = [cell for cell in cells if cell.workers in (1, config.max_workers)]
     if table.kind == "accuracy" and any(run.cv_by_epoch for cell in ends for run in cell.valid):
-        caption = "Frame accuracy on the cross-validation set after each epoch: the mean over the seeds and their range"
+        caption = (
+            "Frame accuracy on the cross-validation set after each epoch: the mean over the seeds and their range."
+        )
+        caption += FAILED if any(cell.failed for cell in ends) else ""
         draw = partial(draw_learning, title, ends)
-        pictures.append(Picture(f"{table.name}-learning.png", f"Plot, {title}: learning curves", f"{caption}.", draw))
+        pictures.append(Picture(f"{table.name}-learning.png", f"Plot, {title}: learning curves", caption, draw))
     return pictures
 
 
@@ -182,7 +192,7 @@ def draw_accuracies(title: str, cells: Sequence[Cell], metrics: Sequence[Metric]
         better = "lower" if metric.lower_is_better else "higher"
         x_label = "workers" if by_size else f"condition, {series[0]}" if len(series) == 1 else "condition"
         tidy(axes, f"{_escape(metric.label)}: {better} is better", x_label, _escape(metric.title))
-        if any(cell.num_diverged for cell in cells):
+        if any(cell.failed for cell in cells):
             low, high = axes.get_ylim()
             axes.set_ylim(low - 0.3 * (high - low), high)  # room for the text
         if by_size:
@@ -201,7 +211,7 @@ def draw_accuracies(title: str, cells: Sequence[Cell], metrics: Sequence[Metric]
 
 def _offsets(positions: Sequence[object], cells: Sequence[Cell], metric: Metric) -> list[float]:
     """How far each cell's points are moved aside, so that all at one position are visible."""
-    shown = [bool(cell.values(metric) or cell.num_diverged) for cell in cells]
+    shown = [bool(cell.values(metric) or cell.failed) for cell in cells]
     offsets = []
     for number, position in enumerate(positions):
         beside = [other for other, its in enumerate(positions) if its == position and shown[other]]
@@ -213,7 +223,7 @@ def _offsets(positions: Sequence[object], cells: Sequence[Cell], metric: Metric)
 def _draw_series(
     axes: Axes, points: Sequence[tuple[Cell, float]], metric: Metric, number: int, name: str, joined: bool
 ) -> None:
-    """One series, and below it how many of its runs diverged. A line ends where runs are missing."""
+    """One series, and below it how many of its runs failed. A line ends where runs are missing."""
     color, marker, _ = style(number)
     values = [(x, list(cell.values(metric).values())) for cell, x in points]
     xs, means = [x for x, _ in values], [fmean(v) if v else nan for _, v in values]
@@ -234,8 +244,8 @@ def _draw_series(
     axes.plot([x for x, _ in dots], [y for _, y in dots], linestyle="none", marker="o", markersize=3.5, color="black",
               markeredgecolor="white", markeredgewidth=0.5, zorder=3)  # fmt: skip
     for cell, x in points:
-        if cell.num_diverged:
-            axes.text(x, 0.02, f"{cell.num_diverged} diverged", transform=axes.get_xaxis_transform(), rotation=90,
+        if cell.failed:
+            axes.text(x, 0.02, f"{len(cell.failed)} failed", transform=axes.get_xaxis_transform(), rotation=90,
                       ha="center", va="bottom", fontsize=9, color=color)  # fmt: skip
 
 
@@ -255,7 +265,11 @@ def draw_learning(title: str, cells: Sequence[Cell], path: Path) -> Path:
             axes.plot(epochs, means, line, color=color, marker=marker, markersize=4, linewidth=1.5, label=name)
             lowest, highest = ([extreme(values) for _, values in points] for extreme in (min, max))
             axes.fill_between(epochs, lowest, highest, color=color, alpha=0.15, linewidth=0)
-        tidy(axes, plural(size, "worker"), "epoch", "CV frame accuracy (%)" if size == sizes[0] else "")
+        failed = [
+            f"{c.condition.label} ({c.num_failed} of {len(c.runs)})" for c in cells if c.workers == size and c.failed
+        ]
+        name = _escape(plural(size, "worker") + (f"; failed: {', '.join(failed)}" if failed else ""))
+        tidy(axes, name, "epoch", "CV frame accuracy (%)" if size == sizes[0] else "")
         axes.locator_params(axis="x", integer=True)
     figure.suptitle(f"{_escape(title)}: learning curves (mean over the seeds; band: lowest to highest)", fontsize=12)
     legend_below(figure, panels[0])

@@ -109,15 +109,20 @@ class RunRecord(FrozenModel):
     seed: Count
     recipe: str  # SHA-256 of what its recipe says, resolved, without paths; another recipe: another run
     test_digest: str = ""  # SHA-256 of what the model was tested on; other tests: it is evaluated again
-    failed: str | None = None  # why there is no model (the training diverged); the results are then None or empty
+    failed: str | None = None  # why there is no model: the training ended with exit code 3. Results: None or empty
     epochs: Count = 0
     cv: FrameMetrics | None = None  # the final model on the cross-validation set
     cv_by_epoch: tuple[FrameMetrics | None, ...] = ()  # the same after each epoch, from 1 on; None: not finite
+    initial_cv: FrameMetrics | None = None  # the same before training; None: unknown
+    baseline: FrameMetrics | None = None  # models that ignore their input, on the same set; None: unknown
     tests: dict[str, FrameMetrics] = Field(default={})  # test set -> the final model on it, where it has alignments
     wers: dict[str, WordErrors] = Field(default={})  # test set, or "NAME GRAPH" of several graphs -> word errors
     time: TimeBreakdown | None = None
     measured: MeasuredEpoch | None = None
     machine: str = ""  # the processor or GPU that trained it
+    precision: str = ""  # of its arithmetic; this and the next two are "" where they are unknown
+    optimizer: str = ""
+    train_digest: str = ""  # of the utterances that it was trained on
     date: str = ""  # when it was recorded
     version: str = ""  # of ddnn and torch
     command: str = ""  # that trains it
@@ -126,6 +131,27 @@ class RunRecord(FrozenModel):
     @property
     def name(self) -> str:
         return f"{self.condition}-{self.workers}-{self.seed}"
+
+    @property
+    def kind_of_machine(self) -> str:
+        """Without the number of cores; several where it was resumed on another; "": unknown."""
+        return "; ".join(sorted({machine.split(",")[0] for machine in self.machine.split("; ")}))
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run did not train, None if it did: training ended without a model, or with one that is no better on
+        the cross-validation set than the network before training, or than models that ignore their input."""
+        if self.failed is not None or self.cv is None:
+            return self.failed or ("no epoch was accepted" if self.cv_by_epoch else None)
+        loss, accuracy = self.cv.loss, self.cv.frame_accuracy
+        references = (self.initial_cv, "before training"), (self.baseline, "by the frequencies of the pdfs alone")
+        for reference, name in references:
+            if reference is not None and loss >= reference.loss:
+                return f"CV loss {loss:.4g}, {reference.loss:.4g} {name}"
+        if self.baseline is not None and accuracy <= self.baseline.frame_accuracy:
+            constant = f"{100 * self.baseline.frame_accuracy:.1f} % by always choosing the most frequent pdf"
+            return f"CV frame accuracy {100 * accuracy:.1f} %, {constant}"
+        return None
 
 
 def write_record(folder: Path, record: RunRecord) -> Path:
@@ -241,7 +267,7 @@ def _load(path: Path, subject: str, overrides: tuple[str, ...] = ()) -> Recipe:
     if not path.is_file():
         raise UserError(f"{subject} has no recipe on this corpus", location=path, hint="write it, or name other tables")
     try:
-        return load_recipe(path, overrides, trusted=False)
+        return load_recipe(path, overrides)
     except RecipeError as error:
         hint = "if data are missing, run it in the folder from which their paths lead to them; else fix the recipe"
         raise RecipeError(error.message, location=error.location, hint=error.hint or hint) from error

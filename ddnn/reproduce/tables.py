@@ -51,6 +51,7 @@ class Hypothesis(FrozenModel):
     expected_better: Side
     expected_worse: Side
     published: bool = True  # by the paper; else it is asked here only
+    instead_of: Side | None = None  # tests what others of the table ask of this side, where its runs failed
 
 
 class Table(FrozenModel):

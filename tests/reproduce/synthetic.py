@@ -72,6 +72,15 @@ def diverged(condition: str, workers: int, seed: int, why: str = "the training d
     return RunRecord(condition=condition, workers=workers, seed=seed, recipe="0" * 64, failed=why)
 
 
+BASELINE = FrameMetrics(loss=5.474, frame_accuracy=0.11)
+
+
+def collapsed(condition: str, workers: int, seed: int, loss: float = 5.1, accuracy: float = 0.083) -> RunRecord:
+    """A run that ended with a model as AN4's SGD on 16 workers did: with figures, but it learned next to nothing."""
+    cv = FrameMetrics(loss=loss, frame_accuracy=accuracy)
+    return record(condition, workers, seed, accuracy, 0.95, cv=cv, cv_by_epoch=(cv, cv), baseline=BASELINE)
+
+
 def by_name(records: Iterable[RunRecord]) -> dict[str, RunRecord]:
     """As read_records gives them."""
     return {found.name: found for found in records}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from reproduce.synthetic import SPEAKERS, WORDS, by_name, diverged, plan, record, table_records
+from collections.abc import Callable
 
-from ddnn.reproduce.cells import find_cell, main_accuracy, metrics_of, table_cells
+import pytest
+from reproduce.synthetic import SPEAKERS, WORDS, by_name, collapsed, diverged, plan, record, table_records
+
+from ddnn.reproduce.cells import Metric, find_cell, main_accuracy, metrics_of, table_cells
 from ddnn.reproduce.comparison import HypothesisResult, compare, degradations
 from ddnn.reproduce.runs import RunRecord, WordErrors
 from ddnn.reproduce.tables import Condition, Hypothesis, Table, paper
@@ -99,40 +101,64 @@ def test_what_was_not_tested_says_why() -> None:
     assert compared().verdict.text == "not tested (no runs of: the good, 16 workers)"
 
 
-def test_one_diverged_run_gives_no_direction() -> None:
-    sound = [record("good", 16, 3, 0.5), diverged("bad", 16, 3)]
+@pytest.mark.parametrize("failing", [diverged, collapsed])
+def test_a_failed_run_is_named_and_gives_no_figure(failing: Callable[[str, int, int], RunRecord]) -> None:
+    sound = [record("good", 16, 3, 0.5), failing("bad", 16, 3)]
     too_few = compared(*pairs([-1.0, -1.0], [-1]), *sound)
     assert too_few.verdict.text == (
-        "not tested (2 common seeds, expected 3 or more; 1 of 3 runs of the bad, 16 workers diverged)"
+        "not tested (2 common seeds, expected 3 or more; 1 of 3 runs of the bad, 16 workers failed: seed 3)"
     )
     assert too_few.results[1].difference == pytest.approx(-1.0) and too_few.results[1].seeds == 2
-    share = too_few.results[-1]
-    assert (share.metric.title, share.better, share.seeds) == ("runs that diverged (%)", 0.0, 3)
-    assert (
-        share.difference == pytest.approx(100.0 / 3) and share.verdict.word == "expected direction, interval contains 0"
-    )
     enough = [r for r in pairs([-1.0, -2.0, 9.0, -0.5], [-1]) if r.seed != 3]
     figures = compared(*enough, *sound)
     assert figures.verdict.text == (
-        "contradicted (by test frame accuracy, test trigram WER; 1 of 4 runs of the bad, 16 workers diverged)"
+        "contradicted (by test frame accuracy, test trigram WER; 1 of 4 runs of the bad, 16 workers failed: seed 3)"
     )
+    assert figures.worse.values(Metric("frames", "test")).keys() == {1, 2, 4}
 
 
-def test_divergence_of_as_many_seeds_as_are_tested_counts() -> None:
-    good = [record("good", 16, seed, 0.5) for seed in (1, 2, 3, 4, 5, 6)]
-    bad = [diverged("bad", 16, seed) for seed in (1, 2, 3)]
-    said = "3 of 3 runs of the bad, 16 workers diverged"
-    assert compared(*good[:3], *bad).verdict.text == f"confirmed (by runs that diverged; {said})"
-    assert compared(*good[:2], *bad[:2]).verdict.word == "not tested"
+def test_a_setting_that_did_not_train_is_compared_with_nothing() -> None:
+    good = [record("good", 16, seed, 0.5) for seed in (1, 2, 3)]
+    why = "CV frame accuracy 8.3 %, 11.0 % by always choosing the most frequent pdf"
+    bad = [collapsed("bad", 16, seed) for seed in (1, 2, 3)]
     swapped = Hypothesis(statement="bad is better", expected_better=("bad", "max"), expected_worse=("good", "max"))
-    assert compared(*good[:3], *bad, asked=swapped).verdict.text == f"contradicted (by runs that diverged; {said})"
-    both = compared(*(diverged("good", 16, seed) for seed in (1, 2, 3)), *bad)
-    assert both.verdict.text == f"not tested (no figures; 3 of 3 runs of the good, 16 workers diverged; {said})"
-    # The three that did not diverge are better than the good ones: two ways to be worse contradict each other.
-    mixed = compared(*good, *bad, *(record("bad", 16, seed, 0.55) for seed in (4, 5, 6)))
-    assert mixed.verdict.text == (
-        "inconclusive (metrics contradict each other; 3 of 6 runs of the bad, 16 workers diverged)"
+    for asked in (ASKED, swapped):
+        found = compared(*good, *bad, asked=asked)
+        assert found.verdict.text == (
+            f"not comparable: the bad on 16 workers did not train (3 of 3 runs; seed 1: {why})"
+        )
+        assert found.results == () and not found.was_tested
+    both = compared(*(diverged("good", 16, seed) for seed in (1, 2)), *bad)
+    assert both.verdict.text == (
+        "not comparable: the good on 16 workers did not train (2 of 2 runs; seed 1: the training diverged); "
+        f"the bad on 16 workers did not train (3 of 3 runs; seed 1: {why})"
     )
+
+
+def test_what_was_tested_instead_is_named() -> None:
+    corpus, table = plan(), TABLES["table6"]
+    records = table_records(corpus, [table], {"sgd": 0.03, "sgd-half": 0.02})
+    records |= by_name(collapsed("sgd", 16, seed) for seed in (1, 2, 3))
+    one, many, half = (compare(corpus, table, asked, records) for asked in table.hypotheses)
+    assert (one.verdict.word, half.verdict.word) == ("confirmed", "confirmed")
+    instead = "tested instead: NG-SGD is better than SGD at half the learning rate, on many (confirmed)"
+    assert many.verdict.word == "not comparable" and many.verdict.text.endswith(f"; {instead}")
+    records |= by_name(collapsed("sgd-half", 16, seed) for seed in (1, 2, 3))
+    assert "instead" not in compare(corpus, table, table.hypotheses[1], records).verdict.text, "neither trained"
+    records |= by_name(collapsed("base", 16, seed) for seed in (1, 2, 3))
+    assert "instead" not in compare(corpus, table, table.hypotheses[1], records).verdict.text
+
+
+def test_other_machines_and_precisions_are_named() -> None:
+    made = pairs([1.0, 2.0, 0.5])
+    kinds = ["a CPU, 2 cores", "a CPU, 4 cores", "a GPU", "a CPU, 2 cores", "", ""]
+    precisions = ["float32", "bf16", "float32", "", "", ""]
+    runs = [
+        run.model_copy(update={"machine": m, "precision": p}) for run, m, p in zip(made, kinds, precisions, strict=True)
+    ]
+    expected = ("on different kinds of machine: a CPU, a GPU", "in different precisions: bf16, float32")
+    assert compared(*runs).mixed == expected
+    assert compared(*made).mixed == ()
 
 
 def test_words_without_utterances_are_tested_over_seeds() -> None:

@@ -78,5 +78,5 @@ def test_what_a_killed_call_left_is_removed(tmp_path: Path) -> None:
     (run_dir / EVALUATION / "tmp1").mkdir(parents=True)
     (run_dir / "final.safetensors").touch()
     (error,) = executor.execute([run])
-    assert error.startswith("sgd-1-1: exit code 2: ddnn: error: the file does not exist"), "no metrics.jsonl"
+    assert error.startswith("sgd-1-1: exit code 2: ddnn: error: there is no metrics.jsonl here")
     assert not (run_dir / EVALUATION).exists()

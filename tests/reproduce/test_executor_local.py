@@ -46,7 +46,10 @@ def test_runs_are_made_judged_and_recorded_once(tmp_path: Path) -> None:
     dbn = next((out / "dbns").glob("*/dbn.safetensors"))
     for name, record in records.items():
         assert record.dbn == hashlib.sha256(dbn.read_bytes()).hexdigest()[:12]
-        assert record.failed is None and record.epochs == 2 and len(record.cv_by_epoch) == 2
+        assert record.failure is None and record.baseline is not None and record.initial_cv is not None
+        assert (record.precision, record.optimizer) == ("float32", "ng-sgd" if record.condition == "base" else "sgd")
+        assert len(record.train_digest) > 10 and record.machine
+        assert record.epochs == 2 and len(record.cv_by_epoch) == 2
         assert record.cv is not None and record.cv == record.cv_by_epoch[-1]
         assert record.tests["test"].frame_accuracy > 0.3
         words = record.wers["test loop"]
@@ -71,7 +74,8 @@ def test_what_was_trained_before_a_break_is_only_judged(tmp_path: Path) -> None:
     assert (run_dir / "final.safetensors").stat().st_ino == before.st_ino
     again = read_records(out / "records")
     assert again["sgd-1-1"] == first, "its record said where it was trained, and from what"
-    assert again["base-1-1"].time is not None and again["base-1-1"].time.cores == 0 and not again["base-1-1"].machine
+    assert again["base-1-1"].time is not None and again["base-1-1"].time.cores == 0
+    assert again["base-1-1"].machine == first.machine, "its metrics say where it was trained"
 
 
 def test_a_stack_that_fails_fails_once_for_all_its_runs(tmp_path: Path) -> None:

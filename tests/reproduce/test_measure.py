@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from report_runs import epoch_row, rows_of, write_run
-from reproduce.synthetic import by_name, record
+from reproduce.synthetic import by_name, collapsed, diverged, record
 
 from ddnn.report.scaling import Job, Measurement, Way
 from ddnn.reproduce.cells import speed_ups
 from ddnn.reproduce.measure import EvaluationTask, evaluate_run, speaker_numbers
-from ddnn.reproduce.runs import MeasuredEpoch, RunRecord
+from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord
 from ddnn.reproduce.tables import Condition
 from ddnn.util.errors import DataError
 
@@ -78,6 +78,78 @@ def test_the_cv_figure_of_a_record_is_that_of_the_last_accepted_epoch(tmp_path: 
     expected = epoch_row(2, "cv")
     assert found.cv is not None and found.epochs == 3
     assert (found.cv.loss, found.cv.frame_accuracy) == (expected["loss"], expected["frame_accuracy"])
+
+
+def test_a_record_says_what_the_metrics_say_of_the_training(tmp_path: Path) -> None:
+    """Baseline, initial figures, precision and machine; a training without an accepted epoch has its initial network."""
+    start = {
+        "type": "start", "epoch": 0, "date": "2026-01-01", "command": "c", "version": "v", "host": "h",
+        "machine": "a CPU, 2 cores", "precision": "float32", "world_size": 1, "learning_rate_scale": 1.0,
+        "train_frames": 9, "cv_frames": 9, "train_digest": "aa", "cv_digest": "bb",
+        "baseline_loss": 1.5, "baseline_frame_accuracy": 0.25,
+    }  # fmt: skip
+    resumed = {**start, "epoch": 1, "machine": "another, 4 cores"}
+    initial = epoch_row(0, "cv") | {"loss": 2.5, "frame_accuracy": 0.125}
+    rows = [r for r in rows_of(1, epochs=2) if (r.get("epoch"), r.get("split")) != (0, "cv")]
+    made = {}
+    for name, accepted in (("trained", True), ("rejected", False)):
+        own = [r | {"accepted": accepted} if r["type"] == "epoch" else r for r in rows]
+        run_dir = write_run(tmp_path / name, [start, initial, *own, resumed])
+        task = EvaluationTask(record=record("base", 1, 1, 0.6), run_dir=run_dir, tests=(), device="cpu")
+        made[name] = evaluate_run(task, tmp_path)
+    found = made["trained"]
+    assert found.baseline == FrameMetrics(loss=1.5, frame_accuracy=0.25)
+    assert found.initial_cv == FrameMetrics(loss=2.5, frame_accuracy=0.125) == made["rejected"].cv
+    assert (found.machine, found.kind_of_machine) == ("a CPU, 2 cores; another, 4 cores", "a CPU; another")
+    assert (found.precision, found.train_digest) == ("float32", "aa")
+    assert made["rejected"].failure == "CV loss 2.5, 2.5 before training"
+
+
+@pytest.mark.parametrize(
+    ("loss", "accuracy", "initial", "why"),
+    [
+        (5.1, 0.083, None, "CV frame accuracy 8.3 %, 11.0 % by always choosing the most frequent pdf"),
+        (5.1, 0.11, None, "CV frame accuracy 11.0 %, 11.0 % by always choosing the most frequent pdf"),
+        (5.1, 0.12, None, None),
+        (5.474, 0.12, None, "CV loss 5.474, 5.474 by the frequencies of the pdfs alone"),
+        (2e31, 0.12, None, "CV loss 2e+31, 5.474 by the frequencies of the pdfs alone"),
+        (5.1, 0.12, 5.1, "CV loss 5.1, 5.1 before training"),
+        (5.1, 0.12, 5.2, None),
+    ],
+)
+def test_when_a_run_did_not_train(loss: float, accuracy: float, initial: float | None, why: str | None) -> None:
+    before = None if initial is None else FrameMetrics(loss=initial, frame_accuracy=0.5)
+    run = collapsed("sgd", 16, 1, loss, accuracy).model_copy(update={"initial_cv": before})
+    assert run.failure == why
+    assert run.model_copy(update={"baseline": None, "initial_cv": None}).failure is None, "unknown is not failed"
+
+
+def test_a_run_that_ended_without_a_model_failed_for_its_reason() -> None:
+    assert diverged("sgd", 16, 1, "it learned nothing").failure == "it learned nothing"
+    nothing = record("sgd", 16, 1, 0.5, cv=None)
+    assert nothing.failure == "no epoch was accepted"
+
+
+@pytest.mark.parametrize(
+    "other", [{"precision": "bf16"}, {"optimizer": "sgd"}, {"train_digest": "another"}, {"machine": "b, 2 cores"}]
+)
+def test_a_speed_up_is_between_runs_that_share_all_but_the_workers(other: dict[str, str]) -> None:
+    alike = {"precision": "float32", "optimizer": "ng-sgd", "train_digest": "aa", "machine": "a, 2 cores"}
+    one, two = (run(n, 1, 10.0 / n, "").model_copy(update=alike) for n in (1, 2))
+    assert measured(one, two) == {1: 1.0, 2: pytest.approx(2.0)}
+    assert measured(one, two.model_copy(update=other)) == {1: 1.0}
+
+
+@pytest.mark.parametrize("field", ["num_parameters", "minibatch_size", "flop_per_frame"])
+def test_a_speed_up_is_between_runs_of_one_network_and_minibatch(field: str) -> None:
+    one, two = run(1, 1, 10.0, "a"), run(2, 1, 5.0, "a")
+    changed = epoch(2, 5.0).model_copy(update={field: 2 * getattr(epoch(2, 5.0), field)})
+    assert measured(one, two.model_copy(update={"measured": changed})) == {1: 1.0}
+
+
+def test_a_run_that_did_not_train_has_no_speed_up() -> None:
+    failed = collapsed("base", 2, 1).model_copy(update={"measured": epoch(2, 1.0), "machine": "a"})
+    assert measured(run(1, 1, 10.0, "a"), failed) == {1: 1.0}
 
 
 def test_speakers_are_numbered_in_the_order_of_the_utterances(tmp_path: Path) -> None:

@@ -27,6 +27,20 @@ def differences(found: Any, expected: Any, where: str = "") -> list[str]:
     return [] if equal else [f"{where}: {found} found, expected {expected}"]
 
 
+def test_the_recorded_runs_that_did_not_train() -> None:
+    """SGD, and 1024 frames in a minibatch, both on 16 workers, and no others; nothing is concluded from them."""
+    records = read_records(RESULTS / "an4" / "records") | read_records(RESULTS / "an4-reduce" / "records")
+    assert all(record.baseline is not None for record in records.values())
+    failed = {f"{name}-16-{seed}" for name in ("sgd", "minibatch-1024") for seed in (1, 2, 3)}
+    assert {name for name, record in records.items() if record.failure is not None} == failed
+    results = json.loads((RESULTS / "an4.json").read_text())["hypotheses"]
+    incomparable = {(found["table"], found["statement"]) for found in results if found["verdict"] == "not comparable"}
+    expected = {("table4", "1024 is better than 256, on many"), ("table6", "NG-SGD is better than SGD, on many")}
+    assert incomparable == expected
+    points = [metric["difference"] for found in results for metric in found["metrics"]]
+    assert len(points) == 4 * 13 and max(map(abs, points)) < 20.0
+
+
 @pytest.mark.parametrize("name", ["an4", "an4-reduce"])
 def test_recorded_figures(name: str) -> None:
     expected = json.loads((RESULTS / f"{name}.json").read_text())

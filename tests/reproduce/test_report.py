@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
-from reproduce.synthetic import by_name, diverged, plan, record, table_records
+from reproduce.synthetic import by_name, collapsed, diverged, plan, record, table_records
 
 from ddnn.reproduce.cells import SpeedUp
-from ddnn.reproduce.report import Picture, build_report
+from ddnn.reproduce.report import Picture, Report, build_report
 from ddnn.reproduce.tables import paper
 from ddnn.util.text import environment
 
@@ -117,11 +117,12 @@ def test_report_of_a_table(tmp_path: Path) -> None:
     text = files[0].read_text()
     for piece in (
         "NG-SGD is better than SGD, on many | SWB +1.2, CH +1.3 (16 GPUs)",
-        "not tested (2 common seeds, expected 3 or more; 1 of 3 runs of SGD, 16 workers diverged)",
-        "| runs that diverged (%) | 0.00 | 33.33 | +33.33 | +0.00 to +100.00 |",
+        "not tested (2 common seeds, expected 3 or more; 1 of 3 runs of SGD, 16 workers failed: seed 3)",
+        "Verdicts: 1 confirmed; 2 not tested.",
         "1 run of this table is missing",
         "| SGD at half the learning rate † | 16 | 2 of 3 |",
-        "| 3, 1 diverged |",
+        "| 3, 1 failed |",
+        "of which 1 failed, 16 of unknown baseline",
         "| SGD | 16 | 16.3 | 28.3 |",
         "(an.4/table6.png)",
         "ddnn reproduce table6",
@@ -134,6 +135,30 @@ def test_report_of_a_table(tmp_path: Path) -> None:
     summary = json.loads(json.dumps(found.summary, allow_nan=False))
     assert [c["verdict"] for c in summary["hypotheses"]][:2] == ["confirmed", "not tested"]
     assert summary["hypotheses"][0]["metrics"][1]["interval"][0] > 0.0
+
+
+def test_what_did_not_train_has_no_figures_in_the_report(tmp_path: Path) -> None:
+    corpus, table = plan(), TABLES["table6"]
+    records = table_records(corpus, [table], {"sgd": 0.03, "sgd-half": 0.001})
+    records |= by_name([collapsed("sgd", 16, seed) for seed in (1, 2, 3)])
+    found = build_report(corpus, [table], records, "c", [], [])
+    text = found.render("report.md", "x")
+    for piece in (
+        "| SGD | 16 | 3, 3 failed | - | - | - | - | - |",
+        "| SWB +1.2, CH +1.3 (16 GPUs) | - | not comparable: SGD on 16 workers did not train (3 of 3 runs; seed 1: CV frame",
+        "Verdicts: 2 confirmed; 1 not comparable.",
+        "Runs that failed have no figure: 3 of 3 of SGD, 16 workers.",
+        "| sgd-16-1 | 10 | 8.30 | 8.30 |",
+        "11.0 % by always choosing the most frequent pdf |",
+        "Runs that failed are not shown.",
+    ):
+        assert piece in text
+    assert found.summary["verdicts"] == {"confirmed": 2, "not comparable": 1}
+    assert {name for name, loss in degraded(found) if loss > 20} == set()
+
+
+def degraded(report: Report) -> list[tuple[str, float]]:
+    return [(loss.cell.condition.name, loss.percentage_points) for loss in report.context["degradations"]]
 
 
 def test_standard_deviations_are_of_n_minus_1() -> None:
