@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,11 @@ def write_pdfs(path: Path, labels: Mapping[str, np.ndarray]) -> Path:
     return path
 
 
-def write_model(path: Path) -> Path:
-    """A `final.mdl` of three phones with one state each, phone p + 1 of pdf p: transition-ids 2p + 1 and 2p + 2."""
+def write_model(path: Path, pdfs: Sequence[int] = range(PDFS)) -> Path:
+    """A `final.mdl` of three phones with one state each, phone p + 1 of `pdfs[p]`: transition-ids 2p + 1 and 2p + 2."""
     ones = [np.ones((1, DIM))] * PDFS
     with path.open("wb") as handle:
-        triples = np.array([(p + 1, 0, p) for p in range(PDFS)], np.int32)
+        triples = np.array([(p + 1, 0, pdfs[p]) for p in range(PDFS)], np.int32)
         write_left_to_right(BasicTypeWriter(handle), PDFS, 1, triples, np.full(PDFS, 0.75))
         write_diag_gmms(handle, ones, ones, [np.ones(1)] * PDFS)
     return path

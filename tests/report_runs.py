@@ -35,9 +35,22 @@ def worker_row(epoch: int, rank: int, /, **changes: object) -> dict[str, Any]:
     return {**row, **changes}
 
 
-def rows_of(workers: int, epochs: int = 4, **changes: object) -> list[dict[str, Any]]:
-    """The metrics of a training; `changes` are made to the rows of workers."""
-    rows = [epoch_row(0, "cv")]
+def start_row(workers: int, /, **changes: object) -> dict[str, Any]:
+    """What a start of a training found."""
+    row = {
+        "type": "start", "epoch": 0, "date": "2026-11-22T18:32:05+0000", "command": "ddnn train", "version": "ddnn 0.2.0",
+        "host": "n1", "machine": "Intel(R) Xeon(R) 8481C", "precision": "float32", "world_size": workers,
+        "cpu_threads": 1, "cores_per_worker": 1.0, "learning_rate_scale": float(workers), "train_frames": 57344,
+        "cv_frames": 6000, "train_digest": "aaaa1111", "cv_digest": "cccc3333",
+    }  # fmt: skip
+    return {**row, **changes}
+
+
+def rows_of(
+    workers: int, epochs: int = 4, *, start: dict[str, Any] | None = None, **changes: object
+) -> list[dict[str, Any]]:
+    """The metrics of a training; `changes` are made to the rows of workers, `start` to what its start found."""
+    rows = [start_row(workers, **(start or {})), epoch_row(0, "cv")]
     for epoch in range(1, epochs + 1):
         speed = 9500.0 * workers * 0.95 ** (workers > 1)
         rows += [epoch_row(epoch, "train", frames_per_second=speed)]

@@ -214,7 +214,13 @@ def test_decode_prep(job: Job, trained: Path, run_cli: RunCli, damage: Damage, s
     assert files_in(out) == set()
     job.write()
     assert run_cli(*arguments).exit_code == 0
-    assert files_in(out) == {"loglikes.ark", "loglikes.scp", "ali_train_pdf.counts", "decode.sh"}
+    assert files_in(out) == {
+        "loglikes.ark",
+        "loglikes.scp",
+        "ali_train_pdf.counts",
+        "decode.sh",
+        "transition_model.sha256",
+    }
 
 
 @cases(DATA, ALIGNMENTS)

@@ -140,7 +140,7 @@ def test_run_dir(tmp_path: Path) -> None:
     found = facts(tmp_path)
     assert found["epochs"] == "3"
     assert found["last"] == "epoch 3: cross-validation loss 2.7500, frame accuracy 40.00 %, rejected"
-    assert found["best"] == "epoch 2: cross-validation loss 2.2500, frame accuracy 60.00 %"
+    assert found["model so far"] == "epoch 2: cross-validation loss 2.2500, frame accuracy 60.00 %"
     assert found["resume"] == f"ddnn train {tmp_path} --resume" and "problems" not in found
     (tmp_path / "metrics.jsonl").write_text('{"type": "epoch", "epoch": 1')
     assert "line 1 is not a metrics row" in facts(tmp_path)["problems"][0]
@@ -151,7 +151,7 @@ def test_run_dir(tmp_path: Path) -> None:
 def test_metrics_of_a_training_that_went_wrong(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(epoch_row(1, None, None, accepted=False))
     found = facts(tmp_path / "metrics.jsonl")
-    assert found["last"] == "epoch 1: cross-validation loss not finite, rejected" and "best" not in found
+    assert found["last"] == "epoch 1: cross-validation loss not finite, rejected" and "last_accepted" not in found
 
 
 def test_model(tmp_path: Path) -> None:

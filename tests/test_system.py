@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddnn.util.system import available_memory
+from ddnn.util.system import available_memory, compute_resources
 
 MIB = 1 << 20
 
@@ -91,3 +91,10 @@ def test_whatever_the_files_say(tmp_path: Path, path: str, content: str) -> None
         write(tmp_path / "sys/fs/cgroup/x" / name, content)
     found = available_memory(tmp_path)
     assert found is not None and 0 <= found <= 1000 * MIB
+
+
+def test_cores_are_counted_where_workers_have_the_fewest() -> None:
+    """Workers that are each bound to a core of their own share none; hosts and kinds of machine may differ."""
+    assert compute_resources([["Xeon", "n1", [0, 1, 2, 3]]]) == ("Xeon", 4.0)
+    assert compute_resources([["Xeon", "n1", [0]], ["Xeon", "n1", [1]]]) == ("Xeon", 1.0)
+    assert compute_resources([["Xeon", "n1", [0]], ["Xeon", "n1", [0]], ["EPYC", "n2", [0, 1]]]) == ("EPYC; Xeon", 0.5)

@@ -58,20 +58,22 @@ class Request(IntEnum):
 
 class Timer:
     """Seconds of the training thread by what they were spent on, one of `TIMED`. On CUDA `compute` includes what the
-    host waits for at the end of an interval, and `data` only what the host itself does."""
+    host waits for at the end of an interval, and `data` only what the host itself does. `compute_cpu_seconds`: CPU time
+    of the process during `compute`; where the cores are overloaded it is the shorter one."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        self.seconds = dict.fromkeys(TIMED, 0.0)
-        self.started = self._marked = time.perf_counter()
+        self.seconds, self.compute_cpu_seconds = dict.fromkeys(TIMED, 0.0), 0.0
+        self.started, self._marked, self._cpu_marked = (*[time.perf_counter()] * 2, time.process_time())
 
     def mark(self, part: str) -> None:
         """The time since the last mark was spent on `part`."""
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
         self.seconds[part] += now - self._marked
-        self._marked = now
+        self.compute_cpu_seconds += cpu - self._cpu_marked if part == "compute" else 0.0
+        self._marked, self._cpu_marked = now, cpu
 
 
 @dataclass
@@ -190,6 +192,7 @@ class Averager:
         *seconds, passed = state["seconds"].tolist()
         self.timer.seconds = dict(zip(TIMED, seconds, strict=True))
         self.timer.started -= passed
+        self.timer.compute_cpu_seconds = math.nan  # of the whole epoch it is not known
         self._interval_started = time.perf_counter()
 
     def shared_state_dict(self) -> dict[str, Tensor]:

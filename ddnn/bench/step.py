@@ -34,7 +34,7 @@ from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
 from ddnn.nn.layers import mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace, initialize
-from ddnn.nn.precision import Factors, choose_arithmetic, seconds_per_call
+from ddnn.nn.precision import choose_arithmetic
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.recipe.schema import AveragingConfig, BmufConfig, ParallelConfig
@@ -248,6 +248,9 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
     return {"gemm": gemm, "passes": passes, "update": update, "data": lambda: next(batches)}
 
 
+Factors = tuple[Tensor, Tensor, Tensor]  # two matrices, and where their product goes
+
+
 def matrix_products(workspace: Workspace) -> list[Factors]:
     """The factors and results of all matrix products of one training step, in its order, on memory of the sizes that
     the step uses. Per layer x W^T, d W (not for the first layer) and d^T x, as `Layer.gemm` has them; what a layer
@@ -290,6 +293,18 @@ def _in_turn(functions: Sequence[Callable[[], object]], device: torch.device, se
             function()  # what the function before has left in the caches is not this one's time
             rounds[-1].append(seconds_per_call(function, n, device))
     return [list(times) for times in zip(*rounds, strict=True)]
+
+
+def seconds_per_call(function: Callable[[], object], calls: int, device: torch.device) -> float:
+    """How long so many calls take, work on a GPU included, over their number."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    for _ in range(calls):
+        function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - started) / calls
 
 
 def random_task(shape: Shape, device: torch.device, frames: int = 60_000) -> RandomTask:

@@ -41,6 +41,7 @@ def recipe_options(run_dir_help: str) -> Callable[[Command], Command]:
         option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a recipe key; repeatable."),
         option("--workers", type=int, help="The same as --set parallel.workers=N."),
         device_option,
+        pipes_option,
         option("--dry-run", is_flag=True, help="Check the recipe and print it resolved; train nothing."),
     )
 

@@ -56,9 +56,11 @@ def pretrain(**options: Any) -> None:
 
 def _start(
     kind: Literal["training", "pretraining"], recipe: Path, run_dir: Path | None, settings: tuple[str, ...],
-    workers: int | None, device: str, dry_run: bool, slurm: SlurmOptions | None, resume: bool = False,
+    workers: int | None, device: str, allow_pipes: bool, dry_run: bool, slurm: SlurmOptions | None,
+    resume: bool = False,
 ) -> None:  # fmt: skip
     """On this machine or as a Slurm job; with `dry_run` only shows what it would be."""
+    settings += ("data.allow_pipes=true",) * allow_pipes
     if slurm is not None:
         from ddnn.slurm.submit import submit
 

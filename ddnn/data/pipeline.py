@@ -37,8 +37,8 @@ from ddnn.data.index import (
 )
 from ddnn.data.loading import DataConfig, load_dataset
 from ddnn.distributed.communicator import Communicator, SingleProcess
-from ddnn.kaldi.alignments import Alignments, read_alignments
-from ddnn.kaldi.data_dir import read_data_dir
+from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, transition_digest
+from ddnn.kaldi.data_dir import DataDir, read_data_dir
 from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.system import available_memory, device_identity
 
@@ -325,7 +325,7 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
 def open_data(data: Path, alignments: Path, config: DataConfig, comm: Communicator) -> DataSource:
     """Indexes a data dir: from its cache file where there is a valid one, else from its tables and headers; what is
     wrong with a cache file is a warning. Collective. DataError: damaged or unsuitable input."""
-    directory = read_data_dir(data, allow_pipes=config.allow_pipes)
+    directory = _read_tables(data, config)
     index = cache = None
     if config.cache_dir is not None:
         index, cache = open_or_create_cache(directory, alignments, config, comm)
@@ -337,10 +337,20 @@ def open_data(data: Path, alignments: Path, config: DataConfig, comm: Communicat
     return source
 
 
+def _read_tables(data: Path, config: DataConfig) -> DataDir:
+    """The tables of a data dir, with a log line that counts the shell commands which are about to be run."""
+    directory = read_data_dir(data, allow_pipes=config.allow_pipes)
+    for name, entries in (("feats.scp", directory.entries), ("cmvn.scp", (directory.cmvn or {}).values())):
+        if commands := sum(entry.pipe is not None for entry in entries):
+            figures = commands, len(entries), data / name
+            log.info("data.allow_pipes: %d of %d entries of %s are shell commands, which are run", *figures)
+    return directory
+
+
 def load_data_dir(data: Path, alignments: Alignments | None, config: DataConfig) -> AcousticDataset:
     """A whole data dir in host memory, with its alignments if given: what is evaluated or decoded. DataError: damaged
     or unsuitable input; too many utterances that cannot be used; not enough memory."""
-    directory, comm = read_data_dir(data, allow_pipes=config.allow_pipes), SingleProcess()
+    directory, comm = _read_tables(data, config), SingleProcess()
     index = build_index(directory, alignments, max_skipped_fraction=config.max_skipped_fraction)
     source, utterances = DataSource(index, config), range(len(index.entries))
     require_host_memory(source.memory(utterances), data, comm)
@@ -365,6 +375,9 @@ def _check_same_kind(source: DataSource, cv: DataSource, config: TrainingDataCon
     if cv.index.num_pdfs > source.index.num_pdfs:
         message = f"{cv.index.num_pdfs} pdfs for cross-validation, {source.index.num_pdfs} for training"
         raise DataError(message, location=held_out.alignments, hint="use alignments made with the same final.mdl")
+    if held_out.alignments is not None:
+        digests = transition_digest(held_out.alignments), transition_digest(config.alignments)
+        check_same_tree(*digests, held_out.alignments, str(config.alignments))
     if cv.index.dim != source.index.dim:
         message = f"{cv.width} dims found, {source.width} expected as in {config.data}"
         raise DataError(message, location=held_out.data)

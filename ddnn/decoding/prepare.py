@@ -15,7 +15,7 @@ from torch import Tensor
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.pipeline import EVAL_BATCH
-from ddnn.kaldi.alignments import read_pdf_counts, write_pdf_counts
+from ddnn.kaldi.alignments import TRANSITION_DIGEST, read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.archive import write_matrices
 from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, save_model, to_nnet1
@@ -92,6 +92,8 @@ def prepare_decoding(
     target = choose_device(device)
     model = load_run(run_dir)
     counts, counts_bytes = _read_counts(run_dir, model.network.output_dim)
+    if unseen := int((counts / counts.sum() <= PRIOR_CUTOFF).sum()):
+        log.warning("%d pdfs have no frames in %s: every path through them is disabled", unseen, run_dir / PDF_COUNTS)
     if (out / PDF_COUNTS).exists() and not _holds(out / PDF_COUNTS, counts_bytes):
         raise UserError(f"the {PDF_COUNTS} of another model is there", location=out, hint="name another --out")
     if (out / "loglikes.scp").exists():
@@ -101,7 +103,9 @@ def prepare_decoding(
     priors = torch.from_numpy(log_priors(counts, prior_scale)).float().to(target)
     with atomic_write(out / PDF_COUNTS) as handle:
         handle.write(counts_bytes)
-    script = environment().get_template("decode.sh.j2").render(num_pdfs=str(model.network.output_dim))
+    tree = model.transition_digest or ""
+    write_text(out / TRANSITION_DIGEST, f"{tree}\n")
+    script = environment().get_template("decode.sh.j2").render(num_pdfs=str(model.network.output_dim), digest=tree)
     write_text(out / "decode.sh", script)
     (out / "decode.sh").chmod(0o755)
     # Last: a loglikes.scp says that all the rest is there.

@@ -15,10 +15,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from ddnn.kaldi.alignments import TRANSITION_DIGEST, check_same_tree
 from ddnn.kaldi.archive import MatrixReader, iterate_matrices, read_scp
 from ddnn.kaldi.data_dir import read_text
 from ddnn.kaldi.fst import Fst, read_fst, read_symbols, write_fst
-from ddnn.kaldi.transition_model import read_transition_model
+from ddnn.kaldi.transition_model import TransitionModel, read_transition_model
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
 
@@ -57,6 +58,7 @@ class DecodingGraph:
     words: dict[int, str]  # by output label; every label on the graph is there
     num_pdfs: int  # columns that a matrix of log-likelihoods must have
     location: Path  # the directory it came from, for messages
+    transition_digest: str | None = None  # of the model by which it was read
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,39 @@ def read_graph(graph_dir: Path, model: Path) -> DecodingGraph:
         if label and label not in words:
             message = f"the graph has the word id {label}, which words.txt lacks"
             raise DataError(message, location=graph_dir / "words.txt", hint=hint)
+    _check_self_loops(fst, transitions, model, location)
     _check_epsilon_cycles(fst, location)
     arcs = fst.arcs.copy()
     arcs["ilabel"] = transitions.transition_to_pdf[arcs["ilabel"]] + 1  # epsilon stays 0: it has the pdf -1
-    return DecodingGraph(Fst(fst.start, fst.final, fst.offsets, arcs), words, transitions.num_pdfs, graph_dir)
+    pdf_graph = Fst(fst.start, fst.final, fst.offsets, arcs)
+    return DecodingGraph(pdf_graph, words, transitions.num_pdfs, graph_dir, transitions.digest)
+
+
+def _check_self_loops(fst: Fst, transitions: TransitionModel, model: Path, location: Path) -> None:
+    """DataError where the graph was made with another model: in a graph of Kaldi's, a state that is held by a self-loop
+    is entered (or, without --reorder, left) by transitions of the same transition-state. Most arcs must say so."""
+    of_state, is_loop = transitions.transition_states()
+    source, target, ids = fst.sources(), fst.arcs["nextstate"], fst.arcs["ilabel"]
+    held = np.zeros(fst.num_states, np.int64)  # by which transition-state
+    loops, moving = ((ids > 0) & (source == target)), ((ids > 0) & (source != target))
+    if not (loops.any() and moving.any()):
+        return
+    held[source[loops]] = (of_state * is_loop)[ids[loops]]
+    entered, left = ((held[side] == of_state[ids])[moving].mean() for side in (target, source))
+    if max(entered, left) < 0.5:
+        message = f"the graph was made with another model than {model}: only {100 * max(entered, left):.0f} % of its "
+        message += "transitions lie beside a self-loop of their transition-state"
+        hint = "give the graph and the final.mdl that it was made with (utils/mkgraph.sh)"
+        raise DataError(message, location=location, hint=hint)
+
+
+def _network_digest(folder: Path) -> str | None:
+    """The transition model's digest that decode-prep has left beside log-likelihoods; None where it is not known."""
+    try:
+        text = read_bytes_limited(folder / TRANSITION_DIGEST, 100).decode("ascii", "replace").strip()
+    except OSError:
+        return None
+    return text or None
 
 
 def _check_loglikes(utterance: str, matrix: npt.NDArray[np.float32], graph: DecodingGraph) -> npt.NDArray[np.float32]:
@@ -301,6 +332,7 @@ def score(loglikes: Path, *, graph_dir: Path, model: Path, text: Path, options: 
         raise DataError(f"no log-likelihoods at {source.name}", location=source, hint=hint)
     reference = read_reference(text)
     graph = read_graph(graph_dir, model)
+    check_same_tree(graph.transition_digest, _network_digest(source.parent), model, f"the network of {source.name}")
     scores: list[list[UtteranceScore]] = [[] for _ in options.acoustic_scales]
     for utterance, hypotheses in decode_utterances(_loglikes(source, set(reference)), graph, options):
         words = reference[utterance]

@@ -114,8 +114,11 @@ def _metrics(path: Path) -> dict[str, Any]:
         fields["epochs"] = metrics.cv[-1].epoch if metrics.cv else 0
     if metrics.cv:
         fields["last"] = format_figures(metrics.cv[-1])
-    if metrics.best is not None:
-        fields["best"] = format_figures(metrics.best)
+    for name in ("last_accepted", "lowest_loss"):
+        if getattr(metrics, name) is not None:
+            fields[name] = format_figures(getattr(metrics, name))
+    if metrics.starts:
+        fields["precision"] = metrics.starts[-1].precision
     if metrics.workers:
         fields["workers"] = metrics.num_workers
     return fields
@@ -131,6 +134,7 @@ def _recipe(path: Path) -> dict[str, Any]:
         "model": recipe.model.summary(),
         "training": f"{recipe.optimizer.name}, {recipe.schedule.name} from {recipe.schedule.initial_learning_rate:g}",
         "minibatch": recipe.minibatch_size,
+        "precision": recipe.precision,
     }
 
 

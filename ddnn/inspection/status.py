@@ -54,8 +54,12 @@ class Status:
     error: str | None  # why it ended, if it did not finish
     warmup_loss: float | None
     last: EpochRow | None  # cross-validation
-    best: EpochRow | None  # as `Metrics.best`
-    learning_rate: float | None
+    last_accepted: EpochRow | None  # cross-validation of the final model, or of the model so far
+    lowest_loss: EpochRow | None  # cross-validation of another, lost model with a lower loss
+    precision: str | None  # as the last start found it, like `machine`
+    machine: str | None
+    learning_rate: float | None  # as it was applied
+    schedule_learning_rate: float | None  # before it was multiplied by the number of workers
     frames_per_second: float | None  # of the last epoch's training, all workers together
     fractions: dict[str, float] | None  # `FRACTIONS` of the workers' time in the last epoch, mean over the workers
     reconstruction_error: float | None  # of a pretraining, over the epochs of its last RBM
@@ -89,9 +93,11 @@ class Status:
             "RBMs": _rbms(run, self.reconstruction_error) if run is not None and pretraining else None,
             "epochs": None if pretraining else epochs,
             "warm-up": None if self.warmup_loss is None else f"training loss {self.warmup_loss:.4f}",
-            "last": format_figures(self.last) if self.last else None,
-            "best": format_figures(self.best) if self.best else None,
-            "learning rate": None if self.learning_rate is None else f"{self.learning_rate:.6g}",
+            "last": format_figures(self.last),
+            "final model" if self.state == "finished" else "model so far": format_figures(self.last_accepted),
+            "lowest loss": f"{format_figures(self.lowest_loss)}; that model was not kept" if self.lowest_loss else None,
+            "learning rate": _learning_rate(self.learning_rate, self.schedule_learning_rate),
+            "precision": None if self.precision is None else f"{self.precision} on {self.machine}",
             "speed": speed,
             "time of workers": ", ".join(f"{name} {100 * part:.1f} %" for name, part in (self.fractions or {}).items()),
             "ends": None if self.estimated_end is None else _end(self.estimated_end),
@@ -134,10 +140,19 @@ def _end(end: float) -> str:
     return f"{when} at the latest, in {duration(max(0.0, end - time.time()))}, if epochs take as long as the last"
 
 
-def format_figures(row: EpochRow) -> str:
+def _learning_rate(applied: float | None, scheduled: float | None) -> str | None:
+    if applied is None or scheduled in (None, 0.0, applied):
+        return None if applied is None else f"{applied:.6g}"
+    return f"{applied:.6g}, {applied / scheduled:.6g} times the schedule's {scheduled:.6g}"
+
+
+def format_figures(row: EpochRow | None) -> str:
+    if row is None:
+        return ""
     loss = "not finite" if row.loss is None else f"{row.loss:.4f}"
     accuracy = "" if row.frame_accuracy is None else f", frame accuracy {100 * row.frame_accuracy:.2f} %"
-    return f"epoch {row.epoch}: cross-validation loss {loss}{accuracy}{'' if row.accepted else ', rejected'}"
+    remark = ", rejected" if not row.accepted else ", before training" if row.epoch == 0 else ""
+    return f"epoch {row.epoch}: cross-validation loss {loss}{accuracy}{remark}"
 
 
 def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_state) -> Status:
@@ -179,9 +194,13 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         resume_command=resume_command(run_dir, "training" if run is None else run.kind) if over else None,
         world_size=run.world_size if run else metrics.num_workers or (job.workers if job else None),
         last=metrics.cv[-1] if metrics.cv else None,
-        best=metrics.best,
+        last_accepted=metrics.last_accepted,
+        lowest_loss=metrics.lowest_loss,
+        precision=metrics.starts[-1].precision if metrics.starts else None,
+        machine=metrics.starts[-1].machine if metrics.starts else None,
         warmup_loss=None if metrics.warmup is None else metrics.warmup.loss,
         learning_rate=None if train is None else train.learning_rate,
+        schedule_learning_rate=None if train is None else train.schedule_learning_rate,
         frames_per_second=None if train is None else train.frames_per_second,
         fractions={name: sum(v) / len(v) for name, v in fractions.items() if None not in v} if workers else None,
         reconstruction_error=metrics.pretraining[-1].mean_reconstruction_error if metrics.pretraining else None,

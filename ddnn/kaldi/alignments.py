@@ -19,6 +19,8 @@ from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited, write_text
 
 MAX_FRAMES = 1e18  # of a pdf: more than all speech ever recorded; sums of counts do not overflow
+TRANSITION_DIGEST = "transition_model.sha256"
+"""In a directory of log-likelihoods: `transition_digest` of the training alignment; empty if it is not known."""
 _JOB = re.compile(r"ali\.([1-9][0-9]{0,8})\.gz")
 
 
@@ -107,6 +109,19 @@ def _read_records(
     return found
 
 
+def transition_digest(path: Path) -> str | None:
+    """`TransitionModel.digest` of the `final.mdl` of an alignment dir; None for an archive of pdf-ids."""
+    return read_transition_model(path / "final.mdl").digest if path.is_dir() else None
+
+
+def check_same_tree(found: str | None, expected: str | None, location: Path, name: str) -> None:
+    """DataError where both digests of transition models are known and differ. `name`: whose pdf-ids are expected."""
+    if found and expected and found != expected:
+        message = f"its final.mdl is of another tree than that of {name}: the same pdf-id means another senone"
+        hint = "use alignments, graph and final.mdl of one system: that of the training alignment"
+        raise DataError(message, location=location, hint=hint)
+
+
 def pdf_counts(alignments: Alignments, utterances: Iterable[str] | None = None) -> NDArray[np.int64]:
     """How many frames each pdf has, int64 (num_pdfs,), over `utterances` (which must be there) or over all."""
     counts, keys = np.zeros(alignments.num_pdfs, np.int64), iter(alignments.pdfs if utterances is None else utterances)
@@ -114,6 +129,12 @@ def pdf_counts(alignments: Alignments, utterances: Iterable[str] | None = None) 
     while some := [alignments.pdfs[key] for key in islice(keys, 1024)]:
         counts += np.bincount(np.concatenate(some), minlength=alignments.num_pdfs)
     return counts
+
+
+def kaldi_counts(counts: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
+    """Frame counts of a whole training alignment as those of which Kaldi's recipes make priors: half a frame is added
+    to each pdf, so that a pdf that was never seen has a prior too and no path through it is disabled."""
+    return counts.astype(np.float64) + 0.5
 
 
 def write_pdf_counts(path: Path, counts: NDArray[Any]) -> None:

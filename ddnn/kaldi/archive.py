@@ -148,7 +148,7 @@ def _parse_entry(
     rest, rows, columns = _split_range(rest, error)
     if rest.endswith("|"):
         if not allow_pipes:
-            hint = "set `data.allow_pipes: true` if you wrote this scp yourself, or copy the features to an archive"
+            hint = "add --allow-pipes (in a recipe of your own `data.allow_pipes: true`) if you wrote this scp"
             raise error(f"{rest!r} is a shell command, which is not run", hint)
         return ScpEntry(key, None, None, rows, columns, rest[:-1].strip(), path)
     offset = None

@@ -7,6 +7,7 @@ that leave the transition-states, in order.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,22 @@ class TransitionModel:
     def num_transition_ids(self) -> int:
         """T: transition-ids are 1 to T."""
         return len(self.transition_to_pdf) - 1
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the transition-states, as lines of numbers as Kaldi writes them between `<Triples>` and
+        `</Triples>` (`<Tuples>` of a chain model). Models of one tree have the same, whatever else was trained."""
+        columns = 3 if self.topology.is_hmm else 4
+        lines = (" ".join(map(str, row)) + "\n" for row in self.tuples[:, :columns].tolist())
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def transition_states(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Of each transition-id, (T + 1,): its transition-state, counted from 1, and whether it is a self-loop; 0 and
+        False for the unused id 0."""
+        rows = zip(self.tuples[:, 1].tolist(), _states(self.topology, self.tuples), strict=True)
+        loops = [[destination == number for destination, _ in state.transitions] for number, state in rows]
+        of_state = np.repeat(np.arange(1, len(loops) + 1), [len(one) for one in loops])
+        return np.concatenate([[0], of_state]), np.array([False, *(loop for one in loops for loop in one)])
 
 
 def _validate_topology(topology: Topology) -> str | None:

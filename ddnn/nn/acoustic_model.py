@@ -4,6 +4,7 @@ Kaldi's nnet1 components."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class AcousticModel:
     features: FeatureConfig
     transform: InputTransform
     network: Network
+    transition_digest: str | None = None  # of the model that its pdf-ids are from; None where that is not known
 
     def to(self, device: torch.device) -> AcousticModel:
         return replace(self, transform=self.transform.to(device), network=self.network.to(device))
@@ -66,6 +68,7 @@ def model_config(model: AcousticModel) -> dict[str, Any]:
         "features": {"cmvn": model.features.cmvn, "deltas": model.features.deltas},
         "splice": list(model.transform.offsets),
         "dim": model.transform.dim,
+        "transition_digest": model.transition_digest,
         "layers": [layer.config() for layer in model.network.layers],
     }
 
@@ -139,6 +142,9 @@ def _from_config(header: dict[str, Any], tensors: dict[str, Tensor]) -> Acoustic
     known = features.cmvn in ("none", "mean", "mean-variance")
     if not (known and type(features.deltas) is int and 0 <= features.deltas <= 4):
         raise ValueError(f"feature pipeline {features!r}")
+    tree = header.get("transition_digest")
+    if tree is not None and not (isinstance(tree, str) and re.fullmatch("[0-9a-f]{64}", tree)):
+        raise ValueError(f"transition_digest {str(tree)[:80]!r}")
 
     if "parameters" in tensors:
         parts = [_take(tensors, "parameters", (num_parameters(layers),))]
@@ -147,7 +153,7 @@ def _from_config(header: dict[str, Any], tensors: dict[str, Tensor]) -> Acoustic
         parts = [_take(tensors, name, shape).flatten() for name, shape in shapes.items()]
     names = ("transform.shift", "transform.scale")
     vectors = [_take(tensors, name, (input_dim,)) if name in tensors else None for name in names]
-    return AcousticModel(features, InputTransform(offsets, dim, *vectors), Network(layers, torch.cat(parts)))
+    return AcousticModel(features, InputTransform(offsets, dim, *vectors), Network(layers, torch.cat(parts)), tree)
 
 
 def _take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:

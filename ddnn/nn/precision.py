@@ -1,36 +1,44 @@
-"""Which precision to train in: asked for, or measured on this machine, and checked against float32 before it is used.
+"""Which precision to train in: asked for, or by what the hardware is, and checked against float32 before it is used.
 Matrix units (AMX, Tensor Cores) multiply bf16 several times faster than float32, processors without them many times
-slower: it is measured, with the network's own shapes."""
+slower. No choice depends on a timing: the same recipe on the same hardware trains in the same precision."""
 
 from __future__ import annotations
 
 import logging
-import math
-import time
-from collections import Counter
-from collections.abc import Callable
+import os
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator, SingleProcess
-from ddnn.nn.arithmetic import Float32, make_arithmetic, matmul_out
+from ddnn.nn.arithmetic import Float32, make_arithmetic
 from ddnn.nn.layers import training_flop_per_frame
 from ddnn.nn.network import Network, Workspace
 from ddnn.util.errors import UserError
+from ddnn.util.system import Processor, processor
 
 log = logging.getLogger(__name__)
 
+BF16_CAPABILITY = (8, 0)
+"""The compute capability of the first GPUs with bf16 tensor cores."""
+
+AVX512_BF16_SPEEDUP = {
+    ("AuthenticAMD", 26, 2): 2.9,  # 2026-11-23, torch 2.13.0, without compiled kernels; 3.6 with them
+}
+"""Speed of training in bf16 over that in float32 on processors with AVX512-BF16 and without AMX, by vendor, family and
+model as /proc/cpuinfo has them. It differs: an Intel processor whose AMX was masked had 0.65. Each was measured by
+`ddnn bench --network an4 --precision float32 --precision bf16` (SGD); docs/benchmarks.md has the figures."""
+
+BF16_HINT = "; set precision: bf16 to use its AVX512-BF16"
+
 MIN_SPEEDUP = 1.2
-"""bf16 is taken where its products are so many times as fast: the casts that go with it take a part of the gain."""
+"""The speed of bf16 over float32 from which `auto` selects it."""
 
 MIN_FLOP = 1e8
 """Below so many floating-point operations in the products of a minibatch they are not what takes the time."""
 
-MEASURING_SECONDS = 0.5
-ABORT_SLOWDOWN = 4.0  # where bf16 takes so many times as long, no more is measured
-CPU_ROWS, CHECK_ROWS = 256, 32  # most frames of a minibatch to measure with on a CPU, and to check with
+CHECK_ROWS = 32  # most frames of a minibatch to check with
 
 MAX_LOSS_ERROR, MAX_GRADIENT_ERROR = 0.02, 0.2
 """How far bf16 may be from float32, relative to it: in loss, and in the Euclidean norm of the gradient's difference."""
@@ -44,29 +52,32 @@ def choose_arithmetic(
     *,
     resumed: bool = False,
 ) -> Float32:
-    """The arithmetic to train in, of the same precision on every worker: the first one measures. Logs which, and why.
-    UserError: the resumed training was in bf16, which is numerically unsafe on this device.
+    """The arithmetic to train in, of the same precision on every worker. Logs which, and why. UserError: the resumed
+    training was in bf16, which is numerically unsafe on this device.
 
     Args:
-        asked: the recipe's `precision`. `auto`: bf16 where it is at least `MIN_SPEEDUP` times as fast.
+        asked: the recipe's `precision`. `auto`: bf16 where it is fast on the hardware of all workers.
         network: with the parameters that training starts from, on this worker's device.
         minibatch: frames.
         comm: collective where given.
         resumed: whether `asked` is the precision of a training that is resumed.
     """
     comm = comm or SingleProcess()
+    origin = "as before it was resumed" if resumed else "as the recipe says"
     if asked == "float32":
+        log.info("precision float32, %s", origin)
         return Float32()
     if asked == "auto" and training_flop_per_frame(network.layers) * minibatch < MIN_FLOP:
         log.info("precision float32: the network is too small for bf16 to matter")
         return Float32()
-    measured = gemm_speedup(network, minibatch) if comm.rank == 0 else None
-    speedup = float(comm.all_gather_object(measured)[0])
-    faster = speedup >= MIN_SPEEDUP
+    facts = comm.all_gather_object([*bf16_is_fast(network.parameters.device), comm.host])
+    reason, slow = facts[0][1], [rank for rank, (fast, _, _) in enumerate(facts) if not fast]
+    if slow:
+        where = f"worker {slow[0]} on {facts[slow[0]][2]}: " if comm.world_size > 1 else ""
+        reason = where + facts[slow[0]][1]
     level = logging.WARNING if comm.rank == 0 else logging.INFO  # of workers, only warnings show
-    result = f"bf16 GEMM {speedup:.2f} x float32 on this device"
-    if asked == "auto" and not faster:
-        log.info("%s: float32", result)
+    if asked == "auto" and slow:
+        log.log(level if len(slow) < comm.world_size else logging.INFO, "precision float32: %s", reason)
         return Float32()
     error = bf16_error(network, minibatch)
     if comm.all_reduce_min(error is None) == 0:
@@ -81,10 +92,10 @@ def choose_arithmetic(
             )
         log.log(level, "%s. Training in float32", unsafe)
         return Float32()
-    if faster:
-        log.info("%s: bf16", result)
+    if slow:
+        log.log(level, "precision bf16, %s; float32 may be faster: %s", origin, reason.removesuffix(BF16_HINT))
     else:
-        log.log(level, "%s: bf16, as the recipe says; precision: float32 would be faster", result)
+        log.info("precision bf16%s: %s", "" if asked == "auto" else f", {origin}", reason)
     return make_arithmetic("bf16", network.parameters.device)
 
 
@@ -96,70 +107,32 @@ def allow_tf32(allow: bool, device: torch.device) -> None:
         log.info("tf32 does nothing here: this worker computes on a CPU")
 
 
-def gemm_speedup(network: Network, minibatch: int) -> float:
-    """Time of the step's matrix products in float32 over that in bf16: above 1 bf16 is faster. The largest layers come
-    first; those for which no time is left are not measured."""
-    device = network.parameters.device
-    frames = minibatch if device.type == "cuda" else min(minibatch, CPU_ROWS)
-    shapes = Counter(layer.gemm for layer in network.layers if layer.gemm is not None)
-    started, in_float32, in_bf16 = time.perf_counter(), 0.0, 0.0
-    for gemm, count in sorted(shapes.items(), key=lambda item: -item[1] * math.prod(item[0])):
-        plain, low = (
-            _products(frames * gemm.rows, gemm.fan_in, gemm.fan_out, dtype, device)
-            for dtype in (torch.float32, torch.bfloat16)
-        )
-        for factors, low_factors in zip(plain, low, strict=True):
-            seconds, low_seconds = _fastest_in_turn(factors, low_factors)
-            in_float32 += count * seconds
-            in_bf16 += count * low_seconds
-            if in_bf16 > ABORT_SLOWDOWN * in_float32:
-                return in_float32 / in_bf16
-        if time.perf_counter() - started > MEASURING_SECONDS:
-            break
-    return in_float32 / in_bf16 if shapes else 1.0
-
-
-Factors = tuple[Tensor, Tensor, Tensor]  # two matrices, and where their product goes
-
-
-def _products(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> tuple[Factors, ...]:
-    """The three matrix products of a layer, on noise: x W^T, d W and d^T x."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((rows, inputs), (rows, outputs), (outputs, inputs))
-    x, d, weight = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    return (
-        (x, weight.t(), torch.empty_like(d)),
-        (d, weight, torch.empty_like(x)),
-        (d.t(), x, torch.empty_like(weight)),
-    )
-
-
-def _fastest_in_turn(one: Factors, other: Factors, rounds: int = 5) -> tuple[float, float]:
-    """Seconds of either product, the fastest of some rounds; of one round where the other is hopelessly slow."""
-    _seconds(one)
-    _seconds(other)  # the first call of a kind prepares it
-    found: list[tuple[float, float]] = []
-    while len(found) < rounds and not (found and found[0][1] > ABORT_SLOWDOWN * found[0][0]):
-        found.append((_seconds(one), _seconds(other)))
-    return min(seconds for seconds, _ in found), min(seconds for _, seconds in found)
-
-
-def _seconds(factors: Factors) -> float:
-    device = factors[0].device
-    calls = 10 if device.type == "cuda" else 1  # on a GPU a single one would show its launch
-    return seconds_per_call(lambda: matmul_out(*factors), calls, device)
-
-
-def seconds_per_call(function: Callable[[], object], calls: int, device: torch.device) -> float:
-    """How long so many calls take, work on a GPU included, over their number."""
+def bf16_is_fast(device: torch.device, cpu: Processor | None = None) -> tuple[bool, str]:
+    """Whether this worker's hardware multiplies bf16 faster than float32, and by which fact. Nothing is timed: the same
+    hardware gives the same answer at every start, however busy it is."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    for _ in range(calls):
-        function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - started) / calls
+        major, minor = torch.cuda.get_device_capability(device)
+        fast = (major, minor) >= BF16_CAPABILITY
+        return fast, f"this GPU (compute capability {major}.{minor}) has {'' if fast else 'no '}bf16 tensor cores"
+    cpu = cpu or processor()
+    this = f"this processor ({cpu.vendor} {cpu.family}/{cpu.model})"
+    limit = next((os.environ[name] for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA") if name in os.environ), "ALL")
+    if limit.upper() not in ("ALL", "DEFAULT"):
+        return False, f"ONEDNN_MAX_CPU_ISA={limit} limits which instructions PyTorch uses"
+    if {"amx_bf16", "amx_tile"} <= cpu.flags:
+        return (True, f"{this} has AMX") if pytorch_has_amx() else (False, f"{this} has AMX, but PyTorch cannot use it")
+    if "avx512_bf16" not in cpu.flags:
+        return False, f"{this if cpu.vendor else 'this processor'} has neither AMX nor AVX512-BF16"
+    speedup = AVX512_BF16_SPEEDUP.get((cpu.vendor, cpu.family, cpu.model))
+    if speedup is None:
+        unknown = f"{cpu.vendor} family {cpu.family} model {cpu.model} is not in the table of measured processors"
+        return False, unknown + BF16_HINT
+    return speedup >= MIN_SPEEDUP, f"{this} has AVX512-BF16, measured at {speedup:g} times the speed of float32"
+
+
+def pytorch_has_amx() -> bool:
+    """Whether PyTorch has a library that uses AMX, finds it, and Linux lets this process use it."""
+    return bool(torch._C._has_mkldnn and torch.cpu._init_amx())
 
 
 def bf16_error(network: Network, minibatch: int) -> str | None:

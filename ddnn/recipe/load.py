@@ -19,15 +19,18 @@ from ddnn.util.errors import RecipeError
 
 MOST_FILES = 20  # that a recipe may include, directly or not
 OUTPUT_PATHS = ("data.cache_dir",)  # paths that need not exist: they are made
+PIPES = "data.allow_pipes"
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool = True) -> Recipe:
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool = True, trusted: bool = True) -> Recipe:
     """Reads a recipe: first its includes, then its own keys, then `overrides` ("KEY=VALUE" each); the later one wins.
     Paths in the result are absolute. A key set to null takes its default. `must_exist`: whether a data path that does
-    not exist is a problem; the data of finished runs may be gone. RecipeError: all problems of all sources, one a line.
-    """
+    not exist is a problem; the data of finished runs may be gone. `trusted`: whether the user has named this very file.
+    Else it may be a stranger's, as what it includes may, and cannot allow shell commands: only `overrides` can.
+    RecipeError: all problems of all sources, one a line."""
     tree = SourceTree()
-    _read_with_includes(path, tree, [])
+    itself = _read_with_includes(path, tree, [])
+    words = [itself.get(PIPES)] if trusted else []  # what the user says of shell commands
     for setting in overrides:
         given = source.parse_setting(setting)
         tree.problems += given.problems
@@ -35,6 +38,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
         if len(own) < len(given.values):
             tree.refuse("include: cannot be set; write it in the recipe", f"--set {setting}")
         tree.values |= own
+        words.append(own.get(PIPES))
+    pipes = tree.values.get(PIPES)
+    if pipes is not None and pipes.value is True and not any(pipes is word for word in words):
+        where = "on the command line, or in a recipe that it names: not in included files, run dirs and corpora"
+        hint = f"give --allow-pipes if the commands are yours, or --set {PIPES}=false"
+        tree.refuse(f"{PIPES}: true counts only {where}; {hint}", pipes.source)
     recipe = _build(path, tree, must_exist)
     if recipe is None or tree.problems:
         raise RecipeError(source.listed(tree.problems, "problems in the recipe", source.MOST_PROBLEMS), location=path)
@@ -58,9 +67,11 @@ def get_value(recipe: Recipe, name: str) -> Any:
     return value
 
 
-def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: tuple[Path, ...] = ()) -> None:
-    """Adds a recipe or fragment to `tree`, after what it includes. `files` are all that have been read, `chain` those,
-    resolved, that led here."""
+def _read_with_includes(
+    path: Path, tree: SourceTree, files: list[Path], chain: tuple[Path, ...] = ()
+) -> dict[str, SourceValue]:
+    """Adds a recipe or fragment to `tree`, after what it includes; returns its own values. `files` are all that have
+    been read, `chain` those, resolved, that led here."""
     files.append(path)
     found = source.read_yaml(path)
     tree.problems += found.problems
@@ -85,6 +96,7 @@ def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: 
         else:
             _read_with_includes(fragment, tree, files, chain)
     tree.values |= found.values
+    return found.values
 
 
 def _included(include: SourceValue, tree: SourceTree) -> list[str]:

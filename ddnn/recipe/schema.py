@@ -72,7 +72,8 @@ class DataConfig(Section):
     """Processes of each worker that read the features, if these take gigabytes. Default: the usable cores, up to 8,
     divided among the workers of a host."""
     allow_pipes: bool = False
-    """Run shell commands in an scp (`gunzip -c x.gz |`). Only for data that you wrote yourself."""
+    """Run shell commands in an scp (`gunzip -c x.gz |`). Only for data that you wrote yourself. Counts on the command
+    line and in the recipe that it names, not in included files, run dirs and corpora."""
     max_skipped_fraction: Fraction = 0.05
     """Largest fraction of utterances that may have no alignment, or differ from it by more than 5 frames. With more,
     training is refused."""
@@ -298,8 +299,9 @@ class Recipe(Section):
     """Frames in a minibatch. The frames that remain at the end of an epoch are dropped, as in Kaldi."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Type of the factors of matrix products in training. With `bf16`, parameters, their updates, losses, the state of
-    NG-SGD, pretraining and cross-validation remain float32. `auto`: bf16 if a measurement at the start shows that it is
-    faster; the log says which is used."""
+    NG-SGD, pretraining and cross-validation remain float32. `auto`: bf16 if all workers have hardware
+    on which it is faster (AMX, a GPU of compute capability 8.0, or a measured processor with AVX512-BF16) and the
+    network is not small; recipe.yaml in the run dir has what was chosen, the log also why."""
     allow_tf32: bool = False
     """GPUs: multiply float32 numbers as TF32, with 10 bits of mantissa instead of 23, in training, pretraining and
     cross-validation."""

@@ -114,9 +114,10 @@ def draw_report(runs: Sequence[Run], out: Path) -> tuple[Path, ...]:
 
 
 def draw_learning(runs: Sequence[Run], path: Path) -> Path:
-    """Cross-validation loss and frame accuracy against epochs and against time; rejected epochs are hollow."""
-    figure = new_figure(11, min(7.5 + legend_height([run.name for run in runs], 11), 16.0))
-    panels = figure.subplots(2, 2, sharey="row", sharex="col")
+    """Cross-validation loss, frame accuracy and the applied learning rate against epochs and against time; rejected
+    epochs are hollow."""
+    figure = new_figure(11, min(10.0 + legend_height([run.name for run in runs], 11), 16.0))
+    panels = figure.subplots(3, 2, sharey="row", sharex="col")
     for number, run in enumerate(runs):
         until = dict(zip((row.epoch for row in run.metrics.train), training_seconds(run), strict=True))
         until[0] = 0.0
@@ -129,12 +130,19 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
             _curve(panels[row][0], known, number, label(run.name))
             timed = [(until[epoch], value, ok) for epoch, value, ok in known if epoch in until]
             _curve(panels[row][1], timed, number, label(run.name))
+        rates = [(row.epoch, row.learning_rate or 0.0, row.accepted) for row in run.metrics.train]
+        rates = [point for point in rates if point[1] > 0.0]
+        _curve(panels[2][0], rates, number, label(run.name))
+        _curve(panels[2][1], [(until[epoch], rate, ok) for epoch, rate, ok in rates], number, label(run.name))
     for column, (against, unit) in enumerate((("epoch", "epoch"), ("training time", "training time (seconds)"))):
-        loss, accuracy = ("", "") if column else ("loss per frame (nats)", "frame accuracy (%)")
+        names = ("loss per frame (nats)", "frame accuracy (%)", "learning rate, as applied (log scale)")
+        loss, accuracy, rate = ("", "", "") if column else names
         tidy(panels[0][column], f"Cross-validation loss by {against}", "", loss)
-        tidy(panels[1][column], f"Cross-validation frame accuracy by {against}", unit, accuracy)
-    panels[1][0].locator_params(axis="x", integer=True)
-    panels[1][1].set_xlim(left=0.0)
+        tidy(panels[1][column], f"Cross-validation frame accuracy by {against}", "", accuracy)
+        tidy(panels[2][column], f"Applied learning rate by {against}", unit, rate)
+        panels[2][column].set_yscale("log")
+    panels[2][0].locator_params(axis="x", integer=True)
+    panels[2][1].set_xlim(left=0.0)
     heading = [label(runs[0].name)] if len(runs) == 1 else []
     if any(not cv.accepted for run in runs for cv in run.metrics.cv):
         heading.append("hollow: epoch rejected by the schedule")

@@ -11,12 +11,14 @@ from statistics import fmean
 
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.training.metrics import EpochRow, Metrics, read_metrics
-from ddnn.training.run_status import METRICS, RECIPE
+from ddnn.training.metrics import EpochRow, Metrics, StartRow, read_metrics
+from ddnn.training.run_status import FINAL, METRICS, RECIPE
 from ddnn.util.errors import DataError
+from ddnn.util.text import plural, printable
 
 SHARES = ("compute", "data", "comm", "wait")  # the fractions of the time of a worker's training thread
 LEAST = 1e-9  # seconds, or frames per second, below which a row has no meaningful speed
+OVERLOADED = 0.8  # of the compute time as CPU time: with less, other processes took the cores
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class Run:
     path: Path
     recipe: Recipe | None  # as it was run; None if the run dir has none
     metrics: Metrics
+
+    @property
+    def start(self) -> StartRow | None:
+        """What the last start found; None: recorded by an older version."""
+        return self.metrics.starts[-1] if self.metrics.starts else None
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -44,17 +51,23 @@ def read_run(path: Path, name: str | None = None) -> Run:
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that differ, printable; a run dir that is given twice gets a number."""
-    whole = [path.absolute().parts for path in paths]
+    names = shortest_ends([path.absolute() for path in paths])
+    seen = [names[:n].count(name) for n, name in enumerate(names)]
+    unique = [f"{name} ({n + 1})" if n else name for name, n in zip(names, seen, strict=True)]
+    texts = [name.encode(errors="backslashreplace").decode() for name in unique]  # a path may not be UTF-8
+    return ["".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) for text in texts]
+
+
+def shortest_ends(paths: Sequence[Path]) -> list[str]:
+    """The paths, less the folders that are not needed to tell them apart."""
+    whole = [path.parts for path in paths]
     names = ["/".join(parts) for parts in whole]
     for length in range(max(map(len, whole), default=0), 0, -1):
         shorter = ["/".join(parts[-length:]) for parts in whole]
         if len(set(shorter)) < len(set(names)):
             break
         names = shorter
-    seen = [names[:n].count(name) for n, name in enumerate(names)]
-    unique = [f"{name} ({n + 1})" if n else name for name, n in zip(names, seen, strict=True)]
-    texts = [name.encode(errors="backslashreplace").decode() for name in unique]  # a path may not be UTF-8
-    return ["".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) for text in texts]
+    return names
 
 
 @dataclass(frozen=True)
@@ -73,12 +86,20 @@ class Summary:
     workers: int
     epochs: int  # number of the last one
     warmup_loss: float | None
-    best_loss: float | None  # of the accepted epoch with the lowest cross-validation loss
-    best_accuracy: float | None  # of the same
+    finished: bool  # there is a final model
+    model_epoch: int | None  # of the final model, or of the model so far: the last accepted epoch
+    model_cv_loss: float | None  # the model's cross-validation
+    model_cv_accuracy: float | None
+    lowest_cv_loss: float | None  # of another epoch's model, which was not kept, if it was lower
+    lowest_cv_loss_epoch: int | None
+    learning_rate: float | None  # of the last epoch, as it was applied
     seconds: float | None  # of training, without cross-validation
     frames_per_second: float | None
     frames_per_second_per_worker: float | None
-    speed_up: float | None  # over the first run with one worker, if it has the same network and minibatch size
+    speed_up: float | None  # over the fastest run with one worker that compares
+    speed_up_over: str | None  # name of that run
+    no_speed_up: str | None  # why a run with several workers has none
+    compute_cpu_fraction: float | None  # CPU time in compute time, on CPUs: much less than 1 on overloaded cores
     shares: dict[str, Spread | None]  # by `SHARES`
     consensus_distance: Spread | None  # relative distance from the mean model before an averaging, in the last epoch
     bytes_per_averaging: float | None  # that a worker sends
@@ -86,15 +107,17 @@ class Summary:
 
 
 def summarise(runs: Sequence[Run]) -> list[Summary]:
-    """The summary of each run; speed-ups are over the first run with one worker, if there is one."""
-    base = next((run for run in runs if number_of_workers(run) == 1 and speed(run)), None)
-    return [_summary(run, base) for run in runs]
+    """The summary of each run; speed-ups are over those of `runs` that have one worker."""
+    return [_summary(run, runs) for run in runs]
 
 
-def _summary(run: Run, base: Run | None) -> Summary:
+def _summary(run: Run, runs: Sequence[Run]) -> Summary:
     workers, metrics, rows = number_of_workers(run), run.metrics, run.metrics.workers
-    best, last = metrics.best, max((row.epoch for row in rows), default=0)
-    fast, slow = speed(run), None if base is None else speed(base)
+    model, lowest, fast = metrics.last_accepted, metrics.lowest_loss, speed(run)
+    last = max((row.epoch for row in rows), default=0)
+    base = reason = None
+    if workers > 1 and fast:
+        base, reason = _base(run, runs)
     # An epoch's mean at its end is one more; averaged gradients have none.
     one_more = run.recipe is None or run.recipe.parallel.strategy != "gradient-all-reduce"
     sent = [(row.bytes_sent, row.averagings + one_more) for row in rows if row.averagings]
@@ -103,17 +126,114 @@ def _summary(run: Run, base: Run | None) -> Summary:
         workers=workers,
         epochs=max((last, *(row.epoch for row in (*metrics.train, *metrics.cv)))),
         warmup_loss=None if metrics.warmup is None else metrics.warmup.loss,
-        best_loss=None if best is None else best.loss,
-        best_accuracy=None if best is None else best.frame_accuracy,
+        finished=(run.path / FINAL).exists(),
+        model_epoch=None if model is None else model.epoch,
+        model_cv_loss=None if model is None else model.loss,
+        model_cv_accuracy=None if model is None else model.frame_accuracy,
+        lowest_cv_loss=None if lowest is None else lowest.loss,
+        lowest_cv_loss_epoch=None if lowest is None else lowest.epoch,
+        learning_rate=metrics.train[-1].learning_rate if metrics.train else None,
         seconds=training_seconds(run)[-1] if metrics.train else None,
         frames_per_second=fast,
         frames_per_second_per_worker=None if fast is None else fast / workers,
-        speed_up=fast / slow if fast and slow and base is not None and _same_job(run, base) else None,
+        speed_up=(fast or 0.0) / (speed(base) or 1.0) if base else None,
+        speed_up_over=base.name if base else None,
+        no_speed_up=reason,
+        compute_cpu_fraction=_compute_cpu_fraction(run),
         shares={name: share(run, name) for name in SHARES},
         consensus_distance=_spread({row.rank: row.consensus_distance for row in rows if row.epoch == last}, max),
         bytes_per_averaging=sum(size for size, _ in known) / sum(n for _, n in known) if known else None,
         excluded_averagings=sum(row.excluded_averagings for row in rows),
     )
+
+
+def _base(run: Run, runs: Sequence[Run]) -> tuple[Run, None] | tuple[None, str]:
+    """The fastest of `runs` with one worker over which `run` has a speed-up; or why there is none."""
+    alone = [(speed(other) or 0.0, other) for other in runs if number_of_workers(other) == 1 and speed(other)]
+    reasons = [incomparable(run, other) for _, other in alone]
+    found = [pair for pair, reason in zip(alone, reasons, strict=True) if reason is None]
+    if found:
+        return max(found, key=lambda pair: pair[0])[1], None
+    return None, min(filter(None, reasons), key=len, default="there is no run with one worker")
+
+
+def incomparable(run: Run, other: Run) -> str | None:
+    """Why the speeds of two runs do not compare; None: they do."""
+    for one in (run, other):
+        reason = speed_problem(one)
+        if reason is not None:
+            return reason if one is run else f"{one.name}: {reason}"
+    own, others = _conditions(run), _conditions(other)
+    differ = [f"{name} ({own[name]}, {others[name]})" for name in own if others.get(name, own[name]) != own[name]]
+    return f"other {', '.join(differ)} than {other.name}" if differ else None
+
+
+def speed_problem(run: Run) -> str | None:
+    """Why the speed of a run compares with that of no other; None: it may compare."""
+    if run.recipe is None or run.start is None:
+        return "recorded by an older version" if run.recipe else f"it has no {RECIPE}"
+    kinds = {"kind of machine": "machine", "precision": "precision", "number of workers": "world_size"}
+    for name, field in kinds.items():
+        if len({getattr(start, field) for start in run.metrics.starts}) > 1:
+            return f"resumed with another {name}"
+    needed = 1 if _on_gpu(run) else run.start.cpu_threads
+    cores = min((start.cores_per_worker or 0.0 for start in run.metrics.starts), default=0.0)
+    if cores < needed:
+        unit = "GPUs" if _on_gpu(run) else "cores"
+        return f"its workers shared {unit}: {cores:.2g} for each, which computed in {plural(needed, 'thread')}"
+    return None
+
+
+def _conditions(run: Run) -> dict[str, str]:
+    """What must be the same if the speeds of two runs are to compare, by name."""
+    recipe, start = run.recipe, run.start
+    assert recipe is not None and start is not None
+    parameters = next((row.num_parameters for row in run.metrics.workers), None)
+    return {
+        "network": f"{recipe.model.summary()}, {parameters} parameters",
+        "training data": f"{start.train_frames} frames {start.train_digest[:6]}",
+        "minibatch size": str(recipe.minibatch_size),
+        "precision": start.precision,
+        "threads of a worker": str(start.cpu_threads),
+        "kind of machine": printable(start.machine, ""),
+        **{f"optimizer.{key}".removesuffix(".name"): str(value) for key, value in recipe.optimizer},
+    }
+
+
+def _on_gpu(run: Run) -> bool:
+    return any(row.device.startswith("cuda") for row in run.metrics.workers)
+
+
+def _compute_cpu_fraction(run: Run) -> float | None:
+    """CPU time over wall-clock time of what the workers computed on CPUs; several threads give more than 1."""
+    rows = [row for row in run.metrics.workers if row.compute_cpu_seconds is not None and row.device == "cpu"]
+    compute = sum((row.seconds or 0.0) * (row.compute_fraction or 0.0) for row in rows)
+    return sum(row.compute_cpu_seconds or 0.0 for row in rows) / compute if compute >= LEAST else None
+
+
+def remarks(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[str]:
+    """What a reader must know who compares these runs, a sentence each."""
+    found = []
+    for run, s in zip(runs, summaries, strict=True):
+        if s.speed_up is not None:
+            found.append(f"{run.name}: speed-up over {s.speed_up_over}, the fastest one-worker run that compares")
+        elif s.no_speed_up is not None:
+            found.append(f"{run.name}: no speed-up: {s.no_speed_up}")
+        if s.compute_cpu_fraction is not None and s.compute_cpu_fraction < OVERLOADED:
+            percent = f"{100 * s.compute_cpu_fraction:.0f} %"
+            found.append(
+                f"{run.name}: warning: only {percent} of its compute time was CPU time: the cores were overloaded"
+            )
+    by_digest: defaultdict[str, list[str]] = defaultdict(list)
+    for run in runs:
+        by_digest[run.start.cv_digest if run.start else ""].append(run.name)
+    unknown = by_digest.pop("", [])
+    if len(by_digest) > 1:
+        sets = " and ".join(names[0] if len(names) == 1 else f"({', '.join(names)})" for names in by_digest.values())
+        found.append(f"CV sets differ: CV losses of {sets} do not compare")
+    if unknown and len(runs) > 1:
+        found.append(f"CV set not recorded (older version): CV losses of {', '.join(unknown)} may not compare")
+    return found
 
 
 def number_of_workers(run: Run) -> int:
@@ -169,9 +289,3 @@ def _spread(values: dict[int, float | None], worst: Callable[[Iterable[float]], 
         return None
     extreme = worst(known.values())
     return Spread(fmean(known.values()), extreme, next(rank for rank, value in known.items() if value == extreme))
-
-
-def _same_job(run: Run, base: Run) -> bool:
-    sizes = {row.num_parameters for row in (*run.metrics.workers, *base.metrics.workers)} - {None}
-    jobs = [(r.recipe.model, r.recipe.minibatch_size) for r in (run, base) if r.recipe is not None]
-    return len(sizes) < 2 and all(job == jobs[0] for job in jobs)

@@ -11,6 +11,7 @@ from typing import Any
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.report.figures import COLOURS, MARKERS, legend_below, log2_axes, new_figure, save, tidy
 from ddnn.report.measured import LARGEST, network_dims, operations_of, parameters_of, read_measured
+from ddnn.report.runs import Run, incomparable, read_runs
 from ddnn.report.scaling import (
     OVERLAPPING,
     SAME_COST,
@@ -61,7 +62,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Check:
-    """A measured speed-up and the model's for the same training; `fitted`: the constants were fitted to it."""
+    """A measured speed-up, over the fastest run with one worker, and the model's for the same training; `fitted`: the constants were fitted to it."""
 
     source: str
     strategy: str
@@ -103,6 +104,7 @@ def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> S
     measurements is damaged."""
     _check(options)
     measured = [m for source in sources for m in read_measured(source)]
+    _check_comparable(read_runs([source for source in sources if source.is_dir()]))
     used = [m for m in measured if options.fit is None or m.workers in options.fit]
     if not used:
         sizes = ", ".join(map(str, sorted({m.workers for m in measured})))
@@ -136,6 +138,16 @@ def _check(options: ScaleOptions) -> None:
         raise UserError(f"{options.latency:g} found, expected seconds", location="--latency")
     if options.frames is not None and options.hours is not None:
         raise UserError("--frames and --hours both given", hint="give one of them")
+
+
+def _check_comparable(runs: Sequence[Run]) -> None:
+    """UserError: the constants would be fitted to runs whose speeds do not compare."""
+    for run in runs:
+        alone = len(runs) == 1 and run.start is None  # of an older version, but compared with no other run
+        reason = incomparable(run, runs[0])
+        if reason is not None and not alone:
+            hint = "leave it out, or give runs of one network, training data, optimizer, minibatch size, precision and "
+            raise UserError(f"{run.name}: {reason}", location="--measured", hint=hint + "kind of machine")
 
 
 def _job(measured: Job, options: ScaleOptions) -> Job:
@@ -172,7 +184,7 @@ def _checks(measured: Sequence[Measurement], used: Sequence[Measurement], refere
     for m in several:
         constants = scaled(reference, replace(m.job, operations=reference.job.operations))
         model_alone = epoch_seconds(constants, m.way, 1)
-        one = alone[0].seconds * m.job.frames / alone[0].job.frames if alone else model_alone
+        one = min((a.seconds / a.job.frames for a in alone), default=model_alone / m.job.frames) * m.job.frames
         real, predicted = one / m.seconds, model_alone / epoch_seconds(constants, m.way, m.workers)
         name = m.way.strategy + (", overlap" if m.way.overlap else "")
         checks.append(Check(m.source, name, m.workers, m in used, real, predicted, predicted / real - 1.0))

@@ -60,16 +60,17 @@ def submit(
     noticed, and cpu where it has none. `after`: number of a job that must have ended well first. Where it does not,
     Slurm cancels this one.
     """
+    trusted = not files.is_of_run_dir(recipe_path, run_dir)
     if resume and recipe_path.is_dir():
         recipe_path = recipe_path / files.RECIPE
     cluster = _cluster(options, workers, kind)
-    recipe = load_recipe(recipe_path, settings)
+    recipe = load_recipe(recipe_path, settings, trusted=trusted)
     placement = place(cluster, workers, recipe.parallel.workers, recipe.parallel.oversubscribe_gpus)
-    recipe = load_recipe(recipe_path, (*settings, f"parallel.workers={placement.workers}"))
+    recipe = load_recipe(recipe_path, (*settings, f"parallel.workers={placement.workers}"), trusted=trusted)
     run_dir = Path(os.path.abspath(run_dir))  # noqa: PTH100 (resolve() would follow links, which may be meant)
     if device == "auto":
         device = "cuda" if placement.gpus_per_node else "cpu"
-    training, name = _command(kind, run_dir, placement.workers, device), _job_name(options.job_name, run_dir)
+    training, name = _command(kind, run_dir, recipe, device), _job_name(options.job_name, run_dir)
     pretraining, threads = kind == "pretraining", recipe.parallel.cpu_threads
     job = JobScript(run_dir, training, name, placement, threads, cluster, pretraining)
     if pretraining:
@@ -95,11 +96,13 @@ def submit(
 _JOB_RECIPES = {"training": files.RECIPE, "pretraining": files.JOB_RECIPE}  # the recipe that the job reads
 
 
-def _command(kind: Kind, run_dir: Path, workers: int, device: str) -> tuple[str, ...]:
-    """The command that trains. --resume: from what is in the run dir when the job begins, or begins again."""
-    name, more = ("pretrain", ()) if kind == "pretraining" else ("train", ("--resume",))
+def _command(kind: Kind, run_dir: Path, recipe: Recipe, device: str) -> tuple[str, ...]:
+    """The command that trains. --resume: from what is in the run dir when the job begins, or begins again.
+    --allow-pipes: the user's word, which the recipe in the run dir is not."""
+    name, more = ("pretrain", []) if kind == "pretraining" else ("train", ["--resume"])
+    more += ["--allow-pipes"] * recipe.data.allow_pipes
     words = (sys.executable, "-m", "ddnn.cli", name, run_dir / _JOB_RECIPES[kind], "--run-dir", run_dir)
-    return (*map(str, words), "--workers", str(workers), "--device", device, *more)
+    return (*map(str, words), "--workers", str(recipe.parallel.workers), "--device", device, *more)
 
 
 def _prepare_training(run_dir: Path, recipe: Recipe) -> None:
@@ -123,7 +126,8 @@ def _prepare_resume(run_dir: Path, recipe: Recipe) -> None:
     if found is None and problems:
         raise DataError(f"there is no checkpoint to resume from: {problems[0]}", location=path)
     if found is not None:
-        check_same_recipe(read_metadata(found.metadata, path).recipe, recipe, path)
+        metadata = read_metadata(found.metadata, path)
+        check_same_recipe(metadata.recipe, recipe, path, metadata.precision)
 
 
 def _prepare_pretraining(run_dir: Path, recipe: Recipe) -> None:

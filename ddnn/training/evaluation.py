@@ -17,7 +17,7 @@ from ddnn.data.dataset import AcousticDataset, FrameSubset, labels_of
 from ddnn.data.loading import DataConfig
 from ddnn.data.pipeline import EVAL_BATCH, load_data_dir
 from ddnn.distributed.communicator import Communicator
-from ddnn.kaldi.alignments import Alignments, read_alignments
+from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, transition_digest
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.loss import cross_entropy
 from ddnn.nn.network import Workspace
@@ -183,6 +183,7 @@ def evaluate_run(
         message = f"the alignment has {labels.num_pdfs} pdfs, the model {most}{beyond}"
         hint = "use an alignment made with the same final.mdl as the training alignment"
         raise DataError(message, location=alignments, hint=hint)
+    check_same_tree(transition_digest(alignments), model.transition_digest, alignments, f"the model of {run_dir}")
     corpus = load_for_model(model, data, labels, allow_pipes=allow_pipes)
     everything = corpus.to(on).subset(list(range(len(corpus.utterances))))
     return replace(evaluate(model.to(on), everything), utterances=corpus.counts)

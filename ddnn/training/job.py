@@ -27,6 +27,7 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import read_restart
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.distributed.watchdog import Watchdog
+from ddnn.kaldi.alignments import kaldi_counts, transition_digest
 from ddnn.nn.acoustic_model import AcousticModel, load_model
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
@@ -46,7 +47,7 @@ from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import Trainer, train
 from ddnn.util.errors import DivergedError
 from ddnn.util.progress import only_first_worker_shows
-from ddnn.util.system import check_devices, choose_device, device_identity, device_name
+from ddnn.util.system import check_devices, choose_device, compute_resources, compute_units, device_identity
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Job:
     """What a training and a pretraining have in common, on this worker."""
 
     recipe: Recipe  # with as many workers as there are
-    recipe_text: str  # resolved, as it is written to the run dir
+    recipe_text: str  # resolved but for `precision: auto`, which the run dir's recipe.yaml does not keep
     comm: Communicator
     run: RunDir  # locked, with its log
     shutdown: GracefulShutdown  # whether the job was asked to stop
@@ -195,12 +196,13 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
         check_same_data(loaded, digest, recipe.data.train)
         model = loaded.model()
         model.check_features(data.dataset.dim, recipe.data.train)
-        run.write_recipe(job.recipe_text)  # only now: a resume that is refused changes nothing
         run.truncate_after(loaded.metadata.epoch)
     if resume and (loaded is not None or read_restart() is not None):
         run.record(resume_event(loaded, run, comm))
-    run.write_pdf_counts(data.index.pdf_counts)
+    run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
     trainer = assemble_trainer(job, model.to(job.device), data, digest, checkpoints, loaded)
+    # Only now: a resume that is refused changes nothing.
+    run.write_recipe(dump_recipe(recipe.model_copy(update={"precision": trainer.precision})))
     trainer.baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, comm)
     run.record(start_row(trainer, data))
     progress, epochs = trainer.progress, trainer.schedule.max_epochs
@@ -285,15 +287,18 @@ def start_row(trainer: Trainer, data: TrainingData) -> StartRow:
         *(trainer.minibatch_size, " of each worker" if comm.world_size > 1 else ""),
     )
     train_digest, cv_digest = data.part_digests()
+    kinds, cores_per_worker = compute_resources(comm.all_gather_object(compute_units(data.device, comm.host)))
     return StartRow(
         epoch=trainer.progress.epoch,
         date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         command=shlex.join(["ddnn", *sys.argv[1:]])[:1000],
         version=f"ddnn {__version__}, torch {torch.__version__}",
         host=comm.host,
-        machine=device_name(data.device.type),
+        machine=kinds,
         precision=trainer.precision,
         world_size=comm.world_size,
+        cpu_threads=torch.get_num_threads(),
+        cores_per_worker=cores_per_worker,
         learning_rate_scale=scale,
         train_frames=train_frames,
         cv_frames=cv_frames,
@@ -317,7 +322,8 @@ def initial_model(job: Job, data: TrainingData, dbn: AcousticModel | None) -> Ac
     initialize(network, recipe.seed)
     if dbn is not None:
         network.load_lower_layers(dbn.network)
-    return AcousticModel(options.model_features(recipe), transform, network)
+    tree = transition_digest(recipe.data.alignments)
+    return AcousticModel(options.model_features(recipe), transform, network, tree)
 
 
 def train_dbn(job: Job, run: RunDir, comm: Communicator, data: TrainingData | None = None) -> AcousticModel:

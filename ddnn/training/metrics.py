@@ -96,9 +96,11 @@ class StartRow(MetricsRow):
     command: Name  # as it was given, quoted for a shell
     version: Name  # of ddnn and torch
     host: Name  # of rank 0, as `machine`
-    machine: Name  # the kind of processor, or of GPU where one is used
+    machine: Name  # the kinds of processor of all hosts, or of GPU where one is used
     precision: Literal["float32", "bf16"]
     world_size: Count
+    cpu_threads: Count = 1  # of a worker
+    cores_per_worker: Number = None  # on the host with the fewest; with GPUs: GPUs
     learning_rate_scale: Number  # what the schedule's learning rates are multiplied by
     train_frames: Count
     cv_frames: Count
@@ -151,6 +153,7 @@ class WorkerRow(MetricsRow):
     seconds: Seconds
     frames_per_second: Speed = None
     compute_fraction: Fraction = None  # on CUDA with what the host waits for at the end of an interval
+    compute_cpu_seconds: Seconds = None  # CPU time of the process in it; None of an epoch resumed within
     data_fraction: Fraction = None  # on CUDA only what the host itself does
     comm_fraction: Fraction = None  # what averaging takes from the training thread, without `wait_fraction`
     wait_fraction: Fraction = None  # for the slowest worker before an averaging; with overlap part of `comm_fraction`
@@ -240,10 +243,16 @@ class Metrics:
     pretraining: tuple[PretrainRow, ...] = ()
 
     @property
-    def best(self) -> EpochRow | None:
-        """The accepted cross-validation row with the lowest loss; None if there is none."""
+    def last_accepted(self) -> EpochRow | None:
+        """The cross-validation row of the model: the final one, or the one so far. Epoch 0 is the initial network."""
+        return next((row for row in reversed(self.cv) if row.accepted), None)
+
+    @property
+    def lowest_loss(self) -> EpochRow | None:
+        """The accepted cross-validation row with a lower loss than the model's, the lowest; None if there is none."""
         accepted = [(row.loss, row) for row in self.cv if row.accepted and row.loss is not None]
-        return min(accepted, key=lambda pair: pair[0])[1] if accepted else None
+        lowest = min(accepted, key=lambda pair: pair[0])[1] if accepted else None
+        return lowest if lowest and self.last_accepted and lowest.loss != self.last_accepted.loss else None
 
     @property
     def num_workers(self) -> int:

@@ -274,6 +274,7 @@ def pretraining_recipe(recipe: Recipe) -> str:
         "optimizer": SgdConfig(),
         "schedule": NewbobConfig(),
         "minibatch_size": recipe.pretrain.minibatch_size,
+        "precision": "auto",  # RBMs are trained in float32
     }
     return dump_recipe(recipe.model_copy(update=read))
 

@@ -41,7 +41,7 @@ def load_latest(store: CheckpointStore, recipe: Recipe, comm: Communicator) -> L
         log.info("there is no checkpoint to resume from: training starts from the beginning")
         return None
     metadata = read_metadata(handle.metadata, handle.path)
-    check_same_recipe(metadata.recipe, recipe, handle.path)
+    check_same_recipe(metadata.recipe, recipe, handle.path, metadata.precision)
     bitwise = handle.world_size == comm.world_size
     log.info("resumed from checkpoint %d: %s", handle.number, metadata.summary())
     if not bitwise and comm.rank == 0:
@@ -88,12 +88,17 @@ def read_metadata(values: object, location: Path) -> CheckpointMetadata:
         raise DataError(f"not a checkpoint of a training: {first_error(error)}", location=location) from error
 
 
-def check_same_recipe(before: str, recipe: Recipe, location: Path) -> None:
-    """RecipeError where the recipe has changed in what a resume may not change."""
+def check_same_recipe(before: str, recipe: Recipe, location: Path, precision: str | None = None) -> None:
+    """RecipeError where the recipe has changed in what a resume may not change. `precision`: that was chosen, which is
+    what `auto` means from then on."""
     old, problems = _flat(before)
     if problems:
         raise DataError(f"the recipe in the checkpoint is none: {problems[0]}"[:500], location=location)
     new, _ = _flat(dump_recipe(recipe))
+    if precision is not None and old.get("precision") == "auto":
+        old["precision"] = precision
+    if precision is not None and new["precision"] in ("auto", precision):
+        new["precision"] = old.get("precision")
     changed = [
         f"{key}: {str(new.get(key, 'not given'))[:200]} found, {str(old.get(key, 'not given'))[:200]} expected"
         for key in sorted({*old, *new})

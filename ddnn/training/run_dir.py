@@ -130,7 +130,7 @@ class RunDir:
     def write_recipe(self, text: str) -> None:
         write_text(self.path / RECIPE, text)
 
-    def write_pdf_counts(self, pdf_counts: NDArray[np.integer[Any]]) -> None:
+    def write_pdf_counts(self, pdf_counts: NDArray[np.float64]) -> None:
         write_pdf_counts(self.path / run_status.PDF_COUNTS, pdf_counts)
 
     def record(self, row: MetricsRow) -> None:
@@ -159,7 +159,7 @@ class RunDir:
         self._metrics.truncate(keep)
 
     def save_best(self, model: AcousticModel) -> None:
-        """Saves the best network so far; UserError if it is not finite. A full disk is only logged."""
+        """Saves the network of the latest accepted epoch; UserError if it is not finite. A full disk is only logged."""
         self._tolerate_full_disk(lambda: save_model(self.path / BEST, model))
 
     def finish(self, model: AcousticModel) -> None:
@@ -210,7 +210,7 @@ class NullRunDir(RunDir):
     def set_status(self, *, sync: bool = True, **fields: Any) -> None: ...
     def set_progress(self, epoch: int, minibatch: int) -> None: ...
     def write_recipe(self, text: str) -> None: ...
-    def write_pdf_counts(self, pdf_counts: NDArray[np.integer[Any]]) -> None: ...
+    def write_pdf_counts(self, pdf_counts: NDArray[np.float64]) -> None: ...
     def record(self, row: MetricsRow) -> None: ...
     def flush(self) -> None: ...
     def truncate_after(self, epoch: int, rbm: int | None = None) -> None: ...
@@ -277,6 +277,7 @@ def load_run(path: Path) -> AcousticModel:
     if not path.is_dir():
         raise DataError("there is no such run dir", location=path, hint="name the --run-dir of a finished training")
     if not (path / FINAL).exists() and (path / RECIPE).exists():
-        hint = f"let it finish first, or resume it: {run_status.resume_command(path)}; its best network so far is in {BEST}"
+        hint = f"let it finish first, or resume it: {run_status.resume_command(path)}"
+        hint += f"; its latest accepted network is in {BEST}" if (path / BEST).exists() else ""
         raise DataError(f"this training has not finished: there is no {FINAL}", location=path, hint=hint)
     return load_model(path / FINAL)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from ddnn.recipe.source import read_yaml
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, is_locked, read_bytes_limited, require_kind
 
@@ -117,10 +118,19 @@ def newest_checkpoint(run_dir: Path) -> object:
 
 
 def resume_command(run_dir: Path, kind: Kind = "training") -> str:
+    """With --allow-pipes where the run has been allowed shell commands: its recipe alone does not allow them again."""
     path = shlex.quote(str(run_dir))
+    pipes = read_yaml(run_dir / RECIPE).values.get("data.allow_pipes")
+    allow = " --allow-pipes" if pipes is not None and pipes.value is True else ""
     if kind == "training":
-        return f"ddnn train {path} --resume"
-    return f"ddnn pretrain {shlex.quote(str(run_dir / RECIPE))} --run-dir {path}"
+        return f"ddnn train {path} --resume{allow}"
+    return f"ddnn pretrain {shlex.quote(str(run_dir / RECIPE))} --run-dir {path}{allow}"
+
+
+def is_of_run_dir(recipe: Path, run_dir: Path) -> bool:
+    """Whether a recipe is one that a run has left, in its own run dir or in one that is named instead of a recipe. It
+    may be a stranger's, whom the user has not read."""
+    return recipe.is_dir() or run_dir.resolve() in (recipe.parent.resolve(), recipe.resolve().parent)
 
 
 def check_run_dir(

@@ -23,14 +23,15 @@ def start_training(
     has to fix."""
     if recipe.is_dir() and not resume and (recipe / RECIPE).is_file():
         raise UserError("this is a run dir, no recipe", location=recipe, hint="resume it with --resume")
+    named = recipe
     if recipe.is_dir() and resume:
         run_dir, recipe = run_dir or recipe, recipe / RECIPE
         if not recipe.is_file():
             hint = "name a recipe, or the run dir of a training"
             raise UserError(f"there is no {RECIPE}", location=run_dir, hint=hint)
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
-    loaded = load_recipe(recipe, settings)
     location = run_dir or Path("exp", recipe.stem)
+    loaded = load_recipe(recipe, settings, trusted=not run_status.is_of_run_dir(named, location))
     if resume and (location / FINAL).exists():
         return f"{location}: this training has finished: {location / FINAL}"
     # A run dir in which another training has begun is refused by the first attempt, or by one that follows its death.
@@ -46,7 +47,8 @@ def start_training(
         if begun and not resume:
             return arguments
         if (location / RECIPE).is_file():  # resolved; the other file may have been edited meanwhile
-            return worker_argv("train", location / RECIPE, location, (), device, "--resume")
+            pipes = ["--allow-pipes"] * loaded.data.allow_pipes  # the user's word, which that file's is not
+            return worker_argv("train", location / RECIPE, location, (), device, "--resume", *pipes)
         return worker_argv("train", recipe, location, settings, device, "--resume")
 
     run_distributed(
@@ -65,8 +67,8 @@ def start_pretraining(
 ) -> None:
     """`ddnn pretrain`, on as many workers as the recipe says; arguments and errors as of `start_training`."""
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
-    loaded = load_recipe(recipe, settings)
     location = run_dir or Path("exp", f"{recipe.stem}-rbm")
+    loaded = load_recipe(recipe, settings, trusted=not run_status.is_of_run_dir(recipe, location))
 
     def work(comm: Any) -> None:
         from ddnn.training.job import run_pretraining

@@ -244,6 +244,7 @@ def worker_row(epoch: int, averager: Averager) -> WorkerRow:
         minibatches=counters.minibatches,
         **throughput(counters.frames, seconds),
         compute_fraction=min(timer.seconds["compute"] / seconds, 1.0),
+        compute_cpu_seconds=timer.compute_cpu_seconds,
         data_fraction=min(timer.seconds["data"] / seconds, 1.0),
         comm_fraction=min((averaging - waiting) / seconds, 1.0),
         wait_fraction=min(waiting / seconds, 1.0),
@@ -263,7 +264,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def train(trainer: Trainer) -> AcousticModel:
-    """Trains until the schedule ends; returns the model with the best cross-validation result. All workers run it
+    """Trains until the schedule ends; returns the model of the last accepted epoch. All workers run it
     together: each trains on its shard, all evaluate and keep the same averaged model. DivergedError: the loss, or the
     model of every worker, is not finite. TrainingInterrupted: the training was asked to stop; a checkpoint was written.
     """

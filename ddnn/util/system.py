@@ -7,7 +7,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddnn.util.errors import UserError
 from ddnn.util.text import plural
@@ -27,6 +27,22 @@ def cpu_name() -> str:
     lines = _lines(ROOT / "proc/cpuinfo")
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.machine()
+
+
+class Processor(NamedTuple):
+    """The first processor by /proc/cpuinfo; empty or 0 where that does not name something, as on ARM."""
+
+    vendor: str  # GenuineIntel, AuthenticAMD
+    family: int
+    model: int
+    flags: frozenset[str]
+
+
+def processor(root: Path = ROOT) -> Processor:
+    lines = [line.partition(":") for line in _lines(root / "proc/cpuinfo")]
+    fields = {name.strip(): value.strip() for name, _, value in reversed(lines)}  # the first processor's remain
+    family, model = (int(text) if (text := fields.get(name, "")).isdecimal() else 0 for name in ("cpu family", "model"))
+    return Processor(fields.get("vendor_id", ""), family, model, frozenset(fields.get("flags", "").split()))
 
 
 def device_name(device: str) -> str:
@@ -73,6 +89,26 @@ def device_identity(device: torch.device) -> str:
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def compute_units(device: torch.device, host: str) -> list[Any]:
+    """Of this process: the kind of its processor, its host, and the cores that it may use; or of its GPU."""
+    import torch
+
+    if device.type == "cuda":
+        return [torch.cuda.get_device_name(device), host, [device_identity(device)]]
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(usable_cores()))
+    return [cpu_name(), host, cores]
+
+
+def compute_resources(units: Sequence[Sequence[Any]]) -> tuple[str, float]:
+    """From `compute_units` of all workers: the kinds of processor or GPU, and the cores (or GPUs) that each worker has, on the
+    host on which it has the fewest."""
+    shares = []
+    for host in {host for _, host, _ in units}:
+        own = [set(cores) for _, name, cores in units if name == host]
+        shares.append(len(set.union(*own)) / len(own))
+    return "; ".join(sorted({kind for kind, _, _ in units})), min(shares)
 
 
 def check_devices(places: Iterable[Sequence[int | str]], share: bool) -> None:

@@ -25,9 +25,11 @@ from ddnn.decoding.scoring import (
     render_text,
     score,
 )
+from ddnn.kaldi.alignments import TRANSITION_DIGEST
 from ddnn.kaldi.archive import read_scp, write_matrices
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.nnet1 import Activation, AddShift, AffineTransform, Rescale, Splice, read_nnet1
+from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.util.errors import DataError, UserError
 
 pytest.importorskip("kaldi_decoder")
@@ -264,3 +266,30 @@ def test_the_extra_is_named_where_it_is_missing(toy: Path, monkeypatch: pytest.M
 def test_words_that_look_like_blanks() -> None:
     utterance = UtteranceScore("u", ("<eps>", "***", "b"), ("***", "c"), 0, 1, 1, True)
     assert align_words(utterance) == [("<eps>", None), ("***", "***"), ("b", "c")]
+
+
+def test_the_graph_of_another_model_is_refused(toy: Path) -> None:
+    """With as many pdfs and transition-ids, which only no longer belong together."""
+    graph = loop_of_words()
+    arcs = graph.arcs.copy()
+    entering = arcs["ilabel"] % 2 == 0
+    arcs["ilabel"][entering & (arcs["ilabel"] > 0)] = [4, 6, 2]
+    write_fst(toy / "graph" / "HCLG.fst", Fst(graph.start, graph.final, graph.offsets, arcs))
+    with pytest.raises(DataError, match=r"the graph was made with another model than .*final.mdl: only 0 %"):
+        run(toy)
+
+
+def test_log_likelihoods_of_another_tree_are_refused(toy: Path) -> None:
+    tree = read_transition_model(toy / "final.mdl").digest
+    for digest, refused in (("", False), (tree, False), ("0" * 64, True)):
+        (toy / TRANSITION_DIGEST).write_text(f"{digest}\n")
+        if refused:
+            with pytest.raises(DataError, match=r"another tree than that of the network of loglikes.scp"):
+                run(toy)
+        else:
+            run(toy)
+
+
+def test_kaldis_graphs_belong_to_their_model(an4: Path) -> None:
+    for name in ("graph", "graph_ug"):
+        read_graph(an4 / name, an4 / "ali/final.mdl")

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jobs import make_job
+from report_runs import start_row
 
 from ddnn.inspection.status import Status, follow_status, read_status
 from ddnn.slurm.job import Job, write_job
@@ -108,7 +109,7 @@ def test_figures(run: Path) -> None:
     assert (status.state, status.world_size, status.error) == ("interrupted", 2, KILLED)
     assert status.run is not None and (status.run.epoch, status.run.max_epochs) == (2, 10)
     assert status.last is not None and (status.last.epoch, status.last.loss, status.last.accepted) == (2, 4.0, False)
-    assert status.best is not None and status.best.epoch == 1
+    assert status.last_accepted is not None and status.last_accepted.epoch == 1
     assert (status.frames_per_second, status.warmup_loss) == (3000.0, 4.25)
     assert status.fractions == pytest.approx({"compute": 0.5, "comm": 0.2, "wait": 0.2, "data": 0.1})
     assert status.seconds_since_update is not None and status.seconds_since_update < 60
@@ -117,6 +118,25 @@ def test_figures(run: Path) -> None:
     for text in ("interrupted", KILLED, *shown):
         assert text in status.as_text()
     assert json.loads(json.dumps(status.as_dict(), allow_nan=False))["last"]["epoch"] == 2
+
+
+def test_the_model_of_a_finished_training_is_the_last_accepted_epochs(run: Path) -> None:
+    """Not the one with the lowest loss, which is another model; and the learning rate is the one that was applied."""
+    trained_row = {**trained(2), "learning_rate": 0.02, "schedule_learning_rate": 0.01}
+    write_rows(run, [start_row(2), cv(0, 5.0), cv(1, 3.0), trained_row, cv(2, 3.5), cv(3, 9.0, accepted=False)])
+    so_far = "epoch 2: cross-validation loss 3.5000, frame accuracy 50.00 %"
+    assert read_status(run).lines()["model so far"] == so_far
+    (run / "final.safetensors").touch()
+    lines = read_status(run).lines()
+    assert lines["final model"] == so_far and "model so far" not in lines
+    lower = "epoch 1: cross-validation loss 3.0000, frame accuracy 50.00 %"
+    assert lines["lowest loss"] == f"{lower}; that model was not kept"
+    assert lines["learning rate"] == "0.02, 2 times the schedule's 0.01"
+    assert lines["precision"] == "float32 on Intel(R) Xeon(R) 8481C"
+    write_rows(run, [cv(0, 5.0), cv(1, 9.0, accepted=False)])
+    lines = read_status(run).lines()
+    assert lines["final model"] == "epoch 0: cross-validation loss 5.0000, frame accuracy 50.00 %, before training"
+    assert lines["lowest loss"] is None
 
 
 def test_a_killed_training_is_told_from_a_running_one_by_its_lock(run: Path) -> None:
@@ -167,7 +187,7 @@ def test_without_a_status_nothing_is_guessed(run: Path, content: str | None) -> 
     (run / "status.json").unlink() if content is None else (run / "status.json").write_text(content)
     status = read_status(run)
     assert (status.state, len(status.problems)) == ("unknown", int(content is not None))
-    assert status.best is not None and status.best.epoch == 1
+    assert status.last_accepted is not None and status.last_accepted.epoch == 1
 
 
 @pytest.mark.parametrize(

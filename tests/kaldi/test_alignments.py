@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.kaldi.alignments import Alignments, pdf_counts, read_alignments, read_pdf_counts, write_pdf_counts
+from ddnn.kaldi.alignments import (
+    Alignments,
+    check_same_tree,
+    kaldi_counts,
+    pdf_counts,
+    read_alignments,
+    read_pdf_counts,
+    transition_digest,
+    write_pdf_counts,
+)
 from ddnn.kaldi.archive import iterate_int_vectors, write_int_vectors
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.util.errors import DataError
@@ -194,8 +204,30 @@ def test_kaldis_counts(golden: Path, an4: Path, tmp_path: Path) -> None:
     for values in (counts, counts.astype(np.int64)):
         write_pdf_counts(tmp_path / "counts", values)
         assert (tmp_path / "counts").read_bytes() == (golden / "nnet1/pdf.counts").read_bytes()
-    smoothed = read_pdf_counts(an4 / "kaldi_nnet1/ali_train_pdf.counts")  # Kaldi adds 0.5 to each
-    np.testing.assert_array_equal(smoothed - 0.5, pdf_counts(read_alignments(an4 / "ali")))
+
+
+def test_half_a_frame_is_added_as_in_kaldis_recipes(an4: Path, tmp_path: Path) -> None:
+    kaldi = an4 / "kaldi_nnet1/ali_train_pdf.counts"
+    smoothed = kaldi_counts(pdf_counts(read_alignments(an4 / "ali")))
+    assert smoothed.sum() == 253_682 + 616 / 2
+    np.testing.assert_array_equal(smoothed, read_pdf_counts(kaldi))
+    write_pdf_counts(tmp_path / "counts", smoothed)
+    assert (tmp_path / "counts").read_text().split() == kaldi.read_text().split()
+
+
+def test_a_tree_is_known_by_its_transition_states(golden: Path, tmp_path: Path) -> None:
+    """As decode.sh works it out with Kaldi's copy-transition-model, awk and sha256sum."""
+    text = (golden / "tables/mono_transitions.txt").read_text()
+    rows = text.partition("<Triples>")[2].partition("</Triples>")[0].splitlines()[1:]
+    expected = hashlib.sha256("".join(" ".join(row.split()) + "\n" for row in rows).encode()).hexdigest()
+    (tmp_path / "ali").mkdir()
+    (tmp_path / "ali/final.mdl").write_bytes((golden / "tables/mono.mdl").read_bytes())
+    assert len(rows) > 100 and transition_digest(tmp_path / "ali") == expected
+    assert transition_digest(golden / "nnet1/pdfs.txt") is None, "an archive of pdf-ids"
+    for one, other in ((None, expected), (expected, None), (expected, expected)):
+        check_same_tree(one, other, tmp_path, "x")
+    with pytest.raises(DataError, match="another tree"):
+        check_same_tree(expected[::-1], expected, tmp_path, "x")
 
 
 @given(st.lists(st.integers(0, 2**50) | st.floats(0, 1e12), min_size=1))

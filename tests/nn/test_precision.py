@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -15,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from twins import FUNCTIONS, batch_of, random_minibatch
 
+from ddnn.bench import step
 from ddnn.bench.step import RandomTask, Shape, random_task
 from ddnn.data.batches import ShuffledSampler
 from ddnn.distributed.communicator import Communicator
@@ -23,11 +28,13 @@ from ddnn.nn.acoustic_model import save_model
 from ddnn.nn.arithmetic import Precision, make_arithmetic, matmul_out, supports_float32_output
 from ddnn.nn.layers import Affine, Layer, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
-from ddnn.nn.precision import bf16_error, choose_arithmetic, gemm_speedup
+from ddnn.nn.precision import AVX512_BF16_SPEEDUP, bf16_error, bf16_is_fast, choose_arithmetic
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.step import EagerStep
+from ddnn.util import system
 from ddnn.util.errors import UserError
+from ddnn.util.system import Processor, processor
 
 CPU = torch.device("cpu")
 AN4 = mlp_layers(440, 4, 512, 616, "sigmoid")
@@ -165,36 +172,162 @@ def test_what_is_trained_in_bf16_is_saved_in_float32(compiled: bool, tmp_path: P
         assert {stored.get_tensor(name).dtype for name in stored.keys()} == {torch.float32}  # noqa: SIM118
 
 
+def cpuinfo(vendor: str, family: int, model: int, flags: str) -> str:
+    """Two processors, of which the second is another."""
+    names = f"vendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: A {model} B\n"
+    one = f"processor\t: 0\n{names}flags\t\t: fpu avx2 {flags}\n"
+    return f"{one}bogomips\t: 5000.0\n\n{one.replace(': 0', ': 1').replace(vendor, 'Other')}"
+
+
+AMX = "avx512_bf16 amx_bf16 avx512_fp16 amx_tile amx_int8"
+ARM = "processor\t: 0\nFeatures\t: fp asimd bf16 i8mm\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
+CPUS = {
+    "AMX": (cpuinfo("GenuineIntel", 6, 143, AMX), "bf16", "this processor (GenuineIntel 6/143) has AMX"),
+    "AMX, another maker": (cpuinfo("New", 77, 1, AMX), "bf16", "this processor (New 77/1) has AMX"),
+    "AMX without bf16": (
+        cpuinfo("GenuineIntel", 6, 99, "amx_tile amx_int8"), "float32",
+        "this processor (GenuineIntel 6/99) has neither AMX nor AVX512-BF16"),
+    "AMX masked": (
+        cpuinfo("GenuineIntel", 6, 143, "avx512_bf16"), "float32",
+        "GenuineIntel family 6 model 143 is not in the table of measured processors; set precision: bf16 to use its "
+        "AVX512-BF16"),
+    "AMD in the table": (
+        cpuinfo("AuthenticAMD", 26, 2, "avx512_bf16"), "bf16",
+        "this processor (AuthenticAMD 26/2) has AVX512-BF16, measured at 2.9 times the speed of float32"),
+    "AMD not in the table": (
+        cpuinfo("AuthenticAMD", 26, 68, "avx512_bf16"), "float32",
+        "AuthenticAMD family 26 model 68 is not in the table of measured processors; set precision: bf16 to use its "
+        "AVX512-BF16"),
+    "in the table, AVX512-BF16 masked": (
+        cpuinfo("AuthenticAMD", 26, 2, "avx512f"), "float32",
+        "this processor (AuthenticAMD 26/2) has neither AMX nor AVX512-BF16"),
+    "ARM": (ARM, "float32", "this processor has neither AMX nor AVX512-BF16"),
+    "no file": (None, "float32", "this processor has neither AMX nor AVX512-BF16"),
+}  # fmt: skip
+"""/proc/cpuinfo, what `precision: auto` selects by it, and the reason."""
+
+
+def by_cpuinfo(text: str | None, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this machine one of these processors, on which PyTorch can do what they can."""
+    if text is not None:
+        (root / "proc").mkdir()
+        (root / "proc/cpuinfo").write_text(text)
+    found = processor(root)
+    monkeypatch.setattr(module, "processor", lambda: found)
+    monkeypatch.setattr(module, "pytorch_has_amx", lambda: True)
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_auto_is_decided_by_what_the_processor_is(
+    cpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, chosen, reason = CPUS[cpu]
+    by_cpuinfo(text, tmp_path, monkeypatch)
+    caplog.set_level(logging.INFO, logger="ddnn.nn.precision")
+    assert choose_arithmetic("auto", network(AN4), 256).precision == chosen
+    assert [(record.levelno, record.message) for record in caplog.records] == [
+        (logging.INFO, f"precision {chosen}: {reason}")
+    ]
+    caplog.clear()
+    assert choose_arithmetic("bf16", network(AN4), 256).precision == "bf16"
+    (record,) = caplog.records
+    assert record.levelno == (logging.INFO if chosen == "bf16" else logging.WARNING)
+    assert ("float32 may be faster" in record.message) == (chosen == "float32")
+
+
+def test_amx_that_pytorch_cannot_use_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = Processor("GenuineIntel", 6, 143, frozenset(AMX.split()))
+    monkeypatch.setattr(module, "pytorch_has_amx", lambda: False)
+    assert bf16_is_fast(CPU, cpu) == (False, "this processor (GenuineIntel 6/143) has AMX, but PyTorch cannot use it")
+    monkeypatch.setattr(module, "pytorch_has_amx", lambda: True)
+    assert bf16_is_fast(CPU, cpu)[0]
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    limited = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 limits which instructions PyTorch uses"
+    assert bf16_is_fast(CPU, cpu) == (False, limited)
+
+
 @pytest.mark.parametrize(
-    ("asked", "ratio", "chosen", "said", "level"),
-    [
-        ("auto", 5.5, "bf16", "bf16 GEMM 5.50 x float32 on this device: bf16", logging.INFO),
-        ("auto", 1.1, "float32", "bf16 GEMM 1.10 x float32 on this device: float32", logging.INFO),
-        ("auto", 0.11, "float32", "bf16 GEMM 0.11 x float32 on this device: float32", logging.INFO),
-        ("bf16", 0.11, "bf16", "precision: float32 would be faster", logging.WARNING),
-        ("bf16", 5.5, "bf16", "bf16 GEMM 5.50 x float32 on this device: bf16", logging.INFO),
-    ],
+    ("capability", "fast"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), True)]
 )
-def test_the_measurement_chooses(
-    asked: Any, ratio: float, chosen: str, said: str, level: int,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(module, "gemm_speedup", lambda network, minibatch: ratio)
-    monkeypatch.setattr(module, "bf16_error", lambda network, minibatch: None)
+def test_auto_is_decided_by_the_compute_capability_of_a_gpu(
+    capability: tuple[int, int], fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    has = f"this GPU (compute capability {capability[0]}.{capability[1]}) has {'' if fast else 'no '}bf16 tensor cores"
+    assert bf16_is_fast(torch.device("cuda", 0), Processor("GenuineIntel", 6, 143, frozenset())) == (fast, has)
+
+
+def test_every_processor_in_the_table_was_measured_as_faster_or_slower() -> None:
+    """One that is neither is better left out."""
+    for (vendor, family, model), speedup in AVX512_BF16_SPEEDUP.items():
+        assert vendor in ("AuthenticAMD", "GenuineIntel") and family > 0 and model > 0
+        assert speedup < 1.0 or speedup > 1.2
+
+
+def test_float32_asked_for_and_small_networks_need_no_facts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "bf16_is_fast", lambda device: pytest.fail("asked"))
     caplog.set_level(logging.INFO, logger="ddnn")
-    assert choose_arithmetic(asked, Network(AN4), 256).precision == chosen
-    assert [record.levelno for record in caplog.records] == [level]
-    assert said in caplog.text
-
-
-def test_float32_asked_for_and_small_networks_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "gemm_speedup", lambda network, minibatch: pytest.fail("measured"))
     assert choose_arithmetic("float32", Network(AN4), 256).precision == "float32"
     assert choose_arithmetic("auto", Network((Affine(4, 3, "softmax"),)), 256).precision == "float32"
+    said = ["precision float32, as the recipe says", "precision float32: the network is too small for bf16 to matter"]
+    assert caplog.messages == said
+
+
+def test_30_starts_on_a_busy_machine_give_one_choice() -> None:
+    """All at once, each in a process of its own, beside as many busy ones as there are cores, until the last decides."""
+    script = """
+import os, signal
+import torch
+torch.set_num_threads(1)
+from ddnn.nn import precision
+from ddnn.nn.layers import mlp_layers
+from ddnn.nn.network import Network, initialize
+from ddnn.util.system import Processor
+network = Network(mlp_layers(440, 4, 512, 616, "sigmoid"))
+initialize(network, 1)
+
+def child(work):
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return pid
+
+def starts():
+    def choose():
+        os._exit(10 + (precision.choose_arithmetic("auto", network, 256).precision == "bf16"))
+    started = [child(choose) for _ in range(30)]
+    return {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started}
+
+def work():
+    os.nice(19)
+    [None for _ in range(10**9) if False]
+
+busy = [child(work) for _ in range(os.cpu_count())]
+try:
+    here = precision.bf16_is_fast(torch.device("cpu"))[0]
+    assert starts() == {10 + here}, "this machine"
+    precision.processor, precision.pytorch_has_amx = lambda: Processor("", 0, 0, {"amx_bf16", "amx_tile"}), lambda: True
+    assert starts() == {11}, "a machine with AMX"
+finally:
+    for pid in busy:
+        os.kill(pid, signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_choice_reads_no_clock() -> None:
+    clock = re.compile(r"^\s*(?:import|from) (?:time|datetime)|\btime\.\w|perf_counter|cuda\.Event", re.M)
+    assert [found for one in (module, system) for found in clock.findall(inspect.getsource(one))] == []
+    assert clock.search(inspect.getsource(step))  # where bf16 is timed for a person
 
 
 def test_bf16_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(module, "gemm_speedup", lambda network, minibatch_size: 6.0)
     made = network((Affine(30, 20, "sigmoid"), Affine(20, 10, "softmax")))
     assert bf16_error(made, 16) is None
 
@@ -221,7 +354,6 @@ def test_bf16_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog
 
 def test_a_training_resumed_in_bf16_is_not_continued_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume promises the same bits."""
-    monkeypatch.setattr(module, "gemm_speedup", lambda network, minibatch_size: 6.0)
     made = network((Affine(30, 20, "sigmoid"), Affine(20, 10, "softmax")))
     assert choose_arithmetic("bf16", made, 16, resumed=True).precision == "bf16"
     monkeypatch.setattr(module, "bf16_error", lambda network, minibatch: "it cannot")
@@ -231,52 +363,49 @@ def test_a_training_resumed_in_bf16_is_not_continued_in_float32(monkeypatch: pyt
 
 
 class OtherWorkers(Communicator):
-    """Worker `rank` of several of which the first has measured a ratio of 6, and all have these complaints."""
+    """Worker `rank` of several with these facts and complaints."""
 
-    def __init__(self, rank: int, complaints: list[str | None]) -> None:
-        super().__init__(rank, len(complaints), "n", {})
+    def __init__(self, rank: int, facts: list[tuple[bool, str]], complaints: list[str | None]) -> None:
+        super().__init__(rank, len(facts), f"n{rank}", {})
         self.complaints = complaints
-        self.gathered: list[list[Any]] = [self.complaints, [6.0] + [None] * (self.world_size - 1)]
+        self.gathered: list[list[Any]] = [complaints, [[*fact, f"n{other}"] for other, fact in enumerate(facts)]]
 
     def all_reduce_min(self, value: int) -> int:
         return min(value, *(one is None for one in self.complaints))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return self.gathered.pop()
+        found = self.gathered.pop()
+        assert value == found[self.rank]
+        return found
 
 
-def test_the_first_worker_measures_and_all_check(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+FAST, SLOW = (True, "this processor has AMX"), (False, "this processor (AuthenticAMD 25/1) has neither")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("slow", [(), (0,), (1,), (1, 2), (0, 1, 2)])
+def test_bf16_is_for_all_workers_or_for_none(
+    slow: tuple[int, ...], rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    facts = [SLOW if other in slow else FAST for other in range(3)]
     monkeypatch.setattr(module, "bf16_error", lambda network, minibatch: None)
-    monkeypatch.setattr(module, "gemm_speedup", lambda network, minibatch: pytest.fail("measured by the second"))
-    assert choose_arithmetic("auto", Network(AN4), 256, OtherWorkers(1, [None, None])).precision == "bf16"
-    monkeypatch.setattr(module, "gemm_speedup", lambda network, minibatch_size: 6.0)
-    assert choose_arithmetic("auto", Network(AN4), 256, OtherWorkers(0, [None, None])).precision == "bf16"
-    assert choose_arithmetic("auto", Network(AN4), 256, OtherWorkers(0, [None, "it cannot"])).precision == "float32"
+    monkeypatch.setattr(module, "bf16_is_fast", lambda device: facts[rank])
+    caplog.set_level(logging.INFO, logger="ddnn.nn.precision")
+    comm = OtherWorkers(rank, facts, [None] * 3)
+    assert choose_arithmetic("auto", Network(AN4), 256, comm).precision == ("float32" if slow else "bf16")
+    why = f"float32: worker {slow[0]} on n{slow[0]}: {SLOW[1]}" if slow else f"bf16: {FAST[1]}"
+    assert caplog.messages == [f"precision {why}"]
+    mixed = 0 < len(slow) < 3
+    assert caplog.records[0].levelno == (logging.WARNING if mixed and rank == 0 else logging.INFO)
+
+
+def test_all_workers_check_bf16(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module, "bf16_is_fast", lambda device: FAST)
+    monkeypatch.setattr(module, "bf16_error", lambda network, minibatch: None)
+    comm = OtherWorkers(0, [FAST, FAST], [None, "it cannot"])
+    assert choose_arithmetic("auto", Network(AN4), 256, comm).precision == "float32"
     assert "bf16 is numerically unsafe on this device: it cannot. Training in float32" in caplog.text
     caplog.clear()
-    assert choose_arithmetic("bf16", Network(AN4), 256, OtherWorkers(1, ["it cannot", None])).precision == "float32"
+    comm = OtherWorkers(1, [FAST, FAST], ["it cannot", None])
+    assert choose_arithmetic("bf16", Network(AN4), 256, comm).precision == "float32"
     assert all(record.levelno < logging.WARNING for record in caplog.records), "the first worker says it, once"
-
-
-def test_the_measurement_ends_early_where_bf16_is_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = []
-
-    def seconds(factors: tuple[torch.Tensor, ...]) -> float:
-        measured.append(factors[0].dtype)
-        return 1e-6 if factors[0].dtype == torch.float32 else 1e-4
-
-    monkeypatch.setattr(module, "_seconds", seconds)
-    assert gemm_speedup(Network(AN4), 256) == pytest.approx(0.01)
-    assert len(measured) == 4
-    monkeypatch.setattr(module, "_seconds", lambda factors: 2.0 if factors[0].dtype == torch.float32 else 0.5)
-    assert gemm_speedup(Network(AN4), 256) == 4.0
-
-
-@pytest.mark.skipif(
-    torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported(),
-    reason="this processor has bf16 units, and may well be faster with them",
-)
-def test_auto_takes_float32_on_a_processor_without_bf16_units() -> None:
-    assert choose_arithmetic("auto", network(mlp_layers(256, 3, 256, 256, "sigmoid")), 256).precision == "float32"

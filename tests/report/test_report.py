@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from report_runs import PARAMETERS, epoch_row, rows_of, worker_row, write_run
+from report_runs import PARAMETERS, epoch_row, rows_of, start_row, worker_row, write_run
 
 from ddnn.report.runs import read_run, read_runs, summarise, training_seconds
+from ddnn.report.scale_command import ScaleOptions, scale
 from ddnn.report.table import report
 from ddnn.util.errors import DataError, RecipeError, UserError
 
@@ -32,7 +34,7 @@ ALONE = {
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     """One worker, one worker of an older version, two workers, four by another strategy; hostile names."""
-    older = [row for row in rows_of(1) if row["type"] != "worker"]
+    older = [row for row in rows_of(1) if row["type"] not in ("worker", "start")]
     four = rows_of(4)
     four[-1] |= {"accepted": False, "loss": 3.0}
     return [
@@ -43,7 +45,7 @@ def runs(tmp_path: Path) -> list[Path]:
             tmp_path / "vier \x1b[31m 四",
             four,
             "{workers: 4, strategy: butterfly, averaging_period: 20}",
-            "optimizer: {name: ng-sgd}\nseed: 7\n",
+            "seed: 7\n",
         ),
     ]
 
@@ -60,7 +62,9 @@ def test_figures(runs: list[Path]) -> None:
     assert [s.workers for s in (one, older, two, four)] == [1, 1, 2, 4]
     assert (one.frames_per_second, two.frames_per_second) == (pytest.approx(9500.0), pytest.approx(18050.0))
     assert two.frames_per_second_per_worker == pytest.approx(9025.0)
-    assert [s.speed_up for s in (one, older, two, four)] == pytest.approx([1.0, 1.0, 1.9, 3.8])
+    assert [s.speed_up for s in (one, older)] == [None, None], "one worker has none"
+    assert [s.speed_up for s in (two, four)] == pytest.approx([1.9, 3.8])
+    assert (two.speed_up_over, two.no_speed_up) == ("one", None)
     assert older.shares == dict.fromkeys(one.shares)
     assert older.consensus_distance is None and one.consensus_distance is None
     spread = four.shares["compute"]
@@ -70,7 +74,8 @@ def test_figures(runs: list[Path]) -> None:
     assert spread is not None
     assert (spread.mean, spread.worst, spread.rank) == (pytest.approx(0.03), pytest.approx(0.06), 3)
     assert two.bytes_per_averaging == 58_554_848 / 12, "11 averagings and the mean at the end of the epoch"
-    assert four.best_loss == pytest.approx(epoch_row(3, "cv")["loss"]), "the last epoch was rejected"
+    assert four.model_cv_loss == pytest.approx(epoch_row(3, "cv")["loss"]), "the last epoch was rejected"
+    assert (four.model_epoch, four.finished, four.lowest_cv_loss) == (3, False, None)
     assert four.epochs == 4
 
 
@@ -101,6 +106,141 @@ def test_no_speed_up_without_a_run_of_one_worker_or_over_another_network(runs: l
     assert summarise(read_runs([runs[0], other]))[1].speed_up is None
 
 
+DIFFERENT = {
+    "optimizer (ng-sgd, sgd)": ({}, "optimizer: {name: ng-sgd}"),
+    "optimizer.momentum (0.9, 0.0)": ({}, "optimizer: {momentum: 0.9}"),
+    "minibatch size (512, 256)": ({}, "minibatch_size: 512"),
+    "training data (57344 frames bbbb22, 57344 frames aaaa11)": ({"train_digest": "bbbb2222"}, ""),
+    "precision (bf16, float32)": ({"precision": "bf16"}, ""),
+    "kind of machine (AMD EPYC, Intel(R) Xeon(R) 8481C)": ({"machine": "AMD EPYC"}, ""),
+    "threads of a worker (2, 1)": ({"cpu_threads": 2, "cores_per_worker": 2.0}, ""),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_a_speed_up_only_over_a_run_that_differs_in_nothing_but_the_workers(tmp_path: Path, what: str) -> None:
+    start, recipe = DIFFERENT[what]
+    one = write_run(tmp_path / "one", rows_of(1, **ALONE))
+    two = write_run(tmp_path / "two", rows_of(2, start=start), "{workers: 2}", recipe)
+    found = report([one, two], None)
+    assert found.summaries[1].speed_up is None
+    assert f"two: no speed-up: other {what} than one" in found.as_text()
+    with pytest.raises(UserError, match="two: other ") as refused:
+        scale([one, two], ScaleOptions(workers=(2,)), None)
+    assert what in str(refused.value)
+
+
+def test_runs_whose_speed_compares_with_no_other(tmp_path: Path) -> None:
+    resumed, shared = rows_of(2), {"cores_per_worker": 0.5}
+    resumed.append(start_row(2, epoch=4, machine="AMD EPYC"))
+    older = [row for row in rows_of(2) if row["type"] != "start"]
+    runs = [
+        write_run(tmp_path / "one", rows_of(1, **ALONE)),
+        write_run(tmp_path / "shared", rows_of(2, start=shared), "{workers: 2}"),
+        write_run(tmp_path / "gpu", rows_of(2, start=shared, device="cuda:0"), "{workers: 2}"),
+        write_run(tmp_path / "threads", rows_of(2, start={"cpu_threads": 2}), "{workers: 2, cpu_threads: 2}"),
+        write_run(tmp_path / "resumed", resumed, "{workers: 2}"),
+        write_run(tmp_path / "older", older, "{workers: 2}"),
+    ]
+    found = report(runs, None)
+    assert [s.speed_up for s in found.summaries] == [None] * 6
+    assert [s.no_speed_up for s in found.summaries] == [
+        None,
+        "its workers shared cores: 0.5 for each, which computed in 1 thread",
+        "its workers shared GPUs: 0.5 for each, which computed in 1 thread",
+        "its workers shared cores: 1 for each, which computed in 2 threads",
+        "resumed with another kind of machine",
+        "recorded by an older version",
+    ]
+    assert "CV set not recorded (older version): CV losses of older may not compare" in found.as_text()
+    alone = summarise(read_runs([write_run(tmp_path / "two", rows_of(2), "{workers: 2}")]))
+    assert alone[0].no_speed_up == "there is no run with one worker"
+    both = summarise(
+        read_runs([*runs[5:], write_run(tmp_path / "1 of old", [r for r in rows_of(1) if r["type"] != "start"])])
+    )
+    assert both[0].speed_up is None
+
+
+def test_the_fastest_of_several_runs_with_one_worker_is_compared_with(tmp_path: Path) -> None:
+    slow, fast, other = rows_of(1, **ALONE), rows_of(1, **ALONE), rows_of(1, start={"precision": "bf16"}, **ALONE)
+    for rows, speed in ((slow, 9000.0), (fast, 10000.0), (other, 90000.0)):
+        for row in rows:
+            row |= {"frames_per_second": speed} if row["type"] == "epoch" and row["split"] == "train" else {}
+    runs = [write_run(tmp_path / name, rows) for name, rows in (("slow", slow), ("fast", fast), ("other", other))]
+    found = report([*runs, write_run(tmp_path / "two", rows_of(2), "{workers: 2}")], None)
+    assert [s.speed_up for s in found.summaries[:3]] == [None] * 3
+    assert found.summaries[3].speed_up == pytest.approx(1.805)
+    assert "two: speed-up over fast, the fastest one-worker run that compares" in found.as_text()
+    measured = scale([*runs[:2], tmp_path / "two"], ScaleOptions(workers=(2,)), None).checks
+    assert [check.measured for check in measured] == pytest.approx([2.0]), "of equal seconds and half the frames each"
+
+
+def test_runs_with_other_cv_sets_are_named(tmp_path: Path) -> None:
+    starts = {"a": {}, "b": {"cv_digest": "dddd4444"}, "c": {}}
+    runs = [write_run(tmp_path / name, rows_of(1, start=start)) for name, start in starts.items()]
+    assert "CV sets differ: CV losses of a and b do not compare" in report(runs[:2], None).as_text()
+    assert "CV sets differ: CV losses of (a, c) and b do not compare" in report(runs, None).as_text()
+    assert "CV set" not in report([runs[0], runs[2]], None).as_text()
+
+
+def test_the_model_shown_is_the_one_that_was_trained(tmp_path: Path) -> None:
+    """With the exponential schedule the last epoch's, though an earlier one had a lower loss."""
+    rows = [epoch_row(n, "cv", loss=loss, frame_accuracy=0.4 + n / 100) for n, loss in enumerate((5.0, 1.8, 1.9))]
+    runs = [write_run(tmp_path / name, rows) for name in ("done", "going on")]
+    (runs[0] / "final.safetensors").touch()
+    found = report(runs, None)
+    shown = {line[0]: line[1:] for line in (re.split(r"\s{2,}", text) for text in found.as_text().splitlines())}
+    assert shown["final model: epoch"] == ["2", "2 (so far)"]
+    assert shown["its CV loss per frame"] == ["1.9000"] * 2 and shown["its CV frame accuracy"] == ["42.00 %"] * 2
+    assert shown["lower CV loss, model not kept"] == ["1.8000 (epoch 1)"] * 2
+    run = found.as_dict()["runs"][0]
+    assert (run["finished"], run["model_epoch"], run["model_cv_loss"]) == (True, 2, 1.9)
+    assert run["model_cv_accuracy"] == pytest.approx(0.42)
+    assert (run["lowest_cv_loss"], run["lowest_cv_loss_epoch"]) == (1.8, 1)
+
+
+def test_keys_that_one_run_sets_and_keys_beyond_the_table_are_named(tmp_path: Path) -> None:
+    held_out = "seed: 1\n"
+    one = write_run(tmp_path / "one", rows_of(1), more=held_out)
+    two = write_run(tmp_path / "two", rows_of(1), more=held_out)
+    text = (one / "recipe.yaml").read_text()
+    (one / "recipe.yaml").write_text(text.replace("/gone, al", "/a/x/train, cv: {speakers: /b/cv.txt}, al", 1))
+    (two / "recipe.yaml").write_text(text.replace("/gone, al", "/a/y/train, cv: {fraction: 0.2}, al", 1))
+    shown = report([one, two], None).as_text()
+    rows = {line.split("  ")[0]: line.split()[1:] for line in shown.splitlines()}
+    assert rows["data.cv.speakers"] == ["cv.txt", "not", "set"] and rows["data.train"] == ["x/train", "y/train"]
+    assert "/b" not in shown and "more keys differ" not in shown
+    many = "optimizer: {name: ng-sgd, alpha: 2, rank_in: 3, rank_out: 4, momentum: 0.5, l2: 0.1, update_period: 9}\n"
+    many += "schedule: {name: exponential, epochs: 3}\nminibatch_size: 2\ninit: rbm\npretrain: {minibatch_size: 9}\n"
+    other = write_run(tmp_path / "three", rows_of(1), more=many)
+    found = report([one, other], None)
+    differing = found.as_dict()["differing"]
+    assert {"optimizer.alpha", "schedule.epochs", "minibatch_size", "pretrain.minibatch_size"} <= differing.keys()
+    assert differing["optimizer.alpha"] == [None, "2.0"] and "optimizer.max_change_scope" not in differing
+    rest = list(differing)[12:]
+    assert rest and f"{len(rest)} more keys differ: {', '.join(rest)}" in found.as_text()
+
+
+def test_overloaded_cores_are_warned_of(tmp_path: Path) -> None:
+    """Wall-clock time of compute that is no CPU time was spent waiting for a core. A GPU's host need not compute."""
+    runs = [
+        write_run(tmp_path / name, rows_of(1, compute_cpu_seconds=3.1 * 0.93 * used, device=device))
+        for name, used, device in (("busy", 0.5, "cpu"), ("idle", 0.97, "cpu"), ("gpu", 0.5, "cuda:0"))
+    ]
+    text = report(runs, None).as_text()
+    assert "busy: warning: only 50 % of its compute time was CPU time: the cores were overloaded" in text
+    assert "idle: warning" not in text and "gpu: warning" not in text
+
+
+def test_the_learning_rate_is_the_applied_one_and_the_machine_is_shown(tmp_path: Path) -> None:
+    rows = [start_row(2), epoch_row(1, "train", learning_rate=0.016, schedule_learning_rate=0.008)]
+    shown = report([write_run(tmp_path / "run", rows, "{workers: 2}")], None).as_text()
+    rows_shown = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in shown.splitlines()}
+    assert rows_shown["applied learning rate, last epoch"] == "0.016"
+    facts = [rows_shown[key] for key in ("activation", "schedule", "seed", "precision", "machine", "date")]
+    assert facts == ["sigmoid", "newbob", "1", "float32", "Intel(R) Xeon(R) 8481C", "2026-11-22 18:32"]
+
+
 def test_time_is_what_the_clock_on_the_wall_shows(tmp_path: Path) -> None:
     rows = [epoch_row(1, "train", frames=1000, frames_per_second=500.0, seconds=99.0)]
     rows += [epoch_row(2, "train", frames_per_second=None, seconds=4.0)]
@@ -127,11 +267,10 @@ def test_table(runs: list[Path]) -> None:
     text = report(runs, None).as_text()
     rows = {line[:32].strip(): line[32:].split("  ") for line in text.splitlines()}
     assert "\x1b" not in text
-    assert "butterfly" in rows["strategy"][-1] and "ng-sgd" in rows["optimizer"][-1]
+    assert "butterfly" in rows["strategy"][-1]
     assert rows["seed"][-1].strip() == "7", "the recipes differ in it"
     assert rows["speed-up over one worker"][-1].strip() == "3.80"
     assert rows["compute time"][-1].strip() == "90.0 / 87.0 % (3)"
-    assert "optimizer.alpha" not in text, "only one of the recipes reads it"
 
 
 def test_plots(runs: list[Path], tmp_path: Path) -> None:
@@ -162,7 +301,7 @@ def test_an_unfinished_run_and_one_that_went_wrong(tmp_path: Path) -> None:
     bad = write_run(tmp_path / "bad", [epoch_row(0, "cv", loss=None, frame_accuracy=None), epoch_row(1, "train")])
     begun = write_run(tmp_path / "begun", [])
     found = report([bad, begun], tmp_path / "out")
-    assert [s.best_loss for s in found.summaries] == [None, None]
+    assert [s.model_cv_loss for s in found.summaries] == [None, None]
     assert found.summaries[1].frames_per_second is None
     json.dumps(found.as_dict(), allow_nan=False)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
+from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_model, write_pdfs, write_recipe
 from distributed.threads import run_workers
 from kaldi_files import read_matrix
 from training.toy import NoCheckpoints
@@ -20,6 +20,7 @@ from ddnn.data.pipeline import training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.signals import GracefulShutdown
 from ddnn.kaldi.archive import iterate_matrices, read_scp
+from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.recipe.load import load_recipe
 from ddnn.training.evaluation import evaluate, evaluate_run
 from ddnn.training.job import Job, assemble_trainer, initial_model, run_training
@@ -27,6 +28,7 @@ from ddnn.training.metrics import StartRow, read_metrics
 from ddnn.training.options import data_config
 from ddnn.training.run_dir import NullRunDir, RunDir, load_run
 from ddnn.util.errors import DataError, UserError
+from ddnn.util.system import usable_cores
 
 RunCli = Callable[..., Any]
 
@@ -63,8 +65,8 @@ def test_a_run_dir_holds_everything(recipe: Path, tmp_path: Path) -> None:
     assert metrics[1]["frames"] == 22 * 16, "360 frames to train on, the tail of 8 dropped"
     assert metrics[2]["frames"] == 120
     counts = (run / "ali_train_pdf.counts").read_text().strip(" []\n").split()
-    assert sum(map(int, counts)) == 480
-    assert load_recipe(run / "recipe.yaml") == load_recipe(recipe)
+    assert sum(map(float, counts)) == 480 + 3 * 0.5, "as in Kaldi, half a frame more for each pdf"
+    assert load_recipe(run / "recipe.yaml") == load_recipe(recipe, ("precision=float32",))
     assert "finished" in (run / "train.log").read_text()
 
 
@@ -77,6 +79,7 @@ def test_every_start_is_recorded_with_what_tells_whether_runs_compare(recipe: Pa
     first, other_cv = start("a"), start("b", "data.cv.fraction=0.5")
     assert (first.epoch, first.world_size, first.learning_rate_scale, first.precision) == (0, 1, 1.0, "float32")
     assert (first.train_frames, first.cv_frames) == (360, 120)
+    assert (first.cores_per_worker, first.cpu_threads) == (usable_cores(), 1)
     assert first.machine and first.host and first.command.startswith("ddnn ") and first.version.startswith("ddnn ")
     assert first.train_digest != other_cv.train_digest
     assert first.cv_digest not in (other_cv.cv_digest, first.train_digest)
@@ -182,7 +185,7 @@ def test_from_recipe_to_log_likelihoods_and_back_from_nnet1(recipe: Path, tmp_pa
     scores = read_matrix(entries[0])
     assert scores.shape == (40, PDFS)
     assert {p.name for p in (tmp_path / "decode").iterdir()} == {
-        "loglikes.ark", "loglikes.scp", "ali_train_pdf.counts", "decode.sh",
+        "loglikes.ark", "loglikes.scp", "ali_train_pdf.counts", "decode.sh", "transition_model.sha256",
     }  # fmt: skip
 
     assert run_cli("export", run, "--format", "nnet1", "--out", tmp_path / "nnet1").exit_code == 0
@@ -205,7 +208,8 @@ def test_from_recipe_to_log_likelihoods_and_back_from_nnet1(recipe: Path, tmp_pa
     found = json.loads(figures.stdout)
     assert found["frames"] == 480
     everything = np.concatenate([labels[k] for k in sorted(labels)])
-    priors = np.log(np.bincount(everything) / len(everything))
+    counts = np.bincount(everything) + 0.5
+    priors = np.log(counts / counts.sum())
     right = np.concatenate([(twice[k] + priors).argmax(1) == labels[k] for k in sorted(labels)])
     assert found["frame_accuracy"] == pytest.approx(right.mean())
 
@@ -236,8 +240,12 @@ def test_a_run_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such run dir"):
         load_run(tmp_path / "nothing")
     (tmp_path / "recipe.yaml").write_text("")
-    with pytest.raises(DataError, match="has not finished"):
+    with pytest.raises(DataError, match="has not finished") as without:
         load_run(tmp_path)
+    (tmp_path / "best.safetensors").touch()
+    with pytest.raises(DataError, match="; its latest accepted network is in best"):
+        load_run(tmp_path)
+    assert "best.safetensors" not in str(without.value)
 
 
 def test_the_alignment_dir_of_another_tree_is_refused(recipe: Path, tmp_path: Path) -> None:
@@ -248,6 +256,28 @@ def test_the_alignment_dir_of_another_tree_is_refused(recipe: Path, tmp_path: Pa
     with pytest.raises(DataError, match="the alignment has 3 pdfs, the model 4"):
         evaluate_run(tmp_path / "run", tmp_path / "data dir ü", other)
     assert evaluate_run(tmp_path / "run", tmp_path / "data dir ü", tmp_path / "pdfs.txt").frames == 480
+
+
+def test_the_pdf_ids_of_another_tree_of_as_many_leaves_are_refused(recipe: Path, tmp_path: Path) -> None:
+    """In evaluation, as cross-validation set and in a model: only the digest of the transition model tells."""
+    _, labels = labelled_utterances()
+    data, own = tmp_path / "data dir ü", write_ali_dir(tmp_path / "ali", labels)
+    other = write_ali_dir(tmp_path / "other", labels)
+    write_model(other / "final.mdl", (1, 2, 0))
+    train(recipe, tmp_path / "run", f"data.alignments={own}")
+    digest = read_transition_model(own / "final.mdl").digest
+    assert load_run(tmp_path / "run").transition_digest == digest
+    assert evaluate_run(tmp_path / "run", data, own).frame_accuracy > 0.8
+    with pytest.raises(DataError, match="another tree than that of the model of"):
+        evaluate_run(tmp_path / "run", data, other)
+    features, cv_labels = ({f"cv-{name}": value for name, value in found.items()} for found in labelled_utterances())
+    held_out = write_data_dir(tmp_path / "cv", features)
+    cv_ali = write_ali_dir(tmp_path / "cv_ali", cv_labels)
+    cv = f"data.cv={{fraction: null, data: '{held_out}', alignments: '{cv_ali}'}}"
+    train(recipe, tmp_path / "with a CV set", f"data.alignments={own}", cv)
+    write_model(cv_ali / "final.mdl", (1, 2, 0))
+    with pytest.raises(DataError, match=r"another tree than that of .*ali"):
+        train(recipe, tmp_path / "refused", f"data.alignments={own}", cv)
 
 
 def test_features_too_large_for_half_precision_name_the_utterance(recipe: Path, tmp_path: Path) -> None:

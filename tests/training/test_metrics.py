@@ -206,14 +206,18 @@ def test_the_warm_up_is_read(tmp_path: Path) -> None:
     assert ROWS[0].as_text().startswith("epoch  0 warmup loss 4.5000  frame accuracy 10.00 %  learning rate 0.008")
 
 
-def test_the_best_epoch_is_the_accepted_one_with_the_lowest_loss(tmp_path: Path) -> None:
+def test_the_model_is_that_of_the_last_accepted_epoch_not_of_the_lowest_loss(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = [(0, 5.5, True), (1, 2.5, True), (2, 2.25, True), (3, 2.0, False), (4, None, True), (5, 2.75, True)]
     path.write_text(lines(*(epoch_row(epoch, "cv", loss=loss, accepted=accepted) for epoch, loss, accepted in rows)))
-    best = read_metrics(path).best
-    assert best is not None and best.epoch == 2
+    found = read_metrics(path)
+    assert found.last_accepted is not None and found.last_accepted.epoch == 5
+    assert found.lowest_loss is not None and found.lowest_loss.epoch == 2
+    path.write_text(lines(epoch_row(0, "cv", loss=2.0), epoch_row(1, "cv", loss=2.0, accepted=False)))
+    found = read_metrics(path)
+    assert found.last_accepted is not None and (found.last_accepted.epoch, found.lowest_loss) == (0, None)
     path.write_text(lines(epoch_row(1, "cv", accepted=False)))
-    assert read_metrics(path).best is None
+    assert (read_metrics(path).last_accepted, read_metrics(path).lowest_loss) == (None, None)
 
 
 def test_workers_are_counted_over_all_epochs(tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ from ddnn.training.job import run_training
 from ddnn.training.resume import check_same_recipe, merge_rank_states
 from ddnn.util.errors import DataError, RecipeError, UserError
 
-TIMES = ("seconds", "frames_per_second", "interval_seconds", "interval_seconds_std", "comm_seconds")
+TIMES = (
+    "seconds", "frames_per_second", "interval_seconds", "interval_seconds_std", "comm_seconds", "compute_cpu_seconds",
+)  # fmt: skip
 WAYS = {
     "sgd, newbob": "optimizer: {momentum: 0.5}\n",
     "sgd, newbob with rejected epochs": "optimizer: {momentum: 0.9, l2: 0.01}\n",
@@ -61,7 +63,7 @@ def way(folder: Path, name: str) -> Path:
 def rows(run: Path) -> list[dict[str, Any]]:
     """What does not depend on time; without the rows that tell of resuming."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [row for row in found if row["type"] != "event"]
+    kept = [row for row in found if row["type"] not in ("start", "event")]
     return [{key: value for key, value in row.items() if key not in TIMES and "fraction" not in key} for row in kept]
 
 
@@ -196,7 +198,7 @@ def test_a_checkpoint_is_left_at_the_end_of_an_epoch(
 def test_a_resume_keeps_the_precision_that_was_chosen(
     tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`auto` is measured once: another machine might choose otherwise."""
+    """`auto` is decided once: on another machine it might be decided otherwise."""
     asked, choose = list[str](), job.choose_arithmetic
 
     def recorded(precision: Any, *arguments: Any, **options: Any) -> Any:
@@ -205,8 +207,49 @@ def test_a_resume_keeps_the_precision_that_was_chosen(
 
     monkeypatch.setattr(job, "choose_arithmetic", recorded)
     recipe, run = stopped_run(tmp_path, stop_at, "precision: auto\n")
+    assert load_recipe(run / "recipe.yaml").precision == "float32", "what was chosen"
     run_training(load_recipe(recipe), run, "cpu", resume=True)
     assert asked == ["auto", "float32"]
+    assert load_recipe(run / "recipe.yaml").precision == "float32"
+
+
+@pytest.mark.parametrize("by", ["recipe", "run dir"])
+def test_a_resume_may_not_change_the_precision_that_was_chosen(
+    by: str, tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]
+) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at, "precision: auto\n")
+    given = recipe if by == "recipe" else run / "recipe.yaml"
+    before = [(run / name).read_text() for name in ("recipe.yaml", "metrics.jsonl")]
+    with pytest.raises(RecipeError, match="precision: bf16 found, float32 expected"):
+        run_training(load_recipe(given, ["precision=bf16"]), run, "cpu", resume=True)
+    assert [(run / name).read_text() for name in ("recipe.yaml", "metrics.jsonl")] == before
+    run_training(load_recipe(given, ["precision=float32"]), run, "cpu", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "chosen", "now", "refused"),
+    [
+        ("auto", "bf16", "auto", None),
+        ("auto", "bf16", "bf16", None),
+        ("auto", "bf16", "float32", "float32 found, bf16 expected"),
+        ("bf16", "bf16", "auto", None),
+        ("bf16", "bf16", "float32", "float32 found, bf16 expected"),
+        ("bf16", "float32", "bf16", None),  # bf16 was unsafe there
+        ("bf16", "float32", "float32", None),
+        ("float32", "float32", "bf16", "bf16 found, float32 expected"),
+    ],
+)
+def test_the_precision_of_a_recipe_that_resumes(
+    before: str, chosen: str, now: str, refused: str | None, tmp_path: Path
+) -> None:
+    recipe = recipe_of(tmp_path, "")
+    text = dump_recipe(load_recipe(recipe, [f"precision={before}"]))
+    given = load_recipe(recipe, [f"precision={now}"])
+    if refused is None:
+        check_same_recipe(text, given, tmp_path, chosen)
+    else:
+        with pytest.raises(RecipeError, match=f"precision: {refused}"):
+            check_same_recipe(text, given, tmp_path, chosen)
 
 
 def test_the_seconds_of_an_interrupted_epoch_count(
@@ -222,6 +265,8 @@ def test_the_seconds_of_an_interrupted_epoch_count(
     all_rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seconds = [row["seconds"] for row in all_rows if row.get("split") == "train"]
     assert [value >= 1000.0 for value in seconds[:3]] == [False, True, False]
+    known = [row["compute_cpu_seconds"] is not None for row in all_rows if row["type"] == "worker"]
+    assert known[:3] == [True, False, True], "CPU time before the checkpoint is not known"
 
 
 def test_states_of_several_ranks_are_merged() -> None:

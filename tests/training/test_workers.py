@@ -18,6 +18,7 @@ from distributed.mpi_worlds import all_gone, need_mpi
 
 from ddnn.distributed.mpirun import find_mpirun
 from ddnn.training.run_status import read_run_status
+from ddnn.util.system import usable_cores
 
 DDNN = [sys.executable, "-m", "ddnn.cli"]
 ENVIRONMENT = {
@@ -66,9 +67,12 @@ def test_started_by_itself_or_by_mpirun_is_the_same(recipe: Path, tmp_path: Path
     assert done.stderr.count("finished") == 1, "one worker speaks"
     assert "3 workers" in (by_itself / "train.log").read_text()
     assert "learning rates times 3 multiply the gradient summed over 16 frames of each worker" in done.stderr
-    workers = [row for row in rows(by_itself) if row["type"] == "worker"]
+    start, workers = rows(by_itself)[0], [row for row in rows(by_itself) if row["type"] == "worker"]
+    assert (start["world_size"], start["cores_per_worker"]) == (3, pytest.approx(usable_cores() / 3))
+    assert all(0.0 <= row["compute_cpu_seconds"] < 2.0 * row["seconds"] for row in workers)
     assert [row["rank"] for row in workers] == [0, 1, 2] * 3
-    assert sum(row["frames"] for row in workers[:3]) == rows(by_itself)[4]["frames"]
+    trained = next(row for row in rows(by_itself) if row.get("split") == "train")
+    assert sum(row["frames"] for row in workers[:3]) == trained["frames"]
     done = ddnn("train", recipe, "--run-dir", joined, "--set", "parallel.averaging_period=2", prefix=mpirun(3))
     assert done.returncode == 0, done.stderr
     for name in ("final.safetensors", "recipe.yaml"):

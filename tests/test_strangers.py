@@ -1,0 +1,181 @@
+"""Files and folders of a stranger: none of them runs a command or a module of its own, and none speaks for ddnn."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.mpi_worlds import need_mpi
+from jobs import Job, make_job
+from reproduce.small import write_corpus
+from training import deaths as deaths_module
+from training.deaths import DEATHS
+
+from ddnn.kaldi.archive import write_matrices
+
+RunCli = Callable[..., Any]
+ALLOWED = "data: {allow_pipes: true}\n"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A job whose first utterance comes from a shell command, which leaves a trace."""
+    made = make_job(tmp_path / "job")
+    name = made.names[0]
+    alone = tmp_path / "job" / "alone.ark"
+    write_matrices(alone, alone.with_suffix(".scp"), [(name, made.features[name])])
+    start = int(alone.with_suffix(".scp").read_text().rpartition(":")[2]) + 1
+    first, *others = made.scp.read_text().splitlines(keepends=True)
+    assert first.split()[0] == name
+    made.scp.write_text(f"{name} touch {trace(made)}; tail -c +{start} {alone} |\n{''.join(others)}")
+    return made
+
+
+def trace(job: Job) -> Path:
+    return job.root / "command-was-run"
+
+
+def allow(recipe: Path) -> None:
+    """In the recipe itself."""
+    recipe.write_text(recipe.read_text().replace("data:\n", "data:\n  allow_pipes: true\n"))
+
+
+def write_run_dir(job: Job) -> Path:
+    """A run dir as a stranger may write it: an unfinished training whose recipe allows commands."""
+    run = job.root / "strange"
+    run.mkdir()
+    shutil.copy(job.recipe, run / "recipe.yaml")
+    allow(run / "recipe.yaml")
+    (run / "train.log").write_text("begun\n")
+    return run
+
+
+def assert_no_command(result: Any, job: Job) -> None:
+    assert result.exit_code == 2, result.stderr
+    assert "data.allow_pipes: true counts only on the command line, or in a recipe that it names" in result.stderr
+    assert "give --allow-pipes if the commands are yours" in result.stderr
+    assert not trace(job).exists()
+
+
+def test_an_included_file_allows_no_commands(job: Job, run_cli: RunCli) -> None:
+    (job.root / "fragment.yaml").write_text(ALLOWED)
+    (job.root / "--set data.allow_pipes=true").mkdir()  # a name that looks like the command line
+    disguised = "--set data.allow_pipes=true/fragment.yaml"
+    (job.root / disguised).write_text(ALLOWED)
+    for name in ("fragment.yaml", disguised):
+        recipe = job.root / "with include.yaml"
+        recipe.write_text(f"include: '{name}'\n{job.recipe.read_text()}")
+        assert_no_command(run_cli("train", recipe, "--run-dir", job.run), job)
+        off = run_cli("train", recipe, "--run-dir", job.run, "--set", "data.allow_pipes=false")
+        assert off.exit_code == 2 and "is a shell command, which is not run" in off.stderr and not trace(job).exists()
+    assert run_cli("train", recipe, "--run-dir", job.run, "--allow-pipes", "--device", "cpu").exit_code == 0
+    assert trace(job).exists()
+
+
+def test_the_named_recipe_and_the_command_line_allow_commands(job: Job, run_cli: RunCli) -> None:
+    refused = run_cli("train", job.recipe, "--run-dir", job.run)
+    assert refused.exit_code == 2 and "hint: add --allow-pipes" in refused.stderr and not trace(job).exists()
+    allow(job.recipe)
+    done = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    assert done.exit_code == 0 and trace(job).exists()
+    commands = f"data.allow_pipes: 1 of 24 entries of {job.scp} are shell commands, which are run\n"
+    assert commands in (job.run / "train.log").read_text()
+    assert run_cli("info", job.run / "recipe.yaml").exit_code == 0
+    assert run_cli("report", job.run, "--no-plots").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train {run} --resume",
+        "train {run} --resume --run-dir {root}/other",
+        "train {run}/recipe.yaml --run-dir {run} --resume",
+        "train {link} --resume",
+        "train {run}/recipe.yaml --run-dir {link} --resume",
+        "train {run} --resume --workers 2",
+        "train {run} --resume --slurm",
+        "train {run}/recipe.yaml --run-dir {run} --resume --slurm",
+        "pretrain {run}/recipe.yaml --run-dir {run} --set init=rbm",
+        "pretrain {run}/recipe.yaml --run-dir {run} --set init=rbm --slurm",
+    ],
+)
+def test_a_run_dir_allows_no_commands(job: Job, run_cli: RunCli, words: str) -> None:
+    run, link = write_run_dir(job), job.root / "link"
+    link.symlink_to(run)
+    if words.startswith("pretrain"):
+        (run / "train.log").unlink()
+    assert_no_command(run_cli(*words.format(run=run, root=job.root, link=link).split()), job)
+
+
+def test_a_run_dir_with_links_or_includes_allows_no_commands(job: Job, run_cli: RunCli) -> None:
+    run = write_run_dir(job)
+    (run / "recipe.yaml").rename(job.root / "elsewhere.yaml")
+    (run / "recipe.yaml").symlink_to(job.root / "elsewhere.yaml")
+    assert_no_command(run_cli("train", run, "--resume"), job)
+    assert_no_command(run_cli("train", run / "recipe.yaml", "--run-dir", run, "--resume"), job)
+    (run / "recipe.yaml").unlink()
+    (run / "recipe.yaml").write_text("include: ../elsewhere.yaml\n")
+    assert_no_command(run_cli("train", run, "--resume"), job)
+
+
+def test_the_command_to_resume_allows_commands_again(job: Job, run_cli: RunCli) -> None:
+    allow(job.recipe)
+    for command, run in (("train", job.run), ("pretrain", job.root / "rbm")):
+        rbm = ("--set", "init=rbm", "--set", "pretrain={epochs: [1]}")
+        options = () if command == "train" else rbm
+        done = run_cli(command, job.recipe, "--run-dir", run, "--device", "cpu", *options)
+        assert done.exit_code == 0, done.stderr
+        for name in ("final.safetensors", "dbn.safetensors"):
+            (run / name).unlink(missing_ok=True)
+        status = json.loads((run / "status.json").read_text())
+        (run / "status.json").write_text(json.dumps({**status, "state": "interrupted"}))
+        resume = json.loads(run_cli("status", run, "--json").stdout)["resume_command"]
+        assert resume.endswith(" --allow-pipes")
+        _, *words = shlex.split(resume)
+        trace(job).unlink()
+        assert_no_command(run_cli(*words[:-1]), job)
+        assert run_cli(*words, "--device", "cpu").exit_code == 0 and trace(job).exists()
+
+
+def test_a_job_is_allowed_the_commands_of_its_recipe(job: Job, run_cli: RunCli) -> None:
+    options = ("--slurm", "--dry-run", "--run-dir", job.run)
+    assert "--allow-pipes" not in run_cli("train", job.recipe, *options).stdout
+    allow(job.recipe)
+    for command in (("train",), ("pretrain", "--set", "init=rbm")):
+        assert run_cli(*command, job.recipe, *options).stdout.count(" --allow-pipes)") == 1
+
+
+def test_a_corpus_allows_no_commands(job: Job, run_cli: RunCli) -> None:
+    folder = write_corpus(job.root / "corpus", graphs=False, init="random")
+    base = folder / "tables" / "base.yaml"
+    base.write_text(base.read_text().replace("data: {", "data: {allow_pipes: true, "))
+    result = run_cli("reproduce", "table6", "--corpus", folder, "--out", job.root / "out")
+    assert_no_command(result, job)
+
+
+def test_workers_that_are_started_again_are_allowed_what_their_user_has_allowed(job: Job) -> None:
+    need_mpi()
+    allow(job.recipe)
+    (job.root / "patch").mkdir()
+    shutil.copy(deaths_module.__file__, job.root / "patch" / "sitecustomize.py")
+    environment = {**os.environ, DEATHS: '[[1, "minibatch", 3]]', "PYTHONPATH": str(job.root / "patch")}
+    words = ["train", job.recipe, "--run-dir", job.run, "--workers", "2", "--device", "cpu"]
+    done = ddnn(*words, environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert "restart 1, from the beginning" in done.stderr
+    assert (job.run / "train.log").read_text().count("entries of") == 2
+
+
+def ddnn(*words: object, environment: dict[str, str] | None = None, **options: Any) -> Any:
+    """`ddnn` as the shell runs it: the working directory is not where Python looks for modules."""
+    start = "import sys; sys.path[:1] == [''] and sys.path.pop(0); from ddnn.cli import main; main()"
+    command = [sys.executable, "-c", start, *map(str, words)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, **options)
