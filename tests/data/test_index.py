@@ -197,7 +197,7 @@ def test_three_workers_load_together_what_one_loads(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     process = launch(WORKERS, Path(__file__).parent / "mpi_index.py", data, pdfs, out)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     whole = load_all(data, read_alignments(pdfs), FEATURES.splice, FEATURES, max_skipped_fraction=0.5)
     train, cv = hold_out_fraction(whole, FRACTION, SEED)

@@ -72,10 +72,10 @@ def test_the_script_checks_the_model_first(run_dir: Path, tmp_path: Path) -> Non
         str(tmp_path / "x"),
     ]
     environment = {"PATH": f"{programs}:/usr/bin:/bin"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 2 and "final.mdl has 9 pdfs, the log-likelihoods have 4" in done.stderr
     (programs / "hmm-info").write_text("#!/bin/sh\necho number of pdfs 4\n")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout == "decoded\n" and (tmp_path / "x" / "num_jobs").read_text() == "1\n"
 
 
@@ -109,5 +109,5 @@ def test_the_script_refuses_the_model_of_another_tree(run_dir: Path, golden: Pat
             (programs / name).write_text(f"#!/bin/sh\n{text}\n")
             (programs / name).chmod(0o755)
         environment = {"PATH": f"{programs}:/usr/bin:/bin"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
         assert (done.returncode, "another tree" in done.stderr) == (code, code == 2), done.stderr

@@ -37,7 +37,7 @@ def fail(way: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if way == "thread":
         threading.Thread(target=fail, args=("raise",)).start()
-        time.sleep(60)
+        time.sleep(900)
 
 
 def average_for_ever(comm: Communicator, name: str, beside: bool = False) -> None:
@@ -94,9 +94,9 @@ def main(way: str, out: Path) -> None:
             fail(way)
         if listening:  # as those that load data: SIGTERM raises here
             with GracefulShutdown():
-                time.sleep(60)
+                time.sleep(900)
         buffer = torch.ones(4)
-        comm.sendrecv(buffer, 1, 1) if comm.rank != 1 else time.sleep(60)
+        comm.sendrecv(buffer, 1, 1) if comm.rank != 1 else time.sleep(900)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def answers_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int],
     """Kind of communicator and number of its workers -> what they answered."""
     out = tmp_path_factory.mktemp("conformance")
     process = launch(4, "conformance.py", out)
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (0, "")
     return lambda kind, n: json.loads((out / f"{n}.json").read_text())[kind]
 

@@ -30,6 +30,8 @@ AVERAGING = ["all-reduce", "butterfly beside"]
 LISTENING = ["user-error, listening", "killed, listening"]
 """Where mpirun ends the others by SIGTERM, they are not in a message but in Python, and say that they are interrupted."""
 FAILING = ["raise", "user-error", "exit", "thread", "killed", "hung", "stop", *AVERAGING, *LISTENING]
+SOON = 120.0
+"""Seconds: no worker ends by itself before 900, and a busy machine takes its time."""
 STOPPED = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL, "mpirun": signal.SIGKILL}
 
 
@@ -47,7 +49,7 @@ class Outcome:
 
 def when_they_run(out: Path, workers: int, process: subprocess.Popen[str]) -> tuple[list[int], float]:
     """Waits until all workers are past their start; the pids of the workers and of mpirun, when worker 1 failed."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 600
     while len(found := list(out.glob("*.pid"))) < workers:
         assert time.monotonic() < deadline, "the workers do not start"
         time.sleep(0.02)
@@ -67,11 +69,11 @@ def outcome(way: str, out: Path) -> Outcome:
             if way in ("SIGINT", "SIGTERM"):  # these workers do not listen to the first, which asks
                 time.sleep(1.5)
                 process.send_signal(STOPPED[way])
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=600)
         seconds = time.time() - since
     finally:
         process.kill()
-    return Outcome(process.returncode, output, errors, seconds, all_gone(pids, 5), out)
+    return Outcome(process.returncode, output, errors, seconds, all_gone(pids, SOON), out)
 
 
 def child_of(pid: int) -> int:
@@ -104,7 +106,7 @@ def test_one_worker_that_fails_stops_all(
 ) -> None:
     found, workers = outcomes[way].result(), WORKERS.get(way, 2)
     assert found.code == code
-    assert found.seconds < 10
+    assert found.seconds < SOON
     assert found.all_gone
     assert sorted(found.output.splitlines()) == [f"worker {rank} of {workers}" for rank in range(workers)]
     (line,) = [line for line in found.errors.splitlines() if line.startswith("ddnn: worker ")]
@@ -128,7 +130,7 @@ def test_the_others_wait_for_a_slow_worker(outcomes: dict[str, Future[Outcome]])
 def test_a_worker_killed_by_the_system_stops_all(outcomes: dict[str, Future[Outcome]], way: str) -> None:
     found = outcomes[way].result()
     assert found.code == 128 + signal.SIGKILL
-    assert found.seconds < 10
+    assert found.seconds < SOON
     assert found.all_gone
     assert "rank 1" in found.errors and "interrupted" not in found.errors
     assert found.errors.endswith("\nddnn: hint of the test\n")
@@ -137,7 +139,7 @@ def test_a_worker_killed_by_the_system_stops_all(outcomes: dict[str, Future[Outc
 def test_a_hung_worker_is_killed_and_stops_all(outcomes: dict[str, Future[Outcome]]) -> None:
     found = outcomes["hung"].result()
     assert found.code == EXIT_KILLED
-    assert found.seconds < 12
+    assert found.seconds < SOON
     assert found.all_gone
     *_, said, advice = found.errors.splitlines()
     assert said.startswith("ddnn: worker 1 on ")
@@ -155,7 +157,7 @@ def test_workers_that_stop_together_say_nothing(outcomes: dict[str, Future[Outco
 def test_a_launcher_or_mpirun_that_is_stopped_leaves_no_process(outcomes: dict[str, Future[Outcome]], way: str) -> None:
     found = outcomes[way].result()
     assert found.all_gone
-    assert found.seconds < 10
+    assert found.seconds < SOON
     assert found.code == (-signal.SIGKILL if way == "SIGKILL" else 128 + STOPPED[way])
 
 

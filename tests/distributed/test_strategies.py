@@ -32,7 +32,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[st
     """n -> what n MPI processes computed."""
     out = tmp_path_factory.mktemp("mpi")
     process = launch(8, "mpi_checks.py", out)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (0, "")
     return lambda n: json.loads((out / f"{n}.json").read_text())
 

@@ -110,7 +110,7 @@ def test_the_mpi_is_asked(
 def test_two_workers_on_the_cpu(tmp_path: Path) -> None:
     """What this MPI itself says, and that both workers refuse alike."""
     process = launch(2, "mpi_transport.py", tmp_path)
-    _, errors = process.communicate(timeout=200)
+    _, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (0, "")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["chosen"] == ["host", "host"]
@@ -180,7 +180,7 @@ def test_staging_of_a_gpu(transport: Any, own_buffer: bool) -> None:
 def test_workers_on_gpus(tmp_path: Path) -> None:
     """Every averaging on GPUs, by each transport that can be had, against the host's."""
     process = launch(2, "mpi_transport.py", tmp_path, "cuda")
-    _, errors = process.communicate(timeout=200)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     found = json.loads((tmp_path / "found.json").read_text())
     assert "host" in found["averaged"]

@@ -60,8 +60,8 @@ class Started(NamedTuple):
 def ended(worker: tuple[subprocess.Popen[str], Path]) -> tuple[int, str]:
     """Exit code and stderr of a worker, once its guard is gone too."""
     process, out = worker
-    _, errors = process.communicate(timeout=30)
-    assert all_gone([int((out / "watchdog.pid").read_text())], 2)
+    _, errors = process.communicate(timeout=600)
+    assert all_gone([int((out / "watchdog.pid").read_text())], 60)
     return process.returncode, errors
 
 
@@ -91,7 +91,7 @@ def test_the_watchdog_ignores_every_signal_that_is_for_the_worker(tmp_path: Path
     command = [sys.executable, str(HERE / "watched.py"), "hangs", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     while not (tmp_path / "watchdog.pid").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     watchdog = int((tmp_path / "watchdog.pid").read_text())
@@ -99,7 +99,7 @@ def test_the_watchdog_ignores_every_signal_that_is_for_the_worker(tmp_path: Path
     time.sleep(0.2)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         os.kill(watchdog, number)
-    assert process.wait(timeout=20) == -signal.SIGKILL
+    assert process.wait(timeout=600) == -signal.SIGKILL
 
 
 @given(

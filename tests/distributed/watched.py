@@ -25,10 +25,10 @@ def main(way: str, out: Path) -> None:
         return
     watchdog.enable()
     if way == "hangs":
-        time.sleep(60)
+        time.sleep(900)
     if way == "hangs in an exchange":
         with watchdog.long_operation(), watchdog.long_operation():
-            time.sleep(60)
+            time.sleep(900)
     if way == "exchanges":
         with watchdog.long_operation():
             time.sleep(2 * TIMEOUT)

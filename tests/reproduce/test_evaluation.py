@@ -54,7 +54,7 @@ def test_a_stop_ends_the_evaluations_and_starts_no_more(tmp_path: Path, monkeypa
     )
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while not list(tmp_path.glob("evaluation-*")) and time.monotonic() < deadline:
             time.sleep(0.02)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

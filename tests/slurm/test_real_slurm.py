@@ -71,7 +71,7 @@ class Slurm:
     def command(self, *words: str) -> str:
         """Runs a program of Slurm; what it prints."""
         return subprocess.run(
-            words, env=self.environment, timeout=30, check=True, capture_output=True, text=True
+            words, env=self.environment, timeout=600, check=True, capture_output=True, text=True
         ).stdout
 
     def submit(self, job: Job, run: Path, *options: object) -> str:
@@ -117,7 +117,7 @@ class Slurm:
     def restore(self) -> None:
         """Starts the daemons again that were killed."""
         with (self.folder / "up.txt").open("w") as said:
-            up = subprocess.run([self.tool, "up", "2"], env=self.settings, stdout=said, stderr=said, timeout=300)
+            up = subprocess.run([self.tool, "up", "2"], env=self.settings, stdout=said, stderr=said, timeout=600)
         assert up.returncode == 0, (self.folder / "up.txt").read_text()
 
     def processes_of_jobs(self) -> list[str]:
@@ -144,14 +144,14 @@ def slurm(shared: Path) -> Iterator[Slurm]:
     environment = {**os.environ, **settings}
     try:
         with (folder / "up.txt").open("w") as said:  # a file: the daemons would hold a pipe open
-            up = subprocess.run([tool, "up", "2"], env=environment, stdout=said, stderr=said, timeout=300)
+            up = subprocess.run([tool, "up", "2"], env=environment, stdout=said, stderr=said, timeout=600)
         text = (folder / "up.txt").read_text()
         if up.returncode and "apt-get failed" in text:
             pytest.skip(f"no Slurm for tests: {text.splitlines()[-1]}")
         assert up.returncode == 0, text
         yield Slurm(folder, tool, environment)
     finally:
-        subprocess.run([tool, "down"], env=environment, timeout=120, stdout=subprocess.DEVNULL)
+        subprocess.run([tool, "down"], env=environment, timeout=600, stdout=subprocess.DEVNULL)
         end_leftovers(str(folder / "slurm.conf"))
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -219,7 +219,7 @@ if "OMPI_COMM_WORLD_RANK" in os.environ or "PMIX_RANK" in os.environ:
     def slow(*arguments):
         calls.append(1)
         if "SLURM_RESTART_COUNT" not in os.environ and len(calls) == 7:  # in the second epoch
-            until = time.monotonic() + 90
+            until = time.monotonic() + 600
             while requests[0].signal_name is None and time.monotonic() < until:
                 time.sleep(0.1)
         return real(*arguments)
@@ -268,7 +268,7 @@ if "SLURM_JOB_ID" in os.environ and "ddnn.cli" in sys.orig_argv and "SLURM_RESTA
         calls.append(1)
         if len(calls) == 5:
             Path(os.environ["REACHED"]).touch()
-            until = time.monotonic() + 90
+            until = time.monotonic() + 600
             while self.shutdown.signal_name is None and time.monotonic() < until:
                 time.sleep(0.1)
         return real(self, *arguments)

@@ -156,7 +156,7 @@ def test_no_requeue_and_no_signal() -> None:
 
 def run_bash(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "job.sh").write_text(text)
-    return subprocess.run(["bash", folder / "job.sh"], capture_output=True, text=True, timeout=30)
+    return subprocess.run(["bash", folder / "job.sh"], capture_output=True, text=True, timeout=600)
 
 
 def show_arguments(folder: Path) -> str:
@@ -229,13 +229,13 @@ def signal_job(
     shell = subprocess.Popen(
         ["bash", "job.sh"], cwd=folder, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    until = time.monotonic() + 30
+    until = time.monotonic() + 600
     while not (folder / "heard").exists() and time.monotonic() < until:
         time.sleep(0.01)
     for number in numbers:
         shell.send_signal(signal.Signals[number])
         time.sleep(0.05)
-    _, errors = shell.communicate(timeout=30)
+    _, errors = shell.communicate(timeout=600)
     requeued = folder / "requeued"
     called = requeued.read_text().strip() if requeued.exists() else ""
     return Ended(shell.returncode, (folder / "heard").read_text().split(), called, errors)

@@ -228,7 +228,7 @@ def test_a_pretraining_as_a_job(slurm: Slurm, job: Job, run_cli: RunCli, monkeyp
     assert other.exit_code == 2 and "holds no pretraining with the same" in other.stderr
     assert run_cli(*call).exit_code == 0, "broken off: submitted again, it goes on"
     for _ in range(2):  # begun again by Slurm it is content
-        ended = subprocess.run(["bash", stack / "job.sh"], capture_output=True, text=True, timeout=100)
+        ended = subprocess.run(["bash", stack / "job.sh"], capture_output=True, text=True, timeout=600)
         assert ended.returncode == 0, ended.stderr
     finished = run_cli(*call)
     assert finished.exit_code == 2 and "this pretraining has finished" in finished.stderr

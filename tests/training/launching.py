@@ -12,7 +12,7 @@ from ddnn.distributed.mpirun import find_mpirun, mpirun_command
 HERE = Path(__file__).parent
 
 
-def mpi_script(name: str, workers: int, *arguments: object, timeout: float = 240, code: int = 0) -> str:
+def mpi_script(name: str, workers: int, *arguments: object, timeout: float = 600, code: int = 0) -> str:
     """Runs a script beside this file as so many workers; what it said. Fails where it ends with another code."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMIX_"))}
     environment |= {

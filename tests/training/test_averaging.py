@@ -18,7 +18,7 @@ WORKERS = 3
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     out = tmp_path_factory.mktemp("trainings")
     process = launch(WORKERS, str(Path(__file__).with_name("mpi_training.py")), out)
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     return lambda name: json.loads((out / f"{name}.json").read_text())
 

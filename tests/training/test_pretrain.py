@@ -188,7 +188,7 @@ def test_a_signal_in_the_middle_of_an_rbm_leaves_a_checkpoint_that_resumes_to_th
 def test_a_worker_whose_rbm_is_not_finite_is_excluded(recipe: Path, tmp_path: Path) -> None:
     """One of three, once in a Gaussian RBM, which notices, and once in a Bernoulli RBM, which does not."""
     process = launch(3, str(Path(__file__).with_name("mpi_pretrain.py")), recipe, tmp_path / "run")
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     for averaging in ("averaging 2 of", "averaging 1 of"):
         assert f"its model is not finite and was excluded from {averaging} the epoch" in errors

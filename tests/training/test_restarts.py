@@ -42,7 +42,7 @@ def train(recipe: Path, run: Path, *deaths: tuple[int, str, int], settings: tupl
     environment |= {DEATHS: json.dumps(deaths), "PYTHONPATH": str(recipe.parent / "patch"), "OMP_NUM_THREADS": "1"}
     environment["TMPDIR"] = str(recipe.parent / "tmp")
     command = [sys.executable, "-m", "ddnn.cli", *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
 
 
 def events(run: Path) -> list[dict[str, Any]]:

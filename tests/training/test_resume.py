@@ -349,7 +349,7 @@ def test_nobody_hears_that_it_was_stopped(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ddnn.cli", "train", str(recipe), "--run-dir", str(run), "--device", "cpu"]
     training = subprocess.Popen(words, stderr=subprocess.PIPE)
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 600
         while not any(run.glob("checkpoints/0*")) and time.monotonic() < until:
             time.sleep(0.05)
         assert training.stderr is not None
