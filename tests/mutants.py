@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+
+    @property
+    def area(self) -> str:
+        """The folder of the package that it is in: ddnn/AREA/..."""
+        return Path(self.file).parts[1]
 
     def applied(self, text: str) -> str:
         """The text of the file with the mistake; ValueError where the old text is not there exactly once."""
@@ -106,13 +112,17 @@ def main() -> int:
     if fails:
         print(f"{said}\nthese tests fail without any mistake")
         return 1
-    noticed = 0
+    tried, noticed = Counter[str](), Counter[str]()
     with ThreadPoolExecutor(given.jobs) as pool:
         for mutant, (found, how) in zip(chosen, pool.map(verdict, chosen), strict=True):
-            noticed += found
+            tried[mutant.area] += 1
+            noticed[mutant.area] += found
             print(f"{mutant.row:3} {mutant.mistake}\n    {how}", flush=True)
-    print(f"{noticed} of {len(chosen)} noticed")
-    return 0 if noticed == len(chosen) else 1
+    print("\n| area | mistakes | noticed |\n|---|---|---|")
+    for area in sorted(tried):
+        print(f"| {area} | {tried[area]} | {noticed[area]} |")
+    print(f"| all | {tried.total()} | {noticed.total()} |")
+    return 0 if noticed == tried else 1
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from mutants import read_mutants
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ddnn"
@@ -293,3 +294,15 @@ def test_choices_are_made_once(folder: str, pattern: str) -> None:
 def test_the_package_itself_imports_nothing() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def test_every_mistake_of_mutants_yaml_can_still_be_made() -> None:
+    """`make mutants` takes too long for each change; that its texts follow the code is seen at once."""
+    mistakes = read_mutants()
+    rows = [mistake.row for mistake in mistakes]
+    assert len(set(rows)) == len(rows) >= 60
+    for mistake in mistakes:
+        assert mistake.applied((ROOT / mistake.file).read_text()) != (ROOT / mistake.file).read_text(), mistake.row
+        for test in mistake.tests:
+            file, _, function = test.partition("::")
+            assert f"def {function.partition('[')[0]}" in (ROOT / file).read_text(), f"row {mistake.row}: {test}"
