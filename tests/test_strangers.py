@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -166,7 +167,8 @@ def test_workers_that_are_started_again_are_allowed_what_their_user_has_allowed(
     allow(job.recipe)
     (job.root / "patch").mkdir()
     shutil.copy(deaths_module.__file__, job.root / "patch" / "sitecustomize.py")
-    environment = {**os.environ, DEATHS: '[[1, "minibatch", 3]]', "PYTHONPATH": str(job.root / "patch")}
+    path = os.pathsep.join([str(job.root / "patch"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, DEATHS: '[[1, "minibatch", 3]]', "PYTHONPATH": path}
     words = ["train", job.recipe, "--run-dir", job.run, "--workers", "2", "--device", "cpu"]
     done = ddnn(*words, environment=environment)
     assert done.returncode == 0, done.stderr
@@ -179,3 +181,97 @@ def ddnn(*words: object, environment: dict[str, str] | None = None, **options: A
     start = "import sys; sys.path[:1] == [''] and sys.path.pop(0); from ddnn.cli import main; main()"
     command = [sys.executable, "-c", start, *map(str, words)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, **options)
+
+
+TRAPS = ("click", "ddnn", "json", "kaldiio", "mpi4py", "numpy", "random", "runpy", "sitecustomize", "torch", "yaml")
+
+
+@pytest.fixture
+def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with modules that leave a trace where they are imported. Nothing but the command lines of
+    ddnn protects from them, as with Python 3.10."""
+    folder = tmp_path / "trapped"
+    folder.mkdir()
+    for name in TRAPS:
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write({name + ' '!r})\n")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(folder)
+    return tmp_path / "imported"
+
+
+def assert_not_imported(trapped: Path) -> None:
+    assert not trapped.exists(), f"modules of the working directory were imported: {trapped.read_text()}"
+
+
+def test_the_trap_works(trapped: Path) -> None:
+    subprocess.run([sys.executable, "-m", "random"], capture_output=True, check=False)
+    assert trapped.read_text() == "random "
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train {recipe} --run-dir {run} --workers 2 --device cpu",
+        "pretrain {recipe} --run-dir {run} --workers 2 --device cpu --set init=rbm --set pretrain={{epochs:[1]}}",
+        "bench --workers 2 --seconds 0.1",
+    ],
+)
+def test_workers_do_not_import_from_the_working_directory(trapped: Path, tmp_path: Path, words: str) -> None:
+    need_mpi()
+    job = make_job(tmp_path / "job")
+    done = ddnn(*words.format(recipe=job.recipe, run=job.run).split())
+    assert_not_imported(trapped)
+    assert done.returncode == 0, done.stderr
+
+
+def test_loading_processes_do_not_import_from_the_working_directory(trapped: Path) -> None:
+    from ddnn.data.loading import loader_pool
+    from ddnn.kaldi.data_dir import compute_cmvn_stats
+
+    with loader_pool(1) as pool:
+        assert list(pool.run([(compute_cmvn_stats, {}, 4)])) == [(0, {})]
+    assert_not_imported(trapped)
+
+
+def test_reproduce_does_not_import_from_the_working_directory(trapped: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = write_corpus(tmp_path / "corpus", graphs=False)
+    words = (
+        "table6",
+        "--corpus",
+        folder,
+        "--out",
+        tmp_path / "out",
+        "--device",
+        "cpu",
+        "--seeds",
+        "1",
+        "--workers",
+        "1",
+    )
+    done = ddnn("reproduce", *words)
+    assert_not_imported(trapped)
+    assert done.returncode == 0 and len(list((tmp_path / "out" / "records").glob("*.json"))) == 2, done.stderr
+
+
+def test_the_script_of_a_job_does_not_import_from_the_working_directory(
+    trapped: Path, tmp_path: Path, run_cli: RunCli
+) -> None:
+    job = make_job(tmp_path / "job")
+    script = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm", "--dry-run").stdout
+    (training,) = re.findall(r"^\(trap '' USR1; exec (.*)\) &$", script, re.MULTILINE)
+    job.run.mkdir()
+    shutil.copy(job.recipe, job.run / "recipe.yaml")
+    done = subprocess.run(["/bin/sh", "-c", training], capture_output=True, text=True, check=False)
+    assert_not_imported(trapped)
+    assert done.returncode == 0, done.stderr
+
+
+def test_where_users_say_that_modules_are_they_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddnn.util.process import python_command
+
+    (tmp_path / "own.py").write_text("import sys; print(sys.argv[1:], sys.argv[0], __name__)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = subprocess.run(python_command("own", "a b"), capture_output=True, text=True, check=True)
+    assert done.stdout == f"['a b'] {tmp_path / 'own.py'} __main__\n"

@@ -31,6 +31,7 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.archive import MatrixReader, ScpEntry
 from ddnn.kaldi.data_dir import compute_cmvn_stats, read_cmvn_stats
 from ddnn.util.errors import UserError
+from ddnn.util.process import WITHOUT_CWD
 from ddnn.util.system import usable_cores
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ BYTES_PER_PROCESS = 512 << 20  # of float32 features: what makes up for the star
 MAX_PROCESSES = 8  # unless the recipe says another number
 
 ENVIRONMENT = {
-    "PYTHONSAFEPATH": "1",  # nothing in the working directory is a module of ours
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -247,8 +247,9 @@ class LoaderPool:
     def start(self, inherited: tuple[int, ...]) -> None:
         connection, theirs = Pipe()
         with theirs:
+            serve = f"from ddnn.data.feature_reader import serve; serve({theirs.fileno()})"
             self.children[connection] = subprocess.Popen(
-                [sys.executable, "-c", f"from ddnn.data.feature_reader import serve; serve({theirs.fileno()})"],
+                [sys.executable, "-c", WITHOUT_CWD + serve],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what is printed goes to standard error
                 pass_fds=(theirs.fileno(), *inherited),

@@ -22,7 +22,6 @@ from typing import Any
 from ddnn.distributed.failures import ErrorFile, all_stop_on_error
 from ddnn.distributed.mpirun import (
     IGNORING_SIGUSR1,
-    SAFE_PATH,
     SignalForwarder,
     count_of,
     find_mpirun,
@@ -30,8 +29,8 @@ from ddnn.distributed.mpirun import (
     mpirun_command,
 )
 from ddnn.distributed.signals import EXIT_DIVERGED, EXIT_KILLED, EXIT_RESUMABLE, STOP_SIGNALS, GracefulShutdown
+from ddnn.util.process import python_command, signal_name
 from ddnn.util.process import run as run_command
-from ddnn.util.process import signal_name
 from ddnn.util.progress import SHOWN_BY_LAUNCHER
 from ddnn.util.system import usable_cores
 from ddnn.util.text import plural
@@ -101,13 +100,13 @@ def run_distributed(
             with all_stop_on_error(comm):
                 work(comm)
     elif workers > 1:
-        environment = {**os.environ, **SAFE_PATH}
+        environment = dict(os.environ)
         cores = usable_cores()
         if workers > 2 * cores and "SLURM_JOB_ID" not in environment:
             _say(f"starting {workers} workers on the {cores} cores of this machine")
         if sys.stderr.isatty():
             environment[SHOWN_BY_LAUNCHER] = "1"
-        ddnn = [sys.executable, "-m", "ddnn.cli"]
+        ddnn = python_command("ddnn.cli")
         code = launch_workers(
             workers,
             [*ddnn, *arguments],

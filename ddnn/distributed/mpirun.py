@@ -29,8 +29,6 @@ MPI_SETTINGS = {
 }
 """Settings of Open MPI 5 that every run gets, unless the environment says otherwise."""
 
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # modules of the working directory are not imported
-
 
 def in_mpi_job(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether mpirun or srun started this process as a rank of an MPI job, by its environment alone. UserError: srun

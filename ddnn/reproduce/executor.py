@@ -168,7 +168,7 @@ class LocalExecutor:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _call(self, module: str, arguments: Sequence[str], log: str) -> None:
-        """`python -m MODULE` with these arguments, which computes in one thread: as many as the cores run at once."""
+        """The program of a module with these arguments, which computes in one thread: as many as the cores run at once."""
         path = self.layout.log(log)
         returncode, output_tail = self.processes.run(module, arguments, path, {**os.environ, "OMP_NUM_THREADS": "1"})
         if returncode:

@@ -1,4 +1,4 @@
-"""From a run dir to its record: the final model evaluated, decoded and scored. `python -m ddnn.reproduce.measure
+"""From a run dir to its record: the final model evaluated, decoded and scored. The program `ddnn.reproduce.measure
 FOLDER` does so in a process of its own, which can be stopped or killed without harm to others."""
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ddnn.distributed.mpirun import IGNORING_SIGUSR1, MPI_SETTINGS, SAFE_PATH
+from ddnn.distributed.mpirun import IGNORING_SIGUSR1, MPI_SETTINGS
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.slurm import SlurmOptions
@@ -25,6 +24,7 @@ from ddnn.training.checkpoint_manifest import peek_checkpoint
 from ddnn.training.run_status import Kind, check_run_dir
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import ensure_directory, is_locked, write_text
+from ddnn.util.process import python_command
 from ddnn.util.text import environment
 
 
@@ -101,8 +101,8 @@ def _command(kind: Kind, run_dir: Path, recipe: Recipe, device: str) -> tuple[st
     --allow-pipes: the user's word, which the recipe in the run dir is not."""
     name, more = ("pretrain", []) if kind == "pretraining" else ("train", ["--resume"])
     more += ["--allow-pipes"] * recipe.data.allow_pipes
-    words = (sys.executable, "-m", "ddnn.cli", name, run_dir / _JOB_RECIPES[kind], "--run-dir", run_dir)
-    return (*map(str, words), "--workers", str(recipe.parallel.workers), "--device", device, *more)
+    words = python_command("ddnn.cli", name, str(run_dir / _JOB_RECIPES[kind]), "--run-dir", str(run_dir))
+    return (*words, "--workers", str(recipe.parallel.workers), "--device", device, *more)
 
 
 def _prepare_training(run_dir: Path, recipe: Recipe) -> None:
@@ -262,7 +262,6 @@ def script_text(job: JobScript) -> str:
         mpi_settings={name: value for name, value in MPI_SETTINGS.items() if by_srun and "MCA" in name},
         environment={
             **{"SLURM_EXPORT_ENV": "ALL", "OMP_NUM_THREADS": str(job.threads)},
-            **SAFE_PATH,
             **job.cluster.environment,
         },
         command=[*(IGNORING_SIGUSR1 if by_srun else ()), *map(_one_line, job.training)],

@@ -1,6 +1,6 @@
 """Child processes: short commands, long ones with a log that are stopped together, and the end of the parent.
 
-`python -m ddnn.util.process PARENT MODULE ...` is `python -m MODULE ...`, but the kernel sends it SIGUSR1 when process
+The program `ddnn.util.process PARENT MODULE ...` is the program MODULE, but the kernel sends it SIGUSR1 when process
 PARENT dies: after `kill -9` nothing runs in the parent any more. The child asks the kernel for it, because between fork
 and exec hardly anything is safe in a parent that has threads.
 """
@@ -22,6 +22,16 @@ from ddnn.util.files import ensure_directory
 MODULE = "ddnn.util.process"
 TAIL_BYTES = 4000
 _PR_SET_PDEATHSIG = 1
+
+WITHOUT_CWD = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
+"""Begins what `python -c` runs: a module of the working directory, which may be a stranger's, is not imported."""
+_RUN_MODULE = WITHOUT_CWD + "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """`python -m MODULE ARGUMENTS`, but modules are not looked for in the working directory, where -m would look first.
+    (Python's own option for it, -P, is younger than Python 3.10.)"""
+    return [sys.executable, "-c", _RUN_MODULE, module, *arguments]
 
 
 def run(
@@ -58,7 +68,7 @@ def signal_name(number: int) -> str:
 
 
 class ProcessGroup:
-    """Python modules that run as processes of their own, and are stopped together."""
+    """Programs of Python modules that run as processes of their own, and are stopped together."""
 
     def __init__(self, inherited_fds: Sequence[int] = ()) -> None:
         """`inherited_fds`: file descriptors that they keep open (a lock, which they then hold too)."""
@@ -70,8 +80,8 @@ class ProcessGroup:
     def run(
         self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None
     ) -> tuple[int, str]:
-        """`python -m MODULE ARGUMENTS` to its end, its output appended to `log`; called from several threads at once.
-        Returns its exit code, negative where a signal ended it, and the end of its output. Where this process is killed
+        """The program `module` with these arguments to its end, its output appended to `log`; called from several
+        threads at once. Returns its exit code, negative where a signal ended it, and the end of its output. Where this process is killed
         with -9, the child gets SIGUSR1 (on Linux). After `terminate` nothing is started."""
         ensure_directory(log.parent)
         with log.open("ab") as output:
@@ -81,7 +91,7 @@ class ProcessGroup:
                     return 128 + signal.SIGTERM, "not started"
                 # The parent whose death counts is to the kernel this thread, which waits below.
                 child = subprocess.Popen(
-                    [sys.executable, "-m", MODULE, str(os.getpid()), module, *arguments],
+                    python_command(MODULE, str(os.getpid()), module, *arguments),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

@@ -81,7 +81,6 @@ echo "$HOME"
 
 export SLURM_EXPORT_ENV=ALL
 export OMP_NUM_THREADS=1
-export PYTHONSAFEPATH=1
 export A='it'"'"'s $5'
 
 # SIGUSR1 is ignored until the training handles it: it would end a program that is still starting.
