@@ -52,6 +52,7 @@ class Status:
     submitted: float | None  # seconds since 1970
     slurm: str | None  # the job's state in Slurm
     error: str | None  # why it ended, if it did not finish
+    warning: str | None  # that it finished, but with a model that is no better than one that ignores its input
     warmup_loss: float | None
     last: EpochRow | None  # cross-validation
     last_accepted: EpochRow | None  # cross-validation of the final model, or of the model so far
@@ -89,6 +90,7 @@ class Status:
             epochs += f" of at most {run.max_epochs}"
         return {
             "error": self.error,
+            "warning": self.warning,
             "submitted": _ago(self.submitted) if self.state == "pending" else None,
             "RBMs": _rbms(run, self.reconstruction_error) if run is not None and pretraining else None,
             "epochs": None if pretraining else epochs,
@@ -189,6 +191,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         submitted=None if job is None else job.submitted,
         slurm=slurm,
         error=error,
+        warning=(metrics.warning or None) if state == "finished" else None,
         seconds_since_update=_age(run_dir, files.LOG, files.STATUS, files.METRICS),
         checkpoint=None if checkpoint is None else checkpoint.to_dict(),
         resume_command=resume_command(run_dir, "training" if run is None else run.kind) if over else None,

@@ -93,6 +93,7 @@ class EpochLosses:
         self.excludes = excludes
         self.committed, self.interval = LossSums(device), LossSums(device)
         self.epoch, self.learning_rate, self._minibatches = 0, 0.0, 0  # of the epoch under way, for messages
+        self.hint = ""  # where it has diverged
 
     def add(self, loss: Tensor, num_correct: Tensor, frames: int) -> None:
         self.interval.add(loss, num_correct, frames)
@@ -103,7 +104,7 @@ class EpochLosses:
     def check(self) -> None:
         """DivergedError where the loss is not finite and no other worker can make up for it."""
         if not self.excludes and self.interval.frames:
-            raise_if_diverged("training", self.interval.result(), self.epoch, self.learning_rate)
+            raise_if_diverged("training", self.interval.result(), self.epoch, self.learning_rate, self.hint)
 
     def commit(self) -> None:
         """Counts the interval, unless it is to be excluded; waits for the device."""
@@ -124,12 +125,24 @@ class EpochLosses:
         self._minibatches = 0
 
 
-def raise_if_diverged(split: str, result: EvalResult, epoch: int, learning_rate: float) -> None:
+def raise_if_diverged(split: str, result: EvalResult, epoch: int, learning_rate: float, hint: str) -> None:
     if not math.isfinite(result.loss):
         where = f"after {result.frames} frames of epoch {epoch} at learning rate {learning_rate:g}"
-        hint = "check the features for outliers, or lower schedule.initial_learning_rate, which multiplies the "
-        hint += "gradient summed over a minibatch"
+        hint = f"check the features for outliers; {hint}"
         raise DivergedError(f"the training diverged: the {split} loss is {result.loss} {where}", hint=hint)
+
+
+def learning_rate_hint(learning_rate: float, minibatch_size: int, lr_scale: float) -> str:
+    """What to do where a training diverged at this `schedule.initial_learning_rate`. `minibatch_size`: of each worker;
+    `lr_scale`: what the workers multiply the learning rate by."""
+    scaled = f" times {lr_scale:g} (workers)" if lr_scale > 1 else ""
+    on_mean, divisor = learning_rate * lr_scale * minibatch_size, minibatch_size * lr_scale
+    return (
+        "learning rates multiply the gradient summed over a minibatch: "
+        f"{learning_rate:g}{scaled} is {on_mean:.6g} on the mean gradient of {minibatch_size} frames; if "
+        f"{learning_rate:g} was meant for mean gradients, use {learning_rate:g}/{divisor:g} = "
+        f"{learning_rate / divisor:.3g}; otherwise lower schedule.initial_learning_rate"
+    )
 
 
 def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Workspace) -> Iterator[tuple[Batch, Tensor]]:

@@ -85,13 +85,13 @@ def run_training(
             except NoFiniteModelError as error:
                 best = run_dir / BEST
                 hint = f"the last good model is {best}; " if best.exists() else ""
-                hint += "lower schedule.initial_learning_rate, or average more often"
+                hint += f"{trainer.hint}, or average more often"
                 raise DivergedError(error.message, location=run_dir, hint=hint) from error
         job.comm.watchdog.disable()  # a slow disk is no hang
         job.run.set_status(epoch=trainer.progress.epoch)
         job.run.finish(model.to(torch.device("cpu")))
         job.comm.barrier()  # no worker ends before the model is written
-        log.info("finished: %s", run_dir / FINAL)
+        log.info("finished: %s, %s", run_dir / FINAL, trainer.summary())
 
 
 def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: Communicator | None = None) -> None:

@@ -118,6 +118,22 @@ class StartRow(MetricsRow):
         return f"cross-validation without looking at the input: {loss}, {accuracy}"
 
 
+def no_better_than_baseline(
+    loss: float | None, accuracy: float | None, baseline_loss: float | None, baseline_accuracy: float | None
+) -> str:
+    """A warning where a model is no better in cross-validation than one that ignores its input; empty where it is
+    better, or a figure is not known."""
+    if loss is None or accuracy is None or baseline_loss is None or baseline_accuracy is None:
+        return ""
+    if not (loss >= baseline_loss or accuracy <= baseline_accuracy):  # false with NaN
+        return ""
+    return (
+        "the network is no better than the relative frequencies of the pdfs alone: in cross-validation loss "
+        f"{loss:.4f} (relative frequencies: {baseline_loss:.4f}), frame accuracy {100 * accuracy:.2f} % "
+        f"(most frequent pdf: {100 * baseline_accuracy:.2f} %)"
+    )
+
+
 class EpochRow(_Figures):
     """The result of an epoch over all workers. Epoch 0 is the network before training."""
 
@@ -253,6 +269,15 @@ class Metrics:
         accepted = [(row.loss, row) for row in self.cv if row.accepted and row.loss is not None]
         lowest = min(accepted, key=lambda pair: pair[0])[1] if accepted else None
         return lowest if lowest and self.last_accepted and lowest.loss != self.last_accepted.loss else None
+
+    @property
+    def warning(self) -> str:
+        """That the model is no better than the relative frequencies of the pdfs; empty where it is, or nobody knows."""
+        row = self.last_accepted
+        if row is None or not self.starts:
+            return ""
+        baseline = self.starts[-1].baseline_loss, self.starts[-1].baseline_frame_accuracy
+        return no_better_than_baseline(row.loss, row.frame_accuracy, *baseline)
 
     @property
     def num_workers(self) -> int:

@@ -158,9 +158,14 @@ class RunDir:
 
         self._metrics.truncate(keep)
 
-    def save_best(self, model: AcousticModel) -> None:
-        """Saves the network of the latest accepted epoch; UserError if it is not finite. A full disk is only logged."""
-        self._tolerate_full_disk(lambda: save_model(self.path / BEST, model))
+    def save_best(self, model: AcousticModel | None) -> None:
+        """Saves the network of the latest accepted epoch, or removes it if that is no better than the initial one.
+        UserError if it is not finite. A full disk is only logged."""
+        if model is None:
+            with suppress(OSError):
+                (self.path / BEST).unlink(missing_ok=True)
+        else:
+            self._tolerate_full_disk(lambda: save_model(self.path / BEST, model))
 
     def finish(self, model: AcousticModel) -> None:
         """Writes the trained model (of a pretraining: all RBMs as hidden layers), then removes what only a resume
@@ -214,7 +219,7 @@ class NullRunDir(RunDir):
     def record(self, row: MetricsRow) -> None: ...
     def flush(self) -> None: ...
     def truncate_after(self, epoch: int, rbm: int | None = None) -> None: ...
-    def save_best(self, model: AcousticModel) -> None: ...
+    def save_best(self, model: AcousticModel | None) -> None: ...
     def finish(self, model: AcousticModel) -> None: ...
     def close(self, error: BaseException | None = None, message: str | None = None) -> None: ...
 
@@ -277,6 +282,12 @@ def load_run(path: Path) -> AcousticModel:
     if not path.is_dir():
         raise DataError("there is no such run dir", location=path, hint="name the --run-dir of a finished training")
     if not (path / FINAL).exists() and (path / RECIPE).exists():
+        status = None
+        with suppress(DataError):
+            status = run_status.read_run_status(path)
+        if status is not None and status.state == "diverged":
+            hint = status.error.hint if status.error is not None else None
+            raise DataError(f"this training diverged: there is no {FINAL}", location=path, hint=hint)
         hint = f"let it finish first, or resume it: {run_status.resume_command(path)}"
         hint += f"; its latest accepted network is in {BEST}" if (path / BEST).exists() else ""
         raise DataError(f"this training has not finished: there is no {FINAL}", location=path, hint=hint)

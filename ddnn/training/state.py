@@ -163,6 +163,10 @@ class CheckpointMetadata(BaseModel):
     recipe: str  # the resolved recipe
     data: str  # digest of the utterances, their lengths and their pdfs
     seconds: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0  # that the epoch under way has taken
+    initial_loss: float  # of the initial network in cross-validation
+    kept_epoch: Count  # the last that was accepted, 0 if none
+    kept_loss: float  # its figures in cross-validation
+    kept_frame_accuracy: float
 
     def summary(self) -> str:
         after = f"after epoch {self.epoch}"

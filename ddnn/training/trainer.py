@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -23,12 +24,14 @@ from ddnn.nn.network import tensor_like
 from ddnn.optim.schedule import Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.training.checkpoint import prefixed, unprefixed
-from ddnn.training.evaluation import EpochLosses, EvalResult, evaluate, raise_if_diverged
-from ddnn.training.metrics import EpochRow, WarmupRow, WorkerRow, throughput
+from ddnn.training.evaluation import EpochLosses, EvalResult, evaluate, learning_rate_hint, raise_if_diverged
+from ddnn.training.metrics import EpochRow, WarmupRow, WorkerRow, no_better_than_baseline, throughput
 from ddnn.training.run_dir import RunDir
 from ddnn.training.state import CheckpointMetadata, CheckpointPolicy, LoadedCheckpoint, TrainingProgress
 from ddnn.training.step import EagerStep, Step
-from ddnn.util.errors import DataError
+from ddnn.util.errors import DataError, DivergedError
+
+log = logging.getLogger(__name__)
 
 WARMUP_EPOCH = 10**6  # the first epoch number of the warm-up's shuffles, which no epoch of training reaches
 
@@ -61,6 +64,10 @@ class Trainer:
         parameters = self.model.network.parameters
         self.progress, self.best = TrainingProgress(), parameters.clone()
         self.losses = EpochLosses(parameters.device, excludes=self.averager.excludes)
+        self.losses.hint = self.hint
+        # In cross-validation: of the initial network, and of `best` with its epoch, 0 where none was accepted.
+        self.initial = self.kept = EvalResult(math.nan, math.nan, 0)
+        self.kept_epoch = 0
 
     @property
     def comm(self) -> Communicator:
@@ -69,6 +76,21 @@ class Trainer:
     @property
     def finished(self) -> bool:
         return self.schedule.finished
+
+    @property
+    def hint(self) -> str:
+        """What to do where the training has diverged."""
+        return learning_rate_hint(self.schedule.initial_lr, self.minibatch_size, self.averager.lr_scale)
+
+    @property
+    def improved(self) -> bool:
+        """Whether the last model that was accepted is better than the initial network. Of one pdf the loss is 0."""
+        return self.kept.loss < self.initial.loss or self.kept.loss == 0.0
+
+    def summary(self) -> str:
+        """Which model was kept, its figures in cross-validation, and why training has ended."""
+        accuracy = f"frame accuracy {100 * self.kept.frame_accuracy:.2f} %"
+        return f"epoch {self.kept_epoch}, CV loss {self.kept.loss:.4f}, {accuracy} (ended: {self.schedule.end_reason})"
 
     def warm_up(self) -> None:
         """Trains on the minibatches of `parallel.warmup` before the first epoch, and gives all workers one model."""
@@ -92,13 +114,14 @@ class Trainer:
         self.optimizer.included_lr_scale = optimizer_scale
         averager.broadcast()
         result = losses.committed.result(self.comm)
-        raise_if_diverged("warm-up", result, 0, learning_rate)
+        raise_if_diverged("warm-up", result, 0, learning_rate, self.hint)
         self.run.record(WarmupRow(**self._figures(0, result, learning_rate, time.perf_counter() - started)))
 
     def start_schedule(self) -> None:
         """Evaluates the initial network, which is epoch 0."""
         validation, learning_rate = self.validate(), self.schedule.learning_rate
-        raise_if_diverged("cross-validation", validation, 0, learning_rate)
+        raise_if_diverged("cross-validation", validation, 0, learning_rate, self.hint)
+        self.initial = self.kept = validation
         seconds = time.perf_counter() - self._validation_started
         self.run.record(EpochRow(split="cv", **self._figures(0, validation, learning_rate, seconds)))
         self.schedule.initialize(validation.loss, validation.frame_accuracy)
@@ -127,7 +150,7 @@ class Trainer:
             self.run.record(WorkerRow.model_validate(values))
         self.losses.commit()
         training = self.losses.committed.result(self.comm)
-        raise_if_diverged("training", training, epoch, learning_rate)
+        raise_if_diverged("training", training, epoch, learning_rate, self.hint)
         self._training_seconds = self.progress.elapsed()
         return training
 
@@ -138,10 +161,12 @@ class Trainer:
 
     def keep_best(self, validation: EvalResult, learning_rate: float) -> None:
         """The epoch was accepted: its parameters are the best so far."""
-        raise_if_diverged("cross-validation", validation, self.progress.epoch + 1, learning_rate)
+        epoch = self.progress.epoch + 1
+        raise_if_diverged("cross-validation", validation, epoch, learning_rate, self.hint)
         self.best.copy_(self.model.network.parameters)
+        self.kept, self.kept_epoch = validation, epoch
         with self.comm.watchdog.long_operation():
-            self.run.save_best(self.model)
+            self.run.save_best(self.model if self.improved else None)
 
     def revert_to_best(self) -> None:
         """The epoch was rejected: training continues from the best parameters."""
@@ -159,6 +184,26 @@ class Trainer:
         rates = {"learning_rate": lr * self.averager.lr_scale, "schedule_learning_rate": lr}
         figures = {"epoch": epoch, "loss": result.loss, "frame_accuracy": result.frame_accuracy}
         return {**figures, **rates, **throughput(result.frames, seconds)}
+
+    def finish(self) -> AcousticModel:
+        """The model with the best parameters; a warning where it is no better than a model that ignores its input.
+        DivergedError: its cross-validation loss is not below that of the initial network."""
+        kept, baseline = self.kept, self.baseline
+        if not self.improved:
+            message = (
+                "the training learned nothing: no epoch was accepted, since none was better in cross-validation than "
+            )
+            if self.kept_epoch:
+                figures = f"{kept.loss:.6g} after epoch {self.kept_epoch}, not below that of "
+                message = f"the training diverged: the cross-validation loss of its last model is {figures}"
+            message += f"the initial network ({self.initial.loss:.6g})"
+            hint = f"{self.hint}, or check that the alignments belong to the features"
+            raise DivergedError(message, location=self.run.path, hint=hint)
+        problem = no_better_than_baseline(kept.loss, kept.frame_accuracy, baseline.loss, baseline.frame_accuracy)
+        if problem and self.comm.rank == 0:
+            log.warning(problem)
+        self.model.network.load_parameters(self.best)
+        return self.model
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
         """Metadata, global tensors and those of this rank, for a checkpoint after an averaging or between two epochs;
@@ -182,6 +227,10 @@ class Trainer:
             recipe=self.recipe,
             data=self.data_digest,
             seconds=progress.elapsed(),
+            initial_loss=self.initial.loss,
+            kept_epoch=self.kept_epoch,
+            kept_loss=self.kept.loss,
+            kept_frame_accuracy=self.kept.frame_accuracy,
         )
         rank = {
             "parameters": self.model.network.parameters,
@@ -204,6 +253,8 @@ class Trainer:
         network.load_parameters(tensor_like(network.parameters, rank, "parameters", location))
         self.best.copy_(tensor_like(network.parameters, loaded.global_state, "best", location))
         progress.started, progress.epoch = True, metadata.epoch
+        self.initial, self.kept_epoch = EvalResult(metadata.initial_loss, math.nan, 0), metadata.kept_epoch
+        self.kept = EvalResult(metadata.kept_loss, metadata.kept_frame_accuracy, 0)
         sums = tensor_like(torch.zeros(2, 3, dtype=torch.float64), rank, "loss_sums", location)
         if not bool((sums.abs() < 2**53).all()):  # false for NaN too
             raise DataError("loss_sums: sums of an epoch expected, found others", location=location)
@@ -266,7 +317,7 @@ def _mean(values: Sequence[float]) -> float | None:
 def train(trainer: Trainer) -> AcousticModel:
     """Trains until the schedule ends; returns the model of the last accepted epoch. All workers run it
     together: each trains on its shard, all evaluate and keep the same averaged model. DivergedError: the loss, or the
-    model of every worker, is not finite. TrainingInterrupted: the training was asked to stop; a checkpoint was written.
+    model of every worker, is not finite, or as of `Trainer.finish`. TrainingInterrupted: the training was asked to stop; a checkpoint was written.
     """
     t, progress = trainer, trainer.progress
     if not progress.started:
@@ -290,5 +341,4 @@ def train(trainer: Trainer) -> AcousticModel:
         t.record_epoch(training, validation, lr, accepted)
         progress.end_epoch()
         t.checkpoints.after_epoch(t)
-    t.model.network.load_parameters(t.best)
-    return t.model
+    return t.finish()

@@ -35,7 +35,8 @@ class RecipeError(UserError):
 
 
 class DivergedError(UserError):
-    """A training or pretraining diverged: a loss or all workers' parameters are not finite."""
+    """A training or pretraining diverged: a loss or all workers' parameters are not finite, or the model is not better
+    than the one it began with."""
 
     exit_code = 3
 

@@ -74,6 +74,10 @@ def _lay(folder: Path) -> None:
         "recipe": dump_recipe(_recipe()),
         "data": "0" * 64,
         "seconds": 1.5,
+        "initial_loss": 2.5,
+        "kept_epoch": 2,
+        "kept_loss": 1.5,
+        "kept_frame_accuracy": 0.5,
     }
     parameters = model.network.parameters
     shared = {"best": parameters, **transform_tensors(model)}

@@ -56,7 +56,7 @@ def way(folder: Path, name: str) -> Path:
     if "exponential" in name:
         epochs = "schedule: {name: exponential, initial_learning_rate: 0.02, epochs: 3}"
     if "rejected" in name:
-        epochs = "schedule: {initial_learning_rate: 3.0, max_epochs: 6}"
+        epochs = "schedule: {initial_learning_rate: 1.5, max_epochs: 6}"
     return recipe_of(folder, WAYS[name], epochs)
 
 
