@@ -26,17 +26,30 @@ DIM, PDFS = 4, 3
 
 
 def labelled_utterances(
-    count: int = 12, frames: int = 40, seed: int = 0
+    count: int = 12, frames: int = 40, seed: int = 0, speaker: str = "spk"
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Features (frames, 4) whose mean says their pdf-id of 0..2, and the pdf-ids, per utterance; 4 speakers."""
+    """Features (frames, 4) whose mean says their pdf-id of 0..2, and the pdf-ids, per utterance; 4 speakers, `speaker`
+    and a number."""
     rng = np.random.default_rng(seed)
     means = rng.normal(0.0, 2.0, (PDFS, DIM))
     features, labels = {}, {}
     for u in range(count):
         pdfs = np.repeat(rng.integers(0, PDFS, frames // 5), 5).astype(np.int32)
-        name = f"spk{u % 4}-utt{u:03d}"
+        name = f"{speaker}{u % 4}-utt{u:03d}"
         labels[name] = pdfs
         features[name] = (means[pdfs] + rng.normal(0.0, 1.0, (len(pdfs), DIM))).astype(np.float32)
+    return features, labels
+
+
+def unlike_utterances(count: int = 30, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """As `labelled_utterances`, but of 5 to 200 frames each, and spk0 to spk3 have 1, 2, 4 and 8 of 15 utterances."""
+    whole, whole_labels = labelled_utterances(count, 200, seed)
+    lengths = np.random.default_rng(seed).integers(5, 201, count)
+    lengths[:2] = 5, 200
+    features, labels = {}, {}
+    for u, (old, frames) in enumerate(zip(whole, lengths, strict=True)):
+        name = f"spk{(u % 15 + 1).bit_length() - 1}-utt{u:03d}"
+        features[name], labels[name] = whole[old][:frames], whole_labels[old][:frames]
     return features, labels
 
 
@@ -55,20 +68,21 @@ def write_pdfs(path: Path, labels: Mapping[str, np.ndarray]) -> Path:
 
 
 def write_model(path: Path, pdfs: Sequence[int] = range(PDFS)) -> Path:
-    """A `final.mdl` of three phones with one state each, phone p + 1 of `pdfs[p]`: transition-ids 2p + 1 and 2p + 2."""
-    ones = [np.ones((1, DIM))] * PDFS
+    """A `final.mdl` of phones with one state each, phone p + 1 of `pdfs[p]`: transition-ids 2p + 1 and 2p + 2."""
+    count = len(pdfs)
+    ones = [np.ones((1, DIM))] * count
     with path.open("wb") as handle:
-        triples = np.array([(p + 1, 0, pdfs[p]) for p in range(PDFS)], np.int32)
-        write_left_to_right(BasicTypeWriter(handle), PDFS, 1, triples, np.full(PDFS, 0.75))
-        write_diag_gmms(handle, ones, ones, [np.ones(1)] * PDFS)
+        triples = np.array([(p + 1, 0, pdf) for p, pdf in enumerate(pdfs)], np.int32)
+        write_left_to_right(BasicTypeWriter(handle), count, 1, triples, np.full(count, 0.75))
+        write_diag_gmms(handle, ones, ones, [np.ones(1)] * count)
     return path
 
 
-def write_ali_dir(path: Path, labels: Mapping[str, np.ndarray]) -> Path:
+def write_ali_dir(path: Path, labels: Mapping[str, np.ndarray], pdfs: int = PDFS) -> Path:
     """An alignment dir of one job: transition-ids in `ali.1.gz`, `final.mdl`, `num_jobs`."""
     path.mkdir(parents=True, exist_ok=True)
-    write_model(path / "final.mdl")
-    write_int_vectors(path / "ali.1.gz", [(name, 2 * pdfs + 1) for name, pdfs in sorted(labels.items())])
+    write_model(path / "final.mdl", range(pdfs))
+    write_int_vectors(path / "ali.1.gz", [(name, 2 * ids + 1) for name, ids in sorted(labels.items())])
     (path / "num_jobs").write_text("1\n")
     return path
 

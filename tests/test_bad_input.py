@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import write_pdfs, write_recipe
+from corpora import write_data_dir, write_pdfs, write_recipe
 from jobs import BEFORE_TRAINING, Job, RunCli, assert_refused, assert_trains, files_in, make_job
 
 from ddnn.kaldi.archive import iterate_matrices, write_int_vectors
@@ -185,8 +185,8 @@ TOO_FEW: dict[str, tuple[Damage, tuple[str, ...]]] = {
         ),
     ),
     "lengths differ": (
-        change_ids(lambda ids: ids.update({name: ids[name][:-6] for name in (U, "spk2-utt006")})),
-        ("2 of 24 utterances cannot be used", "2 differing from theirs by more than 5 frames", f"the first is {U}"),
+        change_ids(lambda ids: ids.update({name: ids[name][:-5] for name in (U, "spk2-utt006")})),
+        ("2 of 24 utterances cannot be used", "2 differing from theirs by 5 frames or more", f"the first is {U}"),
     ),
 }
 
@@ -231,16 +231,18 @@ def test_evaluate(job: Job, trained: Path, run_cli: RunCli, damage: Damage, said
     assert result.stdout == ""
 
 
-def test_some_utterances_are_skipped_or_trimmed_and_counted(job: Job, trained: Path, run_cli: RunCli) -> None:
+def test_some_utterances_are_skipped_or_trimmed_and_counted(
+    job: Job, trained: Path, run_cli: RunCli, caplog: pytest.LogCaptureFixture
+) -> None:
     skipped = {name: name for name in ("spk0-utt000", "spk1-utt005", "spk2-utt010")}
-    no_alignment, no_frames, six_less = skipped
-    five_less, five_more = "spk3-utt011", "spk3-utt015"
+    no_alignment, no_frames, five_less = skipped
+    four_less, four_more = "spk3-utt011", "spk3-utt015"
 
     def change(ids: dict[str, np.ndarray]) -> None:
         del ids[no_alignment]
-        ids[six_less] = ids[six_less][:-6]
         ids[five_less] = ids[five_less][:-5]
-        ids[five_more] = np.append(ids[five_more], ids[five_more][:5])
+        ids[four_less] = ids[four_less][:-4]
+        ids[four_more] = np.append(ids[four_more], ids[four_more][:4])
 
     change_ids(change)(job)
     job.write_features({**job.features, no_frames: np.zeros((0, 0), np.float32)})
@@ -248,17 +250,46 @@ def test_some_utterances_are_skipped_or_trimmed_and_counted(job: Job, trained: P
     found = json.loads(evaluated.stdout)
     # A matrix without frames differs from its 20 aligned ones.
     assert found["utterances"] == {"used": 21, "no_alignment": 1, "length_differs": 2, "trimmed": 2, "empty": 0}
-    assert found["frames"] == 20 * 20 + 15
+    assert found["frames"] == 20 * 20 + 16
+    assert "the figures lack 3 of 24 utterances (12.5 %)" in caplog.text
     assert_trains(run_cli, job, ["data.max_skipped_fraction=0.125"])
     log = (job.run / "train.log").read_text()
-    assert "3 of 24 utterances skipped (1 without an alignment, 2 differing from theirs by more than 5" in log
+    assert "3 of 24 utterances skipped (1 without an alignment, 2 differing from theirs by 5 frames or more" in log
     assert "2 trimmed" in log
-    assert f"{six_less} skipped: 20 frames of features, 14 of alignment" in log
+    assert f"{five_less} skipped: 20 frames of features, 15 of alignment" in log
     (job.root / "run").rename(job.root / "other run")
     refused = run_cli(
         "train", job.recipe, "--run-dir", job.run, "--set", "data.max_skipped_fraction=0.12", "--device", "cpu"
     )
     assert_refused(refused, "3 of 24 utterances cannot be used", "the first is spk0-utt000")
+
+
+def test_cross_validation_on_the_training_data(job: Job, run_cli: RunCli) -> None:
+    data = write_data_dir(job.root / "copy", job.features)
+    arguments = ["train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--set", "data.cv.fraction=null"]
+    own = ["--set", f"data.cv.data={data}", "--set", f"data.cv.alignments={job.ali}"]
+    message = f"24 of 24 utterances for cross-validation are also in the training data, {job.data}; the first is "
+    assert_refused(run_cli(*arguments, *own), f"location: {data}", message + job.names[0])
+    assert files_in(job.run) <= BEFORE_TRAINING
+
+
+def test_alignments_that_do_not_belong_to_the_model_are_told(
+    job: Job, trained: Path, run_cli: RunCli, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody can know, but a loss at chance level and lengths that all differ alike speak for it."""
+    arguments = ["evaluate", trained, "--data", job.data, "--alignments", job.ali, "--device", "cpu"]
+    assert run_cli(*arguments).exit_code == 0 and "WARNING" not in caplog.text
+    change_ids(lambda ids: ids.update({name: (one + 2) % 6 for name, one in ids.items()}))(job)
+    assert run_cli(*arguments).exit_code == 0
+    assert "is not below that of equal probabilities for all 3 pdfs, 1.0986" in caplog.text
+    change_ids(lambda ids: ids.update({name: one[:-2] for name, one in ids.items()}))(job)
+    told = (
+        "the alignments of 24 of 24 utterances are 2 frames shorter than the features; the first is spk0-utt000 with "
+    )
+    assert run_cli(*arguments).exit_code == 0
+    assert f"{told}20 frames of features and 18 of alignment. This usually" in caplog.text
+    assert_trains(run_cli, job)
+    assert told in (job.run / "train.log").read_text()
 
 
 def test_utterances_without_frames_are_skipped_and_counted(job: Job, trained: Path, run_cli: RunCli) -> None:

@@ -42,7 +42,7 @@ from ddnn.util.system import available_memory
 
 log = logging.getLogger(__name__)
 
-VERSION = 2  # of the file's format, and of what loading makes of the same input
+VERSION = 3  # of the file's format, and of what loading makes of the same input
 SUFFIX = ".features.safetensors"
 PAGE = 4096
 MAX_HEADER_BYTES = 100_000_000  # as in safetensors
@@ -74,6 +74,7 @@ class CacheMetadata(BaseModel):
     rows: PositiveInt
     pdfs: PositiveInt
     counts: dict[str, int]  # what was skipped or trimmed
+    mismatch: str  # `UtteranceIndex.mismatch`
     # [bytes, CRC-32] of each, from the first byte after the header on
     blocks: list[tuple[NonNegativeInt, Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]]]
 
@@ -183,11 +184,10 @@ def open_or_create_cache(
     entries = tuple(directory.entries[n] for n in cache.selected.tolist())
     metadata, counts = cache.metadata, dict(cache.metadata.counts)
     if comm.rank == 0 and not created:  # the worker that created it has checked
-        check_skipped(directory, alignments, entries, counts, config.max_skipped_fraction)
+        check_skipped(directory, alignments, entries, counts, config.max_skipped_fraction, metadata.mismatch)
     frames, of_pdfs = np.array(cache.num_frames), np.array(cache.pdf_counts)
-    index = UtteranceIndex(
-        directory, entries, frames, metadata.dim, entries[0].key, metadata.pdfs, of_pdfs, counts=counts
-    )
+    dim, first, pdfs = metadata.dim, entries[0].key, metadata.pdfs
+    index = UtteranceIndex(directory, entries, frames, dim, first, pdfs, of_pdfs, None, counts, metadata.mismatch)
     return index, cache
 
 
@@ -230,6 +230,7 @@ def _create(path: Path, key: str, directory: DataDir, alignments: Path, config: 
         rows=loader.rows,
         pdfs=aligned.num_pdfs,
         counts=index.counts,
+        mismatch=index.mismatch,
         blocks=[(size, NO_CRC) for size in sizes],
     )
 

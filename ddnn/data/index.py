@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,13 +24,17 @@ from ddnn.kaldi.archive import MatrixReader, ScpEntry
 from ddnn.kaldi.data_dir import DataDir
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
+from ddnn.util.text import plural
 
 log = logging.getLogger(__name__)
 
 LENGTH_TOLERANCE = 5
-"""Frames by which features and alignment may differ (nnet1's --length-tolerance); the longer is trimmed."""
+"""Features and alignment that differ by fewer frames are cut to the shorter at their end, others are skipped (nnet1's
+--length-tolerance)."""
 
 DEFAULT_FRACTION = 0.1
+MAX_SKIPPED_FRACTION = 0.05  # of utterances, unless the recipe says otherwise
+DRAWS = 100  # orders of the speakers that are tried for `hold_out_fraction`
 MAX_LIST_BYTES = 1 << 30  # of a list of speakers
 
 
@@ -48,6 +53,7 @@ class UtteranceIndex:
     alignments: Alignments | None = None  # None where there are none, or where labels come from a cache file
     # how many utterances are used, skipped (by reason) and trimmed
     counts: dict[str, int] = field(default_factory=dict)
+    mismatch: str = ""  # the length difference that most utterances have, if they do: `common_difference`
 
     @property
     def utterances(self) -> tuple[str, ...]:
@@ -58,6 +64,11 @@ class UtteranceIndex:
         """Speaker of each utterance; None where the data dir has no utt2spk."""
         speakers = self.directory.speakers
         return None if speakers is None else tuple(speakers[entry.key] for entry in self.entries)
+
+    def size(self) -> str:
+        """How much there is, in words."""
+        speakers = "" if self.speakers is None else f"{plural(len(set(self.speakers)), 'speaker')}, "
+        return f"{speakers}{plural(len(self.entries), 'utterance')}, {self.num_frames.sum():,} frames"
 
     def subset(self, utterances: Sequence[int]) -> UtteranceIndex:
         """Some of the utterances, ascending; there may be none. `pdf_counts` and `counts` remain those of all."""
@@ -75,15 +86,15 @@ def build_index(
     alignments: Alignments | None,
     comm: Communicator | None = None,
     *,
-    max_skipped_fraction: float | None = 0.05,
+    max_skipped_fraction: float | None = MAX_SKIPPED_FRACTION,
 ) -> UtteranceIndex:
     """Matches a data dir with its alignments, if any, from tables and headers; the same on every worker. Collective.
 
-    Utterances without an alignment, or whose number of frames differs by more than `LENGTH_TOLERANCE`, are skipped and
-    counted, up to `max_skipped_fraction` of all (None: all but one); smaller differences are trimmed to the shorter one
-    and counted (nnet1's nnet-train-frmshuff). Only rank 0 reads the headers, because all workers at once would send
-    hundreds of thousands of small reads each to one file server. The others check that their tables are those of rank
-    0.
+    Utterances without an alignment, or whose number of frames differs by `LENGTH_TOLERANCE` or more, are skipped and
+    counted, up to `max_skipped_fraction` of all (None: all but one); of those that differ by less the longer side loses
+    its last frames, and they are counted (nnet1's nnet-train-frmshuff). Only rank 0 reads the headers, because all
+    workers at once would send hundreds of thousands of small reads each to one file server. The others check that their
+    tables are those of rank 0.
 
     DataError: damaged input, or too much of it skipped, on rank 0; the tables or alignments of another worker's host
     differ, on that one. Run under `ddnn.distributed.failures`: the others are waiting meanwhile.
@@ -100,7 +111,8 @@ def build_index(
     comm.broadcast(selected_and_frames)
     selected, num_frames = selected_and_frames.numpy()
     entries = tuple(directory.entries[n] for n in selected)
-    index = UtteranceIndex(directory, entries, num_frames, of_first["dim"], entries[0].key, counts=of_first["counts"])
+    dim, counts, mismatch = of_first["dim"], of_first["counts"], of_first["mismatch"]
+    index = UtteranceIndex(directory, entries, num_frames, dim, entries[0].key, counts=counts, mismatch=mismatch)
     if alignments is None:
         return index
     of_pdfs = pdf_counts(alignments, index.utterances)
@@ -112,7 +124,7 @@ def _match_alignments(
 ) -> tuple[dict[str, Any], Tensor]:
     """What was found, skipped and trimmed; int64 (2, utterances), which utterances can be used and their frames."""
     counts = Counter({"used": 0, "no_alignment": 0, "length_differs": 0, "trimmed": 0, "empty": 0})
-    used = []
+    used, lengths = [], []
     with MatrixReader() as reader:
         for n, entry in enumerate(directory.entries):
             length = frames = reader.shape(entry)[0]
@@ -121,9 +133,9 @@ def _match_alignments(
                 if labels is None:
                     counts["no_alignment"] += 1
                     continue
-                if abs(len(labels) - frames) > LENGTH_TOLERANCE:
-                    lengths = f"{frames} frames of features, {len(labels)} of alignment"
-                    log.warning("utterance %s skipped: %s", entry.key, lengths)
+                lengths.append((entry.key, frames, len(labels)))
+                if abs(len(labels) - frames) >= LENGTH_TOLERANCE:
+                    log.warning("utterance %s skipped: %d frames of features, %d of alignment", *lengths[-1])
                     counts["length_differs"] += 1
                     continue
                 length = min(frames, len(labels))
@@ -135,11 +147,24 @@ def _match_alignments(
             used.append((n, length))
         counts["used"] = len(used)
         entries = [directory.entries[n] for n, _ in used]
-        path = None if alignments is None else alignments.path
-        check_skipped(directory, path, entries, counts, max_skipped_fraction)
+        path, mismatch = None if alignments is None else alignments.path, common_difference(lengths)
+        check_skipped(directory, path, entries, counts, max_skipped_fraction, mismatch)
         dim = reader.shape(entries[0])[1]
-    summary = {"utterances": len(used), "dim": dim, "counts": dict(counts)}
+    summary = {"utterances": len(used), "dim": dim, "counts": dict(counts), "mismatch": mismatch}
     return summary, torch.tensor(used, dtype=torch.int64).T.contiguous()
+
+
+def common_difference(lengths: Sequence[tuple[str, int, int]]) -> str:
+    """Says so where more than half of the utterances (name, frames of features, of alignment) differ by the same number
+    of frames; else empty. A few that differ are edge effects; with most of them the labels are probably shifted."""
+    differences = Counter(aligned - frames for _, frames, aligned in lengths)
+    difference, count = differences.most_common(1)[0] if lengths else (0, 0)
+    if difference == 0 or 2 * count <= len(lengths):
+        return ""
+    name, frames, aligned = next(one for one in lengths if one[2] - one[1] == difference)
+    which = f"{plural(abs(difference), 'frame')} {'longer' if difference > 0 else 'shorter'} than the features"
+    first = f"the first is {name} with {frames} frames of features and {aligned} of alignment"
+    return f"the alignments of {count} of {len(lengths)} utterances are {which}; {first}"
 
 
 def check_skipped(
@@ -148,13 +173,16 @@ def check_skipped(
     used: Iterable[ScpEntry],
     counts: Mapping[str, int],
     max_skipped_fraction: float | None,
+    mismatch: str = "",
 ) -> None:
-    """Logs what is skipped or trimmed; DataError where it is more than the fraction allows, or everything."""
+    """Logs what is skipped or trimmed, and `common_difference`; DataError where more is skipped than the fraction
+    allows, or everything."""
+    if mismatch:
+        usual = "another frame shift, other --snip-edges or a subsampled alignment, with labels of other frames"
+        log.warning("%s: %s. This usually means %s.", directory.path, mismatch, usual)
     total, skipped = len(directory.entries), len(directory.entries) - counts["used"]
-    described = (
-        f"{counts['no_alignment']} without an alignment, {counts['length_differs']} differing from theirs by more "
-    )
-    described += f"than {LENGTH_TOLERANCE} frames, {counts['empty']} without frames"
+    described = f"{counts['no_alignment']} without an alignment, {counts['length_differs']} differing from theirs by "
+    described += f"{LENGTH_TOLERANCE} frames or more, {counts['empty']} without frames"
     if counts["used"] == 0 or (max_skipped_fraction is not None and skipped > max_skipped_fraction * total):
         aligned_in = f"; alignments are from {alignments}" if alignments is not None else ""
         keys = {entry.key for entry in used}
@@ -221,19 +249,29 @@ def hold_out_speakers(index: UtteranceIndex, path: Path) -> tuple[list[int], lis
 
 
 def hold_out_fraction(index: UtteranceIndex, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Holds out whole speakers, drawn with `seed`, until they have `fraction` of the frames or more. DataError: one
-    side would be empty, as with a single speaker."""
-    frames: dict[str, int] = defaultdict(int)
-    for speaker, count in zip(_speakers(index), index.num_frames, strict=True):
-        frames[speaker] += int(count)
-    wanted = fraction * int(index.num_frames.sum())
-    held_out: set[str] = set()
-    names = sorted(frames)
-    for n in np.random.default_rng([seed, 0x5EED]).permutation(len(names)):
-        if sum(frames[s] for s in held_out) >= wanted:
+    """Holds out whole speakers whose frames come close to `fraction` of all, at least one and at most all but one. In
+    an order drawn with `seed` each speaker who brings the sum closer is held out; of up to `DRAWS` orders the first
+    that comes within 1 % of what was asked for is taken, else the closest. DataError: one side would be empty, as with
+    a single speaker."""
+    of_speakers: dict[str, int] = defaultdict(int)
+    for speaker, count in zip(_speakers(index), index.num_frames.tolist(), strict=True):
+        of_speakers[speaker] += count
+    names, wanted = sorted(of_speakers), fraction * sum(of_speakers.values())
+    rng, best, closest = np.random.default_rng([seed, 0x5EED]), [""], math.inf
+    for _ in range(DRAWS):
+        drawn = [names[n] for n in rng.permutation(len(names))]
+        held_out, frames = list[str](), 0
+        for name in drawn:
+            if len(held_out) < len(names) - 1 and abs(frames + of_speakers[name] - wanted) < abs(frames - wanted):
+                held_out.append(name)
+                frames += of_speakers[name]
+        held_out = held_out or [min(drawn, key=of_speakers.__getitem__)]
+        off = abs(sum(of_speakers[name] for name in held_out) - wanted)
+        if off < closest:
+            best, closest = held_out, off
+        if closest <= 0.01 * wanted:
             break
-        held_out.add(names[n])
-    return _split(index, held_out, f"data.cv.fraction {fraction:g}")
+    return _split(index, set(best), f"data.cv.fraction {fraction:g}")
 
 
 def _speakers(index: UtteranceIndex) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset
 from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, Stats, make_chunks, read_chunk, write_chunk
-from ddnn.data.index import UtteranceIndex, assign_shards
+from ddnn.data.index import MAX_SKIPPED_FRACTION, UtteranceIndex, assign_shards
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.archive import MatrixReader, ScpEntry
 from ddnn.kaldi.data_dir import compute_cmvn_stats, read_cmvn_stats
@@ -63,7 +63,7 @@ class DataConfig:
     features: FeatureConfig
     num_pdfs: int | None = None  # of the alignments; None: as they say themselves
     allow_pipes: bool = False  # run shell commands in an scp
-    max_skipped_fraction: float | None = 0.05  # largest share of utterances that may be skipped; None: all but one
+    max_skipped_fraction: float | None = MAX_SKIPPED_FRACTION  # of utterances; None: all but one may be skipped
     cache_dir: Path | None = None  # directory of cache files; None: none
     loader_processes: int | None = None  # how many may load for each worker; None: `default_processes`
     progress: Callable[[Sequence[ScpEntry]], Iterable[ScpEntry]] = iter  # wraps the utterances while they are read

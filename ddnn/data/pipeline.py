@@ -41,6 +41,7 @@ from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, 
 from ddnn.kaldi.data_dir import DataDir, read_data_dir
 from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.system import available_memory, device_identity
+from ddnn.util.text import plural
 
 log = logging.getLogger(__name__)
 
@@ -296,12 +297,12 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
     damaged or unsuitable input; not enough memory. UserError: a loading process died."""
     source = open_data(config.data, config.alignments, config.reading, comm)
     index, held_out = source.index, config.held_out or HeldOut()
-    train, cv = list(range(len(index.entries))), list[int]()
-    if config.held_out is not None and held_out.data is None:
-        if held_out.speakers is not None:
-            train, cv = hold_out_speakers(index, held_out.speakers)
-        else:
-            train, cv = hold_out_fraction(index, held_out.fraction or DEFAULT_FRACTION, config.seed)
+    train, cv, cv_source = list(range(len(index.entries))), list[int](), None
+    if held_out.data is not None and held_out.alignments is not None:
+        cv_source = open_data(held_out.data, held_out.alignments, config.reading, comm)
+        _check_cross_validation(source, cv_source, config, held_out, comm)
+    elif config.held_out is not None:
+        train, cv = _hold_out(index, held_out, config.seed, comm)
     train_shards, cv_shards = (assign_shards(index.num_frames, part, comm.world_size) for part in (train, cv))
     if comm.world_size > 1:
         sizes = [int(index.num_frames[shard].sum()) for shard in train_shards]
@@ -309,12 +310,10 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
     shards = [sorted(a + b) for a, b in zip(train_shards, cv_shards, strict=True)]
     dataset = _load(config, source, shards[comm.rank], device, comm)
     train_frames = dataset.subset(local_positions(shards[comm.rank], train))
-    if held_out.data is None or held_out.alignments is None:
+    if cv_source is None:
         cv_frames, cv_index = dataset.subset(local_positions(shards[comm.rank], cv)), None
     else:
-        cv_source = open_data(held_out.data, held_out.alignments, config.reading, comm)
         cv_index = cv_source.index
-        _check_same_kind(source, cv_source, config, held_out)
         shard = assign_shards(cv_index.num_frames, range(len(cv_index.entries)), comm.world_size)[comm.rank]
         cv_frames = _load(config, cv_source, shard, device, comm).subset(range(len(shard)))
     return TrainingData(
@@ -370,14 +369,73 @@ def _load(
     return source.load(shard, comm).to(place)
 
 
-def _check_same_kind(source: DataSource, cv: DataSource, config: TrainingDataConfig, held_out: HeldOut) -> None:
-    """DataError where the data dir for cross-validation has other features, or more pdfs."""
-    if cv.index.num_pdfs > source.index.num_pdfs:
-        message = f"{cv.index.num_pdfs} pdfs for cross-validation, {source.index.num_pdfs} for training"
-        raise DataError(message, location=held_out.alignments, hint="use alignments made with the same final.mdl")
+def _hold_out(index: UtteranceIndex, held_out: HeldOut, seed: int, comm: Communicator) -> tuple[list[int], list[int]]:
+    """The utterances to train on and those held out, which are logged: a warning where their fraction of the frames is
+    not the one that the recipe asks for."""
+    if held_out.speakers is not None:
+        train, cv = hold_out_speakers(index, held_out.speakers)
+        wanted, asked = None, ""
+    else:
+        wanted = held_out.fraction or DEFAULT_FRACTION
+        train, cv = hold_out_fraction(index, wanted, seed)
+        asked = f" (asked for: {100 * wanted:.3g} %)"
+    held = index.subset(cv)
+    fraction = held.num_frames.sum() / index.num_frames.sum()
+    log.info("CV: %s, %.1f %% of the frames%s", held.size(), 100 * fraction, asked)
+    if comm.rank == 0 and wanted is not None and not 1 / 1.2 <= fraction / wanted <= 1.2:
+        message = (
+            "data.cv.fraction asks for %.3g %% of the frames, but %.1f %% are held out, since speakers are held out "
+        )
+        message += "whole; choose them with data.cv.speakers, or give data.cv.data"
+        log.warning(message, 100 * wanted, 100 * fraction)
+    return train, cv
+
+
+def _check_cross_validation(
+    source: DataSource, cv: DataSource, config: TrainingDataConfig, held_out: HeldOut, comm: Communicator
+) -> None:
+    """DataError where the data dir for cross-validation has utterances of the training data, other features or other
+    pdfs. Common speakers, and pdfs that are not in the training data, are warnings."""
+    used = set(source.index.utterances)
+    if common := [utterance for utterance in cv.index.utterances if utterance in used]:
+        message = f"{len(common)} of {len(cv.index.entries)} utterances for cross-validation are also in the training "
+        message += f"data, {config.data}; the first is {common[0]}"
+        hint = (
+            "remove them from one of the two (if only their ids are the same, rename them), or hold out speakers with "
+        )
+        hint += "data.cv.fraction or data.cv.speakers"
+        raise DataError(message, location=held_out.data, hint=hint)
+    _check_same_pdfs(source.index, cv.index, config, held_out)
     if held_out.alignments is not None:
         digests = transition_digest(held_out.alignments), transition_digest(config.alignments)
         check_same_tree(*digests, held_out.alignments, str(config.alignments))
     if cv.index.dim != source.index.dim:
         message = f"{cv.width} dims found, {source.width} expected as in {config.data}"
         raise DataError(message, location=held_out.data)
+    if comm.rank != 0:
+        return
+    log.info("CV: %s of %s", cv.index.size(), held_out.data)
+    if speakers := sorted(set(cv.index.speakers or ()) & set(source.index.speakers or ())):
+        names = ", ".join(speakers[:3]) + ", ..." * (len(speakers) > 3)
+        message = "%s: %d of %d speakers are also in the training data (%s): the cross-validation will look too good"
+        log.warning(message, held_out.data, len(speakers), len(set(cv.index.speakers or ())), names)
+    counts = cv.index.pdf_counts
+    unseen = counts[source.index.pdf_counts[: len(counts)] == 0]
+    if 100 * unseen.sum() > counts.sum():
+        message, pdfs = "%s: %d of %d frames are of %s that no frame of the training data has", (unseen > 0).sum()
+        log.warning(message, held_out.alignments, unseen.sum(), counts.sum(), plural(pdfs, "pdf"))
+
+
+def _check_same_pdfs(train: UtteranceIndex, cv: UtteranceIndex, config: TrainingDataConfig, held_out: HeldOut) -> None:
+    """DataError where training and cross-validation are aligned with different numbers of pdfs. Those of an archive are
+    counted by its largest pdf-id, unless the recipe says how many there are: it may lack the last ones."""
+    has_model = [path is not None and path.is_dir() for path in (config.alignments, held_out.alignments)]
+    if cv.num_pdfs == train.num_pdfs or (cv.num_pdfs < train.num_pdfs and not has_model[1]):
+        return
+    kinds = ["final.mdl" if model else "largest pdf-id + 1" for model in has_model]
+    message = f"{cv.num_pdfs} pdfs for cross-validation ({kinds[1]}), {train.num_pdfs} for training ({kinds[0]}, "
+    message += f"{config.alignments})"
+    hint = "use alignments made with the same final.mdl"
+    if not has_model[0] and cv.num_pdfs > train.num_pdfs:
+        hint += "; if the training alignment merely lacks its last pdfs, set data.num_pdfs to their number"
+    raise DataError(message, location=held_out.alignments, hint=hint)

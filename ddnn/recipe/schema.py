@@ -28,14 +28,15 @@ class CrossValidationConfig(Section):
     speakers: Path | None = None
     """File with one speaker per line, whose utterances are held out."""
     data: Path | None = None
-    """A separate Kaldi data dir for cross-validation. Nothing is then held out of the training data."""
+    """A separate Kaldi data dir for cross-validation. Nothing is then held out of the training data, and no utterance may
+    be in both."""
     alignments: Path | None = None
     """The alignments of `data.cv.data`."""
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         default_factory=lambda known: 0.1 if all(value is None for value in known.values()) else None
     )
-    """Fraction of the training frames to hold out, as whole speakers drawn with the recipe's `seed`. Default: 0.1
-    if nothing else in this section is given."""
+    """Fraction of the training frames to hold out, as whole speakers drawn with the recipe's `seed` so that they come
+    close to it. A warning says where they are far from it. Default: 0.1 if nothing else in this section is given."""
 
 
 class DataConfig(Section):
@@ -75,7 +76,7 @@ class DataConfig(Section):
     """Run shell commands in an scp (`gunzip -c x.gz |`). Only for data that you wrote yourself. Counts on the command
     line and in the recipe that it names, not in included files, run dirs and corpora."""
     max_skipped_fraction: Fraction = 0.05
-    """Largest fraction of utterances that may have no alignment, or differ from it by more than 5 frames. With more,
+    """Largest fraction of utterances that may have no alignment, or differ from it by 5 frames or more. With more,
     training is refused."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ddnn.data.batches import Batch, SequentialSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset, labels_of
+from ddnn.data.index import MAX_SKIPPED_FRACTION
 from ddnn.data.loading import DataConfig
 from ddnn.data.pipeline import EVAL_BATCH, load_data_dir
 from ddnn.distributed.communicator import Communicator
@@ -25,6 +27,8 @@ from ddnn.training.run_dir import load_run
 from ddnn.util.errors import DataError, DivergedError
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,25 @@ def evaluate_run(
     check_same_tree(transition_digest(alignments), model.transition_digest, alignments, f"the model of {run_dir}")
     corpus = load_for_model(model, data, labels, allow_pipes=allow_pipes)
     everything = corpus.to(on).subset(list(range(len(corpus.utterances))))
-    return replace(evaluate(model.to(on), everything), utterances=corpus.counts)
+    result = replace(evaluate(model.to(on), everything), utterances=corpus.counts)
+    _warn_of_doubtful(result, most, data, alignments)
+    return result
+
+
+def _warn_of_doubtful(result: EvalResult, num_pdfs: int, data: Path, alignments: Path) -> None:
+    """Where so many utterances are missing that a training would refuse them, and where equal probabilities for all
+    pdfs would do as well."""
+    total = sum(count for reason, count in result.utterances.items() if reason != "trimmed")
+    missing = total - result.utterances["used"]
+    if missing > MAX_SKIPPED_FRACTION * total:
+        message = (
+            "%s: the figures lack %d of %d utterances (%.1f %%): check that features and alignments belong together"
+        )
+        log.warning(message, data, missing, total, 100 * missing / total)
+    if num_pdfs > 1 and not result.loss < math.log(num_pdfs):
+        message = "%s: the loss of %.4f is not below that of equal probabilities for all %d pdfs, %.4f: the alignments "
+        message += "seem to be of another model, or the features of another kind"
+        log.warning(message, alignments, result.loss, num_pdfs, math.log(num_pdfs))
 
 
 def load_for_model(

@@ -79,6 +79,18 @@ def no_archive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MatrixReader, "shape", None)
 
 
+def test_a_difference_that_most_utterances_have_is_a_warning_each_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lengths are not in the file, what is wrong with them is."""
+    _, labels = labelled_utterances(count=24, frames=20)
+    write_ali_dir(folder / "ali", {name: pdfs[:-3] for name, pdfs in labels.items()})
+    opened(folder)
+    no_archive(monkeypatch)
+    opened(folder)
+    assert caplog.text.count("the alignments of 24 of 24 utterances are 3 frames shorter than the features") == 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_second_time_the_same_bits_are_mapped(
     folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -192,6 +204,7 @@ def cached_bytes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]
 BLOCKS = [(8 * 7 + 4 * 7, NO_CRC), (32, NO_CRC), (24, NO_CRC)]
 METADATA = CacheMetadata(
     key=KEY, data="d", dim=2, width=2, context=1, dtype="float32", utterances=2, rows=7, pdfs=3, counts={},
+    mismatch="",
     blocks=BLOCKS,
 )  # fmt: skip
 

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from corpora import labelled_utterances, load_all, write_data_dir, write_pdfs
+from corpora import labelled_utterances, load_all, unlike_utterances, write_data_dir, write_pdfs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ddnn.data import pipeline
 from ddnn.data.dataset import AcousticDataset
@@ -55,16 +57,70 @@ def test_half_precision_store_has_two_bytes_a_value(tmp_path: Path) -> None:
 def test_small_differences_are_trimmed_and_larger_ones_skipped(tmp_path: Path) -> None:
     features, labels = labelled_utterances()
     names = sorted(features)
-    labels[names[0]] = labels[names[0]][:-5]
+    labels[names[0]] = labels[names[0]][:-4]
     labels[names[1]] = np.append(labels[names[1]], [0, 1, 2]).astype(np.int32)
-    labels[names[2]] = labels[names[2]][:-6]
+    labels[names[2]] = labels[names[2]][:-5]
     del labels[names[3]]
     corpus = load(tmp_path, features, labels, max_skipped_fraction=0.2)
     longer = corpus.utterances.index(names[1])
     np.testing.assert_array_equal(corpus.labels[corpus.rows_of([longer])].numpy(), labels[names[1]][:40])
     assert corpus.counts == {"used": 10, "no_alignment": 1, "length_differs": 1, "trimmed": 2, "empty": 0}
     assert corpus.utterances == tuple(n for n in names if n not in (names[2], names[3]))
-    assert list(corpus.num_frames[:2]) == [35, 40]
+    assert list(corpus.num_frames[:2]) == [36, 40]
+
+
+@pytest.mark.parametrize("difference", [-6, -5, -4, -3, 0, 3, 4, 5, 6])
+def test_lengths_may_differ_by_less_than_kaldis_tolerance(tmp_path: Path, difference: int) -> None:
+    """Kaldi's nnet-train-frmshuff takes an utterance if max - min < 5, and cuts both to min at their end; the feature
+    transform comes after it, so that a splice repeats the last frame that is left."""
+    features, labels = unlike_utterances()
+    shorter = labels if difference < 0 else features
+    for name in list(features)[1::3]:
+        frames = min(len(features[name]) - abs(difference), 60)
+        features[name], labels[name] = features[name][: frames + 6], labels[name][: frames + 6]
+        shorter[name], longer = shorter[name][:frames], labels if shorter is features else features
+        longer[name] = longer[name][: frames + abs(difference)]
+    corpus = load(tmp_path, features, labels, max_skipped_fraction=0.5)
+    taken = [name for name in sorted(features) if abs(len(features[name]) - len(labels[name])) < 5]
+    assert corpus.utterances == tuple(taken) and len(taken) == (20 if abs(difference) >= 5 else 30)
+    assert corpus.counts["trimmed"] == (10 if abs(difference) in (3, 4) else 0)
+    assert corpus.counts["length_differs"] == 30 - len(taken)
+    for u, name in enumerate(taken):
+        rows, frames = corpus.rows_of([u]), min(len(features[name]), len(labels[name]))
+        np.testing.assert_array_equal(corpus.labels[rows], labels[name][:frames])
+        np.testing.assert_array_equal(corpus.features[rows], features[name][:frames])
+        np.testing.assert_array_equal(corpus.features[rows[-1] + 1], features[name][frames - 1])
+
+
+@pytest.mark.parametrize(
+    ("difference", "trimmed", "warning"),
+    [
+        (3, 30, "30 of 30 utterances are 3 frames longer than the features; the first is spk0-utt000 with 5 frames of"),
+        (-1, 16, "16 of 30 utterances are 1 frame shorter than the features; the first is spk0-utt000 with 5 frames of"),
+        (3, 15, None),
+        (0, 30, None),
+    ],
+)  # fmt: skip
+def test_a_difference_that_most_utterances_have_is_a_warning(
+    tmp_path: Path, difference: int, trimmed: int, warning: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    features, labels = unlike_utterances()
+    for name in sorted(labels)[:trimmed]:
+        labels[name] = np.resize(labels[name], len(labels[name]) + difference)
+    for name in sorted(labels)[trimmed:]:
+        labels[name] = np.resize(labels[name], len(labels[name]) + 2 * (int(name[-1]) % 2))
+    load(tmp_path, features, labels)
+    assert ("This usually means another frame shift" in caplog.text) == (warning is not None)
+    assert warning is None or warning in caplog.text
+
+
+def test_a_difference_of_most_utterances_is_named_where_all_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    features, labels = unlike_utterances()
+    with pytest.raises(DataError, match="30 of 30 utterances cannot be used"):
+        load(tmp_path, features, {name: np.resize(pdfs, len(pdfs) + 7) for name, pdfs in labels.items()})
+    assert "30 of 30 utterances are 7 frames longer than the features" in caplog.text
 
 
 def test_too_many_missing_alignments_are_an_error(tmp_path: Path) -> None:
@@ -126,17 +182,15 @@ def test_cmvn_then_deltas(tmp_path: Path) -> None:
 
 def test_deltas_are_taken_before_trimming(tmp_path: Path) -> None:
     """Those of the last frames see what is trimmed."""
-    features, labels = labelled_utterances()
-    name = min(features)
-    labels[name] = labels[name][:-3]
-    corpus = load_all(
-        write_data_dir(tmp_path / "train", features),
-        read_alignments(write_pdfs(tmp_path / "pdfs.txt", labels)),
-        features=FeatureConfig(deltas=1),
-    )
-    found = corpus.features[corpus.rows_of([corpus.utterances.index(name)])].numpy()
-    np.testing.assert_array_equal(found, add_deltas(features[name], 1)[:-3])
-    assert not np.array_equal(found, add_deltas(features[name][:-3], 1))
+    features, labels = unlike_utterances()
+    kept = {name: len(matrix) - u % 5 for u, (name, matrix) in enumerate(features.items())}
+    shorter = {name: pdfs[: kept[name]] for name, pdfs in labels.items()}
+    corpus = load(tmp_path, features, shorter, features=FeatureConfig(deltas=1))
+    for u, name in enumerate(corpus.utterances):
+        found, frames = corpus.features[corpus.rows_of([u])].numpy(), kept[name]
+        np.testing.assert_array_equal(found, add_deltas(features[name], 1)[:frames])
+        cut = frames < len(features[name])
+        assert np.array_equal(found, add_deltas(features[name][:frames], 1)) != cut
 
 
 def test_too_little_memory_is_said_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,28 +234,57 @@ def test_speakers_file_must_name_speakers_of_the_corpus(tmp_path: Path) -> None:
 
 
 def test_fraction_holds_out_whole_speakers_by_seed(tmp_path: Path) -> None:
-    corpus = load(tmp_path, *labelled_utterances(count=40))
+    corpus = load(tmp_path, *unlike_utterances(count=45))
     train, cv = hold_out_fraction(corpus, 0.3, seed=7)
+    assert sorted(train + cv) == list(range(45))
     assert not {corpus.speakers[u] for u in cv} & {corpus.speakers[u] for u in train}
-    held_out = corpus.num_frames[cv].sum() / corpus.num_frames.sum()
-    assert 0.3 <= held_out <= 0.55
+    assert not {corpus.utterances[u] for u in cv} & {corpus.utterances[u] for u in train}
     assert hold_out_fraction(corpus, 0.3, seed=7) == (train, cv)
-    assert any(hold_out_fraction(corpus, 0.3, seed=s) != (train, cv) for s in range(8, 12))
+    alike = load(tmp_path, *labelled_utterances(count=40))
+    assert len({tuple(hold_out_fraction(alike, 0.3, seed)[1]) for seed in range(8)}) > 1
 
 
-def test_the_fraction_is_of_frames_not_of_utterances() -> None:
-    """Speakers are held out until they have enough frames: never one too few, and never one more than needed."""
-    frames = np.array([10, 10, 10, 970, 500, 500], dtype=np.int64)
-    data = SimpleNamespace(speakers=("a", "a", "a", "b", "c", "d"), num_frames=frames)
-    chosen = set()
-    for seed in range(30):
-        train, cv = hold_out_fraction(data, 0.25, seed)
-        assert frames[cv].sum() >= 0.25 * 2000 and sorted(train + cv) == list(range(6))
-        held_out = {data.speakers[u] for u in cv}
-        assert any(sum(frames[u] for u in cv if data.speakers[u] != one) < 0.25 * 2000 for one in held_out)
-        chosen.add(frozenset(held_out))
-    assert {"a"} not in chosen, "half of the utterances, but 1.5 % of the frames"
-    assert frozenset("c") in chosen
+def speakers_of(sizes: list[int]) -> SimpleNamespace:
+    """A speaker for each number, with so many frames in utterances of unlike length."""
+    parts = [(f"{n:03d}", part) for n, size in enumerate(sizes) for part in (size // 3, size - size // 3) if part]
+    return SimpleNamespace(speakers=tuple(name for name, _ in parts), num_frames=np.array([part for _, part in parts]))
+
+
+def held_out(sizes: list[int], fraction: float, seed: int = 1) -> tuple[set[int], float]:
+    """Which speakers, by their place, and their fraction of the frames."""
+    data = speakers_of(sizes)
+    train, cv = hold_out_fraction(data, fraction, seed)
+    chosen = {int(data.speakers[u]) for u in cv}
+    assert sorted(train + cv) == list(range(len(data.speakers)))
+    assert chosen.isdisjoint(int(data.speakers[u]) for u in train)
+    return chosen, sum(sizes[n] for n in chosen) / sum(sizes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_fraction_is_of_frames_not_of_utterances(seed: int) -> None:
+    """As close as whole speakers come to it: from many in any order, from a few the ones that fit."""
+    assert held_out([10, 10, 10, 970, 500, 500], 0.25, seed)[0] in ({4}, {5})
+    assert held_out([400, 100, 300, 200], 0.1, seed) == ({1}, 0.1)
+    assert held_out([400, 100, 300, 200], 0.7, seed)[1] == 0.7
+    unlike = [int(n) for n in np.random.default_rng(seed).integers(5, 2000, 200)]
+    for fraction in (0.01, 0.05, 0.1, 0.3, 0.9):
+        assert held_out(unlike, fraction, seed)[1] == pytest.approx(fraction, rel=0.01)
+
+
+def test_at_least_one_speaker_is_held_out_and_one_is_left() -> None:
+    assert held_out([500, 400, 600], 0.001)[0] == {1}, "the smallest"
+    assert held_out([500, 400, 600], 0.999)[0] == {0, 2}
+    assert held_out([1, 1], 0.999)[1] == 0.5
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 2000), min_size=2, max_size=40), st.floats(0.01, 0.99), st.integers(0, 100))
+def test_no_other_speaker_would_bring_the_fraction_closer(sizes: list[int], fraction: float, seed: int) -> None:
+    chosen, found = held_out(sizes, fraction, seed)
+    assert 1 <= len(chosen) < len(sizes)
+    if len(chosen) < len(sizes) - 1:
+        more = [found + size / sum(sizes) for n, size in enumerate(sizes) if n not in chosen]
+        assert min(abs(one - fraction) for one in more) >= abs(found - fraction) - 1e-9
 
 
 def test_one_speaker_cannot_be_split(tmp_path: Path) -> None:

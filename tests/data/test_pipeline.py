@@ -3,14 +3,16 @@ same bits as one from the archives."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
+from corpora import labelled_utterances, unlike_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
 from distributed.threads import run_workers
 
 from ddnn.data import dataset, feature_reader, loading, pipeline
@@ -22,6 +24,7 @@ from ddnn.kaldi.archive import MatrixReader
 from ddnn.recipe.load import load_recipe
 from ddnn.training.job import run_training
 from ddnn.util.errors import DataError, RecipeError
+from ddnn.util.text import plural
 
 
 @pytest.mark.parametrize("cv", ["held out", "a data dir"])
@@ -31,7 +34,7 @@ def test_the_cache_changes_no_bit(tmp_path: Path, cv: str, monkeypatch: pytest.M
     recipe = write_recipe(tmp_path / "recipe.yaml", data, ali)
     settings = ["data.cmvn=mean", "data.loader_processes=2"]
     if cv == "a data dir":
-        features, labels = labelled_utterances(seed=3)
+        features, labels = labelled_utterances(seed=3, speaker="cv")
         other, other_ali = write_data_dir(tmp_path / "cv", features), write_ali_dir(tmp_path / "cv ali", labels)
         settings += [f"data.cv.data={other}", f"data.cv.alignments={other_ali}", "data.cv.speakers=null"]
         settings += ["data.cv.fraction=null"]
@@ -72,9 +75,9 @@ def load(
     folder: Path, held_out: HeldOut | None = None, comm: Communicator | None = None, **config: Any
 ) -> TrainingData:
     reading = DataConfig(FeatureConfig(splice=1), max_skipped_fraction=0.5)
-    held_out = held_out or HeldOut(speakers=folder / "cv1")
+    held_out, alignments = held_out or HeldOut(speakers=folder / "cv1"), config.pop("alignments", folder / "pdfs.txt")
     given = TrainingDataConfig(
-        folder / "train", folder / "pdfs.txt", reading, held_out, 1, lambda dim, pdfs: FOOTPRINT, **config
+        folder / "train", alignments, reading, held_out, 1, lambda dim, pdfs: FOOTPRINT, **config
     )
     return training_data(given, torch.device("cpu"), comm or SingleProcess())
 
@@ -114,7 +117,7 @@ def test_the_digest_tells_data_apart(tmp_path: Path, change: Callable[[Path], No
 
 def test_the_digest_tells_what_is_held_out_apart(tmp_path: Path) -> None:
     folder = prepare(tmp_path, *labelled_utterances())
-    features, labels = labelled_utterances(seed=3)
+    features, labels = labelled_utterances(seed=3, speaker="cv")
     write_data_dir(folder / "cv", features)
     cv = HeldOut(folder / "cv", write_pdfs(folder / "cv.txt", labels))
     digests = [
@@ -176,7 +179,8 @@ def test_each_part_is_shared_out_by_itself(tmp_path: Path) -> None:
 
         def all_gather_object(self, value: Any) -> list[Any]:
             if value is None:
-                return [{"utterances": len(whole.index.entries), "dim": 4, "counts": whole.index.counts}]
+                entries, counts = len(whole.index.entries), whole.index.counts
+                return [{"utterances": entries, "dim": 4, "counts": counts, "mismatch": ""}]
             return [value] * 3
 
         def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
@@ -212,10 +216,123 @@ def test_a_minibatch_must_fit_into_the_smallest_shard(tmp_path: Path) -> None:
 
 def test_data_for_cross_validation_of_another_kind_is_refused(tmp_path: Path) -> None:
     folder = prepare(tmp_path, *labelled_utterances())
-    features, labels = labelled_utterances(seed=3)
+    features, labels = labelled_utterances(seed=3, speaker="cv")
     write_data_dir(folder / "cv", {name: matrix[:, :3].copy() for name, matrix in features.items()})
     with pytest.raises(DataError, match="3 dims found, 4 expected as in"):
         load(folder, HeldOut(folder / "cv", write_pdfs(folder / "cv.txt", labels)))
-    labels[min(labels)][0] = 7
-    with pytest.raises(DataError, match="8 pdfs for cross-validation, 3 for training"):
-        load(folder, HeldOut(folder / "cv", write_pdfs(folder / "cv.txt", labels)))
+
+
+@pytest.mark.parametrize(
+    ("train", "cv", "refused"),
+    [
+        ("model of 3", "model of 3", None),
+        ("model of 3", "ids below 2", None),
+        ("ids below 3", "ids below 2", None),
+        ("ids below 3", "model of 3", None),
+        ("model of 3", "model of 4", r"4 pdfs .*\(final.mdl\), 3 for training \(final.mdl, "),
+        ("model of 4", "model of 3", r"3 pdfs .*\(final.mdl\), 4 for training \(final.mdl, "),
+        ("ids below 4", "model of 3", r"3 pdfs .*\(final.mdl\), 4 for training \(largest pdf-id \+ 1, "),
+        ("ids below 3", "model of 4", r"4 pdfs .*\(final.mdl\), 3 for training \(largest [^!]*set data.num_pdfs to"),
+        ("ids below 3", "ids below 8", r"8 pdfs .*\(largest pdf-id \+ 1\), 3 for training \(largest [^!]*data.num_pdfs"),
+        ("model of 3", "ids below 4", r"4 pdfs .*\(largest pdf-id \+ 1\), 3 for training \(final.mdl, "),
+    ],
+)  # fmt: skip
+def test_training_and_cross_validation_have_the_pdfs_of_one_model(
+    tmp_path: Path, train: str, cv: str, refused: str | None
+) -> None:
+    paths = []
+    for name, kind, speaker in (("train", train, "spk"), ("cv", cv, "cv")):
+        features, labels = labelled_utterances(seed=3, speaker=speaker)
+        pdfs = int(kind[-1])
+        for ids in labels.values():
+            np.minimum(ids, pdfs - 1, out=ids)
+        labels[max(labels)][-1] = pdfs - 1
+        write_data_dir(tmp_path / name, features)
+        write = write_pdfs if kind.startswith("ids") else partial(write_ali_dir, pdfs=pdfs)
+        paths.append(write(tmp_path / f"{name} pdfs", labels))
+    own = HeldOut(tmp_path / "cv", paths[1])
+    if refused is None:
+        assert len(load(tmp_path, own, alignments=paths[0]).cv) == 12 * 40
+        return
+    with pytest.raises(DataError, match=refused) as caught:
+        load(tmp_path, own, alignments=paths[0])
+    assert str(paths[0]) in str(caught.value) and caught.value.location == str(paths[1])
+
+
+def with_cv(folder: Path, names: dict[str, str]) -> HeldOut:
+    """Another data dir for cross-validation: these utterances of another corpus, under other names."""
+    features, labels = labelled_utterances(seed=3, speaker="cv")
+    own = [{names.get(name, name): one[name] for name in sorted(one)[:4]} for one in (features, labels)]
+    return HeldOut(write_data_dir(folder / "elsewhere", own[0]), write_pdfs(folder / "cv.txt", own[1]))
+
+
+def test_utterances_of_the_training_data_are_refused_for_cross_validation(tmp_path: Path) -> None:
+    """Their ids are compared, over all workers: no two of them have the same utterance in memory."""
+    folder = prepare(tmp_path, *labelled_utterances())
+    everything = HeldOut(folder / "train", folder / "pdfs.txt")
+    with pytest.raises(DataError, match=r"12 of 12 utterances for .* the first is spk0-utt000"):
+        load(folder, everything)
+    names = {"cv0-utt004": "spk1-utt005", "cv1-utt001": "spk2-utt002"}
+    own = with_cv(folder, names)
+    for attempt in (load, lambda *one: run_workers(2, lambda comm: load(*one, comm=comm))):
+        with pytest.raises(
+            DataError, match=r"2 of 4 utterances for .* training data, .*; the first is spk1-utt005"
+        ) as caught:
+            attempt(folder, own)
+        assert caught.value.location == str(folder / "elsewhere")
+    _, labels = labelled_utterances()
+    for name in names.values():  # without an alignment they are not trained on
+        del labels[name]
+    write_pdfs(folder / "pdfs.txt", labels)
+    assert len(load(folder, own).cv) == 4 * 40
+
+
+def test_speakers_and_pdfs_unlike_those_of_the_training_data_are_warnings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    features, labels = labelled_utterances()
+    folder = prepare(tmp_path, features, labels)
+    assert len(load(folder, with_cv(folder, {})).cv) == 4 * 40
+    assert "WARNING" not in caplog.text
+    own = with_cv(folder, {"cv0-utt000": "spk2-new", "cv0-utt004": "spk0-new"})
+    load(folder, own)
+    assert "elsewhere: 2 of 4 speakers are also in the training data (spk0, spk2)" in caplog.text
+    for ids in labels.values():
+        np.maximum(ids, 1, out=ids)
+    write_pdfs(folder / "pdfs.txt", labels)
+    caplog.clear()
+    counted = load(folder, with_cv(folder, {})).cv_index
+    assert counted is not None
+    assert f"{counted.pdf_counts[0]} of 160 frames are of 1 pdf that no frame of the training data" in caplog.text
+
+
+@pytest.mark.parametrize("own", [HeldOut(fraction=0.3), HeldOut(), HeldOut(speakers=Path("cv1"))], ids=str)
+def test_what_is_held_out_is_disjoint_and_logged(
+    tmp_path: Path, own: HeldOut, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "ddnn")
+    folder = prepare(tmp_path, *unlike_utterances())
+    monkeypatch.chdir(folder)
+    data = load(folder, own)
+    index, train = data.index, set(data.train_utterances)
+    assert index.speakers is not None
+    cv = [u for u in range(len(index.entries)) if u not in train]
+    speakers = {index.speakers[u] for u in cv}
+    assert speakers.isdisjoint(index.speakers[u] for u in train)
+    assert not set(data.train.indices.tolist()) & set(data.cv.indices.tolist())
+    share = 100 * len(data.cv) / (len(data.cv) + len(data.train))
+    asked = "" if own.speakers else f" (asked for: {30 if own.fraction else 10} %)"
+    of = f"CV: {plural(len(speakers), 'speaker')}, {len(cv)} utterances, {len(data.cv):,} frames, {share:.1f} % of the frames"
+    assert caplog.text.count("CV: ") == 1 and f"{of}{asked}\n" in caplog.text
+
+
+@pytest.mark.parametrize(("fraction", "warned"), [(0.01, True), (0.2, True), (0.22, False), (0.29, False), (0.9, True)])
+def test_a_fraction_far_from_what_was_asked_for_is_a_warning(
+    tmp_path: Path, fraction: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four speakers of a quarter each."""
+    folder = prepare(tmp_path, *labelled_utterances())
+    load(folder, HeldOut(fraction=fraction))
+    found = 75.0 if fraction == 0.9 else 25.0
+    message = f"asks for {100 * fraction:g} % of the frames, but {found} % are held out"
+    assert (message in caplog.text) == warned == ("asks for" in caplog.text)

@@ -158,6 +158,7 @@ def _headers() -> tuple[bytes, ...]:
 
 METADATA = CacheMetadata(
     key=KEY, data="/data", dim=2, width=2, context=1, dtype="float32", utterances=2, rows=13, pdfs=3, counts={},
+    mismatch="",
     blocks=[(8 * 7 + 4 * 13, NO_CRC), (104, NO_CRC)],
 )  # fmt: skip
 

@@ -136,7 +136,7 @@ def test_the_scope_of_max_change_says_whose_frames_limit_a_step(recipe: Path, sc
 
 
 def test_cross_validation_data_of_its_own(recipe: Path, tmp_path: Path) -> None:
-    features, labels = labelled_utterances(count=4, seed=0)
+    features, labels = labelled_utterances(count=4, speaker="cv")
     data, pdfs = write_data_dir(tmp_path / "cv", features), write_pdfs(tmp_path / "cv.txt", labels)
     metrics = train(recipe, tmp_path / "run", f"data.cv={{data: '{data}', alignments: '{pdfs}', fraction: null}}")
     assert metrics[0]["frames"] == 160
@@ -290,7 +290,7 @@ def test_features_too_large_for_half_precision_name_the_utterance(recipe: Path, 
 
 def test_cross_validation_that_is_not_finite_ends_training(recipe: Path, tmp_path: Path) -> None:
     """Finite features, a network that overflows on those held out: nothing is saved as a result."""
-    features, labels = labelled_utterances(count=4)
+    features, labels = labelled_utterances(count=4, speaker="cv")
     huge = write_data_dir(tmp_path / "cv", {name: np.full_like(m, 3e38) for name, m in features.items()})
     pdfs = write_pdfs(tmp_path / "cv.txt", labels)
     own = f"data.cv={{data: '{huge}', alignments: '{pdfs}', fraction: null}}"

@@ -306,7 +306,13 @@ def test_what_is_refused_changes_nothing(
 
 
 def test_the_held_out_data_has_changed(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
-    held_out = recipe_of(tmp_path / "cv", "").parent
+    def write_cv(count: int) -> None:
+        features, labels = labelled_utterances(count=count, speaker="cv")
+        write_data_dir(held_out / "data", features)
+        write_pdfs(held_out / "pdfs.txt", labels)
+
+    held_out = tmp_path / "cv"
+    write_cv(16)
     recipe = recipe_of(tmp_path, "")
     cv = f"cv: {{data: '{held_out / 'data'}', alignments: '{held_out / 'pdfs.txt'}'}}"
     recipe.write_text(recipe.read_text().replace("cv: {fraction: 0.25}", cv))
@@ -314,9 +320,7 @@ def test_the_held_out_data_has_changed(tmp_path: Path, stop_at: Callable[[int, s
     with pytest.raises(TrainingInterrupted):
         run_training(load_recipe(recipe), tmp_path / "run", "cpu")
     stop_at(0, signal.SIGTERM)
-    features, labels = labelled_utterances(count=9)
-    write_data_dir(held_out / "data", features)
-    write_pdfs(held_out / "pdfs.txt", labels)
+    write_cv(9)
     with pytest.raises(DataError, match="the data has changed since"):
         run_training(load_recipe(recipe), tmp_path / "run", "cpu", resume=True)
 
