@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +65,11 @@ def ended(worker: tuple[subprocess.Popen[str], Path]) -> tuple[int, str]:
     return process.returncode, errors
 
 
+def ignores(pid: int, numbers: Iterable[signal.Signals]) -> bool:
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
+    return all(int(line.split()[1], 16) >> (number - 1) & 1 for number in numbers)
+
+
 @pytest.mark.parametrize("way", ENDS_WELL)
 def test_a_worker_that_does_not_hang_is_left_alone(workers: Started, way: str) -> None:
     assert ended(workers.processes[way]) == (0, "")
@@ -96,8 +101,10 @@ def test_the_watchdog_ignores_every_signal_that_is_for_the_worker(tmp_path: Path
         time.sleep(0.01)
     watchdog = int((tmp_path / "watchdog.pid").read_text())
     assert os.getpgid(watchdog) == watchdog
-    time.sleep(0.2)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    while not ignores(watchdog, numbers) and time.monotonic() < deadline:  # it takes a moment to start
+        time.sleep(0.01)
+    for number in numbers:
         os.kill(watchdog, number)
     assert process.wait(timeout=600) == -signal.SIGKILL
 
