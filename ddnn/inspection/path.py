@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ddnn.inspection.status import format_figures, read_status
+from ddnn.inspection.status import read_status
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import MatrixReader, ScpEntry, iterate_int_vectors, iterate_matrices, read_scp
 from ddnn.kaldi.basic_types import open_stream, reading
@@ -19,7 +19,7 @@ from ddnn.kaldi.data_dir import read_data_dir
 from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.nnet1 import Activation, read_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
-from ddnn.training.metrics import read_metrics
+from ddnn.training.metrics import format_figures, read_metrics
 from ddnn.training.run_status import DBN, FINAL, METRICS, RECIPE, STATUS
 from ddnn.util.errors import UserError
 from ddnn.util.text import definitions

@@ -18,7 +18,7 @@ from rich.text import Text
 from ddnn.slurm.job import Job, last_output, read_job, slurm_state
 from ddnn.training import run_status as files
 from ddnn.training.checkpoint_manifest import peek_checkpoint
-from ddnn.training.metrics import EpochRow, Metrics, read_metrics
+from ddnn.training.metrics import EpochRow, Metrics, format_figures, read_metrics
 from ddnn.training.run_status import RunStatus, read_run_status, resume_command
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked
@@ -146,15 +146,6 @@ def _learning_rate(applied: float | None, scheduled: float | None) -> str | None
     if applied is None or scheduled in (None, 0.0, applied):
         return None if applied is None else f"{applied:.6g}"
     return f"{applied:.6g}, {applied / scheduled:.6g} times the schedule's {scheduled:.6g}"
-
-
-def format_figures(row: EpochRow | None) -> str:
-    if row is None:
-        return ""
-    loss = "not finite" if row.loss is None else f"{row.loss:.4f}"
-    accuracy = "" if row.frame_accuracy is None else f", frame accuracy {100 * row.frame_accuracy:.2f} %"
-    remark = ", rejected" if not row.accepted else ", before training" if row.epoch == 0 else ""
-    return f"epoch {row.epoch}: cross-validation loss {loss}{accuracy}{remark}"
 
 
 def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_state) -> Status:

@@ -146,6 +146,16 @@ class EpochRow(_Figures):
         return self._text(self.split) + ("" if self.accepted else "  rejected")
 
 
+def format_figures(row: EpochRow | None) -> str:
+    """Epoch and figures of a cross-validation row, in a few words; empty for None."""
+    if row is None:
+        return ""
+    loss = "not finite" if row.loss is None else f"{row.loss:.4f}"
+    accuracy = "" if row.frame_accuracy is None else f", frame accuracy {100 * row.frame_accuracy:.2f} %"
+    remark = ", rejected" if not row.accepted else ", before training" if row.epoch == 0 else ""
+    return f"epoch {row.epoch}: cross-validation loss {loss}{accuracy}{remark}"
+
+
 class WarmupRow(_Figures):
     """The minibatches before the first epoch (`parallel.warmup`)."""
 
