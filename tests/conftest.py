@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,23 @@ def parameters_are_not_written_behind_the_back_of_their_copies(monkeypatch: pyte
         from parameter_check import Workspace, checked
 
         monkeypatch.setattr(Workspace, "refresh", checked(Workspace.refresh))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests were skipped, and why: a green run that has not looked must say so."""
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers_are_given_back() -> Iterator[None]:
+    """A training that was stopped ignores SIGUSR1 from then on, and so would whatever a later test starts."""
+    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

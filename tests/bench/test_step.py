@@ -80,8 +80,8 @@ def test_the_products_are_those_of_the_layers() -> None:
 
 
 def test_shares_of_a_step_by_hand() -> None:
-    """Two rounds; the median of two is their mean."""
-    parts = {"gemm": [6.0, 6.0], "passes": [7.0, 7.0], "update": [0.5, 0.5], "data": [0.5, 1.5]}
-    found = step._shares(parts, sgd=[10.0, 10.0], step=[20.0, 20.0])
-    expected = {"gemm": 0.3, "element_wise": 0.05, "update": 0.025, "ng": 0.5, "data": 0.05, "other": 0.075}
+    """Medians of three rounds, in the last of which the machine had other work."""
+    parts = {"gemm": [6.0, 6.0, 60.0], "passes": [7.0, 7.0, 70.0], "update": [0.5, 0.5, 9.0], "data": [0.5, 1.5, 1.0]}
+    found = step._shares(parts, sgd=[10.0, 10.0, 10.0], step=[20.0, 20.0, 20.0])
+    expected = {"gemm": 0.3, "element_wise": 0.05, "update": 0.025, "ng": 0.5, "data": 0.05, "other": 0.05}
     assert found == pytest.approx(expected)

@@ -18,7 +18,6 @@ from distributed.mpi_worlds import need_mpi
 from ddnn.distributed import mpi
 from ddnn.distributed.launcher import launch_workers
 from ddnn.distributed.mpirun import (
-    MPI_SETTINGS,
     SignalForwarder,
     expected_world_size,
     find_mpirun,
@@ -133,7 +132,14 @@ def test_command_for_one_machine() -> None:
         *("/bin x/mpirun", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "-n", "4"),
         *("/my python", "-m", "ddnn", "a b"),
     ]
-    assert environment == {**MPI_SETTINGS, "HOME": "/h"}
+    assert environment == {
+        "HOME": "/h",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_coll": "^han,adapt",
+        "OMPI_MCA_async_mpi_finalize": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
 
 
 def test_what_the_user_set_stays() -> None:

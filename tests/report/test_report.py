@@ -290,11 +290,12 @@ def test_plots_of_very_many_runs_and_workers(tmp_path: Path) -> None:
     many = write_run(
         tmp_path / "many", [worker_row(1, rank, compute_fraction=0.5, wait_fraction=0.3) for rank in range(300)]
     )
-    for path in report([many], tmp_path / "out").plots:
-        assert max(png_size(path)) <= 2000
+    plots = report([many], tmp_path / "out").plots
+    assert [path.name for path in plots] == ["learning.png", "time.png", "consensus-distance.png"]
+    assert max(max(png_size(path)) for path in plots) <= 2000
     runs = [write_run(tmp_path / f"run {'long ' * 20}{n}", rows_of(2, epochs=1)) for n in range(33)]
-    for path in report(runs, tmp_path / "out").plots:
-        assert max(png_size(path)) <= 2000
+    plots = report(runs, tmp_path / "out").plots
+    assert len(plots) == 3 and max(max(png_size(path)) for path in plots) <= 2000
 
 
 def test_an_unfinished_run_and_one_that_went_wrong(tmp_path: Path) -> None:

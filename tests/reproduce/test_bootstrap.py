@@ -90,6 +90,12 @@ def test_as_kaldialign_where_each_utterance_has_a_speaker_of_its_own() -> None:
     assert both.prob_improvement == pytest.approx(theirs["p_s2_improv_over_s1"], abs=0.02)
 
 
+def test_systems_without_a_difference() -> None:
+    errors, words = np.array([[1, 0, 2, 1] * 10]), np.full(40, 5)
+    found = bootstrap_wer(errors, errors, words, np.arange(40), replicates=200)
+    assert (found.low, found.difference, found.high, found.prob_improvement) == (0.0, 0.0, 0.0, 0.0)
+
+
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(1)
     worse, better = generator.integers(0, 5, (3, 40)), generator.integers(0, 4, (3, 40))
