@@ -229,8 +229,8 @@ def remarks(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[str]:
         by_digest[run.start.cv_digest if run.start else ""].append(run.name)
     unknown = by_digest.pop("", [])
     if len(by_digest) > 1:
-        sets = " and ".join(names[0] if len(names) == 1 else f"({', '.join(names)})" for names in by_digest.values())
-        found.append(f"CV sets differ: CV losses of {sets} do not compare")
+        *sets, last = (names[0] if len(names) == 1 else f"({', '.join(names)})" for names in by_digest.values())
+        found.append(f"CV sets differ: CV losses of {', '.join(sets)} and {last} do not compare")
     if unknown and len(runs) > 1:
         found.append(f"CV set not recorded (older version): CV losses of {', '.join(unknown)} may not compare")
     return found

@@ -23,7 +23,7 @@ from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
 from ddnn.training import run_status
 from ddnn.training.checkpoint import remove_checkpoints
-from ddnn.training.metrics import EventRow, MetricsRow, MetricsWriter, WorkerRow, format_figures, read_metrics
+from ddnn.training.metrics import EventRow, MetricsRow, MetricsWriter, WorkerRow
 from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, RECIPE, Kind, RunStatus, check_run_dir
 from ddnn.util.errors import DataError, DivergedError, UserError
 from ddnn.util.files import FileLock, ensure_directory, fsync_directory, open_for_append, write_text
@@ -183,9 +183,6 @@ class RunDir:
         with suppress(OSError):
             (self.path / BEST).unlink(missing_ok=True)
         remove_checkpoints(self.path / CHECKPOINTS)
-        with suppress(DataError):  # something else has damaged metrics.jsonl
-            row = read_metrics(self.path / run_status.METRICS).last_accepted
-            log.info("final model: %s", format_figures(row)) if row is not None else None
         if self._parent is None:
             self.set_status(state="finished", minibatch=0)
 

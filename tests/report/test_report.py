@@ -176,10 +176,11 @@ def test_the_fastest_of_several_runs_with_one_worker_is_compared_with(tmp_path: 
 
 
 def test_runs_with_other_cv_sets_are_named(tmp_path: Path) -> None:
-    starts = {"a": {}, "b": {"cv_digest": "dddd4444"}, "c": {}}
+    starts = {"a": {}, "b": {"cv_digest": "dddd4444"}, "c": {}, "d": {"cv_digest": "eeee5555"}}
     runs = [write_run(tmp_path / name, rows_of(1, start=start)) for name, start in starts.items()]
     assert "CV sets differ: CV losses of a and b do not compare" in report(runs[:2], None).as_text()
-    assert "CV sets differ: CV losses of (a, c) and b do not compare" in report(runs, None).as_text()
+    assert "CV sets differ: CV losses of (a, c) and b do not compare" in report(runs[:3], None).as_text()
+    assert "CV sets differ: CV losses of (a, c), b and d do not compare" in report(runs, None).as_text()
     assert "CV set" not in report([runs[0], runs[2]], None).as_text()
 
 
