@@ -279,7 +279,7 @@ def test_metrics_of_a_pretraining(tmp_path: Path) -> None:
     (tmp_path / "rbm1.safetensors").touch()
     assert describe_path(tmp_path).kind == "ddnn pretraining dir"
     shown = facts(tmp_path / "metrics.jsonl")["rbm_1"]
-    assert shown.startswith("rbm 1 epoch  2 reconstruction error 2.0000  (mean over epochs 2.0000)")
+    assert shown.startswith("rbm 1 epoch  2 reconstruction error 2  (mean over epochs 2)")
 
 
 @pytest.mark.parametrize("value", [None, "x", [1], 1.5])

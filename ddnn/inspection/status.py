@@ -63,7 +63,7 @@ class Status:
     schedule_learning_rate: float | None  # before it was multiplied by the number of workers
     frames_per_second: float | None  # of the last epoch's training, all workers together
     fractions: dict[str, float] | None  # `FRACTIONS` of the workers' time in the last epoch, mean over the workers
-    reconstruction_error: float | None  # of a pretraining, over the epochs of its last RBM
+    reconstruction_error: float | None  # of RBMs in training, over the epochs of the last one
     restarts: tuple[str, ...]  # by the launcher, a sentence each
     estimated_end: float | None  # seconds since 1970, if the remaining epochs take as long as the last three
     seconds_since_update: float | None  # of train.log, status.json or metrics.jsonl, whichever is newest
@@ -81,7 +81,7 @@ class Status:
     def lines(self) -> dict[str, str | None]:
         """Name and text of what is known; some texts have several lines."""
         run, checkpoint, workers = self.run, self.checkpoint, self.world_size or 1
-        pretraining = run is not None and run.kind == "pretraining"
+        pretraining = run is not None and "pretraining" in (run.kind, run.phase)
         speed = None if self.frames_per_second is None else f"{self.frames_per_second:.0f} frames/s"
         if self.frames_per_second is not None and workers > 1:
             speed = f"{speed}, {self.frames_per_second / workers:.0f} for each of {workers} workers"
@@ -102,7 +102,7 @@ class Status:
             "precision": None if self.precision is None else f"{self.precision} on {self.machine}",
             "speed": speed,
             "time of workers": ", ".join(f"{name} {100 * part:.1f} %" for name, part in (self.fractions or {}).items()),
-            "ends": None if self.estimated_end is None else _end(self.estimated_end),
+            "RBM ends" if pretraining else "ends": None if self.estimated_end is None else _end(self.estimated_end),
             "restarts": "\n".join(self.restarts),
             "checkpoint": f"{checkpoint['where']}, {_ago(checkpoint['written'])}"
             if checkpoint is not None
@@ -133,8 +133,9 @@ def _rbms(run: RunStatus, error: float | None) -> str | None:
         return None
     if run.state == "finished":
         return f"{run.num_rbms} finished"
-    text = f"{run.rbm} of {run.num_rbms} in training, epoch {run.epoch} finished"
-    return text + ("" if error is None else f", mean reconstruction error {error:.4f}")
+    epochs = f"{run.epoch}" + (f" of {run.max_epochs}" if run.max_epochs else "")
+    text = f"{run.rbm} of {run.num_rbms} in training, epoch {epochs} finished"
+    return text + ("" if error is None else f", mean reconstruction error {error:.6g}")
 
 
 def _end(end: float) -> str:
@@ -170,8 +171,9 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
     checkpoint = None if finished else peek_checkpoint(run_dir / files.CHECKPOINTS, problems.append)
     over = state in ENDED and state != "finished"
     error = _error(run_dir, run, state, problems) if over else None
-    exists = (run_dir / files.METRICS).exists()
-    metrics = (_tolerant(problems, lambda: read_metrics(run_dir / files.METRICS)) if exists else None) or Metrics()
+    of_rbms = run is not None and run.kind == "training" and run.phase == "pretraining"
+    figures = (run_dir / files.PRETRAIN if of_rbms else run_dir) / files.METRICS
+    metrics = (_tolerant(problems, lambda: read_metrics(figures)) if figures.exists() else None) or Metrics()
     train, workers = metrics.train[-1] if metrics.train else None, metrics.last_worker_rows
     fractions = {name: [getattr(row, f"{name}_fraction") for row in workers] for name in FRACTIONS}
     return Status(
@@ -199,7 +201,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         fractions={name: sum(v) / len(v) for name, v in fractions.items() if None not in v} if workers else None,
         reconstruction_error=metrics.pretraining[-1].mean_reconstruction_error if metrics.pretraining else None,
         restarts=tuple(event.as_text() for event in metrics.events if event.event == "restarted"),
-        estimated_end=_estimated_end(metrics, run, run_dir) if state == "running" else None,
+        estimated_end=_estimated_end(metrics, run, figures) if state == "running" else None,
         problems=tuple(problems),
     )
 
@@ -248,14 +250,17 @@ def _error(run_dir: Path, run: RunStatus | None, state: State, problems: list[st
     return output
 
 
-def _estimated_end(metrics: Metrics, run: RunStatus | None, run_dir: Path) -> float | None:
-    """When the last possible epoch ends; None before the first has."""
-    epochs = [row.epoch for row in metrics.train][-_ESTIMATE_EPOCHS:]
-    seconds = sum(row.seconds or 0.0 for row in (*metrics.train, *metrics.cv) if row.epoch in epochs)
-    if run is None or run.max_epochs is None or not epochs or not metrics.cv:
+def _estimated_end(metrics: Metrics, run: RunStatus | None, path: Path) -> float | None:
+    """When the last possible epoch ends, of a pretraining that of its RBM; None before the first has. `path`: of the
+    metrics."""
+    rbm = [row for row in metrics.pretraining if run is not None and row.rbm == run.rbm]
+    trained, last = (rbm, rbm) if rbm else (metrics.train, metrics.cv)
+    epochs = [row.epoch for row in trained][-_ESTIMATE_EPOCHS:]
+    seconds = sum(row.seconds or 0.0 for row in (*trained, *metrics.cv) if row.epoch in epochs)
+    if run is None or run.max_epochs is None or not epochs or not last:
         return None
-    remaining = run.max_epochs - metrics.cv[-1].epoch
-    return time.time() + max(0.0, remaining * seconds / len(epochs) - (_age(run_dir, files.METRICS) or 0.0))
+    remaining = run.max_epochs - last[-1].epoch
+    return time.time() + max(0.0, remaining * seconds / len(epochs) - (_age(path.parent, path.name) or 0.0))
 
 
 def follow_status(run_dir: Path, show: Callable[[str], None], *, terminal: bool, as_json: bool = False) -> Status:

@@ -101,6 +101,14 @@ class Rbm:
     def parameters_changed(self) -> None:
         """To be called after a change of `parameters` in place; nothing is derived from them."""
 
+    def untrained_error(self, variance: float) -> float:
+        """Expected error of a frame before training, about: `variance`, of all visible units together, and what random
+        weights add where half of the hidden units are on. Of Bernoulli units the largest that there can be."""
+        if not self.gauss:
+            return 0.5 * len(self.visible_bias)
+        noise = self.weight.square().sum() + self.weight.sum(dim=0).square().sum()
+        return 0.5 * (variance + 0.25 * float(noise))
+
     def clear_momentum(self) -> None:
         self.momentum_buffer.zero_()
 
@@ -192,7 +200,7 @@ def _guard(rbm: Rbm, v: Tensor, v_model: Tensor) -> bool:
     if not (math.isfinite(data) and math.isfinite(model)):
         raise DivergedError(
             f"RBM: standard deviation {data} of the data, {model} of its reconstruction, after {rbm.frames} frames",
-            hint="look for NaN and huge values in the features; if there are none, lower the RBM's learning rate",
+            hint="look for NaN and huge values in the features",
         )
     if _GUARD_RATIO * data >= model:
         return False

@@ -256,7 +256,10 @@ def _unread_pretrain(recipe: Recipe) -> dict[str, str]:
         of_making = [key for key in PretrainConfig.model_fields if key not in ("dbn", "feature_transform")]
         return dict.fromkeys(of_making, "pretrain.dbn names a finished DBN")
     unread = {"feature_transform": "there is no pretrain.dbn"}
-    return unread if recipe.pretrain.epochs is None else {**unread, "hours": "pretrain.epochs is given"}
+    by_hours = (
+        {} if recipe.pretrain.epochs is None else dict.fromkeys(("hours", "max_epochs"), "pretrain.epochs is given")
+    )
+    return {**unread, **by_hours}
 
 
 def _pretrain(recipe: Recipe) -> Iterator[Complaint]:

@@ -184,7 +184,10 @@ class PretrainConfig(Section):
     """Epochs for each RBM, lowest first; the last number applies to all further RBMs."""
     hours: Positive = 100.0
     """Hours of speech on which each RBM is trained if `epochs` is not given, twice as many for the lowest; at least one
-    epoch."""
+    epoch and at most `max_epochs`."""
+    max_epochs: Count = 20
+    """Largest number of epochs of an RBM that follows from `hours`, which on an hour of speech would be 100 and 200.
+    Kaldi's recipes for small corpora have `--rbm-iter 20`, which is `epochs: [40, 20]`."""
     minibatch_size: Count = 100
     """Frames in a minibatch of pretraining."""
     gaussian_learning_rate: Positive = 0.01

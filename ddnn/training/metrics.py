@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import append_text, open_for_append, read_bytes_limited, require_kind
-from ddnn.util.text import printable
+from ddnn.util.text import duration, printable
 
 log = logging.getLogger(__name__)
 
@@ -235,19 +235,23 @@ class PretrainRow(MetricsRow):
     type: Literal["pretrain"] = "pretrain"
     rbm: Count
     epoch: Count
+    num_epochs: Count | None = None  # of this RBM
     reconstruction_error: Number = None
     mean_reconstruction_error: Number  # over the RBM's epochs so far
     frames: Count | None = None
     seconds: Seconds = None
     frames_per_second: Speed = None
     guard_count: Count = 0  # how often the guard against exploding weights acted
+    seconds_left: Seconds = None  # for the other epochs of this RBM, if they take as long
 
     def as_text(self) -> str:
         errors = (self.reconstruction_error, self.mean_reconstruction_error)
         error, mean = (math.nan if x is None else x for x in errors)
+        epoch = f"{self.epoch:2d}" + ("" if self.num_epochs is None else f" of {self.num_epochs}")
         return (
-            f"rbm {self.rbm} epoch {self.epoch:2d} reconstruction error {error:.4f}  (mean over epochs {mean:.4f})  "
+            f"rbm {self.rbm} epoch {epoch} reconstruction error {error:.6g}  (mean over epochs {mean:.6g})  "
             f"{self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
+            + (f"  {duration(self.seconds_left)} left" if self.seconds_left else "")
         )
 
 

@@ -37,24 +37,31 @@ from ddnn.training.options import model_features
 from ddnn.training.run_status import DBN
 from ddnn.training.state import CheckpointPolicy, TrainingProgress
 from ddnn.util.errors import DataError, DivergedError
+from ddnn.util.text import duration
 
 log = logging.getLogger(__name__)
 
-FRAMES_PER_BLOCK = 1024  # per forward pass where only the mean of the outputs is wanted
+FRAMES_PER_BLOCK = 1024  # per forward pass where only the statistics of the outputs are wanted
+EXPLODED_RATIO = 2.0  # to the error of the untrained RBM: sound ones were below 0.9, those that exploded above 5
+LEARNED_RATIO = 0.99  # to the error of the data's mean
+MIN_MINIBATCHES = 100  # of a worker, before an RBM can have learned: sound ones took 20 to 80
 
 
 def epochs_for_rbm(config: PretrainConfig, index: int, frames: int) -> int:
     """How often RBM `index` (0 is the lowest) sees the `frames` of the corpus, at least once. From `epochs` (its last
-    number serves all further RBMs), else from `hours` of speech: the Gaussian RBM twice as many."""
+    number serves all further RBMs), else from `hours` of speech, the Gaussian RBM twice as many, at most
+    `max_epochs`."""
     if config.epochs is not None:
         return config.epochs[min(index, len(config.epochs) - 1)]
-    return (2 if index == 0 else 1) * max(1, round(config.hours * FRAMES_PER_HOUR / frames))
+    epochs = (2 if index == 0 else 1) * max(1, round(config.hours * FRAMES_PER_HOUR / frames))
+    return min(epochs, config.max_epochs)
 
 
 class RbmTrainer:
     """All parts of the training of RBM `index` (from 0) on this worker: on the outputs of the layers `below` it,
     untrained. `error`, `frames`: reconstruction error of the epoch under way on this worker, 0-dim float64, and its
-    frames. `total_error`, `total_frames`: of all finished epochs and workers."""
+    frames. `total_error`, `total_frames`: of all finished epochs and workers. `mean_error`: per frame, of a
+    reconstruction by the mean of the data."""
 
     def __init__(
         self, recipe: Recipe, index: int, frames: FrameSubset, below: AcousticModel, checkpoints: CheckpointPolicy
@@ -65,10 +72,13 @@ class RbmTrainer:
         seed = (recipe.seed * 1_000_003 + 7919 * (index + 1)) % 2**63
         self.generator = torch.Generator(device).manual_seed(seed)
         visible = below.network.output_dim if index else below.transform.output_dim
-        mean = mean_activation(below, frames, comm) if index else None
-        rate = config.learning_rate if index else config.gaussian_learning_rate
+        mean, variance = visible_statistics(below, frames, comm)
+        self.mean_error = 0.5 * variance
+        self.rate_key = "learning_rate" if index else "gaussian_learning_rate"
+        rate = getattr(config, self.rate_key)
         self.options = Cd1Options(rate, l2=config.l2, kaldi_momentum=config.kaldi_momentum)
-        self.rbm = Rbm(visible, recipe.model.hidden_units, self.generator, mean)
+        self.rbm = Rbm(visible, recipe.model.hidden_units, self.generator, mean if index else None)
+        self.max_error = EXPLODED_RATIO * self.rbm.untrained_error(variance)
         if comm.rank:  # another draw of the hidden units; an odd factor keeps the ranks apart
             self.generator.manual_seed((seed + comm.rank * 2_654_435_761) % 2**63)
         sampler = ShuffledSampler(frames, config.minibatch_size, seed=recipe.seed, rank=comm.rank)
@@ -78,7 +88,7 @@ class RbmTrainer:
         self.averager = make_averager(averaging, comm, self.rbm, self.rbm, config.minibatch_size)
         self.num_epochs = epochs_for_rbm(config, index, int(sum(comm.all_gather_object(len(frames)))))
         self.error = torch.zeros((), dtype=torch.float64, device=self.rbm.parameters.device)
-        self.frames, self.total_error, self.total_frames = 0, 0.0, 0
+        self.frames, self.total_error, self.total_frames, self.epoch_seconds = 0, 0.0, 0, math.nan
 
     @property
     def finished(self) -> bool:
@@ -88,9 +98,9 @@ class RbmTrainer:
         """One minibatch of CD-1. Where other workers train on, a worker whose RBM is not finite waits for theirs."""
         try:
             self.error += cd1_step(self.rbm, visible, self.options, self.generator)
-        except DivergedError:
+        except DivergedError as error:
             if not self.averager.excludes:
-                raise
+                raise DivergedError(error.message, hint=f"{error.hint}; {self.lower_rate()}") from error
             self.rbm.parameters.fill_(math.nan)
         else:
             self.frames += len(visible)
@@ -103,23 +113,68 @@ class RbmTrainer:
         sums = torch.tensor([self.error.item(), self.frames] if counts else [0.0, 0], dtype=torch.float64)
         error, frames = comm.all_gather(sums).sum(dim=0).tolist()
         self.total_error, self.total_frames = self.total_error + error, self.total_frames + int(frames)
+        found = f"the reconstruction error of RBM {self.index + 1} is {error / max(frames, 1):.6g}"
         if not (math.isfinite(self.total_error) and frames):
-            key = "pretrain.learning_rate" if self.index else "pretrain.gaussian_learning_rate"
-            found = f"the reconstruction error of RBM {self.index + 1} is {error} in epoch {progress.epoch + 1}"
-            raise DivergedError(f"the pretraining diverged: {found}", hint=f"lower {key}, now {self.options.rate:g}")
+            found = f"the pretraining diverged: {found} in epoch {progress.epoch + 1}"
+            raise DivergedError(found, hint=self.lower_rate())
+        self.epoch_seconds = progress.elapsed()
         row = PretrainRow(
             rbm=self.index + 1,
             epoch=progress.epoch + 1,
+            num_epochs=self.num_epochs,
             reconstruction_error=error / frames,
             mean_reconstruction_error=self.total_error / self.total_frames,
             guard_count=self.rbm.guard_count,
-            **throughput(int(frames), progress.elapsed()),
+            seconds_left=self.seconds_left(progress.epoch + 1),
+            **throughput(int(frames), self.epoch_seconds),
         )
         self.run.record(row)
         self.error.zero_()
         self.frames = 0
         progress.end_epoch()
         self.run.set_status(epoch=progress.epoch, minibatch=0)
+        self.check_error(error / frames, found)
+
+    def check_error(self, error: float, found: str) -> None:
+        """DivergedError where the epoch that has ended shows that the RBM diverged with finite numbers. `error`: per
+        frame; `found`: the same as a message.
+
+        A reconstruction by the mean of the data, which ignores each frame, has half the sum of the variances of the
+        visible units as its error, dim / 2 for normalized features. An RBM must be below it in the end: one that is
+        not has learned nothing, or its hidden units are constant, and the layers above would see no data. Before the
+        end it may be above: random weights of a wide layer add to the error, and a small corpus has few minibatches
+        in an epoch to shrink them. After very few minibatches in all it is a warning. Exploding weights of a Gaussian
+        RBM are recognized after any epoch, by an error far above that of the untrained RBM: later the guard shrinks
+        them, and what remains reconstructs the mean.
+
+        Measured, the ratio to the error of the mean: sound RBMs of AN4 (512 to 2048 units) 0.27 to 0.90 in the first
+        epoch; of 78 minibatches of synthetic speech (32 to 128 units) 0.51 to 0.93 in the first and 0.50 to 0.86 in
+        the last; with learning rates 10 times too high 1.05 to 1.8, 100 times 2.5 to 3.7; dead RBMs 1.003 to 1.07."""
+        figures = f"{found} in epoch {self.progress.epoch}; the mean of the data alone gives {self.mean_error:.6g}"
+        if error > self.max_error:
+            raise DivergedError(f"the pretraining diverged: {figures}", hint=self.lower_rate())
+        if not self.finished or error < LEARNED_RATIO * self.mean_error:
+            return
+        longer = f"train it on more than {self.rbm.frames} frames (pretrain.epochs), or take less than "
+        longer += f"{len(self.rbm.hidden_bias)} model.hidden_units"
+        hint = self.lower_rate() if self.options.rate > self.default_rate else longer
+        if self.rbm.frames >= MIN_MINIBATCHES * self.inputs.batch_size:
+            raise DivergedError(f"the pretraining diverged, an RBM has learned nothing: {figures}", hint=hint)
+        log.warning("an RBM has learned nothing yet: %s; %s", figures, hint)
+
+    @property
+    def default_rate(self) -> float:
+        return float(PretrainConfig.model_fields[self.rate_key].default)
+
+    def lower_rate(self) -> str:
+        """Advice: the default learning rate, or a tenth of a lower one."""
+        rate, default = self.options.rate, self.default_rate
+        change = f"from {rate:g} to {default if rate > default else rate / 10:g}"
+        return f"lower pretrain.{self.rate_key}, which multiplies the mean gradient of a minibatch, {change}"
+
+    def seconds_left(self, epochs: int) -> float:
+        """For this RBM after so many epochs, if the others take as long as the last; NaN before the first has ended."""
+        return (self.num_epochs - epochs) * self.epoch_seconds
 
     def begin_epoch(self) -> None:
         """Starts the next epoch, or continues the one in which a checkpoint was written."""
@@ -131,7 +186,8 @@ class RbmTrainer:
         """The minibatches of the epoch that are still to be trained on: (frames, visible) float32 each."""
         progress, epoch = self.progress, self.progress.epoch + 1
         batches = self.inputs.epoch(10_000 * (self.index + 1) + epoch, skip=progress.minibatch)
-        name = f"rbm {self.index + 1} epoch {epoch}/{self.num_epochs}"
+        name, left = f"rbm {self.index + 1} epoch {epoch} of {self.num_epochs}", self.seconds_left(progress.epoch)
+        name += f", {duration(left)} left" if math.isfinite(left) else ""
         return progress.remaining(batches, self.inputs.batch_size, self.run, name)
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
@@ -207,18 +263,25 @@ class HiddenRepresentation:
             yield batch.x if self.workspace is None else self.workspace.of(len(batch.x)).forward()
 
 
-def mean_activation(below: AcousticModel, frames: FrameSubset, comm: Communicator) -> Tensor:
-    """(visible,) mean activation of the units that the next RBM sees, over at most about 10,000 utterances."""
-    dataset = frames.dataset
-    total = torch.zeros(below.network.output_dim, dtype=torch.float64, device=frames.indices.device)
+def visible_statistics(below: AcousticModel, frames: FrameSubset, comm: Communicator) -> tuple[Tensor, float]:
+    """(visible,) mean of each unit that the next RBM sees, and the sum of their variances, over at most about 10,000
+    utterances. Collective."""
+    dataset, device = frames.dataset, frames.indices.device
+    dim = below.network.output_dim if below.network.layers else below.transform.output_dim
+    total, squares = (
+        torch.zeros(dim, dtype=torch.float64, device=device),
+        torch.zeros((), dtype=torch.float64).to(device),
+    )
     last = min(-(-STATISTICS_UTTERANCES // comm.world_size), len(dataset.utterances)) - 1
     end = int(dataset.offsets[last] + dataset.num_frames[last])
     chosen = FrameSubset(dataset, frames.indices[frames.indices < end])
     for visible in HiddenRepresentation(below, chosen, SequentialSampler(chosen, FRAMES_PER_BLOCK), comm).epoch():
         total += visible.sum(dim=0, dtype=torch.float64)
-    sums = torch.cat([total.cpu(), torch.tensor([len(chosen)], dtype=torch.float64)])
+        squares += visible.square().sum(dtype=torch.float64)
+    sums = torch.cat([total.cpu(), torch.tensor([squares.item(), len(chosen)], dtype=torch.float64)])
     comm.all_reduce(sums)
-    return sums[:-1] / sums[-1]
+    mean = sums[:-2] / sums[-1]
+    return mean, max(0.0, float(sums[-2] / sums[-1] - mean.square().sum()))
 
 
 def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPolicy) -> AcousticModel:
@@ -246,7 +309,8 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
             done = f"epoch {trainer.progress.epoch}, {trainer.progress.minibatch} minibatches"
             log.info("rbm %d: resumed from checkpoint %d: after %s", index + 1, handle.number, done)
         run.truncate_after(trainer.progress.epoch, rbm=index + 1)
-        run.set_status(phase="pretraining", rbm=index + 1, num_rbms=num_rbms, epoch=trainer.progress.epoch)
+        epoch, epochs = trainer.progress.epoch, trainer.num_epochs
+        run.set_status(phase="pretraining", rbm=index + 1, num_rbms=num_rbms, epoch=epoch, max_epochs=epochs)
         checkpoints.begin(trainer)
         with closing(trainer.averager), closing(trainer.inputs.loader):
             dbn = append_rbm(dbn, train_rbm(trainer))

@@ -314,7 +314,7 @@ def test_how_far_a_pretraining_is(dbn: Path, run_cli: RunCli) -> None:
     killed = read_status(dbn)
     assert killed.state == "interrupted" and killed.reconstruction_error is not None
     text = killed.as_text()
-    assert "2 of 2 in training, epoch 1 finished, mean reconstruction error" in text
+    assert "2 of 2 in training, epoch 1 of 1 finished, mean reconstruction error" in text
     assert "epochs" not in text and "checkpoint" not in text
     json.dumps(killed.as_dict(), allow_nan=False)
     assert killed.resume_command is not None

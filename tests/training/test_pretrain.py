@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from distributed.mpi_worlds import launch
 from distributed.threads import run_workers
+from jobs import RunCli
 from training.toy import DIM, NoCheckpoints, toy_shard
 
 from ddnn.data.dataset import splice_only
@@ -19,7 +23,9 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.decoding.prepare import export_nnet1
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
+from ddnn.inspection.status import read_status
 from ddnn.nn.acoustic_model import AcousticModel, load_model
+from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network
 from ddnn.nn.rbm import Cd1Options, Rbm
 from ddnn.recipe.load import load_recipe
@@ -29,6 +35,7 @@ from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.job import run_pretraining, run_training
 from ddnn.training.run_dir import NullRunDir, load_run
 from ddnn.training.run_status import CHECKPOINTS, DBN
+from ddnn.training.state import TrainingProgress
 from ddnn.training.trainer import Trainer
 from ddnn.util.errors import DataError, DivergedError, UserError
 
@@ -268,8 +275,51 @@ def test_hours_become_epochs() -> None:
     for hours in (300, 100):
         epochs = [pretraining.epochs_for_rbm(PretrainConfig(hours=hours), k, three_hundred_hours) for k in range(3)]
         assert epochs == [2, 1, 1], "the Gauss RBM twice as many"
-    assert pretraining.epochs_for_rbm(PretrainConfig(hours=100), 0, pretraining.FRAMES_PER_HOUR) == 200
-    assert [pretraining.epochs_for_rbm(PretrainConfig(epochs=[10, 5]), k, 1) for k in range(4)] == [10, 5, 5, 5]
+    an4, epochs_of = 253_682, pretraining.epochs_for_rbm
+    assert [epochs_of(PretrainConfig(), k, an4) for k in range(3)] == [20, 20, 20], "100 hours would be 284 and 142"
+    assert [epochs_of(PretrainConfig(max_epochs=1000), k, an4) for k in range(3)] == [284, 142, 142]
+    assert [epochs_of(PretrainConfig(max_epochs=15), k, 10 * pretraining.FRAMES_PER_HOUR) for k in (0, 1)] == [15, 10]
+    assert [epochs_of(PretrainConfig(epochs=[100, 50]), k, 1) for k in range(4)] == [100, 50, 50, 50], "not limited"
+
+
+def test_the_limit_of_epochs_is_not_read_where_they_are_given(recipe: Path) -> None:
+    with pytest.raises(UserError, match=r"pretrain\.max_epochs: never read, as pretrain\.epochs is given"):
+        load_recipe(recipe, ["pretrain.max_epochs=5"])
+
+
+def test_rows_and_status_say_how_many_epochs_there_are_and_the_time_left(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While `ddnn train` trains its RBMs: each epoch takes ten seconds by the clock that the trainer sees."""
+    seen, step = list[str](), pretraining.cd1_step
+    monkeypatch.setattr(TrainingProgress, "elapsed", lambda progress: 10.0)
+
+    def stop_in_the_third_epoch(*arguments: object) -> torch.Tensor:
+        seen.append(read_status(tmp_path / "run").as_text())
+        if len(seen) == 60:
+            raise KeyboardInterrupt
+        return step(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pretraining, "cd1_step", stop_in_the_third_epoch)
+    settings = ["pretrain={epochs: null, max_epochs: 5, minibatch_size: 20}"]
+    with caplog.at_level(logging.INFO), pytest.raises(KeyboardInterrupt):
+        run_training(load_recipe(recipe, settings), tmp_path / "run", "cpu")
+    rows = [json.loads(line) for line in (tmp_path / "run/pretrain/metrics.jsonl").read_text().splitlines()]
+    assert [(row["epoch"], row["num_epochs"], row["seconds_left"]) for row in rows] == [(1, 5, 40.0), (2, 5, 30.0)]
+    assert "rbm 1 epoch  2 of 5 reconstruction error" in caplog.text and "frames/s  30 s left" in caplog.text
+    assert "running, pretraining, RBM 1 of 3" in seen[30]
+    assert "1 of 3 in training, epoch 1 of 5 finished, mean reconstruction error" in seen[30]
+    assert re.search(r"RBM ends +\d.* in (40|39|38) s, if epochs take as long as the last", seen[30])
+    assert "epochs  " not in seen[30], "of the network, in which no epoch has begun"
+
+
+def test_the_bar_of_an_epoch_says_which_it_is(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, names = rbm_trainer(recipe, SingleProcess(), 40), list[str]()
+    monkeypatch.setattr(TrainingProgress, "remaining", lambda self, batches, size, run, name: names.append(name))
+    trainer.epoch_batches()
+    trainer.progress.epoch, trainer.epoch_seconds = 1, 90.0
+    trainer.epoch_batches()
+    assert names == ["rbm 1 epoch 1 of 3", "rbm 1 epoch 2 of 3, 3 min 0 s left"]
 
 
 def test_kaldis_own_dbn_of_an4_is_taken(an4: Path) -> None:
@@ -319,6 +369,75 @@ def test_a_bernoulli_rbm_that_diverges_is_reported_and_not_saved(recipe: Path, t
         run_pretraining(load_recipe(recipe, exploding), tmp_path / "rbm", "cpu")
     assert "lower pretrain.learning_rate" in str(caught.value)
     assert not (tmp_path / "rbm/rbm2.safetensors").exists()
+
+
+def assert_diverged(result: Any, run: Path, directory: Path, *said: str) -> None:
+    """Exit code 3, and nothing of the RBM that diverged is left in the `directory` of the RBMs."""
+    assert result.exit_code == 3 and "Traceback" not in result.stderr, result.stderr
+    for part in said:
+        assert part in result.stderr
+    assert not [path for path in (directory / DBN, run / "final.safetensors") if path.exists()]
+    status = read_status(run)
+    assert status.state == "diverged" and status.error is not None and said[0] in status.error
+
+
+@pytest.mark.parametrize("command", ["pretrain", "train"])
+def test_a_gaussian_rbm_that_diverges_with_finite_numbers(
+    recipe: Path, tmp_path: Path, run_cli: RunCli, command: str
+) -> None:
+    run = tmp_path / "run"
+    setting = "pretrain={epochs: [2], minibatch_size: 20, gaussian_learning_rate: 1000}"
+    result = run_cli(command, recipe, "--run-dir", run, "--device", "cpu", "--set", setting)
+    directory = run if command == "pretrain" else run / "pretrain"
+    assert_diverged(
+        result, run, directory, "the reconstruction error of RBM 1 is", "in epoch 1", "data alone gives 6\n"
+    )
+    assert "lower pretrain.gaussian_learning_rate" in result.stderr and "from 1000 to 0.01" in result.stderr
+    assert not (directory / "rbm1.safetensors").exists()
+    (row,) = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert row["reconstruction_error"] > 100, "the row of the epoch is kept"
+
+
+def test_a_bernoulli_rbm_that_learns_nothing_has_diverged(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    """Its error cannot be large: saturated units are wrong by 1 at most."""
+    run = tmp_path / "run"
+    setting = "pretrain={epochs: [5], minibatch_size: 20, learning_rate: 400}"
+    result = run_cli("pretrain", recipe, "--run-dir", run, "--device", "cpu", "--set", setting)
+    assert_diverged(result, run, run, "an RBM has learned nothing: the reconstruction error of RBM 2 is", "in epoch 5")
+    assert "lower pretrain.learning_rate" in result.stderr and "from 400 to 0.4" in result.stderr
+    assert [path.name for path in run.glob("*.safetensors")] == ["rbm1.safetensors"]
+
+
+def test_a_pretraining_that_is_too_short_to_learn_is_a_warning(
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ["model.hidden_layers=1", "pretrain={epochs: [2], minibatch_size: 100, gaussian_learning_rate: 1e-6}"]
+    run_pretraining(load_recipe(recipe, settings), tmp_path / "short", "cpu")
+    assert "an RBM has learned nothing yet" in caplog.text
+    assert "train it on more than 800 frames (pretrain.epochs), or take less than 8 model.hidden_units" in caplog.text
+    caplog.clear()
+    run_pretraining(load_recipe(recipe, ["pretrain.epochs=[3]"]), tmp_path / "sound", "cpu")
+    assert not [record for record in caplog.records if record.levelno > logging.INFO], "sound RBMs of few frames"
+
+
+def test_the_error_of_the_mean_is_half_the_variance_of_the_frames_of_all_workers(recipe: Path) -> None:
+    """Also behind a hidden layer, whose outputs are the visible units."""
+    layer = Network((Affine(DIM, 3, "sigmoid"),), torch.linspace(-1.0, 1.0, 3 * DIM + 3))
+    for network, dim in ((Network((), torch.zeros(0)), DIM), (layer, 3)):
+        below = AcousticModel(FeatureConfig(), splice_only(DIM, 0), network)
+
+        def work(comm: Communicator, below: AcousticModel = below) -> tuple[torch.Tensor, float]:
+            return pretraining.visible_statistics(below, toy_shard(comm.rank, (20, 70)[comm.rank]), comm)
+
+        frames = torch.cat([toy_shard(rank, frames).dataset.features for rank, frames in ((0, 20), (1, 70))]).double()
+        visible = (
+            frames
+            if dim == DIM
+            else torch.sigmoid(frames @ layer.views[0]["weight"].T.double() + layer.views[0]["bias"])
+        )
+        for mean, variance in run_workers(2, work):
+            torch.testing.assert_close(mean, visible.mean(dim=0), rtol=1e-5, atol=1e-6)
+            assert variance == pytest.approx(float(visible.var(dim=0, correction=0).sum()), rel=1e-5)
 
 
 def test_pretraining_resumes_under_another_schedule(recipe: Path, tmp_path: Path) -> None:
