@@ -48,6 +48,10 @@ Fraction = Annotated[Annotated[float, Field(ge=0.0, le=1.1)] | None, BeforeValid
 Name = Annotated[str, Field(max_length=1000)]
 
 
+def format_loss(loss: float) -> str:
+    return f"{loss:.4f}" if abs(loss) < 1e5 else f"{loss:.4g}"
+
+
 class MetricsRow(BaseModel):
     """A line of metrics.jsonl. Unknown keys (of a later version) are ignored."""
 
@@ -79,9 +83,8 @@ class _Figures(MetricsRow):
         loss, accuracy, rate = (math.nan if x is None else x for x in figures)
         own = self.schedule_learning_rate
         scaled = f" ({rate / own:.6g} x {own:.6g})" if own and own != rate else ""
-        shown = f"{loss:.4f}" if abs(loss) < 1e5 else f"{loss:.4g}"
         return (
-            f"epoch {self.epoch:2d} {name:<6} loss {shown}  frame accuracy {100 * accuracy:5.2f} %  "
+            f"epoch {self.epoch:2d} {name:<6} loss {format_loss(loss)}  frame accuracy {100 * accuracy:5.2f} %  "
             f"learning rate {rate:.6g}{scaled}  {self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
         )
 
@@ -150,7 +153,7 @@ def format_figures(row: EpochRow | None) -> str:
     """Epoch and figures of a cross-validation row, in a few words; empty for None."""
     if row is None:
         return ""
-    loss = "not finite" if row.loss is None else f"{row.loss:.4f}"
+    loss = "not finite" if row.loss is None else format_loss(row.loss)
     accuracy = "" if row.frame_accuracy is None else f", frame accuracy {100 * row.frame_accuracy:.2f} %"
     remark = ", rejected" if not row.accepted else ", before training" if row.epoch == 0 else ""
     return f"epoch {row.epoch}: cross-validation loss {loss}{accuracy}{remark}"

@@ -223,6 +223,7 @@ def test_a_training_that_diverged_ends_with_exit_code_3_and_no_model(
     assert not list(job.run.glob("*.safetensors"))
     status = read_status(job.run)
     assert status.state == "diverged" and "the initial network (" in (status.error or "")
+    assert not re.search(r"\d{9}", status.as_text()), "2e31 is not written with all its digits"
     result = run_cli("evaluate", job.run, "--data", job.data, "--alignments", job.ali, "--device", "cpu")
     assert_refused(result, "this training diverged: there is no final.safetensors", "gradient of 16 frames")
 
