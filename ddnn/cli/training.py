@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import click
 from click import Choice, argument, command, echo, option
 
 from ddnn.cli.options import (
@@ -22,16 +23,31 @@ from ddnn.cli.options import (
 from ddnn.slurm import SlurmOptions
 
 
+class _TrainCommand(click.Command):
+    """Takes `--resume=auto`. As an option with an optional value --resume would take the word after it, too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["--resume-auto" if word == "--resume=auto" else word for word in args])
+
+
 @command(
+    cls=_TrainCommand,
     epilog="""\b
     Examples:
       ddnn train recipes/an4/sgd-random.yaml --run-dir exp/an4
       ddnn train my.yaml --set schedule.initial_learning_rate=0.004 --set seed=2 --dry-run
       ddnn train exp/an4 --resume
-      ddnn train my.yaml --slurm --cluster gpu --nodes 2 --time 12:00:00"""
+      ddnn train my.yaml --slurm --cluster gpu --nodes 2 --time 12:00:00""",
 )
 @recipe_options("Run directory.  [default: exp/NAME OF THE RECIPE]")
-@option("--resume", is_flag=True, help="Continue from the newest checkpoint of the run dir, if there is one.")
+@option(
+    "--resume",
+    flag_value="yes",
+    default="no",
+    show_default=False,
+    help="Resume the training of the run dir from its newest checkpoint. With --resume=auto it starts where there is none.",
+)
+@option("--resume-auto", "resume", flag_value="auto", hidden=True)
 @slurm_options
 def train(**options: Any) -> None:
     """Train the network that RECIPE describes. With --resume, RECIPE may be the run dir."""
@@ -57,7 +73,7 @@ def pretrain(**options: Any) -> None:
 def _start(
     kind: Literal["training", "pretraining"], recipe: Path, run_dir: Path | None, settings: tuple[str, ...],
     workers: int | None, device: str, allow_pipes: bool, dry_run: bool, slurm: SlurmOptions | None,
-    resume: bool = False,
+    resume: Literal["no", "yes", "auto"] = "no",
 ) -> None:  # fmt: skip
     """On this machine or as a Slurm job; with `dry_run` only shows what it would be."""
     settings += ("data.allow_pipes=true",) * allow_pipes
@@ -65,7 +81,7 @@ def _start(
         from ddnn.slurm.submit import submit
 
         default = Path("exp", recipe.stem if kind == "training" else f"{recipe.stem}-rbm")
-        run_dir = run_dir or (recipe if resume and recipe.is_dir() else default)
+        run_dir = run_dir or (recipe if resume != "no" and recipe.is_dir() else default)
         echo(submit(kind, recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume).text)
     elif dry_run:
         from ddnn.recipe.load import dump_recipe, load_recipe

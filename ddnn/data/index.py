@@ -75,10 +75,10 @@ class UtteranceIndex:
         entries = tuple(self.entries[u] for u in utterances)
         return replace(self, entries=entries, num_frames=self.num_frames[np.asarray(utterances, dtype=np.int64)])
 
-    def update_digest(self, digest: Any, prefix: str = "") -> None:
+    def update_digest(self, digest: Any) -> None:
         """Adds the utterances and their lengths to a digest of hashlib."""
         for utterance, frames in zip(self.utterances, self.num_frames.tolist(), strict=True):
-            digest.update(f"{prefix}{utterance} {frames}\n".encode())
+            digest.update(f"{utterance} {frames}\n".encode())
 
 
 def build_index(

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict
 
 from ddnn.data.cache import CacheFile, load_from_cache, open_or_create_cache
 from ddnn.data.dataset import (
@@ -24,6 +27,7 @@ from ddnn.data.dataset import (
     FrameSubset,
     InputTransform,
     estimate_normalization,
+    feature_statistics,
     splice_only,
 )
 from ddnn.data.index import (
@@ -54,6 +58,9 @@ the check of a captured step."""
 GPU_ACTIVATION_COPIES = 3
 """Inputs, outputs and derivatives; what NG-SGD and the loss work on; all of it in a captured graph too."""
 WARN_FRACTION = 0.8  # of the available memory
+FEATURE_TOLERANCE = 1e-4
+"""By how much of its standard deviation a feature may differ on average where data is the same: another order of sums,
+another machine."""
 Estimate = Mapping[str, int]  # what the memory is for -> bytes
 
 
@@ -234,6 +241,40 @@ class DataSource:
         return {f"frames in {features.dtype}": size}
 
 
+class DataIdentity(BaseModel):
+    """By which a training recognizes its data when it is resumed: the same for any number of workers, and wherever the
+    data is stored. By the recipe's keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    contents: dict[str, str]  # utterances and their lengths, pdf-ids, what is held out: as text, with a digest
+    features: dict[str, list[list[float]]]  # `feature_statistics`
+
+    def differences(self, before: DataIdentity) -> dict[str, str]:
+        """What is not as before: key -> the values found and expected."""
+        keys = sorted({*self.contents, *before.contents})
+        return {key: text for key in keys if (text := self._difference(before, key)) is not None}
+
+    def _difference(self, before: DataIdentity, key: str) -> str | None:
+        now, then = self.contents.get(key, "nothing"), before.contents.get(key, "nothing")
+        if now != then or key not in self.features:
+            return None if now == then else f"{now} found, {then} expected"
+        rows = self.features[key], before.features.get(key, [[]])
+        if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
+            return "features of {} dimensions found, of {} expected".format(*(len((x or [[]])[0]) for x in rows))
+        found, expected = (torch.tensor(x, dtype=torch.float64) for x in rows)
+        scale = expected[1] + 0.01 * expected[0].abs()  # that of rounding, where the standard deviation is 0
+        change = ((found - expected).abs() / scale.clamp_(min=1e-30)).nan_to_num(nan=math.inf).amax(dim=0)
+        if bool((change <= FEATURE_TOLERANCE).all()):
+            return None
+        worst = int(change.argmax())
+        figures = (
+            "mean {:.6g}, standard deviation {:.6g}, weighted sum {:.6g}".format(*x[:, worst])
+            for x in (found, expected)
+        )
+        return "other features: dimension {}: {} found, {} expected".format(worst, *figures)
+
+
 @dataclass(frozen=True, eq=False)
 class TrainingData:
     """What this worker trains on, and its part of the cross-validation."""
@@ -251,16 +292,24 @@ class TrainingData:
     cv_index: UtteranceIndex | None = None
     normalize: bool = True
 
-    def digest(self) -> str:
-        """SHA-256 of the utterances to train on and to validate with, their lengths, and how often each pdf occurs."""
-        digest = hashlib.sha256()
-        self.index.update_digest(digest)
-        digest.update(f"train {self.train_utterances}\n".encode())
+    def identity(self, comm: Communicator) -> DataIdentity:
+        """By which a resume recognizes this data. Collective."""
+        train = hashlib.sha256(f"{self.train_utterances}".encode()).hexdigest()[:32]
+        part = f"{len(self.train_utterances)} of {len(self.index.entries)} utterances to train on, digest {train}"
+        contents, features = {"data.cv": part}, {}
+        parts = [("data.train", "data.alignments", self.index, self.dataset)]
         if self.cv_index is not None:
-            self.cv_index.update_digest(digest, "held out ")
-            digest.update(self.cv_index.pdf_counts.tobytes())
-        digest.update(self.index.pdf_counts.tobytes())
-        return digest.hexdigest()
+            parts.append(("data.cv.data", "data.cv.alignments", self.cv_index, self.cv.dataset))
+        for data, alignments, index, dataset in parts:
+            digest = hashlib.sha256()
+            index.update_digest(digest)
+            found = f"{len(index.entries)} utterances, {index.num_frames.sum()} frames, digest"
+            contents[data] = f"{found} {digest.hexdigest()[:32]}"
+            contents[alignments] = f"pdf-ids of digest {label_digest(dataset, comm)}"
+            chosen = set(index.utterances[:: -(-len(index.entries) // STATISTICS_UTTERANCES)])  # evenly over the data
+            local = [n for n, utterance in enumerate(dataset.utterances) if utterance in chosen]
+            features[data] = feature_statistics(dataset, local, comm).tolist()
+        return DataIdentity(contents=contents, features=features)
 
     def part_digests(self) -> tuple[str, str]:
         """Short digests of the utterances to train on and of those for cross-validation, with their lengths."""
@@ -290,6 +339,19 @@ class TrainingData:
             message = f"{smallest} frames{of_shard} do not fill one minibatch of {batch_size}"
             hint = "take a smaller minibatch" + (", fewer workers" if several else "") + " or more data"
             raise RecipeError(message, location=key, hint=hint)
+
+
+def label_digest(dataset: AcousticDataset, comm: Communicator) -> str:
+    """Of the pdf-ids of all workers' utterances. Digests of the utterances are summed, which no order changes: the same
+    for any number of workers. Collective."""
+    labels, total = dataset.labels.cpu().numpy().astype("<i4", copy=False), np.zeros(4, np.int64)
+    for name, row, frames in zip(dataset.utterances, dataset.offsets, dataset.num_frames, strict=True):
+        digest = hashlib.blake2b(f"{name}\n".encode(), digest_size=16)
+        digest.update(labels[row : row + frames].tobytes())
+        total += np.frombuffer(digest.digest(), "<u4")
+    sums = torch.from_numpy(total)
+    comm.all_reduce(sums)
+    return "".join(f"{word % 2**32:08x}" for word in sums.tolist())
 
 
 def training_data(config: TrainingDataConfig, device: torch.device, comm: Communicator) -> TrainingData:

@@ -59,6 +59,32 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(source.nested(plain), sort_keys=False, allow_unicode=True, width=10_000)
 
 
+def recorded_values(text: str) -> SourceTree:
+    """Values by dotted key of what `dump_recipe` wrote into a file that anybody may have changed. As careful as with
+    any recipe: YAML alone would build a million things of twenty lines."""
+    if len(text) > source.MOST_BYTES:
+        return SourceTree(problems=[source.Problem(f"more than {source.MOST_BYTES} characters", "manifest.json")])
+    return source.parse_file(text, "manifest.json")
+
+
+def changed_keys(before: SourceTree, recipe: Recipe) -> dict[str, tuple[str, str]]:
+    """Key -> its value now and before, as text, of all keys in which `recipe` differs. `precision: auto` asks for
+    nothing else than what was chosen before."""
+    old, new = before.values, recorded_values(dump_recipe(recipe)).values
+    found = {key: [tree[key].value if key in tree else None for tree in (new, old)] for key in sorted({*old, *new})}
+    changed = {
+        key: pair for key, pair in found.items() if pair[0] != pair[1] and (key, pair[0]) != ("precision", "auto")
+    }
+    now, then = (["not given" if p[n] is None else str(p[n])[:200] for p in changed.values()] for n in (0, 1))
+    return dict(zip(changed, zip(now, then, strict=True), strict=True))
+
+
+def describe_changes(changed: Mapping[str, tuple[str, str]]) -> str:
+    """Of some that `changed_keys` found: a single one in the same line, more in a line each."""
+    lines = [f"{key}: {now} found, {then} expected" for key, (now, then) in changed.items()]
+    return lines[0] if len(lines) == 1 else "".join(f"\n  - {line}" for line in lines)
+
+
 def get_value(recipe: Recipe, name: str) -> Any:
     """The value of a dotted key; None where the chosen variant of its section does not have it."""
     value: Any = recipe

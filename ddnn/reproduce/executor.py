@@ -200,7 +200,7 @@ class LocalExecutor:
 
 def train_arguments(layout: OutputLayout, run: PlannedRun, device: str) -> list[str]:
     """Of `ddnn`, which trains this run, or resumes it."""
-    arguments = ["train", str(run.recipe), "--run-dir", str(layout.run_dir(run)), "--device", device, "--resume"]
+    arguments = ["train", str(run.recipe), "--run-dir", str(layout.run_dir(run)), "--device", device, "--resume=auto"]
     return arguments + [word for override in overrides(layout, run) for word in ("--set", override)]
 
 
@@ -384,7 +384,7 @@ class SlurmExecutor:
     def _submit_run(self, run: PlannedRun, after: str | None, *, dry_run: bool = False) -> str:
         settings = run.overrides if dry_run else overrides(self.layout, run)  # in a dry run the RBMs may not exist yet
         place = run.recipe, self.layout.run_dir(run), settings, run.workers
-        sent = submit("training", *place, self.device, self.options, dry_run=dry_run, resume=True, after=after)
+        sent = submit("training", *place, self.device, self.options, dry_run=dry_run, resume="auto", after=after)
         return sent.number or ""
 
 

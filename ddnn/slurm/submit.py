@@ -21,7 +21,7 @@ from ddnn.slurm.cluster import ClusterConfig, Placement, check_word, load_cluste
 from ddnn.slurm.job import Job, read_job, sbatch, slurm_state, write_job
 from ddnn.training import run_status as files
 from ddnn.training.checkpoint_manifest import peek_checkpoint
-from ddnn.training.run_status import Kind, check_run_dir
+from ddnn.training.run_status import Kind, Resume, check_run_dir
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import ensure_directory, is_locked, write_text
 from ddnn.util.process import python_command
@@ -46,7 +46,7 @@ def submit(
     options: SlurmOptions,
     *,
     dry_run: bool = False,
-    resume: bool = False,
+    resume: Resume = "no",
     after: str | None = None,
 ) -> Submitted:
     """Submits the training of a recipe, or its pretraining alone. A dry run only makes the script. UserError: anything
@@ -61,8 +61,8 @@ def submit(
     Slurm cancels this one.
     """
     trusted = not files.is_of_run_dir(recipe_path, run_dir)
-    if resume and recipe_path.is_dir():
-        recipe_path = recipe_path / files.RECIPE
+    if kind == "training":
+        recipe_path = files.find_recipe(recipe_path, run_dir, resume)
     cluster = _cluster(options, workers, kind)
     recipe = load_recipe(recipe_path, settings, trusted=trusted)
     placement = place(cluster, workers, recipe.parallel.workers, recipe.parallel.oversubscribe_gpus)
@@ -87,7 +87,7 @@ def submit(
     if before is not None and state not in ("GONE", None):
         hint = f"wait for it, or end it with `scancel {before.number}`, or name another --run-dir"
         raise UserError(f"job {before.number} of this run dir is {state}", location=run_dir, hint=hint)
-    prepare = _prepare_pretraining if pretraining else _prepare_resume if resume else _prepare_training
+    prepare = _prepare_pretraining if pretraining else _prepare_resume if resume != "no" else _prepare_training
     prepare(run_dir, recipe)
     write_text(run_dir / _JOB_RECIPES[kind], dump_recipe(recipe))
     return _send(job, text, after)
@@ -97,9 +97,9 @@ _JOB_RECIPES = {"training": files.RECIPE, "pretraining": files.JOB_RECIPE}  # th
 
 
 def _command(kind: Kind, run_dir: Path, recipe: Recipe, device: str) -> tuple[str, ...]:
-    """The command that trains. --resume: from what is in the run dir when the job begins, or begins again.
-    --allow-pipes: the user's word, which the recipe in the run dir is not."""
-    name, more = ("pretrain", []) if kind == "pretraining" else ("train", ["--resume"])
+    """The command that trains: from what is in the run dir when the job begins, or begins again. --allow-pipes: the
+    user's word, which the recipe in the run dir is not."""
+    name, more = ("pretrain", []) if kind == "pretraining" else ("train", ["--resume=auto"])
     more += ["--allow-pipes"] * recipe.data.allow_pipes
     words = python_command("ddnn.cli", name, str(run_dir / _JOB_RECIPES[kind]), "--run-dir", str(run_dir))
     return (*words, "--workers", str(recipe.parallel.workers), "--device", device, *more)

@@ -22,7 +22,7 @@ from ddnn import __version__
 from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import NoFiniteModelError
 from ddnn.data.batches import ShuffledSampler, make_batch_loader
-from ddnn.data.pipeline import TrainingData, training_data
+from ddnn.data.pipeline import DataIdentity, TrainingData, training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import read_restart
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
@@ -187,20 +187,20 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
     dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
     data = training_data(options.data_config(recipe, comm.world_size), job.device, comm)
     data.require_minibatch("minibatch_size", recipe.minibatch_size, data.train_shards)
-    digest = data.digest()
+    identity = data.identity(comm)
     if pretraining is not None and dbn is None:
         dbn = train_dbn(job, pretraining, comm, data)
     if loaded is None:
         model = initial_model(job, data, dbn)
     else:
-        check_same_data(loaded, digest, recipe.data.train)
+        check_same_data(loaded.metadata.data, identity, recipe, loaded.location)
         model = loaded.model()
         model.check_features(data.dataset.dim, recipe.data.train)
         run.truncate_after(loaded.metadata.epoch)
     if resume and (loaded is not None or read_restart() is not None):
         run.record(resume_event(loaded, run, comm))
     run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
-    trainer = assemble_trainer(job, model.to(job.device), data, digest, checkpoints, loaded)
+    trainer = assemble_trainer(job, model.to(job.device), data, identity, checkpoints, loaded)
     # Only now: a resume that is refused changes nothing.
     run.write_recipe(dump_recipe(recipe.model_copy(update={"precision": trainer.precision})))
     trainer.baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, comm)
@@ -230,7 +230,7 @@ def assemble_trainer(
     job: Job,
     model: AcousticModel,
     data: TrainingData,
-    digest: str,
+    identity: DataIdentity,
     checkpoints: CheckpointPolicy,
     loaded: LoadedCheckpoint | None,
 ) -> Trainer:
@@ -267,7 +267,7 @@ def assemble_trainer(
         warmup=recipe.parallel.warmup if comm.world_size > 1 else "none",
         warmup_minibatches=recipe.parallel.warmup_minibatches,
         recipe=job.recipe_text,
-        data_digest=digest,
+        data=identity,
         precision=arithmetic.precision,
     )
     if loaded is not None:

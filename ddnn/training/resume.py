@@ -8,16 +8,16 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
-from ddnn.recipe.load import dump_recipe
+from ddnn.recipe.load import changed_keys, describe_changes, get_value, recorded_values
 from ddnn.recipe.schema import Recipe
-from ddnn.recipe.source import MOST_BYTES, Problem, first_error, parse_file
+from ddnn.recipe.source import SourceValue, first_error
 from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.training.state import CheckpointMetadata, LoadedCheckpoint
 from ddnn.util.errors import DataError, RecipeError
@@ -30,7 +30,7 @@ RESUMABLE = re.compile(
     r"|max_skipped_fraction|train)"
     r"|parallel\.(cpu_threads|gpu_transport|hang_timeout|max_restarts|oversubscribe_gpus|workers))(\..*)?"
 )
-"""Keys of a recipe that a resume may change. Where data has moved, its digest says whether it is the same."""
+"""Keys of a recipe that a resume may change. Where data has moved, `DataIdentity` says whether it is the same."""
 
 
 def load_latest(store: CheckpointStore, recipe: Recipe, comm: Communicator) -> LoadedCheckpoint | None:
@@ -89,39 +89,33 @@ def read_metadata(values: object, location: Path) -> CheckpointMetadata:
 
 
 def check_same_recipe(before: str, recipe: Recipe, location: Path, precision: str | None = None) -> None:
-    """RecipeError where the recipe has changed in what a resume may not change. `precision`: that was chosen, which is
-    what `auto` means from then on."""
-    old, problems = _flat(before)
-    if problems:
-        raise DataError(f"the recipe in the checkpoint is none: {problems[0]}"[:500], location=location)
-    new, _ = _flat(dump_recipe(recipe))
-    if precision is not None and old.get("precision") == "auto":
-        old["precision"] = precision
-    if precision is not None and new["precision"] in ("auto", precision):
-        new["precision"] = old.get("precision")
-    changed = [
-        f"{key}: {str(new.get(key, 'not given'))[:200]} found, {str(old.get(key, 'not given'))[:200]} expected"
-        for key in sorted({*old, *new})
-        if old.get(key) != new.get(key) and not RESUMABLE.fullmatch(key)
-    ]
-    if changed:
-        listed = changed[0] if len(changed) == 1 else "".join(f"\n  - {line}" for line in changed)
-        message = f"the recipe is not the one that the checkpoint was made by: {listed}"
+    """RecipeError where the recipe has changed in what a resume may not change; what it may is logged. `precision`:
+    that was chosen, which is what `auto` means from then on."""
+    old = recorded_values(before)
+    if old.problems:
+        raise DataError(f"the recipe in the checkpoint is none: {old.problems[0]}"[:500], location=location)
+    asked = old.values.get("precision")
+    if asked is not None and asked.value == "auto" and precision is not None:
+        old.values["precision"] = SourceValue(precision, asked.source)
+    changed = changed_keys(old, recipe)
+    if "precision" in changed and changed["precision"][0] == precision:
+        del changed["precision"]
+    refused = {key: values for key, values in changed.items() if not RESUMABLE.fullmatch(key)}
+    if refused:
+        message = f"the recipe is not the one that the checkpoint was made by: {describe_changes(refused)}"
         hint = "resume with the run dir's own recipe.yaml, or start in another run dir"
         raise RecipeError(message, location=location, hint=hint)
+    for key, (now, then) in changed.items():
+        log.info("%s is now %s; was %s", key, now, then)
 
 
-def _flat(text: str) -> tuple[dict[str, Any], list[Problem]]:
-    """Values by dotted key. As careful as with any recipe: YAML alone would build a million things of twenty lines."""
-    if len(text) > MOST_BYTES:
-        return {}, [Problem(f"more than {MOST_BYTES} characters", "manifest.json")]
-    tree = parse_file(text, "manifest.json")
-    return {name: given.value for name, given in tree.values.items()}, tree.problems
-
-
-def check_same_data(loaded: LoadedCheckpoint, digest: str, location: Path) -> None:
-    """DataError where the data is not what the checkpoint's training read."""
-    if loaded.metadata.data != digest:
-        since = f"the data has changed since {loaded.location.name} was written"
-        message = f"{since}: other utterances, lengths or alignments"
-        raise DataError(message, location=location, hint="restore them, or start in another run dir")
+def check_same_data(before: DataIdentity, found: DataIdentity, recipe: Recipe, since: Path) -> None:
+    """DataError where the data is not what was read `since` a checkpoint was written, wherever it is stored."""
+    changed = found.differences(before)
+    if changed:
+        path = get_value(recipe, next(iter(changed)))
+        lines = [f"{key}: {text}" for key, text in changed.items()]
+        listed = lines[0] if len(lines) == 1 else "".join(f"\n  - {line}" for line in lines)
+        message = f"the data has changed since checkpoint {since.name.lstrip('0')} was written: {listed}"
+        hint = "restore what the training began with, or start in another run dir"
+        raise DataError(message, location=path if isinstance(path, Path) else since, hint=hint)

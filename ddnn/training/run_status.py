@@ -39,6 +39,7 @@ _MAX_STATUS_BYTES = 1 << 20
 MAX_MESSAGE = 2000  # characters of an error
 
 Kind = Literal["training", "pretraining"]
+Resume = Literal["no", "yes", "auto"]  # auto: where there is something to resume, else a training starts
 State = Literal["running", "finished", "interrupted", "diverged", "failed"]
 
 
@@ -131,6 +132,23 @@ def is_of_run_dir(recipe: Path, run_dir: Path) -> bool:
     """Whether a recipe is one that a run has left, in its own run dir or in one that is named instead of a recipe. It
     may be a stranger's, whom the user has not read."""
     return recipe.is_dir() or run_dir.resolve() in (recipe.parent.resolve(), recipe.resolve().parent)
+
+
+def find_recipe(recipe: Path, run_dir: Path, resume: Resume) -> Path:
+    """The recipe to train by: to resume, that of the run dir where `recipe` names one. UserError: there is none, or
+    nothing to resume in `run_dir` where there must be; a training that failed before its first checkpoint will do."""
+    of_run_dir = recipe / RECIPE
+    if resume == "no" and of_run_dir.is_file():
+        raise UserError("this is a run dir, no recipe", location=recipe, hint="resume it with --resume")
+    if resume != "no" and not (of_run_dir if recipe.is_dir() else recipe).exists():
+        found = f"there is no {RECIPE}" if recipe.is_dir() else "no such recipe or run dir"
+        hint = "name a recipe, or the run dir of a training"
+        raise UserError(f"{found}: nothing to resume", location=recipe, hint=hint)
+    if resume == "yes" and not any((run_dir / name).exists() for name in (RECIPE, LOG, CHECKPOINTS)):
+        found = "there is no training in this directory" if run_dir.exists() else "no such run dir"
+        hint = "check the name; to start a training there, leave out --resume"
+        raise UserError(f"{found}: nothing to resume", location=run_dir, hint=hint)
+    return of_run_dir if recipe.is_dir() and resume != "no" else recipe
 
 
 def check_run_dir(

@@ -8,48 +8,44 @@ from pathlib import Path
 from typing import Any
 
 from ddnn.distributed.launcher import NoRun, run_distributed
-from ddnn.recipe.load import load_recipe
+from ddnn.recipe.load import changed_keys, describe_changes, dump_recipe, load_recipe, recorded_values
+from ddnn.recipe.schema import Recipe
 from ddnn.training import run_status
-from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind
-from ddnn.util.errors import UserError
+from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
+from ddnn.util.errors import RecipeError, UserError
 from ddnn.util.files import is_locked
 
 
 def start_training(
-    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str, resume: bool
+    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str, resume: Resume
 ) -> str | None:
-    """`ddnn train` of a recipe (to go on, also the run dir, which has its own), on as many workers as it says; what to
+    """`ddnn train` of a recipe (to resume, also the run dir, which has its own), on as many workers as it says; what to
     tell where there was nothing to do. `run_dir`: exp/NAME OF THE RECIPE where None. UserError: anything that the user
     has to fix."""
-    if recipe.is_dir() and not resume and (recipe / RECIPE).is_file():
-        raise UserError("this is a run dir, no recipe", location=recipe, hint="resume it with --resume")
-    named = recipe
-    if recipe.is_dir() and resume:
-        run_dir, recipe = run_dir or recipe, recipe / RECIPE
-        if not recipe.is_file():
-            hint = "name a recipe, or the run dir of a training"
-            raise UserError(f"there is no {RECIPE}", location=run_dir, hint=hint)
+    location = run_dir or (recipe if recipe.is_dir() and resume != "no" else Path("exp", recipe.stem))
+    trusted = not run_status.is_of_run_dir(recipe, location)
+    recipe = run_status.find_recipe(recipe, location, resume)
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
-    location = run_dir or Path("exp", recipe.stem)
-    loaded = load_recipe(recipe, settings, trusted=not run_status.is_of_run_dir(named, location))
-    if resume and (location / FINAL).exists():
+    loaded = load_recipe(recipe, settings, trusted=trusted)
+    if resume != "no" and (location / FINAL).exists():
+        _check_finished_by(loaded, location, settings)
         return f"{location}: this training has finished: {location / FINAL}"
     # A run dir in which another training has begun is refused by the first attempt, or by one that follows its death.
     begun = any((location / name).exists() for name in (METRICS, BEST, FINAL, CHECKPOINTS))
-    arguments = worker_argv("train", recipe, location, settings, device, *(["--resume"] if resume else []))
+    arguments = worker_argv("train", recipe, location, settings, device, *_RESUME_OPTIONS[resume])
 
     def work(comm: Any) -> None:
         from ddnn.training.job import run_training
 
-        run_training(loaded, location, device, comm, resume=resume)
+        run_training(loaded, location, device, comm, resume=resume != "no")
 
     def restart_arguments() -> list[str]:
-        if begun and not resume:
+        if begun and resume == "no":
             return arguments
         if (location / RECIPE).is_file():  # resolved; the other file may have been edited meanwhile
             pipes = ["--allow-pipes"] * loaded.data.allow_pipes  # the user's word, which that file's is not
-            return worker_argv("train", location / RECIPE, location, (), device, "--resume", *pipes)
-        return worker_argv("train", recipe, location, settings, device, "--resume")
+            return worker_argv("train", location / RECIPE, location, (), device, "--resume=auto", *pipes)
+        return worker_argv("train", recipe, location, settings, device, "--resume=auto")
 
     run_distributed(
         loaded.parallel.workers,
@@ -60,6 +56,21 @@ def start_training(
         run=_Run(location, "training"),
     )
     return None
+
+
+def _check_finished_by(recipe: Recipe, location: Path, settings: Sequence[str]) -> None:
+    """RecipeError where a training that has finished was not by this recipe: what was asked for would be ignored."""
+    if not (location / RECIPE).is_file():
+        raise UserError(f"there is a {FINAL}, but no {RECIPE}: nothing to resume", location=location)
+    before = load_recipe(location / RECIPE, must_exist=False)
+    if recipe.parallel.workers == 1 and not any(one.startswith("parallel.workers=") for one in settings):
+        update = {"workers": before.parallel.workers}  # no number was asked for
+        recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=update)})
+    changed = changed_keys(recorded_values(dump_recipe(before)), recipe)
+    if changed:
+        message = f"this training has finished, by another recipe: {describe_changes(changed)}"
+        hint = "nothing would be done: leave out what differs, or train in another run dir"
+        raise RecipeError(message, location=location, hint=hint)
 
 
 def start_pretraining(
@@ -82,6 +93,9 @@ def start_pretraining(
         max_restarts=loaded.parallel.max_restarts,
         run=_Run(location, "pretraining"),
     )
+
+
+_RESUME_OPTIONS: dict[Resume, list[str]] = {"no": [], "yes": ["--resume"], "auto": ["--resume=auto"]}
 
 
 class _Run(NoRun):

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ddnn.averaging.averager import Averager, Request
+from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
 from ddnn.training.checkpoint import CheckpointStore
@@ -161,7 +162,7 @@ class CheckpointMetadata(BaseModel):
     precision: Literal["float32", "bf16"]  # that the training chose
     model: dict[str, Any]  # `ddnn.nn.acoustic_model.model_config`
     recipe: str  # the resolved recipe
-    data: str  # digest of the utterances, their lengths and their pdfs
+    data: DataIdentity
     seconds: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0  # that the epoch under way has taken
     initial_loss: float  # of the initial network in cross-validation
     kept_epoch: Count  # the last that was accepted, 0 if none

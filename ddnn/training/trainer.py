@@ -17,6 +17,7 @@ from torch import Tensor
 from ddnn.averaging.averager import Averager
 from ddnn.data.batches import Batch, BatchLoader
 from ddnn.data.dataset import FrameSubset
+from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel, model_config, transform_tensors
 from ddnn.nn.arithmetic import Precision
@@ -55,7 +56,7 @@ class Trainer:
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"  # on rank 0 alone, or averaged after each minibatch
     warmup_minibatches: int = 0
     recipe: str = ""  # resolved; with the next two, by which a resume recognizes the same training
-    data_digest: str = ""
+    data: DataIdentity = field(default_factory=lambda: DataIdentity(contents={}, features={}))
     precision: Precision = "float32"  # of the arithmetic
     # What a model that ignores its input reaches in cross-validation.
     baseline: EvalResult = field(default_factory=lambda: EvalResult(math.nan, math.nan, 0))
@@ -225,7 +226,7 @@ class Trainer:
             precision=self.precision,
             model=model_config(self.model),
             recipe=self.recipe,
-            data=self.data_digest,
+            data=self.data,
             seconds=progress.elapsed(),
             initial_loss=self.initial.loss,
             kept_epoch=self.kept_epoch,

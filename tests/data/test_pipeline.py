@@ -1,9 +1,10 @@
-"""The one door to data: what is held out, shards, digest and normalization; a training from a cache file ends in the
+"""The one door to data: what is held out, shards, identity and normalization; a training from a cache file ends in the
 same bits as one from the archives."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from distributed.threads import run_workers
 from ddnn.data import dataset, feature_reader, loading, pipeline
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import DataConfig
-from ddnn.data.pipeline import HeldOut, TrainingData, TrainingDataConfig, TrainingFootprint, training_data
+from ddnn.data.pipeline import DataIdentity, HeldOut, TrainingData, TrainingDataConfig, TrainingFootprint, training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.archive import MatrixReader
 from ddnn.recipe.load import load_recipe
@@ -62,7 +63,10 @@ def test_the_cache_changes_no_bit(tmp_path: Path, cv: str, monkeypatch: pytest.M
 FOOTPRINT = TrainingFootprint(100, 10, 16)
 
 
-def prepare(folder: Path, features: dict[str, np.ndarray], labels: dict[str, np.ndarray]) -> Path:
+Utterances = dict[str, np.ndarray]
+
+
+def prepare(folder: Path, features: Utterances, labels: Utterances) -> Path:
     """A data dir, pdf-ids, and lists of speakers to hold out."""
     write_data_dir(folder / "train", features)
     write_pdfs(folder / "pdfs.txt", labels)
@@ -72,9 +76,10 @@ def prepare(folder: Path, features: dict[str, np.ndarray], labels: dict[str, np.
 
 
 def load(
-    folder: Path, held_out: HeldOut | None = None, comm: Communicator | None = None, **config: Any
-) -> TrainingData:
-    reading = DataConfig(FeatureConfig(splice=1), max_skipped_fraction=0.5)
+    folder: Path, held_out: HeldOut | None = None, comm: Communicator | None = None, splice: int = 1,
+    cache_dir: Path | None = None, **config: Any,
+) -> TrainingData:  # fmt: skip
+    reading = DataConfig(FeatureConfig(splice=splice), max_skipped_fraction=0.5, cache_dir=cache_dir)
     held_out, alignments = held_out or HeldOut(speakers=folder / "cv1"), config.pop("alignments", folder / "pdfs.txt")
     given = TrainingDataConfig(
         folder / "train", alignments, reading, held_out, 1, lambda dim, pdfs: FOOTPRINT, **config
@@ -82,51 +87,132 @@ def load(
     return training_data(given, torch.device("cpu"), comm or SingleProcess())
 
 
-def other_name(folder: Path) -> None:
+def other_name(features: Utterances, labels: Utterances) -> None:
     """One utterance has another name, of the same length and labels."""
-    features, labels = labelled_utterances()
     for named in (features, labels):
         named["spk0-utt999"] = named.pop("spk0-utt008")
-    prepare(folder, features, labels)
 
 
-def other_labels(folder: Path) -> None:
-    """The same utterances and lengths."""
-    features, labels = labelled_utterances()
-    labels["spk0-utt000"] = np.zeros_like(labels["spk0-utt000"])
-    prepare(folder, features, labels)
+def other_length(features: Utterances, labels: Utterances) -> None:
+    features["spk1-utt001"] = features["spk1-utt001"][:-1]
 
 
-def other_features(folder: Path) -> None:
-    """What a digest of utterances, lengths and labels does not see."""
-    prepare(folder, labelled_utterances(seed=1)[0], labelled_utterances()[1])
+def reversed_labels(features: Utterances, labels: Utterances) -> None:
+    """The same utterances, lengths and numbers of frames of each pdf."""
+    labels.update({name: pdfs[::-1] for name, pdfs in labels.items()})
 
 
+def exchanged_labels(features: Utterances, labels: Utterances) -> None:
+    """Two utterances have each other's."""
+    first, second = sorted(labels)[:2]
+    labels[first], labels[second] = labels[second], labels[first]
+
+
+def scaled_features(features: Utterances, labels: Utterances) -> None:
+    features.update({name: 2 * matrix + 1 for name, matrix in features.items()})
+
+
+def features_of_other_scale(features: Utterances, labels: Utterances) -> None:
+    """All means stay."""
+    mean = np.concatenate(list(features.values())).mean(axis=0, dtype=np.float64)
+    features.update({n: (1.001 * (m - mean) + mean).astype(np.float32) for n, m in features.items()})
+
+
+def reversed_features(features: Utterances, labels: Utterances) -> None:
+    """Of one utterance, in time: mean and variance stay."""
+    features["spk1-utt001"] = features["spk1-utt001"][::-1].copy()
+
+
+def rounded_features(features: Utterances, labels: Utterances) -> None:
+    """As another machine may compute them."""
+    features.update({name: np.nextafter(matrix, np.float32(9)) for name, matrix in features.items()})
+
+
+@pytest.mark.parametrize("splice", [0, 1])
 @pytest.mark.parametrize(
-    ("change", "noticed"),
-    [(other_name, True), (other_labels, True), (other_features, False)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ("change", "keys"),
+    [
+        (other_name, ["data.alignments", "data.train"]),
+        (other_length, ["data.alignments", "data.train"]),
+        (reversed_labels, ["data.alignments"]),
+        (exchanged_labels, ["data.alignments"]),
+        (scaled_features, ["data.train"]),
+        (features_of_other_scale, ["data.train"]),
+        (reversed_features, ["data.train"]),
+        (rounded_features, []),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_the_digest_tells_data_apart(tmp_path: Path, change: Callable[[Path], None], noticed: bool) -> None:
-    folder = prepare(tmp_path, *labelled_utterances())
-    before = load(folder).digest()
-    assert load(folder).digest() == before
-    change(folder)
-    assert (load(folder).digest() != before) == noticed
+def test_the_identity_tells_data_apart(
+    tmp_path: Path, change: Callable[[Utterances, Utterances], None], keys: list[str], splice: int
+) -> None:
+    comm, config = SingleProcess(), {"normalize": splice == 0, "splice": splice}
+    before = load(prepare(tmp_path / "a", *labelled_utterances()), **config).identity(comm)
+    features, labels = labelled_utterances()
+    change(features, labels)
+    found = load(prepare(tmp_path / "b", features, labels), **config).identity(comm).differences(before)
+    assert sorted(found) == keys
+    if change in (other_name, other_length):
+        assert re.fullmatch(r"12 utterances, (480|479) frames, digest \w+ found, 12 .* expected", found["data.train"])
+    if change is scaled_features:
+        figures = r"mean \S+, standard deviation \S+, weighted sum \S+"
+        assert re.fullmatch(rf"other features: dimension \d: {figures} found, {figures} expected", found["data.train"])
+    assert before.differences(DataIdentity.model_validate_json(before.model_dump_json())) == {}
 
 
-def test_the_digest_tells_what_is_held_out_apart(tmp_path: Path) -> None:
-    folder = prepare(tmp_path, *labelled_utterances())
+def test_the_identity_of_features_of_other_dimensions(tmp_path: Path) -> None:
+    features, labels = labelled_utterances()
+    found = load(prepare(tmp_path / "a", features, labels)).identity(SingleProcess())
+    narrow = {name: matrix[:, :3] for name, matrix in features.items()}
+    before = load(prepare(tmp_path / "b", narrow, labels)).identity(SingleProcess())
+    assert found.differences(before) == {"data.train": "features of 4 dimensions found, of 3 expected"}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_identity_is_that_of_any_number_of_workers(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the statistics are taken from some of the utterances, and with a data dir for cross-validation."""
+    monkeypatch.setattr(pipeline, "STATISTICS_UTTERANCES", 5)
+    features, labels = labelled_utterances()
+    features["spk0-utt000"] = features["spk0-utt000"][:17]
+    labels["spk0-utt000"] = labels["spk0-utt000"][:17]
+    folder = prepare(tmp_path, features, labels)
+    write_data_dir(folder / "cv", labelled_utterances(seed=3, speaker="cv")[0])
+    cv = HeldOut(folder / "cv", write_pdfs(folder / "cv.txt", labelled_utterances(seed=3, speaker="cv")[1]))
+    for held_out in (None, cv):
+        before = load(folder, held_out).identity(SingleProcess())
+        for found in run_workers(workers, lambda comm: load(folder, held_out, comm).identity(comm)):  # noqa: B023
+            assert found.differences(before) == {} and found.contents == before.contents
+
+
+def test_the_identity_tells_what_is_held_out_apart(tmp_path: Path) -> None:
+    """Speakers of as many utterances and frames; another data dir, other alignments and features of it."""
+    comm, folder = SingleProcess(), prepare(tmp_path, *labelled_utterances())
     features, labels = labelled_utterances(seed=3, speaker="cv")
     write_data_dir(folder / "cv", features)
     cv = HeldOut(folder / "cv", write_pdfs(folder / "cv.txt", labels))
-    digests = [
-        load(folder, held_out).digest()
-        for held_out in (HeldOut(speakers=folder / "cv1"), HeldOut(speakers=folder / "cv2"), HeldOut(fraction=0.5), cv)
-    ]
-    labels[min(labels)] = np.zeros_like(labels[min(labels)])
+    one, two, a_dir = (load(folder, h).identity(comm) for h in (None, HeldOut(speakers=folder / "cv2"), cv))
+    assert list(two.differences(one)) == ["data.cv"]
+    assert list(a_dir.differences(one)) == ["data.cv", "data.cv.alignments", "data.cv.data"]
+    write_pdfs(folder / "cv.txt", {name: pdfs[::-1] for name, pdfs in labels.items()})
+    assert list(load(folder, cv).identity(comm).differences(a_dir)) == ["data.cv.alignments"]
     write_pdfs(folder / "cv.txt", labels)
-    assert len({*digests, load(folder, cv).digest()}) == 5
+    write_data_dir(folder / "cv", {name: matrix + 1 for name, matrix in features.items()})
+    assert list(load(folder, cv).identity(comm).differences(a_dir)) == ["data.cv.data"]
+
+
+def test_the_cache_hides_no_change(tmp_path: Path) -> None:
+    """Features that were written again in the same place, with as many bytes; other alignments."""
+    features, labels = labelled_utterances()
+    folder, cache = prepare(tmp_path, features, labels), tmp_path / "cache"
+    before = load(folder, cache_dir=cache).identity(SingleProcess())
+    assert before.differences(load(folder).identity(SingleProcess())) == {}
+    prepare(tmp_path, {name: 2 * matrix + 1 for name, matrix in features.items()}, labels)
+    assert list(load(folder, cache_dir=cache).identity(SingleProcess()).differences(before)) == ["data.train"]
+    prepare(tmp_path, features, {name: pdfs[::-1] for name, pdfs in labels.items()})
+    assert list(load(folder, cache_dir=cache).identity(SingleProcess()).differences(before)) == ["data.alignments"]
+    assert len(list(cache.iterdir())) == 3
 
 
 def test_the_normalization_is_that_of_the_frames_to_train_on(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, make_job
+from jobs import Job, assert_refused, make_job
 
 from ddnn.recipe.load import load_recipe
 from ddnn.training.run_dir import RunDir
@@ -127,8 +127,11 @@ def test_goes_on_in_a_run_dir(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
 
 
 def test_resume_of_nothing_begins(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
-    assert run_cli("train", job.recipe, "--run-dir", job.run, "--resume", "--slurm").exit_code == 0
-    assert " --resume) &" in (job.run / "job.sh").read_text()
+    refused = run_cli("train", job.recipe, "--run-dir", job.run, "--resume", "--slurm")
+    assert_refused(refused, "no such run dir: nothing to resume")
+    assert not job.run.exists() and not (slurm.folder / "sbatch.called").exists()
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--resume=auto", "--slurm").exit_code == 0
+    assert " --resume=auto) &" in (job.run / "job.sh").read_text()
 
 
 def test_dry_run_prints_and_leaves_nothing(slurm: Slurm, job: Job, run_cli: RunCli) -> None:

@@ -1,7 +1,7 @@
 """Trainings that are killed with -9 at random moments until so many kills have been made, and how they end.
 
 Where a worker of several is killed, the launcher starts the job again; where the launcher or a single worker is, this
-program does, with --resume. Run as a program it is `make soak`: many kills, figures printed.
+program does, with --resume=auto. Run as a program it is `make soak`: many kills, figures printed.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Several:
     """`ddnn train --workers N`: the launcher, mpirun, the workers."""
 
     def __init__(self, recipe: Path, run: Path, workers: int) -> None:
-        words = ["train", str(recipe), "--run-dir", str(run), "--workers", str(workers), "--device", "cpu", "--resume"]
-        words += ["--set", "parallel.max_restarts=1000"]  # early kills leave no checkpoint
+        words = ["train", str(recipe), "--run-dir", str(run), "--workers", str(workers), "--device", "cpu"]
+        words += ["--resume=auto", "--set", "parallel.max_restarts=1000"]  # early kills leave no checkpoint
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMIX_", "OMPI_"))}
         self.run = str(run)
         with run.with_suffix(".out").open("a") as said:

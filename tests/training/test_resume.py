@@ -14,16 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from distributed.mpi_worlds import need_mpi
+from jobs import RunCli, assert_refused, make_job
 from training.launching import mpi_script
 
 from ddnn.averaging.averager import Averager
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
+from ddnn.kaldi.archive import write_matrices
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.training import job
@@ -169,7 +172,7 @@ MAY_CHANGE = {
 
 @pytest.mark.parametrize("key", keys())
 def test_every_other_key_may_not_change(key: str, tmp_path: Path) -> None:
-    recipe = load_recipe(recipe_of(tmp_path, ""))
+    recipe = load_recipe(recipe_of(tmp_path, "precision: float32\n"))
     before = yaml.safe_load(dump_recipe(recipe))
     section = before
     *sections, name = key.split(".")
@@ -323,6 +326,150 @@ def test_the_held_out_data_has_changed(tmp_path: Path, stop_at: Callable[[int, s
     write_cv(9)
     with pytest.raises(DataError, match="the data has changed since"):
         run_training(load_recipe(recipe), tmp_path / "run", "cpu", resume=True)
+
+
+def reversed_alignments(folder: Path) -> list[str]:
+    """The same utterances, lengths and numbers of frames of each pdf."""
+    labels = labelled_utterances(count=16)[1]
+    return [f"data.alignments={write_pdfs(folder / 'reversed', {n: pdfs[::-1] for n, pdfs in labels.items()})}"]
+
+
+def scaled_features(folder: Path) -> list[str]:
+    features = {name: 2 * matrix + 1 for name, matrix in labelled_utterances(count=16)[0].items()}
+    return [f"data.train={write_data_dir(folder / 'scaled', features)}"]
+
+
+def cmvn_of_others(folder: Path) -> list[str]:
+    """Statistics of each speaker in place of those that were computed from the features."""
+    stats = np.zeros((2, 5))
+    stats[0], stats[1] = [10, 20, 30, 40, 100], [200, 400, 600, 800, 0]
+    write_matrices(folder / "cmvn.ark", folder / "data/cmvn.scp", [(f"spk{n}", stats) for n in range(4)])
+    return []
+
+
+def other_speakers(folder: Path) -> list[str]:
+    """Held out, with as many utterances and frames."""
+    (folder / "cv").write_text("spk2\n")
+    return []
+
+
+REFUSED = {
+    reversed_alignments: r"data\.alignments: pdf-ids of digest \w{32} found, pdf-ids of digest \w{32} expected",
+    scaled_features: r"data\.train: other features: dimension \d: mean .* found, mean .* expected",
+    cmvn_of_others: r"data\.train: other features: dimension \d: mean .* found, mean .* expected",
+    other_speakers: r"data\.cv: 12 of 16 utterances to train on, digest \w+ found, 12 of 16 utterances .* expected",
+}
+
+
+@pytest.mark.parametrize("settings", [[], ["data.normalize=false"]], ids=["", "not normalized"])
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_other_data_of_the_same_sizes(
+    change: Callable[[Path], list[str]],
+    settings: list[str],
+    tmp_path: Path,
+    stop_at: Callable[[int, signal.Signals], None],
+    run_cli: RunCli,
+) -> None:
+    recipe, run = recipe_of(tmp_path, ""), tmp_path / "run"
+    recipe.write_text(recipe.read_text().replace("cv: {fraction: 0.25}", f"cv: {{speakers: {tmp_path / 'cv'}}}"))
+    (tmp_path / "cv").write_text("spk1\n")
+    words = ["train", recipe, "--run-dir", run, "--device", "cpu"]
+    settings = [*settings, f"data.cmvn={'mean' if change is cmvn_of_others else 'none'}"]
+    words += [word for one in settings for word in ("--set", one)]
+    stop_at(40, signal.SIGTERM)
+    assert run_cli(*words).exit_code == 75
+    stop_at(0, signal.SIGTERM)
+    before = (run / "recipe.yaml").read_bytes(), (run / "metrics.jsonl").read_bytes()
+    changed = [word for one in change(tmp_path) for word in ("--set", one)]
+    refused = run_cli(*words, "--resume", *changed)
+    assert_refused(refused, "the data has changed since")
+    assert re.search(REFUSED[change], refused.stderr), refused.stderr
+    assert ((run / "recipe.yaml").read_bytes(), (run / "metrics.jsonl").read_bytes()) == before
+
+
+def test_data_may_be_stored_elsewhere(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at)
+    run_training(load_recipe(recipe), tmp_path / "whole", "cpu")
+    data = write_data_dir(tmp_path / "elsewhere", labelled_utterances(count=16)[0])
+    run_training(load_recipe(recipe, [f"data.train={data}"]), run, "cpu", resume=True)
+    assert f"data.train is now {data}; was {tmp_path / 'data'}" in (run / "train.log").read_text()
+    assert (run / "final.safetensors").read_bytes() == (tmp_path / "whole/final.safetensors").read_bytes()
+
+
+def test_a_resume_never_changes_the_precision(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
+    """The one that was trained in counts, whatever the recipe has asked for."""
+    recipe, run = stopped_run(tmp_path, stop_at, "precision: auto\n")
+    with pytest.raises(RecipeError, match=r"precision: bf16 found, float32 expected"):
+        run_training(load_recipe(recipe, ["precision=bf16"]), run, "cpu", resume=True)
+    run_training(load_recipe(recipe, ["precision=float32"]), run, "cpu", resume=True)
+    assert (run / "final.safetensors").exists()
+
+
+def test_what_a_finished_training_would_ignore_is_refused(tmp_path: Path, run_cli: RunCli) -> None:
+    job = make_job(tmp_path)
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu").exit_code == 0
+    before = {path.name: path.read_bytes() for path in job.run.iterdir()}
+    other = tmp_path / "other.yaml"
+    other.write_text(job.recipe.read_text().replace("minibatch_size: 16", "minibatch_size: 32"))
+    moved = write_data_dir(tmp_path / "moved", job.features)
+    for words, differs in (
+        ([job.run, "--set", "schedule.max_epochs=6"], "schedule.max_epochs: 6 found, 1 expected"),
+        ([job.run, "--set", "checkpoint.keep_last=9"], "checkpoint.keep_last: 9 found, 2 expected"),
+        ([job.run, "--set", f"data.train={moved}"], f"data.train: {moved} found, {job.data} expected"),
+        ([job.run, "--workers", 2], "parallel.workers: 2 found, 1 expected"),
+        ([other, "--run-dir", job.run], "minibatch_size: 32 found, 16 expected"),
+    ):
+        for resume in ("--resume", "--resume=auto"):
+            assert_refused(run_cli("train", *words, resume), "this training has finished, by another recipe", differs)
+    for words in ([job.run], [job.run, "--set", "seed=1", "--workers", 1], [job.recipe, "--run-dir", job.run]):
+        result = run_cli("train", *words, "--resume")
+        assert result.exit_code == 0 and "this training has finished" in result.stdout
+    assert {path.name: path.read_bytes() for path in job.run.iterdir()} == before
+
+
+def test_a_finished_training_of_several_workers(tmp_path: Path, run_cli: RunCli) -> None:
+    """A recipe for one worker was trained by as many as mpirun has started, which its recipe.yaml says."""
+    job = make_job(tmp_path)
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu").exit_code == 0
+    path = job.run / "recipe.yaml"
+    path.write_text(path.read_text().replace("workers: 1", "workers: 4"))
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--resume").exit_code == 0
+    refused = run_cli("train", job.recipe, "--run-dir", job.run, "--resume", "--workers", 1)
+    assert_refused(refused, "parallel.workers: 1 found, 4 expected")
+
+
+def test_nothing_to_resume(tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistyped name is an error, and makes no run dir; --resume=auto starts there."""
+    monkeypatch.chdir(tmp_path)
+    job = make_job(tmp_path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/mine").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    for name, message in (("typo", "no such run dir: nothing"), ("notes", "there is no training in this directory")):
+        refused = run_cli("train", job.recipe, "--run-dir", name, "--resume")
+        assert_refused(refused, message, f"location: {name}", "leave out --resume")
+    assert_refused(run_cli("train", job.recipe, "--resume"), "no such run dir", "location: exp/recipe")
+    for resume in ("--resume", "--resume=auto"):
+        assert_refused(run_cli("train", "typo", resume), "no such", "location: typo")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert run_cli("train", job.recipe, "--run-dir", "new", "--resume=auto", "--device", "cpu").exit_code == 0
+    assert (
+        run_cli("train", "--resume", "new").exit_code == 0 and run_cli("train", "--resume=auto", "new").exit_code == 0
+    )
+    assert run_cli("train", "new", "--resume=maybe").exit_code == 2
+
+
+def test_a_training_that_failed_before_its_first_checkpoint(tmp_path: Path, run_cli: RunCli) -> None:
+    """It exists: --resume starts it from the beginning, and says so."""
+    job = make_job(tmp_path)
+    job.ark.write_bytes(job.ark.read_bytes()[:-40])
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu").exit_code == 2
+    job.write()
+    result = run_cli("train", job.run, "--resume", "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    log = (job.run / "train.log").read_text()
+    assert "there is no checkpoint to resume from: training starts from the beginning" in log
+    assert (job.run / "final.safetensors").exists()
 
 
 def test_no_checkpoint_of_a_model_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
