@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
+from ddnn.recipe.schema import Recipe
 from ddnn.report.measured import read_measured
 from ddnn.report.runs import read_run
 from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors, write_record
@@ -85,12 +86,11 @@ def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
         measured_epoch = MeasuredEpoch.of(read_measured(run_dir)[0])
     initial = next((row for row in metrics.cv if row.epoch == 0), None)
     epochs = [row for row in metrics.cv if row.epoch > 0]
-    accepted = [row for row in metrics.cv if row.accepted]  # without an accepted epoch the initial network is final
     return task.record.model_copy(
         update={
             "test_digest": test_digest(task.tests),
             "epochs": len(epochs),
-            "cv": _frame_metrics(accepted[-1]) if accepted else None,
+            "cv": _frame_metrics(metrics.last_accepted),
             "cv_by_epoch": tuple(map(_frame_metrics, epochs)),
             "initial_cv": _frame_metrics(initial),
             "baseline": _baseline(metrics),
@@ -100,12 +100,16 @@ def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
             "measured": measured_epoch,
             "machine": _joined(row.machine for row in metrics.starts) or device_name(task.device),
             "precision": _joined(row.precision for row in metrics.starts),
-            "optimizer": run.recipe.optimizer.name if run.recipe is not None else "",
+            "optimizer": _settings(run.recipe),
             "train_digest": _joined(row.train_digest for row in metrics.starts),
             "date": time.strftime("%Y-%m-%d"),
             "version": f"ddnn {version('ddnn')}, torch {torch.__version__}",
         }
     )
+
+
+def _settings(recipe: Recipe | None) -> str:
+    return "" if recipe is None else ", ".join(f"{key} {value}" for key, value in recipe.optimizer)
 
 
 def _joined(values: Iterable[str]) -> str:

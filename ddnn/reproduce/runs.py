@@ -20,6 +20,7 @@ from ddnn.recipe.schema import Recipe
 from ddnn.recipe.source import first_error
 from ddnn.report.scaling import Job, Measurement, Way
 from ddnn.reproduce.tables import FrozenModel, ReproduceConfig, Table, file_fingerprint, test_digest
+from ddnn.training.metrics import no_better_than_baseline
 from ddnn.training.run_status import DBN, FINAL
 from ddnn.util.errors import DataError, RecipeError, UserError
 from ddnn.util.files import ensure_directory, read_bytes_limited, write_text
@@ -121,7 +122,7 @@ class RunRecord(FrozenModel):
     measured: MeasuredEpoch | None = None
     machine: str = ""  # the processor or GPU that trained it
     precision: str = ""  # of its arithmetic; this and the next two are "" where they are unknown
-    optimizer: str = ""
+    optimizer: str = ""  # its name and settings
     train_digest: str = ""  # of the utterances that it was trained on
     date: str = ""  # when it was recorded
     version: str = ""  # of ddnn and torch
@@ -144,14 +145,15 @@ class RunRecord(FrozenModel):
         if self.failed is not None or self.cv is None:
             return self.failed or ("no epoch was accepted" if self.cv_by_epoch else None)
         loss, accuracy = self.cv.loss, self.cv.frame_accuracy
-        references = (self.initial_cv, "before training"), (self.baseline, "by the frequencies of the pdfs alone")
-        for reference, name in references:
-            if reference is not None and loss >= reference.loss:
-                return f"CV loss {loss:.4g}, {reference.loss:.4g} {name}"
-        if self.baseline is not None and accuracy <= self.baseline.frame_accuracy:
-            constant = f"{100 * self.baseline.frame_accuracy:.1f} % by always choosing the most frequent pdf"
-            return f"CV frame accuracy {100 * accuracy:.1f} %, {constant}"
-        return None
+        initial, baseline = self.initial_cv, self.baseline
+        if initial is not None and loss >= initial.loss:
+            return f"CV loss {loss:.4g}, {initial.loss:.4g} before training"
+        if baseline is None or not no_better_than_baseline(loss, accuracy, baseline.loss, baseline.frame_accuracy):
+            return None
+        if loss >= baseline.loss:
+            return f"CV loss {loss:.4g}, {baseline.loss:.4g} by the frequencies of the pdfs alone"
+        constant = f"{100 * baseline.frame_accuracy:.1f} % by always choosing the most frequent pdf"
+        return f"CV frame accuracy {100 * accuracy:.1f} %, {constant}"
 
 
 def write_record(folder: Path, record: RunRecord) -> Path:

@@ -21,7 +21,7 @@ from ddnn.reproduce.tables import load_config
 from ddnn.slurm import SlurmOptions
 from ddnn.training.run_status import DBN
 from ddnn.util.errors import UserError
-from ddnn.util.system import device_name
+from ddnn.util.system import cpu_name
 
 SBATCH = """\
 calls = open(FOLDER + "/sbatch.calls", "a+")
@@ -157,7 +157,7 @@ def test_from_the_first_call_to_the_records(
     assert json.loads(run_cli(*call, "--json").stdout)["jobs"]["finished"] == ["base-1-1"]
     records = read_records(out / "records")
     assert {name: record.machine for name, record in records.items()} == dict.fromkeys(
-        ("sgd-1-1", "base-1-1"), f"{device_name('cpu')}, Slurm, 1 node"
+        ("sgd-1-1", "base-1-1"), f"{cpu_name()}, Slurm, 1 node"
     )
     assert {record.precision for record in records.values()} == {"float32"}
     assert all(record.epochs == 2 and record.tests["test"].frame_accuracy > 0.3 for record in records.values())
