@@ -210,7 +210,7 @@ def signal_job(
     (folder / "train.py").write_text(
         "import pathlib, signal, sys, time\nheard = pathlib.Path('heard')\nheard.touch()\ntime.sleep(0.5)\n"
         "def hear(*_):\n    signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n    heard.write_text(heard.read_text() + 'USR1\\n')\n    sys.exit(int(sys.argv[1]))\n"
-        f"signal.signal(signal.SIGUSR1, hear)\ntime.sleep({20 if numbers else 0})\nsys.exit(int(sys.argv[1]))\n"
+        f"signal.signal(signal.SIGUSR1, hear)\ntime.sleep({600 if numbers else 0})\nsys.exit(int(sys.argv[1]))\n"
     )
     scontrol = folder / "scontrol"
     shown = f"JobId=4711 UserId=me(1) JobState={state} Reason=None Command=x"
