@@ -69,6 +69,7 @@ class ReproduceResult:
     missing: tuple[str, ...]  # runs that have none
     not_selected: tuple[str, ...]  # those of the missing that --seeds and --workers exclude
     outdated: Mapping[str, Sequence[str]]  # `outdated_records`
+    failed: tuple[str, ...] = ()  # recorded runs that did not train
     errors: tuple[str, ...] = ()  # why runs failed, a sentence each
     files: tuple[Path, ...] = ()  # that were written
     summary: Mapping[str, object] | None = None  # of the report, for `--json`
@@ -77,7 +78,7 @@ class ReproduceResult:
 
     def as_dict(self) -> dict[str, object]:
         return {
-            **{name: getattr(self, name) for name in ("tables", "records", "missing", "not_selected")},
+            **{name: getattr(self, name) for name in ("tables", "records", "missing", "not_selected", "failed")},
             **{f"outdated_{why}": names for why, names in self.outdated.items()},
             "errors": self.errors,
             "files": [str(path) for path in self.files],
@@ -148,6 +149,7 @@ def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], 
         missing=missing,
         not_selected=tuple(run.name for run in missing_runs(others, records)),
         outdated=outdated_records(plan.runs, records),
+        failed=tuple(run.name for run in plan.runs if run.is_recorded(records) and records[run.name].failure),
         errors=tuple(errors),
         jobs=jobs,
     )

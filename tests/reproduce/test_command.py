@@ -166,6 +166,21 @@ def test_records_that_do_not_count_are_named(tmp_path: Path, run_cli: RunCli, mo
     assert "of another recipe or other data: 1" in run_cli(*arguments).stderr, "before it is trained again"
 
 
+def test_runs_that_did_not_train_are_named(tmp_path: Path, run_cli: RunCli) -> None:
+    folder, out = one_seed(write_corpus(tmp_path, graphs=False)), tmp_path / "out"
+    figures = {"baseline": {"loss": 1.1, "frame_accuracy": 0.4}}
+    for run in runs_of(folder):
+        accuracy = 0.3 if run.name == "sgd-2-1" else 0.9
+        write_record(out / "records", record_of(run, cv={"loss": 0.5, "frame_accuracy": accuracy}, **figures))
+    arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--report-only")
+    result = run_cli(*arguments)
+    assert result.exit_code == 0, result.stderr
+    named = [line for line in result.stdout.splitlines() if "did not train" in line]
+    assert named == ["did not train: sgd-2-1"]
+    found = json.loads(run_cli(*arguments, "--json").stdout)
+    assert found["failed"] == ["sgd-2-1"] and found["verdicts"]["not comparable"] == 1
+
+
 def test_a_report_is_called_as_it_is_given_without_its_ending(tmp_path: Path, run_cli: RunCli) -> None:
     folder, out = write_corpus(tmp_path, graphs=False), tmp_path / "out"
     write_record(out / "records", record_of(runs_of(folder)[0]))

@@ -38,6 +38,8 @@ def test_the_recorded_runs_that_did_not_train() -> None:
     expected = {("table4", "1024 is better than 256, on many"), ("table6", "NG-SGD is better than SGD, on many")}
     assert incomparable == expected
     points = [metric["difference"] for found in results for metric in found["metrics"]]
+    text = (RESULTS / "an4.md").read_text()
+    assert "+91" not in text and "tested instead: NG-SGD is better than SGD at half the learning rate" in text
     assert len(points) == 4 * 13 and max(map(abs, points)) < 20.0
 
 
