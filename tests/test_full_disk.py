@@ -34,8 +34,8 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """full(name): from now on no file of that name can be flushed to disk; full(None): all can."""
+def full(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """full(name, ...): from now on no file of these names can be flushed to disk; full(None): all can."""
     fsync, names = os.fsync, []
 
     def no_space(descriptor: int) -> None:
@@ -46,8 +46,8 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
 
     monkeypatch.setattr("ddnn.util.files.os.fsync", no_space)
 
-    def full(name: str | None) -> None:
-        names[:] = [name] if name is not None else []
+    def full(*full_names: str | None) -> None:
+        names[:] = filter(None, full_names)
 
     return full
 
@@ -86,28 +86,34 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     [
         ("recipe.yaml", {"train.log", "status.json"}),
         ("ali_train_pdf.counts", {"recipe.yaml", "train.log", "status.json"}),
-        ("final.safetensors", {*BEFORE_TRAINING, "metrics.jsonl", "best.safetensors"}),
     ],
 )
-def test_train(job: Job, run_cli: RunCli, full: Callable[[str | None], None], name: str, left: set[str]) -> None:
+def test_train(job: Job, run_cli: RunCli, full: Callable[..., None], name: str, left: set[str]) -> None:
     full(name)
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
     assert_refused(result, f"no space left while writing {name}", str(job.run), "free disk space or quota")
-    assert files_in(job.run) - {"checkpoints"} == left
-    if "best.safetensors" in left:  # the work of the epochs so far is not lost, and not written over
-        load_model(job.run / "best.safetensors")
+    assert files_in(job.run) == left
     full(None)
-    if left <= BEFORE_TRAINING:
-        assert_trains(run_cli, job)
-        return
-    assert "--resume" in result.stderr
+    assert_trains(run_cli, job)
+
+
+def test_the_trained_model_without_space(job: Job, run_cli: RunCli, full: Callable[..., None]) -> None:
+    """After the only epoch, with no checkpoint."""
+    full("final.safetensors")
+    assert_trains(run_cli, job, run=job.root / "renamed")
+    full("best.safetensors", "final.safetensors")
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    assert_refused(result, "no space left while writing final.safetensors", str(job.run), "there is no checkpoint")
+    assert "--resume starts from the beginning" in result.stderr
+    assert files_in(job.run) == {*BEFORE_TRAINING, "metrics.jsonl"}
+    full(None)
     assert_refused(run_cli("train", job.recipe, "--run-dir", job.run), "exists already", str(job.run), "--resume")
     assert run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--resume").exit_code == 0
     assert files_in(job.run) == FINISHED
 
 
 def test_the_best_network_without_space_does_not_end_a_training(
-    job: Job, run_cli: RunCli, full: Callable[[str | None], None]
+    job: Job, run_cli: RunCli, full: Callable[..., None]
 ) -> None:
     full("best.safetensors")
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
@@ -216,6 +222,27 @@ def test_a_disk_that_is_full_for_a_while(
     assert "pending rows are in it" in said
 
 
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_disk_that_stays_full_to_the_end(
+    job: Job, run_cli: RunCli, disk: Callable[[int], Path], at_epoch: Callable[..., None], checkpoints: bool
+) -> None:
+    """From the first epoch on. The network of that epoch, and an older checkpoint if there are any, make room for the
+    trained model, and checkpoints also for the rows."""
+    settings = ["--set", "model.hidden_units=400", "--set", "schedule.initial_learning_rate=0.002"]
+    settings += [] if checkpoints else ["--set", "checkpoint.interval_minibatches=null"]
+    assert train_longer(run_cli, job, job.run, *settings).exit_code == 0
+    place = disk(300)
+    at_epoch({1: Filler(place).fill})
+    result = train_longer(run_cli, job, place / "run", *settings)
+    assert (place / "run/final.safetensors").read_bytes() == (job.run / "final.safetensors").read_bytes()
+    assert files_in(place / "run") == FINISHED
+    if checkpoints:
+        assert result.exit_code == 0, result.stderr
+        assert epochs_of(place / "run") == EVERY_ROW
+    else:
+        assert_refused(result, "cannot write metrics.jsonl", "the model is complete in final.safetensors", "are lost")
+
+
 def test_ended_while_the_disk_is_full(
     job: Job, run_cli: RunCli, disk: Callable[[int], Path], at_epoch: Callable[..., None]
 ) -> None:
@@ -261,7 +288,7 @@ def test_a_log_that_finds_no_space_does_not_end_a_training(
 
 
 @pytest.mark.parametrize("name", sorted(DECODABLE))
-def test_decode_prep(job: Job, run_cli: RunCli, full: Callable[[str | None], None], name: str) -> None:
+def test_decode_prep(job: Job, run_cli: RunCli, full: Callable[..., None], name: str) -> None:
     assert_trains(run_cli, job)
     out = job.root / "decode"
     arguments = ["decode-prep", job.run, "--data", job.data, "--out", out, "--device", "cpu"]
@@ -291,7 +318,7 @@ def test_decode_prep_on_disks_of_every_size(job: Job, run_cli: RunCli, disk: Cal
 
 
 @pytest.mark.parametrize("name", ["final.nnet", "feature_transform.nnet", "ali_train_pdf.counts"])
-def test_export(job: Job, run_cli: RunCli, full: Callable[[str | None], None], name: str) -> None:
+def test_export(job: Job, run_cli: RunCli, full: Callable[..., None], name: str) -> None:
     assert_trains(run_cli, job)
     full(name)
     arguments = ["export", job.run, "--out", job.root / "nnet"]
@@ -302,7 +329,7 @@ def test_export(job: Job, run_cli: RunCli, full: Callable[[str | None], None], n
 
 
 @pytest.mark.parametrize("name", ["ali_train_pdf.counts", "final.safetensors"])
-def test_import(job: Job, run_cli: RunCli, full: Callable[[str | None], None], name: str) -> None:
+def test_import(job: Job, run_cli: RunCli, full: Callable[..., None], name: str) -> None:
     assert_trains(run_cli, job)
     assert run_cli("export", job.run, "--out", job.root / "nnet").exit_code == 0
     nnet, counts = job.root / "nnet", job.run / "ali_train_pdf.counts"

@@ -49,16 +49,22 @@ class AcousticModel:
 
 
 def save_model(path: Path, model: AcousticModel) -> None:
-    """Writes the model whole: float32 tensors by name, and their meaning as JSON in the header. UserError: it cannot be
-    written, or has values that are not finite."""
+    """Writes the model whole. UserError: it cannot be written, or has values that are not finite."""
+    data = encode_model(model, path)
+    with atomic_write(path) as handle:
+        handle.write(data)
+
+
+def encode_model(model: AcousticModel, path: Path) -> bytes:
+    """The file of a model: float32 tensors by name, and their meaning as JSON in the header; the same bytes for the same
+    model. UserError: it has values that are not finite; `path` is for the message."""
     if not bool(model.network.parameters.isfinite().all()):
         message = "the network has values that are not finite"
         raise UserError(message, location=path, hint="lower the learning rate: training diverged")
     header, tensors = model_config(model), transform_tensors(model)
     for i, views in enumerate(model.network.views):
         tensors |= {f"layer{i}.{name}": value.cpu().contiguous() for name, value in views.items()}
-    with atomic_write(path) as handle:
-        handle.write(save(tensors, metadata={"ddnn": json.dumps(header)}))
+    return save(tensors, metadata={"ddnn": json.dumps(header)})
 
 
 def model_config(model: AcousticModel) -> dict[str, Any]:

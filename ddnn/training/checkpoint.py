@@ -201,14 +201,16 @@ class CheckpointStore:
             log.warning("%s: an older checkpoint could not be removed: %s", self.directory, manifest.describe(error))
 
 
-def remove_checkpoints(directory: Path) -> None:
-    """Removes all checkpoints, and the directory if nothing else is in it; what cannot be removed is logged."""
+def remove_checkpoints(directory: Path, keep: int | None = None) -> None:
+    """Removes all checkpoints, and the directory if nothing else is in it, or all but the one of number `keep`; what
+    cannot be removed is logged."""
     try:
         for prefix in ("", TEMPORARY):
-            for number in manifest.checkpoint_numbers(directory, prefix):
+            for number in set(manifest.checkpoint_numbers(directory, prefix)) - {None if prefix else keep}:
                 with suppress(OSError):  # other files are in it: then the directory is not empty below
                     manifest.remove_checkpoint(directory / (prefix + manifest.folder_name(number)))
-        directory.rmdir()
+        if keep is None:
+            directory.rmdir()
     except FileNotFoundError:
         return
     except OSError as error:

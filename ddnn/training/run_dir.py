@@ -10,8 +10,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,23 @@ from numpy.typing import NDArray
 
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import write_pdf_counts
-from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
+from ddnn.nn.acoustic_model import AcousticModel, encode_model, load_model, save_model
 from ddnn.training import run_status
 from ddnn.training.checkpoint import remove_checkpoints
+from ddnn.training.checkpoint_manifest import CheckpointSummary, peek_checkpoint
 from ddnn.training.metrics import EventRow, MetricsRow, MetricsWriter, WorkerRow
 from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, RECIPE, Kind, RunStatus, check_run_dir
 from ddnn.util.errors import DataError, DivergedError, UserError
-from ddnn.util.files import FileLock, ensure_directory, fsync_directory, open_for_append, write_text
+from ddnn.util.files import (
+    FileLock,
+    atomic_write,
+    ensure_directory,
+    fsync_directory,
+    is_full_disk,
+    open_for_append,
+    open_regular,
+    write_text,
+)
 
 log = logging.getLogger(__name__)
 
@@ -168,23 +178,76 @@ class RunDir:
             self._tolerate_full_disk(lambda: save_model(self.path / BEST, model))
 
     def finish(self, model: AcousticModel) -> None:
-        """Writes the trained model (of a pretraining: all RBMs as hidden layers), then removes what only a resume
-        needs. UserError if it cannot be written, or rows of metrics.jsonl cannot."""
+        """Writes the trained model (of a pretraining: all RBMs as hidden layers) and all rows of metrics.jsonl, and
+        removes what only a resume needs. On a full disk room is made: for the model by what a resume does not need,
+        which is all checkpoints but the newest and the network of an earlier epoch; then for the rows by all that the
+        model supersedes. UserError if there still is no room."""
+        result = self.path / (FINAL if self.kind == "training" else DBN)
+        data = encode_model(model, result)
+        checkpoint = peek_checkpoint(self.path / CHECKPOINTS, lambda problem: None)
+        with self._errors_say(lambda error: self._unfinished_hint(error, checkpoint)):
+            self._twice(lambda: self._write_result(result, data), lambda: self._make_room(data, checkpoint))
+        fsync_directory(self.path)
+        hint = f"the model is complete in {result.name}; the newest rows of {run_status.METRICS} are lost"
+        with self._errors_say(lambda error: hint):
+            self._twice(self._metrics.flush, self._remove_superseded)
+        self._remove_superseded()
+        if self._parent is None:
+            self.set_status(state="finished", minibatch=0)
+
+    @contextmanager
+    def _errors_say(self, hint: Callable[[UserError], str]) -> Iterator[None]:
+        """Errors of the disk get another hint."""
         try:
-            self._metrics.flush()
-            save_model(self.path / (FINAL if self.kind == "training" else DBN), model)
+            yield
         except UserError as error:
             if not isinstance(error.__cause__, OSError):
                 raise
-            whole = self._parent or self
-            hint = f"free disk space or quota, then resume: {run_status.resume_command(whole.path, whole.kind)}"
-            raise UserError(error.message, location=error.location, hint=hint) from error
-        fsync_directory(self.path)
+            raise UserError(error.message, location=error.location, hint=hint(error)) from error
+
+    def _twice(self, write: Callable[[], None], make_room: Callable[[], None]) -> None:
+        """Writes; once more after `make_room` where the disk is full."""
+        try:
+            write()
+        except UserError as error:
+            if not is_full_disk(error):
+                raise
+            make_room()
+            write()
+
+    def _remove_superseded(self) -> None:
+        """What nobody needs once the model is written."""
         with suppress(OSError):
             (self.path / BEST).unlink(missing_ok=True)
         remove_checkpoints(self.path / CHECKPOINTS)
-        if self._parent is None:
-            self.set_status(state="finished", minibatch=0)
+
+    def _make_room(self, data: bytes, checkpoint: CheckpointSummary | None) -> None:
+        """Removes what is superseded by the newest checkpoint and by the trained model, whose file is `data`."""
+        if checkpoint is not None:
+            remove_checkpoints(self.path / CHECKPOINTS, keep=checkpoint.number)
+        if not _holds(self.path / BEST, data):
+            with suppress(OSError):
+                (self.path / BEST).unlink(missing_ok=True)
+
+    def _write_result(self, result: Path, data: bytes) -> None:
+        """Best.safetensors is renamed where it holds the same model, which needs no space."""
+        if _holds(self.path / BEST, data):
+            with suppress(OSError):
+                (self.path / BEST).replace(result)
+                return
+        with atomic_write(result) as handle:
+            handle.write(data)
+
+    def _unfinished_hint(self, error: UserError, checkpoint: CheckpointSummary | None) -> str:
+        """What to do where the model could not be written, and what a resume does then."""
+        whole = self._parent or self
+        resume = run_status.resume_command(whole.path, whole.kind)
+        first = "free disk space or quota" if is_full_disk(error) else "make the run dir writable"
+        if self.kind == "pretraining":
+            return f"{first}, then resume: {resume}; all RBMs are complete"
+        if checkpoint is None:
+            return f"there is no checkpoint: {first}, then {resume} starts from the beginning"
+        return f"{first}, then resume: {resume}; it continues from checkpoint {checkpoint.to_dict()['where']}"
 
     def close(self, error: BaseException | None = None, message: str | None = None) -> None:
         """Records how the run ended, ends the log and releases the lock. A second call does nothing. `error`: what
@@ -207,6 +270,15 @@ class RunDir:
             self._log = None
         if self._lock is not None:
             self._lock.release()
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether `path` is a regular file, no link, of these bytes."""
+    try:
+        with open_regular(path, follow_symlinks=False) as handle:
+            return handle.read(len(data) + 1) == data
+    except OSError:
+        return False
 
 
 class NullRunDir(RunDir):

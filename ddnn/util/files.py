@@ -21,8 +21,14 @@ from ddnn.util.errors import UserError
 _CHUNK = 4 << 20  # bytes read at once
 
 
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is that there is no space or quota."""
+    cause = error.__cause__ if isinstance(error, UserError) else error
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def _explain(error: OSError, path: Path) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full_disk(error):
         hint = "free disk space or quota, then run again"
         return UserError(f"no space left while writing {path.name}", location=path.parent, hint=hint)
     hint = "check that the directory exists and is writable"

@@ -22,10 +22,13 @@ from jobs import make_job
 
 from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
+from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, load_model
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, initialize
+from ddnn.training import run_dir
+from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.metrics import (
     MAX_PENDING_ROWS,
     EpochRow,
@@ -37,6 +40,7 @@ from ddnn.training.metrics import (
 )
 from ddnn.training.run_dir import NullRunDir, RunDir
 from ddnn.training.run_status import (
+    BEST,
     CHECKPOINTS,
     DBN,
     FILES,
@@ -429,18 +433,115 @@ def test_the_best_network_waits_for_space(
         run.save_best(diverged)
 
 
-def test_finishing_needs_every_row(tmp_path: Path, full: Callable[..., None]) -> None:
+def test_rows_without_space_at_the_end(tmp_path: Path, full: Callable[..., None]) -> None:
+    """The model is written, and what it supersedes makes room for the rows; where there still is none, it is said."""
     run = begun(tmp_path / "run")
-    fill_checkpoints(run.path)
+    save_checkpoints(run.path, 2)
+    run.save_best(model())
     full(True)
     run.record(row(1))
     with pytest.raises(UserError, match=r"cannot write metrics.jsonl") as caught:
         run.finish(model())
-    assert caught.value.hint is not None and "--resume" in caught.value.hint
-    assert not (run.path / FINAL).exists() and (run.path / CHECKPOINTS / "00000041").exists()
+    assert caught.value.hint == "the model is complete in final.safetensors; the newest rows of metrics.jsonl are lost"
+    assert (run.path / FINAL).exists() and not (run.path / CHECKPOINTS).exists()
     full(False)
     run.finish(model())
     assert rows_of(run.path) == [(0, "cv"), (1, "cv")]
+
+
+def test_checkpoints_make_room_for_the_rows(
+    tmp_path: Path, full: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, remove = begun(tmp_path / "run"), run_dir.remove_checkpoints
+    save_checkpoints(run.path, 2)
+    run.save_best(model())
+    full(True)
+    run.record(row(1))
+
+    def removed(directory: Path, keep: int | None = None) -> None:
+        assert (run.path / FINAL).exists() and keep is None
+        remove(directory)
+        full(False)
+
+    monkeypatch.setattr(run_dir, "remove_checkpoints", removed)
+    run.finish(model())
+    assert rows_of(run.path) == [(0, "cv"), (1, "cv")]
+
+
+def save_checkpoints(run: Path, number: int) -> None:
+    """Checkpoints 1 to `number`, after as many epochs each."""
+    store = CheckpointStore(run / CHECKPOINTS, 9, SingleProcess())
+    for epoch in range(1, number + 1):
+        assert store.save({"epoch": epoch, "minibatch": 0}, {}, {"parameters": torch.zeros(3)})
+
+
+def other_model() -> AcousticModel:
+    """As `model`, with other parameters."""
+    other = model()
+    other.network.parameters.add_(1.0)
+    return other
+
+
+def test_the_best_network_is_renamed_where_it_is_the_trained_one(tmp_path: Path, full: Callable[..., None]) -> None:
+    """Which needs no space."""
+    run = begun(tmp_path / "run")
+    run.save_best(model())
+    inode = (run.path / "best.safetensors").stat().st_ino
+    full(True)
+    run.finish(model())
+    assert (run.path / FINAL).stat().st_ino == inode
+    assert torch.equal(load_model(run.path / FINAL).network.parameters, model().network.parameters)
+
+
+def test_the_network_of_an_earlier_epoch_is_not_renamed(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    run.save_best(other_model())
+    run.finish(model())
+    assert torch.equal(load_model(run.path / FINAL).network.parameters, model().network.parameters)
+
+
+def test_a_link_in_place_of_the_best_network_is_not_renamed(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    run.save_best(model())
+    (run.path / "best.safetensors").rename(tmp_path / "elsewhere")
+    (run.path / "best.safetensors").symlink_to(tmp_path / "elsewhere")
+    run.finish(model())
+    assert not (run.path / FINAL).is_symlink() and (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("checkpoints", [0, 3])
+def test_a_full_disk_at_the_end_leaves_what_a_resume_needs_and_says_what_it_does(
+    tmp_path: Path, full: Callable[..., None], checkpoints: int
+) -> None:
+    run = begun(tmp_path / "run")
+    run.save_best(other_model())
+    save_checkpoints(run.path, checkpoints)
+    full(True)
+    with pytest.raises(UserError, match=r"no space left while writing final\.safetensors") as caught:
+        run.finish(model())
+    hint = caught.value.hint or ""
+    assert "free disk space or quota" in hint and BEST not in hint
+    assert not (run.path / BEST).exists(), "it was removed to make room"
+    if checkpoints:
+        assert [path.name for path in (run.path / CHECKPOINTS).iterdir()] == ["00000003"]
+        assert hint.endswith("--resume; it continues from checkpoint number 3: after epoch 3")
+    else:
+        assert hint.startswith("there is no checkpoint") and hint.endswith("--resume starts from the beginning")
+
+
+def test_nothing_is_removed_where_a_run_dir_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begun(tmp_path / "run")
+    run.save_best(other_model())
+    save_checkpoints(run.path, 2)
+
+    def read_only(descriptor: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("ddnn.util.files.os.fsync", read_only)
+    with pytest.raises(UserError, match=r"cannot write final\.safetensors: Read-only") as caught:
+        run.finish(model())
+    assert "make the run dir writable, then resume" in (caught.value.hint or "")
+    assert (run.path / BEST).exists() and len(list((run.path / CHECKPOINTS).iterdir())) == 2
 
 
 # --- status.json
