@@ -250,6 +250,11 @@ class DataIdentity(BaseModel):
     contents: dict[str, str]  # utterances and their lengths, pdf-ids, what is held out: as text, with a digest
     features: dict[str, list[list[float]]]  # `feature_statistics`
 
+    def of(self, key: str) -> DataIdentity:
+        """This key's part alone."""
+        parts = {name: {key: of_all[key]} for name, of_all in self if key in of_all}
+        return DataIdentity.model_validate(parts)
+
     def differences(self, before: DataIdentity) -> dict[str, str]:
         """What is not as before: key -> the values found and expected."""
         keys = sorted({*self.contents, *before.contents})

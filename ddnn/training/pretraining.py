@@ -21,7 +21,7 @@ from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.data.batches import Sampler, SequentialSampler, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import STATISTICS_UTTERANCES, FrameSubset
-from ddnn.data.pipeline import TrainingData
+from ddnn.data.pipeline import DataIdentity, TrainingData
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.nnet1 import read_nnet1
@@ -34,6 +34,7 @@ from ddnn.recipe.schema import AveragingConfig, CrossValidationConfig, NewbobCon
 from ddnn.training.checkpoint import CheckpointHandle, prefixed, unprefixed
 from ddnn.training.metrics import PretrainRow, throughput
 from ddnn.training.options import model_features
+from ddnn.training.resume import check_same_data
 from ddnn.training.run_status import DBN
 from ddnn.training.state import CheckpointPolicy, TrainingProgress
 from ddnn.util.errors import DataError, DivergedError
@@ -68,6 +69,7 @@ class RbmTrainer:
     ) -> None:
         """Collective."""
         self.index, self.run, self.checkpoints, self.progress = index, checkpoints.run, checkpoints, TrainingProgress()
+        self.data = DataIdentity(contents={}, features={})  # of what it is trained on
         config, device, comm = recipe.pretrain, frames.indices.device, checkpoints.comm
         seed = (recipe.seed * 1_000_003 + 7919 * (index + 1)) % 2**63
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -203,7 +205,8 @@ class RbmTrainer:
             **prefixed("averager", self.averager.state_dict()),
         }
         metadata = {name: getattr(progress, name) for name in ("epoch", "minibatch", "num_minibatches")}
-        return {"rbm": self.index + 1, **metadata, "seconds": progress.elapsed()}, {}, rank
+        metadata |= {"rbm": self.index + 1, "seconds": progress.elapsed(), "data": self.data.model_dump()}
+        return metadata, {}, rank
 
     def restore(self, handle: CheckpointHandle) -> None:
         """Restores what was captured; DataError where it does not fit."""
@@ -287,14 +290,16 @@ def visible_statistics(below: AcousticModel, frames: FrameSubset, comm: Communic
 def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPolicy) -> AcousticModel:
     """Trains the RBMs that are not finished yet, and leaves each in the run dir of `checkpoints`. Collective. Returns
     the DBN as a network of hidden layers behind the input transform it was trained with, the same on all workers.
-    DataError: the run dir has RBMs for other features. DivergedError: an RBM diverged. UserError: the disk is full.
+    DataError: the run dir has RBMs for other features, or a checkpoint from other data. DivergedError: an RBM diverged. UserError: the disk is full.
     TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written."""
     run, comm = checkpoints.run, checkpoints.comm
     device, num_rbms, utterances = data.device, recipe.model.hidden_layers, range(len(data.dataset.utterances))
     frames = FrameSubset(data.dataset, data.dataset.rows_of(utterances).to(device))
     transform = data.input_transform(comm, all_utterances=True).to(device)
     data.require_minibatch("pretrain.minibatch_size", recipe.pretrain.minibatch_size, data.shards)
-    handle = checkpoints.store.latest()
+    handle, identity = checkpoints.store.latest(), data.identity(comm).of("data.train")  # no label is read
+    if handle is not None:
+        check_same_data(handle.metadata.get("data"), identity, recipe, handle.path)
     dbn = AcousticModel(model_features(recipe), transform, Network((), torch.zeros(0, device=device)))
     for index in range(num_rbms):
         path = run.path / f"rbm{index + 1}.safetensors"
@@ -304,6 +309,7 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
             log.info("rbm %d: finished before", index + 1)
             continue
         trainer = RbmTrainer(recipe, index, frames, dbn, checkpoints)
+        trainer.data = identity
         if handle is not None and handle.metadata.get("rbm") == index + 1:
             trainer.restore(handle)
             done = f"epoch {trainer.progress.epoch}, {trainer.progress.minibatch} minibatches"

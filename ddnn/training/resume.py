@@ -109,9 +109,13 @@ def check_same_recipe(before: str, recipe: Recipe, location: Path, precision: st
         log.info("%s is now %s; was %s", key, now, then)
 
 
-def check_same_data(before: DataIdentity, found: DataIdentity, recipe: Recipe, since: Path) -> None:
-    """DataError where the data is not what was read `since` a checkpoint was written, wherever it is stored."""
-    changed = found.differences(before)
+def check_same_data(before: object, found: DataIdentity, recipe: Recipe, since: Path) -> None:
+    """DataError where the data is not what was read `since` a checkpoint was written, wherever it is stored. `before`:
+    what the checkpoint has, validated or not."""
+    try:
+        changed = found.differences(DataIdentity.model_validate(before))
+    except ValidationError as error:
+        raise DataError(f"not a checkpoint of this version: data: {first_error(error)}", location=since) from error
     if changed:
         path = get_value(recipe, next(iter(changed)))
         lines = [f"{key}: {text}" for key, text in changed.items()]

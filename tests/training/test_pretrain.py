@@ -181,6 +181,12 @@ def test_a_signal_in_the_middle_of_an_rbm_leaves_a_checkpoint_that_resumes_to_th
     assert found is not None
     assert [found.metadata[key] for key in ("rbm", "epoch", "minibatch")] == [2, 1, 14]
     assert not (run / "rbm2.safetensors").exists()
+    features, labels = labelled_utterances()
+    write_data_dir(tmp_path / "data", {name: 2 * matrix + 1 for name, matrix in features.items()})
+    with pytest.raises(DataError, match=r"the data has changed since checkpoint \d+ .*data\.train: other features"):
+        run_pretraining(load_recipe(recipe), run, "cpu")
+    write_data_dir(tmp_path / "data", features)
+    write_pdfs(tmp_path / "pdfs.txt", {name: pdfs[::-1] for name, pdfs in labels.items()})  # RBMs read no labels
     run_pretraining(load_recipe(recipe), run, "cpu")
     assert calls == 168, "only the minibatches after the checkpoint are trained on"
     for name in ("rbm1.safetensors", "rbm2.safetensors", "rbm3.safetensors", DBN):
