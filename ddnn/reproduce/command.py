@@ -69,12 +69,12 @@ class ReproduceResult:
     missing: tuple[str, ...]  # runs that have none
     not_selected: tuple[str, ...]  # those of the missing that --seeds and --workers exclude
     outdated: Mapping[str, Sequence[str]]  # `outdated_records`
-    failed: tuple[str, ...] = ()  # recorded runs that did not train
     errors: tuple[str, ...] = ()  # why runs failed, a sentence each
     files: tuple[Path, ...] = ()  # that were written
     summary: Mapping[str, object] | None = None  # of the report, for `--json`
     jobs: JobReport | None = None  # of --slurm, where there was something to do
     would_execute: Mapping[str, Any] | None = None  # of --dry-run on this machine
+    failed: tuple[str, ...] = ()  # recorded runs that did not train
 
     def as_dict(self) -> dict[str, object]:
         return {
