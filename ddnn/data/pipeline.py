@@ -72,6 +72,7 @@ class TrainingFootprint:
     activation_floats: int  # per frame: the network's input, outputs and derivatives of all layers
     batch_size: int  # frames of a minibatch
     parameter_copies: int = 3  # on a CPU, of 4 bytes per parameter: parameters, gradient, best so far, momentum, bf16
+    momentum_copies: int = 0  # of these the momentum
     # the same for averaging over workers: those that MPI and the strategy keep; 0 for one worker
     averaging_copies: int = 0
     natural_gradient_bytes: int = 0  # of NG-SGD; 0 without
@@ -88,7 +89,8 @@ class TrainingFootprint:
             pinned = {"averaging": 2 * one} if self.averaging_copies else {}
             return {"files": 4 * one, **pinned, "libraries": LIBRARY_BYTES}
         estimate = {
-            "parameters": self.parameter_copies * one,
+            "parameters": (self.parameter_copies - self.momentum_copies) * one,
+            "momentum": self.momentum_copies * one,
             "activations": self._activations(),
             "files": 3 * one,  # a model being written takes two copies, a checkpoint that is read three
             "libraries": LIBRARY_BYTES,
@@ -134,14 +136,32 @@ def require_host_memory(estimate: Estimate, location: str | PathLike[str], comm:
         parts = f"each: {parts}" if len(here) > 1 else parts
         message = f"{who} about {_size(needed)} of memory ({parts}), and {_size(available)} are available"
         if needed > available:
-            spread = "fewer workers on each" if len(here) > 1 else "more workers on more machines"
-            hint = f"use machines (containers, jobs) with more memory, {spread}, fewer utterances"
-            if "frames in float32" in here[0][1]:
-                hint += ", or data.feature_dtype: float16, which halves the frames"
-            raise DataError(message, location=location, hint=hint)
+            key, hint = _memory_hint(here[0][1], len(here), available)
+            raise DataError(message, location=key or location, hint=hint)
         if comm.rank == 0:
             scarce = needed > WARN_FRACTION * available
             log.log(logging.WARNING if scarce else logging.INFO, "memory%s: %s", " is scarce" * scarce, message)
+
+
+def _memory_hint(estimate: Estimate, workers: int, available: int) -> tuple[str | None, str]:
+    """The section of the recipe that does not fit into what is `available` to some workers of a host, None for the
+    frames, and what to do. `estimate`: of one of these workers. The frames are divided among all workers; each has all
+    the rest."""
+    frames = sum(size for part, size in estimate.items() if part.startswith("frames"))
+    one, larger = sum(estimate.values()) - frames, "machines (containers, jobs) with more memory"
+    if workers * one <= available:
+        spread = "more machines with fewer workers on each" if workers > 1 else "more workers on more machines"
+        hint = f"use {larger}, {spread}, fewer utterances"
+        float16 = ", or data.feature_dtype: float16, which halves the frames"
+        return None, hint + (float16 if "frames in float32" in estimate else "")
+    changes = ["model.hidden_units or model.hidden_layers"]
+    changes += ["minibatch_size"] if 2 * estimate.get("activations", 0) > one else []
+    hint = f"each worker holds the whole model, {_size(one)} here, so that more workers do not help: lower "
+    hint += f"{' or '.join(changes)}"
+    hint += ", set optimizer.momentum: 0" if "momentum" in estimate else ""
+    hint += ", set optimizer.name: sgd" if "natural gradient" in estimate else ""
+    hint += ", use fewer workers on each machine" if workers > 1 else ""
+    return "model", f"{hint}, or use {larger}"
 
 
 def choose_feature_device(

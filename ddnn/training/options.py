@@ -99,6 +99,7 @@ def footprint(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> Tr
         activation_floats(layers),
         recipe.minibatch_size,
         parameter_copies=3 + (options.momentum > 0) + (recipe.precision != "float32"),
+        momentum_copies=int(options.momentum > 0),
         averaging_copies=averaging if workers > 1 else 0,
         natural_gradient_bytes=options.num_bytes(layers, recipe.minibatch_size),
     )

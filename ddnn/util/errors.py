@@ -53,7 +53,7 @@ def user_message(error: BaseException) -> str | None:
         hint = "rename the file or folder, with convmv for example"
         return f"a name is not UTF-8\n  location: {found!r}\n  hint: {hint}"
     if isinstance(error, MemoryError):
-        return "out of memory\n  hint: data.feature_dtype: float16, or a larger machine"
+        return "out of memory\n  hint: use a larger machine, a smaller network, or data.feature_dtype: float16"
     # torch's way to say it, on CPU and GPU
     if isinstance(error, RuntimeError) and re.search("can't allocate memory|out of memory", str(error)):
         return f"{str(error).splitlines()[0]}\n  hint: a smaller network or minibatch"

@@ -77,7 +77,8 @@ def test_sizes() -> None:
         "libraries": LIBRARY_BYTES,
     }
     for more, part, size in (
-        ({"optimizer": {"momentum": 0.5}}, "parameters", 4 * one),
+        ({"optimizer": {"momentum": 0.5}}, "parameters", 3 * one),
+        ({"optimizer": {"momentum": 0.5}}, "momentum", one),
         ({"precision": "bf16"}, "parameters", 4 * one),
         ({"parallel": {"overlap": True}}, "averaging", 4 * one),
         ({"parallel": {"strategy": "bmuf"}}, "averaging", 5 * one),
@@ -135,6 +136,47 @@ def test_too_little(available: Callable[[int | None], None], caplog: pytest.LogC
     require_host_memory(needs, "", SingleProcess())
 
 
+def hint_for(available_bytes: int, workers: int = 1, **sizes: int) -> tuple[str | None, str]:
+    estimate = {name.replace("_", " "): size * GIB for name, size in sizes.items()}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DataError) as caught:
+        patch.setattr(pipeline, "available_memory", lambda: available_bytes * GIB)
+        comm = Others(*[["n1", estimate, available_bytes * GIB]] * (workers - 1))
+        require_host_memory(estimate, "data/train", comm)
+    assert caught.value.hint is not None
+    return caught.value.location, caught.value.hint
+
+
+def test_the_advice_fits_what_does_not_fit() -> None:
+    """Frames are divided among the workers; each has all parameters and the state of the optimizer."""
+    location, hint = hint_for(10, frames_in_float32=8, parameters=4)
+    assert location == "data/train" and "more workers on more machines" in hint and "float16" in hint
+    assert "model.hidden_units" not in hint
+    location, hint = hint_for(10, frames_in_float32=8, parameters=12)
+    assert location == "model" and "each worker holds the whole model, 12.0 GiB here" in hint
+    assert "so that more workers do not help: lower model.hidden_units or model.hidden_layers, or use machines" in hint
+    assert not any(word in hint for word in ("float16", "utterances", "more machines", "optimizer", "minibatch_size"))
+    _, hint = hint_for(10, frames_in_float16=1, parameters=5, momentum=4, natural_gradient=2)
+    assert "optimizer.momentum: 0" in hint and "optimizer.name: sgd" in hint
+    _, hint = hint_for(10, parameters=2, activations=9)
+    assert "or minibatch_size" in hint
+    _, hint = hint_for(10, workers=3, frames_in_float32=1, parameters=4)
+    assert "each worker holds the whole model, 4.0 GiB here" in hint and "use fewer workers on each machine" in hint
+    location, hint = hint_for(10, workers=3, frames_in_float32=2, parameters=3)
+    assert location == "data/train" and "more machines with fewer workers on each" in hint and "float16" in hint
+
+
+def test_a_model_too_large_for_memory(
+    tmp_path: Path, run_cli: Callable[..., Any], available: Callable[[int | None], None]
+) -> None:
+    job = make_job(tmp_path / "job")
+    available(20 * GIB)
+    settings = ("model={hidden_layers: 6, hidden_units: 30000}", "optimizer.momentum=0.9")
+    options = [word for setting in settings for word in ("--set", setting)]
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", *options)
+    assert_refused(result, "location: model", "each worker holds the whole model", "optimizer.momentum: 0")
+    assert "momentum 16.8 GiB" in result.stderr and "more machines" not in result.stderr
+
+
 def test_workers_of_a_host_add_up(available: Callable[[int | None], None]) -> None:
     available(40 * GIB)
     needs = {"frames in float16": 10 * GIB}
@@ -160,7 +202,7 @@ def test_refused_before_anything_is_loaded(
     available(50 << 20)
     monkeypatch.setattr(pipeline.DataSource, "load", lambda *_: pytest.fail("loaded"))
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
-    assert_refused(result, "and 50 MiB are available", str(job.data), "with more memory")
+    assert_refused(result, "and 50 MiB are available", "location: model", "with more memory")
     assert "MiB" in result.stderr
 
 
