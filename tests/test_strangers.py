@@ -97,7 +97,7 @@ def test_the_named_recipe_and_the_command_line_allow_commands(job: Job, run_cli:
     "words",
     [
         "train {run} --resume",
-        "train {run} --resume --run-dir {root}/other",
+        "train {run} --resume=auto --run-dir {root}/other",
         "train {run}/recipe.yaml --run-dir {run} --resume",
         "train {link} --resume",
         "train {run}/recipe.yaml --run-dir {link} --resume",
