@@ -10,11 +10,15 @@
 # Each sets up what it needs in .venv. PYTHON, VENV, TORCH and PIP_FLAGS can be set on the command line.
 PYTHON ?= python3
 VENV ?= .venv
-TORCH ?= torch==2.13.0
+# Empty: torch 2.13.0, without CUDA (0.2 GB to download) where there is no NVIDIA driver and an index has that build.
+TORCH ?=
+TORCH_VERSION := 2.13.0
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP_FLAGS ?=
 FUZZ_SECONDS ?= 600
 BIN := $(VENV)/bin
 DDNN := $(BIN)/ddnn
+PIP = $(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS)
 # Several OpenMP threads on GEMMs of this size are slower than one, and the tests run in parallel.
 export OMP_NUM_THREADS ?= 1
 
@@ -33,12 +37,22 @@ $(BIN)/python:
 
 # torch first and pinned: what asks for it later takes the one that is there.
 $(VENV)/.ready: pyproject.toml ddnn/nn/kernels/kernels.c | $(BIN)/python
-	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) '$(TORCH)'
-	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) -e '.[mpi,decode,report]'
+	@if [ -n '$(TORCH)' ]; then echo "installing $(TORCH)"; $(PIP) '$(TORCH)'; \
+	elif [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; then \
+	  echo "installing torch $(TORCH_VERSION) for the NVIDIA GPU of this machine: 3 GB to download, 5 GB on disk"; \
+	  $(PIP) 'torch==$(TORCH_VERSION)'; \
+	else \
+	  echo "no NVIDIA driver here: installing torch $(TORCH_VERSION) without CUDA, 0.2 GB to download, 1 GB on disk"; \
+	  $(PIP) 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null \
+	  || $(PIP) --retries 0 --timeout 15 --extra-index-url $(CPU_INDEX) 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null \
+	  || { echo "no index has that build: installing torch $(TORCH_VERSION) as it is, often 3 GB to download, 5 GB on disk"; \
+	       $(PIP) 'torch==$(TORCH_VERSION)'; }; \
+	fi
+	$(PIP) -e '.[mpi,decode,report]'
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS) -e '.[mpi,decode,report,dev]'
+	$(PIP) -e '.[mpi,decode,report,dev]'
 	@touch $@
 
 demo: setup
