@@ -18,8 +18,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
     "modules without __init__": 93,
-    "lines of Python": 23_500,
-    "longest file": 540,
+    "lines of Python": 22_400,
+    "longest file": 530,
     "longest function": 55,
     "most imports of ddnn in a file": 29,
     "modules with one importer": 18,

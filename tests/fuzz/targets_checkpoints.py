@@ -72,7 +72,7 @@ def _lay(folder: Path) -> None:
         "precision": "float32",
         "model": model_config(model),
         "recipe": dump_recipe(_recipe()),
-        "data": "0" * 64,
+        "data": {"contents": {"data.train": "12 utterances"}, "features": {"data.train": [[0.1], [1.0], [0.2]]}},
         "seconds": 1.5,
         "initial_loss": 2.5,
         "kept_epoch": 2,
