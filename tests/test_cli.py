@@ -334,15 +334,6 @@ def test_interrupt_signal() -> None:
     assert (child.returncode, err.strip()) == (130, "ddnn: interrupted")
 
 
-def test_broken_pipe_is_quiet() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "ddnn.cli", "--help"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (1, "")
-
-
 @pytest.mark.parametrize(
     ("name", "said"), [("bash", "complete -o nosort"), ("zsh", "compdef"), ("fish", "complete --no-files")]
 )

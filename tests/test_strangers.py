@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import write_recipe
 from distributed.mpi_worlds import need_mpi
 from jobs import Job, make_job
 from reproduce.small import write_corpus
@@ -275,3 +276,82 @@ def test_where_users_say_that_modules_are_they_are_found(tmp_path: Path, monkeyp
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = subprocess.run(python_command("own", "a b"), capture_output=True, text=True, check=True)
     assert done.stdout == f"['a b'] {tmp_path / 'own.py'} __main__\n"
+
+
+HOSTILE = "x\x1b]0;title\x07\x9b31m\r\u202e[bold]\x7f\nforged: ok"
+"""A name that sets the terminal's title and color, changes the direction of text, and begins a line of its own."""
+
+
+def assert_tame(text: str, *shown: str) -> None:
+    assert [c for c in text if not c.isprintable() and c not in "\n\t"] == [], text
+    assert not re.search("^ *forged", text, re.MULTILINE), text
+    for part in shown:
+        assert part in text, text
+
+
+def test_names_from_files_do_not_control_the_terminal(tmp_path: Path, run_cli: RunCli) -> None:
+    escaped = "x\\x1b]0;title\\x07\\u009b31m\\r\\u202e[bold]\\u007f\\nforged: ok"
+    job = make_job(tmp_path / HOSTILE)
+    write_recipe(job.recipe, Path("data"), Path("ali"))
+    job.scp.write_bytes(job.scp.read_bytes().replace(f"{job.data}/".encode(), b""))
+    done = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    assert done.exit_code == 0, done.stderr
+    assert_tame(done.stdout + done.stderr)
+    assert_tame(
+        (job.run / "train.log").read_text(), f"{escaped}/data: 24 utterances", f"{escaped}/run/final.safetensors"
+    )
+    for words in (
+        ("info", job.data), ("info", job.run), ("info", job.recipe), ("status", job.run), ("info", job.root / "nothing"),
+        ("evaluate", job.run, "--data", job.data, "--alignments", job.root / "nothing"),
+        ("train", job.recipe, "--run-dir", job.run), ("train", job.root / "nothing", "--resume"),
+    ):  # fmt: skip
+        result = run_cli(*words)
+        assert_tame(result.stdout + result.stderr, escaped)
+    assert run_cli("train", job.run, "--resume").stdout.startswith(f"{tmp_path}/{escaped}/run: this training has")
+    shutil.copytree(job.run, tmp_path / "two" / HOSTILE)
+    report = run_cli("report", job.run, tmp_path / "two" / HOSTILE, "--no-plots")
+    assert report.exit_code == 0
+    assert_tame(report.stdout, "e[bold]\\u007f\\nforged: ok")
+    json.loads(run_cli("status", job.run, "--json").stdout)
+
+
+def test_texts_from_files_do_not_control_the_terminal(tmp_path: Path, run_cli: RunCli) -> None:
+    job = make_job(tmp_path / "job")
+    recipe = job.recipe.read_text()
+    for more in ('"a\\e[31m\\nforged: x": 1\n', 'init: "a\\e[31m\\nforged: x"\n', 'include: "a\\e[31m\\nforged: x"\n'):
+        job.recipe.write_text(recipe + more)
+        result = run_cli("train", job.recipe, "--run-dir", job.run)
+        assert result.exit_code == 2
+        assert_tame(result.stderr, "a\\x1b[31m\\n")
+    job.recipe.write_text(recipe.replace("train: '", 'train: "a\\e[31m\\nforged: x" #'))
+    assert_tame(run_cli("train", job.recipe, "--run-dir", job.run).stderr, "a\\x1b[31m\\n")
+    assert_tame(run_cli("info", job.recipe).stdout, "a\\x1b[31m\\n")
+    job.write()
+    name = job.names[0]
+    job.scp.write_text(job.scp.read_text().replace(name, f"{name}\x1b[31m"))
+    (job.data / "utt2spk").write_text((job.data / "utt2spk").read_text().replace(name, f"{name}\x1b[31m"))
+    done = run_cli(
+        "train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--set", "data.max_skipped_fraction=0.5"
+    )
+    assert done.exit_code == 0, done.stderr
+    assert_tame((job.run / "train.log").read_text())
+    result = run_cli("train", job.recipe, "--run-dir", job.root / "other", "--set", "data.max_skipped_fraction=0")
+    assert_tame(result.stderr, f"{name}\\x1b[31m")
+
+
+def test_bars_and_bugs_do_not_let_names_control_the_terminal() -> None:
+    code = (
+        "import os, sys; os.environ['DDNN_PROGRESS'] = '1'; from ddnn.util import progress\n"
+        f"progress.only_first_worker_shows(0); name = {HOSTILE!r}\n"
+        "from ddnn.util.text import escaped_output\n"
+        "with escaped_output(), progress.frame_counter(name, 100) as advance: advance(25); print('done')\n"
+        "import ddnn.inspection.path as path; sys.argv = ['ddnn', 'info', name]\n"
+        "def broken(p): raise ZeroDivisionError(str(p))\n"
+        "path.describe_path = broken\n"
+        "from ddnn.cli import main; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    bar, trace, bug = done.stderr.partition("Traceback")
+    assert "[bold]" in bar and "\x1b]0" not in bar and "forged" not in bar.splitlines()
+    assert_tame((trace + bug).replace("\nforged", ""), "ZeroDivisionError: x\\x1b", "this is a bug in ddnn")
+    assert done.returncode == 1

@@ -1,19 +1,21 @@
-"""The `ddnn` command: its subcommands, and which exit code an error has. Exit codes: 0 success; 2 an error that the
-user can fix, in one message on stderr; 3 a training diverged; 75 stopped by a signal, to be resumed; 130 interrupted; 1
-anything else."""
+"""The `ddnn` command: its subcommands, and which exit code an error has. README.md has the table of all exit codes; a
+test walks through it."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from types import TracebackType
+import traceback
+from contextlib import nullcontext
 
 import click
 
 from ddnn import __version__
 from ddnn.cli import tools, training
 from ddnn.util.errors import exit_code, user_message
+from ddnn.util.process import open_missing_streams
+from ddnn.util.text import escaped_output, log_to_stderr
 
 
 class _OrderedGroup(click.Group):
@@ -61,40 +63,44 @@ def completion(shell: str) -> None:
     click.echo(found(cli, {}, "ddnn", "_DDNN_COMPLETE").source())
 
 
-def _unhandled_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.__excepthook__(kind, error, trace)
-    print(f"ddnn: this is a bug in ddnn {__version__}; please report it with the lines above", file=sys.stderr)
-
-
 def main() -> None:
     """Entry point of `ddnn`: runs the command and turns what went wrong into a message and an exit code."""
-    try:
-        _run()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError:  # a full disk, a closed pipe: Python would try again at its end, and exit with 120
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    open_missing_streams()
+    with nullcontext() if "_DDNN_COMPLETE" in os.environ else escaped_output():  # a shell's completion is in bytes
+        try:
+            code = _run()
+        except SystemExit as ended:  # a signal, or nobody reads the output
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a full disk, a closed pipe: Python would try again at its end, and exit with 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
 
 
-def _run() -> None:
-    sys.excepthook = _unhandled_exception
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+def _run() -> int:
+    log_to_stderr()
     logging.getLogger("ddnn").setLevel(logging.INFO)
     try:
-        code = cli.main(prog_name="ddnn", standalone_mode=False)
+        try:
+            code = cli.main(prog_name="ddnn", standalone_mode=False)
+        except SystemExit as ended:
+            code = ended.code
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
-    except click.Abort:
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
         print("ddnn: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:
+        return 130
+    except Exception as error:  # noqa: BLE001 (also a bug, which is printed with its traceback)
         message = user_message(error)
         if message is None:
-            raise
-        print(f"ddnn: error: {message}", file=sys.stderr)
-        sys.exit(exit_code(error))
-    sys.exit(code if isinstance(code, int) else 0)
+            traceback.print_exc()
+            message = f"this is a bug in ddnn {__version__}; please report it with the lines above"
+            print(f"ddnn: {message}", file=sys.stderr)
+        else:
+            print(f"ddnn: error: {message}", file=sys.stderr)
+        return exit_code(error)
+    return code if isinstance(code, int) else 0

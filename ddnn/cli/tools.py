@@ -9,6 +9,7 @@ from typing import Any, Literal
 from click import Choice, IntRange, argument, command, echo, group, option
 
 from ddnn.cli.options import DEVICES, PATH, device_option, json_option, parse_sizes, show, slurm_options
+from ddnn.util.text import printable
 
 
 @command()
@@ -51,7 +52,9 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
     options = SynthOptions(hours=hours, speakers=speakers, dim=dim, pdfs=pdfs, seed=seed)
     with frame_counter("synth", options.expected_frames) as advance:
         made = synthesize(out_dir, options, progress=advance)
-    echo(f"{out_dir}: {made.train_utterances} utterances to train on, {made.test_utterances} to test")
+    echo(
+        f"{printable(str(out_dir), '')}: {made.train_utterances} utterances to train on, {made.test_utterances} to test"
+    )
 
 
 @group()
@@ -73,7 +76,8 @@ def idx(images: Path, labels: Path, out: Path, name: str, speakers: int, images_
     """Images as frames, labels as pdf-ids: train on them with data.splice: 0."""
     from ddnn.convert.idx import ConvertOptions, convert_idx
 
-    echo(f"{out}: {convert_idx(images, labels, out, ConvertOptions(name, speakers, images_per_utterance))}")
+    options = ConvertOptions(name, speakers, images_per_utterance)
+    echo(f"{printable(str(out), '')}: {convert_idx(images, labels, out, options)}")
 
 
 @command()

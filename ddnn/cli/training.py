@@ -21,6 +21,7 @@ from ddnn.cli.options import (
     slurm_options,
 )
 from ddnn.slurm import SlurmOptions
+from ddnn.util.text import printable
 
 
 class _TrainCommand(click.Command):
@@ -94,7 +95,7 @@ def _start(
 
         message = start_training(recipe, run_dir, settings, workers, device, resume)
         if message is not None:
-            echo(message)
+            echo(printable(message, ""))
     else:
         from ddnn.training.start import start_pretraining
 

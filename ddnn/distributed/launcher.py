@@ -28,7 +28,15 @@ from ddnn.distributed.mpirun import (
     in_mpi_job,
     mpirun_command,
 )
-from ddnn.distributed.signals import EXIT_DIVERGED, EXIT_KILLED, EXIT_RESUMABLE, STOP_SIGNALS, GracefulShutdown
+from ddnn.distributed.signals import (
+    EXIT_CODES,
+    EXIT_DIVERGED,
+    EXIT_KILLED,
+    EXIT_RESUMABLE,
+    STOP_SIGNALS,
+    GracefulShutdown,
+)
+from ddnn.util.errors import UserError
 from ddnn.util.process import python_command, signal_name
 from ddnn.util.process import run as run_command
 from ddnn.util.progress import SHOWN_BY_LAUNCHER
@@ -115,6 +123,9 @@ def run_distributed(
             max_restarts=max_restarts,
             run=run,
         )
+        if code not in EXIT_CODES:
+            _say(f"mpirun ended with exit code {code}: its messages say why, such as a program that a node lacks")
+            code = UserError.exit_code
         if code:
             sys.exit(code)
     else:

@@ -18,6 +18,8 @@ EXIT_RESUMABLE = 75
 """Exit code of a training that was stopped and can be resumed: EX_TEMPFAIL of sysexits.h. All workers end with it."""
 EXIT_DIVERGED = 3  # exit code of a training that diverged
 EXIT_KILLED = 128 + signal.SIGKILL  # what a shell says of a process that was killed with -9
+EXIT_CODES = frozenset((0, 1, 2, EXIT_DIVERGED, EXIT_RESUMABLE, *range(129, 129 + 64)))
+"""That `ddnn` may end with: README.md says what they mean. Over 128: the number of a signal."""
 
 
 class TrainingInterrupted(SystemExit):

@@ -22,7 +22,7 @@ from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.training.metrics import format_figures, read_metrics
 from ddnn.training.run_status import DBN, FINAL, METRICS, RECIPE, STATUS
 from ddnn.util.errors import UserError
-from ddnn.util.text import definitions
+from ddnn.util.text import definitions, printable
 
 NUM_KEYS = 3  # to show
 NUM_SAMPLES = 1000  # entries of a table to look into
@@ -48,7 +48,7 @@ class Info:
     def as_text(self) -> str:
         texts = {k: ", ".join(value) if isinstance(value, list) else str(value) for k, value in self.fields.items()}
         lines = definitions(((name.replace("_", " "), text) for name, text in texts.items()), indent="  ")
-        return f"{self.path}: {self.kind}\n{lines}"
+        return f"{printable(str(self.path), '')}: {self.kind}\n{lines}"
 
 
 def describe_path(path: Path) -> Info:
@@ -129,8 +129,8 @@ def _recipe(path: Path) -> dict[str, Any]:
 
     recipe = load_recipe(path, must_exist=False)
     return {
-        "train": str(recipe.data.train),
-        "alignments": str(recipe.data.alignments),
+        "train": printable(str(recipe.data.train), ""),
+        "alignments": printable(str(recipe.data.alignments), ""),
         "model": recipe.model.summary(),
         "training": f"{recipe.optimizer.name}, {recipe.schedule.name} from {recipe.schedule.initial_learning_rate:g}",
         "minibatch": recipe.minibatch_size,

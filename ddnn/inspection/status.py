@@ -4,6 +4,7 @@ job. Needs no torch."""
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ddnn.training.metrics import EpochRow, Metrics, format_figures, read_metric
 from ddnn.training.run_status import RunStatus, read_run_status, resume_command
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked
-from ddnn.util.text import definitions, duration, printable
+from ddnn.util.text import definitions, duration, printable, unescaped
 
 FRACTIONS = ("compute", "comm", "wait", "data")
 ENDED = ("finished", "interrupted", "diverged", "failed", "unknown")
@@ -114,7 +115,7 @@ class Status:
         }
 
     def as_text(self) -> str:
-        title = f"{self.run_dir}: {self.state}"
+        title = f"{printable(str(self.run_dir), '')}: {self.state}"
         if self.state == "running" and self.run is not None:
             title += f", {self.run.phase}"
             if self.run.rbm is not None and self.run.phase == "pretraining":
@@ -269,7 +270,8 @@ def follow_status(run_dir: Path, show: Callable[[str], None], *, terminal: bool,
     than the time."""
     in_period = lru_cache(maxsize=1)(lambda job, period: slurm_state(job))
     before = None
-    with Live(console=Console(quiet=not terminal or as_json), auto_refresh=False) as live:
+    console = Console(file=unescaped(sys.stdout), quiet=not terminal or as_json)
+    with Live(console=console, auto_refresh=False) as live:
         while True:
             status = read_status(run_dir, lambda job: in_period(job, time.monotonic() // SLURM_SECONDS))
             values = status.as_dict()

@@ -54,8 +54,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     names = shortest_ends([path.absolute() for path in paths])
     seen = [names[:n].count(name) for n, name in enumerate(names)]
     unique = [f"{name} ({n + 1})" if n else name for name, n in zip(names, seen, strict=True)]
-    texts = [name.encode(errors="backslashreplace").decode() for name in unique]  # a path may not be UTF-8
-    return ["".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) for text in texts]
+    return [printable(name, "") for name in unique]
 
 
 def shortest_ends(paths: Sequence[Path]) -> list[str]:

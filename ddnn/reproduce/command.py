@@ -97,10 +97,10 @@ class ReproduceResult:
             return
         first, *others = self.errors
         failed = f"{plural(len(self.errors), 'run')} failed{', the first of them' if others else ''}: {first}"
-        again = "then run the same command again: it executes what is missing"
-        if "\n  hint:" in first:  # one is enough
-            raise UserError(f"{failed}; {again}")
-        raise UserError(failed, hint=f"fix it, {again}")
+        failed, _, hint = failed.partition("\n  hint: ")
+        failed, _, location = failed.partition("\n  location: ")
+        hint = f"{hint or 'fix it'}, then run the same command again: it executes what is missing"
+        raise UserError(failed, location=location or None, hint=hint)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ FOLDER` does so in a process of its own, which can be stopped or killed without 
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from ddnn.training.metrics import EpochRow, Metrics
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.system import device_name
+from ddnn.util.text import log_to_stderr
 
 MODULE = "ddnn.reproduce.measure"
 TASK = "task.json"
@@ -53,7 +53,7 @@ class EvaluationTask(FrozenModel):
 
 def main(folder: Path) -> int:
     """Evaluates the run of the task in `folder`, and leaves its record there. Returns the exit code."""
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    log_to_stderr()
     try:
         task = EvaluationTask.model_validate_json((folder / TASK).read_bytes())
         write_record(folder, evaluate_run(task, folder))

@@ -69,12 +69,11 @@ def last_output(path: Path) -> str | None:
     with path.open("rb") as handle:
         handle.seek(max(0, os.fstat(handle.fileno()).st_size - _TAIL_BYTES))
         text = handle.read(_TAIL_BYTES).decode("utf-8", "replace").replace("\r", "\n")
-    text = printable(text)
     for pattern in (r"^ddnn: .+(?:\n  \w+: .+)*", r"^job\.sh: .+", r"^(?:slurmstepd|srun)\S* error: .+"):
         if found := re.search(pattern, text, re.MULTILINE):
-            return found[0].strip()[:_MAX_REASON]
+            return printable(found[0].strip())[:_MAX_REASON]
     lines = [line for line in text.splitlines() if re.search(r"\w", line)]
-    return lines[-1].strip()[:_MAX_REASON] if lines else None
+    return printable(lines[-1].strip())[:_MAX_REASON] if lines else None
 
 
 def slurm_state(job: Job, seconds: float = 10.0) -> str | None:

@@ -37,6 +37,7 @@ from ddnn.util.files import (
     open_regular,
     write_text,
 )
+from ddnn.util.text import EscapingFormatter
 
 log = logging.getLogger(__name__)
 
@@ -325,7 +326,7 @@ class _RunLog(logging.FileHandler):
     def __init__(self, path: Path, append: bool) -> None:
         """If it is appended to, a last line that was cut off is ended. UserError: no regular file. OSError."""
         super().__init__(path, mode="a", encoding="utf-8", errors="backslashreplace")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
         assert self.stream is not None
         descriptor = self.stream.fileno()
         with suppress(OSError):  # no space for the line break

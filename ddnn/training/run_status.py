@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from ddnn.recipe.source import read_yaml
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, is_locked, read_bytes_limited, require_kind
+from ddnn.util.text import printable
 
 RECIPE = "recipe.yaml"  # the recipe as it was run: includes and --set resolved
 LOG = "train.log"  # the log; its lock keeps a second process out
@@ -120,12 +121,12 @@ def newest_checkpoint(run_dir: Path) -> object:
 
 def resume_command(run_dir: Path, kind: Kind = "training") -> str:
     """With --allow-pipes where the run has been allowed shell commands: its recipe alone does not allow them again."""
-    path = shlex.quote(str(run_dir))
+    path, recipe = (printable(shlex.quote(str(name)), "") for name in (run_dir, run_dir / RECIPE))
     pipes = read_yaml(run_dir / RECIPE).values.get("data.allow_pipes")
     allow = " --allow-pipes" if pipes is not None and pipes.value is True else ""
     if kind == "training":
         return f"ddnn train {path} --resume{allow}"
-    return f"ddnn pretrain {shlex.quote(str(run_dir / RECIPE))} --run-dir {path}{allow}"
+    return f"ddnn pretrain {recipe} --run-dir {path}{allow}"
 
 
 def is_of_run_dir(recipe: Path, run_dir: Path) -> bool:

@@ -6,19 +6,22 @@ from __future__ import annotations
 import re
 from os import PathLike
 
+from ddnn.util.text import printable
+
 
 class UserError(Exception):
     """Something the user must fix. `message`: one sentence: what is wrong; names the utterance and the values found and
-    expected where there are any. `location`: the file, directory or recipe key concerned. `hint`: what the user can do
-    about it."""
+    expected where there are any; it may end in a list. `location`: the file, directory or recipe key concerned. `hint`:
+    what the user can do about it. All without control characters, and without line breaks but for those of the list, so
+    that names in them stay within the line."""
 
     exit_code = 2
     """Of the command that it ends."""
 
     def __init__(self, message: str, *, location: str | PathLike[str] | None = None, hint: str | None = None) -> None:
-        self.message = message
-        self.location = None if location is None else str(location)
-        self.hint = hint
+        self.message = printable(re.sub(r"\n(?!  - )", r"\\n", message))
+        self.location = None if location is None else printable(str(location), "")
+        self.hint = None if hint is None else printable(hint, "")
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -46,7 +49,7 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):  # a full disk behind stdout, a folder that may not be entered
-        location = "" if error.filename is None else f"\n  location: {error.filename}"
+        location = "" if error.filename is None else f"\n  location: {printable(str(error.filename), '')}"
         return f"cannot read or write: {error.strerror or error}{location}"
     if isinstance(error, UnicodeEncodeError):  # a name from the file system in another encoding
         found = error.object[max(error.start - 100, 0) : error.end + 20]

@@ -59,6 +59,18 @@ def end_with_parent(number: signal.Signals, parent: int | None = None) -> Callab
     return request_death_signal
 
 
+def open_missing_streams() -> None:
+    """Opens those of stdin, stdout and stderr that are closed, as daemons leave them: what is written to them is lost,
+    and no other file gets their number, into which a child process would then write its messages."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the smallest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (a descriptor, never closed)
+
+
 def signal_name(number: int) -> str:
     """SIGTERM, ...; "signal 40" for a real-time signal, which has no name."""
     try:

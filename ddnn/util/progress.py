@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from ddnn.util.text import printable, unescaped
+
 SHOWN_BY_LAUNCHER = "DDNN_PROGRESS"
 """Environment variable: the launcher of workers has a terminal, which the first worker writes to through a pipe."""
 
@@ -50,12 +52,12 @@ def frame_counter(description: str, total: int, done: int = 0, unit: str = "fram
         rich.MofNCompleteColumn(),
         rich.TextColumn(unit),
         rich.TimeRemainingColumn(),
-        console=Console(stderr=True, force_terminal=True),
+        console=Console(file=unescaped(sys.stderr), force_terminal=True),
         refresh_per_second=2,
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    task = bar.add_task(description, total=total, completed=done)
+    task = bar.add_task(printable(description, ""), total=total, completed=done)
     with bar:
         yield lambda number: bar.advance(task, number)

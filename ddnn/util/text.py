@@ -1,10 +1,18 @@
-"""Text that commands show and write: tables, durations, plurals, and what is made from templates (`ddnn/templates`)."""
+"""Text that commands show and write: tables, durations, plurals, what is made from templates (`ddnn/templates`), and
+names from files, which must not control the terminal or forge a line of ddnn."""
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,8 +24,88 @@ def plural(number: int, noun: str) -> str:
 
 
 def printable(text: str, keep: str = "\n") -> str:
-    """Text from a file, for a terminal: control characters other than those of `keep` become question marks."""
-    return "".join(c if c.isprintable() or c in keep else "?" for c in text)
+    r"""Text with its control characters escaped, other than those of `keep`: \x1b, \n, and as in JSON \u009b, changes of
+    direction and lone surrogates too. Applied twice it is as applied once. `keep`: empty for a name."""
+    return text if text.isprintable() else "".join(c if c in keep else _escaped(c) for c in text)
+
+
+def _escaped(c: str) -> str:
+    if c.isprintable() or unicodedata.category(c) == "Zs":  # wide and unbreakable spaces
+        return c
+    return repr(c)[1:-1] if c < " " else json.dumps(c)[1:-1].replace("\x7f", "\\u007f")
+
+
+class _EscapingStream:
+    """A standard stream for text that is shown to a person. stdout that nobody reads any more ends the program quietly
+    with 141, as the signal SIGPIPE does; what stderr cannot take is lost, since nobody else could be told."""
+
+    def __init__(self, stream: Any, is_error: bool) -> None:
+        self._stream, self._is_error = stream, is_error
+
+    def write(self, text: str) -> int:
+        with self._no_reader():
+            self._stream.write(printable(text, "\n\t"))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        with self._no_reader():
+            self._stream.flush()
+
+    @contextmanager
+    def _no_reader(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, BrokenPipeError) and not self._is_error:
+                raise SystemExit(EXIT_NO_READER) from error
+            if not self._is_error:
+                raise
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "buffer":  # click would write to it
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+
+EXIT_NO_READER = 141  # 128 + SIGPIPE
+
+
+def unescaped(stream: Any) -> Any:
+    """stdout or stderr as it is, for what moves the cursor: texts that it shows are to be `printable`."""
+    return stream._stream if isinstance(stream, _EscapingStream) else stream
+
+
+@contextmanager
+def escaped_output() -> Iterator[None]:
+    """What is written to stdout and stderr in this block is escaped as by `printable`."""
+    before = sys.stdout, sys.stderr
+    streams: tuple[Any, Any] = _EscapingStream(sys.stdout, False), _EscapingStream(sys.stderr, True)
+    sys.stdout, sys.stderr = streams
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def log_to_stderr() -> None:
+    """The log of all packages on stderr, escaped; called once."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(EscapingFormatter())
+    logging.basicConfig(handlers=[handler])
+
+
+class EscapingFormatter(logging.Formatter):
+    """Log lines without control characters; texts and paths among the arguments have no line breaks either."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if isinstance(record.args, tuple):
+            record = copy(record)
+            names = (str, PurePath)
+            record.args = tuple(printable(str(a), "") if isinstance(a, names) else a for a in record.args or ())
+        return printable(super().format(record), "\n\t")
 
 
 def duration(seconds: float) -> str:
@@ -36,7 +124,7 @@ def table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str 
     has, where there is one. `align`: a letter for each column, l or r; the last letter serves all further columns."""
     from rich.cells import cell_len  # double-width characters take two columns
 
-    lines = [*([header] if header else []), *rows]
+    lines = [[printable(cell, "") for cell in line] for line in (*([header] if header else []), *rows)]
     columns = max((len(line) for line in lines), default=0)
     widths = [max(cell_len(line[i]) for line in lines if i < len(line)) for i in range(columns)]
 

@@ -171,7 +171,7 @@ def test_how_a_training_ended(run: Path, state: str) -> None:
     write_status(run, state=state, error=RunError(type="UserError", message="the loss is nan\x1b[2J", hint="lower it"))
     status = read_status(run)
     assert (status.state, status.error) == (state, "the loss is nan\x1b[2J\nhint: lower it")
-    assert "the loss is nan?[2J\n" in status.as_text() and "\x1b" not in status.as_text()
+    assert "the loss is nan\\x1b[2J\n" in status.as_text() and "\x1b" not in status.as_text()
     assert status.resume_command == f"ddnn train {run} --resume"
 
 

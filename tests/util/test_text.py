@@ -37,7 +37,7 @@ def test_duration(seconds: float, text: str) -> None:
 
 def test_words() -> None:
     assert (plural(1, "worker"), plural(0, "worker")) == ("1 worker", "0 workers")
-    assert printable("a\x1b[31m\nb\t") == "a?[31m\nb?"
+    assert printable("a\x1b[31m\nb\t") == "a\\x1b[31m\nb\\t"
 
 
 def test_bars_show_where_asked_for_only(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
