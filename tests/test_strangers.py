@@ -139,6 +139,7 @@ def test_the_command_to_resume_allows_commands_again(job: Job, run_cli: RunCli) 
             (run / name).unlink(missing_ok=True)
         status = json.loads((run / "status.json").read_text())
         (run / "status.json").write_text(json.dumps({**status, "state": "interrupted"}))
+        assert "--allow-pipes runs the shell commands of its scp files" in run_cli("status", run).stdout
         resume = json.loads(run_cli("status", run, "--json").stdout)["resume_command"]
         assert resume.endswith(" --allow-pipes")
         _, *words = shlex.split(resume)

@@ -111,6 +111,9 @@ class Status:
             if self.resume_command and not pretraining
             else None,
             "resume": self.resume_command,
+            "note": "--allow-pipes runs the shell commands of its scp files: give it only if they are yours"
+            if (self.resume_command or "").endswith(" --allow-pipes")
+            else None,
             "last update": None if self.seconds_since_update is None else f"{duration(self.seconds_since_update)} ago",
         }
 
