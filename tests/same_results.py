@@ -315,6 +315,9 @@ def metrics_of(run: Path) -> list[list[Any]]:
         row = json.loads(line)
         if row.get("type", "epoch") == "epoch" and row.get("split") in ("train", "cv"):
             values = ("epoch", "split", "loss", "frame_accuracy", "learning_rate", "frames", "accepted")
+            row["learning_rate"] = row.get(
+                "schedule_learning_rate", row.get("learning_rate")
+            )  # as it was recorded before
             kept.append([row.get(key, True if key == "accepted" else None) for key in values])
     return kept
 
