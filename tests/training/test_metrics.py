@@ -158,8 +158,8 @@ def test_events(tmp_path: Path) -> None:
     path.write_text(lines(*(row.model_dump() for row in (resumed, resumed, restarted, further))))
     assert [event.as_text() for event in read_metrics(path).events[1:]] == [
         "resumed after epoch 2 and 30 minibatches with 4 worker(s)",
-        "restart 1 after epoch 2 and 40 minibatches: worker 3 died?",
-        "restart 2 after epoch 2 and 40 minibatches: worker 3 died?; the job had been after epoch 3 and 55 minibatches",
+        "restart 1 after epoch 2 and 40 minibatches: worker 3 died\\x1b",
+        "restart 2 after epoch 2 and 40 minibatches: worker 3 died\\x1b; the job had been after epoch 3 and 55 minibatches",
     ]
 
 
