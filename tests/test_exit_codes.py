@@ -195,3 +195,20 @@ def test_codes_of_mpirun_that_say_nothing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=variables(), check=False)
     assert (done.returncode, done.stderr.partition(":")[0]) == (2, "ddnn"), done.stderr
     assert "mpirun ended with exit code 127" in done.stderr
+
+
+def test_a_signal_while_mpi_starts_has_its_own_code(job: Job, tmp_path: Path) -> None:
+    """A worker gets the launcher's SIGUSR1 before anything but the command itself can handle its exception."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, signal, sys\nnumber = getattr(signal, sys.argv.pop())\nimport ddnn.distributed.mpi\nfrom ddnn.cli import main\n"
+        "ddnn.distributed.mpi.init_communicator = lambda: os.kill(os.getpid(), number)\nmain()\n"
+    )
+    codes = {}
+    for name in ("SIGUSR1", "SIGINT", "SIGTERM"):
+        command = [sys.executable, script, "train", job.recipe, "--run-dir", tmp_path / "run", name]
+        worker = variables(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0", PMIX_RANK="0")
+        done = subprocess.run(command, capture_output=True, text=True, env=worker, check=False)
+        assert done.stderr.endswith("ddnn: interrupted\n"), done.stderr
+        codes[name] = done.returncode
+    assert codes == {name: 128 + getattr(signal, name) for name in codes}

@@ -91,9 +91,9 @@ def _run() -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as error:  # click's comes from the other
         print("ddnn: interrupted", file=sys.stderr)
-        return 130
+        return int(getattr(error.__cause__ or error, "code", 130))  # of another signal, while MPI starts
     except Exception as error:  # noqa: BLE001 (also a bug, which is printed with its traceback)
         message = user_message(error)
         if message is None:
