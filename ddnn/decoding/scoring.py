@@ -4,6 +4,7 @@ needed."""
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,10 @@ from ddnn.kaldi.transition_model import TransitionModel, read_transition_model
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
 
+log = logging.getLogger(__name__)
+
+SUSPICIOUS_WER = 90.0
+"""In percent: a decoding in which hardly a word is right has taken files that do not belong together."""
 _HINT_INSTALL = "pip install 'ddnn[decode]'"
 _MAX_CHAIN = 10_000
 _MAX_RELAXATIONS = 20_000_000
@@ -343,7 +348,11 @@ def score(loglikes: Path, *, graph_dir: Path, model: Path, text: Path, options: 
     results = tuple(
         _sum_up(ka, scale, tuple(column)) for scale, column in zip(options.acoustic_scales, scores, strict=True)
     )
-    return ScoreResult(results, min(range(len(results)), key=lambda index: results[index].wer))
+    best = min(range(len(results)), key=lambda index: results[index].wer)
+    if results[best].wer >= SUSPICIOUS_WER:
+        message = "the lowest word error rate is %.1f %%: are log-likelihoods, graph, %s and %s of one system?"
+        log.warning(message, results[best].wer, model, text)
+    return ScoreResult(results, best)
 
 
 def align_words(score: UtteranceScore) -> list[tuple[str | None, str | None]]:

@@ -293,3 +293,11 @@ def test_log_likelihoods_of_another_tree_are_refused(toy: Path) -> None:
 def test_kaldis_graphs_belong_to_their_model(an4: Path) -> None:
     for name in ("graph", "graph_ug"):
         read_graph(an4 / name, an4 / "ali/final.mdl")
+
+
+def test_a_decoding_in_which_no_word_is_right_is_suspicious(toy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(toy)
+    assert not caplog.records
+    (toy / "text").write_text("u1 c c c\nu2 b b\nu3 a\n")
+    run(toy)
+    assert "the lowest word error rate is" in caplog.text and "of one system?" in caplog.text
