@@ -62,7 +62,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Check:
-    """A measured speed-up, over the fastest run with one worker, and the model's for the same training; `fitted`: the constants were fitted to it."""
+    """A measured speed-up, over the fastest run with one worker, and the model's for the same training; `fitted`: the
+    constants were fitted to it."""
 
     source: str
     strategy: str

@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON object a line, declared here once for the trainer that writes it and all who read it. `type`
-names the kind of row: `start` (one for each start of the training), `epoch` (all workers together, `split` train or cv), `worker` (one worker in one epoch),
-`warmup`, `event` (a resume or restart) and, in a pretraining dir, `pretrain`. Needs no torch."""
+names the kind of row: `start` (one for each start of the training), `epoch` (all workers together, `split` train or
+cv), `worker` (one worker in one epoch), `warmup`, `event` (a resume or restart) and, in a pretraining dir, `pretrain`.
+Needs no torch."""
 
 from __future__ import annotations
 

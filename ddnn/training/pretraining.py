@@ -290,8 +290,8 @@ def visible_statistics(below: AcousticModel, frames: FrameSubset, comm: Communic
 def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPolicy) -> AcousticModel:
     """Trains the RBMs that are not finished yet, and leaves each in the run dir of `checkpoints`. Collective. Returns
     the DBN as a network of hidden layers behind the input transform it was trained with, the same on all workers.
-    DataError: the run dir has RBMs for other features, or a checkpoint from other data. DivergedError: an RBM diverged. UserError: the disk is full.
-    TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written."""
+    DataError: the run dir has RBMs for other features, or a checkpoint from other data. DivergedError: an RBM diverged.
+    UserError: the disk is full. TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written."""
     run, comm = checkpoints.run, checkpoints.comm
     device, num_rbms, utterances = data.device, recipe.model.hidden_layers, range(len(data.dataset.utterances))
     frames = FrameSubset(data.dataset, data.dataset.rows_of(utterances).to(device))

@@ -316,10 +316,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def train(trainer: Trainer) -> AcousticModel:
-    """Trains until the schedule ends; returns the model of the last accepted epoch. All workers run it
-    together: each trains on its shard, all evaluate and keep the same averaged model. DivergedError: the loss, or the
-    model of every worker, is not finite, or as of `Trainer.finish`. TrainingInterrupted: the training was asked to stop; a checkpoint was written.
-    """
+    """Trains until the schedule ends; returns the model of the last accepted epoch. All workers run it together: each
+    trains on its shard, all evaluate and keep the same averaged model. DivergedError: the loss, or the model of every
+    worker, is not finite, or as of `Trainer.finish`. TrainingInterrupted: the training was asked to stop; a checkpoint
+    was written."""
     t, progress = trainer, trainer.progress
     if not progress.started:
         t.warm_up()

@@ -93,8 +93,8 @@ class ProcessGroup:
         self, module: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None
     ) -> tuple[int, str]:
         """The program `module` with these arguments to its end, its output appended to `log`; called from several
-        threads at once. Returns its exit code, negative where a signal ended it, and the end of its output. Where this process is killed
-        with -9, the child gets SIGUSR1 (on Linux). After `terminate` nothing is started."""
+        threads at once. Returns its exit code, negative where a signal ended it, and the end of its output. Where this
+        process is killed with -9, the child gets SIGUSR1 (on Linux). After `terminate` nothing is started."""
         ensure_directory(log.parent)
         with log.open("ab") as output:
             start = output.tell()

@@ -102,8 +102,8 @@ def compute_units(device: torch.device, host: str) -> list[Any]:
 
 
 def compute_resources(units: Sequence[Sequence[Any]]) -> tuple[str, float]:
-    """From `compute_units` of all workers: the kinds of processor or GPU, and the cores (or GPUs) that each worker has, on the
-    host on which it has the fewest."""
+    """From `compute_units` of all workers: the kinds of processor or GPU, and the cores (or GPUs) that each worker has,
+    on the host on which it has the fewest."""
     shares = []
     for host in {host for _, host, _ in units}:
         own = [set(cores) for _, name, cores in units if name == host]
