@@ -220,7 +220,7 @@ if "OMPI_COMM_WORLD_RANK" in os.environ or "PMIX_RANK" in os.environ:
         calls.append(1)
         if "SLURM_RESTART_COUNT" not in os.environ and len(calls) == 7:  # in the second epoch
             until = time.monotonic() + 600
-            while requests[0].signal_name is None and time.monotonic() < until:
+            while not any(one.signal_name for one in requests) and time.monotonic() < until:
                 time.sleep(0.1)
         return real(*arguments)
     GracefulShutdown.__init__, EagerStep.__call__ = remember, slow
