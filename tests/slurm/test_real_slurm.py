@@ -122,7 +122,7 @@ class Slurm:
 
     def processes_of_jobs(self) -> list[str]:
         """Command lines of the trainings that run now."""
-        said = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+        said = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True).stdout
         return [line for line in said.splitlines() if "ddnn.cli train" in line and str(self.folder) in line]
 
 
