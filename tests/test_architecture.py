@@ -17,13 +17,13 @@ PACKAGE = ROOT / "ddnn"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "modules without __init__": 93,
-    "lines of Python": 22_400,
-    "longest file": 530,
+    "modules without __init__": 100,
+    "lines of Python": 26_500,
+    "longest file": 600,
     "longest function": 55,
-    "most imports of ddnn in a file": 29,
-    "modules with one importer": 18,
-    "modules that training.trainer imports, directly or not": 49,
+    "most imports of ddnn in a file": 36,
+    "modules with one importer": 24,
+    "modules that training.trainer imports, directly or not": 56,
 }
 """What the code may be at most. A number may only be lowered; a new feature that needs more raises it in its own commit,
 with the reason in the message. `test_budgets_are_tight` asks to lower what is no longer needed."""

@@ -32,6 +32,9 @@ NON_RESULT_KEYS = (
     "parallel.gpu_transport",
 )
 """Keys that change nothing that a training computes, or only its last bits; those of `checkpoint` neither."""
+ADDED_KEYS = frozenset[str]()
+"""Keys that were added after runs had been recorded, with defaults that change nothing. At their defaults they are left
+out of the digest, so that these records still count."""
 MAX_BYTES = 16 << 20  # of a record: the errors of half a million utterances
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -284,7 +287,8 @@ def recipe_digest(recipe: Recipe, dbn: str = "") -> str:
         section = tree
         for part in above:
             section = section.get(part, {})
-        if name in NON_RESULT_KEYS or name.startswith("checkpoint."):
+        neutral = name in ADDED_KEYS and section.get(last) == key.default
+        if neutral or name in NON_RESULT_KEYS or name.startswith("checkpoint."):
             section.pop(last, None)
         elif key.is_path and last in section:
             section[last] = file_fingerprint(Path(section[last]))
