@@ -7,11 +7,13 @@ from typing import Any
 from ddnn.recipe.schema import (
     AveragingConfig,
     BmufConfig,
+    ConstantConfig,
     ExponentialConfig,
     NewbobConfig,
     NgSgdConfig,
     OptimizerConfig,
     ParallelConfig,
+    PowerConfig,
     ScheduleConfig,
     SgdConfig,
 )
@@ -26,7 +28,8 @@ def make_optimizer_config(name: str = "sgd", **keys: Any) -> OptimizerConfig:
 
 def make_schedule_config(name: str = "newbob", **keys: Any) -> ScheduleConfig:
     """`schedule`."""
-    return ExponentialConfig(**keys) if name == "exponential" else NewbobConfig(**keys)
+    kinds = {"newbob": NewbobConfig, "exponential": ExponentialConfig, "constant": ConstantConfig, "power": PowerConfig}
+    return kinds[name](**keys)
 
 
 def make_parallel_config(strategy: str = "all-reduce", **keys: Any) -> ParallelConfig:

@@ -101,16 +101,49 @@ class Newbob(Schedule):
 
 
 @dataclass
-class Exponential(Schedule):
-    """lr_k = initial * (final / initial)^((k-1) / (n-1)) over n = `max_epochs` epochs; every epoch is kept."""
+class EpochSchedule(Schedule):
+    """A rate that follows from the number of epochs passed alone; every epoch is kept."""
 
     max_epochs: int = 15
-    final_lr: float = 0.00008
+
+    @abstractmethod
+    def factor(self, epoch: int) -> float:
+        """What the initial rate is multiplied by once `epoch` epochs have passed."""
 
     def step(self, loss: float, frame_accuracy: float) -> bool:
         self.epoch += 1
         self.finished = self.epoch >= self.max_epochs
-        if self.max_epochs > 1:
-            factor = (self.final_lr / self.initial_lr) ** (self.epoch / (self.max_epochs - 1))
-            self.learning_rate = self.initial_lr * factor
+        self.learning_rate = self.initial_lr * self.factor(self.epoch)
         return True
+
+
+@dataclass
+class Constant(EpochSchedule):
+    """The initial rate in every epoch."""
+
+    def factor(self, epoch: int) -> float:
+        return 1.0
+
+
+@dataclass
+class Exponential(EpochSchedule):
+    """lr_k = initial * (final / initial)^((k-1) / (n-1)) over n = `max_epochs` epochs."""
+
+    final_lr: float = 0.00008
+
+    def factor(self, epoch: int) -> float:
+        return (
+            float((self.final_lr / self.initial_lr) ** (epoch / (self.max_epochs - 1))) if self.max_epochs > 1 else 1.0
+        )
+
+
+@dataclass
+class Power(EpochSchedule):
+    """lr(t) = initial * (1 + t/r)^-c after t epochs: power scheduling, as in Senior, Heigold, Ranzato and Yang, "An
+    empirical study of learning rates in deep neural networks for speech recognition", ICASSP 2013, by epochs."""
+
+    decay_epochs: float = 1.0  # r
+    exponent: float = 1.0  # c
+
+    def factor(self, epoch: int) -> float:
+        return float((1.0 + epoch / self.decay_epochs) ** -self.exponent)

@@ -139,7 +139,9 @@ class NewbobConfig(Section):
 
     name: Literal["newbob"] = "newbob"
     """`newbob`: the learning rate is halved once the cross-validation improves only a little; epochs that make it worse
-    are rejected. `exponential`: from `initial_learning_rate` to `final_learning_rate`, without rejection."""
+    are rejected. `exponential`: from `initial_learning_rate` to `final_learning_rate`; `power`: lr(t) =
+    `initial_learning_rate` * (1 + t / `decay_epochs`)^-`exponent` after t epochs; `constant`: `initial_learning_rate`;
+    these three without rejection, for `epochs` epochs."""
     initial_learning_rate: Positive = 0.008
     """Learning rate of the first epoch. It multiplies the SUM of the gradient over a minibatch (0.008 at minibatch size
     256 is 2.048 on the mean)."""
@@ -170,6 +172,26 @@ class ExponentialConfig(Section):
     """Learning rate of the last epoch. Default: 0.01 * `initial_learning_rate`."""
     epochs: Count = 15
     """Number of epochs."""
+
+
+class ConstantConfig(Section):
+    """The same learning rate in all epochs."""
+
+    name: Literal["constant"] = "constant"
+    initial_learning_rate: Positive = 0.008
+    epochs: Count = 15
+
+
+class PowerConfig(Section):
+    """A learning rate that falls by a power of the epochs passed."""
+
+    name: Literal["power"] = "power"
+    initial_learning_rate: Positive = 0.008
+    decay_epochs: Annotated[float, Field(ge=1e-3, le=1e6)] = 1.0
+    """Epochs after which the learning rate is `initial_learning_rate` * 2^-`exponent`: r of power scheduling."""
+    exponent: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    """How fast the learning rate falls: c of power scheduling."""
+    epochs: Count = 15
 
 
 class PretrainConfig(Section):
@@ -276,7 +298,7 @@ class CheckpointConfig(Section):
 
 
 OptimizerConfig = SgdConfig | NgSgdConfig
-ScheduleConfig = NewbobConfig | ExponentialConfig
+ScheduleConfig = NewbobConfig | ExponentialConfig | ConstantConfig | PowerConfig
 ParallelConfig = AveragingConfig | BmufConfig
 
 VARIANTS = {"optimizer": ("name", "sgd"), "schedule": ("name", "newbob"), "parallel": ("strategy", "all-reduce")}

@@ -13,7 +13,7 @@ from ddnn.data.loading import DataConfig
 from ddnn.data.pipeline import HeldOut, TrainingDataConfig, TrainingFootprint
 from ddnn.nn.layers import Layer, activation_floats, mlp_layers, num_parameters
 from ddnn.optim.ng_sgd import NgSgdOptions
-from ddnn.optim.schedule import Exponential, Newbob, Schedule
+from ddnn.optim.schedule import Constant, Exponential, Newbob, Power, Schedule
 from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig, Section
 from ddnn.util.errors import RecipeError
@@ -59,7 +59,10 @@ def optimizer_options(recipe: OptimizerConfig) -> SgdOptions:
 def make_schedule(recipe: ScheduleConfig) -> Schedule:
     if recipe.name == "exponential":
         return Exponential(recipe.initial_learning_rate, recipe.epochs, recipe.final_learning_rate)
-    return _taken(Newbob, recipe, initial_lr=recipe.initial_learning_rate)
+    if recipe.name == "newbob":
+        return _taken(Newbob, recipe, initial_lr=recipe.initial_learning_rate)
+    kind = {"constant": Constant, "power": Power}[recipe.name]
+    return _taken(kind, recipe, initial_lr=recipe.initial_learning_rate, max_epochs=recipe.epochs)
 
 
 def _taken(kind: Callable[..., Options], section: Section, **others: Any) -> Options:

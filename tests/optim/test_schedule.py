@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ddnn.optim.schedule import Exponential, Newbob, Schedule
+from ddnn.optim.schedule import Constant, Exponential, Newbob, Power, Schedule
 
 
 def run(schedule: Schedule, losses: list[float], accuracies: list[float] | None = None) -> list[tuple[float, bool]]:
@@ -103,3 +105,38 @@ def test_exponential_reaches_one_percent_after_15_epochs() -> None:
     assert rates[0] == 0.32
     assert rates[-1] == pytest.approx(0.0032)
     assert rates[7] == pytest.approx((0.32 * 0.0032) ** 0.5)
+
+
+@pytest.mark.parametrize(("decay_epochs", "exponent"), [(1.0, 1.0), (4.0, 1.0), (0.5, 2.5), (10.0, 0.5)])
+def test_power_is_that_of_the_paper(decay_epochs: float, exponent: float) -> None:
+    """lr(t) = lr(0) (1 + t/r)^-c, t epochs having passed; every epoch is kept, whatever its loss."""
+    history = run(Power(0.02, 6, decay_epochs, exponent), [3.0, 9.0, float("nan"), 2.0, 4.0, 1.0, 8.0])
+    expected = [0.02 / np.power(np.float64(1) + np.float64(t) / decay_epochs, exponent) for t in range(6)]
+    assert [rate for rate, _ in history] == pytest.approx(expected, rel=1e-14)
+    assert all(accepted for _, accepted in history)
+
+
+def test_power_halves_after_its_first_epochs() -> None:
+    assert [rate for rate, _ in run(Power(1.0, 4, 2.0), [1.0] * 5)] == pytest.approx([1.0, 2 / 3, 0.5, 0.4])
+
+
+def test_constant_keeps_its_rate_and_every_epoch() -> None:
+    assert run(Constant(0.05, 3), [3.0, 9.0, 2.0, 5.0]) == [(0.05, True)] * 3
+
+
+SCHEDULES = [Newbob, Exponential, Constant, lambda: Power(decay_epochs=3.0, exponent=0.7)]
+
+
+@pytest.mark.parametrize("make", SCHEDULES, ids=["newbob", "exponential", "constant", "power"])
+def test_a_schedule_resumes_where_it_was(make: Callable[[], Schedule]) -> None:
+    """A new schedule that takes up the state before every epoch has the rates and decisions of one that runs through."""
+    losses = [3.0, 2.0, 1.9, 2.4, 1.7, 1.69, 1.68]
+    whole, resumed = make(), make()
+    for schedule in (whole, resumed):
+        schedule.initialize(losses[0], 0.0)
+    for loss in losses[1:]:
+        state = resumed.state_dict()
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert (resumed.learning_rate, resumed.step(loss, 0.0)) == (whole.learning_rate, whole.step(loss, 0.0))
+    assert resumed.state_dict() == whole.state_dict()

@@ -371,6 +371,16 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
             ["schedule.final_learning_rate=0.001"],
             "schedule.final_learning_rate: never read by newbob, only by exponential",
         ),
+        (
+            ["schedule={name: power, decay_epochs: 0}"],
+            "schedule.decay_epochs: 0 found, expected a number >= 0.001 and <=",
+        ),
+        (["schedule={name: power, exponent: -1}"], "schedule.exponent: -1 found, expected a number > 0 and <= 10"),
+        (
+            ["schedule={name: constant, decay_epochs: 2}"],
+            "schedule.decay_epochs: never read by constant, only by power",
+        ),
+        (["schedule={name: constant, epochs: 0}"], "schedule.epochs: 0 found, expected a whole number >= 1"),
         (["schedule={name: exponential, criterion: loss}"], "schedule.criterion: never read by exponential"),
         (
             ["schedule={name: exponential, final_learning_rate: 0.1}"],
@@ -414,7 +424,7 @@ VALUES = {
     "data.cv.fraction": FRACTION,
     "model.activation": st.sampled_from(["sigmoid", "tanh", "relu"]),
     "optimizer.l2": POSITIVE,
-    "schedule.name": st.sampled_from(["newbob", "exponential"]),
+    "schedule.name": st.sampled_from(["newbob", "exponential", "constant", "power"]),
     "schedule.initial_learning_rate": POSITIVE,
 }
 

@@ -16,15 +16,17 @@ from ddnn.averaging.strategies import AveragingOptions, BlockMomentum, make_stra
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.optim.natural_gradient import NaturalGradientOptions
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
-from ddnn.optim.schedule import Exponential, Newbob
+from ddnn.optim.schedule import Constant, Exponential, Newbob, Power
 from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.schema import (
     AveragingConfig,
     BmufConfig,
     CheckpointConfig,
+    ConstantConfig,
     ExponentialConfig,
     NewbobConfig,
     NgSgdConfig,
+    PowerConfig,
     Section,
     SgdConfig,
     WorkersConfig,
@@ -43,6 +45,8 @@ NEWBOB = {
     "end_halving_impr": 0.002, "halving_factor": 0.7, "keep_lr_epochs": 3, "min_epochs": 4,
 }  # fmt: skip
 EXPONENTIAL = {"initial_learning_rate": 0.1, "final_learning_rate": 0.02, "epochs": 5}
+CONSTANT = {"initial_learning_rate": 0.1, "epochs": 5}
+POWER = {**CONSTANT, "decay_epochs": 3.0, "exponent": 0.5}
 WORKERS = {"averaging_period": 4, "overlap": True, "comm_dtype": "bfloat16", "gpu_transport": "host"}
 AVERAGING = {**WORKERS, "strategy": "ring", "scale_learning_rate": False, "local_momentum": "average"}
 BMUF = {
@@ -63,6 +67,8 @@ ELSEWHERE = {
         (NgSgdConfig, {*NG_SGD}),
         (NewbobConfig, {*NEWBOB}),
         (ExponentialConfig, {*EXPONENTIAL}),
+        (ConstantConfig, {*CONSTANT}),
+        (PowerConfig, {*POWER}),
         (WorkersConfig, {*WORKERS, *ELSEWHERE}),
         (AveragingConfig, {*AVERAGING, *ELSEWHERE}),
         (BmufConfig, {*BMUF, *ELSEWHERE}),
@@ -94,6 +100,8 @@ def test_options_of_schedules() -> None:
     exponential = make_schedule(make_schedule_config("exponential", **EXPONENTIAL))
     assert isinstance(exponential, Exponential)
     assert (exponential.initial_lr, exponential.final_lr, exponential.max_epochs) == (0.1, 0.02, 5)
+    assert make_schedule(make_schedule_config("constant", **CONSTANT)) == Constant(0.1, 5)
+    assert make_schedule(make_schedule_config("power", **POWER)) == Power(0.1, 5, 3.0, 0.5)
 
 
 @pytest.mark.parametrize("keys", [AVERAGING, BMUF], ids=["averaging", "bmuf"])
