@@ -21,6 +21,14 @@ from ddnn.util.progress import progress_bar
 
 Options = TypeVar("Options")
 
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "newbob": Newbob,
+    "exponential": Exponential,
+    "power": Power,
+    "constant": Constant,
+}
+"""By `schedule.name`."""
+
 
 def with_world_size(recipe: Recipe, world_size: int) -> Recipe:
     """The recipe with as many workers as there are; RecipeError if it names another number."""
@@ -57,12 +65,9 @@ def optimizer_options(recipe: OptimizerConfig) -> SgdOptions:
 
 
 def make_schedule(recipe: ScheduleConfig) -> Schedule:
-    if recipe.name == "exponential":
-        return Exponential(recipe.initial_learning_rate, recipe.epochs, recipe.final_learning_rate)
-    if recipe.name == "newbob":
-        return _taken(Newbob, recipe, initial_lr=recipe.initial_learning_rate)
-    kind = {"constant": Constant, "power": Power}[recipe.name]
-    return _taken(kind, recipe, initial_lr=recipe.initial_learning_rate, max_epochs=recipe.epochs)
+    own_names = {"initial_lr": "initial_learning_rate", "final_lr": "final_learning_rate", "max_epochs": "epochs"}
+    renamed = {own: getattr(recipe, key) for own, key in own_names.items() if hasattr(recipe, key)}
+    return _taken(SCHEDULES[recipe.name], recipe, **renamed)
 
 
 def _taken(kind: Callable[..., Options], section: Section, **others: Any) -> Options:
