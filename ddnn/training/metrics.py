@@ -306,7 +306,7 @@ class Metrics:
         return tuple(row for row in self.workers if row.epoch == self.workers[-1].epoch)
 
 
-_ROWS: dict[str, type[MetricsRow]] = {
+ROWS: dict[str, type[MetricsRow]] = {
     kind.model_fields["type"].default: kind
     for kind in (StartRow, EpochRow, WarmupRow, WorkerRow, EventRow, PretrainRow)
 }
@@ -374,10 +374,10 @@ def _parse_row(line: bytes) -> MetricsRow | None:
         raise ValueError("no JSON object")
     if not isinstance(values.get("type"), str):
         raise ValueError("it has no `type` (run dirs of ddnn 0.1 are not read)")
-    if values["type"] not in _ROWS:
+    if values["type"] not in ROWS:
         return None
     try:
-        return _ROWS[values["type"]].model_validate(values)
+        return ROWS[values["type"]].model_validate(values)
     except ValidationError as error:
         detail = error.errors(include_url=False, include_context=False)[0]
         key = str(detail["loc"][0])
