@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddnn.data.index import DEFAULT_FRACTION, UtteranceIndex, assign_shards, build_index, hold_out_fraction
-from ddnn.data.pipeline import frame_bytes
+from ddnn.data.source import frame_bytes
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR, read_data_dir
 from ddnn.recipe.load import load_recipe

@@ -29,10 +29,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset, utterance_offsets
 from ddnn.data.index import UtteranceIndex, build_index, check_skipped
-from ddnn.data.loading import DataConfig, FeatureLoader
+from ddnn.data.loading import DataConfig, FeatureLoader, load_rows
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.data_dir import DataDir, read_data_dir
@@ -356,18 +357,17 @@ class CacheFile:
         if not valid:
             raise CorruptCacheError("its indices do not fit each other")
 
-    def copy_rows(self, starts: list[int], lengths: list[int]) -> tuple[NDArray[np.generic], NDArray[np.int32]]:
-        """Features and labels of these stretches of rows, one after another; CorruptCacheError where the file was
-        cut."""
-        width, dtype, row = self.metadata.width, self.metadata.dtype, 0
-        features, labels = np.empty((sum(lengths), width), dtype), np.empty(sum(lengths), np.int32)
+    def copy_rows(self, starts: list[int], lengths: list[int], features: NDArray[np.generic]) -> NDArray[np.int32]:
+        """Fills `features` with these stretches of rows, one after another; returns their labels. CorruptCacheError
+        where the file was cut."""
+        width, labels, row = self.metadata.width, np.empty(sum(lengths), np.int32), 0
         of_features = self._start + self.metadata.index_bytes
         for start, length in zip(starts, lengths, strict=True):
             out = features[row : row + length]
             self._read_into(out.reshape(-1).view(np.uint8).data, of_features + start * width * features.itemsize)
             labels[row : row + length] = self.labels[start : start + length]
             row += length
-        return features, labels
+        return labels
 
     def _read_into(self, remaining: memoryview, position: int) -> None:
         """Reads instead of using the map, where a disk that fails or a file that is cut would kill the process."""
@@ -400,6 +400,31 @@ def _read_header(file: BinaryIO, size: int) -> tuple[CacheMetadata, int]:
     return metadata, start
 
 
+class CachedRows:
+    """The rows of some utterances of an index, copied out of its cache file: a `RowSource`."""
+
+    processes = 1
+
+    def __init__(self, cache: CacheFile, index: UtteranceIndex, utterances: Sequence[int]) -> None:
+        context, chosen = cache.metadata.context, np.asarray(utterances, dtype=np.int64)
+        self.cache, self.width, self.dtype = cache, cache.metadata.width, str(cache.metadata.dtype)
+        self._starts = (utterance_offsets(index.num_frames, context)[chosen] - context).tolist()
+        self._lengths = (index.num_frames[chosen] + 2 * context).tolist()
+        self.rows, self._labels = sum(self._lengths), np.zeros(0, np.int32)
+
+    def fill(self, features: NDArray[Any], descriptor: int = -1, start: int = 0) -> None:
+        """Fills `features` (rows, width). DataError: the file failed while it was read."""
+        try:
+            self._labels = self.cache.copy_rows(self._starts, self._lengths, features)
+        except (CorruptCacheError, OSError) as error:
+            message = f"the cache file failed while it was read: {error}"
+            hint = "start again; do not change the cache while it is read"
+            raise DataError(message, location=self.cache.path, hint=hint) from error
+
+    def labels(self) -> Tensor:
+        return torch.from_numpy(self._labels)
+
+
 def load_from_cache(cache: CacheFile, index: UtteranceIndex, utterances: Sequence[int]) -> AcousticDataset:
     """The whole dataset as it is in the file; a shard is copied out of it, as if loaded by itself. DataError: the file
     failed while it was read."""
@@ -416,13 +441,5 @@ def load_from_cache(cache: CacheFile, index: UtteranceIndex, utterances: Sequenc
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             features, labels = torch.from_numpy(cache.features), torch.from_numpy(cache.labels)
     else:
-        context, chosen = metadata.context, np.asarray(utterances, dtype=np.int64)
-        starts = utterance_offsets(index.num_frames, context)[chosen] - context
-        try:
-            copied = cache.copy_rows(starts.tolist(), (index.num_frames[chosen] + 2 * context).tolist())
-        except (CorruptCacheError, OSError) as error:
-            message = f"the cache file failed while it was read: {error}"
-            hint = "start again; do not change the cache while it is read"
-            raise DataError(message, location=cache.path, hint=hint) from error
-        features, labels = map(torch.from_numpy, copied)
+        features, labels = load_rows([CachedRows(cache, index, utterances)])
     return make_dataset(index.subset(utterances), features, labels, metadata.context)

@@ -81,6 +81,37 @@ class UtteranceIndex:
             digest.update(f"{utterance} {frames}\n".encode())
 
 
+def join(indices: Sequence[UtteranceIndex]) -> UtteranceIndex:
+    """Several corpora as one, in this order, for what does not read features: no utterance is in two of them. Speakers
+    of the same name are one speaker, and without `utt2spk` in one of them there are none."""
+    if len(indices) == 1:
+        return indices[0]
+    first, counts = indices[0], Counter[str]()
+    of_pdfs = np.zeros(max(len(index.pdf_counts) for index in indices), np.int64)
+    speakers: dict[str, str] | None = {}
+    for index in indices:
+        of_pdfs[: len(index.pdf_counts)] += index.pdf_counts
+        counts.update(index.counts)
+        known = index.directory.speakers
+        speakers = None if speakers is None or known is None else speakers | known
+    directory = replace(
+        first.directory,
+        entries=tuple(entry for i in indices for entry in i.directory.entries),
+        speakers=speakers,
+        cmvn=None,
+    )
+    return replace(
+        first,
+        directory=directory,
+        entries=tuple(entry for index in indices for entry in index.entries),
+        num_frames=np.concatenate([index.num_frames for index in indices]),
+        num_pdfs=max(index.num_pdfs for index in indices),
+        pdf_counts=of_pdfs,
+        alignments=None,
+        counts=dict(counts),
+    )
+
+
 def build_index(
     directory: DataDir,
     alignments: Alignments | None,

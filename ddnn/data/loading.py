@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset
 from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, Stats, make_chunks, read_chunk, write_chunk
@@ -54,6 +56,15 @@ Task = tuple[Any, ...]  # a function that needs no torch, and its arguments but 
 
 Run = Callable[[Iterable[Task]], Iterator[tuple[int, Any]]]
 """Does tasks, here or in loading processes; gives the index and the result of each."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A Kaldi data dir, and its alignment dir or archive of pdf-ids; `keys`: what names them in the recipe."""
+
+    data: Path
+    alignments: Path
+    keys: tuple[str, str] = ("data.train", "data.alignments")
 
 
 @dataclass(frozen=True)
@@ -99,9 +110,45 @@ def load_dataset(
     """
     chosen = index if utterances is None else index.subset(utterances)
     comm = comm or SingleProcess()
-    features = FeatureLoader(chosen, config, config.processes(comm), comm, index.speakers).into_memory()
-    context = config.features.splice
-    return make_dataset(chosen, torch.from_numpy(features), frame_labels(chosen, context), context)
+    loader = FeatureLoader(chosen, config, config.processes(comm), comm, index.speakers)
+    return make_dataset(chosen, *load_rows([loader]), config.features.splice)
+
+
+class RowSource(Protocol):
+    """Some utterances of one data dir whose rows, edges included, can be loaded: from archives or a cache file."""
+
+    rows: int
+    width: int
+    dtype: str
+    processes: int
+
+    def fill(self, features: NDArray[Any], descriptor: int, start: int) -> None:
+        """Fills `features` (rows, width). Several processes write into the open file `descriptor` from byte `start` on,
+        which `features` maps. DataError: damaged or unsuitable features. UserError: a loading process died."""
+
+    def labels(self) -> Tensor:
+        """As `frame_labels`, once the features are loaded."""
+
+
+def load_rows(sources: Sequence[RowSource]) -> tuple[Tensor, Tensor]:
+    """Features (rows, width) and labels (rows,) of one source after another, in memory once. Several processes fill
+    anonymous memory, which is freed with its last user. Raises as `RowSource.fill`."""
+    width, dtype, ends = sources[0].width, np.dtype(sources[0].dtype), list(accumulate(s.rows for s in sources))
+    shape, row_bytes = (ends[-1], width), width * dtype.itemsize
+    with ExitStack() as stack:
+        descriptor = -1
+        if all(source.processes == 1 for source in sources):
+            features = np.empty(shape, dtype)
+        else:
+            memory = stack.enter_context(_anonymous_memory())
+            memory.truncate(ends[-1] * row_bytes)
+            descriptor = memory.fileno()
+            features = np.frombuffer(mmap.mmap(descriptor, ends[-1] * row_bytes), dtype).reshape(shape)
+        for source, end in zip(sources, ends, strict=True):
+            start = end - source.rows
+            source.fill(features[start:end], descriptor, start * row_bytes)
+    labels = [source.labels() for source in sources]
+    return torch.from_numpy(features), labels[0] if len(labels) == 1 else torch.cat(labels)
 
 
 class FeatureLoader:
@@ -122,26 +169,23 @@ class FeatureLoader:
         self.rows = config.features.rows(index.num_frames)
         self.cmvn = config.features.cmvn != "none"
         self.chunks = make_chunks(index.entries, index.num_frames, index.speakers if self.cmvn else None, self.spec)
+        self.width, self.dtype = self.spec.width, config.features.dtype
         self.processes = effective_processes(processes, 4 * self.rows * self.spec.width)
         self.speakers = set((index.speakers if self.comm.world_size == 1 else cmvn_speakers) or ())
 
-    def into_memory(self) -> NDArray[Any]:
-        """All rows, (rows, width), of the config's dtype. Several processes fill anonymous memory, which is freed with
-        its last user. DataError: damaged or unsuitable features. UserError: a loading process died."""
-        dtype, shape = self.spec.config.dtype, (self.rows, self.spec.width)
+    def fill(self, features: NDArray[Any], descriptor: int = -1, start: int = 0) -> None:
+        """See `RowSource`."""
         if self.processes == 1:
-            features = np.empty(shape, dtype)
             self._load(features)
-            return features
-        with _anonymous_memory() as memory:
-            memory.truncate(self.rows * self.spec.row_bytes)
-            self._load(None, memory.fileno())
-            mapped = mmap.mmap(memory.fileno(), self.rows * self.spec.row_bytes)
-        return np.frombuffer(mapped, dtype).reshape(shape)
+        else:
+            self._load(None, descriptor, start)
+
+    def labels(self) -> Tensor:
+        return frame_labels(self.index, self.config.features.splice)
 
     def into_file(self, descriptor: int, start: int) -> list[int]:
         """Writes all rows into an open file, from byte `start` on; returns the CRC-32 of one chunk after another.
-        DataError, UserError: as `into_memory`. OSError: the file cannot be written."""
+        DataError, UserError: as `fill`. OSError: the file cannot be written."""
         return self._load(None, descriptor, start)
 
     def _load(self, out: NDArray[Any] | None, descriptor: int = -1, start: int = 0) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The one door to data: from a data dir and its alignments to the frames that this worker holds in memory. What is read
+"""The one door to data: from corpora with their alignments to the frames that this worker holds in memory. What is read
 and held out is agreed on first, then shards, memory and device; only then are features loaded.
 
 The memory that a training will need for what is allocated on purpose is refused before a frame is loaded where it is
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from ddnn.data.cache import CacheFile, load_from_cache, open_or_create_cache
 from ddnn.data.dataset import (
     STATISTICS_UTTERANCES,
     AcousticDataset,
@@ -39,10 +38,10 @@ from ddnn.data.index import (
     hold_out_speakers,
     local_positions,
 )
-from ddnn.data.loading import DataConfig, load_dataset
+from ddnn.data.loading import Corpus, DataConfig
+from ddnn.data.source import DataSource, IndexedCorpus, open_source, read_tables
 from ddnn.distributed.communicator import Communicator, SingleProcess
-from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, transition_digest
-from ddnn.kaldi.data_dir import DataDir, read_data_dir
+from ddnn.kaldi.alignments import Alignments, check_same_tree, transition_digest
 from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.system import available_memory, device_identity
 from ddnn.util.text import plural
@@ -112,12 +111,6 @@ class TrainingFootprint:
     def _activations(self) -> int:
         """Of a minibatch, and of a block of cross-validation."""
         return 4 * (self.batch_size + EVAL_BATCH) * self.activation_floats
-
-
-def frame_bytes(dtype: str, frames: int, rows: int, width: int) -> int:
-    """What frames take: features and labels, and for each frame its index and two orders. `rows`: of the dataset,
-    repeated edges included; 0 where it is not loaded but mapped. `width`: dimension of a row."""
-    return rows * (width * (2 if dtype == "float16" else 4) + 4) + 3 * 8 * frames
 
 
 def require_host_memory(estimate: Estimate, location: str | PathLike[str], comm: Communicator) -> None:
@@ -210,10 +203,9 @@ def _size(size: int) -> str:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is held out for cross-validation: a data dir with alignments, or the speakers of a list, or a fraction."""
+    """What is held out for cross-validation: corpora of their own, or the speakers of a list, or a fraction."""
 
-    data: Path | None = None
-    alignments: Path | None = None
+    corpora: tuple[Corpus, ...] = ()
     speakers: Path | None = None
     fraction: float | None = None
 
@@ -222,9 +214,7 @@ class HeldOut:
 class TrainingDataConfig:
     """What a training reads."""
 
-    # a Kaldi data dir, and an alignment dir or archive of pdf-ids
-    data: Path
-    alignments: Path
+    corpora: tuple[Corpus, ...]
     reading: DataConfig
     held_out: HeldOut | None  # None: nothing, as for RBMs
     seed: int  # for the choice of speakers
@@ -234,36 +224,9 @@ class TrainingDataConfig:
     feature_device: Literal["auto", "cpu"] = "auto"
 
 
-@dataclass(frozen=True, eq=False)
-class DataSource:
-    """An indexed data dir, of which shards can be loaded."""
-
-    index: UtteranceIndex
-    config: DataConfig
-    cache: CacheFile | None = None
-
-    @property
-    def width(self) -> int:
-        return self.config.features.width(self.index.dim)
-
-    def load(self, utterances: Sequence[int], comm: Communicator) -> AcousticDataset:
-        """The frames of these utterances of the index, ascending. Collective; raises as `load_dataset`."""
-        if self.cache is not None:
-            return load_from_cache(self.cache, self.index, utterances)
-        return load_dataset(self.index, self.config, utterances=utterances, comm=comm)
-
-    def memory(self, utterances: Sequence[int], *, mapped: bool = True) -> Estimate:
-        """What these utterances take in host memory: with `mapped`, the whole cache file is not loaded, but mapped."""
-        features, lengths = self.config.features, self.index.num_frames[list(utterances)]
-        mapped = mapped and self.cache is not None and len(utterances) == len(self.index.entries)
-        rows = 0 if mapped else features.rows(lengths)
-        size = frame_bytes(features.dtype, int(lengths.sum()), rows, self.width)
-        return {f"frames in {features.dtype}": size}
-
-
 class DataIdentity(BaseModel):
     """By which a training recognizes its data when it is resumed: the same for any number of workers, and wherever the
-    data is stored. By the recipe's keys."""
+    data is stored. By the recipe's keys, of several corpora with a number: `data.train[0]`."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -272,7 +235,7 @@ class DataIdentity(BaseModel):
 
     def of(self, key: str) -> DataIdentity:
         """This key's part alone."""
-        parts = {name: {key: of_all[key]} for name, of_all in self if key in of_all}
+        parts = {name: {n: value for n, value in of_all.items() if n.partition("[")[0] == key} for name, of_all in self}
         return DataIdentity.model_validate(parts)
 
     def differences(self, before: DataIdentity) -> dict[str, str]:
@@ -304,7 +267,7 @@ class DataIdentity(BaseModel):
 class TrainingData:
     """What this worker trains on, and its part of the cross-validation."""
 
-    index: UtteranceIndex  # the whole data dir, of all workers
+    source: DataSource  # all corpora to train on, of all workers
     shards: list[list[int]]  # for each rank the utterances of the index that it has in memory, those held out included
     dataset: AcousticDataset  # this worker's shard: on the device, or in host memory
     device: torch.device  # where this worker computes
@@ -313,34 +276,38 @@ class TrainingData:
     # this worker's frames; `cv` is empty where nothing is held out
     train: FrameSubset
     cv: FrameSubset
-    # of the data dir for cross-validation; None where speakers of `index` are held out
-    cv_index: UtteranceIndex | None = None
+    # the corpora for cross-validation; None where utterances of `source` are held out
+    cv_source: DataSource | None = None
     normalize: bool = True
+
+    @property
+    def index(self) -> UtteranceIndex:
+        return self.source.index
 
     def identity(self, comm: Communicator) -> DataIdentity:
         """By which a resume recognizes this data. Collective."""
         train = hashlib.sha256(f"{self.train_utterances}".encode()).hexdigest()[:32]
         part = f"{len(self.train_utterances)} of {len(self.index.entries)} utterances to train on, digest {train}"
         contents, features = {"data.cv": part}, {}
-        parts = [("data.train", "data.alignments", self.index, self.dataset)]
-        if self.cv_index is not None:
-            parts.append(("data.cv.data", "data.cv.alignments", self.cv_index, self.cv.dataset))
-        for data, alignments, index, dataset in parts:
-            digest = hashlib.sha256()
+        parts = [(part, self.dataset) for part in self.source.parts]
+        if self.cv_source is not None:
+            parts += [(part, self.cv.dataset) for part in self.cv_source.parts]
+        for corpus, dataset in parts:
+            (data, alignments), index, digest = corpus.corpus.keys, corpus.index, hashlib.sha256()
             index.update_digest(digest)
             found = f"{len(index.entries)} utterances, {index.num_frames.sum()} frames, digest"
             contents[data] = f"{found} {digest.hexdigest()[:32]}"
-            contents[alignments] = f"pdf-ids of digest {label_digest(dataset, comm)}"
-            chosen = set(index.utterances[:: -(-len(index.entries) // STATISTICS_UTTERANCES)])  # evenly over the data
-            local = [n for n, utterance in enumerate(dataset.utterances) if utterance in chosen]
-            features[data] = feature_statistics(dataset, local, comm).tolist()
+            contents[alignments] = f"pdf-ids of digest {label_digest(dataset, index.utterances, comm)}"
+            # Evenly over the corpus.
+            chosen = _positions(dataset, index.utterances[:: -(-len(index.entries) // STATISTICS_UTTERANCES)])
+            features[data] = feature_statistics(dataset, chosen, comm).tolist()
         return DataIdentity(contents=contents, features=features)
 
     def part_digests(self) -> tuple[str, str]:
         """Short digests of the utterances to train on and of those for cross-validation, with their lengths."""
         held_out = sorted(set(range(len(self.index.entries))) - set(self.train_utterances))
-        cv = self.cv_index or self.index
-        parts = (self.index, self.train_utterances), (cv, range(len(cv.entries)) if self.cv_index else held_out)
+        cv = (self.cv_source or self.source).index
+        parts = (self.index, self.train_utterances), (cv, range(len(cv.entries)) if self.cv_source else held_out)
         train_digest, cv_digest = (
             hashlib.sha256("".join(f"{i.utterances[u]} {i.num_frames[u]}\n" for u in chosen).encode()).hexdigest()[:16]
             for i, chosen in parts
@@ -353,6 +320,8 @@ class TrainingData:
         if not self.normalize:
             return transform
         chosen = list(range(len(self.index.entries))) if all_utterances else self.train_utterances
+        if len(self.source.parts) > 1 and len(chosen) > STATISTICS_UTTERANCES:  # evenly; of one the first, as nnet1
+            chosen = [chosen[n * len(chosen) // STATISTICS_UTTERANCES] for n in range(STATISTICS_UTTERANCES)]
         local = local_positions(self.shards[comm.rank], chosen[:STATISTICS_UTTERANCES])
         return estimate_normalization(transform, self.dataset, local, comm)
 
@@ -366,11 +335,18 @@ class TrainingData:
             raise RecipeError(message, location=key, hint=hint)
 
 
-def label_digest(dataset: AcousticDataset, comm: Communicator) -> str:
-    """Of the pdf-ids of all workers' utterances. Digests of the utterances are summed, which no order changes: the same
-    for any number of workers. Collective."""
+def _positions(dataset: AcousticDataset, utterances: Iterable[str]) -> list[int]:
+    """Positions in the dataset of those of the utterances that it has."""
+    wanted = set(utterances)
+    return [n for n, utterance in enumerate(dataset.utterances) if utterance in wanted]
+
+
+def label_digest(dataset: AcousticDataset, utterances: Iterable[str], comm: Communicator) -> str:
+    """Of the pdf-ids of those utterances that the workers have. Digests of the utterances are summed, which no order
+    changes: the same for any number of workers. Collective."""
     labels, total = dataset.labels.cpu().numpy().astype("<i4", copy=False), np.zeros(4, np.int64)
-    for name, row, frames in zip(dataset.utterances, dataset.offsets, dataset.num_frames, strict=True):
+    for n in _positions(dataset, utterances):
+        name, row, frames = dataset.utterances[n], dataset.offsets[n], dataset.num_frames[n]
         digest = hashlib.blake2b(f"{name}\n".encode(), digest_size=16)
         digest.update(labels[row : row + frames].tobytes())
         total += np.frombuffer(digest.digest(), "<u4")
@@ -380,14 +356,14 @@ def label_digest(dataset: AcousticDataset, comm: Communicator) -> str:
 
 
 def training_data(config: TrainingDataConfig, device: torch.device, comm: Communicator) -> TrainingData:
-    """This worker's frames of a data dir and of what is held out, for training on `device`. Collective. DataError:
+    """This worker's frames of all corpora and of what is held out, for training on `device`. Collective. DataError:
     damaged or unsuitable input; not enough memory. UserError: a loading process died."""
-    source = open_data(config.data, config.alignments, config.reading, comm)
+    source = open_source(config.corpora, config.reading, comm)
     index, held_out = source.index, config.held_out or HeldOut()
     train, cv, cv_source = list(range(len(index.entries))), list[int](), None
-    if held_out.data is not None and held_out.alignments is not None:
-        cv_source = open_data(held_out.data, held_out.alignments, config.reading, comm)
-        _check_cross_validation(source, cv_source, config, held_out, comm)
+    if held_out.corpora:
+        cv_source = open_source(held_out.corpora, config.reading, comm)
+        _check_cross_validation(source, cv_source, comm)
     elif config.held_out is not None:
         train, cv = _hold_out(index, held_out, config.seed, comm)
     train_shards, cv_shards = (assign_shards(index.num_frames, part, comm.world_size) for part in (train, cv))
@@ -398,47 +374,23 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
     dataset = _load(config, source, shards[comm.rank], device, comm)
     train_frames = dataset.subset(local_positions(shards[comm.rank], train))
     if cv_source is None:
-        cv_frames, cv_index = dataset.subset(local_positions(shards[comm.rank], cv)), None
+        cv_frames = dataset.subset(local_positions(shards[comm.rank], cv))
     else:
         cv_index = cv_source.index
         shard = assign_shards(cv_index.num_frames, range(len(cv_index.entries)), comm.world_size)[comm.rank]
         cv_frames = _load(config, cv_source, shard, device, comm).subset(range(len(shard)))
     return TrainingData(
-        index, shards, dataset, device, train, train_shards, train_frames, cv_frames, cv_index, config.normalize
+        source, shards, dataset, device, train, train_shards, train_frames, cv_frames, cv_source, config.normalize
     )
-
-
-def open_data(data: Path, alignments: Path, config: DataConfig, comm: Communicator) -> DataSource:
-    """Indexes a data dir: from its cache file where there is a valid one, else from its tables and headers; what is
-    wrong with a cache file is a warning. Collective. DataError: damaged or unsuitable input."""
-    directory = _read_tables(data, config)
-    index = cache = None
-    if config.cache_dir is not None:
-        index, cache = open_or_create_cache(directory, alignments, config, comm)
-    if index is None:
-        aligned = read_alignments(alignments, num_pdfs=config.num_pdfs)
-        index = build_index(directory, aligned, comm, max_skipped_fraction=config.max_skipped_fraction)
-    source = DataSource(index, config, cache)
-    log.info("%s: %d utterances, %d frames of %d dims", data, len(index.entries), index.num_frames.sum(), source.width)
-    return source
-
-
-def _read_tables(data: Path, config: DataConfig) -> DataDir:
-    """The tables of a data dir, with a log line that counts the shell commands which are about to be run."""
-    directory = read_data_dir(data, allow_pipes=config.allow_pipes)
-    for name, entries in (("feats.scp", directory.entries), ("cmvn.scp", (directory.cmvn or {}).values())):
-        if commands := sum(entry.pipe is not None for entry in entries):
-            figures = commands, len(entries), data / name
-            log.info("data.allow_pipes: %d of %d entries of %s are shell commands, which are run", *figures)
-    return directory
 
 
 def load_data_dir(data: Path, alignments: Alignments | None, config: DataConfig) -> AcousticDataset:
     """A whole data dir in host memory, with its alignments if given: what is evaluated or decoded. DataError: damaged
     or unsuitable input; too many utterances that cannot be used; not enough memory."""
-    directory, comm = _read_tables(data, config), SingleProcess()
+    directory, comm = read_tables(data, config), SingleProcess()
     index = build_index(directory, alignments, max_skipped_fraction=config.max_skipped_fraction)
-    source, utterances = DataSource(index, config), range(len(index.entries))
+    only = IndexedCorpus(Corpus(data, data if alignments is None else alignments.path), index)
+    source, utterances = DataSource((only,), index, config), range(len(index.entries))
     require_host_memory(source.memory(utterances), data, comm)
     return source.load(utterances, comm)
 
@@ -450,7 +402,7 @@ def _load(
     context, index = config.reading.features.splice, source.index
     footprint = config.footprint(source.width * (2 * context + 1), index.num_pdfs)
     comm.barrier()  # what was loaded before is there: all workers ask for memory together
-    require_host_memory({**source.memory(shard), **footprint.on_host(device.type)}, index.directory.path, comm)
+    require_host_memory({**source.memory(shard), **footprint.on_host(device.type)}, source.data, comm)
     size = sum(source.memory(shard, mapped=False).values())
     place = choose_feature_device(footprint, size, device, comm, on_host=config.feature_device == "cpu")
     return source.load(shard, comm).to(place)
@@ -478,51 +430,48 @@ def _hold_out(index: UtteranceIndex, held_out: HeldOut, seed: int, comm: Communi
     return train, cv
 
 
-def _check_cross_validation(
-    source: DataSource, cv: DataSource, config: TrainingDataConfig, held_out: HeldOut, comm: Communicator
-) -> None:
-    """DataError where the data dir for cross-validation has utterances of the training data, other features or other
-    pdfs. Common speakers, and pdfs that are not in the training data, are warnings."""
+def _check_cross_validation(source: DataSource, cv: DataSource, comm: Communicator) -> None:
+    """DataError where a corpus for cross-validation has utterances of the training data, other features or other pdfs.
+    Common speakers, and pdfs that are not in the training data, are warnings."""
     used = set(source.index.utterances)
-    if common := [utterance for utterance in cv.index.utterances if utterance in used]:
-        message = f"{len(common)} of {len(cv.index.entries)} utterances for cross-validation are also in the training "
-        message += f"data, {config.data}; the first is {common[0]}"
-        hint = (
-            "remove them from one of the two (if only their ids are the same, rename them), or hold out speakers with "
-        )
-        hint += "data.cv.fraction or data.cv.speakers"
-        raise DataError(message, location=held_out.data, hint=hint)
-    _check_same_pdfs(source.index, cv.index, config, held_out)
-    if held_out.alignments is not None:
-        digests = transition_digest(held_out.alignments), transition_digest(config.alignments)
-        check_same_tree(*digests, held_out.alignments, str(config.alignments))
+    for part in cv.parts:
+        if common := [utterance for utterance in part.index.utterances if utterance in used]:
+            message = f"{len(common)} of {len(part.index.entries)} utterances for cross-validation are also in the "
+            message += f"training data, {source.data}; the first is {common[0]}"
+            hint = "remove them from one of the two (if only their ids are the same, rename them), or hold out "
+            hint += "speakers with data.cv.fraction or data.cv.speakers"
+            raise DataError(message, location=part.corpus.data, hint=hint)
+    _check_same_pdfs(source, cv)
+    for part in cv.parts:
+        digests = transition_digest(part.corpus.alignments), source.transition_digest()
+        check_same_tree(*digests, part.corpus.alignments, source.alignments)
     if cv.index.dim != source.index.dim:
-        message = f"{cv.width} dims found, {source.width} expected as in {config.data}"
-        raise DataError(message, location=held_out.data)
+        message = f"{cv.width} dims found, {source.width} expected as in {source.data}"
+        raise DataError(message, location=cv.data)
     if comm.rank != 0:
         return
-    log.info("CV: %s of %s", cv.index.size(), held_out.data)
+    log.info("CV: %s of %s", cv.index.size(), cv.data)
     if speakers := sorted(set(cv.index.speakers or ()) & set(source.index.speakers or ())):
         names = ", ".join(speakers[:3]) + ", ..." * (len(speakers) > 3)
         message = "%s: %d of %d speakers are also in the training data (%s): the cross-validation will look too good"
-        log.warning(message, held_out.data, len(speakers), len(set(cv.index.speakers or ())), names)
+        log.warning(message, cv.data, len(speakers), len(set(cv.index.speakers or ())), names)
     counts = cv.index.pdf_counts
     unseen = counts[source.index.pdf_counts[: len(counts)] == 0]
     if 100 * unseen.sum() > counts.sum():
         message, pdfs = "%s: %d of %d frames are of %s that no frame of the training data has", (unseen > 0).sum()
-        log.warning(message, held_out.alignments, unseen.sum(), counts.sum(), plural(pdfs, "pdf"))
+        log.warning(message, cv.alignments, unseen.sum(), counts.sum(), plural(pdfs, "pdf"))
 
 
-def _check_same_pdfs(train: UtteranceIndex, cv: UtteranceIndex, config: TrainingDataConfig, held_out: HeldOut) -> None:
+def _check_same_pdfs(train: DataSource, cv: DataSource) -> None:
     """DataError where training and cross-validation are aligned with different numbers of pdfs. Those of an archive are
     counted by its largest pdf-id, unless the recipe says how many there are: it may lack the last ones."""
-    has_model = [path is not None and path.is_dir() for path in (config.alignments, held_out.alignments)]
-    if cv.num_pdfs == train.num_pdfs or (cv.num_pdfs < train.num_pdfs and not has_model[1]):
+    found, expected, has_model = cv.index.num_pdfs, train.index.num_pdfs, (train.has_model, cv.has_model)
+    if found == expected or (found < expected and not has_model[1]):
         return
     kinds = ["final.mdl" if model else "largest pdf-id + 1" for model in has_model]
-    message = f"{cv.num_pdfs} pdfs for cross-validation ({kinds[1]}), {train.num_pdfs} for training ({kinds[0]}, "
-    message += f"{config.alignments})"
+    message = f"{found} pdfs for cross-validation ({kinds[1]}), {expected} for training ({kinds[0]}, "
+    message += f"{train.alignments})"
     hint = "use alignments made with the same final.mdl"
-    if not has_model[0] and cv.num_pdfs > train.num_pdfs:
+    if not has_model[0] and found > expected:
         hint += "; if the training alignment merely lacks its last pdfs, set data.num_pdfs to their number"
-    raise DataError(message, location=held_out.alignments, hint=hint)
+    raise DataError(message, location=cv.alignments, hint=hint)

@@ -27,7 +27,7 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import read_restart
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.distributed.watchdog import Watchdog
-from ddnn.kaldi.alignments import kaldi_counts, transition_digest
+from ddnn.kaldi.alignments import kaldi_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
@@ -195,7 +195,7 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
     else:
         check_same_data(loaded.metadata.data, identity, recipe, loaded.location)
         model = loaded.model()
-        model.check_features(data.dataset.dim, recipe.data.train)
+        model.check_features(data.dataset.dim, data.source.parts[0].corpus.data)
         run.truncate_after(loaded.metadata.epoch)
     if resume and (loaded is not None or read_restart() is not None):
         run.record(resume_event(loaded, run, comm))
@@ -322,8 +322,7 @@ def initial_model(job: Job, data: TrainingData, dbn: AcousticModel | None) -> Ac
     initialize(network, recipe.seed)
     if dbn is not None:
         network.load_lower_layers(dbn.network)
-    tree = transition_digest(recipe.data.alignments)
-    return AcousticModel(options.model_features(recipe), transform, network, tree)
+    return AcousticModel(options.model_features(recipe), transform, network, data.source.transition_digest())
 
 
 def train_dbn(job: Job, run: RunDir, comm: Communicator, data: TrainingData | None = None) -> AcousticModel:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.loading import DataConfig
+from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import HeldOut, TrainingDataConfig, TrainingFootprint
 from ddnn.nn.layers import Layer, activation_floats, mlp_layers, num_parameters
 from ddnn.optim.ng_sgd import NgSgdOptions
@@ -84,11 +84,13 @@ def data_config(recipe: Recipe, workers: int, *, held_out: bool = True) -> Train
     """What the recipe says about data; `held_out`: whether there is cross-validation, which RBMs do without."""
     of = recipe.data
     features = replace(model_features(recipe), splice=of.splice, dtype=of.feature_dtype)
+    cv: tuple[Corpus, ...] = ()
+    if of.cv.data is not None and of.cv.alignments is not None:
+        cv = (Corpus(of.cv.data, of.cv.alignments, ("data.cv.data", "data.cv.alignments")),)
     return TrainingDataConfig(
-        of.train,
-        of.alignments,
+        (Corpus(of.train, of.alignments),),
         _taken(DataConfig, of, features=features, progress=progress_bar("loading")),
-        _taken(HeldOut, of.cv) if held_out else None,
+        _taken(HeldOut, of.cv, corpora=cv) if held_out else None,
         recipe.seed,
         lambda input_dim, num_pdfs: footprint(recipe, input_dim, num_pdfs, workers),
         normalize=of.normalize,

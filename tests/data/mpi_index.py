@@ -11,8 +11,8 @@ import numpy as np
 from ddnn.data.dataset import estimate_normalization, splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import assign_shards, build_index, hold_out_fraction, local_positions
-from ddnn.data.loading import DataConfig, load_dataset
-from ddnn.data.pipeline import open_data
+from ddnn.data.loading import Corpus, DataConfig, load_dataset
+from ddnn.data.source import open_source
 from ddnn.distributed.failures import all_stop_on_error
 from ddnn.distributed.mpi import init_communicator
 from ddnn.kaldi import archive
@@ -39,9 +39,9 @@ def main(data: Path, pdfs: Path, out: Path) -> None:
         corpus = load_dataset(plan, DataConfig(FEATURES), utterances=mine, comm=comm)
         read = count_frames()
         config = DataConfig(FEATURES, max_skipped_fraction=0.5, cache_dir=out / "cache")
-        open_data(data, pdfs, config, comm)
+        open_source([Corpus(data, pdfs)], config, comm)
         made = len(read)
-        source = open_data(data, pdfs, config, comm)
+        source = open_source([Corpus(data, pdfs)], config, comm)
         cached = source.load(mine, comm)
         splice = splice_only(corpus.dim, FEATURES.splice)
         transform = estimate_normalization(splice, corpus, local_positions(mine, train), comm)

@@ -25,8 +25,8 @@ from ddnn.data import cache
 from ddnn.data.cache import NO_CRC, SUFFIX, CacheFile, CacheMetadata, CorruptCacheError, cache_key, write_cache
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.loading import DataConfig, FeatureLoader
-from ddnn.data.pipeline import DataSource, open_data
+from ddnn.data.loading import Corpus, DataConfig, FeatureLoader
+from ddnn.data.source import DataSource, open_source
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.archive import MatrixReader, write_matrices
 from ddnn.kaldi.data_dir import accumulate_cmvn_stats, read_data_dir
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 def opened(folder: Path, dtype: str = "float32", **options: Any) -> DataSource:
     features = replace(CONFIG.features, dtype=dtype)
     config = replace(CONFIG, **{"features": features, "cache_dir": folder / "a cache", **options})
-    return open_data(folder / "train", folder / "ali", config, SingleProcess())
+    return open_source([Corpus(folder / "train", folder / "ali")], config, SingleProcess())
 
 
 def everything(source: DataSource) -> AcousticDataset:

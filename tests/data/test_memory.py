@@ -19,9 +19,9 @@ from ddnn.data.pipeline import (
     LIBRARY_BYTES,
     TrainingFootprint,
     choose_feature_device,
-    frame_bytes,
     require_host_memory,
 )
+from ddnn.data.source import frame_bytes
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe

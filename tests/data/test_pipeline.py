@@ -18,7 +18,7 @@ from distributed.threads import run_workers
 
 from ddnn.data import dataset, feature_reader, loading, pipeline
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.loading import DataConfig
+from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import DataIdentity, HeldOut, TrainingData, TrainingDataConfig, TrainingFootprint, training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.archive import MatrixReader
@@ -82,9 +82,14 @@ def load(
     reading = DataConfig(FeatureConfig(splice=splice), max_skipped_fraction=0.5, cache_dir=cache_dir)
     held_out, alignments = held_out or HeldOut(speakers=folder / "cv1"), config.pop("alignments", folder / "pdfs.txt")
     given = TrainingDataConfig(
-        folder / "train", alignments, reading, held_out, 1, lambda dim, pdfs: FOOTPRINT, **config
+        (Corpus(folder / "train", alignments),), reading, held_out, 1, lambda dim, pdfs: FOOTPRINT, **config
     )
     return training_data(given, torch.device("cpu"), comm or SingleProcess())
+
+
+def own_cv(data: Path, alignments: Path) -> HeldOut:
+    """A corpus of its own for cross-validation."""
+    return HeldOut((Corpus(data, alignments, ("data.cv.data", "data.cv.alignments")),))
 
 
 def other_name(features: Utterances, labels: Utterances) -> None:
@@ -179,7 +184,7 @@ def test_the_identity_is_that_of_any_number_of_workers(
     labels["spk0-utt000"] = labels["spk0-utt000"][:17]
     folder = prepare(tmp_path, features, labels)
     write_data_dir(folder / "cv", labelled_utterances(seed=3, speaker="cv")[0])
-    cv = HeldOut(folder / "cv", write_pdfs(folder / "cv.txt", labelled_utterances(seed=3, speaker="cv")[1]))
+    cv = own_cv(folder / "cv", write_pdfs(folder / "cv.txt", labelled_utterances(seed=3, speaker="cv")[1]))
     for held_out in (None, cv):
         before = load(folder, held_out).identity(SingleProcess())
         for found in run_workers(workers, lambda comm: load(folder, held_out, comm).identity(comm)):  # noqa: B023
@@ -191,7 +196,7 @@ def test_the_identity_tells_what_is_held_out_apart(tmp_path: Path) -> None:
     comm, folder = SingleProcess(), prepare(tmp_path, *labelled_utterances())
     features, labels = labelled_utterances(seed=3, speaker="cv")
     write_data_dir(folder / "cv", features)
-    cv = HeldOut(folder / "cv", write_pdfs(folder / "cv.txt", labels))
+    cv = own_cv(folder / "cv", write_pdfs(folder / "cv.txt", labels))
     one, two, a_dir = (load(folder, h).identity(comm) for h in (None, HeldOut(speakers=folder / "cv2"), cv))
     assert list(two.differences(one)) == ["data.cv"]
     assert list(a_dir.differences(one)) == ["data.cv", "data.cv.alignments", "data.cv.data"]
@@ -305,7 +310,7 @@ def test_data_for_cross_validation_of_another_kind_is_refused(tmp_path: Path) ->
     features, labels = labelled_utterances(seed=3, speaker="cv")
     write_data_dir(folder / "cv", {name: matrix[:, :3].copy() for name, matrix in features.items()})
     with pytest.raises(DataError, match="3 dims found, 4 expected as in"):
-        load(folder, HeldOut(folder / "cv", write_pdfs(folder / "cv.txt", labels)))
+        load(folder, own_cv(folder / "cv", write_pdfs(folder / "cv.txt", labels)))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +341,7 @@ def test_training_and_cross_validation_have_the_pdfs_of_one_model(
         write_data_dir(tmp_path / name, features)
         write = write_pdfs if kind.startswith("ids") else partial(write_ali_dir, pdfs=pdfs)
         paths.append(write(tmp_path / f"{name} pdfs", labels))
-    own = HeldOut(tmp_path / "cv", paths[1])
+    own = own_cv(tmp_path / "cv", paths[1])
     if refused is None:
         assert len(load(tmp_path, own, alignments=paths[0]).cv) == 12 * 40
         return
@@ -349,13 +354,13 @@ def with_cv(folder: Path, names: dict[str, str]) -> HeldOut:
     """Another data dir for cross-validation: these utterances of another corpus, under other names."""
     features, labels = labelled_utterances(seed=3, speaker="cv")
     own = [{names.get(name, name): one[name] for name in sorted(one)[:4]} for one in (features, labels)]
-    return HeldOut(write_data_dir(folder / "elsewhere", own[0]), write_pdfs(folder / "cv.txt", own[1]))
+    return own_cv(write_data_dir(folder / "elsewhere", own[0]), write_pdfs(folder / "cv.txt", own[1]))
 
 
 def test_utterances_of_the_training_data_are_refused_for_cross_validation(tmp_path: Path) -> None:
     """Their ids are compared, over all workers: no two of them have the same utterance in memory."""
     folder = prepare(tmp_path, *labelled_utterances())
-    everything = HeldOut(folder / "train", folder / "pdfs.txt")
+    everything = own_cv(folder / "train", folder / "pdfs.txt")
     with pytest.raises(DataError, match=r"12 of 12 utterances for .* the first is spk0-utt000"):
         load(folder, everything)
     names = {"cv0-utt004": "spk1-utt005", "cv1-utt001": "spk2-utt002"}
@@ -387,9 +392,9 @@ def test_speakers_and_pdfs_unlike_those_of_the_training_data_are_warnings(
         np.maximum(ids, 1, out=ids)
     write_pdfs(folder / "pdfs.txt", labels)
     caplog.clear()
-    counted = load(folder, with_cv(folder, {})).cv_index
+    counted = load(folder, with_cv(folder, {})).cv_source
     assert counted is not None
-    assert f"{counted.pdf_counts[0]} of 160 frames are of 1 pdf that no frame of the training data" in caplog.text
+    assert f"{counted.index.pdf_counts[0]} of 160 frames are of 1 pdf that no frame of the training data" in caplog.text
 
 
 @pytest.mark.parametrize("own", [HeldOut(fraction=0.3), HeldOut(), HeldOut(speakers=Path("cv1"))], ids=str)

@@ -1,0 +1,167 @@
+"""One or several corpora as one source of utterances: indexed, from cache files where there are, checked against each
+other, and loaded shard by shard. Utterances are those of the first corpus, then those of the second, and so on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from ddnn.data.cache import CachedRows, CacheFile, load_from_cache, open_or_create_cache
+from ddnn.data.dataset import AcousticDataset, make_dataset
+from ddnn.data.index import UtteranceIndex, build_index, join
+from ddnn.data.loading import Corpus, DataConfig, FeatureLoader, RowSource, load_dataset, load_rows
+from ddnn.distributed.communicator import Communicator
+from ddnn.kaldi.alignments import check_same_tree, read_alignments, transition_digest
+from ddnn.kaldi.data_dir import DataDir, read_data_dir
+from ddnn.util.errors import DataError
+
+log = logging.getLogger(__name__)
+
+_HINT_PREFIX = "give the ids of one of the two a prefix before it is aligned (utils/copy_data_dir.sh --utt-prefix), or "
+_HINT_PREFIX += "remove the utterances from one"
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedCorpus:
+    """A corpus whose utterances are known, of which some can be loaded."""
+
+    corpus: Corpus
+    index: UtteranceIndex
+    cache: CacheFile | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DataSource:
+    """All utterances of one or several corpora, of which shards can be loaded."""
+
+    parts: tuple[IndexedCorpus, ...]
+    index: UtteranceIndex  # of all of them
+    config: DataConfig
+
+    @property
+    def width(self) -> int:
+        return self.config.features.width(self.index.dim)
+
+    @property
+    def data(self) -> str:
+        """The data dirs, for messages."""
+        return ", ".join(str(part.corpus.data) for part in self.parts)
+
+    @property
+    def alignments(self) -> str:
+        """The alignments, for messages."""
+        return ", ".join(str(part.corpus.alignments) for part in self.parts)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a `final.mdl` says how many pdfs there are; else it is the largest pdf-id + 1."""
+        return any(part.corpus.alignments.is_dir() for part in self.parts)
+
+    def transition_digest(self) -> str | None:
+        """Of the tree that all its pdf-ids are of; None where only archives of pdf-ids are given."""
+        digests = (transition_digest(part.corpus.alignments) for part in self.parts)
+        return next((digest for digest in digests if digest is not None), None)
+
+    def load(self, utterances: Sequence[int], comm: Communicator) -> AcousticDataset:
+        """The frames of these utterances of the index, ascending. Collective; raises as `load_dataset`."""
+        part = self.parts[0]
+        if len(self.parts) > 1:
+            rows = load_rows([self._rows(part, chosen, comm) for part, chosen in self._by_part(utterances)])
+            return make_dataset(self.index.subset(utterances), *rows, self.config.features.splice)
+        if part.cache is not None:
+            return load_from_cache(part.cache, part.index, utterances)
+        return load_dataset(part.index, self.config, utterances=utterances, comm=comm)
+
+    def _rows(self, part: IndexedCorpus, utterances: Sequence[int], comm: Communicator) -> RowSource:
+        if part.cache is not None:
+            return CachedRows(part.cache, part.index, utterances)
+        processes = self.config.processes(comm)
+        return FeatureLoader(part.index.subset(utterances), self.config, processes, comm, part.index.speakers)
+
+    def _by_part(self, utterances: Sequence[int]) -> Iterator[tuple[IndexedCorpus, list[int]]]:
+        """Each corpus with its own indices of those of `utterances` that it has."""
+        ends = list(accumulate(len(part.index.entries) for part in self.parts))
+        for part, end in zip(self.parts, ends, strict=True):
+            first = end - len(part.index.entries)
+            yield part, [u - first for u in utterances if first <= u < end]
+
+    def memory(self, utterances: Sequence[int], *, mapped: bool = True) -> Mapping[str, int]:
+        """What these utterances take in host memory, by what it is for. With `mapped`, the whole cache file of a single
+        corpus is not loaded, but mapped; those of several are copied into one dataset."""
+        features, lengths = self.config.features, self.index.num_frames[list(utterances)]
+        whole = len(self.parts) == 1 and len(utterances) == len(self.index.entries)
+        rows = 0 if mapped and whole and self.parts[0].cache is not None else features.rows(lengths)
+        size = frame_bytes(features.dtype, int(lengths.sum()), rows, self.width)
+        return {f"frames in {features.dtype}": size}
+
+
+def frame_bytes(dtype: str, frames: int, rows: int, width: int) -> int:
+    """What frames take: features and labels, and for each frame its index and two orders. `rows`: of the dataset,
+    repeated edges included; 0 where it is not loaded but mapped. `width`: dimension of a row."""
+    return rows * (width * (2 if dtype == "float16" else 4) + 4) + 3 * 8 * frames
+
+
+def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicator) -> DataSource:
+    """Indexes corpora: each from its cache file where there is a valid one, else from its tables and headers; what is
+    wrong with a cache file is a warning. Collective. DataError: damaged or unsuitable input, or corpora that do not fit
+    together."""
+    parts = tuple(_open_corpus(corpus, config, comm) for corpus in corpora)
+    for part in parts:
+        figures = len(part.index.entries), part.index.num_frames.sum(), config.features.width(part.index.dim)
+        log.info("%s: %d utterances, %d frames of %d dims", part.corpus.data, *figures)
+    _check_fit_together(parts)
+    return DataSource(parts, join([part.index for part in parts]), config)
+
+
+def _open_corpus(corpus: Corpus, config: DataConfig, comm: Communicator) -> IndexedCorpus:
+    directory = read_tables(corpus.data, config)
+    index = cache = None
+    if config.cache_dir is not None:
+        index, cache = open_or_create_cache(directory, corpus.alignments, config, comm)
+    if index is None:
+        aligned = read_alignments(corpus.alignments, num_pdfs=config.num_pdfs)
+        index = build_index(directory, aligned, comm, max_skipped_fraction=config.max_skipped_fraction)
+    return IndexedCorpus(corpus, index, cache)
+
+
+def read_tables(data: Path, config: DataConfig) -> DataDir:
+    """The tables of a data dir, with a log line that counts the shell commands which are about to be run."""
+    directory = read_data_dir(data, allow_pipes=config.allow_pipes)
+    for name, entries in (("feats.scp", directory.entries), ("cmvn.scp", (directory.cmvn or {}).values())):
+        if commands := sum(entry.pipe is not None for entry in entries):
+            figures = commands, len(entries), data / name
+            log.info("data.allow_pipes: %d of %d entries of %s are shell commands, which are run", *figures)
+    return directory
+
+
+def _check_fit_together(parts: Sequence[IndexedCorpus]) -> None:
+    """DataError where an utterance id is in two corpora, or where their features have other dims or their alignments
+    other pdfs than those of the first corpus, or of the first whose `final.mdl` says how many pdfs there are."""
+    corpus_of: dict[str, Corpus] = {}
+    reference = next((part for part in parts if part.corpus.alignments.is_dir()), parts[0])
+    expected = transition_digest(reference.corpus.alignments) if len(parts) > 1 else None
+    for part in parts[: len(parts) if len(parts) > 1 else 0]:
+        data, alignments = part.corpus.data, part.corpus.alignments
+        if common := [utterance for utterance in part.index.utterances if utterance in corpus_of]:
+            message = f"{len(common)} of {len(part.index.entries)} utterances of {part.corpus.keys[0]} are also in "
+            other = corpus_of[common[0]]
+            message += f"{other.keys[0]}, {other.data}; the first is {common[0]}"
+            raise DataError(message, location=data, hint=_HINT_PREFIX)
+        corpus_of |= dict.fromkeys(part.index.utterances, part.corpus)
+        if part.index.dim != parts[0].index.dim:
+            message = f"features of {part.index.dim} dims found, {parts[0].index.dim} expected as in "
+            raise DataError(message + str(parts[0].corpus.data), location=data, hint="compute all features alike")
+        check_same_tree(transition_digest(alignments), expected, alignments, str(reference.corpus.alignments))
+        if reference.corpus.alignments.is_dir() and not _fits(part, reference):
+            message = f"{part.index.num_pdfs} pdfs found, {reference.index.num_pdfs} expected as in "
+            hint = "use alignments made with the same final.mdl"
+            raise DataError(message + str(reference.corpus.alignments), location=alignments, hint=hint)
+
+
+def _fits(part: IndexedCorpus, reference: IndexedCorpus) -> bool:
+    """Whether the pdfs are those of the reference. An archive of pdf-ids may lack the last ones."""
+    pdfs, expected = part.index.num_pdfs, reference.index.num_pdfs
+    return pdfs == expected or (pdfs < expected and not part.corpus.alignments.is_dir())
