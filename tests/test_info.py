@@ -216,8 +216,8 @@ def test_large_alignment_dirs_and_graphs_are_not_read_whole(shared: Path, monkey
 
 def test_nothing_known(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("anna says hello\n")
-    for path, said in ((tmp_path / "x", "an scp"), (tmp_path, "Kaldi data dir")):
-        with pytest.raises(UserError, match="that ddnn reads or writes") as caught:
+    for path, said in ((tmp_path / "x", "scp,"), (tmp_path, "Kaldi data dir")):
+        with pytest.raises(UserError, match="unrecognized") as caught:
             describe_path(path)
         assert caught.value.location == str(path)
         assert said in str(caught.value.hint)
@@ -291,3 +291,67 @@ def test_odd_metrics_of_a_pretraining_are_no_bug(tmp_path: Path, value: object) 
     path.write_text(json.dumps({**row, "rbm": value}))
     with pytest.raises(DataError, match="not a metrics row"):
         describe_path(path)
+
+
+def test_tables_of_a_data_dir_and_settings(tmp_path: Path) -> None:
+    contents = {
+        "utt2spk": "u1 a\nu2 a\nu3 b\n",
+        "spk2utt": "a u1 u2\nb u3\n",
+        "text": "u1 yes no\nu2\nu3 yes\n",
+        "words.txt": "<eps> 0\nyes 1\nno 7\n",
+        "segments": "u1 r1 0.0 1.5\n",
+        "wav.scp": "r1 touch ran |\n",
+        "splice_opts": "--left-context=3 --right-context=3\n",
+        "train.log": "first\nlast one\n",
+    }
+    for name, text in contents.items():
+        (tmp_path / name).write_text(text)
+    found = {name: facts(tmp_path / name) for name in contents}
+    assert found["utt2spk"] | {"kind": ""} == {
+        "kind": "",
+        "utterances": 3,
+        "speakers": 2,
+        "first_keys": ["u1", "u2", "u3"],
+    }
+    assert (found["spk2utt"]["speakers"], found["spk2utt"]["utterances"]) == (2, 3)
+    text = found["text"]
+    assert (text["utterances"], text["words"], text["different_words"]) == (3, 3, 2)
+    assert (found["words.txt"]["symbols"], found["words.txt"]["largest_id"]) == (3, 7)
+    assert found["segments"]["entries"] == found["wav.scp"]["entries"] == 1 and not (tmp_path / "ran").exists()
+    assert found["splice_opts"]["last"] == contents["splice_opts"].strip()
+    assert (found["train.log"]["lines"], found["train.log"]["last"]) == (2, "last one")
+
+
+LEAVES = (b"\0BContextDependency \x04\3\0\0\0\x04\1\0\0\0ToPdf CE \x04\7\0\0\0", b"ContextDependency 3 1 ToPdf CE 7 \n")
+
+
+@pytest.mark.parametrize("content", LEAVES)
+def test_tree(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tree").write_bytes(content)
+    expected = {"pdfs": 8, "context_width": 3, "central_position": 1}
+    assert facts(tmp_path / "tree") == {"kind": "Kaldi phonetic decision tree", **expected}
+    (tmp_path / "tree").write_bytes(content[:19])
+    with pytest.raises(DataError, match="not a Kaldi tree"):
+        describe_path(tmp_path / "tree")
+
+
+def test_the_tree_has_the_pdfs_of_its_model(an4: Path) -> None:
+    assert facts(an4 / "ali/tree")["pdfs"] == facts(an4 / "ali/final.mdl")["pdfs"] == 616
+
+
+def test_dirs_of_kaldi_and_of_runs(tmp_path: Path, golden: Path) -> None:
+    nnet, lattices, runs = (tmp_path / name for name in ("nnet", "decode", "exp"))
+    nnet.mkdir()
+    network = next(iter(sorted((golden / "nnet1").glob("*.nnet"))))
+    (nnet / "final.nnet").write_bytes(network.read_bytes())
+    assert facts(nnet)["kind"] == "Kaldi nnet1 dir" and facts(nnet)["networks"][0].startswith("final.nnet ")
+    lattices.mkdir()
+    record = b"utt1 \0B\xd6\xfd\xb2\x7e\6\0\0\0vector\x10\0\0\0compactlattice44"
+    (lattices / "lat.1.gz").write_bytes(gzip.compress(record))
+    assert facts(lattices) == {"kind": "Kaldi decoding dir (lattices)", "jobs": 1, "scoring": []}
+    found = facts(lattices / "lat.1.gz")
+    assert found == {"kind": "archive of Kaldi lattices (compactlattice44)", "first_keys": ["utt1"]}
+    for name in ("a", "b_c"):
+        (runs / name).mkdir(parents=True)
+        (runs / name / "recipe.yaml").touch()
+    assert facts(runs) == {"kind": "folder of ddnn run dirs", "number": 2, "runs": ["a (unknown)", "b_c (unknown)"]}

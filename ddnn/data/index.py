@@ -35,6 +35,7 @@ LENGTH_TOLERANCE = 5
 DEFAULT_FRACTION = 0.1
 MAX_SKIPPED_FRACTION = 0.05  # of utterances, unless the recipe says otherwise
 DRAWS = 100  # orders of the speakers that are tried for `hold_out_fraction`
+MAX_NAMED = 10  # skipped utterances in the log; all are counted
 MAX_LIST_BYTES = 1 << 30  # of a list of speakers
 
 
@@ -166,8 +167,9 @@ def _match_alignments(
                     continue
                 lengths.append((entry.key, frames, len(labels)))
                 if abs(len(labels) - frames) >= LENGTH_TOLERANCE:
-                    log.warning("utterance %s skipped: %d frames of features, %d of alignment", *lengths[-1])
                     counts["length_differs"] += 1
+                    if counts["length_differs"] <= MAX_NAMED:
+                        log.warning("utterance %s skipped: %d frames of features, %d of alignment", *lengths[-1])
                     continue
                 length = min(frames, len(labels))
                 counts["trimmed"] += len(labels) != frames

@@ -95,7 +95,7 @@ class GracefulShutdown(SignalListener):
             if not self.deferred:
                 raise InterruptedBeforeTraining(name)
             if self._verbose:
-                text = f"{name}: a checkpoint as soon as can be, then the end; another SIGTERM or Ctrl-C ends at once"
+                text = f"{name}: writing a checkpoint, then exiting; a second SIGTERM or Ctrl-C exits immediately"
                 with suppress(OSError):  # nobody listens, as after SIGHUP
                     # Not through sys.stderr: the signal may have come in the middle of a write to it.
                     os.write(2, f"\nddnn: {text}\n".encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,15 +13,23 @@ from numpy.typing import NDArray
 
 from ddnn.inspection.status import read_status
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
-from ddnn.kaldi.archive import MatrixReader, ScpEntry, iterate_int_vectors, iterate_matrices, read_scp
+from ddnn.kaldi.archive import (
+    MatrixReader,
+    ScpEntry,
+    iterate_int_vectors,
+    iterate_matrices,
+    read_keyed_lines,
+    read_scp,
+)
 from ddnn.kaldi.basic_types import open_stream, reading
-from ddnn.kaldi.data_dir import read_data_dir
+from ddnn.kaldi.data_dir import read_data_dir, read_text, read_utt2spk
 from ddnn.kaldi.fst import read_fst, read_symbols
-from ddnn.kaldi.nnet1 import Activation, read_nnet1
+from ddnn.kaldi.nnet1 import Activation, Component, read_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.training.metrics import format_figures, read_metrics
-from ddnn.training.run_status import DBN, FINAL, METRICS, RECIPE, STATUS
-from ddnn.util.errors import UserError
+from ddnn.training.run_status import DBN, FINAL, METRICS, PDF_COUNTS, RECIPE, STATUS
+from ddnn.util.errors import DataError, UserError
+from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import definitions, printable
 
 NUM_KEYS = 3  # to show
@@ -29,8 +37,9 @@ NUM_SAMPLES = 1000  # entries of a table to look into
 MAX_SCAN_BYTES = 64 << 20
 _HEAD_BYTES = 4096
 _FILES = (
-    "an scp (.scp), an archive of matrices or integers, an nnet1 network, a final.mdl, an FST, pdf counts, "
-    "a recipe (.yaml), metrics (.jsonl), a model (.safetensors)"
+    "scp, archives of matrices, integers and lattices, nnet1 networks, final.mdl, tree, topo, FSTs, pdf counts, utt2spk, "
+    "text, segments and the other tables of a data dir, words.txt, phones.txt, recipes (.yaml), metrics (.jsonl), "
+    "models (.safetensors), train.log"
 )
 
 
@@ -59,7 +68,10 @@ def describe_path(path: Path) -> Info:
             if any(next(path.glob(name), None) is not None for name in names):
                 return Info(path, kind, fields(path))
         known = "; ".join(f"{kind} ({', '.join(names)})" for names, kind, _ in _DIRECTORIES)
-        raise UserError("not a directory that ddnn reads or writes", location=path, hint=f"known are: {known}")
+        raise UserError("unrecognized directory", location=path, hint=f"recognized are: {known}")
+    kind, fields = next(((k, f) for names, k, f in _NAMES if path.name in names), ("", _scp_file))
+    if kind:
+        return Info(path, kind, fields(path))
     with open_stream(path).stream as stream, reading(path):
         head = stream.read(_HEAD_BYTES)
     if path.suffix in _SUFFIXES:
@@ -69,9 +81,12 @@ def describe_path(path: Path) -> Info:
     for beginning, kind, fields in _BEGINNINGS:
         if start.startswith(beginning):
             return Info(path, kind, fields(path))
+    lattice = re.match(rb"([^\s\0]+) \0B\xd6\xfd\xb2\x7e\x06\0\0\0vector.\0\0\0(\w*lattice\d*)", head, re.DOTALL)
+    if lattice is not None:
+        return Info(path, f"archive of Kaldi lattices ({lattice[2].decode()})", {"first_keys": [_text(lattice[1])]})
     record = re.match(rb"[^\s\0]+[ \t]+(\0B(?:[FD]M |CM[23]? |\x04)|\[|-?\d+(?=[ \n]|$))|[^\s\0]+[ \t]*\n", head)
     if record is None or record[1] is None:
-        raise UserError("not a file that ddnn reads or writes", location=path, hint=f"known are: {_FILES}")
+        raise UserError("unrecognized file type", location=path, hint=f"recognized are: {_FILES}")
     form = "binary" if record[1].startswith(b"\0B") else "text"
     if record[1].endswith(b"\x04") or record[1][-1:].isdigit():
         return Info(path, f"archive of integer vectors ({form})", _archive(iterate_int_vectors(path)))
@@ -138,6 +153,10 @@ def _recipe(path: Path) -> dict[str, Any]:
     }
 
 
+def _text(line: bytes) -> str:
+    return line[:200].decode(errors="replace")
+
+
 def _first(keys: Iterable[str]) -> list[str]:
     return list(islice(keys, NUM_KEYS))
 
@@ -157,6 +176,10 @@ def _scp(entries: list[ScpEntry]) -> dict[str, Any]:
         fields["frames"] = frames if step == 1 else f"about {frames}, from {len(shapes)} entries"
         fields["dims"] = _dims({columns for _, columns in shapes})
     return {**fields, "first_keys": _first(entry.key for entry in entries)}
+
+
+def _scp_file(path: Path) -> dict[str, Any]:
+    return _scp(read_scp(path, allow_pipes=True))
 
 
 def _dims(columns: set[int]) -> Any:
@@ -242,10 +265,111 @@ def _pdf_counts(path: Path) -> dict[str, Any]:
     return {"pdfs": len(counts), "frames": float(counts.sum())}
 
 
+def _tree(path: Path) -> dict[str, Any]:
+    """Kaldi `tree/context-dep.cc`: context width and central position; the leaves are in the event map as `CE pdf`."""
+    data = _content(path).removeprefix(b"\0B")
+    head = re.match(rb"ContextDependency (?:\x04(.{4})\x04(.{4})|(\d+) (\d+) )", data, re.DOTALL)
+    if head is None:
+        raise DataError("not a Kaldi tree: ContextDependency and two numbers expected", location=path)
+    words = head.groups()[:2] if head[1] else head.groups()[2:]
+    width, position = (int.from_bytes(word, "little") if head[1] else int(word) for word in words)
+    pattern = rb"CE \x04(.{4})" if head[1] else rb"\bCE (\d+)"
+    leaves = (int.from_bytes(n, "little") if head[1] else int(n) for n in re.findall(pattern, data, re.DOTALL))
+    return {"pdfs": max(leaves, default=-1) + 1, "context_width": width, "central_position": position}
+
+
+def _content(path: Path) -> bytes:
+    return read_bytes_limited(path, MAX_SCAN_BYTES)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    keys = [key for _, key, _ in read_keyed_lines(path, path.name)]
+    return {"entries": len(keys), "first_keys": _first(keys)}
+
+
+def _utt2spk(path: Path) -> dict[str, Any]:
+    speakers = read_utt2spk(path)
+    return {"utterances": len(speakers), "speakers": len(set(speakers.values())), "first_keys": _first(speakers)}
+
+
+def _spk2utt(path: Path) -> dict[str, Any]:
+    utterances = {key: len(rest.split()) for _, key, rest in read_keyed_lines(path, "spk2utt")}
+    return {"speakers": len(utterances), "utterances": sum(utterances.values()), "first_keys": _first(utterances)}
+
+
+def _transcripts(path: Path) -> dict[str, Any]:
+    words = read_text(path)
+    counts = {
+        "words": sum(map(len, words.values())),
+        "different_words": len({w for line in words.values() for w in line}),
+    }
+    return {"utterances": len(words), **counts, "first_keys": _first(words)}
+
+
+def _symbols(path: Path) -> dict[str, Any]:
+    symbols = read_symbols(path)
+    return {"symbols": len(symbols), "largest_id": max(symbols, default=0)}
+
+
+def _lines(path: Path) -> dict[str, Any]:
+    lines = _content(path).rstrip(b"\n").split(b"\n")
+    return {"lines": len(lines), "last": _text(lines[-1])}
+
+
+def _lang(path: Path) -> dict[str, Any]:
+    tables = {
+        name: len(read_symbols(path / f"{name}.txt")) for name in ("phones", "words") if (path / f"{name}.txt").exists()
+    }
+    return {**tables, "files": sorted(file.name for file in path.iterdir())[:20]}
+
+
+def _nnet1_dir(path: Path) -> dict[str, Any]:
+    """The networks of a dir of `ddnn export` or of Kaldi's: name -> input, layer and output dimensions."""
+    names = sorted(file.name for pattern in _NNET1_FILES for file in path.glob(pattern))[:20]
+    fields: dict[str, Any] = {"networks": [f"{name} {_shape(read_nnet1(path / name))}" for name in names]}
+    return {
+        **fields,
+        **({"pdf_counts": _pdf_counts(path / PDF_COUNTS)["pdfs"]} if (path / PDF_COUNTS).exists() else {}),
+    }
+
+
+def _shape(components: Sequence[Component]) -> str:
+    dims = (component.output_dim for component in components if not isinstance(component, Activation))
+    return "-".join(map(str, [components[0].input_dim, *dims]))
+
+
+def _lattice_dir(path: Path) -> dict[str, Any]:
+    return {
+        "jobs": len(list(path.glob("lat.*.gz"))),
+        "scoring": sorted(file.name for file in path.glob("wer_*"))[:NUM_KEYS],
+    }
+
+
+def _run_dirs(path: Path) -> dict[str, Any]:
+    runs = [run.parent for run in sorted(path.glob(f"*/{RECIPE}"))]
+    states = [f"{run.name} ({read_status(run, lambda job: None).state})" for run in runs[:50]]
+    return {"number": len(runs), "runs": states}
+
+
 Fields = Callable[[Path], dict[str, Any]]
+_NNET1_FILES = ("*.nnet", "*.dbn", "final.feature_transform")
+_NAMES: tuple[tuple[tuple[str, ...], str, Fields], ...] = (
+    (("utt2spk",), "utt2spk of a Kaldi data dir", _utt2spk),
+    (("spk2utt",), "spk2utt of a Kaldi data dir", _spk2utt),
+    (("text",), "transcripts of a Kaldi data dir", _transcripts),
+    (("words.txt", "phones.txt"), "symbol table", _symbols),
+    (
+        ("segments", "wav.scp", "reco2file_and_channel", "spk2gender", "utt2dur", "utt2num_frames", "stm", "glm"),
+        "table of a Kaldi data dir",
+        _table,
+    ),
+    (("cv_utterances", "cv_speakers.txt"), "list for cross-validation", _table),
+    (("cmvn_opts", "splice_opts", "delta_opts", "num_jobs"), "setting of a Kaldi experiment", _lines),
+    (("train.log", "job.out"), "log of a training", _lines),
+)
 _SUFFIXES: dict[str, tuple[str, Fields]] = {
     ".safetensors": ("ddnn model", _model),
-    ".scp": ("scp", lambda path: _scp(read_scp(path, allow_pipes=True))),
+    ".scp": ("scp", _scp_file),
     ".jsonl": ("metrics of a training", _metrics),
     ".yaml": ("recipe", _recipe),
     ".yml": ("recipe", _recipe),
@@ -253,6 +377,8 @@ _SUFFIXES: dict[str, tuple[str, Fields]] = {
 _BEGINNINGS: tuple[tuple[bytes, str, Fields], ...] = (
     (b"\xd6\xfd\xb2\x7e", "OpenFst graph", _fst),
     (b"<TransitionModel>", "Kaldi acoustic model (its transition model)", _transitions),
+    (b"ContextDependency", "Kaldi phonetic decision tree", _tree),
+    (b"<Topology>", "Kaldi HMM topology", _lines),
     (b"<Nnet>", "Kaldi nnet1 network", _nnet1),
     (b"[", "Kaldi vector of pdf counts", _pdf_counts),
 )
@@ -262,5 +388,9 @@ _DIRECTORIES: tuple[tuple[tuple[str, ...], str, Fields], ...] = (
     (("loglikes.scp",), "log-likelihoods for a Kaldi decoder", lambda path: _scp(read_scp(path / "loglikes.scp"))),
     (("feats.scp",), "Kaldi data dir", _data_dir),
     (("HCLG.fst",), "Kaldi graph dir", _graph),
+    (("lat.*.gz",), "Kaldi decoding dir (lattices)", _lattice_dir),
+    (_NNET1_FILES, "Kaldi nnet1 dir", _nnet1_dir),
     (("final.mdl", "ali.*.gz"), "Kaldi alignment dir", _alignments),
+    (("L.fst", "topo"), "Kaldi lang dir", _lang),
+    ((f"*/{RECIPE}",), "folder of ddnn run dirs", _run_dirs),
 )

@@ -385,8 +385,8 @@ def check_finite(key: str, matrix: NDArray[Any], location: str | Path) -> None:
     if not is_finite(matrix):
         invalid = np.argwhere(~np.isfinite(matrix))
         row, column = invalid[0]
-        more = f"and {len(invalid) - 1} more like it"
-        message = f"utterance {key}: {matrix[row, column]} in row {row}, column {column}, {more}"
+        more = f", and {len(invalid) - 1} more values that are not finite" if len(invalid) > 1 else ""
+        message = f"utterance {key}: {matrix[row, column]} in row {row}, column {column}{more}"
         raise DataError(message, location=location, hint="compute the features of this utterance again, or remove it")
 
 

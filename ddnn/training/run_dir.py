@@ -97,9 +97,7 @@ class RunDir:
             if not self._lock.acquire(timeout=0.2):
                 log.warning("%s: this file system has no locks; nobody notices a second run in this run dir", self.path)
         except BlockingIOError as error:
-            hint = "wait for it or end it. If its machine is gone and the file system keeps the lock: "
-            hint += f"cp -p {LOG} t && mv t {LOG}"
-            raise UserError("another run is in progress in this run dir", location=self.path, hint=hint) from error
+            raise run_status.in_progress(self.path) from error
         except OSError as error:
             raise UserError(f"cannot write or lock {LOG}: {error.strerror}", location=self.path) from error
 

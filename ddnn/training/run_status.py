@@ -152,6 +152,16 @@ def find_recipe(recipe: Path, run_dir: Path, resume: Resume) -> Path:
     return of_run_dir if recipe.is_dir() and resume != "no" else recipe
 
 
+def in_progress(run_dir: Path) -> UserError:
+    """Another process holds the lock of the run directory: which, as far as its status says."""
+    message = "another run is in progress in this run dir"
+    with suppress(DataError):
+        holder = read_run_status(run_dir)
+        message += "" if holder is None else f" (process {holder.pid} on {printable(holder.host, '')})"
+    hint = "wait for it or end it. If its machine is gone and the file system keeps the lock: "
+    return UserError(message, location=run_dir, hint=f"{hint}cp -p {LOG} t && mv t {LOG}")
+
+
 def check_run_dir(
     path: Path, kind: Kind = "training", *, resume: bool = False, recipe: str = "", held: bool = False
 ) -> None:
@@ -159,7 +169,7 @@ def check_run_dir(
     of the recipe.yaml that a pretraining must have that has begun. `held`: whether this process holds the lock.
     UserError: it holds something else, or a link in place of a file of ours, or another process is running in it."""
     if not held and is_locked(path / LOG) is True:
-        raise UserError("another run is in progress in this run dir", location=path, hint="wait for it, or end it")
+        raise in_progress(path)
     if path.exists() and not path.is_dir():
         raise UserError("the run dir is a file", location=path, hint="name a directory that does not exist yet")
     try:

@@ -50,7 +50,7 @@ def test_in_the_loop_it_is_noted(name: str, capfd: pytest.CaptureFixture[str]) -
         send(name)
         send("SIGUSR1")
         assert stop.signal_name == name
-    said = f"ddnn: {name}: a checkpoint as soon as can be, then the end; another SIGTERM or Ctrl-C ends at once"
+    said = f"ddnn: {name}: writing a checkpoint, then exiting; a second SIGTERM or Ctrl-C exits immediately"
     assert capfd.readouterr().err.strip() == said
 
 
