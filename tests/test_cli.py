@@ -213,8 +213,9 @@ def test_evaluate(run: Run, called: Any) -> None:
     assert run(*arguments) == (0, "loss 1.5, größer\n", "")
     code, out, _ = run(*arguments, "--json", "--allow-pipes")
     assert (code, json.loads(out)) == (0, Result().as_dict())
-    assert calls[0] == ((Path("run"), Path("d d"), Path("a")), {"device": "cpu", "allow_pipes": False})
-    assert calls[1][1] == {"device": "cpu", "allow_pipes": True}
+    given = {"run_dir": Path("run"), "data": Path("d d"), "alignments": Path("a"), "device": "cpu", "by": None}
+    assert calls[0] == ((), {**given, "allow_pipes": False})
+    assert calls[1][1] == {**given, "allow_pipes": True}
 
 
 def test_commands_without_output(run: Run, called: Any) -> None:

@@ -106,14 +106,15 @@ def _start(
 @argument("run_dir", type=PATH)
 @option("--data", type=PATH, required=True, help="Kaldi data dir.")
 @option("--alignments", type=PATH, required=True, help="Its alignment dir, or an archive of pdf-ids.")
+@option("--by", type=Choice(["speaker", "utterance"]), help="Also show the figures of each, the worst first.")
 @device_option
 @pipes_option
 @json_option
-def evaluate(run_dir: Path, data: Path, alignments: Path, device: str, allow_pipes: bool, json_: bool) -> None:
+def evaluate(json_: bool, **options: Any) -> None:
     """Compute the loss per frame and the frame accuracy of a trained network."""
     from ddnn.training.evaluation import evaluate_run
 
-    show(evaluate_run(run_dir, data, alignments, device=device, allow_pipes=allow_pipes), json_)
+    show(evaluate_run(**options), json_)
 
 
 @command("decode-prep")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ddnn.training.run_dir import load_run
 from ddnn.util.errors import DataError, DivergedError
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
+from ddnn.util.text import definitions, printable
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +40,21 @@ class EvalResult:
     frame_accuracy: float  # share of frames whose most probable pdf is the aligned one, 0 to 1
     frames: int
     utterances: dict[str, int] = field(default_factory=dict)  # of a data dir: used, skipped (by reason), trimmed
+    parts: dict[str, EvalResult] = field(default_factory=dict)  # by speaker or utterance, if that was asked for
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        return values if self.parts else {name: value for name, value in values.items() if name != "parts"}
 
     def as_text(self) -> str:
-        """One line, and one more where utterances were skipped or trimmed."""
+        """One line, one more where utterances were skipped or trimmed, and one for each part, the worst first."""
         accuracy = f"frame accuracy {100 * self.frame_accuracy:.2f} %"
         figures = f"loss {self.loss:.4f} per frame, {accuracy}, {self.frames} frames"
         notable = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.utterances.items() if count]
-        return figures if len(notable) < 2 else f"{figures}\nutterances: {', '.join(notable)}"
+        lines = [figures] if len(notable) < 2 else [figures, f"utterances: {', '.join(notable)}"]
+        worst_first = sorted(self.parts.items(), key=lambda part: part[1].frame_accuracy)
+        parts = definitions([(printable(name, ""), part.as_text()) for name, part in worst_first], indent="  ")
+        return "\n".join([*lines, *([parts] if parts else [])])
 
 
 class LossSums:
@@ -185,11 +191,25 @@ def baseline_result(train: FrameSubset, cv: FrameSubset, num_pdfs: int, comm: Co
     return EvalResult(-float(frequencies @ priors.log()), float(frequencies.max()), total)
 
 
+def evaluate_parts(
+    model: AcousticModel, corpus: AcousticDataset, by: Literal["speaker", "utterance"]
+) -> dict[str, EvalResult]:
+    """Results by the name of the speaker or utterance. DataError: the data dir has no utt2spk."""
+    names = corpus.utterances if by == "utterance" else corpus.speakers
+    if names is None:
+        raise DataError("utt2spk does not exist; it is needed for results by speaker", hint="use --by utterance")
+    members: dict[str, list[int]] = {}
+    for u, name in enumerate(names):
+        members.setdefault(name, []).append(u)
+    return {name: evaluate(model, corpus.subset(utterances)) for name, utterances in members.items()}
+
+
 def evaluate_run(
-    run_dir: Path, data: Path, alignments: Path, device: str = "auto", allow_pipes: bool = False
-) -> EvalResult:
-    """Loss and frame accuracy of a run's final model on a data dir and its alignment. DataError for damaged input,
-    another feature dimension or number of pdfs than the model's."""
+    run_dir: Path, data: Path, alignments: Path, device: str = "auto", allow_pipes: bool = False,
+    by: Literal["speaker", "utterance"] | None = None,
+) -> EvalResult:  # fmt: skip
+    """Loss and frame accuracy of a run's final model on a data dir and its alignment, also `by` speaker or utterance.
+    DataError for damaged input, another feature dimension or number of pdfs than the model's."""
     on = choose_device(device)
     model = load_run(run_dir)
     labels = read_alignments(alignments)
@@ -202,8 +222,10 @@ def evaluate_run(
         raise DataError(message, location=alignments, hint=hint)
     check_same_tree(transition_digest(alignments), model.transition_digest, alignments, f"the model of {run_dir}")
     corpus = load_for_model(model, data, labels, allow_pipes=allow_pipes)
-    everything = corpus.to(on).subset(list(range(len(corpus.utterances))))
-    result = replace(evaluate(model.to(on), everything), utterances=corpus.counts)
+    model, corpus = model.to(on), corpus.to(on)
+    parts = {} if by is None else evaluate_parts(model, corpus, by)
+    everything = corpus.subset(range(len(corpus.utterances)))
+    result = replace(evaluate(model, everything), utterances=corpus.counts, parts=parts)
     _warn_of_doubtful(result, most, data, alignments)
     return result
 

@@ -349,6 +349,11 @@ def test_evaluation_and_decoding_repeat_the_front_end(tmp_path: Path, pipeline: 
     found = evaluate_run(tmp_path / "run", cv, pdfs)
     assert found.loss == pytest.approx(best["loss"], rel=1e-6)
     assert found.frame_accuracy == best["frame_accuracy"]
+    for by, names in (("utterance", set(held_out)), ("speaker", {"spk2"})):
+        parts = evaluate_run(tmp_path / "run", cv, pdfs, by=by).parts  # type: ignore[arg-type]
+        assert set(parts) == names
+        frames = sum(part.frames for part in parts.values())
+        assert sum(part.loss * part.frames for part in parts.values()) / frames == pytest.approx(found.loss, rel=1e-6)
     assert run_cli("decode-prep", tmp_path / "run", "--data", cv, "--out", tmp_path / "decode").exit_code == 0
     scores = dict(iterate_matrices(tmp_path / "decode/loglikes.ark"))
     counts = np.bincount(np.concatenate(list(labels.values())))
