@@ -43,15 +43,19 @@ def keys() -> dict[str, KeyInfo]:
 
 
 def keys_of(section: str) -> list[str]:
-    names = [*keys(), *(name for name in sections() if name)]
-    return [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
+    return [name.rpartition(".")[2] for name in _names() if name.rpartition(".")[0] == section]
+
+
+def _names() -> list[str]:
+    """Of all keys and sections, each once: a key that takes a value or a mapping is both."""
+    return list(dict.fromkeys([*keys(), *filter(None, sections())]))
 
 
 def suggest_key(unknown: str) -> str:
     """What the writer of the dotted key `unknown` may have meant, as the end of a sentence."""
     section, _, last = unknown.rpartition(".")
     everywhere: dict[str, list[str]] = {}
-    for name in [*keys(), *(name for name in sections() if name)]:
+    for name in _names():
         everywhere.setdefault(name.rpartition(".")[2], []).append(name)
     other = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
     if unknown in other["renamed"]:
@@ -89,16 +93,23 @@ def _walk() -> tuple[dict[str, str], dict[str, KeyInfo]]:
             having = [variant for variant in variants if name in variant["properties"]]
             field = having[0]["properties"][name]
             inner = [one["$ref"] for one in (field, *field.get("oneOf", ())) if "$ref" in one]
-            if inner:
-                visit(dotted, *(schema["$defs"][reference.rpartition("/")[2]] for reference in inner))
+            mappings = [schema["$defs"][reference.rpartition("/")[2]] for reference in inner]
+            value = next((one for one in field.get("oneOf", ()) if "$ref" not in one), None)
+            if mappings and value is None:
+                visit(dotted, *mappings)
                 continue
-            kind = next((k for k in field.get("anyOf", []) if k["type"] != "null"), field)
+            kind = value or next((k for k in field.get("anyOf", []) if k["type"] != "null"), field)
             if name == chooser:
                 kind = {"enum": _tags(variants, name)}
             default = field.get("default", REQUIRED if name in having[0].get("required", ()) else None)
             only = _tags(having, chooser) if chooser and len(variants) > len(having) else []
             meaning, is_path = _unwrapped(field["description"]), kind.get("format") == "path"
-            found_keys[dotted] = KeyInfo(dotted, _expects(kind), default, meaning, is_path, tuple(only))
+            expects = _expects(kind)
+            if mappings:
+                expects += f", or a mapping of {', '.join(mappings[0]['properties'])}"
+            found_keys[dotted] = KeyInfo(dotted, expects, default, meaning, is_path, tuple(only))
+            if mappings:
+                visit(dotted, *mappings)
 
     visit("", schema)
     return found_sections, found_keys

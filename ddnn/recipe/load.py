@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from ddnn.recipe import source
 from ddnn.recipe.keys import REQUIRED, keys, keys_of, sections, suggest_key
-from ddnn.recipe.schema import VARIANTS, ParallelConfig, PretrainConfig, Recipe
+from ddnn.recipe.schema import MAPPING, VALUE, VARIANTS, ParallelConfig, PretrainConfig, Recipe, Section
 from ddnn.recipe.source import SourceTree, SourceValue
 from ddnn.util.errors import RecipeError
 
@@ -37,7 +37,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
         own = {name: value for name, value in given.values.items() if name.partition(".")[0] != "include"}
         if len(own) < len(given.values):
             tree.refuse("include: cannot be set; write it in the recipe", f"--set {setting}")
-        tree.values |= own
+        _override(tree, own)
         words.append(own.get(PIPES))
     pipes = tree.values.get(PIPES)
     if pipes is not None and pipes.value is True and not any(pipes is word for word in words):
@@ -55,7 +55,7 @@ def dump_recipe(recipe: Recipe) -> str:
     Omitted are keys that were not given and have no default, and those that the chosen optimizer and schedule never
     read."""
     values = {name: get_value(recipe, name) for name in keys() if is_read(recipe, name)}
-    plain = {n: str(v) if isinstance(v, Path) else v for n, v in values.items() if v is not None}
+    plain = {n: str(v) if isinstance(v, Path) else v for n, v in values.items() if not isinstance(v, Section | None)}
     return yaml.safe_dump(source.nested(plain), sort_keys=False, allow_unicode=True, width=10_000)
 
 
@@ -86,10 +86,11 @@ def describe_changes(changed: Mapping[str, tuple[str, str]]) -> str:
 
 
 def get_value(recipe: Recipe, name: str) -> Any:
-    """The value of a dotted key; None where the chosen variant of its section does not have it."""
+    """The value of a dotted key; None where the chosen variant of its section does not have it, or where a key that
+    takes a value or a mapping has a value."""
     value: Any = recipe
     for part in name.split("."):
-        value = getattr(value, part, None)
+        value = getattr(value, part, None) if isinstance(value, Section) else None
     return value
 
 
@@ -121,8 +122,21 @@ def _read_with_includes(
             tree.refuse(text, include.source, unread=True)
         else:
             _read_with_includes(fragment, tree, files, chain)
-    tree.values |= found.values
+    _override(tree, found.values)
     return found.values
+
+
+def _override(tree: SourceTree, later: Mapping[str, SourceValue]) -> None:
+    """Adds values that win over those of `tree`. Of a key that takes a value or a mapping, either replaces the other;
+    a null resets it."""
+    for name, given in later.items():
+        section = name.rpartition(".")[0]
+        if name in keys() and name in sections():
+            for other in [other for other in tree.values if other.startswith(f"{name}.")]:
+                del tree.values[other]
+        elif section in keys() and section in sections() and given.value is not None:
+            tree.values.pop(section, None)
+        tree.values[name] = given
 
 
 def _included(include: SourceValue, tree: SourceTree) -> list[str]:
@@ -160,7 +174,9 @@ def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
             wrong |= found_now
             for name in found_now:
                 sound.pop(name, None)
-                if keys()[name].default is REQUIRED:
+                if (section := name.rpartition(".")[0]) in keys():  # the mapping that a key takes: none of it is used
+                    sound = {n: given for n, given in sound.items() if not f"{n}.".startswith(f"{section}.")}
+                elif keys()[name].default is REQUIRED:
                     sound[name] = SourceValue(Path("/"), "")
     if tree.unread:
         return None
@@ -172,7 +188,7 @@ def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
 
 def _key_of(detail: ErrorDetails) -> str:
     """The dotted key that an error is about: without the index in a list and the name of a variant."""
-    section, *below = [part for part in detail["loc"] if isinstance(part, str)]
+    section, *below = [part for part in detail["loc"] if isinstance(part, str) and part not in (VALUE.tag, MAPPING.tag)]
     if section in VARIANTS:
         below = below[1:] or [VARIANTS[section][0]]
     return ".".join((section, *below))
@@ -183,7 +199,8 @@ def _refuse(name: str, kind: str, sound: Mapping[str, SourceValue], path: Path, 
     key = keys()[name]
     if kind == "missing":
         if not tree.unread:
-            tree.refuse(f"{name}: missing, expected {key.expects}. {key.meaning}", str(path))
+            place = (tree.source_of(name) if name.rpartition(".")[0] in keys() else None) or str(path)
+            tree.refuse(f"{name}: missing, expected {key.expects}. {key.meaning}", place)
     elif kind == "extra_forbidden":
         section = name.rpartition(".")[0]
         chooser, default = VARIANTS[section]
@@ -210,7 +227,7 @@ def _known(tree: SourceTree) -> dict[str, SourceValue]:
         else:
             parts = name.split(".")
             prefixes = (".".join(parts[: n + 1]) for n in range(len(parts)))
-            wrong = next(prefix for prefix in prefixes if prefix in keys() or prefix not in sections())
+            wrong = next(prefix for prefix in prefixes if prefix not in sections())
             if wrong in reported:
                 continue
             if wrong in keys():
@@ -276,8 +293,9 @@ def is_read(recipe: Recipe, key: str) -> bool:
 
 def _unread_pretrain(recipe: Recipe) -> dict[str, str]:
     """The keys of `pretrain` that are not read, and why."""
-    if recipe.init == "random":
-        return dict.fromkeys(PretrainConfig.model_fields, "init is random")
+    if recipe.init != "rbm":
+        why = "init is random" if recipe.init == "random" else "training starts from init.model"
+        return dict.fromkeys(PretrainConfig.model_fields, why)
     if recipe.pretrain.dbn is not None:
         of_making = [key for key in PretrainConfig.model_fields if key not in ("dbn", "feature_transform")]
         return dict.fromkeys(of_making, "pretrain.dbn names a finished DBN")

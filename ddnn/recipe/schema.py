@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -20,6 +20,11 @@ class Section(BaseModel):
     """A mapping of a recipe: immutable, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+# A key that takes a single value or a mapping: Annotated[Annotated[int, VALUE] | Annotated[SomeSection, MAPPING], EITHER].
+VALUE, MAPPING = Tag("(value)"), Tag("(mapping)")
+EITHER = Discriminator(lambda given: MAPPING.tag if isinstance(given, dict | Section) else VALUE.tag)
 
 
 class CrossValidationConfig(Section):
@@ -93,6 +98,18 @@ class ModelConfig(Section):
     def summary(self) -> str:
         """The hidden layers in a few words: "6 x 2048 sigmoid"."""
         return f"{self.hidden_layers} x {self.hidden_units} {self.activation}"
+
+
+class TrainedModelConfig(Section):
+    """The mapping that `init` takes: a trained network to start from."""
+
+    model: Path
+    """A run dir of ddnn, or a directory of Kaldi's `final.nnet` and its feature transform."""
+    output_layer: Literal["keep", "random"] = "keep"
+    """`random` makes a new output layer, for another tree or another number of pdfs."""
+
+    def __str__(self) -> str:
+        return f"from {self.model}"
 
 
 class MomentumConfig(Section):
@@ -315,8 +332,10 @@ class Recipe(Section):
     """Features and alignments."""
     model: ModelConfig = ModelConfig()
     """The network."""
-    init: Literal["random", "rbm"] = "random"
-    """Initial parameters: random (as in Kaldi nnet1), or pretrained RBMs."""
+    init: Annotated[Annotated[Literal["random", "rbm"], VALUE] | Annotated[TrainedModelConfig, MAPPING], EITHER] = (
+        "random"
+    )
+    """Initial parameters: random (as in Kaldi nnet1), pretrained RBMs, or those of a trained network."""
     pretrain: PretrainConfig = PretrainConfig()
     """RBM pretraining."""
     optimizer: OptimizerConfig = Field(default=SgdConfig(), discriminator="name")

@@ -286,7 +286,8 @@ def recipe_digest(recipe: Recipe, dbn: str = "") -> str:
         *above, last = name.split(".")
         section = tree
         for part in above:
-            section = section.get(part, {})
+            inner = section.get(part)  # a key that takes a value or a mapping may have a value here
+            section = inner if isinstance(inner, dict) else {}
         neutral = name in ADDED_KEYS and section.get(last) == key.default
         if neutral or name in NON_RESULT_KEYS or name.startswith("checkpoint."):
             section.pop(last, None)

@@ -33,7 +33,7 @@ from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.recipe.load import dump_recipe
-from ddnn.recipe.schema import Recipe
+from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.training import options
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.evaluation import baseline_result
@@ -45,7 +45,7 @@ from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, Kind, newest
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
 from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import Trainer, train
-from ddnn.util.errors import DivergedError
+from ddnn.util.errors import DivergedError, UserError
 from ddnn.util.progress import only_first_worker_shows
 from ddnn.util.system import check_devices, choose_device, compute_resources, compute_units, device_identity
 
@@ -313,6 +313,8 @@ def initial_model(job: Job, data: TrainingData, dbn: AcousticModel | None) -> Ac
     """The model that training starts from, on the CPU: random, or on the DBN that was trained or that the recipe
     names."""
     recipe = job.recipe
+    if isinstance(recipe.init, TrainedModelConfig):
+        raise UserError("training from a model is not supported yet", location="init.model")
     if recipe.init == "rbm" and recipe.pretrain.dbn is not None:
         dbn = load_dbn(recipe, recipe.pretrain.dbn)
         dbn.check_features(data.dataset.dim, recipe.pretrain.dbn)

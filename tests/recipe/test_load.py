@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ddnn.recipe import source
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
-from ddnn.recipe.schema import Recipe
+from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.recipe.source import configs_folder, parse_file, shipped_fragments
 from ddnn.util.errors import RecipeError
 
@@ -330,6 +330,65 @@ def test_problem_in_a_fragment_names_the_fragment(folder: Path) -> None:
     (folder / "a.yaml").write_text("# here\nminibatch_size: 0\n")
     assert one_problem(folder, DATA + "include: a.yaml\n").endswith(f"[{folder / 'a.yaml'}, line 2]")
     assert load(folder, DATA + "include: a.yaml\nminibatch_size: 5\n").minibatch_size == 5
+
+
+def test_a_key_takes_a_value_or_a_mapping(folder: Path) -> None:
+    recipe = load(folder, DATA + "init: {model: train}\n")
+    assert isinstance(recipe.init, TrainedModelConfig)
+    assert (recipe.init.model, recipe.init.output_layer) == (folder / "train", "keep")
+    assert load(folder, DATA, "init.model=train", "init.output_layer=random") == load(
+        folder, DATA, "init={model: train, output_layer: random}"
+    )
+    for settings_ in ([], ["init=rbm"], ["init.model=train", "init.output_layer=random"]):
+        recipe = load(folder, DATA, *settings_)
+        assert load(folder, dump_recipe(recipe)) == recipe
+    assert yaml.safe_load(dump_recipe(recipe))["init"] == {"model": str(folder / "train"), "output_layer": "random"}
+
+
+def test_the_later_of_a_value_and_a_mapping_replaces_the_other(folder: Path) -> None:
+    (folder / "model.yaml").write_text("init: {model: train, output_layer: random}\n")
+    (folder / "rbm.yaml").write_text("init: rbm\n")
+    assert load(folder, DATA + "include: [model.yaml, rbm.yaml]\n").init == "rbm"
+    recipe = load(folder, DATA + "include: [rbm.yaml, model.yaml]\n", "init.model=ali")
+    assert recipe.init == TrainedModelConfig(model=folder / "ali", output_layer="random")
+    assert load(folder, DATA + "include: model.yaml\n", "init=random").init == "random"
+    assert load(folder, DATA + "include: model.yaml\n", "init=null").init == "random"
+    assert load(folder, DATA + "include: rbm.yaml\n", "init.model=null").init == "rbm"
+    found = one_problem(folder, DATA + "include: rbm.yaml\n", "init.output_layer=random")
+    assert found.startswith("init.model: missing") and found.endswith("[--set init.output_layer=random]")
+
+
+def test_all_problems_with_a_mapping_at_once(folder: Path) -> None:
+    text = "init:\n  output_layer: new\n  modle: train\nminibatch_size: {x: 1}\npretrain: {hours: 3}\n"
+    found = problems(folder, DATA + text)
+    file = folder / "r.yaml"
+    assert [line.partition(". ")[0] for line in found] == [
+        f"init.modle: unknown key; did you mean init.model?  [{file}, line 4]",
+        f"minibatch_size: a mapping found, expected a whole number >= 1  [{file}, line 5]",
+        "init.model: missing, expected a path",
+        f"init.output_layer: the text 'new' found, expected keep or random  [{file}, line 3]",
+        f"pretrain.hours: never read, as init is random; remove it or set it to null  [{file}, line 6]",
+    ]
+    assert found[2].endswith(f"[{file}, line 3]")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("init=rmb", "init: the text 'rmb' found, expected random or rbm, or a mapping of model, output_layer"),
+        ("init=3", "init: 3 found, expected random or rbm, or a mapping of model, output_layer"),
+        ("init=[rbm]", "init: a list found, expected random or rbm, or a mapping of model, output_layer"),
+        ("init={}", "init.model: missing, expected a path"),
+        ("init.output_layer=random", "init.model: missing, expected a path"),
+        ("init.model=nix", "init.model: 'nix' does not exist"),
+        ("init.model=3", "init.model: 3 found, expected a path"),
+        ("init.model={a: b}", "init.model: a mapping found, expected a path"),
+        ("ini=rbm", "ini: unknown key; did you mean init?"),
+    ],
+)
+def test_neither_the_value_nor_the_mapping_of_a_key(folder: Path, setting: str, said: str) -> None:
+    found = one_problem(folder, DATA, setting)
+    assert found.startswith(said) and found.endswith(f"[--set {setting}]")
 
 
 def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
