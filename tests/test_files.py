@@ -15,7 +15,7 @@ import pytest
 from ddnn.util.errors import UserError
 from ddnn.util.files import (
     FileLock,
-    append_text,
+    append_bytes,
     atomic_directory,
     atomic_write,
     is_locked,
@@ -99,7 +99,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 def test_text_is_appended_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, write = tmp_path / "log", os.write
-    append_text(path, "first\n")
+    append_bytes(path, b"first\n")
 
     def full(descriptor: int, data: bytes) -> int:
         if len(data) < 7:
@@ -108,7 +108,7 @@ def test_text_is_appended_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr("ddnn.util.files.os.write", full)
     with pytest.raises(OSError, match="No space left"):
-        append_text(path, "second\n")
+        append_bytes(path, b"second\n")
     assert path.read_text() == "first\n"
 
 

@@ -314,6 +314,15 @@ class CheckpointConfig(Section):
     """How many checkpoints to keep: the newest, and earlier ones in case it is damaged."""
 
 
+class LogConfig(Section):
+    """What a training reports while it runs, besides `train.log` and `metrics.jsonl`."""
+
+    tensorboard: bool = False
+    """Also write losses, frame accuracies, learning rates, the time of the workers and RBM reconstruction errors, by
+    epoch, into `tensorboard` in the run dir: `tensorboard --logdir exp` shows them. Needs `pip install
+    'ddnn[tensorboard]'`."""
+
+
 OptimizerConfig = SgdConfig | NgSgdConfig
 ScheduleConfig = NewbobConfig | ExponentialConfig | ConstantConfig | PowerConfig
 ParallelConfig = AveragingConfig | BmufConfig
@@ -359,6 +368,8 @@ class Recipe(Section):
     """Workers."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    log: LogConfig = LogConfig()
+    """Reporting."""
 
     @model_validator(mode="before")
     @classmethod

@@ -29,7 +29,7 @@ RESULT_VERSION = 1  # to be raised when what is computed by the same recipe chan
 NON_RESULT_KEYS = (
     *("data.cache_dir", "data.loader_processes", "data.feature_device", "data.max_skipped_fraction", "cuda_graphs"),
     *("parallel.cpu_threads", "parallel.hang_timeout", "parallel.max_restarts", "parallel.oversubscribe_gpus"),
-    "parallel.gpu_transport",
+    *("parallel.gpu_transport", "log.tensorboard"),
 )
 """Keys that change nothing that a training computes, or only its last bits; those of `checkpoint` neither."""
 ADDED_KEYS = frozenset[str]()

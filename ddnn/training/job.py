@@ -121,7 +121,8 @@ def open_job(
     with GracefulShutdown(verbose=comm.rank == 0) as shutdown:
         if comm.world_size > 1:
             comm.watchdog = Watchdog(comm.rank, comm.host, recipe.parallel.hang_timeout)
-        run = open_run_dir(run_dir, comm, kind, resume=resume, recipe=text)
+        tensorboard = recipe.log.tensorboard
+        run = open_run_dir(run_dir, comm, kind, resume=resume, recipe=text, tensorboard=tensorboard)
         try:
             yield Job(recipe, text, comm, run, shutdown, assign_device(recipe, device, comm))
         except (TrainingInterrupted, InterruptedBeforeTraining) as stopped:

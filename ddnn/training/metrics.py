@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.files import append_text, open_for_append, read_bytes_limited, require_kind
+from ddnn.util.files import append_bytes, open_for_append, read_bytes_limited, require_kind
 from ddnn.util.text import duration, printable
 
 log = logging.getLogger(__name__)
@@ -349,6 +349,17 @@ def read_metrics(path: Path) -> Metrics:
     )
 
 
+def iterate_rows(path: Path) -> Iterator[MetricsRow]:
+    """The rows in the order of the file, of which a training may just write the last; none of a missing file. Lines
+    that are no rows are passed over."""
+    with suppress(DataError):
+        for _, line in _lines(path):
+            with suppress(ValueError):
+                row = _parse_row(line)
+                if row is not None:
+                    yield row
+
+
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines with their numbers from 1; without a last one that has no end and is no JSON: it is being written."""
     if not path.is_file():
@@ -402,12 +413,18 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pending: deque[str] = deque(maxlen=MAX_PENDING_ROWS)
+        self._pending: deque[bytes] = deque(maxlen=MAX_PENDING_ROWS)
         self._failed = False
+
+    def encode(self, row: MetricsRow) -> bytes:
+        return json.dumps(row.model_dump(), allow_nan=False).encode() + b"\n"
 
     def write(self, row: MetricsRow) -> None:
         """One row, now or as soon as there is space. UserError: the file is a link, a FIFO or a device."""
-        self._pending.append(json.dumps(row.model_dump(), allow_nan=False) + "\n")
+        self._write(self.encode(row))
+
+    def _write(self, data: bytes) -> None:
+        self._pending.append(data)
         try:
             self._write_pending()
         except OSError as error:
@@ -417,7 +434,7 @@ class MetricsWriter:
 
     def _write_pending(self) -> None:
         if self._pending:
-            append_text(self.path, "".join(self._pending))
+            append_bytes(self.path, b"".join(self._pending))
             if self._failed:
                 log.info("%s can be written again: %d pending rows are in it", self.path.name, len(self._pending))
             self._pending.clear()

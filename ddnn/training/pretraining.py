@@ -30,7 +30,15 @@ from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace
 from ddnn.nn.rbm import Cd1Options, Rbm, cd1_step
 from ddnn.recipe.load import dump_recipe
-from ddnn.recipe.schema import AveragingConfig, CrossValidationConfig, NewbobConfig, PretrainConfig, Recipe, SgdConfig
+from ddnn.recipe.schema import (
+    AveragingConfig,
+    CrossValidationConfig,
+    LogConfig,
+    NewbobConfig,
+    PretrainConfig,
+    Recipe,
+    SgdConfig,
+)
 from ddnn.training.checkpoint import CheckpointHandle, prefixed, unprefixed
 from ddnn.training.metrics import PretrainRow, throughput
 from ddnn.training.options import model_features
@@ -343,6 +351,7 @@ def pretraining_recipe(recipe: Recipe) -> str:
         "parallel": AveragingConfig(workers=workers, averaging_period=period),
         "optimizer": SgdConfig(),
         "schedule": NewbobConfig(),
+        "log": LogConfig(),
         "minibatch_size": recipe.pretrain.minibatch_size,
         "precision": "auto",  # RBMs are trained in float32
     }

@@ -25,7 +25,7 @@ from ddnn.util.errors import DataError, RecipeError
 log = logging.getLogger(__name__)
 
 RESUMABLE = re.compile(
-    r"(checkpoint|cuda_graphs"
+    r"(checkpoint|cuda_graphs|log"
     r"|data\.(alignments|allow_pipes|cache_dir|cv\.(alignments|data|speakers)|feature_device|loader_processes"
     r"|max_skipped_fraction|train)"
     r"|parallel\.(cpu_threads|gpu_transport|hang_timeout|max_restarts|oversubscribe_gpus|workers))(\..*)?"

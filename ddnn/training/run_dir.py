@@ -26,6 +26,7 @@ from ddnn.training.checkpoint import remove_checkpoints
 from ddnn.training.checkpoint_manifest import CheckpointSummary, peek_checkpoint
 from ddnn.training.metrics import EventRow, MetricsRow, MetricsWriter, WorkerRow
 from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, RECIPE, Kind, RunStatus, check_run_dir
+from ddnn.training.tensorboard import TensorBoardWriter
 from ddnn.util.errors import DataError, DivergedError, UserError
 from ddnn.util.files import (
     FileLock,
@@ -56,6 +57,7 @@ class RunDir:
         pid, host = os.getpid(), socket.gethostname()
         self.status = RunStatus(kind=kind, pid=pid, host=host, slurm_job=job, started=now, updated=now)
         self._metrics = MetricsWriter(path / run_status.METRICS)
+        self._writers = [self._metrics]  # of the rows that are recorded
         self._lock: FileLock | None = None
         self._log: _RunLog | None = None
         self._failed: set[str] = set()
@@ -63,12 +65,17 @@ class RunDir:
         self.previous: RunStatus | None = None
 
     @classmethod
-    def open(cls, path: Path, kind: Kind = "training", *, resume: bool = False, recipe: str = "") -> RunDir:
+    def open(
+        cls, path: Path, kind: Kind = "training", *, resume: bool = False, recipe: str = "", tensorboard: bool = False
+    ) -> RunDir:
         """Creates the directory, or takes one in which no training has begun or which is to be resumed; locks it, and
-        sends the log of `ddnn` to train.log until `close`. Arguments and errors as of `check_run_dir`."""
+        sends the log of `ddnn` to train.log until `close`. `tensorboard`: whether rows are also written for TensorBoard.
+        Other arguments and errors as of `check_run_dir`; UserError: the package tensorboard is missing."""
         check_run_dir(path, kind, resume=resume, recipe=recipe)
-        ensure_directory(path)
         run = cls(path, kind)
+        if tensorboard:
+            run._writers.append(TensorBoardWriter(path / run_status.METRICS))
+        ensure_directory(path)
         run._acquire_lock()
         try:
             # Again: what another run did until it released the lock.
@@ -107,6 +114,7 @@ class RunDir:
         check_run_dir(path, "pretraining", recipe=recipe, held=True)
         ensure_directory(path)
         run = RunDir(path, "pretraining", self)
+        run._writers += [TensorBoardWriter(path / run_status.METRICS)] * (len(self._writers) > 1)
         run.write_recipe(recipe)
         return run
 
@@ -147,7 +155,8 @@ class RunDir:
         text = row.as_text()
         if text:
             log.log(logging.WARNING if isinstance(row, WorkerRow) else logging.INFO, text)
-        self._metrics.write(row)
+        for writer in self._writers:
+            writer.write(row)
         if isinstance(row, EventRow) and row.event == "restarted":
             self.set_status(num_restarts=self.status.num_restarts + 1)
 
@@ -165,7 +174,8 @@ class RunDir:
             place = tuple(row.get(name) for name in ("rbm", "epoch")[-len(last) :])
             return not all(type(value) is int for value in place) or place <= last
 
-        self._metrics.truncate(keep)
+        for writer in self._writers:
+            writer.truncate(keep)
 
     def save_best(self, model: AcousticModel | None) -> None:
         """Saves the network of the latest accepted epoch, or removes it if that is no better than the initial one.
@@ -299,14 +309,20 @@ class NullRunDir(RunDir):
 
 
 def open_run_dir(
-    path: Path, comm: Communicator, kind: Kind = "training", *, resume: bool = False, recipe: str = ""
+    path: Path,
+    comm: Communicator,
+    kind: Kind = "training",
+    *,
+    resume: bool = False,
+    recipe: str = "",
+    tensorboard: bool = False,
 ) -> RunDir:
     """`RunDir.open` on rank 0, a `NullRunDir` on the others. Collective: the UserError of rank 0 is raised on all."""
     run: RunDir = NullRunDir(path, kind)
     refused: list[str | None] | None = None
     if comm.rank == 0:
         try:
-            run = RunDir.open(path, kind, resume=resume, recipe=recipe)
+            run = RunDir.open(path, kind, resume=resume, recipe=recipe, tensorboard=tensorboard)
             run.set_status(world_size=comm.world_size)
         except UserError as error:
             refused = [error.message, error.location, error.hint]

@@ -26,12 +26,14 @@ FINAL = "final.safetensors"  # the trained model
 PDF_COUNTS = "ali_train_pdf.counts"  # frames per pdf of the training alignment, for the priors
 CHECKPOINTS = "checkpoints"  # what a resume needs; removed in the end
 PRETRAIN = "pretrain"  # the RBMs that a training trains itself: a pretraining directory without lock and log
+TENSORBOARD = "tensorboard"  # the rows of metrics.jsonl for TensorBoard (`log.tensorboard`)
 DBN = "dbn.safetensors"  # of a pretraining, beside rbm1.safetensors, ...: all of them as hidden layers
 # Of a Slurm job: its script, number and output; of a pretraining also the recipe with all sections.
 JOB_SCRIPT, JOB_RECORD, JOB_OUTPUT, JOB_RECIPE = "job.sh", "job.json", "job.out", "submitted_recipe.yaml"
 
 FILES = (RECIPE, LOG, STATUS, METRICS, BEST, FINAL, PDF_COUNTS)
-_BEFORE_TRAINING = {RECIPE, LOG, STATUS, PRETRAIN, PDF_COUNTS}
+_BEFORE_TRAINING = {RECIPE, LOG, STATUS, PRETRAIN, TENSORBOARD, PDF_COUNTS}
+_FOLDERS = (PRETRAIN, CHECKPOINTS, TENSORBOARD)
 TEMPORARY = re.compile(rf"\.(?:{'|'.join(map(re.escape, (*FILES, DBN)))}|rbm\d+\.safetensors)\.tmp\d+")
 """Names under which these files are written."""
 _JOB_FILES = {JOB_SCRIPT, JOB_RECORD, JOB_OUTPUT, JOB_RECIPE}
@@ -175,8 +177,8 @@ def check_run_dir(
     try:
         names = {p.name for p in path.iterdir()} - _JOB_FILES if path.exists() else set()
         names = {name for name in names if not (name.startswith(_JOB_TEMPORARY) or TEMPORARY.fullmatch(name))}
-        for name in names & {*FILES, PRETRAIN, CHECKPOINTS, DBN}:
-            require_kind(path / name, "directory" if name in (PRETRAIN, CHECKPOINTS) else "file")
+        for name in names & {*FILES, *_FOLDERS, DBN}:
+            require_kind(path / name, "directory" if name in _FOLDERS else "file")
         if CHECKPOINTS in names and not any((path / CHECKPOINTS).iterdir()):
             names.remove(CHECKPOINTS)
         remove, begun = "or remove this one if it is not needed", {RECIPE, LOG} <= names

@@ -159,13 +159,13 @@ def open_for_append(path: Path) -> int:
     return descriptor
 
 
-def append_text(path: Path, text: str) -> None:
-    """Appends `text` (UTF-8) completely or not at all; creates the file if it does not exist. UserError: as of
+def append_bytes(path: Path, data: bytes) -> None:
+    """Appends `data` completely or not at all; creates the file if it does not exist. UserError: as of
     `open_for_append`. OSError: it cannot be written."""
     descriptor = open_for_append(path)
     size = os.fstat(descriptor).st_size
     try:
-        write_all(descriptor, text.encode())
+        write_all(descriptor, data)
     except OSError:
         with suppress(OSError):
             os.ftruncate(descriptor, size)

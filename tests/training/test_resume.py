@@ -165,7 +165,7 @@ MAY_CHANGE = {
     "checkpoint.interval_minibatches", "checkpoint.interval_minutes", "checkpoint.keep_last", "cuda_graphs",
     "data.alignments", "data.allow_pipes", "data.cache_dir", "data.cv.alignments", "data.cv.data", "data.cv.speakers",
     "data.feature_device", "data.loader_processes", "data.max_skipped_fraction", "data.train",
-    "parallel.cpu_threads", "parallel.gpu_transport", "parallel.hang_timeout", "parallel.max_restarts",
+    "log.tensorboard", "parallel.cpu_threads", "parallel.gpu_transport", "parallel.hang_timeout", "parallel.max_restarts",
     "parallel.oversubscribe_gpus", "parallel.workers",
 }  # fmt: skip
 

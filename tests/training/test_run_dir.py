@@ -408,7 +408,7 @@ def test_rows_wait_for_space(tmp_path: Path, full: Callable[..., None], caplog: 
 def test_rows_kept_are_bounded(tmp_path: Path, full: Callable[..., None]) -> None:
     run = begun(tmp_path / "run")
     full(True)
-    run._metrics._pending.extend("{}\n" for _ in range(MAX_PENDING_ROWS))
+    run._metrics._pending.extend(b"{}\n" for _ in range(MAX_PENDING_ROWS))
     run.record(row(1))
     assert len(run._metrics._pending) == MAX_PENDING_ROWS
 

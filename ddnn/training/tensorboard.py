@@ -1,0 +1,119 @@
+"""RUN_DIR/tensorboard (`log.tensorboard`): the rows of metrics.jsonl as an event file of TensorBoard. A start of the
+training begins a new file with all rows that metrics.jsonl has then, so that a resume has no point twice. The package
+tensorboard is imported only when needed."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ddnn.training.metrics import EpochRow, MetricsRow, MetricsWriter, PretrainRow, WarmupRow, WorkerRow, iterate_rows
+from ddnn.training.run_status import TENSORBOARD
+from ddnn.util.errors import UserError
+from ddnn.util.files import ensure_directory, require_kind
+
+_PREFIX = "events.out.tfevents."  # by which TensorBoard knows its files
+_FRACTIONS = {"compute": "compute", "data": "data", "comm": "communication", "wait": "waiting"}
+
+
+class TensorBoardWriter(MetricsWriter):
+    """Writes what `MetricsWriter` writes as scalars by epoch, after each epoch; fractions of time and consensus
+    distances are means over the workers. A full disk does not end a training either."""
+
+    def __init__(self, metrics: Path) -> None:
+        """Of the run dir that has this metrics.jsonl. UserError: the package is missing, or cannot be imported."""
+        super().__init__(metrics.with_name(TENSORBOARD) / _PREFIX)
+        self._metrics = metrics
+        self._workers: list[WorkerRow] = []  # of the epoch whose other rows have not been written yet
+        self._begun = False
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except (ImportError, TypeError) as error:  # a TypeError comes from a protobuf of another version
+            message = f"log.tensorboard: true needs the package tensorboard, which cannot be imported: {error}"
+            hint = "pip install 'ddnn[tensorboard]', or --set log.tensorboard=false"
+            raise UserError(message, location="log.tensorboard", hint=hint) from error
+        self._types: Any = Event, SessionLog, Summary, RecordWriter
+
+    def encode(self, row: MetricsRow) -> bytes:
+        return self._encode_at(row, time.time())
+
+    def write(self, row: MetricsRow) -> None:
+        if self._begun:  # rows of before are in metrics.jsonl, from which the file begins
+            super().write(row)
+
+    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Begins this start's file with the rows that metrics.jsonl has now; later calls of the same start remove no
+        row. UserError: the folder is a link or a file, or cannot be written."""
+        if self._begun:
+            return
+        folder, now = self.path.parent, time.time()
+        require_kind(folder, "directory")
+        ensure_directory(folder)
+        for old in folder.glob(f"{_PREFIX}*"):
+            with suppress(OSError):
+                old.unlink()
+        self.path, self._begun = folder / f"{_PREFIX}{int(now):010d}.{socket.gethostname()}.{os.getpid()}", True
+        event, session, _, _ = self._types
+        # A TensorBoard that shows the removed file drops its points where it finds the start of a session at step 0.
+        started = event(wall_time=now, session_log=session(status=session.START))
+        pieces = [self._framed([event(wall_time=now, file_version="brain.Event:2"), started])]
+        rows = list(iterate_rows(self._metrics))
+        took = (0.0 if isinstance(row, WorkerRow) else getattr(row, "seconds", None) or 0.0 for row in rows)
+        ends = list(accumulate(took))
+        pieces += [self._encode_at(row, now - ends[-1] + end) for row, end in zip(rows, ends, strict=True)]
+        self._write(b"".join(pieces))
+
+    def _encode_at(self, row: MetricsRow, wall_time: float) -> bytes:
+        """The events of a row that is recorded at this time (seconds since 1970); none where it has no scalars."""
+        if isinstance(row, WorkerRow):
+            self._workers.append(row)
+            return b""
+        scalars = {name: value for name, value in self._scalars(row) if value is not None}
+        if not scalars:
+            return b""
+        event, _, summary, _ = self._types
+        values = [summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        step = getattr(row, "epoch", 0)
+        return self._framed([event(wall_time=wall_time, step=step, summary=summary(value=values))])
+
+    def _framed(self, events: Iterable[Any]) -> bytes:
+        framed = io.BytesIO()
+        writer = self._types[3](framed)
+        for event in events:
+            writer.write(event.SerializeToString())
+        return framed.getvalue()
+
+    def _scalars(self, row: MetricsRow) -> Iterator[tuple[str, float | None]]:
+        """Tag and value, None where it is not known; the step is the epoch."""
+        if isinstance(row, PretrainRow):
+            yield f"rbm{row.rbm}/reconstruction_error", row.reconstruction_error
+            yield f"rbm{row.rbm}/frames_per_second", row.frames_per_second
+        if not isinstance(row, (EpochRow, WarmupRow)):
+            return
+        split = row.split if isinstance(row, EpochRow) else "warmup"
+        yield f"loss/{split}", row.loss
+        yield f"frame_accuracy/{split}", row.frame_accuracy
+        if split == "train":
+            yield "learning_rate/applied", row.learning_rate
+            yield "learning_rate/schedule", row.schedule_learning_rate
+            yield "speed/frames_per_second", row.frames_per_second
+        if split == "cv":  # the last row of an epoch
+            workers, self._workers = self._workers, []
+            for field, name in _FRACTIONS.items():
+                yield f"time/{name}", _mean(getattr(one, f"{field}_fraction") for one in workers)
+            yield "workers/consensus_distance", _mean(one.consensus_distance for one in workers)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
