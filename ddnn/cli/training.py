@@ -51,7 +51,11 @@ class _TrainCommand(click.Command):
 @option("--resume-auto", "resume", flag_value="auto", hidden=True)
 @slurm_options
 def train(**options: Any) -> None:
-    """Train the network that RECIPE describes. With --resume, RECIPE may be the run dir."""
+    """Train the network that RECIPE describes. With --resume, RECIPE may be the run dir.
+
+    The run dir must be new or empty, unless --resume is given. Several workers are started by --workers, or by mpirun
+    or srun around this command. Exit codes: 0 trained, 2 something to fix, 3 diverged, 75 stopped and resumable.
+    """
     _start("training", **options)
 
 

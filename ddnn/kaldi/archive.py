@@ -368,8 +368,9 @@ def _ranges(entry: ScpEntry, shape: tuple[int, ...]) -> tuple[slice, slice]:
     for name, requested, size in (("rows", entry.rows, shape[0]), ("columns", entry.columns, shape[1])):
         first, last = requested if requested is not None else (0, size - 1)
         if last >= size > 0 or (requested is not None and size == 0):
-            message = f"the range takes {name} {first} to {last}, the matrix has {size} {name}"
-            raise DataError(f"utterance {entry.key}: {message}", location=entry.location, hint=HINT_REMAKE)
+            message = f"the range takes {name} {first} to {last}, the matrix at {entry.location} has {size} {name}"
+            hint = "correct the range: it counts from 0, and both ends are included"
+            raise DataError(f"utterance {entry.key}: {message}", location=entry.scp, hint=hint)
         slices.append(slice(first, last + 1))
     return slices[0], slices[1]
 
