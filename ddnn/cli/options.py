@@ -24,8 +24,8 @@ device_option = option("--device", type=DEVICES, default="auto", help="Where to 
 pipes_option = option(
     "--allow-pipes", is_flag=True, help="Run the shell commands of an scp. Only for files that you wrote yourself."
 )
-_SLURM_NAMES = ("cluster", "job_name", "nodes", "gpus_per_node", "workers_per_node", "time", "partition", "account",
-                "launcher")  # fmt: skip
+_SLURM_NAMES = ("cluster", "job_name", "nodes", "gpus_per_node", "workers_per_node", "time", "mem", "partition",
+                "account", "qos", "constraint", "options", "launcher")  # fmt: skip
 
 
 def options(*added: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -57,16 +57,22 @@ def slurm_options(command: Callable[..., None]) -> Callable[..., None]:
         option("--gpus-per-node", type=int, help="Slurm: GPUs on each node, one worker on each; 0: CPU."),
         option("--workers-per-node", type=int, help="Slurm: workers on each node.  [default: one for each GPU]"),
         option("--time", help="Slurm: time limit, as HOURS:MM:SS or DAYS-HOURS."),
+        option("--mem", help="Slurm: memory on each node, as 64G; 0 is all of it."),
         option("--partition", help="Slurm: partition."),
         option("--account", help="Slurm: account to charge."),
+        option("--qos", help="Slurm: quality of service."),
+        option("--constraint", help="Slurm: features that the nodes must have."),
+        option("--sbatch-option", "options", multiple=True, metavar="OPTION",
+               help="Slurm: any other option of sbatch, as in --sbatch-option=--exclusive; repeatable."),
         option("--launcher", type=click.Choice(["mpirun", "srun"]), help="Slurm: program that starts the workers."),
         option("--job-name", help="Slurm: name of the job.  [default: that of the run dir]"),
-    )
+    )  # fmt: skip
     @functools.wraps(command)
     def gathered(slurm: bool, **arguments: Any) -> None:
-        given = {name: value for name in _SLURM_NAMES if (value := arguments.pop(name)) is not None}
+        given = {name: value for name in _SLURM_NAMES if (value := arguments.pop(name)) not in (None, ())}
         if given and not slurm:
             names = ", ".join("--" + name.replace("_", "-") for name in given)
+            names = names.replace("--options", "--sbatch-option")
             raise UserError(f"{names} without --slurm", location="the command line", hint="add --slurm, or remove it")
         cluster, job_name = given.pop("cluster", None), given.pop("job_name", None)
         command(**arguments, slurm=SlurmOptions(cluster, job_name, given) if slurm else None)

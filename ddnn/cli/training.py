@@ -20,7 +20,8 @@ from ddnn.cli.options import (
     show_json,
     slurm_options,
 )
-from ddnn.slurm import SlurmOptions
+from ddnn.slurm import Seeds, SlurmOptions, parse_seeds
+from ddnn.util.errors import UserError
 from ddnn.util.text import printable
 
 
@@ -38,7 +39,8 @@ class _TrainCommand(click.Command):
       ddnn train recipes/an4/sgd-random.yaml --run-dir exp/an4
       ddnn train my.yaml --set schedule.initial_learning_rate=0.004 --set seed=2 --dry-run
       ddnn train exp/an4 --resume
-      ddnn train my.yaml --slurm --cluster gpu --nodes 2 --time 12:00:00""",
+      ddnn train my.yaml --slurm --cluster gpu --nodes 2 --time 12:00:00
+      ddnn train my.yaml --slurm --cluster gpu --seeds 1,2,3""",
 )
 @recipe_options("Run directory.  [default: exp/NAME OF THE RECIPE]")
 @option(
@@ -49,6 +51,12 @@ class _TrainCommand(click.Command):
     help="Resume the training of the run dir from its newest checkpoint. With --resume=auto it starts where there is none.",
 )
 @option("--resume-auto", "resume", flag_value="auto", hidden=True)
+@option(
+    "--seeds",
+    metavar="N,N,...",
+    help="Train once with each of these seeds, in RUN_DIR-seedN: one after another, or "
+    "with --slurm as an array of jobs.",
+)
 @slurm_options
 def train(**options: Any) -> None:
     """Train the network that RECIPE describes. With --resume, RECIPE may be the run dir.
@@ -78,10 +86,13 @@ def pretrain(**options: Any) -> None:
 def _start(
     kind: Literal["training", "pretraining"], recipe: Path, run_dir: Path | None, settings: tuple[str, ...],
     workers: int | None, device: str, allow_pipes: bool, dry_run: bool, slurm: SlurmOptions | None,
-    resume: Literal["no", "yes", "auto"] = "no",
+    resume: Literal["no", "yes", "auto"] = "no", seeds: str | None = None,
 ) -> None:  # fmt: skip
     """On this machine or as a Slurm job; with `dry_run` only shows what it would be."""
     settings += ("data.allow_pipes=true",) * allow_pipes
+    if seeds is not None:
+        _start_seeds(parse_seeds(seeds), recipe, run_dir, settings, workers, device, dry_run, slurm, resume)
+        return
     if slurm is not None:
         from ddnn.slurm.submit import submit
 
@@ -104,6 +115,34 @@ def _start(
         from ddnn.training.start import start_pretraining
 
         start_pretraining(recipe, run_dir, settings, workers, device)
+
+
+def _start_seeds(
+    seeds: Seeds, recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str,
+    dry_run: bool, slurm: SlurmOptions | None, resume: Literal["no", "yes", "auto"],
+) -> None:  # fmt: skip
+    """The same training with each of these seeds. The first that fails is the last."""
+    if recipe.is_dir():
+        hint = "name the recipe; to resume one training, name its run dir without --seeds"
+        raise UserError(f"{recipe} is a run dir, --seeds needs a recipe", location="--seeds", hint=hint)
+    if any(setting.partition("=")[0].strip() == "seed" for setting in settings):
+        raise UserError("the seed is given twice, by --seeds and by --set", location="--seeds", hint="remove one")
+    base = run_dir or Path("exp", recipe.stem)
+    if slurm is not None:
+        from ddnn.slurm.submit import submit_seeds
+
+        sent = submit_seeds(seeds, recipe, base, settings, workers, device, slurm, dry_run=dry_run, resume=resume)
+        echo(sent.text)
+        return
+    if seeds.at_once:
+        hint = f"remove %{seeds.at_once}: without --slurm they train one after another"
+        raise UserError(f"%{seeds.at_once} without --slurm", location="--seeds", hint=hint)
+    for seed in seeds.numbers:
+        echo(f"{'# ' * dry_run}seed {seed}: {printable(str(seeds.run_dir(base, seed)), '')}")
+        _start("training", recipe, seeds.run_dir(base, seed), (*settings, f"seed={seed}"), workers, device, False,
+               dry_run, None, resume)  # fmt: skip
+        if dry_run:
+            return
 
 
 @command()

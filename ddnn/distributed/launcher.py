@@ -40,7 +40,7 @@ from ddnn.util.errors import UserError
 from ddnn.util.process import python_command, signal_name
 from ddnn.util.process import run as run_command
 from ddnn.util.progress import SHOWN_BY_LAUNCHER
-from ddnn.util.system import usable_cores
+from ddnn.util.system import slurm_job_id, usable_cores
 from ddnn.util.text import plural
 
 UNLOCK_TIMEOUT = 60.0  # seconds in which the workers of a job that has ended must let go of the run dir
@@ -289,7 +289,7 @@ def release_other_nodes(nodes: Sequence[str], environment: Mapping[str, str]) ->
     """Gives all other nodes of the allocation back: Slurm ends a job when it notices the failure of a node that it
     still has. (`sbatch --no-kill` does not serve: where the node of the job's script is lost, the job holds the others
     until its time limit, seen with Slurm 22.05.)"""
-    words = ["update", f"JobId={environment.get('SLURM_JOB_ID', '')}", f"NodeList={','.join(nodes)}"]
+    words = ["update", f"JobId={slurm_job_id(environment)}", f"NodeList={','.join(nodes)}"]
     return _scontrol(words, environment) is not None
 
 

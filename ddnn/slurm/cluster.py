@@ -16,11 +16,18 @@ from ddnn.util.errors import UserError
 from ddnn.util.text import plural
 
 TIME = re.compile(r"\d+(:\d\d?){0,2}|\d+-\d\d?(:\d\d?){0,2}|UNLIMITED|INFINITE")
-RESERVED_OPTIONS = (
-    "--array", "--chdir", "--cpus-per-task", "--error", "--gres", "--job-name", "--no-requeue", "--nodes", "--ntasks",
-    "--ntasks-per-node", "--open-mode", "--output", "--parsable", "--requeue", "--signal", "--test-only", "--wait",
-    "--wrap",
-)  # fmt: skip
+_FILE = "{} in the cluster file"
+INSTEAD = {
+    **{f"--{name}": f"--{name}" for name in ("account", "constraint", "job-name", "mem", "nodes", "partition", "qos", "time")},
+    **dict.fromkeys(("--gres", "--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket"), "--gpus-per-node"),
+    **dict.fromkeys(("--ntasks", "--ntasks-per-node", "--ntasks-per-gpu"), "--workers and --workers-per-node"),
+    **dict.fromkeys(("--requeue", "--no-requeue"), _FILE.format("requeue")),
+    **dict.fromkeys(("--cpus-per-task", "--cpus-per-gpu"), _FILE.format("cpus_per_worker")),
+    **dict.fromkeys(("--output", "--error", "--open-mode"), "--run-dir, where the output goes"),
+    **dict.fromkeys(("--chdir", "--parsable", "--test-only", "--wait", "--wrap"), ""),
+    "--array": "--seeds", "--signal": _FILE.format("signal_seconds"),
+}  # fmt: skip
+"""Options of sbatch that ddnn sets itself, and what sets them here; nothing where they cannot be set."""
 
 
 def check_word(text: str) -> str:
@@ -58,11 +65,19 @@ def check_single_line(text: str) -> str:
 
 def check_sbatch_option(text: str) -> str:
     """`text` if it is a long option of sbatch that ddnn does not set itself; else ValueError."""
-    if not re.fullmatch(r"--[a-z][a-z-]*(=[^\s\"'\\#]+)?", text) or not text.isprintable():
-        raise ValueError("expected --name or --name=value, without spaces and quotes")
+    if not re.fullmatch(r"--[a-z][a-z-]*(=[^\"'\\]+)?", text) or not text.isprintable():
+        raise ValueError("expected --name or --name=value, on one line, without quotes and backslashes")
     name = text.partition("=")[0]
-    if any(ours.startswith(name) for ours in RESERVED_OPTIONS):  # sbatch takes a beginning for the whole
-        raise ValueError("ddnn sets it itself")
+    ours = name if name in INSTEAD else next((ours for ours in INSTEAD if ours.startswith(name)), None)
+    if ours is not None:  # sbatch takes a beginning for the whole
+        raise ValueError("ddnn sets it itself" + (f": use {INSTEAD[ours]}" if INSTEAD[ours] else ""))
+    return text
+
+
+def check_memory(text: str) -> str:
+    """`text` if Slurm reads it as an amount of memory; else ValueError."""
+    if not re.fullmatch(r"[0-9]+([KMGT]B?)?", text, re.IGNORECASE):
+        raise ValueError("expected a whole number with K, M, G or T, as 64G; without a letter it is megabytes")
     return text
 
 
@@ -73,6 +88,7 @@ def _number_as_text(value: Any) -> Any:
 
 Text = BeforeValidator(_number_as_text)
 Word = Annotated[str, Text, AfterValidator(check_word)]
+Memory = Annotated[str, Text, AfterValidator(check_memory)]
 TimeLimit = Annotated[str, Text, AfterValidator(check_time_limit)]
 Line = Annotated[str, AfterValidator(check_single_line)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -101,7 +117,7 @@ class ClusterConfig(Section):
     """Type of GPU, as `sinfo -o %G` names it: gpu:TYPE:4."""
     cpus_per_worker: Count = 1
     """CPU cores of each worker, at least `parallel.cpu_threads` of the recipe."""
-    mem: Word | None = None
+    mem: Memory | None = None
     """Memory on each node: 64G; 0 is all of it."""
     launcher: Literal["mpirun", "srun"] = "mpirun"
     """Who starts the workers: mpirun, by ddnn itself; or `srun --mpi=pmix`."""
@@ -111,7 +127,7 @@ class ClusterConfig(Section):
     """Seconds before the time limit at which Slurm asks for a checkpoint: time for a block of minibatches and the
     writing. Slurm may be a minute early. 0: it does not ask."""
     options: list[Annotated[str, AfterValidator(check_sbatch_option)]] = Field(default_factory=list)
-    """Further options of sbatch, one text each: --exclusive, --mail-type=END."""
+    """Further options of sbatch, one text each, as written: --exclusive, --mail-type=END."""
     setup: list[Line] = Field(default_factory=list)
     """Lines of shell that run in the job before the training, as you wrote them: module load, activation of an
     environment. The first that fails ends the job."""

@@ -31,10 +31,10 @@ Count = Annotated[int, Field(ge=1)]
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Job:
-    """A submitted job: Slurm's `number`, in a federation its `slurm_cluster`; when, in seconds since 1970. Checked: it
+    """A submitted job: Slurm's `number`, of a task of an array ARRAY_TASK; in a federation its `slurm_cluster`; when, in seconds since 1970. Checked: it
     is safe to hand on to squeue, and to show."""
 
-    number: Annotated[str, Field(pattern=r"^[0-9]+$")]
+    number: Annotated[str, Field(pattern=r"^[0-9]+(_[0-9]+)?$")]
     slurm_cluster: Word | None
     submitted: Annotated[float, Field(ge=0, lt=1e11)]
     workers: Count
@@ -88,13 +88,19 @@ def slurm_states(jobs: Sequence[Job], seconds: float = 30.0) -> dict[Job, str | 
     found: dict[Job, str | None] = {}
     for cluster in {job.slurm_cluster for job in jobs}:
         here = [job for job in jobs if job.slurm_cluster == cluster]
-        command = ["squeue", "--noheader", f"--jobs={','.join(job.number for job in here)}", "--format=%A|%T"]
+        command = [
+            "squeue",
+            "--noheader",
+            "--array",
+            f"--jobs={','.join(job.number for job in here)}",
+            "--format=%i|%T",
+        ]
         try:
             answer = run([*command, *([] if cluster is None else [f"--clusters={cluster}"])], timeout=seconds)
         except (OSError, subprocess.TimeoutExpired):
             found |= dict.fromkeys(here)
             continue
-        states = dict(re.findall(r"^(\d+)\|([A-Z_]+)", answer.stdout, re.MULTILINE))
+        states = dict(re.findall(r"^(\d+(?:_\d+)?)\|([A-Z_]+)", answer.stdout, re.MULTILINE))
         # A number that is unknown, or known but done.
         known = answer.returncode == 0 or (len(here) == 1 and "Invalid job id" in answer.stderr)
         found |= {job: states.get(job.number, "GONE" if known else None) for job in here}
@@ -105,29 +111,33 @@ class SbatchError(UserError):
     """sbatch did not accept the job; another one would rarely succeed."""
 
 
-def sbatch(options: Sequence[str], script: Path) -> tuple[str, str | None]:
-    """Submits a script; the job's number and, in a federation, its cluster. `options`: of sbatch, each one word,
-    unquoted; they override those in the script. SbatchError: there is no sbatch, it refused the job, or it has not
-    answered."""
-    kept = f"the script is {script}"
-    command = ["sbatch", "--parsable", *options, str(script)]
+class NoAnswerError(SbatchError):
+    """sbatch has not answered: the job may have been submitted."""
+
+
+def sbatch(options: Sequence[str], script: Path | str) -> tuple[str, str | None]:
+    """Submits a script, a file or its text; the job's number and, in a federation, its cluster. `options`: of sbatch,
+    each one word, unquoted; they override those in the script. SbatchError: sbatch cannot be started, it refused the
+    job, or (NoAnswerError) it has not answered."""
+    as_text, file = (script, None) if isinstance(script, str) else (None, script)
+    command = ["sbatch", "--parsable", *options, *([] if file is None else [str(file)])]
+    hint = "--dry-run shows the script and the options of sbatch"
     try:
-        answer = run(command, timeout=SBATCH_SECONDS, env=submission_environment(os.environ))
-    except FileNotFoundError as error:
-        message = "sbatch is not found on PATH: is this a login node of a Slurm cluster?"
-        raise SbatchError(message, hint=f"run it there, or see the script with --dry-run; {kept}") from error
+        answer = run(command, timeout=SBATCH_SECONDS, env=submission_environment(os.environ), text=as_text)
     except OSError as error:
-        raise SbatchError(f"sbatch cannot be started: {error.strerror}", hint=kept) from error
+        raise SbatchError(f"sbatch cannot be started: {error.strerror}", hint=hint) from error
     except subprocess.TimeoutExpired as error:
         message = f"sbatch has not answered in {SBATCH_SECONDS:g} s; the job may have been submitted all the same"
         hint = "look for it with `squeue --me`, and end it with scancel before you try again"
-        raise SbatchError(message, hint=hint) from error
+        raise NoAnswerError(message, hint=hint) from error
     lines = answer.stdout.strip().splitlines()
     number, _, slurm_cluster = (lines[-1] if lines else "").partition(";")
     if answer.returncode != 0 or not number.isdigit():
         words = " ".join(answer.stderr.split()) or " ".join(answer.stdout.split()) or "it printed nothing"
         message = f"sbatch refused the job with {answer.returncode}: {words[:1000]}"
-        raise SbatchError(message, location=script.parent, hint=kept)
+        if "array" in words and file is None:
+            hint = "seeds must be below Slurm's MaxArraySize, which `scontrol show config` shows: often 1001"
+        raise SbatchError(message, location=file and file.parent, hint=hint)
     return number, slurm_cluster or None
 
 

@@ -1,31 +1,37 @@
-"""`ddnn train --slurm` and `ddnn pretrain --slurm`: checks what can be checked now, writes the script, submits it. The
-script is a pure function of a JobScript."""
+"""`ddnn train --slurm` and `ddnn pretrain --slurm`: checks what can be checked now, writes the script, submits it; several
+seeds as an array of jobs. A script is a pure function of a JobScript."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from ddnn.distributed.mpirun import IGNORING_SIGUSR1, MPI_SETTINGS
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.slurm import SlurmOptions
+from ddnn.slurm import Seeds, SlurmOptions
 from ddnn.slurm.cluster import ClusterConfig, Placement, check_word, load_cluster, parse_time_limit, place
-from ddnn.slurm.job import Job, read_job, sbatch, slurm_state, write_job
+from ddnn.slurm.job import Job, NoAnswerError, SbatchError, read_job, sbatch, slurm_state, write_job
 from ddnn.training import run_status as files
 from ddnn.training.checkpoint_manifest import peek_checkpoint
 from ddnn.training.run_status import Kind, Resume, check_run_dir
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import ensure_directory, is_locked, write_text
 from ddnn.util.process import python_command
-from ddnn.util.text import environment
+from ddnn.util.text import environment, plural
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,76 @@ def submit(
     noticed, and cpu where it has none. `after`: number of a job that must have ended well first. Where it does not,
     Slurm cancels this one.
     """
+    job, recipe = _plan(kind, recipe_path, run_dir, settings, workers, device, options, resume)
+    text = script_text(job)
+    if dry_run:
+        return Submitted(None, text.rstrip("\n"))
+    _check(job, recipe, resume)
+    # Not in the script: by the time somebody submits it again by hand, Slurm has forgotten the other job.
+    waits = [] if after is None else [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
+    with _removed_if_refused([job.run_dir]):
+        _write(job, recipe, text, resume)
+        number, slurm_cluster = sbatch([*sbatch_options(job), *waits], job.run_dir / files.JOB_SCRIPT)
+    _record(job, number, slurm_cluster)
+    follow = f"ddnn status --follow {_quoted(job.run_dir)}"
+    log = f"  log:    {job.run_dir / files.LOG}\n"
+    if job.pretraining:
+        follow, log = f"tail -F {_quoted(job.run_dir / files.JOB_OUTPUT)}", ""
+    output = f"  output: {job.run_dir / files.JOB_OUTPUT}\n"
+    text = f"job {number}: {job.placement}\n{log}{output}  follow: {follow}\n  end it: scancel {number}"
+    return Submitted(number, text)
+
+
+def submit_seeds(
+    seeds: Seeds,
+    recipe_path: Path,
+    run_dir: Path,
+    settings: Sequence[str],
+    workers: int | None,
+    device: str,
+    options: SlurmOptions,
+    *,
+    dry_run: bool = False,
+    resume: Resume = "no",
+) -> Submitted:
+    """Submits the training of a recipe with each of these seeds, as one array: task N trains seed N in RUN_DIR-seedN,
+    by a script of its own there, so that it can also be submitted alone. Those that a resume finds finished are not
+    submitted. Otherwise as `submit`."""
+    over = [seed for seed in seeds.numbers if resume != "no" and (seeds.run_dir(run_dir, seed) / files.FINAL).exists()]
+    finished = "".join(f"\nseed {seed} has finished: {seeds.run_dir(run_dir, seed)}" for seed in over)
+    seeds = replace(seeds, numbers=tuple(seed for seed in seeds.numbers if seed not in over))
+    if not seeds.numbers:
+        return Submitted(None, finished.strip())
+    plans = [
+        _plan("training", recipe_path, seeds.run_dir(run_dir, seed), (*settings, f"seed={seed}"), workers, device,
+              options, resume, array_of=run_dir)
+        for seed in seeds.numbers
+    ]  # fmt: skip
+    first, texts = plans[0][0], [script_text(job) for job, _ in plans]
+    chosen, script = array_options(first, seeds), array_text(first, seeds)
+    if dry_run:
+        title = f"# The script of task {seeds.numbers[0]}, {first.run_dir / files.JOB_SCRIPT}:"
+        return Submitted(None, f"{script}\n{title}\n{texts[0]}".rstrip("\n"))
+    for job, recipe in plans:
+        _check(job, recipe, resume)
+    with _removed_if_refused([job.run_dir for job, _ in plans]):
+        for (job, recipe), text in zip(plans, texts, strict=True):
+            _write(job, recipe, text, resume)
+        number, slurm_cluster = sbatch(chosen, script)
+    for seed, (job, _) in zip(seeds.numbers, plans, strict=True):
+        _record(job, f"{number}_{seed}", slurm_cluster)
+    lines = [f"  {number}_{seed}: {job.run_dir}" for seed, (job, _) in zip(seeds.numbers, plans, strict=True)]
+    follow = f"  follow: ddnn status --follow {_quoted(first.run_dir)}"
+    end = f"  end one: scancel {number}_{seeds.numbers[0]}, all of them: scancel {number}"
+    title = f"array {number} of {plural(len(plans), 'job')}, each {first.placement}"
+    return Submitted(number, "\n".join([title, *lines, follow, end]) + finished)
+
+
+def _plan(
+    kind: Kind, recipe_path: Path, run_dir: Path, settings: Sequence[str], workers: int | None, device: str,
+    options: SlurmOptions, resume: Resume, array_of: Path | None = None,
+) -> tuple[JobScript, Recipe]:  # fmt: skip
+    """The job and the recipe that it trains by. Writes nothing. `array_of`: what the run dirs of an array begin with."""
     trusted = not files.is_of_run_dir(recipe_path, run_dir)
     if kind == "training":
         recipe_path = files.find_recipe(recipe_path, run_dir, resume)
@@ -70,27 +146,71 @@ def submit(
     run_dir = Path(os.path.abspath(run_dir))  # noqa: PTH100 (resolve() would follow links, which may be meant)
     if device == "auto":
         device = "cuda" if placement.gpus_per_node else "cpu"
-    training, name = _command(kind, run_dir, recipe, device), _job_name(options.job_name, run_dir)
-    pretraining, threads = kind == "pretraining", recipe.parallel.cpu_threads
-    job = JobScript(run_dir, training, name, placement, threads, cluster, pretraining)
-    if pretraining:
+    training, name = _command(kind, run_dir, recipe, device), _job_name(options.job_name, array_of or run_dir)
+    if kind == "pretraining":
         from ddnn.training.options import check_pretrains
 
         check_pretrains(recipe)
-    text = script_text(job)
-    if dry_run:
-        return Submitted(None, text.rstrip("\n"))
-    if not pretraining and is_locked(run_dir / files.LOG) is True:
+    pretraining, threads = kind == "pretraining", recipe.parallel.cpu_threads
+    summary = f"{recipe.model.summary()}, seed {recipe.seed}"
+    job = JobScript(run_dir, training, name, placement, threads, cluster, pretraining, array_of is not None, summary)
+    return job, recipe
+
+
+def _check(job: JobScript, recipe: Recipe, resume: Resume) -> None:
+    """UserError where the job would be refused, or would disturb another. Changes nothing."""
+    run_dir = job.run_dir
+    if shutil.which("sbatch") is None:
+        message = "sbatch is not found on PATH: is this a login node of a Slurm cluster?"
+        raise SbatchError(message, hint="run it there, or see the script with --dry-run; nothing was written")
+    if not job.pretraining and is_locked(run_dir / files.LOG) is True:
         raise UserError("another run is in progress in this run dir", location=run_dir)
     before = read_job(run_dir)
     state = None if before is None else slurm_state(before)
     if before is not None and state not in ("GONE", None):
         hint = f"wait for it, or end it with `scancel {before.number}`, or name another --run-dir"
         raise UserError(f"job {before.number} of this run dir is {state}", location=run_dir, hint=hint)
-    prepare = _prepare_pretraining if pretraining else _prepare_resume if resume != "no" else _prepare_training
-    prepare(run_dir, recipe)
-    write_text(run_dir / _JOB_RECIPES[kind], dump_recipe(recipe))
-    return _send(job, text, after)
+    if job.pretraining:
+        if (run_dir / files.DBN).exists():
+            hint = f"take it by pretrain.dbn: {run_dir}"
+            raise UserError("this pretraining has finished", location=run_dir, hint=hint)
+        check_run_dir(run_dir, "pretraining", recipe=_pretraining_recipe(recipe))
+    elif resume != "no":
+        _check_resume(run_dir, recipe)
+    else:
+        check_run_dir(run_dir)
+
+
+def _write(job: JobScript, recipe: Recipe, text: str, resume: Resume) -> None:
+    """The run dir with what the job needs."""
+    run_dir = job.run_dir
+    ensure_directory(run_dir)
+    if job.pretraining:
+        write_text(run_dir / files.RECIPE, _pretraining_recipe(recipe))
+    elif resume == "no":  # what a job has left that ended before its training began
+        for name in (files.JOB_RECORD, files.JOB_OUTPUT, files.LOG, files.STATUS):
+            (run_dir / name).unlink(missing_ok=True)
+    write_text(run_dir / _JOB_RECIPES["pretraining" if job.pretraining else "training"], dump_recipe(recipe))
+    write_text(run_dir / files.JOB_SCRIPT, text)
+
+
+@contextmanager
+def _removed_if_refused(run_dirs: Sequence[Path]) -> Iterator[None]:
+    """Removes the run dirs that did not exist before where one cannot be written or sbatch refuses the job."""
+    new = [run_dir for run_dir in run_dirs if not run_dir.exists()]
+    try:
+        yield
+    except UserError as error:
+        if not isinstance(error, NoAnswerError):  # then the job may be there
+            for run_dir in new:
+                shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+
+
+def _record(job: JobScript, number: str, slurm_cluster: str | None) -> None:
+    placement = job.placement
+    submitted = Job(number, slurm_cluster, time.time(), placement.workers, placement.nodes, job.cluster.launcher)
+    write_job(job.run_dir, submitted)
 
 
 _JOB_RECIPES = {"training": files.RECIPE, "pretraining": files.JOB_RECIPE}  # the recipe that the job reads
@@ -105,20 +225,11 @@ def _command(kind: Kind, run_dir: Path, recipe: Recipe, device: str) -> tuple[st
     return (*words, "--workers", str(recipe.parallel.workers), "--device", device, *more)
 
 
-def _prepare_training(run_dir: Path, recipe: Recipe) -> None:
-    check_run_dir(run_dir)
-    ensure_directory(run_dir)
-    # Of a job that ended before its training began.
-    for name in (files.JOB_RECORD, files.JOB_OUTPUT, files.LOG, files.STATUS):
-        (run_dir / name).unlink(missing_ok=True)
-
-
-def _prepare_resume(run_dir: Path, recipe: Recipe) -> None:
+def _check_resume(run_dir: Path, recipe: Recipe) -> None:
     """Checks a run dir that is to be resumed, so that nothing is refused by the job hours later."""
     from ddnn.training.resume import check_same_recipe, read_metadata
 
     check_run_dir(run_dir, resume=True)
-    ensure_directory(run_dir)
     if (run_dir / files.FINAL).exists():
         raise UserError("this training has finished", location=run_dir, hint="name another --run-dir")
     problems: list[str] = []
@@ -130,34 +241,10 @@ def _prepare_resume(run_dir: Path, recipe: Recipe) -> None:
         check_same_recipe(metadata.recipe, recipe, path, metadata.precision)
 
 
-def _prepare_pretraining(run_dir: Path, recipe: Recipe) -> None:
-    """Creates the dir of a pretraining, or checks one in which the same pretraining has begun."""
+def _pretraining_recipe(recipe: Recipe) -> str:
     from ddnn.training.pretraining import pretraining_recipe
 
-    if (run_dir / files.DBN).exists():
-        raise UserError("this pretraining has finished", location=run_dir, hint=f"take it by pretrain.dbn: {run_dir}")
-    text = pretraining_recipe(recipe)
-    check_run_dir(run_dir, "pretraining", recipe=text)
-    ensure_directory(run_dir)
-    write_text(run_dir / files.RECIPE, text)
-
-
-def _send(job: JobScript, text: str, after: str | None) -> Submitted:
-    run_dir, placement = job.run_dir, job.placement
-    script = run_dir / files.JOB_SCRIPT
-    write_text(script, text)
-    # Not in the script: by the time somebody submits it again by hand, Slurm has forgotten the other job.
-    waits = [] if after is None else [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
-    number, slurm_cluster = sbatch([*sbatch_options(job), *waits], script)
-    submitted = Job(number, slurm_cluster, time.time(), placement.workers, placement.nodes, job.cluster.launcher)
-    write_job(run_dir, submitted)
-    follow = f"ddnn status --follow {_quoted(run_dir)}"
-    log = f"  log:    {run_dir / files.LOG}\n"
-    if job.pretraining:
-        follow, log = f"tail -F {_quoted(run_dir / files.JOB_OUTPUT)}", ""
-    output = f"  output: {run_dir / files.JOB_OUTPUT}\n"
-    text = f"job {number}: {placement}\n{log}{output}  follow: {follow}\n  end it: scancel {number}"
-    return Submitted(number, text)
+    return pretraining_recipe(recipe)
 
 
 def _quoted(path: Path) -> str:
@@ -169,6 +256,7 @@ def _cluster(options: SlurmOptions, workers: int | None, kind: Kind) -> ClusterC
     """The settings with the command line's options over them. Its --workers overrides the file's number of nodes."""
     cluster = load_cluster(options.cluster) if options.cluster else ClusterConfig()
     given = {**cluster.model_dump(), **options.settings}
+    given["options"] = [*cluster.options, *options.settings.get("options", ())]  # of several, sbatch takes the last
     if workers is not None:
         given["nodes"] = options.settings.get("nodes")
     if "gpus_per_node" in options.settings and "workers_per_node" not in options.settings:
@@ -178,9 +266,10 @@ def _cluster(options: SlurmOptions, workers: int | None, kind: Kind) -> ClusterC
     except ValidationError as error:
         detail = error.errors(include_url=False, include_context=False)[0]
         name = str(detail["loc"][0])
-        message = f"{given[name]!r} found: {detail['msg'].removeprefix('Value error, ')}"
+        message = f"{detail['input']!r} found: {detail['msg'].removeprefix('Value error, ')}"
         hint = " ".join((ClusterConfig.model_fields[name].description or "").split())
-        raise UserError(message, location=f"--{name.replace('_', '-')}", hint=hint) from error
+        name = "sbatch-option" if name == "options" else name.replace("_", "-")
+        raise UserError(message, location=f"--{name}", hint=hint) from error
     # Else Slurm would ask for the checkpoint as soon as the job begins, and so again and again.
     if cluster.time is not None and parse_time_limit(cluster.time) <= cluster.signal_seconds:
         message = (
@@ -213,6 +302,14 @@ class JobScript:
     # settings of the cluster; of its numbers of nodes, workers and GPUs `placement` is the last word
     cluster: ClusterConfig
     pretraining: bool = False  # whether it is one
+    of_array: bool = False  # whether it may run as a task of an array
+    trains: str = ""  # for the reader of the script: network and seed
+
+    @property
+    def summary(self) -> str:
+        """For the reader of the script."""
+        limit = f", {self.cluster.time} at most" if self.cluster.time else ""
+        return f"{self.placement}{limit}" + (f"; {self.trains}" if self.trains else "")
 
     @property
     def cpus_per_worker(self) -> int:
@@ -247,26 +344,55 @@ def sbatch_options(job: JobScript) -> list[str]:
     ]
 
 
+def array_options(job: JobScript, seeds: Seeds) -> list[str]:
+    """As `sbatch_options`, for an array of jobs like `job`, which is its first."""
+    folder = f"--output={job.run_dir}".replace("%", "%%").removesuffix(str(seeds.numbers[0]))
+    others = [option for option in sbatch_options(job) if not option.startswith("--output=")]
+    return [f"--array={seeds}", f"{folder}%a/{files.JOB_OUTPUT}", *others]
+
+
+def array_text(job: JobScript, seeds: Seeds) -> str:
+    """The script of an array of jobs like `job`, which is its first: it runs that of the task."""
+    return (
+        _templates()
+        .get_template("array.sh.j2")
+        .render(
+            sbatch_options=array_options(job, seeds),
+            summary=f"{plural(len(seeds.numbers), 'job')}, each {job.placement}",
+            prefix=_one_line(str(job.run_dir).removesuffix(str(seeds.numbers[0]))),
+            script=files.JOB_SCRIPT,
+        )
+    )
+
+
 def script_text(job: JobScript) -> str:
     """The whole script. UserError: a name holds what neither Slurm nor one line of shell can."""
     # Else ddnn itself starts mpirun, on the nodes of the allocation.
     by_srun = job.cluster.launcher == "srun" and job.placement.workers > 1
-    # Values are written as they are, but for the quotes: a path may hold any byte.
+    return (
+        _templates()
+        .get_template("job.sh.j2")
+        .render(
+            job=job,
+            run_dir=str(job.run_dir),
+            sbatch_options=sbatch_options(job),
+            by_srun=by_srun,
+            mpi_settings={name: value for name, value in MPI_SETTINGS.items() if by_srun and "MCA" in name},
+            environment={
+                **{"SLURM_EXPORT_ENV": "ALL", "OMP_NUM_THREADS": str(job.threads)},
+                **job.cluster.environment,
+            },
+            command=[*(IGNORING_SIGUSR1 if by_srun else ()), *map(_one_line, job.training)],
+            checkpoints=files.CHECKPOINTS,
+        )
+    )
+
+
+def _templates() -> jinja2.Environment:
+    """Values are written as they are, but for the quotes: a path may hold any byte."""
     templates = environment().overlay(finalize=None)
     templates.filters = {**templates.filters, "sbatch_quote": _sbatch_quote}
-    return templates.get_template("job.sh.j2").render(
-        job=job,
-        run_dir=str(job.run_dir),
-        sbatch_options=sbatch_options(job),
-        by_srun=by_srun,
-        mpi_settings={name: value for name, value in MPI_SETTINGS.items() if by_srun and "MCA" in name},
-        environment={
-            **{"SLURM_EXPORT_ENV": "ALL", "OMP_NUM_THREADS": str(job.threads)},
-            **job.cluster.environment,
-        },
-        command=[*(IGNORING_SIGUSR1 if by_srun else ()), *map(_one_line, job.training)],
-        checkpoints=files.CHECKPOINTS,
-    )
+    return templates
 
 
 def _sbatch_quote(option: str) -> str:

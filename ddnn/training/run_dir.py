@@ -38,6 +38,7 @@ from ddnn.util.files import (
     open_regular,
     write_text,
 )
+from ddnn.util.system import slurm_job_id
 from ddnn.util.text import EscapingFormatter
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class RunDir:
         """See `open`. With a `parent`, the directory of the RBMs that a training trains: lock, log and status are the
         training's."""
         self.path, self.kind, self._parent = path, kind, parent
-        now, job = time.time(), os.environ.get("SLURM_JOB_ID")
+        now, job = time.time(), slurm_job_id(os.environ) or None
         pid, host = os.getpid(), socket.gethostname()
         self.status = RunStatus(kind=kind, pid=pid, host=host, slurm_job=job, started=now, updated=now)
         self._metrics = MetricsWriter(path / run_status.METRICS)

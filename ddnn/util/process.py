@@ -35,12 +35,12 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 
 def run(
-    argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None
+    argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None, text: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a short command without input, captures its output as text, and kills it after `timeout` seconds. OSError:
-    it cannot be started. subprocess.TimeoutExpired: it took too long."""
+    """Runs a short command with `text` as its input, captures its output as text, and kills it after `timeout` seconds.
+    OSError: it cannot be started. subprocess.TimeoutExpired: it took too long."""
     return subprocess.run(
-        argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout
+        argv, env=env, input=text or "", capture_output=True, encoding="utf-8", errors="replace", timeout=timeout
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,13 @@ ROOT = Path("/")
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def slurm_job_id(environment: Mapping[str, str]) -> str:
+    """The Slurm job that this process is part of; empty outside Slurm. ARRAY_TASK of a task of an array: the task that
+    starts last has the number of the array as its own, which in scontrol means all tasks."""
+    array = environment.get("SLURM_ARRAY_JOB_ID", "")
+    return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment.get("SLURM_JOB_ID", "")
 
 
 def cpu_name() -> str:

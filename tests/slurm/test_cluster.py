@@ -54,6 +54,34 @@ def test_a_file_of_ones_own_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found.setup == ['echo "$HOME"']
 
 
+@pytest.mark.parametrize("text", ["0", "64G", "64gb", "64000", "3T", "1K"])
+def test_memory_as_slurm_takes_it(text: str) -> None:
+    assert ClusterConfig(mem=text).mem == text
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5G", "2Gi", "64 G", "G", "1P", "all"])
+def test_other_memory_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a whole number with K, M, G or T"):
+        ClusterConfig(mem=text)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--exclusive", ""), ("--mem-per-cpu=4G", ""), ("--nodelist=n[1-2]", ""), ("--comment=#1 of 2", ""),
+        ("--mem=4G", "use --mem"), ("--node=2", "use --nodes"), ("--gpus=2", "use --gpus-per-node"),
+        ("--array=1-3", "use --seeds"), ("--cpus-per-task=2", "use cpus_per_worker in the cluster file"),
+        ("--wrap=id", "ddnn sets it itself"), ("--x='a'", "quotes"), ("--x=a\nb", "one line"), ("exclusive", "--name"),
+    ],
+)  # fmt: skip
+def test_options_that_ddnn_sets_itself_are_refused(option: str, said: str) -> None:
+    if not said:
+        assert ClusterConfig(options=[option]).options == [option]
+        return
+    with pytest.raises(ValueError, match=said):
+        ClusterConfig(options=[option])
+
+
 def test_all_problems_at_once(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from ddnn.slurm.job import Job, read_job, slurm_state, slurm_states, write_job
 from ddnn.util.errors import DataError
+from ddnn.util.system import slurm_job_id
 
 JOB = Job("7", None, 1.5e9, 4, 2, "mpirun")
 
@@ -88,3 +90,19 @@ def test_squeue_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script:
 def test_no_squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert slurm_state(JOB) is None
+
+
+def test_a_task_of_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ARRAY_TASK in job.json, in squeue and in a job's environment: the number of the array may mean all tasks."""
+    tasks = [replace(JOB, number=f"7_{task}") for task in (1, 2)]
+    write_job(tmp_path, tasks[0])
+    assert read_job(tmp_path) == tasks[0]
+    said = (
+        "print('7_1|RUNNING\\n7_12|PENDING') if {'--array', '--format=%i|%T', '--jobs=7_1,7_2'} <= {*sys.argv} else 0"
+    )
+    (tmp_path / "squeue").write_text(f"#!{sys.executable}\nimport sys\n{said}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list(slurm_states(tasks).values()) == ["RUNNING", "GONE"]
+    environment = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    assert [slurm_job_id(e) for e in (environment, {"SLURM_JOB_ID": "9"}, {})] == ["7_2", "9", ""]

@@ -256,6 +256,46 @@ def test_a_job_that_is_asked_to_stop_queues_again_and_goes_on(slurm: Slurm, job:
         assert (run / "final.safetensors").read_bytes() == (plain / "final.safetensors").read_bytes()
 
 
+def test_seeds_as_an_array_of_jobs(slurm: Slurm, job: Job) -> None:
+    """The task whose own number is that of the array is asked to stop: it alone is requeued, and every seed gets the
+    same bits as without Slurm."""
+    patch, base = job.root / "slow array", job.root / "seeds ü %a"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(SLOW_AT_FIRST)
+    cluster = job.root / "array.yaml"
+    cluster.write_text(f"environment: {{PYTHONPATH: {patch}}}\noptions: [--no-kill]\nmem: 1M\n")
+    call = ("train", job.recipe, "--run-dir", base, *SETTINGS, "--workers", 2, "--seeds", "1,5")
+    submitted = slurm.ddnn(*call, "--slurm", "--cluster", cluster)
+    assert submitted.returncode == 0, submitted.stderr
+    array = submitted.stdout.split()[1]
+    runs = {seed: Path(f"{base}-seed{seed}") for seed in (1, 5)}
+    until = time.monotonic() + SECONDS
+    for seed, run in runs.items():
+        while not (run / "metrics.jsonl").exists() or (1, "cv") not in [row[:2] for row in losses(run)]:
+            assert time.monotonic() < until, (run / "job.out").read_text()
+            time.sleep(0.1)
+        status = json.loads(slurm.ddnn("status", run, "--json").stdout)
+        assert (status["state"], status["job"]) == ("running", f"{array}_{seed}")
+        assert json.loads((run / "status.json").read_text())["slurm_job"] == f"{array}_{seed}"
+    for seed in (5, 1):
+        slurm.command("scancel", "--batch", "--signal=USR1", f"{array}_{seed}")
+        while not (restarts := (runs[seed] / "job.out").read_text().count("job.sh: restart ")):
+            assert time.monotonic() < until, (runs[seed] / "job.out").read_text()
+            time.sleep(0.1)
+    for seed, run in runs.items():
+        followed = slurm.ddnn("status", run, "--follow")
+        output = (run / "job.out").read_text()
+        assert followed.returncode == 0 and f"finished, Slurm job {array}_{seed}" in followed.stdout, output
+        assert (
+            output.count("job.sh: restart ") == restarts == 1 and f"job.sh: restart 1 of job {array}_{seed}, " in output
+        )
+    plain = job.root / "plain seeds"
+    again = slurm.ddnn(*call[:2], "--run-dir", plain, *call[4:], "--device", "cpu")
+    assert again.returncode == 0, again.stderr
+    for seed, run in runs.items():
+        assert (run / "final.safetensors").read_bytes() == Path(f"{plain}-seed{seed}/final.safetensors").read_bytes()
+
+
 WAITS_IN_AN_RBM = """\
 import os
 import sys

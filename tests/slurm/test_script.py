@@ -43,7 +43,6 @@ def test_whole_text() -> None:
         script_text(job())
         == """\
 #!/bin/bash
-# Written by ddnn: 8 workers on 2 nodes, 4 GPUs each. `ddnn status /exp/an4` follows it.
 #SBATCH --job-name=ddnn-an4
 #SBATCH --output=/exp/an4/job.out
 #SBATCH --open-mode=append
@@ -61,19 +60,31 @@ def test_whole_text() -> None:
 #SBATCH --mem=0
 #SBATCH --exclusive
 
+# Written by ddnn: 8 workers on 2 nodes, 4 GPUs each, 1-00 at most
+# `ddnn status /exp/an4` follows it.
+
 # A line that fails ends the job, with its exit code. No -u: module and conda read variables that nobody set.
 set -eo pipefail
 trap 'echo "job.sh: exit code $? from: $BASH_COMMAND" >&2' ERR
 [ -z "$SLURM_RESTART_COUNT" ] || echo "job.sh: restart $SLURM_RESTART_COUNT of job $SLURM_JOB_ID, $(date)"
 
-# Slurm's SIGUSR1 before the time limit asks the training to write a checkpoint and end. It is forwarded every second,
-# since the training does not handle it from the beginning. Slurm sends SIGTERM, which ends a job, to all its processes:
-# forwarded too soon it would be a second signal, which ends the training at once.
-asked='' heard='' training=''
-ask_training() { [ "$asked" = USR1 ] || sleep 1; while kill -USR1 "$training" 2>/dev/null; do sleep 1; done; }
-ask() { before=$asked asked=$1 heard=1; if [ -z "$before" ] && [ -n "$training" ]; then ask_training & fi; }
-trap 'ask USR1' USR1
-trap 'ask TERM' TERM
+# Before the time limit Slurm sends SIGUSR1 to this script. It passes the signal on to the training, which writes a
+# checkpoint and ends; once a second, because the training does not handle signals while it is starting. SIGTERM ends a
+# job; Slurm sends it to the training, too, and a second signal would end that without a checkpoint: after SIGTERM the
+# script waits a second before it passes anything on.
+first_signal='' signalled='' training=''
+stop_training() {
+    [ "$first_signal" = USR1 ] || sleep 1
+    while kill -USR1 "$training" 2>/dev/null; do sleep 1; done
+}
+on_signal() {
+    signalled=1
+    [ -z "$first_signal" ] || return 0
+    first_signal=$1
+    if [ -n "$training" ]; then stop_training & fi
+}
+trap 'on_signal USR1' USR1
+trap 'on_signal TERM' TERM
 
 # `setup` of the cluster's settings
 module load cuda
@@ -83,18 +94,20 @@ export SLURM_EXPORT_ENV=ALL
 export OMP_NUM_THREADS=1
 export A='it'"'"'s $5'
 
-# SIGUSR1 is ignored until the training handles it: it would end a program that is still starting.
+# The training starts with SIGUSR1 ignored: otherwise the signal would kill it until it has set its handler.
 (trap '' USR1; exec '/my venv/python' -m ddnn.cli train /exp/an4/recipe.yaml --run-dir /exp/an4) &
 training=$!
-if [ -n "$asked" ]; then { sleep 1; ask_training; } & fi  # it ignores SIGUSR1 only once it has started
-while heard='' code=0; wait "$training" || code=$?; [ -n "$heard" ]; do :; done  # a signal ends wait, too
+if [ -n "$first_signal" ]; then { sleep 1; stop_training; } & fi  # a signal came before the training was started
+# A signal also ends `wait`: then wait again.
+while signalled='' code=0; wait "$training" || code=$?; [ -n "$signalled" ]; do :; done
 
-# 75: it can be resumed. Over 128: it was killed before the checkpoint that it was asked for, or by a preemption that
-# only its workers were told of; it resumes from an older one, or starts from the beginning, three times at most.
+# Exit code 75: there is a checkpoint to resume from. Over 128: the training was killed by a signal. If it was asked to
+# stop or preempted, the job is requeued in this case, too, and resumes from the last checkpoint; where there is none,
+# it starts from the beginning, three times at most.
 job=''
 if [ "$code" = 75 ] || [ "$code" -gt 128 ]; then job=$(scontrol --oneliner show job "$SLURM_JOB_ID") || job=unknown; fi
-case $job in *' PreemptTime='[0-9]*) asked=preempted ;; esac
-if [ "$code" = 75 ] || { [ "$code" -gt 128 ] && [ -n "$asked" ] &&
+case $job in *' PreemptTime='[0-9]*) first_signal=preempted ;; esac
+if [ "$code" = 75 ] || { [ "$code" -gt 128 ] && [ -n "$first_signal" ] &&
     { [ -d /exp/an4/checkpoints ] || [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]; }; }; then
     # Only while Slurm counts it as running: a job that was cancelled is not requeued.
     case $job in
@@ -106,6 +119,14 @@ fi
 exit "$code"
 """
     )
+
+
+def test_the_script_in_the_docs() -> None:
+    python = ("/home/me/venv/bin/python", "-c", "import sys; ...", "ddnn.cli", "train", "/home/me/exp/an4/recipe.yaml")
+    training = (*python, "--run-dir", "/home/me/exp/an4", "--workers", "8", "--device", "cuda", "--resume=auto")
+    cluster = ClusterConfig(partition="gpu", time="1-00:00:00", cpus_per_worker=4)
+    made = dataclasses.replace(job(cluster, "/home/me/exp/an4"), training=training, trains="6 x 2048 sigmoid, seed 1")
+    assert f"```bash\n{script_text(made)}```\n" in (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
 
 
 def words_of_training(text: str) -> list[str]:
@@ -143,7 +164,7 @@ def test_killed_workers_under_srun_queue_the_job_again() -> None:
     by_srun = job(ClusterConfig(launcher="srun"))
     few = '[ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]'
     assert f"|| {few}; }}; }}; then" in script_text(by_srun)
-    assert script_text(by_srun).count('[ -n "$asked" ] && [ -d ') == 1
+    assert script_text(by_srun).count('[ -n "$first_signal" ] && [ -d ') == 1
 
 
 def test_no_requeue_and_no_signal() -> None:

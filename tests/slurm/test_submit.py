@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,13 +35,13 @@ class Slurm:
         path = self.folder / program
         path.write_text(
             f"#!{sys.executable}\nimport json, os, sys\n"
-            f"json.dump([sys.argv[1:], dict(os.environ)], open({str(path) + '.called'!r}, 'w'))\n"
+            f"json.dump([sys.argv[1:], dict(os.environ), sys.stdin.read()], open({str(path) + '.called'!r}, 'w'))\n"
             f"sys.stdout.write({stdout!r}); sys.stderr.write({stderr!r}); sys.exit({code})\n"
         )
         path.chmod(0o755)
 
     def called(self, program: str) -> tuple[list[str], dict[str, str]]:
-        arguments, environment = json.loads((self.folder / f"{program}.called").read_text())
+        arguments, environment, _ = json.loads((self.folder / f"{program}.called").read_text())
         return arguments, environment
 
 
@@ -134,23 +135,94 @@ def test_resume_of_nothing_begins(slurm: Slurm, job: Job, run_cli: RunCli) -> No
     assert " --resume=auto) &" in (job.run / "job.sh").read_text()
 
 
+def test_seeds_are_one_array_of_jobs(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
+    """Each in a run dir of its own, which it shares with nothing; resumed, those that have finished are not repeated."""
+    base = job.root / HOSTILE
+    call = ("train", job.recipe, "--run-dir", base, "--slurm", "--nodes", 2)
+    dry = run_cli(*call, "--seeds", "3-5%2", "--dry-run")
+    assert dry.stdout.startswith("#!/bin/bash\n#SBATCH --array=3,4,5%2\n"), dry.stderr
+    assert "# Written by ddnn: 3 jobs, each 2 workers on 2 nodes" in dry.stdout and "seed 3\n" in dry.stdout
+    assert not list(job.root.glob("r *")) and not (slurm.folder / "sbatch.called").exists()
+
+    result = run_cli(*call, "--seeds", "3,40")
+    assert result.exit_code == 0 and result.stdout.startswith("array 4711 of 2 jobs, each 2 workers"), result.stderr
+    arguments, _, script = json.loads((slurm.folder / "sbatch.called").read_text())
+    assert (
+        arguments[:2] == ["--parsable", "--array=3,40"]
+        and f"--output={base}".replace("%", "%%") + "-seed%a/job.out" in arguments
+    )
+    for seed in (3, 40):
+        run = Path(f"{base}-seed{seed}")
+        assert {path.name for path in run.iterdir()} == {"recipe.yaml", "job.sh", "job.json"}
+        assert load_recipe(run / "recipe.yaml").seed == seed
+        assert json.loads((run / "job.json").read_text())["number"] == f"4711_{seed}"
+        text = (run / "job.sh").read_text()
+        assert shlex.quote(str(run / "recipe.yaml")) in text and 'scontrol requeue "$job_id"' in text
+        (run / "job.sh").write_text('echo "$0"\n')
+        environment = {"SLURM_ARRAY_TASK_ID": str(seed), "PATH": os.defpath}
+        ran = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True)
+        assert ran.stdout == f"{run / 'job.sh'}\n", ran.stderr
+
+    slurm.answer("squeue", "4711_40|PENDING\n4711_3|COMPLETED\n")
+    refused = run_cli(*call, "--seeds", "40,41")
+    assert refused.exit_code == 2 and "job 4711_40 of this run dir is PENDING" in refused.stderr
+    assert not Path(f"{base}-seed41").exists(), "all are checked before one is written"
+    slurm.answer("squeue")
+    (Path(f"{base}-seed3") / "final.safetensors").touch()
+    resumed = run_cli(*call, "--seeds", "3,40", "--resume=auto")
+    assert f"seed 3 has finished: {base}-seed3" in resumed.stdout, resumed.stderr
+    assert "--array=40" in slurm.called("sbatch")[0]
+    refused = run_cli("train", f"{base}-seed3", "--resume", "--slurm", "--seeds", "3")
+    assert refused.exit_code == 2 and "--seeds needs a recipe" in refused.stderr
+
+
+def test_an_array_is_refused(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
+    slurm.answer("sbatch", "", "sbatch: error: Batch job submission failed: Invalid job array specification\n", 1)
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm", "--seeds", "1,5000")
+    assert result.exit_code == 2 and "must be below Slurm's MaxArraySize" in result.stderr
+    assert not list(job.root.glob("run*"))
+
+
+def test_seeds_one_after_another(job: Job, run_cli: RunCli) -> None:
+    """Without Slurm: the same bits as by themselves."""
+    call = ("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    dry = run_cli(*call, "--seeds", "2,7", "--dry-run")
+    assert dry.exit_code == 0 and f"# seed 2: {job.run}-seed2" in dry.stdout and "\nseed: 2\n" in dry.stdout
+    assert run_cli(*call, "--seeds", "2,7").exit_code == 0
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--set", "seed=7").exit_code == 0
+    finals = [Path(f"{job.run}{more}", "final.safetensors").read_bytes() for more in ("-seed2", "-seed7", "")]
+    assert finals[0] != finals[1] == finals[2]
+    again = run_cli(*call, "--seeds", "2,7", "--resume=auto")
+    assert again.exit_code == 0 and again.stdout.count("this training has finished") == 2
+
+
 def test_dry_run_prints_and_leaves_nothing(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm", "--dry-run", "--cluster", "gpu")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("#!/bin/bash\n") and "--gres=gpu:4" in result.stdout
+    assert result.stdout.startswith("#!/bin/bash\n#SBATCH --") and "--gres=gpu:4" in result.stdout
+    assert (
+        "\n# Written by ddnn: 4 workers on 1 node, 4 GPUs each, 1-00:00:00 at most; 1 x 8 sigmoid, seed 1\n"
+        in result.stdout
+    )
     assert "--workers 4 --device cuda" in result.stdout
     assert not job.run.exists() and not (slurm.folder / "sbatch.called").exists()
 
 
 def test_the_command_line_wins_over_the_cluster(slurm: Slurm, job: Job, run_cli: RunCli, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("partition: slow\nnodes: 9\ngpus_per_node: 4\nlauncher: srun\nqos: low\n")
+    (tmp_path / "c.yaml").write_text(
+        "partition: slow\nnodes: 9\ngpus_per_node: 4\nlauncher: srun\nqos: low\noptions: [--reservation=r]\n"
+    )
     result = run_cli(
         "train", job.recipe, "--slurm", "--dry-run", "--cluster", tmp_path / "c.yaml", "--partition", "fast",
-        "--gpus-per-node", 0, "--workers", 2, "--launcher", "mpirun",
+        "--gpus-per-node", 0, "--workers", 2, "--launcher", "mpirun", "--mem", "64G", "--constraint", "a100&ib",
+        "--sbatch-option=--exclude=n1", "--sbatch-option", "--comment=two words",
     )  # fmt: skip
     for said in ("--partition=fast", "--qos=low", "--nodes=1", "--ntasks-per-node=2", "--device cpu"):
         assert said in result.stdout, result.stderr
     assert "gres" not in result.stdout and "srun" not in result.stdout
+    said = '#SBATCH --mem=64G\n#SBATCH --reservation=r\n#SBATCH --exclude=n1\n#SBATCH --comment="two words"\n'
+    assert said in result.stdout and "#SBATCH --constraint=a100&ib\n" in result.stdout
+    assert "#SBATCH --qos=high\n" in run_cli("train", job.recipe, "--slurm", "--dry-run", "--qos", "high").stdout
 
 
 @pytest.mark.parametrize(
@@ -166,6 +238,17 @@ def test_the_command_line_wins_over_the_cluster(slurm: Slurm, job: Job, run_cli:
         (["--slurm", "--workers", "3", "--nodes", "2"], "cannot be spread evenly"),
         (["--slurm", "--set", "minibtach=2"], "did you mean minibatch"),
         (["--slurm", "--run-dir", "a\\b"], "Slurm cannot have"),
+        (["--sbatch-option=--exclusive", "--mem", "1G"], "--mem, --sbatch-option without --slurm"),
+        (["--slurm", "--mem", "2Gi"], "expected a whole number with K, M, G or T"),
+        (["--slurm", "--qos", "a b"], "location: --qos"),
+        (["--slurm", "--sbatch-option=--nodes=2"], "ddnn sets it itself: use --nodes\n  location: --sbatch-option"),
+        (["--slurm", "--sbatch-option=--arr=1"], "ddnn sets it itself: use --seeds"),
+        (["--slurm", "--sbatch-option=--x=a\n#SBATCH --uid=0"], "location: --sbatch-option"),
+        (["--slurm", "--sbatch-option", "-N2"], "expected --name or --name=value"),
+        (["--slurm", "--seeds", "1,x"], "'1,x' found, expected whole numbers"),
+        (["--slurm", "--seeds", "1,1"], "expected 1 to 1000 different seeds"),
+        (["--slurm", "--seeds", "1,2", "--set", "seed=3"], "the seed is given twice"),
+        (["--seeds", "1,2%1"], "%1 without --slurm"),
     ],
 )
 def test_mistakes(slurm: Slurm, job: Job, run_cli: RunCli, options: list[str], said: str) -> None:
@@ -186,7 +269,7 @@ def test_sbatch_refuses(slurm: Slurm, job: Job, run_cli: RunCli, answer: tuple[s
     slurm.answer("sbatch", *answer)
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
     assert result.exit_code == 2 and said in result.stderr
-    assert not (job.run / "job.json").exists()
+    assert not job.run.exists()
     slurm.answer("sbatch", "12;far\n")
     assert run_cli("train", job.recipe, "--run-dir", job.run, "--slurm").exit_code == 0
     assert json.loads((job.run / "job.json").read_text())["slurm_cluster"] == "far"
@@ -196,6 +279,19 @@ def test_no_sbatch(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
     (slurm.folder / "sbatch").unlink()
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
     assert result.exit_code == 2 and "sbatch is not found on PATH" in result.stderr
+    call = ("--slurm", "--set", "init=rbm", "--set", "pretrain.epochs=[1]", "--set", "data.cv.fraction=0.3")
+    for command, options in (("train", ()), ("train", ("--seeds", "1,2")), ("pretrain", call)):
+        result = run_cli(command, job.recipe, "--run-dir", job.run, "--slurm", *options)
+        assert result.exit_code == 2 and "sbatch is not found on PATH" in result.stderr, command
+    assert not list(job.root.glob("run*")), "nothing half-made"
+
+
+def test_sbatch_does_not_answer(slurm: Slurm, job: Job, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job may have been submitted: its run dir stays."""
+    monkeypatch.setattr("ddnn.slurm.job.SBATCH_SECONDS", 0.0)
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
+    assert result.exit_code == 2 and "the job may have been submitted all the same" in result.stderr
+    assert (job.run / "job.sh").exists()
 
 
 def test_a_second_job_in_one_run_dir(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
