@@ -221,13 +221,11 @@ class _SeveralWorkersAverager(Averager):
         comm: Communicator,
         network: Network | Rbm,
         optimizer: Sgd | Rbm,
-        minibatch_size: int,
     ) -> None:
         super().__init__(comm, network, optimizer)
         self.config, self.strategy = config, make_strategy(config, comm)
         self.lr_scale = float(comm.world_size) if config.scale_learning_rate else 1.0
         self.parameters = network.parameters
-        self._interval_frames = float(config.averaging_period * minibatch_size)
         transport = choose_transport(config.gpu_transport, self.parameters.device, comm)
         self._staging = StagingBuffer(self.parameters, transport, own_buffer=self.overlapped)
         self._other_staging = StagingBuffer(optimizer.momentum_buffer, transport)  # gradients, or momentum
@@ -338,11 +336,11 @@ class BlockingAverager(_SeveralWorkersAverager):
         self._sync_requests_after(intervals)
 
     def _begin_averaging(self) -> float:
-        """Keeps the parameters as they are now; returns this worker's weight."""
+        """Keeps the parameters as they are now; returns this worker's weight, the frames of the interval."""
         self._norm = _norm(self.parameters)
         self._before.copy_(self.parameters)
-        self._remainder_frames = 0
-        return self._interval_frames if math.isfinite(self._norm) else 0.0
+        frames, self._remainder_frames = self._remainder_frames, 0
+        return float(frames) if math.isfinite(self._norm) else 0.0
 
     def _average_momentum(self, weight: float) -> None:
         if self.config.local_momentum != "average":
@@ -486,15 +484,15 @@ class GradientAverager(_SeveralWorkersAverager):
 
 
 def make_averager(
-    config: AveragingOptions, comm: Communicator, network: Network | Rbm, optimizer: Sgd | Rbm, minibatch_size: int
+    config: AveragingOptions, comm: Communicator, network: Network | Rbm, optimizer: Sgd | Rbm
 ) -> Averager:
-    """The averager of a training with the workers of `comm`. Collective. `minibatch_size`: frames in a minibatch."""
+    """The averager of a training with the workers of `comm`. Collective."""
     if comm.world_size == 1:
         return Averager(comm, network, optimizer)
     if STRATEGIES[config.strategy].unit == "gradients":
-        return GradientAverager(config, comm, network, optimizer, minibatch_size)
+        return GradientAverager(config, comm, network, optimizer)
     averager = OverlappedAverager if config.overlap else BlockingAverager
-    return averager(config, comm, network, optimizer, minibatch_size)
+    return averager(config, comm, network, optimizer)
 
 
 def _norm(tensor: Tensor) -> float:

@@ -388,7 +388,7 @@ def bench_workers(
     trained = task.model.network
     optimizer = NgSgd(trained)
     by_itself = Averager(SingleProcess(), trained, optimizer)
-    with_others = make_averager(averaging_options(options), comm, trained, optimizer, shape.minibatch)
+    with_others = make_averager(averaging_options(options), comm, trained, optimizer)
     run_seconds = _timed_steps(task, optimizer, precision)
     each = comm.all_gather_object(run_seconds(by_itself, WARM_UP) / WARM_UP)
     minibatches = max(1, int(seconds / ROUNDS / 2 / max(each) / options.averaging_period)) * options.averaging_period

@@ -30,7 +30,7 @@ class Sampler(Protocol):
     """Which frames make up each minibatch of an epoch. One that gives the rows of one utterance after another is all
     that a criterion over whole utterances needs; see `AcousticDataset.rows_of`."""
 
-    batch_size: int  # most rows of a minibatch
+    batch_size: int  # most rows of a minibatch; may change between two epochs
 
     def __len__(self) -> int:
         """Minibatches in an epoch."""
@@ -116,7 +116,7 @@ def make_batch_loader(
 ) -> BatchLoader:
     """The loader for a device: it gathers from features in the memory of the device, or reads ahead from the host's.
 
-    `out`: (batch_size, input_dim) float32 or bf16, the memory for `Batch.x`; else allocated on `device`. `gather` fills
+    `out`: (rows, input_dim) float32 or bf16, the memory for `Batch.x`, with rows for the largest minibatch; else allocated on `device`. `gather` fills
     it from features in the memory of the device. `mark` is told what the time since its last call was spent on: `data`,
     or `compute` where the host waited for the GPU to finish an earlier minibatch.
     """
@@ -150,9 +150,10 @@ class BatchLoader:
 
     def sample(self, count: int) -> list[Batch]:
         """Copies of `count` full minibatches from the start of the data, repeated where it is short."""
-        full = min(NUM_BUFFERS, len(self.frames) // len(self.out))
+        size = self.sampler.batch_size
+        full = min(NUM_BUFFERS, len(self.frames) // size)
         self._end_epoch()
-        batches = self._batches(islice(SequentialSampler(self.frames, len(self.out)).epoch(), full))
+        batches = self._batches(islice(SequentialSampler(self.frames, size).epoch(), full))
         return list(islice(cycle([Batch(x.clone(), labels.clone()) for x, labels in batches]), count))
 
     def close(self) -> None:

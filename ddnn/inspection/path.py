@@ -148,7 +148,7 @@ def _recipe(path: Path) -> dict[str, Any]:
         "alignments": printable(str(recipe.data.alignments), ""),
         "model": recipe.model.summary(),
         "training": f"{recipe.optimizer.name}, {recipe.schedule.name} from {recipe.schedule.initial_learning_rate:g}",
-        "minibatch": recipe.minibatch_size,
+        "minibatch": recipe.minibatch,
         "precision": recipe.precision,
     }
 

@@ -131,6 +131,7 @@ class Workspace:
         block = new(max((layer.num_parameters for layer in by_layer), default=0), dtype=a.gradient_dtype)
         self.layer_gradients = [layer.views(block[: layer.num_parameters]) for layer in by_layer]
         self.loss = a.cross_entropy(network.parameters, network.output_dim, frames)
+        self._part: Workspace | None = None
         self._use(frames)
 
     def _use(self, frames: int) -> None:
@@ -153,11 +154,15 @@ class Workspace:
         self._passes = [_Pass(*one) for one in zip(self.compute.layers, params, *rows, strict=True)]
 
     def of(self, frames: int) -> Workspace:
+        """The same memory for a minibatch of `frames` frames; of the last other size its views are kept."""
         if frames == len(self.x):
             return self
-        part = copy.copy(self)
-        part._use(frames)
-        return part
+        if self._part is None or len(self._part.x) != frames:
+            part = copy.copy(self)
+            part._part = None
+            part._use(frames)
+            self._part = part
+        return self._part
 
     def refresh(self) -> None:
         """Brings the copy of the parameters up to date, where there is one and they have changed."""

@@ -89,6 +89,7 @@ class NgSgd(Sgd):
         a, options = workspace.arithmetic, self._options
         limited_lr = 1.0 if options.max_change_scope == "unscaled" else lr
         if self._memory.made_for != (len(workspace.x), a):
+            self._memory = _Memory(self.network, 0, a)  # of another size: first given back
             self._memory = _Memory(self.network, len(workspace.x), a)
         memory = self._memory
         rows: dict[int, tuple[Tensor, Tensor]] = {}

@@ -1,8 +1,9 @@
 """Learning-rate schedules. A schedule gives the rate of the next epoch, decides whether an epoch is kept, and says when
-training ends."""
+training ends. And the minibatch size, which may grow from epoch to epoch."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -147,3 +148,23 @@ class Power(EpochSchedule):
 
     def factor(self, epoch: int) -> float:
         return float((1.0 + epoch / self.decay_epochs) ** -self.exponent)
+
+
+@dataclass(frozen=True)
+class MinibatchSizes:
+    """Frames in a minibatch of a worker, by epoch: geometric from `start` in the first epoch to `end` in epoch number
+    `epochs`, rounded to multiples of `MULTIPLE` between the two, and `end` from then on. Rejected epochs count."""
+
+    MULTIPLE: ClassVar[int] = 8  # that matrix products on GPUs and CPUs like
+
+    start: int
+    end: int
+    epochs: int = 2
+
+    def of_epoch(self, epoch: int) -> int:
+        """Of epoch number `epoch`, from 1."""
+        if epoch <= 1 or epoch >= self.epochs:
+            return self.start if epoch <= 1 else self.end
+        exact = self.start * math.pow(self.end / self.start, (epoch - 1) / (self.epochs - 1))
+        # Rounded twice: machines whose powers differ in the last bit have the same size.
+        return max(self.start, min(self.end, self.MULTIPLE * round(round(exact / self.MULTIPLE, 6))))

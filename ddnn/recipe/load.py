@@ -279,7 +279,18 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
         most = f"at most schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"
         yield "schedule.final_learning_rate", f"{schedule.final_learning_rate:g} found, expected {most}"
+    yield from minibatch_problems(recipe)
     yield from _parallel(recipe.parallel)
+
+
+def minibatch_problems(recipe: Recipe) -> Iterator[Complaint]:
+    """`minibatch_scope: total` with a minibatch that the workers cannot share equally."""
+    size, workers = recipe.minibatch_size, recipe.minibatch_workers
+    if size % workers:
+        near = [n for n in (size - size % workers, size - size % workers + workers) if n]
+        nearest = " or ".join(map(str, near))
+        share = f"a multiple of parallel.workers = {workers}, as minibatch_scope is total: {nearest}"
+        yield "minibatch_size", f"{size} found, expected {share}"
 
 
 def is_read(recipe: Recipe, key: str) -> bool:

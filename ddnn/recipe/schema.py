@@ -351,6 +351,9 @@ class Recipe(Section):
     """The optimizer."""
     minibatch_size: Count = 256
     """Frames in a minibatch. The frames that remain at the end of an epoch are dropped, as in Kaldi."""
+    minibatch_scope: Literal["worker", "total"] = "worker"
+    """Whose minibatch `minibatch_size` is: of each worker, or of all workers together, each of which then has
+    `minibatch_size` / `parallel.workers` frames: docs/parallel.md. The same with one worker."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Type of the factors of matrix products in training. With `bf16`, parameters, their updates, losses, the state of
     NG-SGD, pretraining and cross-validation remain float32. `auto`: bf16 if all workers have hardware
@@ -370,6 +373,16 @@ class Recipe(Section):
     """Checkpoints."""
     log: LogConfig = LogConfig()
     """Reporting."""
+
+    @property
+    def minibatch(self) -> str:
+        """The minibatch in a few words: "256 of all workers"."""
+        return f"{self.minibatch_size}" + (" of all workers" if self.minibatch_workers > 1 else "")
+
+    @property
+    def minibatch_workers(self) -> int:
+        """How many workers share `minibatch_size`."""
+        return self.parallel.workers if self.minibatch_scope == "total" else 1
 
     @model_validator(mode="before")
     @classmethod

@@ -112,9 +112,12 @@ def _of_run(run: Run) -> Measurement:
     if not complete:
         message = "no epoch has complete rows of all workers"
         raise DataError(message, location=run.path, hint="let it train an epoch first")
+    sizes = {row.epoch: row.minibatch_size for row in run.metrics.train if row.minibatch_size}
+    size = sizes[max(sizes)] if sizes else run.recipe.minibatch_size
+    complete = [row for row in complete if sizes.get(row.epoch, size) == size]  # the minibatch may have grown
     parameters, num_epochs = complete[0].num_parameters or 0, len({row.epoch for row in complete})
     frames = sum(row.frames for row in complete) / num_epochs
-    job = Job(parameters, _operations(run, parameters), run.recipe.minibatch_size, parallel.averaging_period, frames)
+    job = Job(parameters, _operations(run, parameters), size, parallel.averaging_period, frames)
     timed = [(row.seconds or 0.0, row) for row in complete]
     seconds = fmean(time for time, _ in timed)
     compute = fmean(time * ((row.compute_fraction or 0.0) + (row.data_fraction or 0.0)) for time, row in timed)

@@ -192,6 +192,7 @@ def _conditions(run: Run) -> dict[str, str]:
         "network": f"{recipe.model.summary()}, {parameters} parameters",
         "training data": f"{start.train_frames} frames {start.train_digest[:6]}",
         "minibatch size": str(recipe.minibatch_size),
+        **({"minibatch_scope": recipe.minibatch_scope} if number_of_workers(run) > 1 else {}),
         "precision": start.precision,
         "threads of a worker": str(start.cpu_threads),
         "kind of machine": printable(start.machine, ""),

@@ -149,7 +149,7 @@ def describe(recipe: Recipe) -> str:
     """One sentence on what a recipe would train, without reading any data."""
     learning_rate = recipe.schedule.initial_learning_rate
     return (
-        f"{recipe.model.summary()}, init {recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch_size}, "
+        f"{recipe.model.summary()}, init {recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch}, "
         f"{recipe.schedule.name} from {learning_rate:g} (times the gradient summed over a minibatch, "
         f"{learning_rate * recipe.minibatch_size:g} on its mean), {recipe.parallel.workers} worker(s)"
     )
@@ -187,7 +187,7 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
         run.write_recipe(job.recipe_text)
     dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
     data = training_data(options.data_config(recipe, comm.world_size), job.device, comm)
-    data.require_minibatch("minibatch_size", recipe.minibatch_size, data.train_shards)
+    data.require_minibatch("minibatch_size", options.minibatch_sizes(recipe).end, data.train_shards)
     identity = data.identity(comm)
     if pretraining is not None and dbn is None:
         dbn = train_dbn(job, pretraining, comm, data)
@@ -236,18 +236,18 @@ def assemble_trainer(
     loaded: LoadedCheckpoint | None,
 ) -> Trainer:
     """Chooses the parts of the training of `model`, each once; restores them if there is a checkpoint. Collective."""
-    recipe, comm, size, network = job.recipe, job.comm, job.recipe.minibatch_size, model.network
+    recipe, comm, network, sizes = job.recipe, job.comm, model.network, options.minibatch_sizes(job.recipe)
     optimizer = make_optimizer(options.optimizer_options(recipe.optimizer), network)
     averaging = options.averaging_options(recipe.parallel, recipe.optimizer.momentum)
-    averager = make_averager(averaging, comm, network, optimizer, size)
+    averager = make_averager(averaging, comm, network, optimizer)
     averager.broadcast()
     if recipe.optimizer.name == "ng-sgd" and recipe.optimizer.max_change_scope != "local":
         optimizer.included_lr_scale = averager.lr_scale
     precision = recipe.precision if loaded is None else loaded.metadata.precision
-    arithmetic = choose_arithmetic(precision, network, size, comm, resumed=loaded is not None)
-    workspace = Workspace(network, size, arithmetic)
+    arithmetic = choose_arithmetic(precision, network, sizes.start, comm, resumed=loaded is not None)
+    workspace = Workspace(network, sizes.end, arithmetic)
     prefetch, mark = job.device.type == "cuda", averager.timer.mark
-    sampler = ShuffledSampler(data.train, size, seed=recipe.seed, rank=comm.rank, prefetch=prefetch)
+    sampler = ShuffledSampler(data.train, sizes.start, seed=recipe.seed, rank=comm.rank, prefetch=prefetch)
     gather = arithmetic.gather
     batches = make_batch_loader(data.train, model.transform, sampler, out=workspace.x, gather=gather, mark=mark)
     schedule = options.make_schedule(recipe.schedule)
@@ -259,7 +259,7 @@ def assemble_trainer(
         schedule=schedule,
         batches=batches,
         cv=data.cv,
-        minibatch_size=size,
+        minibatch_sizes=sizes,
         eager_step=eager,
         step=make_step(eager, batches.sample, scaled_lr, graphs=recipe.cuda_graphs == "auto"),
         averager=averager,

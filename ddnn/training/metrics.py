@@ -75,6 +75,7 @@ class _Figures(MetricsRow):
     frame_accuracy: Number
     learning_rate: Number = None  # that was applied to the gradient summed over a worker's minibatch
     schedule_learning_rate: Number = None  # before it was multiplied by the number of workers, where it is
+    minibatch_size: Count | None = None  # frames in a minibatch of each worker in this epoch's training
     frames: Count | None = None
     seconds: Seconds = None
     frames_per_second: Speed = None

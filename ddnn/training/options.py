@@ -13,8 +13,9 @@ from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import HeldOut, TrainingDataConfig, TrainingFootprint
 from ddnn.nn.layers import Layer, activation_floats, mlp_layers, num_parameters
 from ddnn.optim.ng_sgd import NgSgdOptions
-from ddnn.optim.schedule import Constant, Exponential, Newbob, Power, Schedule
+from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
 from ddnn.optim.sgd import SgdOptions
+from ddnn.recipe.load import minibatch_problems
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig, Section
 from ddnn.util.errors import RecipeError
 from ddnn.util.progress import progress_bar
@@ -37,7 +38,10 @@ def with_world_size(recipe: Recipe, world_size: int) -> Recipe:
         message = f"{workers} found, but {world_size} workers were started"
         hint = f"start {workers} workers, or give --workers {world_size}"
         raise RecipeError(message, location="parallel.workers", hint=hint)
-    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"workers": world_size})})
+    recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"workers": world_size})})
+    for key, complaint in minibatch_problems(recipe):
+        raise RecipeError(complaint, location=key)
+    return recipe
 
 
 def check_pretrains(recipe: Recipe) -> None:
@@ -68,6 +72,12 @@ def make_schedule(recipe: ScheduleConfig) -> Schedule:
     own_names = {"initial_lr": "initial_learning_rate", "final_lr": "final_learning_rate", "max_epochs": "epochs"}
     renamed = {own: getattr(recipe, key) for own, key in own_names.items() if hasattr(recipe, key)}
     return _taken(SCHEDULES[recipe.name], recipe, **renamed)
+
+
+def minibatch_sizes(recipe: Recipe) -> MinibatchSizes:
+    """Of each worker."""
+    size = recipe.minibatch_size // recipe.minibatch_workers
+    return MinibatchSizes(size, size)
 
 
 def _taken(kind: Callable[..., Options], section: Section, **others: Any) -> Options:
@@ -101,15 +111,15 @@ def data_config(recipe: Recipe, workers: int, *, held_out: bool = True) -> Train
 def footprint(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> TrainingFootprint:
     """What a training by this recipe needs of memory besides its frames."""
     parallel, options = recipe.parallel, optimizer_options(recipe.optimizer)
-    layers = network_layers(recipe, input_dim, num_pdfs)
+    layers, largest = network_layers(recipe, input_dim, num_pdfs), minibatch_sizes(recipe).end
     # The model before an averaging, and MPI's own copy of it; those that the strategies keep.
     averaging = 2 + 2 * parallel.overlap + 3 * (parallel.strategy == "bmuf") + 3 * (parallel.comm_dtype == "bfloat16")
     return TrainingFootprint(
         num_parameters(layers),
         activation_floats(layers),
-        recipe.minibatch_size,
+        largest,
         parameter_copies=3 + (options.momentum > 0) + (recipe.precision != "float32"),
         momentum_copies=int(options.momentum > 0),
         averaging_copies=averaging if workers > 1 else 0,
-        natural_gradient_bytes=options.num_bytes(layers, recipe.minibatch_size),
+        natural_gradient_bytes=options.num_bytes(layers, largest),
     )

@@ -95,7 +95,7 @@ class RbmTrainer:
         self.inputs = HiddenRepresentation(below, frames, sampler, comm)
         period, transport = recipe.parallel.averaging_period, recipe.parallel.gpu_transport
         averaging = AveragingOptions(averaging_period=period, scale_learning_rate=False, gpu_transport=transport)
-        self.averager = make_averager(averaging, comm, self.rbm, self.rbm, config.minibatch_size)
+        self.averager = make_averager(averaging, comm, self.rbm, self.rbm)
         self.num_epochs = epochs_for_rbm(config, index, int(sum(comm.all_gather_object(len(frames)))))
         self.error = torch.zeros((), dtype=torch.float64, device=self.rbm.parameters.device)
         self.frames, self.total_error, self.total_frames, self.epoch_seconds = 0, 0.0, 0, math.nan
@@ -353,6 +353,7 @@ def pretraining_recipe(recipe: Recipe) -> str:
         "schedule": NewbobConfig(),
         "log": LogConfig(),
         "minibatch_size": recipe.pretrain.minibatch_size,
+        "minibatch_scope": "worker",
         "precision": "auto",  # RBMs are trained in float32
     }
     return dump_recipe(recipe.model_copy(update=read))

@@ -2,8 +2,8 @@
 launches its some sixty kernels at once, as the host is too slow for one by one. The eager step is the reference, and
 what runs wherever a graph does not: on a CPU, where gradients are averaged, in the steps of NG-SGD that have work for
 the host, and where a graph could not be captured or gave something else when it was checked. A graph fixes the
-addresses of all tensors (so a minibatch is copied into its own) and the learning rate (so a change of that captures the
-step again)."""
+addresses of all tensors (so a minibatch is copied into its own), the learning rate and the size of the minibatch (so a
+change of these captures the step again)."""
 
 from __future__ import annotations
 
@@ -101,21 +101,21 @@ class CudaGraph:
 
 
 class CudaGraphStep:
-    """The eager step as a graph, captured at the first minibatch and whenever the learning rate changes. Where a
+    """The eager step as a graph, captured at the first minibatch and whenever learning rate or minibatch size change. Where a
     capture fails, a warning gives the reason, and the eager step runs from then on. It may have no host work but
     NG-SGD's updates of the Fisher matrices, whose steps are left to it."""
 
     def __init__(self, eager: EagerStep, graph: CudaGraph) -> None:
         self.eager, self.optimizer, self.graph = eager, eager.optimizer, graph
         self.disabled = False  # a capture has failed
-        self._lr: float | None = None
+        self._captured: tuple[float, int] | None = None  # for this learning rate and minibatch size
         self._labels = torch.empty(0)
         self._result: Result | None = None
 
     def __call__(self, batch: Batch, lr: float) -> Result:
         if self.disabled or needs_host_update(self.optimizer):
             return self.eager(batch, lr)
-        if lr != self._lr:
+        if self._captured != (lr, len(batch.labels)):
             self._capture(batch, lr)
         if self._result is None:
             return self.eager(batch, lr)
@@ -127,24 +127,22 @@ class CudaGraphStep:
         return self._result
 
     def _copy_inputs(self, batch: Batch) -> None:
-        if batch.labels.shape != self._labels.shape:
-            found, expected = tuple(batch.labels.shape), tuple(self._labels.shape)
-            raise ValueError(f"minibatch is {found}, the graph was captured for {expected}")
         self.eager.load(batch)
         self._labels.copy_(batch.labels)
 
     def _capture(self, batch: Batch, lr: float) -> None:
-        self._lr = self._result = None
-        self._labels = self._labels if len(self._labels) else batch.labels.clone()
+        self._captured = self._result = None
+        size = len(batch.labels)
+        self._labels = self._labels if len(self._labels) == size else batch.labels.clone()
         self._copy_inputs(batch)
-        own = Batch(self.eager.workspace.x, self._labels)
+        own = Batch(self.eager.workspace.x[:size], self._labels)
         snapshot = Snapshot(self.optimizer)
         try:
             self.graph.release()
             self.graph.warm_up(lambda: self.eager(own, lr))
             snapshot.restore()
             self._result = self.graph.capture(lambda: self.eager(own, lr))
-            self._lr = lr
+            self._captured = lr, size
         except RuntimeError as error:
             self.disabled = True
             log.warning("the step could not be captured as a CUDA graph, the eager step trains: %s", error)

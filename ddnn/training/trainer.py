@@ -22,7 +22,7 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel, model_config, transform_tensors
 from ddnn.nn.arithmetic import Precision
 from ddnn.nn.network import tensor_like
-from ddnn.optim.schedule import Schedule
+from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.training.checkpoint import prefixed, unprefixed
 from ddnn.training.evaluation import EpochLosses, EvalResult, evaluate, learning_rate_hint, raise_if_diverged
@@ -47,7 +47,7 @@ class Trainer:
     schedule: Schedule
     batches: BatchLoader  # this worker's shard of the training set
     cv: FrameSubset  # this worker's shard of the cross-validation set
-    minibatch_size: int
+    minibatch_sizes: MinibatchSizes  # of this worker
     eager_step: EagerStep  # the training step as PyTorch runs it
     step: Step  # the same, or a faster form of it that was checked against it (a CUDA graph)
     averager: Averager  # averages the models of all workers
@@ -73,6 +73,11 @@ class Trainer:
     @property
     def comm(self) -> Communicator:
         return self.averager.comm
+
+    @property
+    def minibatch_size(self) -> int:
+        """Of this worker, in the epoch under way."""
+        return self.batches.sampler.batch_size
 
     @property
     def finished(self) -> bool:
@@ -132,11 +137,19 @@ class Trainer:
         """Starts the next epoch, or continues the one in which a checkpoint was written."""
         progress = self.progress
         progress.start_clock()
+        self.resize_minibatches()
         self.losses.epoch, self.losses.learning_rate = progress.epoch + 1, learning_rate
         if progress.num_minibatches is None:
             self.optimizer.clear_momentum()
             remaining = len(self.batches) - progress.minibatch
             progress.num_minibatches = progress.minibatch + self.averager.begin_epoch(remaining)
+
+    def resize_minibatches(self) -> None:
+        """Gives the minibatches the size of the next epoch, or of the one under way."""
+        size = self.minibatch_sizes.of_epoch(self.progress.epoch + 1)
+        if size != self.minibatch_size:
+            log.info("minibatches of %d frames of each worker from epoch %d on", size, self.progress.epoch + 1)
+        self.batches.sampler.batch_size = size
 
     def epoch_batches(self) -> Iterator[Batch]:
         """The batches of the epoch that are still to be trained on; each is valid until the next."""
@@ -184,6 +197,7 @@ class Trainer:
     def _figures(self, epoch: int, result: EvalResult, lr: float, seconds: float) -> dict[str, Any]:
         rates = {"learning_rate": lr * self.averager.lr_scale, "schedule_learning_rate": lr}
         figures = {"epoch": epoch, "loss": result.loss, "frame_accuracy": result.frame_accuracy}
+        figures["minibatch_size"] = self.minibatch_size
         return {**figures, **rates, **throughput(result.frames, seconds)}
 
     def finish(self) -> AcousticModel:
@@ -254,6 +268,7 @@ class Trainer:
         network.load_parameters(tensor_like(network.parameters, rank, "parameters", location))
         self.best.copy_(tensor_like(network.parameters, loaded.global_state, "best", location))
         progress.started, progress.epoch = True, metadata.epoch
+        self.resize_minibatches()
         self.initial, self.kept_epoch = EvalResult(metadata.initial_loss, math.nan, 0), metadata.kept_epoch
         self.kept = EvalResult(metadata.kept_loss, metadata.kept_frame_accuracy, 0)
         sums = tensor_like(torch.zeros(2, 3, dtype=torch.float64), rank, "loss_sums", location)

@@ -151,7 +151,7 @@ def test_missing_keys(folder: Path) -> None:
         ("model.hiden_units=5", "did you mean model.hidden_units?"),
         (
             "zzz=5",
-            "zzz: unknown key; the keys here are seed, init, minibatch_size, precision, allow_tf32, cuda_graphs, data,",
+            "zzz: unknown key; the keys here are seed, init, minibatch_size, minibatch_scope, precision, allow_tf32, cuda_graphs, data,",
         ),
         ("seed.x=5", "seed: a mapping found, expected a whole number >= 0 and < 2^63"),
         ("seed={}", "seed: a mapping found, expected a whole number"),
@@ -440,6 +440,15 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
             "schedule.decay_epochs: never read by constant, only by power",
         ),
         (["schedule={name: constant, epochs: 0}"], "schedule.epochs: 0 found, expected a whole number >= 1"),
+        (
+            ["minibatch_scope=total", "minibatch_size=256", "parallel.workers=3"],
+            "minibatch_size: 256 found, expected a multiple of parallel.workers = 3, as minibatch_scope is total: 255 or 258",
+        ),
+        (
+            ["minibatch_scope=total", "minibatch_size=2", "parallel.workers=3"],
+            "expected a multiple of parallel.workers = 3, as minibatch_scope is total: 3  [",
+        ),
+        (["minibatch_scope=all"], "minibatch_scope: the text 'all' found, expected worker or total"),
         (["schedule={name: exponential, criterion: loss}"], "schedule.criterion: never read by exponential"),
         (
             ["schedule={name: exponential, final_learning_rate: 0.1}"],

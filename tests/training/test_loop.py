@@ -23,6 +23,8 @@ from ddnn.data.dataset import FrameSubset
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.network import Network
 from ddnn.optim.schedule import Schedule
+from ddnn.recipe.schema import Recipe
+from ddnn.training.options import minibatch_sizes
 
 UNLIKE, ALIKE = (7, 30, 53), (6, 6, 6)
 """Minibatches of each worker."""
@@ -280,6 +282,37 @@ def test_a_warm_up_by_all_reduce_is_one_worker_with_the_minibatches_of_all() -> 
         twin = twin - 0.01 * coefs * sum(gradients)
     for parameters in run_workers(3, work):
         torch.testing.assert_close(parameters.double(), twin, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["gradient-all-reduce", "all-reduce"])
+def test_workers_that_share_a_minibatch_are_one_worker_with_it(strategy: str) -> None:
+    """`minibatch_scope: total`: three workers train as one does on the minibatches of all three at the schedule's rate,
+    whether they average gradients or, after every minibatch, parameters."""
+    parallel = make_parallel_config(strategy, workers=3, averaging_period=1)
+    recipe = Recipe.model_construct(minibatch_size=3 * MINIBATCH, minibatch_scope="total", parallel=parallel)
+
+    def work(comm: Communicator) -> tuple[Tensor, list[dict[str, Any]]]:
+        sizes = minibatch_sizes(recipe)
+        trainer = toy_trainer(comm, parallel, frames=4 * MINIBATCH, epochs=2, learning_rate=0.02, sizes=sizes)
+        rows = train_to_end(trainer)
+        return trainer.model.network.parameters, rows
+
+    shards = [toy_shard(rank, 4 * MINIBATCH) for rank in range(3)]
+    twin, coefs = toy_model().network.parameters.double(), torch.ones(toy_model().network.num_parameters)
+    coefs[-PDFS:] = 0.1
+    for epoch in (1, 2):
+        orders = [ShuffledSampler(s, MINIBATCH, seed=1, rank=r).epoch(epoch) for r, s in enumerate(shards)]
+        for of_workers in zip(*orders, strict=True):
+            pairs = [
+                (s.dataset.features[rows], s.dataset.labels[rows]) for s, rows in zip(shards, of_workers, strict=True)
+            ]
+            x, labels = map(torch.cat, zip(*pairs, strict=True))
+            assert len(x) == recipe.minibatch_size
+            twin = twin - 0.02 * coefs * twin_loss(toy_model().network, twin, x, labels.long())[2]
+    for parameters, rows in run_workers(3, work):
+        torch.testing.assert_close(parameters.double(), twin, rtol=0, atol=1e-5)
+        assert {row["minibatch_size"] for row in rows if row["type"] == "epoch"} == {MINIBATCH}
+    assert (twin - toy_model().network.parameters).abs().max() > 0.1, "a training that moves nothing"
 
 
 def test_momentum_that_is_not_finite_is_excluded_from_its_mean() -> None:

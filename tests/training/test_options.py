@@ -16,7 +16,7 @@ from ddnn.averaging.strategies import AveragingOptions, BlockMomentum, make_stra
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.optim.natural_gradient import NaturalGradientOptions
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
-from ddnn.optim.schedule import Constant, Exponential, Newbob, Power
+from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power
 from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.schema import (
     AveragingConfig,
@@ -27,14 +27,22 @@ from ddnn.recipe.schema import (
     NewbobConfig,
     NgSgdConfig,
     PowerConfig,
+    Recipe,
     Section,
     SgdConfig,
     WorkersConfig,
 )
 from ddnn.training import state
 from ddnn.training.job import Job
-from ddnn.training.options import averaging_options, make_schedule, optimizer_options
+from ddnn.training.options import (
+    averaging_options,
+    make_schedule,
+    minibatch_sizes,
+    optimizer_options,
+    with_world_size,
+)
 from ddnn.training.run_dir import NullRunDir
+from ddnn.util.errors import RecipeError
 
 NG_SGD = {
     "momentum": 0.5, "l2": 1e-3, "rank_in": 3, "rank_out": 2, "alpha": 3.0, "num_samples_history": 500.0,
@@ -145,3 +153,14 @@ def test_options_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert policy._request() is Request.NONE
     policy._minibatch = 7
     assert policy._request() is Request.CHECKPOINT
+
+
+def test_a_minibatch_is_of_each_worker_or_of_all_together() -> None:
+    recipe = Recipe.model_construct(minibatch_size=256, parallel=make_parallel_config(workers=4))
+    assert minibatch_sizes(recipe) == MinibatchSizes(256, 256)
+    assert minibatch_sizes(recipe.model_copy(update={"minibatch_scope": "total"})) == MinibatchSizes(64, 64)
+    alone = recipe.model_copy(update={"parallel": make_parallel_config(), "minibatch_scope": "total"})
+    assert minibatch_sizes(alone) == MinibatchSizes(256, 256)
+    assert [with_world_size(alone, n).minibatch for n in (1, 2)] == ["256", "256 of all workers"]
+    with pytest.raises(RecipeError, match="256 found, expected a multiple of parallel"):
+        with_world_size(alone, 3)  # as many as mpirun has started

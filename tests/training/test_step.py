@@ -29,7 +29,7 @@ from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
-from ddnn.optim.schedule import Newbob
+from ddnn.optim.schedule import MinibatchSizes, Newbob
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.evaluation import LossSums, evaluate
 from ddnn.training.metrics import MetricsRow, WorkerRow
@@ -238,13 +238,17 @@ def test_a_graph_that_does_something_else_is_found_out(nan: bool, caplog: pytest
         assert torch.equal(network.parameters, twin.network.parameters)
 
 
-def test_a_graph_takes_only_minibatches_of_its_size() -> None:
-    """A tensor of one row would fit into any, to be repeated."""
-    task = make_task()
-    graphed = CudaGraphStep(task.eager(), FakeGraph(task.optimizer))
-    graphed(task.batch(graphed, task.train.indices[:MINIBATCH]), RATE)
-    with pytest.raises(ValueError, match=r"\(1,\), the graph was captured for \(16,\)"):
-        graphed(task.batch(graphed, task.train.indices[:1]), RATE)
+@pytest.mark.parametrize("kind", ["sgd", "ng-sgd"])
+def test_a_minibatch_of_another_size_captures_again(kind: Kind) -> None:
+    """As between two epochs of a growing minibatch; a tensor of one row would fit into any, to be repeated."""
+    task, twin = make_task(kind), make_task(kind)
+    eager, graph = twin.eager(), FakeGraph(task.optimizer)
+    graphed = CudaGraphStep(task.eager(), graph)
+    for size in (1, 8, MINIBATCH, 8):
+        for rows in torch.split(task.train.indices[: 16 * size], size):
+            assert graphed(task.batch(graphed, rows), RATE)[0] == eager(twin.batch(eager, rows), RATE)[0]
+    assert torch.equal(task.network.parameters, twin.network.parameters)
+    assert graph.captures == 4 and graph.replays > 20
 
 
 def test_a_minibatch_elsewhere_in_memory_is_copied() -> None:
@@ -446,7 +450,7 @@ def make_trainer(task: Task, run: RunDir) -> Trainer:
         schedule=Newbob(max_epochs=2),
         batches=make_batch_loader(task.train, task.model.transform, sampler, out=step.workspace.x, mark=mark),
         cv=task.train,
-        minibatch_size=MINIBATCH,
+        minibatch_sizes=MinibatchSizes(MINIBATCH, MINIBATCH),
         eager_step=step,
         step=step,
         averager=averager,

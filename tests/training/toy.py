@@ -19,7 +19,7 @@ from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.ng_sgd import make_optimizer
-from ddnn.optim.schedule import Exponential
+from ddnn.optim.schedule import Exponential, MinibatchSizes
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
 from ddnn.training.metrics import MetricsRow
 from ddnn.training.options import averaging_options, optimizer_options
@@ -29,6 +29,7 @@ from ddnn.training.step import EagerStep
 from ddnn.training.trainer import Trainer, train
 
 DIM, PDFS, MINIBATCH = 6, 5, 16
+SIZES = MinibatchSizes(MINIBATCH, MINIBATCH)
 
 
 class Recorder(NullRunDir):
@@ -83,16 +84,17 @@ def toy_trainer(
     learning_rate: float = 0.01,
     checkpoints: CheckpointPolicy | None = None,
     run: Recorder | None = None,
+    sizes: MinibatchSizes = SIZES,
 ) -> Trainer:
     """A training by the sections `parallel` and `optimizer` of a recipe, ready to begin. Collective."""
     model, config = toy_model(), optimizer or make_optimizer_config()
     network = model.network
     sgd = make_optimizer(optimizer_options(config), network)
-    averager = make_averager(averaging_options(parallel, config.momentum), comm, network, sgd, MINIBATCH)
+    averager = make_averager(averaging_options(parallel, config.momentum), comm, network, sgd)
     averager.broadcast()
-    workspace = Workspace(network, MINIBATCH)
+    workspace = Workspace(network, sizes.end)
     train_frames = toy_shard(comm.rank, frames)
-    sampler = ShuffledSampler(train_frames, MINIBATCH, seed=1, rank=comm.rank)
+    sampler = ShuffledSampler(train_frames, sizes.start, seed=1, rank=comm.rank)
     step = EagerStep(workspace, sgd, averager.average_gradient)
     return Trainer(
         model=model,
@@ -100,7 +102,7 @@ def toy_trainer(
         schedule=Exponential(learning_rate, epochs, learning_rate),
         batches=make_batch_loader(train_frames, model.transform, sampler, out=workspace.x, mark=averager.timer.mark),
         cv=toy_shard(50 + comm.rank, 40),
-        minibatch_size=MINIBATCH,
+        minibatch_sizes=sizes,
         eager_step=step,
         step=step,
         averager=averager,
