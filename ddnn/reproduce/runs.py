@@ -29,9 +29,9 @@ RESULT_VERSION = 1  # to be raised when what is computed by the same recipe chan
 NON_RESULT_KEYS = (
     *("data.cache_dir", "data.loader_processes", "data.feature_device", "data.max_skipped_fraction", "cuda_graphs"),
     *("parallel.cpu_threads", "parallel.hang_timeout", "parallel.max_restarts", "parallel.oversubscribe_gpus"),
-    *("parallel.gpu_transport", "log.tensorboard"),
+    "parallel.gpu_transport",
 )
-"""Keys that change nothing that a training computes, or only its last bits; those of `checkpoint` neither."""
+"""Keys that change nothing that a training computes, or only its last bits; those of `checkpoint` and `log` neither."""
 ADDED_KEYS = frozenset({"minibatch_scope"})
 """Keys that were added after runs had been recorded, with defaults that change nothing. At their defaults they are left
 out of the digest, so that these records still count."""
@@ -282,6 +282,7 @@ def recipe_digest(recipe: Recipe, dbn: str = "") -> str:
     """SHA-256 of what a recipe says, and the digest of its RBMs' recipe. Of data the names and sizes count, not where
     they are; keys that change no result do not count."""
     tree: dict[str, Any] = yaml.safe_load(dump_recipe(recipe))
+    tree.pop("log", None)  # what is reported, not what is computed
     for name, key in keys().items():
         *above, last = name.split(".")
         section = tree
