@@ -105,6 +105,43 @@ def write_graph_dir(path: Path) -> Path:
     return path
 
 
+def write_matrix(path: Path, values: np.ndarray) -> Path:
+    """A matrix alone in a file, binary, as Kaldi's final.mat."""
+    with path.open("wb") as handle:
+        writer = BasicTypeWriter(handle)
+        writer.marker()
+        writer.float_matrix(values)
+    return path
+
+
+def write_transforms(
+    path: Path, keys: Sequence[str] = ("spk0", "spk1", "spk2", "spk3"), *, rows: int = DIM + 1, jobs: int = 2
+) -> Path:
+    """A Kaldi dir with transforms of `DIM` dims: final.mat of `rows` rows over 1+1+2 frames, the same for all dirs, with
+    its splice_opts, and the trans.* of these speakers or utterances in `jobs` jobs; without `rows` no final.mat."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "cmvn_opts").write_text("--norm-means=false\n")
+    if rows:
+        write_matrix(path / "final.mat", np.random.default_rng(7).normal(size=(rows, 4 * DIM)).astype(np.float32))
+        (path / "splice_opts").write_text("--left-context=1 --right-context=2\n")
+    write_trans(path, keys, rows or 3 * DIM, jobs)
+    return path
+
+
+def write_trans(path: Path, keys: Sequence[str], dim: int, jobs: int = 1) -> None:
+    """trans.1, trans.2, ... of `jobs` jobs, and num_jobs; those of a key are always the same."""
+    path.mkdir(parents=True, exist_ok=True)
+    for job in range(jobs):
+        made = []
+        for key in keys[job::jobs]:
+            rng = np.random.default_rng(list(key.encode()))
+            linear = np.eye(dim) + rng.normal(0.0, 0.3, (dim, dim))
+            made.append((key, np.column_stack([linear, rng.normal(size=dim)]).astype(np.float32)))
+        write_matrices(path / f"trans.{job + 1}", path / "scp", made)
+    (path / "scp").unlink(missing_ok=True)
+    (path / "num_jobs").write_text(f"{jobs}\n")
+
+
 def write_recipe(path: Path, data: Path, pdfs: Path, more: str = "") -> Path:
     """A recipe that trains in a second."""
     path.write_text(
@@ -120,10 +157,11 @@ def load_all(
     alignments: Alignments | None,
     splice: int = 2,
     features: FeatureConfig = FeatureConfig(),  # noqa: B008 (frozen)
+    transforms: Path | None = None,
     **config: Any,
 ) -> AcousticDataset:
     """A whole data dir; `config` as of `DataConfig`."""
-    return load_data_dir(data, alignments, DataConfig(replace(features, splice=splice), **config))
+    return load_data_dir(data, alignments, DataConfig(replace(features, splice=splice), **config), transforms)
 
 
 def index_of(data: Path, alignments: Alignments | None, max_skipped_fraction: float | None = 0.05) -> UtteranceIndex:

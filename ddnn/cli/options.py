@@ -24,6 +24,11 @@ device_option = option("--device", type=DEVICES, default="auto", help="Where to 
 pipes_option = option(
     "--allow-pipes", is_flag=True, help="Run the shell commands of an scp. Only for files that you wrote yourself."
 )
+transforms_option = option(
+    "--transforms",
+    type=PATH,
+    help="Kaldi dir of this data's transforms, if the network was trained with data.transforms.",
+)
 _SLURM_NAMES = ("cluster", "job_name", "nodes", "gpus_per_node", "workers_per_node", "time", "mem", "partition",
                 "account", "qos", "constraint", "options", "launcher")  # fmt: skip
 

@@ -19,6 +19,7 @@ from ddnn.cli.options import (
     show,
     show_json,
     slurm_options,
+    transforms_option,
 )
 from ddnn.slurm import Seeds, SlurmOptions, parse_seeds
 from ddnn.util.errors import UserError
@@ -150,6 +151,7 @@ def _start_seeds(
 @option("--data", type=PATH, required=True, help="Kaldi data dir.")
 @option("--alignments", type=PATH, required=True, help="Its alignment dir, or an archive of pdf-ids.")
 @option("--by", type=Choice(["speaker", "utterance"]), help="Also show the figures of each, the worst first.")
+@transforms_option
 @device_option
 @pipes_option
 @json_option
@@ -165,13 +167,16 @@ def evaluate(json_: bool, **options: Any) -> None:
 @option("--data", type=PATH, required=True, help="Kaldi data dir to decode.")
 @option("--out", type=PATH, required=True, help="Folder for loglikes.ark, loglikes.scp, the counts and decode.sh.")
 @option("--prior-scale", type=float, default=1.0, help="Scale of the log-priors that are subtracted.")
+@transforms_option
 @device_option
 @pipes_option
-def decode_prep(run_dir: Path, data: Path, out: Path, prior_scale: float, device: str, allow_pipes: bool) -> None:
+def decode_prep(
+    run_dir: Path, data: Path, out: Path, prior_scale: float, transforms: Path | None, device: str, allow_pipes: bool
+) -> None:
     """Write log-likelihoods that a Kaldi decoder reads."""
     from ddnn.decoding.prepare import prepare_decoding
 
-    prepare_decoding(run_dir, data, out, device=device, prior_scale=prior_scale, allow_pipes=allow_pipes)
+    prepare_decoding(run_dir, data, out, device, prior_scale, allow_pipes, transforms)
 
 
 @command(

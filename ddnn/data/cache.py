@@ -32,11 +32,12 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset, utterance_offsets
-from ddnn.data.index import UtteranceIndex, build_index, check_skipped
-from ddnn.data.loading import DataConfig, FeatureLoader, load_rows
+from ddnn.data.index import UtteranceIndex, check_skipped
+from ddnn.data.loading import Corpus, DataConfig, FeatureLoader, index_corpus, load_rows
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.data_dir import DataDir, read_data_dir
+from ddnn.kaldi.transforms import trans_files
 from ddnn.util.errors import DataError
 from ddnn.util.files import is_locked, open_regular, write_all
 from ddnn.util.system import available_memory
@@ -112,14 +113,17 @@ class CacheMetadata(BaseModel):
         return _LENGTH.pack(len(text)) + text.replace(f'"crc32": "{NO_CRC}"'.encode(), crc, 1)
 
 
-def cache_key(directory: DataDir, alignments: Path, config: DataConfig) -> str | None:
+def cache_key(directory: DataDir, corpus: Corpus, config: DataConfig) -> str | None:
     """SHA-256, in hexadecimal, over: the utterances of `feats.scp` with path, offset and range of each; speakers;
     `cmvn.scp`; size and modification time of each archive that they name; the alignment's files, byte for byte; and
-    what the config says about features and pdfs.
+    what the config says about features and pdfs; of Kaldi's transforms the values of final.mat, the options, and the
+    files trans.*, byte for byte.
 
     None where an entry is a shell command, or a file cannot be read (whoever reads it next says why).
     """
     options = {"version": VERSION, **asdict(config.features), "num_pdfs": config.num_pdfs}
+    if options["transforms"] is None:  # as before there were any
+        del options["transforms"]
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
     archives: dict[Path, str] = {}
     try:
@@ -134,7 +138,8 @@ def cache_key(directory: DataDir, alignments: Path, config: DataConfig) -> str |
         digest.update(f"cmvn.scp {directory.cmvn is not None}, utt2spk {directory.speakers is not None}\n".encode())
         for utterance, speaker in (directory.speakers or {}).items():
             digest.update(f"{utterance} {speaker}\n".encode())
-        for path in _alignment_files(alignments):
+        adapted = () if corpus.transforms is None else trans_files(corpus.transforms)
+        for path in (*_alignment_files(corpus.alignments), *filter(Path.is_file, adapted)):
             content = hashlib.sha256()
             with path.open("rb") as stream:
                 while block := stream.read(1 << 20):
@@ -155,12 +160,12 @@ def _alignment_files(path: Path) -> list[Path]:
 
 
 def open_or_create_cache(
-    directory: DataDir, alignments: Path, config: DataConfig, comm: Communicator
+    directory: DataDir, corpus: Corpus, config: DataConfig, comm: Communicator
 ) -> tuple[UtteranceIndex, CacheFile] | tuple[None, None]:
     """All workers get the same index from a cache file, which is created first where it is missing, or none does.
     Collective. DataError: damaged or unsuitable input. What is wrong with the cache is a warning."""
     assert config.cache_dir is not None
-    key = cache_key(directory, alignments, config)
+    key = cache_key(directory, corpus, config)
     keys = comm.all_gather_object(key)
     if key is None or any(other != key for other in keys):
         if comm.rank == 0:
@@ -178,14 +183,14 @@ def open_or_create_cache(
             break
         if creates and not created and not all(valid for host, valid in found if host == comm.host):
             created = True
-            _create(path, key, directory, alignments, config, comm)
+            _create(path, key, directory, corpus, config, comm)
         comm.barrier()
     else:
         return None, None
     entries = tuple(directory.entries[n] for n in cache.selected.tolist())
     metadata, counts = cache.metadata, dict(cache.metadata.counts)
     if comm.rank == 0 and not created:  # the worker that created it has checked
-        check_skipped(directory, alignments, entries, counts, config.max_skipped_fraction, metadata.mismatch)
+        check_skipped(directory, corpus.alignments, entries, counts, config.max_skipped_fraction, metadata.mismatch)
     frames, of_pdfs = np.array(cache.num_frames), np.array(cache.pdf_counts)
     dim, first, pdfs = metadata.dim, entries[0].key, metadata.pdfs
     index = UtteranceIndex(directory, entries, frames, dim, first, pdfs, of_pdfs, None, counts, metadata.mismatch)
@@ -198,6 +203,8 @@ def _open_checked(path: Path, key: str, entries: int, config: DataConfig, comm: 
     try:
         cache = CacheFile(path, key)
         cache.check(entries, config.processes(comm), comm.local_rank, comm.local_size)
+        if cache.metadata.width != config.features.width(cache.metadata.dim):
+            raise CorruptCacheError("its features have other dims than the recipe says")
         log.info("cache: mapped %s (%.2f GB in %.2f s)", path, cache.size / 1e9, time.perf_counter() - started)
         return cache
     except FileNotFoundError:
@@ -210,10 +217,10 @@ def _open_checked(path: Path, key: str, entries: int, config: DataConfig, comm: 
     return None
 
 
-def _create(path: Path, key: str, directory: DataDir, alignments: Path, config: DataConfig, comm: Communicator) -> None:
+def _create(path: Path, key: str, directory: DataDir, corpus: Corpus, config: DataConfig, comm: Communicator) -> None:
     """Loads the whole data dir into a cache file; where that cannot be written, a warning says why."""
-    aligned = read_alignments(alignments, num_pdfs=config.num_pdfs)
-    index = build_index(directory, aligned, max_skipped_fraction=config.max_skipped_fraction)
+    aligned = read_alignments(corpus.alignments, num_pdfs=config.num_pdfs)
+    index = index_corpus(corpus, directory, aligned, config)
     loader = FeatureLoader(index, config, config.processes(comm) * comm.local_size)  # the others wait
     place = {entry.key: n for n, entry in enumerate(directory.entries)}
     selected = np.array([place[name] for name in index.utterances], np.int64)
@@ -237,7 +244,7 @@ def _create(path: Path, key: str, directory: DataDir, alignments: Path, config: 
 
     def write_features(descriptor: int, start: int) -> list[int]:
         checksums = loader.into_file(descriptor, start)
-        if cache_key(read_data_dir(directory.path, allow_pipes=config.allow_pipes), alignments, config) != key:
+        if cache_key(read_data_dir(directory.path, allow_pipes=config.allow_pipes), corpus, config) != key:
             raise OSError("the data changed while they were read")
         return checksums
 
@@ -353,7 +360,7 @@ class CacheFile:
             valid = all(bool((edge == -1).all()) for edge in around)
             valid = valid and labels.min() >= -1 and labels.max() < metadata.pdfs
             valid = valid and int(np.count_nonzero(labels >= 0)) == int(frames.sum())
-            valid = valid and self.pdf_counts.min() >= 0 and metadata.width % metadata.dim == 0
+            valid = valid and self.pdf_counts.min() >= 0
         if not valid:
             raise CorruptCacheError("its indices do not fit each other")
 

@@ -1,4 +1,4 @@
-"""Features as rows of a dataset: read, checked, CMVN, deltas, edges repeated. Also the process that does so for others.
+"""Features as rows of a dataset: read, checked, CMVN, deltas or Kaldi's transforms, edges repeated. Also the process that does so for others.
 Nothing here imports torch: a loading process starts in a fraction of a second."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ddnn.kaldi.archive import MatrixReader, ScpEntry, check_finite, is_finite
 from ddnn.kaldi.data_dir import add_deltas, apply_cmvn
+from ddnn.kaldi.transforms import Matrix, TransformConfig
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import write_all
 
@@ -32,9 +33,10 @@ class FeatureConfig:
     deltas: int = 0  # order of the appended delta features
     splice: int = 0  # frames of context on each side
     dtype: str = "float32"  # `float32` or `float16`, of the frames in memory
+    transforms: TransformConfig | None = None  # instead of deltas
 
     def width(self, dim: int) -> int:
-        return dim * (self.deltas + 1)
+        return dim * (self.deltas + 1) if self.transforms is None else self.transforms.width(dim)
 
     def rows(self, num_frames: NDArray[np.int64]) -> int:
         """Number of rows of utterances of so many frames, edges included."""
@@ -49,6 +51,7 @@ class FeatureSpec:
     reference_utterance: str  # the first one, whose dimension all others must have; for messages
     dim: int  # feature dimension in the archives
     config: FeatureConfig
+    final_mat: Matrix | None = None  # of `config.transforms`
 
     @property
     def width(self) -> int:
@@ -68,10 +71,15 @@ class Chunk:
     entries: tuple[ScpEntry, ...]  # where their features are stored
     num_frames: tuple[int, ...]  # how many of their frames to take
     speakers: tuple[str, ...] | None  # of each, for CMVN; None without
+    transforms: tuple[Matrix, ...] | None  # of each: that of the utterance or its speaker; None without
 
 
 def make_chunks(
-    entries: Sequence[ScpEntry], num_frames: NDArray[np.int64], speakers: Sequence[str] | None, spec: FeatureSpec
+    entries: Sequence[ScpEntry],
+    num_frames: NDArray[np.int64],
+    speakers: Sequence[str] | None,
+    spec: FeatureSpec,
+    transforms: Mapping[str, Matrix] | None = None,
 ) -> list[Chunk]:
     """All utterances, in chunks of `CHUNK_BYTES` or more; segments of one recording stay together, because it is read
     once for all of them."""
@@ -85,7 +93,8 @@ def make_chunks(
         if ends or following is None:
             part = slice(start, u + 1)
             of_chunk = None if speakers is None else tuple(speakers[part])
-            chunks.append(Chunk(row, rows, tuple(entries[part]), tuple(lengths[part]), of_chunk))
+            own = None if transforms is None else tuple(transforms[entry.key] for entry in entries[part])
+            chunks.append(Chunk(row, rows, tuple(entries[part]), tuple(lengths[part]), of_chunk, own))
             start, row, rows = u + 1, row + rows, 0
     return chunks
 
@@ -104,14 +113,18 @@ def read_chunk(out: NDArray[Any], chunk: Chunk, stats: Stats, spec: FeatureSpec,
                 hint = "run steps/compute_cmvn_stats.sh again, or remove cmvn.scp"
                 raise DataError(message, location=spec.data / "cmvn.scp", hint=hint)
             features = apply_cmvn(features, speaker_stats, variance=config.cmvn == "mean-variance")
-        if config.deltas:
+        if config.transforms is not None:
+            own = None if chunk.transforms is None else chunk.transforms[u]
+            features = config.transforms.apply(features, spec.final_mat, own)
+        elif config.deltas:
             features = add_deltas(features, config.deltas)
         end = row + frames
         with np.errstate(over="ignore"):  # what float16 cannot hold becomes Inf, which is looked for
             out[row:end] = features[:frames]
         if not is_finite(out[row:end]):
+            after = "deltas" if config.transforms is None else "transforms"
             message = (
-                f"values up to {np.abs(features[:frames]).max():g} after CMVN and deltas, which data.feature_dtype"
+                f"values up to {np.abs(features[:frames]).max():g} after CMVN and {after}, which data.feature_dtype"
             )
             raise DataError(
                 f"utterance {entry.key}: {message} {config.dtype} cannot hold",

@@ -22,6 +22,7 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, pdf_counts
 from ddnn.kaldi.archive import MatrixReader, ScpEntry
 from ddnn.kaldi.data_dir import DataDir
+from ddnn.kaldi.transforms import Transforms
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import plural
@@ -55,6 +56,7 @@ class UtteranceIndex:
     # how many utterances are used, skipped (by reason) and trimmed
     counts: dict[str, int] = field(default_factory=dict)
     mismatch: str = ""  # the length difference that most utterances have, if they do: `common_difference`
+    transforms: Transforms | None = None  # of Kaldi; None without, or where the features come from a cache file
 
     @property
     def utterances(self) -> tuple[str, ...]:
@@ -110,6 +112,7 @@ def join(indices: Sequence[UtteranceIndex]) -> UtteranceIndex:
         pdf_counts=of_pdfs,
         alignments=None,
         counts=dict(counts),
+        transforms=None,
     )
 
 

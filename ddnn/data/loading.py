@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from multiprocessing import Pipe
@@ -28,11 +28,13 @@ from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset
 from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, Stats, make_chunks, read_chunk, write_chunk
-from ddnn.data.index import MAX_SKIPPED_FRACTION, UtteranceIndex, assign_shards
+from ddnn.data.index import MAX_SKIPPED_FRACTION, UtteranceIndex, assign_shards, build_index
 from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.kaldi.alignments import Alignments
 from ddnn.kaldi.archive import MatrixReader, ScpEntry
-from ddnn.kaldi.data_dir import compute_cmvn_stats, read_cmvn_stats
-from ddnn.util.errors import UserError
+from ddnn.kaldi.data_dir import DataDir, compute_cmvn_stats, read_cmvn_stats
+from ddnn.kaldi.transforms import Transforms, contradictions, read_transforms, transforms_digest
+from ddnn.util.errors import DataError, UserError
 from ddnn.util.process import WITHOUT_CWD
 from ddnn.util.system import usable_cores
 
@@ -60,11 +62,13 @@ Run = Callable[[Iterable[Task]], Iterator[tuple[int, Any]]]
 
 @dataclass(frozen=True)
 class Corpus:
-    """A Kaldi data dir, and its alignment dir or archive of pdf-ids; `keys`: what names them in the recipe."""
+    """A Kaldi data dir, its alignment dir or archive of pdf-ids, and the Kaldi dir of its transforms, if any; `keys`:
+    what names the first two in the recipe."""
 
     data: Path
     alignments: Path
     keys: tuple[str, str] = ("data.train", "data.alignments")
+    transforms: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,36 @@ def default_processes(workers_on_host: int = 1) -> int:
 def effective_processes(wanted: int, float32_bytes: int) -> int:
     """How many of the wanted processes are worth their start for this amount of features; 1: only this one."""
     return max(1, min(wanted, float32_bytes // BYTES_PER_PROCESS))
+
+
+def index_corpus(
+    corpus: Corpus,
+    directory: DataDir,
+    alignments: Alignments | None,
+    config: DataConfig,
+    comm: Communicator | None = None,
+) -> UtteranceIndex:
+    """`build_index` of a corpus whose tables were read, with its transforms. Collective. DataError: as there; a transform
+    is missing or does not fit; those of another worker's host differ, on that one."""
+    index = build_index(directory, alignments, comm, max_skipped_fraction=config.max_skipped_fraction)
+    if corpus.transforms is None or config.features.transforms is None:
+        return index
+    names = index.utterances, index.speakers
+    read = read_transforms(corpus.transforms, config.features.transforms, index.dim, *names, directory.path)
+    if comm is not None and comm.world_size > 1:
+        everyone = comm.all_gather_object([comm.host, transforms_digest(read)])
+        if everyone[comm.rank][1] != everyone[0][1]:
+            where = f"on host {comm.host} (worker {comm.rank}) differ from those of worker 0 on {everyone[0][0]}"
+            hint = "give every host the same files, from one shared file system or from a new copy"
+            raise DataError(f"the transforms {where}", location=corpus.transforms, hint=hint)
+    return replace(index, transforms=read)
+
+
+def warn_of_contradictions(corpus: Corpus, config: DataConfig, dim: int) -> None:
+    """Logs what the Kaldi dirs of transforms and alignments say against how features of `dim` dims are read."""
+    of = config.features
+    for is_mistake, message in contradictions(corpus.transforms, corpus.alignments, of.cmvn, of.deltas, dim):
+        log.log(logging.WARNING if is_mistake else logging.INFO, "%s", message)
 
 
 def load_dataset(
@@ -165,10 +199,12 @@ class FeatureLoader:
         cmvn_speakers: Sequence[str] | None = None,
     ) -> None:
         self.index, self.config, self.comm = index, config, comm or SingleProcess()
-        self.spec = FeatureSpec(index.directory.path, index.reference_utterance, index.dim, config.features)
+        data, first, transforms = index.directory.path, index.reference_utterance, index.transforms or Transforms()
+        self.spec = FeatureSpec(data, first, index.dim, config.features, transforms.final_mat)
         self.rows = config.features.rows(index.num_frames)
         self.cmvn = config.features.cmvn != "none"
-        self.chunks = make_chunks(index.entries, index.num_frames, index.speakers if self.cmvn else None, self.spec)
+        speakers = index.speakers if self.cmvn else None
+        self.chunks = make_chunks(index.entries, index.num_frames, speakers, self.spec, transforms.adapted)
         self.width, self.dtype = self.spec.width, config.features.dtype
         self.processes = effective_processes(processes, 4 * self.rows * self.spec.width)
         self.speakers = set((index.speakers if self.comm.world_size == 1 else cmvn_speakers) or ())

@@ -33,12 +33,11 @@ from ddnn.data.index import (
     DEFAULT_FRACTION,
     UtteranceIndex,
     assign_shards,
-    build_index,
     hold_out_fraction,
     hold_out_speakers,
     local_positions,
 )
-from ddnn.data.loading import Corpus, DataConfig
+from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_contradictions
 from ddnn.data.source import DataSource, IndexedCorpus, open_source, read_tables
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, check_same_tree, transition_digest
@@ -384,12 +383,16 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
     )
 
 
-def load_data_dir(data: Path, alignments: Alignments | None, config: DataConfig) -> AcousticDataset:
-    """A whole data dir in host memory, with its alignments if given: what is evaluated or decoded. DataError: damaged
-    or unsuitable input; too many utterances that cannot be used; not enough memory."""
+def load_data_dir(
+    data: Path, alignments: Alignments | None, config: DataConfig, transforms: Path | None = None
+) -> AcousticDataset:
+    """A whole data dir in host memory, with its alignments and through its transforms if given: what is evaluated or
+    decoded. DataError: damaged or unsuitable input; too many utterances that cannot be used; not enough memory."""
     directory, comm = read_tables(data, config), SingleProcess()
-    index = build_index(directory, alignments, max_skipped_fraction=config.max_skipped_fraction)
-    only = IndexedCorpus(Corpus(data, data if alignments is None else alignments.path), index)
+    corpus = Corpus(data, data if alignments is None else alignments.path, transforms=transforms)
+    index = index_corpus(corpus, directory, alignments, config)
+    warn_of_contradictions(corpus, config, index.dim)
+    only = IndexedCorpus(corpus, index)
     source, utterances = DataSource((only,), index, config), range(len(index.entries))
     require_host_memory(source.memory(utterances), data, comm)
     return source.load(utterances, comm)

@@ -11,8 +11,17 @@ from pathlib import Path
 
 from ddnn.data.cache import CachedRows, CacheFile, load_from_cache, open_or_create_cache
 from ddnn.data.dataset import AcousticDataset, make_dataset
-from ddnn.data.index import UtteranceIndex, build_index, join
-from ddnn.data.loading import Corpus, DataConfig, FeatureLoader, RowSource, load_dataset, load_rows
+from ddnn.data.index import UtteranceIndex, join
+from ddnn.data.loading import (
+    Corpus,
+    DataConfig,
+    FeatureLoader,
+    RowSource,
+    index_corpus,
+    load_dataset,
+    load_rows,
+    warn_of_contradictions,
+)
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import check_same_tree, read_alignments, transition_digest
 from ddnn.kaldi.data_dir import DataDir, read_data_dir
@@ -120,10 +129,15 @@ def _open_corpus(corpus: Corpus, config: DataConfig, comm: Communicator) -> Inde
     directory = read_tables(corpus.data, config)
     index = cache = None
     if config.cache_dir is not None:
-        index, cache = open_or_create_cache(directory, corpus.alignments, config, comm)
+        index, cache = open_or_create_cache(directory, corpus, config, comm)
     if index is None:
         aligned = read_alignments(corpus.alignments, num_pdfs=config.num_pdfs)
-        index = build_index(directory, aligned, comm, max_skipped_fraction=config.max_skipped_fraction)
+        index = index_corpus(corpus, directory, aligned, config, comm)
+    if corpus.transforms is not None and (applied := config.features.transforms) is not None:
+        figures = corpus.data, applied.as_text(), corpus.transforms, index.dim
+        log.info("%s: %s of %s applied to features of %d dims", *figures)
+    if comm.rank == 0:
+        warn_of_contradictions(corpus, config, index.dim)
     return IndexedCorpus(corpus, index, cache)
 
 

@@ -83,7 +83,13 @@ def _read_counts(run_dir: Path, num_pdfs: int) -> tuple[np.ndarray, bytes]:
 
 
 def prepare_decoding(
-    run_dir: Path, data: Path, out: Path, device: str = "auto", prior_scale: float = 1.0, allow_pipes: bool = False
+    run_dir: Path,
+    data: Path,
+    out: Path,
+    device: str = "auto",
+    prior_scale: float = 1.0,
+    allow_pipes: bool = False,
+    transforms: Path | None = None,
 ) -> None:
     """Writes `loglikes.ark`, `loglikes.scp`, the counts and a `decode.sh` to `out`, which must not hold any yet.
     UserError: damaged input; another number of pdfs in the counts, or of dims in the features, than in the model."""
@@ -98,7 +104,7 @@ def prepare_decoding(
         raise UserError(f"the {PDF_COUNTS} of another model is there", location=out, hint="name another --out")
     if (out / "loglikes.scp").exists():
         raise UserError("log-likelihoods are there already", location=out, hint="name another --out, or remove them")
-    dataset = load_for_model(model, data, None, allow_pipes=allow_pipes)
+    dataset = load_for_model(model, data, None, allow_pipes=allow_pipes, transforms=transforms)
     ensure_directory(out)
     priors = torch.from_numpy(log_priors(counts, prior_scale)).float().to(target)
     with atomic_write(out / PDF_COUNTS) as handle:
@@ -116,8 +122,8 @@ def prepare_decoding(
 
 def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
     """Writes a run as Kaldi's nnet-forward reads it to `out`: `final.nnet` and `feature_transform.nnet` (binary), and
-    `ali_train_pdf.counts` where the run has it. What these files cannot hold, CMVN and deltas, the log names: Kaldi's
-    tools are to go first."""
+    `ali_train_pdf.counts` where the run has it. What these files cannot hold, CMVN, deltas and transforms, the log
+    names: Kaldi's tools are to go first."""
     model = load_run(run_dir)
     network, front = to_nnet1(model)
     ensure_directory(out)
@@ -136,7 +142,10 @@ def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
     log.info("%s", ", ".join(str(path) for path in paths))
     if model.features != FeatureConfig():
         cmvn, deltas = model.features.cmvn, model.features.deltas
-        log.warning("before nnet-forward run Kaldi's CMVN (%s) and deltas (order %d)", cmvn, deltas)
+        after = f"deltas (order {deltas})"
+        if model.features.transforms is not None:
+            after = f"transforms ({model.features.transforms.as_text()})"
+        log.warning("before nnet-forward run Kaldi's CMVN (%s) and %s", cmvn, after)
     return paths
 
 

@@ -106,6 +106,7 @@ def _model(path: Path) -> dict[str, Any]:
         "pdfs": layers[-1].output_dim,
         "cmvn": model.features.cmvn,
         "deltas": model.features.deltas,
+        **({"transforms": transforms.as_text()} if (transforms := model.features.transforms) is not None else {}),
     }
 
 

@@ -21,7 +21,6 @@ from ddnn.util.files import read_bytes_limited, write_text
 MAX_FRAMES = 1e18  # of a pdf: more than all speech ever recorded; sums of counts do not overflow
 TRANSITION_DIGEST = "transition_model.sha256"
 """In a directory of log-likelihoods: `transition_digest` of the training alignment; empty if it is not known."""
-_JOB = re.compile(r"ali\.([1-9][0-9]{0,8})\.gz")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,24 +56,26 @@ def _read_dir(path: Path, num_pdfs: int | None) -> Alignments:
     ids = range(1, model.num_transition_ids + 1)
     hint = f"final.mdl has the transition-ids 1 to {ids[-1]}; the alignment and final.mdl must come from one alignment "
     hint += "run; run the alignment again"
-    pdfs = _read_records(_find_jobs(path), "transition-id", ids, hint, model.transition_to_pdf)
+    pdfs = _read_records(find_jobs(path, "ali.{}.gz"), "transition-id", ids, hint, model.transition_to_pdf)
     if not pdfs:
         raise DataError("there is no alignment in any of ali.*.gz", location=path, hint="run the alignment again")
     return Alignments(pdfs, model.num_pdfs, path)
 
 
-def _find_jobs(path: Path) -> list[Path]:
-    """`ali.1.gz`, `ali.2.gz`, ... in the order of their numbers: exactly those that `num_jobs` promises."""
+def find_jobs(path: Path, name: str) -> list[Path]:
+    """The files of a dir that jobs have written (`name`: "ali.{}.gz"), in the order of their numbers: exactly those that
+    `num_jobs` promises. DataError: there is none, one is missing, or there are more."""
+    job = re.compile(re.escape(name).replace(r"\{\}", "([1-9][0-9]{0,8})"))
     try:
         names = [entry.name for entry in path.iterdir()]
         num_jobs = path / "num_jobs"
         promised = read_bytes_limited(num_jobs, 100).strip() if num_jobs.exists() else None
     except OSError as error:
-        raise DataError(f"cannot read the alignment dir: {error.strerror}", location=path) from error
-    numbers = sorted(int(match[1]) for name in names if (match := _JOB.fullmatch(name)))
+        raise DataError(f"cannot read the dir: {error.strerror}", location=path) from error
+    numbers = sorted(int(match[1]) for found in names if (match := job.fullmatch(found)))
     if not numbers:
         hint = "give a Kaldi alignment dir (steps/align_*.sh writes one), or an archive of pdf-ids"
-        raise DataError("there is no ali.*.gz in the alignment dir", location=path, hint=hint)
+        raise DataError(f"there is no {name.format('*')} in the alignment dir", location=path, hint=hint)
     expected = numbers[-1]
     if promised is not None:
         if not re.fullmatch(rb"[1-9][0-9]{0,8}", promised):
@@ -82,12 +83,13 @@ def _find_jobs(path: Path) -> list[Path]:
         expected = int(promised)
     gap = min(set(range(1, len(numbers) + 2)).difference(numbers))
     if gap <= expected:
-        message = f"ali.{gap}.gz is missing: expected {expected} jobs, found {len(numbers)}"
-        raise DataError(message, location=path, hint="copy the missing jobs, or run the alignment again")
+        message = f"{name.format(gap)} is missing: expected {expected} jobs, found {len(numbers)}"
+        raise DataError(message, location=path, hint="copy the missing jobs, or run Kaldi's script again")
     if numbers[-1] > expected:
         hint = "remove what an older run left there, or correct num_jobs"
-        raise DataError(f"num_jobs says {expected}, but there is ali.{numbers[-1]}.gz", location=path, hint=hint)
-    return [path / f"ali.{number}.gz" for number in numbers]
+        message = f"num_jobs says {expected}, but there is {name.format(numbers[-1])}"
+        raise DataError(message, location=path, hint=hint)
+    return [path / name.format(number) for number in numbers]
 
 
 def _read_records(

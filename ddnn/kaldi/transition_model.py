@@ -57,6 +57,7 @@ class TransitionModel:
     tuples: NDArray[np.int32]  # (S, 4), in ascending order: phone, HMM state, forward pdf, self-loop pdf
     log_probs: NDArray[np.float32]  # (T + 1,), natural logarithm, indexed by transition-id; [0] is unused
     transition_to_pdf: NDArray[np.int32]  # (T + 1,), indexed by transition-id; [0] is -1
+    gmm_dim: int | None = None  # of the features of the GMMs that follow; None where none follow
 
     @property
     def num_pdfs(self) -> int:
@@ -198,7 +199,7 @@ def _read_text_state(reader: BasicTypeReader, expected: int) -> State:
 
 
 def read_transition_model(path: Path) -> TransitionModel:
-    """Reads the transition model of `path`, text or binary, with `<Triples>` or `<Tuples>`; the rest is not read.
+    """Reads the transition model of `path`, text or binary, with `<Triples>` or `<Tuples>`; of the rest only `gmm_dim`.
     DataError: the file cannot be read, is damaged, or is no transition model, or one that Kaldi would refuse."""
     with open_model(path, "a Kaldi transition model") as reader:
         reader.expect("<TransitionModel>")
@@ -218,6 +219,10 @@ def read_transition_model(path: Path) -> TransitionModel:
         log_probs = _read_log_probs(reader, topology, tuples)
         reader.expect("</LogProbs>")
         reader.expect("</TransitionModel>")
+        gmm_dim = None
+        if reader.peek_token() == "<DIMENSION>":
+            reader.expect("<DIMENSION>")
+            gmm_dim = reader.int32("the dimension of the GMMs")
     # As `TransitionModel::ComputeDerived`.
     rows = zip(tuples[:, 1:].tolist(), _states(topology, tuples), strict=True)
     pdfs = [
@@ -225,7 +230,7 @@ def read_transition_model(path: Path) -> TransitionModel:
         for (number, forward, self_loop), state in rows
         for destination, _ in state.transitions
     ]
-    return TransitionModel(topology, tuples, log_probs, np.array([-1, *pdfs], np.int32))
+    return TransitionModel(topology, tuples, log_probs, np.array([-1, *pdfs], np.int32), gmm_dim)
 
 
 def _read_log_probs(reader: BasicTypeReader, topology: Topology, tuples: NDArray[np.int32]) -> NDArray[np.float32]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.kaldi.nnet1 import AddShift, Component, Rescale, Splice
+from ddnn.kaldi.transforms import TransformConfig
 from ddnn.nn.layers import LAYERS, Layer, check_layers, layer_from_config, num_parameters
 from ddnn.nn.network import Network
 from ddnn.util.errors import DataError, UserError
@@ -69,9 +70,12 @@ def encode_model(model: AcousticModel, path: Path) -> bytes:
 
 def model_config(model: AcousticModel) -> dict[str, Any]:
     """All of a model but its numbers, as JSON: what `model_from_config` reads."""
+    features: dict[str, Any] = {"cmvn": model.features.cmvn, "deltas": model.features.deltas}
+    if model.features.transforms is not None:
+        features["transforms"] = asdict(model.features.transforms)
     return {
         "format": FORMAT,
-        "features": {"cmvn": model.features.cmvn, "deltas": model.features.deltas},
+        "features": features,
         "splice": list(model.transform.offsets),
         "dim": model.transform.dim,
         "transition_digest": model.transition_digest,
@@ -144,7 +148,12 @@ def _from_config(header: dict[str, Any], tensors: dict[str, Tensor]) -> Acoustic
         raise ValueError(f"splice {offsets!r} of {dim!r} dims")
     if len(offsets) * dim != input_dim:
         raise ValueError(f"{len(offsets)} frames of {dim} dims do not make an input of {input_dim}")
-    features = FeatureConfig(header["features"]["cmvn"], header["features"]["deltas"])
+    transforms = header["features"].get("transforms")
+    features = FeatureConfig(
+        header["features"]["cmvn"],
+        header["features"]["deltas"],
+        transforms=None if transforms is None else TransformConfig.from_header(transforms),
+    )
     known = features.cmvn in ("none", "mean", "mean-variance")
     if not (known and type(features.deltas) is int and 0 <= features.deltas <= 4):
         raise ValueError(f"feature pipeline {features!r}")

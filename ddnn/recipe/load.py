@@ -275,6 +275,9 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     for key, other in (("data", "alignments"), ("alignments", "data")):
         if getattr(cv, key) is not None and getattr(cv, other) is None:
             yield f"data.cv.{key}", f"needs data.cv.{other}; give both, or neither"
+    if cv.transforms is not None and (cv.data is None or recipe.data.transforms is None):
+        absent = "data.cv.data" if cv.data is None else "data.transforms"
+        yield "data.cv.transforms", f"never read without {absent}; remove it or set it to null"
     yield from _pretrain(recipe)
     if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
         most = f"at most schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"

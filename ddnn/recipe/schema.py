@@ -37,6 +37,9 @@ class CrossValidationConfig(Section):
     be in both."""
     alignments: Path | None = None
     """The alignments of `data.cv.data`."""
+    transforms: Path | None = None
+    """Kaldi's transforms of `data.cv.data`. Default: those of `data.transforms`, which has its speakers where both data
+    dirs were aligned together."""
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         default_factory=lambda known: 0.1 if all(value is None for value in known.values()) else None
     )
@@ -64,6 +67,10 @@ class DataConfig(Section):
     computed from its features."""
     deltas: Annotated[int, Field(ge=0, le=4)] = 0
     """Order of delta features to append (Kaldi's add-deltas, window 2), after CMVN and before splicing."""
+    transforms: Path | None = None
+    """A Kaldi dir (`exp/tri4_ali`) whose transforms are applied to raw features after CMVN: `final.mat` (LDA+MLLT) to
+    frames spliced by its `splice_opts`, or deltas by its `delta_opts` where there is no `final.mat`; then `trans.*`
+    (fMLLR) of speakers or utterances, if there are any. See docs/input.md."""
     normalize: bool = True
     """Shift and scale each spliced dimension to zero mean and unit variance over the training set."""
     feature_dtype: Literal["float32", "float16"] = "float32"

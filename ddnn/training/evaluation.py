@@ -24,7 +24,7 @@ from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.loss import cross_entropy
 from ddnn.nn.network import Workspace
 from ddnn.training.run_dir import load_run
-from ddnn.util.errors import DataError, DivergedError
+from ddnn.util.errors import DataError, DivergedError, UserError
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
 from ddnn.util.text import definitions, printable
@@ -206,10 +206,11 @@ def evaluate_parts(
 
 def evaluate_run(
     run_dir: Path, data: Path, alignments: Path, device: str = "auto", allow_pipes: bool = False,
-    by: Literal["speaker", "utterance"] | None = None,
+    by: Literal["speaker", "utterance"] | None = None, transforms: Path | None = None,
 ) -> EvalResult:  # fmt: skip
     """Loss and frame accuracy of a run's final model on a data dir and its alignment, also `by` speaker or utterance.
-    DataError for damaged input, another feature dimension or number of pdfs than the model's."""
+    `transforms`: the Kaldi dir of the data's, if the model was trained with such. DataError for damaged input, another
+    feature dimension or number of pdfs than the model's."""
     on = choose_device(device)
     model = load_run(run_dir)
     labels = read_alignments(alignments)
@@ -221,7 +222,7 @@ def evaluate_run(
         hint = "use an alignment made with the same final.mdl as the training alignment"
         raise DataError(message, location=alignments, hint=hint)
     check_same_tree(transition_digest(alignments), model.transition_digest, alignments, f"the model of {run_dir}")
-    corpus = load_for_model(model, data, labels, allow_pipes=allow_pipes)
+    corpus = load_for_model(model, data, labels, allow_pipes=allow_pipes, transforms=transforms)
     model, corpus = model.to(on), corpus.to(on)
     parts = {} if by is None else evaluate_parts(model, corpus, by)
     everything = corpus.subset(range(len(corpus.utterances)))
@@ -247,16 +248,29 @@ def _warn_of_doubtful(result: EvalResult, num_pdfs: int, data: Path, alignments:
 
 
 def load_for_model(
-    model: AcousticModel, data: Path, alignments: Alignments | None, *, allow_pipes: bool
+    model: AcousticModel,
+    data: Path,
+    alignments: Alignments | None,
+    *,
+    allow_pipes: bool,
+    transforms: Path | None = None,
 ) -> AcousticDataset:
-    """A data dir as `model` reads it: its CMVN, deltas and context. Utterances that cannot be used are skipped.
-    DataError for damaged input, features of other dims than the model's, or no utterance that can be used."""
+    """A data dir as `model` reads it: its CMVN, deltas, transforms (of this data, a Kaldi dir) and context. Utterances that cannot be used are skipped.
+    DataError for damaged input, features of other dims than the model's, or no utterance that can be used. UserError:
+    `transforms` given to a model without, or not to one that needs them."""
+    trained_with = model.features.transforms
+    if (transforms is None) != (trained_with is None):
+        needs = "no transforms" if trained_with is None else f"Kaldi's transforms ({trained_with.as_text()})"
+        hint = "leave out --transforms, or take the model that was trained with them"
+        if trained_with is not None:
+            hint = "give those of this data by --transforms, such as exp/tri4/decode_test"
+        raise UserError(f"the model was trained with {needs}", location="--transforms", hint=hint)
     config = DataConfig(
         replace(model.features, splice=model.transform.context),
         allow_pipes=allow_pipes,
         max_skipped_fraction=None,
         progress=progress_bar("loading"),
     )
-    corpus = load_data_dir(data, alignments, config)
+    corpus = load_data_dir(data, alignments, config, transforms)
     model.check_features(corpus.dim, location=data)
     return corpus

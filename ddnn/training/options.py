@@ -11,6 +11,7 @@ from ddnn.averaging.strategies import AveragingOptions
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import HeldOut, TrainingDataConfig, TrainingFootprint
+from ddnn.kaldi.transforms import read_transform_config
 from ddnn.nn.layers import Layer, activation_floats, mlp_layers, num_parameters
 from ddnn.optim.ng_sgd import NgSgdOptions
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
@@ -87,7 +88,17 @@ def _taken(kind: Callable[..., Options], section: Section, **others: Any) -> Opt
 
 
 def model_features(recipe: Recipe) -> FeatureConfig:
-    return FeatureConfig(recipe.data.cmvn, recipe.data.deltas)
+    """What a model trained by the recipe keeps of its features. DataError: as `read_transform_config`. RecipeError:
+    deltas beside transforms."""
+    features, path = FeatureConfig(recipe.data.cmvn, recipe.data.deltas), recipe.data.transforms
+    if path is None:
+        return features
+    transforms = read_transform_config(path)
+    if features.deltas:
+        message = f"{features.deltas} found beside data.transforms: {path}, which has {transforms.as_text()}"
+        hint = "remove data.deltas: with transforms, delta_opts of their dir says which deltas there are, if any"
+        raise RecipeError(message, location="data.deltas", hint=hint)
+    return replace(features, transforms=transforms)
 
 
 def data_config(recipe: Recipe, workers: int, *, held_out: bool = True) -> TrainingDataConfig:
@@ -96,9 +107,10 @@ def data_config(recipe: Recipe, workers: int, *, held_out: bool = True) -> Train
     features = replace(model_features(recipe), splice=of.splice, dtype=of.feature_dtype)
     cv: tuple[Corpus, ...] = ()
     if of.cv.data is not None and of.cv.alignments is not None:
-        cv = (Corpus(of.cv.data, of.cv.alignments, ("data.cv.data", "data.cv.alignments")),)
+        keys = ("data.cv.data", "data.cv.alignments")
+        cv = (Corpus(of.cv.data, of.cv.alignments, keys, of.cv.transforms or of.transforms),)
     return TrainingDataConfig(
-        (Corpus(of.train, of.alignments),),
+        (Corpus(of.train, of.alignments, transforms=of.transforms),),
         _taken(DataConfig, of, features=features, progress=progress_bar("loading")),
         _taken(HeldOut, of.cv, corpora=cv) if held_out else None,
         recipe.seed,

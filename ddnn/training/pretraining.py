@@ -377,7 +377,7 @@ def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
     for key, found, expected in (
         ("model", ", ".join(layers), ", ".join(wanted_layers)),
         ("data.splice", dbn.transform.offsets, tuple(range(-splice, splice + 1))),
-        ("data.cmvn and data.deltas", dbn.features, model_features(recipe)),
+        ("data.cmvn, data.deltas and data.transforms", dbn.features, model_features(recipe)),
         ("data.normalize", dbn.transform.scale is not None, recipe.data.normalize),
     ):
         if found != expected:

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 RESUMABLE = re.compile(
     r"(checkpoint|cuda_graphs|log"
-    r"|data\.(alignments|allow_pipes|cache_dir|cv\.(alignments|data|speakers)|feature_device|loader_processes"
-    r"|max_skipped_fraction|train)"
+    r"|data\.(alignments|allow_pipes|cache_dir|cv\.(alignments|data|speakers|transforms)|feature_device"
+    r"|loader_processes|max_skipped_fraction|train|transforms)"
     r"|parallel\.(cpu_threads|gpu_transport|hang_timeout|max_restarts|oversubscribe_gpus|workers))(\..*)?"
 )
 """Keys of a recipe that a resume may change. Where data has moved, `DataIdentity` says whether it is the same."""

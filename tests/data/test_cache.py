@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from corpora import labelled_utterances, write_ali_dir, write_data_dir
+from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_matrix, write_trans, write_transforms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +30,7 @@ from ddnn.data.source import DataSource, open_source
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.archive import MatrixReader, write_matrices
 from ddnn.kaldi.data_dir import accumulate_cmvn_stats, read_data_dir
+from ddnn.kaldi.transforms import read_transform_config
 from ddnn.util.errors import DataError
 
 KEY = "0123456789abcdef" * 4
@@ -155,7 +156,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 def key_of(folder: Path, num_pdfs: int | None = None, **features: Any) -> str | None:
     config = DataConfig(FeatureConfig(**features), num_pdfs=num_pdfs)
-    return cache_key(read_data_dir(folder / "train"), folder / "ali", config)
+    return cache_key(read_data_dir(folder / "train"), Corpus(folder / "train", folder / "ali"), config)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -166,6 +167,38 @@ def test_what_the_key_depends_on(folder: Path, change: str) -> None:
     assert (key_of(folder) == before) == (change == "another folder")
     others = [{"dtype": "float16"}, {"cmvn": "mean"}, {"deltas": 1}, {"splice": 2}, {"num_pdfs": 3}]
     assert len({key_of(folder), *(key_of(folder, **other) for other in others)}) == 6
+
+
+def test_the_key_depends_on_all_of_the_transforms(folder: Path) -> None:
+    path = write_transforms(folder / "tri4")
+
+    def key() -> str | None:
+        config = DataConfig(FeatureConfig(transforms=read_transform_config(path)))
+        corpus = Corpus(folder / "train", folder / "ali", transforms=path)
+        return cache_key(read_data_dir(folder / "train"), corpus, config)
+
+    keys = {key_of(folder), key()}
+    write_trans(path, ["spk0", "spk1", "spk2", "spk4"], 5, jobs=2)
+    keys.add(key())
+    (path / "splice_opts").write_text("--left-context=2 --right-context=1")
+    keys.add(key())
+    write_matrix(path / "final.mat", np.ones((5, 16), np.float32))
+    keys.add(key())
+    assert len(keys) == 5 and None not in keys
+
+
+def test_transformed_features_are_cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_transforms(folder / "tri4")
+    features = FeatureConfig("mean", 0, 1, transforms=read_transform_config(path))
+    corpora = [Corpus(folder / "train", folder / "ali", transforms=path)]
+
+    def load(cache_dir: Path | None) -> AcousticDataset:
+        return everything(open_source(corpora, DataConfig(features, cache_dir=cache_dir), SingleProcess()))
+
+    expected = load(None)
+    assert expected.dim == 5 and same(load(folder / "cache"), expected)
+    no_archive(monkeypatch)
+    assert same(load(folder / "cache"), expected)
 
 
 def test_a_changed_archive_is_loaded_anew(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import labelled_utterances, load_all, write_data_dir
+from corpora import labelled_utterances, load_all, write_data_dir, write_transforms
 from distributed.mpi_worlds import all_gone
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +26,7 @@ from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, make_chunks, wr
 from ddnn.data.loading import default_processes, effective_processes, loader_pool, sum_over_workers
 from ddnn.kaldi.archive import ScpEntry, write_matrices
 from ddnn.kaldi.data_dir import compute_cmvn_stats
+from ddnn.kaldi.transforms import read_transform_config
 from ddnn.util.errors import DataError, UserError
 
 SPEC = FeatureSpec(Path("data"), "a", 4, FeatureConfig(splice=2))
@@ -61,6 +62,15 @@ def test_the_bits_are_those_of_one_process(tmp_path: Path, dtype: str) -> None:
     assert two.features.numpy().tobytes() == one.features.numpy().tobytes()
     assert torch.equal(two.labels, one.labels) and np.array_equal(two.offsets, one.offsets)
     assert seen == list(two.utterances)
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+def test_transformed_bits_are_those_of_one_process(tmp_path: Path, rows: int) -> None:
+    data = write_data_dir(tmp_path / "train", labelled_utterances()[0])
+    path = write_transforms(tmp_path / "tri4", rows=rows)
+    config = FeatureConfig("mean", transforms=read_transform_config(path))
+    one, two = (load(data, processes, features=config, transforms=path) for processes in (1, 2))
+    assert one.dim == (rows or 12) and two.features.numpy().tobytes() == one.features.numpy().tobytes()
 
 
 @settings(max_examples=100, deadline=None)

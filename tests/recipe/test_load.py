@@ -422,6 +422,11 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
         ),
         (["data.cv.data=cv"], "data.cv.data: needs data.cv.alignments"),
         (["data.cv.alignments=cv_ali"], "data.cv.alignments: needs data.cv.data"),
+        (["data.cv.transforms=cv_ali"], "data.cv.transforms: never read without data.cv.data"),
+        (
+            ["data.cv.data=cv", "data.cv.alignments=cv_ali", "data.cv.transforms=cv_ali"],
+            "data.cv.transforms: never read without data.transforms",
+        ),
         (
             ["data.cv={data: cv, alignments: cv_ali, fraction: 0.1}"],
             "data.cv.fraction: given together with data.cv.data",

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
+from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe, write_transforms
 from distributed.mpi_worlds import need_mpi
 from jobs import RunCli, assert_refused, make_job
 from training.launching import mpi_script
@@ -164,7 +164,8 @@ def test_what_a_resume_may_change(tmp_path: Path, stop_at: Callable[[int, signal
 MAY_CHANGE = {
     "checkpoint.interval_minibatches", "checkpoint.interval_minutes", "checkpoint.keep_last", "cuda_graphs",
     "data.alignments", "data.allow_pipes", "data.cache_dir", "data.cv.alignments", "data.cv.data", "data.cv.speakers",
-    "data.feature_device", "data.loader_processes", "data.max_skipped_fraction", "data.train",
+    "data.cv.transforms", "data.transforms", "data.feature_device", "data.loader_processes", "data.max_skipped_fraction",
+    "data.train",
     "log.tensorboard", "parallel.cpu_threads", "parallel.gpu_transport", "parallel.hang_timeout", "parallel.max_restarts",
     "parallel.oversubscribe_gpus", "parallel.workers",
 }  # fmt: skip
@@ -393,6 +394,22 @@ def test_data_may_be_stored_elsewhere(tmp_path: Path, stop_at: Callable[[int, si
     data = write_data_dir(tmp_path / "elsewhere", labelled_utterances(count=16)[0])
     run_training(load_recipe(recipe, [f"data.train={data}"]), run, "cpu", resume=True)
     assert f"data.train is now {data}; was {tmp_path / 'data'}" in (run / "train.log").read_text()
+    assert (run / "final.safetensors").read_bytes() == (tmp_path / "whole/final.safetensors").read_bytes()
+
+
+def test_a_training_with_transforms_is_resumed_to_the_bit(
+    tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]
+) -> None:
+    path = write_transforms(tmp_path / "tri4")
+    recipe, run = recipe_of(tmp_path, ""), tmp_path / "run"
+    recipe.write_text(recipe.read_text().replace("  splice: 1\n", f"  splice: 1\n  transforms: {path}\n"))
+    run_training(load_recipe(recipe), tmp_path / "whole", "cpu")
+    stop_at(40, signal.SIGTERM)
+    with pytest.raises(TrainingInterrupted):
+        run_training(load_recipe(recipe), run, "cpu")
+    stop_at(0, signal.SIGTERM)
+    moved = path.rename(tmp_path / "moved")
+    run_training(load_recipe(recipe, [f"data.transforms={moved}"]), run, "cpu", resume=True)
     assert (run / "final.safetensors").read_bytes() == (tmp_path / "whole/final.safetensors").read_bytes()
 
 

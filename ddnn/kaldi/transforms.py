@@ -1,0 +1,396 @@
+"""What a Kaldi GMM system does to raw features after CMVN, read from its dirs and applied to the features of an
+utterance: `final.mat` (LDA+MLLT) over frames spliced by `splice_opts`, or deltas by `delta_opts` where there is no
+final.mat, then the fMLLR transforms `trans.*` of speakers or utterances.
+
+Follows kaldi `steps/nnet/make_fmllr_feats.sh`, `steps/decode_fmllr.sh`, `featbin/splice-feats.cc` and
+`featbin/transform-feats.cc`. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddnn.kaldi.alignments import find_jobs
+from ddnn.kaldi.archive import iterate_matrices
+from ddnn.kaldi.basic_types import open_model
+from ddnn.kaldi.data_dir import add_deltas
+from ddnn.kaldi.transition_model import read_transition_model
+from ddnn.util.errors import DataError
+from ddnn.util.files import read_bytes_limited
+
+MATRIX = "final.mat"
+_MODELS = (MATRIX, "final.mdl", "final.alimdl")  # by which a dir is that of a system, not of a decoding
+_OPTIONS: dict[str, dict[str, int | bool | str]] = {
+    "splice_opts": {"left-context": 4, "right-context": 4},
+    "delta_opts": {"delta-order": 2, "delta-window": 2},
+    "cmvn_opts": {"norm-means": True, "norm-vars": False, "reverse": False, "skip-dims": ""},
+}
+"""The options that Kaldi's scripts keep beside a model, and the defaults of its programs."""
+_RANGES = {"left-context": (0, 100), "right-context": (0, 100), "delta-order": (0, 4), "delta-window": (1, 100)}
+_TRANS = re.compile(r"trans\.[1-9][0-9]{0,8}")
+_BOOLEANS = {"true": True, "t": True, "1": True, "": True, "false": False, "f": False, "0": False}
+Matrix = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class TransformConfig:
+    """Which transforms features go through; a trained model keeps it."""
+
+    final_mat: str = ""  # SHA-256 of the values of final.mat; empty where there is none: deltas instead
+    output_dim: int = 0  # its rows
+    # frames on each side that final.mat sees
+    left_context: int = 0
+    right_context: int = 0
+    # of the deltas that a system without final.mat has
+    delta_order: int = 0
+    delta_window: int = 2
+    adapted: bool = False  # whether trans.* follow
+
+    def width(self, dim: int) -> int:
+        """Dimension of transformed features that had `dim` dims."""
+        return self.output_dim if self.final_mat else dim * (self.delta_order + 1)
+
+    def as_text(self) -> str:
+        """In words: "LDA+MLLT over 3+1+3 frames, fMLLR"."""
+        frames = f"LDA+MLLT over {self.left_context}+1+{self.right_context} frames"
+        deltas = f"deltas of order {self.delta_order}, window {self.delta_window}"
+        return (frames if self.final_mat else deltas) + ", fMLLR" * self.adapted
+
+    @staticmethod
+    def from_header(values: Any) -> TransformConfig:
+        """What a stored model says; ValueError or TypeError where that cannot be."""
+        config = TransformConfig(**values)
+        numbers = (
+            config.output_dim,
+            config.left_context,
+            config.right_context,
+            config.delta_order,
+            config.delta_window,
+        )
+        valid = all(type(number) is int and 0 <= number < 1 << 20 for number in numbers)
+        valid = valid and type(config.adapted) is bool and type(config.final_mat) is str
+        if not valid or bool(config.final_mat) != (config.output_dim > 0) or config.delta_order > 4:
+            raise ValueError(f"transforms {str(values)[:200]!r}")
+        return config
+
+    def apply(self, features: NDArray[Any], final_mat: Matrix | None, own: Matrix | None) -> NDArray[np.float32]:
+        """The features (frames, dim) of an utterance transformed, (frames, width), a new array. `final_mat`: as
+        `Transforms`; `own`: the transform of the utterance or its speaker, None without."""
+        if final_mat is None:
+            result = add_deltas(features, self.delta_order, self.delta_window)
+        else:
+            result = apply_affine(splice_frames(features, self.left_context, self.right_context), final_mat)
+        return result if own is None else apply_affine(result, own)
+
+
+@dataclass(frozen=True, eq=False)
+class Transforms:
+    """The matrices of a `TransformConfig`: (output dim, input dim), with one more column where they have an offset."""
+
+    final_mat: Matrix | None = None
+    adapted: Mapping[str, Matrix] | None = None  # of each utterance; those of a speaker are one array. None: no trans.*
+
+
+def splice_frames(features: NDArray[Any], left: int, right: int) -> NDArray[Any]:
+    """Each frame of (frames, dim) with its neighbors, the earliest first: (frames, dim * (left + 1 + right)). A frame
+    before the first or behind the last repeats it (kaldi `feat/feature-functions.cc`, SpliceFrames)."""
+    padded = np.pad(features, ((left, right), (0, 0)), mode="edge")
+    frames = len(features)
+    return np.concatenate([padded[start : start + frames] for start in range(left + 1 + right)], axis=1)
+
+
+def apply_affine(features: NDArray[Any], matrix: Matrix) -> NDArray[np.float32]:
+    """Features (frames, dim) times a matrix (rows, dim), or (rows, dim + 1) with the offset last: float32 (frames, rows).
+    Products are summed in double precision: the bits hardly depend on the number of threads and the machine."""
+    dim = features.shape[1]
+    result: NDArray[np.float64] = features.astype(np.float64) @ matrix[:, :dim].T.astype(np.float64)
+    if matrix.shape[1] > dim:
+        result += matrix[:, dim]
+    with np.errstate(over="ignore"):  # Inf, which the caller looks for
+        single: Matrix = result.astype(np.float32)
+    return single
+
+
+def read_transform_config(path: Path) -> TransformConfig:
+    """Which transforms the Kaldi dir `path` has: an alignment dir, or a decode dir within the dir of its system, where
+    final.mat and the options then are (Kaldi: srcdir=`dirname $transform_dir`). DataError: it has none; damaged files,
+    unknown options."""
+    matrix, adapted = _read_final_mat(path), bool(trans_files(path))
+    if matrix is None and not adapted and _system_dir(path) is None:
+        if not path.is_dir():
+            raise DataError("the dir of transforms does not exist, or is no directory", location=path)
+        message = f"there is no {MATRIX}, trans.* or final.mdl, neither here nor, but for trans.*, in the folder above"
+        raise DataError(message, location=path, hint="give an alignment dir such as exp/tri4_ali, or a decode dir")
+    if matrix is None:
+        options, _ = _options_of(path, "delta_opts")
+        return TransformConfig("", 0, 0, 0, options["delta-order"], options["delta-window"], adapted)
+    options, _ = _options_of(path, "splice_opts")
+    digest = hashlib.sha256(f"{matrix.shape}".encode() + matrix.astype("<f4").tobytes()).hexdigest()
+    left, right = options["left-context"], options["right-context"]
+    return TransformConfig(digest, len(matrix), left, right, adapted=adapted)
+
+
+def read_transforms(
+    path: Path,
+    expected: TransformConfig,
+    dim: int,
+    utterances: Sequence[str],
+    speakers: Sequence[str] | None,
+    data: Path,
+) -> Transforms:
+    """The transforms of the Kaldi dir `path` for these utterances of the data dir `data`, whose features have `dim` dims;
+    `speakers`: of each. DataError: they are not those that are `expected` (of the training, or of the first data dir);
+    they do not fit the features; one is damaged, not finite, of other dims, or missing."""
+    found = read_transform_config(path)
+    if found != expected:
+        message = f"other transforms than those of the training data: {_difference(found, expected)}"
+        hint = "give the transforms that the same system made for this data, such as exp/tri4/decode_test"
+        raise DataError(message, location=path, hint=hint)
+    matrix = _read_final_mat(path)
+    if matrix is not None:
+        _check_final_mat(matrix, found, dim, data, _final_mat(path) or path)
+    width = found.width(dim)
+    files = trans_files(path)
+    if not files:
+        return Transforms(matrix, None)
+    return Transforms(matrix, _read_adapted(path, files, width, utterances, speakers, data, matrix is None))
+
+
+def transforms_digest(transforms: Transforms) -> str:
+    """By which workers on different hosts check that they have the same."""
+    digest = hashlib.sha256(b"" if transforms.final_mat is None else transforms.final_mat.tobytes())
+    for name, matrix in (transforms.adapted or {}).items():
+        digest.update(f"{name}\n".encode() + matrix.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def contradictions(
+    transforms: Path | None, alignments: Path | None, cmvn: str, deltas: int, dim: int
+) -> list[tuple[bool, str]]:
+    """What `cmvn_opts`, `delta_opts` and transforms of the system that made the transforms, or the alignments, say
+    against how features of `dim` dims are read, each with whether it is probably a mistake. An alignment is often made
+    from other features than the network sees: it is only compared where the features have the dims of its system's raw
+    ones. `splice_opts` is of final.mat, and has nothing to do with the context of the network."""
+    try:
+        return [*_contradictions(transforms, alignments, cmvn, deltas, dim)]
+    except DataError as error:
+        return [(True, f"{error.location}: {error.message}")]
+
+
+def _contradictions(
+    transforms: Path | None, alignments: Path | None, cmvn: str, deltas: int, dim: int
+) -> Iterator[tuple[bool, str]]:
+    if transforms is not None:
+        yield from _cmvn_contradictions(transforms, cmvn, must_exist=False)
+    elif alignments is not None and alignments.is_dir() and _raw_dim(alignments) == dim:
+        yield from _cmvn_contradictions(alignments, cmvn, must_exist=True)
+        has_matrix, adapted = (alignments / MATRIX).is_file(), bool(trans_files(alignments))
+        options, text = _options_of(alignments, "delta_opts")
+        if text and not has_matrix and options["delta-order"] != deltas:
+            said = f"{alignments / 'delta_opts'} says {text[:200]!r} (order {options['delta-order']})"
+            yield True, f"{said}, but data.deltas is {deltas}"
+        if has_matrix or adapted:
+            files = " and ".join([MATRIX] * has_matrix + ["trans.*"] * adapted)
+            yield False, f"{alignments} has {files}, which are not applied; data.transforms: {alignments} would"
+
+
+def _cmvn_contradictions(path: Path, cmvn: str, *, must_exist: bool) -> Iterator[tuple[bool, str]]:
+    if must_exist and not (path / "cmvn_opts").is_file():
+        return
+    options, text = _options_of(path, "cmvn_opts")
+    expected = ("mean-variance" if options["norm-vars"] else "mean") if options["norm-means"] else "none"
+    file = _option_file(path, "cmvn_opts")
+    absent = f"{file} has no options" if file.is_file() else f"there is no {file}"
+    said = f"{file} says {text[:200]!r}" if text else f"{absent}, which is Kaldi's default"
+    names = {
+        "mean": "mean normalization",
+        "mean-variance": "mean and variance normalization",
+        "none": "no normalization",
+    }
+    if options["reverse"] or options["skip-dims"]:
+        yield True, f"{said}, but ddnn has neither --reverse nor --skip-dims: the features are not those of this system"
+    elif expected != cmvn:
+        yield True, f"{said} ({names[expected]}), but data.cmvn is {cmvn}: set data.cmvn: {expected}"
+
+
+def _raw_dim(path: Path) -> int | None:
+    """Dimension of the raw features of the system that made an alignment dir; None where that cannot be known, or is not
+    needed, since the dir has no options."""
+    if not (path / MATRIX).is_file() and not any((path / name).is_file() for name in ("cmvn_opts", "delta_opts")):
+        return None
+    matrix = _read_final_mat(path)
+    if matrix is not None:
+        options, _ = _options_of(path, "splice_opts")
+        return int(matrix.shape[1] // (options["left-context"] + 1 + options["right-context"]))
+    options, _ = _options_of(path, "delta_opts")
+    gmm_dim = read_transition_model(path / "final.mdl").gmm_dim
+    return None if gmm_dim is None else int(gmm_dim // (options["delta-order"] + 1))
+
+
+def _system_dir(path: Path) -> Path | None:
+    """The dir itself, or the one above it, whichever has a model first."""
+    candidates = (path, path.absolute().parent)
+    return next((place for place in candidates if any((place / name).is_file() for name in _MODELS)), None)
+
+
+def _final_mat(path: Path) -> Path | None:
+    system = _system_dir(path)
+    return system / MATRIX if system is not None and (system / MATRIX).is_file() else None
+
+
+def _read_final_mat(path: Path) -> Matrix | None:
+    file = _final_mat(path)
+    if file is None:
+        return None
+    with open_model(file, "a Kaldi matrix") as reader:
+        values = reader.float_matrix("the transform")
+        if (reader.binary and reader.remaining) or (not reader.binary and reader.peek()):
+            raise reader.error("the end of the file behind the matrix")
+    return _checked(values, file, "")
+
+
+def _checked(values: NDArray[Any], file: Path, of: str) -> Matrix:
+    with np.errstate(over="ignore", invalid="ignore"):
+        matrix = values.astype(np.float32)
+    if not matrix.size:
+        raise DataError(f"{of}an empty matrix", location=file, hint="estimate the transform again")
+    if not np.isfinite(matrix).all():
+        row, column = np.argwhere(~np.isfinite(matrix))[0]
+        message = f"{of}{matrix[row, column]} in row {row}, column {column} of the transform"
+        raise DataError(message, location=file, hint="estimate the transform again")
+    return matrix
+
+
+def _check_final_mat(matrix: Matrix, config: TransformConfig, dim: int, data: Path, file: Path) -> None:
+    """DataError where the matrix does not take spliced frames of `dim` dims."""
+    frames = config.left_context + 1 + config.right_context
+    spliced, columns = dim * frames, matrix.shape[1]
+    if columns in (spliced, spliced + 1):
+        return
+    message = f"{columns} columns found, {spliced} or {spliced + 1} expected: features of {dim} dims ({data}), spliced "
+    message += f"over {config.left_context}+1+{config.right_context} frames"
+    if dim == len(matrix):
+        hint = f"the features already have the {dim} dims of its output: if they were written with these transforms "
+        hint += "(make_fmllr_feats.sh), remove data.transforms"
+    else:
+        hint = "give the features of which the system was trained, and the splice_opts of its dir"
+    raise DataError(message, location=file, hint=hint)
+
+
+def trans_files(path: Path) -> list[Path]:
+    """trans.1, trans.2, ... of a dir in the order of their numbers, as many as its num_jobs says; empty where there is
+    none."""
+    names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    if any(map(_TRANS.fullmatch, names)):
+        return find_jobs(path, "trans.{}")
+    if any(name.startswith("raw_trans.") for name in names):
+        message = "raw_trans.* (raw fMLLR) found, expected trans.*"
+        raise DataError(message, location=path, hint="write these features with Kaldi, and train on them")
+    return []
+
+
+def _read_adapted(
+    path: Path,
+    files: Sequence[Path],
+    dim: int,
+    utterances: Sequence[str],
+    speakers: Sequence[str] | None,
+    data: Path,
+    is_delta: bool,
+) -> dict[str, Matrix]:
+    """The transform of each utterance. Whether a key is a speaker or an utterance is found out from all of them."""
+    wanted = {*utterances, *(speakers or ())}
+    matrices: dict[str, Matrix] = {}
+    keys, first = set[str](), ""
+    for file in files:
+        for key, values in iterate_matrices(file):
+            if key in keys:
+                raise DataError(f"{key} occurs twice in trans.*", location=file, hint="remove one of the two")
+            matrix, first = _checked(values, file, f"{key}: "), first or key
+            if matrix.shape not in ((dim, dim), (dim, dim + 1)):
+                message = (
+                    f"{key}: a transform of {matrix.shape[0]} x {matrix.shape[1]} found, {dim} x {dim + 1} expected"
+                )
+                hint = "as there is no final.mat, it follows deltas; " if is_delta else ""
+                hint += "give the transforms and final.mat of one system"
+                raise DataError(message, location=file, hint=hint)
+            keys.add(key)
+            if key in wanted:
+                matrices[key] = matrix
+    by_speaker = speakers if speakers is not None else utterances
+    used = max((by_speaker, utterances), key=lambda names: sum(name in matrices for name in names))
+    kind = "speaker" if used is by_speaker and speakers is not None else "utterance"
+    missing = [n for n, name in enumerate(used) if name not in matrices]
+    if len(missing) == len(used):
+        message = f"none of the speakers and utterances of {data} has a transform (such as {by_speaker[0]}, "
+        message += f"{utterances[0]}); trans.* has {len(keys)}, of {first} and others"
+        raise DataError(message, location=path, hint="give the transforms that were estimated on this data")
+    if missing:
+        absent, everyone = list(dict.fromkeys(used[n] for n in missing)), len(set(used))
+        message = (
+            f"{len(absent)} of {everyone} {kind}s of {data} have no transform in trans.*; the first is {absent[0]} "
+        )
+        message += f"(utterance {utterances[missing[0]]})"
+        hint = "estimate the transforms on all of the data, or remove what lacks one with utils/subset_data_dir.sh"
+        raise DataError(message, location=path, hint=hint)
+    return {utterance: matrices[name] for utterance, name in zip(utterances, used, strict=True)}
+
+
+def _difference(found: TransformConfig, expected: TransformConfig) -> str:
+    if found.adapted != expected.adapted:
+        return (
+            "there are trans.*, those had none" if found.adapted else "there is no trans.*, those had fMLLR transforms"
+        )
+    one, other = asdict(found), asdict(expected)
+    if (found.final_mat and expected.final_mat) and found.final_mat != expected.final_mat:
+        return f"another final.mat ({found.final_mat[:12]} found, {expected.final_mat[:12]} expected, by digest)"
+    if bool(found.final_mat) != bool(expected.final_mat):
+        return f"{found.as_text()} found, {expected.as_text()} expected"
+    return ", ".join(f"{key} {one[key]} found, {other[key]} expected" for key in one if one[key] != other[key])
+
+
+def _option_file(path: Path, name: str) -> Path:
+    """The file of options in the dir itself or, where there is none, in that of its system."""
+    own = path / name
+    return own if own.is_file() else (_system_dir(path) or path) / name
+
+
+def _options_of(path: Path, name: str) -> tuple[dict[str, Any], str]:
+    """The options that the dir's file says, or the defaults; and what the file says. DataError: unknown options, or
+    values that cannot be."""
+    file, options = _option_file(path, name), dict(_OPTIONS[name])
+    if not file.is_file():
+        return options, ""
+    try:
+        text = read_bytes_limited(file, 10_000).decode("utf-8").strip()
+        words = shlex.split(text)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise DataError(f"cannot read the options: {error}", location=file) from error
+    for word in words:
+        option, _, value = word.partition("=")
+        key = option.removeprefix("--").lower().replace("_", "-")  # as Kaldi's ParseOptions
+        if not option.startswith("--") or key not in options:
+            known = ", ".join(f"--{one}" for one in options)
+            raise DataError(f"unknown option {word!r}", location=file, hint=f"known are {known}")
+        options[key] = _value(word, value, options[key], _RANGES.get(key, (0, 0)), file)
+    return options, text
+
+
+def _value(word: str, value: str, default: int | bool | str, limits: tuple[int, int], file: Path) -> int | bool | str:
+    if isinstance(default, str):
+        return value
+    if isinstance(default, bool):
+        if value in _BOOLEANS:
+            return _BOOLEANS[value]
+    elif re.fullmatch("[0-9]{1,6}", value) and limits[0] <= int(value) <= limits[1]:
+        return int(value)
+    expected = "true or false" if isinstance(default, bool) else "a number from {} to {}".format(*limits)
+    raise DataError(f"{word!r} found, expected {expected}", location=file)
