@@ -43,7 +43,7 @@ from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import worker_row
 from ddnn.util.errors import UserError
 from ddnn.util.system import choose_device, cpu_name
-from ddnn.util.text import render
+from ddnn.util.text import render, table
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,36 @@ class BenchReport:
         return asdict(self)
 
     def as_text(self) -> str:
-        return render("bench.txt.j2", report=self, parts=PARTS)
+        names = [[r.network, r.optimizer, r.precision] for r in self.results]
+        speeds = [
+            (
+                *(str(r.minibatch), f"{r.frames_per_second:.0f}", "{:.0f} .. {:.0f}".format(*r.spread)),
+                *(f"{r.gflops:.1f}", f"{r.gemm_gflops:.1f}", f"{100 * r.gemm_efficiency:.1f} %"),
+                f"{r.time_ratio_to_sgd:.3f}",
+                "-" if r.speedup_over_float32 is None else f"{r.speedup_over_float32:.3f}",
+            )
+            for r in self.results
+        ]
+        shares = [[f"{max(0.0, 100 * r.shares[part]):.1f}" for part in PARTS] for r in self.results]
+        header = ["network", "optimizer", "precision"]
+        of_speeds = [
+            *header,
+            "size",
+            "frames/s",
+            "min .. max",
+            "GFLOP/s",
+            "GEMM limit",
+            "of limit",
+            "time/SGD",
+            "x float32",
+        ]
+        parts = [part.replace("_", "-") for part in PARTS]
+
+        def beside(columns: Sequence[Sequence[str]], names_of: Sequence[str]) -> str:
+            return table([[*name, *row] for name, row in zip(names, columns, strict=True)], names_of, "lllr")
+
+        tables = {"speeds": beside(speeds, of_speeds), "shares": beside(shares, [*header, *parts])}
+        return render("bench.txt.j2", report=self, **tables)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ddnn.util.files import atomic_write, ensure_directory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import XAxis, YAxis
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
@@ -62,13 +63,12 @@ def tidy(axes: Axes, title: str, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def log2_axes(axes: Axes, ticks: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(ticks)
-        axis.set_major_formatter("{x:g}")
-        axis.set_tick_params(which="minor", length=0)
+def log2_axis(axis: XAxis | YAxis, ticks: Sequence[int]) -> None:
+    set_scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    set_scale("log", base=2)
+    axis.set_ticks(ticks)
+    axis.set_major_formatter("{x:g}")
+    axis.set_tick_params(which="minor", length=0)
 
 
 def legend_height(names: Sequence[str], width: float) -> float:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
-from ddnn.report.figures import COLOURS, MARKERS, legend_below, log2_axes, new_figure, save, tidy
+from ddnn.report.figures import COLOURS, MARKERS, legend_below, log2_axis, new_figure, save, tidy
 from ddnn.report.measured import LARGEST, network_dims, operations_of, parameters_of, read_measured
-from ddnn.report.runs import Run, incomparable, read_runs
+from ddnn.report.runs import Run, incomparable, read_runs, shortest_ends
 from ddnn.report.scaling import (
     OVERLAPPING,
     SAME_COST,
@@ -26,7 +26,7 @@ from ddnn.report.scaling import (
     scaled,
 )
 from ddnn.util.errors import UserError
-from ddnn.util.text import render
+from ddnn.util.text import render, table
 
 PLOT = "scaling.png"
 
@@ -95,8 +95,33 @@ class Scaling:
         return epoch_seconds(self.constants, way, 1) / epoch_seconds(self.constants, way, workers)
 
     def as_text(self) -> str:
-        """The constants, the measurements compared with the model, and a column of speed-ups for each cost."""
-        return render("scale.txt.j2", found=self, costs=SAME_COST)
+        """The constants, the measurements compared with the model, a column of speed-ups and efficiencies for each
+        cost."""
+        sources = shortest_ends([Path(k.source) for k in self.checks])
+        checks = [
+            (
+                source,
+                k.strategy,
+                str(k.workers),
+                f"{k.measured:.2f}",
+                f"{k.predicted:.2f}",
+                f"{100 * k.error:+.1f} %",
+                "fit" if k.fitted else "check",
+            )
+            for source, k in zip(sources, self.checks, strict=True)
+        ]
+        of_checks = ("measured", "strategy", "workers", "speed-up", "model", "error", "used for")
+        sizes = dict.fromkeys(p.workers for p in self.predictions)
+        speed_ups = {n: [self.speed_up(way, n) for _, way in SAME_COST] for n in sizes}
+        costs = ("workers", *(name.replace(", bmuf", "").replace(", rings", "") for name, _ in SAME_COST))
+        efficiencies = [[str(n), *(f"{100 * s / n:.1f}" for s in row)] for n, row in speed_ups.items()]
+        return render(
+            "scale.txt.j2",
+            found=self,
+            checks=table(checks, of_checks, "llrrrrl") if checks else "",
+            speed_ups=table([[str(n), *(f"{s:.2f}" for s in row)] for n, row in speed_ups.items()], costs, "r"),
+            efficiencies=table(efficiencies, costs, "r"),
+        )
 
 
 def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> Scaling:
@@ -221,7 +246,8 @@ def draw_scaling(found: Scaling, path: Path) -> Path:
         workers, measured = zip(*((c.workers, c.measured) for c in checks if c.strategy == strategy), strict=True)
         axes.plot(workers, measured, linestyle="none", marker=MARKERS[number], markersize=8, markerfacecolor="none",
                   markeredgecolor="black", markeredgewidth=1.4, label=f"measured: {strategy}")  # fmt: skip
-    log2_axes(axes, powers[:: 1 + len(powers) // 12])
+    for axis in (axes.xaxis, axes.yaxis):
+        log2_axis(axis, powers[:: 1 + len(powers) // 12])
     job = found.job
     title = f"Speed-up: {job.parameters:,} parameters, minibatch size {job.minibatch}, period {job.averaging_period}, "
     tidy(axes, title + found.comm_dtype, "workers", "speed-up over one worker (frames per second)")

@@ -125,6 +125,11 @@ class SpeedUp:
     speed_up: float
     kind: Literal["measured", "predicted", "paper"]
 
+    @property
+    def efficiency(self) -> float:
+        """Speed-up divided by workers, 0 to 1: the scaling factor of papers."""
+        return self.speed_up / self.workers
+
 
 def speed_ups(
     conditions: Iterable[Condition], workers: Sequence[int], records: Mapping[str, RunRecord]

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, get_args
 
-from ddnn.report.figures import legend_below, legend_height, log2_axes, new_figure, save, style, tidy
+from ddnn.report.figures import legend_below, legend_height, log2_axis, new_figure, save, style, tidy
 from ddnn.reproduce.cells import Cell, Metric, SpeedUp, main_accuracy, metrics_of, table_cells
 from ddnn.reproduce.comparison import HypothesisResult, Word, compare, degradations
 from ddnn.reproduce.runs import RunRecord, TimeBreakdown
@@ -148,7 +148,10 @@ def _pictures(
     """The plots of a table, as far as there are figures for them."""
     title = f"{config.name}, {table.name}: {table.title}"
     if speeds:
-        caption = "Speed-up over one worker against workers, both axes logarithmic; dashed: the paper's, gray: ideal."
+        caption = (
+            "Speed-up over one worker against workers, both axes logarithmic, and speed-up divided by workers; dashed: "
+        )
+        caption += "the paper's, gray: ideal."
         draw = partial(draw_speed_ups, title, speeds)
         return [Picture(f"{table.name}-speed.png", f"Plot, {title}: speed-up", caption, draw)]
     pictures = []
@@ -288,12 +291,15 @@ def _learning_curve(cell: Cell) -> list[tuple[int, list[float]]]:
 
 
 def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
-    """Speed-up against workers, both logarithmic: the ideal, ours (measured or predicted), the paper's dashed."""
-    figure = new_figure(8.5, 7.2)
-    axes = figure.subplots()
-    powers = [2**q for q in range(max([speed.workers for speed in speeds], default=1).bit_length())]
-    axes.plot(powers, powers, color="0.6", linewidth=1.2, label="ideal: as many times as workers")
+    """Speed-up against workers, both logarithmic, and efficiency: the ideal, ours (measured or predicted), the paper's
+    dashed."""
     conditions = list(dict.fromkeys(speed.condition for speed in speeds))
+    figure = new_figure(WIDTH, 5.6 + legend_height(["x" * 40] * (1 + len(_KINDS) * len(conditions)), WIDTH))
+    panels = figure.subplots(1, 2)
+    powers = [2**q for q in range(max([speed.workers for speed in speeds], default=1).bit_length())]
+    ideal = "ideal: as many times as workers"
+    panels[0].plot(powers, powers, color="0.6", linewidth=1.2, label=ideal)
+    panels[1].plot(powers, [100.0] * len(powers), color="0.6", linewidth=1.2)
     by_size = sorted(speeds, key=lambda speed: speed.workers)
     for kind, (line, filled, words) in _KINDS.items():
         for number, condition in enumerate(conditions):
@@ -304,13 +310,20 @@ def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
             start = [s for s in measured if s.workers < own[0].workers][-1:]
             points = [*start, *own]
             color, marker, _ = style(number)
-            axes.plot([s.workers for s in points], [s.speed_up for s in points], line, color=color, marker=marker,
-                      markersize=max(5, 12 - 4 * number),  # equally fast ones appear inside each other
-                      markerfacecolor=color if filled else "white", markevery=range(len(start), len(points)),
-                      linewidth=1.6, label=f"{_escape(own[0].label)}: {words}")  # fmt: skip
-    log2_axes(axes, powers)
-    tidy(axes, _escape(title), "workers", "speed-up over one worker (times)")
-    legend_below(figure, axes)
+            for axes, values in zip(panels, zip(*((s.speed_up, 100.0 * s.efficiency) for s in points), strict=True),
+                                    strict=True):  # fmt: skip
+                axes.plot([s.workers for s in points], values, line, color=color, marker=marker,
+                          markersize=max(5, 12 - 4 * number),  # equally fast ones appear inside each other
+                          markerfacecolor=color if filled else "white", markevery=range(len(start), len(points)),
+                          linewidth=1.6, label=f"{_escape(own[0].label)}: {words}")  # fmt: skip
+    log2_axis(panels[0].xaxis, powers)
+    log2_axis(panels[0].yaxis, powers)
+    log2_axis(panels[1].xaxis, powers)
+    panels[1].set_ylim(0.0, max(105.0, *(105.0 * speed.efficiency for speed in speeds)))
+    tidy(panels[0], "Speed-up", "workers", "speed-up over one worker (times)")
+    tidy(panels[1], "Efficiency", "workers", "speed-up divided by workers (%)")
+    figure.suptitle(_escape(title), fontsize=12)
+    legend_below(figure, panels[0])
     return save(figure, path)
 
 

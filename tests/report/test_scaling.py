@@ -330,7 +330,12 @@ def test_options_that_cannot_be(changes: dict[str, Any], said: str) -> None:
 
 def test_text_says_what_is_fitted_and_assumed() -> None:
     text = foretold(1, 2, 4, network="440-4x512-616", minibatch_size=256).as_text()
-    assert text.count("(fitted)") == 2
+    rows = [line.split() for line in text.splitlines() if line.startswith("k20-switchboard.yaml")]
+    assert [row[-1] for row in rows] == ["fit", "fit", "check", "check", "check"]
+    assert max(map(len, text.splitlines())) <= 120 and "efficiency: speed-up divided by workers" in text
+    sections = [part.splitlines() for part in text.split("\n\n")[-2:]]
+    of_16 = [next(line.split()[1] for line in lines if line.split()[0] == "16") for lines in sections]
+    assert float(of_16[1]) == pytest.approx(100 * float(of_16[0]) / 16, abs=0.1)
     assert "assumption: a frame takes the same time in a minibatch of another size" in text
     assert "assumption: computing time is proportional to the operations" in text
     assert "1,329,768 parameters, minibatch size 256, averaging period 10" in text

@@ -182,6 +182,7 @@ def test_report_of_speed() -> None:
     found = build_report(corpus, [TABLES["figure2"]], records, "c", [], speeds)
     text = found.render("report.md", "x")
     assert "| all-reduce | predicted | - | 13.50 |" in text and "| all-reduce | measured | 1.90 | - |" in text
+    assert "| all-reduce | predicted | - | 84.4 |" in text and "| all-reduce | measured | 95.0 | - |" in text
     assert "4 workers on 2" in text and "(x/figure2-speed.png)" in text
     assert "| all-reduce | 2 | 450 | 2.222 | 55.0 | 81.8 | 5.5 | 1.8 |" in text
 
