@@ -37,9 +37,12 @@ class Network:
         parameters: (num_parameters,) float32, layer by layer, each in the order of its `Layer.parameters`.
         views: of each layer, its parameters by name, views into `parameters`.
         version: how often the parameters have changed.
+        frozen: numbers of the layers that keep the parameters that they have now, bit for bit: optimizers leave them
+            as they are, and the rounding of an averaging is undone.
+        lowest_trainable: number of the first layer that is not frozen, at which the backward pass ends.
     """
 
-    def __init__(self, layers: Iterable[Layer], parameters: Tensor | None = None) -> None:
+    def __init__(self, layers: Iterable[Layer], parameters: Tensor | None = None, frozen: Iterable[int] = ()) -> None:
         self.layers = tuple(layers)
         self.num_parameters = num_parameters(self.layers)
         self.parameters = torch.zeros(self.num_parameters) if parameters is None else parameters
@@ -47,6 +50,10 @@ class Network:
             raise ValueError(f"{tuple(self.parameters.shape)} parameters given, ({self.num_parameters},) expected")
         self.views = self.split(self.parameters)
         self.version = 0
+        self.frozen = frozenset(frozen)
+        self.lowest_trainable = next((i for i in range(len(self.layers)) if i not in self.frozen), 0)
+        parts = torch.split(self.parameters, [layer.num_parameters for layer in self.layers])
+        self._kept = [(part, part.clone()) for i, part in enumerate(parts) if i in self.frozen]
 
     @property
     def input_dim(self) -> int:
@@ -63,6 +70,8 @@ class Network:
 
     def parameters_changed(self) -> None:
         """To be called after every change of `parameters` in place."""
+        for part, kept in self._kept:
+            part.copy_(kept)
         self.version += 1
 
     def load_parameters(self, flat: Tensor) -> None:
@@ -76,7 +85,11 @@ class Network:
         self.parameters_changed()
 
     def to(self, device: torch.device) -> Network:
-        return Network(self.layers, self.parameters.to(device))
+        return Network(self.layers, self.parameters.to(device), self.frozen)
+
+    def with_frozen(self, frozen: Iterable[int]) -> Network:
+        """The same network, of the same parameters, whose layers of these numbers are frozen."""
+        return Network(self.layers, self.parameters, frozen)
 
 
 class _Pass(NamedTuple):
@@ -149,7 +162,8 @@ class Workspace:
         )
         self.inputs = [self._input, *self.activations[:-1]]
         params = map(Params, self.compute.views, self.network.views)
-        below = [None, *self.grad_outputs[:-1]]
+        lowest = self.network.lowest_trainable
+        below = [None if i <= lowest else self.grad_outputs[i - 1] for i in range(len(self.inputs))]
         rows = (self.inputs, self.padded_activations, self.padded_grad_outputs, below, self._saved)
         self._passes = [_Pass(*one) for one in zip(self.compute.layers, params, *rows, strict=True)]
 
@@ -191,8 +205,8 @@ class Workspace:
         return self.loss(self.activations[-1], labels, self.grad_outputs[-1])
 
     def backward(self) -> None:
-        """From the derivative of the logits back to the first layer's, in place in `grad_outputs`."""
-        for layer, params, x, y, grad, grad_x, saved in reversed(self._passes):
+        """From the derivative of the logits back to that of the lowest trainable layer, in place in `grad_outputs`."""
+        for layer, params, x, y, grad, grad_x, saved in reversed(self._passes[self.network.lowest_trainable :]):
             layer.backward(self.arithmetic, params, x, y, grad, grad_x, saved)
 
     def statistics(self, i: int) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,8 @@ class NgSgd(Sgd):
         self._options = options
         self.input_preconditioners: dict[int, NaturalGradient] = {}
         self.grad_preconditioners: dict[int, NaturalGradient] = {}
-        for i, layer in enumerate(network.layers):
+        for i in self.trainable:
+            layer = network.layers[i]
             if layer.gemm is not None:
                 rest = (options.alpha, options.num_samples_history * layer.gemm.rows, options.update_period)
                 self.input_preconditioners[i], self.grad_preconditioners[i] = (
@@ -84,7 +85,7 @@ class NgSgd(Sgd):
     def preconditioners(self) -> list[NaturalGradient]:
         return [one for one in (*self.input_preconditioners.values(), *self.grad_preconditioners.values()) if one.rank]
 
-    def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[float]:
+    def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[tuple[int, float]]:
         """As `Sgd.fill_gradient`; overwrites the workspace's derivatives and, in bf16, activations and input."""
         a, options = workspace.arithmetic, self._options
         limited_lr = 1.0 if options.max_change_scope == "unscaled" else lr
@@ -105,12 +106,12 @@ class NgSgd(Sgd):
         factors: dict[int, float] = {}
         for layers, scales in memory.scales(limited_lr, options.max_change):
             factors |= zip(layers, a.scale_([rows[i][1] for i in layers], scales), strict=True)
-        for i, (layer, views) in enumerate(zip(self.network.layers, out, strict=True)):
+        for i in self.trainable:
             if i in rows:
-                layer.gradient_of_rows(a, *rows[i], views, memory.layers[i].bias_input)
-                yield factors[i]
+                self.network.layers[i].gradient_of_rows(a, *rows[i], out[i], memory.layers[i].bias_input)
+                yield i, factors[i]
             else:
-                yield self._plain_gradient(i, workspace, limited_lr, views)
+                yield i, self._plain_gradient(i, workspace, limited_lr, out[i])
 
     def _plain_gradient(self, i: int, workspace: Workspace, lr: float, out: Views) -> float:
         """Fills the plain gradient of a layer without `gemm`, so that it changes no more than `max_change` per
@@ -143,7 +144,8 @@ class _Memory:
 
     def __init__(self, network: Network, frames: int, arithmetic: Float32) -> None:
         self.made_for = frames, arithmetic
-        gemms = {i: layer.gemm for i, layer in enumerate(network.layers) if layer.gemm is not None}
+        trainable = ((i, layer) for i, layer in enumerate(network.layers) if i not in network.frozen)
+        gemms = {i: layer.gemm for i, layer in trainable if layer.gemm is not None}
         new = partial(torch.zeros, dtype=torch.float32, device=network.parameters.device)
         self.layers: dict[int, _LayerMemory] = {}
         # Layers with as many rows per frame have their norms in one piece: [0] inputs, [1] derivatives; (2, layers, N).

@@ -36,6 +36,7 @@ class Sgd:
 
     Attributes:
         network: whose parameters are updated.
+        trainable: numbers of its layers that are not frozen.
         gradient: g, (num_parameters,), of the last minibatch; not filled where layers are updated one by one.
         momentum_buffer: c, (num_parameters,); the gradient itself where momentum is 0.
         included_lr_scale: the factor for the number of workers that the rates given to `step` already contain. It is
@@ -54,8 +55,10 @@ class Sgd:
         self._scaled: list[tuple[Tensor, float]] = []
         self._without_momentum: list[tuple[Tensor, Tensor]] = []
         self._decayed: list[tuple[Tensor, float]] = []
-        views = zip(network.layers, network.views, self._views, network.split(self.momentum_buffer), strict=True)
-        for layer, parameters, gradient, buffer in views:
+        self.trainable = [i for i in range(len(network.layers)) if i not in network.frozen]
+        buffers = network.split(self.momentum_buffer)
+        for i in self.trainable:
+            layer, parameters, gradient, buffer = network.layers[i], network.views[i], self._views[i], buffers[i]
             for name, about in layer.parameters.items():
                 if about.learn_rate_coef != 1.0:
                     self._scaled.append((gradient[name], about.learn_rate_coef))
@@ -79,28 +82,28 @@ class Sgd:
         what workers that average gradients do with theirs, in place, before it is applied."""
         one_worker_lr = lr / self.included_lr_scale
         if average is None and self.updates_by_layer(workspace):
-            for i, factor in enumerate(self.fill_gradient(workspace, one_worker_lr, workspace.layer_gradients)):
+            for i, factor in self.fill_gradient(workspace, one_worker_lr, workspace.layer_gradients):
                 self.update_layer(i, workspace, lr, factor)
             workspace.copy_updated()
         else:
             views = workspace.layer_gradients or self._views
-            for i, factor in enumerate(self.fill_gradient(workspace, one_worker_lr, views)):
+            for i, factor in self.fill_gradient(workspace, one_worker_lr, views):
                 for part in views[i].values() if factor != 1.0 else ():
                     part.mul_(factor)
                 self.collect_gradient(i, workspace)
             if average is not None:
                 average(self.gradient)
             self.update(lr, frames=len(workspace.x))
-        if any([layer.after_update(p) for layer, p in zip(self.network.layers, self.network.views, strict=True)]):
+        if any([self.network.layers[i].after_update(self.network.views[i]) for i in self.trainable]):
             self.network.parameters_changed()
 
-    def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[float]:
-        """Fills one layer's part of `out` after another, of the arithmetic's `gradient_dtype`, with what the step goes
-        along, but for the factor that it yields with each; they may share their memory, as each is used before the next
-        is asked for. `lr`: of one worker."""
-        for i, views in enumerate(out):
-            workspace.layer_gradient(i, views)
-            yield 1.0
+    def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[tuple[int, float]]:
+        """Fills one trainable layer's part of `out` after another, of the arithmetic's `gradient_dtype`, with what the
+        step goes along, but for the factor that it yields with the layer's number; they may share their memory, as each
+        is used before the next is asked for. `lr`: of one worker."""
+        for i in self.trainable:
+            workspace.layer_gradient(i, out[i])
+            yield i, 1.0
 
     def collect_gradient(self, i: int, workspace: Workspace) -> None:
         """The part of layer `i` in `gradient` <- what the workspace has computed in a type of its own."""

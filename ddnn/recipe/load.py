@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from ddnn.recipe import source
 from ddnn.recipe.keys import REQUIRED, keys, keys_of, sections, suggest_key
-from ddnn.recipe.schema import MAPPING, VALUE, VARIANTS, ParallelConfig, PretrainConfig, Recipe, Section
+from ddnn.recipe.schema import MAPPING, VALUE, VARIANTS, ModelConfig, ParallelConfig, PretrainConfig, Recipe, Section
 from ddnn.recipe.source import SourceTree, SourceValue
 from ddnn.util.errors import RecipeError
 
@@ -278,6 +278,7 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     if cv.transforms is not None and (cv.data is None or recipe.data.transforms is None):
         absent = "data.cv.data" if cv.data is None else "data.transforms"
         yield "data.cv.transforms", f"never read without {absent}; remove it or set it to null"
+    yield from _freeze(recipe.model)
     yield from _pretrain(recipe)
     if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
         most = f"at most schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"
@@ -294,6 +295,15 @@ def minibatch_problems(recipe: Recipe) -> Iterator[Complaint]:
         nearest = " or ".join(map(str, near))
         share = f"a multiple of parallel.workers = {workers}, as minibatch_scope is total: {nearest}"
         yield "minibatch_size", f"{size} found, expected {share}"
+
+
+def _freeze(model: ModelConfig) -> Iterator[Complaint]:
+    layers, frozen = model.hidden_layers + 1, model.freeze or []
+    if wrong := [number for number in frozen if not 0 <= number < layers]:
+        expected = f"0 (the first hidden layer) to {layers - 1} (the output layer)"
+        yield "model.freeze", f"{wrong[0]} found, expected {expected}"
+    elif len(set(frozen)) == layers:
+        yield "model.freeze", f"all {layers} layers are frozen, so that nothing is trained: leave at least one"
 
 
 def is_read(recipe: Recipe, key: str) -> bool:

@@ -101,6 +101,9 @@ class ModelConfig(Section):
     """Units in each hidden layer."""
     activation: Literal["sigmoid", "tanh", "relu"] = "sigmoid"
     """Activation of the hidden layers."""
+    freeze: list[int] | None = None
+    """Numbers of layers that keep their initial parameters bit for bit, such as those of RBMs or of a trained network: 0
+    is the first hidden layer, the number of hidden layers the output layer. Not all of them."""
 
     def summary(self) -> str:
         """The hidden layers in a few words: "6 x 2048 sigmoid"."""

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -201,7 +201,9 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
     if resume and (loaded is not None or read_restart() is not None):
         run.record(resume_event(loaded, run, comm))
     run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
-    trainer = assemble_trainer(job, model.to(job.device), data, identity, checkpoints, loaded)
+    network = model.network.to(job.device).with_frozen(recipe.model.freeze or ())
+    model = replace(model, transform=model.transform.to(job.device), network=network)
+    trainer = assemble_trainer(job, model, data, identity, checkpoints, loaded)
     # Only now: a resume that is refused changes nothing.
     run.write_recipe(dump_recipe(recipe.model_copy(update={"precision": trainer.precision})))
     trainer.baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, comm)

@@ -124,6 +124,7 @@ def footprint(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> Tr
     """What a training by this recipe needs of memory besides its frames."""
     parallel, options = recipe.parallel, optimizer_options(recipe.optimizer)
     layers, largest = network_layers(recipe, input_dim, num_pdfs), minibatch_sizes(recipe).end
+    trainable = [layer for i, layer in enumerate(layers) if i not in (recipe.model.freeze or ())]
     # The model before an averaging, and MPI's own copy of it; those that the strategies keep.
     averaging = 2 + 2 * parallel.overlap + 3 * (parallel.strategy == "bmuf") + 3 * (parallel.comm_dtype == "bfloat16")
     return TrainingFootprint(
@@ -133,5 +134,5 @@ def footprint(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> Tr
         parameter_copies=3 + (options.momentum > 0) + (recipe.precision != "float32"),
         momentum_copies=int(options.momentum > 0),
         averaging_copies=averaging if workers > 1 else 0,
-        natural_gradient_bytes=options.num_bytes(layers, largest),
+        natural_gradient_bytes=options.num_bytes(trainable, largest),
     )

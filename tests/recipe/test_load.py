@@ -405,6 +405,12 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
         (["init=rbm", "model.hidden_layers=0"], "model.hidden_layers: 0 found, expected 1 or more"),
         (["pretrain.learning_rate=0.1"], "pretrain.learning_rate: never read, as init is random"),
         (
+            ["model={hidden_layers: 2, freeze: [0, 3]}"],
+            "model.freeze: 3 found, expected 0 (the first hidden layer) to 2 (the output layer)",
+        ),
+        (["model.freeze=[-1]"], "model.freeze: -1 found, expected 0 (the first hidden layer) to 6 (the output layer)"),
+        (["model={hidden_layers: 2, freeze: [0, 2, 1]}"], "model.freeze: all 3 layers are frozen, so that nothing is"),
+        (
             ["init=rbm", "pretrain.epochs=[2]", "pretrain.hours=3"],
             "pretrain.hours: never read, as pretrain.epochs is given",
         ),

@@ -221,7 +221,31 @@ def warm_ups(comm: Communicator) -> dict[str, Any]:
     }
 
 
+def frozen_layers(comm: Communicator) -> dict[str, Any]:
+    """Trainings with the first and the last layer frozen: whether these, and no others, keep their bits."""
+    results, before = {}, toy_model().network.views
+    for options in (
+        make_parallel_config(averaging_period=3),
+        make_parallel_config(averaging_period=3, comm_dtype="bfloat16"),
+        make_parallel_config(averaging_period=3, overlap=True),
+        make_parallel_config(strategy="ring", averaging_period=3, comm_dtype="bfloat16"),
+        make_parallel_config(strategy="bmuf", averaging_period=3, nesterov=True, local_momentum="average"),
+        make_parallel_config(strategy="gradient-all-reduce", comm_dtype="bfloat16"),
+    ):
+        sgd = make_optimizer_config(name="ng-sgd", momentum=0.5, l2=0.01, rank_in=2, rank_out=3)
+        trainer = toy_trainer(comm, options, optimizer=sgd, frozen=(0, 2))
+        train_to_end(trainer)
+        same = [
+            all(torch.equal(now[name], then[name]) for name in now)
+            for now, then in zip(trainer.model.network.views, before, strict=True)
+        ]
+        key = " ".join(f"{k}={getattr(options, k)}" for k in sorted(options.model_fields_set))
+        results[key] = comm.all_gather_object(same)
+    return results
+
+
 CHECKS = {
+    "frozen": frozen_layers,
     "equal": equal_to_one_worker,
     "overlap": overlapped,
     "strategies": every_strategy,

@@ -66,6 +66,13 @@ def test_every_strategy_ends_in_one_model_on_unequal_shards(results: Any) -> Non
         assert rows_of(run, "train")[0]["frames"] == 16 * sum(minibatches), name
 
 
+def test_frozen_layers_keep_their_bits_on_every_worker(results: Any) -> None:
+    found = results("frozen")
+    assert len(found) == 6
+    for name, workers in found.items():
+        assert workers == [[True, False, True]] * WORKERS, name
+
+
 def test_what_a_row_of_a_worker_says(results: Any) -> None:
     found = results("strategies")
     plain, narrow = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,12 @@ def toy_trainer(
     checkpoints: CheckpointPolicy | None = None,
     run: Recorder | None = None,
     sizes: MinibatchSizes = SIZES,
+    frozen: tuple[int, ...] = (),
 ) -> Trainer:
     """A training by the sections `parallel` and `optimizer` of a recipe, ready to begin. Collective."""
     model, config = toy_model(), optimizer or make_optimizer_config()
-    network = model.network
+    network = model.network.with_frozen(frozen)
+    model = replace(model, network=network)
     sgd = make_optimizer(optimizer_options(config), network)
     averager = make_averager(averaging_options(parallel, config.momentum), comm, network, sgd)
     averager.broadcast()
