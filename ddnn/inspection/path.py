@@ -133,6 +133,8 @@ def _metrics(path: Path) -> dict[str, Any]:
     for name in ("last_accepted", "lowest_loss"):
         if getattr(metrics, name) is not None:
             fields[name] = format_figures(getattr(metrics, name))
+    if metrics.end is not None:
+        fields["ended"] = metrics.end.why
     if metrics.starts:
         fields["precision"] = metrics.starts[-1].precision
     if metrics.workers:

@@ -19,7 +19,7 @@ from rich.text import Text
 from ddnn.slurm.job import Job, last_output, read_job, slurm_state
 from ddnn.training import run_status as files
 from ddnn.training.checkpoint_manifest import peek_checkpoint
-from ddnn.training.metrics import EpochRow, Metrics, format_figures, read_metrics
+from ddnn.training.metrics import EndRow, EpochRow, Metrics, format_figures, read_metrics
 from ddnn.training.run_status import RunStatus, read_run_status, resume_command
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked
@@ -55,6 +55,7 @@ class Status:
     error: str | None  # why it ended, if it did not finish
     warning: str | None  # that it finished, but with a model that is no better than one that ignores its input
     warmup_loss: float | None
+    end: EndRow | None  # why it ended, and with which model; None while it runs, or where it was killed
     last: EpochRow | None  # cross-validation
     last_accepted: EpochRow | None  # cross-validation of the final model, or of the model so far
     lowest_loss: EpochRow | None  # cross-validation of another, lost model with a lower loss
@@ -74,7 +75,8 @@ class Status:
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`; the fields of status.json are among the others."""
-        fields = {name: row.model_dump() if isinstance(row, EpochRow) else row for name, row in vars(self).items()}
+        rows = (EpochRow, EndRow)
+        fields = {name: row.model_dump() if isinstance(row, rows) else row for name, row in vars(self).items()}
         del fields["run"]
         run = {} if self.run is None else self.run.model_dump(mode="json", exclude={"schema_version", "state", "error"})
         return {**run, **fields, "run_dir": str(self.run_dir)}
@@ -90,6 +92,7 @@ class Status:
         if run is not None and run.max_epochs is not None:
             epochs += f" of at most {run.max_epochs}"
         return {
+            "ended": None if self.end is None else self.end.reason if self.error else self.end.why,
             "error": self.error,
             "warning": self.warning,
             "submitted": _ago(self.submitted) if self.state == "pending" else None,
@@ -193,6 +196,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         checkpoint=None if checkpoint is None else checkpoint.to_dict(),
         resume_command=resume_command(run_dir, "training" if run is None else run.kind) if over else None,
         world_size=run.world_size if run else metrics.num_workers or (job.workers if job else None),
+        end=None if state == "running" else metrics.end,
         last=metrics.cv[-1] if metrics.cv else None,
         last_accepted=metrics.last_accepted,
         lowest_loss=metrics.lowest_loss,

@@ -28,7 +28,8 @@ class Schedule(ABC):
 
     def __post_init__(self) -> None:
         self.learning_rate = self.initial_lr
-        self.end_reason = f"{self.max_epochs} epochs done"  # why training ended, once `finished`
+        # Why training ended, once `finished`.
+        self.end_reason, self.converged = f"{self.max_epochs} epochs done", False
 
     def initialize(self, loss: float, frame_accuracy: float) -> None:  # noqa: B027
         """Takes the cross-validation figures of the initial network."""
@@ -93,6 +94,7 @@ class Newbob(Schedule):
         if self.halving and gain < self.end_halving_impr:
             if self.epoch > self.min_epochs:
                 self.finished, self.end_reason = True, f"improvement {gain:.6f}, less than end_halving_impr"
+                self.converged = True
             return accepted
         if gain < self.start_halving_impr:
             self.halving = True

@@ -85,6 +85,7 @@ class Summary:
     workers: int
     epochs: int  # number of the last one
     warmup_loss: float | None
+    ended: str | None  # why its last start ended, as a word: `ddnn.training.metrics.EndReason`
     finished: bool  # there is a final model
     model_epoch: int | None  # of the final model, or of the model so far: the last accepted epoch
     model_cv_loss: float | None  # the model's cross-validation
@@ -125,6 +126,7 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
         workers=workers,
         epochs=max((last, *(row.epoch for row in (*metrics.train, *metrics.cv)))),
         warmup_loss=None if metrics.warmup is None else metrics.warmup.loss,
+        ended=None if metrics.end is None else metrics.end.reason,
         finished=(run.path / FINAL).exists(),
         model_epoch=None if model is None else model.epoch,
         model_cv_loss=None if model is None else model.loss,

@@ -90,6 +90,7 @@ def _figures(s: Summary) -> dict[str, str]:
     shares = {name: x and Spread(100 * x.mean, 100 * x.worst, x.rank) for name, x in s.shares.items()}
     figures: dict[str, tuple[object, str]] = {
         "epochs": (s.epochs, "{}"),
+        "ended": (s.ended, "{}"),
         "warm-up training loss": (s.warmup_loss, "{:.4f}"),
         "final model: epoch": (s.model_epoch, "{}" if s.finished else "{} (so far)"),
         "its CV loss per frame": (s.model_cv_loss, "{:.4f}"),

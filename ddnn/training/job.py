@@ -37,7 +37,7 @@ from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.training import options
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.evaluation import baseline_result
-from ddnn.training.metrics import EventRow, StartRow
+from ddnn.training.metrics import EndReason, EventRow, StartRow
 from ddnn.training.pretraining import load_dbn, pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
 from ddnn.training.run_dir import RunDir, open_run_dir
@@ -81,7 +81,8 @@ def run_training(
         trainer = build_trainer(job, resume)
         with closing(trainer.averager), closing(trainer.batches):
             try:
-                model = train(trainer)
+                with _recording_the_end(trainer):
+                    model = train(trainer)
             except NoFiniteModelError as error:
                 best = run_dir / BEST
                 hint = f"the last good model is {best}; " if best.exists() else ""
@@ -89,9 +90,25 @@ def run_training(
                 raise DivergedError(error.message, location=run_dir, hint=hint) from error
         job.comm.watchdog.disable()  # a slow disk is no hang
         job.run.set_status(epoch=trainer.progress.epoch)
+        end = trainer.end_row()
+        job.run.record(end)
         job.run.finish(model.to(torch.device("cpu")))
         job.comm.barrier()  # no worker ends before the model is written
-        log.info("finished: %s, %s", run_dir / FINAL, trainer.summary())
+        log.info("finished: %s, %s", run_dir / FINAL, end.summary)
+
+
+@contextmanager
+def _recording_the_end(trainer: Trainer) -> Iterator[None]:
+    """Records why a training ended that did not finish."""
+    try:
+        yield
+    except BaseException as error:
+        stopped, diverged = isinstance(error, (SystemExit, KeyboardInterrupt)), isinstance(error, DivergedError)
+        reason: EndReason = "stopped" if stopped else "diverged" if diverged else "failed"
+        detail = f"on {error.signal_name}" if isinstance(error, TrainingInterrupted) else ""
+        with suppress(UserError):
+            trainer.run.record(trainer.end_row(reason, detail or getattr(error, "message", "") or repr(error)))
+        raise
 
 
 def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: Communicator | None = None) -> None:

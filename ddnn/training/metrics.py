@@ -1,7 +1,7 @@
 """metrics.jsonl: one JSON object a line, declared here once for the trainer that writes it and all who read it. `type`
 names the kind of row: `start` (one for each start of the training), `epoch` (all workers together, `split` train or
-cv), `worker` (one worker in one epoch), `warmup`, `event` (a resume or restart) and, in a pretraining dir, `pretrain`.
-Needs no torch."""
+cv), `worker` (one worker in one epoch), `warmup`, `event` (a resume or restart), `end` (why a start of the training
+ended, and with which model) and, in a pretraining dir, `pretrain`. Needs no torch."""
 
 from __future__ import annotations
 
@@ -229,6 +229,38 @@ class EventRow(MetricsRow):
         return f"{text}; the job had been after {_place(self.died_epoch, self.died_minibatch or 0)}"
 
 
+EndReason = Literal["converged", "epochs-exhausted", "stopped", "diverged", "failed"]
+
+
+class EndRow(MetricsRow):
+    """Why a start of the training ended, and its model: the final one, or after the last three reasons what was kept so
+    far. A worker that is killed leaves none."""
+
+    KEY = None
+    type: Literal["end"] = "end"
+    reason: EndReason
+    detail: Name  # the reason in words
+    epoch: Count  # finished epochs
+    kept_epoch: Count  # the last that was accepted, 0 if none
+    loss: Number  # of the model in cross-validation
+    frame_accuracy: Number
+
+    def as_text(self) -> str:
+        """Empty: the last line of the log says it, once the model is written."""
+        return ""
+
+    @property
+    def why(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+    @property
+    def summary(self) -> str:
+        """Which model it is, its figures in cross-validation, and why training ended."""
+        loss, accuracy = (math.nan if x is None else x for x in (self.loss, self.frame_accuracy))
+        figures = f"CV loss {loss:.4f}, frame accuracy {100 * accuracy:.2f} %"
+        return f"epoch {self.kept_epoch}, {figures} ({self.why})"
+
+
 def _place(epoch: int, minibatch: int) -> str:
     return f"epoch {epoch}" + (f" and {minibatch} minibatches" if minibatch else "")
 
@@ -275,6 +307,7 @@ class Metrics:
     workers: tuple[WorkerRow, ...] = ()
     warmup: WarmupRow | None = None
     events: tuple[EventRow, ...] = ()
+    end: EndRow | None = None  # of the last start; None where it has not ended, or was killed
     pretraining: tuple[PretrainRow, ...] = ()
 
     @property
@@ -309,7 +342,7 @@ class Metrics:
 
 ROWS: dict[str, type[MetricsRow]] = {
     kind.model_fields["type"].default: kind
-    for kind in (StartRow, EpochRow, WarmupRow, WorkerRow, EventRow, PretrainRow)
+    for kind in (StartRow, EpochRow, WarmupRow, WorkerRow, EventRow, EndRow, PretrainRow)
 }
 Row = TypeVar("Row", bound=MetricsRow)
 
@@ -338,6 +371,7 @@ def read_metrics(path: Path) -> Metrics:
     def of(kind: type[Row]) -> list[Row]:
         return [row for row in rows.values() if isinstance(row, kind)]
 
+    last = next((row for row in reversed(rows.values()) if isinstance(row, StartRow | EventRow | EndRow)), None)
     epochs = sorted(of(EpochRow), key=lambda row: row.epoch)
     return Metrics(
         starts=tuple(of(StartRow)),
@@ -346,6 +380,7 @@ def read_metrics(path: Path) -> Metrics:
         workers=tuple(sorted(of(WorkerRow), key=lambda row: (row.epoch, row.rank))),
         warmup=next(iter(of(WarmupRow)), None),
         events=tuple(of(EventRow)),
+        end=last if isinstance(last, EndRow) else None,
         pretraining=tuple(of(PretrainRow)),
     )
 

@@ -24,7 +24,7 @@ from ddnn.nn.acoustic_model import AcousticModel, encode_model, load_model, save
 from ddnn.training import run_status
 from ddnn.training.checkpoint import remove_checkpoints
 from ddnn.training.checkpoint_manifest import CheckpointSummary, peek_checkpoint
-from ddnn.training.metrics import EventRow, MetricsRow, MetricsWriter, WorkerRow
+from ddnn.training.metrics import EndRow, EventRow, MetricsRow, MetricsWriter, WorkerRow
 from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, RECIPE, Kind, RunStatus, check_run_dir
 from ddnn.training.tensorboard import TensorBoardWriter
 from ddnn.util.errors import DataError, DivergedError, UserError
@@ -160,6 +160,8 @@ class RunDir:
             writer.write(row)
         if isinstance(row, EventRow) and row.event == "restarted":
             self.set_status(num_restarts=self.status.num_restarts + 1)
+        if isinstance(row, EndRow):
+            self.set_status(end=row)
 
     def flush(self) -> None:
         """Before a checkpoint: pending rows are tried again, and all rows are flushed to the disk if possible."""

@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ddnn.recipe.source import read_yaml
+from ddnn.training.metrics import EndRow
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, is_locked, read_bytes_limited, require_kind
 from ddnn.util.text import printable
@@ -78,6 +79,7 @@ class RunStatus(_Part):
     updated: float
     num_restarts: int = 0  # by the launcher, each an event in metrics.jsonl
     error: RunError | None = None
+    end: EndRow | None = None  # why the training ended, and its model; None of a pretraining or a killed training
 
 
 def read_run_status(run_dir: Path) -> RunStatus | None:

@@ -26,7 +26,7 @@ from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.training.checkpoint import prefixed, unprefixed
 from ddnn.training.evaluation import EpochLosses, EvalResult, evaluate, learning_rate_hint, raise_if_diverged
-from ddnn.training.metrics import EpochRow, WarmupRow, WorkerRow, no_better_than_baseline, throughput
+from ddnn.training.metrics import EndReason, EndRow, EpochRow, WarmupRow, WorkerRow, no_better_than_baseline, throughput
 from ddnn.training.run_dir import RunDir
 from ddnn.training.state import CheckpointMetadata, CheckpointPolicy, LoadedCheckpoint, TrainingProgress
 from ddnn.training.step import EagerStep, Step
@@ -93,10 +93,19 @@ class Trainer:
         """Whether the last model that was accepted is better than the initial network. Of one pdf the loss is 0."""
         return self.kept.loss < self.initial.loss or self.kept.loss == 0.0
 
-    def summary(self) -> str:
-        """Which model was kept, its figures in cross-validation, and why training has ended."""
-        accuracy = f"frame accuracy {100 * self.kept.frame_accuracy:.2f} %"
-        return f"epoch {self.kept_epoch}, CV loss {self.kept.loss:.4f}, {accuracy} (ended: {self.schedule.end_reason})"
+    def end_row(self, reason: EndReason | None = None, detail: str = "") -> EndRow:
+        """How this start of the training has ended; without a `reason` as the schedule says."""
+        if reason is None:
+            reason = "converged" if self.schedule.converged else "epochs-exhausted"
+            detail = self.schedule.end_reason
+        return EndRow(
+            reason=reason,
+            detail=detail[:1000],
+            epoch=self.progress.epoch,
+            kept_epoch=self.kept_epoch,
+            loss=self.kept.loss,
+            frame_accuracy=self.kept.frame_accuracy,
+        )
 
     def warm_up(self) -> None:
         """Trains on the minibatches of `parallel.warmup` before the first epoch, and gives all workers one model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -128,9 +129,11 @@ def test_a_training_that_ends_worse_than_it_began_has_diverged(name: str, tmp_pa
 def test_the_kept_epoch_is_the_last_that_was_accepted() -> None:
     figures = [(2.0, 0.1), (1.5, 0.2), (1.2, 0.3), (1.4, 0.31), (1.3, 0.32)]
     _, trainer = ScriptedTrainer(Newbob(), figures).train()
-    assert trainer.summary().startswith("epoch 2, CV loss 1.2000, frame accuracy 30.00 % (ended: improvement 0.000000,")
+    figures_of_2 = "epoch 2, CV loss 1.2000, frame accuracy 30.00 %"
+    assert trainer.end_row().summary.startswith(f"{figures_of_2} (converged: improvement 0.000000, less than")
     _, trainer = ScriptedTrainer(Exponential(max_epochs=4), figures).train()
-    assert trainer.summary() == "epoch 4, CV loss 1.3000, frame accuracy 32.00 % (ended: 4 epochs done)"
+    expected = "epoch 4, CV loss 1.3000, frame accuracy 32.00 % (epochs-exhausted: 4 epochs done)"
+    assert trainer.end_row().summary == expected
 
 
 def test_the_best_model_is_removed_when_training_is_worse_than_at_its_beginning(tmp_path: Path) -> None:
@@ -166,7 +169,7 @@ def test_a_resumed_training_knows_what_it_began_with() -> None:
     second.trainer.restore(loaded)
     _, trainer = second.train()
     assert trainer.initial.loss == 2.0
-    assert trainer.summary().startswith("epoch 1, CV loss 1.5000, frame accuracy 20.00 %")
+    assert trainer.end_row().summary.startswith("epoch 1, CV loss 1.5000, frame accuracy 20.00 %")
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,9 @@ def test_a_training_that_diverged_ends_with_exit_code_3_and_no_model(
     assert not list(job.run.glob("*.safetensors"))
     status = read_status(job.run)
     assert status.state == "diverged" and "the initial network (" in (status.error or "")
+    end = read_metrics(job.run / "metrics.jsonl").end
+    assert end is not None and (end.reason, status.lines()["ended"]) == ("diverged", "diverged")
+    assert end.detail in (status.error or "") and json.loads((job.run / "status.json").read_text())["end"]["detail"]
     assert not re.search(r"\d{9}", status.as_text()), "2e31 is not written with all its digits"
     result = run_cli("evaluate", job.run, "--data", job.data, "--alignments", job.ali, "--device", "cpu")
     assert_refused(result, "this training diverged: there is no final.safetensors", "gradient of 16 frames")

@@ -26,12 +26,15 @@ from training.launching import mpi_script
 from ddnn.averaging.averager import Averager
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
+from ddnn.inspection.path import describe_path
+from ddnn.inspection.status import read_status
 from ddnn.kaldi.archive import write_matrices
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.training import job
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.job import run_training
+from ddnn.training.metrics import EndRow, EventRow, MetricsWriter, read_metrics
 from ddnn.training.resume import check_same_recipe, merge_rank_states
 from ddnn.util.errors import DataError, RecipeError, UserError
 
@@ -66,7 +69,7 @@ def way(folder: Path, name: str) -> Path:
 def rows(run: Path) -> list[dict[str, Any]]:
     """What does not depend on time; without the rows that tell of resuming."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [row for row in found if row["type"] not in ("start", "event")]
+    kept = [row for row in found if row["type"] not in ("start", "event") and row.get("reason") != "stopped"]
     return [{key: value for key, value in row.items() if key not in TIMES and "fraction" not in key} for row in kept]
 
 
@@ -117,6 +120,37 @@ def test_stopped_anywhere_and_resumed(
         assert (
             f"interrupted: stopped on {sent.name}; resume with: ddnn train " in log and "resumed from checkpoint" in log
         )
+
+
+def test_each_start_records_how_it_ended(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
+    recipe, run = load_recipe(way(tmp_path, "ng-sgd, exponential")), tmp_path / "run"
+    stop_at(40, signal.SIGTERM)
+    with pytest.raises(TrainingInterrupted):
+        run_training(recipe, run, "cpu")
+    status, stopped = read_status(run), read_metrics(run / "metrics.jsonl").end
+    assert stopped is not None and (stopped.why, stopped.epoch, stopped.kept_epoch) == ("stopped: on SIGTERM", 1, 1)
+    assert (stopped.loss, stopped.frame_accuracy) == (status.last.loss, status.last.frame_accuracy)  # type: ignore
+    assert status.end == stopped == status.run.end and status.lines()["ended"] == "stopped"  # type: ignore[union-attr]
+    assert status.as_dict()["end"]["reason"] == "stopped"
+    stop_at(0)
+    run_training(recipe, run, "cpu", resume=True)
+    ends = [
+        row for line in (run / "metrics.jsonl").read_text().splitlines() if (row := json.loads(line))["type"] == "end"
+    ]
+    assert [row["reason"] for row in ends] == ["stopped", "epochs-exhausted"]
+    status, info = read_status(run), describe_path(run).fields
+    assert status.end is not None and status.end.kept_epoch == 3
+    assert status.lines()["ended"] == info["ended"] == "epochs-exhausted: 3 epochs done"
+    assert describe_path(run / "metrics.jsonl").fields["ended"] == info["ended"]
+
+
+def test_a_start_that_has_not_ended_has_no_end(tmp_path: Path) -> None:
+    end = EndRow(reason="stopped", detail="on SIGTERM", epoch=1, kept_epoch=1, loss=1.0, frame_accuracy=0.5)
+    resumed = EventRow(event="resumed", epoch=1, world_size=1)
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for row, expected in ((end, end), (resumed, None), (end, end)):
+        writer.write(row)
+        assert read_metrics(writer.path).end == expected
 
 
 @pytest.fixture(scope="module")
