@@ -177,7 +177,6 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         problems.append("the lock of train.log could not be examined: it may be running")
     checkpoint = None if finished else peek_checkpoint(run_dir / files.CHECKPOINTS, problems.append)
     over = state in ENDED and state != "finished"
-    error = _error(run_dir, run, state, problems) if over else None
     of_rbms = run is not None and run.kind == "training" and run.phase == "pretraining"
     figures = (run_dir / files.PRETRAIN if of_rbms else run_dir) / files.METRICS
     metrics = (_tolerant(problems, lambda: read_metrics(figures)) if figures.exists() else None) or Metrics()
@@ -190,7 +189,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         job=None if job is None else job.number,
         submitted=None if job is None else job.submitted,
         slurm=slurm,
-        error=error,
+        error=_error(run_dir, run, state, problems) if over else None,
         warning=(metrics.warning or None) if state == "finished" else None,
         seconds_since_update=_age(run_dir, files.LOG, files.STATUS, files.METRICS),
         checkpoint=None if checkpoint is None else checkpoint.to_dict(),
