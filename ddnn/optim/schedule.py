@@ -93,8 +93,8 @@ class Newbob(Schedule):
             gain /= before
         if self.halving and gain < self.end_halving_impr:
             if self.epoch > self.min_epochs:
-                self.finished, self.end_reason = True, f"improvement {gain:.6f}, less than end_halving_impr"
                 self.converged = True
+                self.finished, self.end_reason = True, f"improvement {gain:.6f}, less than end_halving_impr"
             return accepted
         if gain < self.start_halving_impr:
             self.halving = True
