@@ -214,14 +214,19 @@ def test_evaluate(run: Run, called: Any) -> None:
     code, out, _ = run(*arguments, "--json", "--allow-pipes")
     assert (code, json.loads(out)) == (0, Result().as_dict())
     given = {"run_dir": Path("run"), "data": Path("d d"), "alignments": Path("a"), "device": "cpu", "by": None}
+    given["transforms"] = None
     assert calls[0] == ((), {**given, "allow_pipes": False})
     assert calls[1][1] == {**given, "allow_pipes": True}
 
 
 def test_commands_without_output(run: Run, called: Any) -> None:
     calls = called("ddnn.decoding.prepare", "prepare_decoding")
-    assert run("decode-prep", "run", "--data", "d", "--out", "o", "--prior-scale", "0.5") == (0, "", "")
-    options = {"device": "auto", "prior_scale": 0.5, "allow_pipes": False}
+    assert run("decode-prep", "run", "--data", "d", "--out", "o", "--prior-scale", "0.5", "--transforms", "t") == (
+        0,
+        "",
+        "",
+    )
+    options = {"device": "auto", "prior_scale": 0.5, "allow_pipes": False, "transforms": Path("t")}
     assert calls == [((Path("run"), Path("d"), Path("o")), options)]
 
     calls = called("ddnn.decoding.prepare", "export_nnet1")

@@ -176,7 +176,13 @@ def decode_prep(
     """Write log-likelihoods that a Kaldi decoder reads."""
     from ddnn.decoding.prepare import prepare_decoding
 
-    prepare_decoding(run_dir, data, out, device, prior_scale, allow_pipes, transforms)
+    options: dict[str, Any] = {
+        "device": device,
+        "prior_scale": prior_scale,
+        "allow_pipes": allow_pipes,
+        "transforms": transforms,
+    }
+    prepare_decoding(run_dir, data, out, **options)
 
 
 @command(
