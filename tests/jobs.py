@@ -11,7 +11,7 @@ import numpy as np
 from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_graph_dir, write_recipe
 
 RunCli = Callable[..., Any]
-BEFORE_TRAINING = {"recipe.yaml", "train.log", "status.json", "ali_train_pdf.counts"}
+BEFORE_TRAINING = {"recipe.yaml", "train.log", "status.json", "ali_train_pdf.counts", "cv_utterances"}
 
 
 @dataclass(frozen=True)

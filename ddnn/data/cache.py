@@ -419,14 +419,18 @@ class CachedRows:
         self._lengths = (index.num_frames[chosen] + 2 * context).tolist()
         self.rows, self._labels = sum(self._lengths), np.zeros(0, np.int32)
 
-    def fill(self, features: NDArray[Any], descriptor: int = -1, start: int = 0) -> None:
-        """Fills `features` (rows, width). DataError: the file failed while it was read."""
+    def fill(self, out: NDArray[Any] | None, descriptor: int, start: int) -> None:
+        """See `RowSource`. DataError: the file failed while it was read."""
+        features = np.empty((self.rows, self.width), self.dtype) if out is None else out
         try:
             self._labels = self.cache.copy_rows(self._starts, self._lengths, features)
         except (CorruptCacheError, OSError) as error:
             message = f"the cache file failed while it was read: {error}"
             hint = "start again; do not change the cache while it is read"
             raise DataError(message, location=self.cache.path, hint=hint) from error
+
+        if out is None:
+            write_all(descriptor, features.reshape(-1).view(np.uint8).data, start)
 
     def labels(self) -> Tensor:
         return torch.from_numpy(self._labels)

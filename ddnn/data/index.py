@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, pdf_counts
-from ddnn.kaldi.archive import MatrixReader, ScpEntry
+from ddnn.kaldi.archive import MatrixReader, ScpEntry, decode_utf8, read_lines
 from ddnn.kaldi.data_dir import DataDir
 from ddnn.kaldi.transforms import Transforms
 from ddnn.util.errors import DataError
@@ -34,8 +34,9 @@ LENGTH_TOLERANCE = 5
 --length-tolerance)."""
 
 DEFAULT_FRACTION = 0.1
+FRACTION_TOLERANCE = 1.2  # factor by which the held-out fraction may differ from what was asked for
 MAX_SKIPPED_FRACTION = 0.05  # of utterances, unless the recipe says otherwise
-DRAWS = 100  # orders of the speakers that are tried for `hold_out_fraction`
+DRAWS = 100  # orders that are tried for `hold_out_fraction`
 MAX_NAMED = 10  # skipped utterances in the log; all are counted
 MAX_LIST_BYTES = 1 << 30  # of a list of speakers
 
@@ -281,50 +282,99 @@ def hold_out_speakers(index: UtteranceIndex, path: Path) -> tuple[list[int], lis
         message = f"{len(unknown)} of {len(listed)} listed speakers are not in the data: {', '.join(unknown[:5])}"
         hint = f"list speakers of the training data, such as {', '.join(sorted(known)[:3])}"
         raise DataError(message, location=path, hint=hint)
-    return _split(index, listed, str(path))
+    return _split(_speakers(index), listed, str(path), "speaker")
 
 
-def hold_out_fraction(index: UtteranceIndex, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Holds out whole speakers whose frames come close to `fraction` of all, at least one and at most all but one. In
-    an order drawn with `seed` each speaker who brings the sum closer is held out; of up to `DRAWS` orders the first
-    that comes within 1 % of what was asked for is taken, else the closest. DataError: one side would be empty, as with
-    a single speaker."""
-    of_speakers: dict[str, int] = defaultdict(int)
-    for speaker, count in zip(_speakers(index), index.num_frames.tolist(), strict=True):
-        of_speakers[speaker] += count
-    names, wanted = sorted(of_speakers), fraction * sum(of_speakers.values())
+def hold_out_utterances(index: UtteranceIndex, path: Path) -> tuple[list[int], list[int]]:
+    """Indices of the utterances to train on, and of those listed in `path`: the first word of each line, so that it may
+    be a Kaldi table. Listed utterances of the data dir that cannot be used are skipped. DataError: the file cannot be
+    read, names an utterance that the data dir does not have, or leaves one side empty."""
+    lines = read_lines(path, "the list of cross-validation utterances")
+    listed = {decode_utf8(parts[0], path, number) for number, parts in lines}
+    known = {entry.key for entry in index.directory.entries}
+    if unknown := sorted(listed - known):
+        message = f"{len(unknown)} of {len(listed)} listed utterances are not in the data: {', '.join(unknown[:5])}"
+        hint = f"list utterances of the training data, such as {', '.join(sorted(known)[:3])}"
+        if not listed - set(index.speakers or ()):
+            hint = "these are speakers: give the list as data.cv.speakers"
+        raise DataError(message, location=path, hint=hint)
+    usable = listed & set(index.utterances)
+    if skipped := len(listed - usable):
+        log.info("%s: %d of %d listed utterances are among the skipped ones", path, skipped, len(listed))
+    return _split(index.utterances, usable, str(path), "utterance")
+
+
+def hold_out_fraction(
+    index: UtteranceIndex, fraction: float, seed: int, by: str = "speaker"
+) -> tuple[list[int], list[int]]:
+    """Holds out whole speakers, or utterances, whose frames come close to `fraction` of all, at least one and at most
+    all but one. In an order drawn with `seed` each that brings the sum closer is held out; of up to `DRAWS` orders the
+    first that comes within 1 % of what was asked for is taken, else the closest. The order of the data dir does not
+    matter. DataError: one side would be empty, as with a single speaker."""
+    groups, sizes = _speakers(index) if by == "speaker" else index.utterances, defaultdict[str, int](int)
+    for group, count in zip(groups, index.num_frames.tolist(), strict=True):
+        sizes[group] += count
+    names, wanted = sorted(sizes), fraction * sum(sizes.values())
     rng, best, closest = np.random.default_rng([seed, 0x5EED]), [""], math.inf
     for _ in range(DRAWS):
         drawn = [names[n] for n in rng.permutation(len(names))]
         held_out, frames = list[str](), 0
         for name in drawn:
-            if len(held_out) < len(names) - 1 and abs(frames + of_speakers[name] - wanted) < abs(frames - wanted):
+            if len(held_out) < len(names) - 1 and abs(frames + sizes[name] - wanted) < abs(frames - wanted):
                 held_out.append(name)
-                frames += of_speakers[name]
-        held_out = held_out or [min(drawn, key=of_speakers.__getitem__)]
-        off = abs(sum(of_speakers[name] for name in held_out) - wanted)
+                frames += sizes[name]
+        held_out = held_out or [min(drawn, key=sizes.__getitem__)]
+        off = abs(sum(sizes[name] for name in held_out) - wanted)
         if off < closest:
             best, closest = held_out, off
         if closest <= 0.01 * wanted:
             break
-    return _split(index, set(best), f"data.cv.fraction {fraction:g}")
+    return _split(groups, set(best), f"data.cv.fraction {fraction:g}", by)
+
+
+def hold_out_by_default(index: UtteranceIndex, fraction: float, seed: int) -> tuple[list[int], list[int], str]:
+    """As `hold_out_fraction`, by speakers where they come within `FRACTION_TOLERANCE` of what is asked for, or as close
+    as utterances do; else by utterances, with the reason in words."""
+    count = len(set(index.speakers or ()))
+    train, cv, reason = list[int](), list[int](), "has no utt2spk" if index.speakers is None else "has a single speaker"
+    if count > 1:
+        train, cv = hold_out_fraction(index, fraction, seed)
+        found = fraction_of(index, cv)
+        if is_close(found, fraction):
+            return train, cv, ""
+        reason = f"has too few speakers, {count}: whole ones would be {100 * found:.1f} % of the frames"
+    by_utterances = hold_out_fraction(index, fraction, seed, "utterance")
+    if cv and abs(fraction_of(index, by_utterances[1]) - fraction) >= abs(found - fraction):
+        return train, cv, ""
+    return *by_utterances, reason
+
+
+def fraction_of(index: UtteranceIndex, utterances: Sequence[int]) -> float:
+    """What these utterances are of all frames."""
+    return float(index.num_frames[list(utterances)].sum() / index.num_frames.sum())
+
+
+def is_close(found: float, wanted: float) -> bool:
+    """Whether a held-out fraction is about what was asked for."""
+    return 1 / FRACTION_TOLERANCE <= found / wanted <= FRACTION_TOLERANCE
 
 
 def _speakers(index: UtteranceIndex) -> tuple[str, ...]:
     if index.speakers is None:
         message = "the training data has no utt2spk; it is needed to hold out speakers for cross-validation"
-        raise DataError(message, hint="write utt2spk, or give data.cv.data and data.cv.alignments")
+        hint = "write utt2spk, set data.cv.by: utterance, or give data.cv.data and data.cv.alignments"
+        raise DataError(message, hint=hint)
     return index.speakers
 
 
-def _split(index: UtteranceIndex, held_out: set[str], rule: str) -> tuple[list[int], list[int]]:
-    speakers = _speakers(index)
-    train = [u for u, speaker in enumerate(speakers) if speaker not in held_out]
-    cv = [u for u, speaker in enumerate(speakers) if speaker in held_out]
+def _split(groups: Sequence[str], held_out: set[str], rule: str, by: str) -> tuple[list[int], list[int]]:
+    """`groups`: the speaker or the id of each utterance."""
+    train = [u for u, group in enumerate(groups) if group not in held_out]
+    cv = [u for u, group in enumerate(groups) if group in held_out]
     if not train or not cv:
         side = "training" if not train else "cross-validation"
-        message = f"{len(held_out)} of {len(set(speakers))} speakers held out: no utterance remains for {side}"
-        hint = "hold out other speakers, or give data.cv.data and data.cv.alignments"
+        message = f"{len(held_out)} of {plural(len(set(groups)), by)} held out: no utterance remains for {side}"
+        hint = f"hold out other {by}s, or give data.cv.data and data.cv.alignments"
         raise DataError(message, location=rule, hint=hint)
     return train, cv
 

@@ -156,9 +156,9 @@ class RowSource(Protocol):
     dtype: str
     processes: int
 
-    def fill(self, features: NDArray[Any], descriptor: int, start: int) -> None:
-        """Fills `features` (rows, width). Several processes write into the open file `descriptor` from byte `start` on,
-        which `features` maps. DataError: damaged or unsuitable features. UserError: a loading process died."""
+    def fill(self, out: NDArray[Any] | None, descriptor: int, start: int) -> None:
+        """Fills `out` (rows, width), or where it is None the open file `descriptor` from byte `start` on. DataError:
+        damaged or unsuitable features. UserError: a loading process died."""
 
     def labels(self) -> Tensor:
         """As `frame_labels`, once the features are loaded."""
@@ -169,18 +169,17 @@ def load_rows(sources: Sequence[RowSource]) -> tuple[Tensor, Tensor]:
     anonymous memory, which is freed with its last user. Raises as `RowSource.fill`."""
     width, dtype, ends = sources[0].width, np.dtype(sources[0].dtype), list(accumulate(s.rows for s in sources))
     shape, row_bytes = (ends[-1], width), width * dtype.itemsize
-    with ExitStack() as stack:
-        descriptor = -1
-        if all(source.processes == 1 for source in sources):
-            features = np.empty(shape, dtype)
-        else:
-            memory = stack.enter_context(_anonymous_memory())
-            memory.truncate(ends[-1] * row_bytes)
-            descriptor = memory.fileno()
-            features = np.frombuffer(mmap.mmap(descriptor, ends[-1] * row_bytes), dtype).reshape(shape)
+    if all(source.processes == 1 for source in sources):
+        features = np.empty(shape, dtype)
         for source, end in zip(sources, ends, strict=True):
-            start = end - source.rows
-            source.fill(features[start:end], descriptor, start * row_bytes)
+            source.fill(features[end - source.rows : end], -1, 0)
+    else:
+        with _anonymous_memory() as memory:
+            memory.truncate(ends[-1] * row_bytes)
+            for source, end in zip(sources, ends, strict=True):
+                source.fill(None, memory.fileno(), (end - source.rows) * row_bytes)
+            mapped = mmap.mmap(memory.fileno(), ends[-1] * row_bytes)
+        features = np.frombuffer(mapped, dtype).reshape(shape)
     labels = [source.labels() for source in sources]
     return torch.from_numpy(features), labels[0] if len(labels) == 1 else torch.cat(labels)
 
@@ -209,12 +208,9 @@ class FeatureLoader:
         self.processes = effective_processes(processes, 4 * self.rows * self.spec.width)
         self.speakers = set((index.speakers if self.comm.world_size == 1 else cmvn_speakers) or ())
 
-    def fill(self, features: NDArray[Any], descriptor: int = -1, start: int = 0) -> None:
+    def fill(self, out: NDArray[Any] | None, descriptor: int, start: int) -> None:
         """See `RowSource`."""
-        if self.processes == 1:
-            self._load(features)
-        else:
-            self._load(None, descriptor, start)
+        self._load(out, descriptor, start)
 
     def labels(self) -> Tensor:
         return frame_labels(self.index, self.config.features.splice)

@@ -33,8 +33,12 @@ from ddnn.data.index import (
     DEFAULT_FRACTION,
     UtteranceIndex,
     assign_shards,
+    fraction_of,
+    hold_out_by_default,
     hold_out_fraction,
     hold_out_speakers,
+    hold_out_utterances,
+    is_close,
     local_positions,
 )
 from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_contradictions
@@ -202,11 +206,14 @@ def _size(size: int) -> str:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is held out for cross-validation: corpora of their own, or the speakers of a list, or a fraction."""
+    """What is held out for cross-validation: corpora of their own, the speakers or utterances of a list, or a
+    fraction."""
 
     corpora: tuple[Corpus, ...] = ()
     speakers: Path | None = None
+    utterances: Path | None = None
     fraction: float | None = None
+    by: Literal["speaker", "utterance"] | None = None  # of the fraction; None: see `hold_out_by_default`
 
 
 @dataclass(frozen=True)
@@ -302,11 +309,21 @@ class TrainingData:
             features[data] = feature_statistics(dataset, chosen, comm).tolist()
         return DataIdentity(contents=contents, features=features)
 
+    def _cv_utterances(self) -> list[int]:
+        """Indices in the index of `cv_source`, or in that of `source`."""
+        if self.cv_source is not None:
+            return list(range(len(self.cv_source.index.entries)))
+        return sorted(set(range(len(self.index.entries))) - set(self.train_utterances))
+
+    def cv_utterances(self) -> list[str]:
+        """Ids of all workers' utterances for cross-validation, in the order of the data."""
+        names = (self.cv_source or self.source).index.utterances
+        return [names[u] for u in self._cv_utterances()]
+
     def part_digests(self) -> tuple[str, str]:
         """Short digests of the utterances to train on and of those for cross-validation, with their lengths."""
-        held_out = sorted(set(range(len(self.index.entries))) - set(self.train_utterances))
         cv = (self.cv_source or self.source).index
-        parts = (self.index, self.train_utterances), (cv, range(len(cv.entries)) if self.cv_source else held_out)
+        parts = (self.index, self.train_utterances), (cv, self._cv_utterances())
         train_digest, cv_digest = (
             hashlib.sha256("".join(f"{i.utterances[u]} {i.num_frames[u]}\n" for u in chosen).encode()).hexdigest()[:16]
             for i, chosen in parts
@@ -413,23 +430,37 @@ def _load(
 
 def _hold_out(index: UtteranceIndex, held_out: HeldOut, seed: int, comm: Communicator) -> tuple[list[int], list[int]]:
     """The utterances to train on and those held out, which are logged: a warning where their fraction of the frames is
-    not the one that the recipe asks for."""
+    not the one that the recipe asks for, and where they are of speakers of the training data without its asking for
+    it."""
+    wanted, reason = None, ""
     if held_out.speakers is not None:
         train, cv = hold_out_speakers(index, held_out.speakers)
-        wanted, asked = None, ""
+    elif held_out.utterances is not None:
+        train, cv = hold_out_utterances(index, held_out.utterances)
     else:
         wanted = held_out.fraction or DEFAULT_FRACTION
-        train, cv = hold_out_fraction(index, wanted, seed)
-        asked = f" (asked for: {100 * wanted:.3g} %)"
-    held = index.subset(cv)
-    fraction = held.num_frames.sum() / index.num_frames.sum()
-    log.info("CV: %s, %.1f %% of the frames%s", held.size(), 100 * fraction, asked)
-    if comm.rank == 0 and wanted is not None and not 1 / 1.2 <= fraction / wanted <= 1.2:
-        message = (
-            "data.cv.fraction asks for %.3g %% of the frames, but %.1f %% are held out, since speakers are held out "
-        )
-        message += "whole; choose them with data.cv.speakers, or give data.cv.data"
-        log.warning(message, 100 * wanted, 100 * fraction)
+        if held_out.by is None:
+            train, cv, reason = hold_out_by_default(index, wanted, seed)
+        else:
+            train, cv = hold_out_fraction(index, wanted, seed, held_out.by)
+    fraction, asked = fraction_of(index, cv), "" if wanted is None else f" (asked for: {100 * wanted:.3g} %)"
+    log.info("CV: %s, %.1f %% of the frames%s", index.subset(cv).size(), 100 * fraction, asked)
+    if comm.rank != 0:
+        return train, cv
+    if reason:
+        message = "CV: the training data %s. Utterances are held out instead (data.cv.by: utterance), of speakers who "
+        message += "are also trained on: cross-validation looks better than it would with other speakers"
+        log.warning(message, reason)
+    elif index.speakers is not None:
+        speakers = [{index.speakers[u] for u in part} for part in (train, cv)]
+        if common := len(speakers[0] & speakers[1]):
+            message = "CV: %d of %d speakers are also in the training data: the cross-validation will look too good"
+            log.log(logging.WARNING if held_out.by is None else logging.INFO, message, common, len(speakers[1]))
+    if wanted is not None and not is_close(fraction, wanted):
+        units = "utterances" if reason or held_out.by == "utterance" else "speakers"
+        message = "data.cv.fraction asks for %.3g %% of the frames, but %.1f %% are held out, since %s are held out "
+        message += "whole; choose them with data.cv.%s, or give data.cv.data"
+        log.warning(message, 100 * wanted, 100 * fraction, units, units)
     return train, cv
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -125,7 +126,28 @@ def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicato
     return DataSource(parts, join([part.index for part in parts]), config)
 
 
+def check_not_swapped(corpus: Corpus) -> None:
+    """DataError, which names the keys, where the alignments are a data dir, or the data dir an alignment dir."""
+
+    def found(path: Path, *names: str) -> str | None:
+        with suppress(OSError):  # a folder without permission
+            return next((name for name in names if (path / name).exists()), None)
+        return None
+
+    data, alignments, (data_key, alignments_key) = corpus.data, corpus.alignments, corpus.keys
+    aligned = None if found(data, "feats.scp") else found(data, "final.mdl", "ali.1.gz", "num_jobs")
+    aligned = "a file" if data.is_file() else aligned and f"an alignment dir (it has {aligned})"
+    if found(alignments, "feats.scp") and not found(alignments, "final.mdl", "ali.1.gz"):
+        message = f"{alignments_key} is a data dir (it has feats.scp)"
+        message += f" and {data_key} is {aligned}; did you swap them?" if aligned else ", not an alignment dir"
+        hint = f"{data_key} takes a Kaldi data dir, {alignments_key} an alignment dir or an archive of pdf-ids"
+        raise DataError(message, location=alignments, hint=hint)
+    if aligned and not data.is_file():
+        raise DataError(f"{data_key} is {aligned}, not a data dir", location=data, hint="give a dir with feats.scp")
+
+
 def _open_corpus(corpus: Corpus, config: DataConfig, comm: Communicator) -> IndexedCorpus:
+    check_not_swapped(corpus)
     directory = read_tables(corpus.data, config)
     index = cache = None
     if config.cache_dir is not None:

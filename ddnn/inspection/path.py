@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,7 +28,7 @@ from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.nnet1 import Activation, Component, read_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.training.metrics import format_figures, read_metrics
-from ddnn.training.run_status import DBN, FINAL, METRICS, PDF_COUNTS, RECIPE, STATUS
+from ddnn.training.run_status import CV_UTTERANCES, DBN, FINAL, METRICS, PDF_COUNTS, RECIPE, STATUS
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import definitions, printable
@@ -116,6 +117,8 @@ def _run_dir(path: Path) -> dict[str, Any]:
     fields: dict[str, Any] = {"state": status.state, **{k: v for k, v in status.lines().items() if v}}
     if status.problems:
         fields["problems"] = list(status.problems)
+    with suppress(OSError):  # a training of before 0.2.0 has no such list
+        fields["cv_utterances"] = read_bytes_limited(path / CV_UTTERANCES, MAX_SCAN_BYTES).count(b"\n")
     for name in (FINAL, DBN):
         if (path / name).exists():
             fields |= _model(path / name)
@@ -144,11 +147,12 @@ def _metrics(path: Path) -> dict[str, Any]:
 
 def _recipe(path: Path) -> dict[str, Any]:
     from ddnn.recipe.load import load_recipe
+    from ddnn.recipe.schema import as_list
 
     recipe = load_recipe(path, must_exist=False)
     return {
-        "train": printable(str(recipe.data.train), ""),
-        "alignments": printable(str(recipe.data.alignments), ""),
+        "train": printable(", ".join(map(str, as_list(recipe.data.train))), ""),
+        "alignments": printable(", ".join(map(str, as_list(recipe.data.alignments))), ""),
         "model": recipe.model.summary(),
         "training": f"{recipe.optimizer.name}, {recipe.schedule.name} from {recipe.schedule.initial_learning_rate:g}",
         "minibatch": recipe.minibatch,

@@ -98,13 +98,13 @@ def _walk() -> tuple[dict[str, str], dict[str, KeyInfo]]:
             if mappings and value is None:
                 visit(dotted, *mappings)
                 continue
-            kind = value or next((k for k in field.get("anyOf", []) if k["type"] != "null"), field)
+            kinds = [k for k in [value] if k] or [k for k in field.get("anyOf", [field]) if k.get("type") != "null"]
             if name == chooser:
-                kind = {"enum": _tags(variants, name)}
+                kinds = [{"enum": _tags(variants, name)}]
             default = field.get("default", REQUIRED if name in having[0].get("required", ()) else None)
             only = _tags(having, chooser) if chooser and len(variants) > len(having) else []
-            meaning, is_path = _unwrapped(field["description"]), kind.get("format") == "path"
-            expects = _expects(kind)
+            meaning, is_path = _unwrapped(field["description"]), kinds[0].get("format") == "path"
+            expects = " or ".join(map(_expects, kinds))
             if mappings:
                 expects += f", or a mapping of {', '.join(mappings[0]['properties'])}"
             found_keys[dotted] = KeyInfo(dotted, expects, default, meaning, is_path, tuple(only))

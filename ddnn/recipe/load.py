@@ -13,7 +13,20 @@ from pydantic_core import ErrorDetails
 
 from ddnn.recipe import source
 from ddnn.recipe.keys import REQUIRED, keys, keys_of, sections, suggest_key
-from ddnn.recipe.schema import MAPPING, VALUE, VARIANTS, ModelConfig, ParallelConfig, PretrainConfig, Recipe, Section
+from ddnn.recipe.schema import (
+    MAPPING,
+    VALUE,
+    VARIANTS,
+    CrossValidationConfig,
+    DataConfig,
+    MaybePaths,
+    ModelConfig,
+    ParallelConfig,
+    PretrainConfig,
+    Recipe,
+    Section,
+    as_list,
+)
 from ddnn.recipe.source import SourceTree, SourceValue
 from ddnn.util.errors import RecipeError
 
@@ -55,8 +68,15 @@ def dump_recipe(recipe: Recipe) -> str:
     Omitted are keys that were not given and have no default, and those that the chosen optimizer and schedule never
     read."""
     values = {name: get_value(recipe, name) for name in keys() if is_read(recipe, name)}
-    plain = {n: str(v) if isinstance(v, Path) else v for n, v in values.items() if not isinstance(v, Section | None)}
+    plain = {name: _plain(value) for name, value in values.items() if not isinstance(value, Section | None)}
     return yaml.safe_dump(source.nested(plain), sort_keys=False, allow_unicode=True, width=10_000)
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def recorded_values(text: str) -> SourceTree:
@@ -154,12 +174,17 @@ def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
     """The recipe. Problems are added to `tree`; wrong values are not used, so that the rest is still checked."""
     sound = _known(tree)
     for name, given in list(sound.items()):
-        if keys()[name].is_path and isinstance(given.value, str):
-            found = _find_path(given.value, path.parent, must_exist and name not in OUTPUT_PATHS)
-            if isinstance(found, str):
-                tree.refuse(f"{name}: {found}", given.source)
-                found = Path("/")
-            sound[name] = SourceValue(found, given.source)
+        if not keys()[name].is_path:
+            continue
+        items = given.value if isinstance(given.value, list) else [given.value]
+        paths = list[Any](items)
+        for n, text in enumerate(items):
+            if isinstance(text, str):
+                paths[n] = _find_path(text, path.parent, must_exist and name not in OUTPUT_PATHS)
+            if isinstance(paths[n], str):
+                tree.refuse(f"{name}: {paths[n]}", given.source)
+                paths[n] = Path("/")
+        sound[name] = SourceValue(paths if isinstance(given.value, list) else paths[0], given.source)
     wrong: dict[str, str] = {}
     recipe = None
     while recipe is None:
@@ -187,11 +212,16 @@ def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
 
 
 def _key_of(detail: ErrorDetails) -> str:
-    """The dotted key that an error is about: without the index in a list and the name of a variant."""
+    """The dotted key that an error is about: without the index in a list and the names of a variant or
+    of a type."""
     section, *below = [part for part in detail["loc"] if isinstance(part, str) and part not in (VALUE.tag, MAPPING.tag)]
     if section in VARIANTS:
         below = below[1:] or [VARIANTS[section][0]]
-    return ".".join((section, *below))
+    name = ".".join((section, *below))
+    if name in keys() or name in sections():
+        return name
+    # What follows the key names one of the types that it may have.
+    return next((key for key in keys() if name.startswith(f"{key}.")), name)
 
 
 def _refuse(name: str, kind: str, sound: Mapping[str, SourceValue], path: Path, tree: SourceTree) -> None:
@@ -267,7 +297,8 @@ Complaint = tuple[str, str]  # A dotted key and what is wrong with it, with a hi
 def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     """All that is contradictory in a recipe whose single values are sound."""
     cv, schedule = recipe.data.cv, recipe.schedule
-    ways = {"fraction": cv.fraction, "speakers": cv.speakers, "data": cv.data or cv.alignments}
+    ways: dict[str, Any] = {"fraction": cv.fraction, "speakers": cv.speakers, "utterances": cv.utterances}
+    ways["data"] = cv.data or cv.alignments
     given = [f"data.cv.{key}" for key, value in ways.items() if value is not None]
     if len(given) > 1:
         ways_are = "these are different ways to hold out data: keep one, set the others to null"
@@ -278,6 +309,10 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     if cv.transforms is not None and (cv.data is None or recipe.data.transforms is None):
         absent = "data.cv.data" if cv.data is None else "data.transforms"
         yield "data.cv.transforms", f"never read without {absent}; remove it or set it to null"
+    if cv.by is not None and cv.fraction is None:
+        yield "data.cv.by", f"{cv.by} found, but there is no data.cv.fraction to hold out; remove it or set it to null"
+    yield from _lists("data.train", recipe.data.train, "data.", recipe.data)
+    yield from _lists("data.cv.data", cv.data, "data.cv.", cv)
     yield from _freeze(recipe.model)
     yield from _pretrain(recipe)
     if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
@@ -304,6 +339,18 @@ def _freeze(model: ModelConfig) -> Iterator[Complaint]:
         yield "model.freeze", f"{wrong[0]} found, expected {expected}"
     elif len(set(frozen)) == layers:
         yield "model.freeze", f"all {layers} layers are frozen, so that nothing is trained: leave at least one"
+
+
+def _lists(key: str, dirs: MaybePaths, prefix: str, section: DataConfig | CrossValidationConfig) -> Iterator[Complaint]:
+    """Of a section whose alignments and transforms are not those of as many corpora as it has data dirs."""
+    expected = len(as_list(dirs))
+    for name, paths in (("alignments", section.alignments), ("transforms", section.transforms)):
+        found = len(as_list(paths))
+        if expected and found not in (0, expected) and not (name == "transforms" and found == 1):
+            hint = (
+                f"give {'an alignment' if name == 'alignments' else 'transforms'} for each data dir, in the same order"
+            )
+            yield f"{prefix}{name}", f"{found} found, but {key} names {expected}; {hint}"
 
 
 def is_read(recipe: Recipe, key: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -14,6 +14,20 @@ Count = Annotated[int, Field(ge=1)]
 NotNegativeCount = Annotated[int, Field(ge=0)]
 # YAML reads a bare `off` as false.
 AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
+
+# A list of one path is that path: the same recipe.
+Paths = Annotated[
+    Path | Annotated[list[Path], Field(min_length=1)],
+    AfterValidator(lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value),
+]
+
+
+MaybePaths = Path | list[Path] | None
+
+
+def as_list(paths: MaybePaths) -> list[Path]:
+    """Of a key that takes a path or a list of paths."""
+    return paths if isinstance(paths, list) else [] if paths is None else [paths]
 
 
 class Section(BaseModel):
@@ -32,29 +46,37 @@ class CrossValidationConfig(Section):
 
     speakers: Path | None = None
     """File with one speaker per line, whose utterances are held out."""
-    data: Path | None = None
-    """A separate Kaldi data dir for cross-validation. Nothing is then held out of the training data, and no utterance may
-    be in both."""
-    alignments: Path | None = None
-    """The alignments of `data.cv.data`."""
-    transforms: Path | None = None
-    """Kaldi's transforms of `data.cv.data`. Default: those of `data.transforms`, which has its speakers where both data
-    dirs were aligned together."""
+    utterances: Path | None = None
+    """File with the utterances to hold out, an id at the beginning of each line: a plain list, `cv_utterances` of another
+    run dir, or a Kaldi table such as `utt2spk` or `text`."""
+    data: Paths | None = None
+    """A separate Kaldi data dir for cross-validation, or a list of them. Nothing is then held out of the training data,
+    and no utterance may be in both."""
+    alignments: Paths | None = None
+    """The alignments of `data.cv.data`; of a list as many, in the same order."""
+    transforms: Paths | None = None
+    """Kaldi's transforms of `data.cv.data`, a path or a list as there. Default: those of `data.transforms`, which has its
+    speakers where both data dirs were aligned together."""
     fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         default_factory=lambda known: 0.1 if all(value is None for value in known.values()) else None
     )
-    """Fraction of the training frames to hold out, as whole speakers drawn with the recipe's `seed` so that they come
-    close to it. A warning says where they are far from it. Default: 0.1 if nothing else in this section is given."""
+    """Fraction of the training frames to hold out, drawn with the recipe's `seed` so that they come close to it.
+    Default: 0.1 if nothing else in this section is given."""
+    by: Literal["speaker", "utterance"] | None = None
+    """Whether `fraction` holds out whole speakers or utterances. Default: speakers; but utterances, with a warning, where
+    there is no `utt2spk` or there are too few speakers to come within a fifth of `fraction`. Held-out utterances of
+    speakers who are also trained on make the cross-validation look better than other speakers would."""
 
 
 class DataConfig(Section):
     """Kaldi features and alignments."""
 
-    train: Path
-    """Kaldi data dir: `feats.scp`, `utt2spk` and, optionally, `cmvn.scp`."""
-    alignments: Path
+    train: Paths
+    """Kaldi data dir: `feats.scp`, `utt2spk` and, optionally, `cmvn.scp`. Or a list of data dirs, which are trained on
+    together: docs/input.md."""
+    alignments: Paths
     """Kaldi alignment dir (`ali.*.gz` of transition-ids and `final.mdl`), or one archive of pdf-ids (`.ark`, `.txt`,
-    `.gz`)."""
+    `.gz`). For a list of data dirs as many, in the same order, all of one tree."""
     num_pdfs: Count | None = None
     """Number of pdfs (senones). It is read from `final.mdl` and only used with an archive of pdf-ids, where the default
     is the largest pdf-id + 1."""
@@ -67,10 +89,11 @@ class DataConfig(Section):
     computed from its features."""
     deltas: Annotated[int, Field(ge=0, le=4)] = 0
     """Order of delta features to append (Kaldi's add-deltas, window 2), after CMVN and before splicing."""
-    transforms: Path | None = None
+    transforms: Paths | None = None
     """A Kaldi dir (`exp/tri4_ali`) whose transforms are applied to raw features after CMVN: `final.mat` (LDA+MLLT) to
     frames spliced by its `splice_opts`, or deltas by its `delta_opts` where there is no `final.mat`; then `trans.*`
-    (fMLLR) of speakers or utterances, if there are any. See docs/input.md."""
+    (fMLLR) of speakers or utterances, if there are any. See docs/input.md. For a list of data dirs one that has the
+    transforms of all their speakers, or as many, of one system."""
     normalize: bool = True
     """Shift and scale each spliced dimension to zero mean and unit variance over the training set."""
     feature_dtype: Literal["float32", "float16"] = "float32"
@@ -88,8 +111,8 @@ class DataConfig(Section):
     """Run shell commands in an scp (`gunzip -c x.gz |`). Only for data that you wrote yourself. Counts on the command
     line and in the recipe that it names, not in included files, run dirs and corpora."""
     max_skipped_fraction: Fraction = 0.05
-    """Largest fraction of utterances that may have no alignment, or differ from it by 5 frames or more. With more,
-    training is refused."""
+    """Largest fraction of the utterances of a data dir that may have no alignment, or differ from it by 5 frames or more.
+    With more, training is refused."""
 
 
 class ModelConfig(Section):
@@ -345,7 +368,7 @@ class Recipe(Section):
     """A whole recipe. Relative paths are looked up in the working directory, then in the folder of the recipe."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
-    """Seed of everything random: initial parameters, frame order, held-out speakers. The same seed gives the same bits
+    """Seed of everything random: initial parameters, frame order, held-out speakers or utterances. The same seed gives the same bits
     on the same machine."""
     data: DataConfig
     """Features and alignments."""

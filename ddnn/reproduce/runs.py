@@ -15,8 +15,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from ddnn.recipe.keys import keys
-from ddnn.recipe.load import dump_recipe, load_recipe
-from ddnn.recipe.schema import Recipe
+from ddnn.recipe.load import dump_recipe, get_value, load_recipe
+from ddnn.recipe.schema import Recipe, as_list
 from ddnn.recipe.source import first_error
 from ddnn.report.scaling import Job, Measurement, Way
 from ddnn.reproduce.tables import FrozenModel, ReproduceConfig, Table, file_fingerprint, test_digest
@@ -32,7 +32,7 @@ NON_RESULT_KEYS = (
     "parallel.gpu_transport",
 )
 """Keys that change nothing that a training computes, or only its last bits; those of `checkpoint` and `log` neither."""
-ADDED_KEYS = frozenset({"minibatch_scope", "data.transforms", "data.cv.transforms"})
+ADDED_KEYS = frozenset({"minibatch_scope", "data.transforms", "data.cv.transforms", "data.cv.by", "data.cv.utterances"})
 """Keys that were added after runs had been recorded, with defaults that change nothing. At their defaults they are left
 out of the digest, so that these records still count."""
 MAX_BYTES = 16 << 20  # of a record: the errors of half a million utterances
@@ -293,7 +293,8 @@ def recipe_digest(recipe: Recipe, dbn: str = "") -> str:
         if neutral or name in NON_RESULT_KEYS or name.startswith("checkpoint."):
             section.pop(last, None)
         elif key.is_path and last in section:
-            section[last] = file_fingerprint(Path(section[last]))
+            prints = [file_fingerprint(path) for path in as_list(get_value(recipe, name))]
+            section[last] = prints if isinstance(section[last], list) else prints[0]
     return hashlib.sha256(json.dumps([RESULT_VERSION, tree, dbn], sort_keys=True).encode()).hexdigest()
 
 

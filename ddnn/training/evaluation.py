@@ -16,8 +16,9 @@ from torch import Tensor
 from ddnn.data.batches import Batch, SequentialSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset, labels_of
 from ddnn.data.index import MAX_SKIPPED_FRACTION
-from ddnn.data.loading import DataConfig
+from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import EVAL_BATCH, load_data_dir
+from ddnn.data.source import check_not_swapped
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, transition_digest
 from ddnn.nn.acoustic_model import AcousticModel
@@ -213,6 +214,7 @@ def evaluate_run(
     feature dimension or number of pdfs than the model's."""
     on = choose_device(device)
     model = load_run(run_dir)
+    check_not_swapped(Corpus(data, alignments, ("--data", "--alignments")))
     labels = read_alignments(alignments)
     most = model.network.output_dim
     # The pdfs of a final.mdl are all that its tree has; an archive of pdf-ids may lack the last ones.

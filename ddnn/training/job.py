@@ -218,6 +218,7 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
     if resume and (loaded is not None or read_restart() is not None):
         run.record(resume_event(loaded, run, comm))
     run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
+    run.write_cv_utterances(data.cv_utterances())
     network = model.network.to(job.device).with_frozen(recipe.model.freeze or ())
     model = replace(model, transform=model.transform.to(job.device), network=network)
     trainer = assemble_trainer(job, model, data, identity, checkpoints, loaded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from inspect import signature
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ddnn.averaging.strategies import AveragingOptions
@@ -17,7 +18,15 @@ from ddnn.optim.ng_sgd import NgSgdOptions
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
 from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.load import minibatch_problems
-from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig, Section
+from ddnn.recipe.schema import (
+    MaybePaths,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    ScheduleConfig,
+    Section,
+    as_list,
+)
 from ddnn.util.errors import RecipeError
 from ddnn.util.progress import progress_bar
 
@@ -90,9 +99,10 @@ def _taken(kind: Callable[..., Options], section: Section, **others: Any) -> Opt
 def model_features(recipe: Recipe) -> FeatureConfig:
     """What a model trained by the recipe keeps of its features. DataError: as `read_transform_config`. RecipeError:
     deltas beside transforms."""
-    features, path = FeatureConfig(recipe.data.cmvn, recipe.data.deltas), recipe.data.transforms
-    if path is None:
+    features, paths = FeatureConfig(recipe.data.cmvn, recipe.data.deltas), as_list(recipe.data.transforms)
+    if not paths:
         return features
+    path = paths[0]  # those of further corpora must be alike
     transforms = read_transform_config(path)
     if features.deltas:
         message = f"{features.deltas} found beside data.transforms: {path}, which has {transforms.as_text()}"
@@ -101,16 +111,27 @@ def model_features(recipe: Recipe) -> FeatureConfig:
     return replace(features, transforms=transforms)
 
 
+def corpora(
+    keys: tuple[str, str], data: MaybePaths, alignments: MaybePaths, transforms: MaybePaths
+) -> tuple[Corpus, ...]:
+    """The corpora that these two keys of the recipe name: each a path, or lists of as many. Transforms: of each, or a
+    single dir for all."""
+    pairs = list(zip(as_list(data), as_list(alignments), strict=True))
+    of: list[Path | None] = [*as_list(transforms)] or [None]
+    of = of * len(pairs) if len(of) == 1 else of
+    numbers = [f"[{n}]" for n in range(len(pairs))] if len(pairs) > 1 else [""]
+    named = ((keys[0] + number, keys[1] + number) for number in numbers)
+    return tuple(Corpus(*pair, names, path) for pair, names, path in zip(pairs, named, of, strict=bool(pairs)))
+
+
 def data_config(recipe: Recipe, workers: int, *, held_out: bool = True) -> TrainingDataConfig:
     """What the recipe says about data; `held_out`: whether there is cross-validation, which RBMs do without."""
     of = recipe.data
     features = replace(model_features(recipe), splice=of.splice, dtype=of.feature_dtype)
-    cv: tuple[Corpus, ...] = ()
-    if of.cv.data is not None and of.cv.alignments is not None:
-        keys = ("data.cv.data", "data.cv.alignments")
-        cv = (Corpus(of.cv.data, of.cv.alignments, keys, of.cv.transforms or of.transforms),)
+    cv_keys, cv_transforms = ("data.cv.data", "data.cv.alignments"), of.cv.transforms or as_list(of.transforms)[:1]
+    cv = corpora(cv_keys, of.cv.data, of.cv.alignments, cv_transforms)
     return TrainingDataConfig(
-        (Corpus(of.train, of.alignments, transforms=of.transforms),),
+        corpora(("data.train", "data.alignments"), of.train, of.alignments, of.transforms),
         _taken(DataConfig, of, features=features, progress=progress_bar("loading")),
         _taken(HeldOut, of.cv, corpora=cv) if held_out else None,
         recipe.seed,

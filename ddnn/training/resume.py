@@ -16,7 +16,7 @@ from torch import Tensor
 from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
 from ddnn.recipe.load import changed_keys, describe_changes, get_value, recorded_values
-from ddnn.recipe.schema import Recipe
+from ddnn.recipe.schema import Recipe, as_list
 from ddnn.recipe.source import SourceValue, first_error
 from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.training.state import CheckpointMetadata, LoadedCheckpoint
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 RESUMABLE = re.compile(
     r"(checkpoint|cuda_graphs|log"
-    r"|data\.(alignments|allow_pipes|cache_dir|cv\.(alignments|data|speakers|transforms)|feature_device"
-    r"|loader_processes|max_skipped_fraction|train|transforms)"
+    r"|data\.(alignments|allow_pipes|cache_dir|cv\.(alignments|data|speakers|transforms|utterances)"
+    r"|feature_device|loader_processes|max_skipped_fraction|train|transforms)"
     r"|parallel\.(cpu_threads|gpu_transport|hang_timeout|max_restarts|oversubscribe_gpus|workers))(\..*)?"
 )
 """Keys of a recipe that a resume may change. Where data has moved, `DataIdentity` says whether it is the same."""
@@ -117,9 +117,12 @@ def check_same_data(before: object, found: DataIdentity, recipe: Recipe, since: 
     except ValidationError as error:
         raise DataError(f"not a checkpoint of this version: data: {first_error(error)}", location=since) from error
     if changed:
-        path = get_value(recipe, next(iter(changed)))
+        key, _, number = next(iter(changed)).partition("[")
+        value, place = get_value(recipe, key), int(number.rstrip("]") or 0)
+        paths = as_list(value) if isinstance(value, Path | list) else []
+        path = paths[place] if place < len(paths) else since
         lines = [f"{key}: {text}" for key, text in changed.items()]
         listed = lines[0] if len(lines) == 1 else "".join(f"\n  - {line}" for line in lines)
         message = f"the data has changed since checkpoint {since.name.lstrip('0')} was written: {listed}"
         hint = "restore what the training began with, or start in another run dir"
-        raise DataError(message, location=path if isinstance(path, Path) else since, hint=hint)
+        raise DataError(message, location=path, hint=hint)

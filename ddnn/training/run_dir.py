@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,10 @@ class RunDir:
 
     def write_pdf_counts(self, pdf_counts: NDArray[np.float64]) -> None:
         write_pdf_counts(self.path / run_status.PDF_COUNTS, pdf_counts)
+
+    def write_cv_utterances(self, utterances: Sequence[str]) -> None:
+        """The list that `data.cv.utterances` of another recipe takes."""
+        write_text(self.path / run_status.CV_UTTERANCES, "".join(f"{name}\n" for name in utterances))
 
     def record(self, row: MetricsRow) -> None:
         """Logs a row and appends it to metrics.jsonl; if the disk is full, as soon as there is space."""
@@ -300,6 +304,7 @@ class NullRunDir(RunDir):
     def set_progress(self, epoch: int, minibatch: int) -> None: ...
     def write_recipe(self, text: str) -> None: ...
     def write_pdf_counts(self, pdf_counts: NDArray[np.float64]) -> None: ...
+    def write_cv_utterances(self, utterances: Sequence[str]) -> None: ...
     def record(self, row: MetricsRow) -> None: ...
     def flush(self) -> None: ...
     def truncate_after(self, epoch: int, rbm: int | None = None) -> None: ...

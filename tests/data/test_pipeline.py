@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import DataIdentity, HeldOut, TrainingData, TrainingDataConfig, TrainingFootprint, training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.inspection.path import describe_path
 from ddnn.kaldi.archive import MatrixReader
 from ddnn.recipe.load import load_recipe
 from ddnn.training.job import run_training
@@ -81,8 +83,9 @@ def load(
 ) -> TrainingData:  # fmt: skip
     reading = DataConfig(FeatureConfig(splice=splice), max_skipped_fraction=0.5, cache_dir=cache_dir)
     held_out, alignments = held_out or HeldOut(speakers=folder / "cv1"), config.pop("alignments", folder / "pdfs.txt")
+    seed = config.pop("seed", 1)
     given = TrainingDataConfig(
-        (Corpus(folder / "train", alignments),), reading, held_out, 1, lambda dim, pdfs: FOOTPRINT, **config
+        (Corpus(folder / "train", alignments),), reading, held_out, seed, lambda dim, pdfs: FOOTPRINT, **config
     )
     return training_data(given, torch.device("cpu"), comm or SingleProcess())
 
@@ -397,7 +400,7 @@ def test_speakers_and_pdfs_unlike_those_of_the_training_data_are_warnings(
     assert f"{counted.index.pdf_counts[0]} of 160 frames are of 1 pdf that no frame of the training data" in caplog.text
 
 
-@pytest.mark.parametrize("own", [HeldOut(fraction=0.3), HeldOut(), HeldOut(speakers=Path("cv1"))], ids=str)
+@pytest.mark.parametrize("own", [HeldOut(fraction=0.3), HeldOut(by="speaker"), HeldOut(speakers=Path("cv1"))], ids=str)
 def test_what_is_held_out_is_disjoint_and_logged(
     tmp_path: Path, own: HeldOut, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,7 +426,109 @@ def test_a_fraction_far_from_what_was_asked_for_is_a_warning(
 ) -> None:
     """Four speakers of a quarter each."""
     folder = prepare(tmp_path, *labelled_utterances())
-    load(folder, HeldOut(fraction=fraction))
+    load(folder, HeldOut(fraction=fraction, by="speaker"))
     found = 75.0 if fraction == 0.9 else 25.0
     message = f"asks for {100 * fraction:g} % of the frames, but {found} % are held out"
     assert (message in caplog.text) == warned == ("asks for" in caplog.text)
+
+
+def cv_of(data: TrainingData) -> set[str]:
+    """Its utterances for cross-validation, which are in memory with labels."""
+    assert sorted(data.cv_utterances()) == sorted(
+        set(data.index.utterances) - {data.index.utterances[u] for u in data.train_utterances}
+    )
+    assert len(data.cv) + len(data.train) == data.index.num_frames.sum()
+    return set(data.cv_utterances())
+
+
+@pytest.mark.parametrize(
+    ("speakers", "fraction", "reason"),
+    [
+        (None, 0.25, "has no utt2spk"),
+        ("one", 0.25, "has a single speaker"),
+        ("four", 0.125, "has too few speakers, 4: whole ones would be 25.0 % of the frames"),
+        ("four", 0.25, ""),
+        ("each its own", 0.125, ""),
+    ],
+)
+def test_too_few_speakers_hold_out_utterances_with_a_warning(
+    tmp_path: Path, speakers: str | None, fraction: float, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """24 utterances of as many frames. Speakers who come as close to the fraction are held out, as they always were."""
+    folder = prepare(tmp_path, *labelled_utterances(count=24, frames=20))
+    table = folder / "train/utt2spk"
+    names = [line.split()[0] for line in table.read_text().splitlines()]
+    if speakers is None:
+        table.unlink()
+    elif speakers != "four":
+        table.write_text("".join(f"{name} {'spk' if speakers == 'one' else name}\n" for name in names))
+    data = load(folder, HeldOut(fraction=fraction))
+    assert len(cv_of(data)) == 24 * fraction
+    assert (f"CV: the training data {reason}. Utterances are held out instead" in caplog.text) == bool(reason)
+    if reason:
+        assert data.cv_utterances() == load(folder, HeldOut(fraction=fraction, by="utterance")).cv_utterances()
+        with pytest.raises(DataError) if speakers != "four" else nullcontext():
+            load(folder, HeldOut(fraction=fraction, by="speaker"))
+    else:
+        assert "WARNING" not in caplog.text
+        assert data.cv_utterances() == load(folder, HeldOut(fraction=fraction, by="speaker")).cv_utterances()
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5, 0.9])
+def test_utterances_come_close_to_the_fraction_on_any_number_of_workers(
+    tmp_path: Path, fraction: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, own = prepare(tmp_path, *unlike_utterances(60)), HeldOut(fraction=fraction, by="utterance")
+    data = load(folder, own)
+    assert len(data.cv) / data.index.num_frames.sum() == pytest.approx(fraction, rel=0.01)
+    assert "WARNING" not in caplog.text, "it was asked for"
+    chosen = cv_of(data)
+    for found in run_workers(2, lambda comm: load(folder, own, comm)):
+        assert found.cv_utterances() == data.cv_utterances()
+    scp = folder / "train/feats.scp"
+    scp.write_text("".join(f"{line}\n" for line in reversed(scp.read_text().splitlines())))
+    assert cv_of(load(folder, own)) == chosen, "the order of the data dir does not matter"
+    assert any(cv_of(load(folder, own, seed=seed)) != chosen for seed in (2, 3))
+
+
+def test_a_list_of_utterances_is_held_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also a Kaldi table, an utterance twice, and one that cannot be used."""
+    features, labels = labelled_utterances()
+    folder, listed = prepare(tmp_path, features, labels), tmp_path / "cv list"
+    listed.write_text("spk1-utt005 two words\nspk0-utt000\r\nspk1-utt005\n")
+    caplog.set_level(logging.INFO, "ddnn")
+    assert cv_of(load(folder, HeldOut(utterances=listed))) == {"spk0-utt000", "spk1-utt005"}
+    assert "CV: 2 of 2 speakers are also in the training data: the cross-validation will look too good" in caplog.text
+    del labels["spk0-utt000"]
+    write_pdfs(folder / "pdfs.txt", labels)
+    assert cv_of(load(folder, HeldOut(utterances=listed))) == {"spk1-utt005"}
+    assert "1 of 2 listed utterances are among the skipped ones" in caplog.text
+    for text, message in (
+        ("spk1-utt005\nnobody-1\n", r"1 of 2 listed utterances are not in the data: nobody-1"),
+        ("spk1\nspk2\n", r"2 of 2 listed utterances are not in the data: spk1, spk2[^!]*data.cv.speakers"),
+        ("".join(f"{name}\n" for name in features), "11 of 11 utterances held out: no utterance remains for training"),
+        ("spk0-utt000\n", "no utterance remains for cross-validation"),
+        ("", "the list of cross-validation utterances is empty"),
+        ("\n", "line 1 of the list of cross-validation utterances is blank"),
+    ):
+        listed.write_text(text)
+        with pytest.raises(DataError, match=message):
+            load(folder, HeldOut(utterances=listed))
+    with pytest.raises(DataError, match="does not exist"):
+        load(folder, HeldOut(utterances=tmp_path / "missing"))
+
+
+def test_the_held_out_utterances_are_written_down_and_can_be_held_out_again(tmp_path: Path) -> None:
+    """The same split and the same bits, with another seed for the choice."""
+    folder = prepare(tmp_path, *labelled_utterances())
+    recipe = write_recipe(tmp_path / "recipe.yaml", folder / "train", folder / "pdfs.txt")
+    run_training(load_recipe(recipe, ["data.cv.by=utterance"]), tmp_path / "first", "cpu")
+    listed = tmp_path / "first/cv_utterances"
+    assert len(listed.read_text().splitlines()) == 3
+    again = load_recipe(recipe, ["data.cv.fraction=null", f"data.cv.utterances={listed}"])
+    run_training(again, tmp_path / "again", "cpu")
+    for name in ("final.safetensors", "cv_utterances"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+    assert load_recipe(tmp_path / "again/recipe.yaml").data.cv.utterances == listed
+    fields = describe_path(tmp_path / "again").as_dict()
+    assert fields["cv_utterances"] == 3
