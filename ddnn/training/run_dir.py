@@ -115,7 +115,8 @@ class RunDir:
         check_run_dir(path, "pretraining", recipe=recipe, held=True)
         ensure_directory(path)
         run = RunDir(path, "pretraining", self)
-        run._writers += [TensorBoardWriter(path / run_status.METRICS)] * (len(self._writers) > 1)
+        if len(self._writers) > 1:  # the training writes for TensorBoard too
+            run._writers.append(TensorBoardWriter(path / run_status.METRICS))
         run.write_recipe(recipe)
         return run
 
