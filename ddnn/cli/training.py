@@ -194,21 +194,52 @@ def decode_prep(
 @option("--graph", type=PATH, required=True, help="Kaldi graph dir: HCLG.fst and words.txt.")
 @option("--model", type=PATH, required=True, help="The final.mdl that the graph was made with.")
 @option("--text", type=PATH, required=True, help="The reference: a Kaldi text of the same utterances.")
-@option("--acoustic-scale", default="0.05,0.07,0.1,0.143", callback=parse_numbers,
-        help="One or more, with commas between.")  # fmt: skip
+@option(
+    "--acoustic-scale", callback=parse_numbers, help="One or more, with commas between.  [default: 0.05,0.07,0.1,0.143]"
+)
+@option(
+    "--acoustic-scale-from",
+    type=PATH,
+    help="Take acoustic scale and penalty that were best in another scoring, of a development set: its score.json.",
+)
+@option(
+    "--word-insertion-penalty",
+    callback=parse_numbers,
+    help="One or more, with commas between, each at every scale.  [default: 0]",
+)
 @option("--beam", type=float, help="Decoding beam.  [default: 13]")
+@option(
+    "--out",
+    type=PATH,
+    help="New folder for the hypotheses at the best scale, text, hyp.trn, ref.trn and hyp.ctm, and for score.json.",
+)
+@option("--frame-shift", type=float, default=0.01, show_default=True, help="Seconds a frame, for hyp.ctm.")
 @option("--per-utterance", is_flag=True, help="Show the words of each utterance at the best scale.")
 @json_option
 def score(
-    loglikes: Path, graph: Path, model: Path, text: Path, acoustic_scale: tuple[float, ...], beam: float | None,
-    per_utterance: bool, json_: bool,
+    loglikes: Path, graph: Path, model: Path, text: Path, acoustic_scale: tuple[float, ...] | None,
+    acoustic_scale_from: Path | None, word_insertion_penalty: tuple[float, ...] | None, beam: float | None,
+    out: Path | None, frame_shift: float, per_utterance: bool, json_: bool,
 ) -> None:  # fmt: skip
     """Compute word error rates without Kaldi; needs ddnn[decode]."""
     from ddnn.decoding import scoring
-    from ddnn.decoding.scoring import DecodeOptions
 
-    options = DecodeOptions(acoustic_scale) if beam is None else DecodeOptions(acoustic_scale, beam=beam)
-    result = scoring.score(loglikes, graph_dir=graph, model=model, text=text, options=options)
+    options: dict[str, Any] = {} if beam is None else {"beam": beam}
+    if acoustic_scale_from is not None:
+        if acoustic_scale or word_insertion_penalty:
+            hint = "remove --acoustic-scale and --word-insertion-penalty, which it replaces"
+            raise UserError("given together with what it replaces", location="--acoustic-scale-from", hint=hint)
+        choice = scoring.read_choice(acoustic_scale_from)
+        acoustic_scale, word_insertion_penalty = (choice.acoustic_scale,), (choice.word_insertion_penalty,)
+        options["chosen_on"] = choice
+    if acoustic_scale is not None:
+        options["acoustic_scales"] = acoustic_scale
+    if word_insertion_penalty is not None:
+        options["word_insertion_penalties"] = word_insertion_penalty
+    result = scoring.score(
+        loglikes, graph_dir=graph, model=model, text=text, options=scoring.DecodeOptions(**options), out=out,
+        frame_shift=frame_shift,
+    )  # fmt: skip
     if json_:
         show_json(scoring.as_json(result, alignments=per_utterance))
     else:

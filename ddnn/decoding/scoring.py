@@ -4,11 +4,14 @@ needed."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -22,16 +25,29 @@ from ddnn.kaldi.data_dir import read_text
 from ddnn.kaldi.fst import Fst, read_fst, read_symbols, write_fst
 from ddnn.kaldi.transition_model import TransitionModel, read_transition_model
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.files import read_bytes_limited
+from ddnn.util.files import atomic_directory, read_bytes_limited, write_text
+from ddnn.util.text import printable
 
 log = logging.getLogger(__name__)
 
 SUSPICIOUS_WER = 90.0
 """In percent: a decoding in which hardly a word is right has taken files that do not belong together."""
+FRAME_SHIFT = 0.01  # seconds, as Kaldi's features have it where nothing else was asked for
+_MAX_CHOICE_BYTES = 64 << 20
 _HINT_INSTALL = "pip install 'ddnn[decode]'"
 _MAX_CHAIN = 10_000
 _MAX_RELAXATIONS = 20_000_000
 """Arcs that are examined for cycles, beside fifty times all epsilons: some tenths of a second."""
+
+
+@dataclass(frozen=True)
+class ScaleChoice:
+    """The best acoustic scale and word insertion penalty of an earlier scoring. `reference`: digest of its text."""
+
+    source: Path
+    acoustic_scale: float
+    word_insertion_penalty: float
+    reference: str
 
 
 @dataclass(frozen=True)
@@ -42,12 +58,22 @@ class DecodeOptions:
     beam: float = 13.0  # cost above the best token at which a token is dropped
     max_active: int = 7000  # tokens retained per frame, at most
     min_active: int = 200  # tokens retained per frame even where the beam would drop them
+    word_insertion_penalties: tuple[float, ...] = (0.0,)  # cost of each word; all of them at each scale
+    chosen_on: ScaleChoice | None = None  # what the only scale and penalty come from
 
     def __post_init__(self) -> None:
         scales = self.acoustic_scales
         if not scales or not all(0 < scale < 1e6 for scale in scales) or len(set(scales)) != len(scales):
             message = f"acoustic scales {scales}: expected different numbers above 0"
             raise UserError(message, hint="for example 0.05,0.07,0.1,0.143")
+        penalties = self.word_insertion_penalties
+        if (
+            not penalties
+            or not all(0 <= penalty < 1e6 for penalty in penalties)
+            or len(set(penalties)) != len(penalties)
+        ):
+            message = f"word insertion penalties {penalties}: expected different numbers from 0 on"
+            raise UserError(message, hint="for example 0,0.5,1")
         if not 0 < self.beam < 1e6:
             raise UserError(f"beam {self.beam}: expected a number above 0", hint="13 to 15 is usual")
         if not 0 <= self.min_active < self.max_active < 2**31 or self.max_active < 2:
@@ -65,14 +91,22 @@ class DecodingGraph:
     location: Path  # the directory it came from, for messages
     transition_digest: str | None = None  # of the model by which it was read
 
+    def with_penalty(self, penalty: float) -> DecodingGraph:
+        """With a word insertion penalty >= 0: a cost of every word, as of Kaldi's lattice-add-penalty."""
+        arcs = self.fst.arcs.copy() if penalty else self.fst.arcs
+        if penalty:
+            arcs["weight"][arcs["olabel"] != 0] += penalty
+        return replace(self, fst=Fst(self.fst.start, self.fst.final, self.fst.offsets, arcs))
+
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """The words of the best path at one acoustic scale, none where no path survived; and whether it ends in a final
-    state, as it must in a complete utterance."""
+    """The words of the best path at one acoustic scale, none where no path survived; whether it ends in a final state,
+    as it must in a complete utterance; and the frame from 0 at which the label of each word lies on the path."""
 
     words: tuple[str, ...]
     reached_final: bool
+    starts: tuple[int, ...] = ()
 
 
 def _check_epsilon_cycles(fst: Fst, location: Path) -> None:
@@ -174,14 +208,17 @@ def _check_loglikes(utterance: str, matrix: npt.NDArray[np.float32], graph: Deco
         frame, pdf = np.argwhere(~possible)[0].tolist()
         found = f"utterance {utterance}: the log-likelihood of pdf {pdf} in frame {frame} is {matrix[frame, pdf]}"
         raise DataError(f"{found}, expected a finite number", location=graph.location, hint=hint)
+    if np.all(matrix >= 0) and np.allclose(matrix.sum(axis=1), 1, atol=1e-2):
+        message = f"utterance {utterance}: posteriors found (each frame sums to 1), expected log-likelihoods"
+        raise DataError(message, location=graph.location, hint=hint)
     return matrix
 
 
 def decode_utterances(
     loglikes: Iterable[tuple[str, npt.NDArray[np.float32]]], graph: DecodingGraph, options: DecodeOptions
-) -> Iterator[tuple[str, tuple[Hypothesis, ...]]]:
+) -> Iterator[tuple[str, int, tuple[Hypothesis, ...]]]:
     """Decodes each utterance at each acoustic scale, one matrix at a time (frames x pdfs, not yet scaled); yields the
-    utterance and one hypothesis per scale. UserError: the packages are missing. DataError: a matrix that is empty, has
+    utterance, its number of frames and one hypothesis per scale. UserError: the packages are missing. DataError: a matrix that is empty, has
     another number of pdfs than the graph, or holds NaN or Inf."""
     try:
         import kaldi_decoder
@@ -205,10 +242,24 @@ def decode_utterances(
             decoder.decode(decodable)
             reached = bool(decoder.reached_final())
             found, path = decoder.get_best_path()
-            labels: Sequence[int] = kaldifst.get_linear_symbol_sequence(path)[2] if found else ()
-            hypotheses.append(Hypothesis(tuple(graph.words[label] for label in labels), reached and bool(found)))
-        yield utterance, tuple(hypotheses)
+            labels = _output_labels(path.start, path.to_str()) if found else []
+            words, starts = tuple(graph.words[label] for label, _ in labels), tuple(start for _, start in labels)
+            hypotheses.append(Hypothesis(words, reached and bool(found), starts))
+        yield utterance, len(checked), tuple(hypotheses)
     del decoder, fst
+
+
+def _output_labels(state: int, arcs: str) -> list[tuple[int, int]]:
+    """The output labels of a linear lattice, printed as OpenFst prints it, each with the number of frames before it."""
+    lines = (line.split()[:4] for line in arcs.splitlines())
+    following = {int(line[0]): (int(line[1]), int(line[2]), int(line[3])) for line in lines if len(line) == 4}
+    labels, frame = [], 0
+    while state in following:
+        state, consumed, label = following.pop(state)
+        if label:
+            labels.append((label, frame))
+        frame += consumed != 0
+    return labels
 
 
 @dataclass(frozen=True)
@@ -222,13 +273,16 @@ class UtteranceScore:
     deletions: int
     substitutions: int
     reached_final: bool
+    starts: tuple[int, ...] = ()  # frames, as of Hypothesis
+    frames: int = 0
 
 
 @dataclass(frozen=True)
 class ScaleScore:
-    """All utterances at one acoustic scale."""
+    """All utterances at one acoustic scale and word insertion penalty."""
 
     acoustic_scale: float
+    word_insertion_penalty: float
     wer: float  # word error rate in percent of the reference words
     # 95 % bootstrap interval of `wer` in percent (Bisani and Ney 2004), utterances drawn with replacement; None where a
     # draw has no words, as a few utterances without words make it.
@@ -244,10 +298,35 @@ class ScaleScore:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """Word error rates at each scale, in the order asked for; `best` is the index of the (first) lowest."""
+    """Word error rates at each scale, in the order asked for, and again with the next penalty; `best` is the index of the
+    (first) lowest. `reference`: digest of the reference. `chosen_on`: the scoring that chose the only scale."""
 
     scales: tuple[ScaleScore, ...]
     best: int
+    reference: str = ""
+    chosen_on: ScaleChoice | None = None
+
+    @property
+    def chosen_here(self) -> bool:
+        """Whether scale or penalty were chosen by the errors of this same text."""
+        return len(self.scales) > 1 or (self.chosen_on is not None and self.chosen_on.reference == self.reference)
+
+    def notes(self) -> list[str]:
+        """What the reader of the best word error rate should know."""
+        notes, best = [], self.scales[self.best]
+        lowest = [s for s in self.scales if s.wer == best.wer]
+        for name in ("acoustic scale", "word insertion penalty"):
+            tried, ends = ({getattr(s, name.replace(" ", "_")) for s in group} for group in (self.scales, lowest))
+            for end, word in ((min(tried), "smallest"), (max(tried), "largest")):
+                if len(tried) > 1 and ends == {end} and end:
+                    more = "smaller" if word == "smallest" else "larger"
+                    notes.append(f"the best {name} is the {word} tried: try {more} ones, too")
+        if self.chosen_here:
+            notes.append(
+                "the scale was chosen on this text, which makes its word error rate optimistic: choose it on a development "
+                "set, by --out DEV, and give --acoustic-scale-from DEV/score.json here"
+            )
+        return notes
 
 
 def _import_kaldialign() -> ModuleType:
@@ -284,6 +363,18 @@ def _check_same_utterances(decoded: set[str], reference: set[str], loglikes: Pat
         raise DataError("; ".join(errors), location=loglikes, hint=hint)
 
 
+def _find_loglikes(loglikes: Path) -> Path:
+    """The scp or archive. DataError: there is none, or it holds posteriors."""
+    source = loglikes / "loglikes.scp" if loglikes.is_dir() else loglikes
+    if source.name.startswith("posteriors.") or (not source.exists() and (loglikes / "posteriors.scp").exists()):
+        message = "posteriors found, a decoder needs log-likelihoods: log-posteriors minus the log-priors of the pdfs"
+        raise DataError(message, location=loglikes, hint="write them with ddnn decode-prep, without --as")
+    if not source.is_file():
+        message = f"no log-likelihoods at {source.name}"
+        raise DataError(message, location=source, hint="make them with ddnn decode-prep")
+    return source
+
+
 def _loglikes(source: Path, reference: set[str]) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     """Every utterance and its matrix; those of an scp are known, and checked, before an hour of decoding."""
     if source.suffix == ".scp":
@@ -304,7 +395,7 @@ def _loglikes(source: Path, reference: set[str]) -> Iterator[tuple[str, npt.NDAr
     _check_same_utterances(seen, reference, source)
 
 
-def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]) -> ScaleScore:
+def _sum_up(ka: ModuleType, scale: float, penalty: float, utterances: tuple[UtteranceScore, ...]) -> ScaleScore:
     references, hypotheses = [list(u.reference) for u in utterances], [list(u.hypothesis) for u in utterances]
     bootstrap = ka.bootstrap_wer_ci(references, hypotheses)
     low, high = 100 * float(bootstrap["ci95min"]), 100 * float(bootstrap["ci95max"])
@@ -313,6 +404,7 @@ def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]
     words = sum(len(reference) for reference in references)
     return ScaleScore(
         acoustic_scale=scale,
+        word_insertion_penalty=penalty,
         wer=100 * (insertions + deletions + substitutions) / words,
         interval=(max(0.0, low), high) if math.isfinite(low + high) else None,
         insertions=insertions,
@@ -325,34 +417,85 @@ def _sum_up(ka: ModuleType, scale: float, utterances: tuple[UtteranceScore, ...]
     )
 
 
-def score(loglikes: Path, *, graph_dir: Path, model: Path, text: Path, options: DecodeOptions) -> ScoreResult:
+def score(
+    loglikes: Path, *, graph_dir: Path, model: Path, text: Path, options: DecodeOptions, out: Path | None = None,
+    frame_shift: float = FRAME_SHIFT,
+) -> ScoreResult:  # fmt: skip
     """Decodes log-likelihoods (a `.scp`, an archive, or a directory with `loglikes.scp`: frames x pdfs) with Kaldi's
     graph directory and the `final.mdl` that the graph was made with; gives the word error rate at each acoustic scale
-    against `text`, the reference of exactly these utterances. UserError: the packages of `ddnn[decode]` are missing.
-    DataError: an input is missing, damaged, or does not fit the others."""
+    against `text`, the reference of exactly these utterances. `out`: new directory for what `write_hypotheses` writes;
+    `frame_shift`: seconds a frame. UserError: the packages of `ddnn[decode]` are missing. DataError: an input is
+    missing, damaged, or does not fit the others."""
+    if not 0 < frame_shift < 1e3:
+        raise UserError(f"{frame_shift:g} found, expected seconds above 0", location="--frame-shift")
     ka = _import_kaldialign()
-    source = loglikes / "loglikes.scp" if loglikes.is_dir() else loglikes
-    if not source.is_file():
-        hint = "make them with ddnn decode-prep"
-        raise DataError(f"no log-likelihoods at {source.name}", location=source, hint=hint)
+    source = _find_loglikes(loglikes)
     reference = read_reference(text)
+    digest = hashlib.sha256(repr(sorted(reference.items())).encode()).hexdigest()
     graph = read_graph(graph_dir, model)
     check_same_tree(graph.transition_digest, _network_digest(source.parent), model, f"the network of {source.name}")
-    scores: list[list[UtteranceScore]] = [[] for _ in options.acoustic_scales]
-    for utterance, hypotheses in decode_utterances(_loglikes(source, set(reference)), graph, options):
-        words = reference[utterance]
-        for column, found in zip(scores, hypotheses, strict=True):
-            counts = ka.edit_distance(words, found.words)
-            kinds = (int(counts["ins"]), int(counts["del"]), int(counts["sub"]))
-            column.append(UtteranceScore(utterance, words, found.words, *kinds, found.reached_final))
-    results = tuple(
-        _sum_up(ka, scale, tuple(column)) for scale, column in zip(options.acoustic_scales, scores, strict=True)
-    )
-    best = min(range(len(results)), key=lambda index: results[index].wer)
-    if results[best].wer >= SUSPICIOUS_WER:
-        message = "the lowest word error rate is %.1f %%: are log-likelihoods, graph, %s and %s of one system?"
-        log.warning(message, results[best].wer, model, text)
-    return ScoreResult(results, best)
+    with nullcontext() if out is None else atomic_directory(out) as folder:
+        results = tuple(_score_all(ka, source, reference, graph, options))
+        best = min(range(len(results)), key=lambda index: results[index].wer)
+        if results[best].wer >= SUSPICIOUS_WER:
+            message = "the lowest word error rate is %.1f %%: are log-likelihoods, graph, %s and %s of one system?"
+            log.warning(message, results[best].wer, model, text)
+        result = ScoreResult(results, best, digest, options.chosen_on)
+        if folder is not None:
+            write_hypotheses(result, folder, frame_shift)
+    return result
+
+
+def _score_all(
+    ka: ModuleType, source: Path, reference: dict[str, tuple[str, ...]], graph: DecodingGraph, options: DecodeOptions
+) -> Iterator[ScaleScore]:
+    """Each scale, and again with the next penalty."""
+    for penalty in options.word_insertion_penalties:
+        scores: list[list[UtteranceScore]] = [[] for _ in options.acoustic_scales]
+        loglikes = _loglikes(source, set(reference))
+        for utterance, frames, hypotheses in decode_utterances(loglikes, graph.with_penalty(penalty), options):
+            words = reference[utterance]
+            for column, found in zip(scores, hypotheses, strict=True):
+                counts = ka.edit_distance(words, found.words)
+                kinds = (int(counts["ins"]), int(counts["del"]), int(counts["sub"]))
+                score = UtteranceScore(utterance, words, found.words, *kinds, found.reached_final, found.starts, frames)
+                column.append(score)
+        for scale, column in zip(options.acoustic_scales, scores, strict=True):
+            yield _sum_up(ka, scale, penalty, tuple(column))
+
+
+def write_hypotheses(result: ScoreResult, folder: Path, frame_shift: float = FRAME_SHIFT) -> None:
+    """The words at the best scale: `text` (Kaldi), `hyp.trn` and `ref.trn` (NIST sclite), `hyp.ctm` (utterance, channel,
+    start, duration, word; times in seconds); and `score.json`. A word begins where its label lies on the best path and
+    ends where the next one does, as of Kaldi's lattice-to-ctm-conf without lattice-align-words: the graph decides
+    where it is, often at the beginning of the word, and pauses belong to the word before."""
+    lines: dict[str, list[str]] = {"text": [], "hyp.trn": [], "ref.trn": [], "hyp.ctm": []}
+    for u in result.scales[result.best].utterances:
+        lines["text"].append(" ".join((u.utterance, *u.hypothesis)))
+        lines["hyp.trn"].append(" ".join((*u.hypothesis, f"({u.utterance})")))
+        lines["ref.trn"].append(" ".join((*u.reference, f"({u.utterance})")))
+        for word, start, end in zip(u.hypothesis, u.starts, (*u.starts[1:], u.frames), strict=True):
+            times = f"{start * frame_shift:.3f} {(end - start) * frame_shift:.3f}"
+            lines["hyp.ctm"].append(f"{u.utterance} 1 {times} {word}")
+    for name, content in lines.items():
+        write_text(folder / name, "".join(f"{line}\n" for line in content))
+    write_text(folder / "score.json", json.dumps(as_json(result), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_choice(path: Path) -> ScaleChoice:
+    """The best scale and penalty from what `ddnn score --json` prints, or `--out` has left. DataError: it is not that."""
+    path = path / "score.json" if path.is_dir() else path
+    hint = "give the score.json of `ddnn score DEV ... --out DIR`"
+    try:
+        found = json.loads(read_bytes_limited(path, _MAX_CHOICE_BYTES))
+        scale, penalty, reference = (found[name] for name in ("best", "best_word_insertion_penalty", "reference"))
+        if not (isinstance(scale, float) and isinstance(penalty, float) and isinstance(reference, str)):
+            raise TypeError
+    except OSError as error:
+        raise DataError(f"cannot read: {error.strerror}", location=path, hint=hint) from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DataError("expected the JSON of a scoring", location=path, hint=hint) from error
+    return ScaleChoice(path, scale, penalty, reference)
 
 
 def align_words(score: UtteranceScore) -> list[tuple[str | None, str | None]]:
@@ -364,17 +507,26 @@ def align_words(score: UtteranceScore) -> list[tuple[str | None, str | None]]:
 
 
 def render_text(result: ScoreResult, *, alignments: bool = False) -> str:
-    """A line per acoustic scale, the best marked with `*`; with `alignments`, every utterance at the best scale."""
+    """A line per acoustic scale and penalty, the best marked with `*`; with `alignments`, every utterance of the best.
+    LM weights as Kaldi counts them, the inverse of the scale."""
     lines = []
+    penalties = any(s.word_insertion_penalty for s in result.scales)
+
+    def at(s: ScaleScore, width: int = 0) -> str:
+        text = f"acoustic scale {s.acoustic_scale:<{width}g}  LM weight {1 / s.acoustic_scale:<{width}.4g}"
+        return text + f"  word insertion penalty {s.word_insertion_penalty:<{width}g}" * penalties
+
     for index, s in enumerate(result.scales):
         mark = " *" if index == result.best else ""
         counts = f"{s.insertions} ins, {s.deletions} del, {s.substitutions} sub / {s.words}"
         failed = f", {len(s.not_final)} utterances did not reach the end of the graph" if s.not_final else ""
         interval = "no interval" if s.interval is None else f"95 % interval {s.interval[0]:.2f} .. {s.interval[1]:.2f}"
-        lines.append(f"acoustic scale {s.acoustic_scale:<6g} WER {s.wer:6.2f} %  ({counts}; {interval}{failed}){mark}")
+        lines.append(f"{at(s, 6)} WER {s.wer:6.2f} %  ({counts}; {interval}{failed}){mark}")
     best = result.scales[result.best]
     errors = f"{best.sentence_errors} of {len(best.utterances)} utterances have errors"
-    lines.append(f"best: WER {best.wer:.2f} % at {best.acoustic_scale:g}; {errors}")
+    source = "" if result.chosen_on is None else f", chosen by {printable(str(result.chosen_on.source), '')}"
+    lines.append(f"best: WER {best.wer:.2f} % at {at(best).replace('  ', ', ')}{source}; {errors}")
+    lines += [f"note: {note}" for note in result.notes()]
     for u in best.utterances if alignments else ():
         pairs = [(left or "***", right or "***") for left, right in align_words(u)]
         lines += ["", f"{u.utterance}: {u.insertions} ins, {u.deletions} del, {u.substitutions} sub"]
@@ -388,9 +540,14 @@ def as_json(result: ScoreResult, *, alignments: bool = False) -> dict[str, Any]:
     scales = []
     for s in result.scales:
         plain = {name: value for name, value in vars(s).items() if name not in ("interval", "not_final", "utterances")}
-        scales.append({**plain, "interval": s.interval, "not_final": s.not_final, "utterances": len(s.utterances)})
-    best = result.scales[result.best]
-    value: dict[str, Any] = {"scales": scales, "best": best.acoustic_scale, "wer": best.wer}
+        more = {"lm_weight": 1 / s.acoustic_scale, "interval": s.interval, "not_final": s.not_final}
+        scales.append({**plain, **more, "utterances": len(s.utterances)})
+    best, source = result.scales[result.best], result.chosen_on
+    value: dict[str, Any] = {
+        "scales": scales, "best": best.acoustic_scale, "best_word_insertion_penalty": best.word_insertion_penalty,
+        "wer": best.wer, "reference": result.reference, "chosen_on_this_text": result.chosen_here,
+        "chosen_by": None if source is None else str(source.source), "notes": result.notes(),
+    }  # fmt: skip
     if alignments:
         value["alignments"] = {u.utterance: [list(pair) for pair in align_words(u)] for u in best.utterances}
     return value

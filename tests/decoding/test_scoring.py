@@ -17,9 +17,11 @@ from ddnn.decoding.scoring import (
     DecodeOptions,
     DecodingGraph,
     UtteranceScore,
+    _output_labels,
     align_words,
     as_json,
     decode_utterances,
+    read_choice,
     read_graph,
     read_reference,
     render_text,
@@ -36,6 +38,10 @@ pytest.importorskip("kaldi_decoder")
 pytest.importorskip("kaldialign")
 
 ONE = DecodeOptions((1.0,))
+NOTE = (
+    "the scale was chosen on this text, which makes its word error rate optimistic: choose it on a development set, by "
+    "--out DEV, and give --acoustic-scale-from DEV/score.json here"
+)
 
 
 @pytest.fixture
@@ -166,7 +172,7 @@ def test_pdfs_that_were_never_seen_do_not_disturb(toy: Path) -> None:
     graph = read_graph(toy / "graph", toy / "final.mdl")
     matrix = spoken(0, 1)
     matrix[:, 2] = -1.8e19
-    ((_, (hypothesis,)),) = decode_utterances([("u", matrix)], graph, ONE)
+    ((_, _, (hypothesis,)),) = decode_utterances([("u", matrix)], graph, ONE)
     assert hypothesis.words == ("a", "b") and hypothesis.reached_final
 
 
@@ -243,6 +249,7 @@ def test_options_that_cannot_be() -> None:
     scales: tuple[tuple[float, ...], ...] = ((), (0.0,), (float("nan"),), (0.1, 0.1))
     for options in (
         *({"acoustic_scales": values} for values in scales),
+        {"word_insertion_penalties": ()}, {"word_insertion_penalties": (-0.5,)}, {"word_insertion_penalties": (1.0, 1.0)},
         {"beam": 0.0}, {"beam": float("nan")}, {"min_active": 9, "max_active": 9},
     ):  # fmt: skip
         with pytest.raises(UserError, match="expected"):
@@ -288,6 +295,130 @@ def test_log_likelihoods_of_another_tree_are_refused(toy: Path) -> None:
                 run(toy)
         else:
             run(toy)
+
+
+def test_hypotheses_are_written(toy: Path) -> None:
+    """For Kaldi, for sclite, and with times: each label of the toy graph is on the first of the three frames of its word."""
+    (toy / "text").write_text("u1 a b a\nu2 a b\nu3 é\n", encoding="utf-8")
+    write_loglikes(toy, {"u1": spoken(0, 1, 0), "u2": spoken(0, 2), "u3": spoken(2)})
+    result = run(toy, DecodeOptions((0.001, 1.0)), out=toy / "out")
+    written = {path.name: path.read_text("utf-8") for path in (toy / "out").iterdir()}
+    scored = json.loads(written.pop("score.json"))
+    assert scored == json.loads(json.dumps(as_json(result))) and scored["chosen_on_this_text"]
+    assert [(s["acoustic_scale"], s["lm_weight"], s["word_insertion_penalty"]) for s in scored["scales"]] == [
+        (0.001, 1000.0, 0.0),
+        (1.0, 1.0, 0.0),
+    ]
+    assert written == {
+        "text": "u1 a b a\nu2 a c\nu3 c\n",
+        "hyp.trn": "a b a (u1)\na c (u2)\nc (u3)\n",
+        "ref.trn": "a b a (u1)\na b (u2)\né (u3)\n",
+        "hyp.ctm": "u1 1 0.000 0.030 a\nu1 1 0.030 0.030 b\nu1 1 0.060 0.030 a\n"
+        "u2 1 0.000 0.030 a\nu2 1 0.030 0.030 c\nu3 1 0.000 0.030 c\n",
+    }
+    with pytest.raises(UserError, match="out exists already and is not empty"):
+        run(toy, out=toy / "out")
+    run(toy, out=toy / "slow", frame_shift=0.1)  # type: ignore[arg-type]
+    assert (toy / "slow" / "hyp.ctm").read_text().startswith("u1 1 0.000 0.300 a\nu1 1 0.300 0.300 b\n")
+    with pytest.raises(UserError, match="expected seconds above 0"):
+        run(toy, frame_shift=0.0)  # type: ignore[arg-type]
+
+
+def test_a_scoring_that_fails_writes_nothing(toy: Path) -> None:
+    matrices = {"u1": spoken(0), "u2": spoken(0), "u3": np.full((3, 3), np.nan, np.float32)}
+    write_loglikes(toy, matrices)
+    with pytest.raises(DataError, match="u3"):
+        run(toy, out=toy / "out")
+    assert not list(toy.glob("*out*"))
+
+
+def test_epsilons_and_words_without_frames_have_times() -> None:
+    """A lattice as OpenFst prints it: not in the order of its path, with epsilons and weights."""
+    lattice = "2 0 7 0 0.5,0\n1 2 0 5 0,1\n0 4 0 9\n3 1 6 8 0.5,0\n4\n"
+    assert _output_labels(3, lattice) == [(8, 0), (5, 1), (9, 2)]
+    assert _output_labels(-1, "") == [] == _output_labels(4, "4 1.5,0\n")
+    assert _output_labels(0, "0 1 1 1\n1 0 1 2\n") == [(1, 0), (2, 1)], "a cycle, which no best path has, ends"
+
+
+def test_word_insertion_penalty_is_a_cost_of_each_word(toy: Path) -> None:
+    """As of a graph whose words cost so much more; combined with each scale, the best marked."""
+    matrix = spoken(0, 1, 0, 2) * np.float32(0.05)  # 1 a frame: at a penalty of 3 a word no longer pays
+    write_loglikes(toy, {"u1": matrix, "u2": matrix, "u3": matrix})
+    (toy / "text").write_text("u1 a b a c\nu2 a b\nu3 a\n")
+    penalties = (0.0, 0.5, 2.6, 4.0)
+    result = run(toy, DecodeOptions((1.0, 0.5), word_insertion_penalties=penalties))
+    points = [(s.acoustic_scale, s.word_insertion_penalty) for s in result.scales]
+    assert points == [(scale, penalty) for penalty in penalties for scale in (1.0, 0.5)]
+    plain = []
+    for penalty in penalties:
+        fst = loop_of_words()
+        fst.arcs["weight"][:3] += penalty
+        write_fst(toy / "graph" / "HCLG.fst", fst)
+        plain += run(toy, DecodeOptions((1.0, 0.5))).scales
+    assert [s.utterances for s in result.scales] == [s.utterances for s in plain]
+    numbers = [len(s.utterances[0].hypothesis) for s in result.scales[::2]]
+    assert numbers == sorted(numbers, reverse=True) and len(set(numbers)) > 1
+    text = render_text(result)
+    assert "acoustic scale 0.5     LM weight 2       word insertion penalty 2.6    WER" in text
+    assert "word insertion penalty" not in render_text(run(toy))
+
+
+def test_the_scale_is_chosen_on_a_development_set(toy: Path) -> None:
+    (toy / "text").write_text("u1 a b a\nu2 a b\nu3 b\n")
+    options = DecodeOptions((0.001, 0.9, 1.0), word_insertion_penalties=(0.0, 0.1))
+    dev = run(toy, options, out=toy / "dev")
+    assert dev.notes() == [NOTE] == json.loads((toy / "dev" / "score.json").read_text())["notes"], "0.9 is as good as 1"
+    choice = read_choice(toy / "dev")
+    assert (choice.acoustic_scale, choice.word_insertion_penalty) == (0.9, 0.0)
+    chosen = DecodeOptions((0.9,), chosen_on=choice)
+    assert run(toy, chosen).notes() == [NOTE], "it is the text on which the scale was chosen"
+    (toy / "text").write_text("u1 a b a\nu2 a c\nu3 b\n")
+    result = run(toy, chosen)
+    assert result.notes() == [] and not as_json(result)["chosen_on_this_text"]
+    assert f", chosen by {toy / 'dev' / 'score.json'}; " in render_text(result)
+    assert as_json(result)["chosen_by"] == str(toy / "dev" / "score.json")
+    assert run(toy).notes() == []
+
+
+def test_a_best_scale_at_the_end_of_those_tried(toy: Path) -> None:
+    assert (
+        run(toy, DecodeOptions((0.001, 0.01, 1.0))).notes()[0]
+        == "the best acoustic scale is the largest tried: try larger ones, too"
+    )
+    (toy / "text").write_text("u1 a\nu2 a\nu3 c\n")
+    options = DecodeOptions((0.01, 1.0), word_insertion_penalties=(0.0, 2.0))
+    smallest = "the best acoustic scale is the smallest tried: try smaller ones, too"
+    assert smallest in run(toy, options).notes()
+    write_loglikes(toy, {"u1": spoken(0), "u2": spoken(0), "u3": spoken(2)})
+    assert run(toy, options).notes() == [NOTE], "all are equally good"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"best": "0.1", "best_word_insertion_penalty": 0.0, "reference": ""}', "[" * 99_999, "\xff"],
+)
+def test_no_scoring_to_choose_from(tmp_path: Path, content: str) -> None:
+    with pytest.raises(DataError, match="cannot read"):
+        read_choice(tmp_path / "none.json")
+    (tmp_path / "score.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match="expected the JSON of a scoring"):
+        read_choice(tmp_path)
+
+
+def test_posteriors_are_no_log_likelihoods(toy: Path) -> None:
+    posteriors = np.full((3, 3), 1 / 3, np.float32)
+    write_loglikes(toy, {"u1": spoken(0), "u2": spoken(0), "u3": posteriors})
+    with pytest.raises(DataError, match="utterance u3: posteriors found"):
+        run(toy)
+    for name in ("loglikes", "posteriors"):
+        (toy / "decode").mkdir(exist_ok=True)
+        (toy / "decode" / f"{name}.scp").touch()
+    with pytest.raises(DataError, match="the scp is empty"):
+        run(toy, loglikes="decode")
+    (toy / "decode" / "loglikes.scp").unlink()
+    for loglikes in ("decode", "decode/posteriors.scp", "decode/posteriors.ark"):
+        with pytest.raises(DataError, match="posteriors found, a decoder needs log-likelihoods"):
+            run(toy, loglikes=loglikes)
 
 
 def test_kaldis_graphs_belong_to_their_model(an4: Path) -> None:
