@@ -323,13 +323,19 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
 
 
 def minibatch_problems(recipe: Recipe) -> Iterator[Complaint]:
-    """`minibatch_scope: total` with a minibatch that the workers cannot share equally."""
-    size, workers = recipe.minibatch_size, recipe.minibatch_workers
-    if size % workers:
-        near = [n for n in (size - size % workers, size - size % workers + workers) if n]
-        nearest = " or ".join(map(str, near))
-        share = f"a multiple of parallel.workers = {workers}, as minibatch_scope is total: {nearest}"
-        yield "minibatch_size", f"{size} found, expected {share}"
+    """A growing minibatch that shrinks; `minibatch_scope: total` with one that the workers cannot share equally."""
+    given, workers = recipe.minibatch_size, recipe.minibatch_workers
+    sizes = {"minibatch_size": given} if isinstance(given, int) else {}
+    if not isinstance(given, int):
+        sizes = {"minibatch_size.start": given.start, "minibatch_size.end": given.end}
+        if given.end < given.start:
+            yield "minibatch_size.end", f"{given.end} found, expected at least minibatch_size.start = {given.start}"
+    for key, size in sizes.items():
+        if size % workers:
+            near = [n for n in (size - size % workers, size - size % workers + workers) if n]
+            nearest = " or ".join(map(str, near))
+            share = f"a multiple of parallel.workers = {workers}, as minibatch_scope is total: {nearest}"
+            yield key, f"{size} found, expected {share}"
 
 
 def _freeze(model: ModelConfig) -> Iterator[Complaint]:

@@ -145,6 +145,21 @@ class TrainedModelConfig(Section):
         return f"from {self.model}"
 
 
+class GrowingMinibatchConfig(Section):
+    """The mapping that `minibatch_size` takes: a minibatch that grows from epoch to epoch, by the same factor each time,
+    in multiples of 8 frames."""
+
+    start: Count
+    """Frames in a minibatch of the first epoch."""
+    end: Count
+    """Frames in a minibatch of epoch number `epochs` and of all that follow; `start` or more."""
+    epochs: Annotated[int, Field(ge=2)] = 5
+    """Number of epochs over which the minibatch grows. Rejected epochs count."""
+
+    def __str__(self) -> str:
+        return f"{self.start} to {self.end} over {self.epochs} epochs"
+
+
 class MomentumConfig(Section):
     """The keys that all optimizers have."""
 
@@ -382,8 +397,9 @@ class Recipe(Section):
     """RBM pretraining."""
     optimizer: OptimizerConfig = Field(default=SgdConfig(), discriminator="name")
     """The optimizer."""
-    minibatch_size: Count = 256
-    """Frames in a minibatch. The frames that remain at the end of an epoch are dropped, as in Kaldi."""
+    minibatch_size: Annotated[Annotated[Count, VALUE] | Annotated[GrowingMinibatchConfig, MAPPING], EITHER] = 256
+    """Frames in a minibatch. The frames that remain at the end of an epoch are dropped, as in Kaldi. A mapping makes it
+    grow from epoch to epoch: docs/algorithms.md."""
     minibatch_scope: Literal["worker", "total"] = "worker"
     """Whose minibatch `minibatch_size` is: of each worker, or of all workers together, each of which then has
     `minibatch_size` / `parallel.workers` frames: docs/parallel.md. The same with one worker."""

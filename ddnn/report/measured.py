@@ -113,8 +113,9 @@ def _of_run(run: Run) -> Measurement:
         message = "no epoch has complete rows of all workers"
         raise DataError(message, location=run.path, hint="let it train an epoch first")
     sizes = {row.epoch: row.minibatch_size for row in run.metrics.train if row.minibatch_size}
-    size = sizes[max(sizes)] if sizes else run.recipe.minibatch_size
-    complete = [row for row in complete if sizes.get(row.epoch, size) == size]  # the minibatch may have grown
+    if sizes:  # the minibatch may have grown: the epochs with the last size
+        complete = [row for row in complete if sizes.get(row.epoch) == sizes[max(sizes)]] or complete
+    size = round(sum(row.frames for row in complete) / sum(row.minibatches for row in complete))
     parameters, num_epochs = complete[0].num_parameters or 0, len({row.epoch for row in complete})
     frames = sum(row.frames for row in complete) / num_epochs
     job = Job(parameters, _operations(run, parameters), size, parallel.averaging_period, frames)

@@ -193,13 +193,19 @@ def _conditions(run: Run) -> dict[str, str]:
     return {
         "network": f"{recipe.model.summary()}, {parameters} parameters",
         "training data": f"{start.train_frames} frames {start.train_digest[:6]}",
-        "minibatch size": str(recipe.minibatch_size),
+        "minibatch size": _minibatch(run, recipe),
         **({"minibatch_scope": recipe.minibatch_scope} if number_of_workers(run) > 1 else {}),
         "precision": start.precision,
         "threads of a worker": str(start.cpu_threads),
         "kind of machine": printable(start.machine, ""),
         **{f"optimizer.{key}".removesuffix(".name"): str(value) for key, value in recipe.optimizer},
     }
+
+
+def _minibatch(run: Run, recipe: Recipe) -> str:
+    """The size; of one that grows also for how many epochs, as the speed is that of all epochs."""
+    size = str(recipe.minibatch_size)
+    return size if isinstance(recipe.minibatch_size, int) else f"{size}, {len(run.metrics.train)} trained"
 
 
 def _on_gpu(run: Run) -> bool:

@@ -164,11 +164,12 @@ def open_job(
 
 def describe(recipe: Recipe) -> str:
     """One sentence on what a recipe would train, without reading any data."""
-    learning_rate = recipe.schedule.initial_learning_rate
+    learning_rate, size = recipe.schedule.initial_learning_rate, recipe.minibatch_size
+    first = size if isinstance(size, int) else size.start
     return (
         f"{recipe.model.summary()}, init {recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch}, "
         f"{recipe.schedule.name} from {learning_rate:g} (times the gradient summed over a minibatch, "
-        f"{learning_rate * recipe.minibatch_size:g} on its mean), {recipe.parallel.workers} worker(s)"
+        f"{learning_rate * first:g} on its mean), {recipe.parallel.workers} worker(s)"
     )
 
 

@@ -86,8 +86,10 @@ def make_schedule(recipe: ScheduleConfig) -> Schedule:
 
 def minibatch_sizes(recipe: Recipe) -> MinibatchSizes:
     """Of each worker."""
-    size = recipe.minibatch_size // recipe.minibatch_workers
-    return MinibatchSizes(size, size)
+    size, workers = recipe.minibatch_size, recipe.minibatch_workers
+    if isinstance(size, int):
+        return MinibatchSizes(size // workers, size // workers)
+    return MinibatchSizes(size.start // workers, size.end // workers, size.epochs)
 
 
 def _taken(kind: Callable[..., Options], section: Section, **others: Any) -> Options:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ddnn.optim.schedule import Constant, Exponential, Newbob, Power, Schedule
+from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
 
 
 def run(schedule: Schedule, losses: list[float], accuracies: list[float] | None = None) -> list[tuple[float, bool]]:
@@ -140,3 +142,20 @@ def test_a_schedule_resumes_where_it_was(make: Callable[[], Schedule]) -> None:
         resumed.load_state_dict(state)
         assert (resumed.learning_rate, resumed.step(loss, 0.0)) == (whole.learning_rate, whole.step(loss, 0.0))
     assert resumed.state_dict() == whole.state_dict()
+
+
+def test_a_minibatch_grows_by_the_same_factor_in_multiples_of_eight() -> None:
+    sizes = MinibatchSizes(256, 1024, 5)
+    assert [sizes.of_epoch(epoch) for epoch in range(1, 8)] == [256, 360, 512, 728, 1024, 1024, 1024]
+    assert [MinibatchSizes(100, 101, 4).of_epoch(epoch) for epoch in range(1, 6)] == [100, 101, 101, 101, 101]
+    assert [MinibatchSizes(1, 40, 2).of_epoch(epoch) for epoch in (0, 1, 2)] == [1, 1, 40]
+    assert [MinibatchSizes(7, 7).of_epoch(epoch) for epoch in (1, 2, 9)] == [7, 7, 7]
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(2, 40))
+def test_a_growing_minibatch_never_shrinks_and_ends_where_it_should(start: int, more: int, epochs: int) -> None:
+    sizes = MinibatchSizes(start, start + more, epochs)
+    found = [sizes.of_epoch(epoch) for epoch in range(1, epochs + 3)]
+    assert found[0] == start and set(found[epochs - 1 :]) == {start + more}
+    assert found == sorted(found)
+    assert all(size % 8 == 0 or size in (start, start + more) for size in found)

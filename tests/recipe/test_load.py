@@ -123,7 +123,7 @@ modle: {hidden_layers: 2}
         f"modle: unknown key; did you mean model?  [{file}, line 8]",
         "model.hidden_units: 0 found, expected a whole number >= 1  [--set model.hidden_units=0]",
         f"optimizer.momentum: -0.1 found, expected a number >= 0 and < 1  [{file}, line 3]",
-        f"minibatch_size: true found, expected a whole number >= 1  [{file}, line 7]",
+        f"minibatch_size: true found, expected a whole number >= 1, or a mapping of start, end, epochs  [{file}, line 7]",
         "schedule.final_learning_rate: never read by newbob, only by exponential; remove it, set it to null, "
         "or change schedule.name"
         f"  [{file}, line 6]",
@@ -359,12 +359,12 @@ def test_the_later_of_a_value_and_a_mapping_replaces_the_other(folder: Path) -> 
 
 
 def test_all_problems_with_a_mapping_at_once(folder: Path) -> None:
-    text = "init:\n  output_layer: new\n  modle: train\nminibatch_size: {x: 1}\npretrain: {hours: 3}\n"
+    text = "init:\n  output_layer: new\n  modle: train\nseed: {x: 1}\npretrain: {hours: 3}\n"
     found = problems(folder, DATA + text)
     file = folder / "r.yaml"
     assert [line.partition(". ")[0] for line in found] == [
         f"init.modle: unknown key; did you mean init.model?  [{file}, line 4]",
-        f"minibatch_size: a mapping found, expected a whole number >= 1  [{file}, line 5]",
+        f"seed: a mapping found, expected a whole number >= 0 and < 2^63  [{file}, line 5]",
         "init.model: missing, expected a path",
         f"init.output_layer: the text 'new' found, expected keep or random  [{file}, line 3]",
         f"pretrain.hours: never read, as init is random; remove it or set it to null  [{file}, line 6]",
@@ -459,6 +459,24 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
             ["minibatch_scope=total", "minibatch_size=2", "parallel.workers=3"],
             "expected a multiple of parallel.workers = 3, as minibatch_scope is total: 3  [",
         ),
+        (
+            ["minibatch_size={start: 256, end: 999}", "minibatch_scope=total", "parallel.workers=3"],
+            "minibatch_size.start: 256 found, expected a multiple of parallel.workers = 3, as minibatch_scope is total: 255 or",
+        ),
+        (
+            ["minibatch_size={start: 256, end: 128}"],
+            "minibatch_size.end: 128 found, expected at least minibatch_size.start",
+        ),
+        (["minibatch_size={start: 0, end: 128}"], "minibatch_size.start: 0 found, expected a whole number >= 1"),
+        (
+            ["minibatch_size={start: 8, end: 16, epochs: 1}"],
+            "minibatch_size.epochs: 1 found, expected a whole number >= 2",
+        ),
+        (["minibatch_size={start: 256}"], "minibatch_size.end: missing, expected a whole number >= 1"),
+        (
+            ["minibatch_size=0"],
+            "minibatch_size: 0 found, expected a whole number >= 1, or a mapping of start, end, epochs",
+        ),
         (["minibatch_scope=all"], "minibatch_scope: the text 'all' found, expected worker or total"),
         (["schedule={name: exponential, criterion: loss}"], "schedule.criterion: never read by exponential"),
         (
@@ -478,6 +496,13 @@ def test_sound_combinations(folder: Path) -> None:
         folder, DATA, "schedule.name=exponential", "schedule.final_learning_rate=0.008", "schedule.halving_factor=null"
     )
     assert exponential.schedule.final_learning_rate == exponential.schedule.initial_learning_rate == 0.008
+
+
+def test_a_growing_minibatch(folder: Path) -> None:
+    recipe = load(folder, DATA + "minibatch_size: {start: 256, end: 1024}")
+    assert recipe.minibatch == "256 to 1024 over 5 epochs"
+    assert load(folder, dump_recipe(recipe)) == recipe
+    assert load(folder, dump_recipe(recipe), "minibatch_size=64").minibatch_size == 64
 
 
 def test_dump_is_readable_and_in_schema_order(folder: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_runs import PARAMETERS, epoch_row, rows_of, start_row, worker_row, write_run
 
-from ddnn.report.runs import read_run, read_runs, summarise, training_seconds
+from ddnn.report.runs import incomparable, read_run, read_runs, summarise, training_seconds
 from ddnn.report.scale_command import ScaleOptions, scale
 from ddnn.report.table import report
 from ddnn.util.errors import DataError, RecipeError, UserError
@@ -128,6 +128,25 @@ def test_a_speed_up_only_over_a_run_that_differs_in_nothing_but_the_workers(tmp_
     with pytest.raises(UserError, match="two: other ") as refused:
         scale([one, two], ScaleOptions(workers=(2,)), None)
     assert what in str(refused.value)
+
+
+def test_speeds_with_shared_and_growing_minibatches(tmp_path: Path) -> None:
+    """One worker's minibatch is that of all workers; one that grows is compared over as many epochs."""
+    total, growing = "minibatch_scope: total", "minibatch_size: {start: 128, end: 256}"
+    one = write_run(tmp_path / "one", rows_of(1, **ALONE))
+    shared = write_run(tmp_path / "shared", rows_of(2), "{workers: 2}", total)
+    each = write_run(tmp_path / "each", rows_of(2), "{workers: 2}")
+    alone, two, longer = (
+        write_run(tmp_path / name, rows_of(workers, epochs, **(ALONE if workers == 1 else {})), f"{{workers: {workers}}}", growing)
+        for name, workers, epochs in (("alone", 1, 4), ("two", 2, 4), ("longer", 2, 5))
+    )  # fmt: skip
+    runs = read_runs([one, shared, each, alone, two, longer])
+    assert incomparable(runs[1], runs[0]) is None and incomparable(runs[0], runs[1]) is None
+    assert incomparable(runs[1], runs[2]) == "other minibatch_scope (total, worker) than each"
+    assert incomparable(runs[4], runs[3]) is None
+    assert incomparable(runs[5], runs[3]) == (
+        "other minibatch size (128 to 256 over 5 epochs, 5 trained, 128 to 256 over 5 epochs, 4 trained) than alone"
+    )
 
 
 def test_runs_whose_speed_compares_with_no_other(tmp_path: Path) -> None:

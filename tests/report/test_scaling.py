@@ -353,3 +353,15 @@ def test_on_the_command_line(tmp_path: Path, run_cli: RunCli) -> None:
     assert head.startswith(b"\x89PNG") and all(700 <= side <= 1500 for side in struct.unpack(">II", head[16:24]))
     shown = run_cli("scale", "--measured", K20, "--workers", "2,3.5")
     assert (shown.exit_code, "whole numbers" in shown.stderr) == (2, True)
+
+
+def test_a_growing_minibatch_is_measured_at_its_last_size(tmp_path: Path) -> None:
+    rows = rows_of(2, 3)
+    for row in rows:
+        if row["type"] == "epoch":
+            row["minibatch_size"] = 256 if row["epoch"] > 1 else 128
+        elif row["type"] == "worker" and row["epoch"] == 1:
+            row |= {"minibatches": 224, "seconds": 99.0}
+    run = write_run(tmp_path / "run", rows, "{workers: 2}", "minibatch_size: {start: 128, end: 512, epochs: 9}")
+    (found,) = read_measured(run)
+    assert (found.job.minibatch, found.job.frames, found.seconds) == (256, 57344, pytest.approx(3.1))

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from toy import Recorder, toy_trainer, train_to_end
+from toy import SIZES, Recorder, toy_trainer, train_to_end
 from variants import make_optimizer_config, make_parallel_config
 
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.mpi import init_communicator
 from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
+from ddnn.optim.schedule import MinibatchSizes
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.resume import merge_rank_states, read_metadata
@@ -37,6 +38,10 @@ WAYS: dict[str, tuple[ParallelConfig, OptimizerConfig]] = {
     "bmuf": (make_parallel_config(averaging_period=3, strategy="bmuf", nesterov=True), MOMENTUM),
     "bmuf, overlap": (make_parallel_config(averaging_period=3, strategy="bmuf", overlap=True), make_optimizer_config()),
 }
+
+
+GROWING = {"average momentum", "butterfly", "gradient-all-reduce", "bmuf"}
+"""Ways with another minibatch size in each epoch."""
 
 
 class StopAfter(GracefulShutdown):
@@ -71,6 +76,7 @@ def resumable(
         learning_rate=0.002,
         checkpoints=checkpoints,
         run=run,
+        sizes=MinibatchSizes(8, 16, 3) if way in GROWING else SIZES,
     )
     if loaded is not None:
         trainer.restore(loaded)

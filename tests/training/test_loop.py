@@ -22,7 +22,7 @@ from ddnn.data.batches import ShuffledSampler
 from ddnn.data.dataset import FrameSubset
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.network import Network
-from ddnn.optim.schedule import Schedule
+from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.recipe.schema import Recipe
 from ddnn.training.options import minibatch_sizes
 
@@ -313,6 +313,39 @@ def test_workers_that_share_a_minibatch_are_one_worker_with_it(strategy: str) ->
         torch.testing.assert_close(parameters.double(), twin, rtol=0, atol=1e-5)
         assert {row["minibatch_size"] for row in rows if row["type"] == "epoch"} == {MINIBATCH}
     assert (twin - toy_model().network.parameters).abs().max() > 0.1, "a training that moves nothing"
+
+
+def test_a_growing_minibatch_is_the_twins() -> None:
+    """Another size in each epoch: the step is along the sum over as many frames, the tail of each epoch is dropped, and
+    averagings come after as many minibatches, two of them here."""
+    parallel, sizes, frames = make_parallel_config(workers=2, averaging_period=2), MinibatchSizes(8, 24, 3), 7 * 16
+
+    def work(comm: Communicator) -> tuple[Tensor, list[dict[str, Any]]]:
+        trainer = toy_trainer(comm, parallel, frames=frames, epochs=4, sizes=sizes)
+        rows = train_to_end(trainer)
+        return trainer.model.network.parameters, rows
+
+    coefs = torch.ones(toy_model().network.num_parameters)
+    coefs[-PDFS:] = 0.1
+    thetas, shards = [toy_model().network.parameters.double()] * 2, [toy_shard(rank, frames) for rank in range(2)]
+    for epoch, size in enumerate((8, 16, 24, 24), start=1):
+        orders = [list(ShuffledSampler(s, size, seed=1, rank=r).epoch(epoch)) for r, s in enumerate(shards)]
+        assert len(orders[0]) == frames // size
+        for done, of_workers in enumerate(zip(*orders, strict=True), start=1):
+            for rank, (shard, rows) in enumerate(zip(shards, of_workers, strict=True)):
+                x, labels = shard.dataset.features[rows], shard.dataset.labels[rows].long()
+                gradient = twin_loss(toy_model().network, thetas[rank], x, labels)[2]
+                thetas[rank] = thetas[rank] - 2 * 0.01 * coefs * gradient
+            if done % 2 == 0:
+                thetas = [(thetas[0] + thetas[1]) / 2] * 2
+        thetas = [(thetas[0] + thetas[1]) / 2] * 2
+    for parameters, rows in run_workers(2, work):
+        torch.testing.assert_close(parameters.double(), thetas[0], rtol=0, atol=1e-5)
+        trained = [row for row in rows if row.get("split") == "train"]
+        assert [row["minibatch_size"] for row in trained] == [8, 16, 24, 24]
+        assert [row["frames"] for row in trained] == [2 * n for n in (112, 112, 96, 96)]
+        workers = [row for row in rows if row["type"] == "worker" and row["rank"] == 0]
+        assert [(row["minibatches"], row["averagings"]) for row in workers] == [(14, 7), (7, 3), (4, 2), (4, 2)]
 
 
 def test_momentum_that_is_not_finite_is_excluded_from_its_mean() -> None:

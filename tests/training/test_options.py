@@ -24,6 +24,7 @@ from ddnn.recipe.schema import (
     CheckpointConfig,
     ConstantConfig,
     ExponentialConfig,
+    GrowingMinibatchConfig,
     NewbobConfig,
     NgSgdConfig,
     PowerConfig,
@@ -36,6 +37,7 @@ from ddnn.training import state
 from ddnn.training.job import Job
 from ddnn.training.options import (
     averaging_options,
+    footprint,
     make_schedule,
     minibatch_sizes,
     optimizer_options,
@@ -162,5 +164,14 @@ def test_a_minibatch_is_of_each_worker_or_of_all_together() -> None:
     alone = recipe.model_copy(update={"parallel": make_parallel_config(), "minibatch_scope": "total"})
     assert minibatch_sizes(alone) == MinibatchSizes(256, 256)
     assert [with_world_size(alone, n).minibatch for n in (1, 2)] == ["256", "256 of all workers"]
+    growing = recipe.model_copy(update={"minibatch_size": GrowingMinibatchConfig(start=64, end=256, epochs=3)})
+    assert minibatch_sizes(growing) == MinibatchSizes(64, 256, 3)
+    assert minibatch_sizes(growing.model_copy(update={"minibatch_scope": "total"})) == MinibatchSizes(16, 64, 3)
     with pytest.raises(RecipeError, match="256 found, expected a multiple of parallel"):
         with_world_size(alone, 3)  # as many as mpirun has started
+
+
+def test_the_memory_of_a_growing_minibatch_is_that_of_its_largest() -> None:
+    recipe = Recipe.model_construct(minibatch_size=256, optimizer=make_optimizer_config("ng-sgd"))
+    growing = recipe.model_copy(update={"minibatch_size": GrowingMinibatchConfig(start=64, end=256, epochs=3)})
+    assert footprint(growing, 440, 616, 1) == footprint(recipe, 440, 616, 1)

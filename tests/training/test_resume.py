@@ -22,6 +22,8 @@ from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recip
 from distributed.mpi_worlds import need_mpi
 from jobs import RunCli, assert_refused, make_job
 from training.launching import mpi_script
+from training.toy import toy_trainer
+from variants import make_parallel_config
 
 from ddnn.averaging.averager import Averager
 from ddnn.distributed.communicator import SingleProcess
@@ -29,13 +31,15 @@ from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.inspection.path import describe_path
 from ddnn.inspection.status import read_status
 from ddnn.kaldi.archive import write_matrices
+from ddnn.optim.schedule import MinibatchSizes
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.training import job
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.job import run_training
 from ddnn.training.metrics import EndRow, EventRow, MetricsWriter, read_metrics
-from ddnn.training.resume import check_same_recipe, merge_rank_states
+from ddnn.training.resume import check_same_recipe, merge_rank_states, read_metadata
+from ddnn.training.state import LoadedCheckpoint
 from ddnn.util.errors import DataError, RecipeError, UserError
 
 TIMES = (
@@ -44,6 +48,7 @@ TIMES = (
 WAYS = {
     "sgd, newbob": "optimizer: {momentum: 0.5}\n",
     "sgd, newbob with rejected epochs": "optimizer: {momentum: 0.9, l2: 0.01}\n",
+    "power, growing minibatch": "optimizer: {name: ng-sgd, rank_in: 3, rank_out: 4}\n",
     "ng-sgd, exponential": "optimizer: {name: ng-sgd, rank_in: 3, rank_out: 4, momentum: 0.3}\n",
 }
 
@@ -61,9 +66,16 @@ def way(folder: Path, name: str) -> Path:
     epochs = "schedule: {initial_learning_rate: 0.05, max_epochs: 4}"
     if "exponential" in name:
         epochs = "schedule: {name: exponential, initial_learning_rate: 0.02, epochs: 3}"
+    if "power" in name:
+        epochs = "schedule: {name: power, initial_learning_rate: 0.02, epochs: 4}"
     if "rejected" in name:
         epochs = "schedule: {initial_learning_rate: 1.5, max_epochs: 6}"
-    return recipe_of(folder, WAYS[name], epochs)
+    path = recipe_of(folder, WAYS[name], epochs)
+    if "growing" in name:
+        text = path.read_text()
+        assert "minibatch_size: 16\n" in text
+        path.write_text(text.replace("minibatch_size: 16\n", "minibatch_size: {start: 8, end: 24, epochs: 3}\n"))
+    return path
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -176,6 +188,18 @@ def test_a_checkpoint_of_another_number_of_workers(resumed_workers: dict[str, An
     assert resumed_workers["fewer"] == {"mean": True, "epoch": 1, "minibatch": 9, "finishes": True}
 
 
+def test_a_resume_on_other_workers_finds_its_place_in_a_growing_minibatch(tmp_path: Path) -> None:
+    """Half of the second epoch is done, 5 of its 10 minibatches."""
+    sizes = MinibatchSizes(8, 32, 2)
+    stopped, resumed = (toy_trainer(SingleProcess(), make_parallel_config(), sizes=sizes) for _ in range(2))
+    stopped.progress.epoch = 1
+    stopped.begin_epoch(0.01)
+    stopped.progress.minibatch = 5
+    metadata, shared, rank = stopped.capture()
+    resumed.restore(LoadedCheckpoint(read_metadata(metadata, tmp_path), shared, rank, False, tmp_path))
+    assert (resumed.minibatch_size, resumed.progress.minibatch, len(resumed.batches)) == (32, 5, 10)
+
+
 def stopped_run(folder: Path, stop_at: Callable[[int, signal.Signals], None], more: str = "") -> tuple[Path, Path]:
     recipe, run = recipe_of(folder, more), folder / "run"
     stop_at(40, signal.SIGTERM)
@@ -212,7 +236,9 @@ def test_every_other_key_may_not_change(key: str, tmp_path: Path) -> None:
     section = before
     *sections, name = key.split(".")
     for part in sections:
-        section = section.setdefault(part, {})
+        if not isinstance(section.get(part), dict):  # a key that takes a value or a mapping has a value here
+            section[part] = {}
+        section = section[part]
     section[name] = "another value"
     if key in MAY_CHANGE:
         check_same_recipe(yaml.safe_dump(before), recipe, tmp_path)
