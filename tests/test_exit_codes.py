@@ -35,6 +35,7 @@ SHOWING = (
     "report {run} {run} --no-plots",
     "evaluate {run} --data {data} --alignments {ali}",
     "train {recipe} --dry-run",
+    "decode-prep {run} --data {data} --out -",
 )
 """Commands that print."""
 
@@ -88,6 +89,16 @@ def test_output_that_nobody_reads(job: Job, text: str) -> None:
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("jobs", ["", "--jobs 2"])
+def test_an_archive_of_which_a_reader_has_seen_enough(job: Job, jobs: str) -> None:
+    """`| head -c 100`: 141, and no message but the log."""
+    text = f"decode-prep {{run}} --data {{data}} --device cpu --out - {jobs}"
+    words = ["bash", "-c", 'set -o pipefail; "$@" | head -c 100', "bash", *command(*words_of(text, job))]
+    done = subprocess.run(words, env=variables(), capture_output=True, check=False, timeout=SECONDS)
+    assert done.returncode == 141 and len(done.stdout) == 100, done.stderr
+    assert not re.search(b"error|Traceback|Exception|Broken", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("text", ["info {data}", "info {data}/nothing"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-from click import Choice, argument, command, echo, option
+from click import Choice, IntRange, argument, command, echo, option
 
 from ddnn.cli.options import (
     PATH,
@@ -162,27 +162,39 @@ def evaluate(json_: bool, **options: Any) -> None:
     show(evaluate_run(**options), json_)
 
 
-@command("decode-prep")
+@command(
+    "decode-prep",
+    epilog="""\b
+    Examples:
+      ddnn decode-prep exp/dnn --data data/test --out exp/dnn/decode_test --jobs 8
+      ddnn decode-prep exp/dnn --data data/test --as posteriors --out exp/dnn/post_test
+      ddnn decode-prep exp/dnn --data data/test --out - | latgen-faster-mapped ... ark:- ark:lat.ark""",
+)
 @argument("run_dir", type=PATH)
 @option("--data", type=PATH, required=True, help="Kaldi data dir to decode.")
-@option("--out", type=PATH, required=True, help="Folder for loglikes.ark, loglikes.scp, the counts and decode.sh.")
-@option("--prior-scale", type=float, default=1.0, help="Scale of the log-priors that are subtracted.")
+@option("--out", type=PATH, required=True,
+        help="Folder for loglikes.ark, loglikes.scp, the counts and decode.sh, or for the archive of --as; "
+             "-: write the archive to standard output.")  # fmt: skip
+@option("--as", "kind", type=Choice(["log-likelihoods", "posteriors", "log-posteriors", "activations"]),
+        default="log-likelihoods", help="What to write of each frame.")  # fmt: skip
+@option("--layer", type=IntRange(min=0), help="With --as activations: of this layer, counted from 0.")
+@option("--prior-scale", type=float, help="Scale of the log-priors that are subtracted.  [default: 1.0]")
+@option("--jobs", "--nj", type=IntRange(min=1), default=1, help="CPU processes that compute, a thread each.")
+@option("--compress", is_flag=True, help="Write Kaldi's compressed matrices, which lose precision (docs/kaldi.md).")
+@option("--compression-method", "method", type=Choice(["1", "2", "3", "5"]),
+        help="With --compress: as of Kaldi's copy-feats.  [default: 1]")  # fmt: skip
 @transforms_option
 @device_option
 @pipes_option
 def decode_prep(
-    run_dir: Path, data: Path, out: Path, prior_scale: float, transforms: Path | None, device: str, allow_pipes: bool
-) -> None:
-    """Write log-likelihoods that a Kaldi decoder reads."""
+    run_dir: Path, data: Path, out: Path, compress: bool, method: str | None, **options: Any
+) -> None:  # fmt: skip
+    """Write log-likelihoods that a Kaldi decoder reads, posteriors, or activations of a hidden layer."""
     from ddnn.decoding.prepare import prepare_decoding
 
-    options: dict[str, Any] = {
-        "device": device,
-        "prior_scale": prior_scale,
-        "allow_pipes": allow_pipes,
-        "transforms": transforms,
-    }
-    prepare_decoding(run_dir, data, out, **options)
+    if method is not None and not compress:
+        raise UserError("given without --compress", location="--compression-method", hint="add --compress")
+    prepare_decoding(run_dir, data, out, **options, compress=int(method or 1) if compress else 0)
 
 
 @command(

@@ -295,16 +295,18 @@ def _run_here(tasks: Iterable[Task], reader: MatrixReader) -> Iterator[tuple[int
 
 
 @contextmanager
-def loader_pool(processes: int, descriptor: int = -1) -> Iterator[LoaderPool]:
-    """Loading processes that end with the block. They inherit the open file `descriptor`, unless it is -1."""
-    pool = LoaderPool()
+def loader_pool(
+    processes: int, descriptor: int = -1, name: str = "a loading process", alone: str = "data.loader_processes: 1"
+) -> Iterator[LoaderPool]:
+    """Loading processes that end with the block. They inherit the open file `descriptor`, unless it is -1. `name`,
+    `alone`: for messages, what a process is and what does without them."""
+    pool = LoaderPool(name, alone)
     try:
         try:
             for _ in range(processes):
                 pool.start(() if descriptor < 0 else (descriptor,))
         except OSError as error:
-            message = f"cannot start a loading process: {error.strerror}"
-            raise UserError(message, hint="set data.loader_processes: 1") from error
+            raise UserError(f"cannot start {name}: {error.strerror}", hint=f"set {alone}") from error
         yield pool
     finally:
         for child in pool.children.values():
@@ -317,7 +319,8 @@ def loader_pool(processes: int, descriptor: int = -1) -> Iterator[LoaderPool]:
 class LoaderPool:
     """Loading processes, each with the connection over which it gets tasks."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, alone: str) -> None:
+        self.name, self.alone = name, alone
         self.children: dict[Connection, subprocess.Popen[bytes]] = {}
 
     def start(self, inherited: tuple[int, ...]) -> None:
@@ -332,6 +335,17 @@ class LoaderPool:
                 start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone
                 env={**os.environ, **ENVIRONMENT},
             )
+
+    def broadcast(self, task: Task) -> None:
+        """Has every process do the task. Exception, UserError: as of `run`."""
+        for connection in self.children:
+            with self._alive(connection):
+                connection.send(task)
+        for connection in self.children:
+            with self._alive(connection):
+                answer = connection.recv()
+            if isinstance(answer, Exception):
+                raise answer
 
     def run(self, tasks: Iterable[Task]) -> Iterator[tuple[int, Any]]:
         """Hands out the tasks in order, one to each process at a time; yields (index of the task, answer) as they come.
@@ -371,8 +385,5 @@ class LoaderPool:
         except (EOFError, ConnectionError) as error:
             code = self.children[connection].wait()
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
-            hint = (
-                "read the messages before this one, and check whether memory was short; data.loader_processes: 1 loads "
-            )
-            hint += "without such processes"
-            raise UserError(f"a loading process {how}", hint=hint) from error
+            hint = "read the messages before this one, and check whether memory was short; "
+            raise UserError(f"{self.name} {how}", hint=f"{hint}{self.alone} does without such processes") from error

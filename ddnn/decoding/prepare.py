@@ -5,29 +5,47 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.loading import loader_pool
 from ddnn.data.pipeline import EVAL_BATCH
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, read_pdf_counts, write_pdf_counts
-from ddnn.kaldi.archive import write_matrices
+from ddnn.kaldi.archive import write_matrices, write_records
 from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
-from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, save_model, to_nnet1
-from ddnn.nn.network import Workspace
+from ddnn.nn.acoustic_model import (
+    AcousticModel,
+    from_nnet1,
+    model_config,
+    model_from_config,
+    save_model,
+    to_nnet1,
+    transform_tensors,
+)
+from ddnn.nn.layers import num_parameters
+from ddnn.nn.network import Network, Workspace
 from ddnn.training.evaluation import forward_batches, load_for_model
 from ddnn.training.run_dir import load_run
 from ddnn.training.run_status import FINAL, PDF_COUNTS, check_run_dir
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited, write_text
+from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
-from ddnn.util.text import environment
+from ddnn.util.text import binary_output, environment, plural
+
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +65,101 @@ def log_priors(counts: np.ndarray, prior_scale: float = 1.0) -> np.ndarray:
     return prior_scale * priors
 
 
-def log_likelihoods(model: AcousticModel, dataset: AcousticDataset, priors: Tensor) -> Iterator[tuple[str, np.ndarray]]:
-    """Per utterance, its id and (frames, pdfs) float32: pre-softmax activation minus prior."""
-    workspace = Workspace(model.network, min(EVAL_BATCH, int(dataset.num_frames.max())))
-    for u, utterance in enumerate(progress_bar("log-likelihoods")(dataset.utterances)):
-        blocks = forward_batches(model, dataset.subset([u]), workspace)
-        scores = np.concatenate([(activations - priors).cpu().numpy() for _, activations in blocks])
+Kind = Literal["log-likelihoods", "posteriors", "log-posteriors", "activations"]
+
+FILES = {
+    "log-likelihoods": "loglikes", "posteriors": "posteriors", "log-posteriors": "posteriors",
+    "activations": "activations",
+}  # fmt: skip
+"""Names of the archive and its scp, by kind, without their endings."""
+
+_MAKE: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
+    "log-likelihoods": lambda outputs, priors: outputs if priors is None else outputs - priors,
+    "posteriors": lambda outputs, _: outputs.softmax(1),
+    "log-posteriors": lambda outputs, _: outputs.log_softmax(1),
+    "activations": lambda outputs, _: outputs.clone(),
+}
+"""From the network's outputs (n, pdfs), pre-softmax, to what is written of them, in other memory."""
+
+
+class Scorer:
+    """What decoders read of an utterance. `priors`: of log-likelihoods, as of `log_priors`, float32 (pdfs,), on the
+    model's device. `frames`: of the longest utterance; blocks of 1024 frames at most are computed at once."""
+
+    def __init__(self, model: AcousticModel, kind: Kind, priors: Tensor | None, frames: int) -> None:
+        self.model, self.kind, self.priors = model, kind, priors
+        self.workspace = Workspace(model.network, max(1, min(EVAL_BATCH, frames)))
+
+    def __call__(self, dataset: AcousticDataset, u: int = 0) -> NDArray[np.float32]:
+        """(frames, pdfs) float32 of the utterance with this index. DataError: they are not finite."""
+        blocks = forward_batches(self.model, dataset.subset([u]), self.workspace)
+        parts = [_MAKE[self.kind](outputs, self.priors).cpu().numpy() for _, outputs in blocks]
+        scores: NDArray[np.float32] = np.concatenate(parts)
         if not np.isfinite(scores).all():
-            message = f"utterance {utterance}: the network's output is not finite"
+            message = f"utterance {dataset.utterances[u]}: the network's output is not finite"
             raise DataError(message, hint="retrain: the model has diverged")
-        yield utterance, scores
+        return scores
+
+
+def compute_scores(
+    model: AcousticModel, dataset: AcousticDataset, kind: Kind, priors: Tensor | None = None, jobs: int = 1
+) -> Generator[tuple[str, NDArray[np.float32]], None, None]:
+    """Per utterance, in order, its id and what `Scorer` makes of it; by several processes the same bits."""
+    longest, names = int(dataset.num_frames.max()), progress_bar(kind)(dataset.utterances)
+    if jobs == 1:
+        scorer = Scorer(model, kind, priors, longest)
+        yield from ((name, scorer(dataset, u)) for u, name in enumerate(names))
+        return
+    tensors = {"parameters": model.network.parameters, **transform_tensors(model)}
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    log_prior = None if priors is None else priors.numpy()
+    processes = min(jobs, len(dataset.utterances))
+    with loader_pool(processes, name="a process of --jobs", alone="--jobs 1") as pool:
+        pool.broadcast((_start_scoring, model_config(model), arrays, kind, log_prior, longest))
+        tasks = ((_score, name, _rows(dataset, u)) for u, name in enumerate(dataset.utterances))
+        yield from zip(names, _in_order(pool.run(tasks)), strict=True)
+
+
+_scorer: list[Scorer] = []  # of a process of --jobs
+
+
+def _start_scoring(
+    config: Any, arrays: dict[str, NDArray[np.float32]], kind: Kind, priors: NDArray[np.float32] | None, longest: int,
+    reader: object,
+) -> None:  # fmt: skip
+    choose_device("cpu")
+    model = model_from_config(config, {name: torch.from_numpy(array) for name, array in arrays.items()}, Path("model"))
+    _scorer[:] = [Scorer(model, kind, None if priors is None else torch.from_numpy(priors), longest)]
+
+
+def _score(name: str, rows: NDArray[np.float32], reader: object) -> NDArray[np.float32]:
+    scorer = _scorer[0]
+    return scorer(one_utterance(name, rows, scorer.model.transform.context))
+
+
+def _rows(dataset: AcousticDataset, u: int) -> NDArray[np.float32]:
+    """The features of an utterance with the repeated edges."""
+    first, frames, context = int(dataset.offsets[u]), int(dataset.num_frames[u]), dataset.context
+    rows: NDArray[np.float32] = dataset.features[first - context : first + frames + context].numpy()
+    return rows
+
+
+def one_utterance(name: str, rows: NDArray[np.float32], context: int) -> AcousticDataset:
+    """A dataset of one utterance; `rows`: its features with `context` repeated edge frames on each side."""
+    labels = torch.full((len(rows),), -1, dtype=torch.int32)
+    lengths = np.array([context]), np.array([len(rows) - 2 * context])
+    return AcousticDataset(torch.from_numpy(rows), labels, (name,), None, *lengths, context)
+
+
+def _in_order(answers: Iterable[tuple[int, _T]]) -> Iterator[_T]:
+    """The answers from index 0 on; those that come too early are kept."""
+    early: dict[int, _T] = {}
+    number = 0
+    for index, answer in answers:
+        early[index] = answer
+        while number in early:
+            yield early.pop(number)
+            number += 1
 
 
 def _holds(path: Path, data: bytes) -> bool:
@@ -83,41 +186,108 @@ def _read_counts(run_dir: Path, num_pdfs: int) -> tuple[np.ndarray, bytes]:
 
 
 def prepare_decoding(
-    run_dir: Path,
-    data: Path,
-    out: Path,
-    device: str = "auto",
-    prior_scale: float = 1.0,
-    allow_pipes: bool = False,
-    transforms: Path | None = None,
-) -> None:
-    """Writes `loglikes.ark`, `loglikes.scp`, the counts and a `decode.sh` to `out`, which must not hold any yet.
-    UserError: damaged input; another number of pdfs in the counts, or of dims in the features, than in the model."""
-    if not (math.isfinite(prior_scale) and prior_scale >= 0.0):
-        raise UserError(f"{prior_scale:g} found, expected a number >= 0", location="--prior-scale")
+    run_dir: Path, data: Path, out: Path, device: str = "auto", prior_scale: float | None = None,
+    allow_pipes: bool = False, transforms: Path | None = None, *, kind: Kind = "log-likelihoods", layer: int | None = None, jobs: int = 1,
+    compress: int = 0,
+) -> None:  # fmt: skip
+    """Writes what a network computes of each frame of a data dir to `out`, which must not hold any yet: of kind
+    log-likelihoods `loglikes.ark`, `loglikes.scp`, the counts and a `decode.sh`, else archive and scp alone. Of `-` the
+    archive goes to standard output. `compress`: 0, or the method of Kaldi's copy-feats. UserError: damaged input;
+    another number of pdfs in the counts, or of dims in the features, than in the model; options that do not fit."""
+    _check_options(prior_scale, kind, layer)
     target = choose_device(device)
+    if jobs > 1 and target.type != "cpu":
+        raise UserError("only one process computes on a GPU", location="--jobs", hint="add --device cpu, or remove it")
     model = load_run(run_dir)
-    counts, counts_bytes = _read_counts(run_dir, model.network.output_dim)
-    if unseen := int((counts / counts.sum() <= PRIOR_CUTOFF).sum()):
-        log.warning("%d pdfs have no frames in %s: every path through them is disabled", unseen, run_dir / PDF_COUNTS)
-    if (out / PDF_COUNTS).exists() and not _holds(out / PDF_COUNTS, counts_bytes):
-        raise UserError(f"the {PDF_COUNTS} of another model is there", location=out, hint="name another --out")
-    if (out / "loglikes.scp").exists():
-        raise UserError("log-likelihoods are there already", location=out, hint="name another --out, or remove them")
+    priors, beside = None, dict[str, bytes]()
+    if kind == "log-likelihoods":
+        counts, beside[PDF_COUNTS] = _read_counts(run_dir, model.network.output_dim)
+        _check_unseen(counts, run_dir, compress)
+        priors = torch.from_numpy(log_priors(counts, 1.0 if prior_scale is None else prior_scale)).float().to(target)
+        beside |= _scripts(model)
+    if layer is not None:
+        model = _lower_layers(model, layer)
+    to_stdout, name = str(out) == "-", FILES[kind]
+    _check_free_output(out, f"{name}.scp", kind, beside)
     dataset = load_for_model(model, data, None, allow_pipes=allow_pipes, transforms=transforms)
-    ensure_directory(out)
-    priors = torch.from_numpy(log_priors(counts, prior_scale)).float().to(target)
-    with atomic_write(out / PDF_COUNTS) as handle:
-        handle.write(counts_bytes)
-    tree = model.transition_digest or ""
-    write_text(out / TRANSITION_DIGEST, f"{tree}\n")
-    script = environment().get_template("decode.sh.j2").render(num_pdfs=str(model.network.output_dim), digest=tree)
-    write_text(out / "decode.sh", script)
-    (out / "decode.sh").chmod(0o755)
-    # Last: a loglikes.scp says that all the rest is there.
-    scores = log_likelihoods(model.to(target), dataset.to(target), priors)
-    write_matrices(out / "loglikes.ark", out / "loglikes.scp", scores)
-    log.info("%s: %d utterances, %d pdfs", out / "loglikes.scp", len(dataset.utterances), model.network.output_dim)
+    with closing(compute_scores(model.to(target), dataset.to(target), kind, priors, jobs)) as scores:
+        if to_stdout:
+            with binary_output() as handle:
+                for _ in write_records(handle, scores, "standard output", compress):
+                    pass
+        else:
+            ensure_directory(out)
+            written = _with_files(scores, out, beside)
+            write_matrices(out / f"{name}.ark", out / f"{name}.scp", written, compress=compress)
+    where, what = "standard output" if to_stdout else out / f"{name}.scp", "pdfs" if layer is None else "dims"
+    log.info("%s: %s of %d utterances, %d %s", where, kind, len(dataset.utterances), model.network.output_dim, what)
+
+
+def _check_options(prior_scale: float | None, kind: Kind, layer: int | None) -> None:
+    if prior_scale is not None and kind != "log-likelihoods":
+        message, hint = f"nothing is subtracted from {kind}", "remove it, or write log-likelihoods"
+        raise UserError(message, location="--prior-scale", hint=hint)
+    if prior_scale is not None and not (math.isfinite(prior_scale) and prior_scale >= 0.0):
+        raise UserError(f"{prior_scale:g} found, expected a number >= 0", location="--prior-scale")
+    if (layer is None) != (kind != "activations"):
+        found = "not given" if layer is None else f"given with --as {kind}"
+        hint = "give both --as activations and --layer N, or neither"
+        raise UserError(f"{found}; it says whose activations to write", location="--layer", hint=hint)
+
+
+def _check_unseen(counts: NDArray[np.float64], run_dir: Path, compress: int) -> None:
+    unseen = int((counts / counts.sum() <= PRIOR_CUTOFF).sum())
+    if unseen and compress:
+        message = f"{plural(unseen, 'pdf')} without frames have log-likelihoods of -1.8e19, beside which compression "
+        hint = "remove --compress, or use counts with half a frame added to each pdf, as Kaldi's scripts make them"
+        raise UserError(f"{message}would keep nothing of the others", location=run_dir / PDF_COUNTS, hint=hint)
+    if unseen:
+        log.warning("%d pdfs have no frames in %s: every path through them is disabled", unseen, run_dir / PDF_COUNTS)
+
+
+def _scripts(model: AcousticModel) -> dict[str, bytes]:
+    tree, pdfs = model.transition_digest or "", str(model.network.output_dim)
+    script = environment().get_template("decode.sh.j2").render(num_pdfs=pdfs, digest=tree)
+    return {TRANSITION_DIGEST: f"{tree}\n".encode(), "decode.sh": script.encode()}
+
+
+def _lower_layers(model: AcousticModel, layer: int) -> AcousticModel:
+    """The model up to this layer, from 0. UserError: it has fewer."""
+    layers = model.network.layers
+    if layer >= len(layers):
+        last = len(layers) - 1
+        raise UserError(f"{layer} found, the network has the layers 0 to {last}", location="--layer")
+    kept = layers[: layer + 1]
+    return replace(model, network=Network(kept, model.network.parameters[: num_parameters(kept)]))
+
+
+def _check_free_output(out: Path, scp: str, kind: Kind, beside: Mapping[str, bytes]) -> None:
+    """UserError where the output is there already, in part or from another model, or would fill a terminal."""
+    if str(out) == "-":
+        if sys.stdout.isatty():
+            hint = "pipe it into a program or redirect it into a file, or name a folder"
+            raise UserError("standard output is a terminal, which shows no archives", location="--out -", hint=hint)
+        return
+    if PDF_COUNTS in beside and (out / PDF_COUNTS).exists() and not _holds(out / PDF_COUNTS, beside[PDF_COUNTS]):
+        raise UserError(f"the {PDF_COUNTS} of another model is there", location=out, hint="name another --out")
+    if (out / scp).exists():
+        found = kind if kind in ("log-likelihoods", "activations") else "posteriors"
+        raise UserError(f"{found} are there already", location=out, hint="name another --out, or remove them")
+
+
+def _with_files(
+    scores: Iterable[tuple[str, NDArray[np.float32]]], out: Path, beside: Mapping[str, bytes]
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """The scores; once all are computed, the files of these names and contents are written. All of them have their
+    names before the archive has its own, and none where one cannot be written."""
+    yield from scores
+    with ExitStack() as stack:
+        for name, content in beside.items():
+            handle = stack.enter_context(atomic_write(out / name))
+            handle.write(content)
+            handle.flush()
+            if name.endswith(".sh"):
+                os.fchmod(handle.fileno(), 0o755)
 
 
 def export_nnet1(run_dir: Path, out: Path) -> list[Path]:

@@ -391,7 +391,7 @@ def check_finite(key: str, matrix: NDArray[Any], location: str | Path) -> None:
         raise DataError(message, location=location, hint="compute the features of this utterance again, or remove it")
 
 
-def _new_keys(items: Iterable[tuple[str, _T]], location: Path) -> Iterator[tuple[str, _T]]:
+def _new_keys(items: Iterable[tuple[str, _T]], location: str | Path) -> Iterator[tuple[str, _T]]:
     """The items; DataError where a key is no single word or occurs twice."""
     seen = set()
     for key, value in items:
@@ -405,28 +405,36 @@ def _new_keys(items: Iterable[tuple[str, _T]], location: Path) -> Iterator[tuple
         yield key, value
 
 
+def write_records(
+    handle: BinaryIO, items: Iterable[tuple[str, NDArray[Any]]], location: str | Path, compress: int = 0
+) -> Iterator[str]:
+    """Writes matrices (rows, columns) as a binary archive to an open file or pipe. Yields each key once it is written,
+    before its matrix. `compress`: 0, or the method of `compressed.encode`. `location`: for messages. OSError: nothing
+    can be written. DataError: as of `write_matrices`."""
+    writer = BasicTypeWriter(handle)
+    for key, matrix in _new_keys(items, location):
+        if compress and not np.isfinite(matrix).all():
+            raise DataError(f"utterance {key}: NaN or Inf cannot be compressed", location=location)
+        writer.token(key)
+        yield key
+        writer.marker()
+        if compress and len(matrix):
+            handle.write(compressed.encode(np.ascontiguousarray(matrix, np.float32), compress))
+        else:
+            writer.float_matrix(matrix.astype(np.float32) if compress else matrix)
+
+
 def write_matrices(
-    ark: Path, scp: Path, items: Iterable[tuple[str, NDArray[Any]]], *, compress: bool = False, relative: bool = False
+    ark: Path, scp: Path, items: Iterable[tuple[str, NDArray[Any]]], *, compress: int = 0, relative: bool = False
 ) -> None:
     """Writes matrices (rows, columns) as a binary archive and its scp; both appear complete or not at all. float64
-    becomes double (DM), everything else float (FM); `compress`: lossily, as `copy-feats --compress=true` does.
-    `relative`: the scp names the archive relative to its own folder. UserError: the files cannot be written. DataError:
-    a key is no single word or not new, a matrix is not finite."""
+    becomes double (DM), everything else float (FM); `compress`: lossily, as `copy-feats --compress=true` does with this
+    --compression-method. `relative`: the scp names the archive relative to its own folder. UserError: the files cannot
+    be written. DataError: a key is no single word or not new, a matrix is not finite."""
     name = os.path.relpath(ark.absolute(), scp.absolute().parent) if relative else str(ark.absolute())
-    lines = []
     # The inner file is renamed first: an scp never names an archive that is not there.
     with atomic_write(scp) as scp_handle, atomic_write(ark) as handle:
-        writer = BasicTypeWriter(handle)
-        for key, matrix in _new_keys(items, ark):
-            if compress and not np.isfinite(matrix).all():
-                raise DataError(f"utterance {key}: NaN or Inf cannot be compressed", location=ark)
-            writer.token(key)
-            lines.append(f"{key} {name}:{handle.tell()}\n")
-            writer.marker()
-            if compress and len(matrix):
-                handle.write(compressed.encode(np.ascontiguousarray(matrix, np.float32)))
-            else:
-                writer.float_matrix(matrix.astype(np.float32) if compress else matrix)
+        lines = [f"{key} {name}:{handle.tell()}\n" for key in write_records(handle, items, ark, compress)]
         scp_handle.write("".join(lines).encode())
         scp_handle.flush()  # on a full disk this fails while neither has its name yet
 

@@ -18,6 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOKENS = ("CM", "CM2", "CM3")
+METHODS = (1, 2, 3, 5)
+"""Kaldi's numbers of the methods that `encode` knows: kAutomaticMethod, kSpeechFeature, kTwoByteAuto, kOneByteAuto. The
+others are for integers and for values from 0 to 1."""
 # Kaldi's own constant for 1/65535, single precision.
 _PER_STEP = np.float32(1.52590218966964e-05)
 _TINY = 1e-25
@@ -81,34 +84,41 @@ def _to_float(minimum: np.float32, span: np.float32, value: NDArray[np.integer])
     return result
 
 
-def encode(matrix: NDArray[np.float32]) -> bytes:
-    """A record's bytes behind `\\0B`, as `copy-feats --compress` writes them (method 1): CM above 8 rows, else CM2.
-    `matrix`: finite float32 (rows, columns), at least one row and column."""
+def encode(matrix: NDArray[np.float32], method: int = 1) -> bytes:
+    """A record's bytes behind `\\0B`, as `copy-feats --compress --compression-method=METHOD` writes them. Method 1: CM
+    above 8 rows, else CM2; 2: CM; 3: CM2; 5: CM3. `matrix`: finite float32 (rows, columns), at least one row and
+    column."""
     rows, columns = matrix.shape
     minimum, maximum = matrix.min(), matrix.max()
     if maximum == minimum:
-        maximum = minimum + (1 + abs(minimum))
+        maximum = np.float32(float(minimum) + (1.0 + abs(float(minimum))))  # in double precision, as in Kaldi
     span = maximum - minimum
     header = np.array([minimum, span], "<f4").tobytes() + np.array([rows, columns], "<i4").tobytes()
-    if rows <= 8:
+    if method == 3 or (method == 1 and rows <= 8):
         return b"CM2 " + header + _to_steps(minimum, span, matrix).tobytes()
+    if method == 5:
+        return b"CM3 " + header + _to_steps(minimum, span, matrix, 255).astype(np.uint8).tobytes()
     percentiles = _percentiles(minimum, span, matrix)
     coded = _to_bytes(_to_float(minimum, span, percentiles), matrix.T)
     return b"CM " + header + percentiles.tobytes() + coded.tobytes()
 
 
-def _to_steps(minimum: np.float32, span: np.float32, value: NDArray[np.float32]) -> NDArray[np.uint16]:
+def _to_steps(
+    minimum: np.float32, span: np.float32, value: NDArray[np.float32], most: int = 65535
+) -> NDArray[np.uint16]:
     share = np.clip((value - minimum) / span, np.float32(0), np.float32(1))
     # Kaldi adds the double 0.499: the sum is a double, and the conversion cuts off.
-    steps: NDArray[np.uint16] = ((share * np.float32(65535)).astype(np.float64) + 0.499).astype("<u2")
+    steps: NDArray[np.uint16] = ((share * np.float32(most)).astype(np.float64) + 0.499).astype("<u2")
     return steps
 
 
 def _percentiles(minimum: np.float32, span: np.float32, matrix: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """(columns, 4) percentiles 0, 25, 75, 100 of each column, strictly increasing; more than 4 rows."""
-    quarter = len(matrix) // 4
-    ranks = [0, quarter, 3 * quarter, len(matrix) - 1]
-    steps = _to_steps(minimum, span, np.partition(matrix, ranks, axis=0)[ranks]).astype(np.int64)
+    """(columns, 4) percentiles 0, 25, 75, 100 of each column, strictly increasing; the values themselves of fewer than
+    5 rows."""
+    rows, quarter = len(matrix), len(matrix) // 4
+    ranks = [0, quarter, 3 * quarter, rows - 1] if rows > 4 else list(range(rows))
+    steps = np.zeros((4, matrix.shape[1]), np.int64)
+    steps[: len(ranks)] = _to_steps(minimum, span, np.partition(matrix, ranks, axis=0)[ranks])
     steps[0] = np.minimum(steps[0], 65532)
     steps[1] = np.minimum(np.maximum(steps[1], steps[0] + 1), 65533)
     steps[2] = np.minimum(np.maximum(steps[2], steps[1] + 1), 65534)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     import jinja2
@@ -76,6 +76,17 @@ EXIT_NO_READER = 141  # 128 + SIGPIPE
 def unescaped(stream: Any) -> Any:
     """stdout or stderr as it is, for what moves the cursor: texts that it shows are to be `printable`."""
     return stream._stream if isinstance(stream, _EscapingStream) else stream
+
+
+@contextmanager
+def binary_output() -> Iterator[BinaryIO]:
+    """Standard output for bytes, as they are. Ends the program quietly with 141 where nobody reads them any more."""
+    stream: BinaryIO = unescaped(sys.stdout).buffer
+    try:
+        yield stream
+        stream.flush()
+    except BrokenPipeError as error:
+        raise SystemExit(EXIT_NO_READER) from error
 
 
 @contextmanager

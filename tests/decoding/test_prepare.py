@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import os
+import signal
 import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import kaldiio
 import numpy as np
 import pytest
-from corpora import write_data_dir
+import torch
+from corpora import unlike_utterances, write_data_dir
+from jobs import assert_refused, files_in
 from kaldi_files import read_matrix
 
-from ddnn.decoding.prepare import import_nnet1, log_priors, prepare_decoding
+from ddnn.data import loading
+from ddnn.data.dataset import InputTransform
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.decoding.prepare import compute_scores, import_nnet1, log_priors, prepare_decoding
+from ddnn.kaldi import compressed
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, kaldi_counts, write_pdf_counts
-from ddnn.kaldi.archive import read_scp
+from ddnn.kaldi.archive import iterate_matrices, read_scp
 from ddnn.kaldi.nnet1 import Activation, AffineTransform, write_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
-from ddnn.nn.acoustic_model import save_model
+from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, save_model
+from ddnn.training.evaluation import load_for_model
 from ddnn.training.run_dir import load_run
+from ddnn.util.errors import UserError
 
 COUNTS = np.array([5, 15, 0, 20])
 
@@ -111,3 +127,193 @@ def test_the_script_refuses_the_model_of_another_tree(run_dir: Path, golden: Pat
         environment = {"PATH": f"{programs}:/usr/bin:/bin"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
         assert (done.returncode, "another tree" in done.stderr) == (code, code == 2), done.stderr
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> tuple[Path, Path]:
+    """A run dir, of two hidden layers, spliced and normalized, with deltas and CMVN; and a data dir of 5 to 200 frames."""
+    generator = torch.Generator().manual_seed(1)
+    sizes, layers = (5 * 8, 24, 16, 7), []
+    for inputs, outputs in itertools.pairwise(sizes):
+        weight, bias = torch.randn(outputs, inputs, generator=generator) / 3, torch.randn(outputs, generator=generator)
+        layers += [AffineTransform(weight.numpy(), bias.numpy()), Activation("sigmoid", outputs)]
+    model = from_nnet1((*layers[:-1], Activation("softmax", 7)), (), tmp_path)
+    shift, scale = torch.randn(2, 40, generator=generator).abs()
+    transform = InputTransform(tuple(range(-2, 3)), 8, shift, scale)
+    run = tmp_path / "deep"
+    run.mkdir()
+    write_pdf_counts(run / "ali_train_pdf.counts", np.arange(1, 8))
+    save_model(run / "final.safetensors", replace(model, transform=transform, features=FeatureConfig("mean", 1)))
+    return run, write_data_dir(tmp_path / "unlike", unlike_utterances()[0])
+
+
+def scores_in(path: Path) -> dict[str, np.ndarray]:
+    return dict(iterate_matrices(path))
+
+
+@pytest.mark.parametrize("kind", ["log-likelihoods", "posteriors"])
+def test_several_processes_write_the_bytes_of_one(deep: tuple[Path, Path], tmp_path: Path, kind: Any) -> None:
+    run, data = deep
+    archives = []
+    for jobs in (1, 3):
+        out = tmp_path / f"{kind} {jobs}"
+        prepare_decoding(run, data, out, "cpu", kind=kind, jobs=jobs)
+        (archive,) = out.glob("*.ark")
+        archives.append(archive.read_bytes())
+        assert [entry.key for entry in read_scp(archive.with_suffix(".scp"))] == [
+            entry.key for entry in read_scp(data / "feats.scp")
+        ]
+    assert archives[0] == archives[1]
+
+
+def test_posteriors_are_kaldis_through_a_pipe(golden: Path, tmp_path: Path) -> None:
+    """What a program reads from `ddnn decode-prep --as posteriors --jobs 2 --out - |`, beside nnet-forward's output."""
+    run, nnet1 = tmp_path / "run", golden / "nnet1"
+    import_nnet1(nnet1 / "init.nnet", nnet1 / "feature_transform.nnet", run)
+    lines = [line.split(None, 1) for line in (nnet1 / "feats.scp").read_text().splitlines()]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/feats.scp").write_text("".join(f"{key} {nnet1 / rest}\n" for key, rest in lines))
+    words = [sys.executable, "-m", "ddnn.cli", "decode-prep", str(run), "--data", str(tmp_path / "data")]
+    words += ["--device", "cpu", "--as", "posteriors", "--jobs", "2", "--out", "-"]
+    done = subprocess.run(words, capture_output=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "piped.ark").write_bytes(done.stdout)
+    expected, found = scores_in(nnet1 / "init.posterior.txt"), scores_in(tmp_path / "piped.ark")
+    assert list(found) == list(expected)
+    for key, posteriors in found.items():
+        np.testing.assert_allclose(posteriors, expected[key], atol=2e-6, rtol=0)
+        np.testing.assert_allclose(posteriors.sum(axis=1), 1.0, atol=1e-6)
+    theirs = dict(kaldiio.load_ark(io.BytesIO(done.stdout)))
+    assert all(np.array_equal(theirs[key], found[key]) for key in expected)
+
+
+def test_only_log_likelihoods_come_with_a_script_and_need_counts(deep: tuple[Path, Path], tmp_path: Path) -> None:
+    run, data = deep
+    (run / "ali_train_pdf.counts").unlink()
+    for kind, name in (("log-posteriors", "posteriors"), ("activations", "activations")):
+        layer = 1 if kind == "activations" else None
+        prepare_decoding(run, data, tmp_path / kind, "cpu", kind=kind, layer=layer)  # type: ignore[arg-type]
+        assert files_in(tmp_path / kind) == {f"{name}.ark", f"{name}.scp"}
+
+
+def outputs(model: AcousticModel, data: Path, kind: Any, **options: Any) -> dict[str, np.ndarray]:
+    return dict(compute_scores(model, load_for_model(model, data, None, allow_pipes=False), kind, **options))
+
+
+def test_log_posteriors_stay_finite_where_posteriors_underflow(run_dir: Path, tmp_path: Path) -> None:
+    model = load_run(run_dir)
+    data = write_data_dir(tmp_path / "data", {"a-1": np.full((2, 3), 1e4, np.float32)})
+    logits = outputs(model, data, "log-likelihoods")["a-1"].astype(np.float64)
+    posteriors, found = (outputs(model, data, kind)["a-1"] for kind in ("posteriors", "log-posteriors"))
+    assert (posteriors == 0).any() and np.isfinite(found).all()
+    top = logits.max(axis=1, keepdims=True)
+    np.testing.assert_allclose(found, logits - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True)), rtol=1e-6)
+
+
+def test_activations_are_those_of_the_layer(deep: tuple[Path, Path], tmp_path: Path) -> None:
+    """The last hidden layer's, multiplied with the last layer's weights, are the network's output."""
+    run, data = deep
+    model = load_run(run)
+    prepare_decoding(run, data, tmp_path / "hidden", "cpu", kind="activations", layer=1)
+    last = model.network.views[-1]
+    hidden, expected = scores_in(tmp_path / "hidden/activations.ark"), outputs(model, data, "log-likelihoods")
+    for key, activations in hidden.items():
+        assert activations.shape == (len(expected[key]), 16) and ((activations > 0) & (activations < 1)).all()
+        output = activations @ last["weight"].numpy().T + last["bias"].numpy()
+        np.testing.assert_allclose(output, expected[key], atol=1e-5)
+
+
+@pytest.mark.parametrize("method", compressed.METHODS)
+def test_compressed_output_is_kaldis(deep: tuple[Path, Path], tmp_path: Path, method: int) -> None:
+    run, data = deep
+    for compress in (0, method):
+        prepare_decoding(run, data, tmp_path / str(compress), "cpu", kind="log-posteriors", compress=compress)
+    plain, found = (scores_in(tmp_path / str(compress) / "posteriors.ark") for compress in (0, method))
+    theirs = dict(kaldiio.load_ark(str(tmp_path / str(method) / "posteriors.ark")))
+    for key, matrix in plain.items():
+        near = np.ptp(matrix) * (1 / 65_535 if method == 3 else 1 / 63)
+        assert 0 < np.abs(found[key] - matrix).max() <= near
+        np.testing.assert_allclose(theirs[key], found[key], rtol=1e-5, atol=1e-6)
+
+
+BAD_OPTIONS: dict[str, tuple[str, ...]] = {
+    "--as posteriors --prior-scale 1": ("nothing is subtracted from posteriors", "--prior-scale"),
+    "--prior-scale=-1": ("-1 found, expected a number >= 0",),
+    "--as activations": ("not given; it says whose activations", "--layer"),
+    "--layer 0": ("given with --as log-likelihoods", "--layer"),
+    "--as activations --layer 3": ("3 found, the network has the layers 0 to 2",),
+    "--compression-method 3": ("given without --compress",),
+}
+
+
+@pytest.mark.parametrize("words", BAD_OPTIONS)
+def test_options_that_do_not_fit_are_refused(
+    deep: tuple[Path, Path], tmp_path: Path, run_cli: Callable[..., Any], words: str
+) -> None:
+    arguments = ["decode-prep", deep[0], "--data", deep[1], "--out", tmp_path / "out", "--device", "cpu"]
+    assert_refused(run_cli(*arguments, *words.split()), *BAD_OPTIONS[words])
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_job_and_a_terminal_and_posteriors_that_are_there_are_refused(
+    deep: tuple[Path, Path], tmp_path: Path, run_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["decode-prep", deep[0], "--data", deep[1], "--device", "cpu", "--out"]
+    result = run_cli(*arguments, tmp_path / "out", "--jobs", "0")
+    assert result.exit_code == 2 and "'--jobs' / '--nj': 0 is not in the range x>=1" in result.stderr
+    monkeypatch.setattr("ddnn.decoding.prepare.choose_device", lambda name: torch.device("meta"))
+    assert_refused(run_cli(*arguments, tmp_path / "out", "--jobs", "2"), "only one process computes on a GPU")
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert_refused(run_cli(*arguments, "-"), "standard output is a terminal")
+    monkeypatch.undo()
+    for words in ((), ("--as", "posteriors"), ("--as", "log-posteriors")):
+        result = run_cli(*arguments, tmp_path / "out", *words)
+        assert result.exit_code == (2 if "log-posteriors" in words else 0), result.stderr
+    assert_refused(result, "posteriors are there already")
+
+
+def test_disabled_pdfs_are_not_compressed(run_dir: Path, tmp_path: Path) -> None:
+    data = write_data_dir(tmp_path / "data", {"a-1": np.zeros((2, 3), np.float32)})
+    with pytest.raises(UserError, match="compression would keep nothing of the others"):
+        prepare_decoding(run_dir, data, tmp_path / "out", "cpu", compress=1)
+    prepare_decoding(run_dir, data, tmp_path / "out", "cpu", kind="posteriors", compress=1)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_failure_leaves_nothing_and_names_the_first_utterance(run_dir: Path, tmp_path: Path, jobs: int) -> None:
+    features = {f"a-{n}": np.full((3, 3), 1e38 if n >= 4 else 1.0, np.float32) for n in range(8)}
+    model = load_run(run_dir)
+    model.network.parameters.mul_(1e3)
+    save_model(run_dir / "final.safetensors", model)
+    data = write_data_dir(tmp_path / "data", features)
+    with pytest.raises(UserError, match="utterance a-4: the network's output is not finite"):
+        prepare_decoding(run_dir, data, tmp_path / "out", "cpu", jobs=jobs)
+    assert files_in(tmp_path / "out") == set()
+
+
+def test_a_killed_process_is_an_error(deep: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = loading.LoaderPool.run
+
+    def killed(pool: loading.LoaderPool, tasks: Any) -> Any:
+        os.kill(next(iter(pool.children.values())).pid, signal.SIGKILL)
+        return run(pool, tasks)
+
+    monkeypatch.setattr(loading.LoaderPool, "run", killed)
+    with pytest.raises(UserError, match="a process of --jobs was ended by signal 9") as caught:
+        prepare_decoding(*deep, tmp_path / "out", "cpu", jobs=2)
+    assert "--jobs 1 does without such processes" in str(caught.value) and files_in(tmp_path / "out") == set()
+
+
+def test_scores_are_computed_as_they_are_read(deep: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive on standard output takes the memory of one utterance."""
+    computed = []
+    forward = "ddnn.decoding.prepare.forward_batches"
+    from ddnn.training.evaluation import forward_batches
+
+    monkeypatch.setattr(forward, lambda *args: (computed.append(1), forward_batches(*args))[1])
+    model = load_run(deep[0])
+    scores = compute_scores(model, load_for_model(model, deep[1], None, allow_pipes=False), "posteriors")
+    for n in range(1, 4):
+        next(scores)
+        assert len(computed) == n

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import hypothesis.extra.numpy as hnp
+import kaldiio
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,8 +93,10 @@ def test_what_is_written_is_what_kaldi_writes(golden: Path, tmp_path: Path) -> N
     tables = golden / "tables"
     write_matrices(tmp_path / "plain.ark", tmp_path / "x.scp", iterate_matrices(tables / "float.ark"))
     assert (tmp_path / "plain.ark").read_bytes() == (tables / "float.ark").read_bytes()
-    write_matrices(tmp_path / "small.ark", tmp_path / "x.scp", iterate_matrices(tables / "float.ark"), compress=True)
-    assert (tmp_path / "small.ark").read_bytes() == (tables / "compressed_1.ark").read_bytes()
+    for method in compressed.METHODS:
+        matrices = iterate_matrices(tables / "float.ark")
+        write_matrices(tmp_path / "small.ark", tmp_path / "x.scp", matrices, compress=method)
+        assert (tmp_path / "small.ark").read_bytes() == (tables / f"compressed_{method}.ark").read_bytes(), method
     write_int_vectors(tmp_path / "ali.ark", iterate_int_vectors(tables / "tids.ark.gz"))
     assert (tmp_path / "ali.ark").read_bytes() == (tables / "tids.ark").read_bytes()
 
@@ -116,6 +119,25 @@ def test_compression_rounds_and_orders_as_kaldi() -> None:
     matrix[:, 1] = 1
     record = compressed.encode(matrix)
     assert np.frombuffer(record[19:35], "<u2").tolist() == [0, 1, 2, 3, 65532, 65533, 65534, 65535]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 40])
+def test_what_kaldiio_reads_of_each_method_is_near(rows: int, tmp_path: Path) -> None:
+    """And ours is: Kaldi's own readers take any number of rows of every method."""
+    matrix = np.random.default_rng(rows).normal(0.0, 3.0, (rows, 4)).astype(np.float32)
+    span = float(matrix.max() - matrix.min())
+    for method, near in {1: span / 126, 2: span / 126, 3: span / 131_070, 5: span / 510}.items():
+        write_matrices(tmp_path / "a.ark", tmp_path / "a.scp", [("a", matrix)], compress=method)
+        ours, theirs = dict(iterate_matrices(tmp_path / "a.ark")), dict(kaldiio.load_ark(str(tmp_path / "a.ark")))
+        for found in (ours["a"], theirs["a"]):
+            assert np.abs(found - matrix).max() <= 1.01 * near + span / 32_767, method
+
+
+def test_the_range_of_a_constant_matrix_is_rounded_once() -> None:
+    """Kaldi adds 1.0, a double, and the absolute value to the minimum, and rounds the sum."""
+    value = np.float32(0.2)
+    span = np.frombuffer(compressed.encode(np.full((2, 2), value))[8:12], "<f4")[0]
+    assert span == np.float32(float(value) + (1.0 + float(value))) - value
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,7 +11,7 @@ from corpora import load_all
 from twins import batch_of, biases, weights
 
 from ddnn.data.batches import SequentialSampler
-from ddnn.decoding.prepare import log_likelihoods, log_priors
+from ddnn.decoding.prepare import compute_scores, log_priors
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.nnet1 import AffineTransform, read_nnet1
@@ -74,10 +74,11 @@ def test_one_epoch_ends_in_kaldis_network(
 def test_forward_equals_kaldis(golden: Path, data_dir: Path) -> None:
     model = initial_model(golden)
     corpus = load_all(data_dir, None, model.transform.context)
-    zero = torch.zeros(model.network.output_dim)
-    activations = dict(log_likelihoods(model, corpus, zero))
+    activations = dict(compute_scores(model, corpus, "log-likelihoods"))
+    posteriors = dict(compute_scores(model, corpus, "posteriors"))
+    log_posteriors = dict(compute_scores(model, corpus, "log-posteriors"))
     priors = torch.from_numpy(log_priors(read_pdf_counts(golden / "nnet1/pdf.counts"))).float()
-    scores = dict(log_likelihoods(model, corpus, priors))
+    scores = dict(compute_scores(model, corpus, "log-likelihoods", priors))
     expected = {
         kind: dict(iterate_matrices(golden / f"nnet1/init.{kind}.txt"))
         for kind in ("presoftmax", "posterior", "loglikes")
@@ -85,8 +86,9 @@ def test_forward_equals_kaldis(golden: Path, data_dir: Path) -> None:
     assert set(activations) == set(expected["presoftmax"]) == {"utt0", "utt1", "utt2"}
     for utterance, found in activations.items():
         np.testing.assert_allclose(found, expected["presoftmax"][utterance], atol=1e-5)
-        posteriors = torch.softmax(torch.from_numpy(found), dim=1).numpy()
-        np.testing.assert_allclose(posteriors, expected["posterior"][utterance], atol=1e-5)
+        np.testing.assert_allclose(posteriors[utterance], expected["posterior"][utterance], atol=2e-6)
+        np.testing.assert_allclose(posteriors[utterance].sum(axis=1), 1.0, atol=1e-6)
+        np.testing.assert_allclose(np.exp(log_posteriors[utterance]), expected["posterior"][utterance], atol=2e-6)
         np.testing.assert_allclose(scores[utterance], expected["loglikes"][utterance], rtol=1e-5, atol=1e-5)
 
 
@@ -99,7 +101,7 @@ def test_kaldis_an4_log_likelihoods_are_reproduced(an4: Path, tmp_path: Path) ->
     model = from_nnet1(read_nnet1(an4 / "kaldi_nnet1/rbm_ce.nnet"), front, an4)
     corpus = load_all(tmp_path, None, model.transform.context)
     priors = torch.from_numpy(log_priors(read_pdf_counts(an4 / "kaldi_nnet1/ali_train_pdf.counts"))).float()
-    found = dict(log_likelihoods(model, corpus, priors))
+    found = dict(compute_scores(model, corpus, "log-likelihoods", priors))
     assert set(found) == set(kaldi)
     for utterance, scores in found.items():
         # Activations reach 1e2 through five float32 layers of another summation order than Kaldi's.
