@@ -224,7 +224,14 @@ def test_commands_without_output(run: Run, called: Any) -> None:
     assert run("decode-prep", "run", "--data", "d", "--out", "o", "--prior-scale", "0.5") == (0, "", "")
     words = ["--as", "activations", "--layer", "1", "--nj", "3", "--compress", "--compression-method", "3"]
     assert run("decode-prep", "run", "--data", "d", "--out", "-", *words) == (0, "", "")
-    options = {"device": "auto", "prior_scale": 0.5, "allow_pipes": False, "kind": "log-likelihoods", "layer": None}
+    options = {
+        "device": "auto",
+        "prior_scale": 0.5,
+        "allow_pipes": False,
+        "transforms": None,
+        "kind": "log-likelihoods",
+        "layer": None,
+    }
     assert calls[0] == ((Path("run"), Path("d"), Path("o")), {**options, "jobs": 1, "compress": 0})
     options |= {"prior_scale": None, "kind": "activations", "layer": 1, "jobs": 3, "compress": 3}
     assert calls[1:] == [((Path("run"), Path("d"), Path("-")), options)]
