@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from corpora import write_data_dir
 from distributed.mpi_worlds import need_mpi
 from jobs import Job, make_job
 from training import deaths as deaths_module
@@ -92,11 +94,12 @@ def test_output_that_nobody_reads(job: Job, text: str) -> None:
 
 
 @pytest.mark.parametrize("jobs", ["", "--jobs 2"])
-def test_an_archive_of_which_a_reader_has_seen_enough(job: Job, jobs: str) -> None:
-    """`| head -c 100`: 141, and no message but the log."""
-    text = f"decode-prep {{run}} --data {{data}} --device cpu --out - {jobs}"
-    words = ["bash", "-c", 'set -o pipefail; "$@" | head -c 100', "bash", *command(*words_of(text, job))]
-    done = subprocess.run(words, env=variables(), capture_output=True, check=False, timeout=SECONDS)
+def test_an_archive_of_which_a_reader_has_seen_enough(job: Job, tmp_path: Path, jobs: str) -> None:
+    """`| head -c 100`: 141, and no message but the log. The archive is larger than what a pipe holds."""
+    data = write_data_dir(tmp_path / "data", {f"a-{n}": np.ones((1000, 4), np.float32) for n in range(20)})
+    words = command(*words_of(f"decode-prep {{run}} --device cpu --out - {jobs} --data", job), data)
+    shell = ["bash", "-c", 'set -o pipefail; "$@" | head -c 100', "bash", *words]
+    done = subprocess.run(shell, env=variables(), capture_output=True, check=False, timeout=SECONDS)
     assert done.returncode == 141 and len(done.stdout) == 100, done.stderr
     assert not re.search(b"error|Traceback|Exception|Broken", done.stderr), done.stderr
 
