@@ -9,6 +9,7 @@ from typing import Any, Literal
 from click import Choice, IntRange, argument, command, echo, group, option
 
 from ddnn.cli.options import DEVICES, PATH, device_option, json_option, parse_sizes, show, slurm_options
+from ddnn.util.errors import UserError
 from ddnn.util.text import printable
 
 
@@ -152,12 +153,35 @@ def reproduce(tables: tuple[str, ...], json_: bool, **options: Any) -> None:
 @argument("run_dirs", type=PATH, nargs=-1, required=True)
 @option("--out", type=PATH, default=Path("report"), help="Folder for the plots, PNG files.")
 @option("--no-plots", is_flag=True, help="Draw no plots; they need ddnn[report].")
+@option(
+    "--csv", "runs_csv", type=PATH, metavar="FILE|-", help="Write a row for each run, figures in full; -: print it."
+)
+@option("--csv-epochs", type=PATH, metavar="FILE|-", help="Write a row for each epoch of each run; -: print it.")
 @json_option
-def report(run_dirs: tuple[Path, ...], out: Path, no_plots: bool, json_: bool) -> None:
-    """Compare trainings: accuracy, speed, where the time went."""
+def report(
+    run_dirs: tuple[Path, ...], out: Path, no_plots: bool, runs_csv: Path | None, csv_epochs: Path | None, json_: bool
+) -> None:
+    """Compare trainings: accuracy, results on test sets, speed, where the time went.
+
+    Results are those of `ddnn evaluate --json` and `ddnn score --json` that were saved in a run dir or in a folder of it,
+    as RUN_DIR/decode_test/score.json.
+    """
     from ddnn.report import table
 
-    show(table.report(run_dirs, None if no_plots else out), json_)
+    files, printed = {"--csv": runs_csv, "--csv-epochs": csv_epochs}, Path("-")
+    on_stdout = [name for name, path in files.items() if path == printed] + ["--json"] * json_
+    if runs_csv is not None and runs_csv == csv_epochs != printed:
+        raise UserError(f"{runs_csv} named twice", location="--csv, --csv-epochs", hint="name two files")
+    if len(on_stdout) > 1 and printed in files.values():
+        raise UserError(
+            f"{' and '.join(on_stdout)} would both be printed", location="the command line", hint="name a file"
+        )
+    to_files = [None if path == printed else path for path in files.values()]
+    found = table.report(run_dirs, None if no_plots or printed in files.values() else out, *to_files)
+    if printed not in files.values():
+        show(found, json_)
+    else:
+        echo(found.runs_csv() if runs_csv == printed else found.epochs_csv(), nl=False)
 
 
 @command(

@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddnn.report.runs import SHARES, Run, consensus_distances, share, shares_by_rank, training_seconds
+from ddnn.training.metrics import EpochRow
 from ddnn.util.errors import UserError
 from ddnn.util.files import atomic_write, ensure_directory
 
@@ -99,6 +101,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 LEARNING, TIME, CONSENSUS = "learning.png", "time.png", "consensus-distance.png"
 _COLOURS = {"compute": "#0072B2", "data": "#56B4E9", "comm": "#D55E00", "wait": "#E69F00", "other": "0.8"}
+ARROW = "\N{UPWARDS ARROW}"
 _MANY_BARS = 30  # if there are more bars than this, they have no names
 
 
@@ -113,51 +116,94 @@ def draw_report(runs: Sequence[Run], out: Path) -> tuple[Path, ...]:
     return tuple(drawn)
 
 
+Point = tuple[float, float, bool]  # epoch or seconds, value (inf: not finite), whether the epoch was accepted
+
+
+def highest_shown(series: Sequence[Sequence[float]], factor: float) -> float:
+    """Up to which value an axis shows these curves, so that one that diverged does not flatten the others: `factor`
+    times the largest median of a curve whose lowest value is not more than `factor` times that of a typical one."""
+    known = [sorted(values) for values in series if any(map(math.isfinite, values))]
+    if not known:
+        return math.inf
+    typical = sorted(values[0] for values in known)[(len(known) - 1) // 2]
+    usual = [values[(len(values) - 1) // 2] for values in known if values[0] <= factor * typical]
+    limit = factor * max((value for value in usual if math.isfinite(value)), default=0.0)
+    return limit if limit > 0.0 else math.inf
+
+
 def draw_learning(runs: Sequence[Run], path: Path) -> Path:
-    """Cross-validation loss, frame accuracy and the applied learning rate against epochs and against time; rejected
-    epochs are hollow."""
+    """Cross-validation loss and frame accuracy, those of training as thin lines, and the applied learning rate against
+    epochs and against time; rejected epochs are hollow. Values far above those of the other runs are arrows at the edge."""
     figure = new_figure(11, min(10.0 + legend_height([run.name for run in runs], 11), 16.0))
     panels = figure.subplots(3, 2, sharey="row", sharex="col")
-    for number, run in enumerate(runs):
-        until = dict(zip((row.epoch for row in run.metrics.train), training_seconds(run), strict=True))
-        until[0] = 0.0
-        for row, (name, factor) in enumerate((("loss", 1.0), ("frame_accuracy", 100.0))):
-            # Epoch 0, the network before training, would take most of the loss's axis.
-            shown = [cv for cv in run.metrics.cv if cv.epoch > 0] or run.metrics.cv
-            known = [
-                (cv.epoch, factor * getattr(cv, name), cv.accepted) for cv in shown if getattr(cv, name) is not None
-            ]
-            _curve(panels[row][0], known, number, label(run.name))
-            timed = [(until[epoch], value, ok) for epoch, value, ok in known if epoch in until]
-            _curve(panels[row][1], timed, number, label(run.name))
-        rates = [(row.epoch, row.learning_rate or 0.0, row.accepted) for row in run.metrics.train]
-        rates = [point for point in rates if point[1] > 0.0]
-        _curve(panels[2][0], rates, number, label(run.name))
-        _curve(panels[2][1], [(until[epoch], rate, ok) for epoch, rate, ok in rates], number, label(run.name))
+    for row, (field, factor) in enumerate((("loss", 5.0), ("frame_accuracy", None), ("learning_rate", 1e4))):
+        curves = [_learning_curves(run, field) for run in runs]
+        limit = math.inf if factor is None else highest_shown([[y for _, y, _ in cv] for cv, _ in curves], factor)
+        for number, (run, (cv, train)) in enumerate(zip(runs, curves, strict=True)):
+            ends = dict(zip((float(one.epoch) for one in run.metrics.train), training_seconds(run), strict=True))
+            for column, places in enumerate(({epoch: epoch for epoch, _, _ in (*cv, *train)}, {0.0: 0.0, **ends})):
+                thick, thin = ([(places[x], y, ok) for x, y, ok in points if x in places] for points in (cv, train))
+                _curve(panels[row][column], thick, number, label(run.name), limit)
+                colour, _, line = style(number)
+                x, y, _ = _inside(thin, limit).T
+                panels[row][column].plot(x, y, line, color=colour, linewidth=0.8, alpha=0.7)
+    _label_learning(figure, panels, runs)
+    legend_below(figure, panels[0][0])
+    return save(figure, path)
+
+
+def _learning_curves(run: Run, field: str) -> tuple[list[Point], list[Point]]:
+    """The points of cross-validation and of training, in epochs; those of the learning rate are all in the first."""
+    percent = 100.0 if field == "frame_accuracy" else 1.0
+
+    def points(rows: Sequence[EpochRow]) -> list[Point]:
+        missing = math.inf if field == "loss" else None  # a loss that is null was not finite
+        values = [(row, missing if getattr(row, field) is None else getattr(row, field)) for row in rows]
+        return [(float(row.epoch), percent * value, row.accepted) for row, value in values if value is not None]
+
+    if field == "learning_rate":
+        return [point for point in points(run.metrics.train) if point[1] > 0.0], []
+    # Epoch 0, the network before training, would take most of the loss's axis.
+    return points([cv for cv in run.metrics.cv if cv.epoch > 0] or run.metrics.cv), points(run.metrics.train)
+
+
+def _label_learning(figure: Figure, panels: Any, runs: Sequence[Run]) -> None:
     for column, (against, unit) in enumerate((("epoch", "epoch"), ("training time", "training time (seconds)"))):
         names = ("loss per frame (nats)", "frame accuracy (%)", "learning rate, as applied (log scale)")
         loss, accuracy, rate = ("", "", "") if column else names
-        tidy(panels[0][column], f"Cross-validation loss by {against}", "", loss)
-        tidy(panels[1][column], f"Cross-validation frame accuracy by {against}", "", accuracy)
+        tidy(panels[0][column], f"Loss by {against}", "", loss)
+        tidy(panels[1][column], f"Frame accuracy by {against}", "", accuracy)
         tidy(panels[2][column], f"Applied learning rate by {against}", unit, rate)
         panels[2][column].set_yscale("log")
     panels[2][0].locator_params(axis="x", integer=True)
     panels[2][1].set_xlim(left=0.0)
     heading = [label(runs[0].name)] if len(runs) == 1 else []
+    heading.append("markers: cross-validation, thin lines: training")
     if any(not cv.accepted for run in runs for cv in run.metrics.cv):
         heading.append("hollow: epoch rejected by the schedule")
-    if heading:
-        figure.suptitle(", ".join(heading), fontsize=10, color="0.25")
-    legend_below(figure, panels[0][0])
-    return save(figure, path)
+    if any(line.get_gid() == ARROW for panel in panels.flat for line in panel.lines):
+        heading.append(f"{ARROW}: beyond the axis, or not finite")
+    figure.suptitle(", ".join(heading), fontsize=10, color="0.25")
 
 
-def _curve(axes: Axes, points: Sequence[tuple[float, float, bool]], number: int, name: str) -> None:
+def _curve(axes: Axes, points: Sequence[Point], number: int, name: str, limit: float) -> None:
+    """Arrows at the upper edge stand for the values above `limit`."""
     colour, marker, line = style(number)
-    x, y, accepted = np.array(points, np.float64).reshape(-1, 3).T
+    beyond = [x for x, y, _ in points if y > limit or math.isinf(y)]
+    if beyond:
+        edge = axes.get_xaxis_transform()
+        axes.plot(beyond, [0.97] * len(beyond), linestyle="none", color=colour, transform=edge, marker=r"$\uparrow$",
+                  markersize=9, gid=ARROW)  # fmt: skip
+    x, y, accepted = _inside(points, limit).T
     kept, rejected = accepted == 1.0, accepted == 0.0
     axes.plot(x[kept], y[kept], line, color=colour, marker=marker, markersize=5, linewidth=1.6, label=name)
     axes.plot(x[rejected], y[rejected], marker, color=colour, markersize=5, markerfacecolor="white")
+
+
+def _inside(points: Sequence[Point], limit: float) -> NDArray[np.float64]:
+    """(points, 3): those that an axis up to `limit` shows."""
+    inside = [point for point in points if math.isfinite(point[1]) and point[1] <= limit]
+    return np.array(inside, np.float64).reshape(-1, 3)
 
 
 def draw_time(runs: Sequence[Run], path: Path) -> Path:
@@ -208,16 +254,18 @@ def draw_consensus_distance(runs: Sequence[Run], path: Path) -> Path:
     figure = new_figure(9, min(4.7 + legend_height([run.name for run in runs], 9), 16.0))
     axes = figure.subplots()
     shown = [(number, run, found) for number, run in enumerate(runs) if (found := consensus_distances(run))]
-    for number, run, found in shown:
-        colour, marker, line = style(number)
-        epochs = [epoch for epoch, _ in found]
-        means = [100.0 * fmean(values) for _, values in found]
-        axes.plot(epochs, means, line, color=colour, marker=marker, markersize=5, linewidth=1.6, label=label(run.name))
-        lowest, highest = ([100.0 * of(values) for _, values in found] for of in (min, max))
-        axes.fill_between(epochs, lowest, highest, color=colour, alpha=0.15, linewidth=0)
+    curves = [[(float(epoch), 100.0 * fmean(values), True) for epoch, values in found] for _, _, found in shown]
+    limit = highest_shown([[mean for _, mean, _ in curve] for curve in curves], 10.0)
+    for (number, run, found), curve in zip(shown, curves, strict=True):
+        _curve(axes, curve, number, label(run.name), limit)
+        band = [(epoch, 100.0 * min(values), 100.0 * max(values)) for epoch, values in found]
+        epochs, lowest, highest = np.array([b for b in band if b[2] <= limit], np.float64).reshape(-1, 3).T
+        axes.fill_between(epochs, lowest, highest, color=style(number)[0], alpha=0.15, linewidth=0)
     title = "Consensus distance of the workers' models before an averaging (band: lowest to highest worker)"
     if len(shown) == 1:
         title = f"{title}\n{label(shown[0][1].name)}"
+    if any(line.get_gid() == ARROW for line in axes.lines):
+        title = f"{title}\n{ARROW}: beyond the axis"
     tidy(axes, title, "epoch", "distance from the mean model (% of its norm)")
     axes.locator_params(axis="x", integer=True)
     axes.set_ylim(bottom=0.0)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.training.metrics import EpochRow, Metrics, StartRow, read_metrics
-from ddnn.training.run_status import FINAL, METRICS, RECIPE
+from ddnn.training.run_status import CHECKPOINTS, FINAL, METRICS, RECIPE
 from ddnn.util.errors import DataError
+from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import plural, printable
+
+log = logging.getLogger(__name__)
 
 SHARES = ("compute", "data", "comm", "wait")  # the fractions of the time of a worker's training thread
 LEAST = 1e-9  # seconds, or frames per second, below which a row has no meaningful speed
+MAX_RESULT_BYTES = 64 << 20
 OVERLOADED = 0.8  # of the compute time as CPU time: with less, other processes took the cores
 
 
@@ -37,9 +45,14 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs in these run dirs, named by as many of their last folders as make the names different. DataError: no run
-    dir, or a damaged metrics.jsonl. RecipeError: its recipe is damaged."""
-    return [read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    """The runs in these run dirs, named by as many of their last folders as make the names different. What has no
+    metrics is named in a warning. DataError: nothing has, or a metrics.jsonl is damaged. RecipeError: a recipe is
+    damaged."""
+    found = [path for path in paths if (path / METRICS).is_file()] or list(paths)[:1]
+    for path in paths:
+        if path not in found and len(paths) > 1:
+            log.warning("%s: there is no %s here: not shown", path, METRICS)
+    return [read_run(path, name) for path, name in zip(found, _names(found), strict=True)]
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
@@ -47,6 +60,38 @@ def read_run(path: Path, name: str | None = None) -> Run:
         raise DataError(f"there is no {METRICS} here", location=path, hint="name the run dir of a training")
     recipe = load_recipe(path / RECIPE, must_exist=False) if (path / RECIPE).exists() else None
     return Run(name or path.absolute().name, path, recipe, read_metrics(path / METRICS))
+
+
+class _Result(BaseModel):
+    """What `ddnn evaluate --json` or `ddnn score --json` printed."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    frame_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    wer: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+
+
+def read_results(path: Path) -> dict[str, float]:
+    """The results on test sets whose JSON was saved in a run dir or in a folder of it: "decode_test/score: WER (%)" of
+    decode_test/score.json. Other JSON files are passed over; one that cannot be read is named in a warning."""
+    results: dict[str, float] = {}
+    files = [*sorted(path.glob("*.json")), *sorted(path.glob("*/*.json"))]
+    for file in (one for one in files if one.parent.name != CHECKPOINTS):
+        name = printable(str(file.relative_to(path).with_suffix("")), "")
+        try:
+            found = _Result.model_validate_json(read_bytes_limited(file, MAX_RESULT_BYTES))
+        except ValidationError:
+            continue
+        except OSError as error:
+            log.warning("%s: cannot read: %s", file, error.strerror)
+            continue
+        if found.wer is not None:
+            results[f"{name}: WER (%)"] = found.wer
+        elif found.loss is not None and found.frame_accuracy is not None:
+            results[f"{name}: loss per frame"] = found.loss
+            results[f"{name}: frame accuracy (%)"] = 100.0 * found.frame_accuracy
+    return results
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -88,6 +133,8 @@ class Summary:
     ended: str | None  # why its last start ended, as a word: `ddnn.training.metrics.EndReason`
     finished: bool  # there is a final model
     model_epoch: int | None  # of the final model, or of the model so far: the last accepted epoch
+    model_train_loss: float | None  # of the model's epoch, while the parameters changed
+    model_train_accuracy: float | None
     model_cv_loss: float | None  # the model's cross-validation
     model_cv_accuracy: float | None
     lowest_cv_loss: float | None  # of another epoch's model, which was not kept, if it was lower
@@ -98,6 +145,7 @@ class Summary:
     frames_per_second_per_worker: float | None
     speed_up: float | None  # over the fastest run with one worker that compares
     speed_up_over: str | None  # name of that run
+    efficiency: float | None  # speed-up divided by workers, 0 to 1: the scaling factor of papers
     no_speed_up: str | None  # why a run with several workers has none
     compute_cpu_fraction: float | None  # CPU time in compute time, on CPUs: much less than 1 on overloaded cores
     shares: dict[str, Spread | None]  # by `SHARES`
@@ -114,6 +162,7 @@ def summarise(runs: Sequence[Run]) -> list[Summary]:
 def _summary(run: Run, runs: Sequence[Run]) -> Summary:
     workers, metrics, rows = number_of_workers(run), run.metrics, run.metrics.workers
     model, lowest, fast = metrics.last_accepted, metrics.lowest_loss, speed(run)
+    trained = next((row for row in metrics.train if model and row.epoch == model.epoch), None)
     last = max((row.epoch for row in rows), default=0)
     base = reason = None
     if workers > 1 and fast:
@@ -129,6 +178,8 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
         ended=None if metrics.end is None else metrics.end.reason,
         finished=(run.path / FINAL).exists(),
         model_epoch=None if model is None else model.epoch,
+        model_train_loss=None if trained is None else trained.loss,
+        model_train_accuracy=None if trained is None else trained.frame_accuracy,
         model_cv_loss=None if model is None else model.loss,
         model_cv_accuracy=None if model is None else model.frame_accuracy,
         lowest_cv_loss=None if lowest is None else lowest.loss,
@@ -137,8 +188,9 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
         seconds=training_seconds(run)[-1] if metrics.train else None,
         frames_per_second=fast,
         frames_per_second_per_worker=None if fast is None else fast / workers,
-        speed_up=(fast or 0.0) / (speed(base) or 1.0) if base else None,
+        speed_up=(speed_up := (fast or 0.0) / (speed(base) or 1.0) if base else None),
         speed_up_over=base.name if base else None,
+        efficiency=None if speed_up is None else speed_up / workers,
         no_speed_up=reason,
         compute_cpu_fraction=_compute_cpu_fraction(run),
         shares={name: share(run, name) for name in SHARES},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import math
 import re
 import struct
 import subprocess
@@ -16,10 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_runs import PARAMETERS, epoch_row, rows_of, start_row, worker_row, write_run
 
+from ddnn.report import figures
+from ddnn.report.figures import highest_shown
 from ddnn.report.runs import incomparable, read_run, read_runs, summarise, training_seconds
 from ddnn.report.scale_command import ScaleOptions, scale
 from ddnn.report.table import report
 from ddnn.util.errors import DataError, RecipeError, UserError
+from ddnn.util.text import printable
 
 RunCli = Callable[..., Any]
 ALONE = {
@@ -212,7 +218,7 @@ def test_the_model_shown_is_the_one_that_was_trained(tmp_path: Path) -> None:
     shown = {line[0]: line[1:] for line in (re.split(r"\s{2,}", text) for text in found.as_text().splitlines())}
     assert shown["final model: epoch"] == ["2", "2 (so far)"]
     assert shown["its CV loss per frame"] == ["1.9000"] * 2 and shown["its CV frame accuracy"] == ["42.00 %"] * 2
-    assert shown["lower CV loss, model not kept"] == ["1.8000 (epoch 1)"] * 2
+    assert shown["lower CV loss, not kept"] == ["1.8000 (epoch 1)"] * 2
     run = found.as_dict()["runs"][0]
     assert (run["finished"], run["model_epoch"], run["model_cv_loss"]) == (True, 2, 1.9)
     assert run["model_cv_accuracy"] == pytest.approx(0.42)
@@ -256,9 +262,10 @@ def test_the_learning_rate_is_the_applied_one_and_the_machine_is_shown(tmp_path:
     rows = [start_row(2), epoch_row(1, "train", learning_rate=0.016, schedule_learning_rate=0.008)]
     shown = report([write_run(tmp_path / "run", rows, "{workers: 2}")], None).as_text()
     rows_shown = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in shown.splitlines()}
-    assert rows_shown["applied learning rate, last epoch"] == "0.016"
-    facts = [rows_shown[key] for key in ("activation", "schedule", "seed", "precision", "machine", "date")]
-    assert facts == ["sigmoid", "newbob", "1", "float32", "Intel(R) Xeon(R) 8481C", "2026-11-22 18:32"]
+    assert rows_shown["last learning rate, applied"] == "0.016"
+    facts = [rows_shown[key] for key in ("activation", "schedule", "seed", "precision", "date")]
+    assert facts == ["sigmoid", "newbob", "1", "float32", "2026-11-22 18:32"]
+    assert "machine: Intel(R) Xeon(R) 8481C" in shown.splitlines()
 
 
 def test_time_is_what_the_clock_on_the_wall_shows(tmp_path: Path) -> None:
@@ -285,12 +292,33 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
 
 def test_table(runs: list[Path]) -> None:
     text = report(runs, None).as_text()
-    rows = {line[:32].strip(): line[32:].split("  ") for line in text.splitlines()}
+    rows = {line.split("  ")[0]: re.split(r"\s{2,}", line)[1:] for line in text.splitlines()}
     assert "\x1b" not in text
     assert "butterfly" in rows["strategy"][-1]
-    assert rows["seed"][-1].strip() == "7", "the recipes differ in it"
-    assert rows["speed-up over one worker"][-1].strip() == "3.80"
-    assert rows["compute time"][-1].strip() == "90.0 / 87.0 % (3)"
+    assert rows["seed"][-1] == "7", "the recipes differ in it"
+    assert rows["speed-up over one worker"][-1] == "3.80" and rows["efficiency: speed-up/workers"][-1] == "95.0 %"
+    assert (rows["compute time"][-1], rows["compute time, least"][-1]) == ("90.0 %", "87.0 % (rank 3)")
+    assert (rows["waiting time"][-1], rows["waiting time, most"][-1]) == ("3.0 %", "6.0 % (rank 3)")
+    assert rows["its training loss per frame"][-1] == f"{epoch_row(3, 'train')['loss']:.4f}"
+
+
+def test_the_table_of_one_worker_has_no_rows_of_zeros(tmp_path: Path) -> None:
+    zeros = {"comm_fraction": 0.0, "wait_fraction": 0.0, "consensus_distance": 0.0, "bytes_sent": 0, "averagings": 0}
+    text = report([write_run(tmp_path / "one", rows_of(1, **zeros))], None).as_text()
+    assert not re.search("communication|waiting|consensus|averag|speed-up|rank|per worker", text), text
+    assert "compute time" in text
+
+
+def test_a_table_is_not_wider_than_a_hundred_columns(tmp_path: Path) -> None:
+    names = ["a-name-that-is-longer-than-a-column-of-the-table", *"bcdefg"]
+    runs = [write_run(tmp_path / name, rows_of(n, 2), f"{{workers: {n}}}") for n, name in enumerate(names, 1)]
+    text = report(runs, None).as_text()
+    in_tables = text[: text.index("1: a-name")].splitlines()
+    assert 90 < max(map(len, in_tables)) <= 100
+    assert [line.split() for line in text.splitlines() if line.startswith("  ")] == [list("1234"), list("567")]
+    assert f"1: {names[0]}" in text.splitlines()
+    values = [line.split()[1:] for line in text.splitlines() if line.startswith("workers")]
+    assert values == [list("1234"), list("567")]
 
 
 def test_plots(runs: list[Path], tmp_path: Path) -> None:
@@ -359,13 +387,99 @@ def test_extreme_figures_are_drawn(tmp_path: Path, value: float) -> None:
     assert len(report([path], tmp_path / "out").plots) == 3
 
 
-def test_what_is_no_run_dir(tmp_path: Path, runs: list[Path]) -> None:
-    for path in (tmp_path, tmp_path / "gone", runs[0] / "recipe.yaml"):
+def test_what_is_no_run_dir(tmp_path: Path, runs: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    others = [tmp_path, tmp_path / "gone", runs[0] / "recipe.yaml"]
+    for paths in (others, *([path] for path in others)):
         with pytest.raises(DataError, match=r"no metrics\.jsonl here"):
-            report([path], None)
+            report(paths, None)
+    caplog.clear()
+    assert [run.path for run in report([others[0], runs[0], *others[1:]], None).runs] == [runs[0]]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: there is no metrics.jsonl here: not shown" for path in others
+    ]
     (runs[0] / "recipe.yaml").write_text("data: [")
     with pytest.raises(RecipeError):
         report(runs, None)
+
+
+def test_results_on_test_sets_are_those_whose_json_was_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runs = [write_run(tmp_path / name, rows_of(1)) for name in ("one", "two")]
+    evaluated = {"loss": 1.23456, "frame_accuracy": 0.61234, "frames": 10, "utterances": {"used": 1}}
+    (runs[0] / "evaluate_test.json").write_text(json.dumps(evaluated))
+    (runs[1] / "decode_test").mkdir()
+    (runs[1] / "decode_test" / "score.json").write_text(json.dumps({"scales": [], "best": 0.1, "wer": 3.5}))
+    for name, other in (
+        ("status", "{}"),
+        ("list", "[1]"),
+        ("nan", '{"wer": NaN}'),
+        ("deep", "[" * 9999),
+        ("text", "x"),
+    ):
+        (runs[1] / f"{name}.json").write_text(other)
+    (runs[1] / "folder.json").mkdir()
+    found = report(runs, None)
+    expected = {"evaluate_test: loss per frame": 1.23456, "evaluate_test: frame accuracy (%)": pytest.approx(61.234)}
+    assert found.results == (expected, {"decode_test/score: WER (%)": 3.5})
+    rows = {line.split("  ")[0]: re.split(r"\s{2,}", line)[1:] for line in found.as_text().splitlines()}
+    assert rows["evaluate_test: loss per frame"] == ["1.2346", "-"]
+    assert rows["decode_test/score: WER (%)"] == ["-", "3.50"]
+    assert found.as_dict()["runs"][1]["results"] == {"decode_test/score: WER (%)": 3.5}
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [str(runs[1] / "folder.json")]
+
+
+def test_csv(tmp_path: Path, run_cli: RunCli) -> None:
+    """A spreadsheet takes numbers as numbers, in full, and nothing that a name says for a formula."""
+    evil = ["=1+1", "+x", "-x", "@x", " =x", "\uff1dx", 'a"b,c\nd']
+    runs = [write_run(tmp_path / name, rows_of(2, epochs=2), "{workers: 2}") for name in evil]
+    one = write_run(tmp_path / "one", rows_of(1, **ALONE), more="schedule: {name: exponential}\n")
+    (one / "evaluate.json").write_text('{"loss": -0.1, "frame_accuracy": 0.1}')
+    files = [tmp_path / "new" / "runs.csv", tmp_path / "epochs.csv"]
+    result = run_cli("report", *runs, one, "--no-plots", "--csv", files[0], "--csv-epochs", files[1])
+    assert result.exit_code == 0 and f"table: {files[0]}" in result.stdout, result.stderr
+    table, epochs = (list(csv.DictReader(io.StringIO(path.read_text(), newline=""))) for path in files)
+    assert [row["run"] for row in table] == [*(f"'{name}" for name in evil[:-1]), 'a"b,c\\nd', "one"]
+    assert all(row["path"] == printable(str(path), "") for row, path in zip(table, [*runs, one], strict=True))
+    summaries = summarise(read_runs([*runs, one]))
+    for row, summary in zip(table, summaries, strict=True):
+        assert float(row["model_cv_loss"]) == summary.model_cv_loss and row["finished"] == "false"
+        assert row["efficiency"] == ("" if summary.efficiency is None else str(summary.efficiency))
+        assert float(row["compute_fraction_mean"]) == summary.shares["compute"].mean  # type: ignore[union-attr]
+    assert [row["parallel.strategy"] for row in table] == ["all-reduce"] * 7 + [""]
+    assert (table[-1]["schedule.name"], table[-1]["evaluate: loss per frame"]) == ("exponential", "-0.1")
+    assert len(epochs) == 7 * 3 + 5 and epochs[-1]["run"] == "one"
+    last = {key: float(epochs[-1][key]) for key in ("epoch", "train_loss", "cv_loss", "learning_rate", "data_fraction")}
+    loss = epoch_row(4, "cv")["loss"]
+    assert last == {"epoch": 4, "train_loss": loss, "cv_loss": loss, "learning_rate": 0.008, "data_fraction": 0.01}
+    assert (epochs[0]["train_loss"], epochs[0]["accepted"], epochs[-1]["consensus_distance"]) == ("", "true", "")
+    assert run_cli("report", *runs, one, "--csv", "-").stdout == files[0].read_text()
+    assert run_cli("report", *runs, one, "--csv-epochs", "-").stdout == files[1].read_text()
+    for words in (("--csv", "-", "--csv-epochs", "-"), ("--csv", "-", "--json"), ("--csv", "x", "--csv-epochs", "x")):
+        refused = run_cli("report", one, *words)
+        assert refused.exit_code == 2 and "--csv" in refused.stderr
+    assert run_cli("report", one, "--no-plots", "--csv", tmp_path).exit_code == 2
+
+
+def test_a_run_that_diverged_does_not_flatten_the_others(tmp_path: Path) -> None:
+    assert highest_shown([[2.0, 1.5, 1.2], [1e30, math.inf], [2.2, 1.4, 1.3]], 5.0) == pytest.approx(7.5)
+    assert highest_shown([[2.0, 1.5, 1e30, 1.2, 1.1]], 5.0) == pytest.approx(7.5), "one epoch of one run"
+    assert highest_shown([[0.5, 0.1, 0.05]], 5.0) == 0.5, "a first epoch that is ten times the last"
+    assert highest_shown([[math.inf]], 5.0) == highest_shown([], 5.0) == highest_shown([[-1.0]], 5.0) == math.inf
+    diverged = rows_of(2, start={"machine": "x"})
+    for row in diverged:
+        if row["type"] == "epoch" and row["epoch"] > 0:
+            row |= {"loss": 1e30 if row["epoch"] < 3 else None, "learning_rate": 1e30}
+    bad = write_run(tmp_path / "bad", diverged)
+    runs = read_runs([write_run(tmp_path / "good", rows_of(1, epochs=2)), bad])
+    drawn: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
+        figures.draw_learning(runs, tmp_path / "x.png")
+    panels = drawn[0].axes
+    losses, rates = (panels[n].get_ylim()[1] for n in (0, 4))
+    assert losses < 5.0 and rates < 1.0
+    arrows = [list(line.get_xdata()) for line in panels[0].lines if line.get_gid() == figures.ARROW]
+    assert arrows == [[1.0, 2.0, 3.0, 4.0]] and panels[0].get_xlim()[1] > 4.0
+    assert figures.ARROW in drawn[0].get_suptitle()
 
 
 def test_out_that_cannot_be_written(runs: list[Path]) -> None:
