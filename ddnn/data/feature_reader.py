@@ -1,5 +1,5 @@
-"""Features as rows of a dataset: read, checked, CMVN, deltas or Kaldi's transforms, edges repeated. Also the process that does so for others.
-Nothing here imports torch: a loading process starts in a fraction of a second."""
+"""Features as rows of a dataset: read, checked, CMVN, deltas or Kaldi's transforms, edges repeated. Also the process
+that does so for others. Nothing here imports torch: a loading process starts in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ class FeatureConfig:
 
     def width(self, dim: int) -> int:
         return dim * (self.deltas + 1) if self.transforms is None else self.transforms.width(dim)
+
+    def __str__(self) -> str:
+        after = f"deltas {self.deltas}"
+        if self.transforms is not None:
+            after = f"{self.transforms.as_text()} (final.mat {self.transforms.final_mat[:12] or 'none'})"
+        return f"cmvn {self.cmvn}, {after}"
 
     def rows(self, num_frames: NDArray[np.int64]) -> int:
         """Number of rows of utterances of so many frames, edges included."""

@@ -127,7 +127,8 @@ def read_transform_config(path: Path) -> TransformConfig:
     if matrix is None and not adapted and _system_dir(path) is None:
         if not path.is_dir():
             raise DataError("the dir of transforms does not exist, or is no directory", location=path)
-        message = f"there is no {MATRIX}, trans.* or final.mdl, neither here nor, but for trans.*, in the folder above"
+        message = f"not a dir of a Kaldi system: there is no {MATRIX}, final.mdl or trans.* in it, and no {MATRIX} or "
+        message += "final.mdl in the folder above"
         raise DataError(message, location=path, hint="give an alignment dir such as exp/tri4_ali, or a decode dir")
     if matrix is None:
         options, _ = _options_of(path, "delta_opts")

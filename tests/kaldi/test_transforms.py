@@ -238,7 +238,7 @@ BAD: dict[Callable[[Path], None], tuple[str, str]] = {
     twice: ("trans.2", "s00 occurs twice"),
     a_job_is_missing: ("", "trans.2 is missing: expected 2 jobs, found 1"),
     raw_transforms: ("", r"raw_trans.\* \(raw fMLLR\) found"),
-    nothing: ("", "there is no final.mat, trans.* or final.mdl"),
+    nothing: ("", "there is no final.mat, final.mdl or trans.* in it"),
     no_dir: ("", "the dir of transforms does not exist"),
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
+from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe, write_transforms
 from distributed.mpi_worlds import launch
 from distributed.threads import run_workers
 from jobs import RunCli
@@ -357,12 +357,17 @@ def test_rbms_of_other_features_are_refused(recipe: Path, tmp_path: Path) -> Non
     ("setting", "said"),
     [
         ("data.splice=0", "set data.splice"),
-        ("data.cmvn=mean", "set data.cmvn and data.deltas"),
+        ("data.cmvn=mean", "set data.cmvn, data.deltas and data.transforms to what"),
+        (
+            "data.transforms=tri4",
+            "with cmvn none, deltas 0, the recipe has cmvn none, LDA+MLLT over 1+1+2 frames, fMLLR (",
+        ),
         ("data.normalize=false", "set data.normalize"),
     ],
 )
 def test_a_dbn_behind_another_front_end_is_refused(recipe: Path, tmp_path: Path, setting: str, said: str) -> None:
     run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    write_transforms(tmp_path / "tri4", rows=4)
     taking = [f"pretrain={{dbn: '{tmp_path / 'rbm'}', epochs: null, minibatch_size: null}}", setting]
     with pytest.raises(DataError, match="the DBN was trained with") as caught:
         run_training(load_recipe(recipe, taking), tmp_path / "run", "cpu")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,16 @@ from distributed.threads import run_workers
 from jobs import assert_refused, files_in
 
 from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import DataIdentity, training_data
+from ddnn.data.source import open_source
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.recipe.load import load_recipe
 from ddnn.training.job import run_training
 from ddnn.training.options import data_config
 from ddnn.training.run_dir import load_run
+from ddnn.util.errors import DataError
 
 RunCli = Callable[..., Any]
 TEST_SPEAKERS = [f"test{n}" for n in range(4)]
@@ -127,7 +131,7 @@ def test_a_model_with_transforms_needs_those_of_the_data(folder: Path, run_cli: 
         refused = run_cli(*words, "--transforms", folder / "tri4_ali")
         assert_refused(refused, "none of the speakers and utterances of", "test0", "tri4_ali")
         refused = run_cli(*words, "--transforms", folder / "test")
-        assert_refused(refused, "there is no final.mat, trans.* or final.mdl")
+        assert_refused(refused, "there is no final.mat, final.mdl or trans.* in it")
     (folder / "tri4/splice_opts").write_text("--left-context=2 --right-context=1\n")
     refused = run_cli(*decode, "--transforms", folder / "tri4/decode_test")
     assert_refused(refused, "other transforms than those of the training data: left_context 2 found, 1 expected")
@@ -148,7 +152,7 @@ def test_a_model_without_transforms_refuses_them(folder: Path, run_cli: RunCli) 
     ("settings", "said"),
     [
         (["data.deltas=1"], "1 found beside data.transforms"),
-        (["data.transforms={}/train"], "there is no final.mat, trans.* or final.mdl"),
+        (["data.transforms={}/train"], "there is no final.mat, final.mdl or trans.* in it"),
         (["data.transforms={}/tri4/decode_test"], "none of the speakers and utterances of"),
         (["data.cv.transforms={}/tri4/decode_test"], "none of the speakers and utterances of"),
         (["data.cv.transforms={}/ali_cv"], "other transforms than those of the training data"),
@@ -189,6 +193,25 @@ def test_other_transforms_are_noticed_on_resume(folder: Path) -> None:
     own = f"data.cv.transforms={folder / 'tri4_ali'}"
     changed = identity(f"data.transforms={folder / 'elsewhere'}", own).differences(before)
     assert list(changed) == ["data.train"] and "other features: dimension" in changed["data.train"]
+
+
+def test_each_corpus_has_its_transforms(folder: Path) -> None:
+    """Also from cache files."""
+    write_transforms(folder / "tri4_cv", [f"cv{n}" for n in range(4)])
+    names = ("train", "cv")
+    corpora = [Corpus(folder / name, folder / f"ali_{name}", transforms=folder / "tri4_ali") for name in names]
+    own = [corpora[0], replace(corpora[1], transforms=folder / "tri4_cv")]
+    features = FeatureConfig("mean", splice=1, transforms=read_transform_config(folder / "tri4_ali"))
+
+    def rows(chosen: list[Corpus], cache_dir: Path | None = None) -> torch.Tensor:
+        source = open_source(chosen, DataConfig(features, cache_dir=cache_dir), SingleProcess())
+        return source.load(range(len(source.index.entries)), SingleProcess()).features
+
+    expected = torch.cat([rows(corpora[:1]), rows(corpora[1:])])
+    assert rows(corpora).equal(expected) and rows(own).equal(expected)
+    assert rows(own, folder / "cache").equal(expected) and rows(own, folder / "cache").equal(expected)
+    with pytest.raises(DataError, match=r"none of the speakers and utterances of .*train has a transform"):
+        rows([replace(corpora[0], transforms=folder / "tri4_cv"), corpora[1]])
 
 
 def test_the_memory_and_the_network_are_of_the_transformed_dims(folder: Path) -> None:
