@@ -102,9 +102,11 @@ def _start(
         echo(submit(kind, recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume).text)
     elif dry_run:
         from ddnn.recipe.load import dump_recipe, load_recipe
+        from ddnn.training.initial_model import with_initial_model
         from ddnn.training.job import describe
 
-        loaded = load_recipe(recipe, (*settings, *(() if workers is None else (f"parallel.workers={workers}",))))
+        settings += () if workers is None else (f"parallel.workers={workers}",)
+        loaded, _ = with_initial_model(load_recipe(recipe, settings))
         echo(f"# {describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
     elif kind == "training":
         from ddnn.training.start import start_training

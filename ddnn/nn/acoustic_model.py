@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.kaldi.nnet1 import AddShift, Component, Rescale, Splice
+from ddnn.kaldi.alignments import transition_digest
+from ddnn.kaldi.nnet1 import AddShift, Component, Rescale, Splice, read_nnet1
 from ddnn.kaldi.transforms import TransformConfig
 from ddnn.nn.layers import LAYERS, Layer, check_layers, layer_from_config, num_parameters
 from ddnn.nn.network import Network
@@ -208,6 +209,29 @@ def from_nnet1(
         message = f"the feature transform gives {transform.output_dim} dims, the network reads {layers[0].input_dim}"
         raise DataError(message, location=location)
     return AcousticModel(features or FeatureConfig(), transform, Network(layers, torch.cat(flat)))
+
+
+def read_nnet1_dir(path: Path, features: FeatureConfig | None = None) -> AcousticModel:
+    """The network of a directory that `ddnn export` or Kaldi wrote: `final.nnet`, or the only file of this kind if it
+    has another name; before it `feature_transform.nnet` or `final.feature_transform` where there is one. The tree is
+    that of `final.mdl`, where there is one. `features`: what these files do not say. DataError: there is no network, or
+    more than one to choose from; and as `from_nnet1`."""
+    fronts = [path / name for name in ("feature_transform.nnet", "final.feature_transform") if (path / name).exists()]
+    networks = sorted(set(path.glob("*.nnet")) - set(fronts))
+    final = path / "final.nnet" if (path / "final.nnet").exists() else networks[0] if len(networks) == 1 else None
+    if final is None:
+        names = ", ".join(one.name for one in networks)
+        found = (
+            f"there are {names}, and no final.nnet" if networks else "there is no final.nnet and no final.safetensors"
+        )
+        hint = "name a run dir of ddnn, or a directory of Kaldi's final.nnet with its feature transform"
+        raise DataError(found, location=path, hint=hint)
+    components = [read_nnet1(front) for front in fronts]
+    if len(fronts) == 2 and fronts[0].read_bytes() != fronts[1].read_bytes():
+        names = " and ".join(front.name for front in fronts)
+        raise DataError(f"{names} differ", location=path, hint="remove the one that the network was not trained with")
+    model = from_nnet1(read_nnet1(final), components[0] if components else (), final, features)
+    return replace(model, transition_digest=transition_digest(path) if (path / "final.mdl").exists() else None)
 
 
 def _nnet1_layers(components: tuple[Component, ...], location: Path) -> tuple[tuple[Layer, ...], list[Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ddnn.recipe.schema import (
     PretrainConfig,
     Recipe,
     Section,
+    TrainedModelConfig,
     as_list,
 )
 from ddnn.recipe.source import SourceTree, SourceValue
@@ -33,12 +34,25 @@ from ddnn.util.errors import RecipeError
 MOST_FILES = 20  # that a recipe may include, directly or not
 OUTPUT_PATHS = ("data.cache_dir",)  # paths that need not exist: they are made
 PIPES = "data.allow_pipes"
+MODEL_KEYS = (
+    *("data.splice", "data.cmvn", "data.deltas", "data.normalize"),
+    *("model.hidden_layers", "model.hidden_units", "model.activation"),
+)
+"""Keys that take the values of the network of `init.model` where they are not given."""
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool = True, trusted: bool = True) -> Recipe:
+def load_recipe(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    must_exist: bool = True,
+    trusted: bool = True,
+    may_be_gone: Collection[str] = (),
+) -> Recipe:
     """Reads a recipe: first its includes, then its own keys, then `overrides` ("KEY=VALUE" each); the later one wins.
     Paths in the result are absolute. A key set to null takes its default. `must_exist`: whether a data path that does
-    not exist is a problem; the data of finished runs may be gone. `trusted`: whether the user has named this very file.
+    not exist is a problem; the data of finished runs may be gone; `may_be_gone`: keys of those that are no longer
+    needed. `trusted`: whether the user has named this very file.
     Else it may be a stranger's, as what it includes may, and cannot allow shell commands: only `overrides` can.
     RecipeError: all problems of all sources, one a line."""
     tree = SourceTree()
@@ -57,7 +71,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, must_exist: bool =
         where = "on the command line, or in a recipe that it names: not in included files, run dirs and corpora"
         hint = f"give --allow-pipes if the commands are yours, or --set {PIPES}=false"
         tree.refuse(f"{PIPES}: true counts only {where}; {hint}", pipes.source)
-    recipe = _build(path, tree, must_exist)
+    recipe = _build(path, tree, {*keys()} - {*OUTPUT_PATHS, *may_be_gone} if must_exist else ())
     if recipe is None or tree.problems:
         raise RecipeError(source.listed(tree.problems, "problems in the recipe", source.MOST_PROBLEMS), location=path)
     return recipe
@@ -112,6 +126,28 @@ def get_value(recipe: Recipe, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part, None) if isinstance(value, Section) else None
     return value
+
+
+def is_given(recipe: Recipe, name: str) -> bool:
+    """Whether a key of a section without variants was given, and is not only at its default."""
+    section, _, last = name.rpartition(".")
+    return last in getattr(recipe, section).model_fields_set
+
+
+def with_defaults(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with these values, by dotted key, of the keys that it does not give."""
+    for name, value in values.items():
+        section, _, last = name.rpartition(".")
+        if not is_given(recipe, name):
+            recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={last: value})})
+    return recipe
+
+
+def as_begun(recipe: Recipe, before: Recipe) -> Recipe:
+    """A recipe with `init.model`, with those keys of the network that `before`, by which its training has begun, has."""
+    if not isinstance(recipe.init, TrainedModelConfig):
+        return recipe
+    return with_defaults(recipe, {name: get_value(before, name) for name in MODEL_KEYS})
 
 
 def _read_with_includes(
@@ -170,8 +206,9 @@ def _included(include: SourceValue, tree: SourceTree) -> list[str]:
     return []
 
 
-def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
-    """The recipe. Problems are added to `tree`; wrong values are not used, so that the rest is still checked."""
+def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe | None:
+    """The recipe; `must_exist`: keys whose paths must. Problems are added to `tree`; wrong values are not used, so that
+    the rest is still checked."""
     sound = _known(tree)
     for name, given in list(sound.items()):
         if not keys()[name].is_path:
@@ -180,7 +217,7 @@ def _build(path: Path, tree: SourceTree, must_exist: bool) -> Recipe | None:
         paths = list[Any](items)
         for n, text in enumerate(items):
             if isinstance(text, str):
-                paths[n] = _find_path(text, path.parent, must_exist and name not in OUTPUT_PATHS)
+                paths[n] = _find_path(text, path.parent, name in must_exist)
             if isinstance(paths[n], str):
                 tree.refuse(f"{name}: {paths[n]}", given.source)
                 paths[n] = Path("/")
@@ -313,7 +350,8 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
         yield "data.cv.by", f"{cv.by} found, but there is no data.cv.fraction to hold out; remove it or set it to null"
     yield from _lists("data.train", recipe.data.train, "data.", recipe.data)
     yield from _lists("data.cv.data", cv.data, "data.cv.", cv)
-    yield from _freeze(recipe.model)
+    if not isinstance(recipe.init, TrainedModelConfig) or is_given(recipe, "model.hidden_layers"):
+        yield from _freeze(recipe.model)  # else known when init.model is read
     yield from _pretrain(recipe)
     if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
         most = f"at most schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"

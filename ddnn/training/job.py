@@ -29,7 +29,7 @@ from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining
 from ddnn.distributed.watchdog import Watchdog
 from ddnn.kaldi.alignments import kaldi_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model
-from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.nn.network import Workspace
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.recipe.load import dump_recipe
@@ -37,8 +37,9 @@ from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.training import options
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.evaluation import baseline_result
+from ddnn.training.initial_model import initial_model, with_initial_model
 from ddnn.training.metrics import EndReason, EventRow, StartRow
-from ddnn.training.pretraining import load_dbn, pretrain_dbn, pretraining_recipe
+from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
 from ddnn.training.run_dir import RunDir, open_run_dir
 from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, Kind, newest_checkpoint, resume_command
@@ -77,8 +78,9 @@ def run_training(
     `resume` it continues from the newest checkpoint of the run dir; if there is none, it starts from the beginning.
     UserError: anything for the user to fix: recipe, data, device, disk. DivergedError: the training diverged.
     TrainingInterrupted: a signal has ended it, and it can be resumed."""
+    recipe, trained = with_initial_model(recipe, run_dir if resume else None)
     with open_job("training", recipe, run_dir, device, comm or SingleProcess(), resume=resume) as job:
-        trainer = build_trainer(job, resume)
+        trainer = build_trainer(job, resume, trained)
         with closing(trainer.averager), closing(trainer.batches):
             try:
                 with _recording_the_end(trainer):
@@ -192,8 +194,9 @@ def assign_device(recipe: Recipe, device: str, comm: Communicator) -> torch.devi
     return chosen
 
 
-def build_trainer(job: Job, resume: bool) -> Trainer:
-    """Loads this worker's data and makes all parts of its training, new or as a checkpoint has them. Collective."""
+def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) -> Trainer:
+    """Loads this worker's data and makes all parts of its training, new or as a checkpoint has them; `trained`: the
+    model of `init.model`. Collective."""
     recipe, run, comm = job.recipe, job.run, job.comm
     checkpoints = job.checkpoint_policy(run, comm)
     loaded = load_latest(checkpoints.store, recipe, comm) if resume else None
@@ -210,7 +213,7 @@ def build_trainer(job: Job, resume: bool) -> Trainer:
     if pretraining is not None and dbn is None:
         dbn = train_dbn(job, pretraining, comm, data)
     if loaded is None:
-        model = initial_model(job, data, dbn)
+        model = initial_model(recipe, data, dbn, trained, comm)
     else:
         check_same_data(loaded.metadata.data, identity, recipe, loaded.location)
         model = loaded.model()
@@ -291,6 +294,7 @@ def assemble_trainer(
         recipe=job.recipe_text,
         data=identity,
         precision=arithmetic.precision,
+        keeps_initial=isinstance(recipe.init, TrainedModelConfig) and recipe.init.output_layer == "keep",
     )
     if loaded is not None:
         trainer.restore(loaded)
@@ -329,24 +333,6 @@ def start_row(trainer: Trainer, data: TrainingData) -> StartRow:
         baseline_loss=trainer.baseline.loss,
         baseline_frame_accuracy=trainer.baseline.frame_accuracy,
     )
-
-
-def initial_model(job: Job, data: TrainingData, dbn: AcousticModel | None) -> AcousticModel:
-    """The model that training starts from, on the CPU: random, or on the DBN that was trained or that the recipe
-    names."""
-    recipe = job.recipe
-    if isinstance(recipe.init, TrainedModelConfig):
-        raise UserError("training from a model is not supported yet", location="init.model")
-    if recipe.init == "rbm" and recipe.pretrain.dbn is not None:
-        dbn = load_dbn(recipe, recipe.pretrain.dbn)
-        dbn.check_features(data.dataset.dim, recipe.pretrain.dbn)
-    transform = data.input_transform(job.comm) if dbn is None else dbn.transform.to(torch.device("cpu"))
-    layers = options.network_layers(recipe, transform.output_dim, data.index.num_pdfs, on_dbn=dbn is not None)
-    network = Network(layers)
-    initialize(network, recipe.seed)
-    if dbn is not None:
-        network.load_lower_layers(dbn.network)
-    return AcousticModel(options.model_features(recipe), transform, network, data.source.transition_digest())
 
 
 def train_dbn(job: Job, run: RunDir, comm: Communicator, data: TrainingData | None = None) -> AcousticModel:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddnn.distributed.launcher import NoRun, run_distributed
-from ddnn.recipe.load import changed_keys, describe_changes, dump_recipe, load_recipe, recorded_values
+from ddnn.recipe.load import as_begun, changed_keys, describe_changes, dump_recipe, load_recipe, recorded_values
 from ddnn.recipe.schema import Recipe
 from ddnn.training import run_status
 from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
@@ -26,7 +26,8 @@ def start_training(
     trusted = not run_status.is_of_run_dir(recipe, location)
     recipe = run_status.find_recipe(recipe, location, resume)
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
-    loaded = load_recipe(recipe, settings, trusted=trusted)
+    started = resume != "no" and ((location / FINAL).exists() or run_status.newest_checkpoint(location) is not None)
+    loaded = load_recipe(recipe, settings, trusted=trusted, may_be_gone=("init.model",) if started else ())
     if resume != "no" and (location / FINAL).exists():
         _check_finished_by(loaded, location, settings)
         return f"{location}: this training has finished: {location / FINAL}"
@@ -63,6 +64,7 @@ def _check_finished_by(recipe: Recipe, location: Path, settings: Sequence[str]) 
     if not (location / RECIPE).is_file():
         raise UserError(f"there is a {FINAL}, but no {RECIPE}: nothing to resume", location=location)
     before = load_recipe(location / RECIPE, must_exist=False)
+    recipe = as_begun(recipe, before)
     if recipe.parallel.workers == 1 and not any(one.startswith("parallel.workers=") for one in settings):
         update = {"workers": before.parallel.workers}  # no number was asked for
         recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=update)})

@@ -58,6 +58,7 @@ class Trainer:
     recipe: str = ""  # resolved; with the next two, by which a resume recognizes the same training
     data: DataIdentity = field(default_factory=lambda: DataIdentity(contents={}, features={}))
     precision: Precision = "float32"  # of the arithmetic
+    keeps_initial: bool = False  # the initial network was trained before: it is kept where no epoch is accepted
     # What a model that ignores its input reaches in cross-validation.
     baseline: EvalResult = field(default_factory=lambda: EvalResult(math.nan, math.nan, 0))
 
@@ -213,7 +214,14 @@ class Trainer:
         """The model with the best parameters; a warning where it is no better than a model that ignores its input.
         DivergedError: its cross-validation loss is not below that of the initial network."""
         kept, baseline = self.kept, self.baseline
-        if not self.improved:
+        if not self.improved and self.keeps_initial and not self.kept_epoch:
+            if self.comm.rank == 0:
+                log.warning(
+                    "no epoch was better in cross-validation than the network of init.model (%.6g), which is kept "
+                    "unchanged: lower schedule.initial_learning_rate to train it further",
+                    self.initial.loss,
+                )
+        elif not self.improved:
             message = (
                 "the training learned nothing: no epoch was accepted, since none was better in cross-validation than "
             )

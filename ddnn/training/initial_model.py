@@ -1,0 +1,134 @@
+"""What a training starts from: random parameters, RBMs, or a network that has been trained already (`init.model`), whose
+shape and input the recipe takes over where it does not give them itself."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.pipeline import TrainingData
+from ddnn.distributed.communicator import Communicator
+from ddnn.kaldi.alignments import check_same_tree
+from ddnn.nn.acoustic_model import AcousticModel, read_nnet1_dir
+from ddnn.nn.network import Network, initialize
+from ddnn.recipe.load import MODEL_KEYS, as_begun, contradictions, get_value, is_given, load_recipe, with_defaults
+from ddnn.recipe.schema import Recipe, TrainedModelConfig
+from ddnn.recipe.source import format_value, listed
+from ddnn.training import options
+from ddnn.training.pretraining import load_dbn
+from ddnn.training.run_dir import load_run
+from ddnn.training.run_status import FINAL, RECIPE, newest_checkpoint
+from ddnn.util.errors import DataError, RecipeError
+
+log = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
+
+def load_trained(path: Path, features: FeatureConfig) -> AcousticModel:
+    """The network of a run dir, or of a directory of nnet1 files, which do not say which `features` the network reads."""
+    if (path / FINAL).exists() or (path / RECIPE).exists():
+        return load_run(path)
+    return read_nnet1_dir(path, features)
+
+
+def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Recipe, AcousticModel | None]:
+    """The recipe with the shape and input of the network of `init.model`, and the network; other recipes as they are.
+    To resume in `run_dir`, where there is a checkpoint, both come from there, and the network may be gone. DataError:
+    there is no such network, or not one that a recipe can describe. RecipeError: the recipe gives other values."""
+    if not isinstance(recipe.init, TrainedModelConfig):
+        return recipe, None
+    if run_dir is not None and newest_checkpoint(run_dir) is not None:
+        before = load_recipe(run_dir / RECIPE, must_exist=False) if (run_dir / RECIPE).is_file() else recipe
+        return as_begun(recipe, before), None
+    path = recipe.init.model
+    model = load_trained(path, options.model_features(recipe))
+    found = _described(model, path)
+    problems = [
+        f"{name}: {format_value(get_value(recipe, name))} found, but the network of init.model has {format_value(value)}"
+        for name, value in found.items()
+        if is_given(recipe, name) and get_value(recipe, name) != value
+    ]
+    kept, wanted = model.features.transforms, options.model_features(recipe).transforms
+    if kept != wanted:
+        has, asked = (one.as_text() if one is not None else "none" for one in (kept, wanted))
+        problems.append(f"data.transforms: {asked} found, but the network of init.model was trained with {has}")
+    if problems:
+        hint = "remove what differs: keys that are not given take the values of the network"
+        raise RecipeError(listed(problems, "keys do not fit"), location=path, hint=hint)
+    recipe = with_defaults(recipe, found)
+    for key, complaint in contradictions(recipe):
+        raise RecipeError(f"{key}: {complaint}", location=path)
+    return recipe, model
+
+
+def _described(model: AcousticModel, path: Path) -> dict[str, Any]:
+    """A model as a recipe describes it: the values of `MODEL_KEYS`. DataError where a recipe cannot."""
+    *hidden, last = model.network.layers
+    offsets, widths, labels = model.transform.offsets, {one.output_dim for one in hidden}, {one.label for one in hidden}
+    splice = len(offsets) // 2
+    if offsets != tuple(range(-splice, splice + 1)):
+        frames = ", ".join(map(str, offsets))
+        message = f"its input is the frames {frames} around the present one, which data.splice cannot describe"
+        raise DataError(message, location=path)
+    if last.label not in ("softmax", "linear"):
+        raise DataError(f"its last layer is {last.label}, softmax expected", location=path)
+    if len(widths) > 1 or len(labels) > 1 or not labels <= {"sigmoid", "tanh", "relu"}:
+        layers = ", ".join(f"{one.output_dim} {one.label}" for one in hidden)
+        message = f"its hidden layers are {layers}; a recipe describes equal layers of sigmoid, tanh or relu units"
+        raise DataError(message, location=path)
+    shape = {"model.hidden_units": widths.pop(), "model.activation": labels.pop()} if hidden else {}
+    normalizes = model.transform.scale is not None or model.transform.shift is not None
+    values = (splice, model.features.cmvn, model.features.deltas, normalizes, len(hidden))
+    return {**dict(zip(MODEL_KEYS, values, strict=False)), **shape}
+
+
+def initial_model(
+    recipe: Recipe, data: TrainingData, dbn: AcousticModel | None, trained: AcousticModel | None, comm: Communicator
+) -> AcousticModel:
+    """The model that training starts from, on the CPU: random, or on the DBN that was trained or that the recipe names,
+    or `trained`, that of `init.model`. Collective."""
+    if trained is not None and isinstance(recipe.init, TrainedModelConfig):
+        return _continued(recipe, recipe.init, trained, data)
+    if recipe.init == "rbm" and recipe.pretrain.dbn is not None:
+        dbn = load_dbn(recipe, recipe.pretrain.dbn)
+        dbn.check_features(data.dataset.dim, recipe.pretrain.dbn)
+    transform = data.input_transform(comm) if dbn is None else dbn.transform.to(CPU)
+    layers = options.network_layers(recipe, transform.output_dim, data.index.num_pdfs, on_dbn=dbn is not None)
+    network = Network(layers)
+    initialize(network, recipe.seed)
+    if dbn is not None:
+        network.load_lower_layers(dbn.network)
+    return AcousticModel(options.model_features(recipe), transform, network, data.source.transition_digest())
+
+
+def _continued(recipe: Recipe, init: TrainedModelConfig, model: AcousticModel, data: TrainingData) -> AcousticModel:
+    """`model` to be trained further, with a random output layer if the recipe says so."""
+    model.check_features(data.dataset.dim, init.model)
+    pdfs, tree, alignments = data.index.num_pdfs, data.source.transition_digest(), data.source.alignments
+    if init.output_layer == "keep":
+        hint = (
+            "use alignments of the system that the network is of, or init.output_layer: random for a new output layer"
+        )
+        if pdfs != model.network.output_dim:
+            message = f"the alignment has {pdfs} pdfs, the network of init.model {model.network.output_dim}"
+            hint += "" if data.source.has_model else "; if the alignment merely lacks its last pdfs, set data.num_pdfs"
+            raise DataError(message, location=alignments, hint=hint)
+        try:
+            check_same_tree(tree, model.transition_digest, Path(alignments), f"the network of {init.model}")
+        except DataError as error:
+            raise DataError(error.message, location=alignments, hint=hint) from error
+        log.info("training starts from the network of %s", init.model)
+        return replace(model, transition_digest=tree or model.transition_digest)
+    *hidden, _ = model.network.layers
+    network = Network((*hidden, options.network_layers(recipe, model.transform.output_dim, pdfs)[-1]))
+    initialize(network, recipe.seed)
+    lower = sum(layer.num_parameters for layer in hidden)
+    network.load_lower_layers(Network(hidden, model.network.parameters[:lower]))
+    log.info("training starts from the hidden layers of %s, with a new output layer of %d pdfs", init.model, pdfs)
+    return replace(model, network=network, transition_digest=tree)
