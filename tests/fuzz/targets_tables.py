@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import struct
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from corpora import write_model
+from corpora import write_model, write_transforms
 from fuzz import seeds
 from fuzz.child import Target
 from fuzz.targets_kaldi import MODEL
@@ -14,6 +16,7 @@ from fuzz.targets_kaldi import MODEL
 from ddnn.kaldi.alignments import pdf_counts, read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import MatrixReader, iterate_int_vectors, iterate_matrices, read_scp
 from ddnn.kaldi.data_dir import apply_cmvn, read_cmvn_stats, read_data_dir, read_text, read_utt2spk
+from ddnn.kaldi.transforms import contradictions, read_transform_config, read_transforms
 from ddnn.util.errors import DataError
 
 HUGE = b"\xff\xff\xff\x7f"
@@ -121,6 +124,34 @@ def _cmvn(folder: Path) -> None:
             for variance in (False, True):
                 if own.shape[1] == 4:
                     assert np.isfinite(apply_cmvn(matrix, own, variance=variance)).all()
+
+
+def _transforms_beside(folder: Path) -> None:
+    write_transforms(folder / "tri4", ("spk0", "spk1"), jobs=1)
+
+
+def _transforms(folder: Path) -> None:
+    config, names = read_transform_config(folder / "tri4"), ("spk0-a", "spk1-a")
+    found = read_transforms(folder / "tri4", config, 4, names, ("spk0", "spk1"), folder)
+    own = found.adapted or {}
+    for name in names:
+        assert config.apply(np.ones((3, 4), np.float32), found.final_mat, own.get(name)).shape == (3, config.width(4))
+    contradictions(folder / "tri4", None, "mean", 0, 4)
+    contradictions(None, folder / "tri4", "none", 1, 4)
+
+
+def _transform_targets() -> tuple[Target, ...]:
+    with tempfile.TemporaryDirectory() as folder:
+        _transforms_beside(Path(folder))
+        matrix, trans = ((Path(folder) / "tri4" / name).read_bytes() for name in ("final.mat", "trans.1"))
+    read: dict[str, Any] = {"read": _transforms, "beside": _transforms_beside}
+    options = (b"--left-context=1 --right-context=2\n", b"")
+    return (
+        Target("final.mat", "tri4/final.mat", seeds=(matrix,), tokens=RECORD, inputs=300, **read),
+        Target("fMLLR transforms", "tri4/trans.1", seeds=(trans,), tokens=RECORD, inputs=300, **read),
+        Target("splice_opts", "tri4/splice_opts", seeds=options[:1], crafted=(b"'" * 9000,), inputs=300, **read),
+        Target("cmvn_opts", "tri4/cmvn_opts", seeds=(b"--norm-vars=true --norm-means=true\n",), inputs=300, **read),
+    )
 
 
 def _claims(*tokens: bytes) -> tuple[bytes, ...]:
@@ -275,6 +306,7 @@ def table_targets() -> list[Target]:
         Target(
             "alignment dir, num_jobs", "ali/num_jobs", _ali_dir, (b"1\n", b"1"), (b"9" * 9, b"2\n"), beside=_ali_beside
         ),
+        *_transform_targets(),
         Target("CMVN statistics", "cmvn.ark", _cmvn, (seeds.cmvn(),), beside=_cmvn_beside, tokens=RECORD, inputs=300),
         Target(
             "utt2spk",
