@@ -112,7 +112,10 @@ DATA: dict[str, tuple[Damage, tuple[str, ...]]] = {
         change_line(lambda line: f"{line.rpartition(':')[0]}:{int(line.rpartition(':')[2]) + 40}"),
         (U, "feats.ark", "expected a Kaldi matrix", "found"),
     ),
-    "range past the end": (change_line(lambda line: line + "[0:20]"), (U, "rows 0 to 20, the matrix has 20 rows")),
+    "range past the end": (
+        change_line(lambda line: line + "[0:20]"),
+        (U, "the range takes rows 0 to 20, the matrix at ", "has 20 rows"),
+    ),
     "a command": (change_line(lambda line: f"{U} cat feats.ark |"), (U, "feats.scp, line", "is a shell command")),
     "NaN": (with_value(np.nan), (U, "feats.ark", "nan in row 7, column 2")),
     "Inf": (with_value(-np.inf), (U, "feats.ark", "-inf in row 7, column 2")),
