@@ -131,6 +131,10 @@ class ClusterConfig(Section):
     setup: list[Line] = Field(default_factory=list)
     """Lines of shell that run in the job before the training, as you wrote them: module load, activation of an
     environment. The first that fails ends the job."""
+    container: list[Annotated[Line, Text]] = Field(default_factory=list)
+    """Words before the command of each worker, so that it runs in a container: [apptainer, exec, --nv, ddnn.sif]; with
+    Pyxis, options of srun: [--container-image=ddnn.sqsh]. The `python3` of the container runs ddnn; needs `launcher:
+    srun`."""
     environment: dict[VariableName, Annotated[Line, Text]] = Field(default_factory=dict)
     """Environment variables of the job, set after `setup`."""
 

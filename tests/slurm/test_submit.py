@@ -135,6 +135,15 @@ def test_resume_of_nothing_begins(slurm: Slurm, job: Job, run_cli: RunCli) -> No
     assert " --resume=auto) &" in (job.run / "job.sh").read_text()
 
 
+def test_a_container_has_its_own_python(slurm: Slurm, job: Job, run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("container: [apptainer, exec, x.sif]\n")
+    call = ("train", job.recipe, "--run-dir", job.run, "--slurm", "--cluster", tmp_path / "c.yaml", "--dry-run")
+    refused = run_cli(*call)
+    assert refused.exit_code == 2 and "a container needs launcher: srun" in refused.stderr
+    result = run_cli(*call, "--launcher", "srun")
+    assert " apptainer exec x.sif python3 -c " in result.stdout and sys.executable not in result.stdout, result.stderr
+
+
 def test_seeds_are_one_array_of_jobs(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
     """Each in a run dir of its own, which it shares with nothing; resumed, those that have finished are not repeated."""
     base = job.root / HOSTILE
