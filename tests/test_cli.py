@@ -148,19 +148,31 @@ def test_usage_errors_end_with_2(run: Run, arguments: list[str], said: str) -> N
 
 
 def test_dry_run_prints_the_resolved_recipe_and_trains_nothing(run: Run, called: Any, recipe: Path) -> None:
-    calls = called("ddnn.training.job", "run_training", describe=lambda recipe: "a small network")
+    shown = {
+        "describe": lambda recipe: "a small network",
+        "describe_data": lambda recipe, kind: [f"{kind} data", "m\x1b"],
+    }
+    calls = called("ddnn.training.job", "run_training", **shown)
     code, out, _ = run("train", recipe, "--set", "schedule.initial_learning_rate=0.5", "--set", "seed=7", "--dry-run")
     assert code == 0
-    assert out.startswith("# a small network\nseed: 7\n")
+    assert out.startswith("# a small network\n# training data\n# m\\x1b\nseed: 7\n")
     tree = yaml.safe_load(out)
     assert (tree["minibatch_size"], tree["schedule"]["initial_learning_rate"]) == (128, 0.5)
     assert calls == []
 
 
 def test_dry_run_for_real(run: Run, recipe: Path) -> None:
-    code, out, _ = run("train", recipe, "--dry-run")
+    """The data may be elsewhere; where it is looked at, it must be right."""
+    code, out, _ = run("train", recipe, "--dry-run", "--no-data", "--set", "data.train=/elsewhere")
     assert code == 0
-    assert yaml.safe_load(out)["minibatch_size"] == 128
+    assert (yaml.safe_load(out)["minibatch_size"], yaml.safe_load(out)["data"]["train"]) == (128, "/elsewhere")
+    for command in ("train", "pretrain"):
+        code, out, err = run(command, recipe, "--dry-run")
+        assert (code, out) == (2, "") and "feats.scp" in err
+    code, _, err = run("train", recipe, "--no-data")
+    assert code == 2 and "given without --dry-run\n  location: --no-data" in err
+    code, _, err = run("train", recipe, "--no-data", "--dry-run", "--slurm")
+    assert code == 2 and "does not look at the data" in err
 
 
 def test_train(run: Run, called: Any, recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -47,8 +47,10 @@ def recipe_options(run_dir_help: str) -> Callable[[Command], Command]:
         option("--workers", type=int, help="The same as --set parallel.workers=N."),
         device_option,
         pipes_option,
-        option("--dry-run", is_flag=True, help="Check the recipe and print it resolved; train nothing."),
-    )
+        option("--dry-run", is_flag=True,
+               help="Check recipe and data (from headers), say what was found, and print the recipe resolved; train nothing."),
+        option("--no-data", is_flag=True, help="With --dry-run: check the recipe alone; its data may be elsewhere."),
+    )  # fmt: skip
 
 
 def slurm_options(command: Callable[..., None]) -> Callable[..., None]:

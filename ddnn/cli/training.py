@@ -86,13 +86,16 @@ def pretrain(**options: Any) -> None:
 
 def _start(
     kind: Literal["training", "pretraining"], recipe: Path, run_dir: Path | None, settings: tuple[str, ...],
-    workers: int | None, device: str, allow_pipes: bool, dry_run: bool, slurm: SlurmOptions | None,
+    workers: int | None, device: str, allow_pipes: bool, dry_run: bool, no_data: bool, slurm: SlurmOptions | None,
     resume: Literal["no", "yes", "auto"] = "no", seeds: str | None = None,
 ) -> None:  # fmt: skip
     """On this machine or as a Slurm job; with `dry_run` only shows what it would be."""
+    if no_data and (not dry_run or slurm is not None):
+        found = "with --slurm, which does not look at the data" if dry_run else "without --dry-run"
+        raise UserError(f"given {found}", location="--no-data", hint="remove it")
     settings += ("data.allow_pipes=true",) * allow_pipes
     if seeds is not None:
-        _start_seeds(parse_seeds(seeds), recipe, run_dir, settings, workers, device, dry_run, slurm, resume)
+        _start_seeds(parse_seeds(seeds), recipe, run_dir, settings, workers, device, dry_run, no_data, slurm, resume)
         return
     if slurm is not None:
         from ddnn.slurm.submit import submit
@@ -103,11 +106,13 @@ def _start(
     elif dry_run:
         from ddnn.recipe.load import dump_recipe, load_recipe
         from ddnn.training.initial_model import with_initial_model
-        from ddnn.training.job import describe
+        from ddnn.training.job import describe, describe_data
 
         settings += () if workers is None else (f"parallel.workers={workers}",)
-        loaded, _ = with_initial_model(load_recipe(recipe, settings))
-        echo(f"# {describe(loaded)}\n{dump_recipe(loaded)}", nl=False)
+        loaded = load_recipe(recipe, settings, must_exist=not no_data)
+        loaded = loaded if no_data else with_initial_model(loaded)[0]
+        lines = [describe(loaded), *([] if no_data else describe_data(loaded, kind))]
+        echo("".join(f"# {printable(line, '')}\n" for line in lines) + dump_recipe(loaded), nl=False)
     elif kind == "training":
         from ddnn.training.start import start_training
 
@@ -122,7 +127,7 @@ def _start(
 
 def _start_seeds(
     seeds: Seeds, recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str,
-    dry_run: bool, slurm: SlurmOptions | None, resume: Literal["no", "yes", "auto"],
+    dry_run: bool, no_data: bool, slurm: SlurmOptions | None, resume: Literal["no", "yes", "auto"],
 ) -> None:  # fmt: skip
     """The same training with each of these seeds. The first that fails is the last."""
     if recipe.is_dir():
@@ -143,7 +148,7 @@ def _start_seeds(
     for seed in seeds.numbers:
         echo(f"{'# ' * dry_run}seed {seed}: {printable(str(seeds.run_dir(base, seed)), '')}")
         _start("training", recipe, seeds.run_dir(base, seed), (*settings, f"seed={seed}"), workers, device, False,
-               dry_run, None, resume)  # fmt: skip
+               dry_run, no_data, None, resume)  # fmt: skip
         if dry_run:
             return
 

@@ -127,10 +127,12 @@ def require_host_memory(estimate: Estimate, location: str | PathLike[str], comm:
         if not known:
             continue
         needed, available = sum(sum(one[1].values()) for one in here), min(known)
-        parts = ", ".join(f"{part} {_size(size)}" for part, size in here[0][1].items())
+        parts = ", ".join(f"{part} {describe_bytes(size)}" for part, size in here[0][1].items())
         who = f"{len(here)} workers on {host} need" if len(here) > 1 else f"one process on {host} needs"
         parts = f"each: {parts}" if len(here) > 1 else parts
-        message = f"{who} about {_size(needed)} of memory ({parts}), and {_size(available)} are available"
+        message = (
+            f"{who} about {describe_bytes(needed)} of memory ({parts}), and {describe_bytes(available)} are available"
+        )
         if needed > available:
             key, hint = _memory_hint(here[0][1], len(here), available)
             raise DataError(message, location=key or location, hint=hint)
@@ -152,7 +154,7 @@ def _memory_hint(estimate: Estimate, workers: int, available: int) -> tuple[str 
         return None, hint + (float16 if "frames in float32" in estimate else "")
     changes = ["model.hidden_units or model.hidden_layers"]
     changes += ["minibatch_size"] if 2 * estimate.get("activations", 0) > one else []
-    hint = f"each worker holds the whole model, {_size(one)} here, so that more workers do not help: lower "
+    hint = f"each worker holds the whole model, {describe_bytes(one)} here, so that more workers do not help: lower "
     hint += f"{' or '.join(changes)}"
     hint += ", set optimizer.momentum: 0" if "momentum" in estimate else ""
     hint += ", set optimizer.name: sgd" if "natural gradient" in estimate else ""
@@ -200,7 +202,7 @@ def choose_feature_device(
     return torch.device("cpu")
 
 
-def _size(size: int) -> str:
+def describe_bytes(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{-(-size // 2**20)} MiB"
 
 
@@ -343,12 +345,17 @@ class TrainingData:
 
     def require_minibatch(self, key: str, batch_size: int, shards: list[list[int]]) -> None:
         """RecipeError, which names the recipe's key, where the smallest of `shards` does not fill one minibatch."""
-        smallest, several = min(int(self.index.num_frames[shard].sum()) for shard in shards), len(shards) > 1
-        if smallest < batch_size:
-            of_shard = f" of the smallest of {len(shards)} shards" if several else ""
-            message = f"{smallest} frames{of_shard} do not fill one minibatch of {batch_size}"
-            hint = "take a smaller minibatch" + (", fewer workers" if several else "") + " or more data"
-            raise RecipeError(message, location=key, hint=hint)
+        require_minibatch(self.index, key, batch_size, shards)
+
+
+def require_minibatch(index: UtteranceIndex, key: str, batch_size: int, shards: list[list[int]]) -> None:
+    """As `TrainingData.require_minibatch`."""
+    smallest, several = min(int(index.num_frames[shard].sum()) for shard in shards), len(shards) > 1
+    if smallest < batch_size:
+        of_shard = f" of the smallest of {len(shards)} shards" if several else ""
+        message = f"{smallest} frames{of_shard} do not fill one minibatch of {batch_size}"
+        hint = "take a smaller minibatch" + (", fewer workers" if several else "") + " or more data"
+        raise RecipeError(message, location=key, hint=hint)
 
 
 def _positions(dataset: AcousticDataset, utterances: Iterable[str]) -> list[int]:
@@ -371,9 +378,20 @@ def label_digest(dataset: AcousticDataset, utterances: Iterable[str], comm: Comm
     return "".join(f"{word % 2**32:08x}" for word in sums.tolist())
 
 
-def training_data(config: TrainingDataConfig, device: torch.device, comm: Communicator) -> TrainingData:
-    """This worker's frames of all corpora and of what is held out, for training on `device`. Collective. DataError:
-    damaged or unsuitable input; not enough memory. UserError: a loading process died."""
+@dataclass(frozen=True, eq=False)
+class DataPlan:
+    """Which utterances a training uses, known from tables and headers; no features have been read."""
+
+    source: DataSource
+    train: list[int]  # indices in the index of `source`
+    cv: list[int]  # of those held out; none where there is a `cv_source`, or nothing is held out
+    cv_source: DataSource | None
+    train_shards: list[list[int]]  # for each rank
+    cv_shards: list[list[int]]  # of `cv`
+
+
+def plan_data(config: TrainingDataConfig, workers: int, comm: Communicator) -> DataPlan:
+    """What so many workers will read and hold out. Collective. DataError: damaged or unsuitable input."""
     source = open_source(config.corpora, config.reading, comm)
     index, held_out = source.index, config.held_out or HeldOut()
     train, cv, cv_source = list(range(len(index.entries))), list[int](), None
@@ -382,7 +400,16 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
         _check_cross_validation(source, cv_source, comm)
     elif config.held_out is not None:
         train, cv = _hold_out(index, held_out, config.seed, comm)
-    train_shards, cv_shards = (assign_shards(index.num_frames, part, comm.world_size) for part in (train, cv))
+    train_shards, cv_shards = (assign_shards(index.num_frames, part, workers) for part in (train, cv))
+    return DataPlan(source, train, cv, cv_source, train_shards, cv_shards)
+
+
+def training_data(config: TrainingDataConfig, device: torch.device, comm: Communicator) -> TrainingData:
+    """This worker's frames of all corpora and of what is held out, for training on `device`. Collective. DataError:
+    damaged or unsuitable input; not enough memory. UserError: a loading process died."""
+    plan = plan_data(config, comm.world_size, comm)
+    source, index, cv_source = plan.source, plan.source.index, plan.cv_source
+    train, cv, train_shards, cv_shards = plan.train, plan.cv, plan.train_shards, plan.cv_shards
     if comm.world_size > 1:
         sizes = [int(index.num_frames[shard].sum()) for shard in train_shards]
         log.info("shards of %d to %d frames for %d workers", min(sizes), max(sizes), comm.world_size)

@@ -22,7 +22,15 @@ from ddnn import __version__
 from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import NoFiniteModelError
 from ddnn.data.batches import ShuffledSampler, make_batch_loader
-from ddnn.data.pipeline import DataIdentity, TrainingData, training_data
+from ddnn.data.index import fraction_of
+from ddnn.data.pipeline import (
+    DataIdentity,
+    TrainingData,
+    describe_bytes,
+    plan_data,
+    require_minibatch,
+    training_data,
+)
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import read_restart
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
@@ -49,6 +57,7 @@ from ddnn.training.trainer import Trainer, train
 from ddnn.util.errors import DivergedError, UserError
 from ddnn.util.progress import only_first_worker_shows
 from ddnn.util.system import check_devices, choose_device, compute_resources, compute_units, device_identity
+from ddnn.util.text import duration, plural
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +182,51 @@ def describe(recipe: Recipe) -> str:
         f"{recipe.schedule.name} from {learning_rate:g} (times the gradient summed over a minibatch, "
         f"{learning_rate * first:g} on its mean), {recipe.parallel.workers} worker(s)"
     )
+
+
+def describe_data(recipe: Recipe, kind: Kind) -> list[str]:
+    """What a recipe would read and hold out, and the network and memory that this makes, in a line each; from tables and
+    headers, writing nothing. DataError, RecipeError: what the training would refuse before it reads features."""
+    workers, sizes = recipe.parallel.workers, options.minibatch_sizes(recipe)
+    config = options.data_config(recipe, workers, held_out=kind == "training")
+    config = replace(config, reading=replace(config.reading, cache_dir=None))
+    ours = logging.getLogger("ddnn")
+    level = ours.level
+    ours.setLevel(logging.WARNING)  # the lines below say the rest
+    try:
+        plan = plan_data(config, workers, SingleProcess())
+    finally:
+        ours.setLevel(level)
+    source, index, width = plan.source, plan.source.index, plan.source.width
+    if kind == "training":
+        require_minibatch(index, "minibatch_size", sizes.end, plan.train_shards)
+    input_dim, frames = width * (2 * recipe.data.splice + 1), int(index.num_frames.sum())
+    of = index.counts
+    skipped = (
+        f"{of['no_alignment']} without an alignment, {of['length_differs']} of another length, {of['empty']} empty"
+    )
+    lines = [
+        f"data: {source.data}: {index.size()} ({duration(frames / 100)} at 10 ms a frame) of {width} dims",
+        f"skipped: {plural(len(index.directory.entries) - of['used'], 'utterance')} ({skipped}); trimmed: {of['trimmed']}",
+        f"alignments: {source.alignments}: {index.num_pdfs} pdfs, {int((index.pdf_counts > 0).sum())} of them with frames",
+    ]
+    if plan.cv_source is not None:
+        lines.append(f"cross-validation: {plan.cv_source.data}: {plan.cv_source.index.size()}")
+    elif config.held_out is not None:
+        held_out = f"{index.subset(plan.cv).size()}, {100 * fraction_of(index, plan.cv):.1f} % of the frames"
+        lines.append(f"cross-validation: {held_out}")
+    footprint, trained = config.footprint(input_dim, index.num_pdfs), int(index.num_frames[plan.train].sum())
+    shards = [sorted(a + b) for a, b in zip(plan.train_shards, plan.cv_shards, strict=True)]
+    loaded = source.memory(max(shards, key=lambda shard: index.num_frames[shard].sum()), mapped=False)
+    parts = {**loaded, **footprint.on_host("cpu")}
+    needed = ", ".join(f"{part} {describe_bytes(size)}" for part, size in parts.items())
+    on_gpu = describe_bytes(sum(loaded.values()) + footprint.on_gpu())
+    return [
+        *lines,
+        f"network: input of {input_dim} dims, {index.num_pdfs} pdfs, {footprint.num_parameters:,} parameters; about "
+        f"{trained // (sizes.start * workers)} minibatches an epoch for each worker",
+        f"memory of each worker: about {describe_bytes(sum(parts.values()))} on a CPU ({needed}), {on_gpu} on a GPU",
+    ]
 
 
 def assign_device(recipe: Recipe, device: str, comm: Communicator) -> torch.device:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_model, write_pdfs, write_recipe
 from distributed.threads import run_workers
+from jobs import make_job
 from kaldi_files import read_matrix
 from training.toy import NoCheckpoints
 
@@ -359,3 +360,57 @@ def test_evaluation_and_decoding_repeat_the_front_end(tmp_path: Path, pipeline: 
     counts = np.bincount(np.concatenate(list(labels.values())))
     right = [(scores[k] + np.log(counts / counts.sum())).argmax(1) == labels[k] for k in scores]
     assert np.concatenate(right).mean() == pytest.approx(found.frame_accuracy)
+
+
+def test_dry_run_looks_at_the_data(run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the training then logs, from tables and headers; nothing is written, no cache and no run dir."""
+    job = make_job(tmp_path / "job")
+    before = sorted(tmp_path.rglob("*"))
+    call = (
+        "train",
+        job.recipe,
+        "--run-dir",
+        job.run,
+        "--workers",
+        2,
+        "--dry-run",
+        "--set",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("ddnn.data.source.load_dataset", None)
+        patch.setattr("ddnn.kaldi.archive.MatrixReader.read", None)
+        dry = run_cli(*call)
+        pretraining = run_cli("pretrain", *call[1:], "--set", "init=rbm")
+    assert dry.exit_code == 0, dry.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+    lines = dry.stdout.splitlines()
+    assert lines[1:6] == [
+        f"# data: {job.data}: 4 speakers, 24 utterances, 480 frames (4 s at 10 ms a frame) of 4 dims",
+        "# skipped: 0 utterances (0 without an alignment, 0 of another length, 0 empty); trimmed: 0",
+        f"# alignments: {job.ali}: 3 pdfs, 3 of them with frames",
+        "# cross-validation: 1 speaker, 6 utterances, 120 frames, 25.0 % of the frames",
+        "# network: input of 12 dims, 3 pdfs, 131 parameters; about 11 minibatches an epoch for each worker",
+    ]
+    assert lines[6].startswith("# memory of each worker: about ") and lines[7] == "seed: 1"
+    assert "cross-validation: " not in pretraining.stdout and "24 utterances" in pretraining.stdout, pretraining.stderr
+    trained = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    log = (job.run / "train.log").read_text()
+    assert trained.exit_code == 0 and "131 parameters, 360 training frames, 120 cross-validation frames" in log
+
+
+def test_dry_run_finds_what_is_wrong_with_the_data(run_cli: RunCli, tmp_path: Path) -> None:
+    job = make_job(tmp_path / "job")
+    call = ("train", job.recipe, "--run-dir", job.run, "--dry-run")
+    large = run_cli(*call, "--set", "minibatch_size=400")
+    assert large.exit_code == 2 and "360 frames do not fill one minibatch of 400" in large.stderr
+    (job.data / "utt2spk").write_text("other speaker\n")
+    assert run_cli(*call).exit_code == 2
+    job.write()
+    job.ark.write_bytes(job.ark.read_bytes()[:-500])
+    truncated = run_cli(*call)
+    assert truncated.exit_code == 2 and "cut short: the header claims 20 rows" in truncated.stderr
+    job.ark.write_bytes(b"\0")
+    damaged = run_cli(*call)
+    assert damaged.exit_code == 2 and "feats.ark" in damaged.stderr and damaged.stdout == ""
+    assert not job.run.exists()
