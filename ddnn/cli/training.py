@@ -283,7 +283,10 @@ def export(run_dir: Path, out: Path) -> None:
 @option("--pdf-counts", type=PATH, help="nnet1's ali_train_pdf.counts; decode-prep needs them.")
 @option("--out", type=PATH, required=True, help="Run dir to create.")
 def import_nnet1(nnet: Path, feature_transform: Path | None, pdf_counts: Path | None, out: Path) -> None:
-    """Create a run dir from a Kaldi nnet1 network."""
+    """Create a run dir from a Kaldi nnet1 network: its file, or a directory.
+
+    A directory is one of `ddnn export`, or Kaldi's, with final.nnet, its feature transform, pdf counts and options.
+    """
     from ddnn.decoding import prepare
 
     prepare.import_nnet1(nnet, feature_transform, out, pdf_counts)

@@ -25,11 +25,13 @@ from ddnn.data.pipeline import EVAL_BATCH
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.archive import write_matrices, write_records
 from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
+from ddnn.kaldi.transforms import NNET_OPTIONS
 from ddnn.nn.acoustic_model import (
     AcousticModel,
     from_nnet1,
     model_config,
     model_from_config,
+    read_nnet1_dir,
     save_model,
     to_nnet1,
     transform_tensors,
@@ -40,7 +42,7 @@ from ddnn.training.evaluation import forward_batches, load_for_model
 from ddnn.training.run_dir import load_run
 from ddnn.training.run_status import FINAL, PDF_COUNTS, check_run_dir
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited
+from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited, write_text
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
 from ddnn.util.text import binary_output, environment, plural
@@ -310,6 +312,11 @@ def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
         paths[0].unlink(missing_ok=True)
         raise
     log.info("%s", ", ".join(str(path) for path in paths))
+    options = {"cmvn_opts": NNET_OPTIONS.get(model.features.cmvn, "")}
+    options["delta_opts"] = f"--delta-order={model.features.deltas}" if model.features.deltas else ""
+    for name, text in options.items():
+        if text:  # Kaldi's steps/nnet/decode.sh applies these
+            write_text(out / name, f"{text}\n")
     if model.features != FeatureConfig():
         cmvn, deltas = model.features.cmvn, model.features.deltas
         after = f"deltas (order {deltas})"
@@ -322,11 +329,19 @@ def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
 def import_nnet1(
     nnet: Path, feature_transform: Path | None, out: Path, pdf_counts: Path | None = None
 ) -> AcousticModel:
-    """Makes a run dir from nnet1 files (text or binary), for `ddnn evaluate` and `ddnn decode-prep`. `pdf_counts`:
-    nnet1's `ali_train_pdf.counts`, which decode-prep needs. UserError: damaged files, components that do not fit, or
-    `out` has something in it."""
-    front = read_nnet1(feature_transform) if feature_transform is not None else ()
-    model = from_nnet1(read_nnet1(nnet), front, location=nnet)
+    """Makes a run dir from nnet1 files (text or binary), for `ddnn evaluate`, `ddnn decode-prep` and `init.model`.
+    `nnet`: a network, or a directory of `ddnn export` or Kaldi, which also has the rest. `pdf_counts`: nnet1's
+    `ali_train_pdf.counts`, which decode-prep needs. UserError: damaged files, components that do not fit, or `out` has
+    something in it."""
+    if nnet.is_dir():
+        if feature_transform is not None:
+            hint = "leave it out, or name the network's file instead of its directory"
+            raise UserError("the directory has its own feature transform", location="--feature-transform", hint=hint)
+        model = read_nnet1_dir(nnet)
+        pdf_counts = pdf_counts or (nnet / PDF_COUNTS if (nnet / PDF_COUNTS).exists() else None)
+    else:
+        front = read_nnet1(feature_transform) if feature_transform is not None else ()
+        model = from_nnet1(read_nnet1(nnet), front, location=nnet)
     counts = None if pdf_counts is None else read_pdf_counts(pdf_counts)
     if counts is not None and len(counts) != model.network.output_dim:
         found = f"{len(counts)} pdf counts found, the network has {model.network.output_dim} pdfs"

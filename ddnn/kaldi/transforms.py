@@ -173,6 +173,26 @@ def transforms_digest(transforms: Transforms) -> str:
     return digest.hexdigest()[:16]
 
 
+NNET_OPTIONS = {"mean": "--norm-means=true --norm-vars=false", "mean-variance": "--norm-means=true --norm-vars=true"}
+"""What `cmvn_opts` of an nnet1 dir says, by `data.cmvn`."""
+
+
+def read_nnet_options(path: Path) -> tuple[str, int]:
+    """`data.cmvn` and `data.deltas` by `cmvn_opts` and `delta_opts` of an nnet1 dir, which has them where there are any
+    (kaldi `steps/nnet/train.sh`). DataError: unknown options, or such as ddnn does not have."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("cmvn_opts", "delta_opts"):
+        if (path / name).is_file():
+            options, text = _options_of(path, name)
+            found |= {name: options} if text else {}
+    cmvn, deltas = found.get("cmvn_opts", {"norm-means": False}), found.get("delta_opts", {"delta-order": 0})
+    if cmvn.get("reverse") or cmvn.get("skip-dims") or deltas.get("delta-window", 2) != 2:
+        message = "--reverse, --skip-dims or a --delta-window other than 2 found, which ddnn does not have"
+        raise DataError(message, location=path)
+    mean = "mean-variance" if cmvn.get("norm-vars") else "mean"
+    return mean if cmvn["norm-means"] else "none", int(deltas["delta-order"])
+
+
 def contradictions(
     transforms: Path | None, alignments: Path | None, cmvn: str, deltas: int, dim: int
 ) -> list[tuple[bool, str]]:

@@ -18,7 +18,7 @@ from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.kaldi.alignments import transition_digest
 from ddnn.kaldi.nnet1 import AddShift, Component, Rescale, Splice, read_nnet1
-from ddnn.kaldi.transforms import TransformConfig
+from ddnn.kaldi.transforms import TransformConfig, read_nnet_options
 from ddnn.nn.layers import LAYERS, Layer, check_layers, layer_from_config, num_parameters
 from ddnn.nn.network import Network
 from ddnn.util.errors import DataError, UserError
@@ -214,7 +214,8 @@ def from_nnet1(
 def read_nnet1_dir(path: Path, features: FeatureConfig | None = None) -> AcousticModel:
     """The network of a directory that `ddnn export` or Kaldi wrote: `final.nnet`, or the only file of this kind if it
     has another name; before it `feature_transform.nnet` or `final.feature_transform` where there is one. The tree is
-    that of `final.mdl`, where there is one. `features`: what these files do not say. DataError: there is no network, or
+    that of `final.mdl`, where there is one. `features`: CMVN, deltas and transforms; as `cmvn_opts` and `delta_opts` say
+    where None. DataError: there is no network, or
     more than one to choose from; and as `from_nnet1`."""
     fronts = [path / name for name in ("feature_transform.nnet", "final.feature_transform") if (path / name).exists()]
     networks = sorted(set(path.glob("*.nnet")) - set(fronts))
@@ -230,6 +231,7 @@ def read_nnet1_dir(path: Path, features: FeatureConfig | None = None) -> Acousti
     if len(fronts) == 2 and fronts[0].read_bytes() != fronts[1].read_bytes():
         names = " and ".join(front.name for front in fronts)
         raise DataError(f"{names} differ", location=path, hint="remove the one that the network was not trained with")
+    features = features or FeatureConfig(*read_nnet_options(path))
     model = from_nnet1(read_nnet1(final), components[0] if components else (), final, features)
     return replace(model, transition_digest=transition_digest(path) if (path / "final.mdl").exists() else None)
 

@@ -24,7 +24,7 @@ from kaldi_files import read_matrix
 from ddnn.data import loading
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.decoding.prepare import compute_scores, import_nnet1, log_priors, prepare_decoding
+from ddnn.decoding.prepare import compute_scores, export_nnet1, import_nnet1, log_priors, prepare_decoding
 from ddnn.kaldi import compressed
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, kaldi_counts, write_pdf_counts
 from ddnn.kaldi.archive import iterate_matrices, read_scp
@@ -33,7 +33,7 @@ from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, save_model
 from ddnn.training.evaluation import load_for_model
 from ddnn.training.run_dir import load_run
-from ddnn.util.errors import UserError
+from ddnn.util.errors import DataError, UserError
 
 COUNTS = np.array([5, 15, 0, 20])
 
@@ -53,6 +53,37 @@ def run_dir(tmp_path: Path) -> Path:
     write_pdf_counts(tmp_path / "counts", COUNTS)
     import_nnet1(tmp_path / "x.nnet", None, tmp_path / "run", tmp_path / "counts")
     return tmp_path / "run"
+
+
+@pytest.mark.parametrize(("cmvn", "deltas"), [("none", 0), ("mean", 2), ("mean-variance", 0)])
+def test_what_export_writes_is_imported_as_a_directory(run_dir: Path, tmp_path: Path, cmvn: str, deltas: int) -> None:
+    """Network, counts, CMVN and deltas, as Kaldi's decode.sh reads them beside the network."""
+    model = load_run(run_dir)
+    dim = model.transform.dim // (deltas + 1)
+    assert dim * (deltas + 1) == 3
+    save_model(run_dir / "final.safetensors", replace(model, features=FeatureConfig(cmvn, deltas)))
+    export_nnet1(run_dir, tmp_path / "nnet1")
+    assert (tmp_path / "nnet1/cmvn_opts").exists() == (cmvn != "none")
+    again = import_nnet1(tmp_path / "nnet1", None, tmp_path / "again")
+    assert again.features == FeatureConfig(cmvn, deltas)
+    assert torch.equal(again.network.parameters, model.network.parameters)
+    assert (tmp_path / "again/ali_train_pdf.counts").read_text() == (run_dir / "ali_train_pdf.counts").read_text()
+
+
+def test_an_nnet1_directory_that_cannot_be_imported(run_dir: Path, tmp_path: Path) -> None:
+    export_nnet1(run_dir, tmp_path / "nnet1")
+    with pytest.raises(UserError, match="has its own feature transform"):
+        import_nnet1(tmp_path / "nnet1", tmp_path / "x.nnet", tmp_path / "again")
+    (tmp_path / "nnet1/cmvn_opts").write_text("--norm-means=true --reverse=true\n")
+    with pytest.raises(DataError, match="--reverse"):
+        import_nnet1(tmp_path / "nnet1", None, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_kaldis_own_directory_is_imported(an4: Path, tmp_path: Path) -> None:
+    model = import_nnet1(an4 / "kaldi_nnet1", None, tmp_path / "run")
+    assert (model.transform.context, model.network.output_dim) == (5, 616)
+    assert (tmp_path / "run/ali_train_pdf.counts").exists()
 
 
 def test_the_prior_scale_reaches_the_log_likelihoods(run_dir: Path, tmp_path: Path) -> None:
