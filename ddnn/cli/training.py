@@ -265,6 +265,29 @@ def score(
         echo(scoring.render_text(result, alignments=per_utterance), nl=False)
 
 
+@command(
+    "compare-wer",
+    epilog="""\b
+    Examples:
+      ddnn compare-wer data/test/text exp/sgd/score_test exp/ng-sgd/score_test
+      ddnn compare-wer data/test/text exp/tri4/decode/scoring/10.txt exp/dnn/score_test""",
+)
+@argument("text", type=PATH)
+@argument("first", type=PATH)
+@argument("second", type=PATH)
+@option("--utt2spk", type=PATH, help="Speakers of the utterances.  [default: utt2spk beside TEXT, if there is one]")
+@json_option
+def compare_wer(text: Path, first: Path, second: Path, utt2spk: Path | None, json_: bool) -> None:
+    """Whether the word error rates of two systems differ: paired bootstrap by speakers.
+
+    TEXT is the reference, FIRST and SECOND are the words of the systems: Kaldi texts, or folders of ddnn score --out. Needs
+    ddnn[decode].
+    """
+    from ddnn.decoding.word_errors import compare_hypotheses
+
+    show(compare_hypotheses(text, (first, second), utt2spk), json_)
+
+
 @command()
 @argument("run_dir", type=PATH)
 @option("--format", type=Choice(["nnet1"]), default="nnet1", show_default=False, expose_value=False,
@@ -292,4 +315,4 @@ def import_nnet1(nnet: Path, feature_transform: Path | None, pdf_counts: Path | 
     prepare.import_nnet1(nnet, feature_transform, out, pdf_counts)
 
 
-COMMANDS = (train, pretrain, evaluate, decode_prep, score, export, import_nnet1)
+COMMANDS = (train, pretrain, evaluate, decode_prep, score, compare_wer, export, import_nnet1)

@@ -9,19 +9,26 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ddnn.decoding.word_errors import (
+    HINT_INSTALL,
+    Unit,
+    import_kaldialign,
+    read_reference,
+    units_drawn,
+    wer_interval,
+)
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, check_same_tree
 from ddnn.kaldi.archive import MatrixReader, iterate_matrices, read_scp
-from ddnn.kaldi.data_dir import read_text
 from ddnn.kaldi.fst import Fst, read_fst, read_symbols, write_fst
 from ddnn.kaldi.transition_model import TransitionModel, read_transition_model
 from ddnn.util.errors import DataError, UserError
@@ -34,7 +41,6 @@ SUSPICIOUS_WER = 90.0
 """In percent: a decoding in which hardly a word is right has taken files that do not belong together."""
 FRAME_SHIFT = 0.01  # seconds, as Kaldi's features have it where nothing else was asked for
 _MAX_CHOICE_BYTES = 64 << 20
-_HINT_INSTALL = "pip install 'ddnn[decode]'"
 _MAX_CHAIN = 10_000
 _MAX_RELAXATIONS = 20_000_000
 """Arcs that are examined for cycles, beside fifty times all epsilons: some tenths of a second."""
@@ -225,7 +231,7 @@ def decode_utterances(
         import kaldifst
     except ImportError as error:
         message = f"decoding needs packages that are not installed ({error.name})"
-        raise UserError(message, hint=_HINT_INSTALL) from error
+        raise UserError(message, hint=HINT_INSTALL) from error
     with tempfile.TemporaryDirectory(prefix="ddnn-graph-") as folder:
         write_fst(Path(folder) / "pdfs.fst", graph.fst)
         fst = kaldifst.StdFst.read(str(Path(folder) / "pdfs.fst"))
@@ -284,9 +290,10 @@ class ScaleScore:
     acoustic_scale: float
     word_insertion_penalty: float
     wer: float  # word error rate in percent of the reference words
-    # 95 % bootstrap interval of `wer` in percent (Bisani and Ney 2004), utterances drawn with replacement; None where a
-    # draw has no words, as a few utterances without words make it.
+    # 95 % bootstrap interval of `wer` in percent (Bisani and Ney 2004); None where a draw of utterances has no words, as a
+    # few utterances without words make it.
     interval: tuple[float, float] | None
+    interval_over: Unit  # drawn with replacement: whole speakers, where they are known and enough
     insertions: int
     deletions: int
     substitutions: int
@@ -327,26 +334,6 @@ class ScoreResult:
                 "set, by --out DEV, and give --acoustic-scale-from DEV/score.json here"
             )
         return notes
-
-
-def _import_kaldialign() -> ModuleType:
-    try:
-        import kaldialign
-    except ImportError as error:
-        raise UserError("counting word errors needs the package kaldialign", hint=_HINT_INSTALL) from error
-    if not hasattr(kaldialign, "bootstrap_wer_ci"):
-        raise UserError("this kaldialign is too old: it has no bootstrap_wer_ci", hint=_HINT_INSTALL)
-    return cast(ModuleType, kaldialign)
-
-
-def read_reference(path: Path) -> dict[str, tuple[str, ...]]:
-    """The words of each utterance of a Kaldi `text`, by `read_text`. DataError: as `read_text`, or no utterance has any
-    words."""
-    reference = {utterance: tuple(words) for utterance, words in read_text(path).items()}
-    if not any(reference.values()):
-        hint = "give a Kaldi text: utterance and its words, one a line"
-        raise DataError("the reference has no words", location=path, hint=hint)
-    return reference
 
 
 def _check_same_utterances(decoded: set[str], reference: set[str], loglikes: Path) -> None:
@@ -395,11 +382,21 @@ def _loglikes(source: Path, reference: set[str]) -> Iterator[tuple[str, npt.NDAr
     _check_same_utterances(seen, reference, source)
 
 
-def _sum_up(ka: ModuleType, scale: float, penalty: float, utterances: tuple[UtteranceScore, ...]) -> ScaleScore:
+def _sum_up(
+    ka: ModuleType,
+    scale: float,
+    penalty: float,
+    utterances: tuple[UtteranceScore, ...],
+    units: tuple[Sequence[int], Unit],
+) -> ScaleScore:
     references, hypotheses = [list(u.reference) for u in utterances], [list(u.hypothesis) for u in utterances]
-    bootstrap = ka.bootstrap_wer_ci(references, hypotheses)
-    low, high = 100 * float(bootstrap["ci95min"]), 100 * float(bootstrap["ci95max"])
     counts = [(u.insertions, u.deletions, u.substitutions) for u in utterances]
+    numbers, drawn = units
+    if drawn == "speakers":
+        low, high = wer_interval([sum(count) for count in counts], [len(words) for words in references], numbers)
+    else:
+        bootstrap = ka.bootstrap_wer_ci(references, hypotheses)
+        low, high = 100 * float(bootstrap["ci95min"]), 100 * float(bootstrap["ci95max"])
     insertions, deletions, substitutions = map(sum, zip(*counts, strict=True))
     words = sum(len(reference) for reference in references)
     return ScaleScore(
@@ -407,6 +404,7 @@ def _sum_up(ka: ModuleType, scale: float, penalty: float, utterances: tuple[Utte
         word_insertion_penalty=penalty,
         wer=100 * (insertions + deletions + substitutions) / words,
         interval=(max(0.0, low), high) if math.isfinite(low + high) else None,
+        interval_over=drawn,
         insertions=insertions,
         deletions=deletions,
         substitutions=substitutions,
@@ -423,19 +421,20 @@ def score(
 ) -> ScoreResult:  # fmt: skip
     """Decodes log-likelihoods (a `.scp`, an archive, or a directory with `loglikes.scp`: frames x pdfs) with Kaldi's
     graph directory and the `final.mdl` that the graph was made with; gives the word error rate at each acoustic scale
-    against `text`, the reference of exactly these utterances. `out`: new directory for what `write_hypotheses` writes;
+    against `text`, the reference of exactly these utterances, with its interval by the speakers of the utt2spk beside it.
+    `out`: new directory for what `write_hypotheses` writes;
     `frame_shift`: seconds a frame. UserError: the packages of `ddnn[decode]` are missing. DataError: an input is
     missing, damaged, or does not fit the others."""
     if not 0 < frame_shift < 1e3:
         raise UserError(f"{frame_shift:g} found, expected seconds above 0", location="--frame-shift")
-    ka = _import_kaldialign()
+    ka = import_kaldialign()
     source = _find_loglikes(loglikes)
     reference = read_reference(text)
     digest = hashlib.sha256(repr(sorted(reference.items())).encode()).hexdigest()
     graph = read_graph(graph_dir, model)
     check_same_tree(graph.transition_digest, _network_digest(source.parent), model, f"the network of {source.name}")
     with nullcontext() if out is None else atomic_directory(out) as folder:
-        results = tuple(_score_all(ka, source, reference, graph, options))
+        results = tuple(_score_all(ka, source, reference, text.with_name("utt2spk"), graph, options))
         best = min(range(len(results)), key=lambda index: results[index].wer)
         if results[best].wer >= SUSPICIOUS_WER:
             message = "the lowest word error rate is %.1f %%: are log-likelihoods, graph, %s and %s of one system?"
@@ -447,9 +446,15 @@ def score(
 
 
 def _score_all(
-    ka: ModuleType, source: Path, reference: dict[str, tuple[str, ...]], graph: DecodingGraph, options: DecodeOptions
+    ka: ModuleType,
+    source: Path,
+    reference: dict[str, tuple[str, ...]],
+    utt2spk: Path,
+    graph: DecodingGraph,
+    options: DecodeOptions,
 ) -> Iterator[ScaleScore]:
     """Each scale, and again with the next penalty."""
+    units: tuple[Sequence[int], Unit] | None = None  # the order of the utterances is that of the log-likelihoods
     for penalty in options.word_insertion_penalties:
         scores: list[list[UtteranceScore]] = [[] for _ in options.acoustic_scales]
         loglikes = _loglikes(source, set(reference))
@@ -461,7 +466,8 @@ def _score_all(
                 score = UtteranceScore(utterance, words, found.words, *kinds, found.reached_final, found.starts, frames)
                 column.append(score)
         for scale, column in zip(options.acoustic_scales, scores, strict=True):
-            yield _sum_up(ka, scale, penalty, tuple(column))
+            units = units or units_drawn(utt2spk, [score.utterance for score in column])
+            yield _sum_up(ka, scale, penalty, tuple(column), units)
 
 
 def write_hypotheses(result: ScoreResult, folder: Path, frame_shift: float = FRAME_SHIFT) -> None:
@@ -502,7 +508,7 @@ def align_words(score: UtteranceScore) -> list[tuple[str | None, str | None]]:
     """Pairs of (word said, word recognized); None on the left is an insertion, on the right a deletion."""
     words: list[str | None] = [None, *sorted({*score.reference, *score.hypothesis})]
     number = {word: index for index, word in enumerate(words)}  # numbers, so that no word can be taken for the blank
-    pairs = _import_kaldialign().align([number[w] for w in score.reference], [number[w] for w in score.hypothesis], 0)
+    pairs = import_kaldialign().align([number[w] for w in score.reference], [number[w] for w in score.hypothesis], 0)
     return [(words[left], words[right]) for left, right in pairs]
 
 
@@ -520,7 +526,11 @@ def render_text(result: ScoreResult, *, alignments: bool = False) -> str:
         mark = " *" if index == result.best else ""
         counts = f"{s.insertions} ins, {s.deletions} del, {s.substitutions} sub / {s.words}"
         failed = f", {len(s.not_final)} utterances did not reach the end of the graph" if s.not_final else ""
-        interval = "no interval" if s.interval is None else f"95 % interval {s.interval[0]:.2f} .. {s.interval[1]:.2f}"
+        interval = (
+            "no interval"
+            if s.interval is None
+            else f"95 % interval {s.interval[0]:.2f} .. {s.interval[1]:.2f} by {s.interval_over}"
+        )
         lines.append(f"{at(s, 6)} WER {s.wer:6.2f} %  ({counts}; {interval}{failed}){mark}")
     best = result.scales[result.best]
     errors = f"{best.sentence_errors} of {len(best.utterances)} utterances have errors"

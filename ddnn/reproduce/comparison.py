@@ -1,6 +1,5 @@
 """Whether what the paper says of two conditions is confirmed on a corpus: verdicts, by bootstrap intervals. Word error
-rates: paired, over speakers and seeds (Bisani and Ney, ICASSP 2004). Whole speakers are drawn, since the errors in the
-utterances of one speaker are not independent: intervals over utterances are too narrow. Frame accuracies: over seeds.
+rates: paired, over speakers and seeds (`ddnn.decoding.word_errors`). Frame accuracies: over seeds.
 """
 
 from __future__ import annotations
@@ -13,21 +12,16 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ddnn.decoding.word_errors import MIN_SPEAKERS, REPLICATES, SEED, Estimate, bootstrap_wer, estimate_of
 from ddnn.reproduce.cells import Cell, Metric, find_cell, main_accuracy, metrics_of
 from ddnn.reproduce.runs import RunRecord
 from ddnn.reproduce.tables import BASE, Condition, Hypothesis, ReproduceConfig, Table
 from ddnn.util.text import plural
 
-REPLICATES = 10_000
-SEED = 20_150_701
 MAX_ENUMERATED = 5  # seeds of which all n**n resamples are enumerated (3,125); of more, `REPLICATES` are drawn
-INTERVAL = (0.025, 0.975)
-CHUNK = 1 << 20  # speakers drawn at a time: some 30 MB
 MIN_SEEDS = 3  # two differences have the same sign one time in two: that says nothing
-MIN_SPEAKERS = 5  # of fewer, an interval over speakers says nothing about others
 MAX_WORDS = 1 << 31  # of a run's utterances together: what 64 bits can still multiply
 
-Integers = npt.NDArray[np.int64]
 Resampled = Literal["speakers", "utterances", "seeds", ""]
 Word = Literal[
     "confirmed",
@@ -40,54 +34,6 @@ Word = Literal[
     "not comparable",
 ]
 SIGNIFICANT: tuple[Word, ...] = ("confirmed", "contradicted")  # by a metric whose interval does not contain 0
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A difference in percentage points, positive where the one that is expected to be better is; its uncertainty."""
-
-    difference: float
-    low: float  # ends of the 95 % percentile interval
-    high: float
-    prob_improvement: float  # share of the replicates in which the difference is above 0
-
-    @property
-    def significant(self) -> bool:
-        return self.low > 0.0 or self.high < 0.0
-
-
-def bootstrap_wer(
-    worse: Integers, better: Integers, words: Integers, speakers: Integers, replicates: int = REPLICATES
-) -> Estimate:
-    """Paired bootstrap of WER(worse) - WER(better) in percentage points, over speakers and seeds; the same arguments
-    give the same result.
-
-    Each replicate draws as many runs as there are, and as many speakers, both with replacement. A run comes with its
-    partner of the same seed, a speaker with all utterances and their errors in all runs. `worse`, `better`: word
-    errors, (runs, utterances), in the same order of seeds. `words`: of each utterance's reference, sum above 0.
-    `speakers`: number of each utterance's speaker.
-    """
-    # Whole numbers: a replicate without a difference is 0, not 1e-17.
-    rows = np.vstack([worse - better, words])
-    block = np.unique(speakers, return_inverse=True)[1]
-    sums = np.zeros((len(rows), block.max() + 1), dtype=np.int64)
-    np.add.at(sums.T, block, rows.T)
-    gain, spoken = sums[:-1], sums[-1]
-    runs, blocks = gain.shape
-    percent = 100.0 / runs
-    run_rng, speaker_rng = np.random.default_rng(SEED + 1), np.random.default_rng(SEED)
-    chunk = max(1, CHUNK // blocks)
-    differences = []
-    for start in range(0, replicates, chunk):
-        size = min(chunk, replicates - start)
-        resampled_runs = run_rng.integers(0, runs, size=(size, runs))
-        resampled = speaker_rng.integers(0, blocks, size=(size, blocks))
-        total = spoken[resampled].sum(axis=1)
-        gained = np.zeros(size, dtype=np.int64)
-        for run in range(runs):
-            gained += (resampled_runs == run).sum(axis=1) * gain[run][resampled].sum(axis=1)
-        differences.append(percent * gained[total > 0] / total[total > 0])
-    return _estimate(percent * float(gain.sum()) / float(words.sum()), np.concatenate(differences))
 
 
 def bootstrap_seeds(differences: Sequence[float]) -> Estimate:
@@ -103,13 +49,7 @@ def bootstrap_seeds(differences: Sequence[float]) -> Estimate:
         resampled: npt.NDArray[Any] = np.indices((n,) * n).reshape(n, -1).T
     else:
         resampled = np.random.default_rng(SEED).integers(0, n, size=(REPLICATES, n))
-    return _estimate(float(values.mean()), values[resampled].mean(axis=1))
-
-
-def _estimate(difference: float, replicates: npt.NDArray[np.float64]) -> Estimate:
-    # A replicate itself, none in between: of 27 replicates one is 3.7 %, and the lowest is the end of the interval.
-    low, high = np.quantile(replicates, INTERVAL, method="inverted_cdf")
-    return Estimate(difference, float(low), float(high), float((replicates > 0.0).mean()))
+    return estimate_of(float(values.mean()), values[resampled].mean(axis=1))
 
 
 @dataclass(frozen=True)

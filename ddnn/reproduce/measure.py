@@ -7,12 +7,13 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
+from ddnn.decoding.word_errors import speaker_numbers
 from ddnn.recipe.schema import Recipe
 from ddnn.report.measured import read_measured
 from ddnn.report.runs import read_run
@@ -168,25 +169,9 @@ def _word_errors(run_dir: Path, test: TestSet, device: str, scratch: Path) -> di
                 acoustic_scale=best.acoustic_scale,
                 words=tuple(len(u.reference) for u in best.utterances),
                 errors=tuple(u.insertions + u.deletions + u.substitutions for u in best.utterances),
-                speakers=speaker_numbers(test.data, [u.utterance for u in best.utterances]),
+                speakers=speaker_numbers(test.data / "utt2spk", [u.utterance for u in best.utterances]),
             )
     return word_errors
-
-
-def speaker_numbers(data: Path, utterances: Sequence[str]) -> tuple[int, ...]:
-    """Number of each utterance's speaker, in order of their appearance; empty where there is no utt2spk. DataError
-    where utt2spk is malformed, or lacks an utterance."""
-    path = data / "utt2spk"
-    if not path.exists():
-        return ()
-    from ddnn.kaldi.data_dir import read_utt2spk
-
-    speakers = read_utt2spk(path)
-    missing = [utterance for utterance in utterances if utterance not in speakers]
-    if missing:
-        raise DataError(f"utterance {missing[0]} has no speaker", location=path, hint="add it to utt2spk")
-    numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(speakers[utterance], len(numbers)) for utterance in utterances)
 
 
 def with_kaldi_wer(

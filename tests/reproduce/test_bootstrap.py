@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.reproduce import comparison
-from ddnn.reproduce.comparison import SEED, bootstrap_seeds, bootstrap_wer
+from ddnn.decoding import word_errors
+from ddnn.decoding.word_errors import SEED, bootstrap_wer
+from ddnn.reproduce.comparison import bootstrap_seeds
 
 COUNTS = st.integers(0, 12)
 
@@ -101,7 +102,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     worse, better = generator.integers(0, 5, (3, 40)), generator.integers(0, 4, (3, 40))
     words, speakers = generator.integers(1, 9, 40), np.arange(40) // 2
     whole = bootstrap_wer(worse, better, words, speakers, replicates=500)
-    monkeypatch.setattr(comparison, "CHUNK", 100)
+    monkeypatch.setattr(word_errors, "CHUNK", 100)
     assert bootstrap_wer(worse, better, words, speakers, replicates=500) == whole
 
 

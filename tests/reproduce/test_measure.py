@@ -9,9 +9,10 @@ import pytest
 from report_runs import epoch_row, rows_of, write_run
 from reproduce.synthetic import by_name, collapsed, diverged, record
 
+from ddnn.decoding.word_errors import speaker_numbers
 from ddnn.report.scaling import Job, Measurement, Way
 from ddnn.reproduce.cells import speed_ups
-from ddnn.reproduce.measure import EvaluationTask, evaluate_run, speaker_numbers
+from ddnn.reproduce.measure import EvaluationTask, evaluate_run
 from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord
 from ddnn.reproduce.tables import Condition
 from ddnn.util.errors import DataError
@@ -153,11 +154,11 @@ def test_a_run_that_did_not_train_has_no_speed_up() -> None:
 
 
 def test_speakers_are_numbered_in_the_order_of_the_utterances(tmp_path: Path) -> None:
-    assert speaker_numbers(tmp_path, ["u1", "u2"]) == (), "without utt2spk they are unknown"
+    assert speaker_numbers(tmp_path / "utt2spk", ["u1", "u2"]) == (), "without utt2spk they are unknown"
     (tmp_path / "utt2spk").write_text("u1 b\nu2 a\nu3 b\n")
-    assert speaker_numbers(tmp_path, ["u3", "u2", "u1"]) == (0, 1, 0)
+    assert speaker_numbers(tmp_path / "utt2spk", ["u3", "u2", "u1"]) == (0, 1, 0)
     with pytest.raises(DataError, match="utterance u4 has no speaker"):
-        speaker_numbers(tmp_path, ["u1", "u4"])
+        speaker_numbers(tmp_path / "utt2spk", ["u1", "u4"])
 
 
 def test_an_epoch_is_recorded_under_the_names_of_records() -> None:
