@@ -86,6 +86,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     [
         ("recipe.yaml", {"train.log", "status.json"}),
         ("ali_train_pdf.counts", {"recipe.yaml", "train.log", "status.json"}),
+        ("cv_utterances", {"recipe.yaml", "train.log", "status.json", "ali_train_pdf.counts"}),
     ],
 )
 def test_train(job: Job, run_cli: RunCli, full: Callable[..., None], name: str, left: set[str]) -> None:

@@ -96,8 +96,10 @@ def join(indices: Sequence[UtteranceIndex]) -> UtteranceIndex:
     for index in indices:
         of_pdfs[: len(index.pdf_counts)] += index.pdf_counts
         counts.update(index.counts)
-        known = index.directory.speakers
-        speakers = None if speakers is None or known is None else speakers | known
+        if speakers is None or index.speakers is None:
+            speakers = None
+        else:
+            speakers |= zip(index.utterances, index.speakers, strict=True)
     directory = replace(
         first.directory,
         entries=tuple(entry for i in indices for entry in i.directory.entries),

@@ -203,6 +203,26 @@ def test_speakers_of_one_name_are_one_speaker(tmp_path: Path) -> None:
     assert opened(corpora).index.speakers is None
 
 
+def test_an_utterance_that_one_corpus_skips_may_be_in_another(tmp_path: Path) -> None:
+    """Of another speaker: that of the corpus in which it is used counts."""
+    features, labels = labelled_utterances()
+    corpora, name = write_parts(tmp_path, features, labels, 6), min(features)
+    more = {each: features[each] for each in (name, *sorted(features)[6:])}
+    table = write_data_dir(corpora[1].data, more) / "utt2spk"
+    table.write_text(table.read_text().replace(f"{name} spk0", f"{name} another"))
+    index = opened(corpora, max_skipped_fraction=0.5).index
+    assert index.speakers is not None and index.speakers[index.utterances.index(name)] == "spk0"
+    assert len(index.entries) == 12
+
+
+def test_rbms_know_all_corpora_again(whole: tuple[Path, list[str]]) -> None:
+    """A pretraining is not resumed on other features of the second corpus."""
+    config = data_config(load_recipe(whole[0], whole[1]), 1)
+    identity = pipeline.training_data(config, torch.device("cpu"), SingleProcess()).identity(SingleProcess())
+    assert list(identity.of("data.train").contents) == list(identity.of("data.train").features)
+    assert list(identity.of("data.train").contents) == ["data.train[0]", "data.train[1]"]
+
+
 def test_the_normalization_is_over_utterances_of_all_corpora(
     whole: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

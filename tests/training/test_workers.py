@@ -27,7 +27,15 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
-FILES = {"recipe.yaml", "status.json", "train.log", "metrics.jsonl", "final.safetensors", "ali_train_pdf.counts"}
+FILES = {
+    "recipe.yaml",
+    "status.json",
+    "train.log",
+    "metrics.jsonl",
+    "final.safetensors",
+    "ali_train_pdf.counts",
+    "cv_utterances",
+}
 
 
 @pytest.fixture(autouse=True)
