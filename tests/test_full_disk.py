@@ -130,7 +130,7 @@ def test_train_on_disks_of_every_size(job: Job, run_cli: RunCli, disk: Callable[
         result = run_cli("train", job.recipe, "--run-dir", run, "--device", "cpu")
         left = files_in(run)
         for line in (run / "metrics.jsonl").read_text().splitlines() if "metrics.jsonl" in left else []:
-            assert json.loads(line)["type"] in ("start", "epoch", "worker")
+            assert json.loads(line)["type"] in ("start", "epoch", "worker", "end")
         for model in left & {"best.safetensors", "final.safetensors"}:
             load_model(run / model)
         if "final.safetensors" in left:
