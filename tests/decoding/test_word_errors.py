@@ -82,6 +82,8 @@ def test_other_utterances_are_refused(test_set: Path, run_cli: RunCli) -> None:
     words = ("compare-wer", test_set / "text", test_set / "same")
     assert_refused(run_cli(*words, test_set / "part"), "99 utterances of the reference missing, 1 not in it, as s00-u1")
     assert_refused(run_cli(*words, test_set / "gone"), "gone")
+    (test_set / "part").write_text("s00-u0 a\n")
+    assert_refused(run_cli(*words, test_set / "part"), "99 utterances of the reference missing, 0 not in it, as s00-u1")
     assert_refused(run_cli(*words, test_set / "bad", "--utt2spk", test_set / "gone"), "no such file", "gone")
     (test_set / "text").write_text("u1\n")
     assert_refused(run_cli(*words, test_set / "bad"), "the reference has no words")
