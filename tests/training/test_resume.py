@@ -222,7 +222,7 @@ def test_what_a_resume_may_change(tmp_path: Path, stop_at: Callable[[int, signal
 MAY_CHANGE = {
     "checkpoint.interval_minibatches", "checkpoint.interval_minutes", "checkpoint.keep_last", "cuda_graphs",
     "data.alignments", "data.allow_pipes", "data.cache_dir", "data.cv.alignments", "data.cv.data", "data.cv.speakers",
-    "data.cv.transforms", "data.transforms", "data.feature_device", "data.loader_processes", "data.max_skipped_fraction",
+    "data.cv.transforms", "data.cv.utterances", "data.transforms", "data.feature_device", "data.loader_processes", "data.max_skipped_fraction",
     "data.train",
     "log.tensorboard", "parallel.cpu_threads", "parallel.gpu_transport", "parallel.hang_timeout", "parallel.max_restarts",
     "parallel.oversubscribe_gpus", "parallel.workers",
