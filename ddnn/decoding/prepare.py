@@ -172,7 +172,7 @@ def _holds(path: Path, data: bytes) -> bool:
         return False
 
 
-def _read_counts(run_dir: Path, num_pdfs: int) -> tuple[np.ndarray, bytes]:
+def read_counts(run_dir: Path, num_pdfs: int) -> tuple[np.ndarray, bytes]:
     """The pdf counts of a run, and their file byte for byte: it may be text or binary."""
     path = run_dir / PDF_COUNTS
     if not path.exists():
@@ -203,7 +203,7 @@ def prepare_decoding(
     model = load_run(run_dir)
     priors, beside = None, dict[str, bytes]()
     if kind == "log-likelihoods":
-        counts, beside[PDF_COUNTS] = _read_counts(run_dir, model.network.output_dim)
+        counts, beside[PDF_COUNTS] = read_counts(run_dir, model.network.output_dim)
         _check_unseen(counts, run_dir, compress)
         priors = torch.from_numpy(log_priors(counts, 1.0 if prior_scale is None else prior_scale)).float().to(target)
         beside |= _scripts(model)

@@ -1,0 +1,244 @@
+"""`import ddnn`: the programs of docs/python.md, run as they stand; models on single utterances; what is refused."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import write_data_dir, write_pdfs
+from distributed.mpi_worlds import need_mpi
+from jobs import Job, make_job
+from kaldi_files import read_matrix
+
+import ddnn
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.decoding.prepare import prepare_decoding
+from ddnn.kaldi.archive import read_scp, write_matrices
+from ddnn.kaldi.data_dir import accumulate_cmvn_stats
+from ddnn.nn.acoustic_model import save_model
+from ddnn.synth.corpus import SynthOptions, synthesize
+from ddnn.training import start
+from ddnn.training.evaluation import evaluate_run
+from ddnn.training.run_dir import load_run
+from ddnn.util.errors import DataError
+
+PAGE = Path(__file__).parents[1] / "docs/python.md"
+
+
+def test_the_programs_of_the_page_run_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And give what the commands give; plain PyTorch gives the same posteriors."""
+    programs = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(programs) == 2
+    synthesize(tmp_path / "demo/corpus", SynthOptions(hours=0.03, test_hours=0.005, speakers=4, dim=10, pdfs=160))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(programs[0], str(PAGE), "exec"), names)
+    found = evaluate_run(Path("exp/python"), Path("demo/corpus/test"), Path("demo/corpus/ali_test"), device="cpu")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["160 pdfs; 10 dims; cmvn: mean", f"frame accuracy {found.frame_accuracy:.2%}"]
+    assert names["frames"] == found.frames and found.frame_accuracy > 0.05
+    prepare_decoding(Path("exp/python"), Path("demo/corpus/test"), Path("decode"), "cpu")
+    *_, last = read_scp(Path("decode/loglikes.scp"))
+    assert names["utterance"] == last.key
+    np.testing.assert_allclose(names["loglikes"], read_matrix(last), atol=1e-5)
+    features, stats = names["features"], names["cmvn_stats"][last.key]
+    exec(compile(programs[1], str(PAGE), "exec"), names)
+    expected = names["model"].posteriors(features, cmvn_stats=stats)
+    np.testing.assert_allclose(names["posteriors"].numpy(), expected, atol=2e-6)
+
+
+def test_importing_it_takes_no_time() -> None:
+    """Neither torch nor numpy is imported before it is needed; torch not even to read features."""
+    code = "import sys, ddnn; print({'torch', 'numpy', 'ddnn.api'} & set(sys.modules)); "
+    code += "ddnn.read_features; print({'torch', 'mpi4py', 'pydantic'} & set(sys.modules)); assert 'load' in dir(ddnn)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\nset()\n"
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        _ = ddnn.lode
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """With a finished run, by `ddnn.train` of the recipe's path."""
+    job = make_job(tmp_path_factory.mktemp("api") / "job")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    ddnn.train(job.recipe, job.run, device="cpu")
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
+    return job
+
+
+FRONT_ENDS = (FeatureConfig(), FeatureConfig("mean"), FeatureConfig("mean-variance", 1), FeatureConfig(deltas=3))
+
+
+@pytest.mark.parametrize("config", FRONT_ENDS, ids=lambda config: f"{config.cmvn} {config.deltas}")
+@pytest.mark.parametrize("has_cmvn_scp", [False, True])
+def test_single_utterances_are_as_decode_prep_computes_them(
+    job: Job, tmp_path: Path, config: FeatureConfig, has_cmvn_scp: bool
+) -> None:
+    """With statistics that read_cmvn_stats reads or computes."""
+    features = {name: matrix[:, :1].repeat(4 // (config.deltas + 1), 1) for name, matrix in job.features.items()}
+    data = write_data_dir(tmp_path / "data", features)
+    if has_cmvn_scp:
+        stats = {f"spk{n}": accumulate_cmvn_stats(np.arange(n + 12.0).reshape(-1, 1).repeat(5, 1)) for n in range(4)}
+        dims = 4 // (config.deltas + 1) + 1
+        write_matrices(data / "cmvn.ark", data / "cmvn.scp", ((name, sums[:, -dims:]) for name, sums in stats.items()))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "ali_train_pdf.counts").write_bytes((job.run / "ali_train_pdf.counts").read_bytes())
+    save_model(run / "final.safetensors", replace(load_run(job.run), features=config))
+    prepare_decoding(run, data, tmp_path / "out", "cpu")
+    model = ddnn.load(run)
+    assert model.dim == 4 // (config.deltas + 1) and repr(model).endswith(
+        f"{model.dim} dims, cmvn {config.cmvn}, 3 pdfs>"
+    )
+    of_speaker = ddnn.read_cmvn_stats(data) if config.cmvn != "none" else {}
+    read = dict(ddnn.read_features(data))
+    for entry in read_scp(tmp_path / "out/loglikes.scp"):
+        matrix = read[entry.key]
+        found = model.log_likelihoods(matrix, cmvn_stats=of_speaker.get(entry.key))
+        assert found.shape == (len(matrix), 3) and found.dtype == np.float32
+        np.testing.assert_allclose(found, read_matrix(entry), atol=1e-5)
+    posteriors = model.posteriors(matrix.tolist(), cmvn_stats=of_speaker.get(entry.key))
+    np.testing.assert_allclose(posteriors.sum(axis=1), 1, atol=1e-6)
+    np.testing.assert_allclose(
+        np.log(posteriors), model.log_posteriors(matrix, cmvn_stats=of_speaker.get(entry.key)), atol=1e-5
+    )
+    plain = model.log_likelihoods(matrix, cmvn_stats=of_speaker.get(entry.key), prior_scale=0)
+    np.testing.assert_allclose(torch.from_numpy(plain).softmax(1), posteriors, atol=1e-6)
+    computed = dict(model.compute(data, "posteriors"))
+    assert list(computed) == list(read) and np.array_equal(computed[entry.key], posteriors)
+
+
+def test_what_is_no_utterance_is_refused(job: Job, tmp_path: Path) -> None:
+    model, good = ddnn.load(job.run), np.ones((3, 4))
+    for bad, said in (
+        (np.ones((3, 5)), r"shape \(3, 5\) found, expected \(frames, 4\)"),
+        (np.ones(4), r"shape \(4,\) found"),
+        (np.ones((0, 4)), r"shape \(0, 4\) found"),
+        (np.ones((3, 4), complex), "dtype complex128 found, expected real numbers"),
+        (np.full((3, 4), np.nan), "nan in row 0, column 0"),
+        (np.full((3, 4), 1e300), "inf in row 0, column 0"),
+    ):
+        with pytest.raises(ddnn.UserError, match=said):
+            model.posteriors(bad)
+    with pytest.raises(ddnn.UserError, match="cmvn_stats given, the model's cmvn is none"):
+        model.posteriors(good, cmvn_stats=np.ones((2, 5)))
+    with pytest.raises(ddnn.UserError, match="'scores' found, expected one of log-likelihoods"):
+        next(model.compute(job.data, "scores"))  # type: ignore[arg-type]
+    model.acoustic_model = replace(model.acoustic_model, features=FeatureConfig("mean"))
+    with pytest.raises(ddnn.UserError, match="cmvn_stats not given, the model's cmvn is mean"):
+        ddnn.Model(model.acoustic_model, job.run).posteriors(good)
+    for stats in (np.ones((2, 4)), np.zeros((2, 5)), np.full((2, 5), np.nan)):
+        with pytest.raises(ddnn.UserError, match=r"expected \(2, 5\), finite, of a frame or more"):
+            ddnn.Model(model.acoustic_model, job.run).posteriors(good, cmvn_stats=stats)
+
+
+def test_features_and_alignments_are_those_of_the_files(job: Job, tmp_path: Path) -> None:
+    for source in (job.data, job.scp, str(job.ark)):
+        read = dict(ddnn.read_features(source))
+        assert list(read) == job.names
+        assert all(np.array_equal(read[name], matrix) and read[name].dtype == np.float32
+                   for name, matrix in job.features.items())  # fmt: skip
+    for source in (job.ali, write_pdfs(tmp_path / "pdfs.txt", job.labels)):
+        found = ddnn.read_alignments(source)
+        assert {name: pdfs.tolist() for name, pdfs in found.items()} == {n: p.tolist() for n, p in job.labels.items()}
+        assert all(pdfs.dtype == np.int32 for pdfs in found.values())
+    (tmp_path / "pipes.scp").write_text("a-1 cat nothing |\n")
+    with pytest.raises(DataError, match="is a shell command, which is not run"):
+        next(ddnn.read_features(tmp_path / "pipes.scp"))
+    matrix = np.ones((2, 2), np.float32)
+    matrix[1, 1] = np.inf
+    write_matrices(tmp_path / "bad.ark", tmp_path / "bad.scp", [("a-1", matrix)])
+    for name in ("bad.ark", "bad.scp"):
+        with pytest.raises(DataError, match="utterance a-1: inf in row 1, column 1"):
+            next(ddnn.read_features(tmp_path / name))
+
+
+def test_a_mapping_is_a_recipe(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its relative paths are of the working directory, and the parameters are those of the same recipe in a file."""
+    monkeypatch.chdir(job.root)
+    recipe = {
+        "data": {"train": Path("data"), "alignments": "ali", "cv": {"fraction": np.float64(0.3)}, "splice": 1},
+        "model": {"hidden_layers": 1, "hidden_units": 8},
+        "minibatch_size": 16,
+    }
+    with pytest.raises(ddnn.UserError, match="needs a run_dir"):
+        ddnn.train(recipe)
+    with pytest.raises(ddnn.UserError, match="a recipe cannot hold <object"):
+        ddnn.train({"seed": object()}, tmp_path / "x")
+    with pytest.raises(ddnn.UserError, match="unknown key; did you mean minibatch_size"):
+        ddnn.train({**recipe, "minibatch_sizes": 1}, tmp_path / "x")
+    settings = {"schedule.max_epochs": 1, "seed": 3}
+    one = ddnn.train(recipe, tmp_path / "one", settings=settings, device="cpu")
+    two = ddnn.train(tmp_path / "one/recipe.yaml", tmp_path / "two", settings=["seed=3"], device="cpu")
+    assert torch.equal(one.acoustic_model.network.parameters, two.acoustic_model.network.parameters)
+    assert one.run_dir == tmp_path / "one"
+    with pytest.raises(ddnn.UserError, match="the run dir exists already"):
+        ddnn.train(recipe, tmp_path / "one", settings=settings, device="cpu")
+    again = ddnn.train(recipe, tmp_path / "one", settings=settings, device="cpu", resume=True)
+    assert torch.equal(one.acoustic_model.network.parameters, again.acoustic_model.network.parameters)
+
+
+def test_failures_are_exceptions(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of several workers too, by which a command would exit. But signals end the program."""
+    with pytest.raises(ddnn.DivergedError):
+        ddnn.train(job.recipe, tmp_path / "one", settings={"schedule.initial_learning_rate": 1e6}, device="cpu")
+
+    original = start.start_training
+
+    def ends(code: int) -> Any:
+        def ended(*arguments: object) -> None:
+            raise SystemExit(code)
+
+        return ended
+
+    for code, expected in ((3, ddnn.DivergedError), (2, ddnn.UserError), (137, ddnn.UserError), (75, SystemExit)):
+        monkeypatch.setattr("ddnn.training.start.start_training", ends(code))
+        with pytest.raises(expected) as caught:
+            ddnn.train(job.recipe, tmp_path / "none", device="cpu", workers=2)
+        assert caught.type is expected and (code == 75 or f"exit code {code}" in str(caught.value))
+    with pytest.raises(ddnn.DivergedError, match="exit code 3"):  # status.json is of the training before
+        monkeypatch.setattr("ddnn.training.start.start_training", ends(3))
+        ddnn.train(job.recipe, tmp_path / "one", device="cpu", workers=2)
+
+    def diverges(*arguments: Any) -> None:
+        with pytest.raises(ddnn.DivergedError):
+            original(*arguments)
+        ends(3)()
+
+    monkeypatch.setattr("ddnn.training.start.start_training", diverges)
+    with pytest.raises(ddnn.DivergedError, match="the training learned nothing"):  # status.json says so
+        ddnn.train(job.recipe, tmp_path / "two", settings={"schedule.initial_learning_rate": 1e6}, device="cpu")
+    with pytest.raises(ddnn.UserError, match="there is no such run dir"):
+        ddnn.load(tmp_path / "nothing")
+
+
+def test_a_training_may_run_in_a_thread(job: Job, tmp_path: Path) -> None:
+    """As in a notebook's or a server's: signals are then left alone."""
+    handler = signal.getsignal(signal.SIGTERM)
+    found: list[ddnn.Model] = []
+    thread = threading.Thread(target=lambda: found.append(ddnn.train(job.recipe, tmp_path / "run", device="cpu")))
+    thread.start()
+    thread.join(300)
+    assert len(found) == 1 and found[0].num_pdfs == 3 and signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_several_workers_train_a_mapping(job: Job, tmp_path: Path) -> None:
+    need_mpi()
+    data = {"train": job.data, "alignments": job.ali, "cv": {"fraction": 0.25}}
+    recipe = {"data": data, "model": {"hidden_layers": 1, "hidden_units": 8}, "minibatch_size": 16}
+    model = ddnn.train(recipe, tmp_path / "run", settings={"schedule.max_epochs": 1}, device="cpu", workers=2)
+    assert model.num_pdfs == 3 and "world_size" in (tmp_path / "run/metrics.jsonl").read_text()
