@@ -357,7 +357,8 @@ class BlockingAverager(_SeveralWorkersAverager):
             self._reset_excluded()
             return
         distance = self.strategy.distance_to_mean(_norm(moved))
-        self.counters.consensus_distances.append(distance / max(self._norm, 1e-30))
+        self.counters.consensus_distances.append(relative := distance / max(self._norm, 1e-30))
+        log.debug("averaging %d of the epoch: relative distance to the mean %.3g", self.counters.averagings, relative)
         if self.config.local_momentum == "reset":
             self.optimizer.clear_momentum()
 

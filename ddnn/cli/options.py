@@ -13,6 +13,7 @@ from click import option
 
 from ddnn.slurm import SlurmOptions
 from ddnn.util.errors import UserError
+from ddnn.util.text import set_terminal_level
 
 PATH = click.Path(path_type=Path)
 DEVICES = click.Choice(["cpu", "cuda", "auto"])
@@ -50,7 +51,20 @@ def recipe_options(run_dir_help: str) -> Callable[[Command], Command]:
         option("--dry-run", is_flag=True,
                help="Check recipe and data (from headers), say what was found, and print the recipe resolved; train nothing."),
         option("--no-data", is_flag=True, help="With --dry-run: check the recipe alone; its data may be elsewhere."),
+        option("--quiet", is_flag=True, expose_value=False, callback=_show_less_or_more,
+               help="Show warnings only; train.log stays complete."),
+        option("--verbose", is_flag=True, expose_value=False, callback=_show_less_or_more,
+               help="Show each averaging and other details, also in train.log."),
     )  # fmt: skip
+
+
+def _show_less_or_more(context: click.Context, given: click.Parameter, value: bool) -> None:
+    """Callback of --quiet and --verbose. UserError: both are given."""
+    if value:
+        if context.meta.setdefault("ddnn.verbosity", given.name) != given.name:
+            message = "--quiet and --verbose contradict each other"
+            raise UserError(message, location="the command line", hint="give one of them")
+        set_terminal_level({"quiet": "WARNING", "verbose": "DEBUG"}[given.name or ""])
 
 
 def slurm_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -365,6 +365,9 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """What a training reports while it runs, besides `train.log` and `metrics.jsonl`."""
 
+    interval_minutes: Positive = 5.0
+    """Minutes within an epoch after which the log gets a line on how far the epoch is, with the loss so far, the speed
+    and the time left."""
     tensorboard: bool = False
     """Also write losses, frame accuracies, learning rates, the time of the workers and RBM reconstruction errors, by
     epoch, into `tensorboard` in the run dir: `tensorboard --logdir exp` shows them. Needs `pip install

@@ -123,6 +123,12 @@ class EpochLosses:
             self.committed.add(self.interval.loss, self.interval.num_correct, self.interval.frames)
         self.interval.reset()
 
+    def so_far(self) -> str:
+        """Of this worker, which is rank 0, in the epoch under way, for a person; waits for the device."""
+        loss, correct, frames = (self.committed.to_tensor() + self.interval.to_tensor()).tolist()
+        figures = f"loss {loss / max(frames, 1):.4f}, frame accuracy {100 * correct / max(frames, 1):.2f} %"
+        return figures + (" (worker 0)" if self.excludes else "")
+
     def to_tensor(self) -> Tensor:
         """(2, 3) float64, for a checkpoint."""
         return torch.stack([self.committed.to_tensor(), self.interval.to_tensor()])

@@ -57,7 +57,7 @@ from ddnn.training.trainer import Trainer, train
 from ddnn.util.errors import DivergedError, UserError
 from ddnn.util.progress import only_first_worker_shows
 from ddnn.util.system import check_devices, choose_device, compute_resources, compute_units, device_identity
-from ddnn.util.text import duration, plural
+from ddnn.util.text import duration, plural, terminal_level
 
 log = logging.getLogger(__name__)
 
@@ -144,13 +144,14 @@ def open_job(
     recipe = options.with_world_size(recipe, comm.world_size)
     text = dump_recipe(recipe) if kind == "training" else pretraining_recipe(recipe)
     # Rank 0 logs everything and shows progress, the others log warnings only.
-    logging.getLogger("ddnn").setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
+    logging.getLogger("ddnn").setLevel(min(terminal_level(), logging.INFO) if comm.rank == 0 else logging.WARNING)
     only_first_worker_shows(comm.rank)
     with GracefulShutdown(verbose=comm.rank == 0) as shutdown:
         if comm.world_size > 1:
             comm.watchdog = Watchdog(comm.rank, comm.host, recipe.parallel.hang_timeout)
         tensorboard = recipe.log.tensorboard
         run = open_run_dir(run_dir, comm, kind, resume=resume, recipe=text, tensorboard=tensorboard)
+        run.log_interval = 60.0 * recipe.log.interval_minutes
         try:
             yield Job(recipe, text, comm, run, shutdown, assign_device(recipe, device, comm))
         except (TrainingInterrupted, InterruptedBeforeTraining) as stopped:

@@ -197,8 +197,12 @@ class RbmTrainer:
         progress, epoch = self.progress, self.progress.epoch + 1
         batches = self.inputs.epoch(10_000 * (self.index + 1) + epoch, skip=progress.minibatch)
         name, left = f"rbm {self.index + 1} epoch {epoch} of {self.num_epochs}", self.seconds_left(progress.epoch)
-        name += f", {duration(left)} left" if math.isfinite(left) else ""
-        return progress.remaining(batches, self.inputs.batch_size, self.run, name)
+        more = f", {duration(left)} left" if math.isfinite(left) else ""
+        return progress.remaining(batches, self.inputs.batch_size, self.run, name, self.error_so_far, more)
+
+    def error_so_far(self) -> str:
+        """Of this worker in the epoch under way, for a person; waits for the device."""
+        return f"reconstruction error {self.error.item() / max(self.frames, 1):.6g}"
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
         """Metadata, global tensors (none) and those of this rank, for a checkpoint: `rbm.*`, `generator` (its state,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import socket
 import sys
@@ -63,6 +64,8 @@ class RunDir:
         self._log: _RunLog | None = None
         self._failed: set[str] = set()
         self._progress_written = 0.0
+        self.log_interval: float = parent.log_interval if parent is not None else math.inf  # seconds within an epoch
+        self._logged: float | None = None  # the last row, or line within an epoch
         self.previous: RunStatus | None = None
 
     @classmethod
@@ -129,9 +132,14 @@ class RunDir:
         self.status = self.status.model_copy(update={**fields, "updated": time.time()})
         self._tolerate_full_disk(lambda: run_status.write_run_status(self.path, self.status, sync=sync))
 
-    def set_progress(self, epoch: int, minibatch: int) -> None:
-        """Says how far the training is, at most every `STATUS_SECONDS`; cheap enough to be called at each minibatch."""
+    def set_progress(self, epoch: int, minibatch: int, describe: Callable[[], str]) -> None:
+        """Says how far the training is, at most every `STATUS_SECONDS`, and logs what `describe` says, which may wait for
+        the device, every `log_interval` seconds; cheap enough to be called at each minibatch."""
         now = time.monotonic()
+        self._logged = now if self._logged is None else self._logged
+        if now - self._logged >= self.log_interval:
+            self._logged = now
+            log.info(describe())
         if now - self._progress_written >= STATUS_SECONDS:
             self._progress_written = now
             self.set_status(sync=False, epoch=epoch, minibatch=minibatch)
@@ -158,7 +166,7 @@ class RunDir:
 
     def record(self, row: MetricsRow) -> None:
         """Logs a row and appends it to metrics.jsonl; if the disk is full, as soon as there is space."""
-        text = row.as_text()
+        text, self._logged = row.as_text(), time.monotonic()
         if text:
             log.log(logging.WARNING if isinstance(row, WorkerRow) else logging.INFO, text)
         for writer in self._writers:
@@ -302,7 +310,7 @@ class NullRunDir(RunDir):
     """The run directory of the ranks that write nothing."""
 
     def set_status(self, *, sync: bool = True, **fields: Any) -> None: ...
-    def set_progress(self, epoch: int, minibatch: int) -> None: ...
+    def set_progress(self, epoch: int, minibatch: int, describe: Callable[[], str]) -> None: ...
     def write_recipe(self, text: str) -> None: ...
     def write_pdf_counts(self, pdf_counts: NDArray[np.float64]) -> None: ...
     def write_cv_utterances(self, utterances: Sequence[str]) -> None: ...

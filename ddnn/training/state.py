@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from ddnn.training.metrics import Count
 from ddnn.training.run_dir import RunDir
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.progress import frame_counter
+from ddnn.util.text import duration
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +49,30 @@ class TrainingProgress:
         """Seconds that the epoch under way has taken; between two epochs 0, or what an interrupted one had taken."""
         return self.seconds if self.num_minibatches is None else time.perf_counter() - self._clock_started
 
-    def remaining(self, batches: Iterable[Minibatch], size: int, run: RunDir, name: str) -> Iterator[Minibatch]:
-        """Those of `batches`, of `size` frames each, that the epoch is still to be trained on, with a progress bar."""
+    def remaining(
+        self,
+        batches: Iterable[Minibatch],
+        size: int,
+        run: RunDir,
+        name: str,
+        figures: Callable[[], str],
+        more: str = "",
+    ) -> Iterator[Minibatch]:
+        """Those of `batches`, of `size` frames each, that the epoch `name` is still to be trained on. Shows how far it is:
+        with a progress bar, which says `more` too, and with lines of the log, which have the `figures` so far."""
         total = self.num_minibatches or 0
-        with frame_counter(name, total * size, done=self.minibatch * size) as advance:
+
+        def describe() -> str:
+            seconds, done = self.elapsed(), self.minibatch
+            left = duration(seconds * (total - done) / max(done, 1))
+            speed = done * size / max(seconds, 1e-9)
+            return f"{name}: {100 * done / total:.0f} % done, {speed:.0f} frames/s, about {left} left, {figures()}"
+
+        with frame_counter(name + more, total * size, done=self.minibatch * size) as advance:
             for batch in islice(batches, total - self.minibatch):
                 yield batch
                 advance(size)
-                run.set_progress(self.epoch, self.minibatch)
+                run.set_progress(self.epoch, self.minibatch, describe)
 
     def end_epoch(self) -> None:
         self.epoch, self.minibatch, self.num_minibatches, self.seconds = self.epoch + 1, 0, None, 0.0

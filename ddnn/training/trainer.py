@@ -153,6 +153,8 @@ class Trainer:
             self.optimizer.clear_momentum()
             remaining = len(self.batches) - progress.minibatch
             progress.num_minibatches = progress.minibatch + self.averager.begin_epoch(remaining)
+        details = progress.epoch + 1, progress.num_minibatches, self.minibatch_size, learning_rate
+        log.debug("epoch %d: %d minibatches of %d frames, schedule's learning rate %g", *details)
 
     def resize_minibatches(self) -> None:
         """Gives the minibatches the size of the next epoch, or of the one under way."""
@@ -165,7 +167,7 @@ class Trainer:
         """The batches of the epoch that are still to be trained on; each is valid until the next."""
         progress, epoch = self.progress, self.progress.epoch + 1
         batches = self.batches.epoch(epoch, skip=progress.minibatch)
-        return progress.remaining(batches, self.minibatch_size, self.run, f"epoch {epoch}")
+        return progress.remaining(batches, self.minibatch_size, self.run, f"epoch {epoch}", self.losses.so_far)
 
     def end_training(self, learning_rate: float) -> EvalResult:
         """Training loss and frame accuracy of the epoch, over all workers; records what each worker did."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ddnn.util.text import printable, unescaped
+from ddnn.util.text import printable, terminal_level, unescaped
 
 SHOWN_BY_LAUNCHER = "DDNN_PROGRESS"
 """Environment variable: the launcher of workers has a terminal, which the first worker writes to through a pipe."""
@@ -40,7 +41,7 @@ def progress_bar(description: str) -> Callable[[Sequence[Item]], Iterable[Item]]
 @contextmanager
 def frame_counter(description: str, total: int, done: int = 0, unit: str = "frames") -> Iterator[Callable[[int], None]]:
     """Shows a bar on stderr while the block runs; yields the function that adds to what is done."""
-    if not (sys.stderr.isatty() if _shown is None else _shown):
+    if not (sys.stderr.isatty() if _shown is None else _shown) or terminal_level() > logging.INFO:
         yield lambda number: None
         return
     from rich import progress as rich  # half a tenth of a second that commands without a terminal need not pay

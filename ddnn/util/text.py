@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -105,7 +106,25 @@ def log_to_stderr() -> None:
     """The log of all packages on stderr, escaped; called once."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(EscapingFormatter())
+    handler.setLevel(terminal_level())
     logging.basicConfig(handlers=[handler])
+
+
+TERMINAL_LEVEL = "DDNN_LOG_LEVEL"
+"""Environment variable: the least level of the log on stderr, from the options of the command to all its workers."""
+
+
+def terminal_level() -> int:
+    """WARNING with --quiet, DEBUG with --verbose, else INFO."""
+    return {"WARNING": logging.WARNING, "DEBUG": logging.DEBUG}.get(os.environ.get(TERMINAL_LEVEL, ""), logging.INFO)
+
+
+def set_terminal_level(name: str) -> None:
+    """For this command and the workers that it starts."""
+    os.environ[TERMINAL_LEVEL] = name
+    logging.getLogger("ddnn").setLevel(min(terminal_level(), logging.INFO))
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(terminal_level())
 
 
 class EscapingFormatter(logging.Formatter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from corpora import PDFS, labelled_utterances, write_ali_dir, write_data_dir, write_model, write_pdfs, write_recipe
 from distributed.threads import run_workers
-from jobs import make_job
+from jobs import assert_refused, make_job
 from kaldi_files import read_matrix
 from training.toy import NoCheckpoints
 
@@ -30,6 +31,7 @@ from ddnn.training.options import data_config
 from ddnn.training.run_dir import NullRunDir, RunDir, load_run
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.system import usable_cores
+from ddnn.util.text import TERMINAL_LEVEL, terminal_level
 
 RunCli = Callable[..., Any]
 
@@ -414,3 +416,30 @@ def test_dry_run_finds_what_is_wrong_with_the_data(run_cli: RunCli, tmp_path: Pa
     damaged = run_cli(*call)
     assert damaged.exit_code == 2 and "feats.ark" in damaged.stderr and damaged.stdout == ""
     assert not job.run.exists()
+
+
+def test_lines_within_an_epoch(recipe: Path, tmp_path: Path) -> None:
+    """The figures are those of the epoch, whose results are the same. By default they come every five minutes."""
+    plain, lines = tmp_path / "plain", tmp_path / "lines"
+    train(recipe, plain)
+    train(recipe, lines, "log.interval_minutes=1e-9")
+    assert " % done, " not in (plain / "train.log").read_text()
+    text = (lines / "train.log").read_text()
+    assert text.count(" % done, ") == 3 * 22 and "epoch 1: 5 % done, " in text and "finished: " in text
+    (last,) = re.findall(r"epoch 2: 100 % done, [0-9.e+]+ frames/s, about 0 s left, (.*)\n", text)
+    (row,) = (
+        r for r in map(json.loads, (lines / "metrics.jsonl").open()) if (r.get("split"), r["epoch"]) == ("train", 2)
+    )
+    assert last == f"loss {row['loss']:.4f}, frame accuracy {100 * row['frame_accuracy']:.2f} %"
+    assert (lines / "final.safetensors").read_bytes() == (plain / "final.safetensors").read_bytes()
+
+
+def test_quiet_and_verbose(run_cli: RunCli, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TERMINAL_LEVEL, "INFO")
+    shown = logging.StreamHandler()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [shown])
+    result = run_cli("train", recipe, "--quiet", "--verbose")
+    assert_refused(result, "--quiet and --verbose contradict each other")
+    for option, level, of_package in (("--quiet", 30, 20), ("--verbose", 10, 10)):
+        assert run_cli("train", recipe, option, "--dry-run").exit_code == 0
+        assert (shown.level, logging.getLogger("ddnn").level, terminal_level()) == (level, of_package, level)

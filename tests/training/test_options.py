@@ -25,6 +25,7 @@ from ddnn.recipe.schema import (
     ConstantConfig,
     ExponentialConfig,
     GrowingMinibatchConfig,
+    LogConfig,
     NewbobConfig,
     NgSgdConfig,
     PowerConfig,
@@ -83,6 +84,7 @@ ELSEWHERE = {
         (AveragingConfig, {*AVERAGING, *ELSEWHERE}),
         (BmufConfig, {*BMUF, *ELSEWHERE}),
         (CheckpointConfig, {"interval_minutes", "interval_minibatches", "keep_last"}),
+        (LogConfig, {"tensorboard", "interval_minutes"}),
     ],
 )
 def test_every_key_of_a_section_is_given_here(section: type[Section], given: set[str]) -> None:

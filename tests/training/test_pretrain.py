@@ -321,7 +321,7 @@ def test_rows_and_status_say_how_many_epochs_there_are_and_the_time_left(
 
 def test_the_bar_of_an_epoch_says_which_it_is(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, names = rbm_trainer(recipe, SingleProcess(), 40), list[str]()
-    monkeypatch.setattr(TrainingProgress, "remaining", lambda self, batches, size, run, name: names.append(name))
+    monkeypatch.setattr(TrainingProgress, "remaining", lambda *arguments: names.append(arguments[4] + arguments[6]))
     trainer.epoch_batches()
     trainer.progress.epoch, trainer.epoch_seconds = 1, 90.0
     trainer.epoch_batches()

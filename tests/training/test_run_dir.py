@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -553,8 +555,8 @@ def test_the_status_of_a_run(tmp_path: Path) -> None:
     assert found is not None
     assert (found.state, found.kind, found.phase, found.pid) == ("running", "training", "starting", os.getpid())
     run.set_status(phase="training", max_epochs=20, world_size=4)
-    run.set_progress(3, 17)
-    run.set_progress(3, 18)  # too soon: it is not written
+    run.set_progress(3, 17, str)
+    run.set_progress(3, 18, str)  # too soon: it is not written
     found = read_run_status(run.path)
     assert found is not None
     assert (found.epoch, found.minibatch, found.max_epochs, found.world_size) == (3, 17, 20, 4)
@@ -562,6 +564,35 @@ def test_the_status_of_a_run(tmp_path: Path) -> None:
     run.close()
     found = read_run_status(run.path)
     assert found is not None and (found.state, found.error, found.minibatch) == ("finished", None, 0)
+
+
+def test_a_line_of_the_log_within_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A minute after the last line or row, not before; only then are the figures, which wait for the device, asked for."""
+    caplog.set_level(logging.INFO, "ddnn")
+    clock, asked = [1000.0], list[float]()
+    monkeypatch.setattr(run_dir, "time", SimpleNamespace(monotonic=lambda: clock[-1], time=time.time))
+
+    def describe() -> str:
+        asked.append(clock[-1])
+        return f"half done at {clock[-1]:.0f}"
+
+    run = RunDir.open(tmp_path / "run")
+    rbms, run.log_interval = run.pretraining(""), 60.0
+    assert rbms.log_interval == math.inf and run.pretraining("").log_interval == 60.0
+    for now in (2000.0, 2059.0, 2060.0, 2119.0, 2120.0, 2170.0):
+        clock.append(now)
+        run.set_progress(1, 2, describe)
+    run.record(EventRow(event="resumed", epoch=1, world_size=1))
+    for now in (2200.0, 2229.0, 2230.0):
+        clock.append(now)
+        run.set_progress(1, 2, describe)
+    assert asked == [2060.0, 2120.0, 2230.0]
+    NullRunDir(tmp_path).set_progress(1, 2, describe)
+    run.close()
+    lines = [line for line in (tmp_path / "run/train.log").read_text().splitlines() if "half done" in line]
+    assert [line.split()[-1] for line in lines] == ["2060", "2120", "2230"]
 
 
 @pytest.mark.parametrize(
@@ -590,7 +621,7 @@ def test_what_an_earlier_process_left_is_known(tmp_path: Path) -> None:
     run = RunDir.open(tmp_path / "run")
     run.write_recipe("seed: 1\n")
     run.record(EventRow(event="restarted", epoch=0, world_size=2, number=1, reason="SIGKILL"))
-    run.set_progress(2, 40)
+    run.set_progress(2, 40, str)
     run.close()
     again = RunDir.open(tmp_path / "run", resume=True)
     again.close()

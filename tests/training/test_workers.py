@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -219,17 +220,21 @@ def descendants(pid: int) -> list[int]:
 def test_pretraining_sharded_or_replicated(tmp_path: Path) -> None:
     """Replicated RBMs are one worker's to the same bits; sharded ones learn too, and are one model."""
     recipe = write_job(tmp_path, "init: rbm\npretrain: {epochs: [6], minibatch_size: 20}\n")
-    stacks, errors = {}, {}
+    stacks, errors, quiet = {}, {}, ("--quiet", "--set", "log.interval_minutes=1e-9")
     for name, words in (
         ("alone", ("--workers", "1")),
         ("replicated", ("--workers", "3", "--set", "parallel.pretrain_data=replicated")),
-        ("sharded", ("--workers", "3", "--set", "parallel.averaging_period=2")),
+        ("sharded", ("--workers", "3", "--set", "parallel.averaging_period=2", *quiet)),
     ):
         done = ddnn("train", recipe, "--run-dir", tmp_path / name, *words)
         assert done.returncode == 0, done.stderr
+        log = (tmp_path / name / "train.log").read_text()
+        assert (name == "sharded") is (done.stderr == "") is (" % done, " in log)
         stacks[name] = (tmp_path / name / "pretrain/dbn.safetensors").read_bytes()
         errors[name] = [row["reconstruction_error"] for row in rows(tmp_path / name / "pretrain")]
         assert {row["frames"] for row in rows(tmp_path / name / "pretrain")} <= {480, 420, 440, 460}
+    assert re.search(r"rbm 1 epoch 1 of \d+: \d+ % done, .* frames/s, about \d+ s left, reconstruction error \d", log)
+    assert re.search(r"epoch 1: \d+ % done, .* left, loss .*, frame accuracy .* % \(worker 0\)", log)
     assert stacks["alone"] == stacks["replicated"]
     assert stacks["alone"] != stacks["sharded"]
     assert errors["sharded"][-1] < 0.9 * errors["sharded"][0]
