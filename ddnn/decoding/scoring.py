@@ -70,7 +70,7 @@ class DecodeOptions:
     def __post_init__(self) -> None:
         scales = self.acoustic_scales
         if not scales or not all(0 < scale < 1e6 for scale in scales) or len(set(scales)) != len(scales):
-            message = f"acoustic scales {scales}: expected different numbers above 0"
+            message = f"acoustic scales {', '.join(map(str, scales))}: expected different numbers above 0"
             raise UserError(message, hint="for example 0.05,0.07,0.1,0.143")
         penalties = self.word_insertion_penalties
         if (
@@ -78,7 +78,7 @@ class DecodeOptions:
             or not all(0 <= penalty < 1e6 for penalty in penalties)
             or len(set(penalties)) != len(penalties)
         ):
-            message = f"word insertion penalties {penalties}: expected different numbers from 0 on"
+            message = f"word insertion penalties {', '.join(map(str, penalties))}: expected different numbers from 0 on"
             raise UserError(message, hint="for example 0,0.5,1")
         if not 0 < self.beam < 1e6:
             raise UserError(f"beam {self.beam}: expected a number above 0", hint="13 to 15 is usual")

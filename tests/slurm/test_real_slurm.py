@@ -172,7 +172,7 @@ def plain(slurm: Slurm, job: Job) -> Path:
 
 def losses(run: Path) -> list[tuple[Any, ...]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["epoch"], row["split"], row["loss"], row["frames"]) for row in rows if "loss" in row]
+    return [(row["epoch"], row["split"], row["loss"], row["frames"]) for row in rows if "split" in row]
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
