@@ -158,6 +158,8 @@ def read_transforms(
     matrix = _read_final_mat(path)
     if matrix is not None:
         _check_final_mat(matrix, found, dim, data, _final_mat(path) or path)
+    else:
+        _check_deltas(path, found, dim, data)
     width = found.width(dim)
     files = trans_files(path)
     if not files:
@@ -304,6 +306,19 @@ def _check_final_mat(matrix: Matrix, config: TransformConfig, dim: int, data: Pa
     else:
         hint = "give the features of which the system was trained, and the splice_opts of its dir"
     raise DataError(message, location=file, hint=hint)
+
+
+def _check_deltas(path: Path, config: TransformConfig, dim: int, data: Path) -> None:
+    """DataError where features of `dim` dims with deltas are not what the GMMs of the system have, if they can be asked."""
+    file = (_system_dir(path) or path) / "final.mdl"
+    gmm_dim = read_transition_model(file).gmm_dim if file.is_file() else None
+    if gmm_dim is not None and gmm_dim != config.width(dim):
+        message = f"features of {dim} dims ({data}) with {config.as_text()} have {config.width(dim)}, but the GMMs "
+        hint = (
+            "give the raw features that the system was trained on, and the delta_opts of its dir; if the features have "
+        )
+        hint += "been prepared already, remove data.transforms"
+        raise DataError(f"{message}have {gmm_dim} dims", location=file, hint=hint)
 
 
 def trans_files(path: Path) -> list[Path]:

@@ -27,7 +27,7 @@ FILES = {
     "lda_affine": {"final.mat": "final_affine.mat"},
     "fmllr": {"final.mat": "final.mat", "trans.1": "trans.1"},
     "fmllr_utt": {"final.mat": "final.mat", "trans.1": "trans_utt.1"},
-    "deltas": {"final.mdl": "README.md"},  # only its name is looked at
+    "deltas": {"final.mdl": "../tables/mono.mdl"},  # of 39 dims
 }
 
 
@@ -258,6 +258,15 @@ def test_transforms_after_deltas_say_that_there_is_no_final_mat(data: Path, tmp_
     (path / "final.mat").unlink()
     with pytest.raises(DataError, match=r"5 x 6 found, 12 x 13 expected(?s:.*)no final.mat, it follows deltas"):
         transformed(data, path, "none")
+
+
+def test_features_that_have_deltas_already_are_refused(golden: Path, tmp_path: Path) -> None:
+    shutil.copy(golden / "tables/mono.mdl", tmp_path / "final.mdl")
+    wide = {name: matrix for name, matrix in iterate_matrices(golden / "transforms/deltas.ark")}
+    said = "features of 39 dims (.*) with deltas of order 2, window 2 have 117, but the GMMs have 39 dims"
+    with pytest.raises(DataError, match=said) as caught:
+        transformed(write_data_dir(tmp_path / "data", wide), tmp_path, "none")
+    assert caught.value.location == str(tmp_path / "final.mdl")
 
 
 def test_transforms_of_utterances_are_found_out_from_the_keys(data: Path, tmp_path: Path) -> None:
