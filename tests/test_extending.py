@@ -1,0 +1,104 @@
+"""The examples of docs/extending.md, run as they stand there."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from distributed.threads import run_workers
+from torch import Tensor
+from training.toy import toy_trainer, train_to_end
+from variants import make_parallel_config
+
+from ddnn.averaging import strategies
+from ddnn.data.dataset import splice_only
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.distributed.communicator import Communicator
+from ddnn.nn import layers
+from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
+from ddnn.nn.layers import Affine
+from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.training import options
+
+PAGE = (Path(__file__).parents[1] / "docs/extending.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the example with this number; afterwards the tables are as before."""
+    for table, name in ((strategies.STRATEGIES, "median"), (options.SCHEDULES, "cosine"), (layers.LAYERS, "scale")):
+        monkeypatch.setitem(table, name, None)  # type: ignore[arg-type]
+    path = tmp_path / f"example{request.param}.py"
+    path.write_text(EXAMPLES[request.param])
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, made)  # where dataclasses and pydantic look for names
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_there_are_three_examples() -> None:
+    assert len(EXAMPLES) == 3
+
+
+@pytest.mark.parametrize("example", [0], indirect=True)
+def test_a_strategy(example: ModuleType) -> None:
+    parallel = make_parallel_config(averaging_period=2).model_copy(update={"strategy": "median"})
+
+    def work(comm: Communicator) -> tuple[Tensor, Tensor]:
+        made = strategies.make_strategy(strategies.AveragingOptions(strategy="median"), comm)
+        assert isinstance(made, example.Median)
+        vector = torch.tensor([[1.0, 8.0], [2.0, -1.0], [9.0, math.nan]])[comm.rank]
+        made.average(vector, 0, 0.0 if comm.rank == 2 else 10.0)
+        trainer = toy_trainer(comm, parallel)
+        rows = train_to_end(trainer)
+        assert [row["loss"] for row in rows if row.get("split") == "cv"][-1] < 1.0
+        return vector, trainer.model.network.parameters
+
+    found = run_workers(3, work)
+    for vector, parameters in found:
+        assert vector.tolist() == [1.0, -1.0], "of the two that are not excluded the lower"
+        assert torch.equal(parameters, found[0][1])
+
+
+@pytest.mark.parametrize("example", [1], indirect=True)
+def test_a_schedule(example: ModuleType) -> None:
+    schedule = options.make_schedule(example.CosineConfig(initial_learning_rate=0.4, epochs=4))
+    rates = []
+    while not schedule.finished:
+        rates.append(schedule.learning_rate)
+        assert schedule.step(1.0, 0.5)
+    assert rates == pytest.approx([0.4 * (1 + math.cos(math.pi * t / 4)) / 2 for t in range(4)])
+
+
+@pytest.mark.parametrize("example", [2], indirect=True)
+def test_a_layer(example: ModuleType, tmp_path: Path) -> None:
+    network = Network((Affine(6, 4, "tanh"), example.Scale(4), Affine(4, 3, "softmax")))
+    initialize(network, 1)
+    network.views[1]["scale"].copy_(torch.tensor([0.5, 1.0, 2.0, -1.0]))
+    network.parameters_changed()
+    x, labels = torch.randn(9, 6, generator=torch.Generator().manual_seed(1)), torch.arange(9) % 3
+    workspace = Workspace(network, 9)
+    workspace.x.copy_(x)
+    logits = workspace.forward()
+    loss, _ = workspace.cross_entropy(labels)
+    workspace.backward()
+    flat = network.parameters.clone().requires_grad_()
+    below, scale, above = network.split(flat)
+    hidden = torch.tanh(x @ below["weight"].t() + below["bias"]) * scale["scale"]
+    expected = hidden @ above["weight"].t() + above["bias"]
+    torch.testing.assert_close(logits, expected.detach())
+    twin = torch.nn.functional.cross_entropy(expected, labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(twin, flat)
+    torch.testing.assert_close(workspace.gradient(torch.empty_like(flat)), gradient, rtol=1e-4, atol=1e-5)
+    assert float(loss) == pytest.approx(twin.item(), rel=1e-5)
+    save_model(tmp_path / "m.safetensors", AcousticModel(FeatureConfig(), splice_only(6, 0), network))
+    assert load_model(tmp_path / "m.safetensors").network.layers == network.layers
