@@ -20,7 +20,6 @@ from ddnn.util.files import atomic_write, ensure_directory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import XAxis, YAxis
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
@@ -65,12 +64,31 @@ def tidy(axes: Axes, title: str, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def log2_axis(axis: XAxis | YAxis, ticks: Sequence[int]) -> None:
-    set_scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
-    set_scale("log", base=2)
-    axis.set_ticks(ticks)
-    axis.set_major_formatter("{x:g}")
-    axis.set_tick_params(which="minor", length=0)
+def speed_up_panels(figure: Figure, sizes: Sequence[int], ticks: Sequence[int], ideal: str) -> tuple[Axes, Axes]:
+    """Two panels for `plot_speed_up`, by numbers of workers: speed-up, both axes logarithmic, and efficiency; with the
+    ideal, which the legend calls so."""
+    left, right = figure.subplots(1, 2)
+    plot_speed_up((left, right), sizes, sizes, "-", color="0.6", linewidth=1.2, label=ideal)
+    left.set_yscale("log", base=2)
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+    for axis in (left.xaxis, left.yaxis, right.xaxis):
+        axis.set_ticks(ticks)
+        axis.set_major_formatter("{x:g}")
+        axis.set_tick_params(which="minor", length=0)
+    tidy(left, "Speed-up", "workers", "speed-up over one worker (times)")
+    tidy(right, "Efficiency", "workers", "speed-up divided by workers (%)")
+    return left, right
+
+
+def plot_speed_up(
+    panels: tuple[Axes, Axes], workers: Sequence[int], speed_ups: Sequence[float], line: str, **style: Any
+) -> None:
+    """A curve in the first panel, and divided by the workers in the second."""
+    efficiencies = [100.0 * s / n for s, n in zip(speed_ups, workers, strict=True)]
+    for axes, values in zip(panels, (speed_ups, efficiencies), strict=True):
+        axes.plot(workers, values, linestyle=line, **style)
+    panels[1].set_ylim(0.0, max(panels[1].get_ylim()[1], 1.05 * max(efficiencies, default=0.0)))
 
 
 def legend_height(names: Sequence[str], width: float) -> float:

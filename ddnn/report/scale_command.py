@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
-from ddnn.report.figures import COLOURS, MARKERS, legend_below, log2_axis, new_figure, save, tidy
+from ddnn.report.figures import COLOURS, MARKERS, legend_below, new_figure, plot_speed_up, save, speed_up_panels
 from ddnn.report.measured import LARGEST, network_dims, operations_of, parameters_of, read_measured
 from ddnn.report.runs import Run, incomparable, read_runs, shortest_ends
 from ddnn.report.scaling import (
@@ -229,27 +229,24 @@ def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) ->
 
 
 def draw_scaling(found: Scaling, path: Path) -> Path:
-    """Speed-up against workers, both logarithmic: the ideal, a curve for each cost, and the measurements. UserError:
+    """Speed-up and efficiency against workers: the ideal, a curve for each cost, and the measurements. UserError:
     matplotlib is missing, or the file cannot be written."""
-    figure = new_figure(9, 7)
-    axes = figure.subplots()
+    figure = new_figure(12, 6.6)
     given = {p.workers for p in found.predictions} | {1, *(check.workers for check in found.checks)}
     powers = [2**q for q in range(max(given).bit_length())]
     sizes = sorted({*given, *powers})
-    axes.plot(sizes, sizes, color="0.6", linewidth=1.2, label="ideal: proportional to the workers")
+    panels = speed_up_panels(figure, sizes, powers[:: 1 + len(powers) // 12], "ideal: proportional to the workers")
     for name, way in SAME_COST:
         color = COLOURS[("all-reduce", "butterfly", "gradient-all-reduce").index(way.strategy)]
         speed_ups, line = [found.speed_up(way, n) for n in sizes], "--" if way.overlap else "-"
-        axes.plot(sizes, speed_ups, line, color=color, linewidth=1.8, label=f"model: {name}")
+        plot_speed_up(panels, sizes, speed_ups, line, color=color, linewidth=1.8, label=f"model: {name}")
     checks = found.checks if found.as_measured else ()
     for number, strategy in enumerate(dict.fromkeys(check.strategy for check in checks)):
         workers, measured = zip(*((c.workers, c.measured) for c in checks if c.strategy == strategy), strict=True)
-        axes.plot(workers, measured, linestyle="none", marker=MARKERS[number], markersize=8, markerfacecolor="none",
-                  markeredgecolor="black", markeredgewidth=1.4, label=f"measured: {strategy}")  # fmt: skip
-    for axis in (axes.xaxis, axes.yaxis):
-        log2_axis(axis, powers[:: 1 + len(powers) // 12])
+        plot_speed_up(panels, workers, measured, "none", marker=MARKERS[number], markersize=8, markerfacecolor="none",
+                      markeredgecolor="black", markeredgewidth=1.4, label=f"measured: {strategy}")  # fmt: skip
     job = found.job
-    title = f"Speed-up: {job.parameters:,} parameters, minibatch size {job.minibatch}, period {job.averaging_period}, "
-    tidy(axes, title + found.comm_dtype, "workers", "speed-up over one worker (frames per second)")
-    legend_below(figure, axes)
+    title = f"{job.parameters:,} parameters, minibatch size {job.minibatch}, averaging period {job.averaging_period}, "
+    figure.suptitle(title + found.comm_dtype, fontsize=12)
+    legend_below(figure, panels[0])
     return save(figure, path)

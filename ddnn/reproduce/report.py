@@ -13,7 +13,16 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, get_args
 
-from ddnn.report.figures import legend_below, legend_height, log2_axis, new_figure, save, style, tidy
+from ddnn.report.figures import (
+    legend_below,
+    legend_height,
+    new_figure,
+    plot_speed_up,
+    save,
+    speed_up_panels,
+    style,
+    tidy,
+)
 from ddnn.reproduce.cells import Cell, Metric, SpeedUp, main_accuracy, metrics_of, table_cells
 from ddnn.reproduce.comparison import HypothesisResult, Word, compare, degradations
 from ddnn.reproduce.runs import RunRecord, TimeBreakdown
@@ -295,11 +304,8 @@ def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
     dashed."""
     conditions = list(dict.fromkeys(speed.condition for speed in speeds))
     figure = new_figure(WIDTH, 5.6 + legend_height(["x" * 40] * (1 + len(_KINDS) * len(conditions)), WIDTH))
-    panels = figure.subplots(1, 2)
     powers = [2**q for q in range(max([speed.workers for speed in speeds], default=1).bit_length())]
-    ideal = "ideal: as many times as workers"
-    panels[0].plot(powers, powers, color="0.6", linewidth=1.2, label=ideal)
-    panels[1].plot(powers, [100.0] * len(powers), color="0.6", linewidth=1.2)
+    panels = speed_up_panels(figure, powers, powers, "ideal: as many times as workers")
     by_size = sorted(speeds, key=lambda speed: speed.workers)
     for kind, (line, filled, words) in _KINDS.items():
         for number, condition in enumerate(conditions):
@@ -310,18 +316,11 @@ def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
             start = [s for s in measured if s.workers < own[0].workers][-1:]
             points = [*start, *own]
             color, marker, _ = style(number)
-            for axes, values in zip(panels, zip(*((s.speed_up, 100.0 * s.efficiency) for s in points), strict=True),
-                                    strict=True):  # fmt: skip
-                axes.plot([s.workers for s in points], values, line, color=color, marker=marker,
+            workers, values = [s.workers for s in points], [s.speed_up for s in points]
+            plot_speed_up(panels, workers, values, line, color=color, marker=marker,
                           markersize=max(5, 12 - 4 * number),  # equally fast ones appear inside each other
                           markerfacecolor=color if filled else "white", markevery=range(len(start), len(points)),
                           linewidth=1.6, label=f"{_escape(own[0].label)}: {words}")  # fmt: skip
-    log2_axis(panels[0].xaxis, powers)
-    log2_axis(panels[0].yaxis, powers)
-    log2_axis(panels[1].xaxis, powers)
-    panels[1].set_ylim(0.0, max(105.0, *(105.0 * speed.efficiency for speed in speeds)))
-    tidy(panels[0], "Speed-up", "workers", "speed-up over one worker (times)")
-    tidy(panels[1], "Efficiency", "workers", "speed-up divided by workers (%)")
     figure.suptitle(_escape(title), fontsize=12)
     legend_below(figure, panels[0])
     return save(figure, path)
