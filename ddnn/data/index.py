@@ -376,7 +376,9 @@ def _split(groups: Sequence[str], held_out: set[str], rule: str, by: str) -> tup
     if not train or not cv:
         side = "training" if not train else "cross-validation"
         message = f"{len(held_out)} of {plural(len(set(groups)), by)} held out: no utterance remains for {side}"
-        hint = f"hold out other {by}s, or give data.cv.data and data.cv.alignments"
+        hint = f"hold out other {by}s, "
+        hint += "or utterances (data.cv.by: utterance), " if by == "speaker" else ""
+        hint += "or give data.cv.data and data.cv.alignments"
         raise DataError(message, location=rule, hint=hint)
     return train, cv
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
 from ddnn.recipe.load import changed_keys, describe_changes, get_value, recorded_values
-from ddnn.recipe.schema import Recipe, as_list
+from ddnn.recipe.schema import Recipe
 from ddnn.recipe.source import SourceValue, first_error
 from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.training.state import CheckpointMetadata, LoadedCheckpoint
@@ -118,11 +118,11 @@ def check_same_data(before: object, found: DataIdentity, recipe: Recipe, since: 
         raise DataError(f"not a checkpoint of this version: data: {first_error(error)}", location=since) from error
     if changed:
         key, _, number = next(iter(changed)).partition("[")
-        value, place = get_value(recipe, key), int(number.rstrip("]") or 0)
-        paths = as_list(value) if isinstance(value, Path | list) else []
-        path = paths[place] if place < len(paths) else since
+        value = get_value(recipe, key)
+        found_in = {f"{n}]": path for n, path in enumerate(value)} if isinstance(value, list) else {"": value}
+        path = found_in.get(number)
         lines = [f"{key}: {text}" for key, text in changed.items()]
         listed = lines[0] if len(lines) == 1 else "".join(f"\n  - {line}" for line in lines)
         message = f"the data has changed since checkpoint {since.name.lstrip('0')} was written: {listed}"
         hint = "restore what the training began with, or start in another run dir"
-        raise DataError(message, location=path, hint=hint)
+        raise DataError(message, location=path if isinstance(path, Path) else since, hint=hint)
