@@ -135,7 +135,9 @@ def _metrics(path: Path) -> dict[str, Any]:
         fields["last"] = format_figures(metrics.cv[-1])
     for name in ("last_accepted", "lowest_loss"):
         if getattr(metrics, name) is not None:
-            fields[name] = format_figures(getattr(metrics, name))
+            fields[name] = format_figures(
+                getattr(metrics, name), metrics.combination if name == "last_accepted" else ""
+            )
     if metrics.end is not None:
         fields["ended"] = metrics.end.why
     if metrics.starts:

@@ -100,7 +100,9 @@ class Status:
             "epochs": None if pretraining else epochs,
             "warm-up": None if self.warmup_loss is None else f"training loss {self.warmup_loss:.4f}",
             "last": format_figures(self.last),
-            "final model" if self.state == "finished" else "model so far": format_figures(self.last_accepted),
+            "final model" if self.state == "finished" else "model so far": format_figures(
+                self.last_accepted, self.end.combination if self.end else ""
+            ),
             "lowest loss": f"{format_figures(self.lowest_loss)}; that model was not kept" if self.lowest_loss else None,
             "learning rate": _learning_rate(self.learning_rate, self.schedule_learning_rate),
             "precision": None if self.precision is None else f"{self.precision} on {self.machine}",

@@ -199,7 +199,18 @@ class NgSgdConfig(MomentumConfig):
     in the code behind arXiv 1507.01239: learning rates of 0.32 and more work only with it."""
 
 
-class NewbobConfig(Section):
+class CombinationConfig(Section):
+    """The keys that all schedules have: what the final model is."""
+
+    average_last: Annotated[int, Field(ge=1, le=100)] = 1
+    """At the end the means of the parameters after the last 2, 3, ... accepted epochs are evaluated, up to so many. The best
+    becomes the final model if its cross-validation loss is no higher than that of the last accepted epoch. 1: none."""
+    moving_average_epochs: Positive | None = None
+    """Likewise an exponential moving average of the parameters with this time constant, in epochs: it is updated every
+    `parallel.averaging_period` minibatches, with one worker too. Not given: none."""
+
+
+class NewbobConfig(CombinationConfig):
     """The learning-rate schedule, which also decides when training ends."""
 
     name: Literal["newbob"] = "newbob"
@@ -228,7 +239,7 @@ class NewbobConfig(Section):
     """Number of first epochs that are always accepted; training does not end before them (`min_iters`)."""
 
 
-class ExponentialConfig(Section):
+class ExponentialConfig(CombinationConfig):
     """An exponentially falling learning rate."""
 
     name: Literal["exponential"] = "exponential"
@@ -239,7 +250,7 @@ class ExponentialConfig(Section):
     """Number of epochs."""
 
 
-class ConstantConfig(Section):
+class ConstantConfig(CombinationConfig):
     """The same learning rate in all epochs."""
 
     name: Literal["constant"] = "constant"
@@ -247,7 +258,7 @@ class ConstantConfig(Section):
     epochs: Count = 15
 
 
-class PowerConfig(Section):
+class PowerConfig(CombinationConfig):
     """A learning rate that falls by a power of the epochs passed."""
 
     name: Literal["power"] = "power"

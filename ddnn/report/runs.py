@@ -133,6 +133,7 @@ class Summary:
     ended: str | None  # why its last start ended, as a word: `ddnn.training.metrics.EndReason`
     finished: bool  # there is a final model
     model_epoch: int | None  # of the final model, or of the model so far: the last accepted epoch
+    model_combination: str  # which mean the final model is in place of that epoch's; empty where it is that epoch's
     model_train_loss: float | None  # of the model's epoch, while the parameters changed
     model_train_accuracy: float | None
     model_cv_loss: float | None  # the model's cross-validation
@@ -178,6 +179,7 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
         ended=None if metrics.end is None else metrics.end.reason,
         finished=(run.path / FINAL).exists(),
         model_epoch=None if model is None else model.epoch,
+        model_combination=metrics.combination,
         model_train_loss=None if trained is None else trained.loss,
         model_train_accuracy=None if trained is None else trained.frame_accuracy,
         model_cv_loss=None if model is None else model.loss,

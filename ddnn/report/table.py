@@ -207,7 +207,7 @@ def _figures(s: Summary, results: Mapping[str, float | None]) -> dict[str, str]:
         "epochs": (s.epochs, "{}"),
         "ended": (s.ended, "{}"),
         "warm-up training loss": (s.warmup_loss, "{:.4f}"),
-        "final model: epoch": (s.model_epoch, "{}" if s.finished else "{} (so far)"),
+        "final model: epoch": (s.model_combination or s.model_epoch, "{}" if s.finished else "{} (so far)"),
         "its training loss per frame": (s.model_train_loss, "{:.4f}"),
         "its CV loss per frame": (s.model_cv_loss, "{:.4f}"),
         "its training frame accuracy": (s.model_train_accuracy, "{:.2%}"),

@@ -32,7 +32,12 @@ NON_RESULT_KEYS = (
     "parallel.gpu_transport",
 )
 """Keys that change nothing that a training computes, or only its last bits; those of `checkpoint` and `log` neither."""
-ADDED_KEYS = frozenset({"minibatch_scope", "data.transforms", "data.cv.transforms", "data.cv.by", "data.cv.utterances"})
+ADDED_KEYS = frozenset(
+    {
+        *("minibatch_scope", "data.transforms", "data.cv.transforms", "data.cv.by", "data.cv.utterances"),
+        *("schedule.average_last", "schedule.moving_average_epochs"),
+    }
+)
 """Keys that were added after runs had been recorded, with defaults that change nothing. At their defaults they are left
 out of the digest, so that these records still count."""
 MAX_BYTES = 16 << 20  # of a record: the errors of half a million utterances

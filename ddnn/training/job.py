@@ -342,6 +342,7 @@ def assemble_trainer(
         eager_step=eager,
         step=make_step(eager, batches.sample, scaled_lr, graphs=recipe.cuda_graphs == "auto"),
         averager=averager,
+        combination=options.make_combination(recipe, network, comm, batches),
         checkpoints=checkpoints,
         run=job.run,
         warmup=recipe.parallel.warmup if comm.world_size > 1 else "none",

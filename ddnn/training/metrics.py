@@ -151,14 +151,14 @@ class EpochRow(_Figures):
         return self._text(self.split) + ("" if self.accepted else "  rejected")
 
 
-def format_figures(row: EpochRow | None) -> str:
-    """Epoch and figures of a cross-validation row, in a few words; empty for None."""
+def format_figures(row: EpochRow | None, model: str = "") -> str:
+    """Epoch, or the `model` that it is, and figures of a cross-validation row, in a few words; empty for None."""
     if row is None:
         return ""
     loss = "not finite" if row.loss is None else format_loss(row.loss)
     accuracy = "" if row.frame_accuracy is None else f", frame accuracy {100 * row.frame_accuracy:.2f} %"
     remark = ", rejected" if not row.accepted else ", before training" if row.epoch == 0 else ""
-    return f"epoch {row.epoch}: cross-validation loss {loss}{accuracy}{remark}"
+    return f"{model or f'epoch {row.epoch}'}: cross-validation loss {loss}{accuracy}{remark}"
 
 
 class WarmupRow(_Figures):
@@ -244,6 +244,9 @@ class EndRow(MetricsRow):
     kept_epoch: Count  # the last that was accepted, 0 if none
     loss: Number  # of the model in cross-validation
     frame_accuracy: Number
+    combination: Name = ""  # what mean it is, in words; empty: it is that of `kept_epoch`, whose own figures follow
+    kept_loss: Number = None
+    kept_frame_accuracy: Number = None
 
     def as_text(self) -> str:
         """Empty: the last line of the log says it, once the model is written."""
@@ -256,9 +259,10 @@ class EndRow(MetricsRow):
     @property
     def summary(self) -> str:
         """Which model it is, its figures in cross-validation, and why training ended."""
-        loss, accuracy = (math.nan if x is None else x for x in (self.loss, self.frame_accuracy))
+        loss, accuracy, kept = (math.nan if x is None else x for x in (self.loss, self.frame_accuracy, self.kept_loss))
         figures = f"CV loss {loss:.4f}, frame accuracy {100 * accuracy:.2f} %"
-        return f"epoch {self.kept_epoch}, {figures} ({self.why})"
+        alone = f"; epoch {self.kept_epoch} alone {kept:.4f}" if self.combination else ""
+        return f"{self.combination or f'epoch {self.kept_epoch}'}, {figures}{alone} ({self.why})"
 
 
 def _place(epoch: int, minibatch: int) -> str:
@@ -312,15 +316,25 @@ class Metrics:
 
     @property
     def last_accepted(self) -> EpochRow | None:
-        """The cross-validation row of the model: the final one, or the one so far. Epoch 0 is the initial network."""
-        return next((row for row in reversed(self.cv) if row.accepted), None)
+        """The cross-validation row of the model: the final one, or the one so far. Epoch 0 is the initial network. Where
+        the final model is a `combination`, with its figures."""
+        row, end = next((row for row in reversed(self.cv) if row.accepted), None), self.end
+        if row is None or end is None or not self.combination:
+            return row
+        return row.model_copy(update={"loss": end.loss, "frame_accuracy": end.frame_accuracy})
+
+    @property
+    def combination(self) -> str:
+        """What mean the final model is; empty where it is that of the last accepted epoch, or training has not ended."""
+        return self.end.combination if self.end is not None else ""
 
     @property
     def lowest_loss(self) -> EpochRow | None:
         """The accepted cross-validation row with a lower loss than the model's, the lowest; None if there is none."""
+        model = self.last_accepted
         accepted = [(row.loss, row) for row in self.cv if row.accepted and row.loss is not None]
         lowest = min(accepted, key=lambda pair: pair[0])[1] if accepted else None
-        return lowest if lowest and self.last_accepted and lowest.loss != self.last_accepted.loss else None
+        return lowest if lowest and model and (model.loss is None or (lowest.loss or 0.0) < model.loss) else None
 
     @property
     def warning(self) -> str:

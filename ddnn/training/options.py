@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -12,8 +12,10 @@ from ddnn.averaging.strategies import AveragingOptions
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import HeldOut, TrainingDataConfig, TrainingFootprint
+from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.nn.layers import Layer, activation_floats, mlp_layers, num_parameters
+from ddnn.nn.network import Network
 from ddnn.optim.ng_sgd import NgSgdOptions
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
 from ddnn.optim.sgd import SgdOptions
@@ -27,6 +29,7 @@ from ddnn.recipe.schema import (
     Section,
     as_list,
 )
+from ddnn.training.combination import Combination, MeanOfEpochs, MovingAverage
 from ddnn.util.errors import RecipeError
 from ddnn.util.progress import progress_bar
 
@@ -82,6 +85,17 @@ def make_schedule(recipe: ScheduleConfig) -> Schedule:
     own_names = {"initial_lr": "initial_learning_rate", "final_lr": "final_learning_rate", "max_epochs": "epochs"}
     renamed = {own: getattr(recipe, key) for own, key in own_names.items() if hasattr(recipe, key)}
     return _taken(SCHEDULES[recipe.name], recipe, **renamed)
+
+
+def make_combination(recipe: Recipe, network: Network, comm: Communicator, batches: Sized) -> Combination:
+    """What the final model may be a mean of. `batches`: this worker's minibatches of the epoch under way."""
+    most, epochs, parts = recipe.schedule.average_last, recipe.schedule.moving_average_epochs, dict[str, Combination]()
+    if most > 1:
+        parts["last"] = MeanOfEpochs(network, most)
+    if epochs is not None:
+        period = recipe.parallel.averaging_period
+        parts["moving"] = MovingAverage(network, comm, batches, epochs=epochs, period=period)
+    return Combination(**parts)
 
 
 def minibatch_sizes(recipe: Recipe) -> MinibatchSizes:
@@ -150,11 +164,14 @@ def footprint(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> Tr
     trainable = [layer for i, layer in enumerate(layers) if i not in (recipe.model.freeze or ())]
     # The model before an averaging, and MPI's own copy of it; those that the strategies keep.
     averaging = 2 + 2 * parallel.overlap + 3 * (parallel.strategy == "bmuf") + 3 * (parallel.comm_dtype == "bfloat16")
+    last, moving = recipe.schedule.average_last, recipe.schedule.moving_average_epochs is not None
+    # The epochs' models, and their sum and mean in float64; a moving average in float64, what was kept of it, a term.
+    means = (last + 5 if last > 1 else 0) + 5 * moving
     return TrainingFootprint(
         num_parameters(layers),
         activation_floats(layers),
         largest,
-        parameter_copies=3 + (options.momentum > 0) + (recipe.precision != "float32"),
+        parameter_copies=3 + means + (options.momentum > 0) + (recipe.precision != "float32"),
         momentum_copies=int(options.momentum > 0),
         averaging_copies=averaging if workers > 1 else 0,
         natural_gradient_bytes=options.num_bytes(trainable, largest),

@@ -25,6 +25,7 @@ from ddnn.nn.network import tensor_like
 from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.training.checkpoint import prefixed, unprefixed
+from ddnn.training.combination import Combination
 from ddnn.training.evaluation import EpochLosses, EvalResult, evaluate, learning_rate_hint, raise_if_diverged
 from ddnn.training.metrics import EndReason, EndRow, EpochRow, WarmupRow, WorkerRow, no_better_than_baseline, throughput
 from ddnn.training.run_dir import RunDir
@@ -53,6 +54,7 @@ class Trainer:
     averager: Averager  # averages the models of all workers
     checkpoints: CheckpointPolicy
     run: RunDir  # in which rank 0 records
+    combination: Combination = field(default_factory=Combination)  # what the final model may be a mean of
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"  # on rank 0 alone, or averaged after each minibatch
     warmup_minibatches: int = 0
     recipe: str = ""  # resolved; with the next two, by which a resume recognizes the same training
@@ -70,6 +72,8 @@ class Trainer:
         # In cross-validation: of the initial network, and of `best` with its epoch, 0 where none was accepted.
         self.initial = self.kept = EvalResult(math.nan, math.nan, 0)
         self.kept_epoch = 0
+        # What is delivered: the last accepted epoch's model, or in words the mean that was better.
+        self.delivered, self.combined = self.kept, ""
 
     @property
     def comm(self) -> Communicator:
@@ -104,8 +108,11 @@ class Trainer:
             detail=detail[:1000],
             epoch=self.progress.epoch,
             kept_epoch=self.kept_epoch,
-            loss=self.kept.loss,
-            frame_accuracy=self.kept.frame_accuracy,
+            loss=self.delivered.loss,
+            frame_accuracy=self.delivered.frame_accuracy,
+            combination=self.combined,
+            kept_loss=self.kept.loss,
+            kept_frame_accuracy=self.kept.frame_accuracy,
         )
 
     def warm_up(self) -> None:
@@ -137,7 +144,7 @@ class Trainer:
         """Evaluates the initial network, which is epoch 0."""
         validation, learning_rate = self.validate(), self.schedule.learning_rate
         raise_if_diverged("cross-validation", validation, 0, learning_rate, self.hint)
-        self.initial = self.kept = validation
+        self.initial = self.kept = self.delivered = validation
         seconds = time.perf_counter() - self._validation_started
         self.run.record(EpochRow(split="cv", **self._figures(0, validation, learning_rate, seconds)))
         self.schedule.initialize(validation.loss, validation.frame_accuracy)
@@ -172,6 +179,7 @@ class Trainer:
     def end_training(self, learning_rate: float) -> EvalResult:
         """Training loss and frame accuracy of the epoch, over all workers; records what each worker did."""
         epoch = self.progress.epoch + 1
+        self.combination.end_epoch()
         for values in self.comm.all_gather_object(worker_row(epoch, self.averager).model_dump()):
             self.run.record(WorkerRow.model_validate(values))
         self.losses.commit()
@@ -190,7 +198,8 @@ class Trainer:
         epoch = self.progress.epoch + 1
         raise_if_diverged("cross-validation", validation, epoch, learning_rate, self.hint)
         self.best.copy_(self.model.network.parameters)
-        self.kept, self.kept_epoch = validation, epoch
+        self.kept, self.kept_epoch, self.delivered = validation, epoch, validation
+        self.combination.keep(epoch)
         with self.comm.watchdog.long_operation():
             self.run.save_best(self.model if self.improved else None)
 
@@ -198,6 +207,7 @@ class Trainer:
         """The epoch was rejected: training continues from the best parameters."""
         self.model.network.load_parameters(self.best)
         self.averager.reset()
+        self.combination.revert()
 
     def record_epoch(self, training: EvalResult, validation: EvalResult, lr: float, accepted: bool) -> None:
         epoch, seconds = self.progress.epoch + 1, time.perf_counter() - self._validation_started
@@ -213,8 +223,9 @@ class Trainer:
         return {**figures, **rates, **throughput(result.frames, seconds)}
 
     def finish(self) -> AcousticModel:
-        """The model with the best parameters; a warning where it is no better than a model that ignores its input.
-        DivergedError: its cross-validation loss is not below that of the initial network."""
+        """The model with the best parameters, or a combination that is no worse; a warning where it is no better than a
+        model that ignores its input. DivergedError: its cross-validation loss is not below that of the initial
+        network."""
         kept, baseline = self.kept, self.baseline
         if not self.improved and self.keeps_initial and not self.kept_epoch:
             if self.comm.rank == 0:
@@ -233,11 +244,24 @@ class Trainer:
             message += f"the initial network ({self.initial.loss:.6g})"
             hint = f"{self.hint}, or check that the alignments belong to the features"
             raise DivergedError(message, location=self.run.path, hint=hint)
+        self._combine()
+        kept = self.delivered
         problem = no_better_than_baseline(kept.loss, kept.frame_accuracy, baseline.loss, baseline.frame_accuracy)
         if problem and self.comm.rank == 0:
             log.warning(problem)
         self.model.network.load_parameters(self.best)
         return self.model
+
+    def _combine(self) -> None:
+        """Evaluates the combinations; the best takes the place of the last accepted epoch's parameters, where its loss
+        is no higher. Equal on all workers, since the figures are."""
+        for name, parameters in self.combination.candidates():
+            self.model.network.load_parameters(parameters)
+            result = self.validate()
+            log.info("%s: CV loss %.4f, frame accuracy %.2f %%", name, result.loss, 100 * result.frame_accuracy)
+            if result.loss <= self.delivered.loss:
+                self.best.copy_(parameters)
+                self.delivered, self.combined = result, name
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
         """Metadata, global tensors and those of this rank, for a checkpoint after an averaging or between two epochs;
@@ -246,7 +270,8 @@ class Trainer:
         Of each rank: `parameters` (num_parameters,) float32; `optimizer.*`, `averager.*`: their `state_dict`;
         `loss_sums` (2, 3) float64, loss, correct frames and frames of the epoch and of the interval; `progress` (2,)
         int64, minibatches done and in all, -1 between epochs; `seconds` 0-dim float64. Global: `best`
-        (num_parameters,) float32, `transform.*` (input_dim,), and `strategy.*`. DivergedError where the loss is not
+        (num_parameters,) float32, `transform.*` (input_dim,), and `strategy.*`; in both what `combination.*` is of
+        either kind. DivergedError where the loss is not
         finite and no other worker can make up for it.
         """
         self.losses.check()
@@ -272,10 +297,12 @@ class Trainer:
             "progress": torch.tensor([progress.minibatch, progress.num_minibatches or -1], dtype=torch.int64),
             "seconds": torch.tensor(progress.elapsed(), dtype=torch.float64),
             **prefixed("optimizer", self.optimizer.state_dict()),
+            **prefixed("combination", self.combination.state_dict(shared=False)),
             **prefixed("averager", averager.state_dict()),  # first: it waits for the averaging that `strategy` includes
         }
         shared = {"best": self.best, **transform_tensors(self.model)}
         shared |= prefixed("strategy", averager.shared_state_dict())
+        shared |= prefixed("combination", self.combination.state_dict(shared=True))
         return metadata.model_dump(), shared, rank
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
@@ -289,7 +316,9 @@ class Trainer:
         progress.started, progress.epoch = True, metadata.epoch
         self.resize_minibatches()
         self.initial, self.kept_epoch = EvalResult(metadata.initial_loss, math.nan, 0), metadata.kept_epoch
-        self.kept = EvalResult(metadata.kept_loss, metadata.kept_frame_accuracy, 0)
+        self.kept = self.delivered = EvalResult(metadata.kept_loss, metadata.kept_frame_accuracy, 0)
+        states = (unprefixed("combination", state) for state in (loaded.global_state, rank))
+        self.combination.load_state_dict({k: v for state in states for k, v in state.items()}, location)
         sums = tensor_like(torch.zeros(2, 3, dtype=torch.float64), rank, "loss_sums", location)
         if not bool((sums.abs() < 2**53).all()):  # false for NaN too
             raise DataError("loss_sums: sums of an epoch expected, found others", location=location)
@@ -367,6 +396,7 @@ def train(trainer: Trainer) -> AcousticModel:
             progress.minibatch += 1
             if t.averager.after_minibatch(t.minibatch_size):  # averages the models when an interval is complete
                 t.losses.commit()
+            t.combination.after_minibatch()
             t.checkpoints.after_minibatch(t)  # saves if due; raises TrainingInterrupted after a signal
         t.averager.end_epoch()  # from here every worker has the same model
         training = t.end_training(lr)

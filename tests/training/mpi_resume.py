@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from toy import SIZES, Recorder, toy_trainer, train_to_end
+from toy import SIZES, Recorder, toy_trainer, train_to_end, with_combination
 from variants import make_optimizer_config, make_parallel_config
 
 from ddnn.distributed.communicator import Communicator, SingleProcess
@@ -78,6 +78,7 @@ def resumable(
         run=run,
         sizes=MinibatchSizes(8, 16, 3) if way in GROWING else SIZES,
     )
+    with_combination(trainer)
     if loaded is not None:
         trainer.restore(loaded)
     return trainer
@@ -95,7 +96,8 @@ def interrupted(trainer: Trainer) -> str | None:
 def bits(trainer: Trainer) -> list[torch.Tensor]:
     """The model, and what this worker alone has at the end."""
     state = trainer.optimizer.state_dict()
-    return [trainer.model.network.parameters.clone(), *(state[name].clone() for name in sorted(state))]
+    means = [parameters.clone() for _, parameters in trainer.combination.candidates()]
+    return [trainer.model.network.parameters.clone(), *means, *(state[name].clone() for name in sorted(state))]
 
 
 def rows_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

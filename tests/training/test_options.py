@@ -35,10 +35,12 @@ from ddnn.recipe.schema import (
     WorkersConfig,
 )
 from ddnn.training import state
+from ddnn.training.combination import MeanOfEpochs, MovingAverage
 from ddnn.training.job import Job
 from ddnn.training.options import (
     averaging_options,
     footprint,
+    make_combination,
     make_schedule,
     minibatch_sizes,
     optimizer_options,
@@ -58,6 +60,7 @@ NEWBOB = {
 EXPONENTIAL = {"initial_learning_rate": 0.1, "final_learning_rate": 0.02, "epochs": 5}
 CONSTANT = {"initial_learning_rate": 0.1, "epochs": 5}
 POWER = {**CONSTANT, "decay_epochs": 3.0, "exponent": 0.5}
+COMBINATION = {"average_last": 4, "moving_average_epochs": 0.5}
 WORKERS = {"averaging_period": 4, "overlap": True, "comm_dtype": "bfloat16", "gpu_transport": "host"}
 AVERAGING = {**WORKERS, "strategy": "ring", "scale_learning_rate": False, "local_momentum": "average"}
 BMUF = {
@@ -76,10 +79,10 @@ ELSEWHERE = {
     [
         (SgdConfig, {"momentum", "l2"}),
         (NgSgdConfig, {*NG_SGD}),
-        (NewbobConfig, {*NEWBOB}),
-        (ExponentialConfig, {*EXPONENTIAL}),
-        (ConstantConfig, {*CONSTANT}),
-        (PowerConfig, {*POWER}),
+        (NewbobConfig, {*NEWBOB, *COMBINATION}),
+        (ExponentialConfig, {*EXPONENTIAL, *COMBINATION}),
+        (ConstantConfig, {*CONSTANT, *COMBINATION}),
+        (PowerConfig, {*POWER, *COMBINATION}),
         (WorkersConfig, {*WORKERS, *ELSEWHERE}),
         (AveragingConfig, {*AVERAGING, *ELSEWHERE}),
         (BmufConfig, {*BMUF, *ELSEWHERE}),
@@ -114,6 +117,17 @@ def test_options_of_schedules() -> None:
     assert (exponential.initial_lr, exponential.final_lr, exponential.max_epochs) == (0.1, 0.02, 5)
     assert make_schedule(make_schedule_config("constant", **CONSTANT)) == Constant(0.1, 5)
     assert make_schedule(make_schedule_config("power", **POWER)) == Power(0.1, 5, 3.0, 0.5)
+
+
+def test_options_of_the_combination() -> None:
+    network, recipe = toy_model().network, Recipe.model_construct(schedule=make_schedule_config(**COMBINATION))
+    made = make_combination(recipe, network, SingleProcess(), range(7))
+    last, moving = made.parts.values()
+    assert isinstance(last, MeanOfEpochs) and last.models.maxlen == 4
+    assert isinstance(moving, MovingAverage) and (moving.epochs, moving.period, len(moving.batches)) == (0.5, 10, 7)
+    assert not make_combination(Recipe.model_construct(), network, SingleProcess(), range(7)).parts
+    plain = footprint(Recipe.model_construct(), 6, 5, 1).parameter_copies
+    assert footprint(recipe, 6, 5, 1).parameter_copies == plain + 4 + 5 + 5
 
 
 @pytest.mark.parametrize("keys", [AVERAGING, BMUF], ids=["averaging", "bmuf"])

@@ -49,6 +49,7 @@ WAYS = {
     "sgd, newbob": "optimizer: {momentum: 0.5}\n",
     "sgd, newbob with rejected epochs": "optimizer: {momentum: 0.9, l2: 0.01}\n",
     "power, growing minibatch": "optimizer: {name: ng-sgd, rank_in: 3, rank_out: 4}\n",
+    "means": "optimizer: {momentum: 0.9, l2: 0.01}\n",
     "ng-sgd, exponential": "optimizer: {name: ng-sgd, rank_in: 3, rank_out: 4, momentum: 0.3}\n",
 }
 
@@ -68,6 +69,8 @@ def way(folder: Path, name: str) -> Path:
         epochs = "schedule: {name: exponential, initial_learning_rate: 0.02, epochs: 3}"
     if "power" in name:
         epochs = "schedule: {name: power, initial_learning_rate: 0.02, epochs: 4}"
+    if name == "means":
+        epochs = "schedule: {initial_learning_rate: 1.5, max_epochs: 5, average_last: 3, moving_average_epochs: 0.5}"
     if "rejected" in name:
         epochs = "schedule: {initial_learning_rate: 1.5, max_epochs: 6}"
     path = recipe_of(folder, WAYS[name], epochs)

@@ -22,6 +22,7 @@ from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.optim.schedule import Exponential, MinibatchSizes
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
+from ddnn.training.combination import Combination, MeanOfEpochs, MovingAverage
 from ddnn.training.metrics import MetricsRow
 from ddnn.training.options import averaging_options, optimizer_options
 from ddnn.training.run_dir import NullRunDir
@@ -114,6 +115,14 @@ def toy_trainer(
         warmup=parallel.warmup if comm.world_size > 1 else "none",
         warmup_minibatches=parallel.warmup_minibatches,
     )
+
+
+def with_combination(trainer: Trainer, *, most: int = 3, epochs: float = 0.7, period: int = 3) -> Trainer:
+    """The trainer, whose final model may be a mean of the last epochs, or a moving average."""
+    network = trainer.model.network
+    moving = MovingAverage(network, trainer.comm, trainer.batches, epochs=epochs, period=period)
+    trainer.combination = Combination(last=MeanOfEpochs(network, most), moving=moving)
+    return trainer
 
 
 def train_to_end(trainer: Trainer) -> list[dict[str, Any]]:
