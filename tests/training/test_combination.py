@@ -218,11 +218,17 @@ def test_means_with_newbob_are_of_accepted_epochs() -> None:
 
 
 @pytest.mark.parametrize("damage", ["epochs", "model.2", "mean", "kept", "numbers", "too many"])
-def test_a_damaged_state_is_refused(damage: str) -> None:
+def test_a_state_is_restored_and_a_damaged_one_is_refused(damage: str) -> None:
     trainer = with_combination(toy_trainer(SingleProcess(), make_parallel_config(), epochs=2))
     with closing(trainer.averager):
         train_to_end(trainer)
     state = trainer.combination.state_dict(shared=True) | trainer.combination.state_dict(shared=False)
+    whole = with_combination(toy_trainer(SingleProcess(), make_parallel_config()))
+    whole.combination.load_state_dict(state, Path("checkpoint"))
+    for (name, found), (_, expected) in zip(
+        whole.combination.candidates(), trainer.combination.candidates(), strict=True
+    ):
+        assert torch.equal(found, expected), name
     part = "moving" if damage in ("mean", "kept", "numbers") else "last"
     if damage == "too many":
         state["last.epochs"] = torch.arange(4)
