@@ -354,14 +354,14 @@ def test_recipe(job: Job, run_cli: RunCli, recipe: str | None, said: tuple[str, 
 
 
 def test_a_run_dir_that_exists(job: Job, trained: Path, run_cli: RunCli) -> None:
-    before = {path.name: path.read_bytes() for path in trained.iterdir()}
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     said = ("the run dir exists already and is not empty", str(trained))
     assert_refused(run_cli("train", job.recipe, "--run-dir", trained), *said)
     nnet = job.root / "nnet"
     assert run_cli("export", trained, "--out", nnet).exit_code == 0
     assert_refused(run_cli("import-nnet1", nnet / "final.nnet", "--out", trained), *said)
     assert_refused(run_cli("export", trained, "--out", nnet), "the file exists already", "final.nnet")
-    assert {path.name: path.read_bytes() for path in trained.iterdir()} == before
+    assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
     job.run.write_text("a file")
     assert_refused(run_cli("train", job.recipe, "--run-dir", job.run), "the run dir is a file", str(job.run))
     assert job.run.read_text() == "a file"

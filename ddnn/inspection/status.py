@@ -170,7 +170,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
     run = _tolerant(problems, lambda: read_run_status(run_dir))
     job = _tolerant(problems, lambda: read_job(run_dir))
     locked = is_locked(run_dir / files.LOG)
-    finished = (run is not None and run.state == "finished") or not found.isdisjoint(results)
+    finished = (run is not None and run.state == "finished") or files.is_finished(run_dir) or files.DBN in found
     slurm = ask_slurm(job) if job is not None and not locked and not finished else None
     state = _state(run, locked is True, finished, job, slurm)
     if job is not None and slurm is None and state not in ("running", "finished"):

@@ -20,6 +20,7 @@ class Schedule(ABC):
     summed over a minibatch."""
 
     state_fields: ClassVar[tuple[str, ...]] = ("learning_rate", "finished", "epoch")  # change from epoch to epoch
+    depends_on_length: ClassVar[bool] = False  # whether the rates of all epochs depend on `max_epochs`
 
     initial_lr: float = 0.008  # of the first epoch
     max_epochs: int = 20  # after which training ends at the latest
@@ -30,6 +31,11 @@ class Schedule(ABC):
         self.learning_rate = self.initial_lr
         # Why training ended, once `finished`.
         self.end_reason, self.converged = f"{self.max_epochs} epochs done", False
+
+    @property
+    def may_be_longer(self) -> bool:
+        """Whether training has ended only because `max_epochs` have passed: with more it would have gone just so far."""
+        return self.finished and not self.converged and not self.depends_on_length
 
     def initialize(self, loss: float, frame_accuracy: float) -> None:  # noqa: B027
         """Takes the cross-validation figures of the initial network."""
@@ -44,13 +50,15 @@ class Schedule(ABC):
         return {name: getattr(self, name) for name in self.state_fields}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Takes up what `state_dict` gave; DataError where it is none of this schedule's."""
+        """Takes up what `state_dict` gave; DataError where it is none of this schedule's. Of a training that had ended
+        (`may_be_longer`) and has more epochs now, the next epoch follows."""
         if set(state) != set(self.state_fields):
             raise DataError(f"the schedule's state holds {sorted(state)}, expected {sorted(self.state_fields)}")
         for name in self.state_fields:
             if type(state[name]) is not type(getattr(self, name)):
                 raise DataError(f"the schedule's state: {name} is {state[name]!r}")
         vars(self).update(state)
+        self.finished = self.finished and self.epoch >= self.max_epochs
 
 
 @dataclass
@@ -131,6 +139,8 @@ class Constant(EpochSchedule):
 @dataclass
 class Exponential(EpochSchedule):
     """lr_k = initial * (final / initial)^((k-1) / (n-1)) over n = `max_epochs` epochs."""
+
+    depends_on_length: ClassVar[bool] = True
 
     final_lr: float = 0.00008
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,27 @@ def changed_keys(before: SourceTree, recipe: Recipe) -> dict[str, tuple[str, str
     }
     now, then = (["not given" if p[n] is None else str(p[n])[:200] for p in changed.values()] for n in (0, 1))
     return dict(zip(changed, zip(now, then, strict=True), strict=True))
+
+
+EPOCHS = {"newbob": "schedule.max_epochs", "constant": "schedule.epochs", "power": "schedule.epochs"}
+"""By schedule, the key that makes a training longer. Those whose learning rates all depend on it are not here."""
+
+
+def is_longer(recipe: Recipe, key: str, now: str, then: str) -> bool:
+    """Whether a change, as of `changed_keys`, only makes the training longer: what was trained remains a part of it."""
+    return key == EPOCHS.get(recipe.schedule.name) and now.isdecimal() and then.isdecimal() and int(now) > int(then)
+
+
+def why_not_longer(recipe: Recipe, changed: Iterable[str]) -> str:
+    """If among keys that may not change is the number of epochs, why it may not, as a sentence; else nothing."""
+    if not {"schedule.epochs", "schedule.max_epochs"} & set(changed):
+        return ""
+    if recipe.schedule.name in EPOCHS:
+        return "a training can be made longer, not shorter; "
+    return (
+        f"with schedule.name: {recipe.schedule.name} the learning rates of all epochs depend on their number: "
+        "to train further, start from the network with init.model; "
+    )
 
 
 def describe_changes(changed: Mapping[str, tuple[str, str]]) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.training.metrics import EpochRow, Metrics, StartRow, read_metrics
-from ddnn.training.run_status import CHECKPOINTS, FINAL, METRICS, RECIPE
+from ddnn.training.run_status import CHECKPOINTS, METRICS, RECIPE, is_finished
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import plural, printable
@@ -177,7 +177,7 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
         epochs=max((last, *(row.epoch for row in (*metrics.train, *metrics.cv)))),
         warmup_loss=None if metrics.warmup is None else metrics.warmup.loss,
         ended=None if metrics.end is None else metrics.end.reason,
-        finished=(run.path / FINAL).exists(),
+        finished=is_finished(run.path),
         model_epoch=None if model is None else model.epoch,
         model_combination=metrics.combination,
         model_train_loss=None if trained is None else trained.loss,

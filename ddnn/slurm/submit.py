@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from ddnn.distributed.mpirun import IGNORING_SIGUSR1, MPI_SETTINGS
 from ddnn.recipe.load import dump_recipe, load_recipe
-from ddnn.recipe.schema import Recipe
+from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.slurm import Seeds, SlurmOptions
 from ddnn.slurm.cluster import ClusterConfig, Placement, check_word, load_cluster, parse_time_limit, place
 from ddnn.slurm.job import Job, NoAnswerError, SbatchError, read_job, sbatch, slurm_state, write_job
@@ -102,7 +102,11 @@ def submit_seeds(
     """Submits the training of a recipe with each of these seeds, as one array: task N trains seed N in RUN_DIR-seedN,
     by a script of its own there, so that it can also be submitted alone. Those that a resume finds finished are not
     submitted. Otherwise as `submit`."""
-    over = [seed for seed in seeds.numbers if resume != "no" and (seeds.run_dir(run_dir, seed) / files.FINAL).exists()]
+    over = [
+        seed
+        for seed in seeds.numbers
+        if resume != "no" and _is_over(recipe_path, seeds.run_dir(run_dir, seed), (*settings, f"seed={seed}"))
+    ]
     finished = "".join(f"\nseed {seed} has finished: {seeds.run_dir(run_dir, seed)}" for seed in over)
     seeds = replace(seeds, numbers=tuple(seed for seed in seeds.numbers if seed not in over))
     if not seeds.numbers:
@@ -132,6 +136,17 @@ def submit_seeds(
     return Submitted(number, "\n".join([title, *lines, follow, end]) + finished)
 
 
+def _is_over(recipe_path: Path, run_dir: Path, settings: Sequence[str]) -> bool:
+    """Whether a training has finished, and is not asked for more epochs."""
+    if not files.is_finished(run_dir) or not (run_dir / files.RECIPE).is_file():
+        return files.is_finished(run_dir)
+    from ddnn.training.start import makes_longer
+
+    trusted = not files.is_of_run_dir(recipe_path, run_dir)
+    recipe = load_recipe(recipe_path, settings, trusted=trusted, may_be_gone=("init.model",))
+    return not makes_longer(recipe, run_dir, settings)
+
+
 def _plan(
     kind: Kind, recipe_path: Path, run_dir: Path, settings: Sequence[str], workers: int | None, device: str,
     options: SlurmOptions, resume: Resume, array_of: Path | None = None,
@@ -144,6 +159,10 @@ def _plan(
     recipe = load_recipe(recipe_path, settings, trusted=trusted)
     placement = place(cluster, workers, recipe.parallel.workers, recipe.parallel.oversubscribe_gpus)
     recipe = load_recipe(recipe_path, (*settings, f"parallel.workers={placement.workers}"), trusted=trusted)
+    if isinstance(recipe.init, TrainedModelConfig):
+        from ddnn.training.initial_model import with_initial_model
+
+        recipe, _ = with_initial_model(recipe, run_dir if resume != "no" else None)
     run_dir = Path(os.path.abspath(run_dir))  # noqa: PTH100 (resolve() would follow links, which may be meant)
     if device == "auto":
         device = "cuda" if placement.gpus_per_node else "cpu"
@@ -233,9 +252,10 @@ def _command(kind: Kind, run_dir: Path, recipe: Recipe, device: str, interpreter
 def _check_resume(run_dir: Path, recipe: Recipe) -> None:
     """Checks a run dir that is to be resumed, so that nothing is refused by the job hours later."""
     from ddnn.training.resume import check_same_recipe, read_metadata
+    from ddnn.training.start import makes_longer
 
     check_run_dir(run_dir, resume=True)
-    if (run_dir / files.FINAL).exists():
+    if files.is_finished(run_dir) and not ((run_dir / files.RECIPE).is_file() and makes_longer(recipe, run_dir, ())):
         raise UserError("this training has finished", location=run_dir, hint="name another --run-dir")
     problems: list[str] = []
     found = peek_checkpoint(path := run_dir / files.CHECKPOINTS, problems.append)

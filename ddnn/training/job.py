@@ -103,7 +103,7 @@ def run_training(
         job.run.set_status(epoch=trainer.progress.epoch)
         end = trainer.end_row()
         job.run.record(end)
-        job.run.finish(model.to(torch.device("cpu")))
+        job.run.finish(model.to(torch.device("cpu")), keep_checkpoint=trainer.may_be_longer)
         job.comm.barrier()  # no worker ends before the model is written
         log.info("finished: %s, %s", run_dir / FINAL, end.summary)
 

@@ -104,6 +104,10 @@ class RbmTrainer:
     def finished(self) -> bool:
         return self.progress.epoch >= self.num_epochs
 
+    @property
+    def may_be_longer(self) -> bool:
+        return False
+
     def step(self, visible: Tensor) -> None:
         """One minibatch of CD-1. Where other workers train on, a worker whose RBM is not finite waits for theirs."""
         try:

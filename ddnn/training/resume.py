@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
-from ddnn.recipe.load import changed_keys, describe_changes, get_value, recorded_values
+from ddnn.recipe.load import changed_keys, describe_changes, get_value, is_longer, recorded_values, why_not_longer
 from ddnn.recipe.schema import Recipe
 from ddnn.recipe.source import SourceValue, first_error
 from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
@@ -100,10 +100,16 @@ def check_same_recipe(before: str, recipe: Recipe, location: Path, precision: st
     changed = changed_keys(old, recipe)
     if "precision" in changed and changed["precision"][0] == precision:
         del changed["precision"]
-    refused = {key: values for key, values in changed.items() if not RESUMABLE.fullmatch(key)}
+    refused = {
+        key: values
+        for key, values in changed.items()
+        if not (RESUMABLE.fullmatch(key) or is_longer(recipe, key, *values))
+    }
     if refused:
         message = f"the recipe is not the one that the checkpoint was made by: {describe_changes(refused)}"
-        hint = "resume with the run dir's own recipe.yaml, or start in another run dir"
+        hint = (
+            f"{why_not_longer(recipe, refused)}resume with the run dir's own recipe.yaml, or start in another run dir"
+        )
         raise RecipeError(message, location=location, hint=hint)
     for key, (now, then) in changed.items():
         log.info("%s is now %s; was %s", key, now, then)

@@ -202,9 +202,10 @@ class RunDir:
         else:
             self._tolerate_full_disk(lambda: save_model(self.path / BEST, model))
 
-    def finish(self, model: AcousticModel) -> None:
+    def finish(self, model: AcousticModel, *, keep_checkpoint: bool = False) -> None:
         """Writes the trained model (of a pretraining: all RBMs as hidden layers) and all rows of metrics.jsonl, and
-        removes what only a resume needs. On a full disk room is made: for the model by what a resume does not need,
+        removes what only a resume needs; with `keep_checkpoint` the newest checkpoint stays, from which the training
+        can be made longer. On a full disk room is made: for the model by what a resume does not need,
         which is all checkpoints but the newest and the network of an earlier epoch; then for the rows by all that the
         model supersedes. UserError if there still is no room."""
         result = self.path / (FINAL if self.kind == "training" else DBN)
@@ -216,7 +217,7 @@ class RunDir:
         hint = f"the model is complete in {result.name}; the newest rows of {run_status.METRICS} are lost"
         with self._errors_say(lambda error: hint):
             self._twice(self._metrics.flush, self._remove_superseded)
-        self._remove_superseded()
+        self._remove_superseded(keep=checkpoint.number if keep_checkpoint and checkpoint is not None else None)
         if self._parent is None:
             self.set_status(state="finished", minibatch=0)
 
@@ -240,11 +241,11 @@ class RunDir:
             make_room()
             write()
 
-    def _remove_superseded(self) -> None:
-        """What nobody needs once the model is written."""
+    def _remove_superseded(self, keep: int | None = None) -> None:
+        """What nobody needs once the model is written; the checkpoint `keep` stays."""
         with suppress(OSError):
             (self.path / BEST).unlink(missing_ok=True)
-        remove_checkpoints(self.path / CHECKPOINTS)
+        remove_checkpoints(self.path / CHECKPOINTS, keep)
 
     def _make_room(self, data: bytes, checkpoint: CheckpointSummary | None) -> None:
         """Removes what is superseded by the newest checkpoint and by the trained model, whose file is `data`."""
@@ -318,7 +319,7 @@ class NullRunDir(RunDir):
     def flush(self) -> None: ...
     def truncate_after(self, epoch: int, rbm: int | None = None) -> None: ...
     def save_best(self, model: AcousticModel | None) -> None: ...
-    def finish(self, model: AcousticModel) -> None: ...
+    def finish(self, model: AcousticModel, *, keep_checkpoint: bool = False) -> None: ...
     def close(self, error: BaseException | None = None, message: str | None = None) -> None: ...
 
     def pretraining(self, recipe: str) -> RunDir:

@@ -124,6 +124,16 @@ def newest_checkpoint(run_dir: Path) -> object:
     return found if found != [(0, []), (0, [])] else None
 
 
+def is_finished(run_dir: Path) -> bool:
+    """Whether a training has written its model, and has not been made longer since (`schedule.max_epochs`): until that
+    has ended, the model of before stays."""
+    status = None
+    with suppress(DataError):
+        status = read_run_status(run_dir)
+    longer = status is not None and status.state != "finished" and any((run_dir / CHECKPOINTS).glob("[0-9]*"))
+    return (run_dir / FINAL).exists() and not longer
+
+
 def resume_command(run_dir: Path, kind: Kind = "training") -> str:
     """With --allow-pipes where the run has been allowed shell commands: its recipe alone does not allow them again."""
     path, recipe = (printable(shlex.quote(str(name)), "") for name in (run_dir, run_dir / RECIPE))

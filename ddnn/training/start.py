@@ -8,9 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from ddnn.distributed.launcher import NoRun, run_distributed
-from ddnn.recipe.load import as_begun, changed_keys, describe_changes, dump_recipe, load_recipe, recorded_values
+from ddnn.recipe.load import (
+    as_begun,
+    changed_keys,
+    describe_changes,
+    dump_recipe,
+    is_longer,
+    load_recipe,
+    recorded_values,
+    why_not_longer,
+)
 from ddnn.recipe.schema import Recipe
 from ddnn.training import run_status
+from ddnn.training.checkpoint_manifest import peek_checkpoint
+from ddnn.training.metrics import read_metrics
 from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
 from ddnn.util.errors import RecipeError, UserError
 from ddnn.util.files import is_locked
@@ -28,8 +39,8 @@ def start_training(
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
     started = resume != "no" and ((location / FINAL).exists() or run_status.newest_checkpoint(location) is not None)
     loaded = load_recipe(recipe, settings, trusted=trusted, may_be_gone=("init.model",) if started else ())
-    if resume != "no" and (location / FINAL).exists():
-        _check_finished_by(loaded, location, settings)
+    finished = resume != "no" and run_status.is_finished(location)
+    if finished and not makes_longer(loaded, location, settings):
         return f"{location}: this training has finished: {location / FINAL}"
     # A run dir in which another training has begun is refused by the first attempt, or by one that follows its death.
     begun = any((location / name).exists() for name in (METRICS, BEST, FINAL, CHECKPOINTS))
@@ -43,7 +54,7 @@ def start_training(
     def restart_arguments() -> list[str]:
         if begun and resume == "no":
             return arguments
-        if (location / RECIPE).is_file():  # resolved; the other file may have been edited meanwhile
+        if (location / RECIPE).is_file() and not finished:  # resolved; the other file may have been edited meanwhile
             pipes = ["--allow-pipes"] * loaded.data.allow_pipes  # the user's word, which that file's is not
             return worker_argv("train", location / RECIPE, location, (), device, "--resume=auto", *pipes)
         return worker_argv("train", recipe, location, settings, device, "--resume=auto")
@@ -59,8 +70,9 @@ def start_training(
     return None
 
 
-def _check_finished_by(recipe: Recipe, location: Path, settings: Sequence[str]) -> None:
-    """RecipeError where a training that has finished was not by this recipe: what was asked for would be ignored."""
+def makes_longer(recipe: Recipe, location: Path, settings: Sequence[str]) -> bool:
+    """Whether a training that has finished is to continue by this recipe, as it only asks for more epochs; False where
+    there is nothing to do. RecipeError: it was not by this recipe, or cannot continue."""
     if not (location / RECIPE).is_file():
         raise UserError(f"there is a {FINAL}, but no {RECIPE}: nothing to resume", location=location)
     before = load_recipe(location / RECIPE, must_exist=False)
@@ -69,10 +81,25 @@ def _check_finished_by(recipe: Recipe, location: Path, settings: Sequence[str]) 
         update = {"workers": before.parallel.workers}  # no number was asked for
         recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=update)})
     changed = changed_keys(recorded_values(dump_recipe(before)), recipe)
-    if changed:
+    longer = [key for key, values in changed.items() if is_longer(recipe, key, *values)]
+    if not changed:
+        return False
+    from ddnn.training.resume import RESUMABLE  # needs torch
+
+    if not longer or not all(key in longer or RESUMABLE.fullmatch(key) for key in changed):
         message = f"this training has finished, by another recipe: {describe_changes(changed)}"
-        hint = "nothing would be done: leave out what differs, or train in another run dir"
-        raise RecipeError(message, location=location, hint=hint)
+        hint = f"{why_not_longer(recipe, {*changed} - {*longer})}nothing would be done: leave out what differs, "
+        raise RecipeError(message, location=location, hint=f"{hint}or train in another run dir")
+    hint = f"to train its network further, start another training from it: init.model={location}"
+    problems = list[str]()
+    if peek_checkpoint(location / CHECKPOINTS, problems.append) is not None:
+        return True
+    end = read_metrics(location / METRICS).end if (location / METRICS).is_file() else None
+    if end is not None and end.reason == "converged":
+        message = f"this training has converged ({end.detail}): {longer[0]} would change nothing"
+    else:
+        message = "there is no checkpoint to continue from" + "".join(f"; {problem}" for problem in problems)
+    raise RecipeError(message, location=location, hint=hint)
 
 
 def start_pretraining(

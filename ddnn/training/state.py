@@ -88,6 +88,10 @@ class Checkpointable(Protocol):
     def finished(self) -> bool:
         """No epoch follows."""
 
+    @property
+    def may_be_longer(self) -> bool:
+        """None follows, but only because the recipe asks for no more."""
+
     def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
         """Metadata, global tensors and those of this rank; DivergedError where they must not be saved."""
 
@@ -129,9 +133,12 @@ class CheckpointPolicy:
             self._save(trainer)
 
     def after_epoch(self, trainer: Checkpointable) -> None:
-        """Saves, unless the training has ended; raises as `_save`."""
+        """Saves, unless nothing can follow; raises as `_save`. A training that has ended is not stopped any more."""
         if not trainer.finished:
             trainer.averager.sync_requests()
+            self._save(trainer)
+        elif trainer.may_be_longer:
+            trainer.averager.requested = Request.NONE
             self._save(trainer)
 
     def _request(self) -> Request:

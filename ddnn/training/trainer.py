@@ -89,6 +89,10 @@ class Trainer:
         return self.schedule.finished
 
     @property
+    def may_be_longer(self) -> bool:
+        return self.schedule.may_be_longer
+
+    @property
     def hint(self) -> str:
         """What to do where the training has diverged."""
         return learning_rate_hint(self.schedule.initial_lr, self.minibatch_size, self.averager.lr_scale)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -413,8 +414,14 @@ def test_where_a_training_is_resumed(run: Path, run_cli: RunCli) -> None:
     )
     told = run_cli("info", run).stdout
     assert "number 42: after epoch 3" in told and f"train {run} --resume" in told
-    (run / "final.safetensors").write_bytes(b"")
-    assert (read_status(run).checkpoint, read_status(run).resume_command) == (None, None)
+    (run / "final.safetensors").write_bytes(b"")  # while it is made longer
+    assert read_status(run).checkpoint is not None and read_status(run).state != "finished"
+    shutil.rmtree(run / "checkpoints")
+    assert (read_status(run).state, read_status(run).checkpoint, read_status(run).resume_command) == (
+        "finished",
+        None,
+        None,
+    )
 
 
 def test_resuming_without_a_checkpoint(run: Path) -> None:

@@ -246,7 +246,7 @@ def test_a_resume_needs_the_first_network_no_more(first: Job, tmp_path: Path, ru
     assert_refused(result, "init.model: ", "does not exist")
 
 
-def stop_after(epochs: int, recipe: Any, run: Path) -> None:
+def stop_after(epochs: int, recipe: Any, run: Path, *, resume: bool = False) -> None:
     """A training that is interrupted after so many epochs, with a checkpoint."""
     from ddnn.distributed.signals import TrainingInterrupted
     from ddnn.training.job import run_training
@@ -261,7 +261,7 @@ def stop_after(epochs: int, recipe: Any, run: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainingInterrupted):
         patch.setattr(CheckpointPolicy, "after_epoch", stopping)
-        run_training(recipe, run, "cpu")
+        run_training(recipe, run, "cpu", resume=resume)
 
 
 def test_pretrained_layers_may_be_frozen(first: Job, tmp_path: Path, run_cli: RunCli) -> None:
