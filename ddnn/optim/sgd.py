@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ddnn.nn.layers import Layer, Views
@@ -19,6 +20,7 @@ class SgdOptions:
 
     momentum: float = 0.0  # share of the last step's gradient that is kept, 0 to under 1
     l2: float = 0.0  # weight decay, per frame, before it is multiplied by the learning rate
+    max_gradient_norm: float = 0.0  # of the gradient per frame; a longer one is scaled down to it. 0: never
 
     def num_bytes(self, layers: Sequence[Layer], minibatch: int) -> int:
         """What the optimizer takes of memory besides gradient and momentum, at most."""
@@ -46,7 +48,7 @@ class Sgd:
     def __init__(self, network: Network, options: SgdOptions | None = None) -> None:
         options = options or SgdOptions()
         self.network = network
-        self.momentum, self.l2 = options.momentum, options.l2
+        self.momentum, self.l2, self.max_gradient_norm = options.momentum, options.l2, options.max_gradient_norm
         self.included_lr_scale = 1.0
         self.gradient = network.parameters.new_zeros(network.parameters.shape)
         self.momentum_buffer = self.gradient.clone() if self.momentum else self.gradient
@@ -112,7 +114,7 @@ class Sgd:
 
     def updates_by_layer(self, workspace: Workspace) -> bool:
         """Whether each layer is updated right after its gradient was computed, while that is in the cache."""
-        return workspace.arithmetic.updates_by_layer and not self.momentum
+        return workspace.arithmetic.updates_by_layer and not self.momentum and not self.max_gradient_norm
 
     def update_layer(self, i: int, workspace: Workspace, lr: float, factor: float = 1.0) -> None:
         """The update of layer `i` from workspace.layer_gradients[i], times `factor`, of its parameters and the copy of
@@ -126,6 +128,9 @@ class Sgd:
 
     def update(self, lr: float, frames: int) -> None:
         """The update of all layers from `gradient`, summed over `frames` frames."""
+        if self.max_gradient_norm:  # waits for no GPU; a gradient that is not finite becomes NaN
+            norm = torch.linalg.vector_norm(self.gradient)
+            self.gradient.mul_((self.max_gradient_norm * frames / norm).clamp_(max=1.0))
         for gradient, coef in self._scaled:
             gradient.mul_(coef)
         if self.momentum:

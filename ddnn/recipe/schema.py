@@ -174,6 +174,9 @@ class SgdConfig(MomentumConfig):
 
     name: Literal["sgd"] = "sgd"
     """`sgd`: plain stochastic gradient descent. `ng-sgd`: natural-gradient SGD."""
+    max_gradient_norm: NotNegative = 0.0
+    """Gradient clipping: the largest Euclidean norm, over all layers, of the gradient per frame (the sum over the
+    minibatch divided by its frames). A longer gradient is scaled down to it, before momentum. 0: never."""
 
 
 class NgSgdConfig(MomentumConfig):

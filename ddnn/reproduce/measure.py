@@ -14,10 +14,19 @@ from pathlib import Path
 from statistics import fmean
 
 from ddnn.decoding.word_errors import speaker_numbers
+from ddnn.recipe.keys import keys
 from ddnn.recipe.schema import Recipe
 from ddnn.report.measured import read_measured
 from ddnn.report.runs import read_run
-from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors, write_record
+from ddnn.reproduce.runs import (
+    ADDED_KEYS,
+    FrameMetrics,
+    MeasuredEpoch,
+    RunRecord,
+    TimeBreakdown,
+    WordErrors,
+    write_record,
+)
 from ddnn.reproduce.tables import FrozenModel, TestSet, test_digest
 from ddnn.training.metrics import EpochRow, Metrics
 from ddnn.util.errors import DataError, UserError
@@ -110,7 +119,13 @@ def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
 
 
 def _settings(recipe: Recipe | None) -> str:
-    return "" if recipe is None else ", ".join(f"{key} {value}" for key, value in recipe.optimizer)
+    """As in the records of before a key was added, where it has its default."""
+    if recipe is None:
+        return ""
+    neutral = {
+        key: keys()[f"optimizer.{key}"].default for key, _ in recipe.optimizer if f"optimizer.{key}" in ADDED_KEYS
+    }
+    return ", ".join(f"{key} {value}" for key, value in recipe.optimizer if (key, value) not in neutral.items())
 
 
 def _joined(values: Iterable[str]) -> str:

@@ -35,7 +35,7 @@ NON_RESULT_KEYS = (
 ADDED_KEYS = frozenset(
     {
         *("minibatch_scope", "data.transforms", "data.cv.transforms", "data.cv.by", "data.cv.utterances"),
-        *("schedule.average_last", "schedule.moving_average_epochs"),
+        *("schedule.average_last", "schedule.moving_average_epochs", "optimizer.max_gradient_norm"),
     }
 )
 """Keys that were added after runs had been recorded, with defaults that change nothing. At their defaults they are left

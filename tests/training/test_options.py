@@ -77,7 +77,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize(
     ("section", "given"),
     [
-        (SgdConfig, {"momentum", "l2"}),
+        (SgdConfig, {"momentum", "l2", "max_gradient_norm"}),
         (NgSgdConfig, {*NG_SGD}),
         (NewbobConfig, {*NEWBOB, *COMBINATION}),
         (ExponentialConfig, {*EXPONENTIAL, *COMBINATION}),
@@ -96,9 +96,11 @@ def test_every_key_of_a_section_is_given_here(section: type[Section], given: set
 
 
 def test_options_of_optimizers() -> None:
-    assert optimizer_options(make_optimizer_config(momentum=0.5, l2=1e-3)) == SgdOptions(0.5, 1e-3)
+    assert optimizer_options(make_optimizer_config(momentum=0.5, l2=1e-3, max_gradient_norm=2.0)) == SgdOptions(
+        0.5, 1e-3, 2.0
+    )
     options = optimizer_options(make_optimizer_config("ng-sgd", **NG_SGD))
-    assert options == NgSgdOptions(0.5, 1e-3, 3, 2, 3.0, 500.0, 2, 0.01, "unscaled")
+    assert options == NgSgdOptions(0.5, 1e-3, 0.0, 3, 2, 3.0, 500.0, 2, 0.01, "unscaled")
     optimizer = make_optimizer(options, toy_model().network)
     assert isinstance(optimizer, NgSgd) and (optimizer.momentum, optimizer.l2) == (0.5, 1e-3)
     ranks = [3] * 3 + [2] * 3
