@@ -39,6 +39,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sgd-half": {**SGD, "schedule.initial_learning_rate": 0.001},
     **{name: {"parallel.strategy": name} for name in ("butterfly", "ring", "hopping-ring")},
     "bmuf": BMUF,
+    "half-decay": {"schedule.final_learning_rate": 0.16},
+    "combined": {
+        "schedule.final_learning_rate": 0.16,
+        "schedule.average_last": 4,
+        "schedule.moving_average_epochs": 1,
+    },
     "overlap": {"parallel.overlap": True},
     "bf16-exchange": {"parallel.comm_dtype": "bfloat16"},
     "each-worker": {"optimizer.max_change_scope": "local"},
