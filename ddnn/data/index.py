@@ -325,7 +325,9 @@ def hold_out_fraction(
             if len(held_out) < len(names) - 1 and abs(frames + sizes[name] - wanted) < abs(frames - wanted):
                 held_out.append(name)
                 frames += sizes[name]
-        held_out = held_out or [min(drawn, key=sizes.__getitem__)]
+        if not held_out:  # all have too many frames, in any order
+            best = [min(drawn, key=sizes.__getitem__)]
+            break
         off = abs(sum(sizes[name] for name in held_out) - wanted)
         if off < closest:
             best, closest = held_out, off
