@@ -31,10 +31,11 @@ CPU = torch.device("cpu")
 
 
 def load_trained(path: Path, features: FeatureConfig) -> AcousticModel:
-    """The network of a run dir, or of a directory of nnet1 files, which do not say which `features` the network reads."""
+    """The network of a run dir, or of a directory of nnet1 files; `features`: what it reads where these do not say it."""
     if (path / FINAL).exists() or (path / RECIPE).exists():
         return load_run(path)
-    return read_nnet1_dir(path, features)
+    known = features.transforms is None and any((path / name).is_file() for name in ("cmvn_opts", "delta_opts"))
+    return read_nnet1_dir(path, None if known else features)
 
 
 def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Recipe, AcousticModel | None]:

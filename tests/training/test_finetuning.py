@@ -183,6 +183,21 @@ def test_feature_transforms_that_differ(first: Job, tmp_path: Path, run_cli: Run
     assert_refused(result, "differ", "remove the one that the network was not trained with")
 
 
+def test_cmvn_of_a_kaldi_network(first: Job, tmp_path: Path, run_cli: RunCli) -> None:
+    """Where the directory says it, and where only the recipe can."""
+    model = shutil.copytree(first.root / "nnet1", tmp_path / "nnet1")
+    for name in ("cmvn_opts", "delta_opts"):
+        (model / name).unlink(missing_ok=True)
+    recipe = recipe_from(first, tmp_path, model)
+    assert "  cmvn: mean\n" in run_cli("train", recipe, "--dry-run", "--set", "data.cmvn=mean").stdout
+    (model / "cmvn_opts").write_text("--norm-means=true --norm-vars=true\n")
+    assert "  cmvn: mean-variance\n" in run_cli("train", recipe, "--dry-run").stdout
+    result = run_cli("train", recipe, "--dry-run", "--set", "data.cmvn=mean")
+    assert_refused(
+        result, "data.cmvn: the text 'mean' found, but the network of init.model has the text 'mean-variance'"
+    )
+
+
 @pytest.mark.parametrize(
     ("offsets", "layers", "said"),
     [
