@@ -580,4 +580,9 @@ def test_other_names_lead_to_keys() -> None:
 
 def test_keys_of_another_optimizer_are_refused_and_not_dumped(folder: Path) -> None:
     assert "optimizer.alpha: never read by sgd, only by ng-sgd" in one_problem(folder, DATA, "optimizer.alpha=4")
-    assert list(yaml.safe_load(dump_recipe(load(folder, DATA)))["optimizer"]) == ["name", "momentum", "l2"]
+    assert list(yaml.safe_load(dump_recipe(load(folder, DATA)))["optimizer"]) == [
+        "name",
+        "momentum",
+        "l2",
+        "max_gradient_norm",
+    ]
