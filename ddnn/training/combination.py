@@ -152,7 +152,8 @@ class MovingAverage(Combination):
         self.weight, self._minibatches = self.kept_weight, 0
 
     def candidates(self) -> Iterator[tuple[str, Tensor]]:
-        yield f"moving average over about {self.epochs:g} epoch(s)", self.kept
+        unit = "epoch" if self.epochs == 1 else "epochs"
+        yield f"moving average over about {self.epochs:g} {unit}", self.kept
 
     def state_dict(self, *, shared: bool) -> dict[str, Tensor]:
         if shared:

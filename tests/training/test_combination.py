@@ -155,7 +155,7 @@ def test_a_rejected_epoch_leaves_no_trace() -> None:
     generator.set_state(state)
     epoch(3, accepted=True)
     found = dict(again.combination.candidates())
-    assert list(found) == ["mean of epochs 1 and 3", "moving average over about 0.7 epoch(s)"]
+    assert list(found) == ["mean of epochs 1 and 3", "moving average over about 0.7 epochs"]
     for one, other in zip(found.values(), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
@@ -182,7 +182,7 @@ def test_a_worker_whose_model_was_not_finite_does_not_spoil_the_moving_average()
 
 CHOICES = {
     "the better mean": ([1.3, 1.1, 1.4], "mean of epochs 1 to 3", 1.1),
-    "the moving average": ([1.3, 1.1, 1.05], "moving average over about 0.7 epoch(s)", 1.05),
+    "the moving average": ([1.3, 1.1, 1.05], "moving average over about 0.7 epochs", 1.05),
     "as good": ([1.2, 1.5, 1.5], "mean of epochs 2 and 3", 1.2),
     "none is as good": ([1.2001, 1.5, math.nan], "", 1.2),
 }
