@@ -148,7 +148,8 @@ class EpochRow(_Figures):
     accepted: bool = True  # False if the schedule rejected the epoch and returned to the best parameters
 
     def as_text(self) -> str:
-        return self._text(self.split) + ("" if self.accepted else "  rejected")
+        rejected = self.split == "cv" and not self.accepted
+        return self._text(self.split) + "  rejected: back to the last accepted epoch" * rejected
 
 
 def format_figures(row: EpochRow | None, model: str = "") -> str:
