@@ -46,7 +46,10 @@ def status(run_dir: Path, follow: bool, json_: bool) -> None:
 @option("--pdfs", type=int, default=160, help="Senones.")
 @option("--seed", type=int, default=1, help="Same seed: the same corpus.")
 def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed: int) -> None:
-    """Write a synthetic corpus in Kaldi's formats."""
+    """Write a synthetic corpus in Kaldi's formats.
+
+    Paths in feats.scp are relative to its folder, so that the corpus can be moved: run Kaldi's tools in that folder.
+    """
     from ddnn.synth.corpus import SynthOptions, synthesize
     from ddnn.util.progress import frame_counter
 

@@ -132,7 +132,8 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: C
         if replicated_dbn(job, job.run) is None:
             train_dbn(job, job.run, job.comm)
         job.comm.barrier()
-        log.info("finished: %s", run_dir / DBN)
+        unread = " --set pretrain.epochs=null" * (recipe.pretrain.epochs is not None)
+        log.info("finished: %s; to train on it: --set pretrain.dbn=%s%s", run_dir / DBN, run_dir, unread)
 
 
 @contextmanager
