@@ -104,6 +104,14 @@ def test_an_archive_of_which_a_reader_has_seen_enough(job: Job, tmp_path: Path, 
     assert not re.search(b"error|Traceback|Exception|Broken", done.stderr), done.stderr
 
 
+@pytest.mark.parametrize("redirect", [">&-", "<&- >&-"])
+def test_an_archive_is_not_written_to_a_closed_output(job: Job, redirect: str) -> None:
+    done = ddnn(*words_of("decode-prep {run} --data {data} --out -", job), redirect=redirect)
+    assert done.returncode == 2 and "standard output is closed\n  location: --out -" in done.stderr, done.stderr
+    assert "utterances," not in done.stderr
+    assert ddnn(*words_of("decode-prep {run} --data {data} --out -", job), redirect="> /dev/null").returncode == 0
+
+
 @pytest.mark.parametrize("text", ["info {data}", "info {data}/nothing"])
 def test_messages_that_nobody_can_be_told_do_not_change_the_code(job: Job, text: str) -> None:
     found = {}

@@ -292,9 +292,9 @@ def compare_wer(text: Path, first: Path, second: Path, utt2spk: Path | None, jso
 @argument("run_dir", type=PATH)
 @option("--format", type=Choice(["nnet1"]), default="nnet1", show_default=False, expose_value=False,
         help="Only nnet1 so far.")  # fmt: skip
-@option("--out", type=PATH, required=True, help="Folder for final.nnet and feature_transform.nnet.")
+@option("--out", type=PATH, required=True, help="Folder for final.nnet and its feature transform.")
 def export(run_dir: Path, out: Path) -> None:
-    """Write a trained network as Kaldi nnet1 files."""
+    """Write a trained network as Kaldi nnet1 files, as steps/nnet/decode.sh reads them beside a final.mdl."""
     from ddnn.decoding.prepare import export_nnet1
 
     export_nnet1(run_dir, out)

@@ -27,6 +27,7 @@ from ddnn.kaldi.archive import write_matrices, write_records
 from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
 from ddnn.kaldi.transforms import NNET_OPTIONS
 from ddnn.nn.acoustic_model import (
+    NNET1_FRONTS,
     AcousticModel,
     from_nnet1,
     model_config,
@@ -43,6 +44,7 @@ from ddnn.training.run_dir import load_run
 from ddnn.training.run_status import FINAL, PDF_COUNTS, check_run_dir
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited, write_text
+from ddnn.util.process import closed_at_start
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
 from ddnn.util.text import binary_output, environment, plural
@@ -266,6 +268,8 @@ def _lower_layers(model: AcousticModel, layer: int) -> AcousticModel:
 def _check_free_output(out: Path, scp: str, kind: Kind, beside: Mapping[str, bytes]) -> None:
     """UserError where the output is there already, in part or from another model, or would fill a terminal."""
     if str(out) == "-":
+        if "stdout" in closed_at_start:
+            raise UserError("standard output is closed", location="--out -", hint="redirect it, or name a folder")
         if sys.stdout.isatty():
             hint = "pipe it into a program or redirect it into a file, or name a folder"
             raise UserError("standard output is a terminal, which shows no archives", location="--out -", hint=hint)
@@ -293,24 +297,25 @@ def _with_files(
 
 
 def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
-    """Writes a run as Kaldi's nnet-forward reads it to `out`: `final.nnet` and `feature_transform.nnet` (binary), and
-    `ali_train_pdf.counts` where the run has it. What these files cannot hold, CMVN, deltas and transforms, the log
-    names: Kaldi's tools are to go first."""
+    """Writes a run to `out` as Kaldi's nnet-forward and steps/nnet/decode.sh read it: `final.nnet`, the feature
+    transform as `feature_transform.nnet` and `final.feature_transform` (binary), and `ali_train_pdf.counts` where the run
+    has it. What these files cannot hold, CMVN, deltas and transforms, the log names: Kaldi's tools are to go first."""
     model = load_run(run_dir)
     network, front = to_nnet1(model)
     ensure_directory(out)
-    paths = [out / "final.nnet", out / "feature_transform.nnet"]
+    paths = [out / "final.nnet", *(out / name for name in NNET1_FRONTS)]
     for path in paths:
         if path.exists():
             raise UserError("the file exists already", location=path, hint="name another --out, or remove it")
     if (run_dir / PDF_COUNTS).exists() and not (out / PDF_COUNTS).exists():
         write_pdf_counts(out / PDF_COUNTS, read_pdf_counts(run_dir / PDF_COUNTS))
-    write_nnet1(paths[0], network)
-    try:
-        write_nnet1(paths[1], front)
-    except UserError:
-        paths[0].unlink(missing_ok=True)
-        raise
+    for n, path in enumerate(paths):
+        try:
+            write_nnet1(path, front if n else network)
+        except UserError:
+            for written in paths[:n]:
+                written.unlink(missing_ok=True)
+            raise
     log.info("%s", ", ".join(str(path) for path in paths))
     options = {"cmvn_opts": NNET_OPTIONS.get(model.features.cmvn, "")}
     options["delta_opts"] = f"--delta-order={model.features.deltas}" if model.features.deltas else ""

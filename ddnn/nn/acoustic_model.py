@@ -24,6 +24,8 @@ from ddnn.nn.network import Network
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write
 
+NNET1_FRONTS = ("feature_transform.nnet", "final.feature_transform")
+"""A directory's feature transform as nnet1: the first name is ddnn's, the second is where Kaldi's scripts look for it."""
 FORMAT = 2  # Of a stored model. Format 1, whose layers were all affine, is read too.
 
 
@@ -217,7 +219,7 @@ def read_nnet1_dir(path: Path, features: FeatureConfig | None = None) -> Acousti
     that of `final.mdl`, where there is one. `features`: CMVN, deltas and transforms; as `cmvn_opts` and `delta_opts` say
     where None. DataError: there is no network, or
     more than one to choose from; and as `from_nnet1`."""
-    fronts = [path / name for name in ("feature_transform.nnet", "final.feature_transform") if (path / name).exists()]
+    fronts = [path / name for name in NNET1_FRONTS if (path / name).exists()]
     networks = sorted(set(path.glob("*.nnet")) - set(fronts))
     final = path / "final.nnet" if (path / "final.nnet").exists() else networks[0] if len(networks) == 1 else None
     if final is None:

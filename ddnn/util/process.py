@@ -59,6 +59,10 @@ def end_with_parent(number: signal.Signals, parent: int | None = None) -> Callab
     return request_death_signal
 
 
+closed_at_start: set[str] = set()
+"""Those of stdin, stdout and stderr that `open_missing_streams` found closed."""
+
+
 def open_missing_streams() -> None:
     """Opens those of stdin, stdout and stderr that are closed, as daemons leave them: what is written to them is lost,
     and no other file gets their number, into which a child process would then write its messages."""
@@ -66,6 +70,7 @@ def open_missing_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
+            closed_at_start.add(name)
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the smallest number that is free: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (a descriptor, never closed)

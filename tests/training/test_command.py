@@ -53,7 +53,7 @@ def test_a_run_dir_holds_everything(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     metrics = train(recipe, run)
     assert {p.name for p in run.iterdir()} == {
-        "recipe.yaml", "train.log", "status.json", "metrics.jsonl", "final.safetensors", "ali_train_pdf.counts", "cv_utterances",
+        "recipe.yaml", "train.log", "status.json", "metrics.jsonl", "final.safetensors", "ali_train_pdf.counts", "cv_utterances", "checkpoints",
     }  # fmt: skip
     assert [(m["epoch"], m["split"]) for m in metrics] == [
         (0, "cv"), (1, "train"), (1, "cv"), (2, "train"), (2, "cv"), (3, "train"), (3, "cv"),

@@ -176,7 +176,9 @@ def test_directories_without_a_network(first: Job, tmp_path: Path, run_cli: RunC
 
 def test_feature_transforms_that_differ(first: Job, tmp_path: Path, run_cli: RunCli) -> None:
     model = shutil.copytree(first.root / "nnet1", tmp_path / "nnet1")
-    shutil.copy(model / "feature_transform.nnet", model / "final.feature_transform")
+    for name in ("final.nnet", "final.feature_transform", "ali_train_pdf.counts"):  # for steps/nnet/decode.sh
+        assert (model / name).is_file()
+    assert (model / "feature_transform.nnet").read_bytes() == (model / "final.feature_transform").read_bytes()
     assert run_cli("train", recipe_from(first, tmp_path, model), "--dry-run").exit_code == 0
     (model / "final.feature_transform").write_bytes((model / "final.nnet").read_bytes())
     result = run_cli("train", recipe_from(first, tmp_path, model), "--dry-run")
@@ -310,4 +312,6 @@ def test_a_kaldi_network_is_trained_further(an4: Path, tmp_path: Path, run_cli: 
     assert result.exit_code == 0, result.stderr
     assert cv_losses(tmp_path / "run")[0] == json.loads(evaluated.stdout)["loss"]
     assert run_cli("export", tmp_path / "run", "--out", tmp_path / "nnet1").exit_code == 0
-    assert files_in(tmp_path / "nnet1") == {"final.nnet", "feature_transform.nnet", "ali_train_pdf.counts"}
+    assert files_in(tmp_path / "nnet1") == {
+        "final.nnet", "feature_transform.nnet", "final.feature_transform", "ali_train_pdf.counts",
+    }  # fmt: skip
