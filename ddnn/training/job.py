@@ -54,7 +54,7 @@ from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, Kind, newest
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
 from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import Trainer, train
-from ddnn.util.errors import DivergedError, UserError
+from ddnn.util.errors import DivergedError, RecipeError, UserError
 from ddnn.util.progress import only_first_worker_shows
 from ddnn.util.system import check_devices, choose_device, compute_resources, compute_units, device_identity
 from ddnn.util.text import duration, plural, terminal_level
@@ -255,11 +255,13 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     model of `init.model`. Collective."""
     recipe, run, comm = job.recipe, job.run, job.comm
     checkpoints = job.checkpoint_policy(run, comm)
-    loaded = load_latest(checkpoints.store, recipe, comm) if resume else None
+    with run.may_refuse_resume(comm, RecipeError):
+        loaded = load_latest(checkpoints.store, recipe, comm) if resume else None
     if loaded is None:
         run.truncate_after(-1)
     needs_dbn = loaded is None and recipe.init == "rbm" and recipe.pretrain.dbn is None
-    pretraining = run.pretraining(pretraining_recipe(recipe)) if needs_dbn else None
+    with run.may_refuse_resume(comm):
+        pretraining = run.pretraining(pretraining_recipe(recipe)) if needs_dbn else None
     if loaded is None:
         run.write_recipe(job.recipe_text)
     dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
@@ -271,7 +273,8 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     if loaded is None:
         model = initial_model(recipe, data, dbn, trained, comm)
     else:
-        check_same_data(loaded.metadata.data, identity, recipe, loaded.location)
+        with run.may_refuse_resume(comm):
+            check_same_data(loaded.metadata.data, identity, recipe, loaded.location)
         model = loaded.model()
         model.check_features(data.dataset.dim, data.source.parts[0].corpus.data)
         run.truncate_after(loaded.metadata.epoch)

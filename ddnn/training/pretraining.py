@@ -315,7 +315,8 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
     data.require_minibatch("pretrain.minibatch_size", recipe.pretrain.minibatch_size, data.shards)
     handle, identity = checkpoints.store.latest(), data.identity(comm).of("data.train")  # no label is read
     if handle is not None:
-        check_same_data(handle.metadata.get("data"), identity, recipe, handle.path)
+        with run.may_refuse_resume(comm):
+            check_same_data(handle.metadata.get("data"), identity, recipe, handle.path)
     dbn = AcousticModel(model_features(recipe), transform, Network((), torch.zeros(0, device=device)))
     for index in range(num_rbms):
         path = run.path / f"rbm{index + 1}.safetensors"

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.failures import EXIT_BARRIER_TIMEOUT
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.nn.acoustic_model import AcousticModel, encode_model, load_model, save_model
 from ddnn.training import run_status
@@ -67,6 +68,7 @@ class RunDir:
         self.log_interval: float = parent.log_interval if parent is not None else math.inf  # seconds within an epoch
         self._logged: float | None = None  # the last row, or line within an epoch
         self.previous: RunStatus | None = None
+        self._refused = False  # whether this process was to resume what it must leave alone
 
     @classmethod
     def open(
@@ -131,6 +133,22 @@ class RunDir:
         assert fields.keys() <= RunStatus.model_fields.keys(), fields
         self.status = self.status.model_copy(update={**fields, "updated": time.time()})
         self._tolerate_full_disk(lambda: run_status.write_run_status(self.path, self.status, sync=sync))
+
+    @contextmanager
+    def may_refuse_resume(self, comm: Communicator, refusal: type[UserError] = UserError) -> Iterator[None]:
+        """A `refusal` in this block, which is raised on all workers of `comm`, leaves status.json as the training has left
+        it: the run has not failed, and can still be resumed."""
+        try:
+            yield
+        except refusal:
+            (self._parent or self)._restore_status()
+            comm.try_barrier(EXIT_BARRIER_TIMEOUT)  # the error of another worker would end this one before
+            raise
+
+    def _restore_status(self) -> None:
+        if (before := self.previous) is not None:
+            self._refused, self.status = True, before
+            self._tolerate_full_disk(lambda: run_status.write_run_status(self.path, before))
 
     def set_progress(self, epoch: int, minibatch: int, describe: Callable[[], str]) -> None:
         """Says how far the training is, at most every `STATUS_SECONDS`, and logs what `describe` says, which may wait for
@@ -285,10 +303,11 @@ class RunDir:
             stopped = isinstance(error, (SystemExit, KeyboardInterrupt))
             state = "diverged" if isinstance(error, DivergedError) else "interrupted" if stopped else "failed"
             message = message[: run_status.MAX_MESSAGE]
-            self.set_status(
-                state=state, error=run_status.RunError(type=type(error).__name__, message=message, hint=hint)
-            )
-            record = {"msg": f"{state}: {text}", "levelno": logging.ERROR, "levelname": "ERROR"}
+            if not self._refused:
+                found = run_status.RunError(type=type(error).__name__, message=message, hint=hint)
+                self.set_status(state=state, error=found)
+            said = "the resume was refused" if self._refused else state
+            record = {"msg": f"{said}: {text}", "levelno": logging.ERROR, "levelname": "ERROR"}
             self._log.handle(logging.makeLogRecord(record))  # only here: the command line tells the person
         if self._log is not None:
             logging.getLogger("ddnn").removeHandler(self._log)
@@ -311,6 +330,7 @@ class NullRunDir(RunDir):
     """The run directory of the ranks that write nothing."""
 
     def set_status(self, *, sync: bool = True, **fields: Any) -> None: ...
+    def _restore_status(self) -> None: ...
     def set_progress(self, epoch: int, minibatch: int, describe: Callable[[], str]) -> None: ...
     def write_recipe(self, text: str) -> None: ...
     def write_pdf_counts(self, pdf_counts: NDArray[np.float64]) -> None: ...

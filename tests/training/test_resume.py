@@ -357,8 +357,7 @@ def test_what_is_refused_changes_nothing(
     tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe, run = stopped_run(tmp_path, stop_at)
-    said = ("train.log", "status.json")  # tell of the attempt
-    before = {path.name: path.read_bytes() for path in run.glob("*.*") if path.name not in said}
+    before = {path.name: path.read_bytes() for path in run.glob("*.*") if path.name != "train.log"}
     other = recipe_of(tmp_path / "other", "")
     wrong = [
         f"data.train={other.parent / 'data'}",
@@ -370,7 +369,30 @@ def test_what_is_refused_changes_nothing(
     write_pdfs(other.parent / "pdfs.txt", labels)
     with pytest.raises(DataError, match="the data has changed since"):
         run_training(load_recipe(recipe, wrong), run, "cpu", resume=True)
-    assert {path.name: path.read_bytes() for path in run.glob("*.*") if path.name not in said} == before
+    with pytest.raises(RecipeError, match="seed: 2 found"):
+        run_training(load_recipe(recipe, ["seed=2"]), run, "cpu", resume=True)
+    assert {path.name: path.read_bytes() for path in run.glob("*.*") if path.name != "train.log"} == before
+    status = read_status(run)
+    assert (status.state, status.run.phase, status.run.max_epochs) == ("interrupted", "training", 4)  # type: ignore[union-attr]
+    refused = [line for line in (run / "train.log").read_text().splitlines() if "the resume was refused: " in line]
+    assert "the data has changed since" in refused[0] and "seed: 2 found" in refused[1] and len(refused) == 2
+    run_training(load_recipe(recipe), run, "cpu", resume=True)
+    assert read_status(run).state == "finished"
+
+
+def test_a_resume_that_is_refused_while_rbms_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, run = recipe_of(tmp_path, "init: rbm\npretrain: {epochs: [2]}\n"), tmp_path / "run"
+
+    def stop(*arguments: object) -> None:
+        raise TrainingInterrupted("SIGTERM")
+
+    monkeypatch.setattr(job, "pretrain_dbn", stop)
+    with pytest.raises(SystemExit):
+        run_training(load_recipe(recipe), run, "cpu")
+    before = (run / "status.json").read_bytes()
+    with pytest.raises(UserError, match="holds no pretraining with the same data"):
+        run_training(load_recipe(recipe, ["seed=2"]), run, "cpu", resume=True)
+    assert (run / "status.json").read_bytes() == before
 
 
 def test_the_held_out_data_has_changed(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> None:
