@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -70,6 +71,7 @@ def train(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddnn-"))
             path = Path(folder, "recipe.yaml")
             path.write_text(_as_yaml(recipe, indent=1), encoding="utf-8")
+            stack.enter_context(_errors_of_mapping(path))
         else:
             path = Path(recipe)
         location = Path("exp", path.stem) if run_dir is None else Path(run_dir)
@@ -318,6 +320,24 @@ def _threads_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def _errors_of_mapping(path: Path) -> Iterator[None]:
+    """Errors of the recipe at `path`, a file that the user has not written, name it as what it is."""
+    folder = re.escape(str(path.parent))
+
+    def said(text: str) -> str:
+        text = re.sub(rf"neither (.*?) nor {folder}/.*?(?=  \[|\n|$)", r"no \1", text)
+        return re.sub(rf"{re.escape(str(path))}(, line \d+)?", "the recipe (a mapping)", text)
+
+    try:
+        yield
+    except UserError as error:
+        error.message, error.location, error.hint = (
+            said(error.message), error.location and said(error.location), error.hint and said(error.hint),
+        )  # fmt: skip
+        raise
 
 
 @contextmanager

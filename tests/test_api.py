@@ -181,6 +181,18 @@ def test_a_mapping_is_a_recipe(job: Job, tmp_path: Path, monkeypatch: pytest.Mon
         ddnn.train({"seed": object()}, tmp_path / "x")
     with pytest.raises(ddnn.UserError, match="unknown key; did you mean minibatch_size"):
         ddnn.train({**recipe, "minibatch_sizes": 1}, tmp_path / "x")
+    for wrong, said in (
+        ({**recipe, "minibatch_size": 0, "seeds": 1}, "[the recipe (a mapping)]\n  location: the recipe (a mapping)"),
+        ({**recipe, "seeds": 1}, "\n  location: the recipe (a mapping)"),
+        (
+            {**recipe, "data": {"train": "x", "alignments": "ali"}},
+            f"'x' does not exist: there is no {Path.cwd() / 'x'}",
+        ),
+    ):
+        with pytest.raises(ddnn.UserError) as caught:
+            ddnn.train(wrong, tmp_path / "x")
+        assert said in str(caught.value) and "recipe.yaml" not in str(caught.value), caught.value
+        assert "ddnn-" not in str(caught.value)
     settings = {"schedule.max_epochs": 1, "seed": 3}
     one = ddnn.train(recipe, tmp_path / "one", settings=settings, device="cpu")
     two = ddnn.train(tmp_path / "one/recipe.yaml", tmp_path / "two", settings=["seed=3"], device="cpu")

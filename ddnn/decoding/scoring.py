@@ -306,12 +306,14 @@ class ScaleScore:
 @dataclass(frozen=True)
 class ScoreResult:
     """Word error rates at each scale, in the order asked for, and again with the next penalty; `best` is the index of the
-    (first) lowest. `reference`: digest of the reference. `chosen_on`: the scoring that chose the only scale."""
+    (first) lowest. `reference`: digest of the reference. `chosen_on`: the scoring that chose the only scale. `out`: the
+    folder with the words, whose score.json another scoring can take the best scale from."""
 
     scales: tuple[ScaleScore, ...]
     best: int
     reference: str = ""
     chosen_on: ScaleChoice | None = None
+    out: Path | None = None
 
     @property
     def chosen_here(self) -> bool:
@@ -329,10 +331,10 @@ class ScoreResult:
                     more = "smaller" if word == "smallest" else "larger"
                     notes.append(f"the best {name} is the {word} tried: try {more} ones, too")
         if self.chosen_here:
-            notes.append(
-                "the scale was chosen on this text, which makes its word error rate optimistic: choose it on a development "
-                "set, by --out DEV, and give --acoustic-scale-from DEV/score.json here"
-            )
+            advice = "choose it on a development set, by --out DEV, and give --acoustic-scale-from DEV/score.json here"
+            if self.out is not None and self.chosen_on is None:
+                advice = f"if this is a development set, use it for the test set: --acoustic-scale-from {self.out}/score.json"
+            notes.append(f"the scale was chosen on this text, which makes its word error rate optimistic: {advice}")
         return notes
 
 
@@ -439,7 +441,7 @@ def score(
         if results[best].wer >= SUSPICIOUS_WER:
             message = "the lowest word error rate is %.1f %%: are log-likelihoods, graph, %s and %s of one system?"
             log.warning(message, results[best].wer, model, text)
-        result = ScoreResult(results, best, digest, options.chosen_on)
+        result = ScoreResult(results, best, digest, options.chosen_on, out)
         if folder is not None:
             write_hypotheses(result, folder, frame_shift)
     return result

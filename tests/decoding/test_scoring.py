@@ -371,11 +371,14 @@ def test_the_scale_is_chosen_on_a_development_set(toy: Path) -> None:
     (toy / "text").write_text("u1 a b a\nu2 a b\nu3 b\n")
     options = DecodeOptions((0.001, 0.9, 1.0), word_insertion_penalties=(0.0, 0.1))
     dev = run(toy, options, out=toy / "dev")
-    assert dev.notes() == [NOTE] == json.loads((toy / "dev" / "score.json").read_text())["notes"], "0.9 is as good as 1"
+    assert dev.notes() == json.loads((toy / "dev" / "score.json").read_text())["notes"], "0.9 is as good as 1"
+    first, advice = NOTE.split(": ")[0], "if this is a development set, use it for the test set: --acoustic-scale-from "
+    assert dev.notes() == [f"{first}: {advice}{toy}/dev/score.json"]
+    assert run(toy, options).notes() == [NOTE], "nothing was written that another scoring could take"
     choice = read_choice(toy / "dev")
     assert (choice.acoustic_scale, choice.word_insertion_penalty) == (0.9, 0.0)
     chosen = DecodeOptions((0.9,), chosen_on=choice)
-    assert run(toy, chosen).notes() == [NOTE], "it is the text on which the scale was chosen"
+    assert run(toy, chosen, out=toy / "again").notes() == [NOTE], "it is the text on which the scale was chosen"
     (toy / "text").write_text("u1 a b a\nu2 a c\nu3 b\n")
     result = run(toy, chosen)
     assert result.notes() == [] and not as_json(result)["chosen_on_this_text"]

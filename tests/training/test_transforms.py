@@ -27,11 +27,13 @@ from corpora import (
 from distributed.threads import run_workers
 from jobs import assert_refused, files_in
 
+import ddnn
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import DataIdentity, training_data
 from ddnn.data.source import open_source
 from ddnn.distributed.communicator import SingleProcess
+from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.recipe.load import load_recipe
 from ddnn.training.job import run_training
@@ -90,12 +92,13 @@ def test_from_recipe_to_words_as_with_written_features(folder: Path, run_cli: Ru
     given = ["--transforms", folder / "tri4/decode_test"]
     data = {"raw": folder / "test", "written": write_transformed(folder, "test", folder / "tri4/decode_test")}
     results = []
-    for name, options in (("raw", given), ("written", [])):
+    for name, options, jobs in (("raw", given, 2), ("written", [], 1)):
         run, decode = folder / f"run {name}", folder / f"decode {name}"
         assert run_cli("train", folder / f"{name}.yaml", "--run-dir", run, "--device", "cpu").exit_code == 0
         judged = run_cli("evaluate", run, "--data", data[name], "--alignments", folder / "ali_test", "--json", *options)
         assert judged.exit_code == 0, judged.stderr
-        result = run_cli("decode-prep", run, "--data", data[name], "--out", decode, *options)
+        words = ["--data", data[name], "--out", decode, "--device", "cpu", "--jobs", jobs, *options]
+        result = run_cli("decode-prep", run, *words)
         assert result.exit_code == 0, result.stderr
         results.append([json.loads(judged.stdout), (decode / "loglikes.ark").read_bytes()])
     assert results[0] == results[1]
@@ -136,6 +139,24 @@ def test_a_model_with_transforms_needs_those_of_the_data(folder: Path, run_cli: 
     refused = run_cli(*decode, "--transforms", folder / "tri4/decode_test")
     assert_refused(refused, "other transforms than those of the training data: left_context 2 found, 1 expected")
     assert files_in(out) == set()
+
+
+def test_the_api_applies_transforms_to_a_data_dir_and_to_no_single_utterance(folder: Path, run_cli: RunCli) -> None:
+    run, system = trained(folder), folder / "tri4/decode_test"
+    words = ["--data", folder / "test", "--out", folder / "out", "--transforms", system]
+    assert run_cli("decode-prep", run, *words).exit_code == 0
+    model, expected = ddnn.load(run), dict(iterate_matrices(folder / "out/loglikes.ark"))
+    found = dict(model.compute(folder / "test", transforms=system))
+    assert list(found) == list(expected)
+    assert all(np.array_equal(found[key], expected[key]) for key in expected)
+    with pytest.raises(ddnn.UserError, match="trained with Kaldi's transforms"):
+        next(model.compute(folder / "test"))
+    utterance, features = next(ddnn.read_features(folder / "test"))
+    stats = ddnn.read_cmvn_stats(folder / "test")[utterance]
+    for compute in (model.log_likelihoods, model.posteriors, model.log_posteriors):
+        with pytest.raises(ddnn.UserError, match="applies Kaldi's transforms") as caught:
+            compute(features, cmvn_stats=stats)
+        assert caught.value.hint == "compute a whole data dir: model.compute(data_dir, transforms=...)"
 
 
 def test_a_model_without_transforms_refuses_them(folder: Path, run_cli: RunCli) -> None:
