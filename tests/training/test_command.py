@@ -133,7 +133,7 @@ def test_the_scope_of_max_change_says_whose_frames_limit_a_step(recipe: Path, sc
         cpu, run, policy = torch.device("cpu"), NullRunDir(Path("nowhere")), NoCheckpoints()
         data = training_data(data_config(settings, 2), cpu, comm)
         job = Job(settings, "", comm, run, GracefulShutdown(), cpu)
-        trainer = assemble_trainer(job, initial_model(job, data, None), data, "", policy, None)
+        trainer = assemble_trainer(job, initial_model(settings, data, None, None, comm), data, "", policy, None)
         return trainer.averager.lr_scale, trainer.optimizer.included_lr_scale
 
     assert run_workers(2, work) == [(2.0, scale)] * 2

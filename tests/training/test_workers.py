@@ -34,6 +34,7 @@ FILES = {
     "train.log",
     "metrics.jsonl",
     "final.safetensors",
+    "checkpoints",
     "ali_train_pdf.counts",
     "cv_utterances",
 }
