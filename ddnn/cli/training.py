@@ -110,8 +110,8 @@ def _start(
 
         settings += () if workers is None else (f"parallel.workers={workers}",)
         loaded = load_recipe(recipe, settings, must_exist=not no_data)
-        loaded = loaded if no_data else with_initial_model(loaded)[0]
-        lines = [describe(loaded), *([] if no_data else describe_data(loaded, kind))]
+        loaded, trained = (loaded, None) if no_data else with_initial_model(loaded)
+        lines = [describe(loaded), *([] if no_data else describe_data(loaded, kind, trained))]
         echo("".join(f"# {printable(line, '')}\n" for line in lines) + dump_recipe(loaded), nl=False)
     elif kind == "training":
         from ddnn.training.start import start_training

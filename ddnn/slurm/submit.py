@@ -26,6 +26,7 @@ from ddnn.slurm.job import Job, NoAnswerError, SbatchError, read_job, sbatch, sl
 from ddnn.training import run_status as files
 from ddnn.training.checkpoint_manifest import peek_checkpoint
 from ddnn.training.run_status import Kind, Resume, check_run_dir
+from ddnn.training.tensorboard import import_tensorboard
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import ensure_directory, is_locked, write_text
 from ddnn.util.process import python_command
@@ -163,6 +164,13 @@ def _plan(
         from ddnn.training.initial_model import with_initial_model
 
         recipe, _ = with_initial_model(recipe, run_dir if resume != "no" else None)
+    if recipe.log.tensorboard and not cluster.container:  # which has packages of its own
+        import_tensorboard()
+    dbn = recipe.pretrain.dbn if recipe.init == "rbm" and files.newest_checkpoint(run_dir) is None else None
+    if dbn is not None and (dbn.is_file() or (dbn / files.DBN).is_file()):  # else another job will have made it
+        from ddnn.training.pretraining import load_dbn
+
+        load_dbn(recipe, dbn)
     run_dir = Path(os.path.abspath(run_dir))  # noqa: PTH100 (resolve() would follow links, which may be meant)
     if device == "auto":
         device = "cuda" if placement.gpus_per_node else "cpu"

@@ -12,6 +12,7 @@ import torch
 
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.pipeline import TrainingData
+from ddnn.data.source import DataSource
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import check_same_tree
 from ddnn.nn.acoustic_model import AcousticModel, read_nnet1_dir
@@ -89,6 +90,32 @@ def _described(model: AcousticModel, path: Path) -> dict[str, Any]:
     return {**dict(zip(MODEL_KEYS, values, strict=False)), **shape}
 
 
+def check_initial_model(recipe: Recipe, trained: AcousticModel | None, source: DataSource) -> None:
+    """DataError where `trained`, the network of `init.model`, or the DBN that the recipe names does not fit its shape or
+    the data, which is known from headers."""
+    if trained is not None and isinstance(recipe.init, TrainedModelConfig):
+        _check_trained(recipe.init, trained, source)
+    elif recipe.init == "rbm" and recipe.pretrain.dbn is not None:
+        load_dbn(recipe, recipe.pretrain.dbn).check_features(source.width, recipe.pretrain.dbn)
+
+
+def _check_trained(init: TrainedModelConfig, model: AcousticModel, source: DataSource) -> None:
+    model.check_features(source.width, init.model)
+    if init.output_layer == "random":
+        return
+    pdfs, alignments = source.index.num_pdfs, source.alignments
+    hint = "use alignments of the system that the network is of, or init.output_layer: random for a new output layer"
+    if pdfs != model.network.output_dim:
+        message = f"the alignment has {pdfs} pdfs, the network of init.model {model.network.output_dim}"
+        hint += "" if source.has_model else "; if the alignment merely lacks its last pdfs, set data.num_pdfs"
+        raise DataError(message, location=alignments, hint=hint)
+    tree, network = source.transition_digest(), f"the network of {init.model}"
+    try:
+        check_same_tree(tree, model.transition_digest, Path(alignments), network)
+    except DataError as error:
+        raise DataError(error.message, location=alignments, hint=hint) from error
+
+
 def initial_model(
     recipe: Recipe, data: TrainingData, dbn: AcousticModel | None, trained: AcousticModel | None, comm: Communicator
 ) -> AcousticModel:
@@ -110,20 +137,9 @@ def initial_model(
 
 def _continued(recipe: Recipe, init: TrainedModelConfig, model: AcousticModel, data: TrainingData) -> AcousticModel:
     """`model` to be trained further, with a random output layer if the recipe says so."""
-    model.check_features(data.dataset.dim, init.model)
-    pdfs, tree, alignments = data.index.num_pdfs, data.source.transition_digest(), data.source.alignments
+    _check_trained(init, model, data.source)
+    pdfs, tree = data.index.num_pdfs, data.source.transition_digest()
     if init.output_layer == "keep":
-        hint = (
-            "use alignments of the system that the network is of, or init.output_layer: random for a new output layer"
-        )
-        if pdfs != model.network.output_dim:
-            message = f"the alignment has {pdfs} pdfs, the network of init.model {model.network.output_dim}"
-            hint += "" if data.source.has_model else "; if the alignment merely lacks its last pdfs, set data.num_pdfs"
-            raise DataError(message, location=alignments, hint=hint)
-        try:
-            check_same_tree(tree, model.transition_digest, Path(alignments), f"the network of {init.model}")
-        except DataError as error:
-            raise DataError(error.message, location=alignments, hint=hint) from error
         log.info("training starts from the network of %s", init.model)
         return replace(model, transition_digest=tree or model.transition_digest)
     *hidden, _ = model.network.layers

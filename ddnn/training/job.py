@@ -45,7 +45,7 @@ from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.training import options
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.evaluation import baseline_result
-from ddnn.training.initial_model import initial_model, with_initial_model
+from ddnn.training.initial_model import check_initial_model, initial_model, with_initial_model
 from ddnn.training.metrics import EndReason, EventRow, StartRow
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
@@ -186,9 +186,11 @@ def describe(recipe: Recipe) -> str:
     )
 
 
-def describe_data(recipe: Recipe, kind: Kind) -> list[str]:
+def describe_data(recipe: Recipe, kind: Kind, trained: AcousticModel | None = None) -> list[str]:
     """What a recipe would read and hold out, and the network and memory that this makes, in a line each; from tables and
-    headers, writing nothing. DataError, RecipeError: what the training would refuse before it reads features."""
+    headers, writing nothing. `trained`: the network of `init.model`. UserError: what the training would refuse before
+    it reads features."""
+    options.check_packages(recipe)
     workers, sizes = recipe.parallel.workers, options.minibatch_sizes(recipe)
     config = options.data_config(recipe, workers, held_out=kind == "training")
     config = replace(config, reading=replace(config.reading, cache_dir=None))
@@ -202,6 +204,9 @@ def describe_data(recipe: Recipe, kind: Kind) -> list[str]:
     source, index, width = plan.source, plan.source.index, plan.source.width
     if kind == "training":
         require_minibatch(index, "minibatch_size", sizes.end, plan.train_shards)
+        check_initial_model(recipe, trained, source)
+    else:
+        options.check_pretrains(recipe)
     input_dim, frames = width * (2 * recipe.data.splice + 1), int(index.num_frames.sum())
     of = index.counts
     skipped = (
@@ -217,7 +222,7 @@ def describe_data(recipe: Recipe, kind: Kind) -> list[str]:
     elif config.held_out is not None:
         held_out = f"{index.subset(plan.cv).size()}, {100 * fraction_of(index, plan.cv):.1f} % of the frames"
         lines.append(f"cross-validation: {held_out}")
-    footprint, trained = config.footprint(input_dim, index.num_pdfs), int(index.num_frames[plan.train].sum())
+    footprint, train_frames = config.footprint(input_dim, index.num_pdfs), int(index.num_frames[plan.train].sum())
     shards = [sorted(a + b) for a, b in zip(plan.train_shards, plan.cv_shards, strict=True)]
     loaded = source.memory(max(shards, key=lambda shard: index.num_frames[shard].sum()), mapped=False)
     parts = {**loaded, **footprint.on_host("cpu")}
@@ -226,7 +231,7 @@ def describe_data(recipe: Recipe, kind: Kind) -> list[str]:
     return [
         *lines,
         f"network: input of {input_dim} dims, {index.num_pdfs} pdfs, {footprint.num_parameters:,} parameters; about "
-        f"{trained // (sizes.start * workers)} minibatches an epoch for each worker",
+        f"{train_frames // (sizes.start * workers)} minibatches an epoch for each worker",
         f"memory of each worker: about {describe_bytes(sum(parts.values()))} on a CPU ({needed}), {on_gpu} on a GPU",
     ]
 

@@ -30,6 +30,7 @@ from ddnn.recipe.schema import (
     as_list,
 )
 from ddnn.training.combination import Combination, MeanOfEpochs, MovingAverage
+from ddnn.training.tensorboard import import_tensorboard
 from ddnn.util.errors import RecipeError
 from ddnn.util.progress import progress_bar
 
@@ -62,6 +63,12 @@ def check_pretrains(recipe: Recipe) -> None:
         message = "the recipe has nothing to pretrain"
         hint = "set init: rbm, and leave pretrain.dbn unset"
         raise RecipeError(message, location="init" if recipe.init != "rbm" else "pretrain.dbn", hint=hint)
+
+
+def check_packages(recipe: Recipe) -> None:
+    """UserError where a package that only this recipe needs is missing."""
+    if recipe.log.tensorboard:
+        import_tensorboard()
 
 
 def network_layers(recipe: Recipe, input_dim: int, num_pdfs: int, *, on_dbn: bool = False) -> tuple[Layer, ...]:

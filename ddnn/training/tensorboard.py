@@ -24,6 +24,20 @@ _PREFIX = "events.out.tfevents."  # by which TensorBoard knows its files
 _FRACTIONS = {"compute": "compute", "data": "data", "comm": "communication", "wait": "waiting"}
 
 
+def import_tensorboard() -> Any:
+    """The classes Event, SessionLog, Summary and RecordWriter. UserError: the package is missing, or cannot be
+    imported."""
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+    except (ImportError, TypeError) as error:  # a TypeError comes from a protobuf of another version
+        message = f"log.tensorboard: true needs the package tensorboard, which cannot be imported: {error}"
+        hint = "pip install 'ddnn[tensorboard]', or --set log.tensorboard=false"
+        raise UserError(message, location="log.tensorboard", hint=hint) from error
+    return Event, SessionLog, Summary, RecordWriter
+
+
 class TensorBoardWriter(MetricsWriter):
     """Writes what `MetricsWriter` writes as scalars by epoch, after each epoch; fractions of time and consensus
     distances are means over the workers. A full disk does not end a training either."""
@@ -34,15 +48,7 @@ class TensorBoardWriter(MetricsWriter):
         self._metrics = metrics
         self._workers: list[WorkerRow] = []  # of the epoch whose other rows have not been written yet
         self._begun = False
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except (ImportError, TypeError) as error:  # a TypeError comes from a protobuf of another version
-            message = f"log.tensorboard: true needs the package tensorboard, which cannot be imported: {error}"
-            hint = "pip install 'ddnn[tensorboard]', or --set log.tensorboard=false"
-            raise UserError(message, location="log.tensorboard", hint=hint) from error
-        self._types: Any = Event, SessionLog, Summary, RecordWriter
+        self._types = import_tensorboard()
 
     def encode(self, row: MetricsRow) -> bytes:
         return self._encode_at(row, time.time())

@@ -349,5 +349,7 @@ def test_a_pretraining_as_a_job(slurm: Slurm, job: Job, run_cli: RunCli, monkeyp
 def test_nothing_to_pretrain(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
     result = run_cli("pretrain", job.recipe, "--run-dir", job.run, "--slurm")
     assert result.exit_code == 2 and "nothing to pretrain" in result.stderr and not job.run.exists()
+    result = run_cli("pretrain", job.recipe, "--dry-run")
+    assert result.exit_code == 2 and "nothing to pretrain" in result.stderr
     result = run_cli("pretrain", job.recipe, "--set", "init=rbm", "--dry-run")
     assert result.exit_code == 0 and "init: rbm" in result.stdout

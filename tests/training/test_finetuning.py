@@ -53,6 +53,13 @@ def train(run_cli: RunCli, recipe: Path, run: Path, *settings: str) -> Any:
     return run_cli("train", recipe, "--run-dir", run, "--device", "cpu", *options)
 
 
+def assert_dry_run_says_the_same(run_cli: RunCli, recipe: Path, refused: Any, *settings: str) -> None:
+    options = [word for setting in settings for word in ("--set", setting)]
+    result = run_cli("train", recipe, "--dry-run", *options)
+    assert (result.exit_code, result.stdout) == (refused.exit_code, "")
+    assert result.stderr.partition("ddnn: error: ")[2] == refused.stderr.partition("ddnn: error: ")[2] != ""
+
+
 def held_out(job: Job, folder: Path) -> tuple[str, ...]:
     """Settings for cross-validation on a corpus of its own, of other names, and the corpus."""
     features = {f"x{name}": job.features[name] for name in job.names[:6]}
@@ -122,6 +129,7 @@ def test_another_number_of_pdfs_needs_a_new_output_layer(first: Job, tmp_path: P
     recipe = recipe_from(first, tmp_path, first.run)
     result = train(run_cli, recipe, tmp_path / "run", f"data.alignments={ali}")
     assert_refused(result, "5 pdfs, the network of init.model 3", "init.output_layer: random")
+    assert_dry_run_says_the_same(run_cli, recipe, result, f"data.alignments={ali}")
     assert files_in(tmp_path / "run") <= {"recipe.yaml", "train.log", "status.json"}
     settings = (f"data.alignments={ali}", "init.output_layer=random", "model.freeze=[0]")
     for run in ("new", "same"):
@@ -144,6 +152,7 @@ def test_another_tree_needs_a_new_output_layer(first: Job, tmp_path: Path, run_c
     recipe = recipe_from(first, tmp_path, first.run)
     result = train(run_cli, recipe, tmp_path / "run", f"data.alignments={ali}")
     assert_refused(result, "its final.mdl is of another tree than that of the network of", "init.output_layer: random")
+    assert_dry_run_says_the_same(run_cli, recipe, result, f"data.alignments={ali}")
     again = tmp_path / "again"
     assert train(run_cli, recipe, again, f"data.alignments={ali}", "init.output_layer=random").exit_code == 0
 
@@ -151,8 +160,11 @@ def test_another_tree_needs_a_new_output_layer(first: Job, tmp_path: Path, run_c
 def test_features_of_other_dims(first: Job, tmp_path: Path, run_cli: RunCli) -> None:
     wide = {name: np.hstack([values, values]) for name, values in first.features.items()}
     data = write_data_dir(tmp_path / "wide", wide)
-    result = train(run_cli, recipe_from(first, tmp_path, first.run), tmp_path / "run", f"data.train={data}")
-    assert_refused(result, "the features have 8 dims, the model was trained on 4")
+    recipe = recipe_from(first, tmp_path, first.run)
+    for more in ((), ("init.output_layer=random",)):
+        result = train(run_cli, recipe, tmp_path / "run", f"data.train={data}", *more)
+        assert_refused(result, "the features have 8 dims, the model was trained on 4")
+        assert_dry_run_says_the_same(run_cli, recipe, result, f"data.train={data}", *more)
     assert not (tmp_path / "run" / "final.safetensors").exists()
 
 

@@ -15,7 +15,7 @@ import torch
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe, write_transforms
 from distributed.mpi_worlds import launch
 from distributed.threads import run_workers
-from jobs import RunCli
+from jobs import RunCli, assert_refused
 from training.toy import DIM, NoCheckpoints, toy_shard
 
 from ddnn.data.dataset import splice_only
@@ -254,11 +254,21 @@ def test_a_kaldi_dbn_is_taken(recipe: Path, tmp_path: Path, monkeypatch: pytest.
     assert torch.equal(found.transform.scale, dbn.transform.scale)  # type: ignore[arg-type]
 
 
-def test_a_dbn_of_another_shape_is_refused(recipe: Path, tmp_path: Path) -> None:
+def test_a_dbn_of_another_shape_is_refused(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
     run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
     taking = [f"pretrain={{dbn: '{tmp_path / 'rbm'}', epochs: null, minibatch_size: null}}", "model.hidden_units=9"]
     with pytest.raises(DataError, match="the DBN was trained with 8 sigmoid, 8 sigmoid, 8 sigmoid, the recipe has 9"):
         run_training(load_recipe(recipe, taking), tmp_path / "run", "cpu")
+    options = [word for one in taking for word in ("--set", one)]
+    for more in ((), ("--slurm",)):
+        result = run_cli("train", recipe, "--dry-run", *options, *more)
+        assert_refused(result, "the DBN was trained with 8 sigmoid, 8 sigmoid, 8 sigmoid, the recipe has 9")
+    assert run_cli("train", recipe, "--dry-run", *options, "--no-data").exit_code == 0
+    wide = {name: np.tile(matrix, 2) for name, matrix in labelled_utterances()[0].items()}
+    settings = (*options[:2], "--set", f"data.train={write_data_dir(tmp_path / 'wide', wide)}")
+    assert_refused(
+        run_cli("train", recipe, "--dry-run", *settings), "the features have 8 dims, the model was trained on 4"
+    )
     (tmp_path / "rbm" / DBN).unlink()
     with pytest.raises(DataError, match="no pretraining has finished here"):
         run_training(load_recipe(recipe, taking), tmp_path / "run", "cpu")

@@ -179,6 +179,7 @@ def test_a_link_in_its_place_is_refused(tmp_path: Path, job: Job, run_cli: RunCl
 def test_without_the_package(tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     """Before any data are read, and before there is a run dir."""
     job = make_job(tmp_path)
+    data = job.ark.read_bytes()
     job.ark.write_bytes(b"damaged")
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
@@ -186,3 +187,8 @@ def test_without_the_package(tmp_path: Path, run_cli: RunCli, monkeypatch: pytes
     result = run_cli(*words, "--set", "init=rbm")
     assert_refused(result, "needs the package tensorboard", "pip install 'ddnn[tensorboard]'")
     assert not job.run.exists()
+    job.ark.write_bytes(data)
+    dry = (*words, "--set", "init=rbm", "--dry-run")
+    for more in ((), ("--slurm",)):
+        assert_refused(run_cli(*dry, *more), "needs the package tensorboard", "pip install 'ddnn[tensorboard]'")
+    assert run_cli(*dry, "--no-data").exit_code == 0
