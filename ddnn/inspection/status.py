@@ -34,6 +34,7 @@ _OVER = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED
          "NODE_FAIL", "BOOT_FAIL", "GONE")  # fmt: skip
 _RESTART_SECONDS = 60.0  # the launcher of several workers may restart a job of which nothing was heard for so long
 _ESTIMATE_EPOCHS = 3
+_AFTER_DIVERGENCE = "start again in another run dir with a lower learning rate, or from a better initial network"
 
 State = Literal["pending", "running", "finished", "interrupted", "diverged", "failed", "unknown"]
 T = TypeVar("T")
@@ -70,7 +71,9 @@ class Status:
     estimated_end: float | None  # seconds since 1970, if the remaining epochs take as long as the last three
     seconds_since_update: float | None  # of train.log, status.json or metrics.jsonl, whichever is newest
     checkpoint: dict[str, Any] | None  # the newest: number, world_size, epoch, minibatch, and when it was written
-    resume_command: str | None  # of one that ended and did not finish
+    resume_command: (
+        str | None
+    )  # of one that ended and did not finish; of one that diverged a resume would diverge again
     problems: tuple[str, ...]  # damaged files, and what could not be found out, a sentence each
 
     def as_dict(self) -> dict[str, Any]:
@@ -116,6 +119,7 @@ class Status:
             if self.resume_command and not pretraining
             else None,
             "resume": self.resume_command,
+            "next": _AFTER_DIVERGENCE if self.state == "diverged" else None,
             "note": "--allow-pipes runs the shell commands of its scp files: give it only if they are yours"
             if (self.resume_command or "").endswith(" --allow-pipes")
             else None,
@@ -195,7 +199,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         warning=(metrics.warning or None) if state == "finished" else None,
         seconds_since_update=_age(run_dir, files.LOG, files.STATUS, files.METRICS),
         checkpoint=None if checkpoint is None else checkpoint.to_dict(),
-        resume_command=resume_command(run_dir, "training" if run is None else run.kind) if over else None,
+        resume_command=_resume_command(run_dir, run, state),
         world_size=run.world_size if run else metrics.num_workers or (job.workers if job else None),
         end=None if state == "running" else metrics.end,
         last=metrics.cv[-1] if metrics.cv else None,
@@ -248,6 +252,12 @@ def _state(run: RunStatus | None, locked: bool, finished: bool, job: Job | None,
         return run.state
     restarting = run.world_size > 1 and time.time() - run.updated < _RESTART_SECONDS
     return "running" if restarting and slurm is None else "interrupted"
+
+
+def _resume_command(run_dir: Path, run: RunStatus | None, state: State) -> str | None:
+    if state in ("interrupted", "failed", "unknown"):  # one that diverged would diverge again
+        return resume_command(run_dir, run.kind if run is not None else "training")
+    return None
 
 
 def _error(run_dir: Path, run: RunStatus | None, state: State, problems: list[str]) -> str | None:

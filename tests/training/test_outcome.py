@@ -226,6 +226,9 @@ def test_a_training_that_diverged_ends_with_exit_code_3_and_no_model(
     assert not list(job.run.glob("*.safetensors"))
     status = read_status(job.run)
     assert status.state == "diverged" and "the initial network (" in (status.error or "")
+    text = run_cli("status", job.run).stdout
+    assert "--resume" not in text and "a resume begins" not in text and status.resume_command is None
+    assert "start again in another run dir with a lower learning rate" in " ".join(text.split())
     end = read_metrics(job.run / "metrics.jsonl").end
     assert end is not None and (end.reason, status.lines()["ended"]) == ("diverged", "diverged")
     assert end.detail in (status.error or "") and json.loads((job.run / "status.json").read_text())["end"]["detail"]
