@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import write_ali_dir, write_matrix, write_trans, write_transforms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddnn.inspection import path as info
 from ddnn.inspection.path import describe_path
+from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
 from ddnn.training.metrics import PretrainRow
 from ddnn.util.errors import DataError, UserError
@@ -155,7 +157,9 @@ def test_metrics_of_a_training_that_went_wrong(tmp_path: Path) -> None:
 
 
 def test_model(tmp_path: Path) -> None:
-    from ddnn.data.dataset import splice_only
+    import torch
+
+    from ddnn.data.dataset import InputTransform, splice_only
     from ddnn.data.feature_reader import FeatureConfig
     from ddnn.nn.acoustic_model import AcousticModel, save_model
     from ddnn.nn.layers import mlp_layers
@@ -164,11 +168,23 @@ def test_model(tmp_path: Path) -> None:
     model = AcousticModel(FeatureConfig("mean", 2), splice_only(4, 1), Network(mlp_layers(12, 2, 8, 5, "tanh")))
     save_model(tmp_path / "final.safetensors", model)
     expected = {"network": "12-8-8-5", "activations": ["tanh", "softmax"], "pdfs": 5, "cmvn": "mean", "deltas": 2}
-    expected |= {"parameters": 12 * 8 + 8 + 8 * 8 + 8 + 8 * 5 + 5}
+    expected |= {"parameters": 12 * 8 + 8 + 8 * 8 + 8 + 8 * 5 + 5, "splice": "1+1+1", "normalized": "no"}
     assert facts(tmp_path / "final.safetensors") == {"kind": "ddnn model", **expected}
     found = facts(tmp_path)
     assert (found["kind"], found["state"]) == ("ddnn run dir", "finished")
     assert {key: found[key] for key in expected} == expected
+    assert found["pdf_counts"] == "no: ddnn decode-prep needs them"
+    write_pdf_counts(tmp_path / "ali_train_pdf.counts", np.ones(5))
+    assert facts(tmp_path)["pdf_counts"] == "yes"
+    transform = InputTransform((-3, 0, 2), 4, shift=torch.zeros(12), scale=torch.ones(12))
+    layers = mlp_layers(12, 2, 8, 5, "sigmoid")[:-1]
+    for name in ("dbn", "rbm1", "final"):
+        save_model(tmp_path / f"{name}.safetensors", AcousticModel(FeatureConfig(), transform, Network(layers)))
+        found = facts(tmp_path / f"{name}.safetensors")
+        assert (found["normalized"], found["splice"]) == ("yes", "frames -3, 0, 2")
+        assert ("pdfs" in found) == (name == "final"), "an imported network may lack its softmax, a DBN has no pdfs"
+    (tmp_path / "dbn.safetensors").unlink()
+    (tmp_path / "rbm1.safetensors").unlink()
     (tmp_path / "final.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(DataError, match="not a ddnn model"):
         describe_path(tmp_path)
@@ -355,3 +371,69 @@ def test_dirs_of_kaldi_and_of_runs(tmp_path: Path, golden: Path) -> None:
         (runs / name).mkdir(parents=True)
         (runs / name / "recipe.yaml").touch()
     assert facts(runs) == {"kind": "folder of ddnn run dirs", "number": 2, "runs": ["a (unknown)", "b_c (unknown)"]}
+
+
+def test_matrices_and_vectors_without_a_key(tmp_path: Path) -> None:
+    path, values = tmp_path / "x", np.arange(6, dtype=np.float32).reshape(2, 3)
+    write_matrix(path, values)
+    assert path.read_bytes().startswith(b"\0BFM ")
+    expected = {"kind": "Kaldi matrix, 2 x 3", "rows": 2, "columns": 3}
+    assert facts(path) == expected
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match="not a Kaldi matrix"):
+        describe_path(path)
+    path.write_text(" [\n  1 2 3\n  4 5 6 ]\n")
+    assert facts(path) == expected
+    path.write_bytes(b"\0BFV \4\2\0\0\0" + np.array([3, 4], "<f4").tobytes())
+    assert facts(path) == {"kind": "Kaldi vector of pdf counts", "pdfs": 2, "frames": 7.0}
+    path.write_text(" [ -1.5 2 3 ]\n")
+    assert facts(path) == {"kind": "Kaldi vector, 3 values", "values": 3}
+    path.write_text(" [ nan 2 3 ]\n")
+    with pytest.raises(DataError, match="expected a count of frames, found nan"):
+        describe_path(path)
+
+
+def test_transforms_of_a_system(tmp_path: Path) -> None:
+    system = write_ali_dir(tmp_path / "tri4_ali", {"utt1": np.zeros(3, np.int32)})
+    write_transforms(system, ["anna", "bert", "cleo"], jobs=1)
+    kind, said = "Kaldi alignment dir", "LDA+MLLT 5 x 16 over 1+1+2 frames, fMLLR of 3 speakers"
+    assert (facts(system)["kind"], facts(system)["transforms"]) == (kind, said)
+    assert facts(system / "trans.1") == {
+        "kind": "archive of matrices (FM)", "transforms": "3 matrices of 5 x 6", "first_keys": ["anna", "bert", "cleo"],
+    }  # fmt: skip
+    assert facts(system / "final.mat")["kind"] == "Kaldi matrix, 5 x 16"
+    lattices = system / "decode"
+    write_trans(lattices, ["utt1"], 5)
+    record = b"utt1 \0B\xd6\xfd\xb2\x7e\6\0\0\0vector\x10\0\0\0compactlattice44"
+    (lattices / "lat.1.gz").write_bytes(gzip.compress(record))
+    assert facts(lattices)["transforms"] == "LDA+MLLT 5 x 16 over 1+1+2 frames, fMLLR of 1 utterance"
+    (lattices / "lat.1.gz").unlink()
+    assert facts(lattices)["kind"] == "Kaldi dir of transforms"
+    (system / "trans.1").write_bytes((system / "trans.1").read_bytes()[:-1])
+    assert facts(system)["transforms"].startswith("not readable: utterance cleo: cut short") and facts(system)["pdfs"]
+    (system / "splice_opts").write_text("--nonsense=1\n")
+    assert facts(system)["transforms"].startswith("not readable: unknown option '--nonsense=1'")
+
+
+def test_trans_of_other_shapes_are_matrices_like_others(tmp_path: Path) -> None:
+    items = [("a", np.ones((3, 4), np.float32)), ("b", np.ones((3, 3), np.float32))]
+    write_matrices(tmp_path / "trans.1", tmp_path / "scp", items)
+    assert (facts(tmp_path / "trans.1")["frames"], facts(tmp_path / "trans.1")["dims"]) == (6, "different: 3, 4")
+    write_matrices(tmp_path / "feats.ark", tmp_path / "scp", items[:1])
+    assert facts(tmp_path / "feats.ark")["dims"] == 4, "by its name it may have three frames"
+
+
+def test_posteriors_of_kaldi(tmp_path: Path) -> None:
+    """Kaldi `hmm/posterior.cc`: pdf and weight of each frame. In binary also frames without any may come first."""
+    expected = {"kind": "archive of Kaldi posteriors ({}), not read by ddnn", "first_keys": ["utt1"]}
+    (tmp_path / "post").write_text("utt1 [ 3 0.5 4 0.5 ] [ 7 1 ] \nutt2 [ 1 1 ] [ ] \n")
+    assert facts(tmp_path / "post") == {**expected, "kind": expected["kind"].format("text")}  # type: ignore[attr-defined]
+
+    def number(value: int) -> bytes:
+        return b"\4" + value.to_bytes(4, "little")
+
+    pair = number(3) + b"\4" + np.float32(0.5).tobytes()
+    (tmp_path / "post").write_bytes(b"utt1 \0B" + number(3) + number(0) + number(1) + pair + number(1) + pair)
+    assert facts(tmp_path / "post") == {**expected, "kind": expected["kind"].format("binary")}  # type: ignore[attr-defined]
+    write_int_vectors(tmp_path / "ali", [("utt1", np.array([0, 1, 3, 100_000]))])
+    assert facts(tmp_path / "ali")["kind"] == "archive of integer vectors (binary)"

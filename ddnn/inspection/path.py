@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.inspection.status import read_status
@@ -22,16 +23,17 @@ from ddnn.kaldi.archive import (
     read_keyed_lines,
     read_scp,
 )
-from ddnn.kaldi.basic_types import open_stream, reading
+from ddnn.kaldi.basic_types import open_model, open_stream, reading
 from ddnn.kaldi.data_dir import read_data_dir, read_text, read_utt2spk
 from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.nnet1 import Activation, Component, read_nnet1
+from ddnn.kaldi.transforms import find_final_mat, read_matrix, read_transform_config, trans_files
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.training.metrics import format_figures, read_metrics
 from ddnn.training.run_status import CV_UTTERANCES, DBN, FINAL, METRICS, PDF_COUNTS, RECIPE, STATUS
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
-from ddnn.util.text import definitions, printable
+from ddnn.util.text import definitions, plural, printable
 
 NUM_KEYS = 3  # to show
 NUM_SAMPLES = 1000  # entries of a table to look into
@@ -78,6 +80,8 @@ def describe_path(path: Path) -> Info:
     if path.suffix in _SUFFIXES:
         kind, fields = _SUFFIXES[path.suffix]
         return Info(path, kind, fields(path))
+    if re.match(rb"\0B(?:[FD][MV] |CM[23]? )|\s*\[", head):
+        return Info(path, *_without_key(path, is_matrix=re.match(rb"\0B.M|\s*\[[ \t]*\n", head) is not None))
     start = head.removeprefix(b"\0B").lstrip()
     for beginning, kind, fields in _BEGINNINGS:
         if start.startswith(beginning):
@@ -85,6 +89,12 @@ def describe_path(path: Path) -> Info:
     lattice = re.match(rb"([^\s\0]+) \0B\xd6\xfd\xb2\x7e\x06\0\0\0vector.\0\0\0(\w*lattice\d*)", head, re.DOTALL)
     if lattice is not None:
         return Info(path, f"archive of Kaldi lattices ({lattice[2].decode()})", {"first_keys": [_text(lattice[1])]})
+    posteriors = _POSTERIORS.match(head)
+    if posteriors is not None:
+        form = "binary" if posteriors[2] else "text"
+        return Info(
+            path, f"archive of Kaldi posteriors ({form}), not read by ddnn", {"first_keys": [_text(posteriors[1])]}
+        )
     record = re.match(rb"[^\s\0]+[ \t]+(\0B(?:[FD]M |CM[23]? |\x04)|\[|-?\d+(?=[ \n]|$))|[^\s\0]+[ \t]*\n", head)
     if record is None or record[1] is None:
         raise UserError("unrecognized file type", location=path, hint=f"recognized are: {_FILES}")
@@ -92,19 +102,40 @@ def describe_path(path: Path) -> Info:
     if record[1].endswith(b"\x04") or record[1][-1:].isdigit():
         return Info(path, f"archive of integer vectors ({form})", _archive(iterate_int_vectors(path)))
     kind = record[1][2:].decode().strip() or form if form == "binary" else form
-    return Info(path, f"archive of matrices ({kind})", _archive(iterate_matrices(path)))
+    of_transforms = path.name.startswith("trans.")
+    return Info(path, f"archive of matrices ({kind})", _archive(iterate_matrices(path), of_transforms=of_transforms))
+
+
+def _without_key(path: Path, *, is_matrix: bool) -> tuple[str, dict[str, Any]]:
+    """Kind and fields of a file that is one matrix or vector."""
+    if is_matrix:
+        rows, columns = read_matrix(path).shape
+        return f"Kaldi matrix, {rows} x {columns}", {"rows": rows, "columns": columns}
+    try:
+        return "Kaldi vector of pdf counts", _pdf_counts(path)
+    except DataError:
+        with open_model(path, "a Kaldi vector") as reader:
+            values = reader.float_vector()
+        if not (np.isfinite(values).all() and (values < 0).any()):
+            raise
+        return f"Kaldi vector, {len(values)} values", {"values": len(values)}
 
 
 def _model(path: Path) -> dict[str, Any]:
     from ddnn.nn.acoustic_model import load_model  # torch takes a second; the other kinds do without
 
     model = load_model(path)
-    layers = model.network.layers
+    layers, transform = model.network.layers, model.transform
+    before, behind = -min(transform.offsets), max(transform.offsets)
+    whole = transform.offsets == tuple(range(-before, behind + 1))
     return {
         "network": "-".join(str(dim) for dim in [layers[0].input_dim, *(layer.output_dim for layer in layers)]),
         "activations": list(dict.fromkeys(layer.label for layer in layers)),
         "parameters": model.network.parameters.numel(),
-        "pdfs": layers[-1].output_dim,
+        # The outputs of an RBM or DBN are no pdfs; an imported network may lack its softmax.
+        **({"pdfs": layers[-1].output_dim} if layers[-1].must_be_last or path.name == FINAL else {}),
+        "splice": f"{before}+1+{behind}" if whole else f"frames {', '.join(map(str, transform.offsets))}",
+        "normalized": "no" if transform.shift is None and transform.scale is None else "yes",
         "cmvn": model.features.cmvn,
         "deltas": model.features.deltas,
         **({"transforms": transforms.as_text()} if (transforms := model.features.transforms) is not None else {}),
@@ -122,6 +153,8 @@ def _run_dir(path: Path) -> dict[str, Any]:
     for name in (FINAL, DBN):
         if (path / name).exists():
             fields |= _model(path / name)
+    if (path / FINAL).exists():
+        fields["pdf_counts"] = "yes" if (path / PDF_COUNTS).exists() else "no: ddnn decode-prep needs them"
     return fields
 
 
@@ -195,21 +228,27 @@ def _dims(columns: set[int]) -> Any:
     return next(iter(columns)) if len(columns) == 1 else f"different: {', '.join(map(str, sorted(columns)))}"
 
 
-def _archive(records: Iterator[tuple[str, NDArray[Any]]]) -> dict[str, Any]:
-    """Counts of an archive, or of its beginning where it is long."""
+def _archive(records: Iterator[tuple[str, NDArray[Any]]], *, of_transforms: bool = False) -> dict[str, Any]:
+    """Counts of an archive, or of its beginning where it is long. `of_transforms`: by its name; affine ones of one shape
+    have no frames."""
     keys: list[str] = []
     columns: set[int] = set()
+    shapes: set[tuple[int, ...]] = set()
     frames, size, largest, more = 0, 0, -1, ""
     for key, value in records:
         if size > MAX_SCAN_BYTES:
             more = "at least "
             break
         keys.append(key)
+        shapes.add(value.shape)
         frames, size = frames + len(value), size + value.nbytes
         if value.ndim == 2:
             columns.add(value.shape[1])
         elif len(value):
             largest = max(largest, int(value.max()))
+    rows, *more_dims = shapes.pop() if len(shapes) == 1 else (0,)
+    if of_transforms and more_dims == [rows + 1]:
+        return {"transforms": f"{more}{len(keys)} matrices of {rows} x {rows + 1}", "first_keys": _first(keys)}
     counts = {"records": len(keys), "frames": frames, **({} if columns else {"largest_id": largest})}
     fields: dict[str, Any] = {name: f"{more}{count}" if more else count for name, count in counts.items()}
     if columns:
@@ -226,6 +265,11 @@ def _data_dir(path: Path) -> dict[str, Any]:
         "cmvn": "no cmvn.scp" if data.cmvn is None else f"statistics of {len(data.cmvn)}",
         **table,
     }
+
+
+def _alignment_dir(path: Path) -> dict[str, Any]:
+    fields = _alignments(path)
+    return {**fields, **_transforms(path, fields.get("first_keys", ()))}
 
 
 def _alignments(path: Path) -> dict[str, Any]:
@@ -347,8 +391,36 @@ def _shape(components: Sequence[Component]) -> str:
     return "-".join(map(str, [components[0].input_dim, *dims]))
 
 
+def _transforms(path: Path, utterances: Sequence[str] = ()) -> dict[str, Any]:
+    """The final.mat and trans.* that the features of a Kaldi dir go through, if any; `utterances`: some of its own."""
+    try:
+        final_mat, files = find_final_mat(path), trans_files(path)
+        if final_mat is None and not files:
+            return {}
+        config, keys, size, more = read_transform_config(path), set[str](), 0, ""
+        text = config.as_text()
+        if final_mat is not None:
+            text = text.replace("LDA+MLLT", "LDA+MLLT {} x {}".format(*read_matrix(final_mat).shape))
+        for key, matrix in chain.from_iterable(map(iterate_matrices, files)):
+            if size > MAX_SCAN_BYTES:
+                more = "at least "
+                break
+            keys.add(key)
+            size += matrix.nbytes
+        if not files:
+            return {"transforms": text}
+        kind = "utterance" if keys.intersection(utterances) else "speaker"
+        return {"transforms": f"{text} of {more}{plural(len(keys), kind)}"}
+    except UserError as error:
+        return {"transforms": f"not readable: {error.message} ({error.location})"}
+
+
 def _lattice_dir(path: Path) -> dict[str, Any]:
+    utterances: list[str] = []
+    with suppress(UserError, StopIteration):
+        utterances = describe_path(next(path.glob("lat.*.gz"))).fields["first_keys"]
     return {
+        **_transforms(path, utterances),
         "jobs": len(list(path.glob("lat.*.gz"))),
         "scoring": sorted(file.name for file in path.glob("wer_*"))[:NUM_KEYS],
     }
@@ -361,6 +433,11 @@ def _run_dirs(path: Path) -> dict[str, Any]:
 
 
 Fields = Callable[[Path], dict[str, Any]]
+_POSTERIORS = re.compile(
+    # [ pdf weight ... ] of each frame; binary, the number of frames, then pairs with a float
+    rb"([^\s\0]+)[ \t]+(?:(\0B\x04.{4}(?:\x04\0{4})*\x04.{4}\x04.{4}\x04.{3}[\x30-\x4f])|\[[^\]\n]*\][ \t]*\[)",
+    re.DOTALL,
+)
 _NNET1_FILES = ("*.nnet", "*.dbn", "final.feature_transform")
 _NAMES: tuple[tuple[tuple[str, ...], str, Fields], ...] = (
     (("utt2spk",), "utt2spk of a Kaldi data dir", _utt2spk),
@@ -389,7 +466,6 @@ _BEGINNINGS: tuple[tuple[bytes, str, Fields], ...] = (
     (b"ContextDependency", "Kaldi phonetic decision tree", _tree),
     (b"<Topology>", "Kaldi HMM topology", _lines),
     (b"<Nnet>", "Kaldi nnet1 network", _nnet1),
-    (b"[", "Kaldi vector of pdf counts", _pdf_counts),
 )
 _DIRECTORIES: tuple[tuple[tuple[str, ...], str, Fields], ...] = (
     ((DBN, "rbm1.safetensors"), "ddnn pretraining dir", _run_dir),
@@ -399,7 +475,8 @@ _DIRECTORIES: tuple[tuple[tuple[str, ...], str, Fields], ...] = (
     (("HCLG.fst",), "Kaldi graph dir", _graph),
     (("lat.*.gz",), "Kaldi decoding dir (lattices)", _lattice_dir),
     (_NNET1_FILES, "Kaldi nnet1 dir", _nnet1_dir),
-    (("final.mdl", "ali.*.gz"), "Kaldi alignment dir", _alignments),
+    (("final.mdl", "ali.*.gz"), "Kaldi alignment dir", _alignment_dir),
+    (("trans.1",), "Kaldi dir of transforms", _transforms),
     (("L.fst", "topo"), "Kaldi lang dir", _lang),
     ((f"*/{RECIPE}",), "folder of ddnn run dirs", _run_dirs),
 )

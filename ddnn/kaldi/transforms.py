@@ -157,7 +157,7 @@ def read_transforms(
         raise DataError(message, location=path, hint=hint)
     matrix = _read_final_mat(path)
     if matrix is not None:
-        _check_final_mat(matrix, found, dim, data, _final_mat(path) or path)
+        _check_final_mat(matrix, found, dim, data, find_final_mat(path) or path)
     else:
         _check_deltas(path, found, dim, data)
     width = found.width(dim)
@@ -264,20 +264,24 @@ def _system_dir(path: Path) -> Path | None:
     return next((place for place in candidates if any((place / name).is_file() for name in _MODELS)), None)
 
 
-def _final_mat(path: Path) -> Path | None:
+def find_final_mat(path: Path) -> Path | None:
+    """The final.mat of the dir, or of the system in the folder above."""
     system = _system_dir(path)
     return system / MATRIX if system is not None and (system / MATRIX).is_file() else None
 
 
 def _read_final_mat(path: Path) -> Matrix | None:
-    file = _final_mat(path)
-    if file is None:
-        return None
+    file = find_final_mat(path)
+    return None if file is None else _checked(read_matrix(file), file, "")
+
+
+def read_matrix(file: Path) -> NDArray[Any]:
+    """The matrix that is the whole file, (rows, columns), without a key: binary or text. DataError: it is not one."""
     with open_model(file, "a Kaldi matrix") as reader:
-        values = reader.float_matrix("the transform")
+        values = reader.float_matrix("the matrix")
         if (reader.binary and reader.remaining) or (not reader.binary and reader.peek()):
             raise reader.error("the end of the file behind the matrix")
-    return _checked(values, file, "")
+    return values
 
 
 def _checked(values: NDArray[Any], file: Path, of: str) -> Matrix:
