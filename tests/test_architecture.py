@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
     "modules without __init__": 98,
-    "lines of Python": 26_500,
+    "lines of Python": 26_700,
     "longest file": 565,
     "longest function": 55,
     "most imports of ddnn in a file": 32,
