@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from corpora import write_data_dir, write_pdfs, write_recipe
 from jobs import BEFORE_TRAINING, Job, RunCli, assert_refused, assert_trains, files_in, make_job
 
 from ddnn.kaldi.archive import iterate_matrices, write_int_vectors
+from ddnn.nn.acoustic_model import save_model
+from ddnn.training.run_dir import load_run
 
 U = "spk1-utt005"
 """The utterance that is damaged: neither the first of the corpus nor the last."""
@@ -165,7 +168,15 @@ ALIGNMENTS: dict[str, tuple[Damage, tuple[str, ...]]] = {
         change_ids(lambda ids: ids[U].__setitem__(19, 0)),
         ("ali.1.gz", U, "frame 19: expected a transition-id from 1 to 6, found 0"),
     ),
-    "no final.mdl": (lambda job: (job.ali / "final.mdl").unlink(), ("final.mdl", "cannot read", "No such file")),
+    "no final.mdl": (
+        lambda job: (job.ali / "final.mdl").unlink(),
+        (
+            "final.mdl",
+            "cannot read",
+            "No such file",
+            "copy it from the directory of the system that made the alignment",
+        ),
+    ),
     "empty final.mdl": (lambda job: cut(job.ali / "final.mdl", 0), ("final.mdl", "the file is empty")),
     "final.mdl is text": (
         lambda job: (job.ali / "final.mdl").write_text("not a model\n"),
@@ -293,6 +304,32 @@ def test_alignments_that_do_not_belong_to_the_model_are_told(
     assert f"{told}20 frames of features and 18 of alignment. This usually" in caplog.text
     assert_trains(run_cli, job)
     assert told in (job.run / "train.log").read_text()
+
+
+def test_a_model_that_knows_only_the_frequencies_is_told(
+    job: Job, trained: Path, tmp_path: Path, run_cli: RunCli, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its loss is below that of equal probabilities. Without the run's counts the evaluated labels' are compared."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    model = load_run(run)
+    model.network.parameters.zero_()
+    model.network.parameters[-3] = 1.0  # the first of the output layer's biases
+    save_model(run / "final.safetensors", model)
+    change_ids(
+        lambda ids: ids.update({name: one * 0 + 1 + 2 * (np.arange(20) % 10 == 9) for name, one in ids.items()})
+    )(job)
+    arguments = ["evaluate", run, "--data", job.data, "--alignments", job.ali, "--device", "cpu"]
+    for counts in (" [ 440 20 20 ]\n", "damaged"):
+        (run / "ali_train_pdf.counts").write_text(counts)
+        caplog.clear()
+        assert run_cli(*arguments).exit_code == 0
+        assert "the network is no better than the relative frequencies of the pdfs alone: loss 0." in caplog.text
+        assert "equal probabilities" not in caplog.text
+
+
+def test_a_file_in_place_of_a_data_dir_is_told(job: Job, trained: Path, run_cli: RunCli) -> None:
+    words = ["train", job.recipe, "--run-dir", job.run, "--set", f"data.train={job.data / 'feats.scp'}"]
+    assert_refused(run_cli(*words), "the data dir is a file", f"hint: name its directory: {job.data}")
 
 
 def test_utterances_without_frames_are_skipped_and_counted(job: Job, trained: Path, run_cli: RunCli) -> None:

@@ -120,11 +120,17 @@ def index_corpus(
     return replace(index, transforms=read)
 
 
-def warn_of_contradictions(corpus: Corpus, config: DataConfig, dim: int) -> None:
-    """Logs what the Kaldi dirs of transforms and alignments say against how features of `dim` dims are read."""
-    of = config.features
-    for is_mistake, message in contradictions(corpus.transforms, corpus.alignments, of.cmvn, of.deltas, dim):
+def warn_of_contradictions(corpus: Corpus, config: DataConfig, index: UtteranceIndex) -> None:
+    """Logs what the Kaldi dirs of transforms and alignments say against how features are read, and where the labels of
+    an archive of pdf-ids look like transition-ids: with ten frames for each pdf, a tree's first one has some."""
+    of, counts = config.features, index.pdf_counts
+    for is_mistake, message in contradictions(corpus.transforms, corpus.alignments, of.cmvn, of.deltas, index.dim):
         log.log(logging.WARNING if is_mistake else logging.INFO, "%s", message)
+    if corpus.alignments.is_file() and len(counts) > 1 and not counts[0] and counts.sum() >= 10 * len(counts):
+        message = (
+            "%s: no frame has pdf-id 0: are these transition-ids, which begin at 1? ali-to-pdf makes pdf-ids of them"
+        )
+        log.warning(message, corpus.alignments)
 
 
 def load_dataset(

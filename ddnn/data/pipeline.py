@@ -435,7 +435,7 @@ def load_data_dir(
     directory, comm = read_tables(data, config), SingleProcess()
     corpus = Corpus(data, data if alignments is None else alignments.path, transforms=transforms)
     index = index_corpus(corpus, directory, alignments, config)
-    warn_of_contradictions(corpus, config, index.dim)
+    warn_of_contradictions(corpus, config, index)
     only = IndexedCorpus(corpus, index)
     source, utterances = DataSource((only,), index, config), range(len(index.entries))
     require_host_memory(source.memory(utterances), data, comm)
@@ -478,17 +478,28 @@ def _hold_out(index: UtteranceIndex, held_out: HeldOut, seed: int, comm: Communi
         message = "CV: the training data %s. Utterances are held out instead (data.cv.by: utterance), of speakers who "
         message += "are also trained on: cross-validation looks better than it would with other speakers"
         log.warning(message, reason)
-    elif index.speakers is not None:
-        speakers = [{index.speakers[u] for u in part} for part in (train, cv)]
-        if common := len(speakers[0] & speakers[1]):
-            message = "CV: %d of %d speakers are also in the training data: the cross-validation will look too good"
-            log.log(logging.WARNING if held_out.by is None else logging.INFO, message, common, len(speakers[1]))
+    elif held_out.by == "utterance" and (shared := speakers_in_both(index, train, cv)):
+        log.info("CV: %s also trained on, as data.cv.by: utterance asks for", shared)
+    elif shared := speakers_in_both(index, train, cv):
+        log.warning("CV: %s also in the training data: the cross-validation will look too good", shared)
     if wanted is not None and not is_close(fraction, wanted):
         units = "utterances" if reason or held_out.by == "utterance" else "speakers"
         message = "data.cv.fraction asks for %.3g %% of the frames, but %.1f %% are held out, since %s are held out "
         message += "whole; choose them with data.cv.%s, or give data.cv.data"
         log.warning(message, 100 * wanted, 100 * fraction, units, units)
     return train, cv
+
+
+def speakers_in_both(index: UtteranceIndex, train: list[int], cv: list[int]) -> str:
+    """Which of the speakers held out are also trained on: "its 3 speakers are"; empty where none are, or none are
+    known."""
+    if index.speakers is None:
+        return ""
+    trained, held_out = ({index.speakers[u] for u in part} for part in (train, cv))
+    common, count = len(trained & held_out), len(held_out)
+    if common < count:
+        return f"{common} of its {count} speakers are" if common else ""
+    return f"its {count} speakers are" if count > 1 else "its only speaker is" if count else ""
 
 
 def _check_cross_validation(source: DataSource, cv: DataSource, comm: Communicator) -> None:

@@ -118,7 +118,7 @@ def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicato
     """Indexes corpora: each from its cache file where there is a valid one, else from its tables and headers; what is
     wrong with a cache file is a warning. Collective. DataError: damaged or unsuitable input, or corpora that do not fit
     together."""
-    parts = tuple(_open_corpus(corpus, config, comm) for corpus in corpora)
+    parts = tuple(_open_named(corpus, config, comm, several=len(corpora) > 1) for corpus in corpora)
     for part in parts:
         figures = len(part.index.entries), part.index.num_frames.sum(), config.features.width(part.index.dim)
         log.info("%s: %d utterances, %d frames of %d dims", part.corpus.data, *figures)
@@ -146,6 +146,17 @@ def check_not_swapped(corpus: Corpus) -> None:
         raise DataError(f"{data_key} is {aligned}, not a data dir", location=data, hint="give a dir with feats.scp")
 
 
+def _open_named(corpus: Corpus, config: DataConfig, comm: Communicator, *, several: bool) -> IndexedCorpus:
+    """As `_open_corpus`; of `several` corpora a DataError names the one."""
+    try:
+        return _open_corpus(corpus, config, comm)
+    except DataError as error:
+        if not several or any(key in error.message for key in corpus.keys):
+            raise
+        message = f"{' with '.join(corpus.keys)}: {error.message}"
+        raise DataError(message, location=error.location, hint=error.hint) from error
+
+
 def _open_corpus(corpus: Corpus, config: DataConfig, comm: Communicator) -> IndexedCorpus:
     check_not_swapped(corpus)
     directory = read_tables(corpus.data, config)
@@ -159,7 +170,7 @@ def _open_corpus(corpus: Corpus, config: DataConfig, comm: Communicator) -> Inde
         figures = corpus.data, applied.as_text(), corpus.transforms, index.dim
         log.info("%s: %s of %s applied to features of %d dims", *figures)
     if comm.rank == 0:
-        warn_of_contradictions(corpus, config, index.dim)
+        warn_of_contradictions(corpus, config, index)
     return IndexedCorpus(corpus, index, cache)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -35,11 +36,21 @@ class Alignments:
 def read_alignments(path: Path, *, num_pdfs: int | None = None) -> Alignments:
     """Reads an alignment dir (`ali.*.gz` of transition-ids, `final.mdl`) or an archive of pdf-ids. `num_pdfs`: what the
     model must have; with an archive None means the largest pdf-id + 1. DataError: a file is missing or damaged, a job
-    is missing, an utterance occurs twice, an id is out of range, or the number of pdfs is not `num_pdfs`."""
+    is missing, an utterance occurs twice, an id is out of range, the number of pdfs is not `num_pdfs`, or an archive is
+    one of an alignment dir, of transition-ids."""
     if path.is_dir():
         return _read_dir(path, num_pdfs)
+    model, valid = path.with_name("final.mdl"), range(MAX_PDF if num_pdfs is None else num_pdfs)
+    convert = f"name the directory: {path.parent}; or make pdf-ids of it: ali-to-pdf {model} 'ark:...' ark:pdf.ark"
+    if re.fullmatch(r"ali\.[^.]+\.gz", path.name) and path.is_file():
+        message = f"{path.name} of an alignment dir holds transition-ids, not pdf-ids"
+        raise DataError(message, location=path, hint=convert)
     hint = "the model has fewer pdfs than the alignment: correct `data.num_pdfs`, or give the alignment of this model"
-    pdfs = _read_records([path], "pdf-id", range(num_pdfs if num_pdfs is not None else MAX_PDF), hint)
+    if num_pdfs is None and model.is_file():
+        with suppress(DataError):  # of another kind: the archive need not have to do with it
+            valid = range(read_transition_model(model).num_pdfs)
+            hint = f"final.mdl beside it has {len(valid)} pdfs; if these are transition-ids, {convert}"
+    pdfs = _read_records([path], "pdf-id", valid, hint)
     if not pdfs:
         raise DataError("there is no alignment in the archive", location=path)
     if num_pdfs is None:

@@ -402,7 +402,7 @@ def open_stream(path: Path) -> BasicTypeReader:
 
 
 @contextmanager
-def open_model(path: Path, kind: str) -> Iterator[BasicTypeReader]:
+def open_model(path: Path, kind: str, *, hint_missing: str = "check the path") -> Iterator[BasicTypeReader]:
     """Opens the file `path`, to be read as `kind` ("a Kaldi transition model"), its binary marker taken. DataError: the
     file is missing, no regular file, empty, compressed, or larger than 8 GiB; or the block finds something malformed.
     """
@@ -423,7 +423,8 @@ def open_model(path: Path, kind: str) -> Iterator[BasicTypeReader]:
         hint = f"check that this is the right file and that it was copied completely (it has {size} bytes)"
         raise DataError(f"not {kind}: {error.message}", location=path, hint=hint) from error
     except OSError as error:
-        raise DataError(f"cannot read {kind}: {error.strerror}", location=path, hint="check the path") from error
+        hint = hint_missing if isinstance(error, FileNotFoundError) else "check the path"
+        raise DataError(f"cannot read {kind}: {error.strerror}", location=path, hint=hint) from error
 
 
 class BasicTypeWriter:

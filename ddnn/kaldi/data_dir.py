@@ -40,6 +40,8 @@ class DataDir:
 def read_data_dir(path: Path, *, allow_pipes: bool = False) -> DataDir:
     """Reads the tables of a data dir, not the features. DataError: the directory or `feats.scp` is missing; a table is
     malformed; an utterance lacks a speaker."""
+    if path.is_file():
+        raise DataError("the data dir is a file", location=path, hint=f"name its directory: {path.parent}")
     if not path.is_dir():
         raise DataError("the data dir does not exist, or is no directory", location=path, hint="check the path")
     entries = tuple(read_scp(path / "feats.scp", allow_pipes=allow_pipes))

@@ -201,7 +201,8 @@ def _read_text_state(reader: BasicTypeReader, expected: int) -> State:
 def read_transition_model(path: Path) -> TransitionModel:
     """Reads the transition model of `path`, text or binary, with `<Triples>` or `<Tuples>`; of the rest only `gmm_dim`.
     DataError: the file cannot be read, is damaged, or is no transition model, or one that Kaldi would refuse."""
-    with open_model(path, "a Kaldi transition model") as reader:
+    hint = "steps/align_*.sh leaves final.mdl in the alignment dir; copy it from the directory of the system that made "
+    with open_model(path, "a Kaldi transition model", hint_missing=hint + "the alignment") as reader:
         reader.expect("<TransitionModel>")
         reader.expect("<Topology>")
         topology = _read_binary_topology(reader) if reader.binary else _read_text_topology(reader)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +20,13 @@ from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import EVAL_BATCH, load_data_dir
 from ddnn.data.source import check_not_swapped
 from ddnn.distributed.communicator import Communicator
-from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, transition_digest
+from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, read_pdf_counts, transition_digest
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.loss import cross_entropy
 from ddnn.nn.network import Workspace
+from ddnn.training.metrics import no_better_than_baseline
 from ddnn.training.run_dir import load_run
+from ddnn.training.run_status import PDF_COUNTS
 from ddnn.util.errors import DataError, DivergedError, UserError
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
@@ -193,7 +195,13 @@ def baseline_result(train: FrameSubset, cv: FrameSubset, num_pdfs: int, comm: Co
         for rows in torch.split(frames.indices, 1 << 20):  # all labels at once would take twice their memory
             of_set += torch.bincount(labels_of(frames.dataset, rows, counts.device), minlength=num_pdfs)
     comm.all_reduce(counts)
-    priors = (train_counts + 0.5) / (train_counts.sum() + 0.5 * num_pdfs)
+    return _of_frequencies(train_counts, cv_counts)
+
+
+def _of_frequencies(train_counts: Tensor, cv_counts: Tensor) -> EvalResult:
+    """The result on frames of `cv_counts` of a model that answers the relative frequencies of `train_counts`, float64
+    (pdfs,) both."""
+    priors = (train_counts + 0.5) / (train_counts.sum() + 0.5 * len(train_counts))
     frequencies, total = cv_counts / cv_counts.sum(), int(cv_counts.sum())
     return EvalResult(-float(frequencies @ priors.log()), float(frequencies.max()), total)
 
@@ -235,13 +243,15 @@ def evaluate_run(
     parts = {} if by is None else evaluate_parts(model, corpus, by)
     everything = corpus.subset(range(len(corpus.utterances)))
     result = replace(evaluate(model, everything), utterances=corpus.counts, parts=parts)
-    _warn_of_doubtful(result, most, data, alignments)
+    found = torch.bincount(labels_of(corpus, everything.indices, torch.device("cpu")), minlength=most)
+    _warn_of_doubtful(result, found.double(), run_dir, data, alignments)
     return result
 
 
-def _warn_of_doubtful(result: EvalResult, num_pdfs: int, data: Path, alignments: Path) -> None:
+def _warn_of_doubtful(result: EvalResult, counts: Tensor, run_dir: Path, data: Path, alignments: Path) -> None:
     """Where so many utterances are missing that a training would refuse them, and where equal probabilities for all
-    pdfs would do as well."""
+    pdfs, or the relative frequencies that they have in the run's training alignment, would do as well. `counts`: of the
+    evaluated labels, float64 (pdfs,)."""
     total = sum(count for reason, count in result.utterances.items() if reason != "trimmed")
     missing = total - result.utterances["used"]
     if missing > MAX_SKIPPED_FRACTION * total:
@@ -249,10 +259,20 @@ def _warn_of_doubtful(result: EvalResult, num_pdfs: int, data: Path, alignments:
             "%s: the figures lack %d of %d utterances (%.1f %%): check that features and alignments belong together"
         )
         log.warning(message, data, missing, total, 100 * missing / total)
+    num_pdfs = len(counts)
     if num_pdfs > 1 and not result.loss < math.log(num_pdfs):
         message = "%s: the loss of %.4f is not below that of equal probabilities for all %d pdfs, %.4f: the alignments "
         message += "seem to be of another model, or the features of another kind"
         log.warning(message, alignments, result.loss, num_pdfs, math.log(num_pdfs))
+    elif num_pdfs > 1 and result.frame_accuracy < 1:
+        trained = counts
+        with suppress(DataError):  # a model without its counts, such as an imported one: those of the evaluated labels
+            trained = torch.from_numpy(read_pdf_counts(run_dir / PDF_COUNTS))
+        baseline = _of_frequencies(trained if len(trained) == num_pdfs else counts, counts)
+        figures = result.loss, result.frame_accuracy, baseline.loss, baseline.frame_accuracy
+        if problem := no_better_than_baseline(*figures, where=""):
+            message = "%s: %s: the alignments seem to be of another model, or the features of another kind"
+            log.warning(message, alignments, problem)
 
 
 def load_for_model(

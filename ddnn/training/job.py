@@ -29,6 +29,7 @@ from ddnn.data.pipeline import (
     describe_bytes,
     plan_data,
     require_minibatch,
+    speakers_in_both,
     training_data,
 )
 from ddnn.distributed.communicator import Communicator, SingleProcess
@@ -221,7 +222,8 @@ def describe_data(recipe: Recipe, kind: Kind, trained: AcousticModel | None = No
         lines.append(f"cross-validation: {plan.cv_source.data}: {plan.cv_source.index.size()}")
     elif config.held_out is not None:
         held_out = f"{index.subset(plan.cv).size()}, {100 * fraction_of(index, plan.cv):.1f} % of the frames"
-        lines.append(f"cross-validation: {held_out}")
+        shared = speakers_in_both(index, plan.train, plan.cv)
+        lines.append(f"cross-validation: {held_out}" + f"; {shared} also trained on" * bool(shared))
     footprint, train_frames = config.footprint(input_dim, index.num_pdfs), int(index.num_frames[plan.train].sum())
     shards = [sorted(a + b) for a, b in zip(plan.train_shards, plan.cv_shards, strict=True)]
     loaded = source.memory(max(shards, key=lambda shard: index.num_frames[shard].sum()), mapped=False)

@@ -124,16 +124,17 @@ class StartRow(MetricsRow):
 
 
 def no_better_than_baseline(
-    loss: float | None, accuracy: float | None, baseline_loss: float | None, baseline_accuracy: float | None
-) -> str:
-    """A warning where a model is no better in cross-validation than one that ignores its input; empty where it is
-    better, or a figure is not known."""
+    loss: float | None, accuracy: float | None, baseline_loss: float | None, baseline_accuracy: float | None,
+    where: str = "in cross-validation ",
+) -> str:  # fmt: skip
+    """A warning where a model is no better than one that ignores its input; empty where it is better, or a figure is
+    not known."""
     if loss is None or accuracy is None or baseline_loss is None or baseline_accuracy is None:
         return ""
     if not (loss >= baseline_loss or accuracy <= baseline_accuracy):  # false with NaN
         return ""
     return (
-        "the network is no better than the relative frequencies of the pdfs alone: in cross-validation loss "
+        f"the network is no better than the relative frequencies of the pdfs alone: {where}loss "
         f"{loss:.4f} (relative frequencies: {baseline_loss:.4f}), frame accuracy {100 * accuracy:.2f} % "
         f"(most frequent pdf: {100 * baseline_accuracy:.2f} %)"
     )

@@ -479,8 +479,10 @@ def test_too_few_speakers_hold_out_utterances_with_a_warning(
 def test_utterances_come_close_to_the_fraction_on_any_number_of_workers(
     tmp_path: Path, fraction: float, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "ddnn")
     folder, own = prepare(tmp_path, *unlike_utterances(60)), HeldOut(fraction=fraction, by="utterance")
     data = load(folder, own)
+    assert "speakers are also trained on, as data.cv.by: utterance asks for" in caplog.text
     assert len(data.cv) / data.index.num_frames.sum() == pytest.approx(fraction, rel=0.01)
     assert "WARNING" not in caplog.text, "it was asked for"
     chosen = cv_of(data)
@@ -492,6 +494,22 @@ def test_utterances_come_close_to_the_fraction_on_any_number_of_workers(
     assert any(cv_of(load(folder, own, seed=seed)) != chosen for seed in (2, 3))
 
 
+def test_pdf_ids_without_0_are_doubted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Transition-ids begin at 1; a single utterance without the first pdf says nothing."""
+    features, labels = labelled_utterances(count=24)
+    folder = prepare(tmp_path, features, labels)
+    doubt = "pdfs.txt: no frame has pdf-id 0: are these transition-ids, which begin at 1?"
+    load(folder, HeldOut())
+    assert doubt not in caplog.text
+    write_pdfs(folder / "pdfs.txt", {name: 2 * ids + 1 for name, ids in labels.items()})
+    load(folder, HeldOut())
+    assert doubt in caplog.text
+    caplog.clear()
+    write_pdfs(folder / "pdfs.txt", {name: ids + 100 for name, ids in labels.items()})
+    load(folder, HeldOut())
+    assert doubt not in caplog.text, "fewer than ten frames for each pdf"
+
+
 def test_a_list_of_utterances_is_held_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also a Kaldi table, an utterance twice, and one that cannot be used."""
     features, labels = labelled_utterances()
@@ -499,7 +517,7 @@ def test_a_list_of_utterances_is_held_out(tmp_path: Path, caplog: pytest.LogCapt
     listed.write_text("spk1-utt005 two words\nspk0-utt000\r\nspk1-utt005\n")
     caplog.set_level(logging.INFO, "ddnn")
     assert cv_of(load(folder, HeldOut(utterances=listed))) == {"spk0-utt000", "spk1-utt005"}
-    assert "CV: 2 of 2 speakers are also in the training data: the cross-validation will look too good" in caplog.text
+    assert "CV: its 2 speakers are also in the training data: the cross-validation will look too good" in caplog.text
     del labels["spk0-utt000"]
     write_pdfs(folder / "pdfs.txt", labels)
     assert cv_of(load(folder, HeldOut(utterances=listed))) == {"spk1-utt005"}

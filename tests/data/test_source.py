@@ -151,6 +151,7 @@ def test_counts_of_pdfs_and_utterances_are_sums(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 of 6 utterances cannot be used") as caught:
         opened(corpora, max_skipped_fraction=0.1)
     assert caught.value.location == str(corpora[0].data), "each corpus by itself"
+    assert caught.value.message.startswith("data.train[0] with data.alignments[0]: 1 of 6 utterances cannot be used")
 
 
 def other_dims(corpora: list[Corpus], features: Utterances, labels: Utterances) -> None:

@@ -111,6 +111,7 @@ def test_an_empty_dir_and_no_path(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(DataError) as error:
         read_alignments(folder)
     assert "final.mdl" in str(error.value.location)
+    assert error.value.hint is not None and "copy it from the directory of the system that made" in error.value.hint
     for job in folder.glob("ali.*"):
         job.unlink()
     with pytest.raises(DataError):
@@ -133,6 +134,32 @@ def test_transition_ids_out_of_range(folder: Path, value: int) -> None:
         read_alignments(folder)
     assert error.value.message == f"utterance bad, frame 2: expected a transition-id from 1 to {largest}, found {value}"
     assert error.value.location == str(folder / "ali.1.gz")
+
+
+@pytest.mark.parametrize("name", ["ali.1.gz", "ali.12.gz", "ali.all.gz"])
+def test_a_file_of_an_alignment_dir_holds_transition_ids(folder: Path, name: str) -> None:
+    items = list(iterate_int_vectors(folder / "ali.1.gz"))
+    write_int_vectors(folder / name, items)
+    with pytest.raises(DataError, match=f"{name} of an alignment dir holds transition-ids, not pdf-ids") as error:
+        read_alignments(folder / name)
+    assert f"name the directory: {folder}; or make pdf-ids of it: ali-to-pdf {folder / 'final.mdl'}" in str(error.value)
+
+
+def test_an_archive_beside_a_final_mdl(folder: Path) -> None:
+    """One of pdf-ids may lie there, with ids that the model has; beside a damaged model it is like any other."""
+    last = read_transition_model(folder / "final.mdl").num_pdfs - 1
+    write_int_vectors(folder / "pdf.gz", [("one", np.array([0, last], np.int32))])
+    assert read_alignments(folder / "pdf.gz").num_pdfs == last + 1
+    write_int_vectors(folder / "ali.gz", [("one", np.array([1, last + 1], np.int32))])
+    with pytest.raises(DataError, match=f"one, frame 1: expected a pdf-id from 0 to {last}, found {last + 1}") as error:
+        read_alignments(folder / "ali.gz")
+    assert (
+        error.value.hint is not None
+        and f"if these are transition-ids, name the directory: {folder}" in error.value.hint
+    )
+    assert read_alignments(folder / "ali.gz", num_pdfs=last + 2).num_pdfs == last + 2
+    (folder / "final.mdl").write_text("damaged")
+    assert read_alignments(folder / "ali.gz").num_pdfs == last + 2
 
 
 def test_another_number_of_pdfs(folder: Path) -> None:

@@ -383,6 +383,7 @@ def test_dry_run_looks_at_the_data(run_cli: RunCli, tmp_path: Path, monkeypatch:
         patch.setattr("ddnn.data.source.load_dataset", None)
         patch.setattr("ddnn.kaldi.archive.MatrixReader.read", None)
         dry = run_cli(*call)
+        by_utterance = run_cli(*call, "--set", "data.cv.by=utterance").stdout
         pretraining = run_cli("pretrain", *call[1:], "--set", "init=rbm")
     assert dry.exit_code == 0, dry.stderr
     assert sorted(tmp_path.rglob("*")) == before
@@ -395,6 +396,7 @@ def test_dry_run_looks_at_the_data(run_cli: RunCli, tmp_path: Path, monkeypatch:
         "# network: input of 12 dims, 3 pdfs, 131 parameters; about 11 minibatches an epoch for each worker",
     ]
     assert lines[6].startswith("# memory of each worker: about ") and lines[7] == "seed: 1"
+    assert "% of the frames; its 3 speakers are also trained on\n" in by_utterance
     assert "cross-validation: " not in pretraining.stdout and "24 utterances" in pretraining.stdout, pretraining.stderr
     trained = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
     log = (job.run / "train.log").read_text()
