@@ -127,10 +127,7 @@ def warn_of_contradictions(corpus: Corpus, config: DataConfig, index: UtteranceI
     for is_mistake, message in contradictions(corpus.transforms, corpus.alignments, of.cmvn, of.deltas, index.dim):
         log.log(logging.WARNING if is_mistake else logging.INFO, "%s", message)
     if corpus.alignments.is_file() and len(counts) > 1 and not counts[0] and counts.sum() >= 10 * len(counts):
-        message = (
-            "%s: no frame has pdf-id 0: are these transition-ids, which begin at 1? ali-to-pdf makes pdf-ids of them"
-        )
-        log.warning(message, corpus.alignments)
+        log.warning("%s: no frame has pdf-id 0: are these transition-ids, which begin at 1?", corpus.alignments)
 
 
 def load_dataset(

@@ -491,15 +491,11 @@ def _hold_out(index: UtteranceIndex, held_out: HeldOut, seed: int, comm: Communi
 
 
 def speakers_in_both(index: UtteranceIndex, train: list[int], cv: list[int]) -> str:
-    """Which of the speakers held out are also trained on: "its 3 speakers are"; empty where none are, or none are
-    known."""
-    if index.speakers is None:
-        return ""
-    trained, held_out = ({index.speakers[u] for u in part} for part in (train, cv))
-    common, count = len(trained & held_out), len(held_out)
-    if common < count:
-        return f"{common} of its {count} speakers are" if common else ""
-    return f"its {count} speakers are" if count > 1 else "its only speaker is" if count else ""
+    """Which speakers held out are also trained on: "its 3 speakers are"; empty where none are, or none are known."""
+    trained, held_out = ({(index.speakers or "")[u] for u in part if index.speakers} for part in (train, cv))
+    if common := len(trained & held_out):
+        return f"{f'{common} of ' * (common < len(held_out))}its {plural(len(held_out), 'speaker')} are"
+    return ""
 
 
 def _check_cross_validation(source: DataSource, cv: DataSource, comm: Communicator) -> None:

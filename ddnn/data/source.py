@@ -153,8 +153,9 @@ def _open_named(corpus: Corpus, config: DataConfig, comm: Communicator, *, sever
     except DataError as error:
         if not several or any(key in error.message for key in corpus.keys):
             raise
-        message = f"{' with '.join(corpus.keys)}: {error.message}"
-        raise DataError(message, location=error.location, hint=error.hint) from error
+        raise DataError(
+            f"{' with '.join(corpus.keys)}: {error.message}", location=error.location, hint=error.hint
+        ) from error
 
 
 def _open_corpus(corpus: Corpus, config: DataConfig, comm: Communicator) -> IndexedCorpus:

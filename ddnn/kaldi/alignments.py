@@ -36,15 +36,16 @@ class Alignments:
 def read_alignments(path: Path, *, num_pdfs: int | None = None) -> Alignments:
     """Reads an alignment dir (`ali.*.gz` of transition-ids, `final.mdl`) or an archive of pdf-ids. `num_pdfs`: what the
     model must have; with an archive None means the largest pdf-id + 1. DataError: a file is missing or damaged, a job
-    is missing, an utterance occurs twice, an id is out of range, the number of pdfs is not `num_pdfs`, or an archive is
-    one of an alignment dir, of transition-ids."""
+    is missing, an utterance occurs twice, an id is out of range or a transition-id, or the number of pdfs is not
+    `num_pdfs`."""
     if path.is_dir():
         return _read_dir(path, num_pdfs)
     model, valid = path.with_name("final.mdl"), range(MAX_PDF if num_pdfs is None else num_pdfs)
     convert = f"name the directory: {path.parent}; or make pdf-ids of it: ali-to-pdf {model} 'ark:...' ark:pdf.ark"
     if re.fullmatch(r"ali\.[^.]+\.gz", path.name) and path.is_file():
-        message = f"{path.name} of an alignment dir holds transition-ids, not pdf-ids"
-        raise DataError(message, location=path, hint=convert)
+        raise DataError(
+            f"{path.name} of an alignment dir holds transition-ids, not pdf-ids", location=path, hint=convert
+        )
     hint = "the model has fewer pdfs than the alignment: correct `data.num_pdfs`, or give the alignment of this model"
     if num_pdfs is None and model.is_file():
         with suppress(DataError):  # of another kind: the archive need not have to do with it

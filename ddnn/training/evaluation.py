@@ -199,8 +199,7 @@ def baseline_result(train: FrameSubset, cv: FrameSubset, num_pdfs: int, comm: Co
 
 
 def _of_frequencies(train_counts: Tensor, cv_counts: Tensor) -> EvalResult:
-    """The result on frames of `cv_counts` of a model that answers the relative frequencies of `train_counts`, float64
-    (pdfs,) both."""
+    """On frames of `cv_counts`, of a model that answers the relative frequencies of `train_counts`; float64 (pdfs,)."""
     priors = (train_counts + 0.5) / (train_counts.sum() + 0.5 * len(train_counts))
     frequencies, total = cv_counts / cv_counts.sum(), int(cv_counts.sum())
     return EvalResult(-float(frequencies @ priors.log()), float(frequencies.max()), total)
@@ -259,8 +258,7 @@ def _warn_of_doubtful(result: EvalResult, counts: Tensor, run_dir: Path, data: P
             "%s: the figures lack %d of %d utterances (%.1f %%): check that features and alignments belong together"
         )
         log.warning(message, data, missing, total, 100 * missing / total)
-    num_pdfs = len(counts)
-    if num_pdfs > 1 and not result.loss < math.log(num_pdfs):
+    if (num_pdfs := len(counts)) > 1 and not result.loss < math.log(num_pdfs):
         message = "%s: the loss of %.4f is not below that of equal probabilities for all %d pdfs, %.4f: the alignments "
         message += "seem to be of another model, or the features of another kind"
         log.warning(message, alignments, result.loss, num_pdfs, math.log(num_pdfs))
@@ -268,11 +266,10 @@ def _warn_of_doubtful(result: EvalResult, counts: Tensor, run_dir: Path, data: P
         trained = counts
         with suppress(DataError):  # a model without its counts, such as an imported one: those of the evaluated labels
             trained = torch.from_numpy(read_pdf_counts(run_dir / PDF_COUNTS))
-        baseline = _of_frequencies(trained if len(trained) == num_pdfs else counts, counts)
-        figures = result.loss, result.frame_accuracy, baseline.loss, baseline.frame_accuracy
+        best = _of_frequencies(trained if len(trained) == num_pdfs else counts, counts)
+        figures = result.loss, result.frame_accuracy, best.loss, best.frame_accuracy
         if problem := no_better_than_baseline(*figures, where=""):
-            message = "%s: %s: the alignments seem to be of another model, or the features of another kind"
-            log.warning(message, alignments, problem)
+            log.warning("%s: %s: the alignments or features seem to be of another kind", alignments, problem)
 
 
 def load_for_model(
@@ -293,12 +290,8 @@ def load_for_model(
         if trained_with is not None:
             hint = "give those of this data by --transforms, such as exp/tri4/decode_test"
         raise UserError(f"the model was trained with {needs}", location="--transforms", hint=hint)
-    config = DataConfig(
-        replace(model.features, splice=model.transform.context),
-        allow_pipes=allow_pipes,
-        max_skipped_fraction=None,
-        progress=progress_bar("loading"),
-    )
+    features, progress = replace(model.features, splice=model.transform.context), progress_bar("loading")
+    config = DataConfig(features, allow_pipes=allow_pipes, max_skipped_fraction=None, progress=progress)
     corpus = load_data_dir(data, alignments, config, transforms)
     model.check_features(corpus.dim, location=data)
     return corpus
