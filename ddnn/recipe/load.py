@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from ddnn.recipe.schema import (
     as_list,
 )
 from ddnn.recipe.source import SourceTree, SourceValue
-from ddnn.util.errors import RecipeError
+from ddnn.util.errors import DataError, RecipeError
 
 MOST_FILES = 20  # that a recipe may include, directly or not
 OUTPUT_PATHS = ("data.cache_dir",)  # paths that need not exist: they are made
@@ -39,6 +40,15 @@ MODEL_KEYS = (
     *("model.hidden_layers", "model.hidden_units", "model.activation"),
 )
 """Keys that take the values of the network of `init.model` where they are not given."""
+
+
+RESUMABLE = re.compile(
+    r"(checkpoint|cuda_graphs|log"
+    r"|data\.(alignments|allow_pipes|cache_dir|cv\.(alignments|data|speakers|transforms|utterances)"
+    r"|feature_device|loader_processes|max_skipped_fraction|train|transforms)"
+    r"|parallel\.(cpu_threads|gpu_transport|hang_timeout|max_restarts|oversubscribe_gpus|workers))(\..*)?"
+)
+"""Keys of a recipe that a resume may change. Where data has moved, `DataIdentity` says whether it is the same."""
 
 
 def load_recipe(
@@ -138,6 +148,34 @@ def describe_changes(changed: Mapping[str, tuple[str, str]]) -> str:
     """Of some that `changed_keys` found: a single one in the same line, more in a line each."""
     lines = [f"{key}: {now} found, {then} expected" for key, (now, then) in changed.items()]
     return lines[0] if len(lines) == 1 else "".join(f"\n  - {line}" for line in lines)
+
+
+def check_same_recipe(
+    before: str, recipe: Recipe, location: Path, precision: str | None = None
+) -> dict[str, tuple[str, str]]:
+    """What has changed since the checkpoint at `location` was written, as of `changed_keys`; its recipe was `before`.
+    `precision`: that was chosen, which is what `auto` means from then on. RecipeError: a resume may not change it."""
+    old = recorded_values(before)
+    if old.problems:
+        raise DataError(f"the recipe in the checkpoint is none: {old.problems[0]}"[:500], location=location)
+    asked = old.values.get("precision")
+    if asked is not None and asked.value == "auto" and precision is not None:
+        old.values["precision"] = SourceValue(precision, asked.source)
+    changed = changed_keys(old, recipe)
+    if "precision" in changed and changed["precision"][0] == precision:
+        del changed["precision"]
+    refused = {
+        key: values
+        for key, values in changed.items()
+        if not (RESUMABLE.fullmatch(key) or is_longer(recipe, key, *values))
+    }
+    if refused:
+        message = f"the recipe is not the one that the checkpoint was made by: {describe_changes(refused)}"
+        hint = (
+            f"{why_not_longer(recipe, refused)}resume with the run dir's own recipe.yaml, or start in another run dir"
+        )
+        raise RecipeError(message, location=location, hint=hint)
+    return changed
 
 
 def get_value(recipe: Recipe, name: str) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ddnn.distributed.mpirun import IGNORING_SIGUSR1, MPI_SETTINGS
-from ddnn.recipe.load import dump_recipe, load_recipe
+from ddnn.recipe.load import check_same_recipe, dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.slurm import Seeds, SlurmOptions
 from ddnn.slurm.cluster import ClusterConfig, Placement, check_word, load_cluster, parse_time_limit, place
@@ -259,7 +259,7 @@ def _command(kind: Kind, run_dir: Path, recipe: Recipe, device: str, interpreter
 
 def _check_resume(run_dir: Path, recipe: Recipe) -> None:
     """Checks a run dir that is to be resumed, so that nothing is refused by the job hours later."""
-    from ddnn.training.resume import check_same_recipe, read_metadata
+    from ddnn.training.resume import read_metadata
     from ddnn.training.start import makes_longer
 
     check_run_dir(run_dir, resume=True)

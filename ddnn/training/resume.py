@@ -5,7 +5,6 @@ workers' models: `LoadedCheckpoint.bitwise` says which of the two, and docs/reli
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -15,22 +14,14 @@ from torch import Tensor
 
 from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
-from ddnn.recipe.load import changed_keys, describe_changes, get_value, is_longer, recorded_values, why_not_longer
+from ddnn.recipe.load import check_same_recipe, get_value
 from ddnn.recipe.schema import Recipe
-from ddnn.recipe.source import SourceValue, first_error
+from ddnn.recipe.source import first_error
 from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.training.state import CheckpointMetadata, LoadedCheckpoint
-from ddnn.util.errors import DataError, RecipeError
+from ddnn.util.errors import DataError
 
 log = logging.getLogger(__name__)
-
-RESUMABLE = re.compile(
-    r"(checkpoint|cuda_graphs|log"
-    r"|data\.(alignments|allow_pipes|cache_dir|cv\.(alignments|data|speakers|transforms|utterances)"
-    r"|feature_device|loader_processes|max_skipped_fraction|train|transforms)"
-    r"|parallel\.(cpu_threads|gpu_transport|hang_timeout|max_restarts|oversubscribe_gpus|workers))(\..*)?"
-)
-"""Keys of a recipe that a resume may change. Where data has moved, `DataIdentity` says whether it is the same."""
 
 
 def load_latest(store: CheckpointStore, recipe: Recipe, comm: Communicator) -> LoadedCheckpoint | None:
@@ -41,7 +32,9 @@ def load_latest(store: CheckpointStore, recipe: Recipe, comm: Communicator) -> L
         log.info("there is no checkpoint to resume from: training starts from the beginning")
         return None
     metadata = read_metadata(handle.metadata, handle.path)
-    check_same_recipe(metadata.recipe, recipe, handle.path, metadata.precision)
+    changed = check_same_recipe(metadata.recipe, recipe, handle.path, metadata.precision)
+    for key, (now, then) in changed.items():
+        log.info("%s is now %s; was %s", key, now, then)
     bitwise = handle.world_size == comm.world_size
     log.info("resumed from checkpoint %d: %s", handle.number, metadata.summary())
     if not bitwise and comm.rank == 0:
@@ -86,33 +79,6 @@ def read_metadata(values: object, location: Path) -> CheckpointMetadata:
         return CheckpointMetadata.model_validate(values)
     except ValidationError as error:
         raise DataError(f"not a checkpoint of a training: {first_error(error)}", location=location) from error
-
-
-def check_same_recipe(before: str, recipe: Recipe, location: Path, precision: str | None = None) -> None:
-    """RecipeError where the recipe has changed in what a resume may not change; what it may is logged. `precision`:
-    that was chosen, which is what `auto` means from then on."""
-    old = recorded_values(before)
-    if old.problems:
-        raise DataError(f"the recipe in the checkpoint is none: {old.problems[0]}"[:500], location=location)
-    asked = old.values.get("precision")
-    if asked is not None and asked.value == "auto" and precision is not None:
-        old.values["precision"] = SourceValue(precision, asked.source)
-    changed = changed_keys(old, recipe)
-    if "precision" in changed and changed["precision"][0] == precision:
-        del changed["precision"]
-    refused = {
-        key: values
-        for key, values in changed.items()
-        if not (RESUMABLE.fullmatch(key) or is_longer(recipe, key, *values))
-    }
-    if refused:
-        message = f"the recipe is not the one that the checkpoint was made by: {describe_changes(refused)}"
-        hint = (
-            f"{why_not_longer(recipe, refused)}resume with the run dir's own recipe.yaml, or start in another run dir"
-        )
-        raise RecipeError(message, location=location, hint=hint)
-    for key, (now, then) in changed.items():
-        log.info("%s is now %s; was %s", key, now, then)
 
 
 def check_same_data(before: object, found: DataIdentity, recipe: Recipe, since: Path) -> None:

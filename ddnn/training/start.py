@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ddnn.distributed.launcher import NoRun, run_distributed
+from ddnn.distributed.mpirun import in_mpi_job
 from ddnn.recipe.load import (
+    RESUMABLE,
     as_begun,
     changed_keys,
+    check_same_recipe,
     describe_changes,
     dump_recipe,
     is_longer,
@@ -18,9 +21,9 @@ from ddnn.recipe.load import (
     recorded_values,
     why_not_longer,
 )
-from ddnn.recipe.schema import Recipe
+from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.training import run_status
-from ddnn.training.checkpoint_manifest import peek_checkpoint
+from ddnn.training.checkpoint_manifest import folder_name, peek_checkpoint
 from ddnn.training.metrics import read_metrics
 from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
 from ddnn.util.errors import RecipeError, UserError
@@ -42,6 +45,8 @@ def start_training(
     finished = resume != "no" and run_status.is_finished(location)
     if finished and not makes_longer(loaded, location, settings):
         return f"{location}: this training has finished: {location / FINAL}"
+    if resume != "no" and not finished and loaded.parallel.workers > 1 and not in_mpi_job():
+        _check_resume(loaded, location)
     # A run dir in which another training has begun is refused by the first attempt, or by one that follows its death.
     begun = any((location / name).exists() for name in (METRICS, BEST, FINAL, CHECKPOINTS))
     arguments = worker_argv("train", recipe, location, settings, device, *_RESUME_OPTIONS[resume])
@@ -70,6 +75,18 @@ def start_training(
     return None
 
 
+def _check_resume(recipe: Recipe, location: Path) -> None:
+    """RecipeError where the workers would refuse to resume, since the newest checkpoint is of another recipe: before
+    they are started, which takes time, and mpirun writes more lines about their end than they do."""
+    found = peek_checkpoint(location / CHECKPOINTS, lambda problem: None)
+    before, precision = ("", None) if found is None else (found.metadata.get(key) for key in ("recipe", "precision"))
+    if found is None or not isinstance(before, str) or not isinstance(precision, str):
+        return  # the workers say what is wrong with it
+    if isinstance(recipe.init, TrainedModelConfig) and (location / RECIPE).is_file():
+        recipe = as_begun(recipe, load_recipe(location / RECIPE, must_exist=False))
+    check_same_recipe(before, recipe, location / CHECKPOINTS / folder_name(found.number), precision)
+
+
 def makes_longer(recipe: Recipe, location: Path, settings: Sequence[str]) -> bool:
     """Whether a training that has finished is to continue by this recipe, as it only asks for more epochs; False where
     there is nothing to do. RecipeError: it was not by this recipe, or cannot continue."""
@@ -84,8 +101,6 @@ def makes_longer(recipe: Recipe, location: Path, settings: Sequence[str]) -> boo
     longer = [key for key, values in changed.items() if is_longer(recipe, key, *values)]
     if not changed:
         return False
-    from ddnn.training.resume import RESUMABLE  # needs torch
-
     if not longer or not all(key in longer or RESUMABLE.fullmatch(key) for key in changed):
         message = f"this training has finished, by another recipe: {describe_changes(changed)}"
         hint = f"{why_not_longer(recipe, {*changed} - {*longer})}nothing would be done: leave out what differs, "

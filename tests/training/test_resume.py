@@ -33,12 +33,12 @@ from ddnn.inspection.status import read_status
 from ddnn.kaldi.archive import write_matrices
 from ddnn.optim.schedule import MinibatchSizes
 from ddnn.recipe.keys import keys
-from ddnn.recipe.load import dump_recipe, load_recipe
+from ddnn.recipe.load import check_same_recipe, dump_recipe, load_recipe
 from ddnn.training import job
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.job import run_training
 from ddnn.training.metrics import EndRow, EventRow, MetricsWriter, read_metrics
-from ddnn.training.resume import check_same_recipe, merge_rank_states, read_metadata
+from ddnn.training.resume import merge_rank_states, read_metadata
 from ddnn.training.state import LoadedCheckpoint
 from ddnn.util.errors import DataError, RecipeError, UserError
 
@@ -378,6 +378,24 @@ def test_what_is_refused_changes_nothing(
     assert "the data has changed since" in refused[0] and "seed: 2 found" in refused[1] and len(refused) == 2
     run_training(load_recipe(recipe), run, "cpu", resume=True)
     assert read_status(run).state == "finished"
+
+
+def test_workers_are_not_started_for_another_recipe(
+    tmp_path: Path,
+    stop_at: Callable[[int, signal.Signals], None],
+    run_cli: RunCli,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe, run = stopped_run(tmp_path, stop_at)
+    started: list[int] = []
+    monkeypatch.setattr("ddnn.training.start.run_distributed", lambda workers, *_, **__: started.append(workers))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    words = ("train", recipe, "--run-dir", run, "--resume", "--workers", 2)
+    assert_refused(run_cli(*words, "--set", "seed=2"), "seed: 2 found, 1 expected", "start in another run dir")
+    assert started == [] and {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert run_cli(*words, "--set", "schedule.max_epochs=9").exit_code == 0
+    assert run_cli(*words, "--set", "seed=2", "--set", "parallel.workers=1").exit_code == 2, ()
+    assert started == [2]
 
 
 def test_a_resume_that_is_refused_while_rbms_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
