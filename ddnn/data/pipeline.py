@@ -494,7 +494,8 @@ def speakers_in_both(index: UtteranceIndex, train: list[int], cv: list[int]) -> 
     """Which speakers held out are also trained on: "its 3 speakers are"; empty where none are, or none are known."""
     trained, held_out = ({(index.speakers or "")[u] for u in part if index.speakers} for part in (train, cv))
     if common := len(trained & held_out):
-        return f"{f'{common} of ' * (common < len(held_out))}its {plural(len(held_out), 'speaker')} are"
+        all_or_some = "" if common == len(held_out) else f"{common} of "
+        return f"{all_or_some}its {plural(len(held_out), 'speaker')} {'is' if common == 1 else 'are'}"
     return ""
 
 

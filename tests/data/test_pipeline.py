@@ -520,8 +520,10 @@ def test_a_list_of_utterances_is_held_out(tmp_path: Path, caplog: pytest.LogCapt
     assert "CV: its 2 speakers are also in the training data: the cross-validation will look too good" in caplog.text
     del labels["spk0-utt000"]
     write_pdfs(folder / "pdfs.txt", labels)
+    caplog.clear()
     assert cv_of(load(folder, HeldOut(utterances=listed))) == {"spk1-utt005"}
     assert "1 of 2 listed utterances are among the skipped ones" in caplog.text
+    assert "CV: its 1 speaker is also in the training data" in caplog.text
     for text, message in (
         ("spk1-utt005\nnobody-1\n", r"1 of 2 listed utterances are not in the data: nobody-1"),
         ("spk1\nspk2\n", r"2 of 2 listed utterances are not in the data: spk1, spk2[^!]*data.cv.speakers"),
