@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from ddnn.distributed.signals import FORCE_SIGNALS, SignalListener
+from ddnn.distributed.signals import FIRST_SIGNAL, FORCE_SIGNALS, SignalListener
 from ddnn.util.errors import UserError
 from ddnn.util.process import end_with_parent
 
@@ -107,10 +108,20 @@ class SignalForwarder(SignalListener):
         self.first: tuple[int, float] | None = None
         self.second: tuple[int, float] | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._name = f"ddnn-signal-{secrets.token_hex(8)}"
+        self._file = os.memfd_create(self._name) if hasattr(os, "memfd_create") else None
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
             self.first = number, time.monotonic()
+            if self._file is not None:
+                os.pwrite(self._file, signal.Signals(number).name.encode(), 0)
         elif self.second is None and number in FORCE_SIGNALS:
             self.second = number, time.monotonic()
         else:
@@ -131,6 +142,7 @@ class SignalForwarder(SignalListener):
         """Runs `command` with the environment `variables` and waits. Its exit code; 128 + a signal's number where that
         ended it. Where the second signal here did, that counts; or the first, where the workers say that SIGUSR1 did,
         or had to be killed. UserError: it cannot be started."""
+        told = {} if self._file is None else {FIRST_SIGNAL: f"/proc/{os.getpid()}/fd/{self._file}:{self._name}"}
         sys.stdout.flush()
         sys.stderr.flush()
         set_death_signal = end_with_parent(signal.SIGTERM, os.getpid())
@@ -144,7 +156,7 @@ class SignalForwarder(SignalListener):
             # A session of its own: a terminal's Ctrl-C reaches mpirun once, from here, not twice (that would make it
             # leave in haste).
             self._process = subprocess.Popen(
-                command, env=dict(variables), stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare
+                command, env={**variables, **told}, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare
             )
             if self.second is not None:  # arrived meanwhile; the loop forwards the first
                 self._forward()

@@ -24,6 +24,7 @@ from ddnn.distributed.mpirun import (
     in_mpi_job,
     mpirun_command,
 )
+from ddnn.distributed.signals import FIRST_SIGNAL, handed_on
 from ddnn.util.errors import UserError
 
 WAIT = "import signal, sys, time\n"
@@ -75,6 +76,28 @@ def test_the_first_is_handed_on_until_heard_and_the_workers_code_counts(tmp_path
     thread = ends(0, signal.Signals[number], ready=(tmp_path / "begun").exists)
     assert run(LISTENS_LATE, tmp_path / "begun", code) == code
     thread.join()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGUSR1"])
+def test_the_workers_learn_which_signal_is_handed_on(tmp_path: Path, name: str) -> None:
+    """Not from any other file, such as another host has in its place."""
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom ddnn.distributed.signals import GracefulShutdown\n"
+        "with GracefulShutdown(verbose=False) as stop:\n    stop.deferred = True\n    Path(sys.argv[1]).touch()\n"
+        "    while stop.signal_name is None: time.sleep(0.01)\n    Path(sys.argv[2]).write_text(stop.signal_name)\n"
+    )
+    thread = ends(0, signal.Signals[name], ready=(tmp_path / "begun").exists)
+    assert run(code, tmp_path / "begun", tmp_path / "told") == 0
+    thread.join()
+    assert (tmp_path / "told").read_text() == name
+    other = tmp_path / "other"
+    other.write_text("SIGINT")
+    (tmp_path / "link").symlink_to(other)
+    for path in (other, tmp_path / "link", tmp_path / "none"):
+        assert handed_on({FIRST_SIGNAL: f"{path}:ddnn-signal-0123"}) is None
+    assert handed_on({FIRST_SIGNAL: f"{tmp_path / 'link'}:other"}) == "SIGINT"
+    other.write_text("SIGKILL")
+    assert handed_on({FIRST_SIGNAL: f"{tmp_path / 'link'}:other"}) is None is handed_on({})
 
 
 def test_what_the_workers_call_sigusr1_is_the_first_signal() -> None:

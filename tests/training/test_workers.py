@@ -209,6 +209,8 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint_and_no_process(tmp_path: P
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 75
     assert "resume with: ddnn train" in errors
+    status = json.loads((run / "status.json").read_text())
+    assert status["error"]["message"].startswith(f"stopped on {number.name}; resume") and "SIGUSR1" not in errors
     assert any((run / "checkpoints").glob("0*"))
     assert all_gone(family, 60)
 
