@@ -79,7 +79,7 @@ def unpickle(folder: Path) -> None:
     ("read", "said"),
     [
         (loop, "TooSlow"),
-        (allocate, "64 MiB"),
+        (allocate, " MiB for "),  # 64 MiB less the pages that the process had touched before
         (allocate_too_much, "MemoryError"),
         (write_elsewhere, "Forbidden: open outside"),
         (remove_elsewhere, "Forbidden: os.remove outside"),
