@@ -17,13 +17,13 @@ PACKAGE = ROOT / "ddnn"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
-    "modules without __init__": 98,
-    "lines of Python": 26_700,
-    "longest file": 565,
+    "modules without __init__": 104,
+    "lines of Python": 30_500,
+    "longest file": 600,
     "longest function": 55,
-    "most imports of ddnn in a file": 32,
-    "modules with one importer": 18,
-    "modules that training.trainer imports, directly or not": 52,
+    "most imports of ddnn in a file": 34,
+    "modules with one importer": 22,
+    "modules that training.trainer imports, directly or not": 58,
 }
 """What the code may be at most. A number may only be lowered; a new feature that needs more raises it in its own commit,
 with the reason in the message. `test_budgets_are_tight` asks to lower what is no longer needed."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddnn.nn.arithmetic import Float32
-from ddnn.nn.layers import Gemm, Layer, Parameter, Params, Shape, Views
+from ddnn.nn.layer import Gemm, Layer, Parameter, Params, Shape, Views
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.kaldi.alignments import transition_digest
 from ddnn.kaldi.nnet1 import AddShift, Component, Rescale, Splice, read_nnet1
 from ddnn.kaldi.transforms import TransformConfig, read_nnet_options
-from ddnn.nn.layers import LAYERS, Layer, check_layers, layer_from_config, num_parameters
+from ddnn.nn.layer import Layer
+from ddnn.nn.layers import LAYERS, check_layers, layer_from_config, num_parameters
 from ddnn.nn.network import Network
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ddnn.nn.arithmetic import Float32
-from ddnn.nn.layers import Layer, Params, Views, num_parameters
+from ddnn.nn.layer import Layer, Params, Views
+from ddnn.nn.layers import num_parameters
 from ddnn.util.errors import DataError
 
 

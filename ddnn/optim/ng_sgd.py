@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ddnn.nn.arithmetic import Float32
-from ddnn.nn.layers import Gemm, Layer, Views
+from ddnn.nn.layer import Gemm, Layer, Views
 from ddnn.nn.network import Network, Workspace
 from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas, max_change_factor
 from ddnn.optim.sgd import Sgd, SgdOptions

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddnn.nn.layers import Layer, Views
+from ddnn.nn.layer import Layer, Views
 from ddnn.nn.network import Network, Workspace, tensor_like
 from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.util.errors import DataError

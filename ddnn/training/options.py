@@ -14,7 +14,8 @@ from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import HeldOut, TrainingDataConfig, TrainingFootprint
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.transforms import read_transform_config
-from ddnn.nn.layers import Layer, activation_floats, mlp_layers, num_parameters
+from ddnn.nn.layer import Layer
+from ddnn.nn.layers import activation_floats, mlp_layers, num_parameters
 from ddnn.nn.network import Network
 from ddnn.optim.ng_sgd import NgSgdOptions
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule

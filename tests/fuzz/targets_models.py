@@ -23,7 +23,8 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex, hold_out_speakers
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model
-from ddnn.nn.layers import Affine, Layer
+from ddnn.nn.layer import Layer
+from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network
 from ddnn.recipe.load import load_recipe
 from ddnn.training.pretraining import load_dbn

@@ -13,7 +13,8 @@ from twins import biases, random_minibatch, weights
 
 from ddnn.nn.arithmetic import BFloat16Kernels, Float32, Precision, make_arithmetic
 from ddnn.nn.kernels import Kernels, load_library
-from ddnn.nn.layers import Affine, Layer, mlp_layers
+from ddnn.nn.layer import Layer
+from ddnn.nn.layers import Affine, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions

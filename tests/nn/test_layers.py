@@ -17,10 +17,10 @@ from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.nn.acoustic_model import AcousticModel, load_model, model_config, model_from_config, save_model, to_nnet1
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
+from ddnn.nn.layer import Layer
 from ddnn.nn.layers import (
     LAYERS,
     Affine,
-    Layer,
     activation_floats,
     check_layers,
     layer_from_config,

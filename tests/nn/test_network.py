@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from twins import biases, random_minibatch, twin_loss, weights
 
-from ddnn.nn.layers import Affine, Parameter, mlp_layers, num_parameters
+from ddnn.nn.layer import Parameter
+from ddnn.nn.layers import Affine, mlp_layers, num_parameters
 from ddnn.nn.loss import cross_entropy
 from ddnn.nn.network import Network, Workspace, initialize
 

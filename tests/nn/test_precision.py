@@ -26,7 +26,8 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.nn import precision as module
 from ddnn.nn.acoustic_model import save_model
 from ddnn.nn.arithmetic import Precision, make_arithmetic, matmul_out, supports_float32_output
-from ddnn.nn.layers import Affine, Layer, mlp_layers
+from ddnn.nn.layer import Layer
+from ddnn.nn.layers import Affine, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import AVX512_BF16_SPEEDUP, bf16_error, bf16_is_fast, choose_arithmetic
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer

@@ -12,7 +12,8 @@ from toy_layers import TOYS, Filters, Gain, Pool
 
 from ddnn.averaging.averager import Averager
 from ddnn.distributed.signals import TrainingInterrupted
-from ddnn.nn.layers import LAYERS, Affine, Layer
+from ddnn.nn.layer import Layer
+from ddnn.nn.layers import LAYERS, Affine
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.training import job, options

@@ -1,0 +1,194 @@
+"""What a layer is. The kinds of layers are in `ddnn.nn.layers`, `ddnn.nn.convolution` and `ddnn.nn.elementwise`.
+
+What a layer is made of, computes and costs is known to its class alone. It holds no numbers: its parameters are views
+of a network's flat buffer, its activations belong to a `ddnn.nn.network.Workspace`, and `ddnn.nn.arithmetic` computes.
+Between layers a minibatch is a matrix of a row per frame, which a layer views as it needs. In the network's input a row
+is ordered, from slow to fast, by frame offset, order of the deltas, and feature dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddnn.kaldi import nnet1
+from ddnn.nn.arithmetic import Float32, matmul_out
+
+Shape = tuple[int, ...]
+Views = Mapping[str, Tensor]  # tensors of a layer by name: its parameters, its part of a gradient
+
+
+class Parameter(NamedTuple):
+    """What a layer says of a parameter: its multiple of the learning rate (nnet1's LearnRateCoef), whether weight decay
+    acts on it, and whether it has momentum: it has, but where Kaldi has none."""
+
+    shape: Shape
+    learn_rate_coef: float = 1.0
+    l2: bool = False
+    momentum: bool = True
+
+
+class Params(NamedTuple):
+    """A layer's parameters: `values`, in the arithmetic's type, to multiply with, perhaps padded to more outputs than
+    the layer has; `float32`, of which they are a copy."""
+
+    values: Views
+    float32: Views
+
+
+class Gemm(NamedTuple):
+    """A layer as a matrix product, as natural gradient sees it: for each frame `rows` rows of `fan_in` inputs (one of
+    an affine layer, one per patch of a convolution) give as many rows of `fan_out`."""
+
+    rows: int
+    fan_in: int
+    fan_out: int
+
+
+@dataclass(frozen=True)
+class Layer(ABC):
+    """One layer; its fields are what its class is made from, and its `config`.
+
+    Attributes:
+        kind: its name in `LAYERS`, in model files and recipes.
+        in_shape, out_shape: of a frame: (features,), or (channels, time, frequency).
+        parameters: by name, in the order of the flat buffer; empty for a layer without parameters.
+        gemm: its product, whose rows natural gradient preconditions; None: it is left with the plain gradient.
+        saved: shapes per frame, by name, of what it keeps in memory from its forward to its backward pass.
+        must_be_last: whether no layer may follow.
+        label: a word or two for summaries.
+    """
+
+    kind: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def in_shape(self) -> Shape: ...
+
+    @property
+    @abstractmethod
+    def out_shape(self) -> Shape: ...
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        return {}
+
+    @property
+    def gemm(self) -> Gemm | None:
+        return None
+
+    @property
+    def saved(self) -> Mapping[str, Shape]:
+        return {}
+
+    @property
+    def must_be_last(self) -> bool:
+        return False
+
+    @property
+    def label(self) -> str:
+        return self.kind
+
+    @property
+    def input_dim(self) -> int:
+        """Values of a frame that it reads."""
+        return math.prod(self.in_shape)
+
+    @property
+    def output_dim(self) -> int:
+        """Values of a frame that it gives."""
+        return math.prod(self.out_shape)
+
+    @property
+    def num_parameters(self) -> int:
+        """Length of its part of the flat buffer."""
+        return sum(math.prod(parameter.shape) for parameter in self.parameters.values())
+
+    @property
+    def flop_per_frame(self) -> int:
+        """Floating-point operations of the products of a forward pass."""
+        return 0 if self.gemm is None else 2 * math.prod(self.gemm)
+
+    @property
+    def activation_floats(self) -> int:
+        """Values kept of a frame: output, derivative with respect to it, and `saved`."""
+        return 2 * self.output_dim + sum(math.prod(shape) for shape in self.saved.values())
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Its parameters as views of its part of a flat buffer, (num_parameters,)."""
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        parts = torch.split(flat, list(map(math.prod, shapes.values())))
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+    def padded(self, multiple: int) -> Layer:
+        """As the last layer: the same with outputs rounded up to a multiple, of zero weight; itself where it cannot."""
+        return self
+
+    @abstractmethod
+    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
+        """y (frames, output_dim) <- the layer's output for x (frames, input_dim)."""
+
+    @abstractmethod
+    def backward(
+        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
+    ) -> None:
+        """grad_x (frames, input_dim) <- the derivative of the summed loss with respect to x.
+
+        `x`, `y`: as of the forward pass. `grad`: (frames, output_dim), the derivative with respect to y; may be
+        overwritten by what `gradient` and `statistics` want, such as the derivative before the activation. `grad_x`:
+        None for the first layer.
+        """
+
+    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
+        """out <- the gradient summed over the minibatch, after the backward pass; not called without parameters. That
+        of a `gemm`: dW = d^T x, db = sum of d, from the rows of `statistics`."""
+        self.gradient_of_rows(a, *self.statistics(x, grad, saved), out)
+
+    def statistics(self, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor]:
+        """Rows of its input, (frames * gemm.rows, gemm.fan_in), without the 1 for the bias, and rows of the derivative
+        of its output, (frames * gemm.rows, gemm.fan_out), after the backward pass, frame by frame: what natural
+        gradient preconditions, and may overwrite. Contiguous. For layers with a `gemm`."""
+        return x, grad
+
+    def gradient_of_rows(
+        self, a: Float32, inputs: Tensor, grads: Tensor, out: Views, bias_input: Tensor | None = None
+    ) -> None:
+        """out <- the gradient from the rows of `statistics`. Once they are preconditioned, `bias_input`, (rows,), is
+        what has become of the 1 of each row."""
+        matmul_out(grads.t(), inputs, out["weight"])
+        a.column_sums(grads, out["bias"], bias_input)
+
+    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
+        """(frames,) float32, the norm of each frame's part of the gradient, by which NG-SGD limits the step of layers
+        without a `gemm`; not called without parameters."""
+        raise NotImplementedError
+
+    def after_update(self, p: Views) -> bool:
+        """Brings the float32 parameters back to where they may be, such as within a largest norm, after each update;
+        True if it has changed any."""
+        return False
+
+    @abstractmethod
+    def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
+        """Draws initial parameters, on the CPU, so that a seed gives the same on every device; `first` and `last` say
+        whether it is that layer of the network."""
+
+    def config(self) -> dict[str, Any]:
+        """All of it but its numbers, as JSON: `kind` and the fields of its class."""
+        return {"kind": self.kind, **asdict(self)}
+
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        """The layer as Kaldi nnet1's components; ValueError where nnet1 has none."""
+        raise ValueError(f"nnet1 has no component for a {self.kind} layer")
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        """The layer that the first of these components, one or more, are, its parameters (num_parameters,), and how
+        many components they are; None where they are not of this kind."""
+        return None
