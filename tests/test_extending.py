@@ -33,7 +33,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 @pytest.fixture
 def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of the example with this number; afterwards the tables are as before."""
-    for table, name in ((strategies.STRATEGIES, "median"), (options.SCHEDULES, "cosine"), (layers.LAYERS, "scale")):
+    for table, name in ((strategies.STRATEGIES, "median"), (options.SCHEDULES, "cosine"), (layers.LAYERS, "gain")):
         monkeypatch.setitem(table, name, None)  # type: ignore[arg-type]
     path = tmp_path / f"example{request.param}.py"
     path.write_text(EXAMPLES[request.param])
@@ -81,7 +81,7 @@ def test_a_schedule(example: ModuleType) -> None:
 
 @pytest.mark.parametrize("example", [2], indirect=True)
 def test_a_layer(example: ModuleType, tmp_path: Path) -> None:
-    network = Network((Affine(6, 4, "tanh"), example.Scale(4), Affine(4, 3, "softmax")))
+    network = Network((Affine(6, 4, "tanh"), example.Gain(4), Affine(4, 3, "softmax")))
     initialize(network, 1)
     network.views[1]["scale"].copy_(torch.tensor([0.5, 1.0, 2.0, -1.0]))
     network.parameters_changed()

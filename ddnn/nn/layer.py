@@ -9,6 +9,7 @@ is ordered, from slow to fast, by frame offset, order of the deltas, and feature
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -49,6 +50,29 @@ class Gemm(NamedTuple):
     rows: int
     fan_in: int
     fan_out: int
+
+
+def check_sizes(**sizes: object) -> None:
+    """ValueError where one of these is no number of values that a layer may have."""
+    for name, size in sizes.items():
+        if not (type(size) is int and 0 < size <= nnet1.MAX_DIM):
+            raise ValueError(f"{name} {size!r}, expected 1 to {nnet1.MAX_DIM}")
+
+
+def check_coefs(*values: object) -> None:
+    """ValueError where one of these is no finite number."""
+    if not all(isinstance(v, int | float) and abs(v) <= sys.float_info.max for v in values):  # no NaN either
+        raise ValueError(f"learning rate coefficients and other numbers {values!r}, expected finite ones")
+
+
+def limit_row_norms(weight: Tensor, max_norm: float) -> bool:
+    """nnet1's MaxNorm: scales each row of `weight` whose L2 norm is over `max_norm` down to it, in place, and leaves the
+    others as they are; 0 is no limit. True where there is a limit; waits for no GPU."""
+    if max_norm <= 0.0:
+        return False
+    norms = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
+    weight.mul_((max_norm / norms).clamp_(max=1.0))
+    return True
 
 
 @dataclass(frozen=True)
@@ -126,6 +150,13 @@ class Layer(ABC):
         parts = torch.split(flat, list(map(math.prod, shapes.values())))
         return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
+    def without_noise(self) -> Layer:
+        """The layer as it is outside training, of the same parameters; itself where nothing in it is random."""
+        return self
+
+    def draw(self, generator: torch.Generator, saved: Views) -> None:  # noqa: B027
+        """Draws what is random in a minibatch of training into `saved`, before each forward pass."""
+
     def padded(self, multiple: int) -> Layer:
         """As the last layer: the same with outputs rounded up to a multiple, of zero weight; itself where it cannot."""
         return self
@@ -165,13 +196,18 @@ class Layer(ABC):
         a.column_sums(grads, out["bias"], bias_input)
 
     def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
-        """(frames,) float32, the norm of each frame's part of the gradient, by which NG-SGD limits the step of layers
-        without a `gemm`; not called without parameters."""
-        raise NotImplementedError
+        """(frames,) float32, the norm of each frame's part of the gradient, or a bound of it, by which NG-SGD limits the
+        step of layers without a `gemm`; not called without parameters. Of those with one: the sum over its rows of
+        |[x 1]| |d|."""
+        if self.gemm is None:
+            raise NotImplementedError(f"{self.kind}: norms of the gradient")
+        inputs, grads = (torch.linalg.vector_norm(rows.float(), dim=1) for rows in self.statistics(x, grad, saved))
+        norms: Tensor = (inputs.square().add_(1.0).sqrt_() * grads).view(len(x), -1).sum(dim=1)
+        return norms
 
     def after_update(self, p: Views) -> bool:
         """Brings the float32 parameters back to where they may be, such as within a largest norm, after each update;
-        True if it has changed any."""
+        True if it may have changed any."""
         return False
 
     @abstractmethod

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ddnn.kaldi import nnet1
 from ddnn.nn.arithmetic import ACTIVATIONS, Float32, matmul_out
-from ddnn.nn.layer import Gemm, Layer, Parameter, Params, Shape, Views
+from ddnn.nn.elementwise import Activation, Copy, Dropout, LengthNorm, ParametricRelu, Scale, Shift
+from ddnn.nn.layer import Gemm, Layer, Parameter, Params, Shape, Views, limit_row_norms
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Affine(Layer):
 
     `activation`: one of `ACTIVATIONS`; `softmax` only last, and then the network gives pre-softmax activations.
     `learn_rate_coef`, `bias_learn_rate_coef`: multiples of the learning rate (nnet1's LearnRateCoef and
-    BiasLearnRateCoef). `max_norm`: nnet1's MaxNorm, carried through import and export; 0 is none.
+    BiasLearnRateCoef). `max_norm`: nnet1's MaxNorm, the largest L2 norm of a row of W after each update; 0 is none.
     """
 
     kind: ClassVar[str] = "affine"
@@ -88,6 +89,9 @@ class Affine(Layer):
         if grad_x is not None:
             matmul_out(grad, p.values["weight"], grad_x)
 
+    def after_update(self, p: Views) -> bool:
+        return limit_row_norms(p["weight"], self.max_norm)
+
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         """As Kaldi nnet1's utils/nnet/make_nnet_proto.py: W ~ N(0, s^2), s = 3.5 sqrt(2 / (inputs + outputs)), the
         first layer's times sqrt(1/12); hidden biases uniform in (-4, 0), output bias 0. tanh and ReLU layers have their
@@ -127,7 +131,161 @@ class Affine(Layer):
         return layer, torch.cat(parameters), 1 + (activation != "linear")
 
 
-LAYERS: dict[str, type[Layer]] = {"affine": Affine}  # every kind of layer, by the name in model files and recipes
+MAX_DEPTH = 8  # of networks within networks
+
+
+@dataclass(frozen=True)
+class Parallel(Layer):
+    """Networks side by side: the columns of the input are dealt out to them in order, and their outputs are put side by
+    side (nnet1's ParallelComponent). Momentum, weight decay and rates are those of the layers inside. Names of parameters
+    and of what is saved begin with the number of the network and of its layer: "0.1.weight". NG-SGD takes the plain
+    gradient of all of them, and limits their step together."""
+
+    kind: ClassVar[str] = "parallel"
+
+    networks: tuple[tuple[Layer, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.networks, list | tuple) or not self.networks:
+            raise ValueError("no networks side by side")
+        made = tuple(
+            tuple(layer_from_config(one) if isinstance(one, Mapping) else one for one in n) for n in self.networks
+        )
+        object.__setattr__(self, "networks", made)  # JSON has lists of configs
+        if self.depth > MAX_DEPTH:
+            raise ValueError(f"networks within networks, {self.depth} deep, expected at most {MAX_DEPTH}")
+        for n, layers in enumerate(made):
+            try:
+                check_layers(layers)
+            except ValueError as error:
+                raise ValueError(f"network {n}: {error}") from error
+            if layers[-1].must_be_last:
+                raise ValueError(f"network {n}: {layers[-1].label}, which only the last layer of all can be")
+
+    @property
+    def depth(self) -> int:
+        nested = [layer.depth for layers in self.networks for layer in layers if isinstance(layer, Parallel)]
+        return 1 + max(nested, default=0)
+
+    @cached_property
+    def in_dims(self) -> list[int]:
+        """Of each network."""
+        return [layers[0].input_dim for layers in self.networks]
+
+    @cached_property
+    def out_dims(self) -> list[int]:
+        return [layers[-1].output_dim for layers in self.networks]
+
+    @property
+    def in_shape(self) -> Shape:
+        return (sum(self.in_dims),)
+
+    @property
+    def out_shape(self) -> Shape:
+        return (sum(self.out_dims),)
+
+    @cached_property
+    def _layers(self) -> list[tuple[int, int, Layer]]:
+        return [(n, i, layer) for n, layers in enumerate(self.networks) for i, layer in enumerate(layers)]
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        return {f"{n}.{i}.{name}": of for n, i, layer in self._layers for name, of in layer.parameters.items()}
+
+    @cached_property
+    def saved(self) -> Mapping[str, Shape]:
+        """Of each network `N.x` and `N.grad`, its input and the derivative with respect to it; of each layer `N.I.y` and
+        `N.I.grad`, the same of its output, and what it saves itself."""
+        found: dict[str, Shape] = {}
+        for n, dim in enumerate(self.in_dims):
+            found |= {f"{n}.x": (dim,), f"{n}.grad": (dim,)}
+        for n, i, layer in self._layers:
+            found |= {f"{n}.{i}.y": (layer.output_dim,), f"{n}.{i}.grad": (layer.output_dim,)}
+            found |= {f"{n}.{i}.saved.{name}": shape for name, shape in layer.saved.items()}
+        return found
+
+    @property
+    def flop_per_frame(self) -> int:
+        return sum(layer.flop_per_frame for _, _, layer in self._layers)
+
+    def without_noise(self) -> Parallel:
+        return Parallel(tuple(tuple(layer.without_noise() for layer in layers) for layers in self.networks))
+
+    def draw(self, generator: torch.Generator, saved: Views) -> None:
+        for n, i, layer in self._layers:
+            layer.draw(generator, _inside(saved, n, i, "saved."))
+
+    def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
+        for n, part in enumerate(torch.split(x, self.in_dims, dim=1)):
+            saved[f"{n}.x"].copy_(part)
+        for n, i, layer in self._layers:
+            own = Params(_inside(p.values, n, i), _inside(p.float32, n, i))
+            layer.forward(a, own, _input(saved, n, i), saved[f"{n}.{i}.y"], _inside(saved, n, i, "saved."))
+        torch.cat([saved[f"{n}.{len(layers) - 1}.y"] for n, layers in enumerate(self.networks)], dim=1, out=y)
+
+    def backward(
+        self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
+    ) -> None:
+        for n, part in enumerate(torch.split(grad, self.out_dims, dim=1)):
+            saved[f"{n}.{len(self.networks[n]) - 1}.grad"].copy_(part)
+        for n, i, layer in reversed(self._layers):
+            own = Params(_inside(p.values, n, i), _inside(p.float32, n, i))
+            below = saved[f"{n}.{i - 1}.grad"] if i else saved[f"{n}.grad"] if grad_x is not None else None
+            outputs = saved[f"{n}.{i}.y"], saved[f"{n}.{i}.grad"]
+            layer.backward(a, own, _input(saved, n, i), *outputs, below, _inside(saved, n, i, "saved."))
+        if grad_x is not None:
+            torch.cat([saved[f"{n}.grad"] for n in range(len(self.networks))], dim=1, out=grad_x)
+
+    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
+        for n, i, layer in self._layers:
+            if layer.num_parameters:
+                kept = _inside(saved, n, i, "saved.")
+                layer.gradient(a, _input(saved, n, i), saved[f"{n}.{i}.grad"], kept, _inside(out, n, i))
+
+    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
+        """A bound: the root of the sum of the squares of the layers'."""
+        total = torch.zeros(len(x), device=x.device)
+        for n, i, layer in self._layers:
+            if layer.num_parameters:
+                kept = _inside(saved, n, i, "saved.")
+                total += layer.gradient_norms(_input(saved, n, i), saved[f"{n}.{i}.grad"], kept).square()
+        return total.sqrt_()
+
+    def after_update(self, p: Views) -> bool:
+        return any([layer.after_update(_inside(p, n, i)) for n, i, layer in self._layers])
+
+    def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
+        """Each layer by its own rule; the first of each network is first where this layer is."""
+        for n, i, layer in self._layers:
+            layer.initialize(_inside(p, n, i), generator, first=first and i == 0, last=False)
+
+    def config(self) -> dict[str, Any]:
+        return {"kind": self.kind, "networks": [[layer.config() for layer in layers] for layers in self.networks]}
+
+
+def _inside(views: Views, n: int, i: int, more: str = "") -> Views:
+    """Of tensors by name those of layer `i` of network `n`, by its own names."""
+    prefix = f"{n}.{i}.{more}"
+    return {name.removeprefix(prefix): value for name, value in views.items() if name.startswith(prefix)}
+
+
+def _input(saved: Views, n: int, i: int) -> Tensor:
+    """What layer `i` of network `n` reads."""
+    return saved[f"{n}.{i - 1}.y"] if i else saved[f"{n}.x"]
+
+
+KINDS: tuple[type[Layer], ...] = (
+    Affine,
+    Activation,
+    Scale,
+    Shift,
+    ParametricRelu,
+    LengthNorm,
+    Dropout,
+    Copy,
+    Parallel,
+)
+LAYERS: dict[str, type[Layer]] = {kind.kind: kind for kind in KINDS}  # by the name in model files and recipes
 
 
 def layer_from_config(config: Mapping[str, Any]) -> Layer:

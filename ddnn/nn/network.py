@@ -40,7 +40,8 @@ class Network:
         version: how often the parameters have changed.
         frozen: numbers of the layers that keep the parameters that they have now, bit for bit: optimizers leave them
             as they are, and the rounding of an averaging is undone.
-        lowest_trainable: number of the first layer that is not frozen, at which the backward pass ends.
+        lowest_trainable: number of the first layer that has parameters and is not frozen, at which the backward pass
+            ends.
     """
 
     def __init__(self, layers: Iterable[Layer], parameters: Tensor | None = None, frozen: Iterable[int] = ()) -> None:
@@ -52,7 +53,8 @@ class Network:
         self.views = self.split(self.parameters)
         self.version = 0
         self.frozen = frozenset(frozen)
-        self.lowest_trainable = next((i for i in range(len(self.layers)) if i not in self.frozen), 0)
+        trainable = (i for i, one in enumerate(self.layers) if i not in self.frozen and one.num_parameters)
+        self.lowest_trainable = next(trainable, 0)
         parts = torch.split(self.parameters, [layer.num_parameters for layer in self.layers])
         self._kept = [(part, part.clone()) for i, part in enumerate(parts) if i in self.frozen]
 
@@ -112,6 +114,8 @@ class Workspace:
         network: whose parameters are read.
         frames: of a minibatch at most.
         arithmetic: what to compute in; float32 where it is not given.
+        generator: on the network's device, of what layers such as dropout draw in each forward pass. Without one they do
+            as outside training.
 
     Attributes:
         x: (frames, input_dim), the network's input, of the arithmetic's `x_dtype`; to be filled.
@@ -126,11 +130,18 @@ class Workspace:
             place; else empty.
     """
 
-    def __init__(self, network: Network, frames: int, arithmetic: Float32 | None = None) -> None:
-        self.network, self.arithmetic = network, arithmetic or Float32()
+    def __init__(
+        self,
+        network: Network,
+        frames: int,
+        arithmetic: Float32 | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.network, self.arithmetic, self.generator = network, arithmetic or Float32(), generator
         a, new = self.arithmetic, network.parameters.new_empty
-        *below, last = network.layers
+        *below, last = network.layers if generator is not None else without_noise(network.layers)
         layers = (*below, last.padded(a.pad_to))
+        self._layers = layers
         x = new(frames, network.input_dim, dtype=a.x_dtype)
         first_input = x if a.x_dtype == a.dtype else new(frames, network.input_dim, dtype=a.dtype)
         outputs = [new(frames, layer.output_dim, dtype=a.dtype) for layer in layers]
@@ -166,7 +177,7 @@ class Workspace:
         lowest = self.network.lowest_trainable
         below = [None if i <= lowest else self.grad_outputs[i - 1] for i in range(len(self.inputs))]
         rows = (self.inputs, self.padded_activations, self.padded_grad_outputs, below, self._saved)
-        self._passes = [_Pass(*one) for one in zip(self.compute.layers, params, *rows, strict=True)]
+        self._passes = [_Pass(*one) for one in zip(self._layers, params, *rows, strict=True)]
 
     def of(self, frames: int) -> Workspace:
         """The same memory for a minibatch of `frames` frames; of the last other size its views are kept."""
@@ -178,6 +189,19 @@ class Workspace:
             part._use(frames)
             self._part = part
         return self._part
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`generator`, the state of the generator, uint8, where there is one."""
+        return {} if self.generator is None else {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes up what `state_dict` gave, to the same bits; DataError where it does not fit."""
+        if self.generator is None:
+            return
+        try:
+            self.generator.set_state(tensor_like(self.generator.get_state(), state, "generator"))
+        except RuntimeError as error:
+            raise DataError(f"generator: not the state of one of these: {error}") from error
 
     def refresh(self) -> None:
         """Brings the copy of the parameters up to date, where there is one and they have changed."""
@@ -197,6 +221,8 @@ class Workspace:
         if self._input is not self.x:
             self._input.copy_(self.x)
         for layer, params, x, y, _, _, saved in self._passes:
+            if self.generator is not None:
+                layer.draw(self.generator, saved)
             layer.forward(self.arithmetic, params, x, y, saved)
         return self.activations[-1]
 
@@ -234,11 +260,26 @@ class Workspace:
         return flat
 
 
+def without_noise(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    """`Layer.without_noise` of each."""
+    return tuple(layer.without_noise() for layer in layers)
+
+
+def noise_generator(network: Network, seed: int, rank: int) -> torch.Generator | None:
+    """A generator for the workspace in which the worker `rank` trains, on the network's device; None where no layer
+    draws anything. Workers draw differently."""
+    if without_noise(network.layers) == network.layers:
+        return None
+    generator = torch.Generator(network.parameters.device)
+    return generator.manual_seed((seed * 1_000_003 + 104_729 + rank * 2_654_435_761) % 2**63)
+
+
 def _copies(network: Network, compute: Network) -> Iterator[tuple[Tensor, Tensor]]:
     """Copies and originals: all layers that are laid out alike in one piece, then the others by parameter."""
     if compute is network:
         return
-    alike = num_parameters(network.layers if compute.layers == network.layers else network.layers[:-1])
+    padded = compute.num_parameters != network.num_parameters
+    alike = num_parameters(network.layers[:-1] if padded else network.layers)
     yield compute.parameters[:alike], network.parameters[:alike]
     if alike < network.num_parameters:
         for name, original in network.views[-1].items():

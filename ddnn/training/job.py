@@ -38,7 +38,7 @@ from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining
 from ddnn.distributed.watchdog import Watchdog
 from ddnn.kaldi.alignments import kaldi_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model
-from ddnn.nn.network import Workspace
+from ddnn.nn.network import Workspace, noise_generator
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.recipe.load import dump_recipe
@@ -335,7 +335,7 @@ def assemble_trainer(
         optimizer.included_lr_scale = averager.lr_scale
     precision = recipe.precision if loaded is None else loaded.metadata.precision
     arithmetic = choose_arithmetic(precision, network, sizes.start, comm, resumed=loaded is not None)
-    workspace = Workspace(network, sizes.end, arithmetic)
+    workspace = Workspace(network, sizes.end, arithmetic, noise_generator(network, recipe.seed, comm.rank))
     prefetch, mark = job.device.type == "cuda", averager.timer.mark
     sampler = ShuffledSampler(data.train, sizes.start, seed=recipe.seed, rank=comm.rank, prefetch=prefetch)
     gather = arithmetic.gather

@@ -1,9 +1,9 @@
 """One training step: forward, loss, backward, update; and the same as one CUDA graph (not yet seen on a GPU), which
 launches its some sixty kernels at once, as the host is too slow for one by one. The eager step is the reference, and
 what runs wherever a graph does not: on a CPU, where gradients are averaged, in the steps of NG-SGD that have work for
-the host, and where a graph could not be captured or gave something else when it was checked. A graph fixes the
-addresses of all tensors (so a minibatch is copied into its own), the learning rate and the size of the minibatch (so a
-change of these captures the step again)."""
+the host, where layers draw random numbers, and where a graph could not be captured or gave something else when it was
+checked. A graph fixes the addresses of all tensors (so a minibatch is copied into its own), the learning rate and the
+size of the minibatch (so a change of these captures the step again)."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def make_step(eager: EagerStep, sample: Callable[[int], list[Batch]], lr: float,
     """The eager step, or on a GPU the same as a CUDA graph where `graphs` are allowed and it does the same here: at
     `lr`, on some minibatches that `sample` (`BatchLoader.sample`) gives."""
     device = eager.workspace.x.device
-    if device.type != "cuda" or not graphs or eager.average is not None:
+    if device.type != "cuda" or not graphs or eager.average is not None or eager.workspace.generator is not None:
         return eager
     return verified(CudaGraphStep(eager, CudaGraph(device)), sample(VERIFIED), lr)
 

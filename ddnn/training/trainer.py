@@ -271,7 +271,8 @@ class Trainer:
         """Metadata, global tensors and those of this rank, for a checkpoint after an averaging or between two epochs;
         tensors in use, not copies.
 
-        Of each rank: `parameters` (num_parameters,) float32; `optimizer.*`, `averager.*`: their `state_dict`;
+        Of each rank: `parameters` (num_parameters,) float32; `optimizer.*`, `averager.*`, `workspace.*` (of dropout):
+        their `state_dict`;
         `loss_sums` (2, 3) float64, loss, correct frames and frames of the epoch and of the interval; `progress` (2,)
         int64, minibatches done and in all, -1 between epochs; `seconds` 0-dim float64. Global: `best`
         (num_parameters,) float32, `transform.*` (input_dim,), and `strategy.*`; in both what `combination.*` is of
@@ -301,6 +302,7 @@ class Trainer:
             "progress": torch.tensor([progress.minibatch, progress.num_minibatches or -1], dtype=torch.int64),
             "seconds": torch.tensor(progress.elapsed(), dtype=torch.float64),
             **prefixed("optimizer", self.optimizer.state_dict()),
+            **prefixed("workspace", self.eager_step.workspace.state_dict()),
             **prefixed("combination", self.combination.state_dict(shared=False)),
             **prefixed("averager", averager.state_dict()),  # first: it waits for the averaging that `strategy` includes
         }
@@ -339,6 +341,7 @@ class Trainer:
             averager.broadcast()
             return
         self.optimizer.load_state_dict(optimizer)
+        self.eager_step.workspace.load_state_dict(unprefixed("workspace", rank))
         progress.minibatch, length = tensor_like(torch.zeros(2, dtype=torch.int64), rank, "progress", location).tolist()
         progress.num_minibatches = None if length < 0 else length
         progress.seconds = float(tensor_like(torch.zeros((), dtype=torch.float64), rank, "seconds", location))

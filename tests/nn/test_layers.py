@@ -240,7 +240,7 @@ def test_what_is_no_network_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             check_layers(layers)
-    with pytest.raises(ValueError, match="kind of layer 'lstm' found, expected one of affine, filters"):
+    with pytest.raises(ValueError, match="kind of layer 'lstm' found, expected one of affine, activation, "):
         layer_from_config({"kind": "lstm"})
 
 
