@@ -217,7 +217,7 @@ class LengthNorm(Elementwise):
 
 @dataclass(frozen=True)
 class Dropout(Elementwise):
-    """y = x * mask / (1 - rate), where each value of the mask is 0 with probability `rate`, else 1, drawn anew for each
+    """y = x * mask / (1 - rate), where each value of the mask is 0 with probability `rate`, else 1, drawn again for each
     minibatch of training. Outside training y = x."""
 
     kind: ClassVar[str] = "dropout"
