@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ddnn.kaldi import nnet1
 from ddnn.nn.arithmetic import ACTIVATIONS, Float32, matmul_out
+from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
 from ddnn.nn.elementwise import Activation, Copy, Dropout, LengthNorm, ParametricRelu, Scale, Shift
 from ddnn.nn.layer import Gemm, Layer, Parameter, Params, Shape, Views, limit_row_norms
 
@@ -276,6 +277,9 @@ def _input(saved: Views, n: int, i: int) -> Tensor:
 
 KINDS: tuple[type[Layer], ...] = (
     Affine,
+    Convolution,
+    MaxPooling,
+    AveragePooling,
     Activation,
     Scale,
     Shift,

@@ -17,6 +17,7 @@ from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.nn.acoustic_model import AcousticModel, load_model, model_config, model_from_config, save_model, to_nnet1
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
+from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import (
     LAYERS,
@@ -42,6 +43,10 @@ NETWORKS: dict[str, tuple[Layer, ...]] = {
     "toy": TOY,
     "toy above": (Affine(15, 12, "tanh"), Filters(12, 4, 4, 3, "sigmoid"), Affine(9, 5, "softmax")),
     "affine": mlp_layers(15, 2, 9, 5),
+    "conv": (
+        *(Convolution(15, 2, 1, 5, 4), MaxPooling(16, 2, 2, 4), Convolution(8, 4, 2, 8, 3), AveragePooling(9, 3, 3, 3)),
+        *(Affine(3, 8, "tanh"), Affine(8, 5, "softmax")),
+    ),
 }
 OPTIMIZERS = {
     "sgd": SgdOptions(),
@@ -240,7 +245,7 @@ def test_what_is_no_network_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             check_layers(layers)
-    with pytest.raises(ValueError, match="kind of layer 'lstm' found, expected one of affine, activation, "):
+    with pytest.raises(ValueError, match="kind of layer 'lstm' found, expected one of affine, conv, "):
         layer_from_config({"kind": "lstm"})
 
 

@@ -1,0 +1,272 @@
+"""Convolution and pooling against loops in float64, written from Kaldi's definition, one number at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddnn.nn.arithmetic import Float32, make_arithmetic
+from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling, Pooling
+from ddnn.nn.layer import Layer, Params
+from ddnn.nn.layers import Affine
+from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.optim.sgd import Sgd, SgdOptions
+
+Array = NDArray[np.float64]
+
+
+class Float64(Float32):
+    dtype = x_dtype = gradient_dtype = torch.float64
+    casts = True
+
+
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def column(layer: Convolution, p: int, k: int) -> int:
+    """The input column that element k of a filter reads at patch p."""
+    s, i = divmod(k, layer.patch_dim)
+    return s * layer.patch_stride + p * layer.patch_step + i
+
+
+def twin_convolution(layer: Convolution, w: Array, b: Array, x: Array, d: Array) -> tuple[Array, Array, Array, Array]:
+    """y, dx, dW, db, for inputs x and derivatives d of the output."""
+    filters, fan_in = w.shape
+    patches = (layer.patch_stride - layer.patch_dim) // layer.patch_step + 1
+    y = np.zeros((len(x), patches * filters))
+    dx, dw, db = np.zeros_like(x), np.zeros_like(w), np.zeros_like(b)
+    for n in range(len(x)):
+        for p in range(patches):
+            for f in range(filters):
+                out = p * filters + f
+                y[n, out] += b[f]
+                db[f] += d[n, out]
+                for k in range(fan_in):
+                    c = column(layer, p, k)
+                    y[n, out] += w[f, k] * x[n, c]
+                    dx[n, c] += w[f, k] * d[n, out]
+                    dw[f, k] += d[n, out] * x[n, c]
+    return y, dx, dw, db
+
+
+def twin_pooling(layer: Pooling, x: Array, d: Array) -> tuple[Array, Array]:
+    """y and dx, for inputs x and derivatives d of the output."""
+    filters, patches = layer.pool_stride, x.shape[1] // layer.pool_stride
+    pools = (patches - layer.pool_size) // layer.pool_step + 1
+    y, dx, reads = np.zeros((len(x), pools * filters)), np.zeros_like(x), np.zeros(x.shape[1])
+    for q in range(pools):
+        for f in range(filters):
+            columns = [(q * layer.pool_step + r) * filters + f for r in range(layer.pool_size)]
+            reads[columns] += 1
+            for n in range(len(x)):
+                values = [x[n, c] for c in columns]
+                out = q * filters + f
+                if layer.kind == "max-pool":
+                    y[n, out] = max(-1e20, *values)
+                    for c in columns:
+                        dx[n, c] += d[n, out] * (x[n, c] == y[n, out])
+                else:
+                    y[n, out] = sum(values) / len(values)
+                    for c in columns:
+                        dx[n, c] += d[n, out] / len(values)
+    return y, dx / reads
+
+
+def run(layer: Layer, x: Tensor, d: Tensor, parameters: Tensor, a: Float32 | None = None) -> tuple[Tensor, ...]:
+    """y, dx and the flat gradient of one layer, in float64 or another arithmetic."""
+    a = a or Float64()
+    flat = parameters.to(a.dtype)
+    p = Params(layer.views(flat), layer.views(parameters))
+    saved = {name: torch.full((len(x), *shape), math.nan, dtype=a.dtype) for name, shape in layer.saved.items()}
+    x, grad = x.to(a.dtype), d.to(a.dtype).clone()
+    y, grad_x = torch.full((len(x), layer.output_dim), math.nan, dtype=a.dtype), torch.full_like(x, math.nan)
+    layer.forward(a, p, x, y, saved)
+    layer.backward(a, p, x, y, grad, grad_x, saved)
+    gradient = torch.full((layer.num_parameters,), math.nan, dtype=a.gradient_dtype)
+    if layer.num_parameters:
+        layer.gradient(a, x, grad, saved, layer.views(gradient))
+    layer.backward(a, p, x, y, grad, None, saved)  # the first layer's
+    return y, grad_x, gradient
+
+
+def convolutions() -> st.SearchStrategy[Convolution]:
+    """Pieces, patches, values of a patch and its step, filters: overlapping, side by side and with gaps between."""
+    sizes = st.tuples(*(st.integers(1, 4) for _ in range(5)))
+    return sizes.map(
+        lambda n: Convolution(n[0] * (n[2] + (n[1] - 1) * n[3]), n[2], n[3], n[2] + (n[1] - 1) * n[3], n[4])
+    )
+
+
+@given(convolutions(), st.integers(1, 4), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_a_convolution_is_its_definition(layer: Convolution, frames: int, seed: int) -> None:
+    x, d = noise(frames, layer.input_dim, seed=seed).double(), noise(frames, layer.output_dim, seed=seed + 1).double()
+    parameters = noise(layer.num_parameters, seed=seed + 2).double()
+    w, b = layer.views(parameters).values()
+    expected = twin_convolution(layer, *(t.numpy() for t in (w, b, x, d)))
+    y, grad_x, gradient = run(layer, x, d, parameters)
+    for found, twin in zip((y, grad_x, *layer.views(gradient).values()), expected, strict=True):
+        np.testing.assert_allclose(found.numpy(), twin, rtol=1e-12, atol=1e-12)
+
+
+def pools() -> st.SearchStrategy[tuple[int, int, int, int]]:
+    """Fields of a pooling layer, whose step is at most its size."""
+    sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
+    return sizes.filter(lambda n: n[1] <= n[0]).map(lambda n: (n[3] * (n[0] + (n[2] - 1) * n[1]), n[0], n[1], n[3]))
+
+
+@pytest.mark.parametrize("kind", [MaxPooling, AveragePooling])
+@given(fields=pools(), frames=st.integers(1, 3), seed=st.integers(0, 2**31), ties=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_pooling_is_its_definition(kind: Any, fields: tuple[int, ...], frames: int, seed: int, ties: bool) -> None:
+    layer: Pooling = kind(*fields)
+    x, d = noise(frames, layer.input_dim, seed=seed).double(), noise(frames, layer.output_dim, seed=seed + 1).double()
+    x = x.round() if ties else x
+    y, grad_x, _ = run(layer, x, d, torch.empty(0))
+    for found, twin in zip((y, grad_x), twin_pooling(layer, x.numpy(), d.numpy()), strict=True):
+        np.testing.assert_allclose(found.numpy(), twin, rtol=1e-12, atol=1e-12)
+
+
+def test_a_maximum_is_never_below_a_bound() -> None:
+    y, grad_x, _ = run(
+        MaxPooling(2, 2, 2, 1), torch.tensor([[-1e30, -2e20], [-3.0, -2e20]]), torch.ones(2, 1), torch.empty(0)
+    )
+    assert y.tolist() == [[-1e20], [-3.0]] and grad_x.tolist() == [[0.0, 0.0], [1.0, 0.0]]
+
+
+LAYERS = (
+    Convolution(30, 3, 1, 10, 4),
+    Convolution(30, 5, 5, 30, 3),
+    Convolution(12, 4, 2, 12, 3),
+    Convolution(6, 6, 1, 6, 5),
+    MaxPooling(24, 3, 3, 4),
+    MaxPooling(28, 4, 3, 4),
+    AveragePooling(24, 2, 2, 4),
+)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("layer", LAYERS, ids=repr)
+def test_they_compute_in_float32_and_bf16(layer: Layer, precision: Any) -> None:
+    """From the same rounded numbers, within a few roundings."""
+    x, d = (noise(9, dim, seed=dim).bfloat16().float() for dim in (layer.input_dim, layer.output_dim))
+    parameters = noise(layer.num_parameters).bfloat16().float()
+    bound = 2e-5 if precision == "float32" else 0.04
+    for kernels in (False, True):
+        found = run(layer, x, d, parameters, make_arithmetic(precision, torch.device("cpu"), use_kernels=kernels))
+        for one, expected in zip(found, run(layer, x, d, parameters), strict=True):
+            scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+            torch.testing.assert_close(one.double(), expected, rtol=bound, atol=bound * scale)
+
+
+def step_once(layer: Convolution, options: SgdOptions, steps: int = 3) -> list[Tensor]:
+    """The parameters before and after each of some steps of SGD at 0.01, from random inputs and derivatives."""
+    network = Network((layer,))
+    initialize(network, 1)
+    optimizer, workspace = Sgd(network, options), Workspace(network, 7)
+    found = [network.parameters.clone()]
+    for t in range(steps):
+        workspace.x.copy_(noise(7, layer.input_dim, seed=t))
+        workspace.forward()
+        workspace.grad_outputs[-1].copy_(noise(7, layer.output_dim, seed=t + 9))
+        workspace.backward()
+        optimizer.step(workspace, 0.01)
+        found.append(network.parameters.clone())
+    return found
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_a_step_has_rates_and_a_largest_norm_but_neither_momentum_nor_decay(max_norm: float) -> None:
+    layer = Convolution(30, 3, 1, 10, 6, 0.7, 0.3, max_norm, weight_stddev=0.2)
+    before, *after = step_once(layer, SgdOptions(momentum=0.9, l2=0.1))
+    w, b = (part.double().numpy() for part in layer.views(before).values())
+    limited = 0
+    for t, found in enumerate(after):
+        x, d = (noise(7, dim, seed=s).double().numpy() for dim, s in ((30, t), (48, t + 9)))
+        _, _, dw, db = twin_convolution(layer, w, b, x, d)
+        w, b = w - 0.01 * 0.7 * dw, b - 0.01 * 0.3 * db
+        for row in w:
+            if max_norm and (norm := np.sqrt((row**2).sum())) > max_norm:
+                row *= max_norm / norm
+                limited += 1
+        for part, twin in zip(layer.views(found).values(), (w, b), strict=True):
+            np.testing.assert_allclose(part.numpy(), twin, atol=2e-6)
+    assert 0 < limited < 18 if max_norm else limited == 0
+
+
+def test_one_patch_is_an_affine_layer() -> None:
+    """Bit for bit in plain SGD."""
+    made = [Network((layer,)) for layer in (Convolution(12, 4, 1, 4, 5), Affine(12, 5, "linear"))]
+    initialize(made[0], 3)
+    made[1].load_parameters(made[0].parameters)
+    for network in made:
+        optimizer, workspace = Sgd(network), Workspace(network, 8)
+        for t in range(5):
+            workspace.x.copy_(noise(8, 12, seed=t))
+            workspace.forward()
+            workspace.grad_outputs[-1].copy_(workspace.activations[-1])
+            workspace.backward()
+            optimizer.step(workspace, 0.02)
+    assert torch.equal(made[0].parameters, made[1].parameters)
+
+
+def test_parameters_begin_as_asked() -> None:
+    network = Network((Convolution(400, 5, 1, 10, 500, weight_stddev=0.02, bias_mean=-1.0, bias_range=4.0),))
+    initialize(network, 1)
+    weight, bias = network.views[0].values()
+    assert float(weight.std()) == pytest.approx(0.02, rel=0.02) and abs(float(weight.mean())) < 2e-4
+    assert -3.0 <= float(bias.min()) < -2.9 and 0.9 < float(bias.max()) <= 1.0
+    assert abs(float(bias.mean()) + 1.0) < 0.15
+
+
+def test_gaps_are_not_read() -> None:
+    """Their derivative is 0."""
+    layer = Convolution(12, 2, 5, 12, 3)
+    _, grad_x, _ = run(layer, noise(4, 12), noise(4, 9), noise(layer.num_parameters))
+    assert ((grad_x == 0).all(0)).tolist() == [False, False, True, True, True] * 2 + [False, False]
+
+
+SIZES: list[tuple[Any, tuple[Any, ...], str]] = [
+    (Convolution, (30, 3, 1, 8, 4), "patch_stride 8 does not divide 30 inputs; 6 and 10 would"),
+    (Convolution, (30, 3, 1, 31, 4), "patch_stride 31 does not divide 30 inputs; 30 would"),
+    (Convolution, (30, 11, 1, 10, 4), "patch_dim 11 does not fit into 10 bands; 1 to 10 do"),
+    (
+        Convolution,
+        (40, 9, 2, 40, 4),
+        "patch_dim 9 moved by steps of 2 leaves 1 of 40 bands over; with this step patch_dim 8 and 10 fit, "
+        "with this patch_dim steps of 1 and 31",
+    ),
+    (Convolution, (40, 1, 2, 40, 4), "with this step patch_dim 2 fit"),
+    (Convolution, (0, 3, 1, 10, 4), "in_features 0, expected 1 to 1000000"),
+    (Convolution, (30, 3.0, 1, 10, 4), "patch_dim 3.0"),
+    (Convolution, (30, True, 1, 10, 4), "patch_dim True"),
+    (Convolution, (30, 3, -1, 10, 4), "patch_step -1"),
+    (Convolution, (30, 3, 1, 10, "4"), "filters '4'"),
+    (Convolution, (10_000, 1, 1, 10_000, 1000), "outputs 10000000"),
+    (Convolution, (30, 3, 1, 10, 4, math.nan), "learning rate coefficients"),
+    (Convolution, (30, 3, 1, 10, 4, 1.0, 1.0, 0.0, 0.1, math.inf), "initial values"),
+    (
+        MaxPooling,
+        (33 * 4, 4, 4, 4),
+        "pool_size 4 moved by steps of 4 leaves 1 of 33 patches over; with this step pool_size 1 and 5",
+    ),
+    (MaxPooling, (33 * 4, 34, 4, 4), "pool_size 34 does not fit into 33 patches; 1 to 33 do"),
+    (AveragePooling, (33, 3, 3, 4), "pool_stride 4 does not divide 33 inputs; 3 and 11 would"),
+    (AveragePooling, (40, 3, 4, 4), "pool_step 4 skips inputs; 1 to 3 do not"),
+    (AveragePooling, (40, 3, None, 4), "pool_step None"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "said"), SIZES)
+def test_sizes_that_do_not_fit_are_refused(kind: Any, fields: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        kind(*fields)
