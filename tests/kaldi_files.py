@@ -13,18 +13,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ddnn.kaldi.archive import MatrixReader, ScpEntry
-from ddnn.kaldi.basic_types import BasicTypeWriter
+from ddnn.kaldi.basic_types import BasicTypeWriter, TextWriter
 from ddnn.kaldi.fst import ARC, Fst, check_fst, write_fst
-from ddnn.kaldi.nnet1 import (
-    Activation,
-    AddShift,
-    AffineTransform,
-    Component,
-    RbmComponent,
-    Rescale,
-    Splice,
-    write_nnet1,
-)
+from ddnn.kaldi.nnet1 import Component, write_nnet1
 from ddnn.kaldi.transition_model import NO_PDF, Topology, TransitionModel, read_transition_model
 from ddnn.synth.acoustics import write_diag_gmm
 
@@ -41,75 +32,11 @@ def read_matrix(entry: ScpEntry, dtype: DTypeLike = np.float32) -> NDArray[Any]:
         return reader.read(entry, dtype)
 
 
-class TextWriter:
-    """Values as Kaldi writes them in text mode, byte for byte; numbers have 7 digits, as those of a C++ stream."""
-
-    def __init__(self, handle: BinaryIO) -> None:
-        self.handle = handle
-
-    def int32(self, value: int) -> None:
-        self.handle.write(b"%d " % value)
-
-    def float32(self, value: float) -> None:
-        self.handle.write(b"%.7g " % float(np.float32(value)))
-
-    def int32_vector(self, values: NDArray[np.int32]) -> None:
-        self.handle.write(b"[ " + b"".join(b"%d " % value for value in values.tolist()) + b"]\n")
-
-    def float_vector(self, values: NDArray[np.float32]) -> None:
-        self.handle.write(b" [ " + self._row(values) + b"]\n")
-
-    def float_matrix(self, values: NDArray[np.float32]) -> None:
-        rows = b"".join(b"\n  " + self._row(row) for row in values) if values.shape[1] else b" "
-        self.handle.write(b" [" + rows + b"]\n")
-
-    @staticmethod
-    def _row(row: NDArray[np.float32]) -> bytes:
-        return b"".join(b"%.7g " % value for value in row.tolist())
-
-
 def nnet1_bytes(components: Sequence[Component], *, binary: bool) -> bytes:
-    """A network as Kaldi's nnet1 writes it, byte for byte: binary by ddnn's own writer, or text."""
-    if binary:
-        with tempfile.TemporaryDirectory() as folder:
-            write_nnet1(Path(folder) / "x.nnet", components)
-            return (Path(folder) / "x.nnet").read_bytes()
-    handle = io.BytesIO()
-    writer = TextWriter(handle)
-
-    def words(*items: str | float) -> None:
-        for item in items:
-            handle.write(item.encode() + b" ") if isinstance(item, str) else writer.float32(item)
-
-    handle.write(b"<Nnet> \n")
-    for c in components:
-        token = (
-            {"relu": "ParametricRelu"}.get(c.kind, c.kind.title()) if isinstance(c, Activation) else type(c).__name__
-        )
-        handle.write(f"<{token.removesuffix('Component')}> {c.output_dim} {c.input_dim} \n".encode())
-        if isinstance(c, AffineTransform):
-            words("<LearnRateCoef>", c.learn_rate_coef, "<BiasLearnRateCoef>", c.bias_learn_rate_coef)
-            words("<MaxNorm>", c.max_norm)
-            handle.write(b"\n")
-            writer.float_matrix(c.weight)
-            writer.float_vector(c.bias)
-        elif isinstance(c, Activation) and c.kind == "relu":
-            handle.write(b"<AlphaLearnRateCoef> 0 <BetaLearnRateCoef> 0 \n")
-            writer.float_vector(np.ones(c.dim, np.float32))
-            writer.float_vector(np.zeros(c.dim, np.float32))
-        elif isinstance(c, Splice):
-            writer.int32_vector(np.array(c.offsets, np.int32))
-        elif isinstance(c, AddShift | Rescale):
-            words("<LearnRateCoef>", c.learn_rate_coef)
-            writer.float_vector(c.shift if isinstance(c, AddShift) else c.scale)
-        elif isinstance(c, RbmComponent):
-            words(c.visible, c.hidden)
-            writer.float_matrix(c.weight)
-            writer.float_vector(c.visible_bias)
-            writer.float_vector(c.hidden_bias)
-        handle.write(b"<!EndOfComponent> \n")
-    handle.write(b"</Nnet> \n")
-    return handle.getvalue()
+    """A network as Kaldi's nnet1 writes it, byte for byte."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_nnet1(Path(folder) / "x.nnet", components, text=not binary)
+        return (Path(folder) / "x.nnet").read_bytes()
 
 
 def transitions_of(model: TransitionModel) -> np.ndarray:

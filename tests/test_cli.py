@@ -250,7 +250,8 @@ def test_commands_without_output(run: Run, called: Any) -> None:
 
     calls = called("ddnn.decoding.prepare", "export_nnet1")
     assert run("export", "run", "--format", "nnet1", "--out", "o") == (0, "", "")
-    assert calls == [((Path("run"), Path("o")), {})]
+    assert run("export", "run", "--text", "--out", "o") == (0, "", "")
+    assert calls == [((Path("run"), Path("o")), {"text": text}) for text in (False, True)]
 
     calls = called("ddnn.decoding.prepare", "import_nnet1")
     assert run("import-nnet1", "n", "--feature-transform", "f", "--pdf-counts", "c", "--out", "o") == (0, "", "")

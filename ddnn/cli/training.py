@@ -293,11 +293,12 @@ def compare_wer(text: Path, first: Path, second: Path, utt2spk: Path | None, jso
 @option("--format", type=Choice(["nnet1"]), default="nnet1", show_default=False, expose_value=False,
         help="Only nnet1 so far.")  # fmt: skip
 @option("--out", type=PATH, required=True, help="Folder for final.nnet and its feature transform.")
-def export(run_dir: Path, out: Path) -> None:
+@option("--text", is_flag=True, help="Write text instead of binary: 7 digits, to be read by people.")
+def export(run_dir: Path, out: Path, text: bool) -> None:
     """Write a trained network as Kaldi nnet1 files, as steps/nnet/decode.sh reads them beside a final.mdl."""
     from ddnn.decoding.prepare import export_nnet1
 
-    export_nnet1(run_dir, out)
+    export_nnet1(run_dir, out, text=text)
 
 
 @command("import-nnet1")

@@ -296,10 +296,10 @@ def _with_files(
                 os.fchmod(handle.fileno(), 0o755)
 
 
-def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
+def export_nnet1(run_dir: Path, out: Path, *, text: bool = False) -> list[Path]:
     """Writes a run to `out` as Kaldi's nnet-forward and steps/nnet/decode.sh read it: `final.nnet`, the feature
-    transform as `feature_transform.nnet` and `final.feature_transform` (binary), and `ali_train_pdf.counts` where the run
-    has it. What these files cannot hold, CMVN, deltas and transforms, the log names: Kaldi's tools are to go first."""
+    transform as `feature_transform.nnet` and `final.feature_transform`, all binary or `text`, and `ali_train_pdf.counts`
+    where the run has it. What these files cannot hold, CMVN, deltas and transforms, the log names: Kaldi's tools are to go first."""
     model = load_run(run_dir)
     network, front = to_nnet1(model)
     ensure_directory(out)
@@ -311,7 +311,7 @@ def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
         write_pdf_counts(out / PDF_COUNTS, read_pdf_counts(run_dir / PDF_COUNTS))
     for n, path in enumerate(paths):
         try:
-            write_nnet1(path, front if n else network)
+            write_nnet1(path, front if n else network, text=text)
         except UserError:
             for written in paths[:n]:
                 written.unlink(missing_ok=True)
@@ -319,9 +319,9 @@ def export_nnet1(run_dir: Path, out: Path) -> list[Path]:
     log.info("%s", ", ".join(str(path) for path in paths))
     options = {"cmvn_opts": NNET_OPTIONS.get(model.features.cmvn, "")}
     options["delta_opts"] = f"--delta-order={model.features.deltas}" if model.features.deltas else ""
-    for name, text in options.items():
-        if text:  # Kaldi's steps/nnet/decode.sh applies these
-            write_text(out / name, f"{text}\n")
+    for name, setting in options.items():
+        if setting:  # Kaldi's steps/nnet/decode.sh applies these
+            write_text(out / name, f"{setting}\n")
     if model.features != FeatureConfig():
         cmvn, deltas = model.features.cmvn, model.features.deltas
         after = f"deltas (order {deltas})"

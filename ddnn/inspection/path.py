@@ -308,7 +308,9 @@ def _fst(path: Path) -> dict[str, Any]:
 
 def _nnet1(path: Path) -> dict[str, Any]:
     components = read_nnet1(path)
-    names = [c.kind if isinstance(c, Activation) else type(c).__name__.lower() for c in components]
+    names = [
+        c.kind if isinstance(c, Activation) else type(c).__name__.removesuffix("Component").lower() for c in components
+    ]
     shape = [f"{name} {c.input_dim}-{c.output_dim}" for name, c in zip(names, components, strict=True)]
     return {"input_dim": components[0].input_dim, "output_dim": components[-1].output_dim, "components": shape}
 

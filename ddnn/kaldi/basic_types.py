@@ -436,6 +436,9 @@ class BasicTypeWriter:
     def marker(self) -> None:
         self.handle.write(b"\0B")
 
+    def end_line(self) -> None:
+        """Ends a line, in text mode."""
+
     def token(self, *tokens: str) -> None:
         """Words, each with the space that ends it."""
         self.handle.write(b"".join(token.encode() + b" " for token in tokens))
@@ -470,3 +473,41 @@ class BasicTypeWriter:
         self.int32(rows)
         self.int32(columns if rows else 0)
         self.handle.write(np.ascontiguousarray(values, dtype).tobytes())
+
+
+class TextWriter(BasicTypeWriter):
+    """Writes values as Kaldi does in text mode, byte for byte; numbers have 7 digits, as those of a C++ stream."""
+
+    def marker(self) -> None:
+        pass
+
+    def end_line(self) -> None:
+        self.handle.write(b"\n")
+
+    def int32(self, value: int) -> None:
+        self.handle.write(b"%d " % value)
+
+    def float32(self, value: float) -> None:
+        self.handle.write(b"%.7g " % float(np.float32(value)))
+
+    def int32_block(self, values: NDArray[np.integer[Any]]) -> None:
+        self.handle.write(b"".join(b"%d " % value for value in values.reshape(-1).tolist()))
+
+    def int32_vector(self, values: NDArray[np.int32]) -> None:
+        self.handle.write(b"[ ")
+        self.int32_block(values)
+        self.handle.write(b"]\n")
+
+    def float_vector(self, values: NDArray[np.float32]) -> None:
+        self.handle.write(b" [ " + self._row(values) + b"]\n")
+
+    def float_matrix(self, values: NDArray[np.floating[Any]]) -> None:
+        """(rows, columns), as float."""
+        self.handle.write(b" [" + (b"" if values.shape[1] else b" "))
+        for row in values:
+            self.handle.write(b"\n  " + self._row(row))
+        self.handle.write(b"]\n")
+
+    @staticmethod
+    def _row(row: NDArray[np.floating[Any]]) -> bytes:
+        return b"".join(b"%.7g " % value for value in row.astype(np.float32).tolist())

@@ -20,7 +20,15 @@ from ddnn.kaldi.nnet1 import (
     Activation,
     AddShift,
     AffineTransform,
+    AveragePoolingComponent,
     Component,
+    ConvolutionalComponent,
+    Copy,
+    Dropout,
+    LengthNormComponent,
+    MaxPoolingComponent,
+    ParallelComponent,
+    ParametricRelu,
     RbmComponent,
     Rescale,
     Splice,
@@ -103,6 +111,17 @@ def network(*, binary: bool, kind: str = "sigmoid") -> bytes:
     top = AffineTransform(RNG.normal(size=(3, 4)).astype(np.float32), np.ones(3, np.float32))
     middle = Activation("relu" if kind == "relu" else "tanh" if kind == "tanh" else "sigmoid", 4)
     parts: list[Component] = [affine, middle, top, Activation("softmax", 3)]
+    return nnet1_bytes(parts, binary=binary)
+
+
+def layers(*, binary: bool) -> bytes:
+    """A network of every other component, networks in it; 6 inputs, 3 outputs."""
+    rows = RNG.normal(size=(9, 4)).astype(np.float32)
+    branch = (ConvolutionalComponent(4, 2, 1, 2, rows[:3], rows[3, :3]), MaxPoolingComponent(3, 1, 1, 3))
+    slopes = ParametricRelu(rows[4, :3], rows[5, :3], 0.0, 0.5)
+    other: tuple[Component, ...] = (ParallelComponent(((Dropout(1), LengthNormComponent(1)),)),)
+    parts: list[Component] = [Copy((5, 0, 1, 2, 2), 6), ParallelComponent(((*branch, slopes), other))]
+    parts += [AveragePoolingComponent(4, 2, 1, 1), Activation("tanh", 3)]
     return nnet1_bytes(parts, binary=binary)
 
 

@@ -70,7 +70,7 @@ def test_integers_of_any_claim(path: Path, count: int, values: list[int]) -> Non
 @MODEST
 @given(
     token=st.sampled_from(
-        ["AffineTransform", "Sigmoid", "ParametricRelu", "Splice", "AddShift", "Rescale", "Rbm", "X"]
+        ["AffineTransform", "Sigmoid", "ParametricRelu", "Splice", "AddShift", "Rescale", "Rbm", "Copy", "Dropout", "X"]
     ),
     dims=st.tuples(INT32, INT32),
     inner=st.lists(st.tuples(st.sampled_from([b"FM ", b"FV ", b"DM ", b"DV ", b""]), INT32, INT32, BYTES), max_size=3),
@@ -84,6 +84,35 @@ def test_components_of_any_dims(
     ]
     data = b"\0B<Nnet> <" + token.encode() + b"> " + b"".join(map(sized, dims)) + b"".join(parts) + b"</Nnet> "
     given_or_refused(read_nnet1, path, data)
+
+
+SIZE = st.integers(0, 4) | INT32
+NAMES = {
+    b"ConvolutionalComponent": (b"PatchDim", b"PatchStep", b"PatchStride"),
+    b"MaxPoolingComponent": (b"PoolSize", b"PoolStep", b"PoolStride"),
+}
+
+
+@MODEST
+@given(
+    token=st.sampled_from(list(NAMES)),
+    dims=st.tuples(SIZE, SIZE),
+    sizes=st.tuples(SIZE, SIZE, SIZE),
+    filters=st.tuples(SIZE, SIZE, SIZE),
+    count=SIZE,
+)
+def test_convolutions_and_pools_of_any_sizes(
+    path: Path, token: bytes, dims: tuple[int, ...], sizes: tuple[int, ...], filters: tuple[int, ...], count: int
+) -> None:
+    data = b"".join(b"<" + name + b"> " + sized(size) for name, size in zip(NAMES[token], sizes, strict=True))
+    if token == b"ConvolutionalComponent":
+        rows, columns, length = filters
+        data += b"<Filters> FM " + sized(rows) + sized(columns) + bytes(min(4 * max(rows, 0) * max(columns, 0), 400))
+        data += b"<Bias> FV " + sized(length) + bytes(min(4 * max(length, 0), 400))
+    network = b"<Nnet> <" + token + b"> " + b"".join(map(sized, dims)) + data + b"</Nnet> "
+    given_or_refused(read_nnet1, path, b"\0B" + network)
+    nested = b"<Nnet> <ParallelComponent> " + b"".join(map(sized, dims)) + b"<NestedNnetCount> " + sized(count)
+    given_or_refused(read_nnet1, path, b"\0B" + nested + (b"<NestedNnet> " + sized(1) + network) * 2)
 
 
 @MODEST

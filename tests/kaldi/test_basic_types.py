@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from kaldi_files import TextWriter
 
-from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, open_model
+from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, TextWriter, open_model
 from ddnn.util.errors import DataError
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
