@@ -234,6 +234,7 @@ def test_decode_prep(job: Job, trained: Path, run_cli: RunCli, damage: Damage, s
         "ali_train_pdf.counts",
         "decode.sh",
         "transition_model.sha256",
+        "model.sha256",
     }
 
 

@@ -25,7 +25,8 @@ from ddnn.util.errors import UserError
 
 PAGE = 4096
 FINISHED = {*BEFORE_TRAINING, "metrics.jsonl", "final.safetensors"}
-DECODABLE = {"loglikes.ark", "loglikes.scp", "ali_train_pdf.counts", "decode.sh", "transition_model.sha256"}
+BESIDE = {"ali_train_pdf.counts", "decode.sh", "transition_model.sha256", "model.sha256"}
+DECODABLE = {"loglikes.ark", "loglikes.scp", *BESIDE}
 
 
 @pytest.fixture

@@ -78,7 +78,12 @@ def test_names_that_are_not_utf8(tmp_path: Path, run_cli: RunCli) -> None:
     assert_trains(run_cli, job)
     arguments = ["decode-prep", job.run, "--data", job.data, "--device", "cpu", "--out"]
     assert_refused(run_cli(*arguments, latin / "decode"), "a name is not UTF-8", "caf")
-    assert files_in(latin / "decode") == {"ali_train_pdf.counts", "decode.sh", "transition_model.sha256"}
+    assert files_in(latin / "decode") == {
+        "ali_train_pdf.counts",
+        "decode.sh",
+        "transition_model.sha256",
+        "model.sha256",
+    }
     assert run_cli(*arguments, job.root / "decode").exit_code == 0
 
 

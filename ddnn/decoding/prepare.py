@@ -41,7 +41,7 @@ from ddnn.nn.layers import num_parameters
 from ddnn.nn.network import Network, Workspace
 from ddnn.training.evaluation import forward_batches, load_for_model
 from ddnn.training.run_dir import load_run
-from ddnn.training.run_status import FINAL, PDF_COUNTS, check_run_dir
+from ddnn.training.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, check_run_dir, model_digest
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited, write_text
 from ddnn.util.process import closed_at_start
@@ -195,7 +195,7 @@ def prepare_decoding(
     compress: int = 0,
 ) -> None:  # fmt: skip
     """Writes what a network computes of each frame of a data dir to `out`, which must not hold any yet: of kind
-    log-likelihoods `loglikes.ark`, `loglikes.scp`, the counts and a `decode.sh`, else archive and scp alone. Of `-` the
+    log-likelihoods `loglikes.ark`, `loglikes.scp`, the counts, the model's digest and a `decode.sh`, else archive and scp alone. Of `-` the
     archive goes to standard output. `compress`: 0, or the method of Kaldi's copy-feats. UserError: damaged input;
     another number of pdfs in the counts, or of dims in the features, than in the model; options that do not fit."""
     _check_options(prior_scale, kind, layer)
@@ -208,7 +208,7 @@ def prepare_decoding(
         counts, beside[PDF_COUNTS] = read_counts(run_dir, model.network.output_dim)
         _check_unseen(counts, run_dir, compress)
         priors = torch.from_numpy(log_priors(counts, 1.0 if prior_scale is None else prior_scale)).float().to(target)
-        beside |= _scripts(model)
+        beside |= {**_scripts(model), MODEL_DIGEST: f"{model_digest(run_dir) or ''}\n".encode()}
     if layer is not None:
         model = _lower_layers(model, layer)
     to_stdout, name = str(out) == "-", FILES[kind]

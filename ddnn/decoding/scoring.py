@@ -31,6 +31,7 @@ from ddnn.kaldi.alignments import TRANSITION_DIGEST, check_same_tree
 from ddnn.kaldi.archive import MatrixReader, iterate_matrices, read_scp
 from ddnn.kaldi.fst import Fst, read_fst, read_symbols, write_fst
 from ddnn.kaldi.transition_model import TransitionModel, read_transition_model
+from ddnn.training.run_status import FINAL, MODEL_DIGEST, model_digest
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_directory, read_bytes_limited, write_text
 from ddnn.util.text import printable
@@ -191,10 +192,10 @@ def _check_self_loops(fst: Fst, transitions: TransitionModel, model: Path, locat
         raise DataError(message, location=location, hint=hint)
 
 
-def _network_digest(folder: Path) -> str | None:
-    """The transition model's digest that decode-prep has left beside log-likelihoods; None where it is not known."""
+def _digest_in(file: Path) -> str | None:
+    """A digest that decode-prep has left beside log-likelihoods; None where there is none."""
     try:
-        text = read_bytes_limited(folder / TRANSITION_DIGEST, 100).decode("ascii", "replace").strip()
+        text = read_bytes_limited(file, 100).decode("ascii", "replace").strip()
     except OSError:
         return None
     return text or None
@@ -307,13 +308,16 @@ class ScaleScore:
 class ScoreResult:
     """Word error rates at each scale, in the order asked for, and again with the next penalty; `best` is the index of the
     (first) lowest. `reference`: digest of the reference. `chosen_on`: the scoring that chose the only scale. `out`: the
-    folder with the words, whose score.json another scoring can take the best scale from."""
+    folder with the words, whose score.json another scoring can take the best scale from. `model`: digest of the model
+    that the log-likelihoods are of, where known; `run_dir`: the run whose model is another one by now."""
 
     scales: tuple[ScaleScore, ...]
     best: int
     reference: str = ""
     chosen_on: ScaleChoice | None = None
     out: Path | None = None
+    model: str | None = None
+    run_dir: Path | None = None
 
     @property
     def chosen_here(self) -> bool:
@@ -323,6 +327,9 @@ class ScoreResult:
     def notes(self) -> list[str]:
         """What the reader of the best word error rate should know."""
         notes, best = [], self.scales[self.best]
+        if self.run_dir is not None:
+            message = f"the log-likelihoods are of another model than {self.run_dir / FINAL} is now (was it trained "
+            notes.append(f"{message}longer?): write them again with ddnn decode-prep")
         lowest = [s for s in self.scales if s.wer == best.wer]
         for name in ("acoustic scale", "word insertion penalty"):
             tried, ends = ({getattr(s, name.replace(" ", "_")) for s in group} for group in (self.scales, lowest))
@@ -434,14 +441,18 @@ def score(
     reference = read_reference(text)
     digest = hashlib.sha256(repr(sorted(reference.items())).encode()).hexdigest()
     graph = read_graph(graph_dir, model)
-    check_same_tree(graph.transition_digest, _network_digest(source.parent), model, f"the network of {source.name}")
+    check_same_tree(
+        graph.transition_digest, _digest_in(source.parent / TRANSITION_DIGEST), model, f"the network of {source.name}"
+    )
+    of_model, run_dir = _digest_in(source.parent / MODEL_DIGEST), source.absolute().parent.parent
+    stale = of_model is not None and model_digest(run_dir) not in (of_model, None)
     with nullcontext() if out is None else atomic_directory(out) as folder:
         results = tuple(_score_all(ka, source, reference, text.with_name("utt2spk"), graph, options))
         best = min(range(len(results)), key=lambda index: results[index].wer)
         if results[best].wer >= SUSPICIOUS_WER:
             message = "the lowest word error rate is %.1f %%: are log-likelihoods, graph, %s and %s of one system?"
             log.warning(message, results[best].wer, model, text)
-        result = ScoreResult(results, best, digest, options.chosen_on, out)
+        result = ScoreResult(results, best, digest, options.chosen_on, out, of_model, run_dir if stale else None)
         if folder is not None:
             write_hypotheses(result, folder, frame_shift)
     return result
@@ -557,7 +568,7 @@ def as_json(result: ScoreResult, *, alignments: bool = False) -> dict[str, Any]:
     best, source = result.scales[result.best], result.chosen_on
     value: dict[str, Any] = {
         "scales": scales, "best": best.acoustic_scale, "best_word_insertion_penalty": best.word_insertion_penalty,
-        "wer": best.wer, "reference": result.reference, "chosen_on_this_text": result.chosen_here,
+        "wer": best.wer, "model": result.model, "reference": result.reference, "chosen_on_this_text": result.chosen_here,
         "chosen_by": None if source is None else str(source.source), "notes": result.notes(),
     }  # fmt: skip
     if alignments:

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.training.metrics import EpochRow, Metrics, StartRow, read_metrics
-from ddnn.training.run_status import CHECKPOINTS, METRICS, RECIPE, is_finished
+from ddnn.training.run_status import CHECKPOINTS, METRICS, RECIPE, is_finished, model_digest
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import plural, printable
@@ -70,12 +71,14 @@ class _Result(BaseModel):
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
     frame_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     wer: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    model: str | None = None  # `model_digest`; older versions have none
 
 
-def read_results(path: Path) -> dict[str, float]:
+def read_results(path: Path) -> tuple[dict[str, float], list[str]]:
     """The results on test sets whose JSON was saved in a run dir or in a folder of it: "decode_test/score: WER (%)" of
-    decode_test/score.json. Other JSON files are passed over; one that cannot be read is named in a warning."""
-    results: dict[str, float] = {}
+    decode_test/score.json; and the names of those that are of another model than the run's is now. Other JSON files are
+    passed over; one that cannot be read is named in a warning."""
+    results, of_others, now = dict[str, float](), list[str](), cache(lambda: model_digest(path))
     files = [*sorted(path.glob("*.json")), *sorted(path.glob("*/*.json"))]
     for file in (one for one in files if one.parent.name != CHECKPOINTS):
         name = printable(str(file.relative_to(path).with_suffix("")), "")
@@ -86,12 +89,15 @@ def read_results(path: Path) -> dict[str, float]:
         except OSError as error:
             log.warning("%s: cannot read: %s", file, error.strerror)
             continue
-        if found.wer is not None:
+        is_result = found.wer is not None or (found.loss is not None and found.frame_accuracy is not None)
+        if is_result and found.model is not None and now() not in (found.model, None):
+            of_others.append(name)
+        elif found.wer is not None:
             results[f"{name}: WER (%)"] = found.wer
         elif found.loss is not None and found.frame_accuracy is not None:
             results[f"{name}: loss per frame"] = found.loss
             results[f"{name}: frame accuracy (%)"] = 100.0 * found.frame_accuracy
-    return results
+    return results, of_others
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -27,6 +27,7 @@ from ddnn.report.runs import (
     summarise,
     training_seconds,
 )
+from ddnn.training.run_status import FINAL
 from ddnn.util.files import ensure_directory, write_text
 from ddnn.util.text import printable, table
 
@@ -52,6 +53,16 @@ class Report:
     results: tuple[dict[str, float], ...]
     plots: tuple[Path, ...]
     tables: tuple[Path, ...] = ()  # CSV
+    of_other_models: tuple[list[str], ...] = ()  # results of each run that are not of its model, by name
+
+    def remarks(self) -> list[str]:
+        """What a reader must know, a sentence each."""
+        lines = remarks(self.runs, self.summaries)
+        for run, names in zip(self.runs, self.of_other_models, strict=True):
+            if names:
+                found = f"{run.name}: {', '.join(names)}: of another model than {FINAL} is now (was it trained longer?)"
+                lines.append(f"{found}, left out: evaluate or decode again")
+        return lines
 
     def as_dict(self) -> dict[str, Any]:
         runs = []
@@ -65,7 +76,7 @@ class Report:
         differing = {key: [_setting(recipe, key) for recipe in recipes] for key in _differing(recipes)}
         settings = {key: [None if v is None else str(v) for v in values] for key, values in differing.items()}
         files = {"plots": [str(path) for path in self.plots], "tables": [str(path) for path in self.tables]}
-        return {"runs": runs, "differing": settings, "remarks": remarks(self.runs, self.summaries), **files}
+        return {"runs": runs, "differing": settings, "remarks": self.remarks(), **files}
 
     def as_text(self) -> str:
         recipes, starts, outside = [run.recipe for run in self.runs], [run.start for run in self.runs], []
@@ -94,7 +105,7 @@ class Report:
         lines = ["\n\n".join(_blocks(names, rows)), *outside]
         if len(differing) > MOST_DIFFERING:
             lines.append(f"{len(differing) - MOST_DIFFERING} more keys differ: {', '.join(differing[MOST_DIFFERING:])}")
-        lines += remarks(self.runs, self.summaries)
+        lines += self.remarks()
         lines += [f"{run.name}: {event.as_text()}" for run in self.runs for event in run.metrics.events]
         lines += [f"plot: {path}" for path in self.plots] + [f"table: {path}" for path in self.tables]
         return "\n".join(lines)
@@ -153,7 +164,8 @@ def report(
     a run dir is damaged, or none has metrics. UserError: matplotlib is missing, or a file cannot be written."""
     runs = read_runs(paths)
     plots = () if out is None else draw_report(runs, out)
-    found = Report(tuple(runs), tuple(summarise(runs)), tuple(read_results(run.path) for run in runs), plots)
+    results, of_others = zip(*(read_results(run.path) for run in runs), strict=True)
+    found = Report(tuple(runs), tuple(summarise(runs)), results, plots, of_other_models=of_others)
     wanted = {runs_csv: found.runs_csv, epochs_csv: found.epochs_csv}
     tables = tuple(path for path in wanted if path is not None)
     for path in tables:

@@ -26,7 +26,7 @@ from ddnn.nn.loss import cross_entropy
 from ddnn.nn.network import Workspace
 from ddnn.training.metrics import no_better_than_baseline
 from ddnn.training.run_dir import load_run
-from ddnn.training.run_status import PDF_COUNTS
+from ddnn.training.run_status import PDF_COUNTS, model_digest
 from ddnn.util.errors import DataError, DivergedError, UserError
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
@@ -44,10 +44,13 @@ class EvalResult:
     frames: int
     utterances: dict[str, int] = field(default_factory=dict)  # of a data dir: used, skipped (by reason), trimmed
     parts: dict[str, EvalResult] = field(default_factory=dict)  # by speaker or utterance, if that was asked for
+    model: str | None = None  # `model_digest` of the run whose model it is
 
     def as_dict(self) -> dict[str, Any]:
         values = asdict(self)
-        return values if self.parts else {name: value for name, value in values.items() if name != "parts"}
+        for part in values["parts"].values():
+            del part["model"]
+        return {name: value for name, value in values.items() if value or name not in ("parts", "model")}
 
     def as_text(self) -> str:
         """One line, one more where utterances were skipped or trimmed, and one for each part, the worst first."""
@@ -226,7 +229,7 @@ def evaluate_run(
     `transforms`: the Kaldi dir of the data's, if the model was trained with such. DataError for damaged input, another
     feature dimension or number of pdfs than the model's."""
     on = choose_device(device)
-    model = load_run(run_dir)
+    model, digest = load_run(run_dir), model_digest(run_dir)
     check_not_swapped(Corpus(data, alignments, ("--data", "--alignments")))
     labels = read_alignments(alignments)
     most = model.network.output_dim
@@ -241,7 +244,7 @@ def evaluate_run(
     model, corpus = model.to(on), corpus.to(on)
     parts = {} if by is None else evaluate_parts(model, corpus, by)
     everything = corpus.subset(range(len(corpus.utterances)))
-    result = replace(evaluate(model, everything), utterances=corpus.counts, parts=parts)
+    result = replace(evaluate(model, everything), utterances=corpus.counts, parts=parts, model=digest)
     found = torch.bincount(labels_of(corpus, everything.indices, torch.device("cpu")), minlength=most)
     _warn_of_doubtful(result, found.double(), run_dir, data, alignments)
     return result

@@ -3,6 +3,7 @@ begin in it. Needs no torch."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 import time
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from ddnn.recipe.source import read_yaml
 from ddnn.training.metrics import EndRow
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.files import atomic_write, is_locked, read_bytes_limited, require_kind
+from ddnn.util.files import atomic_write, is_locked, open_regular, read_bytes_limited, require_kind
 from ddnn.util.text import printable
 
 RECIPE = "recipe.yaml"  # the recipe as it was run: includes and --set resolved
@@ -25,6 +26,7 @@ METRICS = "metrics.jsonl"  # one JSON object a line: `ddnn.training.metrics`
 BEST = "best.safetensors"  # the latest accepted network, where it is better than the initial one
 FINAL = "final.safetensors"  # the trained model
 PDF_COUNTS = "ali_train_pdf.counts"  # frames per pdf of the training alignment, for the priors
+MODEL_DIGEST = "model.sha256"  # beside log-likelihoods: whose they are, `model_digest`
 CV_UTTERANCES = "cv_utterances"  # ids of the utterances for cross-validation, one a line
 CHECKPOINTS = "checkpoints"  # what a resume needs; removed in the end
 PRETRAIN = "pretrain"  # the RBMs that a training trains itself: a pretraining directory without lock and log
@@ -132,6 +134,19 @@ def is_finished(run_dir: Path) -> bool:
         status = read_run_status(run_dir)
     longer = status is not None and status.state != "finished" and any((run_dir / CHECKPOINTS).glob("[0-9]*"))
     return (run_dir / FINAL).exists() and not longer
+
+
+def model_digest(run_dir: Path) -> str | None:
+    """By which results are known to be of the final model that is there now, and not of the one before it was trained
+    longer: 16 digits of the file's SHA-256. None where it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with open_regular(run_dir / FINAL) as handle:
+            while chunk := handle.read(4 << 20):
+                digest.update(chunk)
+    except OSError:
+        return None
+    return digest.hexdigest()[:16]
 
 
 def resume_command(run_dir: Path, kind: Kind = "training") -> str:

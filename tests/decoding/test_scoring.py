@@ -32,6 +32,7 @@ from ddnn.kaldi.archive import read_scp, write_matrices
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.nnet1 import Activation, AddShift, AffineTransform, Rescale, Splice, read_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
+from ddnn.training.run_status import FINAL, MODEL_DIGEST, model_digest
 from ddnn.util.errors import DataError, UserError
 
 pytest.importorskip("kaldi_decoder")
@@ -299,6 +300,31 @@ def test_log_likelihoods_of_another_tree_are_refused(toy: Path) -> None:
                 run(toy)
         else:
             run(toy)
+
+
+def test_log_likelihoods_of_the_model_of_before_are_named(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run dir is the folder above; what is not known is taken as it is."""
+    monkeypatch.chdir(toy)  # the run dir of a relative path
+    (toy / "run" / "decode").mkdir(parents=True)
+    (toy / "run" / FINAL).write_bytes(b"four epochs")
+    digest = model_digest(toy / "run")
+    write_loglikes(toy / "run" / "decode", {"u1": spoken(0, 1, 0), "u2": spoken(0, 2), "u3": spoken(2)})
+
+    def notes() -> list[str]:
+        result = run(Path(), loglikes="run/decode", graph_dir=toy / "graph", model=toy / "final.mdl", text=toy / "text")
+        assert as_json(result)["notes"] == result.notes() and as_json(result)["model"] == recorded
+        return list(result.notes())
+
+    recorded = None
+    assert notes() == []
+    (toy / "run" / "decode" / MODEL_DIGEST).write_text(f"{digest}\n")
+    recorded = digest
+    assert notes() == []
+    (toy / "run" / FINAL).write_bytes(b"six epochs")
+    (note,) = notes()
+    assert f"of another model than {toy / 'run' / FINAL} is now" in note and "ddnn decode-prep" in note
+    (toy / "run" / FINAL).unlink()
+    assert notes() == []
 
 
 def test_hypotheses_are_written(toy: Path) -> None:

@@ -24,6 +24,7 @@ from ddnn.report.figures import highest_shown
 from ddnn.report.runs import incomparable, read_run, read_runs, summarise, training_seconds
 from ddnn.report.scale_command import ScaleOptions, scale
 from ddnn.report.table import report
+from ddnn.training.run_status import FINAL, model_digest
 from ddnn.util.errors import DataError, RecipeError, UserError
 from ddnn.util.text import printable
 
@@ -425,6 +426,27 @@ def test_results_on_test_sets_are_those_whose_json_was_saved(tmp_path: Path, cap
     assert rows["decode_test/score: WER (%)"] == ["-", "3.50"]
     assert found.as_dict()["runs"][1]["results"] == {"decode_test/score: WER (%)": 3.5}
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [str(runs[1] / "folder.json")]
+
+
+def test_results_of_another_model_are_left_out_and_named(tmp_path: Path) -> None:
+    """Without a digest (an older version), or without a final model, they are taken as they are."""
+    path = write_run(tmp_path / "run", rows_of(1))
+    (path / "decode_test").mkdir()
+    figures = {"evaluate": {"loss": 1.0, "frame_accuracy": 0.5}, "decode_test/score": {"wer": 3.5}, "old": {"wer": 4.0}}
+    (path / FINAL).write_bytes(b"two epochs")
+    for name, values in figures.items():
+        model = {} if name == "old" else {"model": model_digest(path)}
+        (path / f"{name}.json").write_text(json.dumps(values | model))
+    found = report([path], None)
+    assert len(found.results[0]) == 4 and "another model" not in found.as_text()
+    (path / FINAL).write_bytes(b"four epochs")
+    found = report([path], None)
+    assert found.results == ({"old: WER (%)": 4.0},)
+    said = f"run: evaluate, decode_test/score: of another model than {FINAL} is now"
+    assert said in found.as_text() and any(said in line for line in found.as_dict()["remarks"])
+    assert "3.5" not in found.runs_csv()
+    (path / FINAL).unlink()
+    assert len(report([path], None).results[0]) == 4
 
 
 def test_csv(tmp_path: Path, run_cli: RunCli) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from training.test_resume import rows
 from ddnn.nn.acoustic_model import load_model
 from ddnn.recipe.load import load_recipe
 from ddnn.training.job import run_training
-from ddnn.training.run_status import is_finished
+from ddnn.training.run_status import MODEL_DIGEST, is_finished, model_digest
 
 WAYS = {
     "newbob": ("optimizer.momentum=0.5", "schedule.start_halving_impr=0.3"),
@@ -75,6 +76,25 @@ def test_one_that_is_interrupted_again(job: Job, finished: Path, run_cli: RunCli
     assert run_cli("train", finished, "--resume", "--device", "cpu").exit_code == 0
     assert is_finished(finished)
     assert (finished / "final.safetensors").read_bytes() == (job.root / "four" / "final.safetensors").read_bytes()
+
+
+def test_results_of_the_model_of_before_are_told_from_those_of_the_longer_training(
+    job: Job, finished: Path, run_cli: RunCli
+) -> None:
+    arguments = ["evaluate", finished, "--data", job.data, "--alignments", job.ali, "--by", "utterance", "--json"]
+    before = json.loads(run_cli(*arguments).stdout)
+    assert before["model"] == model_digest(finished) and "model" not in next(iter(before["parts"].values()))
+    (finished / "before.json").write_text(json.dumps(before))
+    decode = ["decode-prep", finished, "--data", job.data, "--out", finished / "decode"]
+    assert run_cli(*decode).exit_code == 0
+    assert (finished / "decode" / MODEL_DIGEST).read_text() == f"{before['model']}\n"
+    assert "before: loss per frame" in run_cli("report", finished, "--no-plots").stdout
+    assert run_cli("train", finished, "--resume", "--device", "cpu", "--set", "schedule.max_epochs=4").exit_code == 0
+    after = run_cli(*arguments).stdout
+    assert json.loads(after)["model"] == model_digest(finished) != before["model"]
+    (finished / "after.json").write_text(after)
+    shown = run_cli("report", finished, "--no-plots").stdout
+    assert "after: loss per frame" in shown and "before: loss" not in shown and "before: of another model than" in shown
 
 
 @pytest.mark.parametrize(
