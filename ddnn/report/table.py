@@ -61,7 +61,7 @@ class Report:
         for run, names in zip(self.runs, self.of_other_models, strict=True):
             if names:
                 found = f"{run.name}: {', '.join(names)}: of another model than {FINAL} is now (was it trained longer?)"
-                lines.append(f"{found}, left out: evaluate or decode again")
+                lines.append(f"{found}, not shown: evaluate or decode again")
         return lines
 
     def as_dict(self) -> dict[str, Any]:
