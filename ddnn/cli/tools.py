@@ -42,10 +42,13 @@ def status(run_dir: Path, follow: bool, json_: bool) -> None:
 @argument("out_dir", type=PATH)
 @option("--hours", type=float, default=0.3, help="Hours of speech to train on.")
 @option("--speakers", type=int, default=20, help="Speakers in the training data.")
-@option("--dim", type=int, default=40, help="Feature dimensions.")
+@option("--features", type=Choice(["gaussian", "fbank"]), default="gaussian",
+        help="What a frame is: a draw from Gaussians, or a log-mel spectrum, whose formants a speaker moves along "
+             "frequency.")  # fmt: skip
+@option("--dim", type=int, default=40, help="Feature dimensions; of log-mel spectra the bands.")
 @option("--pdfs", type=int, default=160, help="Senones.")
 @option("--seed", type=int, default=1, help="Same seed: the same corpus.")
-def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed: int) -> None:
+def synth(out_dir: Path, hours: float, speakers: int, features: str, dim: int, pdfs: int, seed: int) -> None:
     """Write a synthetic corpus in Kaldi's formats.
 
     Paths in feats.scp are relative to its folder, so that the corpus can be moved: run Kaldi's tools in that folder.
@@ -53,7 +56,7 @@ def synth(out_dir: Path, hours: float, speakers: int, dim: int, pdfs: int, seed:
     from ddnn.synth.corpus import SynthOptions, synthesize
     from ddnn.util.progress import frame_counter
 
-    options = SynthOptions(hours=hours, speakers=speakers, dim=dim, pdfs=pdfs, seed=seed)
+    options = SynthOptions(hours=hours, speakers=speakers, dim=dim, pdfs=pdfs, features=features, seed=seed)
     with frame_counter("synth", options.expected_frames) as advance:
         made = synthesize(out_dir, options, progress=advance)
     echo(

@@ -1,6 +1,7 @@
 """What is spoken, and what it sounds like. An invented language: words spelled by their phones, senones in context, and
 a decoding graph of a loop of words. The speakers: a Gaussian mixture per pdf, a shift and a scale per speaker, noise
-that is correlated in time; and how long they stay in each HMM state."""
+that is correlated in time; and how long they stay in each HMM state. As filter banks, the means are log-mel spectra with
+formants, which a speaker's vocal tract moves along frequency, and the noise of neighbouring bands is correlated."""
 
 from __future__ import annotations
 
@@ -153,6 +154,16 @@ _NEIGHBOUR = np.float32(0.5)  # weight of the frames beside in the noise
 
 
 @dataclass(frozen=True, eq=False)
+class Voice:
+    """How a speaker sounds: the means of the Gaussians, float32 [pdfs * COMPONENTS, dim], and a shift and a scale of all
+    features, float32 [dim] each."""
+
+    means: npt.NDArray[np.float32]
+    shift: npt.NDArray[np.float32]
+    scale: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
 class Acoustics:
     """The true model. Gaussian `COMPONENTS * pdf + c` is component c of a pdf, of weight 1 / COMPONENTS."""
 
@@ -165,6 +176,19 @@ class Acoustics:
     @property
     def dim(self) -> int:
         return int(self.means.shape[1])
+
+    def draw_speaker(self, rng: np.random.Generator) -> Voice:
+        shift = rng.normal(0, _SPEAKER_SHIFT / np.sqrt(self.dim), self.dim)
+        scale = np.exp(rng.normal(0, _SPEAKER_SCALE, self.dim))
+        return Voice(self.means, shift.astype(np.float32), scale.astype(np.float32))
+
+    def draw_noise(self, rng: np.random.Generator, out: npt.NDArray[np.float32]) -> None:
+        """Fills `out` [frames, dims] with noise of variance 1 that is correlated in time."""
+        white = rng.standard_normal((len(out) + 2, out.shape[1]), np.float32)
+        np.add(white[:-2], white[2:], out=out)
+        out *= _NEIGHBOUR
+        out += white[1:-1]
+        out *= np.float32(1 / np.sqrt(1 + 2 * _NEIGHBOUR**2))
 
 
 def make_acoustics(rng: np.random.Generator, lexicon: Lexicon, dim: int) -> Acoustics:
@@ -181,10 +205,76 @@ def make_acoustics(rng: np.random.Generator, lexicon: Lexicon, dim: int) -> Acou
     return Acoustics(lexicon, means, np.repeat(stddevs, COMPONENTS, axis=0).astype(np.float32), self_loop)
 
 
+_HIGHEST = 4000.0  # Hz: that of 8 kHz audio
+_FORMANTS = ((250.0, 850.0), (850.0, 2400.0), (2200.0, 3300.0), (1500.0, 3800.0))  # Hz; the last is of friction
+_WIDTHS = (90.0, 90.0, 100.0, 220.0)  # mel, standard deviations of the peaks
+_VOWEL, _CONSONANT = (4.0, 3.5, 2.5, 0.0), (1.5, 1.5, 1.2, 3.0)  # heights of the peaks, in units of the noise
+_FLOOR = 6.0  # logarithm of the energy between the peaks
+# Standard deviations of the logarithms of the formants' frequencies.
+_STATE_MOVES, _SENONE_MOVES, _COMPONENT_MOVES = 0.06, 0.05, 0.03
+_TRACT = 0.22  # logarithm of the factor that the shortest vocal tract moves the formants up by, the longest down
+_SMOOTHING = (1.0, 2.0, 3.0, 2.0, 1.0)  # over the bands of the noise: correlation 16/19 of neighbours
+
+
+def _mel(hertz: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.asarray(1127.0 * np.log1p(hertz / 700.0))  # kaldi feat/mel-computations.h
+
+
+@dataclass(frozen=True, eq=False)
+class FilterBanks(Acoustics):
+    """Log-mel spectra: peaks over a floor. A speaker moves all peaks by one factor, as the length of the vocal tract does,
+    so that a phone is the same pattern elsewhere along frequency."""
+
+    formants: npt.NDArray[np.float64]  # float64 [pdfs * COMPONENTS, peaks], Hz, of a vocal tract of average length
+    heights: npt.NDArray[np.float64]  # float64 [pdfs * COMPONENTS, peaks]
+
+    def draw_speaker(self, rng: np.random.Generator) -> Voice:
+        """A vocal tract, and a recording's level and slope over the bands, which CMVN takes away."""
+        factor, (level, slope) = np.exp(rng.uniform(-_TRACT, _TRACT)), rng.normal(0, 1, 2)
+        shift = level + slope * np.linspace(-1, 1, self.dim)
+        means = spectra(self.formants * factor, self.heights, self.dim)
+        return Voice(means, shift.astype(np.float32), np.ones(self.dim, np.float32))
+
+    def draw_noise(self, rng: np.random.Generator, out: npt.NDArray[np.float32]) -> None:
+        dim, wide = out.shape[1], np.empty((len(out), out.shape[1] + len(_SMOOTHING) - 1), np.float32)
+        super().draw_noise(rng, wide)
+        weights = np.array(_SMOOTHING, np.float32) / np.float32(np.linalg.norm(_SMOOTHING))
+        np.sum([weight * wide[:, k : k + dim] for k, weight in enumerate(weights)], axis=0, out=out)
+
+
+def spectra(formants: npt.NDArray[np.float64], heights: npt.NDArray[np.float64], bands: int) -> npt.NDArray[np.float32]:
+    """float32 [Gaussians, bands]: peaks at the frequencies `formants` (Hz) of these heights, both [Gaussians, peaks]."""
+    centers = np.linspace(_mel(np.array(20.0)), _mel(np.array(_HIGHEST)), bands + 2)[1:-1]
+    result = np.full((len(formants), bands), _FLOOR)
+    for peak, width in enumerate(_WIDTHS):
+        distance = (centers - _mel(formants[:, peak, None])) / width
+        result += heights[:, peak, None] * np.exp(-0.5 * distance * distance)
+    return result.astype(np.float32)
+
+
+def make_filter_banks(rng: np.random.Generator, lexicon: Lexicon, bands: int) -> FilterBanks:
+    """Draws the formants of each phone; those of its HMM states, senones and components are near them."""
+    phone, state, pdfs, peaks = lexicon.pdf_phone, lexicon.pdf_state, len(lexicon.pdf_phone), len(_FORMANTS)
+    low, high = np.log(_FORMANTS).T
+    center = rng.uniform(low, high, (len(PHONES), peaks))[phone]
+    center += rng.normal(0, _STATE_MOVES, (len(PHONES) * STATES, peaks))[phone * STATES + state]
+    center += rng.normal(0, _SENONE_MOVES, (pdfs, peaks))
+    apart = rng.normal(0, _COMPONENT_MOVES, (len(PHONES), COMPONENTS, peaks))[phone]
+    formants = np.exp(center[:, None] + apart).reshape(-1, peaks)
+    kinds = [(0.0,) * peaks if p == PHONES[0] else _VOWEL if p in VOWELS else _CONSONANT for p in PHONES]
+    loud = rng.uniform(0.7, 1.3, (len(PHONES) * STATES, peaks))[phone * STATES + state]
+    heights = np.repeat(np.array(kinds)[phone] * loud, COMPONENTS, axis=0)
+    stddevs = np.repeat(rng.uniform(0.8, 1.25, (len(PHONES) * STATES, bands))[phone * STATES + state], COMPONENTS, 0)
+    means, self_loop = spectra(formants, heights, bands), np.where(phone == 0, SILENCE_SELF_LOOP, SPEECH_SELF_LOOP)
+    return FilterBanks(lexicon, means, stddevs.astype(np.float32), self_loop, formants, heights)
+
+
+ACOUSTICS = {"gaussian": make_acoustics, "fbank": make_filter_banks}
+"""The kinds of features: a random generator, a lexicon and the number of dims make one."""
+
+
 Utterance = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]
 """Its word indices, transition-ids (int32 [frames]) and features (float32 [frames, dim])."""
-Voice = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
-"""A speaker's shift and scale, float32 [dim] each."""
 
 
 def _gather_ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -225,27 +315,16 @@ def draw_batch(rng: np.random.Generator, acoustics: Acoustics, count: int, voice
 def sample_features(
     rng: np.random.Generator, acoustics: Acoustics, gaussian: npt.NDArray[np.int64], voice: Voice
 ) -> npt.NDArray[np.float32]:
-    shift, scale = voice
     features = np.empty((len(gaussian), acoustics.dim), np.float32)
-    unit = np.float32(1 / np.sqrt(1 + 2 * _NEIGHBOUR**2))
     step = max(1, (1 << 17) // acoustics.dim)  # a piece that fits the cache
     for first in range(0, len(gaussian), step):
         piece, which = features[first : first + step], gaussian[first : first + step]
-        white = rng.standard_normal((len(piece) + 2, acoustics.dim), np.float32)
-        np.add(white[:-2], white[2:], out=piece)
-        piece *= _NEIGHBOUR
-        piece += white[1:-1]
-        piece *= unit
+        acoustics.draw_noise(rng, piece)
         piece *= acoustics.stddevs[which]
-        piece += acoustics.means[which]
-        piece *= scale
-        piece += shift
+        piece += voice.means[which]
+        piece *= voice.scale
+        piece += voice.shift
     return features
-
-
-def draw_speaker(rng: np.random.Generator, dim: int) -> Voice:
-    shift = rng.normal(0, _SPEAKER_SHIFT / np.sqrt(dim), dim)
-    return shift.astype(np.float32), np.exp(rng.normal(0, _SPEAKER_SCALE, dim)).astype(np.float32)
 
 
 def write_model(path: Path, acoustics: Acoustics) -> None:

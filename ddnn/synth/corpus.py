@@ -14,12 +14,11 @@ from ddnn.kaldi.archive import write_int_vectors, write_matrices
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.fst import write_fst
 from ddnn.synth.acoustics import (
+    ACOUSTICS,
     PHONES,
     Acoustics,
     Utterance,
     draw_batch,
-    draw_speaker,
-    make_acoustics,
     make_graph,
     make_lexicon,
     write_model,
@@ -40,8 +39,9 @@ class SynthOptions:
     # training speakers; a tenth of them, one or more, are named in `cv_speakers.txt`. An eighth as many others, two or
     # more, speak the test set.
     speakers: int = 20
-    dim: int = 40  # feature dims
+    dim: int = 40  # feature dims; of filter banks the bands
     pdfs: int = 160  # senones
+    features: str = "gaussian"  # or "fbank": log-mel spectra, whose formants move by speaker
     seed: int = 1  # of everything. Same options, same numpy: the same bytes.
 
     @property
@@ -82,6 +82,8 @@ def _check(options: SynthOptions) -> tuple[float, int]:
         errors.append(f"speakers {options.speakers}: expected 2 (one is held out for cross-validation) to 99999")
     if not 1 <= options.dim <= 10_000:
         errors.append(f"dim {options.dim}: expected 1 to 10000")
+    if options.features not in ACOUSTICS:
+        errors.append(f"features {options.features}: expected {' or '.join(ACOUSTICS)}")
     if not 0 <= options.seed < 2**63:
         errors.append(f"seed {options.seed}: expected 0 to 2^63 - 1")
     if errors:
@@ -104,7 +106,7 @@ def _write_symbols(path: Path, symbols: list[str]) -> None:
 def _draw_utterances(model: Acoustics, seed: int, split: _Split, speaker: int) -> Iterator[Utterance]:
     """The utterances of one speaker, each of whom has an own seed."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1 + split.number, speaker)))
-    voice, spoken = draw_speaker(rng, model.dim), 0
+    voice, spoken = model.draw_speaker(rng), 0
     while True:
         for utterance in draw_batch(rng, model, _BATCH, voice):
             yield utterance
@@ -171,7 +173,7 @@ def synthesize(out: Path, options: SynthOptions, progress: Callable[[int], None]
     test_hours, test_speakers = _check(options)
     root = np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=(0,)))
     lexicon = make_lexicon(root, options.pdfs)
-    model = make_acoustics(root, lexicon, options.dim)
+    model = ACOUSTICS[options.features](root, lexicon, options.dim)
     sizes = (("train", options.speakers, options.hours), ("test", test_speakers, test_hours))
     train, test = (
         _Split(name, number, [f"{name}{n:05d}" for n in range(1, count + 1)], round(hours * FRAMES_PER_HOUR / count))

@@ -6,6 +6,8 @@ import errno
 import hashlib
 import json
 import time
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +19,39 @@ from ddnn.kaldi.archive import MatrixReader, iterate_matrices, read_scp, write_m
 from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.synth import corpus
-from ddnn.synth.acoustics import COMPONENTS, MIN_PDFS, PHONES, Acoustics, make_acoustics, make_lexicon
+from ddnn.synth.acoustics import (
+    COMPONENTS,
+    MIN_PDFS,
+    PHONES,
+    VOWELS,
+    Acoustics,
+    make_acoustics,
+    make_filter_banks,
+    make_lexicon,
+)  # fmt: skip
 from ddnn.synth.corpus import SynthOptions, SynthSummary, synthesize
 from ddnn.util.errors import UserError
 
 TINY = SynthOptions(hours=0.03, test_hours=0.02, speakers=5, dim=13, pdfs=150, seed=3)
+BANKS = replace(TINY, hours=0.1, speakers=8, dim=40, features="fbank")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SynthSummary]:
     out = tmp_path_factory.mktemp("synth") / "a corpus é"
     return out, synthesize(out, TINY)
+
+
+@pytest.fixture(scope="module")
+def banks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Filter banks and pdf-ids of all frames of each training speaker."""
+    out = tmp_path_factory.mktemp("synth") / "banks"
+    synthesize(out, BANKS)
+    pdfs, found = read_alignments(out / "ali").pdfs, defaultdict(list)
+    with MatrixReader() as reader:
+        for entry in read_scp(out / "train/feats.scp"):
+            found[entry.key.partition("-")[0]].append((reader.read(entry), pdfs[entry.key]))
+    return {speaker: tuple(map(np.concatenate, zip(*parts, strict=True))) for speaker, parts in found.items()}
 
 
 def lines(path: Path) -> list[list[str]]:
@@ -139,6 +163,9 @@ def test_same_seed_same_bytes(made: tuple[Path, SynthSummary], tmp_path: Path) -
     (tmp_path / "empty and there").mkdir()
     assert synthesize(tmp_path / "empty and there", TINY) == summary
     assert digest(tmp_path / "empty and there") == digest(out)
+    for name in ("one", "two"):
+        synthesize(tmp_path / name, replace(BANKS, hours=0.01))
+    assert digest(tmp_path / "one") == digest(tmp_path / "two")
     synthesize(tmp_path / "other", SynthOptions(**{**vars(TINY), "seed": 4}))
     other = digest(tmp_path / "other")
     assert all(other[name] != value for name, value in digest(out).items() if "feats" in name or name.endswith("text"))
@@ -161,6 +188,55 @@ def test_features_are_those_of_the_model(made: tuple[Path, SynthSummary]) -> Non
     assert ((x - expected) ** 2).sum(1).mean() == pytest.approx(1.05 * TINY.dim + 1.2**2 / 2 + 1.5**2, rel=0.15)
 
 
+def residuals(banks: dict[str, tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Frames minus the mean of their speaker and pdf."""
+    parts = []
+    for x, y in banks.values():
+        sums, counts = np.zeros((BANKS.pdfs, BANKS.dim)), np.maximum(np.bincount(y, minlength=BANKS.pdfs), 1)
+        np.add.at(sums, y, x)
+        parts.append(x - (sums / counts[:, None])[y])
+    return np.concatenate(parts)
+
+
+def test_noise_of_neighbouring_bands_is_correlated(banks: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    """Within a speaker and pdf: 16/19 from one band to the next, nothing five bands away but for the peaks of components."""
+    among = np.corrcoef(residuals(banks).T)
+    assert np.diagonal(among, 1) == pytest.approx(16 / 19, abs=0.1)
+    assert np.abs(np.diagonal(among, 8)).mean() < 0.15
+
+
+def test_formants_move_by_speaker(banks: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    """The mean vowel of each speaker, against that of a vocal tract of average length: it is the same pattern, moved by up
+    to some bands up or down, by as much in one half of the vowels as in the other."""
+    root = np.random.default_rng(np.random.SeedSequence(BANKS.seed, spawn_key=(0,)))
+    model = make_filter_banks(root, make_lexicon(root, BANKS.pdfs), BANKS.dim)
+    average = model.means.reshape(BANKS.pdfs, COMPONENTS, -1).mean(1)
+    vowels = [PHONES.index(vowel) for vowel in VOWELS]
+    moves = []
+    for x, y in banks.values():
+        best = []
+        for half in (vowels[::2], vowels[1::2]):
+            frames = np.isin(model.lexicon.pdf_phone[y], half)
+            found, expected = x[frames] - x[frames].mean(0), average[y[frames]]
+            expected = expected - expected.mean(0)
+            fits = [
+                np.corrcoef(found[:, 8:32].ravel(), np.roll(expected, k, 1)[:, 8:32].ravel())[0, 1]
+                for k in range(-6, 7)
+            ]
+            best.append(int(np.argmax(fits)) - 6)
+            assert max(fits) > 0.5
+        assert abs(best[0] - best[1]) <= 1
+        moves.append(sum(best) / 2)
+    assert max(moves) - min(moves) >= 3 and np.abs(moves).max() <= 5
+
+
+def test_speech_is_louder_than_silence(banks: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    for x, y in banks.values():
+        silent = y < 3
+        assert x[~silent].max(1).mean() > x[silent].max(1).mean() + 1
+        assert (x[~silent].mean(0) > x[silent].mean(0))[8:].all()  # below them there are no formants
+
+
 def test_every_pdf_is_in_some_word() -> None:
     for pdfs in (MIN_PDFS, MIN_PDFS + 1, 500, 8806):
         lexicon = make_lexicon(np.random.default_rng(pdfs), pdfs)
@@ -181,6 +257,7 @@ def test_sizes_that_cannot_be(tmp_path: Path) -> None:
         ({"test_hours": float("inf")}, "test hours inf"),
         ({"speakers": 1, "dim": 0}, r"speakers 1.*dim 0"),
         ({"seed": -1}, "seed -1"),
+        ({"features": "mfcc"}, "features mfcc: expected gaussian or fbank"),
     ):
         with pytest.raises(UserError, match=message):
             synthesize(out, SynthOptions(**wrong))  # type: ignore[arg-type]
