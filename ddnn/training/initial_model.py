@@ -4,6 +4,8 @@ shape and input the recipe takes over where it does not give them itself."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.index import MAX_LIST_BYTES
 from ddnn.data.pipeline import TrainingData
 from ddnn.data.source import DataSource
 from ddnn.distributed.communicator import Communicator
@@ -18,13 +21,15 @@ from ddnn.kaldi.alignments import check_same_tree
 from ddnn.nn.acoustic_model import AcousticModel, read_nnet1_dir
 from ddnn.nn.network import Network, initialize
 from ddnn.recipe.load import MODEL_KEYS, as_begun, contradictions, get_value, is_given, load_recipe, with_defaults
-from ddnn.recipe.schema import Recipe, TrainedModelConfig
+from ddnn.recipe.schema import Recipe, TrainedModelConfig, as_list
 from ddnn.recipe.source import format_value, listed
 from ddnn.training import options
 from ddnn.training.pretraining import load_dbn
 from ddnn.training.run_dir import load_run
-from ddnn.training.run_status import FINAL, RECIPE, newest_checkpoint
-from ddnn.util.errors import DataError, RecipeError
+from ddnn.training.run_status import CV_UTTERANCES, FINAL, RECIPE, newest_checkpoint
+from ddnn.util.errors import DataError, RecipeError, UserError
+from ddnn.util.files import read_bytes_limited
+from ddnn.util.text import plural
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +121,40 @@ def _check_trained(init: TrainedModelConfig, model: AcousticModel, source: DataS
         raise DataError(error.message, location=alignments, hint=hint) from error
 
 
+def warn_of_known_utterances(
+    recipe: Recipe, source: DataSource, cv_source: DataSource | None, cv: Sequence[str]
+) -> None:
+    """A warning where the network of `init.model`, of a run dir, was trained on some of the utterances `cv`, which are now
+    those for cross-validation. It was on all of a corpus but those that its run held out; one is the same by its path,
+    or by utterances of its own that were held out."""
+    if not isinstance(recipe.init, TrainedModelConfig):
+        return
+    run, corpora, kept = recipe.init.model, set[Path](), set[str]()
+    with suppress(OSError, UserError):
+        kept = set(read_bytes_limited(run / CV_UTTERANCES, MAX_LIST_BYTES).decode("utf-8", "replace").split())
+        corpora = {path.resolve() for path in as_list(load_recipe(run / RECIPE, must_exist=False).data.train)}
+    known = set[str]()
+    for part in (*source.parts, *(cv_source.parts if cv_source is not None else ())):
+        names = set(part.index.utterances)
+        if kept and (part.corpus.data.resolve() in corpora or kept & names):
+            known |= names & {*cv} - kept
+    if known:
+        message = "CV: the network of init.model was trained on %d of the %s for cross-validation, which will look too "
+        message += "good, and Newbob may accept no epoch: %s"
+        same = kept <= {entry.key for entry in source.index.directory.entries}
+        advice = f"set data.cv.utterances: {run / CV_UTTERANCES}, those that it was not trained on"
+        advice = advice if same else f"take the cross-validation data of {run / RECIPE}"
+        log.warning(message, len(known), plural(len(cv), "utterance"), advice)
+
+
 def initial_model(
     recipe: Recipe, data: TrainingData, dbn: AcousticModel | None, trained: AcousticModel | None, comm: Communicator
 ) -> AcousticModel:
     """The model that training starts from, on the CPU: random, or on the DBN that was trained or that the recipe names,
     or `trained`, that of `init.model`. Collective."""
     if trained is not None and isinstance(recipe.init, TrainedModelConfig):
+        if comm.rank == 0:
+            warn_of_known_utterances(recipe, data.source, data.cv_source, data.cv_utterances())
         return _continued(recipe, recipe.init, trained, data)
     if recipe.init == "rbm" and recipe.pretrain.dbn is not None:
         dbn = load_dbn(recipe, recipe.pretrain.dbn)

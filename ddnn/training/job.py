@@ -46,7 +46,12 @@ from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.training import options
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.evaluation import baseline_result
-from ddnn.training.initial_model import check_initial_model, initial_model, with_initial_model
+from ddnn.training.initial_model import (
+    check_initial_model,
+    initial_model,
+    warn_of_known_utterances,
+    with_initial_model,
+)
 from ddnn.training.metrics import EndReason, EventRow, StartRow
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
@@ -206,6 +211,8 @@ def describe_data(recipe: Recipe, kind: Kind, trained: AcousticModel | None = No
     if kind == "training":
         require_minibatch(index, "minibatch_size", sizes.end, plan.train_shards)
         check_initial_model(recipe, trained, source)
+        cv_index = index.subset(plan.cv) if plan.cv_source is None else plan.cv_source.index
+        warn_of_known_utterances(recipe, source, plan.cv_source, cv_index.utterances)
     else:
         options.check_pretrains(recipe)
     input_dim, frames = width * (2 * recipe.data.splice + 1), int(index.num_frames.sum())

@@ -235,7 +235,8 @@ class Trainer:
             if self.comm.rank == 0:
                 log.warning(
                     "no epoch was better in cross-validation than the network of init.model (%.6g), which is kept "
-                    "unchanged: lower schedule.initial_learning_rate to train it further",
+                    "unchanged: lower schedule.initial_learning_rate to train it further; or, if it was trained on "
+                    "utterances that are now for cross-validation, hold out others (docs/finetuning.md)",
                     self.initial.loss,
                 )
         elif not self.improved:

@@ -247,12 +247,56 @@ def test_a_network_that_no_epoch_improves_is_kept(first: Job, tmp_path: Path, ru
     assert result.exit_code == 0, result.stderr
     log = (tmp_path / "run" / "train.log").read_text()
     assert "no epoch was better in cross-validation than the network of init.model (0." in log
+    assert "lower schedule.initial_learning_rate" in log and "for cross-validation, hold out others" in log
     assert (tmp_path / "run/final.safetensors").read_bytes() == (first.run / "final.safetensors").read_bytes()
     assert "epoch 0" in run_cli("info", tmp_path / "run").stdout
     settings = ("schedule={name: exponential, initial_learning_rate: 3, epochs: 1}",)
     recipe.write_text(recipe.read_text().partition("schedule:")[0])
     result = train(run_cli, recipe, tmp_path / "accepted", *settings)
     assert result.exit_code == 3 and "after epoch 1, not below that of the initial network" in result.stderr
+
+
+def test_cross_validation_on_what_the_network_was_trained_on(
+    first: Job, tmp_path: Path, run_cli: RunCli, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning, also of a dry run, with the setting after which it is gone."""
+    recipe, said = recipe_from(first, tmp_path, first.run), "the network of init.model was trained on"
+    assert train(run_cli, recipe, tmp_path / "same").exit_code == 0
+    assert said not in caplog.text, "the same seed holds out the same speaker"
+    (tmp_path / "two").write_text("\n".join([first.names[0], (first.run / "cv_utterances").read_text()]))
+    more = ("data.cv.fraction=null", f"data.cv.utterances={tmp_path / 'two'}")
+    for name, settings, count in (("seed", ("seed=3",), "6 of the 6"), ("more", more, "1 of the 7")):
+        caplog.clear()
+        assert train(run_cli, recipe, tmp_path / name, *settings).exit_code == 0
+        run_cli("train", recipe, "--dry-run", *[word for one in settings for word in ("--set", one)])
+        assert caplog.text.count(f"{said} {count} utterances for cross-validation") == 2
+        assert f"set data.cv.utterances: {first.run / 'cv_utterances'}, those that it was not" in caplog.text
+    caplog.clear()
+    advised = ("seed=3", "data.cv.fraction=null", f"data.cv.utterances={first.run / 'cv_utterances'}")
+    assert train(run_cli, recipe, tmp_path / "advised", *advised).exit_code == 0
+    assert said not in caplog.text
+
+
+def test_cross_validation_after_one_on_a_corpus_of_its_own(
+    first: Job, tmp_path: Path, run_cli: RunCli, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The network was trained on all of the training data, here or moved elsewhere; not on another corpus."""
+    settings, said = held_out(first, tmp_path), "trained on 6 of the 6 utterances for"
+    assert train(run_cli, first.recipe, tmp_path / "own", "schedule.max_epochs=1", *settings).exit_code == 0
+    recipes = []
+    for name, model in (("again", tmp_path / "own"), ("other", first.run)):
+        (tmp_path / name).mkdir()
+        recipes.append(recipe_from(first, tmp_path / name, model))
+    own, other = recipes
+    for name, recipe in (("again", own), ("other", other)):
+        assert train(run_cli, recipe, tmp_path / name / "run", *settings).exit_code == 0
+    assert said not in caplog.text
+    assert train(run_cli, own, tmp_path / "part").exit_code == 0
+    assert said in caplog.text and f"data of {tmp_path / 'own' / 'recipe.yaml'}" in caplog.text
+    caplog.clear()
+    moved = shutil.copytree(first.data, tmp_path / "moved")
+    assert train(run_cli, other, tmp_path / "elsewhere", f"data.train={moved}", "seed=3").exit_code == 0
+    assert said in caplog.text
 
 
 def test_a_resume_needs_the_first_network_no_more(first: Job, tmp_path: Path, run_cli: RunCli) -> None:
