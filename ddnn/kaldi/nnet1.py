@@ -25,7 +25,7 @@ from ddnn.util.files import atomic_write
 
 # The dim of a component without weights is in the file alone: it must not claim what no layer has.
 MAX_DIM = 1_000_000
-MAX_DEPTH = 16  # of networks in networks
+MAX_DEPTH = 8  # of networks within networks
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 
 Kind = Literal["sigmoid", "tanh", "relu", "softmax"]
@@ -110,7 +110,7 @@ class Dropout(_Elementwise):
     rate: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rate < 1:
+        if not 0 <= np.float32(self.rate) < 1:
             raise ValueError(f"the dropout rate {self.rate:g}, expected at least 0 and less than 1")
 
 

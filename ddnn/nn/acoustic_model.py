@@ -20,7 +20,7 @@ from ddnn.kaldi.alignments import transition_digest
 from ddnn.kaldi.nnet1 import AddShift, Component, Rescale, Splice, read_nnet1
 from ddnn.kaldi.transforms import TransformConfig, read_nnet_options
 from ddnn.nn.layer import Layer
-from ddnn.nn.layers import LAYERS, check_layers, layer_from_config, num_parameters
+from ddnn.nn.layers import check_layers, layer_from_config, layers_from_nnet1, num_parameters
 from ddnn.nn.network import Network
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write
@@ -203,15 +203,19 @@ def to_nnet1(model: AcousticModel) -> tuple[tuple[Component, ...], tuple[Compone
 def from_nnet1(
     network: tuple[Component, ...], front: tuple[Component, ...], location: Path, features: FeatureConfig | None = None
 ) -> AcousticModel:
-    """A model from nnet1 components. DataError: components that ddnn's networks do not have in this order, or
-    dimensions that do not fit. `network`: affine components, each followed by at most one activation; softmax only
-    last. `front`: at most one splice, shift and rescale, in this order; may be empty."""
-    layers, flat = _nnet1_layers(network, location)
+    """A model from nnet1 components. DataError: a component that is no layer, or dimensions that do not fit. `network`:
+    any but Splice and RBMs; softmax only last, behind an affine one. `front`: at most one splice, shift and rescale, in
+    this order; may be empty."""
+    try:
+        layers, parameters = layers_from_nnet1(network)
+    except ValueError as error:
+        hint = "a Splice before the network is given with --feature-transform" if "Splice" in str(error) else None
+        raise DataError(f"the components are no network of ddnn: {error}", location=location, hint=hint) from error
     transform = _nnet1_transform(front, layers[0].input_dim, location)
     if transform.output_dim != layers[0].input_dim:
         message = f"the feature transform gives {transform.output_dim} dims, the network reads {layers[0].input_dim}"
         raise DataError(message, location=location)
-    return AcousticModel(features or FeatureConfig(), transform, Network(layers, torch.cat(flat)))
+    return AcousticModel(features or FeatureConfig(), transform, Network(layers, parameters))
 
 
 def read_nnet1_dir(path: Path, features: FeatureConfig | None = None) -> AcousticModel:
@@ -237,32 +241,6 @@ def read_nnet1_dir(path: Path, features: FeatureConfig | None = None) -> Acousti
     features = features or FeatureConfig(*read_nnet_options(path))
     model = from_nnet1(read_nnet1(final), components[0] if components else (), final, features)
     return replace(model, transition_digest=transition_digest(path) if (path / "final.mdl").exists() else None)
-
-
-def _nnet1_layers(components: tuple[Component, ...], location: Path) -> tuple[tuple[Layer, ...], list[Tensor]]:
-    layers: list[Layer] = []
-    parameters: list[Tensor] = []
-    at = 0
-    while at < len(components):
-        found = next(filter(None, (kind.from_nnet1(components[at:]) for kind in LAYERS.values())), None)
-        if found is None:
-            raise DataError(
-                f"component {at + 1} is {type(components[at]).__name__}: a network is affine components, "
-                "each followed by at most one activation",
-                location=location,
-                hint="give what precedes the network with --feature-transform",
-            )
-        layer, values, count = found
-        at += count
-        if layer.must_be_last and at < len(components):
-            raise DataError(f"component {at} is a {layer.label} that is not the last component", location=location)
-        layers.append(layer)
-        parameters.append(values)
-    try:
-        check_layers(layers)
-    except ValueError as error:
-        raise DataError(f"the components are no network: {error}", location=location) from error
-    return tuple(layers), parameters
 
 
 def _nnet1_transform(front: tuple[Component, ...], input_dim: int, location: Path) -> InputTransform:

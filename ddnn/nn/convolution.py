@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -15,9 +15,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ddnn.kaldi import nnet1
 from ddnn.kaldi.nnet1 import MAX_DIM
 from ddnn.nn.arithmetic import Float32, matmul_out
-from ddnn.nn.layer import Gemm, Layer, Parameter, Params, Shape, Views, limit_row_norms
+from ddnn.nn.layer import (
+    Gemm,
+    Layer,
+    Parameter,
+    Params,
+    Shape,
+    Views,
+    as_array,
+    as_given,
+    as_parameters,
+    limit_row_norms,
+)
 
 
 def check_counts(**counts: object) -> None:
@@ -182,6 +194,19 @@ class Convolution(Layer):
         uniform = torch.rand(p["bias"].shape, generator=generator) - 0.5
         p["bias"].copy_(uniform * self.bias_range + self.bias_mean)
 
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        sizes = (self.in_features, self.patch_dim, self.patch_step, self.patch_stride)
+        numbers = (self.learn_rate_coef, self.bias_learn_rate_coef, self.max_norm)
+        return [nnet1.ConvolutionalComponent(*sizes, as_array(p["weight"]), as_array(p["bias"]), *numbers)]
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        if not isinstance(one := components[0], nnet1.ConvolutionalComponent):
+            return None
+        sizes = (one.input_dim, one.patch_dim, one.patch_step, one.patch_stride, len(one.filters))
+        numbers = as_given(one.learn_rate_coef, one.bias_learn_rate_coef, one.max_norm)
+        return cls(*sizes, *numbers), as_parameters(one.filters, one.bias), 1
+
 
 @dataclass(frozen=True)
 class Pooling(Layer):
@@ -189,6 +214,8 @@ class Pooling(Layer):
     q `pool_step` + `pool_size` - 1. A row has patches of `pool_stride` filters, one after another, and becomes pools of
     as many. Pools may overlap. The derivative of an input is then, as in nnet1, divided by the number of pools that it
     takes part in. ValueError: the sizes do not fit."""
+
+    component: ClassVar[type[nnet1.MaxPoolingComponent | nnet1.AveragePoolingComponent]]
 
     in_features: int
     pool_size: int
@@ -273,12 +300,22 @@ class Pooling(Layer):
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         """Nothing: there are no parameters."""
 
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        return [self.component(self.in_features, self.pool_size, self.pool_step, self.pool_stride)]
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        if not isinstance(one := components[0], cls.component):
+            return None
+        return cls(one.input_dim, one.pool_size, one.pool_step, one.pool_stride), as_parameters(), 1
+
 
 @dataclass(frozen=True)
 class MaxPooling(Pooling):
     """The largest of a pool, which is never below -1e20. Each input that equals it has all of its derivative."""
 
     kind: ClassVar[str] = "max-pool"
+    component = nnet1.MaxPoolingComponent
 
     def _pool(self, members: Iterator[Tensor], y: Tensor) -> None:
         torch.clamp(next(members), min=-1e20, out=y)
@@ -294,6 +331,7 @@ class AveragePooling(Pooling):
     """The mean of a pool."""
 
     kind: ClassVar[str] = "average-pool"
+    component = nnet1.AveragePoolingComponent
 
     def _pool(self, members: Iterator[Tensor], y: Tensor) -> None:
         y.copy_(next(members))

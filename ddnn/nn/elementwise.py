@@ -7,16 +7,28 @@ ParametricRelu, which has momentum. NG-SGD takes their plain gradient and limits
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from ddnn.kaldi import nnet1
 from ddnn.nn.arithmetic import ACTIVATIONS, Float32
-from ddnn.nn.layer import Layer, Parameter, Params, Shape, Views, check_coefs, check_sizes
+from ddnn.nn.layer import (
+    Layer,
+    Parameter,
+    Params,
+    Shape,
+    Views,
+    as_array,
+    as_given,
+    as_parameters,
+    check_coefs,
+    check_sizes,
+)
 
 FUNCTIONS = tuple(name for name in ACTIVATIONS if name not in ("softmax", "linear"))
 
@@ -68,6 +80,15 @@ class Activation(Elementwise):
         if grad_x is not None:
             a.activation_backward_(self.function, grad_x.copy_(grad), y)
 
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        return [nnet1.Activation(cast(Any, self.function), self.width)]
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        if not isinstance(one := components[0], nnet1.Activation) or one.kind not in FUNCTIONS:
+            return None
+        return cls(one.dim, one.kind), as_parameters(), 1
+
 
 @dataclass(frozen=True)
 class Scale(Elementwise):
@@ -103,6 +124,15 @@ class Scale(Elementwise):
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         p["scale"].fill_(1.0)
 
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        return [nnet1.Rescale(as_array(p["scale"]), self.learn_rate_coef)]
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        if not isinstance(one := components[0], nnet1.Rescale):
+            return None
+        return cls(one.dim, *as_given(one.learn_rate_coef)), as_parameters(one.scale), 1
+
 
 @dataclass(frozen=True)
 class Shift(Elementwise):
@@ -137,6 +167,15 @@ class Shift(Elementwise):
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         p["shift"].zero_()
+
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        return [nnet1.AddShift(as_array(p["shift"]), self.learn_rate_coef)]
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        if not isinstance(one := components[0], nnet1.AddShift):
+            return None
+        return cls(one.dim, *as_given(one.learn_rate_coef)), as_parameters(one.shift), 1
 
 
 @dataclass(frozen=True)
@@ -183,6 +222,20 @@ class ParametricRelu(Elementwise):
         p["alpha"].fill_(self.alpha)
         p["beta"].fill_(self.beta)
 
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        return [
+            nnet1.ParametricRelu(
+                as_array(p["alpha"]), as_array(p["beta"]), self.alpha_learn_rate_coef, self.beta_learn_rate_coef
+            )
+        ]
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        if not isinstance(one := components[0], nnet1.ParametricRelu):
+            return None
+        rates = as_given(one.alpha_learn_rate_coef, one.beta_learn_rate_coef)
+        return cls(one.dim, *rates), as_parameters(one.alpha, one.beta), 1
+
 
 def _row_norms(rows: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
@@ -213,6 +266,15 @@ class LengthNorm(Elementwise):
     ) -> None:
         if grad_x is not None:
             torch.div(grad, saved["norm"], out=grad_x)
+
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        return [nnet1.LengthNormComponent(self.width)]
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        if not isinstance(one := components[0], nnet1.LengthNormComponent):
+            return None
+        return cls(one.dim), as_parameters(), 1
 
 
 @dataclass(frozen=True)
@@ -255,6 +317,15 @@ class Dropout(Elementwise):
         else:
             out.copy_(x)
 
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        return [nnet1.Dropout(self.width, self.rate)]
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        if not isinstance(one := components[0], nnet1.Dropout):
+            return None
+        return cls(one.dim, *as_given(one.rate)), as_parameters(), 1
+
 
 @dataclass(frozen=True)
 class Copy(Layer):
@@ -292,3 +363,12 @@ class Copy(Layer):
 
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         pass
+
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        return [nnet1.Copy(self.columns, self.width)]
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        if not isinstance(one := components[0], nnet1.Copy):
+            return None
+        return cls(one.input_dim, one.columns), as_parameters(), 1

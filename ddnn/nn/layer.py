@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddnn.kaldi import nnet1
@@ -63,6 +65,22 @@ def check_coefs(*values: object) -> None:
     """ValueError where one of these is no finite number."""
     if not all(isinstance(v, int | float) and abs(v) <= sys.float_info.max for v in values):  # no NaN either
         raise ValueError(f"learning rate coefficients and other numbers {values!r}, expected finite ones")
+
+
+def as_array(parameter: Tensor) -> NDArray[np.float32]:
+    """A layer's numbers as a component's."""
+    found: NDArray[np.float32] = parameter.cpu().contiguous().numpy()
+    return found
+
+
+def as_parameters(*arrays: NDArray[np.float32]) -> Tensor:
+    """A copy of a component's numbers as a layer's part of the flat buffer."""
+    return torch.cat([torch.zeros(0), *(torch.from_numpy(part.copy()).flatten() for part in arrays)])
+
+
+def as_given(*values: float) -> list[float]:
+    """A component's numbers, which have been float32 in a file, as they were given: 0.1 is to stay 0.1."""
+    return [float(str(np.float32(value))) for value in values]
 
 
 def limit_row_norms(weight: Tensor, max_norm: float) -> bool:

@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,18 @@ from ddnn.kaldi import nnet1
 from ddnn.nn.arithmetic import ACTIVATIONS, Float32, matmul_out
 from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
 from ddnn.nn.elementwise import Activation, Copy, Dropout, LengthNorm, ParametricRelu, Scale, Shift
-from ddnn.nn.layer import Gemm, Layer, Parameter, Params, Shape, Views, limit_row_norms
+from ddnn.nn.layer import (
+    Gemm,
+    Layer,
+    Parameter,
+    Params,
+    Shape,
+    Views,
+    as_array,
+    as_given,
+    as_parameters,
+    limit_row_norms,
+)
 
 
 @dataclass(frozen=True)
@@ -111,8 +121,8 @@ class Affine(Layer):
 
     def to_nnet1(self, p: Views) -> list[nnet1.Component]:
         """An AffineTransform, and the activation where it is not linear."""
-        weight, bias = (p[name].cpu().contiguous().numpy() for name in ("weight", "bias"))
-        affine = nnet1.AffineTransform(weight, bias, self.learn_rate_coef, self.bias_learn_rate_coef, self.max_norm)
+        numbers = (self.learn_rate_coef, self.bias_learn_rate_coef, self.max_norm)
+        affine = nnet1.AffineTransform(as_array(p["weight"]), as_array(p["bias"]), *numbers)
         if self.activation == "linear":
             return [affine]
         return [affine, nnet1.Activation(cast(Any, self.activation), self.out_features)]
@@ -124,15 +134,10 @@ class Affine(Layer):
         if not isinstance(affine, nnet1.AffineTransform):
             return None
         out_features, in_features = affine.weight.shape
-        stored = (affine.learn_rate_coef, affine.bias_learn_rate_coef, affine.max_norm)
-        numbers = [float(str(np.float32(value))) for value in stored]  # float32 in the file: 0.1 is to stay 0.1
+        numbers = as_given(affine.learn_rate_coef, affine.bias_learn_rate_coef, affine.max_norm)
         activation = rest[0].kind if rest and isinstance(rest[0], nnet1.Activation) else "linear"
         layer = cls(in_features, out_features, activation, *numbers)
-        parameters = [torch.from_numpy(part.copy()).flatten() for part in (affine.weight, affine.bias)]
-        return layer, torch.cat(parameters), 1 + (activation != "linear")
-
-
-MAX_DEPTH = 8  # of networks within networks
+        return layer, as_parameters(affine.weight, affine.bias), 1 + (activation != "linear")
 
 
 @dataclass(frozen=True)
@@ -153,8 +158,8 @@ class Parallel(Layer):
             tuple(layer_from_config(one) if isinstance(one, Mapping) else one for one in n) for n in self.networks
         )
         object.__setattr__(self, "networks", made)  # JSON has lists of configs
-        if self.depth > MAX_DEPTH:
-            raise ValueError(f"networks within networks, {self.depth} deep, expected at most {MAX_DEPTH}")
+        if self.depth > nnet1.MAX_DEPTH:
+            raise ValueError(f"networks within networks, {self.depth} deep, expected at most {nnet1.MAX_DEPTH}")
         for n, layers in enumerate(made):
             try:
                 check_layers(layers)
@@ -263,6 +268,22 @@ class Parallel(Layer):
     def config(self) -> dict[str, Any]:
         return {"kind": self.kind, "networks": [[layer.config() for layer in layers] for layers in self.networks]}
 
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        networks = []
+        for n, layers in enumerate(self.networks):
+            parts = (layer.to_nnet1(_inside(p, n, i)) for i, layer in enumerate(layers))
+            networks.append(tuple(component for part in parts for component in part))
+        return [nnet1.ParallelComponent(tuple(networks))]
+
+    @classmethod
+    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
+        if not isinstance(components[0], nnet1.ParallelComponent):
+            return None
+        made = [
+            layers_from_nnet1(network, f"network {n}, ") for n, network in enumerate(components[0].networks, start=1)
+        ]
+        return cls(tuple(layers for layers, _ in made)), torch.cat([parameters for _, parameters in made]), 1
+
 
 def _inside(views: Views, n: int, i: int, more: str = "") -> Views:
     """Of tensors by name those of layer `i` of network `n`, by its own names."""
@@ -299,6 +320,32 @@ def layer_from_config(config: Mapping[str, Any]) -> Layer:
         raise ValueError(f"kind of layer {kind!r} found, expected one of {', '.join(LAYERS)}")
     made: Layer = cast(Any, LAYERS[kind])(**{name: value for name, value in config.items() if name != "kind"})
     return made
+
+
+def layers_from_nnet1(components: Sequence[nnet1.Component], within: str = "") -> tuple[tuple[Layer, ...], Tensor]:
+    """The layers that these components are, and their parameters, (num_parameters,); `within`: of what they are part,
+    for messages. ValueError: they are none."""
+    layers: list[Layer] = []
+    parameters = [torch.zeros(0)]
+    at = 0
+    while at < len(components):
+        ahead = components[
+            at : at + 8
+        ]  # no layer is more components; all the others would take the square of their number
+        try:
+            found = next(filter(None, (kind.from_nnet1(ahead) for kind in LAYERS.values())), None)
+        except ValueError as error:
+            raise ValueError(f"{within}component {at + 1}, {error}") from error
+        if found is None:
+            raise ValueError(f"{within}component {at + 1} is {type(ahead[0]).__name__}, which is no layer")
+        layer, values, count = found
+        at += count
+        if layer.must_be_last and at < len(components):
+            raise ValueError(f"{within}component {at} is a {layer.label} that is not the last component")
+        layers.append(layer)
+        parameters.append(values)
+    check_layers(layers)
+    return tuple(layers), torch.cat(parameters)
 
 
 def mlp_layers(

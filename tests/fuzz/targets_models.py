@@ -297,7 +297,7 @@ def model_targets() -> list[Target]:
             "nnet1 import, network",
             "final.nnet",
             _from_nnet1,
-            (seeds.network(binary=True), seeds.network(binary=False)),
+            tuple(make(binary=binary) for make in (seeds.network, seeds.layers) for binary in (True, False)),
             beside=_nnet1_beside,
             tokens=NNET,
         ),

@@ -261,11 +261,11 @@ def test_networks_in_networks_have_a_limit(tmp_path: Path) -> None:
     opened = (
         b"<ParallelComponent> \x04\1\0\0\0\x04\1\0\0\0<NestedNnetCount> \x04\1\0\0\0<NestedNnet> \x04\1\0\0\0<Nnet> "
     )
-    with pytest.raises(DataError, match="networks nested at most 16 deep"):
+    with pytest.raises(DataError, match="networks nested at most 8 deep"):
         read_bytes(b"\0B<Nnet> " + opened * 1000, tmp_path / "deep.nnet")
     for _ in range(1000):
         network = (ParallelComponent((network,)),)
-    with pytest.raises(DataError, match="networks nested more than 16 deep"):
+    with pytest.raises(DataError, match="networks nested more than 8 deep"):
         write_nnet1(tmp_path / "deeper.nnet", network)
     assert not (tmp_path / "deeper.nnet").exists()
 
@@ -381,7 +381,7 @@ def parallel(outputs: int, inputs: int, *networks: str, count: int | None = None
             "component 1, network 1, component 1 .Activation. has the output dim 2",
         ),
         (parallel(2, 2, "<Tanhh> 2 2"), "component 1, network 1, component 1 to be one that is supported"),
-        ("<ParallelComponent> 1 1 <NestedNnetCount> 1 <NestedNnet> 1 " * 1000, "networks nested at most 16 deep"),
+        ("<ParallelComponent> 1 1 <NestedNnetCount> 1 <NestedNnet> 1 " * 1000, "networks nested at most 8 deep"),
         ("<Nnet> <Rbm> 1 1 bern binary [\n 1 ]\n [ 1 ]\n [ 1 ]\n</Nnet> ", "expected bern or gauss .* 'binary'"),
         ("<Nnet> <AddShift> 2 3 [ 1 2 ]\n</Nnet> ", "<AddShift> .component 1. of 2 x 3"),
     ],

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from kaldi_files import nnet1_bytes
 
-from ddnn.kaldi.nnet1 import Activation, AddShift, AffineTransform, Component, Rescale, Splice, read_nnet1, write_nnet1
+from ddnn.kaldi.nnet1 import (
+    Activation,
+    AddShift,
+    AffineTransform,
+    Component,
+    ParallelComponent,
+    RbmComponent,
+    Rescale,
+    Splice,
+    read_nnet1,
+    write_nnet1,
+)
 from ddnn.nn.acoustic_model import from_nnet1, to_nnet1
 from ddnn.util.errors import DataError
 
@@ -17,6 +28,11 @@ def affine(outputs: int, inputs: int) -> AffineTransform:
     return AffineTransform(np.ones((outputs, inputs), np.float32), np.zeros(outputs, np.float32))
 
 
+def in_parallel(*components: Component) -> Component:
+    return ParallelComponent((components,))
+
+
+RBM = RbmComponent("bern", "bern", np.ones((6, 6), np.float32), *np.ones((2, 6), np.float32))
 SHIFT, SCALE = AddShift(np.ones(6, np.float32)), Rescale(np.ones(6, np.float32))
 
 
@@ -24,10 +40,16 @@ SHIFT, SCALE = AddShift(np.ones(6, np.float32)), Rescale(np.ones(6, np.float32))
     ("network", "front", "said"),
     [
         ([], [], "no layers"),
-        ([Activation("sigmoid", 6), affine(2, 6)], [], "component 1 is Activation"),
+        ([Splice((0, 1), 3), affine(2, 6)], [], "component 1 is Splice, which is no layer"),
+        ([Activation("softmax", 6)], [], "component 1 is Activation, which is no layer"),
+        ([SHIFT, in_parallel(RBM, affine(2, 6))], [], "component 2, network 1, component 1 is RbmComponent"),
+        (
+            [in_parallel(in_parallel(affine(2, 6), Activation("softmax", 2)))],
+            [],
+            "component 1, network 1, component 1, network 0: softmax, which only the last layer of all can be",
+        ),
         ([affine(4, 6), Activation("softmax", 4), affine(2, 4)], [], "component 2 is a softmax that is not the last"),
-        ([affine(4, 6), Activation("tanh", 4), Activation("tanh", 4)], [], "component 3 is Activation"),
-        ([SHIFT, affine(4, 6)], [], "--feature-transform"),
+        ([Splice((0,), 6), affine(4, 6)], [], "--feature-transform"),
         ([affine(4, 6)], [SCALE, SHIFT], "Rescale, AddShift"),
         ([affine(4, 6)], [Splice((0, 1), 2)], "gives 4 dims, the network reads 6"),
         ([affine(4, 6)], [affine(6, 6)], "one splice, shift and rescale"),

@@ -1,0 +1,134 @@
+"""Kaldi's own convolutional networks, forward and trained: golden/conv."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpora import load_all
+from twins import batch_of
+
+from ddnn.data.batches import Batch, SequentialSampler
+from ddnn.data.dataset import AcousticDataset
+from ddnn.decoding.prepare import compute_scores
+from ddnn.kaldi.alignments import read_alignments
+from ddnn.kaldi.archive import iterate_matrices
+from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
+from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model, to_nnet1
+from ddnn.nn.network import Workspace
+from ddnn.optim.sgd import Sgd, SgdOptions
+from ddnn.training.evaluation import LossSums
+from ddnn.training.step import EagerStep, Result
+
+NETWORKS = (
+    "conv_max", "conv_avg", "conv_step", "two_conv", "two_conv_true", "parallel", "prelu_lnorm", "maxnorm", "ties",
+    "copy_cut", "one_patch",
+)  # fmt: skip
+OPTIONS = {"a": (0.01, SgdOptions(0.0, 0.0)), "b": (0.01, SgdOptions(0.9, 0.0)), "c": (0.02, SgdOptions(0.5, 0.001))}
+
+
+@pytest.fixture
+def corpus_of(golden: Path, tmp_path: Path) -> Callable[[AcousticModel, str], AcousticDataset]:
+    """The features of a network, with the labels that all have."""
+
+    def load(model: AcousticModel, name: str) -> AcousticDataset:
+        bands = (golden / "conv" / name / "input").read_text().strip()
+        folder = tmp_path / "data"
+        folder.mkdir(exist_ok=True)
+        shutil.copy(golden / f"conv/{bands}.feats.ark", folder)
+        shutil.copy(golden / f"conv/{bands}.feats.scp", folder / "feats.scp")
+        shutil.copy(golden / "conv/utt2spk", folder)
+        return load_all(folder, read_alignments(golden / "conv/pdfs.txt", num_pdfs=10), model.transform.context)
+
+    return load
+
+
+def read_model(golden: Path, name: str, network: str = "init") -> AcousticModel:
+    bands = (golden / "conv" / name / "input").read_text().strip()
+    path = golden / f"conv/{name}/{network}.nnet"
+    return from_nnet1(read_nnet1(path), read_nnet1(golden / f"conv/{bands}.transform.nnet"), path)
+
+
+def figures(golden: Path, name: str) -> dict[str, tuple[str, str]]:
+    """What Kaldi printed: loss and percentage of correct frames."""
+    lines = map(str.split, (golden / f"conv/{name}/figures.txt").read_text().splitlines())
+    return {what: (loss, accuracy) for what, loss, accuracy in lines}
+
+
+def epoch(
+    model: AcousticModel, workspace: Workspace, corpus: AcousticDataset, step: Callable[[Batch], Result]
+) -> tuple[str, str]:
+    """Loss and percentage of correct frames over the whole minibatches, as Kaldi prints them."""
+    sums = LossSums(torch.device("cpu"))
+    for rows in SequentialSampler(corpus.subset([0, 1, 2]), 16).epoch():
+        if len(rows) == 16:
+            sums.add(*step(batch_of(workspace, corpus, model.transform, rows)), 16)
+    found = sums.result()
+    assert found.frames == 144
+    return f"{found.loss:.6g}", f"{100 * found.frame_accuracy:.6g}"
+
+
+def evaluated(model: AcousticModel, corpus: AcousticDataset) -> tuple[str, str]:
+    workspace = Workspace(model.network, 16)
+
+    def step(batch: Batch) -> Result:
+        workspace.forward()
+        return workspace.cross_entropy(batch.labels)
+
+    return epoch(model, workspace, corpus, step)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_forward_equals_kaldis(golden: Path, corpus_of: Callable[..., AcousticDataset], name: str) -> None:
+    model = read_model(golden, name)
+    corpus = corpus_of(model, name)
+    for kind, archive, atol in (("log-likelihoods", "presoftmax", 1e-5), ("posteriors", "posterior", 2e-6)):
+        expected = dict(iterate_matrices(golden / f"conv/{name}/init.{archive}.ark"))
+        found = dict(compute_scores(model, corpus, kind))
+        assert found.keys() == expected.keys() == {"amy-01", "amy-02", "bob-01"}
+        for utterance, values in found.items():
+            np.testing.assert_allclose(values, expected[utterance], rtol=0, atol=atol)
+    assert evaluated(model, corpus) == figures(golden, name)["init"]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_one_epoch_ends_in_kaldis_network(
+    golden: Path, corpus_of: Callable[..., AcousticDataset], name: str, options: str
+) -> None:
+    model = read_model(golden, name)
+    corpus = corpus_of(model, name)
+    rate, sgd = OPTIONS[options]
+    workspace = Workspace(model.network, 16)
+    step = partial(EagerStep(workspace, Sgd(model.network, sgd)), lr=rate)
+    printed = figures(golden, name)
+    assert epoch(model, workspace, corpus, step) == printed[options]
+    expected = read_model(golden, name, f"trained_{options}").network.parameters
+    np.testing.assert_allclose(model.network.parameters, expected, rtol=0, atol=1e-5)
+    assert evaluated(model, corpus) == printed[f"cv_{options}"]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_import_then_export_changes_no_byte(golden: Path, tmp_path: Path, name: str) -> None:
+    """By way of a model file, which keeps everything too."""
+    for network in ("init", "trained_a", "trained_b", "trained_c"):
+        save_model(tmp_path / "model", read_model(golden, name, network))
+        components, front = to_nnet1(load_model(tmp_path / "model"))
+        write_nnet1(tmp_path / "network", components)
+        assert (tmp_path / "network").read_bytes() == (golden / f"conv/{name}/{network}.nnet").read_bytes()
+    write_nnet1(tmp_path / "front", front, text=True)
+    bands = (golden / "conv" / name / "input").read_text().strip()
+    assert (tmp_path / "front").read_bytes() == (golden / f"conv/{bands}.transform.nnet").read_bytes()
+
+
+def test_rates_are_imported_as_they_were_given(golden: Path) -> None:
+    """In a file they are float32, so that 0.1 is 0.10000000149."""
+    coefs = [
+        p.learn_rate_coef for one in read_model(golden, "conv_avg").network.layers for p in one.parameters.values()
+    ]
+    assert coefs == [0.7, 0.3, 0.5, 0.1, 1.0, 1.0]
