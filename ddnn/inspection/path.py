@@ -182,7 +182,7 @@ def _metrics(path: Path) -> dict[str, Any]:
 
 def _recipe(path: Path) -> dict[str, Any]:
     from ddnn.recipe.load import load_recipe
-    from ddnn.recipe.schema import as_list
+    from ddnn.recipe.section import as_list
 
     recipe = load_recipe(path, must_exist=False)
     return {

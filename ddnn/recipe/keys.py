@@ -1,19 +1,22 @@
-"""The keys of a recipe, by their dotted names, as read from the schema: what each expects, its default, its meaning.
+"""The keys of a recipe, by their dotted names, as read from the schema: what each expects, its default, its meaning;
+and `model.layers`, which they are read by.
 `python -m ddnn.recipe.keys > docs/recipe.md` writes their reference."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
+from ddnn.recipe.layers import LAYERS, VALUE_OF, LayerConfig, TrainedLayerConfig
 from ddnn.recipe.schema import VARIANTS, Recipe
-from ddnn.recipe.source import shipped_fragments
+from ddnn.recipe.source import SourceTree, SourceValue, format_key, format_value, shipped_fragments
 from ddnn.util.text import environment
 
 REQUIRED = object()  # default of a key that has none
@@ -46,6 +49,23 @@ def keys_of(section: str) -> list[str]:
     return [name.rpartition(".")[2] for name in _names() if name.rpartition(".")[0] == section]
 
 
+@cache
+def layer_keys() -> dict[str, dict[str, KeyInfo]]:
+    """Of each kind of `model.layers` its keys by name: first that which its value may stand for, last those of others
+    too."""
+    found = {}
+    for kind, section in LAYERS.items():
+        schema = section.model_json_schema()
+        keys = {name: _key_info(name, field, schema) for name, field in schema["properties"].items()}
+        shared = [name for name in TrainedLayerConfig.model_fields if name in keys]
+        order = [name for name in keys if name == VALUE_OF.get(kind)]
+        order += [name for name in keys if name not in (*shared, *order)] + [
+            name for name in shared if name not in order
+        ]
+        found[kind] = {name: keys[name] for name in order}
+    return found
+
+
 def _names() -> list[str]:
     """Of all keys and sections, each once: a key that takes a value or a mapping is both."""
     return list(dict.fromkeys([*keys(), *filter(None, sections())]))
@@ -74,7 +94,9 @@ def recipe_reference() -> str:
     """The text of docs/recipe.md: how a recipe is read, an example, all keys."""
     template = environment().get_template("recipe.md.j2")
     fragments = shipped_fragments()
-    return template.render(keys=keys().values(), sections=sections(), fragments=fragments, REQUIRED=REQUIRED)
+    layers = {kind: (_unwrapped(section.__doc__ or ""), layer_keys()[kind]) for kind, section in LAYERS.items()}
+    known = {"keys": keys().values(), "sections": sections(), "layers": layers}
+    return template.render(known, fragments=fragments, REQUIRED=REQUIRED)
 
 
 @cache
@@ -98,7 +120,7 @@ def _walk() -> tuple[dict[str, str], dict[str, KeyInfo]]:
             if mappings and value is None:
                 visit(dotted, *mappings)
                 continue
-            kinds = [k for k in [value] if k] or [k for k in field.get("anyOf", [field]) if k.get("type") != "null"]
+            kinds = [value] if value else _kinds(field)
             if name == chooser:
                 kinds = [{"enum": _tags(variants, name)}]
             default = field.get("default", REQUIRED if name in having[0].get("required", ()) else None)
@@ -113,6 +135,17 @@ def _walk() -> tuple[dict[str, str], dict[str, KeyInfo]]:
 
     visit("", schema)
     return found_sections, found_keys
+
+
+def _kinds(field: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a field takes, but a null."""
+    return [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
+
+
+def _key_info(name: str, field: dict[str, Any], schema: dict[str, Any]) -> KeyInfo:
+    """Of a key that takes plain values."""
+    default = field.get("default", REQUIRED if name in schema.get("required", ()) else None)
+    return KeyInfo(name, " or ".join(map(_expects, _kinds(field))), default, _unwrapped(field["description"]), False)
 
 
 def _tags(variants: Sequence[dict[str, Any]], chooser: str) -> list[str]:
@@ -133,6 +166,10 @@ def _expects(kind: dict[str, Any]) -> str:
         return "true or false"
     if kind["type"] == "string":
         return "a path" if kind.get("format") == "path" else "text"
+    if kind["type"] == "object":
+        return "a mapping"
+    if kind["type"] == "array" and "anyOf" in kind["items"]:
+        return "a list of layers"
     if kind["type"] == "array":
         return f"a list, each {_expects(kind['items'])}"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -142,7 +179,96 @@ def _expects(kind: dict[str, Any]) -> str:
 
 
 def _number(limit: float) -> str:
-    return "2^63" if limit == 2**63 else f"{limit:g}"
+    return "2^63" if limit == 2**63 else "a million" if limit == 1e6 else f"{limit:g}"
+
+
+SIBLINGS = ("repeat", "activation", "dropout", "learn_rate_coef", "max_norm")
+"""Keys of a layer that may also stand beside its kind: `{affine: 512, repeat: 3}`."""
+AFTER_OTHERS = ("activation", "dropout")  # beside another kind they are its keys
+MOST_LAYERS = 1000  # repeated ones as often as they are
+
+
+def read_layers(given: SourceValue, tree: SourceTree) -> list[LayerConfig] | None:
+    """The layers that `model.layers` says; None where anything is wrong, which is added to `tree`."""
+    if not isinstance(given.value, list):
+        expected = "a list of layers, such as [{affine: 512, repeat: 3}]"
+        tree.refuse(f"model.layers: {format_value(given.value)} found, expected {expected}", given.source)
+        return None
+    layers = [_read_layer(item, f"model.layers[{n}]", given.source, tree) for n, item in enumerate(given.value)]
+    sound = [layer for layer in layers if layer is not None]
+    if sum(layer.repeat for layer in sound) > MOST_LAYERS:
+        tree.refuse(f"model.layers: more than {MOST_LAYERS} layers", given.source)
+        return None
+    return sound if len(sound) == len(layers) else None
+
+
+def _read_layer(given: Any, name: str, source: str, tree: SourceTree) -> LayerConfig | None:
+    """One layer, `name` in messages; None where anything is wrong with it."""
+    if isinstance(given, str) and given in LAYERS:
+        given = {given: None}  # - scale-and-shift
+    source, sources = getattr(given, "source", source), getattr(given, "sources", {})
+    if not isinstance(given, dict):
+        tree.refuse(f"{name}: {format_value(given)} found, expected a mapping such as affine: 512", source)
+        return None
+    named = [kind for kind in LAYERS if kind in given]
+    kinds = [kind for kind in named if kind not in AFTER_OTHERS] or named[:1]
+    if len(kinds) != 1:
+        found = " and ".join(kinds) or "no kind of layer"
+        meant = "" if kinds else _suggestion([key for key in given if key not in SIBLINGS], LAYERS)
+        tree.refuse(f"{name}: {found} found, expected one of {', '.join(LAYERS)}{meant}", source)
+        return None
+    kind, value = kinds[0], given[kinds[0]]
+    place, known, before = sources.get(kind, source), layer_keys()[kind], len(tree.problems)
+    inside, places = value, getattr(value, "sources", {})
+    if kind == "stored" or not isinstance(value, dict | None):
+        if kind not in VALUE_OF:
+            expected = f"a mapping of {', '.join(known)}"
+            tree.refuse(f"{name}.{kind}: {format_value(value)} found, expected {expected}", place)
+            return None
+        inside, places = {VALUE_OF[kind]: value}, {}
+    values: dict[str, SourceValue] = {}
+    beside = {key: one for key, one in given.items() if key != kind}
+    for keys_here, where, around, allowed in (
+        (inside or {}, places, f"{name}.{kind}", list(known)),
+        (beside, sources, name, [key for key in known if key in SIBLINGS]),
+    ):
+        for key, one in keys_here.items():
+            at = where.get(key, place)
+            if key not in allowed:
+                meant = _suggestion([key], allowed) or f"; the keys here are {', '.join(allowed)}"
+                if (near := difflib.get_close_matches(key, known, n=1)) and near[0] not in allowed:
+                    meant = f"; did you mean {kind}: {{{near[0]}: ...}}?"
+                tree.refuse(f"{format_key(f'{around}.{key}')}: unknown key{meant}", at)
+            elif key in values:
+                tree.refuse(f"{around}.{key}: given twice, also as {name}.{kind}.{key}", at)
+            elif one is not None:  # a null is as if it had not been given
+                values[key] = SourceValue(one, at)
+    layer = _validated(kind, values, f"{name}.{kind}", place, tree)
+    return layer if len(tree.problems) == before else None
+
+
+def _suggestion(words: Iterable[str], known: Iterable[str]) -> str:
+    known, words = list(known), list(words)
+    tried = [*(word.replace("_", "-") for word in words), *words]
+    near = (difflib.get_close_matches(word, known, n=1) for word in tried)
+    return next((f"; did you mean {one[0]}?" for one in near if one), "")
+
+
+def _validated(
+    kind: str, found: dict[str, SourceValue], name: str, source: str, tree: SourceTree
+) -> LayerConfig | None:
+    """The layer of these keys; problems with their values are added to `tree`."""
+    try:
+        return LAYERS[kind].model_validate({key: one.value for key, one in found.items()}, strict=True)
+    except ValidationError as error:
+        for key in dict.fromkeys(str(detail["loc"][0]) for detail in error.errors(include_url=False)):
+            expected = layer_keys()[kind][key].expects
+            if key in found:
+                text = f"{format_value(found[key].value)} found, expected {expected}"
+                tree.refuse(f"{name if VALUE_OF.get(kind) == key else f'{name}.{key}'}: {text}", found[key].source)
+            else:
+                tree.refuse(f"{name}.{key}: missing, expected {expected}. {layer_keys()[kind][key].meaning}", source)
+        return None
 
 
 if __name__ == "__main__":

@@ -13,26 +13,24 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ddnn.recipe import source
-from ddnn.recipe.keys import REQUIRED, keys, keys_of, sections, suggest_key
+from ddnn.recipe.keys import REQUIRED, keys, keys_of, read_layers, sections, suggest_key
+from ddnn.recipe.layers import ConvLayerConfig, LayerConfig, shape_problem, written
 from ddnn.recipe.schema import (
-    MAPPING,
-    VALUE,
     VARIANTS,
     CrossValidationConfig,
     DataConfig,
-    MaybePaths,
     ModelConfig,
     ParallelConfig,
     PretrainConfig,
     Recipe,
-    Section,
     TrainedModelConfig,
-    as_list,
 )
+from ddnn.recipe.section import MAPPING, VALUE, MaybePaths, Section, as_list
 from ddnn.recipe.source import SourceTree, SourceValue
 from ddnn.util.errors import DataError, RecipeError
 
 MOST_FILES = 20  # that a recipe may include, directly or not
+LAYERS_KEY = "model.layers"
 OUTPUT_PATHS = ("data.cache_dir",)  # paths that need not exist: they are made
 PIPES = "data.allow_pipes"
 MODEL_KEYS = (
@@ -97,7 +95,9 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text."""
+    """Paths as text, layers as a recipe has them."""
+    if isinstance(value, LayerConfig):
+        return written(value)
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
@@ -281,6 +281,12 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
                 tree.refuse(f"{name}: {paths[n]}", given.source)
                 paths[n] = Path("/")
         sound[name] = SourceValue(paths if isinstance(given.value, list) else paths[0], given.source)
+    places: list[str] = []
+    if LAYERS_KEY in sound:
+        given = sound.pop(LAYERS_KEY)
+        if (layers := read_layers(given, tree)) is not None:
+            sound[LAYERS_KEY] = SourceValue(layers, given.source)
+            places = [getattr(item, "source", given.source) for item in given.value]
     wrong: dict[str, str] = {}
     recipe = None
     while recipe is None:
@@ -301,6 +307,8 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
                     sound[name] = SourceValue(Path("/"), "")
     if tree.unread:
         return None
+    if misfit := shape_problem(recipe.model.layers or (), recipe.model.bands):
+        tree.refuse(misfit[1], places[misfit[0]])
     for name, complaint in contradictions(recipe):
         # How many data dirs there are is not known where they are wrong.
         if name not in wrong and not (name in ("data.alignments", "data.transforms") and "data.train" in wrong):
@@ -412,6 +420,7 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     yield from _lists("data.cv.data", cv.data, "data.cv.", cv)
     if not isinstance(recipe.init, TrainedModelConfig) or is_given(recipe, "model.hidden_layers"):
         yield from _freeze(recipe.model)  # else known when init.model is read
+    yield from _model(recipe)
     yield from _pretrain(recipe)
     if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
         most = f"at most schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"
@@ -436,8 +445,33 @@ def minibatch_problems(recipe: Recipe) -> Iterator[Complaint]:
             yield key, f"{size} found, expected {share}"
 
 
+SHORT_FORM = ("hidden_layers", "hidden_units", "activation")  # of `model.layers`
+OF_LAYERS = ("layers", "bands", "allow_any_features")
+
+
+def _model(recipe: Recipe) -> Iterator[Complaint]:
+    model = recipe.model
+    for key in (key for key in _unread_model(model) if key in model.model_fields_set):
+        if getattr(model, key) is None or (key == "allow_any_features" and not model.allow_any_features):
+            continue
+        if model.layers is not None:
+            yield f"model.{key}", f"given together with {LAYERS_KEY}, which says it for each layer; give one of the two"
+        elif not isinstance(recipe.init, TrainedModelConfig):
+            yield f"model.{key}", f"never read without {LAYERS_KEY}; remove it or set it to null"
+    convolutions = [layer for layer in model.layers or () if isinstance(layer, ConvLayerConfig)]
+    if convolutions and recipe.data.transforms is not None and not model.allow_any_features:
+        why = "a convolution moves along frequency, which features have no axis of after LDA or fMLLR (data.transforms)"
+        yield LAYERS_KEY, f"{why}; take filter banks, affine layers, or set model.allow_any_features: true"
+    if model.layers is not None and recipe.init == "rbm":
+        yield "init", f"rbm found beside {LAYERS_KEY}; RBMs are for model.hidden_layers equal layers of sigmoids"
+
+
+def _unread_model(model: ModelConfig) -> tuple[str, ...]:
+    return OF_LAYERS[1:] if model.layers is None else SHORT_FORM
+
+
 def _freeze(model: ModelConfig) -> Iterator[Complaint]:
-    layers, frozen = model.hidden_layers + 1, model.freeze or []
+    layers, frozen = sum(model.layer_counts()) + 1, model.freeze or []
     if wrong := [number for number in frozen if not 0 <= number < layers]:
         expected = f"0 (the first hidden layer) to {layers - 1} (the output layer)"
         yield "model.freeze", f"{wrong[0]} found, expected {expected}"
@@ -459,6 +493,8 @@ def _lists(key: str, dirs: MaybePaths, prefix: str, section: DataConfig | CrossV
 
 def is_read(recipe: Recipe, key: str) -> bool:
     section, _, last = key.rpartition(".")
+    if section == "model":
+        return last not in _unread_model(recipe.model)
     if section == "pretrain":
         return last not in _unread_pretrain(recipe)
     if section == "parallel" and last in _unread_parallel(recipe.parallel):

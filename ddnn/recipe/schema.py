@@ -5,40 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-NotNegativeCount = Annotated[int, Field(ge=0)]
-# YAML reads a bare `off` as false.
-AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
-
-# A list of one path is that path: the same recipe.
-Paths = Annotated[
-    Path | Annotated[list[Path], Field(min_length=1)],
-    AfterValidator(lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value),
-]
-
-
-MaybePaths = Path | list[Path] | None
-
-
-def as_list(paths: MaybePaths) -> list[Path]:
-    """Of a key that takes a path or a list of paths."""
-    return paths if isinstance(paths, list) else [] if paths is None else [paths]
-
-
-class Section(BaseModel):
-    """A mapping of a recipe: immutable, without unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-# A key that takes a single value or a mapping: Annotated[Annotated[int, VALUE] | Annotated[SomeSection, MAPPING], EITHER].
-VALUE, MAPPING = Tag("(value)"), Tag("(mapping)")
-EITHER = Discriminator(lambda given: MAPPING.tag if isinstance(given, dict | Section) else VALUE.tag)
+from ddnn.recipe.layers import AnyLayerConfig, describe_layer
+from ddnn.recipe.section import (
+    EITHER,
+    MAPPING,
+    VALUE,
+    AutoOrOff,
+    Count,
+    Fraction,
+    NotNegative,
+    NotNegativeCount,
+    Paths,
+    Positive,
+    Section,
+    Size,
+)
 
 
 class CrossValidationConfig(Section):
@@ -116,7 +99,8 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    """The network: hidden layers of equal size, then softmax over the pdfs."""
+    """The network: hidden layers, then softmax over the pdfs. Equal hidden layers are `hidden_layers`, `hidden_units` and
+    `activation`; any others are `layers`."""
 
     hidden_layers: Annotated[int, Field(ge=0, le=100)] = 6
     """Number of hidden layers."""
@@ -124,13 +108,28 @@ class ModelConfig(Section):
     """Units in each hidden layer."""
     activation: Literal["sigmoid", "tanh", "relu"] = "sigmoid"
     """Activation of the hidden layers."""
+    layers: Annotated[list[AnyLayerConfig], Field(max_length=1000)] | None = None
+    """Instead of the three keys above, the layers below the output layer, first to last, each a mapping of its kind to its
+    keys: [Layers](#layers)."""
+    bands: Size | None = None
+    """Bands of a frame along which the convolutions of `model.layers` move: 8 for images of 8 x 8 pixels, 40 where features
+    of 120 dims have their deltas in the file. Default: the dims of the features, without `data.deltas`."""
+    allow_any_features: bool = False
+    """Allow a convolution over features that have no frequency axis: MFCC, LDA, fMLLR."""
     freeze: list[int] | None = None
     """Numbers of layers that keep their initial parameters bit for bit, such as those of RBMs or of a trained network: 0
-    is the first hidden layer, the number of hidden layers the output layer. Not all of them."""
+    is the first hidden layer, the number of hidden layers the output layer. Of `model.layers` each is counted, repeated
+    ones as often as they are. Not all of them."""
 
     def summary(self) -> str:
         """The hidden layers in a few words: "6 x 2048 sigmoid"."""
+        if self.layers is not None:
+            return ", ".join(map(describe_layer, self.layers)) or "no hidden layers"
         return f"{self.hidden_layers} x {self.hidden_units} {self.activation}"
+
+    def layer_counts(self) -> list[int]:
+        """Of each of `layers`, or of each hidden layer, how often it is repeated."""
+        return [1] * self.hidden_layers if self.layers is None else [layer.repeat for layer in self.layers]
 
 
 class TrainedModelConfig(Section):

@@ -8,7 +8,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +34,14 @@ class SourceValue:
 
     value: Any
     source: str
+
+
+class Entry(dict[str, Any]):
+    """A mapping inside a list; `sources`: where each of its values comes from, `source`: where it does itself."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source, self.sources = source, dict[str, str]()
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,8 @@ def parse_setting(setting: str) -> SourceTree:
     if isinstance(node, yaml.MappingNode) and node.value:
         _flatten(node, f"{name}.", lambda line: source, tree)
     else:
-        tree.values[name] = SourceValue(None if node is None else _plain(node), source)
+        value = None if node is None else _plain(node, name, lambda line: source, tree)
+        tree.values[name] = SourceValue(value, source)
     return tree
 
 
@@ -277,16 +286,35 @@ for _tag, (_pattern, _) in _SCALARS.items():
     _Loader.add_implicit_resolver(_tag, re.compile(f"^{_pattern}$"), None)
 
 
-def _plain(node: yaml.Node) -> Any:
-    """The value of a node. A mapping inside a list, which no recipe needs, is only seen to be one."""
+def _plain(node: yaml.Node, name: str, source: Callable[[int], str], tree: SourceTree) -> Any:
+    """The value of a node, the dotted key of which is `name`."""
     if isinstance(node, yaml.ScalarNode):
         _, convert = _SCALARS.get(node.tag, ("", str))
         return convert(node.value)
-    return [_plain(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else {}
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, f"{name}[{n}]", source, tree) for n, item in enumerate(node.value)]
+    assert isinstance(node, yaml.MappingNode)
+    entry = Entry(source(node.start_mark.line + 1))
+    for key, inner, value in _items(node, f"{name}.", source, tree):
+        entry[key.value] = _plain(value, inner, source, tree)
+        entry.sources[key.value] = source(key.start_mark.line + 1)
+    return entry
 
 
 def _flatten(mapping: yaml.MappingNode, prefix: str, source: Callable[[int], str], tree: SourceTree) -> None:
     """Adds the values of a mapping to `tree`; `prefix` is the mapping's dotted key with a dot behind it."""
+    for key, name, value in _items(mapping, prefix, source, tree):
+        if isinstance(value, yaml.MappingNode) and value.value:
+            _flatten(value, f"{name}.", source, tree)
+        else:
+            line = key.start_mark.line + 1
+            tree.values[name] = SourceValue(_plain(value, name, source, tree), source(line))
+
+
+def _items(
+    mapping: yaml.MappingNode, prefix: str, source: Callable[[int], str], tree: SourceTree
+) -> Iterator[tuple[yaml.ScalarNode, str, yaml.Node]]:
+    """Of a mapping each key, its dotted name behind `prefix`, and its value; keys that cannot be are problems."""
     lines: dict[str, int] = {}
     for key, value in mapping.value:
         line = key.start_mark.line + 1
@@ -301,10 +329,7 @@ def _flatten(mapping: yaml.MappingNode, prefix: str, source: Callable[[int], str
         if key.value in lines:
             tree.refuse(f"{name}: given twice, first in line {lines[key.value]}", source(line))
         lines.setdefault(key.value, line)
-        if isinstance(value, yaml.MappingNode) and value.value:
-            _flatten(value, f"{name}.", source, tree)
-        else:
-            tree.values[name] = SourceValue(_plain(value), source(line))
+        yield key, name, value
 
 
 def _unreadable(text: str, source: str) -> SourceTree:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddnn.recipe.schema import Count, Section
+from ddnn.recipe.section import Count, Section
 from ddnn.recipe.source import configs_folder, read_yaml, validate
 from ddnn.report.runs import Run, number_of_workers, read_run
 from ddnn.report.scaling import Job, Measurement, Way, averagings

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ddnn.recipe.schema import Count, Section
+from ddnn.recipe.section import Count, Section
 from ddnn.recipe.source import configs_folder, exists, read_yaml, validate
 from ddnn.util.errors import UserError
 from ddnn.util.text import plural

@@ -21,15 +21,8 @@ from ddnn.optim.ng_sgd import NgSgdOptions
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
 from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.load import minibatch_problems
-from ddnn.recipe.schema import (
-    MaybePaths,
-    OptimizerConfig,
-    ParallelConfig,
-    Recipe,
-    ScheduleConfig,
-    Section,
-    as_list,
-)
+from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig
+from ddnn.recipe.section import MaybePaths, Section, as_list
 from ddnn.training.combination import Combination, MeanOfEpochs, MovingAverage
 from ddnn.training.tensorboard import import_tensorboard
 from ddnn.util.errors import RecipeError

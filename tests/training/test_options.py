@@ -30,10 +30,10 @@ from ddnn.recipe.schema import (
     NgSgdConfig,
     PowerConfig,
     Recipe,
-    Section,
     SgdConfig,
     WorkersConfig,
 )
+from ddnn.recipe.section import Section
 from ddnn.training import state
 from ddnn.training.combination import MeanOfEpochs, MovingAverage
 from ddnn.training.job import Job

@@ -1,0 +1,42 @@
+"""What the recipe's mappings are made of: `Section`, and the types of their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=1_000_000)]
+NotNegativeCount = Annotated[int, Field(ge=0)]
+# YAML reads a bare `off` as false.
+AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
+
+# A list of one path is that path: the same recipe.
+Paths = Annotated[
+    Path | Annotated[list[Path], Field(min_length=1)],
+    AfterValidator(lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value),
+]
+
+
+MaybePaths = Path | list[Path] | None
+
+
+def as_list(paths: MaybePaths) -> list[Path]:
+    """Of a key that takes a path or a list of paths."""
+    return paths if isinstance(paths, list) else [] if paths is None else [paths]
+
+
+class Section(BaseModel):
+    """A mapping of a recipe: immutable, without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+# A key that takes a single value or a mapping: Annotated[Annotated[int, VALUE] | Annotated[SomeSection, MAPPING], EITHER].
+VALUE, MAPPING = Tag("(value)"), Tag("(mapping)")
+EITHER = Discriminator(lambda given: MAPPING.tag if isinstance(given, dict | Section) else VALUE.tag)
