@@ -111,7 +111,7 @@ class Affine(Layer):
         deviation = 3.5 * math.sqrt(2.0 / (self.in_features + self.out_features))
         if first:
             deviation *= math.sqrt(1.0 / 12.0)
-        if self.activation == "relu":
+        if self.activation in ("relu", "linear"):  # linear: below a parametric ReLU
             deviation = math.sqrt(2.0 / self.in_features)  # He et al. 2015: 3.5 would explode without squashing
         weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
         if last or self.activation != "sigmoid":

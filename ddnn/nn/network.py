@@ -291,6 +291,8 @@ def initialize(network: Network, seed: int) -> None:
     CPU, so that a seed gives the same network on every device."""
     generator = torch.Generator().manual_seed(seed)
     end = len(network.layers) - 1
+    first = True  # as long as no product is below: dropout or a scale does not make the next layer the second
     for i, (layer, views) in enumerate(zip(network.layers, network.views, strict=True)):
-        layer.initialize(views, generator, first=i == 0, last=i == end)
+        layer.initialize(views, generator, first=first, last=i == end)
+        first = first and layer.flop_per_frame == 0
     network.parameters_changed()

@@ -210,15 +210,6 @@ def shape_problem(layers: Sequence[LayerConfig], bands: int | None) -> tuple[int
     return None
 
 
-def input_axes(input_dim: int, bands: int) -> Axes:
-    """Of the network's input. ValueError, with the nearest that do: the bands do not divide its `input_dim` values."""
-    if input_dim % bands:
-        raise ValueError(
-            f"{bands} bands do not divide the {input_dim} dims of the features; {near(input_dim, bands)} do"
-        )
-    return Axes(input_dim, bands)
-
-
 def next_axes(layer: LayerConfig, axes: Axes) -> Axes:
     """What is above this layer. ValueError, with the nearest sizes that fit: it does not fit on what is below."""
     if isinstance(layer, AffineLayerConfig):

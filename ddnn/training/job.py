@@ -296,7 +296,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
         run.record(resume_event(loaded, run, comm))
     run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
     run.write_cv_utterances(data.cv_utterances())
-    network = model.network.to(job.device).with_frozen(recipe.model.freeze or ())
+    network = model.network.to(job.device).with_frozen(options.frozen_layers(recipe, model.network.layers))
     model = replace(model, transform=model.transform.to(job.device), network=network)
     trainer = assemble_trainer(job, model, data, identity, checkpoints, loaded)
     # Only now: a resume that is refused changes nothing.
