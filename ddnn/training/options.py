@@ -152,7 +152,9 @@ def _made(layer: LayerConfig, below: Axes, *, first_convolution: bool) -> tuple[
         return _activation(layer.activation, dim), axes
     assert isinstance(layer, StoredLayerConfig)
     stored = layer_from_config(layer.config)
-    if stored.input_dim != dim or stored.must_be_last:
+    if stored.must_be_last:
+        raise ValueError(f"{stored.label} found below other layers, expected only of the last, which is added")
+    if stored.input_dim != dim:
         raise ValueError(f"{stored.label}, which reads {stored.input_dim} dims, found above a layer that gives {dim}")
     if isinstance(stored, Elementwise):
         return (stored,), below

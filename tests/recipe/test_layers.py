@@ -1,0 +1,280 @@
+"""`model.layers`: what is read, what is said about layers that cannot be, and the sizes that a recipe alone rules out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ddnn.recipe.layers import LAYERS, VALUE_OF, AffineLayerConfig, ConvLayerConfig, near
+from ddnn.recipe.load import dump_recipe, load_recipe
+from ddnn.recipe.schema import Recipe
+from ddnn.util.errors import RecipeError
+
+DATA = "data: {train: ., alignments: .}\n"
+CNN = """model:
+  layers:
+    - conv: {filters: 128, patch: 8, pool: 3}
+    - conv: {filters: 256, patch: 4}
+      activation: relu
+    - affine: 1024
+      repeat: 4
+      dropout: 0.1
+"""
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Recipe:
+    path = tmp_path / "r.yaml"
+    path.write_text(DATA + text)
+    return load_recipe(path, overrides)
+
+
+def problem(tmp_path: Path, text: str, *overrides: str) -> str:
+    """The only one, its file shortened to its line."""
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, text, *overrides)
+    return caught.value.message.replace(f"{tmp_path / 'r.yaml'}, ", "")
+
+
+def layers(tmp_path: Path, *items: str) -> str:
+    """What is wrong with these layers, which begin in line 4."""
+    return problem(tmp_path, "model:\n  layers:\n" + "".join(f"  - {item}\n" for item in items))
+
+
+def test_a_network_of_layers(tmp_path: Path) -> None:
+    model = load(tmp_path, CNN).model
+    assert model.layers == [
+        ConvLayerConfig(filters=128, patch=8, pool=3),
+        ConvLayerConfig(filters=256, patch=4, activation="relu"),
+        AffineLayerConfig(units=1024, repeat=4, dropout=0.1),
+    ]
+    summary = "conv 128 of 8 bands pool 3, conv 256 of 4 bands relu, 4 x 1024 sigmoid dropout 0.1"
+    assert model.summary() == summary
+
+
+def test_keys_of_a_layer_stand_beside_its_kind_or_in_its_mapping(tmp_path: Path) -> None:
+    beside = load(tmp_path, "", "model.layers=[{affine: 8, repeat: 2, activation: tanh, max_norm: 1}]")
+    inside = load(tmp_path, "", "model.layers=[{affine: {units: 8, repeat: 2, activation: tanh, max_norm: 1.0}}]")
+    assert beside == inside
+    reset = load(tmp_path, "", "model.layers=[{affine: 8, repeat: null, activation: ~}]")
+    assert reset.model.layers == [AffineLayerConfig(units=8)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CNN,
+        "model: {layers: []}",
+        "model: {layers: [{affine: 9}, scale-and-shift, {scale-and-shift: }, {dropout: 0.5}, {activation: prelu}]}",
+        "model: {bands: 9, layers: [{conv: {filters: 2, patch: 3, max_norm: 0}}, {pool: 7}]}",
+        "model: {layers: [{stored: {kind: copy, width: 3, columns: [2, 0]}, repeat: 2}]}",
+    ],
+)
+def test_dump_and_load_give_the_same_layers(tmp_path: Path, text: str) -> None:
+    recipe = load(tmp_path, text)
+    dumped = dump_recipe(recipe)
+    (tmp_path / "again.yaml").write_text(dumped)
+    assert load_recipe(tmp_path / "again.yaml") == recipe
+    assert not {"hidden_layers", "hidden_units", "activation"} & set(yaml.safe_load(dumped)["model"])
+
+
+def test_equal_layers_are_dumped_as_ever(tmp_path: Path) -> None:
+    """So that the checkpoints and records of earlier versions are still those of the same recipe."""
+    tree = yaml.safe_load(dump_recipe(load(tmp_path, "")))
+    assert tree["model"] == {"hidden_layers": 6, "hidden_units": 2048, "activation": "sigmoid"}
+
+
+KINDS = "affine, conv, pool, scale-and-shift, dropout, activation, stored"
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        (
+            "conv: {filters: 9, patch: 2, pol: 3}",
+            "model.layers[0].conv.pol: unknown key; did you mean pool?  [line 4]",
+        ),
+        (
+            "{conv: {filters: 9, patch: 2}, pool_step: 3}",
+            "model.layers[0].pool_step: unknown key; did you mean conv: {pool_step: ...}?  [line 4]",
+        ),
+        (
+            "{affine: 9,\n     colour: 3}",
+            "model.layers[0].colour: unknown key; the keys here are max_norm, repeat, activation, dropout, "
+            "learn_rate_coef  [line 5]",
+        ),
+        ("{affine: 9, activaton: tanh}", "model.layers[0].activaton: unknown key; did you mean activation?  [line 4]"),
+        ("{affine: 0}", "model.layers[0].affine: 0 found, expected a whole number >= 1 and <= a million  [line 4]"),
+        (
+            "{affine: 9, repeat: 101}",
+            "model.layers[0].affine.repeat: 101 found, expected a whole number >= 1 and <= 100",
+        ),
+        (
+            "{affine: 9, dropout: 1}",
+            "model.layers[0].affine.dropout: 1 found, expected a number >= 0 and < 1  [line 4]",
+        ),
+        (
+            "{affine: 9, activation: relx}",
+            "model.layers[0].affine.activation: the text 'relx' found, expected sigmoid, tanh, relu, prelu or linear",
+        ),
+        (
+            "conv: {filters: 9}",
+            "model.layers[0].conv.patch: missing, expected a whole number >= 1 and <= a million. Bands that a filter",
+        ),
+        ("conv: 9", "model.layers[0].conv: 9 found, expected a mapping of filters, patch, step, pool, pool_step, "),
+        ("{conv: {filters: 9, patch: 2, weight_stddev: .nan}}", ".weight_stddev: .nan found, expected a number >= 0"),
+        (
+            "{affine: {units: 9, repeat: 2}, repeat: 3}",
+            "model.layers[0].repeat: given twice, also as model.layers[0].affine.repeat  [line 4]",
+        ),
+        (
+            "{affine: 9, conv: {filters: 2, patch: 2}}",
+            f"model.layers[0]: affine and conv found, expected one of {KINDS}  [line 4]",
+        ),
+        ("{afine: 9}", f"model.layers[0]: no kind of layer found, expected one of {KINDS}; did you mean affine?"),
+        ("{scale_and_shift: }", "; did you mean scale-and-shift?  [line 4]"),
+        ("{repeat: 2}", f"model.layers[0]: no kind of layer found, expected one of {KINDS}  [line 4]"),
+        ("9", "model.layers[0]: 9 found, expected a mapping such as affine: 512  ["),
+        ("affine", "model.layers[0].affine.units: missing, expected a whole number"),
+        ("pool: {size: 2, kind: mix}", "model.layers[0].pool.kind: the text 'mix' found, expected max or average"),
+        ("stored: 3", "model.layers[0].stored: 3 found, expected a mapping  [line 4]"),
+        ("{affine: 3, affine: 3}", "model.layers[0].affine: given twice, first in line 4  [line 4]"),
+        ("{affine: 3, a.b: 3}", "'a.b': names with dots are for --set; here write a: {b: ...}  [line 4]"),
+    ],
+)
+def test_what_no_layer_is(tmp_path: Path, item: str, said: str) -> None:
+    assert said in layers(tmp_path, item)
+
+
+def test_all_problems_of_all_layers_at_once(tmp_path: Path) -> None:
+    found = layers(tmp_path, "affine: x", "affine: 3", "conv: {patch: 0, filters: 0}").split("\n")
+    assert [line.partition(": ")[0] for line in found] == [
+        "3 problems in the recipe:",
+        "  - model.layers[0].affine",
+        "  - model.layers[2].conv.filters",
+        "  - model.layers[2].conv.patch",
+    ]
+    assert [line.rpartition("  ")[2] for line in found[1:]] == ["[line 4]", "[line 6]", "[line 6]"]
+
+
+@pytest.mark.parametrize(
+    ("bands", "items", "said"),
+    [
+        (
+            10,
+            ["conv: {filters: 4, patch: 3}", "affine: 3", "conv: {filters: 4, patch: 3}"],
+            "layer 2 (conv): there are no bands above an affine layer; convolutions come first  [line 7]",
+        ),
+        (
+            9,
+            ["conv: {filters: 4, patch: 2}", "dropout: 0.1", "conv: {filters: 4, patch: 9}"],
+            "layer 2 (conv): patch 9 does not fit into 8 bands; 1 to 8 do  [line 7]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8, step: 3}"],
+            "layer 0 (conv): patch 8 with step 3 leaves 2 of 40 bands over; patch 7 and 10, or step 2 and 4 fit  [line 5]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8, pool: 4}"],
+            "layer 0 (conv): pool 4 does not divide 33 patches; 3 and 11 do  [line 5]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8, pool: 34}"],
+            "layer 0 (conv): pool 34 does not fit into 33 patches; 1 to 33 do  [line 5]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8, pool: 4, pool_step: 2}"],
+            "pool 4 with pool_step 2 leaves 1 of 33 patches over; pool 3 and 5, or pool_step 1 and 29 fit  [line 5]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8, pool: 3, pool_step: 4}"],
+            "layer 0 (conv): pool_step 4 would skip patches between pools of 3; 1 to 3 do not  [line 5]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8}", "pool: {size: 3, step: 4}"],
+            "layer 1 (pool): step 4 would skip patches between pools of 3; 1 to 3 do not  [line 6]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8}", "pool: {size: 4, step: 3}"],
+            "size 4 with step 3 leaves 2 of 33 patches over; size 3 and 6, or step 1 and 29 fit  [line 6]",
+        ),
+        (
+            40,
+            ["pool: 2"],
+            "layer 0 (pool): pooling takes the patches of a convolution, and there is none below  [line 5]",
+        ),
+        (
+            12,
+            ["{conv: {filters: 4, patch: 3}, repeat: 3}", "affine: 2", "{conv: {filters: 1, patch: 1}}"],
+            "layer 4 (conv): there are no bands",  # repeated layers are counted
+        ),
+        (
+            8,
+            ["{conv: {filters: 4, patch: 4}, repeat: 3}"],
+            "layer 2 (conv): patch 4 does not fit into 2 bands; 1 to 2 do",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit(tmp_path: Path, bands: int, items: list[str], said: str) -> None:
+    text = f"model:\n  bands: {bands}\n  layers:\n" + "".join(f"  - {item}\n" for item in items)
+    assert said in problem(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ("model: {layers: 3}", "model.layers: 3 found, expected a list of layers, such as [{affine: 512, repeat: 3}]"),
+        ("model: {layers: {affine: 3}}", "model.layers: a mapping found, expected a list of layers  [line 2]"),
+        (
+            "model: {layers: [{affine: 3, repeat: 100}" + ", {affine: 3, repeat: 91}" * 10 + "]}",
+            "more than 1000 layers",
+        ),
+        (
+            "model: {layers: [], hidden_units: 3}",
+            "model.hidden_units: given together with model.layers, which says it for each layer; give one of the two",
+        ),
+        ("model: {bands: 3}", "model.bands: never read without model.layers; remove it or set it to null  [line 2]"),
+        ("model: {allow_any_features: true}", "model.allow_any_features: never read without model.layers; remove it"),
+        ("model: {layers: [affine: 3]}\ninit: rbm", "init: rbm found beside model.layers; RBMs are for "),
+        (
+            "model: {layers: [{affine: 3, repeat: 2}, dropout: 0.1], freeze: [4]}",
+            "model.freeze: 4 found, expected 0 (the first hidden layer) to 3 (the output layer)",
+        ),
+    ],
+)
+def test_contradictions(tmp_path: Path, said: tuple[str, str]) -> None:
+    assert said[1] in problem(tmp_path, said[0])
+
+
+def test_a_convolution_over_transformed_features_must_be_allowed(tmp_path: Path) -> None:
+    text = "model: {layers: [conv: {filters: 3, patch: 2}]}"
+    said = problem(tmp_path, text, "data.transforms=.")
+    assert said.startswith(
+        "model.layers: a convolution moves along frequency, which features have no axis of after LDA or"
+    )
+    assert "set model.allow_any_features: true  [line 2]" in said
+    assert load(tmp_path, text, "data.transforms=.", "model.allow_any_features=true").model.allow_any_features
+    assert load(tmp_path, "model: {layers: [affine: 3]}", "data.transforms=.").model.layers
+
+
+def test_every_kind_has_its_keys_in_the_reference() -> None:
+    text = Path("docs/recipe.md").read_text()
+    for kind, section in LAYERS.items():
+        part = text.partition(f"\n### `{kind}`\n")[2].partition("\n### ")[0]
+        rows = [line.split("`")[1] for line in part.split("\n") if line.startswith("| `")]
+        assert sorted(rows) == sorted(section.model_fields)
+        assert kind not in VALUE_OF or rows[0] == VALUE_OF[kind]
+
+
+def test_divisors_next_to_a_number() -> None:
+    assert [near(33, 4), near(40, 50), near(40, 7), near(1, 3), near(999_983, 10)] == [
+        *("3 and 11", "40", "5 and 8", "1", "1 and 999983"),
+    ]
