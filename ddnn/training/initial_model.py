@@ -21,7 +21,8 @@ from ddnn.kaldi.alignments import check_same_tree
 from ddnn.nn.acoustic_model import AcousticModel, read_nnet1_dir
 from ddnn.nn.network import Network, initialize
 from ddnn.recipe.load import MODEL_KEYS, as_begun, contradictions, get_value, is_given, load_recipe, with_defaults
-from ddnn.recipe.schema import Recipe, TrainedModelConfig, as_list
+from ddnn.recipe.schema import Recipe, TrainedModelConfig
+from ddnn.recipe.section import as_list
 from ddnn.recipe.source import format_value, listed
 from ddnn.training import options
 from ddnn.training.pretraining import load_dbn
