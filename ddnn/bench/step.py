@@ -32,6 +32,9 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import run_distributed
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
+from ddnn.nn.convolution import Convolution, MaxPooling
+from ddnn.nn.elementwise import Activation, Scale, Shift
+from ddnn.nn.layer import Layer
 from ddnn.nn.layers import mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import choose_arithmetic
@@ -138,9 +141,31 @@ class Shape(NamedTuple):
     hidden_units: int
     pdfs: int
     minibatch: int
+    convolutional: bool = False  # whether the hidden layers are on top of two convolutions
+
+    @property
+    def dim(self) -> int:
+        """Of a frame: for convolutions filter banks with their deltas, of two orders."""
+        return 3 * DIM if self.convolutional else DIM
+
+    def layers(self) -> tuple[Layer, ...]:
+        """With convolutions as in Kaldi's make_cnn_proto.py, but that the second runs along frequency."""
+        dim, below = (1 + 2 * SPLICE) * self.dim, tuple[Layer, ...]()
+        if self.convolutional:
+            below = (
+                *(Convolution(dim, 8, 1, DIM, 128), MaxPooling(4224, 3, 3, 128)),
+                *(Scale(1408), Shift(1408), Activation(1408), Convolution(1408, 4 * 128, 128, 1408, 256)),
+                *(Scale(2048), Shift(2048), Activation(2048)),
+            )
+            dim = below[-1].output_dim
+        return (*below, *mlp_layers(dim, self.hidden_layers, self.hidden_units, self.pdfs))
 
 
-NETWORKS = {"an4": Shape(4, 512, 616, 256), "swbd": Shape(6, 2048, 8806, 1024)}
+NETWORKS = {
+    "an4": Shape(4, 512, 616, 256),
+    "swbd": Shape(6, 2048, 8806, 1024),
+    "cnn": Shape(2, 512, 2000, 256, convolutional=True),
+}
 DIM, SPLICE = 40, 5
 OPTIMIZERS: dict[Literal["sgd", "ng-sgd"], SgdOptions] = {"sgd": SgdOptions(), "ng-sgd": NgSgdOptions()}
 LR = 1e-4
@@ -338,12 +363,12 @@ def seconds_per_call(function: Callable[[], object], calls: int, device: torch.d
 
 def random_task(shape: Shape, device: torch.device, frames: int = 60_000) -> RandomTask:
     generator = torch.Generator().manual_seed(1)
-    features = torch.randn(frames, DIM, generator=generator)
+    features = torch.randn(frames, shape.dim, generator=generator)
     labels = torch.randint(0, shape.pdfs, (frames,), generator=generator, dtype=torch.int32)
     names, begins, lengths = ("random",), np.array([SPLICE]), np.array([frames - 2 * SPLICE])
     dataset = AcousticDataset(features, labels, names, names, begins, lengths, SPLICE)
-    transform = estimate_normalization(splice_only(DIM, SPLICE), dataset, [0])
-    network = Network(mlp_layers(transform.output_dim, shape.hidden_layers, shape.hidden_units, shape.pdfs))
+    transform = estimate_normalization(splice_only(shape.dim, SPLICE), dataset, [0])
+    network = Network(shape.layers())
     initialize(network, 1)
     model = AcousticModel(FeatureConfig(), transform, network).to(device)
     return RandomTask(model, dataset.to(device).subset([0]), shape.minibatch)

@@ -88,7 +88,7 @@ def idx(images: Path, labels: Path, out: Path, name: str, speakers: int, images_
 
 
 @command()
-@option("--network", "networks", type=Choice(["an4", "swbd"]), multiple=True, default=("an4",),
+@option("--network", "networks", type=Choice(["an4", "swbd", "cnn"]), multiple=True, default=("an4",),
         help="What to measure; repeatable.")  # fmt: skip
 @option("--device", type=DEVICES, default="cpu", help="Where to compute.")
 @option("--threads", type=int, default=1, help="CPU threads.")

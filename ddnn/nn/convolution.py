@@ -4,7 +4,6 @@ nnet-max-pooling-component.h, nnet-average-pooling-component.h), with its deriva
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ddnn.kaldi import nnet1
-from ddnn.kaldi.nnet1 import MAX_DIM
 from ddnn.nn.arithmetic import Float32, matmul_out
 from ddnn.nn.layer import (
     Gemm,
@@ -28,15 +26,10 @@ from ddnn.nn.layer import (
     as_array,
     as_given,
     as_parameters,
+    check_coefs,
+    check_sizes,
     limit_row_norms,
 )
-
-
-def check_counts(**counts: object) -> None:
-    """ValueError unless each of these is a whole number above 0."""
-    for name, count in counts.items():
-        if type(count) is not int or not 0 < count <= MAX_DIM:
-            raise ValueError(f"{name} {count!r}, expected 1 to {MAX_DIM}")
 
 
 def nearest_divisors(number: int, to: int) -> str:
@@ -98,7 +91,7 @@ class Convolution(Layer):
     bias_range: float = 2.0
 
     def __post_init__(self) -> None:
-        check_counts(
+        check_sizes(
             in_features=self.in_features,
             patch_dim=self.patch_dim,
             patch_step=self.patch_step,
@@ -107,11 +100,9 @@ class Convolution(Layer):
         )
         check_pieces("patch_stride", self.in_features, self.patch_stride, "inputs")
         window_count("patch_dim", self.patch_stride, self.patch_dim, self.patch_step)
-        check_counts(outputs=self.output_dim)
-        rates = (self.learn_rate_coef, self.bias_learn_rate_coef, self.max_norm)
-        numbers = (*rates, self.weight_stddev, self.bias_mean, self.bias_range)
-        if not all(isinstance(v, int | float) and abs(v) <= sys.float_info.max for v in numbers):  # no NaN either
-            raise ValueError(f"learning rate coefficients, maximum norm and initial values {numbers!r}")
+        check_sizes(outputs=self.output_dim)
+        check_coefs(self.learn_rate_coef, self.bias_learn_rate_coef, self.max_norm)
+        check_coefs(self.weight_stddev, self.bias_mean, self.bias_range)
 
     @cached_property
     def pieces(self) -> int:
@@ -223,7 +214,7 @@ class Pooling(Layer):
     pool_stride: int
 
     def __post_init__(self) -> None:
-        check_counts(
+        check_sizes(
             in_features=self.in_features,
             pool_size=self.pool_size,
             pool_step=self.pool_step,

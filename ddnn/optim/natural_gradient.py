@@ -75,7 +75,7 @@ class NaturalGradientOptions:
 
     rank: int  # r, the eigenvectors kept (20 for inputs, 80 for output derivatives; the paper's code 30 and 60)
     alpha: float = 4.0  # smoothing of the Fisher matrix with the identity
-    num_samples_history: float = 2000.0  # time constant of the Fisher matrix, in frames; at most 1e6
+    num_samples_history: float = 2000.0  # time constant of the Fisher matrix, in rows
     update_period: int = 4  # minibatches per update, once the first 10 have been made
     delta: float = 5e-4  # floor of rho and d relative to the largest sqrt(C); at most 1e-2
 
@@ -83,7 +83,7 @@ class NaturalGradientOptions:
         for name, good, expected in (
             ("rank", self.rank >= 1, "1 or more"),
             ("alpha", 0 <= self.alpha < math.inf, "0 or more"),
-            ("num_samples_history", 0 < self.num_samples_history <= 1e6, "over 0 and at most 1e6 frames"),
+            ("num_samples_history", 0 < self.num_samples_history < math.inf, "over 0 and finite"),
             ("update_period", self.update_period >= 1, "1 or more minibatches"),
             ("delta", 0 < self.delta <= 1e-2, "over 0 and at most 0.01"),
         ):

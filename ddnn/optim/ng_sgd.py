@@ -30,6 +30,8 @@ from ddnn.nn.network import Network, Workspace
 from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas, max_change_factor
 from ddnn.optim.sgd import Sgd, SgdOptions
 
+FEW_FILTERS = 32  # up to so many the rank of their derivative is a quarter of their number, at most
+
 
 @dataclass(frozen=True)
 class NgSgdOptions(SgdOptions):
@@ -48,8 +50,11 @@ class NgSgdOptions(SgdOptions):
     max_change_scope: Literal["global", "local", "unscaled"] = "global"
 
     def sides(self, gemm: Gemm) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Dimension and rank of a layer's two preconditioners, of the input with 1 appended and of the derivative."""
-        return (gemm.fan_in + 1, self.rank_in), (gemm.fan_out, self.rank_out)
+        """Dimension and rank of a layer's two preconditioners, of the input with 1 appended and of the derivative. Of a
+        convolution with few filters a rank near their number would take away most of the derivative."""
+        few = gemm.rows > 1 and gemm.fan_out <= FEW_FILTERS
+        rank_out = min(self.rank_out, max(1, gemm.fan_out // 4)) if few else self.rank_out
+        return (gemm.fan_in + 1, self.rank_in), (gemm.fan_out, rank_out)
 
     def num_bytes(self, layers: Sequence[Layer], minibatch: int) -> int:
         """As `SgdOptions.num_bytes`: per side of a layer W and its update, in float64 as it begins; per minibatch the

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ddnn.nn.arithmetic import Float32, make_arithmetic
 from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling, Pooling
-from ddnn.nn.layer import Layer, Params
+from ddnn.nn.layer import Gemm, Layer, Params
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
 from ddnn.optim.sgd import Sgd, SgdOptions
 
 Array = NDArray[np.float64]
@@ -219,6 +220,75 @@ def test_one_patch_is_an_affine_layer() -> None:
     assert torch.equal(made[0].parameters, made[1].parameters)
 
 
+def natural_steps(network: Network, options: NgSgdOptions, x: Tensor, d: Tensor, precision: Any, lr: float) -> NgSgd:
+    """NG-SGD on the minibatches x, with the output derivatives d, both (minibatches, rows, columns)."""
+    optimizer = NgSgd(network, options)
+    workspace = Workspace(network, x.shape[1], make_arithmetic(precision, torch.device("cpu"), use_kernels=False))
+    for inputs, derivatives in zip(x, d, strict=True):
+        workspace.x.copy_(inputs)
+        workspace.forward()
+        workspace.grad_outputs[-1].copy_(derivatives)
+        workspace.backward()
+        optimizer.step(workspace, lr)
+    return optimizer
+
+
+def twin_layers(layer: Convolution) -> tuple[Network, Network]:
+    """The convolution, and an affine layer of the same parameters for its rows."""
+    made = Network((layer,)), Network((Affine(layer.fan_in, layer.filters, "linear"),))
+    initialize(made[0], 3)
+    made[1].load_parameters(made[0].parameters)
+    return made
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("max_change", [0.0, 1e-3])
+@pytest.mark.parametrize(
+    "layer", [Convolution(12, 4, 1, 4, 9), Convolution(30, 3, 1, 10, 9), Convolution(24, 6, 6, 24, 9)]
+)
+def test_natural_gradient_is_that_of_an_affine_layer_on_all_rows(
+    layer: Convolution, max_change: float, precision: Any
+) -> None:
+    """Bit for bit in inputs, gammas, kappa and state, with P times the history and a P-th of the largest change; also
+    without momentum and weight decay. One patch is an affine layer as it is."""
+    patches, (made, other) = layer.patches, twin_layers(layer)
+    x, d = noise(13, 11, layer.input_dim), noise(13, 11, layer.output_dim, seed=2)
+    columns = [[column(layer, p, k) for p in range(patches) for k in range(layer.fan_in)]]
+    rows = x[..., columns].view(13, 11 * patches, layer.fan_in)
+    options = {"rank_in": 4, "rank_out": 2}
+    found = natural_steps(made, NgSgdOptions(0.5, 0.1, max_change=max_change, **options), x, d, precision, 0.1)  # type: ignore[arg-type]
+    options |= {"num_samples_history": patches * 2000.0, "max_change": max_change / patches}
+    twin = natural_steps(other, NgSgdOptions(**options), rows, d.view(13, -1, layer.filters), precision, 0.1)  # type: ignore[arg-type]
+    assert torch.equal(made.parameters, other.parameters)
+    for name, state in twin.state_dict().items():
+        assert torch.equal(found.state_dict()[name], state), name
+
+
+def test_natural_gradient_does_not_depend_on_how_often_rows_are_there() -> None:
+    """As the history is in frames: P patches that read and want the same are one patch of P times the derivative."""
+    layer, x, d = Convolution(24, 6, 6, 24, 9), noise(40, 17, 6), noise(40, 17, 9, seed=2)
+    x, d = x * torch.arange(1.0, 7.0), d * torch.arange(1.0, 10.0)
+    made, other = twin_layers(layer)
+    options = NgSgdOptions(rank_in=3, rank_out=2, max_change=0.0)
+    start = made.parameters.clone()
+    natural_steps(made, options, x.repeat(1, 1, 4), d.repeat(1, 1, 4), "float32", 1e-3 / 4)
+    natural_steps(other, options, x, d, "float32", 1e-3)
+    moved = (other.parameters - start).norm()
+    assert moved > 0.1 and (made.parameters - other.parameters).norm() < 1e-3 * moved
+
+
+def test_few_filters_have_a_low_rank() -> None:
+    ranks = [
+        NgSgdOptions().sides(Gemm(rows, 9, fan_out))[1][1] for rows, fan_out in ((8, 32), (8, 33), (1, 32), (8, 2))
+    ]
+    assert ranks == [8, 80, 80, 1]
+    assert NgSgdOptions(rank_out=3).sides(Gemm(8, 9, 32))[1] == (32, 3)
+
+
+def test_a_long_history_of_many_patches() -> None:
+    NgSgd(Network((Convolution(24, 6, 6, 24, 9),)), NgSgdOptions(num_samples_history=1e6))
+
+
 def test_parameters_begin_as_asked() -> None:
     network = Network((Convolution(400, 5, 1, 10, 500, weight_stddev=0.02, bias_mean=-1.0, bias_range=4.0),))
     initialize(network, 1)
@@ -252,8 +322,8 @@ SIZES: list[tuple[Any, tuple[Any, ...], str]] = [
     (Convolution, (30, 3, -1, 10, 4), "patch_step -1"),
     (Convolution, (30, 3, 1, 10, "4"), "filters '4'"),
     (Convolution, (10_000, 1, 1, 10_000, 1000), "outputs 10000000"),
-    (Convolution, (30, 3, 1, 10, 4, math.nan), "learning rate coefficients"),
-    (Convolution, (30, 3, 1, 10, 4, 1.0, 1.0, 0.0, 0.1, math.inf), "initial values"),
+    (Convolution, (30, 3, 1, 10, 4, math.nan), "expected finite"),
+    (Convolution, (30, 3, 1, 10, 4, 1.0, 1.0, 0.0, 0.1, math.inf), "expected finite"),
     (
         MaxPooling,
         (33 * 4, 4, 4, 4),

@@ -268,7 +268,7 @@ def test_natural_gradient_of_filters_is_that_of_an_affine_layer_on_all_their_row
     patches: int, max_change: float, precision: Precision
 ) -> None:
     """With `patches` times the history and that part of the maximum change, bit for bit."""
-    frames, size, filters = 30, 6, 5
+    frames, size, filters = 30, 6, 8  # of 8 the rank is 2
     one, other = (
         Network((Filters(patches * size, size, size, filters, "linear"),)),
         Network((Affine(size, filters, "linear"),)),
