@@ -185,7 +185,8 @@ class NgSgdConfig(MomentumConfig):
     rank_in: Count = 20
     """Rank of the Fisher matrix of each layer's input (the paper's code: 30)."""
     rank_out: Count = 80
-    """Rank of the Fisher matrix of each layer's output derivative (the paper's code: 60)."""
+    """Rank of the Fisher matrix of each layer's output derivative (the paper's code: 60); of a convolution of 32 or
+    fewer filters at most a quarter of their number."""
     alpha: NotNegative = 4.0
     """Smoothing of the Fisher matrices with the identity."""
     num_samples_history: Annotated[float, Field(gt=0.0, le=1e6)] = 2000.0

@@ -10,7 +10,7 @@ import torch
 from ddnn.bench import step
 from ddnn.data.batches import Batch
 from ddnn.nn.arithmetic import Float32, make_arithmetic, matmul_out
-from ddnn.nn.layers import mlp_layers, training_flop_per_frame
+from ddnn.nn.layers import check_layers, mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace
 from ddnn.training.step import EagerStep, Result
 
@@ -19,6 +19,14 @@ def test_three_products_a_layer_but_two_for_the_first() -> None:
     """8.0 MFLOP a frame for 440-4x512-616; nobody needs the derivative of the input, which leaves 7.5."""
     first = 2 * 440 * 512
     assert training_flop_per_frame(mlp_layers(440, 4, 512, 616)) + first == pytest.approx(8.0e6, rel=0.01)
+
+
+def test_the_networks_to_measure_fit_together() -> None:
+    for shape in step.NETWORKS.values():
+        check_layers(shape.layers())
+        assert shape.layers()[0].input_dim == 11 * shape.dim and shape.layers()[-1].output_dim == shape.pdfs
+    gemms = [layer.gemm for layer in step.NETWORKS["cnn"].layers()]
+    assert [gemm for gemm in gemms if gemm and gemm.rows > 1] == [(33, 264, 128), (8, 512, 256)]
 
 
 def test_a_bench_runs_the_trainer_and_says_all(monkeypatch: pytest.MonkeyPatch) -> None:
