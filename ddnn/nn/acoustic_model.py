@@ -48,8 +48,8 @@ class AcousticModel:
             raise DataError(
                 f"the features have {dim} dims, the model was trained on {self.transform.dim}",
                 location=location,
-                hint="use features of the kind that the model was trained on; an imported network may lack its splice: "
-                "ddnn import-nnet1 --feature-transform",
+                hint="use features of the kind that the model was trained on; an imported network may lack its deltas "
+                "(delta_opts in its directory) or its splice: ddnn import-nnet1 --feature-transform",
             )
 
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,3 +133,28 @@ def test_rates_are_imported_as_they_were_given(golden: Path) -> None:
         p.learn_rate_coef for one in read_model(golden, "conv_avg").network.layers for p in one.parameters.values()
     ]
     assert coefs == [0.7, 0.3, 0.5, 0.1, 1.0, 1.0]
+
+
+def test_kaldis_network_of_spoken_digits_is_imported(shared: Path, tmp_path: Path, run_cli: Callable[..., Any]) -> None:
+    """Its own log-likelihoods, from static features: `delta_opts` says which deltas the network reads."""
+    kaldi, folder, data = shared / "fsdd/kaldi_nnet1", tmp_path / "nnet1", tmp_path / "data"
+    folder.mkdir()
+    for name in ("cnn.nnet", "feature_transform.nnet", "ali_train_pdf.counts"):
+        shutil.copy(kaldi / name, folder)
+    (folder / "delta_opts").write_text("--delta-order=2\n")
+    expected = dict(iterate_matrices(kaldi / "cnn.test3.loglikes.ark"))
+    data.mkdir()
+    lines = map(str.split, (shared / "fsdd/test/feats.scp").read_text().splitlines())
+    (data / "feats.scp").write_text("".join(f"{k} {shared / 'fsdd/test' / v}\n" for k, v in lines if k in expected))
+    assert run_cli("import-nnet1", folder, "--out", tmp_path / "run").exit_code == 0
+    assert run_cli("decode-prep", tmp_path / "run", "--data", data, "--out", tmp_path / "out").exit_code == 0
+    found = dict(iterate_matrices(tmp_path / "out/loglikes.ark"))
+    assert found.keys() == expected.keys() and len(found) == 3
+    for utterance, values in found.items():
+        np.testing.assert_allclose(values, expected[utterance], rtol=0, atol=2e-6 * np.abs(values).max())
+    (folder / "delta_opts").unlink()
+    assert run_cli("import-nnet1", folder, "--out", tmp_path / "statics").exit_code == 0
+    refused = run_cli("decode-prep", tmp_path / "statics", "--data", data, "--out", tmp_path / "none")
+    assert refused.exit_code == 2 and not (tmp_path / "none").exists()
+    assert "the features have 40 dims, the model was trained on 120" in refused.stderr
+    assert "may lack its deltas (delta_opts in its directory)" in refused.stderr
