@@ -25,6 +25,7 @@ from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.recipe.section import as_list
 from ddnn.recipe.source import format_value, listed
 from ddnn.training import options
+from ddnn.training.network_layers import network_layers
 from ddnn.training.pretraining import load_dbn
 from ddnn.training.run_dir import load_run
 from ddnn.training.run_status import CV_UTTERANCES, FINAL, RECIPE, newest_checkpoint
@@ -161,7 +162,7 @@ def initial_model(
         dbn = load_dbn(recipe, recipe.pretrain.dbn)
         dbn.check_features(data.dataset.dim, recipe.pretrain.dbn)
     transform = data.input_transform(comm) if dbn is None else dbn.transform.to(CPU)
-    layers = options.network_layers(recipe, transform.output_dim, data.index.num_pdfs, on_dbn=dbn is not None)
+    layers = network_layers(recipe, transform.output_dim, data.index.num_pdfs, on_dbn=dbn is not None)
     network = Network(layers)
     initialize(network, recipe.seed)
     if dbn is not None:
@@ -177,7 +178,7 @@ def _continued(recipe: Recipe, init: TrainedModelConfig, model: AcousticModel, d
         log.info("training starts from the network of %s", init.model)
         return replace(model, transition_digest=tree or model.transition_digest)
     *hidden, _ = model.network.layers
-    network = Network((*hidden, options.network_layers(recipe, model.transform.output_dim, pdfs)[-1]))
+    network = Network((*hidden, network_layers(recipe, model.transform.output_dim, pdfs)[-1]))
     initialize(network, recipe.seed)
     lower = sum(layer.num_parameters for layer in hidden)
     network.load_lower_layers(Network(hidden, model.network.parameters[:lower]))

@@ -53,6 +53,7 @@ from ddnn.training.initial_model import (
     with_initial_model,
 )
 from ddnn.training.metrics import EndReason, EventRow, StartRow
+from ddnn.training.network_layers import frozen_layers
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
 from ddnn.training.run_dir import RunDir, open_run_dir
@@ -296,7 +297,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
         run.record(resume_event(loaded, run, comm))
     run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
     run.write_cv_utterances(data.cv_utterances())
-    network = model.network.to(job.device).with_frozen(options.frozen_layers(recipe, model.network.layers))
+    network = model.network.to(job.device).with_frozen(frozen_layers(recipe, model.network.layers))
     model = replace(model, transform=model.transform.to(job.device), network=network)
     trainer = assemble_trainer(job, model, data, identity, checkpoints, loaded)
     # Only now: a resume that is refused changes nothing.

@@ -12,15 +12,15 @@ CHOOSING = {"nn/arithmetic.py", "nn/kernels/__init__.py"}
 """Where the arithmetics and their kernels are."""
 MAY_ASK = CHOOSING | {"nn/precision.py", "nn/network.py"}
 """Where they are chosen, and given memory."""
-AFFINE = {"nn/layers.py", "training/pretraining.py", "nn/rbm.py"}
-"""Where a layer may be known to be affine: its class, and RBMs, which become such layers."""
+AFFINE = {"nn/layers.py", "training/pretraining.py", "training/network_layers.py", "nn/rbm.py"}
+"""Where a layer may be known to be affine: its class, RBMs, which become such layers, and what makes them of a recipe."""
 
 QUESTIONS = {
     r"\b(?:kernels|low|bf16_copy|low_gradient) is (?:not )?None\b": CHOOSING,
     r"\bif (?:not )?(?:\w+\.)*(?:kernels|low)\b": CHOOSING,
     r"\bload_library\(": CHOOSING,
     r"\b(?:is|=)instance\([^()]*(?:Float32|BFloat16)": set(),
-    r"\bisinstance\([^()]*\b(?:Affine|Layer)\b": set(),
+    r"\bisinstance\([^()]*\b(?:Affine|Layer)\b": {"training/network_layers.py"},
     r"\.activation\b": AFFINE | {"recipe"},
     r"\bAffine\(": AFFINE,
     r"\._version\b|increment_version": set(),

@@ -271,7 +271,7 @@ def test_a_training_with_dropout_resumes_to_the_same_bits(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "network_layers", dropout_network)
-    monkeypatch.setattr("ddnn.training.initial_model.options.network_layers", dropout_network)
+    monkeypatch.setattr("ddnn.training.initial_model.network_layers", dropout_network)
     features, labels = labelled_utterances()
     data, pdfs = write_data_dir(tmp_path / "data", features), write_pdfs(tmp_path / "pdfs.txt", labels)
     recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml", data, pdfs, f"optimizer: {{{optimizer}}}\n"))

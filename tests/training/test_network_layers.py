@@ -19,7 +19,8 @@ from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, num_parameters
 from ddnn.nn.network import Network, initialize
 from ddnn.recipe.load import load_recipe
-from ddnn.training.options import footprint, frozen_layers, network_layers
+from ddnn.training.network_layers import frozen_layers, network_layers
+from ddnn.training.options import footprint
 from ddnn.util.errors import RecipeError
 
 FSDD = "[{conv: {filters: 32, patch: 8, pool: 3}}, {conv: {filters: 64, patch: 4%s}}, {affine: 256, repeat: 3}]"

@@ -16,7 +16,7 @@ from ddnn.nn.layer import Layer
 from ddnn.nn.layers import LAYERS, Affine
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.training import job, options
+from ddnn.training import initial_model, options
 from ddnn.training.evaluation import evaluate_run
 from ddnn.training.job import run_training
 from ddnn.training.run_dir import load_run
@@ -39,9 +39,8 @@ def test_a_network_of_toys_is_trained_stopped_resumed_and_evaluated(
 ) -> None:
     for kind, layer in TOYS.items():
         monkeypatch.setitem(LAYERS, kind, layer)
-    for module in (job, options):
-        if hasattr(module, "network_layers"):
-            monkeypatch.setattr(module, "network_layers", toy_network)
+    for module in (initial_model, options):
+        monkeypatch.setattr(module, "network_layers", toy_network)
     features, labels = labelled_utterances()
     data, pdfs = write_data_dir(tmp_path / "data", features), write_pdfs(tmp_path / "pdfs.txt", labels)
     recipe = load_recipe(

@@ -1,0 +1,148 @@
+"""From `model.layers` of a recipe to the layers of a network, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling, Pooling
+from ddnn.nn.elementwise import Activation, Dropout, Elementwise, ParametricRelu, Scale, Shift
+from ddnn.nn.layer import Layer
+from ddnn.nn.layers import (
+    Affine,
+    check_layers,
+    layer_from_config,
+    mlp_layers,
+)
+from ddnn.recipe.layers import (
+    ActivationLayerConfig,
+    AffineLayerConfig,
+    Axes,
+    ConvLayerConfig,
+    DropoutLayerConfig,
+    LayerConfig,
+    PoolLayerConfig,
+    ScaleAndShiftLayerConfig,
+    StoredLayerConfig,
+    layer_name,
+    near,
+    next_axes,
+    numbered,
+)
+from ddnn.recipe.schema import Recipe
+from ddnn.util.errors import RecipeError
+
+
+def network_layers(recipe: Recipe, input_dim: int, num_pdfs: int, *, on_dbn: bool = False) -> tuple[Layer, ...]:
+    """The recipe's network on `input_dim` values a frame, which are ordered, from slow to fast, by frame offset, order of
+    the deltas, and band: first to last, the output layer included. RecipeError: as of `hidden_layers`."""
+    if recipe.model.layers is None:
+        model = recipe.model
+        return mlp_layers(input_dim, model.hidden_layers, model.hidden_units, num_pdfs, model.activation, on_dbn=on_dbn)
+    hidden = tuple(chain.from_iterable(hidden_layers(recipe, input_dim)))
+    return (*hidden, *mlp_layers(hidden[-1].output_dim if hidden else input_dim, 0, 0, num_pdfs))
+
+
+def frozen_layers(recipe: Recipe, layers: Sequence[Layer]) -> frozenset[int]:
+    """Which of the network's layers, by number, `model.freeze` names."""
+    numbers = frozenset(recipe.model.freeze or ())
+    if recipe.model.layers is None or not numbers:
+        return numbers
+    made = [*hidden_layers(recipe, layers[0].input_dim), layers[-1:]]
+    counted = [number for number, parts in enumerate(made) for _ in parts]
+    return frozenset(i for i, number in enumerate(counted) if number in numbers)
+
+
+def hidden_layers(recipe: Recipe, input_dim: int) -> Iterator[tuple[Layer, ...]]:
+    """Of each layer of `model.layers`, as `model.freeze` counts them, the layers of the network that it is, on `input_dim`
+    values a frame. RecipeError: sizes do not fit, with the nearest that do."""
+    model, data = recipe.model, recipe.data
+    static = input_dim // ((2 * data.splice + 1) * (data.deltas + 1))
+    bands, first = model.bands or static, True
+    if static % bands:
+        message = f"{bands} found, which does not divide the {static} dims of the features; {near(static, bands)} do"
+        raise RecipeError(message, location="model.bands")
+    axes = Axes(input_dim, bands)
+    for number, (_, layer) in enumerate(numbered(model.layers or ())):
+        try:
+            made, above = _made(layer, axes, first_convolution=first)
+            check_layers(made)
+        except (KeyError, TypeError, ValueError) as error:
+            text = f"no key {error}" if isinstance(error, KeyError) else str(error)
+            raise RecipeError(f"{layer_name(number, layer)}: {text}"[:500], location="model.layers") from error
+        axes, first = above, first and not any(isinstance(part, Convolution) for part in made)
+        yield made
+
+
+def _made(layer: LayerConfig, below: Axes, *, first_convolution: bool) -> tuple[tuple[Layer, ...], Axes]:
+    """What one layer of `model.layers` is above these axes, and the axes above it."""
+    axes, dim = next_axes(layer, below), below.dim or 0
+    if isinstance(layer, AffineLayerConfig):
+        coef, function = layer.learn_rate_coef, "linear" if layer.activation == "prelu" else layer.activation
+        affine = Affine(dim, layer.units, function, coef, coef, layer.max_norm)
+        slopes = _activation("prelu", layer.units, coef) if layer.activation == "prelu" else ()
+        return (affine, *slopes, *_dropout(layer.units, layer.dropout)), axes
+    if isinstance(layer, ConvLayerConfig):
+        return _convolution(layer, below, axes, first=first_convolution), axes
+    if isinstance(layer, PoolLayerConfig):
+        return (POOLING[layer.kind](dim, layer.size, layer.step or layer.size, below.filters or 0),), axes
+    if isinstance(layer, ScaleAndShiftLayerConfig):
+        return (Scale(dim, layer.learn_rate_coef), Shift(dim, layer.learn_rate_coef)), axes
+    if isinstance(layer, DropoutLayerConfig):
+        return (Dropout(dim, layer.rate),), axes
+    if isinstance(layer, ActivationLayerConfig):
+        return _activation(layer.activation, dim), axes
+    assert isinstance(layer, StoredLayerConfig)
+    stored = layer_from_config(layer.config)
+    if stored.must_be_last:
+        raise ValueError(f"{stored.label} found below other layers, expected only of the last, which is added")
+    if stored.input_dim != dim:
+        raise ValueError(f"{stored.label}, which reads {stored.input_dim} dims, found above a layer that gives {dim}")
+    if isinstance(stored, Elementwise):
+        return (stored,), below
+    patches, filters = stored.out_shape if isinstance(stored, Convolution | Pooling) else (0, 0)
+    return (stored,), Axes(stored.output_dim, patches, filters)
+
+
+POOLING: dict[str, type[Pooling]] = {"max": MaxPooling, "average": AveragePooling}
+
+
+def _convolution(layer: ConvLayerConfig, below: Axes, above: Axes, *, first: bool) -> tuple[Layer, ...]:
+    """A convolution as Kaldi's make_cnn_proto.py makes one, with what follows it; `first`: of the network."""
+    assert below.dim and below.bands and above.dim
+    patch, step, stride = layer.patch, layer.step, below.bands
+    if below.filters and layer.layout == "frequency":  # each band is as many values wide as there are filters below
+        patch, step, stride = patch * below.filters, step * below.filters, below.dim
+    filters, coef, rectified = layer.filters, layer.learn_rate_coef, layer.activation in ("relu", "prelu")
+    he = math.sqrt(2.0 / (below.dim // stride * patch))
+    mean, width = (0.0, 0.0) if layer.activation != "sigmoid" else (-1.0, 2.0) if first else (-2.0, 4.0)
+    convolution = Convolution(
+        *(below.dim, patch, step, stride, filters, coef, coef),
+        max_norm=_given(layer.max_norm, 30.0 if first else 50.0),
+        weight_stddev=_given(layer.weight_stddev, he if rectified else 0.02 if first else 0.1),
+        bias_mean=_given(layer.bias_mean, mean),
+        bias_range=_given(layer.bias_range, width),
+    )
+    made: list[Layer] = [convolution]
+    if layer.pool > 1:
+        made.append(
+            POOLING[layer.pool_kind](convolution.output_dim, layer.pool, layer.pool_step or layer.pool, filters)
+        )
+    if layer.scale_and_shift:
+        made += [Scale(above.dim, coef), Shift(above.dim, coef)]
+    return (*made, *_activation(layer.activation, above.dim, coef), *_dropout(above.dim, layer.dropout))
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _activation(function: str, width: int, coef: float = 1.0) -> tuple[Layer, ...]:
+    if function == "prelu":  # He et al. 2015: the slope for negative inputs is trained, from 0.25 on
+        return (ParametricRelu(width, beta_learn_rate_coef=coef, beta=0.25),)
+    return () if function == "linear" else (Activation(width, function),)
+
+
+def _dropout(width: int, rate: float) -> tuple[Layer, ...]:
+    return (Dropout(width, rate),) if rate else ()
