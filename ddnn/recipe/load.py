@@ -14,7 +14,15 @@ from pydantic_core import ErrorDetails
 
 from ddnn.recipe import source
 from ddnn.recipe.keys import REQUIRED, keys, keys_of, read_layers, sections, suggest_key
-from ddnn.recipe.layers import ConvLayerConfig, LayerConfig, shape_problem, written
+from ddnn.recipe.layers import (
+    AffineLayerConfig,
+    ConvLayerConfig,
+    LayerConfig,
+    layer_name,
+    numbered,
+    shape_problem,
+    written,
+)
 from ddnn.recipe.schema import (
     VARIANTS,
     CrossValidationConfig,
@@ -462,8 +470,6 @@ def _model(recipe: Recipe) -> Iterator[Complaint]:
     if convolutions and recipe.data.transforms is not None and not model.allow_any_features:
         why = "a convolution moves along frequency, which features have no axis of after LDA or fMLLR (data.transforms)"
         yield LAYERS_KEY, f"{why}; take filter banks, affine layers, or set model.allow_any_features: true"
-    if model.layers is not None and recipe.init == "rbm":
-        yield "init", f"rbm found beside {LAYERS_KEY}; RBMs are for model.hidden_layers equal layers of sigmoids"
 
 
 def _unread_model(model: ModelConfig) -> tuple[str, ...]:
@@ -511,6 +517,10 @@ def _unread_pretrain(recipe: Recipe) -> dict[str, str]:
         of_making = [key for key in PretrainConfig.model_fields if key not in ("dbn", "feature_transform")]
         return dict.fromkeys(of_making, "pretrain.dbn names a finished DBN")
     unread = {"feature_transform": "there is no pretrain.dbn"}
+    if recipe.model.layers_below_rbms():
+        unread["gaussian_learning_rate"] = "the visible units of the lowest RBM are those of a convolution"
+    else:
+        unread["below"] = "all hidden layers come from RBMs"
     by_hours = (
         {} if recipe.pretrain.epochs is None else dict.fromkeys(("hours", "max_epochs"), "pretrain.epochs is given")
     )
@@ -523,13 +533,22 @@ def _pretrain(recipe: Recipe) -> Iterator[Complaint]:
             yield f"pretrain.{key}", f"never read, as {why}; remove it or set it to null"
     if recipe.init != "rbm":
         return
-    layers, activation, epochs = recipe.model.hidden_layers, recipe.model.activation, recipe.pretrain.epochs
-    if activation != "sigmoid":
-        yield "model.activation", f"{activation} found, expected sigmoid: RBMs have binary hidden units"
+    model, layers, epochs = recipe.model, len(recipe.model.rbm_units()), recipe.pretrain.epochs
+    why = "expected sigmoid: RBMs have binary hidden units"
+    if model.layers is None and model.activation != "sigmoid":
+        yield "model.activation", f"{model.activation} found, {why}"
+    for number, (_, layer) in list(enumerate(numbered(model.layers or ())))[model.layers_below_rbms() :]:
+        if isinstance(layer, AffineLayerConfig) and layer.activation != "sigmoid":
+            yield LAYERS_KEY, f"{layer_name(number, layer)}: {layer.activation} found, {why}"
     if epochs is not None and len(epochs) > layers > 0:
         yield "pretrain.epochs", f"{len(epochs)} numbers found, expected at most one for each of {layers} RBMs"
-    if layers == 0:
+    if layers == 0 and model.layers is None:
         yield "model.hidden_layers", "0 found, expected 1 or more: there is nothing to pretrain"
+    elif layers == 0:
+        yield LAYERS_KEY, "no affine layer at the end: there is nothing to pretrain"
+    elif model.layers_below_rbms() and recipe.pretrain.below is None and recipe.pretrain.dbn is None:
+        hint = "train the network with init: random first, and name its run dir"
+        yield "pretrain.below", f"not given, but there are other layers below those of the RBMs: {hint}"
 
 
 def _unread_parallel(parallel: ParallelConfig) -> dict[str, str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ddnn.recipe.layers import AnyLayerConfig, describe_layer
+from ddnn.recipe.layers import AffineLayerConfig, AnyLayerConfig, describe_layer
 from ddnn.recipe.section import (
     EITHER,
     MAPPING,
@@ -126,6 +127,18 @@ class ModelConfig(Section):
         if self.layers is not None:
             return ", ".join(map(describe_layer, self.layers)) or "no hidden layers"
         return f"{self.hidden_layers} x {self.hidden_units} {self.activation}"
+
+    def rbm_units(self) -> list[int]:
+        """Hidden units of RBMs, lowest first: of all hidden layers, or of the affine ones at the end of `layers`."""
+        if self.layers is None:
+            return [self.hidden_units] * self.hidden_layers
+        above = takewhile(lambda layer: isinstance(layer, AffineLayerConfig), reversed(self.layers))
+        units = [layer.units for layer in above if isinstance(layer, AffineLayerConfig) for _ in range(layer.repeat)]
+        return units[::-1]
+
+    def layers_below_rbms(self) -> int:
+        """How many layers, as `freeze` counts them, are below those of `rbm_units`."""
+        return sum(self.layer_counts()) - len(self.rbm_units())
 
     def layer_counts(self) -> list[int]:
         """Of each of `layers`, or of each hidden layer, how often it is repeated."""
@@ -281,6 +294,10 @@ class PretrainConfig(Section):
     """A pretrained DBN: a dir of `ddnn pretrain`, or Kaldi's `N.dbn`. Not given: `ddnn train` pretrains one."""
     feature_transform: Path | None = None
     """The `final.feature_transform` of a Kaldi `.dbn` file."""
+    below: Path | None = None
+    """If `model.layers` has convolutions: run dir of a network that was trained with the same ones. RBMs are trained for
+    the affine layers at the end of `model.layers`, on the outputs of that network's layers below them, which are then
+    trained further with them: docs/layers.md."""
     epochs: Annotated[list[Count], Field(min_length=1)] | None = None
     """Epochs for each RBM, lowest first; the last number applies to all further RBMs."""
     hours: Positive = 100.0
@@ -292,7 +309,8 @@ class PretrainConfig(Section):
     minibatch_size: Count = 100
     """Frames in a minibatch of pretraining."""
     gaussian_learning_rate: Positive = 0.01
-    """Learning rate of the lowest RBM, which has Gaussian visible units."""
+    """Learning rate of the lowest RBM, which has Gaussian visible units; above a convolution it has not, and
+    `learning_rate`."""
     learning_rate: Positive = 0.4
     """Learning rate of the other RBMs."""
     l2: NotNegative = 2e-4

@@ -41,7 +41,7 @@ def network_layers(recipe: Recipe, input_dim: int, num_pdfs: int, *, on_dbn: boo
         model = recipe.model
         return mlp_layers(input_dim, model.hidden_layers, model.hidden_units, num_pdfs, model.activation, on_dbn=on_dbn)
     hidden = tuple(chain.from_iterable(hidden_layers(recipe, input_dim)))
-    return (*hidden, *mlp_layers(hidden[-1].output_dim if hidden else input_dim, 0, 0, num_pdfs))
+    return (*hidden, *mlp_layers(hidden[-1].output_dim if hidden else input_dim, 0, 0, num_pdfs, on_dbn=on_dbn))
 
 
 def frozen_layers(recipe: Recipe, layers: Sequence[Layer]) -> frozenset[int]:

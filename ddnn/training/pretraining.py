@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model
-from ddnn.nn.layers import Affine
+from ddnn.nn.elementwise import Dropout
+from ddnn.nn.layer import Layer
+from ddnn.nn.layers import Affine, num_parameters
 from ddnn.nn.network import Network, Workspace
 from ddnn.nn.rbm import Cd1Options, Rbm, cd1_step
 from ddnn.recipe.load import dump_recipe
@@ -41,8 +44,10 @@ from ddnn.recipe.schema import (
 )
 from ddnn.training.checkpoint import CheckpointHandle, prefixed, unprefixed
 from ddnn.training.metrics import PretrainRow, throughput
+from ddnn.training.network_layers import network_layers
 from ddnn.training.options import model_features
 from ddnn.training.resume import check_same_data
+from ddnn.training.run_dir import load_run
 from ddnn.training.run_status import DBN
 from ddnn.training.state import CheckpointPolicy, TrainingProgress
 from ddnn.util.errors import DataError, DivergedError
@@ -56,19 +61,22 @@ LEARNED_RATIO = 0.99  # to the error of the data's mean
 MIN_MINIBATCHES = 100  # of a worker, before an RBM can have learned: sound ones took 20 to 80
 
 
-def epochs_for_rbm(config: PretrainConfig, index: int, frames: int) -> int:
+ABOVE_CONVOLUTION_STDDEV = 0.05  # of the initial weights, as Kaldi's run_cnn.sh; else 0.1
+
+
+def epochs_for_rbm(config: PretrainConfig, index: int, frames: int, *, gauss: bool) -> int:
     """How often RBM `index` (0 is the lowest) sees the `frames` of the corpus, at least once. From `epochs` (its last
-    number serves all further RBMs), else from `hours` of speech, the Gaussian RBM twice as many, at most
+    number serves all further RBMs), else from `hours` of speech, a Gaussian RBM twice as many, at most
     `max_epochs`."""
     if config.epochs is not None:
         return config.epochs[min(index, len(config.epochs) - 1)]
-    epochs = (2 if index == 0 else 1) * max(1, round(config.hours * FRAMES_PER_HOUR / frames))
+    epochs = (2 if gauss else 1) * max(1, round(config.hours * FRAMES_PER_HOUR / frames))
     return min(epochs, config.max_epochs)
 
 
 class RbmTrainer:
-    """All parts of the training of RBM `index` (from 0) on this worker: on the outputs of the layers `below` it,
-    untrained. `error`, `frames`: reconstruction error of the epoch under way on this worker, 0-dim float64, and its
+    """All parts of the training of RBM `index` (from 0) on this worker: on the outputs of the layers `below` it, or on the
+    features, untrained. `error`, `frames`: reconstruction error of the epoch under way on this worker, 0-dim float64, and its
     frames. `total_error`, `total_frames`: of all finished epochs and workers. `mean_error`: per frame, of a
     reconstruction by the mean of the data."""
 
@@ -81,13 +89,18 @@ class RbmTrainer:
         config, device, comm = recipe.pretrain, frames.indices.device, checkpoints.comm
         seed = (recipe.seed * 1_000_003 + 7919 * (index + 1)) % 2**63
         self.generator = torch.Generator(device).manual_seed(seed)
-        visible = below.network.output_dim if index else below.transform.output_dim
+        gauss, units = not below.network.layers, recipe.model.rbm_units()
+        visible = below.transform.output_dim if gauss else below.network.output_dim
         mean, variance = visible_statistics(below, frames, comm)
         self.mean_error = 0.5 * variance
-        self.rate_key = "learning_rate" if index else "gaussian_learning_rate"
+        self.rate_key = "gaussian_learning_rate" if gauss else "learning_rate"
         rate = getattr(config, self.rate_key)
         self.options = Cd1Options(rate, l2=config.l2, kaldi_momentum=config.kaldi_momentum)
-        self.rbm = Rbm(visible, recipe.model.hidden_units, self.generator, mean if index else None)
+        on_convolution = recipe.pretrain.below is not None
+        # On a convolution the visible biases of the first RBM begin at 0, those of others at the logit of the mean.
+        visible_mean = None if gauss else mean if index else torch.full_like(mean, 0.5)
+        stddev = {"stddev": ABOVE_CONVOLUTION_STDDEV} if on_convolution else {}
+        self.rbm = Rbm(visible, units[index], self.generator, visible_mean, **stddev)
         self.max_error = EXPLODED_RATIO * self.rbm.untrained_error(variance)
         if comm.rank:  # another draw of the hidden units; an odd factor keeps the ranks apart
             self.generator.manual_seed((seed + comm.rank * 2_654_435_761) % 2**63)
@@ -96,7 +109,8 @@ class RbmTrainer:
         period, transport = recipe.parallel.averaging_period, recipe.parallel.gpu_transport
         averaging = AveragingOptions(averaging_period=period, scale_learning_rate=False, gpu_transport=transport)
         self.averager = make_averager(averaging, comm, self.rbm, self.rbm)
-        self.num_epochs = epochs_for_rbm(config, index, int(sum(comm.all_gather_object(len(frames)))))
+        total_frames = int(sum(comm.all_gather_object(len(frames))))
+        self.num_epochs = epochs_for_rbm(config, index, total_frames, gauss=gauss)
         self.error = torch.zeros((), dtype=torch.float64, device=self.rbm.parameters.device)
         self.frames, self.total_error, self.total_frames, self.epoch_seconds = 0, 0.0, 0, math.nan
 
@@ -170,7 +184,7 @@ class RbmTrainer:
         if not self.finished or error < LEARNED_RATIO * self.mean_error:
             return
         longer = f"train it on more than {self.rbm.frames} frames (pretrain.epochs), or take less than "
-        longer += f"{len(self.rbm.hidden_bias)} model.hidden_units"
+        longer += f"{len(self.rbm.hidden_bias)} hidden units"
         hint = self.lower_rate() if self.options.rate > self.default_rate else longer
         if self.rbm.frames >= MIN_MINIBATCHES * self.inputs.batch_size:
             raise DivergedError(f"the pretraining diverged, an RBM has learned nothing: {figures}", hint=hint)
@@ -309,15 +323,14 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
     DataError: the run dir has RBMs for other features, or a checkpoint from other data. DivergedError: an RBM diverged.
     UserError: the disk is full. TrainingInterrupted: the pretraining was asked to stop; a checkpoint was written."""
     run, comm = checkpoints.run, checkpoints.comm
-    device, num_rbms, utterances = data.device, recipe.model.hidden_layers, range(len(data.dataset.utterances))
+    device, num_rbms, utterances = data.device, len(recipe.model.rbm_units()), range(len(data.dataset.utterances))
     frames = FrameSubset(data.dataset, data.dataset.rows_of(utterances).to(device))
-    transform = data.input_transform(comm, all_utterances=True).to(device)
     data.require_minibatch("pretrain.minibatch_size", recipe.pretrain.minibatch_size, data.shards)
     handle, identity = checkpoints.store.latest(), data.identity(comm).of("data.train")  # no label is read
     if handle is not None:
         with run.may_refuse_resume(comm):
             check_same_data(handle.metadata.get("data"), identity, recipe, handle.path)
-    dbn = AcousticModel(model_features(recipe), transform, Network((), torch.zeros(0, device=device)))
+    dbn = _below(recipe, data, comm).to(device)
     for index in range(num_rbms):
         path = run.path / f"rbm{index + 1}.safetensors"
         if comm.all_gather_object(comm.rank == 0 and path.exists())[0]:
@@ -342,6 +355,36 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
             save_model(path, dbn)
     run.finish(dbn)
     return dbn
+
+
+def _below(recipe: Recipe, data: TrainingData, comm: Communicator) -> AcousticModel:
+    """What the lowest RBM stands on: the spliced, normalized features, or the layers of `pretrain.below`, with its input.
+    Collective. DataError: that network does not fit the recipe."""
+    if recipe.pretrain.below is None:
+        transform = data.input_transform(comm, all_utterances=True)
+        return AcousticModel(model_features(recipe), transform, Network(()))
+    model = lower_layers(recipe)
+    model.check_features(data.dataset.dim, recipe.pretrain.below)
+    return model
+
+
+def lower_layers(recipe: Recipe) -> AcousticModel:
+    """The layers of `pretrain.below` that RBMs stand on, as those of `model.layers` below its last affine ones. DataError:
+    there is no such network, or it has other layers or another input than the recipe."""
+    assert recipe.pretrain.below is not None
+    location = recipe.pretrain.below
+    model = load_run(location)
+    *found, _ = without_dropout(model.network.layers)
+    *wanted, _ = without_dropout(network_layers(recipe, model.transform.output_dim, 1))
+    count = len(wanted) - len(recipe.model.rbm_units())
+    _check_made_with(recipe, model, found[:count], wanted[:count], "the network", location)
+    size = num_parameters(wanted[:count])
+    return replace(model, network=Network(wanted[:count], model.network.parameters[:size].clone()))
+
+
+def without_dropout(layers: Sequence[Layer]) -> list[Layer]:
+    """A network's layers but for dropout, which has no parameters: the others have the same part of the flat buffer."""
+    return [layer for layer in layers if layer.kind != Dropout.kind]
 
 
 def append_rbm(below: AcousticModel, rbm: Rbm) -> AcousticModel:
@@ -380,16 +423,28 @@ def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
         front = recipe.pretrain.feature_transform
         components = read_nnet1(front) if front is not None else ()
         dbn = from_nnet1(read_nnet1(source), components, location=source, features=model_features(recipe))
-    model, splice = recipe.model, recipe.data.splice
-    layers = [f"{layer.output_dim} {layer.label}" for layer in dbn.network.layers]
-    wanted_layers = [f"{model.hidden_units} {model.activation}"] * model.hidden_layers
-    for key, found, expected in (
-        ("model", ", ".join(layers), ", ".join(wanted_layers)),
-        ("data.splice", dbn.transform.offsets, tuple(range(-splice, splice + 1))),
-        ("data.cmvn, data.deltas and data.transforms", dbn.features, model_features(recipe)),
-        ("data.normalize", dbn.transform.scale is not None, recipe.data.normalize),
-    ):
-        if found != expected:
-            hint = f"set {key} to what the DBN was trained with"
-            raise DataError(f"the DBN was trained with {found}, the recipe has {expected}", location=source, hint=hint)
+    *wanted, _ = network_layers(recipe, dbn.transform.output_dim, 1, on_dbn=True)
+    _check_made_with(recipe, dbn, dbn.network.layers, wanted, "the DBN", source)
     return dbn
+
+
+def _check_made_with(
+    recipe: Recipe, model: AcousticModel, layers: Sequence[Layer], wanted: Sequence[Layer], name: str, location: Path
+) -> None:
+    """DataError where `layers`, of this model, are not the ones that the recipe wants, but for dropout, or its input is
+    not the recipe's."""
+    splice = recipe.data.splice
+    both = [without_dropout(each) for each in (layers, wanted)]
+    texts = [", ".join(f"{one.output_dim} {one.label}" for one in each) for each in both]
+    if texts[0] == texts[1]:  # rates and initial values may differ, sizes not
+        sizes = [[{k: v for k, v in one.config().items() if not isinstance(v, float)} for one in each] for each in both]
+        texts = [", ".join(map(str, each)) for each in sizes] if sizes[0] != sizes[1] else texts
+    for key, had, has in (
+        ("model", *texts),
+        ("data.splice", model.transform.offsets, tuple(range(-splice, splice + 1))),
+        ("data.cmvn, data.deltas and data.transforms", model.features, model_features(recipe)),
+        ("data.normalize", model.transform.scale is not None, recipe.data.normalize),
+    ):
+        if had != has:
+            hint = f"set {key} to what {name} was trained with"
+            raise DataError(f"{name} was trained with {had}, the recipe has {has}", location=location, hint=hint)

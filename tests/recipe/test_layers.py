@@ -243,7 +243,6 @@ def test_sizes_that_do_not_fit(tmp_path: Path, bands: int, items: list[str], sai
         ),
         ("model: {bands: 3}", "model.bands: never read without model.layers; remove it or set it to null  [line 2]"),
         ("model: {allow_any_features: true}", "model.allow_any_features: never read without model.layers; remove it"),
-        ("model: {layers: [affine: 3]}\ninit: rbm", "init: rbm found beside model.layers; RBMs are for "),
         (
             "model: {layers: [{affine: 3, repeat: 2}, dropout: 0.1], freeze: [4]}",
             "model.freeze: 4 found, expected 0 (the first hidden layer) to 3 (the output layer)",

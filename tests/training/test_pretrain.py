@@ -287,15 +287,18 @@ def test_nothing_to_pretrain(recipe: Path, tmp_path: Path) -> None:
 
 
 def test_hours_become_epochs() -> None:
-    three_hundred_hours = 300 * pretraining.FRAMES_PER_HOUR
+    def epochs(frames: int, count: int = 3, gauss: bool = True, **config: Any) -> list[int]:
+        of = pretraining.epochs_for_rbm
+        return [of(PretrainConfig(**config), k, frames, gauss=gauss and k == 0) for k in range(count)]
+
     for hours in (300, 100):
-        epochs = [pretraining.epochs_for_rbm(PretrainConfig(hours=hours), k, three_hundred_hours) for k in range(3)]
-        assert epochs == [2, 1, 1], "the Gauss RBM twice as many"
-    an4, epochs_of = 253_682, pretraining.epochs_for_rbm
-    assert [epochs_of(PretrainConfig(), k, an4) for k in range(3)] == [20, 20, 20], "100 hours would be 284 and 142"
-    assert [epochs_of(PretrainConfig(max_epochs=1000), k, an4) for k in range(3)] == [284, 142, 142]
-    assert [epochs_of(PretrainConfig(max_epochs=15), k, 10 * pretraining.FRAMES_PER_HOUR) for k in (0, 1)] == [15, 10]
-    assert [epochs_of(PretrainConfig(epochs=[100, 50]), k, 1) for k in range(4)] == [100, 50, 50, 50], "not limited"
+        assert epochs(300 * pretraining.FRAMES_PER_HOUR, hours=hours) == [2, 1, 1], "the Gauss RBM twice as many"
+    assert epochs(100 * pretraining.FRAMES_PER_HOUR, hours=300, gauss=False) == [3, 3, 3], "on a convolution"
+    an4 = 253_682
+    assert epochs(an4) == [20, 20, 20], "100 hours would be 284 and 142"
+    assert epochs(an4, max_epochs=1000) == [284, 142, 142]
+    assert epochs(10 * pretraining.FRAMES_PER_HOUR, 2, max_epochs=15) == [15, 10]
+    assert epochs(1, 4, epochs=[100, 50]) == [100, 50, 50, 50], "not limited"
 
 
 def test_the_limit_of_epochs_is_not_read_where_they_are_given(recipe: Path) -> None:
@@ -475,3 +478,87 @@ def test_a_minibatch_of_pretraining_larger_than_the_data(recipe: Path, tmp_path:
     with pytest.raises(UserError, match="480 frames do not fill one minibatch of 1000") as caught:
         run_pretraining(load_recipe(recipe, ["pretrain.minibatch_size=1000"]), tmp_path / "rbm", "cpu")
     assert caught.value.location == "pretrain.minibatch_size"
+
+
+CNN = (
+    "model: {layers: [{conv: {filters: 5, patch: 2}}, {affine: 9, dropout: 0.2}, {affine: 7}], "
+    "allow_any_features: true}\n"
+)
+
+
+@pytest.fixture
+def convolution(recipe: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A recipe of RBMs on a convolution, and the run dir of the network that it is from."""
+    text = re.sub("model: .*\n", CNN, recipe.read_text())
+    recipe.write_text(text.replace(RBM, ""))
+    run_training(load_recipe(recipe), tmp_path / "cnn", "cpu")
+    recipe.write_text(text.replace("pretrain: {", f"pretrain: {{below: {tmp_path / 'cnn'}, "))
+    return recipe, tmp_path / "cnn"
+
+
+def test_rbms_on_a_convolution(convolution: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kaldi's run_cnn.sh: Bernoulli RBMs on the network's lower layers, with its feature transform; then all is trained."""
+    recipe, cnn = convolution
+    made: list[dict[str, Any]] = []
+
+    class Untrained(Rbm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append({"gauss": self.gauss, **{k: v.clone() for k, v in self.state_dict().items()}, **vars(self)})
+            made[-1]["visible_bias"] = self.visible_bias.clone()
+            made[-1]["deviation"] = float(self.weight.std())
+
+    monkeypatch.setattr(pretraining, "Rbm", Untrained)
+    run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
+    trained, dbn = load_run(cnn), load_model(tmp_path / "rbm" / DBN)
+    assert [layer.label for layer in dbn.network.layers] == [
+        *(layer.label for layer in trained.network.layers[:4]),
+        *("sigmoid", "sigmoid"),
+    ]
+    lower = sum(layer.num_parameters for layer in trained.network.layers[:4])
+    assert torch.equal(dbn.network.parameters[:lower], trained.network.parameters[:lower])
+    assert dbn.transform.shift is not None and trained.transform.shift is not None
+    assert torch.equal(dbn.transform.shift, trained.transform.shift)
+    first, second = made
+    assert not first["gauss"] and not first["visible_bias"].any() and second["visible_bias"].any()
+    assert 0.03 < first["deviation"] < 0.07 and 0.03 < second["deviation"] < 0.07
+    lines = [json.loads(line) for line in (tmp_path / "rbm/metrics.jsonl").read_text().splitlines()]
+    assert [(m["rbm"], m["epoch"]) for m in lines] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]
+
+    settings = [f"pretrain.dbn={tmp_path / 'rbm'}", "pretrain.below=null", "pretrain.epochs=null"]
+    settings += ["pretrain.minibatch_size=null"]
+    run_training(load_recipe(recipe, settings), tmp_path / "on-dbn", "cpu")
+    run_training(load_recipe(recipe), tmp_path / "alone", "cpu")
+    networks = [load_run(tmp_path / name).network for name in ("on-dbn", "alone")]
+    assert torch.equal(networks[0].parameters, networks[1].parameters), "pretrained here or before"
+    assert networks[0].layers[-1].config()["bias_learn_rate_coef"] == 1.0
+    assert not torch.equal(networks[0].parameters[:lower], trained.network.parameters[:lower]), "all of it is trained"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("filters: 5", "filters: 6", "the network was trained with 15 conv, 15 scale, 15 shift, 15 sigmoid, the recipe"),
+        ("patch: 2}", "patch: 2, step: 2}", "the network was trained with"),
+        ("splice: 1", "splice: 0", "data.splice"),
+        ("affine: 7", "{affine: 7, activation: relu}", "layer 2 (affine): relu found, expected sigmoid: RBMs have binary"),
+        (
+            "below: ",
+            "dbn: null, below: null, feature_transform: null  # ",
+            "pretrain.below: not given, but there are other layers below those of the RBMs: train the network with init:",
+        ),
+        ("minibatch_size: 20}", "minibatch_size: 20, gaussian_learning_rate: 0.01}", "the visible units of the lowest RBM"),
+        (", {affine: 9, dropout: 0.2}, {affine: 7}", "", "no affine layer at the end: there is nothing to pretrain"),
+    ],
+)
+def test_rbms_on_another_network_are_refused(
+    convolution: tuple[Path, Path], tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    path, _ = convolution
+    text = path.read_text()
+    assert old in text
+    text = text.replace(f"{{{old}}}", new) if new.startswith("{") else text.replace(old, new)
+    path.write_text(text.replace("# ", "\n  # ") if "# " in new else text)
+    with pytest.raises(UserError) as refused:
+        run_pretraining(load_recipe(path), tmp_path / "rbm", "cpu")
+    assert said in f"{refused.value} {refused.value.hint}"
