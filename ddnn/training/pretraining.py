@@ -374,10 +374,11 @@ def lower_layers(recipe: Recipe) -> AcousticModel:
     assert recipe.pretrain.below is not None
     location = recipe.pretrain.below
     model = load_run(location)
+    _check_same_input(recipe, model, "the network", location)
     *found, _ = without_dropout(model.network.layers)
     *wanted, _ = without_dropout(network_layers(recipe, model.transform.output_dim, 1))
     count = len(wanted) - len(recipe.model.rbm_units())
-    _check_made_with(recipe, model, found[:count], wanted[:count], "the network", location)
+    _check_same_layers(found[:count], wanted[:count], "the network", location)
     size = num_parameters(wanted[:count])
     return replace(model, network=Network(wanted[:count], model.network.parameters[:size].clone()))
 
@@ -423,28 +424,34 @@ def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
         front = recipe.pretrain.feature_transform
         components = read_nnet1(front) if front is not None else ()
         dbn = from_nnet1(read_nnet1(source), components, location=source, features=model_features(recipe))
+    _check_same_input(recipe, dbn, "the DBN", source)
     *wanted, _ = network_layers(recipe, dbn.transform.output_dim, 1, on_dbn=True)
-    _check_made_with(recipe, dbn, dbn.network.layers, wanted, "the DBN", source)
+    _check_same_layers(dbn.network.layers, wanted, "the DBN", source)
     return dbn
 
 
-def _check_made_with(
-    recipe: Recipe, model: AcousticModel, layers: Sequence[Layer], wanted: Sequence[Layer], name: str, location: Path
-) -> None:
-    """DataError where `layers`, of this model, are not the ones that the recipe wants, but for dropout, or its input is
-    not the recipe's."""
+def _check_same_input(recipe: Recipe, model: AcousticModel, name: str, location: Path) -> None:
+    """DataError where a model's input is not the recipe's."""
     splice = recipe.data.splice
-    both = [without_dropout(each) for each in (layers, wanted)]
-    texts = [", ".join(f"{one.output_dim} {one.label}" for one in each) for each in both]
-    if texts[0] == texts[1]:  # rates and initial values may differ, sizes not
-        sizes = [[{k: v for k, v in one.config().items() if not isinstance(v, float)} for one in each] for each in both]
-        texts = [", ".join(map(str, each)) for each in sizes] if sizes[0] != sizes[1] else texts
-    for key, had, has in (
-        ("model", *texts),
+    for key, found, expected in (
         ("data.splice", model.transform.offsets, tuple(range(-splice, splice + 1))),
         ("data.cmvn, data.deltas and data.transforms", model.features, model_features(recipe)),
         ("data.normalize", model.transform.scale is not None, recipe.data.normalize),
     ):
-        if had != has:
-            hint = f"set {key} to what {name} was trained with"
-            raise DataError(f"{name} was trained with {had}, the recipe has {has}", location=location, hint=hint)
+        _refuse_other(name, key, found, expected, location)
+
+
+def _check_same_layers(layers: Sequence[Layer], wanted: Sequence[Layer], name: str, location: Path) -> None:
+    """DataError where `layers` are not those that are wanted, but for dropout, rates and initial values."""
+    both = [without_dropout(each) for each in (layers, wanted)]
+    texts = [", ".join(f"{one.output_dim} {one.label}" for one in each) for each in both]
+    if texts[0] == texts[1]:
+        sizes = [[{k: v for k, v in one.config().items() if not isinstance(v, float)} for one in each] for each in both]
+        texts = [", ".join(map(str, each)) for each in sizes] if sizes[0] != sizes[1] else texts
+    _refuse_other(name, "model", texts[0], texts[1], location)
+
+
+def _refuse_other(name: str, key: str, found: object, expected: object, location: Path) -> None:
+    if found != expected:
+        hint = f"set {key} to what {name} was trained with"
+        raise DataError(f"{name} was trained with {found}, the recipe has {expected}", location=location, hint=hint)
