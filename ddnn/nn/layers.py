@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddnn.kaldi import nnet1
 from ddnn.nn.arithmetic import ACTIVATIONS, Float32, matmul_out
-from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
+from ddnn.nn.convolution import AveragePooling, AveragePooling2d, Convolution, Convolution2d, MaxPooling, MaxPooling2d
 from ddnn.nn.elementwise import Activation, Copy, Dropout, LengthNorm, ParametricRelu, Scale, Shift
 from ddnn.nn.layer import (
     Gemm,
@@ -301,6 +301,9 @@ KINDS: tuple[type[Layer], ...] = (
     Convolution,
     MaxPooling,
     AveragePooling,
+    Convolution2d,
+    MaxPooling2d,
+    AveragePooling2d,
     Activation,
     Scale,
     Shift,

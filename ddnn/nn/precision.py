@@ -103,6 +103,7 @@ def allow_tf32(allow: bool, device: torch.device) -> None:
     """Float32 products on a GPU in TF32, or in float32 itself. Of this process, until it is called again."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = allow
+        torch.backends.cudnn.allow_tf32 = allow  # on by default; ddnn's convolutions are products, not cuDNN's
     elif allow:
         log.info("tf32 does nothing here: this worker computes on a CPU")
 

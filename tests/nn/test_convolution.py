@@ -13,13 +13,29 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddnn.data.dataset import splice_only
+from ddnn.data.feature_reader import FeatureConfig
+from ddnn.nn.acoustic_model import AcousticModel, to_nnet1
 from ddnn.nn.arithmetic import Float32, make_arithmetic
-from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling, Pooling
+from ddnn.nn.convolution import (
+    AveragePooling,
+    AveragePooling2d,
+    Convolution,
+    Convolution2d,
+    Filters,
+    MaxPooling,
+    MaxPooling2d,
+    Pooling,
+    Pooling2d,
+    Pools,
+)
+from ddnn.nn.elementwise import Activation
 from ddnn.nn.layer import Gemm, Layer, Params
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
 from ddnn.optim.sgd import Sgd, SgdOptions
+from ddnn.util.errors import UserError
 
 Array = NDArray[np.float64]
 
@@ -33,53 +49,75 @@ def noise(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def column(layer: Convolution, p: int, k: int) -> int:
-    """The input column that element k of a filter reads at patch p."""
-    s, i = divmod(k, layer.patch_dim)
-    return s * layer.patch_stride + p * layer.patch_step + i
+def reads(layer: Filters) -> list[list[int]]:
+    """Of each patch the columns that it reads, in the order of a filter's elements."""
+    if isinstance(layer, Convolution):
+        firsts = range(0, layer.patch_stride - layer.patch_dim + 1, layer.patch_step)
+        pieces = range(0, layer.in_features, layer.patch_stride)
+        return [[s + first + i for s in pieces for i in range(layer.patch_dim)] for first in firsts]
+    assert isinstance(layer, Convolution2d)
+    found = []
+    for t in range(0, layer.times - (layer.time_size - 1) * layer.time_dilation, layer.time_step):
+        for b in range(0, layer.bands - layer.band_size + 1, layer.band_step):
+            times = [t + i * layer.time_dilation for i in range(layer.time_size)]
+            bands, channels = range(b, b + layer.band_size), range(layer.channels)
+            if layer.channels_last:
+                found.append(
+                    [(m * layer.bands + n) * layer.channels + c for m in times for n in bands for c in channels]
+                )
+            else:
+                found.append(
+                    [(m * layer.channels + c) * layer.bands + n for m in times for c in channels for n in bands]
+                )
+    return found
 
 
-def twin_convolution(layer: Convolution, w: Array, b: Array, x: Array, d: Array) -> tuple[Array, Array, Array, Array]:
+def twin_convolution(layer: Filters, w: Array, b: Array, x: Array, d: Array) -> tuple[Array, Array, Array, Array]:
     """y, dx, dW, db, for inputs x and derivatives d of the output."""
-    filters, fan_in = w.shape
-    patches = (layer.patch_stride - layer.patch_dim) // layer.patch_step + 1
-    y = np.zeros((len(x), patches * filters))
+    patches = reads(layer)
+    y = np.zeros((len(x), len(patches) * len(w)))
     dx, dw, db = np.zeros_like(x), np.zeros_like(w), np.zeros_like(b)
     for n in range(len(x)):
-        for p in range(patches):
-            for f in range(filters):
-                out = p * filters + f
+        for p, columns in enumerate(patches):
+            for f in range(len(w)):
+                out = p * len(w) + f
                 y[n, out] += b[f]
                 db[f] += d[n, out]
-                for k in range(fan_in):
-                    c = column(layer, p, k)
+                for k, c in enumerate(columns):
                     y[n, out] += w[f, k] * x[n, c]
                     dx[n, c] += w[f, k] * d[n, out]
                     dw[f, k] += d[n, out] * x[n, c]
     return y, dx, dw, db
 
 
-def twin_pooling(layer: Pooling, x: Array, d: Array) -> tuple[Array, Array]:
+def members(layer: Pools) -> list[list[int]]:
+    """Of each output column the columns of its pool."""
+    if isinstance(layer, Pooling):
+        patches, filters = layer.in_features // layer.pool_stride, layer.pool_stride
+        firsts = range(0, patches - layer.pool_size + 1, layer.pool_step)
+        return [[(q + r) * filters + f for r in range(layer.pool_size)] for q in firsts for f in range(filters)]
+    assert isinstance(layer, Pooling2d)
+    found = []
+    for t in range(0, layer.times - layer.time_size + 1, layer.time_step):
+        for b in range(0, layer.bands - layer.band_size + 1, layer.band_step):
+            cells = [(t + i) * layer.bands + b + j for i in range(layer.time_size) for j in range(layer.band_size)]
+            found += [[cell * layer.channels + c for cell in cells] for c in range(layer.channels)]
+    return found
+
+
+def twin_pooling(layer: Pools, x: Array, d: Array) -> tuple[Array, Array]:
     """y and dx, for inputs x and derivatives d of the output."""
-    filters, patches = layer.pool_stride, x.shape[1] // layer.pool_stride
-    pools = (patches - layer.pool_size) // layer.pool_step + 1
-    y, dx, reads = np.zeros((len(x), pools * filters)), np.zeros_like(x), np.zeros(x.shape[1])
-    for q in range(pools):
-        for f in range(filters):
-            columns = [(q * layer.pool_step + r) * filters + f for r in range(layer.pool_size)]
-            reads[columns] += 1
-            for n in range(len(x)):
-                values = [x[n, c] for c in columns]
-                out = q * filters + f
-                if layer.kind == "max-pool":
-                    y[n, out] = max(-1e20, *values)
-                    for c in columns:
-                        dx[n, c] += d[n, out] * (x[n, c] == y[n, out])
-                else:
-                    y[n, out] = sum(values) / len(values)
-                    for c in columns:
-                        dx[n, c] += d[n, out] / len(values)
-    return y, dx / reads
+    pools = members(layer)
+    y, dx, times_read = np.zeros((len(x), len(pools))), np.zeros_like(x), np.zeros(x.shape[1])
+    for out, columns in enumerate(pools):
+        times_read[columns] += 1
+        for n in range(len(x)):
+            values = [x[n, c] for c in columns]
+            largest = layer.kind.startswith("max")
+            y[n, out] = max(-1e20, *values) if largest else sum(values) / len(values)
+            for c in columns:
+                dx[n, c] += d[n, out] * (x[n, c] == y[n, out] if largest else 1 / len(values))
+    return y, dx / times_read
 
 
 def run(layer: Layer, x: Tensor, d: Tensor, parameters: Tensor, a: Float32 | None = None) -> tuple[Tensor, ...]:
@@ -107,9 +145,20 @@ def convolutions() -> st.SearchStrategy[Convolution]:
     )
 
 
-@given(convolutions(), st.integers(1, 4), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
-def test_a_convolution_is_its_definition(layer: Convolution, frames: int, seed: int) -> None:
+@st.composite
+def convolutions2d(draw: st.DrawFn) -> Convolution2d:
+    count, size = st.integers(1, 3), st.integers(1, 3)
+    (times, time_size, time_step, dilation), (bands, band_size, band_step) = (
+        [draw(count), *(draw(size) for _ in range(n))] for n in (3, 2)
+    )
+    length = (time_size - 1) * dilation + 1 + (times - 1) * time_step, band_size + (bands - 1) * band_step
+    sizes = (length[0], draw(size), length[1], time_size, band_size, draw(size))
+    return Convolution2d(*sizes, time_step, band_step, dilation, draw(st.booleans()))
+
+
+@given(st.one_of(convolutions(), convolutions2d()), st.integers(1, 3), st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_a_convolution_is_its_definition(layer: Filters, frames: int, seed: int) -> None:
     x, d = noise(frames, layer.input_dim, seed=seed).double(), noise(frames, layer.output_dim, seed=seed + 1).double()
     parameters = noise(layer.num_parameters, seed=seed + 2).double()
     w, b = layer.views(parameters).values()
@@ -119,22 +168,53 @@ def test_a_convolution_is_its_definition(layer: Convolution, frames: int, seed: 
         np.testing.assert_allclose(found.numpy(), twin, rtol=1e-12, atol=1e-12)
 
 
-def pools() -> st.SearchStrategy[tuple[int, int, int, int]]:
-    """Fields of a pooling layer, whose step is at most its size."""
-    sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
-    return sizes.filter(lambda n: n[1] <= n[0]).map(lambda n: (n[3] * (n[0] + (n[2] - 1) * n[1]), n[0], n[1], n[3]))
+@st.composite
+def pooling_layers(draw: st.DrawFn, dims: int) -> tuple[int, ...]:
+    """Fields of a pooling layer over one axis or two, whose steps are at most the sizes."""
+    sizes = [draw(st.integers(1, 5 if dims == 1 else 3)) for _ in range(dims)]
+    steps = [draw(st.integers(1, size)) for size in sizes]
+    lengths = [n + (draw(st.integers(1, 4)) - 1) * step for n, step in zip(sizes, steps, strict=True)]
+    channels = draw(st.integers(1, 3))
+    return (lengths[0] * channels, *sizes, *steps, channels) if dims == 1 else (*lengths, channels, *sizes, *steps)
 
 
-@pytest.mark.parametrize("kind", [MaxPooling, AveragePooling])
-@given(fields=pools(), frames=st.integers(1, 3), seed=st.integers(0, 2**31), ties=st.booleans())
+@pytest.mark.parametrize("kind", [MaxPooling, AveragePooling, MaxPooling2d, AveragePooling2d])
+@given(data=st.data(), frames=st.integers(1, 3), seed=st.integers(0, 2**31), ties=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_pooling_is_its_definition(kind: Any, fields: tuple[int, ...], frames: int, seed: int, ties: bool) -> None:
-    layer: Pooling = kind(*fields)
+def test_pooling_is_its_definition(kind: Any, data: st.DataObject, frames: int, seed: int, ties: bool) -> None:
+    layer: Pools = kind(*data.draw(pooling_layers(1 if issubclass(kind, Pooling) else 2)))
     x, d = noise(frames, layer.input_dim, seed=seed).double(), noise(frames, layer.output_dim, seed=seed + 1).double()
     x = x.round() if ties else x
     y, grad_x, _ = run(layer, x, d, torch.empty(0))
     for found, twin in zip((y, grad_x), twin_pooling(layer, x.numpy(), d.numpy()), strict=True):
         np.testing.assert_allclose(found.numpy(), twin, rtol=1e-12, atol=1e-12)
+
+
+def test_all_of_the_time_is_a_convolution_along_frequency() -> None:
+    """Bit for bit: streams and frame offsets are alike for it."""
+    one, other = Convolution(60, 3, 1, 10, 4), Convolution2d(2, 3, 10, 2, 3, 4)
+    x, d, parameters = noise(5, 60), noise(5, one.output_dim), noise(one.num_parameters)
+    found = [run(layer, x, d, parameters, Float32()) for layer in (one, other)]
+    assert all(map(torch.equal, *found))
+
+
+def test_a_tdnn_splices_within_the_network() -> None:
+    """The frames t-1 to t+1 of the features, then of the layer below t-3, t and t+3."""
+    below, above = (
+        Convolution2d(11, 1, 5, 3, 5, 4),
+        Convolution2d(9, 4, 1, 3, 1, 6, time_dilation=3, channels_last=True),
+    )
+    network = Network((below, Activation(below.output_dim, "tanh"), above))
+    network.load_parameters(noise(network.num_parameters))
+    workspace = Workspace(network, 1)
+    workspace.x.copy_(noise(1, 55))
+    found = workspace.forward().view(3, 6)
+    (w, b), _, (w2, b2) = (tuple(views.values()) for views in network.views)
+    features = workspace.x.view(11, 5)
+    hidden = [torch.tanh(w @ features[t - 1 : t + 2].flatten() + b) for t in range(1, 10)]
+    for i, t in enumerate((3, 4, 5)):
+        spliced = torch.cat([hidden[t - 3], hidden[t], hidden[t + 3]])
+        torch.testing.assert_close(found[i], w2 @ spliced + b2, rtol=1e-5, atol=1e-5)
 
 
 def test_a_maximum_is_never_below_a_bound() -> None:
@@ -152,6 +232,10 @@ LAYERS = (
     MaxPooling(24, 3, 3, 4),
     MaxPooling(28, 4, 3, 4),
     AveragePooling(24, 2, 2, 4),
+    Convolution2d(7, 2, 6, 3, 3, 4, 2, 1),
+    Convolution2d(7, 2, 6, 3, 3, 4, 1, 3, 2, True),
+    MaxPooling2d(4, 6, 3, 2, 3, 2, 3),
+    AveragePooling2d(5, 6, 3, 3, 2, 1, 2),
 )
 
 
@@ -233,7 +317,7 @@ def natural_steps(network: Network, options: NgSgdOptions, x: Tensor, d: Tensor,
     return optimizer
 
 
-def twin_layers(layer: Convolution) -> tuple[Network, Network]:
+def twin_layers(layer: Filters) -> tuple[Network, Network]:
     """The convolution, and an affine layer of the same parameters for its rows."""
     made = Network((layer,)), Network((Affine(layer.fan_in, layer.filters, "linear"),))
     initialize(made[0], 3)
@@ -247,14 +331,13 @@ def twin_layers(layer: Convolution) -> tuple[Network, Network]:
     "layer", [Convolution(12, 4, 1, 4, 9), Convolution(30, 3, 1, 10, 9), Convolution(24, 6, 6, 24, 9)]
 )
 def test_natural_gradient_is_that_of_an_affine_layer_on_all_rows(
-    layer: Convolution, max_change: float, precision: Any
+    layer: Filters, max_change: float, precision: Any
 ) -> None:
     """Bit for bit in inputs, gammas, kappa and state, with P times the history and a P-th of the largest change; also
     without momentum and weight decay. One patch is an affine layer as it is."""
     patches, (made, other) = layer.patches, twin_layers(layer)
     x, d = noise(13, 11, layer.input_dim), noise(13, 11, layer.output_dim, seed=2)
-    columns = [[column(layer, p, k) for p in range(patches) for k in range(layer.fan_in)]]
-    rows = x[..., columns].view(13, 11 * patches, layer.fan_in)
+    rows = x[..., [c for columns in reads(layer) for c in columns]].view(13, 11 * patches, layer.fan_in)
     options = {"rank_in": 4, "rank_out": 2}
     found = natural_steps(made, NgSgdOptions(0.5, 0.1, max_change=max_change, **options), x, d, precision, 0.1)  # type: ignore[arg-type]
     options |= {"num_samples_history": patches * 2000.0, "max_change": max_change / patches}
@@ -333,6 +416,24 @@ SIZES: list[tuple[Any, tuple[Any, ...], str]] = [
     (AveragePooling, (33, 3, 3, 4), "pool_stride 4 does not divide 33 inputs; 3 and 11 would"),
     (AveragePooling, (40, 3, 4, 4), "pool_step 4 skips inputs; 1 to 3 do not"),
     (AveragePooling, (40, 3, None, 4), "pool_step None"),
+    (Convolution2d, (7, 2, 6, 8, 3, 4), "time_size 8 does not fit into 7 frames; 1 to 7 do"),
+    (Convolution2d, (7, 2, 6, 3, 3, 4, 1, 1, 4), "time_size 3 4 apart, a span of 9 does not fit into 7 frames"),
+    (
+        Convolution2d,
+        (7, 2, 6, 3, 3, 4, 3),
+        "time_size 3 moved by steps of 3 leaves 1 of 7 frames over; with this step time_size 1 and 4",
+    ),
+    (Convolution2d, (7, 2, 6, 3, 3, 4, 1, 2), "band_size 3 moved by steps of 2 leaves 1 of 6 bands over"),
+    (Convolution2d, (7, 2, 6, 3, 3, 4, 1, 1, 1, 1), "channels_last 1, expected true or false"),
+    (Convolution2d, (7, 2, 6, 3, 3, 4, 1, 1, 1, True, math.nan), "expected finite"),
+    (Convolution2d, (1000, 1000, 1000, 1, 1, 1), "inputs 1000000000, expected 1 to 1000000"),
+    (
+        MaxPooling2d,
+        (5, 6, 3, 2, 3, 2, 3),
+        "time_size 2 moved by steps of 2 leaves 1 of 5 frames over; with this step time_size 1 and 3",
+    ),
+    (MaxPooling2d, (4, 6, 3, 2, 3, 2, 4), "band_step 4 skips inputs; 1 to 3 do not"),
+    (AveragePooling2d, (4, 6, 0, 2, 3, 2, 3), "channels 0"),
 ]
 
 
@@ -340,3 +441,14 @@ SIZES: list[tuple[Any, tuple[Any, ...], str]] = [
 def test_sizes_that_do_not_fit_are_refused(kind: Any, fields: tuple[Any, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
         kind(*fields)
+
+
+@pytest.mark.parametrize(
+    "layer", [Convolution2d(7, 2, 6, 3, 3, 4), MaxPooling2d(4, 6, 3, 2, 3, 2, 3)], ids=lambda layer: layer.kind
+)
+def test_nnet1_has_nothing_over_time(layer: Layer) -> None:
+    model = AcousticModel(FeatureConfig(), splice_only(layer.input_dim, 0), Network((layer,)))
+    with pytest.raises(
+        UserError, match=f"cannot be a Kaldi nnet1 network: nnet1 has no component for a {layer.kind} layer"
+    ):
+        to_nnet1(model)

@@ -29,7 +29,7 @@ from ddnn.nn.arithmetic import Precision, make_arithmetic, matmul_out, supports_
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
-from ddnn.nn.precision import AVX512_BF16_SPEEDUP, bf16_error, bf16_is_fast, choose_arithmetic
+from ddnn.nn.precision import AVX512_BF16_SPEEDUP, allow_tf32, bf16_error, bf16_is_fast, choose_arithmetic
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.step import EagerStep
@@ -410,3 +410,16 @@ def test_all_workers_check_bf16(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     comm = OtherWorkers(1, [FAST, FAST], ["it cannot", None])
     assert choose_arithmetic("bf16", Network(AN4), 256, comm).precision == "float32"
     assert all(record.levelno < logging.WARNING for record in caplog.records), "the first worker says it, once"
+
+
+def test_tf32_is_off_unless_asked() -> None:
+    """Of products, and of cuDNN, where it is on by default."""
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        for asked in (True, False):
+            allow_tf32(asked, torch.device("cuda"))
+            assert [backend.allow_tf32 for backend in backends] == [asked] * 2
+    finally:
+        for backend, allowed in zip(backends, before, strict=True):
+            backend.allow_tf32 = allowed
