@@ -8,15 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ddnn.recipe.section import Fraction, NotNegative, Section, Size
+
+MOST_REPEATS = 100
 
 
 class LayerConfig(Section):
     """One of `model.layers`. A mapping of its kind to its keys, or to the value of the key that `VALUE_OF` names."""
 
-    repeat: Annotated[int, Field(ge=1, le=100)] = 1
+    repeat: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = 1
     """So many such layers, one above the other, each counted as a layer."""
 
 
@@ -107,11 +109,18 @@ class ActivationLayerConfig(LayerConfig):
     """As that of other layers."""
 
 
+def _plain(value: Any) -> Any:
+    """Without what `ddnn.recipe.source.Entry` knows besides."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 class StoredLayerConfig(LayerConfig):
     """A layer as model files have it, with its sizes, such as `{kind: length-norm, width: 512}`. Layers of the network of
     `init.model` that have no other form are written so into the run dir's recipe."""
 
-    config: dict[str, Any]
+    config: Annotated[dict[str, Any], AfterValidator(lambda config: _plain(config))]
     """`kind` and the fields of its class: docs/extending.md."""
 
 
@@ -161,6 +170,12 @@ def describe_layer(layer: LayerConfig) -> str:
 def kind_of_layer(layer: LayerConfig) -> str:
     """Its name in `LAYERS`."""
     return next(kind for kind, its in LAYERS.items() if its is type(layer))
+
+
+def is_convolution(layer: LayerConfig) -> bool:
+    """Whether it moves along a frequency axis."""
+    kind = layer.config.get("kind") if isinstance(layer, StoredLayerConfig) else kind_of_layer(layer)
+    return str(kind).startswith("conv")
 
 
 def written(layer: LayerConfig) -> dict[str, Any]:

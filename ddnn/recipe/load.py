@@ -16,8 +16,8 @@ from ddnn.recipe import source
 from ddnn.recipe.keys import REQUIRED, keys, keys_of, read_layers, sections, suggest_key
 from ddnn.recipe.layers import (
     AffineLayerConfig,
-    ConvLayerConfig,
     LayerConfig,
+    is_convolution,
     layer_name,
     numbered,
     shape_problem,
@@ -44,6 +44,7 @@ PIPES = "data.allow_pipes"
 MODEL_KEYS = (
     *("data.splice", "data.cmvn", "data.deltas", "data.normalize"),
     *("model.hidden_layers", "model.hidden_units", "model.activation"),
+    *("model.layers", "model.bands", "model.allow_any_features"),
 )
 """Keys that take the values of the network of `init.model` where they are not given."""
 
@@ -214,7 +215,7 @@ def as_begun(recipe: Recipe, before: Recipe) -> Recipe:
     """A recipe with `init.model`, with those keys of the network that `before`, by which its training has begun, has."""
     if not isinstance(recipe.init, TrainedModelConfig):
         return recipe
-    return with_defaults(recipe, {name: get_value(before, name) for name in MODEL_KEYS})
+    return with_defaults(recipe, {name: get_value(before, name) for name in MODEL_KEYS if is_read(before, name)})
 
 
 def _read_with_includes(
@@ -426,7 +427,8 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
         yield "data.cv.by", f"{cv.by} found, but there is no data.cv.fraction to hold out; remove it or set it to null"
     yield from _lists("data.train", recipe.data.train, "data.", recipe.data)
     yield from _lists("data.cv.data", cv.data, "data.cv.", cv)
-    if not isinstance(recipe.init, TrainedModelConfig) or is_given(recipe, "model.hidden_layers"):
+    counted = any(is_given(recipe, key) for key in ("model.hidden_layers", LAYERS_KEY))
+    if counted or not isinstance(recipe.init, TrainedModelConfig):
         yield from _freeze(recipe.model)  # else known when init.model is read
     yield from _model(recipe)
     yield from _pretrain(recipe)
@@ -466,8 +468,11 @@ def _model(recipe: Recipe) -> Iterator[Complaint]:
             yield f"model.{key}", f"given together with {LAYERS_KEY}, which says it for each layer; give one of the two"
         elif not isinstance(recipe.init, TrainedModelConfig):
             yield f"model.{key}", f"never read without {LAYERS_KEY}; remove it or set it to null"
-    convolutions = [layer for layer in model.layers or () if isinstance(layer, ConvLayerConfig)]
-    if convolutions and recipe.data.transforms is not None and not model.allow_any_features:
+    if (
+        any(map(is_convolution, model.layers or ()))
+        and recipe.data.transforms is not None
+        and not model.allow_any_features
+    ):
         why = "a convolution moves along frequency, which features have no axis of after LDA or fMLLR (data.transforms)"
         yield LAYERS_KEY, f"{why}; take filter banks, affine layers, or set model.allow_any_features: true"
 

@@ -20,12 +20,29 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import check_same_tree
 from ddnn.nn.acoustic_model import AcousticModel, read_nnet1_dir
 from ddnn.nn.network import Network, initialize
-from ddnn.recipe.load import MODEL_KEYS, as_begun, contradictions, get_value, is_given, load_recipe, with_defaults
+from ddnn.recipe.layers import describe_layer
+from ddnn.recipe.load import (
+    SHORT_FORM,
+    as_begun,
+    contradictions,
+    dump_recipe,
+    get_value,
+    is_given,
+    load_recipe,
+    recorded_values,
+    with_defaults,
+)
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.recipe.section import as_list
 from ddnn.recipe.source import format_value, listed
 from ddnn.training import options
-from ddnn.training.network_layers import network_layers
+from ddnn.training.network_layers import (
+    bands_of,
+    computes_the_same,
+    described_layers,
+    input_axes,
+    network_layers,
+)
 from ddnn.training.pretraining import load_dbn
 from ddnn.training.run_dir import load_run
 from ddnn.training.run_status import CV_UTTERANCES, FINAL, RECIPE, newest_checkpoint
@@ -57,44 +74,83 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
         return as_begun(recipe, before), None
     path = recipe.init.model
     model = load_trained(path, options.model_features(recipe))
-    found = _described(model, path)
+    found = _described_input(model, path)
+    if recipe.model.layers is None:
+        found |= _described_layers(with_defaults(recipe, found), model)
     problems = [
-        f"{name}: {format_value(get_value(recipe, name))} found, but the network of init.model has {format_value(value)}"
+        f"{name}: {_shown(get_value(recipe, name))} found, but the network of init.model has {_shown(value)}"
         for name, value in found.items()
         if is_given(recipe, name) and get_value(recipe, name) != value
     ]
+    if "model.layers" in found:
+        given = (f"model.{key}" for key in SHORT_FORM if is_given(recipe, f"model.{key}"))
+        has = f"but the network of init.model has layers of its own: {_shown(found['model.layers'])}"
+        problems += [f"{name}: {_shown(get_value(recipe, name))} found, {has}" for name in given]
     kept, wanted = model.features.transforms, options.model_features(recipe).transforms
     if kept != wanted:
         has, asked = (one.as_text() if one is not None else "none" for one in (kept, wanted))
         problems.append(f"data.transforms: {asked} found, but the network of init.model was trained with {has}")
+    if not problems and recipe.model.layers is not None:
+        model, problems = _trained_by(with_defaults(recipe, found), model)
     if problems:
         hint = "remove what differs: keys that are not given take the values of the network"
         raise RecipeError(listed(problems, "keys do not fit"), location=path, hint=hint)
     recipe = with_defaults(recipe, found)
     for key, complaint in contradictions(recipe):
         raise RecipeError(f"{key}: {complaint}", location=path)
+    for problem in recorded_values(dump_recipe(recipe)).problems:
+        raise DataError(f"its layers cannot be written into recipe.yaml: {problem.text}", location=path)
     return recipe, model
 
 
-def _described(model: AcousticModel, path: Path) -> dict[str, Any]:
-    """A model as a recipe describes it: the values of `MODEL_KEYS`. DataError where a recipe cannot."""
-    *hidden, last = model.network.layers
-    offsets, widths, labels = model.transform.offsets, {one.output_dim for one in hidden}, {one.label for one in hidden}
+def _shown(value: Any) -> str:
+    layers = isinstance(value, list)
+    return ", ".join(map(describe_layer, value)) or "no layers" if layers else format_value(value)
+
+
+def _trained_by(recipe: Recipe, model: AcousticModel) -> tuple[AcousticModel, list[str]]:
+    """The network of `init.model` with the layers of a recipe that names them, by whose rates, limits and dropout it is
+    trained; and what does not fit."""
+    network = model.network
+    *hidden, _ = network_layers(recipe, network.input_dim, network.output_dim)
+    if computes_the_same(hidden, network.layers[:-1]):
+        network = Network((*hidden, network.layers[-1]), network.parameters)
+        return replace(model, network=network), []
+    has = _shown(described_layers(network.layers[:-1], input_axes(recipe, network.input_dim)))
+    return model, [f"model.layers: {recipe.model.summary()} found, but the network of init.model has {has}"]
+
+
+def _described_input(model: AcousticModel, path: Path) -> dict[str, Any]:
+    """What a recipe says of a model's input, by key. DataError where a recipe cannot."""
+    offsets = model.transform.offsets
     splice = len(offsets) // 2
     if offsets != tuple(range(-splice, splice + 1)):
         frames = ", ".join(map(str, offsets))
         message = f"its input is the frames {frames} around the present one, which data.splice cannot describe"
         raise DataError(message, location=path)
-    if last.label not in ("softmax", "linear"):
-        raise DataError(f"its last layer is {last.label}, softmax expected", location=path)
-    if len(widths) > 1 or len(labels) > 1 or not labels <= {"sigmoid", "tanh", "relu"}:
-        layers = ", ".join(f"{one.output_dim} {one.label}" for one in hidden)
-        message = f"its hidden layers are {layers}; a recipe describes equal layers of sigmoid, tanh or relu units"
-        raise DataError(message, location=path)
-    shape = {"model.hidden_units": widths.pop(), "model.activation": labels.pop()} if hidden else {}
+    if (last := model.network.layers[-1].label) not in ("softmax", "linear"):
+        raise DataError(f"its last layer is {last}, softmax expected", location=path)
     normalizes = model.transform.scale is not None or model.transform.shift is not None
-    values = (splice, model.features.cmvn, model.features.deltas, normalizes, len(hidden))
-    return {**dict(zip(MODEL_KEYS, values, strict=False)), **shape}
+    features = {"data.cmvn": model.features.cmvn, "data.deltas": model.features.deltas}
+    return {"data.splice": splice, **features, "data.normalize": normalizes}
+
+
+def _described_layers(recipe: Recipe, model: AcousticModel) -> dict[str, Any]:
+    """What a recipe says of a model's hidden layers, by key: in the short form where they are equal, else one by one.
+    `recipe`: that of its input."""
+    *hidden, _ = model.network.layers
+    shapes = {(one.kind, one.output_dim, one.label) for one in hidden}
+    kind, units, label = next(iter(shapes), ("affine", None, "sigmoid"))
+    if len(shapes) < 2 and kind == "affine" and label in ("sigmoid", "tanh", "relu"):
+        shape = {"model.hidden_units": units, "model.activation": label} if hidden else {}
+        return {"model.hidden_layers": len(hidden), **shape}
+    found: dict[str, Any] = {}
+    input_dim = model.network.input_dim
+    bands, default = bands_of(hidden), input_axes(recipe, input_dim).bands
+    if bands is not None and default is not None and bands != default and default % bands == 0:
+        found["model.bands"] = bands
+    found["model.layers"] = described_layers(hidden, input_axes(with_defaults(recipe, found), input_dim))
+    return found | ({"model.allow_any_features": True} if bands and model.features.transforms else {})
 
 
 def check_initial_model(recipe: Recipe, trained: AcousticModel | None, source: DataSource) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import chain
+from typing import Any
 
 from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling, Pooling
 from ddnn.nn.elementwise import Activation, Dropout, Elementwise, ParametricRelu, Scale, Shift
@@ -16,6 +19,7 @@ from ddnn.nn.layers import (
     mlp_layers,
 )
 from ddnn.recipe.layers import (
+    MOST_REPEATS,
     ActivationLayerConfig,
     AffineLayerConfig,
     Axes,
@@ -57,14 +61,8 @@ def frozen_layers(recipe: Recipe, layers: Sequence[Layer]) -> frozenset[int]:
 def hidden_layers(recipe: Recipe, input_dim: int) -> Iterator[tuple[Layer, ...]]:
     """Of each layer of `model.layers`, as `model.freeze` counts them, the layers of the network that it is, on `input_dim`
     values a frame. RecipeError: sizes do not fit, with the nearest that do."""
-    model, data = recipe.model, recipe.data
-    static = input_dim // ((2 * data.splice + 1) * (data.deltas + 1))
-    bands, first = model.bands or static, True
-    if static % bands:
-        message = f"{bands} found, which does not divide the {static} dims of the features; {near(static, bands)} do"
-        raise RecipeError(message, location="model.bands")
-    axes = Axes(input_dim, bands)
-    for number, (_, layer) in enumerate(numbered(model.layers or ())):
+    axes, first = input_axes(recipe, input_dim), True
+    for number, (_, layer) in enumerate(numbered(recipe.model.layers or ())):
         try:
             made, above = _made(layer, axes, first_convolution=first)
             check_layers(made)
@@ -73,6 +71,16 @@ def hidden_layers(recipe: Recipe, input_dim: int) -> Iterator[tuple[Layer, ...]]
             raise RecipeError(f"{layer_name(number, layer)}: {text}"[:500], location="model.layers") from error
         axes, first = above, first and not any(isinstance(part, Convolution) for part in made)
         yield made
+
+
+def input_axes(recipe: Recipe, input_dim: int) -> Axes:
+    """Of the network's input. RecipeError: `model.bands` do not divide the dims of the features."""
+    static = input_dim // ((2 * recipe.data.splice + 1) * (recipe.data.deltas + 1))
+    bands = recipe.model.bands or static
+    if static % bands:
+        message = f"{bands} found, which does not divide the {static} dims of the features; {near(static, bands)} do"
+        raise RecipeError(message, location="model.bands")
+    return Axes(input_dim, bands)
 
 
 def _made(layer: LayerConfig, below: Axes, *, first_convolution: bool) -> tuple[tuple[Layer, ...], Axes]:
@@ -146,3 +154,92 @@ def _activation(function: str, width: int, coef: float = 1.0) -> tuple[Layer, ..
 
 def _dropout(width: int, rate: float) -> tuple[Layer, ...]:
     return (Dropout(width, rate),) if rate else ()
+
+
+def described_layers(layers: Sequence[Layer], below: Axes) -> list[LayerConfig]:
+    """Layers of a network above these axes as a `model.layers` of which `hidden_layers` makes the same; those that have no
+    other form are `stored`."""
+    found, first, i = list[LayerConfig](), True, 0
+    while i < len(layers):
+        stored = partial(StoredLayerConfig, config=layers[i].config())
+        guesses: list[Callable[[], LayerConfig]] = [*_guesses(layers[i:], below), stored]
+        for guess in guesses:
+            with suppress(ValueError):  # a recipe does not take these sizes or numbers
+                config = guess()
+                made, above = _made(config, below, first_convolution=first)
+                if made == tuple(layers[i : i + len(made)]):
+                    break
+        if found and found[-1].model_copy(update={"repeat": 1}) == config and found[-1].repeat < MOST_REPEATS:
+            config = config.model_copy(update={"repeat": found.pop().repeat + 1})
+        found.append(config)
+        first = first and not any(isinstance(part, Convolution) for part in made)
+        below, i = above, i + len(made)
+    return found
+
+
+def bands_of(layers: Sequence[Layer]) -> int | None:
+    """Along how many bands of the network's input its first convolution moves; None where none does."""
+    for layer in layers:
+        if isinstance(layer, Convolution):
+            return layer.patch_stride
+        if not isinstance(layer, Elementwise):
+            return None
+    return None
+
+
+def _guesses(layers: Sequence[Layer], below: Axes) -> Iterator[Callable[[], LayerConfig]]:
+    """How a recipe may have said the first of these layers, with those that follow and may belong to it."""
+    layer, *following = layers
+
+    def take(*kinds: Any) -> Any:
+        return following.pop(0) if following and isinstance(following[0], kinds) else None
+
+    if isinstance(layer, Affine):
+        coef = {"learn_rate_coef": layer.learn_rate_coef, "max_norm": layer.max_norm}
+        function = "prelu" if layer.label == "linear" and take(ParametricRelu) else layer.label
+        drop, units = take(Dropout), layer.out_features
+        yield partial(AffineLayerConfig, units=units, activation=function, dropout=drop.rate if drop else 0.0, **coef)
+        yield partial(AffineLayerConfig, units=units, activation=layer.label, **coef)
+    elif isinstance(layer, Convolution):
+        pool, scaled = take(Pooling), take(Scale) is not None and take(Shift) is not None
+        function, drop = take(Activation, ParametricRelu), take(Dropout)
+        pools = {"pool": pool.pool_size, "pool_step": _step(pool), "pool_kind": _kind(pool)} if pool else {}
+        names = ("learn_rate_coef", "max_norm", "weight_stddev", "bias_mean", "bias_range")
+        keys = {"filters": layer.filters, "scale_and_shift": scaled, **{name: getattr(layer, name) for name in names}}
+        keys |= {"activation": function.label if function else "linear", "dropout": drop.rate if drop else 0.0, **pools}
+        for layout, width in (("frequency", below.filters or 1), ("kaldi", 1)):
+            sizes = {"patch": layer.patch_dim // width, "step": layer.patch_step // width, "layout": layout}
+            yield partial(ConvLayerConfig, **sizes, **keys)
+    elif isinstance(layer, Pooling):
+        yield partial(PoolLayerConfig, size=layer.pool_size, step=_step(layer), kind=_kind(layer))
+    elif isinstance(layer, Scale):
+        yield partial(ScaleAndShiftLayerConfig, learn_rate_coef=layer.learn_rate_coef)
+    elif isinstance(layer, Dropout):
+        yield partial(DropoutLayerConfig, rate=layer.rate)
+    elif isinstance(layer, Activation | ParametricRelu):
+        yield partial(ActivationLayerConfig, activation=layer.label)
+
+
+def _step(pool: Pooling) -> int | None:
+    return pool.pool_step if pool.pool_step != pool.pool_size else None
+
+
+def _kind(pool: Pooling) -> str:
+    return "max" if isinstance(pool, MaxPooling) else "average"
+
+
+TRAINING_FIELDS = {
+    *("learn_rate_coef", "bias_learn_rate_coef", "max_norm", "weight_stddev", "bias_mean", "bias_range"),
+    *("alpha_learn_rate_coef", "beta_learn_rate_coef", "alpha", "beta"),
+}
+"""Fields of layers that say how they are initialized and trained, and not what they compute."""
+
+
+def computes_the_same(one: Sequence[Layer], other: Sequence[Layer]) -> bool:
+    """Whether they are the same layers of the same parameters, however they are trained: with which rates, limits,
+    dropout."""
+    said = ([layer.config() for layer in layers if not isinstance(layer, Dropout)] for layers in (one, other))
+    stripped = (
+        [{k: v for k, v in config.items() if k not in TRAINING_FIELDS} for config in configs] for configs in said
+    )
+    return next(stripped) == next(stripped)

@@ -235,7 +235,7 @@ def test_numbers_and_switches_as_people_write_them(folder: Path) -> None:
         (DATA + "seed: 1\nseed: 2\n", "seed: given twice, first in line 2", "line 3"),
         (DATA + "model:\n  hidden_units: 1\n  hidden_units: 1\n", "model.hidden_units: given twice", "line 4"),
         (DATA + "schedule.initial_learning_rate: 1\n", "here write schedule: {initial_learning_rate: ...}", "line 2"),
-        ("a: " + "[" * 5000 + "\n", "more than 12 levels", "line 1, column 16"),
+        ("a: " + "[" * 5000 + "\n", "more than 40 levels", "line 1, column 44"),
         ("a: 1\n---\nb: 2\n", "not YAML: ", "line 2, column 1"),
         ("#" + "x" * 100_000, "more than 100000 bytes found", ""),
     ],
