@@ -20,7 +20,7 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import check_same_tree
 from ddnn.nn.acoustic_model import AcousticModel, read_nnet1_dir
 from ddnn.nn.network import Network, initialize
-from ddnn.recipe.layers import describe_layer
+from ddnn.recipe.layers import Axes, describe_layer
 from ddnn.recipe.load import (
     SHORT_FORM,
     as_begun,
@@ -42,6 +42,7 @@ from ddnn.training.network_layers import (
     described_layers,
     input_axes,
     network_layers,
+    static_dims,
 )
 from ddnn.training.pretraining import load_dbn
 from ddnn.training.run_dir import load_run
@@ -144,13 +145,14 @@ def _described_layers(recipe: Recipe, model: AcousticModel) -> dict[str, Any]:
     if len(shapes) < 2 and kind == "affine" and label in ("sigmoid", "tanh", "relu"):
         shape = {"model.hidden_units": units, "model.activation": label} if hidden else {}
         return {"model.hidden_layers": len(hidden), **shape}
-    found: dict[str, Any] = {}
     input_dim = model.network.input_dim
-    bands, default = bands_of(hidden), input_axes(recipe, input_dim).bands
-    if bands is not None and default is not None and bands != default and default % bands == 0:
+    bands, static = bands_of(hidden), static_dims(recipe, input_dim)
+    if bands is not None and static % bands:  # it does not move along the bands of a frame
+        bands = None
+    found: dict[str, Any] = {"model.layers": described_layers(hidden, Axes(input_dim, bands or static))}
+    if bands is not None and (bands != static or is_given(recipe, "model.bands")):
         found["model.bands"] = bands
-    found["model.layers"] = described_layers(hidden, input_axes(with_defaults(recipe, found), input_dim))
-    return found | ({"model.allow_any_features": True} if bands and model.features.transforms else {})
+    return found | ({"model.allow_any_features": True} if model.features.transforms else {})
 
 
 def check_initial_model(recipe: Recipe, trained: AcousticModel | None, source: DataSource) -> None:

@@ -73,9 +73,14 @@ def hidden_layers(recipe: Recipe, input_dim: int) -> Iterator[tuple[Layer, ...]]
         yield made
 
 
+def static_dims(recipe: Recipe, input_dim: int) -> int:
+    """The dims of the features, neither with their deltas nor spliced."""
+    return input_dim // ((2 * recipe.data.splice + 1) * (recipe.data.deltas + 1))
+
+
 def input_axes(recipe: Recipe, input_dim: int) -> Axes:
     """Of the network's input. RecipeError: `model.bands` do not divide the dims of the features."""
-    static = input_dim // ((2 * recipe.data.splice + 1) * (recipe.data.deltas + 1))
+    static = static_dims(recipe, input_dim)
     bands = recipe.model.bands or static
     if static % bands:
         message = f"{bands} found, which does not divide the {static} dims of the features; {near(static, bands)} do"

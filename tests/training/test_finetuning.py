@@ -220,12 +220,6 @@ def test_cmvn_of_a_kaldi_network(first: Job, tmp_path: Path, run_cli: RunCli) ->
             ((12, 8, "sigmoid"), (8, 3, "softmax")),
             "its input is the frames -2, 0, 2 around the present one",
         ),
-        (
-            (0,),
-            ((4, 8, "sigmoid"), (8, 6, "sigmoid"), (6, 3, "softmax")),
-            "its hidden layers are 8 sigmoid, 6 sigmoid;",
-        ),
-        ((0,), ((4, 8, "sigmoid"), (8, 8, "tanh"), (8, 3, "softmax")), "its hidden layers are 8 sigmoid, 8 tanh;"),
         ((0,), ((4, 8, "sigmoid"), (8, 3, "sigmoid")), "its last layer is sigmoid, softmax expected"),
     ],
 )
