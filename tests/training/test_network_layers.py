@@ -118,9 +118,9 @@ def test_equal_layers_are_those_of_the_short_form(tmp_path: Path) -> None:
 def test_convolutions_of_a_frame_s_bands(tmp_path: Path) -> None:
     """`model.bands`: images, whose rows of pixels are read at once; features whose deltas are in the file."""
     conv, *_ = build(tmp_path, "[{conv: {filters: 3, patch: 4}}]", 64, 7, "model.bands=8")
-    assert isinstance(conv, Convolution) and (conv.patch_stride, conv.pieces, conv.patches) == (8, 8, 5)
+    assert isinstance(conv, Convolution) and (conv.patch_stride, conv.in_features, conv.gemm.rows) == (8, 64, 5)
     conv, *_ = build(tmp_path, "[{conv: {filters: 3, patch: 4}}]", 120, 7, "model.bands=40", "data.splice=1")
-    assert isinstance(conv, Convolution) and (conv.patch_stride, conv.pieces, conv.patches) == (40, 9, 37)
+    assert isinstance(conv, Convolution) and (conv.patch_stride, conv.in_features, conv.gemm.rows) == (40, 360, 37)
 
 
 @pytest.mark.parametrize("activation", ["relu", "prelu", "tanh", "linear"])
