@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 
 import pytest
 
 from ddnn.util import progress
-from ddnn.util.text import definitions, duration, plural, printable, table
+from ddnn.util.text import binary_output, definitions, duration, plural, printable, table
 
 
 def test_columns_are_aligned_without_trailing_blanks() -> None:
@@ -61,3 +62,14 @@ def test_rich_is_imported_for_a_bar_only() -> None:
         "import sys, ddnn.util.text, ddnn.util.progress as p; p.frame_counter('x', 1); sys.exit('rich' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
+
+
+def test_bytes_that_nobody_reads_end_the_program_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoReader(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(NoReader()))
+    with pytest.raises(SystemExit) as ended, binary_output() as stream:
+        stream.write(b"x")
+    assert ended.value.code == 141
