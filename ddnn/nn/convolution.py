@@ -65,6 +65,10 @@ def window_count(name: str, length: int, size: int, step: int, what: str = "band
     return 1 + (length - size) // step
 
 
+BLOCK = 2**20
+"""Values of patches whose derivatives are made at once, in frames of a minibatch, so that they stay in the cache."""
+
+
 class Axis(NamedTuple):
     """Windows along one axis of a row: of `size` places, `dilation` apart, moved by `step`; `length` places in all."""
 
@@ -165,10 +169,10 @@ class Filters(Layer):
     def saved(self) -> Mapping[str, Shape]:
         return {} if self._side_by_side else {"patches": (self.patches, self.fan_in)}
 
-    def _windows(self, x: Tensor) -> Tensor:
-        """What each patch reads of x (frames, input_dim), as a view of it: (frames, times', bands', ...), and then as
-        the elements of a filter."""
-        time, band, channels, channels_last = self.grid
+    def _windows(self, x: Tensor, *, channels_last: bool) -> Tensor:
+        """What each patch reads of x (frames, input_dim), as a view of it: (frames, times', bands', times, bands,
+        channels), or with channels before bands."""
+        time, band, channels, _ = self.grid
         if channels_last:
             x = x.view(len(x), time.length, band.length, channels)
             x = x.unfold(1, time.span, time.step)[..., :: time.dilation]
@@ -179,13 +183,12 @@ class Filters(Layer):
 
     @cached_property
     def _apart(self) -> list[tuple[slice | int, ...]]:
-        """Indices into `_windows` of parts that read no column twice: patches, or elements, whichever are fewer."""
-        time, band, _, channels_last = self.grid
+        """Indices into `_windows`, channels last, of parts that read no column twice: patches, or elements, whichever are fewer."""
+        time, band, *_ = self.grid
         every = slice(None)
         if self.patches <= time.size * band.size:
             return [(every, t, b) for t, b in product(range(time.windows), range(band.windows))]
-        elements = product(range(time.size), range(band.size))
-        return [(every,) * 3 + ((i, j) if channels_last else (i, every, j)) for i, j in elements]
+        return [(every, every, every, i, j) for i, j in product(range(time.size), range(band.size))]
 
     def _rows(self, x: Tensor, saved: Views) -> Tensor:
         """The patches of all frames, (frames * P, K), of which the forward pass has filled `saved`."""
@@ -193,7 +196,7 @@ class Filters(Layer):
 
     def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
         if saved:
-            windows = self._windows(x)
+            windows = self._windows(x, channels_last=self.grid.channels_last)
             saved["patches"].view(windows.shape).copy_(windows)
         weight, bias, bias32 = p.values["weight"], p.values["bias"], p.float32["bias"]
         a.affine(self._rows(x, saved), weight, bias, bias32, "linear", y.view(-1, self.filters))
@@ -203,14 +206,23 @@ class Filters(Layer):
     ) -> None:
         if grad_x is None:
             return
-        rows = grad.view(-1, self.filters)
         if self._side_by_side:
-            matmul_out(rows, p.values["weight"], grad_x.view(-1, self.fan_in))
+            matmul_out(grad.view(-1, self.filters), p.values["weight"], grad_x.view(-1, self.fan_in))
             return
-        windows = self._windows(grad_x.zero_())
-        parts = torch.mm(rows, p.values["weight"]).view(windows.shape)
-        for part in self._apart:  # patches overlap: what reads a column twice cannot be added to at once
-            windows[part] += parts[part]
+        time, band, channels, channels_last = self.grid
+        weight, fold = p.values["weight"], grad_x
+        if not channels_last and channels > 1:  # with the channels inside the bands longer runs are added
+            weight = weight.view(-1, time.size, channels, band.size).transpose(2, 3).reshape(weight.shape)
+            fold = torch.empty_like(grad_x)
+        block = max(1, BLOCK // (self.patches * self.fan_in))
+        for d, out in zip(torch.split(grad, block), torch.split(fold, block), strict=True):
+            windows = self._windows(out.zero_(), channels_last=True)
+            parts = torch.mm(d.view(-1, self.filters), weight).view(windows.shape)
+            for part in self._apart:  # patches overlap: what reads a column twice cannot be added to at once
+                windows[part] += parts[part]
+        if fold is not grad_x:
+            inside = fold.view(len(fold), time.length, band.length, channels).transpose(2, 3)
+            grad_x.view(inside.shape).copy_(inside)
 
     def statistics(self, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor]:
         return self._rows(x, saved), grad.view(-1, self.filters)

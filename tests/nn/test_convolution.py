@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
+from ddnn.nn import convolution
 from ddnn.nn.acoustic_model import AcousticModel, to_nnet1
 from ddnn.nn.arithmetic import Float32, make_arithmetic
 from ddnn.nn.convolution import (
@@ -188,6 +189,15 @@ def test_pooling_is_its_definition(kind: Any, data: st.DataObject, frames: int, 
     y, grad_x, _ = run(layer, x, d, torch.empty(0))
     for found, twin in zip((y, grad_x), twin_pooling(layer, x.numpy(), d.numpy()), strict=True):
         np.testing.assert_allclose(found.numpy(), twin, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", [Convolution(40, 3, 1, 10, 4), Convolution2d(7, 3, 6, 3, 3, 4, channels_last=True)])
+def test_blocks_of_frames_make_no_difference(layer: Filters, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, d, parameters = noise(9, layer.input_dim), noise(9, layer.output_dim), noise(layer.num_parameters)
+    expected = run(layer, x, d, parameters)[1]
+    for frames in (4, 0):
+        monkeypatch.setattr(convolution, "BLOCK", frames * layer.patches * layer.fan_in)
+        torch.testing.assert_close(run(layer, x, d, parameters)[1], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_all_of_the_time_is_a_convolution_along_frequency() -> None:
