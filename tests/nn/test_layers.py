@@ -48,6 +48,9 @@ NETWORKS: dict[str, tuple[Layer, ...]] = {
         *(Convolution(15, 2, 1, 5, 4), MaxPooling(16, 2, 2, 4), Convolution(8, 4, 2, 8, 3), AveragePooling(9, 3, 3, 3)),
         *(Affine(3, 8, "tanh"), Affine(8, 5, "softmax")),
     ),
+    "conv wide": (
+        *(Convolution(15, 2, 1, 15, 8), MaxPooling(112, 2, 2, 8), Activation(56, "tanh"), Affine(56, 5, "softmax")),
+    ),
     "conv2d": (
         *(Convolution2d(5, 1, 3, 2, 2, 3), MaxPooling2d(4, 2, 3, 2, 2, 2, 2), Activation(6, "tanh")),
         *(Convolution2d(2, 3, 1, 2, 1, 4, channels_last=True), Affine(4, 5, "softmax")),
@@ -138,7 +141,7 @@ def train(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["toy", "toy above"])
+@pytest.mark.parametrize("name", ["toy", "toy above", "conv wide"])
 def test_it_trains_in_float32_and_in_bf16(name: str, optimizer: str) -> None:
     losses = {}
     for precision, kernels in (("float32", False), ("bf16", False), ("bf16", True)):
