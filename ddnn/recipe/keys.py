@@ -145,7 +145,11 @@ def _kinds(field: dict[str, Any]) -> list[dict[str, Any]]:
 def _key_info(name: str, field: dict[str, Any], schema: dict[str, Any]) -> KeyInfo:
     """Of a key that takes plain values."""
     default = field.get("default", REQUIRED if name in schema.get("required", ()) else None)
-    return KeyInfo(name, " or ".join(map(_expects, _kinds(field))), default, _unwrapped(field["description"]), False)
+    nested = [one for kind in _kinds(field) for one in kind.get("oneOf", [kind])]
+    refs = [schema["$defs"][one["$ref"].rpartition("/")[2]] for one in nested if "$ref" in one]
+    expects = [_expects(one) for one in nested if "$ref" not in one]
+    expects += [f"a mapping of {', '.join(one['properties'])}" for one in refs]
+    return KeyInfo(name, " or ".join(expects), default, _unwrapped(field["description"]), False)
 
 
 def _tags(variants: Sequence[dict[str, Any]], chooser: str) -> list[str]:

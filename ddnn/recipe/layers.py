@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from ddnn.recipe.section import Fraction, NotNegative, Section, Size
+from ddnn.recipe.section import EITHER, MAPPING, VALUE, Fraction, NotNegative, Section, Size
 
 MOST_REPEATS = 100
 
@@ -42,19 +42,37 @@ class AffineLayerConfig(TrainedLayerConfig):
     """Largest L2 norm of a unit's weights, to which longer ones are scaled down after each update. 0: none."""
 
 
+class TimeAndBands(Section):
+    """A size along both axes."""
+
+    time: Size = 1
+    """Frames of the splice; rows of an image."""
+    bands: Size = 1
+    """Bands; columns of an image."""
+
+    def __str__(self) -> str:
+        return f"{self.time} x {self.bands}"
+
+
+SizeOrBoth = Annotated[Annotated[Size, VALUE] | Annotated[TimeAndBands, MAPPING], EITHER]
+
+
 class ConvLayerConfig(TrainedLayerConfig):
     """Filters that move along the bands of the features, or of the convolution below; then pooling, scale and shift, and
     the activation, as in Kaldi's make_cnn_proto.py."""
 
     filters: Size
     """Number of filters."""
-    patch: Size
-    """Bands that a filter reads at once, of all frames and deltas, or of all filters below."""
-    step: Size = 1
-    """Bands from one patch to the next."""
-    pool: Size = 1
-    """Patches in a pool. 1: no pooling."""
-    pool_step: Size | None = None
+    patch: SizeOrBoth
+    """Bands that a filter reads at once, of all frames and deltas, or of all filters below. A mapping of `time` and `bands`
+    makes it move along both: over frames, or over the rows of an image, so many at once."""
+    step: SizeOrBoth = 1
+    """Bands from one patch to the next; of a patch over both a mapping, or the same for both."""
+    dilation: Size = 1
+    """Of a patch over both: frames from one that it reads to the next, as in a TDNN."""
+    pool: SizeOrBoth = 1
+    """Patches in a pool; of a patch over both a mapping, or the same for both. 1: no pooling."""
+    pool_step: SizeOrBoth | None = None
     """Patches from one pool to the next, at most `pool`. Default: `pool`, so that pools do not overlap."""
     pool_kind: Literal["max", "average"] = "max"
     """What a pool gives of a filter's outputs."""
@@ -80,9 +98,9 @@ class ConvLayerConfig(TrainedLayerConfig):
 class PoolLayerConfig(LayerConfig):
     """Pooling of the patches of the convolution below."""
 
-    size: Size
-    """Patches in a pool."""
-    step: Size | None = None
+    size: SizeOrBoth
+    """Patches in a pool; of patches over time and bands a mapping, or the same for both."""
+    step: SizeOrBoth | None = None
     """Patches from one pool to the next, at most `size`. Default: `size`."""
     kind: Literal["max", "average"] = "max"
     """What a pool gives of a filter's outputs."""
@@ -155,7 +173,8 @@ def describe_layer(layer: LayerConfig) -> str:
     if isinstance(layer, AffineLayerConfig):
         text = f"{layer.units} {layer.activation}"
     elif isinstance(layer, ConvLayerConfig):
-        text = f"conv {layer.filters} of {layer.patch} bands" + f" pool {layer.pool}" * (layer.pool > 1)
+        bands = "" if isinstance(layer.patch, TimeAndBands) else " bands"
+        text = f"conv {layer.filters} of {layer.patch}{bands}" + f" pool {layer.pool}" * (both(layer.pool) != both(1))
         text += f" {layer.activation}" * (layer.activation != "sigmoid")
     elif isinstance(layer, StoredLayerConfig):
         text = str(layer.config.get("kind"))
@@ -196,11 +215,14 @@ class Axes:
         bands: along frequency; 0 where there is no such axis.
         filters: of the convolution below, side by side in each band; 0 in the network's input, the bands of whose
             streams (frames, deltas) are side by side; None where it is not known.
+        times: along time, each with all bands: frames of the splice, or rows of an image; 1 above a convolution along
+            bands alone.
     """
 
     dim: int | None = None
     bands: int | None = None
     filters: int | None = 0
+    times: int | None = 1
 
 
 def numbered(layers: Sequence[LayerConfig]) -> Iterator[tuple[int, LayerConfig]]:
@@ -214,9 +236,9 @@ def layer_name(number: int, layer: LayerConfig) -> str:
     return f"layer {number} ({kind_of_layer(layer)})"
 
 
-def shape_problem(layers: Sequence[LayerConfig], bands: int | None) -> tuple[int, str] | None:
+def shape_problem(layers: Sequence[LayerConfig], bands: int | None, times: int | None) -> tuple[int, str] | None:
     """What does not fit in `model.layers` as far as the recipe says, and in which item of the list."""
-    axes = Axes(bands=bands)
+    axes = Axes(bands=bands, times=times)
     for number, (index, layer) in enumerate(numbered(layers)):
         try:
             axes = next_axes(layer, axes)
@@ -230,46 +252,77 @@ def next_axes(layer: LayerConfig, axes: Axes) -> Axes:
     if isinstance(layer, AffineLayerConfig):
         return Axes(layer.units, 0)
     if isinstance(layer, StoredLayerConfig):
-        return Axes(filters=None)
+        return Axes(filters=None, times=None)
     if isinstance(layer, ConvLayerConfig):
         if axes.bands == 0:
             raise ValueError("there are no bands above an affine layer; convolutions come first")
-        bands = None if axes.bands is None else windows("patch", layer.patch, layer.step, axes.bands, "bands")
-        axes = Axes(None if bands is None else bands * layer.filters, bands, layer.filters)
-        return axes if layer.pool == 1 == (layer.pool_step or 1) else pooled(axes, layer.pool, layer.pool_step, "pool")
+        if isinstance(layer.patch, TimeAndBands):
+            patch, step = layer.patch, both(layer.step)
+            span = (patch.time - 1) * layer.dilation + 1
+            if layer.dilation > 1 and axes.times is not None and span > axes.times:
+                raise ValueError(
+                    f"patch.time {patch.time} with dilation {layer.dilation} spans {span} of {axes.times} frames"
+                )
+            times = windows("time", ("patch", "step"), span, step.time, axes.times, "frames")
+            bands = windows("bands", ("patch", "step"), patch.bands, step.bands, axes.bands, "bands")
+        else:
+            keys = {"step": layer.step, "pool": layer.pool, "pool_step": layer.pool_step}
+            for key in [key for key, value in keys.items() if isinstance(value, TimeAndBands)]:
+                raise ValueError(
+                    f"{key} of time and bands found beside patch {layer.patch}, which is along bands alone"
+                )
+            times, bands = 1, windows("", ("patch", "step"), layer.patch, both(layer.step).bands, axes.bands, "bands")
+        if layer.dilation > 1 and not isinstance(layer.patch, TimeAndBands):
+            raise ValueError("dilation is of frames, over which only a patch of {time: .., bands: ..} moves")
+        return pooled(_known(bands, layer.filters, times), layer.pool, layer.pool_step, ("pool", "pool_step"))
     if isinstance(layer, PoolLayerConfig):
         if axes.bands == 0 or axes.filters == 0:
             raise ValueError("pooling takes the patches of a convolution, and there is none below")
-        return pooled(axes, layer.size, layer.step, "size")
+        return pooled(axes, layer.size, layer.step, ("size", "step"))
     return axes
 
 
-def pooled(axes: Axes, size: int, step: int | None, key: str) -> Axes:
-    """Above pooling of `size` patches; `key`: of the recipe, that says it. ValueError: as of `next_axes`."""
-    if step is not None and step > size:
-        between = f"{key}_step".removeprefix("size_")
-        raise ValueError(f"{between} {step} would skip patches between pools of {size}; 1 to {size} do not")
-    if axes.bands is None:
-        return axes
-    bands = windows(key, size, size if step is None else step, axes.bands, "patches", own_step=step is not None)
-    return Axes(bands * (axes.filters or 0), bands, axes.filters)
+def _known(bands: int | None, filters: int | None, times: int | None) -> Axes:
+    dim = None if bands is None or filters is None or times is None else bands * filters * times
+    return Axes(dim, bands, filters, times)
 
 
-def windows(key: str, size: int, step: int, length: int, what: str, *, own_step: bool = True) -> int:
-    """How many windows of `size`, `step` apart, cover `length` without a rest. ValueError, with the nearest sizes that
-    do: there is a rest, or they do not fit at all. `own_step`: whether the step was given, and is not the size."""
+def both(size: int | TimeAndBands) -> TimeAndBands:
+    return size if isinstance(size, TimeAndBands) else TimeAndBands(time=size, bands=size)
+
+
+def pooled(axes: Axes, size: int | TimeAndBands, step: int | TimeAndBands | None, names: tuple[str, str]) -> Axes:
+    """Above pooling of `size` patches; `names`: of the recipe's keys that say it. ValueError: as of `next_axes`."""
+    over_time = axes.times != 1 or isinstance(size, TimeAndBands)
+    sizes, steps = both(size), both(size if step is None else step)
+    times = axes.times
+    for axis in ("time", "bands") if over_time else ("bands",):
+        one, by = getattr(sizes, axis), getattr(steps, axis)
+        if by > one:
+            where = f"{names[1]}.{axis}" if over_time else names[1]
+            raise ValueError(f"{where} {by} would skip patches between pools of {one}; 1 to {one} do not")
+    if over_time:
+        times = windows("time", names, sizes.time, steps.time, axes.times, "patches")
+    axis = "bands" if over_time else ""
+    return _known(windows(axis, names, sizes.bands, steps.bands, axes.bands, "patches"), axes.filters, times)
+
+
+def windows(axis: str, names: tuple[str, str], size: int, step: int, length: int | None, what: str) -> int | None:
+    """How many windows of `size`, `step` apart, cover `length` without a rest; None where that is not known. ValueError,
+    with the nearest sizes that do: there is a rest, or they do not fit at all. `axis`, `names`: where the recipe says size
+    and step."""
+    if length is None:
+        return None
+    key, step_key = (f"{name}.{axis}" if axis else name for name in names)
     if size > length:
         raise ValueError(f"{key} {size} does not fit into {length} {what}; 1 to {length} do")
     rest = (length - size) % step
-    if rest and not own_step:
+    if rest and size == step and names[0] != "patch":
         raise ValueError(f"{key} {size} does not divide {length} {what}; {near(length, size)} do")
     if rest:
-        sizes = " and ".join(str(fit) for fit in (size + rest - step, size + rest) if fit > 0)
-        steps = near(length - size, step)
-        name = "pool_step" if key == "pool" else "step"
-        raise ValueError(
-            f"{key} {size} with {name} {step} leaves {rest} of {length} {what} over; {key} {sizes}, or {name} {steps} fit"
-        )
+        fitting = " and ".join(str(fit) for fit in (size + rest - step, size + rest) if fit > 0)
+        message = f"{key} {size} with {step_key} {step} leaves {rest} of {length} {what} over; "
+        raise ValueError(f"{message}{key} {fitting}, or {step_key} {near(length - size, step)} fit")
     return 1 + (length - size) // step
 
 

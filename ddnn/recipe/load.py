@@ -316,7 +316,8 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
                     sound[name] = SourceValue(Path("/"), "")
     if tree.unread:
         return None
-    if misfit := shape_problem(recipe.model.layers or (), recipe.model.bands):
+    times = 2 * recipe.data.splice + 1 if recipe.data.splice else None  # of an image its rows, which are not known
+    if misfit := shape_problem(recipe.model.layers or (), recipe.model.bands, times):
         tree.refuse(misfit[1], places[misfit[0]])
     for name, complaint in contradictions(recipe):
         # How many data dirs there are is not known where they are wrong.

@@ -21,7 +21,7 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import check_same_tree
 from ddnn.nn.acoustic_model import AcousticModel, read_nnet1_dir
 from ddnn.nn.network import Network, initialize
-from ddnn.recipe.layers import Axes, describe_layer, is_convolution
+from ddnn.recipe.layers import describe_layer, is_convolution
 from ddnn.recipe.load import (
     SHORT_FORM,
     as_begun,
@@ -150,7 +150,7 @@ def _described_layers(recipe: Recipe, model: AcousticModel) -> dict[str, Any]:
     bands, static = bands_of(hidden), static_dims(recipe, input_dim)
     if bands is not None and static % bands:  # it does not move along the bands of a frame
         bands = None
-    found: dict[str, Any] = {"model.layers": described_layers(hidden, Axes(input_dim, bands or static))}
+    found: dict[str, Any] = {"model.layers": described_layers(hidden, input_axes(recipe, input_dim, bands or static))}
     if bands is not None and (bands != static or is_given(recipe, "model.bands")):
         found["model.bands"] = bands
     return found | ({"model.allow_any_features": True} if model.features.transforms else {})

@@ -5,11 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling, Pooling
+from ddnn.nn.convolution import (
+    AveragePooling,
+    AveragePooling2d,
+    Convolution,
+    Convolution2d,
+    Filters,
+    MaxPooling,
+    MaxPooling2d,
+    Pooling,
+    Pooling2d,
+    Pools,
+)
 from ddnn.nn.elementwise import Activation, Dropout, Elementwise, ParametricRelu, Scale, Shift
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import (
@@ -29,6 +41,8 @@ from ddnn.recipe.layers import (
     PoolLayerConfig,
     ScaleAndShiftLayerConfig,
     StoredLayerConfig,
+    TimeAndBands,
+    both,
     layer_name,
     near,
     next_axes,
@@ -69,7 +83,7 @@ def hidden_layers(recipe: Recipe, input_dim: int) -> Iterator[tuple[Layer, ...]]
         except (KeyError, TypeError, ValueError) as error:
             text = f"no key {error}" if isinstance(error, KeyError) else str(error)
             raise RecipeError(f"{layer_name(number, layer)}: {text}"[:500], location="model.layers") from error
-        axes, first = above, first and not any(isinstance(part, Convolution) for part in made)
+        axes, first = above, first and not any(isinstance(part, Filters) for part in made)
         yield made
 
 
@@ -78,14 +92,16 @@ def static_dims(recipe: Recipe, input_dim: int) -> int:
     return input_dim // ((2 * recipe.data.splice + 1) * (recipe.data.deltas + 1))
 
 
-def input_axes(recipe: Recipe, input_dim: int) -> Axes:
-    """Of the network's input. RecipeError: `model.bands` do not divide the dims of the features."""
+def input_axes(recipe: Recipe, input_dim: int, bands: int | None = None) -> Axes:
+    """Of the network's input; `bands`: where not those of the recipe. RecipeError: `model.bands` do not divide the dims
+    of the features."""
     static = static_dims(recipe, input_dim)
-    bands = recipe.model.bands or static
+    bands = bands or recipe.model.bands or static
     if static % bands:
         message = f"{bands} found, which does not divide the {static} dims of the features; {near(static, bands)} do"
         raise RecipeError(message, location="model.bands")
-    return Axes(input_dim, bands)
+    frames = 2 * recipe.data.splice + 1
+    return Axes(input_dim, bands, 0, frames if frames > 1 else static // bands)
 
 
 def _made(layer: LayerConfig, below: Axes, *, first_convolution: bool) -> tuple[tuple[Layer, ...], Axes]:
@@ -99,7 +115,7 @@ def _made(layer: LayerConfig, below: Axes, *, first_convolution: bool) -> tuple[
     if isinstance(layer, ConvLayerConfig):
         return _convolution(layer, below, axes, first=first_convolution), axes
     if isinstance(layer, PoolLayerConfig):
-        return (POOLING[layer.kind](dim, layer.size, layer.step or layer.size, below.filters or 0),), axes
+        return (_pooling(layer.kind, below, layer.size, layer.step),), axes
     if isinstance(layer, ScaleAndShiftLayerConfig):
         return (Scale(dim, layer.learn_rate_coef), Shift(dim, layer.learn_rate_coef)), axes
     if isinstance(layer, DropoutLayerConfig):
@@ -114,37 +130,60 @@ def _made(layer: LayerConfig, below: Axes, *, first_convolution: bool) -> tuple[
         raise ValueError(f"{stored.label}, which reads {stored.input_dim} dims, found above a layer that gives {dim}")
     if isinstance(stored, Elementwise):
         return (stored,), below
-    patches, filters = stored.out_shape if isinstance(stored, Convolution | Pooling) else (0, 0)
-    return (stored,), Axes(stored.output_dim, patches, filters)
+    if not isinstance(stored, Filters | Pools):
+        return (stored,), Axes(stored.output_dim, 0)
+    *times, bands, filters = stored.out_shape
+    return (stored,), Axes(stored.output_dim, bands, filters, *times)
 
 
-POOLING: dict[str, type[Pooling]] = {"max": MaxPooling, "average": AveragePooling}
+POOLING: dict[str, tuple[type[Pooling], type[Pooling2d]]] = {
+    "max": (MaxPooling, MaxPooling2d),
+    "average": (AveragePooling, AveragePooling2d),
+}
+
+
+def _pooling(kind: str, below: Axes, size: int | TimeAndBands, step: int | TimeAndBands | None) -> Layer:
+    """Pooling above a convolution."""
+    assert below.dim and below.bands and below.filters and below.times
+    along_bands, along_both = POOLING[kind]
+    sizes, steps = both(size), both(size if step is None else step)
+    if below.times == 1 and not isinstance(size, TimeAndBands):
+        return along_bands(below.dim, sizes.bands, steps.bands, below.filters)
+    row = below.times, below.bands, below.filters
+    return along_both(*row, sizes.time, sizes.bands, steps.time, steps.bands)
 
 
 def _convolution(layer: ConvLayerConfig, below: Axes, above: Axes, *, first: bool) -> tuple[Layer, ...]:
     """A convolution as Kaldi's make_cnn_proto.py makes one, with what follows it; `first`: of the network."""
-    assert below.dim and below.bands and above.dim
-    patch, step, stride = layer.patch, layer.step, below.bands
-    if below.filters and layer.layout == "frequency":  # each band is as many values wide as there are filters below
-        patch, step, stride = patch * below.filters, step * below.filters, below.dim
-    filters, coef, rectified = layer.filters, layer.learn_rate_coef, layer.activation in ("relu", "prelu")
-    he = math.sqrt(2.0 / (below.dim // stride * patch))
+    assert below.dim and below.bands and below.times and above.dim
+    step, wide = both(layer.step), below.filters or 1  # a band is as many values wide as there are filters below
+    made: Filters
+    if isinstance(layer.patch, TimeAndBands):
+        channels = below.dim // (below.times * below.bands)
+        row, size = (below.times, channels, below.bands), (layer.patch.time, layer.patch.bands)
+        steps = (step.time, step.bands, layer.dilation)
+        made = Convolution2d(*row, *size, layer.filters, *steps, channels_last=below.filters != 0)
+    elif layer.layout == "kaldi":
+        made = Convolution(below.dim, layer.patch, step.bands, below.bands, layer.filters)
+    else:
+        made = Convolution(below.dim, layer.patch * wide, step.bands * wide, below.bands * wide, layer.filters)
+    rectified, coef = layer.activation in ("relu", "prelu"), layer.learn_rate_coef
     mean, width = (0.0, 0.0) if layer.activation != "sigmoid" else (-1.0, 2.0) if first else (-2.0, 4.0)
-    convolution = Convolution(
-        *(below.dim, patch, step, stride, filters, coef, coef),
+    deviation = math.sqrt(2.0 / made.fan_in) if rectified else 0.02 if first else 0.1
+    made = replace(
+        made,
+        learn_rate_coef=coef,
+        bias_learn_rate_coef=coef,
         max_norm=_given(layer.max_norm, 30.0 if first else 50.0),
-        weight_stddev=_given(layer.weight_stddev, he if rectified else 0.02 if first else 0.1),
+        weight_stddev=_given(layer.weight_stddev, deviation),
         bias_mean=_given(layer.bias_mean, mean),
         bias_range=_given(layer.bias_range, width),
     )
-    made: list[Layer] = [convolution]
-    if layer.pool > 1:
-        made.append(
-            POOLING[layer.pool_kind](convolution.output_dim, layer.pool, layer.pool_step or layer.pool, filters)
-        )
-    if layer.scale_and_shift:
-        made += [Scale(above.dim, coef), Shift(above.dim, coef)]
-    return (*made, *_activation(layer.activation, above.dim, coef), *_dropout(above.dim, layer.dropout))
+    *times, bands, filters = made.out_shape
+    patches = Axes(made.output_dim, bands, filters, *times)
+    pool = (_pooling(layer.pool_kind, patches, layer.pool, layer.pool_step),) if both(layer.pool) != both(1) else ()
+    scaled = (Scale(above.dim, coef), Shift(above.dim, coef)) if layer.scale_and_shift else ()
+    return (made, *pool, *scaled, *_activation(layer.activation, above.dim, coef), *_dropout(above.dim, layer.dropout))
 
 
 def _given(value: float | None, default: float) -> float:
@@ -177,7 +216,7 @@ def described_layers(layers: Sequence[Layer], below: Axes) -> list[LayerConfig]:
         if found and found[-1].model_copy(update={"repeat": 1}) == config and found[-1].repeat < MOST_REPEATS:
             config = config.model_copy(update={"repeat": found.pop().repeat + 1})
         found.append(config)
-        first = first and not any(isinstance(part, Convolution) for part in made)
+        first = first and not any(isinstance(part, Filters) for part in made)
         below, i = above, i + len(made)
     return found
 
@@ -185,8 +224,8 @@ def described_layers(layers: Sequence[Layer], below: Axes) -> list[LayerConfig]:
 def bands_of(layers: Sequence[Layer]) -> int | None:
     """Along how many bands of the network's input its first convolution moves; None where none does."""
     for layer in layers:
-        if isinstance(layer, Convolution):
-            return layer.patch_stride
+        if isinstance(layer, Convolution | Convolution2d):
+            return layer.patch_stride if isinstance(layer, Convolution) else layer.bands
         if not isinstance(layer, Elementwise):
             return None
     return None
@@ -205,18 +244,17 @@ def _guesses(layers: Sequence[Layer], below: Axes) -> Iterator[Callable[[], Laye
         drop, units = take(Dropout), layer.out_features
         yield partial(AffineLayerConfig, units=units, activation=function, dropout=drop.rate if drop else 0.0, **coef)
         yield partial(AffineLayerConfig, units=units, activation=layer.label, **coef)
-    elif isinstance(layer, Convolution):
-        pool, scaled = take(Pooling), take(Scale) is not None and take(Shift) is not None
+    elif isinstance(layer, Filters):
+        pool, scaled = take(Pools), take(Scale) is not None and take(Shift) is not None
         function, drop = take(Activation, ParametricRelu), take(Dropout)
-        pools = {"pool": pool.pool_size, "pool_step": _step(pool), "pool_kind": _kind(pool)} if pool else {}
-        names = ("learn_rate_coef", "max_norm", "weight_stddev", "bias_mean", "bias_range")
-        keys = {"filters": layer.filters, "scale_and_shift": scaled, **{name: getattr(layer, name) for name in names}}
+        pools = {"pool": _sizes(pool), "pool_step": _steps(pool), "pool_kind": _kind(pool)} if pool else {}
+        names = ("filters", "learn_rate_coef", "max_norm", "weight_stddev", "bias_mean", "bias_range")
+        keys = {"scale_and_shift": scaled, **{name: getattr(layer, name) for name in names}}
         keys |= {"activation": function.label if function else "linear", "dropout": drop.rate if drop else 0.0, **pools}
-        for layout, width in (("frequency", below.filters or 1), ("kaldi", 1)):
-            sizes = {"patch": layer.patch_dim // width, "step": layer.patch_step // width, "layout": layout}
+        for sizes in _patches(layer, below.filters or 1):
             yield partial(ConvLayerConfig, **sizes, **keys)
-    elif isinstance(layer, Pooling):
-        yield partial(PoolLayerConfig, size=layer.pool_size, step=_step(layer), kind=_kind(layer))
+    elif isinstance(layer, Pools):
+        yield partial(PoolLayerConfig, size=_sizes(layer), step=_steps(layer), kind=_kind(layer))
     elif isinstance(layer, Scale):
         yield partial(ScaleAndShiftLayerConfig, learn_rate_coef=layer.learn_rate_coef)
     elif isinstance(layer, Dropout):
@@ -225,12 +263,32 @@ def _guesses(layers: Sequence[Layer], below: Axes) -> Iterator[Callable[[], Laye
         yield partial(ActivationLayerConfig, activation=layer.label)
 
 
-def _step(pool: Pooling) -> int | None:
-    return pool.pool_step if pool.pool_step != pool.pool_size else None
+def _patches(layer: Filters, wide: int) -> Iterator[dict[str, Any]]:
+    """The keys that may say a convolution's patches; `wide`: values of a band."""
+    if isinstance(layer, Convolution2d):
+        patch = TimeAndBands(time=layer.time_size, bands=layer.band_size)
+        step = TimeAndBands(time=layer.time_step, bands=layer.band_step)
+        yield {"patch": patch, "step": step, "dilation": layer.time_dilation}
+    elif isinstance(layer, Convolution):
+        yield {"patch": layer.patch_dim // wide, "step": layer.patch_step // wide}
+        yield {"patch": layer.patch_dim, "step": layer.patch_step, "layout": "kaldi"}
 
 
-def _kind(pool: Pooling) -> str:
-    return "max" if isinstance(pool, MaxPooling) else "average"
+def _sizes(pool: Pools) -> int | TimeAndBands:
+    if isinstance(pool, Pooling2d):
+        return TimeAndBands(time=pool.time_size, bands=pool.band_size)
+    return pool.grid.band.size
+
+
+def _steps(pool: Pools) -> int | TimeAndBands | None:
+    time, band, *_ = pool.grid
+    if (time.step, band.step) == (time.size, band.size):
+        return None
+    return TimeAndBands(time=time.step, bands=band.step) if isinstance(pool, Pooling2d) else band.step
+
+
+def _kind(pool: Pools) -> str:
+    return "max" if isinstance(pool, MaxPooling | MaxPooling2d) else "average"
 
 
 TRAINING_FIELDS = {

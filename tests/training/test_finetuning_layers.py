@@ -16,7 +16,7 @@ from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.kaldi.nnet1 import write_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, load_model, to_nnet1
-from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
+from ddnn.nn.convolution import AveragePooling, AveragePooling2d, Convolution, Convolution2d, MaxPooling, MaxPooling2d
 from ddnn.nn.elementwise import Activation, Copy, Dropout, LengthNorm, ParametricRelu, Scale, Shift
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, Parallel
@@ -165,6 +165,16 @@ def test_a_new_output_layer_on_a_cnn(first: Job, tmp_path: Path, run_cli: RunCli
     new, old = (load_model(run / "final.safetensors").network for run in (tmp_path / "run", first.run))
     same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(new.views, old.views, strict=True)]
     assert same == [True] * (len(same) - 1) + [False]
+
+
+def test_convolutions_over_time_and_bands_are_described() -> None:
+    layers = (
+        *(Convolution2d(3, 2, 8, 2, 3, 5, 1, 1, 1, False), MaxPooling2d(2, 6, 5, 2, 3, 2, 3), Activation(10, "relu")),
+        *(Convolution2d(1, 5, 2, 1, 2, 4, channels_last=True), AveragePooling2d(1, 1, 4, 1, 1, 1, 1)),
+    )
+    found = described_layers(layers, Axes(48, 8, 0, 3))
+    expected = ["conv 5 of 2 x 3 pool 2 x 3 relu", "conv 4 of 1 x 2 linear", "pool 1 x 1"]
+    assert list(map(describe_layer, found)) == expected
 
 
 def test_slopes_and_dropout_belong_to_the_layer_below() -> None:

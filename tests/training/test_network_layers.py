@@ -20,7 +20,7 @@ from ddnn.data.loading import DataConfig
 from ddnn.data.pipeline import load_data_dir
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.nn.acoustic_model import load_model
-from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
+from ddnn.nn.convolution import AveragePooling, Convolution, Convolution2d, MaxPooling, MaxPooling2d
 from ddnn.nn.elementwise import Activation, Dropout, LengthNorm, ParametricRelu, Scale, Shift
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, num_parameters
@@ -307,3 +307,61 @@ def test_a_convolution_over_features_without_an_axis_is_refused(job: Job, run_cl
     assert "metrics.jsonl" not in files_in(job.run)
     job.write_features({name: values + values[:, :1] for name, values in noise.items()})
     assert train(run_cli, job, "data.deltas=1").exit_code == 0
+
+
+def test_convolutions_over_time_and_bands(tmp_path: Path) -> None:
+    """Of an image its rows, of speech the frames of the splice; what is along bands alone above it reads all times."""
+    text = "[{conv: {filters: 3, patch: {time: 3, bands: 2}, step: {bands: 2}, pool: 2, scale_and_shift: false}}, "
+    text += "{conv: {filters: 2, patch: {time: 1, bands: 2}, scale_and_shift: false, activation: linear}}, {affine: 4}]"
+    assert build(tmp_path, text, 48, 7, "model.bands=8") == (
+        Convolution2d(6, 1, 8, 3, 2, 3, 1, 2, 1, False, max_norm=30, weight_stddev=0.02, bias_mean=-1, bias_range=2),
+        MaxPooling2d(4, 4, 3, 2, 2, 2, 2),
+        Activation(12),
+        Convolution2d(2, 3, 2, 1, 2, 2, 1, 1, 1, True, max_norm=50, weight_stddev=0.1, bias_mean=0, bias_range=0),
+        Affine(4, 4),
+        Affine(4, 7, "softmax", bias_learn_rate_coef=0.1),
+    )
+    text = "[{conv: {filters: 3, patch: {time: 2, bands: 5}, dilation: 3, pool: {time: 4}, activation: relu}}, "
+    text += "{conv: {filters: 2, patch: 3}}, {pool: 4}]"
+    tdnn, pool, *_, above, _, _, _, last, _ = build(tmp_path, text, 30, 7, "data.splice=5", "data.deltas=2")
+    he = math.sqrt(2 / (2 * 5 * 3))
+    assert tdnn == Convolution2d(11, 3, 10, 2, 5, 3, 1, 1, 3, False, 1, 1, 30, he, 0, 0)
+    assert pool == MaxPooling2d(8, 6, 3, 4, 1, 4, 1)
+    assert above == Convolution(36, 9, 3, 18, 2, max_norm=50, weight_stddev=0.1, bias_mean=-2, bias_range=4)
+    assert last == MaxPooling(8, 4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ("{conv: {filters: 3, patch: {time: 4, bands: 2}}}", "patch.time 4 does not fit into 3 frames; 1 to 3 do"),
+        ("{conv: {filters: 3, patch: {bands: 9}}}", "patch.bands 9 does not fit into 8 bands; 1 to 8 do"),
+        ("{conv: {filters: 3, patch: {time: 2}, dilation: 3}}", "patch.time 2 with dilation 3 spans 4 of 3 frames"),
+        (
+            "{conv: {filters: 3, patch: {bands: 3}, step: {bands: 2}}}",
+            "patch.bands 3 with step.bands 2 leaves 1 of 8 bands over; patch.bands 2 and 4, or step.bands 1 and 5 fit",
+        ),
+        ("{conv: {filters: 3, patch: {bands: 2}, pool: 2}}", "pool.time 2 does not divide 3 patches; 1 and 3 do"),
+        (
+            "{conv: {filters: 3, patch: {bands: 2}, pool: {bands: 2}, pool_step: {bands: 3}}}",
+            "pool_step.bands 3 would skip patches between pools of 2; 1 to 2 do not",
+        ),
+        (
+            "{conv: {filters: 3, patch: 2, pool: {bands: 2}}}",
+            "pool of time and bands found beside patch 2, which is along bands alone",
+        ),
+        (
+            "{conv: {filters: 3, patch: 2, dilation: 2}}",
+            "dilation is of frames, over which only a patch of {time: .., ",
+        ),
+        (
+            "{conv: {filters: 3, patch: 2, layout: kaldi}}, {conv: {filters: 3, patch: {time: 2}}}",
+            "layer 1 (conv): patch.time 2 does not fit into 1 frames; 1 to 1 do",
+        ),
+    ],
+)
+def test_patches_over_time_and_bands_that_do_not_fit(tmp_path: Path, layers: str, said: str) -> None:
+    """Already when the recipe is read, which knows the frames of the splice."""
+    with pytest.raises(RecipeError) as caught:
+        build(tmp_path, f"[{layers}]", 8, 7, "data.splice=1", "model.bands=8")
+    assert said in caught.value.message and "r.yaml" in str(caught.value)
