@@ -152,7 +152,7 @@ def _memory_hint(estimate: Estimate, workers: int, available: int) -> tuple[str 
         hint = f"use {larger}, {spread}, fewer utterances"
         float16 = ", or data.feature_dtype: float16, which halves the frames"
         return None, hint + (float16 if "frames in float32" in estimate else "")
-    changes = ["model.hidden_units or model.hidden_layers"]
+    changes = ["model.hidden_units or model.hidden_layers (in model.layers units, filters or repeat)"]
     changes += ["minibatch_size"] if 2 * estimate.get("activations", 0) > one else []
     hint = f"each worker holds the whole model, {describe_bytes(one)} here, so that more workers do not help: lower "
     hint += f"{' or '.join(changes)}"

@@ -4,6 +4,7 @@ sizes fit."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -20,6 +21,20 @@ class LayerConfig(Section):
 
     repeat: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = 1
     """So many such layers, one above the other, each counted as a layer."""
+
+    def __repr__(self) -> str:
+        """As a recipe may have it, without defaults: "{affine: {units: 512, repeat: 3}}"."""
+        kind, keys = kind_of_layer(self), self.model_dump(exclude_defaults=True)
+        return f"{{{kind}: {_flow(keys['config'] if kind == 'stored' else keys)}}}"
+
+    __str__ = __repr__
+
+
+def _flow(value: Any) -> str:
+    """A value as YAML in a line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_flow(one)}" for key, one in value.items()) + "}"
+    return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else str(value)
 
 
 class TrainedLayerConfig(LayerConfig):
@@ -177,7 +192,7 @@ def describe_layer(layer: LayerConfig) -> str:
         text = f"conv {layer.filters} of {layer.patch}{bands}" + f" pool {layer.pool}" * (both(layer.pool) != both(1))
         text += f" {layer.activation}" * (layer.activation != "sigmoid")
     elif isinstance(layer, StoredLayerConfig):
-        text = str(layer.config.get("kind"))
+        text = re.sub(r"[^\w-]", "?", str(layer.config.get("kind")))[:40]  # anybody's word, for a job script too
     elif kind in VALUE_OF:
         text = f"{kind} {getattr(layer, VALUE_OF[kind])}".replace("activation ", "")
     many = f"{layer.repeat} x " if layer.repeat > 1 or isinstance(layer, AffineLayerConfig) else ""

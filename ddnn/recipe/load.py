@@ -128,8 +128,14 @@ def changed_keys(before: SourceTree, recipe: Recipe) -> dict[str, tuple[str, str
     changed = {
         key: pair for key, pair in found.items() if pair[0] != pair[1] and (key, pair[0]) != ("precision", "auto")
     }
-    now, then = (["not given" if p[n] is None else str(p[n])[:200] for p in changed.values()] for n in (0, 1))
+    now, then = ([_shown(key, pair[n]) for key, pair in changed.items()] for n in (0, 1))
     return dict(zip(changed, zip(now, then, strict=True), strict=True))
+
+
+def _shown(key: str, value: Any) -> str:
+    if key == LAYERS_KEY and (layers := read_layers(SourceValue(value, ""), SourceTree())) is not None:
+        value = layers
+    return "not given" if value is None else str(value)[:500]
 
 
 EPOCHS = {"newbob": "schedule.max_epochs", "constant": "schedule.epochs", "power": "schedule.epochs"}

@@ -164,6 +164,10 @@ def _plan(
         from ddnn.training.initial_model import with_initial_model
 
         recipe, _ = with_initial_model(recipe, run_dir if resume != "no" else None)
+    if recipe.model.layers is not None:
+        from ddnn.training.options import check_layers_fit
+
+        check_layers_fit(recipe)
     if recipe.log.tensorboard and not cluster.container:  # which has packages of its own
         import_tensorboard()
     dbn = recipe.pretrain.dbn if recipe.init == "rbm" and files.newest_checkpoint(run_dir) is None else None

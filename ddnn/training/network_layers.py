@@ -43,6 +43,7 @@ from ddnn.recipe.layers import (
     StoredLayerConfig,
     TimeAndBands,
     both,
+    describe_layer,
     layer_name,
     near,
     next_axes,
@@ -219,6 +220,15 @@ def described_layers(layers: Sequence[Layer], below: Axes) -> list[LayerConfig]:
         first = first and not any(isinstance(part, Filters) for part in made)
         below, i = above, i + len(made)
     return found
+
+
+def describe_hidden(layers: Sequence[Layer], times: int, static: int) -> str:
+    """A network's layers below the output layer in a few words; `times`: frames that are spliced, of `static` dims and
+    their deltas."""
+    input_dim, bands = layers[0].input_dim, bands_of(layers)
+    bands = static if bands is None or static % bands else bands
+    below = Axes(input_dim, bands, 0, times if times > 1 else static // bands)
+    return ", ".join(map(describe_layer, described_layers(layers[:-1], below)))
 
 
 def bands_of(layers: Sequence[Layer]) -> int | None:

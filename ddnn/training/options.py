@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sized
+from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -13,6 +15,7 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import HeldOut, TrainingDataConfig, TrainingFootprint
 from ddnn.distributed.communicator import Communicator
+from ddnn.kaldi.archive import MatrixReader, read_scp
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.nn.layers import activation_floats, num_parameters
 from ddnn.nn.network import Network
@@ -23,9 +26,9 @@ from ddnn.recipe.load import minibatch_problems
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig
 from ddnn.recipe.section import MaybePaths, Section, as_list
 from ddnn.training.combination import Combination, MeanOfEpochs, MovingAverage
-from ddnn.training.network_layers import frozen_layers, network_layers
+from ddnn.training.network_layers import frozen_layers, hidden_layers, network_layers
 from ddnn.training.tensorboard import import_tensorboard
-from ddnn.util.errors import RecipeError
+from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.progress import progress_bar
 
 Options = TypeVar("Options")
@@ -63,6 +66,20 @@ def check_packages(recipe: Recipe) -> None:
     """UserError where a package that only this recipe needs is missing."""
     if recipe.log.tensorboard:
         import_tensorboard()
+
+
+def check_layers_fit(recipe: Recipe) -> None:
+    """RecipeError where sizes of `model.layers` do not fit the features, by the first header of the training data. What is
+    wrong with the data is left to those who read them."""
+    if recipe.model.layers is None:
+        return
+    width = None
+    with suppress(DataError), MatrixReader() as reader:
+        entries = read_scp(as_list(recipe.data.train)[0] / "feats.scp", allow_pipes=recipe.data.allow_pipes)
+        first = next((entry for entry in entries if entry.pipe is None), None)
+        width = None if first is None else model_features(recipe).width(reader.shape(first)[1])
+    if width is not None:
+        deque(hidden_layers(recipe, width * (2 * recipe.data.splice + 1)), maxlen=0)
 
 
 def averaging_options(parallel: ParallelConfig, momentum: float = 0.0) -> AveragingOptions:

@@ -153,7 +153,8 @@ def test_the_advice_fits_what_does_not_fit() -> None:
     assert "model.hidden_units" not in hint
     location, hint = hint_for(10, frames_in_float32=8, parameters=12)
     assert location == "model" and "each worker holds the whole model, 12.0 GiB here" in hint
-    assert "so that more workers do not help: lower model.hidden_units or model.hidden_layers, or use machines" in hint
+    assert "so that more workers do not help: lower model.hidden_units or model.hidden_layers (in " in hint
+    assert "model.layers units, filters or repeat), or use machines" in hint
     assert not any(word in hint for word in ("float16", "utterances", "more machines", "optimizer", "minibatch_size"))
     _, hint = hint_for(10, frames_in_float16=1, parameters=5, momentum=4, natural_gradient=2)
     assert "optimizer.momentum: 0" in hint and "optimizer.name: sgd" in hint

@@ -120,9 +120,9 @@ KINDS = "affine, conv, pool, scale-and-shift, dropout, activation, stored"
         ),
         (
             "conv: {filters: 9}",
-            "model.layers[0].conv.patch: missing, expected a whole number >= 1 and <= a million. Bands that a filter",
+            "model.layers[0].conv.patch: missing, expected a whole number >= 1 and <= a million or a mapping ",
         ),
-        ("conv: 9", "model.layers[0].conv: 9 found, expected a mapping of filters, patch, step, pool, pool_step, "),
+        ("conv: 9", "model.layers[0].conv: 9 found, expected a mapping of filters, patch, step, dilation, pool, "),
         ("{conv: {filters: 9, patch: 2, weight_stddev: .nan}}", ".weight_stddev: .nan found, expected a number >= 0"),
         (
             "{affine: {units: 9, repeat: 2}, repeat: 3}",

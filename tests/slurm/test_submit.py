@@ -19,6 +19,12 @@ from ddnn.recipe.load import load_recipe
 from ddnn.training.run_dir import RunDir
 
 RunCli = Callable[..., Any]
+LAYERS = (
+    "--set",
+    "model.hidden_layers=null",
+    "--set",
+    "model.hidden_units=null",
+)  # of the job's recipe, not beside layers
 HOSTILE = "r ü $HOME`id` 'x\" %j #z;&"
 
 
@@ -205,6 +211,15 @@ def test_seeds_one_after_another(job: Job, run_cli: RunCli) -> None:
     assert again.exit_code == 0 and again.stdout.count("this training has finished") == 2
 
 
+def test_a_network_of_layers_in_the_script(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
+    """In a comment, of which a name that anybody wrote is no reason to begin another line."""
+    layers = 'model.layers=[{affine: 9}, {stored: {kind: "a\\nrm b", width: 3}}]'
+    (job.data / "feats.scp").unlink()  # what is wrong with the data the job says
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm", "--dry-run", *LAYERS, "--set", layers)
+    assert result.exit_code == 0, result.stderr
+    assert "; 1 x 9 sigmoid, a?rm?b, seed 1\n" in result.stdout
+
+
 def test_dry_run_prints_and_leaves_nothing(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm", "--dry-run", "--cluster", "gpu")
     assert result.exit_code == 0, result.stderr
@@ -258,6 +273,10 @@ def test_the_command_line_wins_over_the_cluster(slurm: Slurm, job: Job, run_cli:
         (["--slurm", "--seeds", "1,1"], "expected 1 to 1000 different seeds"),
         (["--slurm", "--seeds", "1,2", "--set", "seed=3"], "the seed is given twice"),
         (["--seeds", "1,2%1"], "%1 without --slurm"),
+        (
+            ["--slurm", *LAYERS, "--set", "model.layers=[{conv: {filters: 2, patch: 5}}]"],
+            "layer 0 (conv): patch 5 does not fit into 4 bands; 1 to 4 do",
+        ),
     ],
 )
 def test_mistakes(slurm: Slurm, job: Job, run_cli: RunCli, options: list[str], said: str) -> None:
