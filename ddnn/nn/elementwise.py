@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, cast
 
 import torch
@@ -353,7 +353,7 @@ class Copy(Layer):
         return (len(self.columns),)
 
     def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
-        torch.index_select(x, 1, torch.tensor(self.columns, device=x.device), out=y)
+        torch.index_select(x, 1, _columns(self.columns, x.device), out=y)
 
     def backward(
         self, a: Float32, p: Params, x: Tensor, y: Tensor, grad: Tensor, grad_x: Tensor | None, saved: Views
@@ -372,3 +372,9 @@ class Copy(Layer):
         if not isinstance(one := components[0], nnet1.Copy):
             return None
         return cls(one.input_dim, one.columns), as_parameters(), 1
+
+
+@cache
+def _columns(columns: tuple[int, ...], device: torch.device) -> Tensor:
+    """(columns,) int64 on the device, made once: a GPU would wait for it in each forward pass."""
+    return torch.tensor(columns, device=device)

@@ -130,6 +130,17 @@ class Layer(ABC):
         return {}
 
     @property
+    def parts(self) -> Mapping[str, Layer]:
+        """The layers that natural gradient preconditions and limits each by itself, by what precedes the names of their
+        parameters: itself, unless it is made of others."""
+        return {"": self}
+
+    def of_part(self, prefix: str, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor, Views]:
+        """What the part of this prefix has read, the derivative of its output, and what it has saved, after the backward
+        pass of this layer."""
+        return x, grad, saved
+
+    @property
     def must_be_last(self) -> bool:
         return False
 
@@ -214,14 +225,9 @@ class Layer(ABC):
         a.column_sums(grads, out["bias"], bias_input)
 
     def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
-        """(frames,) float32, the norm of each frame's part of the gradient, or a bound of it, by which NG-SGD limits the
-        step of layers without a `gemm`; not called without parameters. Of those with one: the sum over its rows of
-        |[x 1]| |d|."""
-        if self.gemm is None:
-            raise NotImplementedError(f"{self.kind}: norms of the gradient")
-        inputs, grads = (torch.linalg.vector_norm(rows.float(), dim=1) for rows in self.statistics(x, grad, saved))
-        norms: Tensor = (inputs.square().add_(1.0).sqrt_() * grads).view(len(x), -1).sum(dim=1)
-        return norms
+        """(frames,) float32, the norm of each frame's part of the gradient, by which NG-SGD limits the step of layers
+        without a `gemm`; not called without parameters."""
+        raise NotImplementedError
 
     def after_update(self, p: Views) -> bool:
         """Brings the float32 parameters back to where they may be, such as within a largest norm, after each update;

@@ -144,8 +144,7 @@ class Affine(Layer):
 class Parallel(Layer):
     """Networks side by side: the columns of the input are dealt out to them in order, and their outputs are put side by
     side (nnet1's ParallelComponent). Momentum, weight decay and rates are those of the layers inside. Names of parameters
-    and of what is saved begin with the number of the network and of its layer: "0.1.weight". NG-SGD takes the plain
-    gradient of all of them, and limits their step together."""
+    and of what is saved begin with the number of the network and of its layer: "0.1.weight"."""
 
     kind: ClassVar[str] = "parallel"
 
@@ -248,14 +247,15 @@ class Parallel(Layer):
                 kept = _inside(saved, n, i, "saved.")
                 layer.gradient(a, _input(saved, n, i), saved[f"{n}.{i}.grad"], kept, _inside(out, n, i))
 
-    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
-        """A bound: the root of the sum of the squares of the layers'."""
-        total = torch.zeros(len(x), device=x.device)
-        for n, i, layer in self._layers:
-            if layer.num_parameters:
-                kept = _inside(saved, n, i, "saved.")
-                total += layer.gradient_norms(_input(saved, n, i), saved[f"{n}.{i}.grad"], kept).square()
-        return total.sqrt_()
+    @cached_property
+    def parts(self) -> Mapping[str, Layer]:
+        return {f"{n}.{i}.{prefix}": part for n, i, layer in self._layers for prefix, part in layer.parts.items()}
+
+    def of_part(self, prefix: str, x: Tensor, grad: Tensor, saved: Views) -> tuple[Tensor, Tensor, Views]:
+        first, second, rest = prefix.split(".", 2)
+        n, i = int(first), int(second)
+        found = _input(saved, n, i), saved[f"{n}.{i}.grad"], _inside(saved, n, i, "saved.")
+        return self.networks[n][i].of_part(rest, *found)
 
     def after_update(self, p: Views) -> bool:
         return any([layer.after_update(_inside(p, n, i)) for n, i, layer in self._layers])

@@ -236,13 +236,9 @@ class Workspace:
         for layer, params, x, y, grad, grad_x, saved in reversed(self._passes[self.network.lowest_trainable :]):
             layer.backward(self.arithmetic, params, x, y, grad, grad_x, saved)
 
-    def statistics(self, i: int) -> tuple[Tensor, Tensor]:
-        """`Layer.statistics` of layer `i`, after the backward pass."""
-        return self.network.layers[i].statistics(self.inputs[i], self.grad_outputs[i], self._saved[i])
-
-    def gradient_norms(self, i: int) -> Tensor:
-        """`Layer.gradient_norms` of layer `i`, after the backward pass."""
-        return self.network.layers[i].gradient_norms(self.inputs[i], self.grad_outputs[i], self._saved[i])
+    def of_part(self, i: int, prefix: str) -> tuple[Tensor, Tensor, Views]:
+        """`Layer.of_part` of layer `i`, after the backward pass."""
+        return self.network.layers[i].of_part(prefix, self.inputs[i], self.grad_outputs[i], self._saved[i])
 
     def layer_gradient(self, i: int, out: Views) -> None:
         """out, of `gradient_dtype`, <- the gradient of the loss summed over the minibatch of layer `i`."""

@@ -16,7 +16,7 @@ may be nearly all of X; X^ and Y^ are rounded for the last product alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -59,16 +59,32 @@ class NgSgdOptions(SgdOptions):
     def num_bytes(self, layers: Sequence[Layer], minibatch: int) -> int:
         """As `SgdOptions.num_bytes`: per side of a layer W and its update, in float64 as it begins; per minibatch the
         inputs once more, H, and the largest derivative."""
-        gemms = [layer.gemm for layer in layers if layer.gemm is not None]
+        gemms = [part.gemm for layer in layers for part in layer.parts.values() if part.gemm is not None]
         matrices = sum(4 * 4 * min(rank, dim - 1) * dim for gemm in gemms for dim, rank in self.sides(gemm))
         projections = sum(2 * rank * gemm.rows for gemm in gemms for _, rank in self.sides(gemm))
         rows = sum(gemm.rows * gemm.fan_in for gemm in gemms)
         return matrices + 4 * minibatch * (projections + rows + max((g.rows * g.fan_out for g in gemms), default=0))
 
 
+class _Part(NamedTuple):
+    """One of the `Layer.parts` of layer `number`."""
+
+    number: int
+    prefix: str
+    layer: Layer
+
+    def views(self, whole: Views) -> Views:
+        """Its own parameters, of those of the layer, by its own names."""
+        if not self.prefix:
+            return whole
+        return {k.removeprefix(self.prefix): view for k, view in whole.items() if k.startswith(self.prefix)}
+
+
 class NgSgd(Sgd):
-    """SGD along the natural gradient. `input_preconditioners`, `grad_preconditioners`: by the number of a layer that
-    has a `gemm`, those of its input (with 1 appended) and of its output derivative."""
+    """SGD along the natural gradient. `parts`: the trainable layers, or what they are made of, numbered as all of the
+    network are, so that without networks side by side a part has its layer's number. `input_preconditioners`,
+    `grad_preconditioners`: by the number of a part that has a `gemm`, those of its input (with 1 appended) and of its
+    output derivative."""
 
     def __init__(self, network: Network, options: NgSgdOptions | None = None) -> None:
         options = options or NgSgdOptions()
@@ -76,15 +92,19 @@ class NgSgd(Sgd):
         self._options = options
         self.input_preconditioners: dict[int, NaturalGradient] = {}
         self.grad_preconditioners: dict[int, NaturalGradient] = {}
-        for i in self.trainable:
-            layer = network.layers[i]
-            if layer.gemm is not None:
-                rest = (options.alpha, options.num_samples_history * layer.gemm.rows, options.update_period)
-                self.input_preconditioners[i], self.grad_preconditioners[i] = (
-                    NaturalGradient(dim, NaturalGradientOptions(rank, *rest), network.parameters.device)
-                    for dim, rank in options.sides(layer.gemm)
-                )
-        self._memory = _Memory(network, 0, Float32())
+        every = (_Part(i, *part) for i, layer in enumerate(network.layers) for part in layer.parts.items())
+        self.parts = {k: part for k, part in enumerate(every) if part.number in self.trainable}
+        self._gemms = {k: part.layer.gemm for k, part in self.parts.items() if part.layer.gemm is not None}
+        for k, gemm in self._gemms.items():
+            rest = (options.alpha, options.num_samples_history * gemm.rows, options.update_period)
+            self.input_preconditioners[k], self.grad_preconditioners[k] = (
+                NaturalGradient(dim, NaturalGradientOptions(rank, *rest), network.parameters.device)
+                for dim, rank in options.sides(gemm)
+            )
+        self._memory = self._new_memory(0, Float32())
+
+    def _new_memory(self, frames: int, arithmetic: Float32) -> _Memory:
+        return _Memory(self._gemms, frames, arithmetic, self.network.parameters.device)
 
     @property
     def preconditioners(self) -> list[NaturalGradient]:
@@ -95,43 +115,51 @@ class NgSgd(Sgd):
         a, options = workspace.arithmetic, self._options
         limited_lr = 1.0 if options.max_change_scope == "unscaled" else lr
         if self._memory.made_for != (len(workspace.x), a):
-            self._memory = _Memory(self.network, 0, a)  # of another size: first given back
-            self._memory = _Memory(self.network, len(workspace.x), a)
+            self._memory = self._new_memory(0, a)  # of another size: first given back
+            self._memory = self._new_memory(len(workspace.x), a)
         memory = self._memory
         rows: dict[int, tuple[Tensor, Tensor]] = {}
-        for i, of in memory.layers.items():
-            x, grad = workspace.statistics(i)
+        for k, of in memory.parts.items():
+            part = self.parts[k]
+            x, grad = part.layer.statistics(*workspace.of_part(part.number, part.prefix))
             a.load_rows(x, of.inputs, of.in_before)
-            self.input_preconditioners[i].apply(of.inputs, of.in_before)
+            self.input_preconditioners[k].apply(of.inputs, of.in_before)
             inputs = a.store_rows(of.inputs, x, of.in_after, of.bias_input)
             float32_grad = memory.float32_grad[: grad.numel()].view(grad.shape) if a.casts else grad
             a.load_rows(grad, float32_grad, of.grad_before)
-            self.grad_preconditioners[i].apply(float32_grad, of.grad_before)
-            rows[i] = inputs, a.store_rows(float32_grad, grad, of.grad_after)
+            self.grad_preconditioners[k].apply(float32_grad, of.grad_before)
+            rows[k] = inputs, a.store_rows(float32_grad, grad, of.grad_after)
         factors: dict[int, float] = {}
-        for layers, scales in memory.scales(limited_lr, options.max_change):
-            factors |= zip(layers, a.scale_([rows[i][1] for i in layers], scales), strict=True)
-        for i in self.trainable:
-            if i in rows:
-                self.network.layers[i].gradient_of_rows(a, *rows[i], out[i], memory.layers[i].bias_input)
-                yield i, factors[i]
-            else:
-                yield i, self._plain_gradient(i, workspace, limited_lr, out[i])
+        for numbers, scales in memory.scales(limited_lr, options.max_change):
+            factors |= zip(numbers, a.scale_([rows[k][1] for k in numbers], scales), strict=True)
+        for k, part in self.parts.items():
+            views, factor = part.views(out[part.number]), factors.get(k, 1.0)
+            if k in rows:
+                part.layer.gradient_of_rows(a, *rows[k], views, memory.parts[k].bias_input)
+            elif views:
+                self._plain_gradient(part, workspace, limited_lr, views)
+            if not part.prefix:
+                yield part.number, factor
+                continue
+            for view in views.values():
+                view.mul_(factor)
+            if k + 1 not in self.parts or self.parts[k + 1].number != part.number:
+                yield part.number, 1.0
 
-    def _plain_gradient(self, i: int, workspace: Workspace, lr: float, out: Views) -> float:
+    def _plain_gradient(self, part: _Part, workspace: Workspace, lr: float, out: Views) -> None:
         """Fills the plain gradient of a layer without `gemm`, so that it changes no more than `max_change` per
         frame."""
-        workspace.layer_gradient(i, out)
-        if self.network.layers[i].num_parameters and self._options.max_change > 0.0:
-            norms = workspace.gradient_norms(i)
+        x, grad, saved = workspace.of_part(part.number, part.prefix)
+        part.layer.gradient(workspace.arithmetic, x, grad, saved, out)
+        if self._options.max_change > 0.0:
+            norms = part.layer.gradient_norms(x, grad, saved)
             one = norms.new_ones(())
             kappa = max_change_factor(norms, one, one, lr, self._options.max_change)
-            for part in out.values():
-                part.mul_(kappa)
-        return 1.0
+            for view in out.values():
+                view.mul_(kappa)
 
 
-class _LayerMemory(NamedTuple):
+class _PartMemory(NamedTuple):
     """`inputs`: [X 1], (rows, fan_in + 1) float32, and its last column once more, in one piece; and (rows,) norms of
     the rows of X and Y before and after preconditioning."""
 
@@ -144,36 +172,34 @@ class _LayerMemory(NamedTuple):
 
 
 class _Memory:
-    """Memory for minibatches of `frames` frames in one arithmetic, made once. `layers`: by their numbers.
-    `float32_grad`: for arithmetics that need a copy, float32 memory for any layer's output derivative."""
+    """Memory for minibatches of `frames` frames in one arithmetic, made once. `parts`: by the numbers of `gemms`.
+    `float32_grad`: for arithmetics that need a copy, float32 memory for any part's output derivative."""
 
-    def __init__(self, network: Network, frames: int, arithmetic: Float32) -> None:
+    def __init__(self, gemms: Mapping[int, Gemm], frames: int, arithmetic: Float32, device: torch.device) -> None:
         self.made_for = frames, arithmetic
-        trainable = ((i, layer) for i, layer in enumerate(network.layers) if i not in network.frozen)
-        gemms = {i: layer.gemm for i, layer in trainable if layer.gemm is not None}
-        new = partial(torch.zeros, dtype=torch.float32, device=network.parameters.device)
-        self.layers: dict[int, _LayerMemory] = {}
-        # Layers with as many rows per frame have their norms in one piece: [0] inputs, [1] derivatives; (2, layers, N).
+        new = partial(torch.zeros, dtype=torch.float32, device=device)
+        self.parts: dict[int, _PartMemory] = {}
+        # Parts with as many rows per frame have their norms in one piece: [0] inputs, [1] derivatives; (2, parts, N).
         self._groups: list[tuple[int, list[int], Tensor, Tensor]] = []
         for rows in dict.fromkeys(gemm.rows for gemm in gemms.values()):
-            layers = [i for i, gemm in gemms.items() if gemm.rows == rows]
-            before, after = new(2, 2, len(layers), rows * frames).unbind()
-            self._groups.append((rows, layers, before, after))
-            for k, i in enumerate(layers):
-                columns = gemms[i].fan_in + 1
+            numbers = [k for k, gemm in gemms.items() if gemm.rows == rows]
+            before, after = new(2, 2, len(numbers), rows * frames).unbind()
+            self._groups.append((rows, numbers, before, after))
+            for n, k in enumerate(numbers):
+                columns = gemms[k].fan_in + 1
                 inputs = new(rows * frames, -(-columns // 16) * 16)[:, :columns]  # GEMMs want their rows aligned
                 bias_input = new(rows * frames, dtype=arithmetic.bias_input_dtype)
-                self.layers[i] = _LayerMemory(inputs, bias_input, before[0, k], after[0, k], before[1, k], after[1, k])
+                self.parts[k] = _PartMemory(inputs, bias_input, before[0, n], after[0, n], before[1, n], after[1, n])
         largest = max((gemm.rows * gemm.fan_out for gemm in gemms.values()), default=0)
         self.float32_grad = new(frames * largest if arithmetic.casts else 0)
 
     def scales(self, lr: float, max_change: float) -> Iterator[tuple[list[int], Tensor]]:
-        """Layers and their gamma_in gamma_out kappa, from the norms before and after preconditioning."""
-        for rows, layers, before, after in self._groups:
+        """Parts and their gamma_in gamma_out kappa, from the norms before and after preconditioning."""
+        for rows, numbers, before, after in self._groups:
             scale = gammas(before, after).prod(dim=0)
             if max_change > 0.0:
                 scale *= max_change_factor(after[0], after[1], scale, lr, max_change / rows)
-            yield layers, scale
+            yield numbers, scale
 
 
 def make_optimizer(options: SgdOptions, network: Network) -> Sgd:

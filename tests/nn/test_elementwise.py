@@ -14,7 +14,8 @@ from torch import Tensor
 from ddnn.averaging.averager import Averager
 from ddnn.data.batches import Batch
 from ddnn.distributed.signals import TrainingInterrupted
-from ddnn.nn.arithmetic import make_arithmetic
+from ddnn.nn.arithmetic import Precision, make_arithmetic
+from ddnn.nn.convolution import Convolution
 from ddnn.nn.elementwise import Activation, Copy, Dropout, LengthNorm, ParametricRelu, Scale, Shift
 from ddnn.nn.layer import Layer, limit_row_norms
 from ddnn.nn.layers import Affine, Parallel, check_layers, layer_from_config
@@ -293,3 +294,27 @@ def test_a_training_with_dropout_resumes_to_the_same_bits(
     assert torch.equal(load_run(whole).network.parameters, load_run(stopped).network.parameters)
     first, again = (evaluate_run(whole, data, pdfs, "cpu") for _ in range(2))
     assert first.loss == again.loss, "nothing is drawn in an evaluation"
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_natural_gradient_of_networks_side_by_side_is_that_of_their_layers(
+    momentum: float, precision: Precision
+) -> None:
+    """A network in a network: the same bits as its layers above each other."""
+    inside = (Convolution(12, 3, 1, 6, 5), Scale(20), Activation(20, "tanh"), Affine(20, 6, "sigmoid"))
+    steps = []
+    for layers in (inside, (Parallel((inside,)),), (Parallel(((Parallel((inside,)),),)),)):
+        network = Network((Affine(9, 12, "linear"), *layers, Affine(6, 3, "softmax")))
+        initialize(network, 1)
+        options = NgSgdOptions(rank_in=3, rank_out=2, momentum=momentum, max_change=0.05)
+        optimizer = NgSgd(network, options)
+        workspace = Workspace(network, 16, make_arithmetic(precision, CPU, use_kernels=False))
+        for seed in range(4):
+            EagerStep(workspace, optimizer)(Batch(noise(16, 9, seed=seed), torch.arange(16) % 3), 0.5)
+        states = [value for name, value in sorted(optimizer.state_dict().items()) if name != "momentum_buffer"]
+        steps.append((network.parameters, len(optimizer.preconditioners), states))
+        assert options.num_bytes(network.layers, 16) > 0
+    for parameters, count, states in steps[1:]:
+        assert torch.equal(parameters, steps[0][0]) and count == steps[0][1] == 8
+        assert all(torch.equal(*pair) for pair in zip(states, steps[0][2], strict=True))
