@@ -274,6 +274,9 @@ def next_axes(layer: LayerConfig, axes: Axes) -> Axes:
         if isinstance(layer.patch, TimeAndBands):
             patch, step = layer.patch, both(layer.step)
             span = (patch.time - 1) * layer.dilation + 1
+            if patch.time > 1 and axes.times == 1:
+                more = "data.splice gives more, model.bands the rows of an image"
+                raise ValueError(f"patch.time {patch.time} takes several frames, and there is 1 here: {more}")
             if layer.dilation > 1 and axes.times is not None and span > axes.times:
                 raise ValueError(
                     f"patch.time {patch.time} with dilation {layer.dilation} spans {span} of {axes.times} frames"

@@ -297,9 +297,12 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
                 paths[n] = Path("/")
         sound[name] = SourceValue(paths if isinstance(given.value, list) else paths[0], given.source)
     places: list[str] = []
+    layers_refused = False
     if LAYERS_KEY in sound:
         given = sound.pop(LAYERS_KEY)
-        if (layers := read_layers(given, tree)) is not None:
+        layers = read_layers(given, tree)
+        layers_refused = layers is None
+        if layers is not None:
             sound[LAYERS_KEY] = SourceValue(layers, given.source)
             places = [getattr(item, "source", given.source) for item in given.value]
     wrong: dict[str, str] = {}
@@ -326,8 +329,10 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
     if misfit := shape_problem(recipe.model.layers or (), recipe.model.bands, times):
         tree.refuse(misfit[1], places[misfit[0]])
     for name, complaint in contradictions(recipe):
-        # How many data dirs there are is not known where they are wrong.
-        if name not in wrong and not (name in ("data.alignments", "data.transforms") and "data.train" in wrong):
+        # How many data dirs there are is not known where they are wrong, nor which keys go with layers that are wrong.
+        follows = name.startswith("model.") and layers_refused
+        follows = follows or (name in ("data.alignments", "data.transforms") and "data.train" in wrong)
+        if name not in wrong and not follows:
             tree.refuse(f"{name}: {complaint}", sound[name].source if name in sound else str(path))
     return recipe
 

@@ -356,7 +356,8 @@ def test_convolutions_over_time_and_bands(tmp_path: Path) -> None:
         ),
         (
             "{conv: {filters: 3, patch: 2, layout: kaldi}}, {conv: {filters: 3, patch: {time: 2}}}",
-            "layer 1 (conv): patch.time 2 does not fit into 1 frames; 1 to 1 do",
+            "layer 1 (conv): patch.time 2 takes several frames, and there is 1 here: data.splice gives more, "
+            "model.bands the rows of an image",
         ),
     ],
 )
