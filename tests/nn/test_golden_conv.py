@@ -14,7 +14,7 @@ import torch
 from corpora import load_all
 from twins import batch_of
 
-from ddnn.data.batches import Batch, SequentialSampler
+from ddnn.data.batches import Batch, SequentialSampler, ShuffledSampler
 from ddnn.data.dataset import AcousticDataset
 from ddnn.decoding.prepare import compute_scores
 from ddnn.kaldi.alignments import read_alignments
@@ -158,3 +158,42 @@ def test_kaldis_network_of_spoken_digits_is_imported(shared: Path, tmp_path: Pat
     assert refused.exit_code == 2 and not (tmp_path / "none").exists()
     assert "the features have 40 dims, the model was trained on 120" in refused.stderr
     assert "may lack its deltas (delta_opts in its directory)" in refused.stderr
+
+
+@pytest.mark.parametrize(("name", "options"), [("two_conv", "c"), ("parallel", "b"), ("prelu_lnorm", "c")])
+def test_training_further_and_exporting_equals_kaldis(
+    golden: Path, tmp_path: Path, run_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, options: str
+) -> None:
+    """From Kaldi's directory to Kaldi's file: `ddnn train` with `init.model`, and frames in their order, then
+    `ddnn export`."""
+    monkeypatch.setattr(ShuffledSampler, "_draw", lambda sampler, epoch: torch.arange(len(sampler.frames)))
+    bands = (golden / "conv" / name / "input").read_text().strip()
+    kaldi, data, held_out = tmp_path / "kaldi", tmp_path / "data", tmp_path / "cv"
+    for folder in (kaldi, data, held_out):
+        folder.mkdir()
+    shutil.copy(golden / f"conv/{name}/init.nnet", kaldi / "final.nnet")
+    shutil.copy(golden / f"conv/{bands}.transform.nnet", kaldi / "final.feature_transform")
+    features = map(str.split, (golden / f"conv/{bands}.feats.scp").read_text().splitlines())
+    labels = (golden / "conv/pdfs.txt").read_text().splitlines()
+    for key, place in features:
+        for folder, prefix in ((data, ""), (held_out, "cv-")):  # no utterance may be in both
+            with (folder / "feats.scp").open("a") as scp:
+                scp.write(f"{prefix}{key} {golden / 'conv' / place}\n")
+    (tmp_path / "cv.txt").write_text("".join(f"cv-{line}\n" for line in labels))
+    rate, sgd = OPTIONS[options]
+    (tmp_path / "further.yaml").write_text(
+        f"data: {{train: {data}, alignments: {golden / 'conv/pdfs.txt'}, num_pdfs: 10, "
+        f"cv: {{data: {held_out}, alignments: {tmp_path / 'cv.txt'}}}}}\n"
+        f"init: {{model: {kaldi}}}\nminibatch_size: 16\noptimizer: {{momentum: {sgd.momentum}, l2: {sgd.l2}}}\n"
+        f"schedule: {{name: constant, initial_learning_rate: {rate}, epochs: 1}}\n"
+    )
+    run, out = tmp_path / "run", tmp_path / "out"
+    result = run_cli("train", tmp_path / "further.yaml", "--run-dir", run, "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert run_cli("export", run, "--out", out).exit_code == 0
+    found, expected = (
+        from_nnet1(read_nnet1(path), (), path)
+        for path in (out / "final.nnet", golden / f"conv/{name}/trained_{options}.nnet")
+    )
+    assert found.network.layers == expected.network.layers
+    np.testing.assert_allclose(found.network.parameters, expected.network.parameters, rtol=0, atol=1e-5)
