@@ -86,6 +86,14 @@ def test_pdf_counts(folder: Path, run_cli: RunCli, counts: str | None, said: tup
     assert not out.exists()
 
 
+def convolutional(old: str, new: str) -> Damage:
+    """Puts Kaldi's convolutional network there, with a change."""
+    text = (Path(__file__).parent / "golden/conv/conv_max/init.txt.nnet").read_text()
+    assert old in text
+    return lambda path: path.write_text(text.replace(old, new, 1))
+
+
+NESTED = "<ParallelComponent> 72 72 <NestedNnetCount> 1 <NestedNnet> 1 <Nnet> "
 NNET1: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
     "missing": ("final.nnet", Path.unlink, ("cannot read", "No such file")),
     "empty": ("final.nnet", lambda path: cut(path, 0), ("the file is empty",)),
@@ -99,6 +107,31 @@ NNET1: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
             "<Nnet>\n<Splice> 20 4\n[ -2 -1 0 1 2 ]\n<!EndOfComponent>\n</Nnet>\n"
         ),
         ("12", "20"),
+    ),
+    "patches that do not fit": (
+        "final.nnet",
+        convolutional("<PatchStep> 1", "<PatchStep> 2"),
+        ("<ConvolutionalComponent> (component 1): patches of 3 at steps of 2 do not fit into 8 exactly",),
+    ),
+    "pools that do not fit": (
+        "final.nnet",
+        convolutional("<PoolStride> 6", "<PoolStride> 5"),
+        ("<MaxPoolingComponent> (component 2): PoolStride 5 does not divide the input dim 36",),
+    ),
+    "a filter of NaN": (
+        "final.nnet",
+        convolutional("-0.04411672", "nan"),
+        ("finite values in the filters of <ConvolutionalComponent>, found nan at [0, 1]",),
+    ),
+    "unknown component": (
+        "final.nnet",
+        convolutional("<Sigmoid>", "<LstmProjected>"),
+        (NOT_NNET1, "component 3 to be one that is supported", "found '<LstmProjected>'"),
+    ),
+    "networks in networks": (
+        "final.nnet",
+        convolutional("<ConvolutionalComponent>", NESTED * 1000 + "<ConvolutionalComponent>"),
+        (NOT_NNET1, "networks nested at most 8 deep"),
     ),
     "counts of another": ("counts", lambda path: path.write_text(" [ 1 2 ]\n"), ("2 pdf counts found", "3 pdfs")),
 }  # fmt: skip

@@ -160,7 +160,7 @@ def test_kaldis_network_of_spoken_digits_is_imported(shared: Path, tmp_path: Pat
     assert "may lack its deltas (delta_opts in its directory)" in refused.stderr
 
 
-@pytest.mark.parametrize(("name", "options"), [("two_conv", "c"), ("parallel", "b"), ("prelu_lnorm", "c")])
+@pytest.mark.parametrize(("name", "options"), list(zip(NETWORKS, "cbacbcbcaca", strict=True)))
 def test_training_further_and_exporting_equals_kaldis(
     golden: Path, tmp_path: Path, run_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, options: str
 ) -> None:
