@@ -205,6 +205,20 @@ def test_recipe(tmp_path: Path) -> None:
         ("an4/graph", "Kaldi graph dir", {"states": 38708, "arcs": 96162, "words": 107}),
         ("an4/graph/HCLG.fst", "OpenFst graph", {"states": 38708, "arcs": 96162}),
         ("an4/kaldi_nnet1/rbm_ce.nnet", "Kaldi nnet1 network", {"input_dim": 440, "output_dim": 616}),
+        ("golden/conv/tokens/bare.txt.nnet", "Kaldi nnet1 network", {"input_dim": 72, "output_dim": 10}),
+        (
+            "golden/conv/parallel/init.nnet",
+            "Kaldi nnet1 network",
+            {
+                "components": [
+                    "copy 90-90",
+                    "parallel 90-14 (convolutional 72-24, maxpooling 24-8, rescale 8-8, addshift 8-8, sigmoid 8-8 | "
+                    "affinetransform 18-6, sigmoid 6-6, affinetransform 6-6, sigmoid 6-6)",
+                    "affinetransform 14-10",
+                    "softmax 10-10",
+                ]
+            },
+        ),
         ("golden/nnet1/init.txt.nnet", "Kaldi nnet1 network", {"input_dim": 30, "output_dim": 9}),
         ("an4/kaldi_nnet1/ali_train_pdf.counts", "Kaldi vector of pdf counts", {"pdfs": 616}),
         (

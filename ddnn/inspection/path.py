@@ -26,7 +26,7 @@ from ddnn.kaldi.archive import (
 from ddnn.kaldi.basic_types import open_model, open_stream, reading
 from ddnn.kaldi.data_dir import read_data_dir, read_text, read_utt2spk
 from ddnn.kaldi.fst import read_fst, read_symbols
-from ddnn.kaldi.nnet1 import Activation, Component, read_nnet1
+from ddnn.kaldi.nnet1 import TOKENS, Activation, Component, ParallelComponent, read_nnet1
 from ddnn.kaldi.transforms import find_final_mat, read_matrix, read_transform_config, trans_files
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.training.metrics import format_figures, read_metrics
@@ -84,7 +84,7 @@ def describe_path(path: Path) -> Info:
         return Info(path, *_without_key(path, is_matrix=re.match(rb"\0B.M|\s*\[[ \t]*\n", head) is not None))
     start = head.removeprefix(b"\0B").lstrip()
     for beginning, kind, fields in _BEGINNINGS:
-        if start.startswith(beginning):
+        if start.lower().startswith(beginning.lower()):
             return Info(path, kind, fields(path))
     lattice = re.match(rb"([^\s\0]+) \0B\xd6\xfd\xb2\x7e\x06\0\0\0vector.\0\0\0(\w*lattice\d*)", head, re.DOTALL)
     if lattice is not None:
@@ -313,11 +313,16 @@ def _fst(path: Path) -> dict[str, Any]:
 
 def _nnet1(path: Path) -> dict[str, Any]:
     components = read_nnet1(path)
-    names = [
-        c.kind if isinstance(c, Activation) else type(c).__name__.removesuffix("Component").lower() for c in components
-    ]
-    shape = [f"{name} {c.input_dim}-{c.output_dim}" for name, c in zip(names, components, strict=True)]
+    shape = [_component(component) for component in components]
     return {"input_dim": components[0].input_dim, "output_dim": components[-1].output_dim, "components": shape}
+
+
+def _component(component: Component) -> str:
+    name = type(component).__name__.removesuffix("Component").lower()
+    name = component.kind if isinstance(component, Activation) else name
+    networks = component.networks if isinstance(component, ParallelComponent) else ()
+    nested = " | ".join(", ".join(map(_component, network)) for network in networks)
+    return f"{name} {component.input_dim}-{component.output_dim}" + f" ({nested})" * bool(nested)
 
 
 def _pdf_counts(path: Path) -> dict[str, Any]:
@@ -472,7 +477,7 @@ _BEGINNINGS: tuple[tuple[bytes, str, Fields], ...] = (
     (b"<TransitionModel>", "Kaldi acoustic model (its transition model)", _transitions),
     (b"ContextDependency", "Kaldi phonetic decision tree", _tree),
     (b"<Topology>", "Kaldi HMM topology", _lines),
-    (b"<Nnet>", "Kaldi nnet1 network", _nnet1),
+    *((token.encode(), "Kaldi nnet1 network", _nnet1) for token in ("<nnet>", *TOKENS)),
 )
 _DIRECTORIES: tuple[tuple[tuple[str, ...], str, Fields], ...] = (
     ((DBN, "rbm1.safetensors"), "ddnn pretraining dir", _run_dir),

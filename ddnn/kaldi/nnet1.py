@@ -372,6 +372,7 @@ _FORMS = (
 )
 # Kaldi takes any case: files of 2012 have <affinetransform>.
 _BY_TOKEN = {form.token.lower(): form for form in _FORMS}
+TOKENS = tuple(_BY_TOKEN)  # with one of which, in any case, a network may begin, if not with <Nnet>
 _BY_TYPE = {(form.make, form.kind): form for form in _FORMS}
 
 
