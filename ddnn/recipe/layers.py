@@ -333,7 +333,9 @@ def windows(axis: str, names: tuple[str, str], size: int, step: int, length: int
         return None
     key, step_key = (f"{name}.{axis}" if axis else name for name in names)
     if size > length:
-        raise ValueError(f"{key} {size} does not fit into {length} {what}; 1 to {length} do")
+        one = {"bands": "band", "frames": "frame", "patches": "patch"}[what]
+        there = f"{length} {what}; 1 to {length} do" if length > 1 else f"1 {one}; 1 does"
+        raise ValueError(f"{key} {size} does not fit into {there}")
     rest = (length - size) % step
     if rest and size == step and names[0] != "patch":
         raise ValueError(f"{key} {size} does not divide {length} {what}; {near(length, size)} do")

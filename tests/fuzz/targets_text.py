@@ -12,6 +12,7 @@ from fuzz.child import Target
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.report.measured import read_measured
 from ddnn.slurm.cluster import load_cluster
+from ddnn.training.network_layers import network_layers
 from ddnn.util.errors import UserError
 
 RECIPE = b"""include: base.yaml
@@ -23,6 +24,20 @@ minibatch_size: 64
 seed: 3
 schedule: {name: newbob, initial_learning_rate: 0.05, max_epochs: 3}
 parallel: {workers: 2, strategy: bmuf, averaging_period: 10, block_momentum: 0.5}
+"""
+LAYERS = b"""data: {train: data, alignments: pdfs, splice: 1}
+model:
+  layers:
+    - conv: {filters: 3, patch: {time: 2, bands: 3}, pool: {bands: 2}, activation: prelu}
+    - conv: {filters: 2, patch: 2, step: 1, max_norm: 3}
+    - pool: {size: 2, step: 1, kind: average}
+    - scale-and-shift
+    - affine: 5
+      repeat: 2
+      dropout: 0.1
+    - stored: {kind: copy, width: 5, columns: [4, 0, 0]}
+    - stored: {kind: parallel, networks: [[{kind: length-norm, width: 1}], [{kind: shift, width: 2}]]}
+  bands: 8
 """
 
 
@@ -135,6 +150,8 @@ def _recipe(folder: Path) -> None:
     recipe = load_recipe(folder / "recipe.yaml")
     (folder / "again.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe(folder / "again.yaml", must_exist=False) == recipe
+    if recipe.model.layers is not None:
+        network_layers(recipe, 8 * (2 * recipe.data.splice + 1) * (recipe.data.deltas + 1), 3)
 
 
 def _recipe_beside(folder: Path) -> None:
@@ -163,7 +180,7 @@ def text_targets() -> list[Target]:
             "recipe",
             "recipe.yaml",
             _recipe,
-            (RECIPE,),
+            (RECIPE, LAYERS),
             beside=_recipe_beside,
         ),
         _yaml(
