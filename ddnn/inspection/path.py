@@ -123,17 +123,17 @@ def _without_key(path: Path, *, is_matrix: bool) -> tuple[str, dict[str, Any]]:
 
 def _model(path: Path) -> dict[str, Any]:
     from ddnn.nn.acoustic_model import load_model  # torch takes a second; the other kinds do without
+    from ddnn.nn.layers import describe_sizes
     from ddnn.training.network_layers import describe_hidden
 
     model = load_model(path)
     layers, transform = model.network.layers, model.transform
     before, behind = -min(transform.offsets), max(transform.offsets)
     whole = transform.offsets == tuple(range(-before, behind + 1))
-    dims = [layer.output_dim for layer in layers if layer.flop_per_frame or layer.output_dim != layer.input_dim]
     equal = all(layer.kind == "affine" for layer in layers)
     static = transform.dim // (model.features.deltas + 1)
     return {
-        "network": "-".join(map(str, [layers[0].input_dim, *dims])),
+        "network": describe_sizes(layers),
         **({} if equal else {"layers": describe_hidden(layers, len(transform.offsets), static)}),
         "activations": list(dict.fromkeys(layer.label for layer in layers)),
         "parameters": model.network.parameters.numel(),

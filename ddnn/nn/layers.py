@@ -385,6 +385,13 @@ def num_parameters(layers: Sequence[Layer]) -> int:
     return sum(layer.num_parameters for layer in layers)
 
 
+def describe_sizes(layers: Sequence[Layer]) -> str:
+    """The dims of a network, "440-1024-1024-616": of its input, and of what its layers give. Layers without a product that
+    change no dims are not among them."""
+    dims = [layer.output_dim for layer in layers if layer.flop_per_frame or layer.output_dim != layer.input_dim]
+    return "-".join(map(str, [layers[0].input_dim, *dims]))
+
+
 def activation_floats(layers: Sequence[Layer]) -> int:
     """Values that a workspace keeps of a frame: the input, and of each layer output, derivative and what it saves."""
     return layers[0].input_dim + sum(layer.activation_floats for layer in layers)

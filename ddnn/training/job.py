@@ -38,6 +38,7 @@ from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining
 from ddnn.distributed.watchdog import Watchdog
 from ddnn.kaldi.alignments import kaldi_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model
+from ddnn.nn.layers import describe_sizes
 from ddnn.nn.network import Workspace, noise_generator
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
 from ddnn.optim.ng_sgd import make_optimizer
@@ -54,7 +55,7 @@ from ddnn.training.initial_model import (
     with_initial_model,
 )
 from ddnn.training.metrics import EndReason, EventRow, StartRow
-from ddnn.training.network_layers import frozen_layers
+from ddnn.training.network_layers import frozen_layers, network_layers
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
 from ddnn.training.run_dir import RunDir, open_run_dir
@@ -237,11 +238,12 @@ def describe_data(recipe: Recipe, kind: Kind, trained: AcousticModel | None = No
     shards = [sorted(a + b) for a, b in zip(plan.train_shards, plan.cv_shards, strict=True)]
     loaded = source.memory(max(shards, key=lambda shard: index.num_frames[shard].sum()), mapped=False)
     parts = {**loaded, **footprint.on_host("cpu")}
+    network = describe_sizes(network_layers(recipe, input_dim, index.num_pdfs))
     needed = ", ".join(f"{part} {describe_bytes(size)}" for part, size in parts.items())
     on_gpu = describe_bytes(sum(loaded.values()) + footprint.on_gpu())
     return [
         *lines,
-        f"network: input of {input_dim} dims, {index.num_pdfs} pdfs, {footprint.num_parameters:,} parameters; about "
+        f"network: {network}, {footprint.num_parameters:,} parameters; about "
         f"{train_frames // (sizes.start * workers)} minibatches an epoch for each worker",
         f"memory of each worker: about {describe_bytes(sum(parts.values()))} on a CPU ({needed}), {on_gpu} on a GPU",
     ]

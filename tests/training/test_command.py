@@ -394,7 +394,7 @@ def test_dry_run_looks_at_the_data(run_cli: RunCli, tmp_path: Path, monkeypatch:
         "# skipped: 0 utterances (0 without an alignment, 0 of another length, 0 empty); trimmed: 0",
         f"# alignments: {job.ali}: 3 pdfs, 3 of them with frames",
         "# cross-validation: 1 speaker, 6 utterances, 120 frames, 25.0 % of the frames",
-        "# network: input of 12 dims, 3 pdfs, 131 parameters; about 11 minibatches an epoch for each worker",
+        "# network: 12-8-3, 131 parameters; about 11 minibatches an epoch for each worker",
     ]
     assert lines[6].startswith("# memory of each worker: about ") and lines[7] == "seed: 1"
     assert "% of the frames; its 3 speakers are also trained on\n" in by_utterance

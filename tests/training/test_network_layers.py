@@ -238,7 +238,7 @@ def train(run_cli: RunCli, job: Job, *settings: str, dry: bool = False) -> Any:
 def test_a_training_of_layers(job: Job, run_cli: RunCli) -> None:
     dry = train(run_cli, job, dry=True)
     assert dry.stdout.startswith("# conv 3 of 2 bands pool 3, 2 x 8 sigmoid dropout 0.2, init random, ")
-    assert "network: input of 12 dims, 3 pdfs, 158 parameters" in dry.stdout
+    assert "network: 12-9-3-8-8-3, 158 parameters" in dry.stdout
     result = train(run_cli, job, "model.freeze=[0, 3]")
     assert result.exit_code == 0, result.stderr
     network = load_model(job.run / "final.safetensors").network
