@@ -306,3 +306,12 @@ def test_many_archives_and_fast_enough(tmp_path: Path, monkeypatch: pytest.Monke
     assert jobs == len(list((tmp_path / "out" / "train").glob("feats.*.ark"))) == 5
     assert max(path.stat().st_size for path in (tmp_path / "out" / "train").glob("feats.*.ark")) < 1_500_000
     assert len(read_alignments(tmp_path / "out" / "ali").pdfs) == summary.train_utterances
+
+
+def test_the_command_writes_filter_banks(run_cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    small = ("--hours", 0.01, "--speakers", 2, "--pdfs", 120, "--seed", 5)
+    assert run_cli("synth", tmp_path / "banks", "--features", "fbank", *small).exit_code == 0
+    synthesize(tmp_path / "expected", SynthOptions(hours=0.01, speakers=2, pdfs=120, seed=5, features="fbank"))
+    assert digest(tmp_path / "banks") == digest(tmp_path / "expected")
+    said = run_cli("synth", tmp_path / "other", "--features", "mfcc", *small)
+    assert said.exit_code == 2 and "'gaussian', 'fbank'" in said.stderr and not (tmp_path / "other").exists()
