@@ -80,6 +80,8 @@ def suggest_key(unknown: str) -> str:
     other = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
     if unknown in other["renamed"]:
         return f"it is now called {other['renamed'][unknown]}"
+    if unknown.startswith("model.layers["):  # as messages name the key of a layer
+        return "model.layers is set as a whole: model.layers=[...]"
     meant = [other["aliases"][last]] if last in other["aliases"] else everywhere.get(last)
     if meant is None and (near := difflib.get_close_matches(last, keys_of(section), n=1)):
         meant = [f"{section}.{near[0]}".lstrip(".")]

@@ -158,6 +158,11 @@ def test_all_problems_of_all_layers_at_once(tmp_path: Path) -> None:
     assert [line.rpartition("  ")[2] for line in found[1:]] == ["[line 4]", "[line 6]", "[line 6]"]
 
 
+def test_a_key_of_one_layer_cannot_be_set(tmp_path: Path) -> None:
+    said = problem(tmp_path, "model: {layers: [affine: 3]}", "model.layers[0].affine.units=4")
+    assert "model.layers[0]: unknown key; model.layers is set as a whole: model.layers=[...]  [--set" in said
+
+
 def test_what_follows_from_layers_that_are_wrong_is_not_said(tmp_path: Path) -> None:
     """`model.bands` counts with `model.layers`, also where those cannot be read."""
     assert "never read" not in problem(tmp_path, "model: {bands: 8, layers: [{conf: {filters: 3, patch: 2}}]}")
