@@ -55,15 +55,15 @@ def test_initialisation_follows_make_nnet_proto() -> None:
     assert torch.equal(again.parameters, network.parameters)
 
 
-@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize("activation", ["tanh", "relu", "linear"])
 def test_initial_weights_of_other_activations(activation: str) -> None:
-    """He et al. (2015) for ReLU; biases around 0."""
+    """He et al. (2015) for ReLU, and for what is below a parametric one; biases around 0."""
     network = Network(mlp_layers(440, 2, 512, 616, activation))
     initialize(network, seed=3)
     first, second, _ = weights(network)
-    wide = (2 / 440) ** 0.5 if activation == "relu" else 3.5 * (2 / (440 + 512)) ** 0.5 * (1 / 12) ** 0.5
+    wide = (2 / 440) ** 0.5 if activation != "tanh" else 3.5 * (2 / (440 + 512)) ** 0.5 * (1 / 12) ** 0.5
     assert first.std().item() == pytest.approx(wide, rel=0.02)
-    deep = (2 / 512) ** 0.5 if activation == "relu" else 3.5 * (2 / 1024) ** 0.5
+    deep = (2 / 512) ** 0.5 if activation != "tanh" else 3.5 * (2 / 1024) ** 0.5
     assert second.std().item() == pytest.approx(deep, rel=0.02)
     assert not any(bias.any() for bias in biases(network))
 
