@@ -3,6 +3,7 @@ and `ddnn import-nnet1`: run dirs to and from Kaldi's nnet1 files."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -27,8 +28,11 @@ from ddnn.kaldi.archive import write_matrices, write_records
 from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
 from ddnn.kaldi.transforms import NNET_OPTIONS
 from ddnn.nn.acoustic_model import (
+    NNET1_FEATURES,
     NNET1_FRONTS,
     AcousticModel,
+    features_config,
+    find_nnet1,
     from_nnet1,
     model_config,
     model_from_config,
@@ -299,7 +303,8 @@ def _with_files(
 def export_nnet1(run_dir: Path, out: Path, *, text: bool = False) -> list[Path]:
     """Writes a run to `out` as Kaldi's nnet-forward and steps/nnet/decode.sh read it: `final.nnet`, the feature
     transform as `feature_transform.nnet` and `final.feature_transform`, all binary or `text`, and `ali_train_pdf.counts`
-    where the run has it. What these files cannot hold, CMVN, deltas and transforms, the log names: Kaldi's tools are to go first."""
+    where the run has it. What these files cannot hold, CMVN, deltas and transforms, is in `ddnn_features.json` for
+    `import_nnet1`, and the log names it: Kaldi's tools are to go first."""
     model = load_run(run_dir)
     network, front = to_nnet1(model)
     ensure_directory(out)
@@ -320,8 +325,10 @@ def export_nnet1(run_dir: Path, out: Path, *, text: bool = False) -> list[Path]:
     options = {"cmvn_opts": NNET_OPTIONS.get(model.features.cmvn, "")}
     options["delta_opts"] = f"--delta-order={model.features.deltas}" if model.features.deltas else ""
     for name, setting in options.items():
-        if setting:  # Kaldi's steps/nnet/decode.sh applies these
+        if setting and model.features.transforms is None:  # Kaldi's steps/nnet/decode.sh applies these, to any features
             write_text(out / name, f"{setting}\n")
+    described = {"about": f"final.nnet reads features with {model.features}", **features_config(model.features)}
+    write_text(out / NNET1_FEATURES, json.dumps(described, indent=1) + "\n")
     if model.features != FeatureConfig():
         cmvn, deltas = model.features.cmvn, model.features.deltas
         after = f"deltas (order {deltas})"
@@ -342,11 +349,14 @@ def import_nnet1(
         if feature_transform is not None:
             hint = "leave it out, or name the network's file instead of its directory"
             raise UserError("the directory has its own feature transform", location="--feature-transform", hint=hint)
-        model = read_nnet1_dir(nnet)
+        model, (network, feature_transform) = read_nnet1_dir(nnet), find_nnet1(nnet)
+        unknown = "" if (nnet / NNET1_FEATURES).exists() else " (whether it had transforms is not known: taken as none)"
+        tree = "" if model.transition_digest else "; there is no final.mdl: its tree is not known"
         pdf_counts = pdf_counts or (nnet / PDF_COUNTS if (nnet / PDF_COUNTS).exists() else None)
     else:
         front = read_nnet1(feature_transform) if feature_transform is not None else ()
-        model = from_nnet1(read_nnet1(nnet), front, location=nnet)
+        model, network, tree = from_nnet1(read_nnet1(nnet), front, location=nnet), nnet, ""
+        unknown = " (a network alone does not say it: name its directory)"
     counts = None if pdf_counts is None else read_pdf_counts(pdf_counts)
     if counts is not None and len(counts) != model.network.output_dim:
         found = f"{len(counts)} pdf counts found, the network has {model.network.output_dim} pdfs"
@@ -365,5 +375,8 @@ def import_nnet1(
     except UserError:
         (out / PDF_COUNTS).unlink(missing_ok=True)
         raise
+    none = "no feature transform" if feature_transform is None else feature_transform.name
+    counts_of = "no pdf counts" if pdf_counts is None else pdf_counts.name
+    log.info("network %s, %s, %s; features: %s%s%s", network, none, counts_of, model.features, unknown, tree)
     log.info("finished: %s", out / FINAL)
     return model

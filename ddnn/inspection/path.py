@@ -392,6 +392,11 @@ def _nnet1_dir(path: Path) -> dict[str, Any]:
     """The networks of a dir of `ddnn export` or of Kaldi's: name -> input, layer and output dimensions."""
     names = sorted(file.name for pattern in _NNET1_FILES for file in path.glob(pattern))[:20]
     fields: dict[str, Any] = {"networks": [f"{name} {_shape(read_nnet1(path / name))}" for name in names]}
+    with suppress(DataError):
+        from ddnn.nn.acoustic_model import nnet1_features  # torch, as of `_model`
+
+        features = nnet1_features(path)
+        fields |= {} if features is None else {"features": str(features)}
     return {
         **fields,
         **({"pdf_counts": _pdf_counts(path / PDF_COUNTS)["pdfs"]} if (path / PDF_COUNTS).exists() else {}),

@@ -23,10 +23,12 @@ from ddnn.nn.layer import Layer
 from ddnn.nn.layers import check_layers, layer_from_config, layers_from_nnet1, num_parameters
 from ddnn.nn.network import Network
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.files import atomic_write
+from ddnn.util.files import atomic_write, read_bytes_limited
 
 NNET1_FRONTS = ("feature_transform.nnet", "final.feature_transform")
 """A directory's feature transform as nnet1: the first name is ddnn's, the second is where Kaldi's scripts look for it."""
+NNET1_FEATURES = "ddnn_features.json"
+"""What the network of a directory reads, beside what Kaldi's files say of it: the digest of the transforms; Kaldi ignores it."""
 FORMAT = 2  # Of a stored model. Format 1, whose layers were all affine, is read too.
 
 
@@ -74,17 +76,31 @@ def encode_model(model: AcousticModel, path: Path) -> bytes:
 
 def model_config(model: AcousticModel) -> dict[str, Any]:
     """All of a model but its numbers, as JSON: what `model_from_config` reads."""
-    features: dict[str, Any] = {"cmvn": model.features.cmvn, "deltas": model.features.deltas}
-    if model.features.transforms is not None:
-        features["transforms"] = asdict(model.features.transforms)
     return {
         "format": FORMAT,
-        "features": features,
+        "features": features_config(model.features),
         "splice": list(model.transform.offsets),
         "dim": model.transform.dim,
         "transition_digest": model.transition_digest,
         "layers": [layer.config() for layer in model.network.layers],
     }
+
+
+def features_config(features: FeatureConfig) -> dict[str, Any]:
+    """As JSON, as the header of a model has it."""
+    config: dict[str, Any] = {"cmvn": features.cmvn, "deltas": features.deltas}
+    return config if features.transforms is None else {**config, "transforms": asdict(features.transforms)}
+
+
+def _features(config: dict[str, Any]) -> FeatureConfig:
+    """ValueError, TypeError or KeyError where it is no `features_config`."""
+    found = config.get("transforms")
+    transforms = None if found is None else TransformConfig.from_header(found)
+    features = FeatureConfig(config["cmvn"], config["deltas"], transforms=transforms)
+    known = features.cmvn in ("none", "mean", "mean-variance")
+    if not (known and type(features.deltas) is int and 0 <= features.deltas <= 4):
+        raise ValueError(f"feature pipeline {features!r}")
+    return features
 
 
 def transform_tensors(model: AcousticModel) -> dict[str, Tensor]:
@@ -152,15 +168,7 @@ def _from_config(header: dict[str, Any], tensors: dict[str, Tensor]) -> Acoustic
         raise ValueError(f"splice {offsets!r} of {dim!r} dims")
     if len(offsets) * dim != input_dim:
         raise ValueError(f"{len(offsets)} frames of {dim} dims do not make an input of {input_dim}")
-    transforms = header["features"].get("transforms")
-    features = FeatureConfig(
-        header["features"]["cmvn"],
-        header["features"]["deltas"],
-        transforms=None if transforms is None else TransformConfig.from_header(transforms),
-    )
-    known = features.cmvn in ("none", "mean", "mean-variance")
-    if not (known and type(features.deltas) is int and 0 <= features.deltas <= 4):
-        raise ValueError(f"feature pipeline {features!r}")
+    features = _features(header["features"])
     tree = header.get("transition_digest")
     if tree is not None and not (isinstance(tree, str) and re.fullmatch("[0-9a-f]{64}", tree)):
         raise ValueError(f"transition_digest {str(tree)[:80]!r}")
@@ -218,12 +226,28 @@ def from_nnet1(
     return AcousticModel(features or FeatureConfig(), transform, Network(layers, parameters))
 
 
-def read_nnet1_dir(path: Path, features: FeatureConfig | None = None) -> AcousticModel:
+def nnet1_features(path: Path) -> FeatureConfig | None:
+    """What the network of a directory reads: as its `NNET1_FEATURES` says or, where there is none, its `cmvn_opts` and
+    `delta_opts`; None where nothing does. DataError: damaged files, or they contradict each other."""
+    file, by_options = path / NNET1_FEATURES, None
+    if any((path / name).is_file() for name in ("cmvn_opts", "delta_opts")):
+        by_options = FeatureConfig(*read_nnet_options(path))
+    if not file.exists():
+        return by_options
+    try:
+        found = _features(json.loads(read_bytes_limited(file, 100_000)))
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"cannot read what features the network was trained on: {error}", location=file) from error
+    if by_options is not None and by_options != replace(found, transforms=None):
+        message, hint = f"{by_options} in cmvn_opts and delta_opts, {found} in {file.name}", "remove what is wrong"
+        raise DataError(message, location=path, hint=hint)
+    return found
+
+
+def find_nnet1(path: Path) -> tuple[Path, Path | None]:
     """The network of a directory that `ddnn export` or Kaldi wrote: `final.nnet`, or the only file of this kind if it
-    has another name; before it `feature_transform.nnet` or `final.feature_transform` where there is one. The tree is
-    that of `final.mdl`, where there is one. `features`: CMVN, deltas and transforms; as `cmvn_opts` and `delta_opts` say
-    where None. DataError: there is no network, or
-    more than one to choose from; and as `from_nnet1`."""
+    has another name; and `feature_transform.nnet` or `final.feature_transform`, where there is one. DataError: there is
+    no network, or more than one to choose from."""
     fronts = [path / name for name in NNET1_FRONTS if (path / name).exists()]
     networks = sorted(set(path.glob("*.nnet")) - set(fronts))
     final = path / "final.nnet" if (path / "final.nnet").exists() else networks[0] if len(networks) == 1 else None
@@ -234,12 +258,18 @@ def read_nnet1_dir(path: Path, features: FeatureConfig | None = None) -> Acousti
         )
         hint = "name a run dir of ddnn, or a directory of Kaldi's final.nnet with its feature transform"
         raise DataError(found, location=path, hint=hint)
-    components = [read_nnet1(front) for front in fronts]
     if len(fronts) == 2 and fronts[0].read_bytes() != fronts[1].read_bytes():
         names = " and ".join(front.name for front in fronts)
         raise DataError(f"{names} differ", location=path, hint="remove the one that the network was not trained with")
-    features = features or FeatureConfig(*read_nnet_options(path))
-    model = from_nnet1(read_nnet1(final), components[0] if components else (), final, features)
+    return final, fronts[0] if fronts else None
+
+
+def read_nnet1_dir(path: Path, features: FeatureConfig | None = None) -> AcousticModel:
+    """The network that `find_nnet1` finds. The tree is that of `final.mdl`, where there is one. `features`: CMVN, deltas
+    and transforms; as `nnet1_features` says where None. DataError: as of these and `from_nnet1`."""
+    final, front = find_nnet1(path)
+    features = features or nnet1_features(path)
+    model = from_nnet1(read_nnet1(final), () if front is None else read_nnet1(front), final, features)
     return replace(model, transition_digest=transition_digest(path) if (path / "final.mdl").exists() else None)
 
 

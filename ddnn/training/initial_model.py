@@ -19,7 +19,7 @@ from ddnn.data.pipeline import TrainingData
 from ddnn.data.source import DataSource
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import check_same_tree
-from ddnn.nn.acoustic_model import AcousticModel, read_nnet1_dir
+from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, find_nnet1, nnet1_features, read_nnet1_dir
 from ddnn.nn.network import Network, initialize
 from ddnn.recipe.layers import describe_layer, is_convolution
 from ddnn.recipe.load import (
@@ -61,8 +61,8 @@ def load_trained(path: Path, features: FeatureConfig) -> AcousticModel:
     """The network of a run dir, or of a directory of nnet1 files; `features`: what it reads where these do not say it."""
     if (path / FINAL).exists() or (path / RECIPE).exists():
         return load_run(path)
-    known = features.transforms is None and any((path / name).is_file() for name in ("cmvn_opts", "delta_opts"))
-    return read_nnet1_dir(path, None if known else features)
+    known = nnet1_features(path) if features.transforms is None or (path / NNET1_FEATURES).exists() else None
+    return read_nnet1_dir(path, known or features)
 
 
 def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Recipe, AcousticModel | None]:
@@ -89,17 +89,20 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
         has = f"but the network of init.model has layers of its own: {_shown(found['model.layers'])}"
         problems += [f"{name}: {_shown(get_value(recipe, name))} found, {has}" for name in given]
     kept, wanted = model.features.transforms, options.model_features(recipe).transforms
+    if not problems and kept == wanted and recipe.model.layers is not None:
+        model, problems = _trained_by(with_defaults(recipe, found), model)
+    hints = ["remove what differs: keys that are not given take the values of the network"] * bool(problems)
     if kept != wanted:
         has, asked = (one.as_text() if one is not None else "none" for one in (kept, wanted))
         problems.append(f"data.transforms: {asked} found, but the network of init.model was trained with {has}")
-    if not problems and recipe.model.layers is not None:
-        model, problems = _trained_by(with_defaults(recipe, found), model)
+        give = "set data.transforms to the Kaldi dir of this data's transforms, such as exp/tri4_ali"
+        hints.append("remove data.transforms" if kept is None else give)
+    location = f"the recipe, with init.model: {path}"
     if problems:
-        hint = "remove what differs: keys that are not given take the values of the network"
-        raise RecipeError(listed(problems, "keys do not fit"), location=path, hint=hint)
+        raise RecipeError(listed(problems, "keys do not fit"), location=location, hint="; ".join(hints))
     recipe = with_defaults(recipe, found)
     for key, complaint in contradictions(recipe):
-        raise RecipeError(f"{key}: {complaint}", location=path)
+        raise RecipeError(f"{key}: {complaint}", location=location)
     for problem in recorded_values(dump_recipe(recipe)).problems:
         raise DataError(f"its layers cannot be written into recipe.yaml: {problem.text}", location=path)
     return recipe, model
@@ -257,7 +260,10 @@ def _continued(recipe: Recipe, init: TrainedModelConfig, model: AcousticModel, d
     _check_trained(init, model, data.source)
     pdfs, tree = data.index.num_pdfs, data.source.transition_digest()
     if init.output_layer == "keep":
-        log.info("training starts from the network of %s", init.model)
+        source = init.model
+        with suppress(UserError):  # a run dir has none of nnet1
+            source = source if (source / FINAL).exists() else find_nnet1(source)[0]
+        log.info("training starts from the network of %s", source)
         return replace(model, transition_digest=tree or model.transition_digest)
     *hidden, _ = model.network.layers
     network = Network((*hidden, network_layers(recipe, model.transform.output_dim, pdfs)[-1]))

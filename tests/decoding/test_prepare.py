@@ -25,17 +25,20 @@ from ddnn.data import loading
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.decoding.prepare import compute_scores, export_nnet1, import_nnet1, log_priors, prepare_decoding
+from ddnn.inspection.path import describe_path
 from ddnn.kaldi import compressed
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, kaldi_counts, write_pdf_counts
 from ddnn.kaldi.archive import iterate_matrices, read_scp
 from ddnn.kaldi.nnet1 import Activation, AffineTransform, write_nnet1
+from ddnn.kaldi.transforms import TransformConfig
 from ddnn.kaldi.transition_model import read_transition_model
-from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, save_model
+from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, from_nnet1, save_model
 from ddnn.training.evaluation import load_for_model
 from ddnn.training.run_dir import load_run
 from ddnn.util.errors import DataError, UserError
 
 COUNTS = np.array([5, 15, 0, 20])
+FMLLR = TransformConfig("ab" * 32, 3, 4, 4, adapted=True)
 
 
 def test_priors_are_scaled() -> None:
@@ -55,17 +58,22 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(("cmvn", "deltas"), [("none", 0), ("mean", 2), ("mean-variance", 0)])
-def test_what_export_writes_is_imported_as_a_directory(run_dir: Path, tmp_path: Path, cmvn: str, deltas: int) -> None:
-    """Network, counts, CMVN and deltas, as Kaldi's decode.sh reads them beside the network."""
+@pytest.mark.parametrize(
+    "features",
+    [FeatureConfig("none"), FeatureConfig("mean", 2), FeatureConfig("mean-variance"), FeatureConfig(transforms=FMLLR),
+     FeatureConfig("mean", transforms=FMLLR)],
+    ids=str,
+)  # fmt: skip
+def test_what_export_writes_is_imported_as_a_directory(run_dir: Path, tmp_path: Path, features: FeatureConfig) -> None:
+    """Network, counts, CMVN and deltas, as Kaldi's decode.sh reads them beside the network, which must not apply CMVN
+    to features that have been through it and transforms; and these, which it cannot read."""
     model = load_run(run_dir)
-    dim = model.transform.dim // (deltas + 1)
-    assert dim * (deltas + 1) == 3
-    save_model(run_dir / "final.safetensors", replace(model, features=FeatureConfig(cmvn, deltas)))
+    save_model(run_dir / "final.safetensors", replace(model, features=features))
     export_nnet1(run_dir, tmp_path / "nnet1")
-    assert (tmp_path / "nnet1/cmvn_opts").exists() == (cmvn != "none")
+    assert (tmp_path / "nnet1/cmvn_opts").exists() == (features.cmvn != "none" and features.transforms is None)
     again = import_nnet1(tmp_path / "nnet1", None, tmp_path / "again")
-    assert again.features == FeatureConfig(cmvn, deltas)
+    assert again.features == features
+    assert describe_path(tmp_path / "nnet1").fields["features"] == str(features)
     assert torch.equal(again.network.parameters, model.network.parameters)
     assert (tmp_path / "again/ali_train_pdf.counts").read_text() == (run_dir / "ali_train_pdf.counts").read_text()
 
@@ -74,10 +82,50 @@ def test_an_nnet1_directory_that_cannot_be_imported(run_dir: Path, tmp_path: Pat
     export_nnet1(run_dir, tmp_path / "nnet1")
     with pytest.raises(UserError, match="has its own feature transform"):
         import_nnet1(tmp_path / "nnet1", tmp_path / "x.nnet", tmp_path / "again")
-    (tmp_path / "nnet1/cmvn_opts").write_text("--norm-means=true --reverse=true\n")
+    options, described = tmp_path / "nnet1" / "cmvn_opts", tmp_path / "nnet1" / NNET1_FEATURES
+    options.write_text("--norm-means=true --reverse=true\n")
     with pytest.raises(DataError, match="--reverse"):
         import_nnet1(tmp_path / "nnet1", None, tmp_path / "again")
+    options.write_text("--norm-means=true\n")
+    with pytest.raises(
+        DataError, match="cmvn mean, deltas 0 in cmvn_opts and delta_opts, cmvn none, deltas 0 in ddnn_"
+    ):
+        import_nnet1(tmp_path / "nnet1", None, tmp_path / "again")
+    options.unlink()
+    damaged = ["", "[", "[1]", "{}", '{"cmvn": 1, "deltas": 0}', '{"cmvn": "none", "deltas": 5}', "[" * 50_000]
+    for text in (
+        *damaged,
+        '{"cmvn": "none", "deltas": 0, "transforms": {"output_dim": -1}}',
+        '"' + "x" * 100_000 + '"',
+    ):
+        described.write_text(text)
+        with pytest.raises(DataError, match="cannot read what features the network was trained on") as caught:
+            import_nnet1(tmp_path / "nnet1", None, tmp_path / "again")
+        assert str(caught.value.location) == str(described)
     assert not (tmp_path / "again").exists()
+
+
+def test_import_says_what_it_took_and_what_it_does_not_know(
+    run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    export_nnet1(run_dir, tmp_path / "nnet1")
+    nnet1 = (tmp_path / "nnet1").rename(tmp_path / "kaldi")
+
+    def said(nnet: Path, name: str) -> str:
+        caplog.clear()
+        import_nnet1(nnet, None, tmp_path / name)
+        return caplog.messages[-2]
+
+    files = (
+        f"network {nnet1 / 'final.nnet'}, feature_transform.nnet, ali_train_pdf.counts; features: cmvn none, deltas 0"
+    )
+    tree = "; there is no final.mdl: its tree is not known"
+    assert said(nnet1, "of ddnn") == files + tree
+    (nnet1 / NNET1_FEATURES).unlink()
+    assert said(nnet1, "of Kaldi") == f"{files} (whether it had transforms is not known: taken as none){tree}"
+    alone = f"network {nnet1 / 'final.nnet'}, no feature transform, no pdf counts; features: cmvn none, deltas 0"
+    assert said(nnet1 / "final.nnet", "file") == f"{alone} (a network alone does not say it: name its directory)"
 
 
 def test_kaldis_own_directory_is_imported(an4: Path, tmp_path: Path) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from corpora import write_ali_dir, write_data_dir, write_recipe
+from corpora import write_ali_dir, write_data_dir, write_recipe, write_transforms
 from jobs import Job, RunCli, assert_refused, files_in, make_job
 
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.kaldi.nnet1 import write_nnet1
-from ddnn.nn.acoustic_model import AcousticModel, load_model, to_nnet1
+from ddnn.kaldi.transforms import TransformConfig
+from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, load_model, save_model, to_nnet1
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, initialize
 from ddnn.recipe.load import load_recipe
@@ -200,9 +202,11 @@ def test_feature_transforms_that_differ(first: Job, tmp_path: Path, run_cli: Run
 def test_cmvn_of_a_kaldi_network(first: Job, tmp_path: Path, run_cli: RunCli) -> None:
     """Where the directory says it, and where only the recipe can."""
     model = shutil.copytree(first.root / "nnet1", tmp_path / "nnet1")
-    for name in ("cmvn_opts", "delta_opts"):
-        (model / name).unlink(missing_ok=True)
     recipe = recipe_from(first, tmp_path, model)
+    refused = run_cli("train", recipe, "--dry-run", "--set", "data.cmvn=mean")
+    assert_refused(refused, "data.cmvn: the text 'mean' found, but the network of init.model has the text 'none'")
+    for name in ("cmvn_opts", "delta_opts", NNET1_FEATURES):
+        (model / name).unlink(missing_ok=True)
     assert "  cmvn: mean\n" in run_cli("train", recipe, "--dry-run", "--set", "data.cmvn=mean").stdout
     (model / "cmvn_opts").write_text("--norm-means=true --norm-vars=true\n")
     assert "  cmvn: mean-variance\n" in run_cli("train", recipe, "--dry-run").stdout
@@ -210,6 +214,33 @@ def test_cmvn_of_a_kaldi_network(first: Job, tmp_path: Path, run_cli: RunCli) ->
     assert_refused(
         result, "data.cmvn: the text 'mean' found, but the network of init.model has the text 'mean-variance'"
     )
+
+
+@pytest.mark.parametrize("kind", ["run", "nnet1"])
+def test_a_network_that_was_trained_with_transforms(first: Job, tmp_path: Path, run_cli: RunCli, kind: str) -> None:
+    """They are of the data, and no value of the network that the recipe could take."""
+    from ddnn.decoding.prepare import export_nnet1
+
+    model = load_model(first.run / "final.safetensors")
+    transforms = TransformConfig("ab" * 32, 4, 4, 4, adapted=True)
+    run = shutil.copytree(first.run, tmp_path / "run")
+    save_model(run / "final.safetensors", replace(model, features=replace(model.features, transforms=transforms)))
+    export_nnet1(run, tmp_path / "nnet1")
+    recipe = recipe_from(first, tmp_path, tmp_path / kind)
+    said = (
+        "data.transforms: none found, but the network of init.model was trained with LDA+MLLT over 4+1+4 frames, fMLLR"
+    )
+    refused = run_cli("train", recipe, "--dry-run")
+    assert_refused(
+        refused, said, "hint: set data.transforms to the Kaldi dir", f"the recipe, with init.model: {tmp_path}"
+    )
+    assert "remove" not in refused.stderr
+    both = run_cli("train", recipe, "--dry-run", "--set", "data.splice=2")
+    assert_refused(both, said, "data.splice: 2 found", "remove what differs", "; set data.transforms to")
+    write_transforms(tmp_path / "tri")
+    recipe = recipe_from(first, tmp_path, first.root / kind)
+    refused = run_cli("train", recipe, "--dry-run", "--set", f"data.transforms={tmp_path / 'tri'}")
+    assert_refused(refused, "was trained with none", "hint: remove data.transforms")
 
 
 @pytest.mark.parametrize(
@@ -364,4 +395,5 @@ def test_a_kaldi_network_is_trained_further(an4: Path, tmp_path: Path, run_cli: 
     assert run_cli("export", tmp_path / "run", "--out", tmp_path / "nnet1").exit_code == 0
     assert files_in(tmp_path / "nnet1") == {
         "final.nnet", "feature_transform.nnet", "final.feature_transform", "ali_train_pdf.counts",
+        NNET1_FEATURES,
     }  # fmt: skip
