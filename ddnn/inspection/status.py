@@ -67,6 +67,7 @@ class Status:
     frames_per_second: float | None  # of the last epoch's training, all workers together
     fractions: dict[str, float] | None  # `FRACTIONS` of the workers' time in the last epoch, mean over the workers
     reconstruction_error: float | None  # of RBMs in training, over the epochs of the last one
+    reconstruction_errors: dict[str, float]  # of each RBM ("1", "2"), over its epochs so far
     restarts: tuple[str, ...]  # by the launcher, a sentence each
     estimated_end: float | None  # seconds since 1970, if the remaining epochs take as long as the last three
     seconds_since_update: float | None  # of train.log, status.json or metrics.jsonl, whichever is newest
@@ -100,6 +101,7 @@ class Status:
             "warning": self.warning,
             "submitted": _ago(self.submitted) if self.state == "pending" else None,
             "RBMs": _rbms(run, self.reconstruction_error) if run is not None and pretraining else None,
+            "mean reconstruction error": ", ".join(f"RBM {n} {x:.6g}" for n, x in self.reconstruction_errors.items()),
             "epochs": None if pretraining else epochs,
             "warm-up": None if self.warmup_loss is None else f"training loss {self.warmup_loss:.4f}",
             "last": format_figures(self.last),
@@ -182,7 +184,6 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
     elif locked is None and state in ("interrupted", "unknown"):
         problems.append("the lock of train.log could not be examined: it may be running")
     checkpoint = None if finished else peek_checkpoint(run_dir / files.CHECKPOINTS, problems.append)
-    over = state in ENDED and state != "finished"
     of_rbms = run is not None and run.kind == "training" and run.phase == "pretraining"
     figures = (run_dir / files.PRETRAIN if of_rbms else run_dir) / files.METRICS
     metrics = (_tolerant(problems, lambda: read_metrics(figures)) if figures.exists() else None) or Metrics()
@@ -195,7 +196,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         job=None if job is None else job.number,
         submitted=None if job is None else job.submitted,
         slurm=slurm,
-        error=_error(run_dir, run, state, problems) if over else None,
+        error=_error(run_dir, run, state, problems) if state in ENDED and state != "finished" else None,
         warning=(metrics.warning or None) if state == "finished" else None,
         seconds_since_update=_age(run_dir, files.LOG, files.STATUS, files.METRICS),
         checkpoint=None if checkpoint is None else checkpoint.to_dict(),
@@ -212,7 +213,8 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         schedule_learning_rate=None if train is None else train.schedule_learning_rate,
         frames_per_second=None if train is None else train.frames_per_second,
         fractions={name: sum(v) / len(v) for name, v in fractions.items() if None not in v} if workers else None,
-        reconstruction_error=metrics.pretraining[-1].mean_reconstruction_error if metrics.pretraining else None,
+        reconstruction_error=next(reversed(metrics.reconstruction_errors.values()), None),
+        reconstruction_errors=metrics.reconstruction_errors,
         restarts=tuple(event.as_text() for event in metrics.events if event.event == "restarted"),
         estimated_end=_estimated_end(metrics, run, figures) if state == "running" else None,
         problems=tuple(problems),

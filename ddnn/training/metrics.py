@@ -317,6 +317,12 @@ class Metrics:
     pretraining: tuple[PretrainRow, ...] = ()
 
     @property
+    def reconstruction_errors(self) -> dict[str, float]:
+        """Of each RBM ("1", "2"), the mean over its epochs so far."""
+        means = {str(row.rbm): row.mean_reconstruction_error for row in self.pretraining}
+        return {rbm: mean for rbm, mean in means.items() if mean is not None}
+
+    @property
     def last_accepted(self) -> EpochRow | None:
         """The cross-validation row of the model: the final one, or the one so far. Epoch 0 is the initial network. Where
         the final model is a `combination`, with its figures."""

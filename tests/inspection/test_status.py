@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 from jobs import make_job
 from report_runs import start_row
 
+from ddnn.inspection.path import describe_path
 from ddnn.inspection.status import Status, follow_status, read_status
 from ddnn.slurm.job import Job, write_job
 from ddnn.training.checkpoint_manifest import CheckpointSummary, encode_manifest, peek_checkpoint
+from ddnn.training.metrics import read_metrics
 from ddnn.training.run_status import RunError, RunStatus, write_run_status
 from ddnn.util.errors import UserError
 from ddnn.util.files import FileLock
@@ -309,6 +311,10 @@ def test_how_far_a_pretraining_is(dbn: Path, run_cli: RunCli) -> None:
     finished = read_status(dbn, pytest.fail)
     assert (finished.state, finished.resume_command, finished.problems) == ("finished", None, ())
     assert "2 finished" in finished.as_text() and finished.run is not None
+    means = {str(row.rbm): row.mean_reconstruction_error for row in read_metrics(dbn / "metrics.jsonl").pretraining}
+    assert finished.reconstruction_errors == means and list(means) == ["1", "2"]
+    text = ", ".join(f"RBM {n} {mean:.6g}" for n, mean in means.items())
+    assert describe_path(dbn).fields["mean reconstruction error"] == text
     (dbn / "dbn.safetensors").unlink()
     (dbn / "rbm2.safetensors").unlink()
     write_run_status(dbn, finished.run.model_copy(update={"state": "running"}))
