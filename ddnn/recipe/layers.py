@@ -212,6 +212,13 @@ def is_convolution(layer: LayerConfig) -> bool:
     return str(kind).startswith("conv")
 
 
+def has_parameters(layer: LayerConfig) -> bool:
+    """Whether training changes anything of it; of a stored layer that is not known, and true."""
+    if isinstance(layer, ActivationLayerConfig):
+        return layer.activation == "prelu"
+    return not isinstance(layer, PoolLayerConfig | DropoutLayerConfig)
+
+
 def written(layer: LayerConfig) -> dict[str, Any]:
     """A layer as a recipe has it, defaults written out."""
     kind = kind_of_layer(layer)

@@ -17,6 +17,7 @@ from ddnn.recipe.keys import REQUIRED, keys, keys_of, read_layers, sections, sug
 from ddnn.recipe.layers import (
     AffineLayerConfig,
     LayerConfig,
+    has_parameters,
     is_convolution,
     layer_name,
     numbered,
@@ -498,8 +499,11 @@ def _freeze(model: ModelConfig) -> Iterator[Complaint]:
     if wrong := [number for number in frozen if not 0 <= number < layers]:
         expected = f"0 (the first hidden layer) to {layers - 1} (the output layer)"
         yield "model.freeze", f"{wrong[0]} found, expected {expected}"
-    elif len(set(frozen)) == layers:
-        yield "model.freeze", f"all {layers} layers are frozen, so that nothing is trained: leave at least one"
+        return
+    bare = {n for n, (_, layer) in enumerate(numbered(model.layers or ())) if not has_parameters(layer)}
+    if len(set(frozen) | bare) == layers:
+        which = f"all {layers} layers" if not bare else f"all {layers - len(bare)} layers that have parameters"
+        yield "model.freeze", f"{which} are frozen, so that nothing is trained: leave at least one"
 
 
 def _lists(key: str, dirs: MaybePaths, prefix: str, section: DataConfig | CrossValidationConfig) -> Iterator[Complaint]:

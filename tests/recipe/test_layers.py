@@ -257,10 +257,19 @@ def test_sizes_that_do_not_fit(tmp_path: Path, bands: int, items: list[str], sai
             "model: {layers: [{affine: 3, repeat: 2}, dropout: 0.1], freeze: [4]}",
             "model.freeze: 4 found, expected 0 (the first hidden layer) to 3 (the output layer)",
         ),
+        (
+            "model: {layers: [{affine: 3}, {dropout: 0.1}, {activation: relu}], freeze: [0, 3]}",
+            "model.freeze: all 2 layers that have parameters are frozen, so that nothing is trained: leave at least one",
+        ),
     ],
 )
 def test_contradictions(tmp_path: Path, said: tuple[str, str]) -> None:
     assert said[1] in problem(tmp_path, said[0])
+
+
+def test_an_activation_that_is_trained_may_be_all_that_is(tmp_path: Path) -> None:
+    text = "model: {layers: [{affine: 3}, {activation: prelu}], freeze: [0, 2]}"
+    assert load(tmp_path, text).model.freeze == [0, 2]
 
 
 def test_a_convolution_over_transformed_features_must_be_allowed(tmp_path: Path) -> None:
