@@ -21,9 +21,7 @@ from ddnn.util.files import open_regular
 
 MOST_BYTES = 100_000
 DEEPEST = 40  # of a recipe 6, or 33 with networks within networks
-MOST_VALUES = (
-    10_000  # keys and values of one file: a recipe has 200, a list of copied columns thousands. 0.3 s for so many
-)
+MOST_VALUES = 4_000  # keys and values of one file: a recipe has 200, a list of copied columns thousands. 0.1 s
 MOST_DIGITS = 40  # More than any key takes. Longer ones stay text: Python refuses to convert thousands.
 MOST_PROBLEMS = 50  # where as many keys are unknown it is something else
 

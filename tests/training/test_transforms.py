@@ -100,7 +100,9 @@ def test_from_recipe_to_words_as_with_written_features(folder: Path, run_cli: Ru
         words = ["--data", data[name], "--out", decode, "--device", "cpu", "--jobs", jobs, *options]
         result = run_cli("decode-prep", run, *words)
         assert result.exit_code == 0, result.stderr
-        results.append([json.loads(judged.stdout), (decode / "loglikes.ark").read_bytes()])
+        figures = json.loads(judged.stdout)
+        figures.pop("model")  # a digest of the model's files: one of them names the transforms
+        results.append([figures, (decode / "loglikes.ark").read_bytes()])
     assert results[0] == results[1]
     assert results[0][0]["frames"] == 480 and results[0][0]["frame_accuracy"] > 0.6
     assert load_run(folder / "run raw").network.parameters.equal(load_run(folder / "run written").network.parameters)
