@@ -135,7 +135,9 @@ def _model(path: Path) -> dict[str, Any]:
     return {
         "network": describe_sizes(layers),
         **({} if equal else {"layers": describe_hidden(layers, len(transform.offsets), static)}),
-        "activations": list(dict.fromkeys(layer.label for layer in layers)),
+        "activations": list(
+            dict.fromkeys(layer.label for layer in layers if layer.kind in ("affine", "activation", "prelu"))
+        ),
         "parameters": model.network.parameters.numel(),
         # The outputs of an RBM or DBN are no pdfs; an imported network may lack its softmax.
         **({"pdfs": layers[-1].output_dim} if layers[-1].must_be_last or path.name == FINAL else {}),

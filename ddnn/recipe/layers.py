@@ -190,7 +190,7 @@ def describe_layer(layer: LayerConfig) -> str:
     elif isinstance(layer, ConvLayerConfig):
         bands = "" if isinstance(layer.patch, TimeAndBands) else " bands"
         text = f"conv {layer.filters} of {layer.patch}{bands}" + f" pool {layer.pool}" * (both(layer.pool) != both(1))
-        text += f" {layer.activation}" * (layer.activation != "sigmoid")
+        text += f" {layer.activation}" * (layer.activation != "sigmoid") + " layout kaldi" * (layer.layout == "kaldi")
     elif isinstance(layer, StoredLayerConfig):
         text = re.sub(r"[^\w-]", "?", str(layer.config.get("kind")))[:40]  # anybody's word, for a job script too
     elif kind in VALUE_OF:
