@@ -41,7 +41,7 @@ from ddnn.data.index import (
     is_close,
     local_positions,
 )
-from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_contradictions
+from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_transition_ids
 from ddnn.data.source import DataSource, IndexedCorpus, open_source, read_tables
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, check_same_tree, transition_digest
@@ -116,10 +116,12 @@ class TrainingFootprint:
         return 4 * (self.batch_size + EVAL_BATCH) * self.activation_floats
 
 
-def require_host_memory(estimate: Estimate, location: str | PathLike[str], comm: Communicator) -> None:
+def require_host_memory(
+    estimate: Estimate, location: str | PathLike[str], comm: Communicator, level: int = logging.INFO
+) -> None:
     """Compares what all workers of a host need with what it has. Collective: all workers get the same error.
     `estimate`: of this worker, without what it has already taken. `location`: the data, for the message. DataError: a
-    host does not have it. Above 80 % of what it has is a warning."""
+    host does not have it. Above 80 % of what it has is a warning, else it is logged at `level`."""
     everyone = comm.all_gather_object([comm.host, dict(estimate), available_memory()])
     for host in dict.fromkeys(str(one[0]) for one in everyone):
         here = [one for one in everyone if one[0] == host]
@@ -138,7 +140,7 @@ def require_host_memory(estimate: Estimate, location: str | PathLike[str], comm:
             raise DataError(message, location=key or location, hint=hint)
         if comm.rank == 0:
             scarce = needed > WARN_FRACTION * available
-            log.log(logging.WARNING if scarce else logging.INFO, "memory%s: %s", " is scarce" * scarce, message)
+            log.log(logging.WARNING if scarce else level, "memory%s: %s", " is scarce" * scarce, message)
 
 
 def _memory_hint(estimate: Estimate, workers: int, available: int) -> tuple[str | None, str]:
@@ -435,10 +437,10 @@ def load_data_dir(
     directory, comm = read_tables(data, config), SingleProcess()
     corpus = Corpus(data, data if alignments is None else alignments.path, transforms=transforms)
     index = index_corpus(corpus, directory, alignments, config)
-    warn_of_contradictions(corpus, config, index)
+    warn_of_transition_ids(corpus, index)  # how features are read is the model's, and cannot be changed here
     only = IndexedCorpus(corpus, index)
     source, utterances = DataSource((only,), index, config), range(len(index.entries))
-    require_host_memory(source.memory(utterances), data, comm)
+    require_host_memory(source.memory(utterances), data, comm, level=logging.DEBUG)  # no more than its frames
     return source.load(utterances, comm)
 
 

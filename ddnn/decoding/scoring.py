@@ -160,7 +160,9 @@ def read_graph(graph_dir: Path, model: Path) -> DecodingGraph:
         except OSError as error:
             raise DataError(f"cannot read num_pdfs: {error.strerror}", location=stated, hint=hint) from error
         if found != str(transitions.num_pdfs).encode():
-            message = f"num_pdfs says {found[:20]!r}, but {model.name} has {transitions.num_pdfs} pdfs"
+            message = (
+                f"num_pdfs says {found[:20].decode(errors='replace')}, but {model.name} has {transitions.num_pdfs} pdfs"
+            )
             raise DataError(message, location=stated, hint=hint)
     for label in np.unique(fst.arcs["olabel"]).tolist():
         if label and label not in words:
@@ -367,7 +369,9 @@ def _find_loglikes(loglikes: Path) -> Path:
         raise DataError(message, location=loglikes, hint="write them with ddnn decode-prep, without --as")
     if not source.is_file():
         message = f"no log-likelihoods at {source.name}"
-        raise DataError(message, location=source, hint="make them with ddnn decode-prep")
+        inside = [file.parent for file in sorted(loglikes.glob("*/loglikes.scp"))]
+        hint = f"name the folder, such as {inside[0]}" if inside else "make them with ddnn decode-prep"
+        raise DataError(message, location=source, hint=hint)
     return source
 
 

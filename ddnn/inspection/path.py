@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -263,6 +264,14 @@ def _archive(records: Iterator[tuple[str, NDArray[Any]]], *, of_transforms: bool
     return {**fields, "first_keys": _first(keys)}
 
 
+def _scoring(path: Path) -> dict[str, Any]:
+    from ddnn.decoding.scoring import read_choice  # and what it imports
+
+    choice, found = read_choice(path), json.loads(_content(path / "score.json"))
+    figures = {"acoustic_scale": choice.acoustic_scale, "word_insertion_penalty": choice.word_insertion_penalty}
+    return {"wer": found.get("wer"), **figures, **(_transcripts(path / "text") if (path / "text").exists() else {})}
+
+
 def _data_dir(path: Path) -> dict[str, Any]:
     data = read_data_dir(path, allow_pipes=True)
     table = _scp(list(data.entries))
@@ -329,7 +338,9 @@ def _component(component: Component) -> str:
 
 def _pdf_counts(path: Path) -> dict[str, Any]:
     counts = read_pdf_counts(path)
-    return {"pdfs": len(counts), "frames": float(counts.sum())}
+    half = bool((counts % 1 == 0.5).all())  # as ddnn writes them, after Kaldi's scripts
+    frames = {"frames": int(counts.sum() - 0.5 * len(counts)), "added": "half a frame for each pdf"}
+    return {"pdfs": len(counts), **(frames if half else {"frames": float(counts.sum())})}
 
 
 def _tree(path: Path) -> dict[str, Any]:
@@ -490,6 +501,9 @@ _DIRECTORIES: tuple[tuple[tuple[str, ...], str, Fields], ...] = (
     ((DBN, "rbm1.safetensors"), "ddnn pretraining dir", _run_dir),
     ((STATUS, FINAL, METRICS, RECIPE), "ddnn run dir", _run_dir),
     (("loglikes.scp",), "log-likelihoods for a Kaldi decoder", lambda path: _scp(read_scp(path / "loglikes.scp"))),
+    (("posteriors.scp",), "posteriors or log-posteriors", lambda path: _scp(read_scp(path / "posteriors.scp"))),
+    (("activations.scp",), "activations of a layer", lambda path: _scp(read_scp(path / "activations.scp"))),
+    (("score.json",), "words and word error rates of ddnn score", _scoring),
     (("feats.scp",), "Kaldi data dir", _data_dir),
     (("HCLG.fst",), "Kaldi graph dir", _graph),
     (("lat.*.gz",), "Kaldi decoding dir (lattices)", _lattice_dir),

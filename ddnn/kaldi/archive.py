@@ -75,6 +75,8 @@ def read_lines(path: Path, kind: str) -> Iterator[tuple[int, list[bytes]]]:
     no-break space is part of a name). DataError: the file is missing, empty, not readable, or a line is blank."""
     try:
         if not path.is_file():
+            if path.is_dir():
+                raise DataError(f"a directory found, {kind} expected", location=path, hint="name the file")
             raise DataError(f"{kind} does not exist, or is no regular file", location=path, hint="check the path")
         data = read_bytes_limited(path, MAX_TABLE_BYTES)
     except OSError as error:

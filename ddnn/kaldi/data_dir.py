@@ -44,6 +44,10 @@ def read_data_dir(path: Path, *, allow_pipes: bool = False) -> DataDir:
         raise DataError("the data dir is a file", location=path, hint=f"name its directory: {path.parent}")
     if not path.is_dir():
         raise DataError("the data dir does not exist, or is no directory", location=path, hint="check the path")
+    inside = [] if (path / "feats.scp").exists() else [file.parent.name for file in sorted(path.glob("*/feats.scp"))]
+    if inside:
+        message = f"there is no feats.scp; data dirs in it are {', '.join(inside[:5])}"
+        raise DataError(message, location=path, hint=f"name one of them, such as {path / inside[0]}")
     entries = tuple(read_scp(path / "feats.scp", allow_pipes=allow_pipes))
     speakers = None
     if (path / "utt2spk").exists():

@@ -257,6 +257,11 @@ def find_nnet1(path: Path) -> tuple[Path, Path | None]:
             f"there are {names}, and no final.nnet" if networks else "there is no final.nnet and no final.safetensors"
         )
         hint = "name a run dir of ddnn, or a directory of Kaldi's final.nnet with its feature transform"
+        if path.is_file():
+            found, hint = (
+                "a file found, a directory expected",
+                f"name its directory, {path.parent}, if it has no other *.nnet",
+            )
         raise DataError(found, location=path, hint=hint)
     if len(fronts) == 2 and fronts[0].read_bytes() != fronts[1].read_bytes():
         names = " and ".join(front.name for front in fronts)

@@ -53,12 +53,19 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     for path in paths:
         if path not in found and len(paths) > 1:
             log.warning("%s: there is no %s here: not shown", path, METRICS)
-    return [read_run(path, name) for path, name in zip(found, _names(found), strict=True)]
+    runs = [read_run(path, name) for path, name in zip(found, _names(found), strict=True)]
+    trained = [run for run in runs if not run.metrics.pretraining or run.metrics.starts or run.metrics.train] or runs
+    for run in runs:
+        if run not in trained:
+            log.warning("%s: a pretraining, not a training: not shown; see ddnn info", run.path)
+    return trained
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
     if not (path / METRICS).is_file():
-        raise DataError(f"there is no {METRICS} here", location=path, hint="name the run dir of a training")
+        inside = ", ".join(str(one.parent) for one in sorted(path.glob(f"*/{METRICS}"))[:3])
+        hint = f"name the run dirs in it, such as {inside}" if inside else "name the run dir of a training"
+        raise DataError(f"there is no {METRICS} here", location=path, hint=hint)
     recipe = load_recipe(path / RECIPE, must_exist=False) if (path / RECIPE).exists() else None
     return Run(name or path.absolute().name, path, recipe, read_metrics(path / METRICS))
 
