@@ -333,6 +333,58 @@ def test_a_file_in_place_of_a_data_dir_is_told(job: Job, trained: Path, run_cli:
     assert_refused(run_cli(*words), "the data dir is a file", f"hint: name its directory: {job.data}")
 
 
+@pytest.fixture
+def exp(job: Job, trained: Path) -> Path:
+    """The folder of two run dirs."""
+    for name in ("dnn", "other"):
+        shutil.copytree(trained, job.root / "exp" / name)
+    (job.root / "exp" / "empty").mkdir()
+    return job.root / "exp"
+
+
+WRONG_PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "no run dir": ("{} exp/none --data data --alignments ali", ("no such run dir", "location: exp/none")),
+    "a file in place of a run dir": ("{} recipe.yaml --data data --alignments ali", ("no such run dir",)),
+    "a folder of run dirs": (
+        "{} exp --data data --alignments ali",
+        ("no final.safetensors", "name a run dir in it, such as exp/dnn, exp/other"),
+    ),
+    "no data dir": ("{} exp/dnn --data none --alignments ali", ("the data dir does not exist", "location: none")),
+    "the folder of data dirs": (
+        "{} exp/dnn --data . --alignments ali",
+        ("no feats.scp; data dirs in it are data", "name one of them, such as data"),
+    ),
+    "a file in place of a data dir": (
+        "{} exp/dnn --data data/feats.scp --alignments ali",
+        ("the data dir is a file", "name its directory: data"),
+    ),
+    "no alignments": (
+        "evaluate exp/dnn --data data --alignments none",
+        ("the alignment dir or archive does not exist", "location: none"),
+    ),
+    "no transforms": (
+        "{} exp/dnn --data data --alignments ali --transforms none",
+        ("the model was trained with no transforms", "location: --transforms"),
+    ),
+    "info of nothing": ("info none", ("does not exist", "location: none")),
+    "info of a folder without anything": ("info exp/empty", ("unrecognized directory", "Kaldi data dir (feats.scp)")),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG_PATHS.values(), ids=WRONG_PATHS)
+def test_wrong_paths(
+    job: Job, exp: Path, run_cli: RunCli, words: str, said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`{}`: evaluate, and decode-prep, which takes no alignments."""
+    monkeypatch.chdir(job.root)
+    commands = [words.format("evaluate")]
+    if "{}" in words:
+        commands.append(words.format("decode-prep").replace(" --alignments ali", " --out decode"))
+    for command in commands:
+        assert_refused(run_cli(*command.split()), *said)
+    assert not Path("decode").exists()
+
+
 def test_utterances_without_frames_are_skipped_and_counted(job: Job, trained: Path, run_cli: RunCli) -> None:
     job.write_features({**job.features, U: np.zeros((0, 0), np.float32)})
     change_ids(lambda ids: ids.update({U: np.zeros(0, np.int32)}))(job)

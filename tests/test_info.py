@@ -117,7 +117,15 @@ def test_text_matrices_and_counts(tmp_path: Path) -> None:
         "kind": "archive of matrices (text)", "records": 1, "frames": 2, "dims": 2, "first_keys": ["utt1"],
     }  # fmt: skip
     (tmp_path / "x.counts").write_text(" [ 5 9 0 ]\n")
-    assert facts(tmp_path / "x.counts") == {"kind": "Kaldi vector of pdf counts", "pdfs": 3, "frames": 14.0}
+    kind = "Kaldi vector of pdf counts"
+    for counts, frames, added in (
+        ("5 9 0", 14, {}),
+        ("5.5 9 0", 14.5, {}),
+        ("5.5 9.5 0.5", 14, {"added": "half a frame for each pdf"}),
+    ):
+        (tmp_path / "x.counts").write_text(f" [ {counts} ]\n")
+        assert facts(tmp_path / "x.counts") == {"kind": kind, "pdfs": 3, "frames": frames, **added}
+        assert ("14.0" in describe_path(tmp_path / "x.counts").as_text()) is False
 
 
 def test_data_dir(table: Path) -> None:
@@ -242,6 +250,36 @@ def test_large_alignment_dirs_and_graphs_are_not_read_whole(shared: Path, monkey
     assert "utterances" not in found
     assert found["first_keys"] == ["fash-an251-fash-b", "fash-an253-fash-b", "fash-an254-fash-b"]
     assert facts(shared / "an4/graph/HCLG.fst")["bytes"] == "2312817, too many to scan"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("loglikes", "log-likelihoods for a Kaldi decoder"),
+        ("posteriors", "posteriors or log-posteriors"),
+        ("activations", "activations of a layer"),
+    ],
+)
+def test_what_decode_prep_wrote(table: Path, name: str, kind: str) -> None:
+    (table / "a.scp").rename(table / f"{name}.scp")
+    assert facts(table) == {"kind": kind, "entries": 2, "frames": 12, "dims": 3, "first_keys": ["utt1", "utt2"]}
+
+
+def test_what_score_wrote(tmp_path: Path) -> None:
+    score = {"best": 0.1, "best_word_insertion_penalty": 0.5, "reference": "ab" * 32, "wer": 5.82}
+    expected = {"kind": "words and word error rates of ddnn score", "wer": 5.82}
+    expected |= {"acoustic_scale": 0.1, "word_insertion_penalty": 0.5}
+    (tmp_path / "score.json").write_text(json.dumps(score))
+    assert facts(tmp_path) == expected
+    (tmp_path / "text").write_text("utt1 yes no\nutt2 yes\n")
+    words = {"utterances": 2, "words": 3, "different_words": 2, "first_keys": ["utt1", "utt2"]}
+    assert facts(tmp_path) == expected | words
+    (tmp_path / "score.json").write_text(json.dumps({**score, "wer": "\x1b[31m"}))
+    assert facts(tmp_path)["wer"] == "unknown"
+    for damaged in ("{", "[]", '"x"', json.dumps({**score, "best": None})):
+        (tmp_path / "score.json").write_text(damaged)
+        with pytest.raises(DataError, match="expected the JSON of a scoring"):
+            describe_path(tmp_path)
 
 
 def test_nothing_known(tmp_path: Path) -> None:

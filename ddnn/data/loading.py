@@ -120,19 +120,16 @@ def index_corpus(
     return replace(index, transforms=read)
 
 
-def warn_of_contradictions(corpus: Corpus, config: DataConfig, index: UtteranceIndex) -> None:
-    """Logs what the Kaldi dirs of transforms and alignments say against how a recipe reads features, and what
-    `warn_of_transition_ids` finds."""
-    of = config.features
-    for is_mistake, message in contradictions(corpus.transforms, corpus.alignments, of.cmvn, of.deltas, index.dim):
+def warn_of_contradictions(
+    corpus: Corpus, config: DataConfig, index: UtteranceIndex, *, of_model: bool = False
+) -> None:
+    """Logs what the Kaldi dirs of transforms and alignments say against how features are read, by a recipe or (`of_model`)
+    a trained model, and where the labels of an archive of pdf-ids look like transition-ids: with ten frames for each
+    pdf, a tree's first one has some."""
+    of, counts = config.features, index.pdf_counts
+    read = of.cmvn, of.deltas, index.dim
+    for is_mistake, message in contradictions(corpus.transforms, corpus.alignments, *read, of_model=of_model):
         log.log(logging.WARNING if is_mistake else logging.INFO, "%s", message)
-    warn_of_transition_ids(corpus, index)
-
-
-def warn_of_transition_ids(corpus: Corpus, index: UtteranceIndex) -> None:
-    """Where the labels of an archive of pdf-ids look like transition-ids: with ten frames for each pdf, a tree's first one
-    has some."""
-    counts = index.pdf_counts
     if corpus.alignments.is_file() and len(counts) > 1 and not counts[0] and counts.sum() >= 10 * len(counts):
         log.warning("%s: no frame has pdf-id 0: are these transition-ids, which begin at 1?", corpus.alignments)
 

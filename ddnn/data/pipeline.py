@@ -41,7 +41,7 @@ from ddnn.data.index import (
     is_close,
     local_positions,
 )
-from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_transition_ids
+from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_contradictions
 from ddnn.data.source import DataSource, IndexedCorpus, open_source, read_tables
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, check_same_tree, transition_digest
@@ -437,10 +437,10 @@ def load_data_dir(
     directory, comm = read_tables(data, config), SingleProcess()
     corpus = Corpus(data, data if alignments is None else alignments.path, transforms=transforms)
     index = index_corpus(corpus, directory, alignments, config)
-    warn_of_transition_ids(corpus, index)  # how features are read is the model's, and cannot be changed here
+    warn_of_contradictions(corpus, config, index, of_model=True)
     only = IndexedCorpus(corpus, index)
     source, utterances = DataSource((only,), index, config), range(len(index.entries))
-    require_host_memory(source.memory(utterances), data, comm, level=logging.DEBUG)  # no more than its frames
+    require_host_memory(source.memory(utterances), data, comm, level=logging.DEBUG)  # of frames alone
     return source.load(utterances, comm)
 
 

@@ -160,9 +160,8 @@ def read_graph(graph_dir: Path, model: Path) -> DecodingGraph:
         except OSError as error:
             raise DataError(f"cannot read num_pdfs: {error.strerror}", location=stated, hint=hint) from error
         if found != str(transitions.num_pdfs).encode():
-            message = (
-                f"num_pdfs says {found[:20].decode(errors='replace')}, but {model.name} has {transitions.num_pdfs} pdfs"
-            )
+            says = found[:20].decode(errors="replace")
+            message = f"num_pdfs says {says}, but {model.name} has {transitions.num_pdfs} pdfs"
             raise DataError(message, location=stated, hint=hint)
     for label in np.unique(fst.arcs["olabel"]).tolist():
         if label and label not in words:
@@ -370,7 +369,9 @@ def _find_loglikes(loglikes: Path) -> Path:
     if not source.is_file():
         message = f"no log-likelihoods at {source.name}"
         inside = [file.parent for file in sorted(loglikes.glob("*/loglikes.scp"))]
-        hint = f"name the folder, such as {inside[0]}" if inside else "make them with ddnn decode-prep"
+        hint = (
+            f"name the --out of ddnn decode-prep, such as {inside[0]}" if inside else "make them with ddnn decode-prep"
+        )
         raise DataError(message, location=source, hint=hint)
     return source
 

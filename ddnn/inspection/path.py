@@ -267,9 +267,10 @@ def _archive(records: Iterator[tuple[str, NDArray[Any]]], *, of_transforms: bool
 def _scoring(path: Path) -> dict[str, Any]:
     from ddnn.decoding.scoring import read_choice  # and what it imports
 
-    choice, found = read_choice(path), json.loads(_content(path / "score.json"))
+    choice, wer = read_choice(path), json.loads(_content(path / "score.json")).get("wer")
     figures = {"acoustic_scale": choice.acoustic_scale, "word_insertion_penalty": choice.word_insertion_penalty}
-    return {"wer": found.get("wer"), **figures, **(_transcripts(path / "text") if (path / "text").exists() else {})}
+    words = _transcripts(path / "text") if (path / "text").exists() else {}
+    return {"wer": wer if isinstance(wer, float) else "unknown", **figures, **words}
 
 
 def _data_dir(path: Path) -> dict[str, Any]:
@@ -338,9 +339,10 @@ def _component(component: Component) -> str:
 
 def _pdf_counts(path: Path) -> dict[str, Any]:
     counts = read_pdf_counts(path)
-    half = bool((counts % 1 == 0.5).all())  # as ddnn writes them, after Kaldi's scripts
-    frames = {"frames": int(counts.sum() - 0.5 * len(counts)), "added": "half a frame for each pdf"}
-    return {"pdfs": len(counts), **(frames if half else {"frames": float(counts.sum())})}
+    total, added = float(counts.sum()), {}
+    if (counts % 1 == 0.5).all():  # as ddnn writes them, after Kaldi's scripts
+        total, added = total - 0.5 * len(counts), {"added": "half a frame for each pdf"}
+    return {"pdfs": len(counts), "frames": int(total) if total.is_integer() else total, **added}
 
 
 def _tree(path: Path) -> dict[str, Any]:

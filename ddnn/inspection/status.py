@@ -171,9 +171,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
     begun, results = (files.STATUS, files.LOG, files.RECIPE, files.METRICS, files.JOB_RECORD), (files.FINAL, files.DBN)
     found = {name for name in (*begun, *results) if (run_dir / name).exists()}
     if not found:
-        inside = ", ".join(str(one.parent) for one in sorted(run_dir.glob(f"*/{files.RECIPE}"))[:3])
-        hint = f"name a run dir in it, such as {inside}" if inside else "name the --run-dir of `ddnn train`"
-        raise UserError("there is no run dir", location=run_dir, hint=hint)
+        raise UserError("there is no run dir", location=run_dir, hint=files.run_dir_hint(run_dir))
     problems: list[str] = []
     run = _tolerant(problems, lambda: read_run_status(run_dir))
     job = _tolerant(problems, lambda: read_job(run_dir))

@@ -40,6 +40,8 @@ def read_alignments(path: Path, *, num_pdfs: int | None = None) -> Alignments:
     `num_pdfs`."""
     if path.is_dir():
         return _read_dir(path, num_pdfs)
+    if not path.exists():
+        raise DataError("the alignment dir or archive does not exist", location=path, hint="check the path")
     model, valid = path.with_name("final.mdl"), range(MAX_PDF if num_pdfs is None else num_pdfs)
     convert = f"name the directory: {path.parent}; or make pdf-ids of it: ali-to-pdf {model} 'ark:...' ark:pdf.ark"
     if re.fullmatch(r"ali\.[^.]+\.gz", path.name) and path.is_file():

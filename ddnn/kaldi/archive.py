@@ -76,7 +76,7 @@ def read_lines(path: Path, kind: str) -> Iterator[tuple[int, list[bytes]]]:
     try:
         if not path.is_file():
             if path.is_dir():
-                raise DataError(f"a directory found, {kind} expected", location=path, hint="name the file")
+                raise DataError(f"a directory found, {kind} expected", location=path, hint="name a file in it")
             raise DataError(f"{kind} does not exist, or is no regular file", location=path, hint="check the path")
         data = read_bytes_limited(path, MAX_TABLE_BYTES)
     except OSError as error:

@@ -196,37 +196,42 @@ def read_nnet_options(path: Path) -> tuple[str, int]:
 
 
 def contradictions(
-    transforms: Path | None, alignments: Path | None, cmvn: str, deltas: int, dim: int
+    transforms: Path | None, alignments: Path | None, cmvn: str, deltas: int, dim: int, *, of_model: bool = False
 ) -> list[tuple[bool, str]]:
     """What `cmvn_opts`, `delta_opts` and transforms of the system that made the transforms, or the alignments, say
     against how features of `dim` dims are read, each with whether it is probably a mistake. An alignment is often made
     from other features than the network sees: it is only compared where the features have the dims of its system's raw
-    ones. `splice_opts` is of final.mat, and has nothing to do with the context of the network."""
+    ones. `splice_opts` is of final.mat, and has nothing to do with the context of the network. `of_model`: a trained model
+    reads them so, which no recipe can change any more: only what files of options say counts."""
     try:
-        return [*_contradictions(transforms, alignments, cmvn, deltas, dim)]
+        return [*_contradictions(transforms, alignments, cmvn, deltas, dim, of_model)]
     except DataError as error:
         return [(True, f"{error.location}: {error.message}")]
 
 
 def _contradictions(
-    transforms: Path | None, alignments: Path | None, cmvn: str, deltas: int, dim: int
+    transforms: Path | None, alignments: Path | None, cmvn: str, deltas: int, dim: int, of_model: bool
 ) -> Iterator[tuple[bool, str]]:
     if transforms is not None:
-        yield from _cmvn_contradictions(transforms, cmvn, must_exist=False)
+        yield from _cmvn_contradictions(transforms, cmvn, of_model, must_exist=of_model)
     elif alignments is not None and alignments.is_dir() and _raw_dim(alignments) == dim:
-        yield from _cmvn_contradictions(alignments, cmvn, must_exist=True)
+        yield from _cmvn_contradictions(alignments, cmvn, of_model, must_exist=True)
         has_matrix, adapted = (alignments / MATRIX).is_file(), bool(trans_files(alignments))
         options, text = _options_of(alignments, "delta_opts")
         if text and not has_matrix and options["delta-order"] != deltas:
             said = f"{alignments / 'delta_opts'} says {text[:200]!r} (order {options['delta-order']})"
-            yield True, f"{said}, but data.deltas is {deltas}"
-        if has_matrix or adapted:
+            yield True, f"{said}, but {_read_with('data.deltas', deltas, of_model)}"
+        if (has_matrix or adapted) and not of_model:
             files = " and ".join([MATRIX] * has_matrix + ["trans.*"] * adapted)
             yield False, f"{alignments} has {files}, which are not applied; data.transforms: {alignments} would"
 
 
-def _cmvn_contradictions(path: Path, cmvn: str, *, must_exist: bool) -> Iterator[tuple[bool, str]]:
-    if must_exist and not (path / "cmvn_opts").is_file():
+def _read_with(key: str, value: object, of_model: bool) -> str:
+    return f"the model was trained with {key}: {value}" if of_model else f"{key} is {value}"
+
+
+def _cmvn_contradictions(path: Path, cmvn: str, of_model: bool, *, must_exist: bool) -> Iterator[tuple[bool, str]]:
+    if must_exist and not _option_file(path, "cmvn_opts").is_file():
         return
     options, text = _options_of(path, "cmvn_opts")
     expected = ("mean-variance" if options["norm-vars"] else "mean") if options["norm-means"] else "none"
@@ -241,7 +246,8 @@ def _cmvn_contradictions(path: Path, cmvn: str, *, must_exist: bool) -> Iterator
     if options["reverse"] or options["skip-dims"]:
         yield True, f"{said}, but ddnn has neither --reverse nor --skip-dims: the features are not those of this system"
     elif expected != cmvn:
-        yield True, f"{said} ({names[expected]}), but data.cmvn is {cmvn}: set data.cmvn: {expected}"
+        advice = "" if of_model else f": set data.cmvn: {expected}"
+        yield True, f"{said} ({names[expected]}), but {_read_with('data.cmvn', cmvn, of_model)}{advice}"
 
 
 def _raw_dim(path: Path) -> int | None:

@@ -248,6 +248,8 @@ def find_nnet1(path: Path) -> tuple[Path, Path | None]:
     """The network of a directory that `ddnn export` or Kaldi wrote: `final.nnet`, or the only file of this kind if it
     has another name; and `feature_transform.nnet` or `final.feature_transform`, where there is one. DataError: there is
     no network, or more than one to choose from."""
+    if path.is_file():
+        raise DataError("a file found, a directory expected", location=path, hint=f"name its directory: {path.parent}")
     fronts = [path / name for name in NNET1_FRONTS if (path / name).exists()]
     networks = sorted(set(path.glob("*.nnet")) - set(fronts))
     final = path / "final.nnet" if (path / "final.nnet").exists() else networks[0] if len(networks) == 1 else None
@@ -257,11 +259,6 @@ def find_nnet1(path: Path) -> tuple[Path, Path | None]:
             f"there are {names}, and no final.nnet" if networks else "there is no final.nnet and no final.safetensors"
         )
         hint = "name a run dir of ddnn, or a directory of Kaldi's final.nnet with its feature transform"
-        if path.is_file():
-            found, hint = (
-                "a file found, a directory expected",
-                f"name its directory, {path.parent}, if it has no other *.nnet",
-            )
         raise DataError(found, location=path, hint=hint)
     if len(fronts) == 2 and fronts[0].read_bytes() != fronts[1].read_bytes():
         names = " and ".join(front.name for front in fronts)

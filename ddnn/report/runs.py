@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.training.metrics import EpochRow, Metrics, StartRow, read_metrics
-from ddnn.training.run_status import CHECKPOINTS, METRICS, RECIPE, is_finished, model_digest
+from ddnn.training.run_status import CHECKPOINTS, METRICS, RECIPE, is_finished, model_digest, run_dir_hint
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import plural, printable
@@ -54,18 +54,17 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         if path not in found and len(paths) > 1:
             log.warning("%s: there is no %s here: not shown", path, METRICS)
     runs = [read_run(path, name) for path, name in zip(found, _names(found), strict=True)]
-    trained = [run for run in runs if not run.metrics.pretraining or run.metrics.starts or run.metrics.train] or runs
-    for run in runs:
-        if run not in trained:
-            log.warning("%s: a pretraining, not a training: not shown; see ddnn info", run.path)
-    return trained
+    of_rbms = [run for run in runs if run.metrics.pretraining and not (run.metrics.starts or run.metrics.train)]
+    if len(of_rbms) == len(runs):
+        return runs
+    for run in of_rbms:
+        log.warning("%s: metrics of RBMs alone: not shown; see ddnn info", run.path)
+    return [run for run in runs if run not in of_rbms]
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
     if not (path / METRICS).is_file():
-        inside = ", ".join(str(one.parent) for one in sorted(path.glob(f"*/{METRICS}"))[:3])
-        hint = f"name the run dirs in it, such as {inside}" if inside else "name the run dir of a training"
-        raise DataError(f"there is no {METRICS} here", location=path, hint=hint)
+        raise DataError(f"there is no {METRICS} here", location=path, hint=run_dir_hint(path, METRICS))
     recipe = load_recipe(path / RECIPE, must_exist=False) if (path / RECIPE).exists() else None
     return Run(name or path.absolute().name, path, recipe, read_metrics(path / METRICS))
 

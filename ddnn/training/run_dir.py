@@ -416,4 +416,6 @@ def load_run(path: Path) -> AcousticModel:
         hint = f"let it finish first, or resume it: {run_status.resume_command(path)}"
         hint += f"; its latest accepted network is in {BEST}" if (path / BEST).exists() else ""
         raise DataError(f"this training has not finished: there is no {FINAL}", location=path, hint=hint)
+    if not (path / FINAL).exists():
+        raise DataError(f"there is no {FINAL}", location=path, hint=run_status.run_dir_hint(path))
     return load_model(path / FINAL)

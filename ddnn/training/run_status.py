@@ -192,6 +192,12 @@ def in_progress(run_dir: Path) -> UserError:
     return UserError(message, location=run_dir, hint=f"{hint}cp -p {LOG} t && mv t {LOG}")
 
 
+def run_dir_hint(path: Path, name: str = RECIPE) -> str:
+    """The hint where this is no run dir: those in it, if it is a folder of run dirs, which have a file of this name."""
+    inside = ", ".join(str(file.parent) for file in sorted(path.glob(f"*/{name}"))[:3])
+    return f"name a run dir in it, such as {inside}" if inside else "name the --run-dir of a training"
+
+
 def check_run_dir(
     path: Path, kind: Kind = "training", *, resume: bool = False, recipe: str = "", held: bool = False
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from corpora import load_all
 from data.test_transform import make_corpus
 from jobs import assert_refused, make_job
 
@@ -134,6 +135,24 @@ def test_too_little(available: Callable[[int | None], None], caplog: pytest.LogC
     assert caplog.records[-1].levelno == logging.INFO
     available(None)
     require_host_memory(needs, "", SingleProcess())
+
+
+def test_frames_alone_are_worth_a_line_only_where_memory_is_scarce(
+    tmp_path: Path, available: Callable[[int | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What `ddnn evaluate` and `ddnn decode-prep` load; a process takes much more than its frames."""
+    caplog.set_level(logging.INFO)
+    data = make_job(tmp_path / "job").data
+    available(GIB)
+    needed = frame_bytes("float32", 480, load_all(data, None).features.shape[0], 4)
+    assert "memory" not in caplog.text
+    available(needed)
+    load_all(data, None)
+    assert "memory is scarce: one process on " in caplog.text
+    available(needed - 1)
+    with pytest.raises(DataError, match=r"one process on .* needs about") as caught:
+        load_all(data, None)
+    assert caught.value.location == str(data)
 
 
 def hint_for(available_bytes: int, workers: int = 1, **sizes: int) -> tuple[str | None, str]:

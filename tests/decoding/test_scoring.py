@@ -200,8 +200,19 @@ def test_references_that_cannot_be(toy: Path) -> None:
         (toy / "text").write_bytes(wrong)
         with pytest.raises(DataError, match=message):
             read_reference(toy / "text")
-    with pytest.raises(DataError, match="no log-likelihoods"):
+    with pytest.raises(DataError, match="no log-likelihoods") as caught:
         run(toy, loglikes="none.scp")
+    assert caught.value.hint == "make them with ddnn decode-prep"
+
+
+def test_a_run_dir_in_place_of_its_log_likelihoods(toy: Path) -> None:
+    (toy / "run").mkdir()
+    for name in ("b", "a"):
+        (toy / "run" / name).mkdir()
+        write_loglikes(toy / "run" / name, {"u1": spoken(0)})
+    with pytest.raises(DataError, match=r"no log-likelihoods at loglikes\.scp") as caught:
+        run(toy, loglikes="run")
+    assert caught.value.hint == f"name the --out of ddnn decode-prep, such as {toy}/run/a"
 
 
 def change(toy: Path, **fields: float) -> None:
@@ -223,9 +234,13 @@ def test_graphs_that_do_not_fit(toy: Path) -> None:
     with pytest.raises(DataError, match="no way to a final"):
         run(toy)
     change(toy)
-    (toy / "graph" / "num_pdfs").write_text("616\n")
-    with pytest.raises(DataError, match=r"616.*has 3 pdfs"):
-        run(toy)
+    for content, said in (
+        (b"616\n", r"num_pdfs says 616, but final\.mdl has 3 pdfs"),
+        (b"\xff", "num_pdfs says \ufffd, but"),
+    ):
+        (toy / "graph" / "num_pdfs").write_bytes(content)
+        with pytest.raises(DataError, match=said):
+            run(toy)
 
 
 def test_a_graph_in_which_a_decoder_would_never_end(toy: Path) -> None:

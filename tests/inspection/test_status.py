@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jobs import make_job
+from jobs import assert_refused, make_job
 from report_runs import start_row
 
 from ddnn.inspection.path import describe_path
@@ -347,6 +347,14 @@ def test_nothing_there(tmp_path: Path, run_cli: RunCli) -> None:
     with pytest.raises(UserError, match="no run dir"):
         read_status(tmp_path)
     assert run_cli("status", tmp_path / "nope").exit_code == 2
+
+
+def test_a_folder_of_run_dirs(tmp_path: Path, run_cli: RunCli) -> None:
+    for name in "dbca":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.yaml").touch()
+    inside = ", ".join(str(tmp_path / name) for name in "abc")
+    assert_refused(run_cli("status", tmp_path), "no run dir", f"hint: name a run dir in it, such as {inside}\n")
 
 
 def follow(run: Path, steps: list[Callable[[], object]], terminal: bool) -> tuple[Status, list[str]]:

@@ -151,6 +151,12 @@ def test_missing_parts(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the scp does not exist") as error:
         read_data_dir(tmp_path)
     assert error.value.location == str(tmp_path / "feats.scp")
+    for name in ("train", "test"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "feats.scp").touch()
+    with pytest.raises(DataError, match=r"there is no feats\.scp; data dirs in it are test, train") as error:
+        read_data_dir(tmp_path)
+    assert (error.value.location, error.value.hint) == (str(tmp_path), f"name one of them, such as {tmp_path}/test")
 
 
 def test_pipes_must_be_allowed_in_all_tables(folder: Path) -> None:

@@ -89,6 +89,7 @@ def test_missing_or_a_directory(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"the scp") as error:
             read_scp(path)
         assert error.value.location == str(path)
+        assert ("a directory found, the scp expected" in error.value.message) == (path == tmp_path)
 
 
 @settings(max_examples=150, deadline=None)

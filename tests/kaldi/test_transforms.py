@@ -15,7 +15,7 @@ from corpora import DIM, load_all, write_ali_dir, write_data_dir, write_matrix, 
 from distributed.threads import run_workers
 
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.loading import Corpus, DataConfig, index_corpus
+from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_contradictions
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.data_dir import read_data_dir
@@ -369,13 +369,34 @@ def test_an_alignment_with_transforms_is_named_where_they_are_not_applied(tmp_pa
     assert "there is no" in said(ali, own=True)[0][1] and said(ali, "mean", own=True) == []
 
 
+def test_what_they_say_against_a_trained_model(tmp_path: Path) -> None:
+    """No recipe is there to be changed: no advice, and only what files say, not what is Kaldi's default without them."""
+    ali = write_transforms(write_ali_dir(tmp_path / "ali", {"a": np.zeros(3, np.int32)}))
+    (decoded := ali / "decode").mkdir()
+    for own in (None, ali, decoded):
+        found = contradictions(own, ali, "mean", 0, DIM, of_model=True)
+        says = f"{ali}/cmvn_opts says '--norm-means=false' (no normalization)"
+        assert found == [(True, f"{says}, but the model was trained with data.cmvn: mean")]
+        assert contradictions(own, ali, "none", 0, DIM, of_model=True) == []
+    (ali / "cmvn_opts").unlink()
+    assert contradictions(decoded, ali, "none", 0, DIM, of_model=True) == [] and said(ali, own=True)
+    (ali / "final.mat").unlink()
+    (ali / "delta_opts").write_text("--delta-order=0\n")
+    (found,) = contradictions(None, ali, "none", 2, DIM, of_model=True)
+    assert found[1].endswith("(order 0), but the model was trained with data.deltas: 2")
+
+
 def test_contradictions_are_logged(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a recipe and, where its model is evaluated or decodes, of the model."""
     path = write_transforms(tmp_path / "system", SPEAKERS)
-    with caplog.at_level(logging.INFO):
-        transformed(data, path, "mean")
-    (record,) = [record for record in caplog.records if "cmvn_opts" in record.getMessage()]
-    assert record.levelno == logging.WARNING
-    assert "(no normalization), but data.cmvn is mean: set data.cmvn: none" in record.getMessage()
+    config = DataConfig(FeatureConfig("mean", transforms=read_transform_config(path)))
+    corpus = Corpus(data, data, transforms=path)
+    warn_of_contradictions(corpus, config, index_corpus(corpus, read_data_dir(data), None, config))
+    transformed(data, path, "mean")
+    first, second = (record for record in caplog.records if "cmvn_opts" in record.getMessage())
+    assert first.levelno == second.levelno == logging.WARNING
+    assert "(no normalization), but data.cmvn is mean: set data.cmvn: none" in first.getMessage()
+    assert second.getMessage().endswith("(no normalization), but the model was trained with data.cmvn: mean")
 
 
 def test_a_host_with_other_transforms_is_named(data: Path, tmp_path: Path) -> None:

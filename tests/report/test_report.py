@@ -393,6 +393,10 @@ def test_what_is_no_run_dir(tmp_path: Path, runs: list[Path], caplog: pytest.Log
     for paths in (others, *([path] for path in others)):
         with pytest.raises(DataError, match=r"no metrics\.jsonl here"):
             report(paths, None)
+    with pytest.raises(DataError) as caught:
+        report([tmp_path], None)
+    inside = ", ".join(map(str, sorted(runs)[:3]))
+    assert caught.value.hint == f"name a run dir in it, such as {inside}"
     caplog.clear()
     assert [run.path for run in report([others[0], runs[0], *others[1:]], None).runs] == [runs[0]]
     assert [record.getMessage() for record in caplog.records] == [
@@ -401,6 +405,19 @@ def test_what_is_no_run_dir(tmp_path: Path, runs: list[Path], caplog: pytest.Log
     (runs[0] / "recipe.yaml").write_text("data: [")
     with pytest.raises(RecipeError):
         report(runs, None)
+
+
+def test_pretrainings_are_shown_only_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A training that pretrains has rows of RBMs, too, before its own begin."""
+    rbm = {"type": "pretrain", "rbm": 1, "epoch": 1, "reconstruction_error": 2.0, "mean_reconstruction_error": 2.5}
+    dnn, both = write_run(tmp_path / "dnn", rows_of(1)), write_run(tmp_path / "both", [rbm, *rows_of(1)])
+    dbn = write_run(tmp_path / "dbn", [rbm])
+    found = report([dnn, dbn, both], None)
+    assert [run.path for run in found.runs] == [dnn, both] and "older version" not in found.as_text()
+    (record,) = caplog.records
+    assert record.getMessage() == f"{dbn}: metrics of RBMs alone: not shown; see ddnn info"
+    caplog.clear()
+    assert [run.path for run in report([dbn], None).runs] == [dbn] and not caplog.records
 
 
 def test_results_on_test_sets_are_those_whose_json_was_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

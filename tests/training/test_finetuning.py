@@ -181,7 +181,7 @@ def test_directories_without_a_network(first: Job, tmp_path: Path, run_cli: RunC
         (empty, "there is no final.nnet and no final.safetensors"),
         (unfinished, "this training has not finished: there is no final.safetensors"),
         (two, "there are a.nnet, b.nnet, and no final.nnet"),
-        (first.recipe, "there is no final.nnet and no final.safetensors"),
+        (first.recipe, f"a file found, a directory expected\n  location: {first.recipe}\n  hint: name its directory: "),
     ):
         result = train(run_cli, recipe_from(first, tmp_path, model), tmp_path / "run")
         assert_refused(result, said)
