@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,15 +61,24 @@ class SequentialSampler:
 
 
 class ShuffledSampler:
-    """All frames in one random order per epoch, which depends on seed, epoch and the worker's rank only. (Kaldi nnet1
-    shuffles within 32,768 frames over a shuffled utterance list.) A remainder smaller than a minibatch is dropped, as
-    in nnet-train-frmshuff. `prefetch`: draw each epoch's order in a thread during the epoch before: 100 million frames
+    """All frames in one random order per epoch, which depends on seed, epoch and the worker's rank only. A remainder
+    smaller than a minibatch is dropped, as in nnet-train-frmshuff. `randomizer_size`: instead, as nnet-train-frmshuff on
+    a shuffled list, the utterances in one random order for all epochs, and whenever so many frames have been taken,
+    these in a random order. `prefetch`: draw each epoch's order in a thread during the epoch before: 100 million frames
     take seconds."""
 
     def __init__(
-        self, frames: FrameSubset, batch_size: int, *, seed: int, rank: int = 0, prefetch: bool = False
+        self,
+        frames: FrameSubset,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        randomizer_size: int | None = None,
+        *,
+        prefetch: bool = False,
     ) -> None:
         self.frames, self.batch_size, self.seed, self.rank, self.prefetch = frames, batch_size, seed, rank, prefetch
+        self.randomizer_size = randomizer_size
         self._thread: ThreadPoolExecutor | None = None
         self._drawn: dict[int, Future[Tensor]] = {}
 
@@ -92,9 +102,24 @@ class ShuffledSampler:
         self._thread, self._drawn = None, {}
 
     def _draw(self, epoch: int) -> Tensor:
+        generator = self._generator(epoch)
+        if self.randomizer_size is None:
+            return torch.randperm(len(self.frames), generator=generator)
+        rows = self.frames.indices.cpu().numpy()
+        first = np.append(np.flatnonzero(np.isin(rows, self.frames.dataset.offsets)), len(rows))  # of each utterance
+        utterances = torch.randperm(len(first) - 1, generator=self._generator(0)).numpy()
+        positions = np.concatenate([np.arange(first[u], first[u + 1]) for u in utterances])
+        begin = 0  # of a block; unlike Kaldi's, none keeps a rest for the next: minibatches may grow
+        for end in np.cumsum(np.diff(first)[utterances]).tolist():
+            if end - begin > self.randomizer_size or end == len(rows):
+                block = torch.randperm(end - begin, generator=generator).numpy()
+                positions[begin:end], begin = positions[begin:end][block], end
+        return torch.from_numpy(positions)
+
+    def _generator(self, epoch: int) -> torch.Generator:
         # torch's generator on the CPU uses the lower 32 bits of its seed alone: an odd factor keeps ranks apart in them.
         mixed = (self.seed * 1_000_003 + epoch + self.rank * 2_654_435_761) % 2**63
-        return torch.randperm(len(self.frames), generator=torch.Generator().manual_seed(mixed))
+        return torch.Generator().manual_seed(mixed)
 
 
 class Batch(NamedTuple):

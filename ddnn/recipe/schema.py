@@ -438,6 +438,9 @@ class Recipe(Section):
     minibatch_scope: Literal["worker", "total"] = "worker"
     """Whose minibatch `minibatch_size` is: of each worker, or of all workers together, each of which then has
     `minibatch_size` / `parallel.workers` frames: docs/parallel.md. The same with one worker."""
+    randomizer_size: Count | None = None
+    """The order of frames is random within so many, of utterances whose order is the same in every epoch, as with
+    nnet-train-frmshuff: 32768 there. Not given: within the whole corpus. docs/algorithms.md."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Type of the factors of matrix products in training. With `bf16`, parameters, their updates, losses, the state of
     NG-SGD, pretraining and cross-validation remain float32. `auto`: bf16 if all workers have hardware

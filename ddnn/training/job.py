@@ -349,8 +349,8 @@ def assemble_trainer(
     precision = recipe.precision if loaded is None else loaded.metadata.precision
     arithmetic = choose_arithmetic(precision, network, sizes.start, comm, resumed=loaded is not None)
     workspace = Workspace(network, sizes.end, arithmetic, noise_generator(network, recipe.seed, comm.rank))
-    prefetch, mark = job.device.type == "cuda", averager.timer.mark
-    sampler = ShuffledSampler(data.train, sizes.start, seed=recipe.seed, rank=comm.rank, prefetch=prefetch)
+    seeds, prefetch, mark = (recipe.seed, comm.rank), job.device.type == "cuda", averager.timer.mark
+    sampler = ShuffledSampler(data.train, sizes.start, *seeds, recipe.randomizer_size, prefetch=prefetch)
     gather = arithmetic.gather
     batches = make_batch_loader(data.train, model.transform, sampler, out=workspace.x, gather=gather, mark=mark)
     schedule = options.make_schedule(recipe.schedule)

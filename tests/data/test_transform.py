@@ -88,6 +88,47 @@ def test_an_epoch_sees_every_frame_once_but_for_the_tail(
     assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
 
 
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.integers(1, 12), st.integers(0, 2**62), st.integers(1, 60), st.integers(0, 3))
+def test_a_randomizer_shuffles_blocks_of_utterances(
+    sizes: list[int], minibatch: int, seed: int, randomizer_size: int, rank: int
+) -> None:
+    """Kaldi's: blocks of whole utterances, of more than `randomizer_size` frames but the last, the same ones in the same
+    order in every epoch; within a block the order is another in each epoch."""
+    corpus, _ = make_corpus(sizes, 2, 1, 0)
+    frames = corpus.subset(range(len(sizes)))
+    sampler = ShuffledSampler(frames, minibatch, seed=seed, rank=rank, randomizer_size=randomizer_size)
+    orders = [frames.indices[sampler._draw(epoch)] for epoch in (1, 2)]
+    assert all(sorted(order.tolist()) == sorted(frames.indices.tolist()) for order in orders)
+    utterance = {row: u for u in range(len(sizes)) for row in corpus.rows_of([u]).tolist()}
+    first, second = ([utterance[row] for row in order.tolist()] for order in orders)
+    begin = 0
+    while begin < len(first):
+        end = begin + 1
+        while end < len(first) and set(first[begin:end]) & set(first[end:]):
+            end += 1
+        while end < len(first) and end - begin <= randomizer_size:
+            end += 1
+            while end < len(first) and set(first[begin:end]) & set(first[end:]):
+                end += 1
+        assert sorted(first[begin:end]) == sorted(second[begin:end])
+        inside = set(first[begin:end])
+        assert end - begin == sum(sizes[u] for u in inside)
+        assert end == len(first) or end - begin > randomizer_size >= end - begin - max(sizes[u] for u in inside)
+        begin = end
+
+
+def test_a_randomizer_of_the_whole_corpus_shuffles_all_frames() -> None:
+    corpus, _ = make_corpus([50] * 40, 2, 1, 0)
+    frames = corpus.subset(range(40))
+    epochs = [ShuffledSampler(frames, 8, seed=1, randomizer_size=size)._draw(e) for size in (500, 5000) for e in (1, 2)]
+    assert len({tuple(order.tolist()) for order in epochs}) == 4
+    moved = [float((order - torch.arange(2000)).abs().float().mean()) for order in epochs]
+    assert min(moved) > 300, "utterances are in a random order"
+    inside = [len({row // 50 for row in order[:100].tolist()}) for order in epochs]
+    assert max(inside[:2]) <= 11 and min(inside[2:]) > 25
+
+
 def test_the_order_changes_with_epoch_and_seed() -> None:
     corpus, _ = make_corpus([500], 2, 1, 0)
     frames = corpus.subset([0])
