@@ -4,6 +4,7 @@
 # make fuzz    damaged files to every reader, for FUZZ_SECONDS (600) on all cores
 # make check-swbd  recipes/swbd against a synthetic corpus of Switchboard's shape, without training: seconds
 # make bench   the training step against the machine's GEMM limit
+# make gpu     what waits for a GPU, in one go: tests, speed, memory, losses against the CPU; 9 minutes, no network: docs/gpu.md. DEVICE=cpu rehearses
 # make soak    each of four workers killed in five places, then 200 kills at random moments, and the results compared: 15 to 60 minutes
 # make same-results  a few dozen tiny trainings against recorded digests: first make same-results RECORD=1, on the code before a change
 # make mutants  the mistakes of tests/mutants.yaml, one at a time: which of them the tests notice; MUTANTS='--only 7 --jobs 2'
@@ -22,7 +23,7 @@ PIP = $(BIN)/pip install -q --disable-pip-version-check $(PIP_FLAGS)
 # Several OpenMP threads on GEMMs of this size are slower than one, and the tests run in parallel.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup setup-dev demo test test-slurm lint format fuzz bench soak same-results mutants check-swbd docs clean
+.PHONY: setup setup-dev demo test test-slurm lint format fuzz bench gpu soak same-results mutants check-swbd docs clean
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
@@ -87,6 +88,12 @@ bench: setup
 
 check-swbd: setup
 	$(BIN)/python tests/check_swbd.py
+
+# No set-up: it runs with the torch that is there, of .venv or else of PYTHON.
+DEVICE ?= cuda
+GPU_REPORT ?= gpu-report
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) tests/gpu.py --device $(DEVICE) --out $(GPU_REPORT) --pip-flags '$(PIP_FLAGS)' $(GPU)
 
 KILLS ?= 200
 soak: setup-dev

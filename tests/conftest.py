@@ -27,8 +27,14 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long files first; all others stay in their order."""
+    """The long files first; all others stay in their order. Without a GPU, those that need one are skipped."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    need_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if need_gpu:
+        import torch
+
+        for item in need_gpu if not torch.cuda.is_available() else ():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.fixture(autouse=True)

@@ -43,9 +43,10 @@ class Gpus:
     """A machine with two GPUs, as far as choosing goes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, says: str | None = None) -> None:
-        self.says, self.used = says, ""
+        self.says, self.used, self.current = says, "", ""
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self, "current", str(device)))
         monkeypatch.setattr(torch, "zeros", self.zeros)
 
     def zeros(self, size: int, device: torch.device) -> None:
@@ -57,7 +58,7 @@ class Gpus:
 @pytest.mark.parametrize(("local_rank", "used"), [(0, "cuda:0"), (1, "cuda:1"), (2, "cuda:0")])
 def test_the_gpu_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch, local_rank: int, used: str) -> None:
     gpus = Gpus(monkeypatch)
-    assert (str(choose_device("auto", local_rank)), gpus.used) == (used, used)
+    assert (str(choose_device("auto", local_rank)), gpus.used, gpus.current) == (used, used, used)
 
 
 def test_a_gpu_in_exclusive_mode_that_is_taken_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_no_gpu_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("cuda")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.gpu
 def test_identities_of_real_gpus_differ() -> None:
     found = [device_identity(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
     assert len(set(found)) == len(found)

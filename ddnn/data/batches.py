@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, FrameSubset, InputTransform, gather, labels_of, normalize_, splice
+from ddnn.util.system import use_device
 
 NUM_BUFFERS = 4  # one or two are being used by the GPU, one is ready and one is being filled
 MAX_IN_FLIGHT = 2  # minibatches that the GPU may still be working on when the next one is requested
@@ -232,7 +233,7 @@ class PrefetchLoader(BatchLoader):
         if self.device.type == "cuda":  # an epoch that ended early may have copies under way
             torch.cuda.synchronize(self.device)
         in_flight: deque[_PinnedBatch] = deque()
-        reader = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        reader = ThreadPoolExecutor(1, "prefetch", use_device, (self.device,))
         try:
             ready = deque(reader.submit(self._fill, buffer, order) for buffer in self._buffers)
             self.mark("compute")

@@ -133,7 +133,9 @@ def splice(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, ou
     offsets, features = transform.offsets, dataset.features
     rows = rows.to(features.device)
     if not consecutive(offsets):
-        return out.copy_(features[rows[:, None] + torch.tensor(offsets, device=rows.device)].flatten(1))
+        for part, offset in zip(out.view(len(rows), -1, transform.dim).unbind(1), offsets, strict=True):
+            part.copy_(features.index_select(0, rows + offset))  # a tensor of the offsets would be copied to the GPU
+        return out
     if len(rows) == 0:  # the dataset may have fewer rows than a splice
         return out
     # Consecutive offsets are one contiguous piece of memory per frame: a single gather.

@@ -15,6 +15,7 @@ from torch import Tensor
 from ddnn.distributed.communicator import Communicator, SingleProcess, TensorBackend
 from ddnn.distributed.mpirun import expected_world_size, in_mpi_job, set_parent_death_signal
 from ddnn.util.errors import UserError
+from ddnn.util.system import use_device
 
 
 class MpiBackend(TensorBackend):
@@ -45,7 +46,7 @@ def _memory(tensor: Tensor) -> Any:
     """What mpi4py takes as a buffer: a numpy view, or the GPU tensor itself (__cuda_array_interface__). MPI knows
     nothing of CUDA streams: all work that a GPU tensor waits for is finished first."""
     if tensor.is_cuda:
-        torch.cuda.set_device(tensor.device)  # per thread; an MPI may ask for the thread's current device
+        use_device(tensor.device)  # an MPI may ask for the thread's current one
         torch.cuda.current_stream(tensor.device).synchronize()
         return tensor.detach()
     return tensor.detach().numpy()

@@ -19,7 +19,7 @@ from torch import Tensor
 from ddnn.distributed.communicator import Communicator, TensorBackend
 from ddnn.distributed.mpi import MpiCommunicator
 from ddnn.util.errors import UserError
-from ddnn.util.system import device_identity
+from ddnn.util.system import device_identity, use_device
 
 Transport = Literal["host", "device", "nccl"]
 
@@ -143,7 +143,7 @@ class StagingBuffer:
         if self.device.type != "cuda":
             yield
             return
-        torch.cuda.set_device(self.device)  # a new thread starts with GPU 0
+        use_device(self.device)
         self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             yield

@@ -79,6 +79,7 @@ def choose_device(name: str, local_rank: int = 0, threads: int = 1) -> torch.dev
         raise UserError("no GPU can be used: torch finds no CUDA device", location="--device cuda", hint=hint)
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     try:
+        use_device(device)
         torch.zeros(1, device=device)
     except RuntimeError as error:
         if "busy or unavailable" not in str(error):
@@ -89,6 +90,15 @@ def choose_device(name: str, local_rank: int = 0, threads: int = 1) -> torch.dev
             hint="take fewer workers or another GPU (CUDA_VISIBLE_DEVICES), or allow sharing: nvidia-smi -c DEFAULT",
         ) from error
     return device
+
+
+def use_device(device: torch.device) -> None:
+    """Makes a GPU the calling thread's current one, as each begins with GPU 0: pinned memory, and streams that are left,
+    would take memory of that one, or fail where it is another worker's alone. Of a CPU nothing is to be done."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def device_identity(device: torch.device) -> str:

@@ -248,7 +248,7 @@ def test_a_sampler_of_utterances_is_all_that_a_criterion_over_utterances_needs()
     assert lengths == [1, 5, 9]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_prefetching_to_a_gpu_equals_features_on_the_gpu(dtype: torch.dtype) -> None:
     """Not yet run on a GPU."""

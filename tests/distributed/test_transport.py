@@ -18,7 +18,6 @@ from ddnn.distributed.transport import StagingBuffer, choose_transport, cuda_awa
 from ddnn.util.errors import UserError
 
 GPUS = ["GPU-1", "GPU-2"]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_a_tensor_on_a_device_without_a_backend_is_refused() -> None:
         Communicator(0, 2, "n", {"cpu": TensorBackend()}).all_reduce(torch.ones(3, device="meta"))
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("own_buffer", [False, True])
 @pytest.mark.parametrize("transport", ["host", "device"])
 def test_staging_of_a_gpu(transport: Any, own_buffer: bool) -> None:
@@ -176,7 +175,7 @@ def test_staging_of_a_gpu(transport: Any, own_buffer: bool) -> None:
     assert torch.equal(parameters.cpu(), 2 * torch.arange(1000.0))
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_workers_on_gpus(tmp_path: Path) -> None:
     """Every averaging on GPUs, by each transport that can be had, against the host's."""
     process = launch(2, "mpi_transport.py", tmp_path, "cuda")

@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 AN4 = mlp_layers(440, 4, 512, 616, "sigmoid")
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
 
