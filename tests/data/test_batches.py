@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ddnn.data import batches
 from ddnn.data.batches import (
     NUM_BUFFERS,
     BatchLoader,
@@ -238,6 +239,14 @@ def test_waiting_for_data_is_told_from_waiting_for_the_device() -> None:
         for _ in loader(kind, dataset, SequentialSampler(dataset.subset([0]), 4), mark=marks.append).epoch():
             marks.append("step")
         assert marks == expected
+
+
+def test_the_thread_that_reads_ahead_works_on_the_gpu_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(batches, "use_device", lambda device: used.append((threading.current_thread().name, device)))
+    dataset, _ = make_corpus([8], 2, 0, 1)
+    list(loader(PrefetchLoader, dataset, SequentialSampler(dataset.subset([0]), 4)).epoch())
+    assert used == [("prefetch_0", torch.device("cpu"))]
 
 
 def test_a_sampler_of_utterances_is_all_that_a_criterion_over_utterances_needs() -> None:
