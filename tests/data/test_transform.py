@@ -98,24 +98,17 @@ def test_a_randomizer_shuffles_blocks_of_utterances(
     corpus, _ = make_corpus(sizes, 2, 1, 0)
     frames = corpus.subset(range(len(sizes)))
     sampler = ShuffledSampler(frames, minibatch, seed=seed, rank=rank, randomizer_size=randomizer_size)
-    orders = [frames.indices[sampler._draw(epoch)] for epoch in (1, 2)]
-    assert all(sorted(order.tolist()) == sorted(frames.indices.tolist()) for order in orders)
-    utterance = {row: u for u in range(len(sizes)) for row in corpus.rows_of([u]).tolist()}
-    first, second = ([utterance[row] for row in order.tolist()] for order in orders)
-    begin = 0
-    while begin < len(first):
-        end = begin + 1
-        while end < len(first) and set(first[begin:end]) & set(first[end:]):
-            end += 1
-        while end < len(first) and end - begin <= randomizer_size:
-            end += 1
-            while end < len(first) and set(first[begin:end]) & set(first[end:]):
-                end += 1
-        assert sorted(first[begin:end]) == sorted(second[begin:end])
-        inside = set(first[begin:end])
-        assert end - begin == sum(sizes[u] for u in inside)
-        assert end == len(first) or end - begin > randomizer_size >= end - begin - max(sizes[u] for u in inside)
-        begin = end
+    orders = [frames.indices[sampler._draw(epoch)].tolist() for epoch in (1, 2, 3)]
+    block: list[int] = []
+    utterances = torch.randperm(len(sizes), generator=sampler._generator(0)).tolist()
+    for u in utterances:
+        block += corpus.rows_of([u]).tolist()
+        if len(block) > randomizer_size or u == utterances[-1]:
+            for order in orders:
+                assert sorted(order[: len(block)]) == sorted(block)
+                del order[: len(block)]
+            block = []
+    assert orders == [[], [], []]
 
 
 def test_a_randomizer_of_the_whole_corpus_shuffles_all_frames() -> None:

@@ -47,6 +47,7 @@ TIMES = (
 )  # fmt: skip
 WAYS = {
     "sgd, newbob": "optimizer: {momentum: 0.5}\n",
+    "sgd, newbob, blocks": "optimizer: {momentum: 0.5}\nrandomizer_size: 50\n",
     "sgd, newbob with rejected epochs": "optimizer: {momentum: 0.9, l2: 0.01}\n",
     "power, growing minibatch": "optimizer: {name: ng-sgd, rank_in: 3, rank_out: 4}\n",
     "means": "optimizer: {momentum: 0.9, l2: 0.01}\n",
@@ -116,6 +117,9 @@ def test_stopped_anywhere_and_resumed(
     minibatches = sum(row["minibatches"] for row in rows(whole) if row["type"] == "worker")
     if "rejected" in name:
         assert any(not row["accepted"] for row in rows(whole) if row.get("split") == "cv")
+    if "blocks" in name:
+        run_training(load_recipe(way(tmp_path, "sgd, newbob")), tmp_path / "not in blocks", "cpu")
+        assert rows(whole) != rows(tmp_path / "not in blocks")
     moments = random.Random(name).sample(range(minibatches // 8, minibatches), 4)
     for number, moment in enumerate(moments):
         run, gone = tmp_path / f"run{number}", 0
