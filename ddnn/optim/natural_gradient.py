@@ -36,7 +36,8 @@ that e = 1 / (2 + (D+r) alpha/D); then 3 updates on the first minibatch, 1 if N 
 0..10, and then those where t - 10 is a multiple of `update_period`. A rank of D or more becomes D - 1; D = 1 needs no
 preconditioning.
 
-**What is computed where.** X, H, J, K, L and W live on the device, in float32. Z, C, U, d and rho are float64 on the
+**What is computed where.** X, H, J, K, L and W live on the device, in float32; but for X and H where an arithmetic
+has factors of its own (`begin`, `ddnn.nn.arithmetic`). Z, C, U, d and rho are float64 on the
 host. An update takes effect at the next call, so it is cut in two: the call that updates queues J, K, L and their
 copy to pinned host memory and returns; the *next* call does the r x r eigendecomposition on the host and queues W'.
 The numbers are those of an update on the spot, but on CUDA the host waits for numbers that are a whole minibatch old,
@@ -48,6 +49,7 @@ CUDA path has not yet been run on a GPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,8 +115,8 @@ class NaturalGradient:
         e = 1.0 / (2.0 + (dim + r) * options.alpha / dim)
         self.w = (_first_r(r, dim) * math.sqrt(e)).to(self.device, torch.float32)
         self._w_t = self.w.T
-        self._j = torch.empty_like(self.w)
-        self._j_t = self._j.T
+        self.j = torch.empty_like(self.w)
+        self._j_t = self.j.T
         self._h = self._h_t = torch.empty(0, 0, device=self.device)  # H (N, r) and its transpose
         # K, L and |X|_F travel to the host in one copy; A and the coefficients of W come back in another. On the CPU
         # the host's side is the same memory, and nothing is copied.
@@ -142,17 +144,38 @@ class NaturalGradient:
         n = x.shape[0]
         if self.rank == 0 or n == 0:  # D = 1: X^ is X; no rows: nothing to learn from
             return
+        if self.begin(n, lambda: x, before):
+            self.learn(x, before)
+        else:
+            self._project(x)
+        x.addmm_(self._h, self.w, alpha=-1.0)
+
+    def begin(self, n: int, rows: Callable[[], Tensor], before: Tensor) -> bool:
+        """Makes `w` that of the next minibatch, of n rows, and counts it. Returns whether the Fisher matrix is to be
+        updated from it: by `learn` or `learn_from_j`, before the next one begins. For those who compute X^ themselves,
+        X - X W^T W. `rows`: gives X in float32 with the norms of its rows in `before`; the start alone wants it."""
+        if self.rank == 0 or n == 0:
+            return False
         self.finish_update()
         if self.t == 0:
+            x = rows()
             for _ in range(1 if n <= self.rank else 3):
-                self._project(x)
-                self._start_update(x, before)
+                self.learn(x, before)
                 self.finish_update()
-        self._project(x)
-        if self.updates_at(self.t):
-            self._start_update(x, before)
         self.t += 1
-        x.addmm_(self._h, self.w, alpha=-1.0)
+        return self.updates_at(self.t - 1)
+
+    def learn(self, x: Tensor, before: Tensor) -> None:
+        """Starts an update of the Fisher matrix; x and before as of `apply`, but x is left as it is."""
+        self._project(x)
+        self._start_update(x, before)
+
+    def learn_from_j(self, before: Tensor) -> None:
+        """The same, `j` (r, D) being H^T X. L is J W^T, so that Z fits R and J however H was rounded."""
+        n = before.shape[0]
+        self.j.mul_(self._eta(n) / n)
+        torch.mm(self.j, self._w_t, out=self._l)
+        self._send(before)
 
     def updates_at(self, t: int) -> bool:
         """Whether the minibatch number `t`, from 0, starts an update of the Fisher matrix."""
@@ -205,17 +228,21 @@ class NaturalGradient:
         n = x.shape[0]
         scale = self._eta(n) / n
         # The factor goes in here, not later: without it K, a fourth power of the data, may overflow float32.
-        torch.addmm(self._j, self._h_t, x, beta=0.0, alpha=scale, out=self._j)
-        torch.mm(self._j, self._j_t, out=self._k)
+        torch.addmm(self.j, self._h_t, x, beta=0.0, alpha=scale, out=self.j)
         if n > self.dim:
-            torch.mm(self._j, self._w_t, out=self._l)
+            torch.mm(self.j, self._w_t, out=self._l)
         else:
             torch.addmm(self._l, self._h_t, self._h, beta=0.0, alpha=scale, out=self._l)
+        self._send(row_norms)
+
+    def _send(self, row_norms: Tensor) -> None:
+        """Queues K, and the copy of K, L and |X|_F to the host."""
+        torch.mm(self.j, self._j_t, out=self._k)
         torch.linalg.vector_norm(row_norms, out=self._norm)
         if self._copied is not None:
             self._stats_host.copy_(self._stats, non_blocking=True)
             self._copied.record(torch.cuda.current_stream(self.device))
-        self._pending_n = n
+        self._pending_n = row_norms.shape[0]
 
     def finish_update(self) -> None:
         """Brings W, d and rho up to date with the last minibatch, if that is still to be done; `apply` and `state_dict`
@@ -256,8 +283,8 @@ class NaturalGradient:
         self._kept_host[:, 0] = kept
         if self._copied is not None:
             self._back.copy_(self._back_host, non_blocking=True)
-        self._j.addcmul_(self._kept, self.w)
-        torch.mm(self._a, self._j, out=self.w)
+        self.j.addcmul_(self._kept, self.w)
+        torch.mm(self._a, self.j, out=self.w)
         if largest > _CONDITION * smallest or smallest < floor:
             orthonormalise(self.w, e)
         self.d, self.rho = d, rho

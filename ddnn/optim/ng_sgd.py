@@ -10,8 +10,9 @@ with kappa from the max-change rule. What `natural_gradient` keeps, the Fisher m
 
 A layer that gives P rows for each frame (`Layer.gemm`) has N P rows in X and Y. Its history is P times as long, so
 that it counts frames, and kappa is in frames too. A layer without such rows has its plain gradient, limited alike by
-the norms of the frames' gradients. In bf16, X and Y are preconditioned in float32, as what preconditioning takes away
-may be nearly all of X; X^ and Y^ are rounded for the last product alone.
+the norms of the frames' gradients. In bf16, X and Y are preconditioned in place, the factors of X W^T and H W rounded to
+bf16 and the sums in float32; with the option `exact` in float32, X^ and Y^ being rounded for the last product alone.
+The Fisher matrices are updated in float32 in either.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class NgSgdOptions(SgdOptions):
     update_period: int = 4
     max_change: float = 0.075  # a step that would change a layer by more than this per frame is shortened; 0: never
     max_change_scope: Literal["global", "local", "unscaled"] = "global"
+    exact: bool = False  # in bf16: X^ and Y^ in float32, and then rounded
 
     def sides(self, gemm: Gemm) -> tuple[tuple[int, int], tuple[int, int]]:
         """Dimension and rank of a layer's two preconditioners, of the input with 1 appended and of the derivative. Of a
@@ -104,7 +106,7 @@ class NgSgd(Sgd):
         self._memory = self._new_memory(0, Float32())
 
     def _new_memory(self, frames: int, arithmetic: Float32) -> _Memory:
-        return _Memory(self._gemms, frames, arithmetic, self.network.parameters.device)
+        return _Memory(self._gemms, frames, arithmetic, self.network.parameters.device, self._options.exact)
 
     @property
     def preconditioners(self) -> list[NaturalGradient]:
@@ -122,13 +124,11 @@ class NgSgd(Sgd):
         for k, of in memory.parts.items():
             part = self.parts[k]
             x, grad = part.layer.statistics(*workspace.of_part(part.number, part.prefix))
-            a.load_rows(x, of.inputs, of.in_before)
-            self.input_preconditioners[k].apply(of.inputs, of.in_before)
-            inputs = a.store_rows(of.inputs, x, of.in_after, of.bias_input)
             float32_grad = memory.float32_grad[: grad.numel()].view(grad.shape) if a.casts else grad
-            a.load_rows(grad, float32_grad, of.grad_before)
-            self.grad_preconditioners[k].apply(float32_grad, of.grad_before)
-            rows[k] = inputs, a.store_rows(float32_grad, grad, of.grad_after)
+            by, norms = self.input_preconditioners[k], (of.in_before, of.in_after)
+            inputs = memory.precondition(by, x, of.inputs, *norms, of.bias_input)
+            by, norms = self.grad_preconditioners[k], (of.grad_before, of.grad_after)
+            rows[k] = inputs, memory.precondition(by, grad, float32_grad, *norms)
         factors: dict[int, float] = {}
         for numbers, scales in memory.scales(limited_lr, options.max_change):
             factors |= zip(numbers, a.scale_([rows[k][1] for k in numbers], scales), strict=True)
@@ -173,10 +173,14 @@ class _PartMemory(NamedTuple):
 
 class _Memory:
     """Memory for minibatches of `frames` frames in one arithmetic, made once. `parts`: by the numbers of `gemms`.
-    `float32_grad`: for arithmetics that need a copy, float32 memory for any part's output derivative."""
+    `float32_grad`: for arithmetics that need a copy, float32 memory for any part's output derivative. `precondition`:
+    the arithmetic's way, or the exact one."""
 
-    def __init__(self, gemms: Mapping[int, Gemm], frames: int, arithmetic: Float32, device: torch.device) -> None:
+    def __init__(
+        self, gemms: Mapping[int, Gemm], frames: int, arithmetic: Float32, device: torch.device, exact: bool
+    ) -> None:
         self.made_for = frames, arithmetic
+        self.precondition = arithmetic.precondition_exactly if exact else arithmetic.precondition
         new = partial(torch.zeros, dtype=torch.float32, device=device)
         self.parts: dict[int, _PartMemory] = {}
         # Parts with as many rows per frame have their norms in one piece: [0] inputs, [1] derivatives; (2, parts, N).

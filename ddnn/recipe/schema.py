@@ -213,6 +213,9 @@ class NgSgdConfig(MomentumConfig):
     as long, as with one worker and N times the minibatch. `local` counts the worker's own frames (nnet2), which
     slows down training with many workers. `unscaled` limits the step before it is multiplied by the learning rate, as
     in the code behind arXiv 1507.01239: learning rates of 0.32 and more work only with it."""
+    exact: bool = False
+    """With `precision: bf16`, precondition in float32 and round what comes of it, which takes longer. In float32 it
+    changes nothing."""
 
 
 class CombinationConfig(Section):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, InputTransform, gather
-from ddnn.nn.arithmetic import BFloat16Kernels
+from ddnn.nn.arithmetic import BFloat16, BFloat16Kernels
 from ddnn.nn.kernels import Kernels, load_library
 from ddnn.nn.loss import SoftmaxCrossEntropyBFloat16
 
@@ -215,6 +215,114 @@ def test_float32_to_bf16_rows(rows: int, columns: int, one: bool, gap: int, kind
     assert memory.unchanged and out.intact and norms.intact and (last.intact if one else last.unchanged)
 
 
+def projection(rank: int, dim: int, seed: int) -> Tensor:
+    """W (rank, dim): up to dim orthogonal rows of lengths below 1, as preconditioning has them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.linalg.qr(torch.randn(dim, dim, generator=generator))[0][:rank]
+    return (rows * torch.rand(len(rows), 1, generator=generator)).contiguous()
+
+
+def removed(values: Tensor, one: bool, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """X with its ones, H of rounded W, and X - H W, W rounded but for its first two rows and the column of the ones, all
+    in float64; and how far rounding H and float32 sums may be off in the last."""
+    x, low = torch.cat([values.double(), torch.ones(len(values), int(one))], dim=1), flushed(w).double()
+    h, rounding = x @ low.T, torch.full((len(w),), 2.0**-8)
+    rounding[:2] = 2.0**-15
+    low[:2] = w[:2]
+    if one:
+        low[:, -1] = w[:, -1]
+    of_sums = (x.shape[1] + 2) * UNIT * (x.abs() @ low.abs().T)
+    error = (rounding * h.abs() + of_sums) @ low.abs() + (len(w) + 6) * UNIT * (x.abs() + h.abs() @ low.abs())
+    return x, h, x - h @ low, error
+
+
+REMOVED = {
+    "rows": st.integers(0, 35),
+    "columns": SIZES,
+    "one": st.booleans(),
+    "rank": st.integers(0, 100),
+    "seed": SEEDS,
+}
+
+
+@SETTINGS
+@given(**REMOVED, kind=st.sampled_from(["normal", "small", "zero", "mixed"]), learns=st.booleans())
+def test_remove_projection(rows: int, columns: int, one: bool, rank: int, seed: int, kind: str, learns: bool) -> None:
+    values, dim = noise((rows, columns), kind, seed), columns + one
+    of_w = projection(min(rank, dim), dim, seed)
+    x, w, j = Guarded(values), Guarded(of_w), unfilled(*of_w.shape, dtype=F32)
+    before, after, last = (unfilled(rows, dtype=F32) for _ in range(3))
+    norms = before.tensor, after.tensor
+    kernels().remove_projection_(x.tensor, w.tensor, *norms, last.tensor if one else None, j.tensor if learns else None)
+    wide, h, exact, error = removed(values, one, of_w)
+    assert_norms(before.tensor, wide.float())
+    finite = wide.isfinite().all(1)
+    assert finite.all() or kind == "mixed"
+    assert_rounded_once(x.tensor[finite], exact[finite, :columns], error[finite, :columns])
+    slack = error.norm(dim=1) + (dim + 4) * UNIT * exact.norm(dim=1) + 1e-18
+    squared = finite & (exact.norm(dim=1) < 1e18)  # where squares are within float32
+    assert ((after.tensor - exact.norm(dim=1)).abs() <= slack)[squared].all()
+    assert not after.tensor[~finite].isfinite().any(), "or a training that diverges is not seen"
+    if one:
+        assert ((last.tensor - exact[:, columns]).abs() <= error[:, columns] + TINY)[finite].all()
+        assert not len(of_w) or not last.tensor[~finite].isfinite().any()
+    if learns and finite.all() and kind != "mixed":
+        rounding = (2**-8 * h.abs() + (dim + 2) * UNIT * (wide.norm(dim=1, keepdim=True))).T @ wide.abs()
+        sums = (rows + 2) * UNIT * h.abs().T @ wide.abs()
+        assert ((j.tensor - h.T @ wide).abs() <= rounding + sums + TINY).all()
+    elif learns and len(of_w) and not finite.all():
+        assert not j.tensor.isfinite().all()
+    assert w.unchanged and all(one.intact for one in (x, before, after)) and (last.intact if one else last.unchanged)
+    assert j.intact if learns else j.unchanged
+
+
+@SETTINGS
+@given(**REMOVED)
+def test_remove_projection_as_pytorch_does(rows: int, columns: int, one: bool, rank: int, seed: int) -> None:
+    values, dim = noise((rows, columns), "normal", seed), columns + one
+    w, found = projection(min(rank, dim), dim, seed), []
+    for arithmetic in (BFloat16Kernels(kernels()), BFloat16(torch.device("cpu"))):
+        x, (before, after, last) = values.clone(), torch.full((3, rows), float("nan"))
+        by, made = Removing(w), torch.empty(rows, dim)
+        assert arithmetic.precondition(by, x, made, before, after, last if one else None) is x
+        found.append((x.float(), before, after, last if one else before))
+    error = 2 * removed(values, one, w)[3]
+    by_kernel, plain = found
+    assert ((by_kernel[0] - plain[0]).abs() <= error[:, :columns] + 2**-7 * plain[0].abs() + TINY).all()
+    torch.testing.assert_close(by_kernel[1], plain[1], rtol=1e-5, atol=0.0)
+    slack = 2**-8 * plain[2] + error.norm(dim=1) + 1e-6
+    assert ((by_kernel[2] - plain[2]).abs() <= slack).all() and ((by_kernel[3] - plain[3]).abs() <= slack + 1e-2).all()
+
+
+class Removing:
+    """A preconditioner that learns nothing."""
+
+    def __init__(self, w: Tensor) -> None:
+        self.w, self.j = w, torch.empty_like(w)
+
+    def begin(self, *_: object) -> bool:
+        return False
+
+    def apply(self, x: Tensor, before: Tensor) -> None:
+        raise AssertionError
+
+    learn_from_j = learn = apply
+
+
+@SETTINGS
+@given(**REMOVED, more=st.integers(1, 20))
+def test_a_row_does_not_depend_on_those_beside_it(
+    rows: int, columns: int, one: bool, rank: int, seed: int, more: int
+) -> None:
+    values, dim = noise((rows + more, columns), "normal", seed), columns + one
+    w, results = projection(min(rank, dim), dim, seed), []
+    for n in (rows + more, rows):
+        x, (before, after, last) = values[:n].clone(), torch.zeros(3, n)
+        kernels().remove_projection_(x, w, before, after, last if one else None, None)
+        results.append([part[:rows] for part in (x, before, after, last)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def entropy(activations: Tensor, labels: Tensor) -> tuple[float, int, Tensor]:
     """Loss, number of right ones and derivative by the kernel; nothing else may have been written."""
     x, targets = Guarded(activations), Guarded(labels)
@@ -408,6 +516,12 @@ def low(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=BF16)
 
 
+def remove(k: Kernels, **wrong: Tensor | None) -> None:
+    """The call is right but for what is given."""
+    zeros = {"x": low(3, 4), "w": torch.zeros(2, 5), **{name: torch.zeros(3) for name in ("before", "after", "last")}}
+    k.remove_projection_(**{**zeros, "j": torch.zeros(2, 5), **wrong})
+
+
 ROWS = torch.zeros(3, dtype=torch.int64)
 WRONG: dict[str, tuple[type[Exception], Callable[[Kernels], object]]] = {
     "sigmoid of float32": (TypeError, lambda k: k.sigmoid_(torch.zeros(3, 2), torch.zeros(2))),
@@ -452,6 +566,18 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Kernels], object]]] = {
         ValueError,
         lambda k: k.bf16_to_float32_rows(low(3, 2, 4), torch.zeros(3, 2), torch.zeros(3)),
     ),
+    "remove from float32": (TypeError, lambda k: remove(k, x=torch.zeros(3, 4))),
+    "remove from columns": (TypeError, lambda k: remove(k, x=low(3, 5)[:, :4])),
+    "remove from three dimensions": (ValueError, lambda k: remove(k, x=low(3, 4, 1))),
+    "remove with W in bf16": (TypeError, lambda k: remove(k, w=low(2, 5))),
+    "remove with W without the ones": (ValueError, lambda k: remove(k, w=torch.zeros(2, 4))),
+    "remove with ones in W alone": (ValueError, lambda k: remove(k, last=None)),
+    "remove with few norms": (ValueError, lambda k: remove(k, before=torch.zeros(2))),
+    "remove with few norms afterwards": (ValueError, lambda k: remove(k, after=torch.zeros(2))),
+    "remove with few last": (ValueError, lambda k: remove(k, last=torch.zeros(2))),
+    "remove with last in bf16": (TypeError, lambda k: remove(k, last=low(3))),
+    "remove into a j of fewer rows": (ValueError, lambda k: remove(k, j=torch.zeros(1, 5))),
+    "remove into a transpose": (TypeError, lambda k: remove(k, j=torch.zeros(5, 2).t())),
     "narrow bf16": (TypeError, lambda k: k.float32_to_bf16_rows(low(3, 2), low(3, 2), torch.zeros(3))),
     "narrow a transpose": (
         TypeError,

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from twins import biases, random_minibatch, weights
 
+from ddnn.nn.arithmetic import Float32, make_arithmetic
+from ddnn.nn.kernels import load_library
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace
-from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions
+from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
 
 LAYERS = (
@@ -98,3 +101,138 @@ def test_a_step_shared_by_workers_is_limited_as_one_at_the_rate_of_one(rate: flo
         optimizer.step(workspace, workers * rate)
         moved.append((made.parameters - before) / workers)
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-4, atol=1e-5)
+
+
+BF16 = {"pytorch": False, "kernels": True}
+SIDES = [(columns, one, rank) for columns, one in ((40, False), (40, True), (33, True)) for rank in (5, 20)]
+
+
+@pytest.fixture(params=BF16)
+def bf16(request: pytest.FixtureRequest) -> Float32:
+    """What bf16 is computed with on a CPU: PyTorch alone, and compiled kernels."""
+    if BF16[request.param] and load_library() is None:
+        pytest.skip("no compiled kernels that this processor can run")
+    return make_arithmetic("bf16", torch.device("cpu"), use_kernels=BF16[request.param])
+
+
+class Side:
+    """One side of a layer in bf16: a preconditioner, with a minibatch after another, of which a few directions have most
+    of the variance."""
+
+    def __init__(self, columns: int, one: bool, rank: int) -> None:
+        self.dim, self.one = columns + one, one
+        self.ng = NaturalGradient(self.dim, NaturalGradientOptions(rank))
+        generator = torch.Generator().manual_seed(1)
+        mix = torch.randn(columns, columns, generator=generator) * torch.logspace(0, -2, columns)
+        rows = [64] * 20 + [17] + [64] * 10
+        self.data = [(torch.randn(n, columns, generator=generator) @ mix + 0.3).bfloat16() for n in rows]
+
+    def feed(self, precondition: Any, x: Tensor) -> Tensor:
+        """gamma X^, in float32, with the column that 1 has become."""
+        x, made, (before, after, last) = x.clone(), torch.empty(len(x), self.dim), torch.zeros(3, len(x))
+        out = precondition(self.ng, x, made, before, after, last if self.one else None)
+        whole = torch.cat([out.float(), last[:, None]], dim=1) if self.one else out.float()
+        return whole * gammas(before, after)
+
+    def run(self, precondition: Any) -> list[Tensor]:
+        return [self.feed(precondition, x) for x in self.data]
+
+
+@pytest.mark.parametrize(("columns", "one", "rank"), SIDES)
+def test_preconditioning_in_bf16_is_near_that_in_float32(bf16: Float32, columns: int, one: bool, rank: int) -> None:
+    exact, found = Side(columns, one, rank), Side(columns, one, rank)
+    for x, wanted, made in zip(
+        exact.data, exact.run(bf16.precondition_exactly), found.run(bf16.precondition), strict=True
+    ):
+        assert (made - wanted).norm() <= 0.006 * wanted.norm()
+        plain = torch.cat([x.float(), torch.ones(len(x), int(one))], dim=1)
+        assert (plain - wanted).norm() > 0.2 * wanted.norm(), "nothing is taken away, and nothing compared"
+    states = found.ng.state_dict(), exact.ng.state_dict()
+    for name in ("d", "rho"):
+        torch.testing.assert_close(states[0][name], states[1][name], rtol=0.06, atol=0.0)
+    projections = [state["w"].T @ state["w"] for state in states]
+    assert (projections[0] - projections[1]).norm() <= 1e-3 * projections[1].norm()
+
+
+def test_a_mean_that_all_rows_have_keeps_what_rounding_could_take(bf16: Float32) -> None:
+    """As behind sigmoids: of the mean less than 2 % is left, and it decides the step of a bias. Were all factors
+    just rounded, with the same error in all rows, 9 % of it would be wrong; and so the 1 that is appended."""
+    exact, found = Side(400, True, 20), Side(400, True, 20)
+    generator = torch.Generator().manual_seed(2)
+    own = 0.3 + 0.4 * torch.rand(400, generator=generator)
+    data = [(own + 0.05 * torch.randn(64, 400, generator=generator)).bfloat16() for _ in range(12)]
+    wrong = []
+    for x in data:
+        wanted, made = exact.feed(bf16.precondition_exactly, x).mean(0), found.feed(bf16.precondition, x).mean(0)
+        wrong.append(
+            torch.stack([(made - wanted).norm() / wanted.norm(), (made - wanted)[-1].abs() / wanted[-1].abs()])
+        )
+    assert (torch.stack(wrong)[3:].mean(0) <= 0.01).all()
+
+
+@pytest.mark.parametrize(("columns", "one", "rank"), SIDES)
+def test_exactly_is_in_float32_and_then_rounded(bf16: Float32, columns: int, one: bool, rank: int) -> None:
+    side, twin = Side(columns, one, rank), NaturalGradient(columns + one, NaturalGradientOptions(rank))
+    for x in side.data:
+        wide, x = torch.cat([x.float(), torch.ones(len(x), int(one))], dim=1), x.clone()
+        padded = torch.zeros(len(x), 48)[:, : columns + one].copy_(wide)
+        made, (before, after, last) = torch.zeros(len(x), 48)[:, : columns + one], torch.zeros(3, len(x))
+        found = bf16.precondition_exactly(side.ng, x, made, before, after, last if one else None)
+        torch.testing.assert_close(before, wide.norm(dim=1), rtol=1e-6, atol=0.0)
+        twin.apply(padded, before)
+        assert found is x and torch.equal(found, padded[:, :columns].bfloat16())
+        torch.testing.assert_close(after, padded.norm(dim=1), rtol=1e-6, atol=0.0)
+        assert not one or torch.equal(last.bfloat16(), padded[:, columns].bfloat16())
+    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in side.ng.state_dict().items())
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 11, 14, 15])
+def test_bf16_resumes_to_the_same_bits(bf16: Float32, at: int) -> None:
+    side, other = Side(40, True, 5), Side(40, True, 5)
+    for x in side.data[:at]:
+        side.feed(bf16.precondition, x)
+    other.ng.load_state_dict(side.ng.state_dict())
+    for x in side.data[at:]:
+        assert torch.equal(side.feed(bf16.precondition, x), other.feed(bf16.precondition, x))
+    assert all(torch.equal(value, other.ng.state_dict()[name]) for name, value in side.ng.state_dict().items())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 3, 11])
+def test_in_bf16_what_is_not_finite_shows_and_does_not_stay(bf16: Float32, bad: float, at: int) -> None:
+    side, clean = Side(40, True, 5), Side(40, True, 5)
+    for x in side.data[:at]:
+        assert torch.equal(side.feed(bf16.precondition, x), clean.feed(bf16.precondition, x))
+    state = {name: value for name, value in side.ng.state_dict().items() if name != "t"}
+    broken = side.data[at].clone()
+    broken[3, 4] = bad
+    assert not side.feed(bf16.precondition, broken).isfinite().any()
+    assert all(torch.equal(value, side.ng.state_dict()[name]) for name, value in state.items())
+
+
+def test_no_rows_and_one_column_in_bf16(bf16: Float32) -> None:
+    for columns, one, n in ((1, False, 5), (40, True, 0), (40, False, 0)):
+        side, x = Side(columns, one, 5), torch.randn(n, columns).bfloat16()
+        assert torch.equal(side.feed(bf16.precondition, x)[:, :columns], x.float())
+        assert side.ng.t == 0
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_option_says_how_bf16_is_preconditioned(
+    bf16: Float32, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with the option is, to the bit, one of an arithmetic that knows no other way."""
+    moved = []
+    for only in (False, True):
+        if only:
+            monkeypatch.setattr(bf16, "precondition", bf16.precondition_exactly, raising=False)
+        made, generator = network(4)
+        optimizer, workspace = NgSgd(made, NgSgdOptions(rank_in=3, rank_out=2, exact=exact)), Workspace(made, 20, bf16)
+        for _ in range(3):
+            labels = random_minibatch(workspace, 4, generator)
+            workspace.forward()
+            workspace.cross_entropy(labels)
+            workspace.backward()
+            optimizer.step(workspace, 0.1)
+        moved.append(made.parameters.clone())
+    assert torch.equal(*moved) == exact

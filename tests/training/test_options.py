@@ -51,7 +51,7 @@ from ddnn.util.errors import RecipeError
 
 NG_SGD = {
     "momentum": 0.5, "l2": 1e-3, "rank_in": 3, "rank_out": 2, "alpha": 3.0, "num_samples_history": 500.0,
-    "update_period": 2, "max_change_per_sample": 0.01, "max_change_scope": "unscaled",
+    "update_period": 2, "max_change_per_sample": 0.01, "max_change_scope": "unscaled", "exact": True,
 }  # fmt: skip
 NEWBOB = {
     "initial_learning_rate": 0.1, "max_epochs": 7, "criterion": "frame-accuracy", "start_halving_impr": 0.02,
@@ -100,7 +100,7 @@ def test_options_of_optimizers() -> None:
         0.5, 1e-3, 2.0
     )
     options = optimizer_options(make_optimizer_config("ng-sgd", **NG_SGD))
-    assert options == NgSgdOptions(0.5, 1e-3, 0.0, 3, 2, 3.0, 500.0, 2, 0.01, "unscaled")
+    assert options == NgSgdOptions(0.5, 1e-3, 0.0, 3, 2, 3.0, 500.0, 2, 0.01, "unscaled", True)
     optimizer = make_optimizer(options, toy_model().network)
     assert isinstance(optimizer, NgSgd) and (optimizer.momentum, optimizer.l2) == (0.5, 1e-3)
     ranks = [3] * 3 + [2] * 3

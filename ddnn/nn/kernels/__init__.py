@@ -26,6 +26,8 @@ _ARGUMENTS = {
     "ddnn_column_sums": [_POINTER, _COUNT, _COUNT, _POINTER, _POINTER],
     "ddnn_bf16_to_float32_rows": [_POINTER, *[_COUNT] * 2, _POINTER, _COUNT, ctypes.c_int, _POINTER],
     "ddnn_float32_to_bf16_rows": [_POINTER, *[_COUNT] * 3, *[_POINTER] * 3],
+    "ddnn_precondition": [_POINTER, *[_COUNT] * 2, _POINTER, *[_COUNT] * 2, *[_POINTER] * 5],
+    "ddnn_precondition_memory": [_COUNT] * 3,
     "ddnn_cross_entropy": [_POINTER, _POINTER, _COUNT, _COUNT, _POINTER, ctypes.POINTER(ctypes.c_double), _POINTER],
     "ddnn_sgd_update": [_POINTER, _POINTER, _POINTER, _COUNT, _FLOAT, _FLOAT],
 }
@@ -45,7 +47,9 @@ class Kernels:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, None
-        self._library.ddnn_cross_entropy.restype = self._library.ddnn_gather_spliced.restype = _COUNT
+        for name in ("ddnn_cross_entropy", "ddnn_gather_spliced", "ddnn_precondition_memory"):
+            getattr(self._library, name).restype = _COUNT
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def gather_spliced(
         self, store: Tensor, rows: Tensor, first: int, shift: Tensor | None, scale: Tensor | None, out: Tensor
@@ -108,6 +112,24 @@ class Kernels:
         _check(torch.float32, (rows,), norms, last)
         pointers = x.data_ptr(), rows, columns, stride, out.data_ptr(), _pointer(last), norms.data_ptr()
         self._library.ddnn_float32_to_bf16_rows(*pointers)
+
+    def remove_projection_(
+        self, x: Tensor, w: Tensor, before: Tensor, after: Tensor, last: Tensor | None, j: Tensor | None
+    ) -> None:
+        """X <- X - (X W^T) W, of W and X W^T rounded to bf16, summed in float32 and rounded. X is x (rows, columns) bf16
+        and, where `last` (rows,) float32 is given, a further column of ones, of which last gets what becomes of it. w
+        (rank, columns of X) float32. before, after (rows,) float32 <- the norms of the rows of X, unrounded; j (rank,
+        columns of X) float32 <- (X W^T)^T X, where it is given. Plain: `BFloat16.precondition`."""
+        (rows, columns), rank = x.shape, w.shape[0]
+        one = last is not None
+        _check(torch.bfloat16, x.shape, x)
+        _check(torch.float32, (rank, columns + one), w, j)
+        _check(torch.float32, (rows,), before, after, last)
+        memory = self._library.ddnn_precondition_memory(columns, one, rank)
+        if self._memory.numel() < memory:
+            self._memory = torch.empty(memory, dtype=torch.uint8)
+        given = (x.data_ptr(), rows, columns, w.data_ptr(), rank, columns + one, before.data_ptr(), after.data_ptr())
+        self._library.ddnn_precondition(*given, _pointer(last), _pointer(j), self._memory.data_ptr())
 
     def cross_entropy(self, activations: Tensor, labels: Tensor, derivative: Tensor, row: Tensor) -> tuple[float, int]:
         """Softmax and its derivative. Plain: `ddnn.nn.loss.SoftmaxCrossEntropyBFloat16`.

@@ -165,6 +165,266 @@ FAST void ddnn_float32_to_bf16_rows(const float *from, int64_t rows, int64_t col
     }
 }
 
+/* Preconditioning works on BLOCK rows at a time, and of these on some that leave the sums in registers. Factors of its
+ * products are bf16 in pairs, as the processor wants them: for H = X W^T pairs of neighbouring columns of W, for H W
+ * pairs of its rows, a group of GROUP columns after another. Of the first LEADING directions H W takes away nearly all
+ * (all but 4 / D of the mean of X, say, which is the same in every row): there what rounding has cut from H and W comes
+ * in a further pair, H's rounded value times W's rest and H's rest times W's rounded value. */
+enum { BLOCK = 16, SOME = 4, VECTORS = 5, GROUP = 4 * LANES, CHUNK = 64, LEADING = 2 };
+
+INSIDE __m512bh twice(const uint16_t *pair) {
+    uint32_t both;
+    __builtin_memcpy(&both, pair, sizeof both);
+    return (__m512bh)_mm512_set1_epi32((int)both);
+}
+
+/* h (rows, width) += x (rows, pairs of columns, their starts `columns` apart) w (pairs, width); of h and w so many
+ * vectors. */
+INSIDE void add_products(float *h, int64_t width, const uint16_t *x, int64_t columns, const uint32_t *w, int64_t pairs,
+                         const int rows, const int vectors) {
+    __m512 sum[SOME][VECTORS];
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < vectors; v++) sum[i][v] = _mm512_loadu_ps(h + i * width + v * LANES);
+    for (int64_t p = 0; p < pairs; p++, w += width, x += 2) {
+        __m512bh factor[VECTORS];
+        for (int v = 0; v < vectors; v++) factor[v] = (__m512bh)_mm512_loadu_si512(w + v * LANES);
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < vectors; v++)
+                sum[i][v] = _mm512_dpbf16_ps(sum[i][v], factor[v], twice(x + i * columns));
+    }
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < vectors; v++) _mm512_storeu_ps(h + i * width + v * LANES, sum[i][v]);
+}
+
+/* The same for any number of rows, up to BLOCK, and all of the width. */
+FAST static void project(float *h, int64_t width, const uint16_t *x, int64_t columns, const uint32_t *w, int64_t pairs,
+                         int64_t rows) {
+    for (int64_t from = 0, p = 0; from < width; from += p * LANES) {
+        p = (width - from) / LANES;
+        if (p > VECTORS) p = VECTORS;
+        for (int64_t i = 0; i < rows;) {
+            float *to = h + i * width + from;
+            const uint16_t *of = x + i * columns;
+            const int some = rows - i >= SOME;
+            i += some ? SOME : 1;
+#define WITH(n) \
+    case n: \
+        if (some) add_products(to, width, of, columns, w + from, pairs, SOME, n); \
+        else add_products(to, width, of, columns, w + from, pairs, 1, n); \
+        break;
+            switch (p) { WITH(1) WITH(2) WITH(3) WITH(4) WITH(5) }
+#undef WITH
+        }
+    }
+}
+
+/* x (rows, left columns, or GROUP) <- x + h w; h (rows, width), w (pairs, GROUP); squares (rows, LANES) += those of x. */
+INSIDE void add_projection(uint16_t *x, int64_t columns, int64_t left, const uint16_t *h, int64_t width,
+                           const uint32_t *w, int64_t pairs, float *squares, const int rows) {
+    enum { PARTS = GROUP / LANES };
+    __m512 sum[SOME][PARTS];
+    __mmask16 on[PARTS];
+    for (int v = 0; v < PARTS; v++) on[v] = left > v * LANES ? lanes(left - v * LANES) : 0;
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < PARTS; v++) sum[i][v] = widen(on[v], x + i * columns + v * LANES);
+    for (int64_t p = 0; p < pairs; p++, w += GROUP) {
+        __m512bh factor[PARTS];
+        for (int v = 0; v < PARTS; v++) factor[v] = (__m512bh)_mm512_loadu_si512(w + v * LANES);
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < PARTS; v++)
+                sum[i][v] = _mm512_dpbf16_ps(sum[i][v], factor[v], twice(h + i * width + 2 * p));
+    }
+    for (int i = 0; i < rows; i++) {
+        __m512 square = _mm512_loadu_ps(squares + i * LANES);
+        for (int v = 0; v < PARTS; v++) {
+            square = _mm512_mask3_fmadd_ps(sum[i][v], sum[i][v], square, on[v]);
+            narrow(x + i * columns + v * LANES, on[v], sum[i][v]);
+        }
+        _mm512_storeu_ps(squares + i * LANES, square);
+    }
+}
+
+/* j (rank, left columns, or GROUP; its rows `dim` apart) += h x of n rows of x; h (rank, BLOCK), of which those beyond n
+ * are 0. */
+INSIDE void add_scatter(float *j, int64_t dim, int64_t rank, const uint16_t *h, const uint16_t *x, int64_t columns,
+                        int64_t left, int64_t n) {
+    enum { PARTS = GROUP / LANES };
+    __m512i pairs[BLOCK / 2][PARTS]; /* of rows */
+    __mmask16 on[PARTS];
+    for (int v = 0; v < PARTS; v++) on[v] = left > v * LANES ? lanes(left - v * LANES) : 0;
+    for (int64_t i = 0; i < BLOCK; i += 2)
+        for (int v = 0; v < PARTS; v++) {
+            const uint16_t *from = x + i * columns + v * LANES;
+            __m512i one = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(i < n ? on[v] : 0, from));
+            __m512i other = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(i + 1 < n ? on[v] : 0, from + columns));
+            pairs[i / 2][v] = _mm512_or_si512(one, _mm512_slli_epi32(other, 16));
+        }
+    for (int64_t k = 0; k < rank; k += SOME) {
+        __m512 sum[SOME][PARTS];
+        float *to[SOME]; /* beyond the last row it is the last row again, and not stored */
+        for (int i = 0; i < SOME; i++) {
+            to[i] = j + (k + i < rank ? k + i : rank - 1) * dim;
+            for (int v = 0; v < PARTS; v++) sum[i][v] = _mm512_maskz_loadu_ps(on[v], to[i] + v * LANES);
+        }
+        for (int p = 0; p < BLOCK / 2; p++)
+            for (int i = 0; i < SOME; i++) {
+                const __m512bh both = twice(h + (k + i) * BLOCK + 2 * p);
+                for (int v = 0; v < PARTS; v++) sum[i][v] = _mm512_dpbf16_ps(sum[i][v], (__m512bh)pairs[p][v], both);
+            }
+        for (int i = 0; i < SOME && k + i < rank; i++)
+            for (int v = 0; v < PARTS; v++) _mm512_mask_storeu_ps(to[i] + v * LANES, on[v], sum[i][v]);
+    }
+}
+
+/* Where the parts of the memory of ddnn_precondition lie, in bytes from its start; `size`: of all. */
+struct plan {
+    int64_t width, low_width; /* of H, rounded up, and of its factors in H W */
+    int64_t pairs, plain_pairs, row_pairs, groups; /* of columns of W; of its rows, and with those of rests; of columns */
+    int64_t columns_w, rows_w, last_w, h, low_h, turned_h, two, size;
+};
+
+static struct plan make_plan(int64_t columns, int64_t one, int64_t rank) {
+    struct plan p;
+    const int64_t dim = columns + one;
+    p.width = (rank + LANES - 1) / LANES * LANES;
+    p.pairs = (dim + 1) / 2;
+    p.plain_pairs = (rank + 1) / 2;
+    p.row_pairs = p.plain_pairs + (rank < LEADING ? rank : LEADING);
+    p.low_width = (2 * p.row_pairs + LANES - 1) / LANES * LANES;
+    p.groups = (dim + GROUP - 1) / GROUP;
+    p.columns_w = 0;
+    p.rows_w = p.columns_w + p.pairs * p.width * 4;
+    p.last_w = p.rows_w + p.groups * GROUP * p.row_pairs * 4;
+    p.h = p.last_w + p.width * 4;
+    p.low_h = p.h + BLOCK * p.width * 4;
+    p.turned_h = p.low_h + BLOCK * p.low_width * 2;
+    p.two = p.turned_h + BLOCK * p.width * 2;
+    p.size = p.two + 2 * p.groups * GROUP * 2;
+    return p;
+}
+
+int64_t ddnn_precondition_memory(int64_t columns, int64_t one, int64_t rank) {
+    return make_plan(columns, one, rank).size;
+}
+
+/* Pairs of what rounding has cut from the values, rounded, and the rounded values. */
+INSIDE __m512i with_rest(__m512 values, __m256i rounded) {
+    const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+    const __m256i rest = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(values, _mm512_castsi512_ps(high)));
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(rest), high);
+}
+
+/* W (rank, dim) as both products want it, and its last column, which stays as it is. */
+FAST static void pack(const float *w, int64_t rank, int64_t dim, struct plan p, char *memory) {
+    uint32_t *by_columns = (uint32_t *)(memory + p.columns_w), *by_rows = (uint32_t *)(memory + p.rows_w);
+    float *last = (float *)(memory + p.last_w);
+    const int64_t padded = p.groups * GROUP;
+    uint16_t *two = (uint16_t *)(memory + p.two);
+    __builtin_memset(by_columns, 0, (size_t)(p.pairs * p.width * 4));
+    for (int64_t k = 0; k < p.width; k++) last[k] = 0.0f;
+    for (int64_t k = 0; k < rank; k += 2) {
+        const int both = k + 1 < rank;
+        for (int64_t j = 0; j < padded; j += LANES) {
+            __mmask16 on = j < dim ? lanes(dim - j) : 0;
+            __m512 one = _mm512_maskz_loadu_ps(on, w + k * dim + j);
+            __m512 other = both ? _mm512_maskz_loadu_ps(on, w + (k + 1) * dim + j) : _mm512_setzero_ps();
+            __m256i low = (__m256i)_mm512_cvtneps_pbh(one), high = (__m256i)_mm512_cvtneps_pbh(other);
+            _mm256_storeu_si256((__m256i *)(two + j), low);
+            _mm256_storeu_si256((__m256i *)(two + padded + j), high);
+            __m512i pair = _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+            uint32_t *group = by_rows + j / GROUP * p.row_pairs * GROUP + j % GROUP;
+            _mm512_storeu_si512(group + k / 2 * GROUP, pair);
+            for (int64_t m = k; m < k + 2 && m < p.row_pairs - p.plain_pairs; m++)
+                _mm512_storeu_si512(group + (p.plain_pairs + m) * GROUP, with_rest(m > k ? other : one, m > k ? high : low));
+        }
+        for (int64_t i = 0; i < p.pairs; i++) {
+            __builtin_memcpy(by_columns + i * p.width + k, two + 2 * i, 4);
+            __builtin_memcpy(by_columns + i * p.width + k + 1, two + padded + 2 * i, 4);
+        }
+        last[k] = w[k * dim + dim - 1];
+        if (both) last[k + 1] = w[(k + 1) * dim + dim - 1];
+    }
+}
+
+/* X <- X - (X W^T) W, W rounded, X W^T rounded, sums in float32; X is x (rows, columns), with a column of ones where
+ * dim is columns + 1, of which `last` (rows) gets what becomes of it; w (rank, dim). before, after (rows) <- the
+ * Euclidean norms of the rows of X; j (rank, dim) <- the rounded (X W^T)^T X where it is not null. memory: as
+ * many bytes as ddnn_precondition_memory says. */
+FAST void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const float *w, int64_t rank, int64_t dim,
+                            float *before, float *after, float *last, float *j, char *memory) {
+    const int one = dim > columns;
+    const struct plan p = make_plan(columns, one, rank);
+    pack(w, rank, dim, p, memory);
+    const uint32_t *by_columns = (const uint32_t *)(memory + p.columns_w);
+    float *h = (float *)(memory + p.h);
+    uint16_t *low = (uint16_t *)(memory + p.low_h), *turned = (uint16_t *)(memory + p.turned_h);
+    const int64_t whole = columns / 2;
+    if (j) __builtin_memset(j, 0, (size_t)(rank * dim * 4));
+    for (int64_t i = 0; i < rows; i += BLOCK, x += BLOCK * columns) {
+        const int64_t n = rows - i < BLOCK ? rows - i : BLOCK;
+        uint16_t rest[BLOCK][2]; /* the columns beyond the last whole pair */
+        float squares[BLOCK][LANES];
+        for (int64_t k = 0; k < n; k++) {
+            __m512 square = _mm512_setzero_ps();
+            for (int64_t c = 0; c < columns; c += LANES) {
+                __m512 v = widen(lanes(columns - c), x + k * columns + c);
+                square = _mm512_fmadd_ps(v, v, square);
+            }
+            before[i + k] = sqrtf(_mm512_reduce_add_ps(square) + (float)one);
+            rest[k][0] = rest[k][1] = 0;
+            if (columns % 2) rest[k][0] = x[k * columns + columns - 1];
+            if (one) rest[k][columns % 2] = 0x3f80; /* 1 */
+            _mm512_storeu_ps(squares[k], _mm512_setzero_ps());
+        }
+        for (int64_t k = 0; k < n * p.width; k += LANES) _mm512_storeu_ps(h + k, _mm512_setzero_ps());
+        for (int64_t c = 0; c < whole; c += CHUNK)
+            project(h, p.width, x + 2 * c, columns, by_columns + c * p.width, whole - c < CHUNK ? whole - c : CHUNK, n);
+        if (p.pairs > whole) project(h, p.width, rest[0], 2, by_columns + whole * p.width, 1, n);
+        for (int64_t k = 0; k < n; k++) {
+            uint16_t *to = low + k * p.low_width;
+            for (int64_t m = 0; m < p.low_width; m += LANES) {
+                __m512 v = m < p.width ? _mm512_loadu_ps(h + k * p.width + m) : _mm512_setzero_ps();
+                narrow(to + m, 0xffff, _mm512_sub_ps(_mm512_setzero_ps(), v));
+            }
+            for (int64_t m = 0; m < p.row_pairs - p.plain_pairs; m++) {
+                const __m512 rounded = widen(1, to + m), v = _mm512_set1_ps(-h[k * p.width + m]);
+                to[2 * (p.plain_pairs + m)] = to[m];
+                narrow(to + 2 * (p.plain_pairs + m) + 1, 1, _mm512_sub_ps(v, rounded));
+            }
+        }
+        if (j) {
+            for (int64_t k = 0; k < p.width; k++)
+                for (int64_t m = 0; m < BLOCK; m++) turned[k * BLOCK + m] = m < n ? low[m * p.low_width + k] ^ 0x8000 : 0;
+            for (int64_t c = 0; c < columns; c += GROUP)
+                add_scatter(j + c, dim, rank, turned, x + c, columns, columns - c, n);
+            for (int64_t k = 0; one && k < rank; k++)
+                j[k * dim + columns] += _mm512_reduce_add_ps(widen(0xffff, turned + k * BLOCK));
+        }
+        for (int64_t c = 0; c < columns; c += GROUP) {
+            const uint32_t *group = (const uint32_t *)(memory + p.rows_w) + c * p.row_pairs;
+            int64_t k = 0;
+            for (; k + SOME <= n; k += SOME)
+                add_projection(x + k * columns + c, columns, columns - c, low + k * p.low_width, p.low_width, group, p.row_pairs,
+                               squares[k], SOME);
+            for (; k < n; k++)
+                add_projection(x + k * columns + c, columns, columns - c, low + k * p.low_width, p.low_width, group, p.row_pairs,
+                               squares[k], 1);
+        }
+        for (int64_t k = 0; k < n; k++) {
+            float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(squares[k]));
+            if (one) {
+                __m512 v = _mm512_setzero_ps();
+                for (int64_t m = 0; m < p.width; m += LANES)
+                    v = _mm512_fmadd_ps(_mm512_loadu_ps(h + k * p.width + m),
+                                        _mm512_loadu_ps((const float *)(memory + p.last_w) + m), v);
+                last[i + k] = 1.0f - _mm512_reduce_add_ps(v);
+                sum += last[i + k] * last[i + k];
+            }
+            after[i + k] = sqrtf(sum);
+        }
+    }
+}
+
 /* Softmax and cross-entropy of each row of x (rows, pdfs): its derivative by x into d, the sum over the rows into loss;
  * returns how many rows have their label as the first of the largest, -1 where a label is none of the pdfs. `e` holds
  * pdfs floats. */
