@@ -16,9 +16,10 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -43,6 +44,8 @@ from ddnn.util.errors import UserError
 from ddnn.util.system import choose_device, usable_cores
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "bf16")
+LR = 1e-4
+Steps = Callable[[int, float], bool]
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,11 @@ class Found:
     notes: list[str] = field(default_factory=list)
     skipped: str = ""
 
-    def add(self, **row: Any) -> None:
+    def add(self, **row: Any) -> Row:
         self.rows.append(row)
         self.save()
         print("  " + ", ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
+        return row
 
     def expect(self, good: bool, otherwise: str) -> None:
         if not good:
@@ -105,6 +109,16 @@ class Found:
         values = {"rows": self.rows, "wrong": self.wrong, "notes": self.notes, "skipped": self.skipped}
         self.path.with_suffix(".tmp").write_text(json.dumps(values))
         self.path.with_suffix(".tmp").replace(self.path)
+
+
+@contextmanager
+def trying(found: Found, what: str) -> Iterator[None]:
+    """An error in the block fails the part, which continues with what comes after."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        found.expect(False, f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:500]}")
 
 
 class Notes(logging.Handler):
@@ -170,26 +184,21 @@ def bench(network: str) -> Callable[[Found, str, Size, Path], None]:
     """`ddnn bench` of a network in float32, TF32 and bf16."""
 
     def measure(found: Found, device: str, size: Size, folder: Path) -> None:
+        on = choose_device(device)
         if size.shape:
             bench_step.NETWORKS[network] = Shape(*size.shape)
-        on = choose_device(device)
-        for tf32 in (False, True):
-            if tf32 and on.type == "cpu":
+        for name in ("float32", "bf16", "tf32"):
+            if name == "tf32" and on.type == "cpu":
                 found.note(f"tf32: {NOT_ON_CPU}")
                 continue
-            allow_tf32(tf32, on)
-            report = bench_step.run_bench(
-                (network,), device, size.seconds, precisions=("float32",) if tf32 else ("float32", "bf16")
-            )
-            for one in report.results:
-                found.add(
-                    network=network,
-                    optimizer=one.optimizer,
-                    precision="tf32" if tf32 else one.precision,
-                    **{"frames/s": one.frames_per_second, "min": one.spread[0], "max": one.spread[1]},
-                    **{"share of GEMM limit": one.gemm_efficiency, "time/SGD": one.time_ratio_to_sgd},
-                    **{f"{part} share": share for part, share in one.shares.items()},
-                )
+            allow_tf32(name == "tf32", on)
+            with trying(found, name):
+                precision = PRECISIONS[name == "bf16"]
+                for one in bench_step.run_bench((network,), device, size.seconds / 3, precisions=(precision,)).results:
+                    row = {"network": network, "optimizer": one.optimizer, "precision": name}
+                    row |= {"frames/s": one.frames_per_second, "min": one.spread[0], "max": one.spread[1]}
+                    row |= {"of GEMM limit": one.gemm_efficiency, "time/SGD": one.time_ratio_to_sgd}
+                    found.add(**row, **{f"{part} share": share for part, share in one.shares.items()})
 
     return measure
 
@@ -197,44 +206,50 @@ def bench(network: str) -> Callable[[Found, str, Size, Path], None]:
 def profile(found: Found, device: str, size: Size, folder: Path) -> None:
     """What the host waits for in a step, how busy the GPU is, and with which kernels."""
     on = choose_device(device)
-    gpu, task, n = on.type == "cuda", task_of(size, on), size.profiled
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    task, activities = task_of(size, on), [ProfilerActivity.CPU]
+    if on.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities):
         torch.ones(1, device=on).add_(1)  # the first takes seconds
-    for precision in PRECISIONS:
-        for name, options in OPTIMIZERS.items():
-            for graphs in (False, True) if gpu else (False,):
-                optimizer = make_optimizer(options, task.model.network)
-                run = steps(task, make_arithmetic(precision, on), optimizer, graphs)
-                is_graph = run(20, 1e-4)  # NG-SGD updates its Fisher matrices in each of the first
-                found.expect(is_graph == graphs, f"{name} {precision}: the step is not a CUDA graph")
-                waits: float | str = NOT_ON_CPU
-                if gpu:
-                    with warnings.catch_warnings(record=True) as told:
-                        warnings.simplefilter("always")
-                        torch.cuda.set_sync_debug_mode("warn")
-                        run(n, 1e-4)
-                        torch.cuda.set_sync_debug_mode("default")
-                    waits = sum("synchroniz" in str(one.message) for one in told) / n
-                    found.expect(name != "sgd" or waits == 0, f"SGD {precision} waits {waits} times in a minibatch")
-                milliseconds = 1e3 * seconds_per_call(lambda: run(n, 1e-4), 1, on) / n  # noqa: B023
-                row = {"optimizer": name, "precision": precision, "step": "graph" if graphs else "eager"}
-                row |= {"ms": milliseconds, "host waits": waits}
-                with torch.profiler.profile(activities=activities) as profiler:
-                    run(n, 1e-4)
-                    if gpu:
-                        torch.cuda.synchronize()
-                kernels = [(one.key, one.count, 1e-3 * own_microseconds(one, gpu)) for one in profiler.key_averages()]
-                kernels = sorted((one for one in kernels if one[2] > 0), key=lambda one: -one[2])
-                busy = sum(one[2] for one in kernels) / n
-                row |= {"kernels": sum(one[1] for one in kernels) / n, "kernels, ms": busy, "busy": busy / milliseconds}
-                found.add(**row)
-                top = "; ".join(f"{100 * ms / n / max(busy, 1e-9):.0f} % {key[:60]}" for key, _, ms in kernels[:5])
-                found.note(f"{name} {precision} {row['step']}: {top}")
+    for precision, name, graphs in product(PRECISIONS, OPTIMIZERS, (False, True)[: len(activities)]):
+        row = {"optimizer": name, "precision": precision, "step": "graph" if graphs else "eager"}
+        with trying(found, " ".join(row.values())):
+            optimizer = make_optimizer(OPTIMIZERS[name], task.model.network)
+            run = steps(task, make_arithmetic(precision, on), optimizer, graphs)
+            profile_step(found, row, run, size.profiled, on, activities)
     found.note(
         "Host waits are synchronizing CUDA calls per minibatch; NG-SGD waits for an event besides, in every minibatch "
         "that ends an update. Busy: time in kernels (in operators on a CPU) over the time of a minibatch without profiler."
     )
+
+
+def profile_step(
+    found: Found, row: Row, run: Steps, n: int, on: torch.device, activities: list[ProfilerActivity]
+) -> None:
+    """Adds what `n` minibatches show to the row."""
+    gpu = on.type == "cuda"
+    is_graph = run(20, LR)  # NG-SGD updates its Fisher matrices in each of the first
+    found.expect(is_graph == (row["step"] == "graph"), f"{row}: the step is not a CUDA graph")
+    row["ms"], row["host waits"] = 1e3 * seconds_per_call(lambda: run(n, LR), 1, on) / n, NOT_ON_CPU
+    if gpu:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            run(n, LR)
+            torch.cuda.set_sync_debug_mode("default")
+        row["host waits"] = waits = sum("synchroniz" in str(one.message) for one in told) / n
+        found.expect(row["optimizer"] != "sgd" or waits == 0, f"{row}: SGD waits for the GPU")
+    with torch.profiler.profile(activities=activities) as profiler:
+        run(n, LR)
+        if gpu:
+            torch.cuda.synchronize()
+    kernels = [(one.key, one.count, 1e-3 * own_microseconds(one, gpu)) for one in profiler.key_averages()]
+    kernels = sorted((one for one in kernels if one[2] > 0), key=lambda one: -one[2])
+    busy = sum(ms for *_, ms in kernels) / n
+    row |= {"kernels": sum(count for _, count, _ in kernels) / n, "kernels, ms": busy, "busy": busy / row["ms"]}
+    found.add(**row)
+    top = "; ".join(f"{100 * ms / n / max(busy, 1e-9):.0f} % {key[:60]}" for key, _, ms in kernels[:5])
+    found.note(f"{row['optimizer']} {row['precision']} {row['step']}: {top}")
 
 
 def memory(found: Found, device: str, size: Size, folder: Path) -> None:
@@ -246,7 +261,7 @@ def memory(found: Found, device: str, size: Size, folder: Path) -> None:
         run = steps(task, make_arithmetic(precision, on), make_optimizer(options, task.model.network), graphs=True)
         held: list[tuple[float, ...]] = []
         for tenth in range(10):
-            run(size.minibatches // 10, 1e-4 * 0.9**tenth)
+            run(size.minibatches // 10, LR * 0.9**tenth)
             if gpu:
                 torch.cuda.synchronize()
             on_gpu = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if gpu else (0, 0)
@@ -286,39 +301,41 @@ TRAININGS: list[tuple[str, Row, float]] = [
 def training(found: Found, device: str, size: Size, folder: Path) -> None:
     """Trainings of AN4's size on synthetic speech, in each way, against the CPU in float32."""
     recipe, references = speech(folder, size), {}
+    threads = {"parallel.cpu_threads": max(1, min(4, usable_cores() // 4))}
     for optimizer in ("sgd", "ng-sgd"):  # beside the others, on other cores
-        arguments = train_arguments(recipe, folder / f"cpu-{optimizer}", "cpu", {"optimizer.name": optimizer})
+        arguments = train_arguments(
+            recipe, folder / f"cpu-{optimizer}", "cpu", {"optimizer.name": optimizer, **threads}
+        )
         references[optimizer] = start(*arguments)
-    done: list[tuple[str, Row, float, Path]] = []
+    done: list[tuple[Row, float, Path]] = []
     for n, (optimizer, keys, tolerance) in enumerate(TRAININGS):
-        run_dir = folder / f"run-{n}"
+        run_dir, written = folder / f"run-{n}", " ".join(f"{key}={value}" for key, value in keys.items())
         if device == "cpu" and "allow_tf32" in keys:
             found.note(f"tf32: {NOT_ON_CPU}")
             continue
-        try:
+        with trying(found, f"{optimizer} {written}"):
             train(found, recipe, run_dir, device, {"optimizer.name": optimizer, **keys})
-        except RuntimeError as error:
-            found.expect(False, f"{optimizer} {keys}: {error}")
-            continue
-        done.append((optimizer, keys, tolerance, run_dir))
+            row = found.add(optimizer=optimizer, where=device, keys=written, **figures(run_dir))
+            done.append((row, tolerance, run_dir))
     for optimizer, process in references.items():
-        if process.wait():
-            raise RuntimeError(f"the training on the CPU ended with exit code {process.returncode}")
-        found.add(optimizer=optimizer, where="cpu", keys="", **figures(folder / f"cpu-{optimizer}"), difference=0.0)
-    for optimizer, keys, tolerance, run_dir in done:
-        expected, losses = (cv_losses(path) for path in (folder / f"cpu-{optimizer}", run_dir))
-        difference = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
-        written = " ".join(f"{key}={value}" for key, value in keys.items())
-        found.add(optimizer=optimizer, where=device, keys=written, **figures(run_dir), difference=difference)
         found.expect(
-            len(losses) == size.epochs + 1 and difference <= tolerance,
-            f"{optimizer} {written}: CV losses {difference:.1e} from those of the CPU, at most {tolerance:.0e} expected",
+            process.wait() == 0, f"{optimizer}: the training on the CPU ended with exit code {process.returncode}"
         )
+        with trying(found, f"{optimizer} on the CPU"):
+            found.add(optimizer=optimizer, where="cpu", keys="", **figures(folder / f"cpu-{optimizer}"))
+    for row, tolerance, run_dir in done:
+        with trying(found, f"{row['optimizer']} {row['keys']}"):
+            expected, losses = (cv_losses(path) for path in (folder / f"cpu-{row['optimizer']}", run_dir))
+            row["difference"] = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
+            words = f"{row['optimizer']} {row['keys']}: CV losses {row['difference']:.1e} from those of the CPU"
+            found.expect(row["difference"] <= tolerance, f"{words}, at most {tolerance:.0e} expected")
+    found.save()
 
 
 def workers(found: Found, device: str, size: Size, folder: Path) -> None:
     """Two workers that share one GPU, through host memory, against two on the CPU; and `ddnn bench --workers 2`."""
-    need_mpi()
+    if without_mpi := why_no_mpi():
+        raise NotHere(without_mpi)
     recipe, losses = speech(folder, size), []
     keys = {"optimizer.name": "ng-sgd", "schedule.epochs": 1, "parallel.workers": 2, "parallel.gpu_transport": "host"}
     keys |= {"parallel.oversubscribe_gpus": "true", "parallel.averaging_period": 10}
@@ -339,25 +356,21 @@ def workers(found: Found, device: str, size: Size, folder: Path) -> None:
 
 def images(found: Found, device: str, size: Size, folder: Path) -> None:
     """The comparison of the MPI study of 2018: time and accuracy on images, one and two workers, CPU and GPU."""
-
-    digits = digits_data(folder / "digits", found, size)
+    without_mpi, digits = why_no_mpi(), digits_data(folder / "digits", found, size)
     large = made_up_images(folder / "images", size.images, 28)
     for name, recipe, data, epochs in (
         ("digits", "digits.yaml", digits, size.digit_epochs),
         (f"{size.images[0]} images of 28 x 28", "fashion-mnist.yaml", large, size.image_epochs),
     ):
-        for n, where in enumerate(("cpu", device)):
-            for count in (1, 2):
-                if count == 2:
-                    try:
-                        need_mpi()
-                    except NotHere as error:
-                        found.note(f"two workers: {error}")
-                        continue
-                run_dir = folder / f"{data.name}-{n}-{count}"
-                keys = {"data.train": data / "train", "data.alignments": data / "train/pdfs.ark"}
-                keys |= {"schedule.epochs": epochs, "parallel.workers": count, "precision": "float32"}
-                keys |= {"parallel.oversubscribe_gpus": "true"}
+        for where, count in product(dict.fromkeys(("cpu", device)), (1, 2)):
+            if count == 2 and without_mpi:
+                found.note(f"two workers: {without_mpi}")
+                continue
+            run_dir = folder / f"{data.name}-{where}-{count}"
+            keys = {"data.train": data / "train", "data.alignments": data / "train/pdfs.ark"}
+            keys |= {"schedule.epochs": epochs, "parallel.workers": count, "precision": "float32"}
+            keys |= {"parallel.oversubscribe_gpus": "true"}
+            with trying(found, f"{name}, {count} on {where}"):
                 train(found, ROOT / "recipes/images" / recipe, run_dir, where, keys)
                 result = evaluate_run(run_dir, data / "test", data / "test/pdfs.ark", where)
                 row = {"data": name, "where": where, "workers": count, "epochs": epochs, **figures(run_dir)}
@@ -369,17 +382,15 @@ def images(found: Found, device: str, size: Size, folder: Path) -> None:
 
 def task_of(size: Size, device: torch.device) -> RandomTask:
     """The random frames of `ddnn bench`, for the network `an4`."""
-
     return random_task(Shape(*size.shape) if size.shape else bench_step.NETWORKS["an4"], device)
 
 
-def steps(task: RandomTask, arithmetic: Float32, optimizer: Sgd, graphs: bool) -> Callable[[int, float], bool]:
+def steps(task: RandomTask, arithmetic: Float32, optimizer: Sgd, graphs: bool) -> Steps:
     """The trainer's step: so many minibatches at a learning rate, each of whose losses is added up on the device.
     Returns whether it is a CUDA graph."""
-
     workspace = Workspace(task.model.network, task.minibatch, arithmetic)
     loader = task.batches(workspace)
-    step = make_step(EagerStep(workspace, optimizer), loader.sample, 1e-4, graphs=graphs)
+    step = make_step(EagerStep(workspace, optimizer), loader.sample, LR, graphs=graphs)
     batches, sums = endless(loader), LossSums(workspace.x.device)
 
     def run(minibatches: int, lr: float) -> bool:
@@ -473,18 +484,16 @@ def figures(run_dir: Path) -> Row:
     return found
 
 
-def need_mpi() -> None:
-    """NotHere: several workers cannot be started."""
-
+def why_no_mpi() -> str:
+    """Why several workers cannot be started, empty where they can."""
     try:
         find_mpirun(os.environ)
     except UserError as error:
-        raise NotHere(error.message) from error
+        return error.message
     asked = subprocess.run(
         [sys.executable, "-c", "from mpi4py import MPI"], capture_output=True, text=True, check=False
     )
-    if asked.returncode:
-        raise NotHere(f"mpi4py cannot be used: {asked.stderr.strip().splitlines()[-1]}")
+    return f"mpi4py cannot be used: {asked.stderr.strip().splitlines()[-1]}" if asked.returncode else ""
 
 
 def digits_data(out: Path, found: Found, size: Size) -> Path:
@@ -498,7 +507,6 @@ def digits_data(out: Path, found: Found, size: Size) -> Path:
 
 def made_up_images(out: Path, counts: tuple[int, int], side: int) -> Path:
     """Data dirs of images of ten faint patterns in noise, of which a good classifier misses some."""
-
     random = np.random.default_rng(1)
     out.mkdir(parents=True)
     noise = 37.0
