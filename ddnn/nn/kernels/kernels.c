@@ -176,7 +176,7 @@ FAST void ddnn_float32_to_bf16_rows(const float *from, int64_t rows, int64_t col
  * pairs of its rows, a group of GROUP columns after another. Of the first LEADING directions H W takes away nearly all
  * (all but 4 / D of the mean of X, say, which is the same in every row): there what rounding has cut from H and W comes
  * in a further pair, H's rounded value times W's rest and H's rest times W's rounded value. */
-enum { BLOCK = 16, SOME = 4, VECTORS = 5, GROUP = 4 * LANES, CHUNK = 64, LEADING = 2 };
+enum { BLOCK = 16, MANY = 8, SOME = 4, VECTORS = 5, GROUP = 4 * LANES, CHUNK = 64, LEADING = 2 };
 
 INSIDE __m512bh twice(const uint16_t *pair) {
     uint32_t both;
@@ -188,7 +188,7 @@ INSIDE __m512bh twice(const uint16_t *pair) {
  * vectors. */
 INSIDE void add_products(float *h, int64_t width, const uint16_t *x, int64_t columns, const uint32_t *w, int64_t pairs,
                          const int rows, const int vectors) {
-    __m512 sum[SOME][VECTORS];
+    __m512 sum[MANY][VECTORS];
     for (int i = 0; i < rows; i++)
         for (int v = 0; v < vectors; v++) sum[i][v] = _mm512_loadu_ps(h + i * width + v * LANES);
     for (int64_t p = 0; p < pairs; p++, w += width, x += 2) {
@@ -208,14 +208,15 @@ FAST static void project(float *h, int64_t width, const uint16_t *x, int64_t col
     for (int64_t from = 0, p = 0; from < width; from += p * LANES) {
         p = (width - from) / LANES;
         if (p > VECTORS) p = VECTORS;
-        for (int64_t i = 0; i < rows;) {
+        for (int64_t i = 0, done = 1; i < rows; i += done) {
             float *to = h + i * width + from;
             const uint16_t *of = x + i * columns;
-            const int some = rows - i >= SOME;
-            i += some ? SOME : 1;
+            const int64_t left = rows - i;
 #define WITH(n) \
     case n: \
-        if (some) add_products(to, width, of, columns, w + from, pairs, SOME, n); \
+        done = n < 3 && left >= MANY ? MANY : left >= SOME ? SOME : 1; /* few vectors: more rows at a time */ \
+        if (n < 3 && done == MANY) add_products(to, width, of, columns, w + from, pairs, MANY, n); \
+        else if (done == SOME) add_products(to, width, of, columns, w + from, pairs, SOME, n); \
         else add_products(to, width, of, columns, w + from, pairs, 1, n); \
         break;
             switch (p) { WITH(1) WITH(2) WITH(3) WITH(4) WITH(5) }
@@ -398,6 +399,16 @@ TILES __attribute__((noinline)) static void add_projection_by_tiles(uint16_t *x,
     }
 }
 
+/* x (n, left columns, or GROUP) <- x + h w; the rest as of add_projection. */
+FAST static void add_projections(uint16_t *x, int64_t columns, int64_t left, const uint16_t *h, int64_t width,
+                                 const uint32_t *w, int64_t pairs, float *squares, int64_t n) {
+    int64_t i = 0;
+    for (; i + SOME <= n; i += SOME)
+        add_projection(x + i * columns, columns, left, h + i * width, width, w, pairs, squares + i * LANES, SOME);
+    for (; i < n; i++)
+        add_projection(x + i * columns, columns, left, h + i * width, width, w, pairs, squares + i * LANES, 1);
+}
+
 /* Where the parts of the memory of ddnn_precondition lie, in bytes from its start; `size`: of all. */
 struct plan {
     int64_t width, low_width; /* of H, rounded up, and of its factors in H W */
@@ -543,17 +554,10 @@ FAST void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const fl
         }
         for (int64_t c = 0; c < columns; c += GROUP) {
             const uint32_t *group = (const uint32_t *)(memory + p.rows_w) + c * p.whole_row_pairs;
-            if (tiles) {
+            if (tiles)
                 add_projection_by_tiles(x + c, columns, columns - c, low, group, p.whole_row_pairs, squares[0], n);
-                continue;
-            }
-            int64_t k = 0;
-            for (; k + SOME <= n; k += SOME)
-                add_projection(x + k * columns + c, columns, columns - c, low + k * p.low_width, p.low_width, group, p.row_pairs,
-                               squares[k], SOME);
-            for (; k < n; k++)
-                add_projection(x + k * columns + c, columns, columns - c, low + k * p.low_width, p.low_width, group, p.row_pairs,
-                               squares[k], 1);
+            else
+                add_projections(x + c, columns, columns - c, low, p.low_width, group, p.row_pairs, squares[0], n);
         }
         for (int64_t k = 0; k < n; k++) {
             float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(squares[k]));
