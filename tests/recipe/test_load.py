@@ -151,7 +151,7 @@ def test_missing_keys(folder: Path) -> None:
         ("model.hiden_units=5", "did you mean model.hidden_units?"),
         (
             "zzz=5",
-            "zzz: unknown key; the keys here are seed, init, minibatch_size, minibatch_scope, precision, allow_tf32, cuda_graphs, data,",
+            "zzz: unknown key; the keys here are seed, init, minibatch_size, minibatch_scope, randomizer_size, precision, allow_tf32,",
         ),
         ("seed.x=5", "seed: a mapping found, expected a whole number >= 0 and < 2^63"),
         ("seed={}", "seed: a mapping found, expected a whole number"),

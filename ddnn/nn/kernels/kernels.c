@@ -286,7 +286,10 @@ INSIDE void add_scatter(float *j, int64_t dim, int64_t rank, const uint16_t *h, 
 /* AMX: the same products with tiles of 16 rows of 64 bytes, which hold 16 x 16 sums, 16 x 32 factors, or 16 pairs of 16
  * columns. With DDNN_EMULATE_TILES, for the tests, plain C does what the instructions do. They have not been run on a
  * processor with AMX yet. */
-#ifdef DDNN_EMULATE_TILES
+#if defined(__clang__) ? __clang_major__ < 12 : __GNUC__ < 11
+#define NO_TILES /* The compiler does not know them: the plain C is compiled, and never used. */
+#endif
+#if defined(DDNN_EMULATE_TILES) || defined(NO_TILES)
 #define TILES FAST
 static _Thread_local uint32_t emulated[8][16][16];
 static void tile_load(int t, const void *from, int64_t stride) {
@@ -314,7 +317,11 @@ static void tile_multiply(int sum, int a, int b) {
 }
 static void begin_tiles(void) {}
 static void end_tiles(void) {}
+#ifdef NO_TILES
+int ddnn_tiles_supported(void) { return 0; }
+#else
 int ddnn_tiles_supported(void) { return 1; }
+#endif
 #else
 #define TILES __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")))
 #define tile_load(t, from, stride) _tile_loadd(t, from, stride)
