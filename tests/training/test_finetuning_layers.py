@@ -197,7 +197,7 @@ NAMES = {
     "parallel": "copy, parallel",
     "prelu_lnorm": "conv, pool 4, prelu, 1 x 12 tanh, length-norm",
     "ties": "conv 4 of 2 bands linear, scale, pool 3, tanh",
-    "two_conv": "conv 4 of 3 bands pool 2, conv 5 of 2 bands, 1 x 12 sigmoid",
+    "two_conv": "conv 4 of 3 bands pool 2, conv 5 of 2 bands layout kaldi, 1 x 12 sigmoid",
     "two_conv_true": "conv 4 of 3 bands pool 2, conv 5 of 2 bands tanh",
 }
 
