@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -17,6 +18,8 @@ import gpu_parts
 import pytest
 from gpu import attempt, missing, page, table, try_all
 from gpu_parts import PARTS, SIZES, Found, NotHere
+
+from ddnn.util.text import TERMINAL_LEVEL
 
 ROOT = Path(__file__).parents[1]
 RunCli = Callable[..., Any]
@@ -44,6 +47,9 @@ def rehearse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_cli: RunCli) -
         ddnn(*arguments)
         return Done()
 
+    monkeypatch.setenv(TERMINAL_LEVEL, "INFO")  # --quiet, which the trainings have, ends with this test
+    for handler in logging.getLogger().handlers:
+        monkeypatch.setattr(handler, "level", handler.level)
     monkeypatch.setattr(gpu_parts, "ddnn", ddnn)
     monkeypatch.setattr(gpu_parts, "start", start)
 

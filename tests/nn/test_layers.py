@@ -235,7 +235,7 @@ def test_what_natural_gradient_takes_is_counted() -> None:
     made = network_of("toy")
     optimizer = NgSgd(made, options)
     train(made, optimizer, "float32", 1)
-    states = sum(one.w.nbytes + one._j.nbytes + one._h.nbytes for one in optimizer.preconditioners)
+    states = sum(one.w.nbytes + one.j.nbytes + one._h.nbytes for one in optimizer.preconditioners)
     rows = sum(one.inputs[:, :-1].numel() * 4 for one in optimizer._memory.parts.values())
     assert states + rows <= options.num_bytes(made.layers, 32) <= 4 * (states + rows)
     assert SgdOptions().num_bytes(made.layers, 32) == 0
