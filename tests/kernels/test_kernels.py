@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, InputTransform, gather
 from ddnn.nn.arithmetic import BFloat16, BFloat16Kernels
-from ddnn.nn.kernels import SOURCE, Kernels, load_library
+from ddnn.nn.kernels import AMX, SOURCE, Kernels, load_library
 from ddnn.nn.kernels.build_hook import compile_library
 from ddnn.nn.loss import SoftmaxCrossEntropyBFloat16
 
@@ -246,7 +246,10 @@ def projecting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     failure = compile_library(SOURCE, library, ("-DDDNN_EMULATE_TILES",))
     if failure is not None:
         pytest.skip(f"cannot be compiled: {failure}")
-    made = Kernels(library)
+    with pytest.MonkeyPatch.context() as environment:
+        assert not Kernels(library).tiles, "nobody has asked for them"
+        environment.setenv(AMX, "1")
+        made = Kernels(library)
     assert made.tiles, "as one minibatch of the kernels' own finds them"
     return made
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,9 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 SOURCE, LIBRARY = Path(__file__).with_name("kernels.c"), Path(__file__).with_name("kernels.so")
+
+AMX = "DDNN_AMX"
+"""Environment variable: 1 lets the kernel of NG-SGD use AMX, where it is. Not yet run on a processor that has it."""
 
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
@@ -51,7 +55,8 @@ class Kernels:
         for name in ("ddnn_cross_entropy", "ddnn_gather_spliced", "ddnn_precondition_memory"):
             getattr(self._library, name).restype = _COUNT
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self.tiles = self.use_tiles(bool(self._library.ddnn_tiles_supported()))
+        wanted = os.environ.get(AMX) == "1"
+        self.tiles = self.use_tiles(wanted and bool(self._library.ddnn_tiles_supported()))
 
     def gather_spliced(
         self, store: Tensor, rows: Tensor, first: int, shift: Tensor | None, scale: Tensor | None, out: Tensor
