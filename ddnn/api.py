@@ -327,7 +327,7 @@ def _errors_of_mapping(path: Path) -> Iterator[None]:
     """Errors of the recipe at `path`, a file that the user has not written, name it as what it is."""
     folder = re.escape(str(path.parent))
 
-    def said(text: str) -> str:
+    def plain_text(text: str) -> str:
         text = re.sub(rf"neither (.*?) nor {folder}/.*?(?=  \[|\n|$)", r"no \1", text)
         return re.sub(rf"{re.escape(str(path))}(, line \d+)?", "the recipe (a mapping)", text)
 
@@ -335,7 +335,7 @@ def _errors_of_mapping(path: Path) -> Iterator[None]:
         yield
     except UserError as error:
         error.message, error.location, error.hint = (
-            said(error.message), error.location and said(error.location), error.hint and said(error.hint),
+            plain_text(error.message), error.location and plain_text(error.location), error.hint and plain_text(error.hint),
         )  # fmt: skip
         raise
 

@@ -219,8 +219,8 @@ def _contradictions(
         has_matrix, adapted = (alignments / MATRIX).is_file(), bool(trans_files(alignments))
         options, text = _options_of(alignments, "delta_opts")
         if text and not has_matrix and options["delta-order"] != deltas:
-            said = f"{alignments / 'delta_opts'} says {text[:200]!r} (order {options['delta-order']})"
-            yield True, f"{said}, but {_read_with('data.deltas', deltas, of_model)}"
+            statement = f"{alignments / 'delta_opts'} says {text[:200]!r} (order {options['delta-order']})"
+            yield True, f"{statement}, but {_read_with('data.deltas', deltas, of_model)}"
         if (has_matrix or adapted) and not of_model:
             files = " and ".join([MATRIX] * has_matrix + ["trans.*"] * adapted)
             yield False, f"{alignments} has {files}, which are not applied; data.transforms: {alignments} would"
@@ -237,17 +237,20 @@ def _cmvn_contradictions(path: Path, cmvn: str, of_model: bool, *, must_exist: b
     expected = ("mean-variance" if options["norm-vars"] else "mean") if options["norm-means"] else "none"
     file = _option_file(path, "cmvn_opts")
     absent = f"{file} has no options" if file.is_file() else f"there is no {file}"
-    said = f"{file} says {text[:200]!r}" if text else f"{absent}, which is Kaldi's default"
+    statement = f"{file} says {text[:200]!r}" if text else f"{absent}, which is Kaldi's default"
     names = {
         "mean": "mean normalization",
         "mean-variance": "mean and variance normalization",
         "none": "no normalization",
     }
     if options["reverse"] or options["skip-dims"]:
-        yield True, f"{said}, but ddnn has neither --reverse nor --skip-dims: the features are not those of this system"
+        yield (
+            True,
+            f"{statement}, but ddnn has neither --reverse nor --skip-dims: the features are not those of this system",
+        )
     elif expected != cmvn:
         advice = "" if of_model else f": set data.cmvn: {expected}"
-        yield True, f"{said} ({names[expected]}), but {_read_with('data.cmvn', cmvn, of_model)}{advice}"
+        yield True, f"{statement} ({names[expected]}), but {_read_with('data.cmvn', cmvn, of_model)}{advice}"
 
 
 def _raw_dim(path: Path) -> int | None:

@@ -330,7 +330,7 @@ class Dropout(Elementwise):
 @dataclass(frozen=True)
 class Copy(Layer):
     """y[j] = x[columns[j]]: columns, counted from 0, may repeat, and need not all be there. No derivative passes it, as in Kaldi: what
-    lies below does not learn."""
+    is below does not learn."""
 
     kind: ClassVar[str] = "copy"
 

@@ -97,7 +97,7 @@ class Report:
         if max(map(len, names)) > LONG_NAME:
             outside += [f"{number}: {name}" for number, name in enumerate(names, 1)]
             names = [str(number) for number in range(1, len(names) + 1)]
-        for label, cells in rows:  # what is too long for a cell is said below the table
+        for label, cells in rows:  # what is too long for a cell is printed below the table
             if max(map(len, cells)) > WIDEST:
                 of_all = [f"{label}: {cells[0]}"] if len(set(cells)) == 1 else []
                 outside += of_all or [f"{label}: {name}: {cell}" for name, cell in zip(names, cells, strict=True)]

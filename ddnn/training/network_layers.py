@@ -242,7 +242,7 @@ def bands_of(layers: Sequence[Layer]) -> int | None:
 
 
 def _guesses(layers: Sequence[Layer], below: Axes) -> Iterator[Callable[[], LayerConfig]]:
-    """How a recipe may have said the first of these layers, with those that follow and may belong to it."""
+    """How a recipe may have described the first of these layers, with those that follow and may belong to it."""
     layer, *following = layers
 
     def take(*kinds: Any) -> Any:
@@ -311,8 +311,8 @@ TRAINING_FIELDS = {
 def computes_the_same(one: Sequence[Layer], other: Sequence[Layer]) -> bool:
     """Whether they are the same layers of the same parameters, however they are trained: with which rates, limits,
     dropout."""
-    said = ([layer.config() for layer in layers if not isinstance(layer, Dropout)] for layers in (one, other))
+    described = ([layer.config() for layer in layers if not isinstance(layer, Dropout)] for layers in (one, other))
     stripped = (
-        [{k: v for k, v in config.items() if k not in TRAINING_FIELDS} for config in configs] for configs in said
+        [{k: v for k, v in config.items() if k not in TRAINING_FIELDS} for config in configs] for configs in described
     )
     return next(stripped) == next(stripped)

@@ -358,7 +358,7 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
 
 
 def _below(recipe: Recipe, data: TrainingData, comm: Communicator) -> AcousticModel:
-    """What the lowest RBM stands on: the spliced, normalized features, or the layers of `pretrain.below`, with its input.
+    """What the lowest RBM is trained on: the spliced, normalized features, or the layers of `pretrain.below`, with its input.
     Collective. DataError: that network does not fit the recipe."""
     if recipe.pretrain.below is None:
         transform = data.input_transform(comm, all_utterances=True)

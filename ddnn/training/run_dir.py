@@ -306,8 +306,8 @@ class RunDir:
             if not self._refused:
                 found = run_status.RunError(type=type(error).__name__, message=message, hint=hint)
                 self.set_status(state=state, error=found)
-            said = "the resume was refused" if self._refused else state
-            record = {"msg": f"{said}: {text}", "levelno": logging.ERROR, "levelname": "ERROR"}
+            outcome = "the resume was refused" if self._refused else state
+            record = {"msg": f"{outcome}: {text}", "levelno": logging.ERROR, "levelname": "ERROR"}
             self._log.handle(logging.makeLogRecord(record))  # only here: the command line tells the person
         if self._log is not None:
             logging.getLogger("ddnn").removeHandler(self._log)
