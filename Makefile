@@ -66,7 +66,7 @@ demo: setup
 	$(DDNN) score demo/decode --graph demo/corpus/graph --model demo/corpus/ali/final.mdl --text demo/corpus/test/text
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 
 test-slurm: setup-dev
 	DDNN_TEST_SLURM=1 $(BIN)/python -m pytest tests/slurm/test_real_slurm.py
