@@ -56,7 +56,7 @@ class StepBench:
     `shares` of the parts in the time of the step: `gemm`, matrix products; `element_wise`, forward pass, loss, backward
     pass and gradient without them, with casts; `update` of the parameters; `ng`, the additional time of an NG-SGD step;
     `data`, order, splice, normalization, labels; `other`, the rest. Parts are timed by themselves, so that the rest may
-    be slightly below 0.
+    be slightly below 0. Empty for `plain`, the loop in plain PyTorch.
     """
 
     network: str
@@ -87,7 +87,7 @@ class BenchReport:
         return asdict(self)
 
     def as_text(self) -> str:
-        names = [[r.network, r.optimizer, r.precision] for r in self.results]
+        parted = [r for r in self.results if r.shares]
         speeds = [
             (
                 *(str(r.minibatch), f"{r.frames_per_second:.0f}", "{:.0f} .. {:.0f}".format(*r.spread)),
@@ -97,7 +97,7 @@ class BenchReport:
             )
             for r in self.results
         ]
-        shares = [[f"{max(0.0, 100 * r.shares[part]):.1f}" for part in PARTS] for r in self.results]
+        shares = [[f"{max(0.0, 100 * r.shares[part]):.1f}" for part in PARTS] for r in parted]
         header = ["network", "optimizer", "precision"]
         of_speeds = [
             *header,
@@ -112,10 +112,14 @@ class BenchReport:
         ]
         parts = [part.replace("_", "-") for part in PARTS]
 
-        def beside(columns: Sequence[Sequence[str]], names_of: Sequence[str]) -> str:
+        def beside(of: Sequence[StepBench], columns: Sequence[Sequence[str]], names_of: Sequence[str]) -> str:
+            names = [[r.network, r.optimizer, r.precision] for r in of]
             return table([[*name, *row] for name, row in zip(names, columns, strict=True)], names_of, "lllr")
 
-        tables = {"speeds": beside(speeds, of_speeds), "shares": beside(shares, [*header, *parts])}
+        tables = {
+            "speeds": beside(self.results, speeds, of_speeds),
+            "shares": beside(parted, shares, [*header, *parts]),
+        }
         return render("bench.txt.j2", report=self, **tables)
 
 
@@ -168,6 +172,7 @@ NETWORKS = {
 }
 DIM, SPLICE = 40, 5
 OPTIMIZERS: dict[Literal["sgd", "ng-sgd"], SgdOptions] = {"sgd": SgdOptions(), "ng-sgd": NgSgdOptions()}
+PLAIN = "plain"  # in the place of an optimizer's name: SGD in plain PyTorch
 LR = 1e-4
 TINY_LR = 1e-12  # for many updates from one gradient
 ROUNDS, FEWEST_ROUNDS = 25, 3
@@ -176,11 +181,20 @@ WARM_UP = 12  # calls before timing: NG-SGD updates its Fisher matrices in each 
 
 
 def run_bench(
-    networks: tuple[str, ...], device: str, seconds: float, threads: int = 1, precisions: tuple[Precision, ...] = ()
+    networks: tuple[str, ...],
+    device: str,
+    seconds: float,
+    threads: int = 1,
+    precisions: tuple[Precision, ...] = (),
+    plain: bool = False,
 ) -> BenchReport:
     """Measures the named networks for about `seconds` each. `precisions`: to measure; if none is given, float32, and
-    bf16 if `precision: auto` would select it."""
+    bf16 if `precision: auto` would select it. `plain`: a loop in plain PyTorch too. UserError: a network has layers for
+    which there is no such loop."""
     on = choose_device(device)
+    if plain and any(NETWORKS[name].convolutional for name in networks):
+        hint = "measure networks with convolutions without --plain"
+        raise UserError("the loop in plain PyTorch has affine layers only", location="--plain", hint=hint)
     torch.set_num_threads(threads)
     results: list[StepBench] = []
     for name in networks:
@@ -188,7 +202,7 @@ def run_bench(
         if not of:
             chosen = choose_arithmetic("auto", task.model.network, task.minibatch).precision
             of = tuple(dict.fromkeys(("float32", chosen)))
-        results += bench_network(name, task, of, seconds)
+        results += bench_network(name, task, of, seconds, plain)
     machine = {**machine_facts(on), "threads": str(threads)}
     if on.type == "cuda":
         machine["gpu"] = torch.cuda.get_device_name(on)
@@ -199,8 +213,11 @@ def machine_facts(device: torch.device) -> dict[str, str]:
     return {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "device": str(device), "torch": torch.__version__}
 
 
-def bench_network(name: str, task: RandomTask, precisions: Sequence[Precision], seconds: float) -> list[StepBench]:
-    """One network: alternating rounds of the training step with each optimizer, and of the parts of the step."""
+def bench_network(
+    name: str, task: RandomTask, precisions: Sequence[Precision], seconds: float, plain: bool = False
+) -> list[StepBench]:
+    """One network: alternating rounds of the training step with each optimizer, of the parts of the step, and, where
+    asked for, of the loop in plain PyTorch."""
     network, device = task.model.network, task.model.network.parameters.device
     functions: dict[tuple[Precision, str], Callable[[], object]] = {}
     for precision in precisions:
@@ -208,16 +225,18 @@ def bench_network(name: str, task: RandomTask, precisions: Sequence[Precision], 
         functions |= {(precision, part): function for part, function in parts_of_step(task, arithmetic).items()}
         for optimizer, options in OPTIMIZERS.items():
             functions[precision, optimizer] = training_step(task, arithmetic, make_optimizer(options, network))
+        if plain:
+            functions[precision, PLAIN] = plain_step(task, precision)
     times = dict(zip(functions, _in_turn(list(functions.values()), device, seconds), strict=True))
     flop, results = training_flop_per_frame(network.layers) * task.minibatch, []
-    for precision, optimizer in itertools.product(precisions, OPTIMIZERS):
-        step, sgd, gemm = (times[precision, part] for part in (optimizer, "sgd", "gemm"))
+    for precision, loop in itertools.product(precisions, [*OPTIMIZERS, *[PLAIN] * plain]):
+        step, sgd, gemm = (times[precision, part] for part in (loop, "sgd", "gemm"))
         speeds = [task.minibatch / t for t in step]
         parts = {part: times[precision, part] for part in ("gemm", "passes", "update", "data")}
         results.append(
             StepBench(
                 network=name,
-                optimizer=optimizer,
+                optimizer=loop,
                 precision=precision,
                 minibatch=task.minibatch,
                 frames_per_second=statistics.median(speeds),
@@ -226,8 +245,8 @@ def bench_network(name: str, task: RandomTask, precisions: Sequence[Precision], 
                 gemm_gflops=flop / statistics.median(gemm) / 1e9,
                 gemm_efficiency=_ratio(gemm, step),
                 time_ratio_to_sgd=_ratio(step, sgd),
-                speedup_over_float32=_ratio(times["float32", optimizer], step) if "float32" in precisions else None,
-                shares=_shares(parts, sgd, step),
+                speedup_over_float32=_ratio(times["float32", loop], step) if "float32" in precisions else None,
+                shares={} if loop == PLAIN else _shares(parts, sgd, step),
             )
         )
     return results
@@ -253,6 +272,36 @@ def training_step(task: RandomTask, arithmetic: Float32, optimizer: Sgd) -> Call
     step = make_step(EagerStep(workspace, optimizer), loader.sample, LR)
     batches = endless(loader)
     return lambda: step(next(batches), LR)
+
+
+def plain_step(task: RandomTask, precision: Precision) -> Callable[[], Tensor]:
+    """One minibatch of SGD after another as in a plain PyTorch script, for a network of sigmoid layers: modules,
+    autograd, autocast for bf16, and random frames, spliced in memory. Gives the loss."""
+    layers, dataset = task.model.network.layers, task.train.dataset
+    device, frames = dataset.features.device, len(dataset.features)
+    modules = [(torch.nn.Linear(layer.input_dim, layer.output_dim), torch.nn.Sigmoid()) for layer in layers]
+    network = torch.nn.Sequential(*itertools.chain(*modules))[:-1].to(device)
+    optimizer = torch.optim.SGD(network.parameters(), lr=LR)
+    inputs = torch.randn(frames, layers[0].input_dim, device=device)
+    labels = dataset.labels.long()
+
+    def orders() -> Iterator[Tensor]:
+        while True:
+            whole = torch.randperm(frames, device=device)[: frames // task.minibatch * task.minibatch]
+            yield from whole.view(-1, task.minibatch)
+
+    order = orders()
+
+    def step() -> Tensor:
+        chosen = next(order)
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = torch.nn.functional.cross_entropy(network(inputs[chosen]), labels[chosen])
+        torch.autograd.backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    return step
 
 
 def endless(loader: BatchLoader) -> Iterator[Batch]:

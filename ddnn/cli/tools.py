@@ -101,13 +101,16 @@ def idx(images: Path, labels: Path, out: Path, name: str, speakers: int, images_
 @option("--strategy", default="all-reduce", help="With --workers: parallel.strategy of a recipe.")
 @option("--averaging-period", type=int, default=10, help="With --workers: parallel.averaging_period.")
 @option("--overlap", is_flag=True, help="With --workers: parallel.overlap.")
+@option("--plain", is_flag=True, help="Also a training loop in plain PyTorch: modules, autograd, torch.optim.SGD.")
 @json_option
 def bench(
     networks: tuple[str, ...], device: str, threads: int, precisions: tuple[Literal["float32", "bf16"], ...],
-    seconds: float, workers: int, strategy: str, averaging_period: int, overlap: bool, json_: bool,
+    seconds: float, workers: int, strategy: str, averaging_period: int, overlap: bool, plain: bool, json_: bool,
 ) -> None:  # fmt: skip
     """Measure the training step against the machine's GEMM limit, or several workers against one."""
     if workers > 1:
+        if plain:
+            raise UserError("the loop in plain PyTorch has no workers", location="--plain", hint="omit --workers")
         from ddnn.bench.step import run_bench_workers
 
         options = {"workers": workers, "strategy": strategy, "averaging_period": averaging_period}
@@ -116,7 +119,7 @@ def bench(
         return
     from ddnn.bench.step import run_bench
 
-    show(run_bench(networks, device=device, threads=threads, seconds=seconds, precisions=precisions), json_)
+    show(run_bench(networks, device, seconds, threads, precisions, plain), json_)
 
 
 @command(

@@ -6,13 +6,16 @@ import json
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from ddnn.bench import step
 from ddnn.data.batches import Batch
-from ddnn.nn.arithmetic import Float32, make_arithmetic, matmul_out
+from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
 from ddnn.nn.layers import check_layers, mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace
 from ddnn.training.step import EagerStep, Result
+from ddnn.util.errors import UserError
 
 
 def test_three_products_a_layer_but_two_for_the_first() -> None:
@@ -93,3 +96,35 @@ def test_shares_of_a_step_by_hand() -> None:
     found = step._shares(parts, sgd=[10.0, 10.0, 10.0], step=[20.0, 20.0, 20.0])
     expected = {"gemm": 0.3, "element_wise": 0.05, "update": 0.025, "ng": 0.5, "data": 0.05, "other": 0.05}
     assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_the_loop_in_plain_pytorch_trains_the_same_network(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many products in each step, in the precision asked for, and it learns that all frames have one label."""
+    monkeypatch.setattr(step, "LR", 1.0)
+    task = step.random_task(step.Shape(2, 8, 5, 16), torch.device("cpu"), frames=100)
+    task.train.dataset.labels.fill_(3)
+    loop, dtypes = step.plain_step(task, precision), set[torch.dtype]()
+    hook = register_module_forward_hook(lambda module, given, made: dtypes.add(made.dtype))
+    with FlopCounterMode(display=False) as counter:
+        losses = [float(loop()) for _ in range(20)]
+    hook.remove()
+    assert counter.get_total_flops() == 20 * 16 * training_flop_per_frame(task.model.network.layers)
+    assert dtypes == {make_arithmetic(precision, torch.device("cpu")).dtype}
+    assert losses[-1] < 0.1 < 1.0 < losses[0]
+
+
+def test_a_bench_beside_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "NETWORKS", {**step.NETWORKS, "tiny": step.Shape(1, 8, 5, 16)})
+    monkeypatch.setattr(step, "WARM_UP", 1)
+    report = step.run_bench(("tiny",), "cpu", seconds=0.01, precisions=("float32", "bf16"), plain=True)
+    rows = [(result.optimizer, result.precision, bool(result.shares)) for result in report.results]
+    assert rows[2::3] == [("plain", "float32", False), ("plain", "bf16", False)] and all(row[2] for row in rows[:2])
+    assert report.results[2].speedup_over_float32 == 1.0
+    text = report.as_text()
+    assert text.count("tiny") == 6 + 4 and "plain: SGD" in text
+    with pytest.raises(UserError, match="affine layers only") as caught:
+        step.run_bench(("tiny", "cnn"), "cpu", seconds=0.01, plain=True)
+    assert caught.value.location == "--plain"
