@@ -5,14 +5,17 @@ timed alternately, so that a change of the machine's speed affects all; medians 
 GPU the step is a CUDA graph if possible, but its parts are launched one operation at a time: for a small network they
 take longer than in the graph, and the remaining share is negative.
 
-`--workers N` compares N workers that average with one of them alone, with the trainer's own steps. Alternately, rank 0
-trains alone while the others wait, then all train and average; the speed-up is the median of the ratio within a round.
+`--workers N` runs the trainer's own steps in N processes. In each round rank 0 trains alone while the others wait, then all
+train at the same time, each by itself, then all train and average. The efficiency is the third speed over the second:
+what averaging costs, whatever the workers share of the machine. The speed-up is the third over the first. Both are
+medians of the ratio within a round.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -435,9 +438,12 @@ class WorkersBench:
     strategy: str
     averaging_period: int
     single_worker_fps: float  # frames/s of rank 0 alone
-    aggregate_fps: float  # of all workers
-    speed_up: float  # the second over the first
+    independent_fps: float  # of all workers at the same time, each by itself
+    aggregate_fps: float  # of all workers that average
+    speed_up: float  # the third over the first
     spread: tuple[float, float]  # of it, smallest and largest
+    efficiency: float  # the third over the second
+    efficiency_spread: tuple[float, float]
     comm_fraction: float  # of the workers' time, mean over workers and rounds, 0 to 1
     wait_fraction: float
 
@@ -494,18 +500,28 @@ def bench_workers(
     with_others = make_averager(averaging_options(options), comm, trained, optimizer)
     run_seconds = _timed_steps(task, optimizer, precision)
     each = comm.all_gather_object(run_seconds(by_itself, WARM_UP) / WARM_UP)
-    minibatches = max(1, int(seconds / ROUNDS / 2 / max(each) / options.averaging_period)) * options.averaging_period
-    alone, together, rows = [], [], []
+    # Of a training all workers update their Fisher matrices in the same minibatch, also after rank 0 was alone.
+    unit = math.lcm(options.averaging_period, NgSgdOptions.update_period)
+    minibatches = max(1, int(seconds / ROUNDS / 3 / max(each) / unit)) * unit
+    alone, apart, together = [], [], []
+    rows: list[dict[str, Any]] = []
+
+    def in_all(averager: Averager) -> list[float]:
+        """Every worker's frames/s."""
+        comm.barrier()
+        took = run_seconds(averager, minibatches)
+        if averager is with_others:
+            rows.extend(comm.all_gather_object(worker_row(0, averager).model_dump()))
+        return [minibatches * shape.minibatch / seconds for seconds in comm.all_gather_object(took)]
+
     for _ in range(ROUNDS):
         comm.barrier()
         took = run_seconds(by_itself, minibatches) if comm.rank == 0 else 0.0
         alone.append(minibatches * shape.minibatch / comm.all_gather_object(took)[0])
-        comm.barrier()
-        took = run_seconds(with_others, minibatches)
-        rows += comm.all_gather_object(worker_row(0, with_others).model_dump())
-        together.append(comm.world_size * minibatches * shape.minibatch / max(comm.all_gather_object(took)))
+        apart.append(sum(in_all(by_itself)))
+        together.append(comm.world_size * min(in_all(with_others)))
     with_others.close()
-    ratios = [both / one for both, one in zip(together, alone, strict=True)]
+    speed_ups, efficiencies = ([both / one for both, one in zip(together, of, strict=True)] for of in (alone, apart))
     return WorkersBench(
         machine=machine_facts(on),
         network=network,
@@ -515,9 +531,12 @@ def bench_workers(
         strategy=options.strategy + (" overlapped" if options.overlap else ""),
         averaging_period=options.averaging_period,
         single_worker_fps=statistics.median(alone),
+        independent_fps=statistics.median(apart),
         aggregate_fps=statistics.median(together),
-        speed_up=statistics.median(ratios),
-        spread=(min(ratios), max(ratios)),
+        speed_up=statistics.median(speed_ups),
+        spread=(min(speed_ups), max(speed_ups)),
+        efficiency=statistics.median(efficiencies),
+        efficiency_spread=(min(efficiencies), max(efficiencies)),
         comm_fraction=statistics.fmean(row["comm_fraction"] for row in rows),
         wait_fraction=statistics.fmean(row["wait_fraction"] for row in rows),
     )
