@@ -107,7 +107,7 @@ def bench(
     networks: tuple[str, ...], device: str, threads: int, precisions: tuple[Literal["float32", "bf16"], ...],
     seconds: float, workers: int, strategy: str, averaging_period: int, overlap: bool, plain: bool, json_: bool,
 ) -> None:  # fmt: skip
-    """Measure the training step against the machine's GEMM limit, or several workers against one."""
+    """Measure the training step against the machine's GEMM limit, or what it costs workers to average."""
     if workers > 1:
         if plain:
             raise UserError("the loop in plain PyTorch has no workers", location="--plain", hint="omit --workers")

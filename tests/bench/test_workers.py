@@ -6,8 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
+import pytest
 from distributed.mpi_worlds import need_mpi
+
+from ddnn.averaging.averager import Averager
+from ddnn.bench import step
+from ddnn.distributed.communicator import SingleProcess
+from ddnn.recipe.schema import AveragingConfig
 
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
@@ -24,6 +31,7 @@ def test_two_workers_against_one() -> None:
     assert (found["workers"], found["strategy"], found["averaging_period"], found["network"]) == (2, "ring", 2, "an4")
     assert found["precision"] == "bf16"
     assert found["spread"][0] <= found["speed_up"] <= found["spread"][1]
+    assert found["efficiency_spread"][0] <= found["efficiency"] <= found["efficiency_spread"][1]
     assert 0.0 < found["comm_fraction"] < 1.0
 
 
@@ -40,3 +48,44 @@ def test_the_last_exchange_of_a_round_is_waited_for() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["strategy"], found["precision"]) == ("all-reduce overlapped", "float32")
+
+
+class WithOneOfHalfTheSpeed(SingleProcess):
+    """Worker 0 of two, as long as they only gather figures; the other takes twice as long for everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size = 2
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value, 2 * value if isinstance(value, float) else value]
+
+
+def test_speeds_of_two_workers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself they make 1 + 1/2 times the frames of the faster; where they average, twice those of the slower."""
+    calls: list[tuple[bool, int]] = []
+    averaging = Averager(SingleProcess(), None, None)  # type: ignore[arg-type]
+
+    def timed(averager: Averager, minibatches: int) -> float:
+        calls.append((averager is averaging, minibatches))
+        return 0.5 if averager is averaging else 0.25
+
+    monkeypatch.setattr(step, "ROUNDS", 3)
+    monkeypatch.setattr(step, "make_averager", lambda *of: averaging)
+    monkeypatch.setattr(step, "_timed_steps", lambda *of: timed)
+    monkeypatch.setattr(step, "worker_row", lambda *of: type("", (), {"model_dump": lambda self: ROW})())
+    options = AveragingConfig.model_validate({"strategy": "all-reduce", "workers": 2, "averaging_period": 6})
+    found = step.bench_workers(WithOneOfHalfTheSpeed(), "an4", options, "cpu", 30.0, "float32")
+    (_, warm_up), *rounds = calls
+    assert warm_up == step.WARM_UP
+    assert [averages for averages, _ in rounds] == 3 * [False, False, True]
+    minibatches = rounds[0][1]
+    assert {n for _, n in rounds} == {minibatches}
+    assert minibatches % 4 == minibatches % 6 == 0, "rank 0 would update its Fisher matrices in other minibatches"
+    speeds = [minibatches * 256 / 0.25, minibatches * 256 * 1.5 / 0.25, minibatches * 256 / 0.5]
+    assert [found.single_worker_fps, found.independent_fps, found.aggregate_fps] == pytest.approx(speeds)
+    assert (found.speed_up, found.efficiency) == pytest.approx((1 / 2, 1 / 3))
+    assert (found.comm_fraction, found.wait_fraction) == (0.25, 0.5)
+
+
+ROW = {"comm_fraction": 0.25, "wait_fraction": 0.5}
