@@ -163,7 +163,7 @@ def _start_seeds(
 @pipes_option
 @json_option
 def evaluate(json_: bool, **options: Any) -> None:
-    """Compute the loss per frame and the frame accuracy of a trained network."""
+    """Compute the loss per frame and the frame accuracy of a trained network, in float32."""
     from ddnn.training.evaluation import evaluate_run
 
     show(evaluate_run(**options), json_)

@@ -256,6 +256,37 @@ class Workspace:
         return flat
 
 
+class WideOutput(Workspace):
+    """A workspace for forward passes whose last product, and what follows it, are in float32, for a loss that compares
+    models: in bf16 the logits, which may be off by 0.03, and the weights of that layer make nearly all of its error."""
+
+    def __init__(self, network: Network, frames: int, arithmetic: Float32) -> None:
+        """`network`: with a product that is not its first layer's."""
+        first = max(i for i, layer in enumerate(network.layers) if layer.gemm is not None)
+        below = num_parameters(network.layers[:first])
+        self._output = Workspace(Network(network.layers[first:], network.parameters[below:]), frames)
+        super().__init__(Network(network.layers[:first], network.parameters[:below]), frames, arithmetic)
+
+    def _use(self, frames: int) -> None:
+        super()._use(frames)
+        self._output = self._output.of(frames)
+
+    def forward(self) -> Tensor:
+        self._output.x.copy_(super().forward())
+        return self._output.forward()
+
+    def cross_entropy(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return self._output.cross_entropy(labels)
+
+
+def evaluation_workspace(network: Network, frames: int, arithmetic: Float32) -> Workspace:
+    """For the forward passes and losses by which models are compared."""
+    products = sum(layer.gemm is not None for layer in network.layers)
+    if not arithmetic.casts or products < 2:
+        return Workspace(network, frames)
+    return WideOutput(network, frames, arithmetic)
+
+
 def without_noise(layers: Iterable[Layer]) -> tuple[Layer, ...]:
     """`Layer.without_noise` of each."""
     return tuple(layer.without_noise() for layer in layers)

@@ -22,8 +22,8 @@ from ddnn.data.source import check_not_swapped
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, read_pdf_counts, transition_digest
 from ddnn.nn.acoustic_model import AcousticModel
-from ddnn.nn.loss import cross_entropy
-from ddnn.nn.network import Workspace
+from ddnn.nn.arithmetic import Float32, Precision
+from ddnn.nn.network import Workspace, evaluation_workspace
 from ddnn.training.metrics import no_better_than_baseline
 from ddnn.training.run_dir import load_run
 from ddnn.training.run_status import PDF_COUNTS, model_digest
@@ -45,17 +45,19 @@ class EvalResult:
     utterances: dict[str, int] = field(default_factory=dict)  # of a data dir: used, skipped (by reason), trimmed
     parts: dict[str, EvalResult] = field(default_factory=dict)  # by speaker or utterance, if that was asked for
     model: str | None = None  # `model_digest` of the run whose model it is
+    precision: Precision | None = None  # that the network computed in; of parts, see the whole
 
     def as_dict(self) -> dict[str, Any]:
         values = asdict(self)
         for part in values["parts"].values():
-            del part["model"]
-        return {name: value for name, value in values.items() if value or name not in ("parts", "model")}
+            del part["model"], part["precision"]
+        return {name: value for name, value in values.items() if value or name not in ("parts", "model", "precision")}
 
     def as_text(self) -> str:
         """One line, one more where utterances were skipped or trimmed, and one for each part, the worst first."""
         accuracy = f"frame accuracy {100 * self.frame_accuracy:.2f} %"
         figures = f"loss {self.loss:.4f} per frame, {accuracy}, {self.frames} frames"
+        figures += f", {self.precision}" if self.precision else ""
         notable = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.utterances.items() if count]
         lines = [figures] if len(notable) < 2 else [figures, f"utterances: {', '.join(notable)}"]
         worst_first = sorted(self.parts.items(), key=lambda part: part[1].frame_accuracy)
@@ -175,16 +177,20 @@ def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Worksp
             yield batch, workspace.of(len(batch.labels)).forward()
 
 
-def evaluate(model: AcousticModel, frames: FrameSubset, comm: Communicator | None = None) -> EvalResult:
+def evaluate(
+    model: AcousticModel, frames: FrameSubset, comm: Communicator | None = None, arithmetic: Float32 | None = None
+) -> EvalResult:
     """Loss and frame accuracy of `model` over all of `frames`; with `comm` those are this worker's shard, and all
-    workers, which evaluate the same model, get the same figures."""
+    workers, which evaluate the same model, get the same figures. `arithmetic`: that of the training whose
+    cross-validation it is; float32 where it is not given, so that models compare, whatever they were trained in."""
     sums = LossSums(model.network.parameters.device)
-    workspace = Workspace(model.network, max(1, min(EVAL_BATCH, len(frames))))
-    for batch, logits in forward_batches(model, frames, workspace):
-        sums.add(*cross_entropy(logits, batch.labels), len(batch.labels))
+    arithmetic = arithmetic or Float32()
+    workspace = evaluation_workspace(model.network, max(1, min(EVAL_BATCH, len(frames))), arithmetic)
+    for batch, _ in forward_batches(model, frames, workspace):
+        sums.add(*workspace.of(len(batch.labels)).cross_entropy(batch.labels), len(batch.labels))
         if comm is not None:
             comm.watchdog.heartbeat()
-    return sums.result(comm)
+    return replace(sums.result(comm), precision=arithmetic.precision)
 
 
 def baseline_result(train: FrameSubset, cv: FrameSubset, num_pdfs: int, comm: Communicator) -> EvalResult:
@@ -218,7 +224,8 @@ def evaluate_parts(
     members: dict[str, list[int]] = {}
     for u, name in enumerate(names):
         members.setdefault(name, []).append(u)
-    return {name: evaluate(model, corpus.subset(utterances)) for name, utterances in members.items()}
+    parts = ((name, evaluate(model, corpus.subset(utterances))) for name, utterances in members.items())
+    return {name: replace(result, precision=None) for name, result in parts}
 
 
 def evaluate_run(

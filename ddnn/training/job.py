@@ -373,7 +373,6 @@ def assemble_trainer(
         warmup_minibatches=recipe.parallel.warmup_minibatches,
         recipe=job.recipe_text,
         data=identity,
-        precision=arithmetic.precision,
         keeps_initial=isinstance(recipe.init, TrainedModelConfig) and recipe.init.output_layer == "keep",
     )
     if loaded is not None:

@@ -47,6 +47,7 @@ Distance = Annotated[_NotNegative | None, BeforeValidator(_finite), _rounded(8)]
 Fraction = Annotated[Annotated[float, Field(ge=0.0, le=1.1)] | None, BeforeValidator(_finite), _rounded(5)]
 """Of a worker's time; may slightly exceed 1 where two clocks differ."""
 Name = Annotated[str, Field(max_length=1000)]
+Precision = Literal["float32", "bf16"]  # as in `ddnn.nn.arithmetic`, which imports torch
 
 
 def format_loss(loss: float) -> str:
@@ -76,6 +77,7 @@ class _Figures(MetricsRow):
     learning_rate: Number = None  # that was applied to the gradient summed over a worker's minibatch
     schedule_learning_rate: Number = None  # before it was multiplied by the number of workers, where it is
     minibatch_size: Count | None = None  # frames in a minibatch of each worker in this epoch's training
+    precision: Precision | None = None  # None in older files: cross-validation was in float32
     frames: Count | None = None
     seconds: Seconds = None
     frames_per_second: Speed = None
@@ -83,11 +85,12 @@ class _Figures(MetricsRow):
     def _text(self, name: str) -> str:
         figures = (self.loss, self.frame_accuracy, self.learning_rate)
         loss, accuracy, rate = (math.nan if x is None else x for x in figures)
-        own = self.schedule_learning_rate
+        own, precision = self.schedule_learning_rate, "  bf16" * (self.precision == "bf16")
         scaled = f" ({rate / own:.6g} x {own:.6g})" if own and own != rate else ""
         return (
             f"epoch {self.epoch:2d} {name:<6} loss {format_loss(loss)}  frame accuracy {100 * accuracy:5.2f} %  "
             f"learning rate {rate:.6g}{scaled}  {self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
+            f"{precision}"
         )
 
 
@@ -102,7 +105,7 @@ class StartRow(MetricsRow):
     version: Name  # of ddnn and torch
     host: Name  # of rank 0, as `machine`
     machine: Name  # the kinds of processor of all hosts, or of GPU where one is used
-    precision: Literal["float32", "bf16"]
+    precision: Precision
     world_size: Count
     cpu_threads: Count = 1  # of a worker
     cores_per_worker: Number = None  # on the host with the fewest; with GPUs: GPUs
@@ -249,6 +252,7 @@ class EndRow(MetricsRow):
     combination: Name = ""  # what mean it is, in words; empty: it is that of `kept_epoch`, whose own figures follow
     kept_loss: Number = None
     kept_frame_accuracy: Number = None
+    precision: Precision | None = None  # of these figures
 
     def as_text(self) -> str:
         """Empty: the last line of the log says it, once the model is written."""
@@ -262,7 +266,7 @@ class EndRow(MetricsRow):
     def summary(self) -> str:
         """Which model it is, its figures in cross-validation, and why training ended."""
         loss, accuracy, kept = (math.nan if x is None else x for x in (self.loss, self.frame_accuracy, self.kept_loss))
-        figures = f"CV loss {loss:.4f}, frame accuracy {100 * accuracy:.2f} %"
+        figures = f"CV loss {loss:.4f}{' (bf16)' * (self.precision == 'bf16')}, frame accuracy {100 * accuracy:.2f} %"
         alone = f"; epoch {self.kept_epoch} alone {kept:.4f}" if self.combination else ""
         return f"{self.combination or f'epoch {self.kept_epoch}'}, {figures}{alone} ({self.why})"
 

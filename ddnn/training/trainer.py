@@ -20,7 +20,7 @@ from ddnn.data.dataset import FrameSubset
 from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel, model_config, transform_tensors
-from ddnn.nn.arithmetic import Precision
+from ddnn.nn.arithmetic import Float32, Precision
 from ddnn.nn.network import tensor_like
 from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.optim.sgd import Sgd
@@ -59,7 +59,6 @@ class Trainer:
     warmup_minibatches: int = 0
     recipe: str = ""  # resolved; with the next two, by which a resume recognizes the same training
     data: DataIdentity = field(default_factory=lambda: DataIdentity(contents={}, features={}))
-    precision: Precision = "float32"  # of the arithmetic
     keeps_initial: bool = False  # the initial network was trained before: it is kept where no epoch is accepted
     # What a model that ignores its input reaches in cross-validation.
     baseline: EvalResult = field(default_factory=lambda: EvalResult(math.nan, math.nan, 0))
@@ -78,6 +77,15 @@ class Trainer:
     @property
     def comm(self) -> Communicator:
         return self.averager.comm
+
+    @property
+    def arithmetic(self) -> Float32:
+        """Of training, and of its cross-validation."""
+        return self.eager_step.workspace.arithmetic
+
+    @property
+    def precision(self) -> Precision:
+        return self.arithmetic.precision
 
     @property
     def minibatch_size(self) -> int:
@@ -115,6 +123,7 @@ class Trainer:
             loss=self.delivered.loss,
             frame_accuracy=self.delivered.frame_accuracy,
             combination=self.combined,
+            precision=self.precision,
             kept_loss=self.kept.loss,
             kept_frame_accuracy=self.kept.frame_accuracy,
         )
@@ -195,7 +204,7 @@ class Trainer:
     def validate(self) -> EvalResult:
         """Cross-validation of the present model; the same result on every worker."""
         self._validation_started = time.perf_counter()
-        return evaluate(self.model, self.cv, self.comm)
+        return evaluate(self.model, self.cv, self.comm, self.arithmetic)
 
     def keep_best(self, validation: EvalResult, learning_rate: float) -> None:
         """The epoch was accepted: its parameters are the best so far."""
@@ -223,8 +232,8 @@ class Trainer:
     def _figures(self, epoch: int, result: EvalResult, lr: float, seconds: float) -> dict[str, Any]:
         rates = {"learning_rate": lr * self.averager.lr_scale, "schedule_learning_rate": lr}
         figures = {"epoch": epoch, "loss": result.loss, "frame_accuracy": result.frame_accuracy}
-        figures["minibatch_size"] = self.minibatch_size
-        return {**figures, **rates, **throughput(result.frames, seconds)}
+        of = {"minibatch_size": self.minibatch_size, "precision": self.precision}
+        return {**figures, **rates, **of, **throughput(result.frames, seconds)}
 
     def finish(self) -> AcousticModel:
         """The model with the best parameters, or a combination that is no worse; a warning where it is no better than a

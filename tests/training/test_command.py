@@ -60,7 +60,7 @@ def test_a_run_dir_holds_everything(recipe: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     for m in metrics:
         assert set(m) == {
-            "type", "epoch", "split", "loss", "frame_accuracy", "learning_rate", "schedule_learning_rate", "minibatch_size",
+            "type", "epoch", "split", "loss", "frame_accuracy", "learning_rate", "schedule_learning_rate", "minibatch_size", "precision",
             "frames", "seconds", "frames_per_second", "accepted",
         }  # fmt: skip
     assert metrics[-1]["loss"] < 0.5 < metrics[0]["loss"]

@@ -387,7 +387,7 @@ def test_a_kaldi_network_is_trained_further(an4: Path, tmp_path: Path, run_cli: 
     recipe.write_text(
         f"data: {{train: {tmp_path}/train, alignments: {an4}/ali,"
         f" cv: {{data: {tmp_path}/cv, alignments: {an4}/ali_test}}}}\n"
-        f"init: {{model: {kaldi}}}\nschedule: {{initial_learning_rate: 1.0e-4, max_epochs: 1}}\n"
+        f"precision: float32\ninit: {{model: {kaldi}}}\nschedule: {{initial_learning_rate: 1.0e-4, max_epochs: 1}}\n"
     )
     result = train(run_cli, recipe, tmp_path / "run")
     assert result.exit_code == 0, result.stderr
