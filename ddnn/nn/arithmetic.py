@@ -9,6 +9,7 @@ compiled: biases before a sigmoid are then added in float32 to the rounded produ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import ClassVar, Literal, Protocol, cast
@@ -19,6 +20,7 @@ from torch import Tensor
 from ddnn.data.dataset import AcousticDataset, InputTransform, check_fits, consecutive, gather
 from ddnn.nn.kernels import Kernels, load_library
 from ddnn.nn.loss import SoftmaxCrossEntropy, SoftmaxCrossEntropyBFloat16
+from ddnn.util.system import Processor, onednn_isa_limit, processor
 
 aten = torch.ops.aten
 Precision = Literal["float32", "bf16"]
@@ -32,6 +34,16 @@ CUDA_PAD_TO = 64
 not, and likes 128. Not yet seen on a GPU."""
 
 
+ONEDNN_SPEEDUP = {
+    ("AuthenticAMD", 26, 2): 1.5,  # 2026-11-23, torch 2.13.0: 1.5 to 2.1
+}
+"""Least speed of oneDNN's float32 products over torch.mm's, by vendor, family and model of the processor. torch.mm's are
+MKL's, which leaves AVX-512 unused on processors that are not Intel's; docs/benchmarks.md has the figures."""
+
+ONEDNN_FLOP = 1e7
+"""Operations of a product from which this holds: a call of oneDNN takes 12 us more."""
+
+
 LEADING = 2
 """Rows of W, which are ordered, that are not just rounded where X - X W^T W is computed in bf16. X^ keeps at least (k + 1)
 alpha / D of row k from 0, of the first often 1 %, where rounding changes 0.2 %: by as much in all rows of X, if it is
@@ -40,14 +52,52 @@ their mean. Also in `kernels.c`."""
 
 def matmul_out(a: Tensor, b: Tensor, out: Tensor) -> None:
     """a b into `out`, for b a matrix or a vector; summed in float32. `out` is of the type of a and b, or float32 where
-    `supports_float32_output(device)`."""
+    `supports_float32_output(device)`. By oneDNN where the processor is known to be faster so."""
     if out.dtype != a.dtype:
         columns = (1,) if b.dim() == 1 else b.shape[1:]
         aten.mm.dtype_out(a, b.view(-1, *columns), out.dtype, out=out.view(-1, *columns))
     elif b.dim() == 1:
         torch.mv(a, b, out=out)
+    elif 2 * a.numel() * b.shape[1] >= onednn_from(a.dtype, a.device):
+        out.copy_(onednn_product(a, b.t()))
     else:
         torch.mm(a, b, out=out)
+
+
+def affine_out(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
+    """out <- x W^T + b, as `matmul_out`."""
+    if 2 * x.numel() * len(weight) >= onednn_from(x.dtype, x.device):
+        out.copy_(onednn_product(x, weight, bias))
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T, plus b if there is one, by the operation that torch.compile uses for it. Plain: torch.mm."""
+    made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return made
+
+
+@cache
+def onednn_from(dtype: torch.dtype, device: torch.device, cpu: Processor | None = None) -> float:
+    """The operations from which a product is `onednn_product`: `ONEDNN_FLOP` in float32 on a processor of the table, if it
+    is right there, which is tried; else infinity. Nothing is timed."""
+    if dtype != torch.float32 or device.type != "cpu" or onednn_isa_limit() is not None:
+        return math.inf
+    cpu = cpu or processor()
+    if ONEDNN_SPEEDUP.get((cpu.vendor, cpu.family, cpu.model), 0.0) <= 1.0:
+        return math.inf
+    x, weight, bias = (
+        torch.arange(7.0 * 70).sin().view(70, 7).t(),
+        torch.arange(70.0 * 40).cos().view(70, 40),
+        torch.ones(40),
+    )
+    try:
+        found = onednn_product(x, weight.t(), bias)
+    except (AttributeError, RuntimeError):
+        return math.inf
+    expected = x.double() @ weight.double() + 1.0
+    return ONEDNN_FLOP if torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5) else math.inf
 
 
 @cache
@@ -109,7 +159,7 @@ class Float32:
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor, bias32: Tensor, activation: str, out: Tensor) -> None:
         """out (rows, fan_out) <- f(x W^T + b), f of `ACTIVATIONS`. `x`, `weight`, `bias`: (rows, fan_in), (fan_out,
         fan_in), (fan_out,), all of `dtype`. `bias32`: the bias in float32; padding has no part of it."""
-        torch.addmm(bias, x, weight.t(), out=out)
+        affine_out(x, weight, bias, out)
         ACTIVATIONS[activation][0](out)
 
     def activation_backward_(self, activation: str, grad: Tensor, y: Tensor) -> None:

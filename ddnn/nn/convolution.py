@@ -217,7 +217,9 @@ class Filters(Layer):
         block = max(1, BLOCK // (self.patches * self.fan_in))
         for d, out in zip(torch.split(grad, block), torch.split(fold, block), strict=True):
             windows = self._windows(out.zero_(), channels_last=True)
-            parts = torch.mm(d.view(-1, self.filters), weight).view(windows.shape)
+            made = d.new_empty(len(d) * self.patches, self.fan_in)
+            matmul_out(d.view(-1, self.filters), weight, made)
+            parts = made.view(windows.shape)
             for part in self._apart:  # patches overlap: what reads a column twice cannot be added to at once
                 windows[part] += parts[part]
         if fold is not grad_x:

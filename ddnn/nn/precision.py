@@ -5,7 +5,6 @@ slower. No choice depends on a timing: the same recipe on the same hardware trai
 from __future__ import annotations
 
 import logging
-import os
 from typing import Literal
 
 import torch
@@ -16,7 +15,7 @@ from ddnn.nn.arithmetic import Float32, make_arithmetic
 from ddnn.nn.layers import training_flop_per_frame
 from ddnn.nn.network import Network, Workspace
 from ddnn.util.errors import UserError
-from ddnn.util.system import Processor, processor
+from ddnn.util.system import Processor, onednn_isa_limit, processor
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +116,8 @@ def bf16_is_fast(device: torch.device, cpu: Processor | None = None) -> tuple[bo
         return fast, f"this GPU (compute capability {major}.{minor}) has {'' if fast else 'no '}bf16 tensor cores"
     cpu = cpu or processor()
     this = f"this processor ({cpu.vendor} {cpu.family}/{cpu.model})"
-    limit = next((os.environ[name] for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA") if name in os.environ), "ALL")
-    if limit.upper() not in ("ALL", "DEFAULT"):
-        return False, f"ONEDNN_MAX_CPU_ISA={limit} limits which instructions PyTorch uses"
+    if (limit := onednn_isa_limit()) is not None:
+        return False, f"{limit} limits which instructions PyTorch uses"
     if {"amx_bf16", "amx_tile"} <= cpu.flags:
         return (True, f"{this} has AMX") if pytorch_has_amx() else (False, f"{this} has AMX, but PyTorch cannot use it")
     if "avx512_bf16" not in cpu.flags:

@@ -52,6 +52,14 @@ def processor(root: Path = ROOT) -> Processor:
     return Processor(fields.get("vendor_id", ""), family, model, frozenset(fields.get("flags", "").split()))
 
 
+def onednn_isa_limit() -> str | None:
+    """The assignment in the environment that keeps oneDNN, PyTorch's library of products, from instructions that the
+    processor has; None if there is none."""
+    name = next((one for one in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA") if one in os.environ), None)
+    limit = "ALL" if name is None else os.environ[name]
+    return None if limit.upper() in ("ALL", "DEFAULT") else f"ONEDNN_MAX_CPU_ISA={limit}"
+
+
 def device_name(device: str) -> str:
     """The GPU's name if `device` (cpu, cuda, auto) uses one, else the processor's with its number of cores."""
     if device != "cpu":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -23,9 +24,19 @@ from ddnn.bench import step
 from ddnn.bench.step import RandomTask, Shape, random_task
 from ddnn.data.batches import ShuffledSampler
 from ddnn.distributed.communicator import Communicator
+from ddnn.nn import arithmetic
 from ddnn.nn import precision as module
 from ddnn.nn.acoustic_model import save_model
-from ddnn.nn.arithmetic import Precision, make_arithmetic, matmul_out, supports_float32_output
+from ddnn.nn.arithmetic import (
+    ONEDNN_FLOP,
+    ONEDNN_SPEEDUP,
+    Precision,
+    affine_out,
+    make_arithmetic,
+    matmul_out,
+    onednn_from,
+    supports_float32_output,
+)
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
@@ -423,3 +434,74 @@ def test_tf32_is_off_unless_asked() -> None:
     finally:
         for backend, allowed in zip(backends, before, strict=True):
             backend.allow_tf32 = allowed
+
+
+def test_products_by_onednn_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, as far as it goes: of factors as the layers have them, transposed, and with columns left out."""
+    made = torch.Generator().manual_seed(1)
+    x, d = torch.randn(50, 34, generator=made)[:, :30], torch.randn(50, 20, generator=made)
+    weight, bias = torch.randn(20, 30, generator=made), torch.randn(20, generator=made)
+    results: list[list[torch.Tensor]] = []
+    for least in (math.inf, 0.0):
+        monkeypatch.setattr(arithmetic, "onednn_from", lambda dtype, device, least=least: least)
+        wide = torch.full((50, 40), 7.0)
+        outs = [wide[:, :20], torch.empty(50, 30), torch.empty(20, 30), torch.empty(50, 20)]
+        matmul_out(x, weight.t(), outs[0])
+        matmul_out(d, weight, outs[1])
+        matmul_out(d.t(), x, outs[2])
+        affine_out(x, weight, bias, outs[3])
+        assert bool((wide[:, 20:] == 7.0).all())
+        results.append(outs)
+    expected = [x.double() @ weight.double().t(), d.double() @ weight.double(), d.double().t() @ x.double()]
+    expected.append(expected[0] + bias.double())
+    assert not all(map(torch.equal, *results)) or not onednn_product_exists()
+    for found in results:
+        for one, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), right, rtol=1e-5, atol=2e-5)
+
+
+def onednn_product_exists() -> bool:
+    try:
+        arithmetic.onednn_product(torch.ones(2, 3), torch.ones(4, 3))
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+@pytest.mark.skipif(not onednn_product_exists(), reason="this PyTorch has no oneDNN")
+def test_onednn_is_for_large_float32_products_of_processors_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where it is right. Every one of them is faster there."""
+    choose = onednn_from.__wrapped__
+    (known, *_) = (Processor(*key, frozenset()) for key in ONEDNN_SPEEDUP)
+    assert min(ONEDNN_SPEEDUP.values()) > 1.0
+    assert choose(torch.float32, CPU, known) == ONEDNN_FLOP
+    for dtype, device in (
+        (torch.bfloat16, "cpu"),
+        (torch.float64, "cpu"),
+        (torch.float32, "cuda"),
+        (torch.float32, "meta"),
+    ):
+        assert choose(dtype, torch.device(device), known) == math.inf
+    assert choose(torch.float32, CPU, known._replace(vendor="GenuineIntel")) == math.inf
+    assert choose(torch.float32, CPU, Processor("", 0, 0, frozenset())) == math.inf
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
+    assert choose(torch.float32, CPU, known) == math.inf
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "default")
+    assert choose(torch.float32, CPU, known) == ONEDNN_FLOP
+    product = arithmetic.onednn_product
+    rounded = lambda x, w, b: product(x, w, b).bfloat16().float()  # noqa: E731
+    for wrong in (rounded, lambda x, w, b: product(x, w), lambda x, w, b: torch.ops.mkldnn.there_is_none(x)):
+        monkeypatch.setattr(arithmetic, "onednn_product", wrong)
+        assert choose(torch.float32, CPU, known) == math.inf
+
+
+def test_small_products_are_torchs_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 m n k operations count."""
+    monkeypatch.setattr(arithmetic, "onednn_from", lambda dtype, device: 2.0 * 5 * 6 * 7)
+    by_onednn = []
+    monkeypatch.setattr(arithmetic, "onednn_product", lambda x, w, b=None: by_onednn.append(x.shape) or x @ w.t())
+    for frames in (4, 5):
+        x, w = torch.ones(frames, 6), torch.ones(7, 6)
+        matmul_out(x, w.t(), torch.empty(frames, 7))
+        affine_out(x, w, torch.ones(7), torch.empty(frames, 7))
+    assert by_onednn == [(5, 6), (5, 6)]
