@@ -79,8 +79,8 @@ def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def dense(matrix: Tensor) -> Tensor:
-    """The matrix without gaps between its rows, or between its columns where these are contiguous: with gaps, as where a
-    column was left out, oneDNN multiplies 1000 times slower. A copy where there are any."""
+    """The matrix without gaps between its rows, or between its columns where these are contiguous: with gaps, as all
+    columns but the last have, oneDNN multiplies 1000 times slower. A copy where there are any."""
     return matrix.contiguous() if matrix.stride(1) == 1 else matrix.t().contiguous().t()
 
 

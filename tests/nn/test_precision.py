@@ -447,7 +447,7 @@ def onednn_product_exists() -> bool:
 
 @pytest.mark.skipif(not onednn_product_exists(), reason="this PyTorch has no oneDNN")
 def test_products_by_onednn_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, as far as it goes: of factors as the layers have them, transposed, and with columns left out."""
+    """In float32, as far as it goes: of factors as the layers have them, transposed, and with gaps."""
     made = torch.Generator().manual_seed(1)
     x, d = torch.randn(50, 34, generator=made)[:, :30], torch.randn(50, 20, generator=made)
     weight, bias = torch.randn(20, 30, generator=made), torch.randn(20, generator=made)
