@@ -23,7 +23,7 @@ BF16_CAPABILITY = (8, 0)
 """The compute capability of the first GPUs with bf16 tensor cores."""
 
 AVX512_BF16_SPEEDUP = {
-    ("AuthenticAMD", 26, 2): 2.9,  # 2026-11-23, torch 2.13.0, without compiled kernels; 3.6 with them
+    ("AuthenticAMD", 26, 2): 1.6,  # 2026-11-23, torch 2.13.0, without compiled kernels; 2.0 with them
 }
 """Speed of training in bf16 over that in float32 on processors with AVX512-BF16 and without AMX, by vendor, family and
 model as /proc/cpuinfo has them. It differs: an Intel processor whose AMX was masked had 0.65. Each was measured by
