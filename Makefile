@@ -110,6 +110,7 @@ mutants: setup-dev
 
 docs: setup
 	$(BIN)/python -m ddnn.recipe.keys > docs/recipe.md
+	$(BIN)/python tests/benchmark_plot.py
 
 clean:
 	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache

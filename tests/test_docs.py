@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import chain
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
+from benchmark_plot import FIGURES, svg
 
 from ddnn.cli.main import cli
 from ddnn.recipe.keys import keys, sections
@@ -62,3 +65,14 @@ def test_keys_and_options_exist(name: str) -> None:
         options = {option for one in found.params if isinstance(one, click.Option) for option in one.opts}
         for option in re.findall(r"(?<=\s)--[a-z-]+", words):
             assert option in options, f"docs/{name}.md: ddnn {command} has no {option}"
+
+
+def test_the_bars_of_the_benchmarks_are_their_figures() -> None:
+    drawn = FIGURES.with_suffix(".svg").read_text()
+    assert drawn == svg(json.loads(FIGURES.read_text())), "run: python tests/benchmark_plot.py"
+    rows = [{"name": "a < b", "of": "ddnn", "frames_per_second": [900, 2000, 1000]}]
+    rows.append({"name": "c", "of": "limit", "frames_per_second": [500]})
+    small = svg({"title": "t", "machine": "m", "rows": rows})
+    texts = [text.text for text in ElementTree.fromstring(small).iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == ["t", "m", "a < b", "1,000", "c", "500"]
+    assert '<rect x="250" y="49" width="190.0"' in small and "M421.0 58H630.0" in small  # in 380 pixels for 2000
