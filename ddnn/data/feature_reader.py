@@ -108,9 +108,21 @@ def make_chunks(
 def read_chunk(out: NDArray[Any], chunk: Chunk, stats: Stats, spec: FeatureSpec, reader: MatrixReader) -> None:
     """Fills `out` (chunk.rows, width), of the config's dtype, with the chunk's frames and their repeated edges.
     DataError: damaged or unsuitable features, or values that the dtype cannot hold."""
+    _fill(out, chunk, stats, spec, reader)
+    # NaN or Inf in features is still there behind CMVN and all else. To look once costs less than at each utterance.
+    if not is_finite(out):
+        _fill(out, chunk, stats, spec, reader, check=True)
+
+
+def _fill(
+    out: NDArray[Any], chunk: Chunk, stats: Stats, spec: FeatureSpec, reader: MatrixReader, *, check: bool = False
+) -> None:
+    """As `read_chunk`; only with `check` it looks for NaN and Inf in the frames that it takes."""
     config, row = spec.config, spec.config.splice
     for u, (entry, frames) in enumerate(zip(chunk.entries, chunk.num_frames, strict=True)):
         features = _read(entry, frames, spec, reader)
+        if check or len(features) > frames:
+            check_finite(entry.key, features, entry.location)
         if chunk.speakers is not None:
             speaker_stats = stats[chunk.speakers[u]]
             dims = speaker_stats.shape[1] - 1
@@ -125,9 +137,9 @@ def read_chunk(out: NDArray[Any], chunk: Chunk, stats: Stats, spec: FeatureSpec,
         elif config.deltas:
             features = add_deltas(features, config.deltas)
         end = row + frames
-        with np.errstate(over="ignore"):  # what float16 cannot hold becomes Inf, which is looked for
+        with np.errstate(over="ignore", invalid="ignore"):  # what float16 cannot hold becomes Inf, which is looked for
             out[row:end] = features[:frames]
-        if not is_finite(out[row:end]):
+        if check and not is_finite(out[row:end]):
             after = "deltas" if config.transforms is None else "transforms"
             message = (
                 f"values up to {np.abs(features[:frames]).max():g} after CMVN and {after}, which data.feature_dtype"
@@ -180,5 +192,4 @@ def _read(entry: ScpEntry, frames: int, spec: FeatureSpec, reader: MatrixReader)
         message = f"utterance {entry.key}: {len(features)} frames found, {expected}"
         hint = "do not change the archives while they are read, and give every host the same ones"
         raise DataError(message, location=entry.location, hint=hint)
-    check_finite(entry.key, features, entry.location)
     return features

@@ -26,14 +26,18 @@ from numpy.typing import DTypeLike, NDArray
 
 from ddnn.kaldi import compressed
 from ddnn.kaldi.basic_types import (
+    HEADER_BYTES,
     HINT_REMAKE,
     INT32,
     READ_ERRORS,
     BasicTypeReader,
     BasicTypeWriter,
     MalformedRecordError,
+    MatrixHeader,
+    decode_matrix,
     describe_read_error,
     open_stream,
+    parse_header,
     reading,
     split_words,
 )
@@ -226,8 +230,12 @@ def _read_text_integers(line: bytes) -> NDArray[np.int32]:
 
 def _read_key(reader: BasicTypeReader) -> str | None:
     """The key of the next record and the one space behind it; None at the end of the stream."""
-    reader.skip_space()
-    key = bytearray()
+    ahead = reader.stream.peek()[: _MAX_KEY + 1]
+    words = ahead.split(None, 1) if ahead[:1] > b" " else []  # white space first: as below
+    key = bytearray(words[0] if len(words) == 2 and b"\0" not in words[0] else b"")
+    if not key:  # or where the buffer ends within it
+        reader.skip_space()
+    reader.stream.read(len(key))
     while (byte := reader.stream.read(1)) and not byte.isspace():
         key += byte
         if len(key) > _MAX_KEY or byte == b"\0":
@@ -294,6 +302,7 @@ class MatrixReader:
     def __init__(self) -> None:
         self._path: Path | None = None
         self._reader: BasicTypeReader | None = None
+        self._gzip = False  # whether the open file is one
         self._whole: tuple[tuple[Path, int | None], NDArray[Any]] | None = None
 
     def __enter__(self) -> MatrixReader:
@@ -310,7 +319,10 @@ class MatrixReader:
     def shape(self, entry: ScpEntry) -> tuple[int, int]:
         """(rows, columns) of the entry's matrix, its range applied. Reads the header alone, unless the matrix is text.
         DataError: as `read`, but for damage that only shows in the data."""
-        header = self._at(entry, lambda reader: reader.matrix_header() if reader.read_marker() else None)
+        if (found := self._header(entry)) is not None:
+            header: MatrixHeader | None = found[0]
+        else:
+            header = self._at(entry, lambda reader: reader.matrix_header() if reader.read_marker() else None)
         whole = self._read_whole(entry).shape if header is None else (header.rows, header.columns)
         rows, columns = _ranges(entry, whole)
         return rows.stop - rows.start, columns.stop - columns.start
@@ -322,6 +334,8 @@ class MatrixReader:
         whole = self._read_whole(entry)
         if entry.rows is not None or entry.columns is not None:
             whole = whole[_ranges(entry, whole.shape)].copy()
+        if whole.dtype == dtype and whole.flags.c_contiguous and whole.flags.writeable:
+            return whole  # `require` alone takes as long as reading a short utterance
         # A double too large for a float becomes Inf, which check_finite finds; NaN may be of the kind that signals.
         with np.errstate(over="ignore", invalid="ignore"):
             return np.require(whole, dtype, ["C", "W"])
@@ -329,12 +343,38 @@ class MatrixReader:
     def _read_whole(self, entry: ScpEntry) -> NDArray[Any]:
         """The matrix before its range is applied; kept, as the segments of a recording follow each other."""
         if entry.path is None or (entry.rows is None and entry.columns is None):
-            return self._at(entry, _read_matrix)
+            return self._read_record(entry)
         place = (entry.path, entry.offset)
         if self._whole is None or self._whole[0] != place:
             self._whole = None
-            self._whole = (place, self._at(entry, _read_matrix))
+            self._whole = (place, self._read_record(entry))
         return self._whole[1]
+
+    def _read_record(self, entry: ScpEntry) -> NDArray[Any]:
+        if (found := self._header(entry)) is not None:
+            header, start = found
+            data = self._read_at(header.data_size, start)
+            if len(data) == header.data_size:
+                return decode_matrix(header, data)
+        return self._at(entry, _read_matrix)
+
+    def _header(self, entry: ScpEntry) -> tuple[MatrixHeader, int] | None:
+        """The header of the entry's matrix and the byte behind it, where it is a valid binary one with an offset into
+        the open archive. None where the stream has to be read, which also says what is wrong."""
+        if self._reader is None or self._gzip or entry.path != self._path or entry.offset is None:
+            return None
+        found = parse_header(self._read_at(HEADER_BYTES, entry.offset))
+        if found is None or entry.offset + found[1] + found[0].data_size > self._reader.limit:
+            return None
+        return found[0], entry.offset + found[1]
+
+    def _read_at(self, size: int, start: int) -> bytes:
+        """So many bytes of the open archive, or fewer: one call of the system, past the buffer of the stream."""
+        assert self._reader is not None
+        try:
+            return os.pread(self._reader.stream.fileno(), size, start)
+        except OSError:
+            return b""
 
     def _at(self, entry: ScpEntry, read: Callable[[BasicTypeReader], _T]) -> _T:
         with reading(entry.location, f"utterance {entry.key}: "):
@@ -353,12 +393,12 @@ class MatrixReader:
                 self._reader = open_stream(entry.path)
             except DataError as error:
                 raise MalformedRecordError(error.message) from error
-            self._path = entry.path
+            self._path, self._gzip = entry.path, isinstance(self._reader.stream.raw, gzip.GzipFile)
         reader, offset = self._reader, entry.offset or 0
         if offset >= reader.limit:
             size = f"which has {reader.limit} bytes"
             raise MalformedRecordError(f"the offset {offset} is past the end of the file, {size}")
-        if entry.offset is not None and isinstance(reader.stream.raw, gzip.GzipFile):
+        if entry.offset is not None and self._gzip:
             raise MalformedRecordError("the file is a gzip, into which no offset can point")
         reader.stream.seek(offset)
         return reader

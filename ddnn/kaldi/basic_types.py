@@ -84,6 +84,48 @@ class MatrixHeader:
     span: float = 0.0
 
 
+HEADER_BYTES = 22
+"""Of the longest header of a binary matrix, its marker included."""
+_HEADERS = {
+    b"FM": struct.Struct("<xixi"),
+    b"DM": struct.Struct("<xixi"),
+    **dict.fromkeys([b"CM", b"CM2", b"CM3"], struct.Struct("<ffii")),
+}
+
+
+def parse_header(record: bytes) -> tuple[MatrixHeader, int] | None:
+    """The header with which the `HEADER_BYTES` bytes of a binary matrix begin, and its size with the marker: what `read_marker`
+    and `BasicTypeReader.matrix_header` read, in a tenth of the time. None where these have to say what is wrong, or
+    where there are no rows."""
+    end = record.find(b" ", 2, 6)
+    layout = _HEADERS.get(record[2:end]) if record.startswith(b"\0B") else None
+    if layout is None or len(record) < end + 1 + layout.size:
+        return None
+    token = record[2:end].decode()
+    *bounds, rows, columns = layout.unpack_from(record, end + 1)
+    if rows <= 0 or columns <= 0 or (not bounds and (record[end + 1] != 4 or record[end + 6] != 4)):
+        return None
+    if bounds:
+        header = MatrixHeader(token, rows, columns, compressed.data_size(token, rows, columns), *bounds)
+    else:
+        header = MatrixHeader(token, rows, columns, (4 if token == "FM" else 8) * rows * columns)
+    return header, end + 1 + layout.size
+
+
+def decode_matrix(header: MatrixHeader, data: bytes | bytearray) -> NDArray[Any]:
+    """The binary matrix of this header, from the `data_size` bytes behind it: float32 (FM, CM, CM2, CM3) or float64
+    (DM), (rows, columns)."""
+    rows, columns = header.rows, header.columns
+    if rows == 0:
+        return np.zeros((0, 0), np.float32)
+    if header.token in compressed.TOKENS:
+        return compressed.decode(header.token, header.minimum, header.span, rows, columns, data)
+    # kaldiio gets the bytes of this one matrix, whose header is checked: it cannot come to its other formats.
+    plain = b"\0B" + header.token.encode() + b" " + struct.pack("<bibi", 4, rows, 4, columns) + data
+    matrix: NDArray[Any] = read_matrix_or_vector(BytesIO(plain))
+    return matrix
+
+
 class BasicTypeReader:
     """Reads values from a stream of `limit` bytes at most (of a gzip: once decompressed). Each method reads a value at
     the position, or raises MalformedRecordError. `read_marker` sets the mode, `binary`."""
@@ -194,6 +236,11 @@ class BasicTypeReader:
         return self.token()
 
     def int32(self, what: str = "an integer") -> int:
+        if self.binary and self.remaining >= 5:
+            size, value = struct.unpack("<Bi", self.read_exact(5, what))
+            if size == 4:
+                return int(value)
+            raise MalformedRecordError(f"expected {what} of 4 bytes each, found the size {size} at position 0")
         return int(self.int32_block(1, what)[0])
 
     def int32_block(self, count: int, what: str = "an integer") -> NDArray[np.int32]:
@@ -203,9 +250,9 @@ class BasicTypeReader:
         if not self.binary:
             return np.array([self._text_int32(what) for _ in range(count)], np.int32)
         sized = np.frombuffer(self.read_exact(5 * count, what), _SIZED_INT32)
-        invalid = np.flatnonzero(sized["size"] != 4)
-        if invalid.size:
-            found = f"the size {sized['size'][invalid[0]]} at position {invalid[0]}"
+        if (sized["size"] != 4).any():
+            invalid = int(np.argmax(sized["size"] != 4))
+            found = f"the size {sized['size'][invalid]} at position {invalid}"
             raise MalformedRecordError(f"expected {what} of 4 bytes each, found {found}")
         return sized["value"].astype(np.int32)
 
@@ -288,17 +335,9 @@ class BasicTypeReader:
         return MatrixHeader(name, rows, columns, size, minimum, span)
 
     def matrix_data(self, header: MatrixHeader) -> NDArray[Any]:
-        """The binary matrix of this header: float32 (FM, CM, CM2, CM3) or float64 (DM), (rows, columns)."""
-        rows, columns = header.rows, header.columns
-        data = self.read_exact(header.data_size, f"a matrix of {rows} rows and {columns} columns")
-        if rows == 0:
-            return np.zeros((0, 0), np.float32)
-        if header.token in compressed.TOKENS:
-            return compressed.decode(header.token, header.minimum, header.span, rows, columns, data)
-        # kaldiio gets the bytes of this one matrix, whose header is checked: it cannot come to its other formats.
-        plain = b"\0B" + header.token.encode() + b" " + struct.pack("<bibi", 4, rows, 4, columns) + data
-        matrix: NDArray[Any] = read_matrix_or_vector(BytesIO(plain))
-        return matrix
+        """The binary matrix of this header: as `decode_matrix`."""
+        what = f"a matrix of {header.rows} rows and {header.columns} columns"
+        return decode_matrix(header, self.read_exact(header.data_size, what))
 
     def text_matrix(self, *, ends_line: bool) -> NDArray[np.float64]:
         """`[`, rows that end in a line end or `;`, `]`; `ends_line` refuses what is behind `]` in its line."""

@@ -27,6 +27,7 @@ _TINY = 1e-25
 # The table of what 256 bytes mean takes a thousand bytes a column: columns are decoded so many at a time.
 _COLUMNS = 4096
 _BYTES = np.arange(256, dtype=np.float32)
+_64THS, _128THS = _BYTES[:65] / np.float32(64), _BYTES[1:129] / np.float32(128)
 
 
 def data_size(token: str, rows: int, columns: int) -> int:
@@ -64,19 +65,27 @@ def _decode_columns(
     rows, columns = out.shape
     p0, p25, p75, p100 = (percentiles[:, i : i + 1] for i in range(4))
     # What each of the 256 bytes means, column by column. Kaldi's 1/63.0 is a double. So are 1/64.0 and 1/128.0, but to
-    # divide by 64 or 128 is exact in single precision, too, unless the values are next to nothing.
+    # divide by 64 or 128 is exact in single precision, also before the product, unless the values are next to nothing.
     table = np.empty((columns, 256), np.float32)
-    table[:, :65] = p0 + ((p25 - p0) * _BYTES[:65]).astype(wide, copy=False) * wide(1 / 64.0)
-    table[:, 65:193] = p25 + ((p75 - p25) * _BYTES[1:129]).astype(wide, copy=False) * wide(1 / 128.0)
-    table[:, 193:] = p75 + ((p100 - p75) * _BYTES[1:64]).astype(np.float64) * (1 / 63.0)
+    if wide is np.float32:
+        for low, high, part, steps in ((p0, p25, table[:, :65], _64THS), (p25, p75, table[:, 65:193], _128THS)):
+            np.multiply(high - low, steps, out=part)
+            part += low
+    else:
+        table[:, :65] = p0 + ((p25 - p0) * _BYTES[:65]).astype(wide) * wide(1 / 64.0)
+        table[:, 65:193] = p25 + ((p75 - p25) * _BYTES[1:129]).astype(wide) * wide(1 / 128.0)
+    last = np.multiply((p100 - p75) * _BYTES[1:64], 1 / 63.0, dtype=np.float64)
+    last += p75
+    table[:, 193:] = last
     flat = table.reshape(-1)
     starts = np.arange(0, 256 * columns, 256)
     # The indices are 8 bytes each: a block at a time fits the cache, and malloc keeps it; otherwise 1000 frames of 40
-    # dims took three times as long.
-    step = max(1, (1 << 13) // columns)
+    # dims took three times as long. Bytes are put into the order of `out` before they are indices.
+    step = max(1, (1 << 14) // columns)
     for first in range(0, rows, step):
         # No index can be out of range; "wrap" is merely the fastest way to say so.
-        flat.take(coded[first : first + step] + starts, mode="wrap", out=out[first : first + step])
+        indices = np.ascontiguousarray(coded[first : first + step]) + starts
+        flat.take(indices, mode="wrap", out=out[first : first + step])
 
 
 def _to_float(minimum: np.float32, span: np.float32, value: NDArray[np.integer]) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ from corpora import labelled_utterances, load_all, unlike_utterances, write_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.data import pipeline
+from ddnn.data import feature_reader, pipeline
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import hold_out_fraction, hold_out_speakers
@@ -148,6 +148,31 @@ def test_features_that_are_not_finite_name_utterance_and_place(tmp_path: Path, v
         load(tmp_path, features, labels)
     message = str(caught.value)
     assert name in message and "7" in message and "2" in message and "feats.ark" in message
+
+
+def test_a_frame_that_is_trimmed_has_to_be_finite_too(tmp_path: Path) -> None:
+    features, labels = labelled_utterances()
+    name = sorted(features)[3]
+    labels[name] = labels[name][:-2]
+    features[name][-1, 2] = np.inf
+    with pytest.raises(DataError, match=f"{name}: inf in row {len(features[name]) - 1}, column 2"):
+        load(tmp_path, features, labels)
+
+
+def test_a_chunk_is_read_once_unless_it_has_to_name_what_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features, labels = labelled_utterances()
+    read: list[str] = []
+    real = feature_reader._read
+    monkeypatch.setattr(feature_reader, "_read", lambda entry, *of: (read.append(entry.key), real(entry, *of))[1])
+    load(tmp_path, features, labels)
+    assert read == sorted(features)
+    features[name := sorted(features)[3]][7, 2] = np.nan
+    read.clear()
+    with pytest.raises(DataError, match=f"{name}: nan in row 7, column 2"):
+        load(tmp_path, features, labels)
+    assert read == [*sorted(features), *sorted(features)[:4]]
 
 
 def test_different_dims_name_the_utterance(tmp_path: Path) -> None:

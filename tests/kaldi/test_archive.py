@@ -317,3 +317,24 @@ def test_compressed_features_load_fast(tmp_path: Path) -> None:
             size = sum(reader.read(entry).nbytes for entry in entries)
         best = min(best, time.process_time() - start)
     assert size / best >= 100e6
+
+
+@pytest.mark.parametrize("span", [1e-20, 1.0, 300.0, 1e30])
+def test_bytes_mean_what_they_mean_in_kaldi(span: float) -> None:
+    """Each of the 256, by Kaldi's formula in double precision, of one value after another."""
+    random = np.random.default_rng(1)
+    percentiles = np.sort(random.integers(0, 65536, (50, 4)), axis=1).astype("<u2")
+    coded = np.tile(np.arange(256, dtype=np.uint8), (50, 1))
+    low = np.float32(-0.3 * span)
+    found = compressed.decode("CM", float(low), span, 256, 50, percentiles.tobytes() + coded.tobytes())
+    steps = np.float32(1.52590218966964e-05)
+    for column, numbers in enumerate(percentiles):
+        p0, p25, p75, p100 = (low + np.float32(span) * steps * np.float32(n) for n in numbers)
+        for byte in range(256):
+            if byte <= 64:
+                value = float(p0) + float((p25 - p0) * np.float32(byte)) * (1 / 64.0)
+            elif byte <= 192:
+                value = float(p25) + float((p75 - p25) * np.float32(byte - 64)) * (1 / 128.0)
+            else:
+                value = float(p75) + float((p100 - p75) * np.float32(byte - 192)) * (1 / 63.0)
+            assert found[byte, column] == np.float32(value)

@@ -16,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kaldi_files import matrix_shape, read_matrix
 
-from ddnn.kaldi.archive import iterate_int_vectors, iterate_matrices, read_scp
+from ddnn.kaldi.archive import (
+    MatrixReader,
+    ScpEntry,
+    iterate_int_vectors,
+    iterate_matrices,
+    read_scp,
+    write_int_vectors,
+    write_matrices,
+)
 from ddnn.util.errors import DataError
 
 MATRICES = ["float.ark", "float.txt", "compressed_1.ark", "compressed_3.ark", "compressed_5.ark"]
@@ -316,3 +324,84 @@ def _read_or_refuse(path: Path, size: int, integers: bool) -> None:
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
+
+
+def what_it_reads(entries: list[ScpEntry], *, by_stream: bool) -> list[Any]:
+    """Of each entry its shape and its matrix, or the error; read through the stream alone, or as a loader does."""
+    found: list[Any] = []
+    with MatrixReader() as reader, pytest.MonkeyPatch.context() as patch:
+        if by_stream:
+            patch.setattr(MatrixReader, "_header", lambda self, entry: None)
+        for entry in entries:
+            for read in (reader.shape, reader.read):
+                try:
+                    value = read(entry)
+                except DataError as error:
+                    value = (error.message, error.location, error.hint)
+                found.append((value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value)
+    return found
+
+
+def archive_of(folder: Path, kind: int) -> tuple[Path, list[ScpEntry]]:
+    """Three matrices, of the compression method `kind`, 0 for float32 and -1 for float64."""
+    made = np.random.default_rng(1).normal(size=(3, 10, 3)).astype(np.float64 if kind < 0 else np.float32)
+    items = zip(("a", "b", "c"), made, strict=True)
+    write_matrices(folder / "x.ark", folder / "x.scp", items, compress=max(kind, 0))
+    return folder / "x.ark", list(read_scp(folder / "x.scp"))
+
+
+@pytest.mark.parametrize("kind", [-1, 0, 2, 3, 5])
+def test_records_are_read_past_the_stream_once_the_archive_is_open(tmp_path: Path, kind: int) -> None:
+    """By two calls of the system each, to the same bits."""
+    _, entries = archive_of(tmp_path, kind)
+    opened: list[str] = []
+    real = MatrixReader._at
+
+    def counted(self: MatrixReader, entry: ScpEntry, read: Callable[[Any], Any]) -> Any:
+        opened.append(entry.key)
+        return real(self, entry, read)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MatrixReader, "_at", counted)
+        found = what_it_reads(entries, by_stream=False)
+    assert opened == ["a"], "its shape alone, with which the archive is opened"
+    assert found == what_it_reads(entries, by_stream=True)
+
+
+@pytest.mark.parametrize("kind", [-1, 0, 2, 3, 5])
+def test_damage_is_named_as_by_the_stream(tmp_path: Path, kind: int) -> None:
+    """Every byte of the second header turned, and every cut of the third record, up to one byte of it."""
+    path, entries = archive_of(tmp_path, kind)
+    whole = path.read_bytes()
+    starts = [entry.offset or 0 for entry in entries]
+    for at in (starts[1] + n for n in range(24)):
+        for value in (0, 1, 4, 32, 50, 255):
+            path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+            assert what_it_reads(entries, by_stream=False) == what_it_reads(entries, by_stream=True), (at, value)
+    path.write_bytes(whole)
+    for end in reversed(range(starts[2] - 2, len(whole))):
+        os.truncate(path, end)
+        assert what_it_reads(entries, by_stream=False) == what_it_reads(entries, by_stream=True), end
+
+
+def test_an_archive_that_shrinks_while_it_is_open(tmp_path: Path) -> None:
+    made = {"a": np.ones((4, 3), np.float32), "b": np.ones((9000, 3), np.float32)}  # more than the stream has buffered
+    write_matrices(tmp_path / "x.ark", tmp_path / "x.scp", made.items())
+    first, second = read_scp(tmp_path / "x.scp")
+    with MatrixReader() as reader:
+        reader.read(first)
+        os.truncate(tmp_path / "x.ark", 50_000)
+        with pytest.raises(DataError, match="utterance b: cut short"):
+            reader.read(second)
+
+
+@pytest.mark.parametrize("suffix", [".ark", ".gz"])
+def test_utterance_ids_across_the_end_of_a_buffer(tmp_path: Path, suffix: str) -> None:
+    """Ids and vectors of all lengths, so that some begin in one buffer and end in the next."""
+    random = np.random.default_rng(1)
+    names = [f"{n}-" + "x" * int(length) for n, length in enumerate(random.integers(1, 600, 1500))]
+    vectors = {name: random.integers(-9, 9, int(random.integers(0, 40)), np.int32) for name in names}
+    write_int_vectors(tmp_path / f"x{suffix}", vectors.items())
+    found = dict(iterate_int_vectors(tmp_path / f"x{suffix}"))
+    assert list(found) == names
+    assert all(np.array_equal(found[name], vectors[name]) for name in names)
