@@ -230,10 +230,10 @@ def _read_text_integers(line: bytes) -> NDArray[np.int32]:
 
 def _read_key(reader: BasicTypeReader) -> str | None:
     """The key of the next record and the one space behind it; None at the end of the stream."""
-    ahead = reader.stream.peek()[: _MAX_KEY + 1]
-    words = ahead.split(None, 1) if ahead[:1] > b" " else []  # white space first: as below
-    key = bytearray(words[0] if len(words) == 2 and b"\0" not in words[0] else b"")
-    if not key:  # or where the buffer ends within it
+    ahead = reader.stream.peek()[:_MAX_KEY]  # of a key at once as much as is there, the rest byte by byte
+    words = ahead.split(None, 1) if ahead[:1] > b" " else []
+    key = bytearray(words[0] if words and b"\0" not in words[0] else b"")
+    if not key:
         reader.skip_space()
     reader.stream.read(len(key))
     while (byte := reader.stream.read(1)) and not byte.isspace():

@@ -7,6 +7,7 @@ import os
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -393,6 +394,16 @@ def test_an_archive_that_shrinks_while_it_is_open(tmp_path: Path) -> None:
         os.truncate(tmp_path / "x.ark", 50_000)
         with pytest.raises(DataError, match="utterance b: cut short"):
             reader.read(second)
+
+
+def test_an_offset_into_a_gzip_that_stores_what_it_has(tmp_path: Path) -> None:
+    """Whose bytes are those of the archive: Kaldi would count in what it decompresses to."""
+    path, entries = archive_of(tmp_path, 0)
+    path.write_bytes(gzip.compress(whole := path.read_bytes(), 0))
+    moved = path.read_bytes().index(whole)
+    entries = [replace(entry, offset=(entry.offset or 0) + moved) for entry in entries]
+    found = what_it_reads(entries, by_stream=False)
+    assert all("the file is a gzip" in error[0] for error in found) and len(found) == 6
 
 
 @pytest.mark.parametrize("suffix", [".ark", ".gz"])
