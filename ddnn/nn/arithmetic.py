@@ -156,6 +156,7 @@ class Float32:
     gradient_dtype: torch.dtype = torch.float32  # in which a gradient is computed, before it becomes float32
     bias_input_dtype: torch.dtype = torch.float32  # of the weights of `column_sums`; strided ones are 3 times slower
     updates_by_layer = False  # whether `sgd_update` takes up a layer's gradient at once, while it is in the cache
+    updates_rarely = False  # whether NG-SGD updates its Fisher matrices less often, once a training has settled
     pad_to = 1  # the outputs of the copy's last layer are a multiple of this
 
     def gather(self, dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
@@ -219,6 +220,10 @@ class Float32:
         """The same in the factors of this arithmetic."""
         return self.precondition_exactly(by, x, made, before, after, last)
 
+    def _wide_rows(self, x: Tensor, out: Tensor, norms: Tensor) -> Tensor:
+        self.load_rows(x, out, norms)
+        return out
+
     def scale_(self, grads: Sequence[Tensor], scales: Tensor) -> Sequence[float]:
         """Multiplies each by its scale; returns the factors that are left to the update. Waits for no GPU."""
         for grad, scale in zip(grads, scales.unbind(), strict=True):
@@ -231,6 +236,22 @@ class Float32:
         raise NotImplementedError(f"{type(self).__name__} updates all layers at once")
 
 
+class Float32Kernels(Float32):
+    """The same on a CPU, NG-SGD's rows preconditioned in place by a compiled kernel, in float32 too."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    def precondition(
+        self, by: Preconditioner, x: Tensor, made: Tensor, before: Tensor, after: Tensor, last: Tensor | None = None
+    ) -> Tensor:
+        updates = by.begin(x.shape[0], partial(self._wide_rows, x, made, before), before)
+        self.kernels.remove_projection_(x, by.w, before, after, last, by.j if updates else None)
+        if updates:
+            by.learn_from_j(before)
+        return x
+
+
 class BFloat16(Float32):
     """Activations, derivatives and the factors of products in bf16, by PyTorch. `device`: on which gradients are
     computed in float32 where it supports that. `pad_to`: see `Float32`."""
@@ -238,6 +259,7 @@ class BFloat16(Float32):
     precision = "bf16"
     dtype = torch.bfloat16
     casts = True
+    updates_rarely = True
     bias_input_dtype = torch.bfloat16
 
     def __init__(self, device: torch.device, pad_to: int = 1) -> None:
@@ -280,12 +302,8 @@ class BFloat16(Float32):
             after.hypot_(last)
         return x
 
-    def _wide_rows(self, x: Tensor, out: Tensor, norms: Tensor) -> Tensor:
-        self.load_rows(x, out, norms)
-        return out
 
-
-class BFloat16Kernels(BFloat16):
+class BFloat16Kernels(Float32Kernels, BFloat16):
     """The same on a CPU, the element-wise parts by compiled kernels: what is cast is measured in the same pass, and
     scaled where it is taken up."""
 
@@ -294,7 +312,7 @@ class BFloat16Kernels(BFloat16):
     updates_by_layer = True
 
     def __init__(self, kernels: Kernels) -> None:
-        super().__init__(torch.device("cpu"))
+        BFloat16.__init__(self, torch.device("cpu"))
         self.kernels = kernels
         self.gradient_dtype = torch.bfloat16
 
@@ -333,15 +351,6 @@ class BFloat16Kernels(BFloat16):
         self.kernels.float32_to_bf16_rows(made, x, norms, last)
         return x
 
-    def precondition(
-        self, by: Preconditioner, x: Tensor, made: Tensor, before: Tensor, after: Tensor, last: Tensor | None = None
-    ) -> Tensor:
-        updates = by.begin(x.shape[0], partial(self._wide_rows, x, made, before), before)
-        self.kernels.remove_projection_(x, by.w, before, after, last, by.j if updates else None)
-        if updates:
-            by.learn_from_j(before)
-        return x
-
     def scale_(self, grads: Sequence[Tensor], scales: Tensor) -> Sequence[float]:
         return cast(list[float], scales.tolist())
 
@@ -362,13 +371,12 @@ class _SoftmaxCrossEntropyKernels(SoftmaxCrossEntropy):
 def make_arithmetic(
     precision: Precision, device: torch.device, *, use_kernels: bool = True, pad_to: int | None = None
 ) -> Float32:
-    """The arithmetic of a precision on a device. `use_kernels`: in bf16 on a CPU use compiled kernels, where there are
-    any and nothing is padded. `pad_to`: in bf16, see `Float32.pad_to`; None: `CUDA_PAD_TO` on a GPU, 1 elsewhere."""
-    if precision == "float32":
-        return Float32()
+    """The arithmetic of a precision on a device. `use_kernels`: on a CPU use compiled kernels, where there are any and
+    nothing is padded. `pad_to`: in bf16, see `Float32.pad_to`; None: `CUDA_PAD_TO` on a GPU, 1 elsewhere."""
     if pad_to is None:
-        pad_to = CUDA_PAD_TO if device.type == "cuda" else 1
+        pad_to = CUDA_PAD_TO if device.type == "cuda" and precision == "bf16" else 1
     on_kernels = use_kernels and pad_to == 1 and device.type == "cpu" and torch.get_num_threads() <= KERNELS_THREADS
-    if on_kernels and (kernels := load_library()) is not None:
-        return BFloat16Kernels(kernels)
-    return BFloat16(device, pad_to)
+    kernels = load_library() if on_kernels else None
+    if precision == "float32":
+        return Float32() if kernels is None else Float32Kernels(kernels)
+    return BFloat16(device, pad_to) if kernels is None else BFloat16Kernels(kernels)

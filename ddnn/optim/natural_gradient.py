@@ -33,8 +33,8 @@ R, or by Gram-Schmidt if that fails or the inverse factor holds an element of 10
 
 **Start.** Row k of R has equal entries in columns k, k+r, ... (the first 1.1 times the others); rho = d = 1e-10, so
 that e = 1 / (2 + (D+r) alpha/D); then 3 updates on the first minibatch, 1 if N <= r. An update follows the calls t =
-0..10, and then those where t - 10 is a multiple of `update_period`. A rank of D or more becomes D - 1; D = 1 needs no
-preconditioning.
+0..10, and then those where t - 10 is a multiple of `update_period`; with `updates_rarely`, which Kaldi has not, from t =
+1000 on of 4 `update_period`. A rank of D or more becomes D - 1; D = 1 needs no preconditioning.
 
 **What is computed where.** X, H, J, K, L and W live on the device, in float32; but for X and H where an arithmetic
 has factors of its own (`begin`, `ddnn.nn.arithmetic`). Z, C, U, d and rho are float64 on the
@@ -61,6 +61,8 @@ from ddnn.util.errors import DataError, UserError
 
 _EPSILON = 1e-10  # floor of rho and d, and where they start
 _INITIAL_UPDATES = 10  # updates made before any is skipped
+SETTLED = 1000  # minibatches from which on `updates_rarely` has an effect
+_RARELY = 4  # it multiplies `update_period` by this
 _CONDITION = 1e6  # cond(C) above which the orthonormality of R is checked
 _ORTHONORMAL = 1e-3  # largest |R R^T - I| left alone
 _INVERSE_FACTOR = 100.0  # largest element of the inverse Cholesky factor that is trusted
@@ -110,6 +112,7 @@ class NaturalGradient:
         self.dim, self.options, self.device = dim, options, torch.device(device)
         self.rank = r = min(options.rank, dim - 1)
         self.t = 0
+        self.updates_rarely = False
         self.rho = _EPSILON
         self.d: Vector = np.full(r, _EPSILON)
         e = 1.0 / (2.0 + (dim + r) * options.alpha / dim)
@@ -180,7 +183,8 @@ class NaturalGradient:
     def updates_at(self, t: int) -> bool:
         """Whether the minibatch number `t`, from 0, starts an update of the Fisher matrix."""
         since = t - _INITIAL_UPDATES
-        return since <= 0 or since % self.options.update_period == 0
+        period = self.options.update_period * (_RARELY if self.updates_rarely and t >= SETTLED else 1)
+        return since <= 0 or since % period == 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state as copies on the host: `w` (r, D) float32, `d` (r,) float64, `rho` float64, `t` int64."""

@@ -12,7 +12,7 @@ A layer that gives P rows for each frame (`Layer.gemm`) has N P rows in X and Y.
 that it counts frames, and kappa is in frames too. A layer without such rows has its plain gradient, limited alike by
 the norms of the frames' gradients. In bf16, X and Y are preconditioned in place, the factors of X W^T and H W rounded to
 bf16 and the sums in float32; with the option `exact` in float32, X^ and Y^ being rounded for the last product alone.
-The Fisher matrices are updated in float32 in either.
+The Fisher matrices are updated in float32 in either, but in bf16 less often once a training has settled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NgSgdOptions(SgdOptions):
     update_period: int = 4
     max_change: float = 0.075  # a step that would change a layer by more than this per frame is shortened; 0: never
     max_change_scope: Literal["global", "local", "unscaled"] = "global"
-    exact: bool = False  # in bf16: X^ and Y^ in float32, and then rounded
+    exact: bool = False  # in bf16: X^ and Y^ in float32, and then rounded; without `NaturalGradient.updates_rarely`
 
     def sides(self, gemm: Gemm) -> tuple[tuple[int, int], tuple[int, int]]:
         """Dimension and rank of a layer's two preconditioners, of the input with 1 appended and of the derivative. Of a
@@ -106,6 +106,8 @@ class NgSgd(Sgd):
         self._memory = self._new_memory(0, Float32())
 
     def _new_memory(self, frames: int, arithmetic: Float32) -> _Memory:
+        for one in self.preconditioners:
+            one.updates_rarely = arithmetic.updates_rarely and not self._options.exact
         return _Memory(self._gemms, frames, arithmetic, self.network.parameters.device, self._options.exact)
 
     @property
@@ -113,7 +115,8 @@ class NgSgd(Sgd):
         return [one for one in (*self.input_preconditioners.values(), *self.grad_preconditioners.values()) if one.rank]
 
     def fill_gradient(self, workspace: Workspace, lr: float, out: Sequence[Views]) -> Iterator[tuple[int, float]]:
-        """As `Sgd.fill_gradient`; overwrites the workspace's derivatives and, in bf16, activations and input."""
+        """As `Sgd.fill_gradient`; overwrites the workspace's derivatives and, in bf16 or with compiled kernels, activations
+        and input."""
         a, options = workspace.arithmetic, self._options
         limited_lr = 1.0 if options.max_change_scope == "unscaled" else lr
         if self._memory.made_for != (len(workspace.x), a):

@@ -205,7 +205,8 @@ class NgSgdConfig(MomentumConfig):
     num_samples_history: Annotated[float, Field(gt=0.0, le=1e6)] = 2000.0
     """Time constant of the Fisher matrices, in frames."""
     update_period: Count = 4
-    """Minibatches between two updates of the Fisher matrices, after the first 10 minibatches."""
+    """Minibatches between two updates of the Fisher matrices, after the first 10 minibatches. In bf16 it is four times as
+    many from minibatch 1000 on, unless `exact: true`."""
     max_change_per_sample: NotNegative = 0.075
     """A step that would change a layer by more than this per frame is scaled down. 0: never."""
     max_change_scope: Literal["global", "local", "unscaled"] = "global"
@@ -214,8 +215,9 @@ class NgSgdConfig(MomentumConfig):
     slows down training with many workers. `unscaled` limits the step before it is multiplied by the learning rate, as
     in the code behind arXiv 1507.01239: learning rates of 0.32 and more work only with it."""
     exact: bool = False
-    """With `precision: bf16`, precondition in float32 and round what comes of it, which takes longer. In float32 it
-    changes nothing."""
+    """With `precision: bf16`, precondition in float32 and round what comes of it, and always update after
+    `update_period` minibatches, which takes longer. In float32, precondition by PyTorch's products where compiled
+    kernels would do it, which changes the last bits."""
 
 
 class CombinationConfig(Section):

@@ -215,7 +215,7 @@ def test_a_file_that_is_no_library(content: bytes, folder: Path, caplog: pytest.
     (folder / "kernels.so").write_bytes(content)
     assert load_library() is None
     (warning,) = warnings(caplog)
-    assert "compiled kernels cannot be loaded, bf16 steps run in PyTorch alone: " in warning
+    assert "compiled kernels cannot be loaded, bf16 and NG-SGD run in PyTorch alone: " in warning
 
 
 OURS = """
@@ -263,7 +263,9 @@ def test_without_a_library_the_log_says_what_to_do(folder: Path, caplog: pytest.
     assert load_library() is None
     (record,) = caplog.records
     assert record.levelno == logging.INFO
-    assert "no compiled kernels: bf16 steps run in PyTorch alone, which is slower; pip install" in record.getMessage()
+    assert (
+        "no compiled kernels: bf16 and NG-SGD run in PyTorch alone, which is slower; pip install" in record.getMessage()
+    )
 
 
 def test_other_processors_load_nothing(
@@ -274,6 +276,6 @@ def test_other_processors_load_nothing(
     caplog.set_level(logging.INFO)
     assert load_library() is None
     assert [record.getMessage() for record in caplog.records] == [
-        "compiled kernels are for x86-64: bf16 steps run in PyTorch alone"
+        "compiled kernels are for x86-64: bf16 and NG-SGD run in PyTorch alone"
     ]
     assert os.fspath(kernels.LIBRARY).startswith(os.fspath(folder)), "or this saw the library of the installation"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -177,13 +178,20 @@ def test_gradients_that_workers_average_are_averaged(name: str) -> None:
     torch.testing.assert_close(moved[1], moved[0], rtol=0.01, atol=1e-6)
 
 
+@needs_kernels
 @pytest.mark.parametrize("optimizer", ["momentum", "ng-sgd"])
-def test_float32_knows_no_kernels(optimizer: str) -> None:
-    options = OPTIMIZERS[optimizer]
+@pytest.mark.parametrize("exact", [False, True])
+def test_in_float32_kernels_precondition_and_nothing_else(
+    optimizer: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, calls = OPTIMIZERS[optimizer], Calls(monkeypatch)
+    if isinstance(options, NgSgdOptions):
+        options = replace(options, exact=exact)
     (plain_losses, plain), (losses, found) = (train(SIGMOIDS, options, "float32", c, 20) for c in (False, True))
-    assert torch.equal(losses, plain_losses)
-    assert torch.equal(found.parameters, plain.parameters)
-    assert type(arithmetic("float32")) is Float32
+    expected = {"remove_projection_": 2 * 3 * 20} if optimizer == "ng-sgd" and not exact else {}
+    assert {name: count for name, count in calls.of.items() if count} == expected
+    torch.testing.assert_close(losses, plain_losses, rtol=1e-5, atol=0.0)
+    assert torch.equal(found.parameters, plain.parameters) != bool(expected)
 
 
 def test_padding_or_an_option_keeps_the_kernels_away() -> None:

@@ -1,6 +1,6 @@
-"""Compiled parts of the bf16 training step on a CPU: `kernels.c`, which pip compiles where there is a C compiler. Every
-function has a plain counterpart in PyTorch, named in its docstring, which runs wherever these cannot: where nothing was
-compiled, on a processor without AVX512-BF16, on a GPU, in float32. The tests hold the two together."""
+"""Compiled parts of the bf16 training step on a CPU, and of NG-SGD in float32: `kernels.c`, which pip compiles where there
+is a C compiler. Every function has a plain counterpart in PyTorch, named in its docstring, which runs wherever these
+cannot: where nothing was compiled, on a processor without AVX512-BF16, on a GPU. The tests hold the two together."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ _ARGUMENTS = {
     "ddnn_float32_to_bf16_rows": [_POINTER, *[_COUNT] * 3, *[_POINTER] * 3],
     "ddnn_precondition": [_POINTER, *[_COUNT] * 2, _POINTER, *[_COUNT] * 2, *[_POINTER] * 5],
     "ddnn_precondition_memory": [_COUNT] * 3,
+    "ddnn_precondition_float32": [_POINTER, *[_COUNT] * 2, _POINTER, *[_COUNT] * 2, *[_POINTER] * 5],
+    "ddnn_precondition_float32_memory": [_COUNT] * 3,
     "ddnn_use_tiles": [ctypes.c_int],
     "ddnn_cross_entropy": [_POINTER, _POINTER, _COUNT, _COUNT, _POINTER, ctypes.POINTER(ctypes.c_double), _POINTER],
     "ddnn_sgd_update": [_POINTER, _POINTER, _POINTER, _COUNT, _FLOAT, _FLOAT],
@@ -52,8 +54,13 @@ class Kernels:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, None
-        for name in ("ddnn_cross_entropy", "ddnn_gather_spliced", "ddnn_precondition_memory"):
+        for name in ("ddnn_cross_entropy", "ddnn_gather_spliced"):
             getattr(self._library, name).restype = _COUNT
+        self._precondition = {}
+        for dtype, name in ((torch.bfloat16, "ddnn_precondition"), (torch.float32, "ddnn_precondition_float32")):
+            memory = getattr(self._library, f"{name}_memory")
+            memory.restype = _COUNT
+            self._precondition[dtype] = getattr(self._library, name), memory
         self._memory = torch.empty(0, dtype=torch.uint8)
         wanted = os.environ.get(AMX) == "1"
         self.tiles = self.use_tiles(wanted and bool(self._library.ddnn_tiles_supported()))
@@ -123,20 +130,22 @@ class Kernels:
     def remove_projection_(
         self, x: Tensor, w: Tensor, before: Tensor, after: Tensor, last: Tensor | None, j: Tensor | None
     ) -> None:
-        """X <- X - (X W^T) W, of W and X W^T rounded to bf16, summed in float32 and rounded. X is x (rows, columns) bf16
-        and, where `last` (rows,) float32 is given, a further column of ones, of which last gets what becomes of it. w
-        (rank, columns of X) float32. before, after (rows,) float32 <- the norms of the rows of X, unrounded; j (rank,
-        columns of X) float32 <- (X W^T)^T X, where it is given. Plain: `BFloat16.precondition`."""
+        """X <- X - (X W^T) W, for x in bf16 of W and X W^T rounded to bf16, summed in float32 and rounded. X is x (rows,
+        columns) bf16 or float32 and, where `last` (rows,) float32 is given, a further column of ones, of which last gets
+        what becomes of it. w (rank, columns of X) float32. before, after (rows,) float32 <- the norms of the rows of X,
+        unrounded; j (rank, columns of X) float32 <- (X W^T)^T X, where it is given. Plain: `BFloat16.precondition`,
+        `Float32.precondition_exactly`."""
         (rows, columns), rank = x.shape, w.shape[0]
         one = last is not None
-        _check(torch.bfloat16, x.shape, x)
+        _check(torch.float32 if x.dtype is torch.float32 else torch.bfloat16, x.shape, x)
         _check(torch.float32, (rank, columns + one), w, j)
         _check(torch.float32, (rows,), before, after, last)
-        memory = self._library.ddnn_precondition_memory(columns, one, rank)
+        precondition, memory_of = self._precondition[x.dtype]
+        memory = memory_of(columns, one, rank)
         if self._memory.numel() < memory:
             self._memory = torch.empty(memory, dtype=torch.uint8)
         given = (x.data_ptr(), rows, columns, w.data_ptr(), rank, columns + one, before.data_ptr(), after.data_ptr())
-        self._library.ddnn_precondition(*given, _pointer(last), _pointer(j), self._memory.data_ptr())
+        precondition(*given, _pointer(last), _pointer(j), self._memory.data_ptr())
 
     def use_tiles(self, on: bool) -> bool:
         """Whether `remove_projection_` uses AMX from now on: if asked to, and if it then does what it does without."""
@@ -210,22 +219,22 @@ def _check_rows(shape: tuple[int, int], matrix: Tensor) -> int:
 def load_library() -> Kernels | None:
     """The compiled kernels, or None where they cannot be used; the log says why."""
     if platform.machine() != "x86_64":
-        log.info("compiled kernels are for x86-64: bf16 steps run in PyTorch alone")
+        log.info("compiled kernels are for x86-64: bf16 and NG-SGD run in PyTorch alone")
         return None
     hint = "pip install compiles it, where there is a C compiler"
     if not LIBRARY.is_file():
-        log.info("no compiled kernels: bf16 steps run in PyTorch alone, which is slower; %s", hint)
+        log.info("no compiled kernels: bf16 and NG-SGD run in PyTorch alone, which is slower; %s", hint)
         return None
     try:
         kernels, source = Kernels(LIBRARY), hashlib.sha256(SOURCE.read_bytes()).hexdigest()
     except (OSError, AttributeError) as error:
-        log.warning("compiled kernels cannot be loaded, bf16 steps run in PyTorch alone: %s; %s", error, hint)
+        log.warning("compiled kernels cannot be loaded, bf16 and NG-SGD run in PyTorch alone: %s; %s", error, hint)
         return None
     if kernels.source != source:
         log.warning("%s was compiled from another %s and is not used; %s", LIBRARY, SOURCE.name, hint)
         return None
     if not kernels.supported:
-        log.info("this processor has no AVX512-BF16: bf16 steps run in PyTorch alone")
+        log.info("this processor has no AVX512-BF16: bf16 and NG-SGD run in PyTorch alone")
         return None
-    log.info("bf16: what is beside the matrix products is done by compiled kernels")
+    log.info("compiled kernels: what is beside the matrix products in bf16, and the preconditioning of NG-SGD")
     return kernels

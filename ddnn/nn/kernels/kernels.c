@@ -1,4 +1,5 @@
-/* The element-wise parts of a training step in bf16, on processors with AVX-512 and its bf16 instructions.
+/* The element-wise parts of a training step in bf16, and preconditioning in bf16 and float32, on processors with AVX-512
+ * and its bf16 instructions.
  *
  * Each function does in one pass over memory what ddnn.nn.kernels describes, and what PyTorch does in several. Values
  * are widened to float32, worked on there, and rounded once, to nearest even. NaN gives NaN (and a
@@ -580,6 +581,163 @@ FAST void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const fl
         }
     }
     if (tiles) end_tiles();
+}
+
+/* The same in float32, of which nothing is rounded: h (rows, width) += x (rows, n columns, their starts `columns` apart)
+ * w (n, width); of h and w so many vectors. */
+INSIDE void add_products_float32(float *h, int64_t width, const float *x, int64_t columns, const float *w, int64_t n,
+                                 const int rows, const int vectors) {
+    __m512 sum[MANY][VECTORS];
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < vectors; v++) sum[i][v] = _mm512_loadu_ps(h + i * width + v * LANES);
+    for (int64_t c = 0; c < n; c++, w += width, x++) {
+        __m512 factor[VECTORS];
+        for (int v = 0; v < vectors; v++) factor[v] = _mm512_loadu_ps(w + v * LANES);
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < vectors; v++)
+                sum[i][v] = _mm512_fmadd_ps(_mm512_set1_ps(x[i * columns]), factor[v], sum[i][v]);
+    }
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < vectors; v++) _mm512_storeu_ps(h + i * width + v * LANES, sum[i][v]);
+}
+
+/* The same for any number of rows, up to BLOCK, and all of the width. */
+FAST static void project_float32(float *h, int64_t width, const float *x, int64_t columns, const float *w, int64_t n,
+                                 int64_t rows) {
+    for (int64_t from = 0, p = 0; from < width; from += p * LANES) {
+        p = (width - from) / LANES;
+        if (p > VECTORS) p = VECTORS;
+        for (int64_t i = 0, done = 1; i < rows; i += done) {
+            float *to = h + i * width + from;
+            const float *of = x + i * columns;
+            const int64_t left = rows - i;
+#define WITH(v) \
+    case v: \
+        done = v < 3 && left >= MANY ? MANY : left >= SOME ? SOME : 1; \
+        if (v < 3 && done == MANY) add_products_float32(to, width, of, columns, w + from, n, MANY, v); \
+        else if (done == SOME) add_products_float32(to, width, of, columns, w + from, n, SOME, v); \
+        else add_products_float32(to, width, of, columns, w + from, n, 1, v); \
+        break;
+            switch (p) { WITH(1) WITH(2) WITH(3) WITH(4) WITH(5) }
+#undef WITH
+        }
+    }
+}
+
+/* x (rows, left columns, or GROUP) <- x - h w; h (rows, rank, their starts `width` apart), w (rank, GROUP); squares
+ * (rows, LANES) += those of x. */
+INSIDE void subtract_projection(float *x, int64_t columns, int64_t left, const float *h, int64_t width, const float *w,
+                                int64_t rank, float *squares, const int rows) {
+    enum { PARTS = GROUP / LANES };
+    __m512 sum[SOME][PARTS];
+    __mmask16 on[PARTS];
+    for (int v = 0; v < PARTS; v++) on[v] = left > v * LANES ? lanes(left - v * LANES) : 0;
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < PARTS; v++) sum[i][v] = _mm512_maskz_loadu_ps(on[v], x + i * columns + v * LANES);
+    for (int64_t k = 0; k < rank; k++, w += GROUP) {
+        __m512 factor[PARTS];
+        for (int v = 0; v < PARTS; v++) factor[v] = _mm512_loadu_ps(w + v * LANES);
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < PARTS; v++)
+                sum[i][v] = _mm512_fnmadd_ps(_mm512_set1_ps(h[i * width + k]), factor[v], sum[i][v]);
+    }
+    for (int i = 0; i < rows; i++) {
+        __m512 square = _mm512_loadu_ps(squares + i * LANES);
+        for (int v = 0; v < PARTS; v++) {
+            square = _mm512_mask3_fmadd_ps(sum[i][v], sum[i][v], square, on[v]);
+            _mm512_mask_storeu_ps(x + i * columns + v * LANES, on[v], sum[i][v]);
+        }
+        _mm512_storeu_ps(squares + i * LANES, square);
+    }
+}
+
+/* j (rank, left columns, or GROUP; its rows `dim` apart) += h^T x of n rows of x; h (n, rank, their starts `width`
+ * apart). */
+INSIDE void add_scatter_float32(float *j, int64_t dim, int64_t rank, const float *h, int64_t width, const float *x,
+                                int64_t columns, int64_t left, int64_t n) {
+    enum { PARTS = GROUP / LANES };
+    __mmask16 on[PARTS];
+    for (int v = 0; v < PARTS; v++) on[v] = left > v * LANES ? lanes(left - v * LANES) : 0;
+    for (int64_t k = 0; k < rank; k += SOME) {
+        __m512 sum[SOME][PARTS];
+        float *to[SOME]; /* beyond the last row it is the last row again, and not stored; h is 0 there, up to its width */
+        for (int i = 0; i < SOME; i++) {
+            to[i] = j + (k + i < rank ? k + i : rank - 1) * dim;
+            for (int v = 0; v < PARTS; v++) sum[i][v] = _mm512_maskz_loadu_ps(on[v], to[i] + v * LANES);
+        }
+        for (int64_t m = 0; m < n; m++) {
+            __m512 row[PARTS];
+            for (int v = 0; v < PARTS; v++) row[v] = _mm512_maskz_loadu_ps(on[v], x + m * columns + v * LANES);
+            for (int i = 0; i < SOME; i++)
+                for (int v = 0; v < PARTS; v++)
+                    sum[i][v] = _mm512_fmadd_ps(_mm512_set1_ps(h[m * width + k + i]), row[v], sum[i][v]);
+        }
+        for (int i = 0; i < SOME && k + i < rank; i++)
+            for (int v = 0; v < PARTS; v++) _mm512_mask_storeu_ps(to[i] + v * LANES, on[v], sum[i][v]);
+    }
+}
+
+int64_t ddnn_precondition_float32_memory(int64_t columns, int64_t one, int64_t rank) {
+    const int64_t width = (rank + LANES - 1) / LANES * LANES, dim = columns + one;
+    return 4 * ((dim + BLOCK) * width + (columns + GROUP - 1) / GROUP * GROUP * rank);
+}
+
+/* As ddnn_precondition, of x and j in float32. */
+FAST void ddnn_precondition_float32(float *x, int64_t rows, int64_t columns, const float *w, int64_t rank, int64_t dim,
+                                    float *before, float *after, float *last, float *j, char *memory) {
+    const int one = dim > columns;
+    const int64_t width = (rank + LANES - 1) / LANES * LANES;
+    float *h = (float *)memory, *by_columns = h + BLOCK * width, *by_rows = by_columns + dim * width;
+    for (int64_t c = 0; c < dim; c += LANES) /* in squares: fewer writes apart */
+        for (int64_t k = 0; k < width; k++)
+            for (int64_t m = c; m < c + LANES && m < dim; m++) by_columns[m * width + k] = k < rank ? w[k * dim + m] : 0.0f;
+    for (int64_t c = 0; c < columns; c += GROUP)
+        for (int64_t k = 0; k < rank; k++)
+            for (int v = 0; v < GROUP; v += LANES) {
+                const __mmask16 on = columns - c > v ? lanes(columns - c - v) : 0;
+                _mm512_storeu_ps(by_rows + c * rank + k * GROUP + v, _mm512_maskz_loadu_ps(on, w + k * dim + c + v));
+            }
+    const float *ones = by_columns + columns * width; /* their row of the transposed W */
+    if (j) __builtin_memset(j, 0, (size_t)(rank * dim * 4));
+    for (int64_t i = 0; i < rows; i += BLOCK, x += BLOCK * columns) {
+        const int64_t n = rows - i < BLOCK ? rows - i : BLOCK;
+        float squares[BLOCK][LANES];
+        for (int64_t m = 0; m < n; m++) {
+            __m512 square = _mm512_setzero_ps();
+            for (int64_t c = 0; c < columns; c += LANES) {
+                __m512 v = _mm512_maskz_loadu_ps(lanes(columns - c), x + m * columns + c);
+                square = _mm512_fmadd_ps(v, v, square);
+            }
+            before[i + m] = sqrtf(_mm512_reduce_add_ps(square) + (float)one);
+            _mm512_storeu_ps(squares[m], _mm512_setzero_ps());
+            for (int64_t k = 0; k < width; k += LANES)
+                _mm512_storeu_ps(h + m * width + k, one ? _mm512_loadu_ps(ones + k) : _mm512_setzero_ps());
+        }
+        for (int64_t c = 0; c < columns; c += CHUNK)
+            project_float32(h, width, x + c, columns, by_columns + c * width, columns - c < CHUNK ? columns - c : CHUNK, n);
+        for (int64_t c = 0; c < columns; c += GROUP) {
+            int64_t m = 0;
+            if (j) add_scatter_float32(j + c, dim, rank, h, width, x + c, columns, columns - c, n);
+            for (; m + SOME <= n; m += SOME)
+                subtract_projection(x + m * columns + c, columns, columns - c, h + m * width, width, by_rows + c * rank, rank,
+                                    squares[m], SOME);
+            for (; m < n; m++)
+                subtract_projection(x + m * columns + c, columns, columns - c, h + m * width, width, by_rows + c * rank, rank,
+                                    squares[m], 1);
+        }
+        for (int64_t m = 0; m < n; m++) {
+            float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(squares[m]));
+            if (one) {
+                __m512 v = _mm512_setzero_ps();
+                for (int64_t k = 0; k < width; k += LANES)
+                    v = _mm512_fmadd_ps(_mm512_loadu_ps(h + m * width + k), _mm512_loadu_ps(ones + k), v);
+                last[i + m] = 1.0f - _mm512_reduce_add_ps(v);
+                sum += last[i + m] * last[i + m];
+                for (int64_t k = 0; j && k < rank; k++) j[k * dim + columns] += h[m * width + k];
+            }
+            after[i + m] = sqrtf(sum);
+        }
+    }
 }
 
 /* Softmax and cross-entropy of each row of x (rows, pdfs): its derivative by x into d, the sum over the rows into loss;
