@@ -41,6 +41,7 @@ from ddnn.nn.layer import Layer
 from ddnn.nn.layers import mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import choose_arithmetic
+from ddnn.optim.natural_gradient import SETTLED
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.recipe.schema import AveragingConfig, BmufConfig, ParallelConfig
@@ -180,6 +181,7 @@ LR = 1e-4
 TINY_LR = 1e-12  # for many updates from one gradient
 ROUNDS, FEWEST_ROUNDS = 25, 3
 """Many short rounds: the speed of a shared machine changes within seconds, and each ratio is within a round."""
+Name = tuple[Precision, str]  # of what is timed: in which precision, and what
 WARM_UP = 12  # calls before timing: NG-SGD updates its Fisher matrices in each of its first 10
 
 
@@ -222,15 +224,20 @@ def bench_network(
     """One network: alternating rounds of the training step with each optimizer, of the parts of the step, and, where
     asked for, of the loop in plain PyTorch."""
     network, device = task.model.network, task.model.network.parameters.device
-    functions: dict[tuple[Precision, str], Callable[[], object]] = {}
+    functions: dict[Name, Callable[[], object]] = {}
+    units: dict[Name, int] = {}
     for precision in precisions:
         arithmetic = make_arithmetic(precision, device)
         functions |= {(precision, part): function for part, function in parts_of_step(task, arithmetic).items()}
-        for optimizer, options in OPTIMIZERS.items():
-            functions[precision, optimizer] = training_step(task, arithmetic, make_optimizer(options, network))
+        for of, options in OPTIMIZERS.items():
+            optimizer = make_optimizer(options, network)
+            functions[precision, of] = training_step(task, arithmetic, optimizer)
+            if optimizer.preconditioners:
+                seconds_per_call(functions[precision, of], WARM_UP, device)
+                units[precision, of] = settle(optimizer)
         if plain:
             functions[precision, PLAIN] = plain_step(task, precision)
-    times = dict(zip(functions, _in_turn(list(functions.values()), device, seconds), strict=True))
+    times = dict(zip(functions, _in_turn(functions, units, device, seconds), strict=True))
     flop, results = training_flop_per_frame(network.layers) * task.minibatch, []
     for precision, loop in itertools.product(precisions, [*OPTIMIZERS, *[PLAIN] * plain]):
         step, sgd, gemm = (times[precision, part] for part in (loop, "sgd", "gemm"))
@@ -384,13 +391,26 @@ def matrix_products(workspace: Workspace) -> list[Factors]:
     return [*forward, *backward, *gradients]
 
 
-def _in_turn(functions: Sequence[Callable[[], object]], device: torch.device, seconds: float) -> list[list[float]]:
+def settle(optimizer: Sgd) -> int:
+    """Takes an optimizer that has made a step to where most of a training is. Returns after how many minibatches its
+    steps recur, with an update of the Fisher matrices: 1 for those without."""
+    for one in optimizer.preconditioners:
+        one.t = SETTLED
+    return max((one.period_at(SETTLED) for one in optimizer.preconditioners), default=1)
+
+
+def _in_turn(
+    named: Mapping[Name, Callable[[], object]], units: Mapping[Name, int], device: torch.device, seconds: float
+) -> list[list[float]]:
     """Seconds per call of each function, all of them in every one of `ROUNDS` rounds, in about `seconds`. Every
-    function gets as much of a round. Where a round takes too long for that, there are fewer."""
+    function gets as much of a round, in multiples of its unit of calls, if it has one. Where a round takes too long for
+    that, there are fewer."""
+    functions = list(named.values())
     for function in functions:
         seconds_per_call(function, WARM_UP, device)
     share = seconds / ROUNDS / len(functions)
     calls = [max(1, int(share / max(seconds_per_call(function, 3, device), 1e-6))) for function in functions]
+    calls = [-(-n // unit) * unit for n, unit in zip(calls, (units.get(name, 1) for name in named), strict=True)]
     rounds: list[list[float]] = []
     started = time.perf_counter()
     while len(rounds) < FEWEST_ROUNDS or (len(rounds) < ROUNDS and time.perf_counter() - started < 2 * seconds):
@@ -501,7 +521,7 @@ def bench_workers(
     run_seconds = _timed_steps(task, optimizer, precision)
     each = comm.all_gather_object(run_seconds(by_itself, WARM_UP) / WARM_UP)
     # Of a training all workers update their Fisher matrices in the same minibatch, also after rank 0 was alone.
-    unit = math.lcm(options.averaging_period, NgSgdOptions.update_period)
+    unit = math.lcm(options.averaging_period, settle(optimizer))
     minibatches = max(1, int(seconds / ROUNDS / 3 / max(each) / unit)) * unit
     alone, apart, together = [], [], []
     rows: list[dict[str, Any]] = []

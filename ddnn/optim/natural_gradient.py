@@ -183,8 +183,11 @@ class NaturalGradient:
     def updates_at(self, t: int) -> bool:
         """Whether the minibatch number `t`, from 0, starts an update of the Fisher matrix."""
         since = t - _INITIAL_UPDATES
-        period = self.options.update_period * (_RARELY if self.updates_rarely and t >= SETTLED else 1)
-        return since <= 0 or since % period == 0
+        return since <= 0 or since % self.period_at(t) == 0
+
+    def period_at(self, t: int) -> int:
+        """Minibatches per update, around the minibatch number `t`, over 10."""
+        return self.options.update_period * (_RARELY if self.updates_rarely and t >= SETTLED else 1)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state as copies on the host: `w` (r, D) float32, `d` (r,) float64, `rho` float64, `t` int64."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from ddnn.data.batches import Batch
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
 from ddnn.nn.layers import check_layers, mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace
+from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.training.step import EagerStep, Result
 from ddnn.util.errors import UserError
 
@@ -63,6 +66,31 @@ def test_a_bench_runs_the_trainer_and_says_all(monkeypatch: pytest.MonkeyPatch) 
     text = report.as_text()
     assert all(part.replace("_", "-") in text for part in step.PARTS)
     assert text.count("tiny") == 8
+
+
+def test_rounds_have_an_update_of_a_settled_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of NG-SGD in bf16 as many steps as there are from one update to the next, or it is a matter of chance."""
+    monkeypatch.setattr(step, "NETWORKS", {"tiny": step.Shape(1, 8, 5, 16)})
+    updated, rounds = set[int](), list[tuple[int, int]]()
+    begin, timed = NaturalGradient.begin, step.seconds_per_call
+
+    def begins(self: NaturalGradient, *of: Any) -> bool:
+        updates = begin(self, *of)
+        updated.update([self.t] * updates)
+        return updates
+
+    def counted(function: Callable[[], object], calls: int, device: torch.device) -> float:
+        updated.clear()
+        took = timed(function, calls, device)
+        rounds.append((calls, len(updated)))
+        return took
+
+    monkeypatch.setattr(NaturalGradient, "begin", begins)
+    monkeypatch.setattr(step, "seconds_per_call", counted)
+    step.run_bench(("tiny",), "cpu", seconds=0.01, precisions=("bf16",))
+    of_ng_sgd = [(calls, updates) for calls, updates in rounds[-6 * step.FEWEST_ROUNDS :] if updates]
+    assert len(of_ng_sgd) == step.FEWEST_ROUNDS
+    assert all(calls == 16 * updates for calls, updates in of_ng_sgd)
 
 
 def test_bf16_is_measured_on_request_or_where_auto_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
