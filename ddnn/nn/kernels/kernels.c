@@ -203,28 +203,30 @@ INSIDE void add_products(float *h, int64_t width, const uint16_t *x, int64_t col
         for (int v = 0; v < vectors; v++) _mm512_storeu_ps(h + i * width + v * LANES, sum[i][v]);
 }
 
-/* The same for any number of rows, up to BLOCK, and all of the width. */
-FAST static void project(float *h, int64_t width, const uint16_t *x, int64_t columns, const uint32_t *w, int64_t pairs,
-                         int64_t rows) {
-    for (int64_t from = 0, p = 0; from < width; from += p * LANES) {
-        p = (width - from) / LANES;
-        if (p > VECTORS) p = VECTORS;
-        for (int64_t i = 0, done = 1; i < rows; i += done) {
-            float *to = h + i * width + from;
-            const uint16_t *of = x + i * columns;
-            const int64_t left = rows - i;
-#define WITH(n) \
-    case n: \
-        done = n < 3 && left >= MANY ? MANY : left >= SOME ? SOME : 1; /* few vectors: more rows at a time */ \
-        if (n < 3 && done == MANY) add_products(to, width, of, columns, w + from, pairs, MANY, n); \
-        else if (done == SOME) add_products(to, width, of, columns, w + from, pairs, SOME, n); \
-        else add_products(to, width, of, columns, w + from, pairs, 1, n); \
+/* The same for any number of rows, up to BLOCK, and all of the width: the function `name` by `add`, of x and w of these
+ * types. Of few vectors more rows at a time. */
+#define WITH(add, vectors) \
+    case vectors: \
+        done = vectors < 3 && left >= MANY ? MANY : left >= SOME ? SOME : 1; \
+        if (vectors < 3 && done == MANY) add(to, width, of, columns, w + from, n, MANY, vectors); \
+        else if (done == SOME) add(to, width, of, columns, w + from, n, SOME, vectors); \
+        else add(to, width, of, columns, w + from, n, 1, vectors); \
         break;
-            switch (p) { WITH(1) WITH(2) WITH(3) WITH(4) WITH(5) }
-#undef WITH
-        }
+#define PROJECT(name, add, x_type, w_type) \
+    FAST static void name(float *h, int64_t width, const x_type *x, int64_t columns, const w_type *w, int64_t n, \
+                          int64_t rows) { \
+        for (int64_t from = 0, p = 0; from < width; from += p * LANES) { \
+            p = (width - from) / LANES; \
+            if (p > VECTORS) p = VECTORS; \
+            for (int64_t i = 0, done = 1; i < rows; i += done) { \
+                float *to = h + i * width + from; \
+                const x_type *of = x + i * columns; \
+                const int64_t left = rows - i; \
+                switch (p) { WITH(add, 1) WITH(add, 2) WITH(add, 3) WITH(add, 4) WITH(add, 5) } \
+            } \
+        } \
     }
-}
+PROJECT(project, add_products, uint16_t, uint32_t)
 
 /* x (rows, left columns, or GROUP) <- x + h w; h (rows, width), w (pairs, GROUP); squares (rows, LANES) += those of x. */
 INSIDE void add_projection(uint16_t *x, int64_t columns, int64_t left, const uint16_t *h, int64_t width,
@@ -601,28 +603,7 @@ INSIDE void add_products_float32(float *h, int64_t width, const float *x, int64_
         for (int v = 0; v < vectors; v++) _mm512_storeu_ps(h + i * width + v * LANES, sum[i][v]);
 }
 
-/* The same for any number of rows, up to BLOCK, and all of the width. */
-FAST static void project_float32(float *h, int64_t width, const float *x, int64_t columns, const float *w, int64_t n,
-                                 int64_t rows) {
-    for (int64_t from = 0, p = 0; from < width; from += p * LANES) {
-        p = (width - from) / LANES;
-        if (p > VECTORS) p = VECTORS;
-        for (int64_t i = 0, done = 1; i < rows; i += done) {
-            float *to = h + i * width + from;
-            const float *of = x + i * columns;
-            const int64_t left = rows - i;
-#define WITH(v) \
-    case v: \
-        done = v < 3 && left >= MANY ? MANY : left >= SOME ? SOME : 1; \
-        if (v < 3 && done == MANY) add_products_float32(to, width, of, columns, w + from, n, MANY, v); \
-        else if (done == SOME) add_products_float32(to, width, of, columns, w + from, n, SOME, v); \
-        else add_products_float32(to, width, of, columns, w + from, n, 1, v); \
-        break;
-            switch (p) { WITH(1) WITH(2) WITH(3) WITH(4) WITH(5) }
-#undef WITH
-        }
-    }
-}
+PROJECT(project_float32, add_products_float32, float, float)
 
 /* x (rows, left columns, or GROUP) <- x - h w; h (rows, rank, their starts `width` apart), w (rank, GROUP); squares
  * (rows, LANES) += those of x. */
