@@ -206,11 +206,12 @@ def report(
 @option("--minibatch-size", type=int, help="Another minibatch size.")
 @option("--averaging-period", type=int, help="Another averaging period, in minibatches.")
 @option("--frames", type=float, help="Another number of frames in an epoch.")
-@option("--hours", type=float, help="The same in hours of 360,000 frames.")
+@option("--hours", type=float, help="The same in hours of speech, at 100 frames per second.")
 @option("--fit", callback=parse_sizes, help="Fit to these sizes only, and predict the others.  [default: all]")
 @option("--latency", type=float, help="Seconds for a message, instead of the fitted value.")
 @option("--bandwidth", type=float, help="Bytes per second, instead of the fitted value.")
 @option("--comm-dtype", type=Choice(["float32", "bfloat16"]), help="Type that is sent.  [default: as measured]")
+@option("--allow-overloaded", is_flag=True, help="Predict even from runs whose cores other processes used.")
 @option("--out", type=PATH, help="Folder for scaling.png; needs ddnn[report].")
 @json_option
 def scale(measured: str, out: Path | None, json_: bool, **options: Any) -> None:

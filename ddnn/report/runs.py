@@ -206,7 +206,7 @@ def _summary(run: Run, runs: Sequence[Run]) -> Summary:
         speed_up_over=base.name if base else None,
         efficiency=None if speed_up is None else speed_up / workers,
         no_speed_up=reason,
-        compute_cpu_fraction=_compute_cpu_fraction(run),
+        compute_cpu_fraction=compute_cpu_fraction(run.metrics),
         shares={name: share(run, name) for name in SHARES},
         consensus_distance=_spread({row.rank: row.consensus_distance for row in rows if row.epoch == last}, max),
         bytes_per_averaging=sum(size for size, _ in known) / sum(n for _, n in known) if known else None,
@@ -278,9 +278,17 @@ def _on_gpu(run: Run) -> bool:
     return any(row.device.startswith("cuda") for row in run.metrics.workers)
 
 
-def _compute_cpu_fraction(run: Run) -> float | None:
+def overload(run: Run) -> str | None:
+    """A warning if other processes used the cores of a run, so that its times are too long; else None."""
+    fraction = compute_cpu_fraction(run.metrics)
+    if fraction is None or fraction >= OVERLOADED:
+        return None
+    return f"only {100 * fraction:.0f} % of its compute time was CPU time: the cores were overloaded"
+
+
+def compute_cpu_fraction(metrics: Metrics) -> float | None:
     """CPU time over wall-clock time of what the workers computed on CPUs; several threads give more than 1."""
-    rows = [row for row in run.metrics.workers if row.compute_cpu_seconds is not None and row.device == "cpu"]
+    rows = [row for row in metrics.workers if row.compute_cpu_seconds is not None and row.device == "cpu"]
     compute = sum((row.seconds or 0.0) * (row.compute_fraction or 0.0) for row in rows)
     return sum(row.compute_cpu_seconds or 0.0 for row in rows) / compute if compute >= LEAST else None
 
@@ -293,11 +301,8 @@ def remarks(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[str]:
             found.append(f"{run.name}: speed-up over {s.speed_up_over}, the fastest one-worker run that compares")
         elif s.no_speed_up is not None:
             found.append(f"{run.name}: no speed-up: {s.no_speed_up}")
-        if s.compute_cpu_fraction is not None and s.compute_cpu_fraction < OVERLOADED:
-            percent = f"{100 * s.compute_cpu_fraction:.0f} %"
-            found.append(
-                f"{run.name}: warning: only {percent} of its compute time was CPU time: the cores were overloaded"
-            )
+        overloaded = overload(run)
+        found += [f"{run.name}: warning: {overloaded}"] if overloaded else []
     by_digest: defaultdict[str, list[str]] = defaultdict(list)
     for run in runs:
         by_digest[run.start.cv_digest if run.start else ""].append(run.name)

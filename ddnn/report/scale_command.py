@@ -11,7 +11,7 @@ from typing import Any
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.report.figures import COLOURS, MARKERS, legend_below, new_figure, plot_speed_up, save, speed_up_panels
 from ddnn.report.measured import LARGEST, network_dims, operations_of, parameters_of, read_measured
-from ddnn.report.runs import Run, incomparable, read_runs, shortest_ends
+from ddnn.report.runs import Run, incomparable, overload, read_runs, shortest_ends
 from ddnn.report.scaling import (
     OVERLAPPING,
     SAME_COST,
@@ -45,6 +45,7 @@ class ScaleOptions:
     latency: float | None = None  # seconds per message, instead of the fitted latency
     bandwidth: float | None = None  # bytes per second, instead of the fitted bandwidth
     comm_dtype: str | None = None  # type in which parameters are sent
+    allow_overloaded: bool = False  # also predict from runs whose cores other processes used
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Scaling:
                 str(k.workers),
                 f"{k.measured:.2f}",
                 f"{k.predicted:.2f}",
-                f"{100 * k.error:+.1f} %",
+                f"{round(100 * k.error, 1) + 0.0:+.1f} %",  # never -0.0
                 "fit" if k.fitted else "check",
             )
             for source, k in zip(sources, self.checks, strict=True)
@@ -130,7 +131,12 @@ def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> S
     measurements is damaged."""
     _check(options)
     measured = [m for source in sources for m in read_measured(source)]
-    _check_comparable(read_runs([source for source in sources if source.is_dir()]))
+    runs = read_runs([source for source in sources if source.is_dir()])
+    _check_comparable(runs)
+    overloaded = [f"{run.name}: {warning}" for run in runs if (warning := overload(run)) is not None]
+    if overloaded and not options.allow_overloaded:
+        hint = "measure again without other load, or predict from these times anyway with --allow-overloaded"
+        raise UserError(overloaded[0], location="--measured", hint=hint)
     used = [m for m in measured if options.fit is None or m.workers in options.fit]
     if not used:
         sizes = ", ".join(map(str, sorted({m.workers for m in measured})))
@@ -144,7 +150,7 @@ def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> S
         as_measured=replace(job, frames=0) == replace(calibration.constants.job, frames=0),
         comm_dtype=comm_dtype,
         constants=constants,
-        notes=(*calibration.assumed, *_notes(constants, options)),
+        notes=(*calibration.assumed, *_notes(constants, options), *(f"{run}; its times count" for run in overloaded)),
         checks=tuple(_checks(measured, used, calibration.constants)),
         predictions=tuple(_predictions(constants, options.workers, comm_dtype)),
     )

@@ -245,6 +245,17 @@ def test_run_dirs(tmp_path: Path) -> None:
     assert [check.workers for check in scaling.checks] == [2]
 
 
+def test_runs_on_overloaded_cores_are_refused_unless_asked_for(tmp_path: Path, run_cli: RunCli) -> None:
+    """The time that they waited for a core would be taken for contention."""
+    one = write_run(tmp_path / "one", rows_of(1, averagings=0, comm_seconds=0.0))
+    two = write_run(tmp_path / "two", rows_of(2, compute_cpu_seconds=3.1 * 0.92 * 0.21), "{workers: 2}")
+    words = ("scale", "--measured", f"{one},{two}", "--workers", "1,2")
+    refused = run_cli(*words)
+    warning = "two: only 21 % of its compute time was CPU time: the cores were overloaded"
+    assert refused.exit_code == 2 and warning in refused.stderr and "--allow-overloaded" in refused.stderr
+    assert f"assumption: {warning}; its times count" in run_cli(*words, "--allow-overloaded").stdout
+
+
 def test_an_overlapped_run_hides_its_exchange(tmp_path: Path) -> None:
     rows = rows_of(2, comm_seconds=1.0, comm_fraction=0.01)
     run = write_run(tmp_path / "run", rows, "{workers: 2, overlap: true}")
@@ -339,6 +350,9 @@ def test_text_says_what_is_fitted_and_assumed() -> None:
     assert "assumption: a frame takes the same time in a minibatch of another size" in text
     assert "assumption: computing time is proportional to the operations" in text
     assert "1,329,768 parameters, minibatch size 256, averaging period 10" in text
+    exact = foretold(1, 2)
+    exact = replace(exact, checks=(replace(exact.checks[0], error=-1e-5),))
+    assert " +0.0 % " in exact.as_text()
     few = scale([K20], ScaleOptions(workers=(2, 1000), hours=1.0), None).as_text()
     assert "with 1000 or more workers, an epoch has fewer frames than one averaging interval" in few
 
