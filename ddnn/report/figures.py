@@ -156,7 +156,8 @@ def draw_learning(runs: Sequence[Run], path: Path) -> Path:
     panels = figure.subplots(3, 2, sharey="row", sharex="col")
     for row, (field, factor) in enumerate((("loss", 5.0), ("frame_accuracy", None), ("learning_rate", 1e4))):
         curves = [_learning_curves(run, field) for run in runs]
-        limit = math.inf if factor is None else highest_shown([[y for _, y, _ in cv] for cv, _ in curves], factor)
+        trained = [[y for x, y, _ in cv if x > 0.0] or [y for _, y, _ in cv] for cv, _ in curves]
+        limit = math.inf if factor is None else highest_shown(trained, factor)
         for number, (run, (cv, train)) in enumerate(zip(runs, curves, strict=True)):
             ends = dict(zip((float(one.epoch) for one in run.metrics.train), training_seconds(run), strict=True))
             for column, places in enumerate(({epoch: epoch for epoch, _, _ in (*cv, *train)}, {0.0: 0.0, **ends})):
@@ -181,8 +182,7 @@ def _learning_curves(run: Run, field: str) -> tuple[list[Point], list[Point]]:
 
     if field == "learning_rate":
         return [point for point in points(run.metrics.train) if point[1] > 0.0], []
-    # Epoch 0, the network before training, would take most of the loss's axis.
-    return points([cv for cv in run.metrics.cv if cv.epoch > 0] or run.metrics.cv), points(run.metrics.train)
+    return points(run.metrics.cv), points(run.metrics.train)
 
 
 def _label_learning(figure: Figure, panels: Any, runs: Sequence[Run]) -> None:
@@ -194,9 +194,10 @@ def _label_learning(figure: Figure, panels: Any, runs: Sequence[Run]) -> None:
         tidy(panels[2][column], f"Applied learning rate by {against}", unit, rate)
         panels[2][column].set_yscale("log")
     panels[2][0].locator_params(axis="x", integer=True)
-    panels[2][1].set_xlim(left=0.0)
+    for axes in panels[2]:
+        axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
     heading = [label(runs[0].name)] if len(runs) == 1 else []
-    heading.append("markers: cross-validation, thin lines: training")
+    heading.append("markers: cross-validation (epoch 0: before training), thin lines: training")
     if any(not cv.accepted for run in runs for cv in run.metrics.cv):
         heading.append("hollow: epoch rejected by the schedule")
     if any(line.get_gid() == ARROW for panel in panels.flat for line in panel.lines):
@@ -205,7 +206,10 @@ def _label_learning(figure: Figure, panels: Any, runs: Sequence[Run]) -> None:
 
 
 def _curve(axes: Axes, points: Sequence[Point], number: int, name: str, limit: float) -> None:
-    """Arrows at the upper edge stand for the values above `limit`."""
+    """Arrows at the upper edge stand for the values above `limit`. A first point before training, at 0, may double the
+    range of the other epochs. If it is farther away, its line leaves the axes: the others would be one flat line."""
+    from matplotlib.lines import Line2D
+
     colour, marker, line = style(number)
     beyond = [x for x, y, _ in points if y > limit or math.isinf(y)]
     if beyond:
@@ -214,7 +218,12 @@ def _curve(axes: Axes, points: Sequence[Point], number: int, name: str, limit: f
                   markersize=9, gid=ARROW)  # fmt: skip
     x, y, accepted = _inside(points, limit).T
     kept, rejected = accepted == 1.0, accepted == 0.0
-    axes.plot(x[kept], y[kept], line, color=colour, marker=marker, markersize=5, linewidth=1.6, label=name)
+    x_kept, y_kept = x[kept], y[kept]
+    before = int(len(x_kept) > 1 and x_kept[0] == 0.0 and np.ptp(y_kept) > 2.0 * np.ptp(y_kept[1:]))
+    drawn = {"color": colour, "marker": marker, "markersize": 5, "linestyle": line, "linewidth": 1.6}
+    axes.plot(x_kept[before:], y_kept[before:], label=name, **drawn)
+    if before:
+        axes.add_artist(Line2D(x_kept[:2], y_kept[:2], **drawn))
     axes.plot(x[rejected], y[rejected], marker, color=colour, markersize=5, markerfacecolor="white")
 
 

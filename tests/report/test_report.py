@@ -521,6 +521,24 @@ def test_a_run_that_diverged_does_not_flatten_the_others(tmp_path: Path) -> None
     assert figures.ARROW in drawn[0].get_suptitle()
 
 
+def test_the_network_before_training_is_drawn_and_flattens_nothing(tmp_path: Path) -> None:
+    """A random one is left by a line that comes from outside the axes; one that is fine-tuned is inside."""
+    drawn: list[Any] = []
+    for name, losses in (("random", (6.0, 2.0, 1.5, 1.25)), ("fine-tuned", (1.125, 2.0, 1.5, 1.25))):
+        rows = [epoch_row(epoch, split, loss=loss) for epoch, loss in enumerate(losses) for split in ("train", "cv")]
+        run = read_runs([write_run(tmp_path / name, [row for row in rows if row["epoch"] or row["split"] == "cv"])])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
+            figures.draw_learning(run, tmp_path / "x.png")
+    for figure, first in zip(drawn, (6.0, 1.125), strict=True):
+        for panel in figure.axes[:2]:
+            assert any(line.get_xdata()[0] == 0.0 and line.get_ydata()[0] == first for line in panel.lines)
+            assert panel.get_xlim()[0] < 0.0
+    (low, high), (low_tuned, _) = (figure.axes[0].get_ylim() for figure in drawn)
+    assert high < 2.5 and low < 1.25 and low_tuned < 1.125
+    assert "epoch 0: before training" in drawn[0].get_suptitle()
+
+
 def test_out_that_cannot_be_written(runs: list[Path]) -> None:
     with pytest.raises(UserError, match="cannot make the directory"):
         report(runs[:1], runs[0] / "recipe.yaml")
