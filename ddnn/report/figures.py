@@ -220,7 +220,7 @@ def _curve(axes: Axes, points: Sequence[Point], number: int, name: str, limit: f
     kept, rejected = accepted == 1.0, accepted == 0.0
     x_kept, y_kept = x[kept], y[kept]
     before = int(len(x_kept) > 1 and x_kept[0] == 0.0 and np.ptp(y_kept) > 2.0 * np.ptp(y_kept[1:]))
-    drawn = {"color": colour, "marker": marker, "markersize": 5, "linestyle": line, "linewidth": 1.6}
+    drawn: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "linestyle": line, "linewidth": 1.6}
     axes.plot(x_kept[before:], y_kept[before:], label=name, **drawn)
     if before:
         axes.add_artist(Line2D(x_kept[:2], y_kept[:2], **drawn))
