@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -292,9 +291,7 @@ class ScaleScore:
     acoustic_scale: float
     word_insertion_penalty: float
     wer: float  # word error rate in percent of the reference words
-    # 95 % bootstrap interval of `wer` in percent (Bisani and Ney 2004); None where a draw of utterances has no words, as a
-    # few utterances without words make it.
-    interval: tuple[float, float] | None
+    interval: tuple[float, float]  # of `wer`, in percent: `wer_interval`
     interval_over: Unit  # drawn with replacement: whole speakers, where they are known and enough
     insertions: int
     deletions: int
@@ -397,32 +394,22 @@ def _loglikes(source: Path, reference: set[str]) -> Iterator[tuple[str, npt.NDAr
 
 
 def _sum_up(
-    ka: ModuleType,
-    scale: float,
-    penalty: float,
-    utterances: tuple[UtteranceScore, ...],
-    units: tuple[Sequence[int], Unit],
+    scale: float, penalty: float, utterances: tuple[UtteranceScore, ...], units: tuple[Sequence[int], Unit]
 ) -> ScaleScore:
-    references, hypotheses = [list(u.reference) for u in utterances], [list(u.hypothesis) for u in utterances]
     counts = [(u.insertions, u.deletions, u.substitutions) for u in utterances]
     numbers, drawn = units
-    if drawn == "speakers":
-        low, high = wer_interval([sum(count) for count in counts], [len(words) for words in references], numbers)
-    else:
-        bootstrap = ka.bootstrap_wer_ci(references, hypotheses)
-        low, high = 100 * float(bootstrap["ci95min"]), 100 * float(bootstrap["ci95max"])
+    words = [len(u.reference) for u in utterances]
     insertions, deletions, substitutions = map(sum, zip(*counts, strict=True))
-    words = sum(len(reference) for reference in references)
     return ScaleScore(
         acoustic_scale=scale,
         word_insertion_penalty=penalty,
-        wer=100 * (insertions + deletions + substitutions) / words,
-        interval=(max(0.0, low), high) if math.isfinite(low + high) else None,
+        wer=100 * (insertions + deletions + substitutions) / sum(words),
+        interval=wer_interval([sum(count) for count in counts], words, numbers),
         interval_over=drawn,
         insertions=insertions,
         deletions=deletions,
         substitutions=substitutions,
-        words=words,
+        words=sum(words),
         sentence_errors=sum(u.reference != u.hypothesis for u in utterances),
         not_final=tuple(u.utterance for u in utterances if not u.reached_final),
         utterances=utterances,
@@ -485,7 +472,7 @@ def _score_all(
                 column.append(score)
         for scale, column in zip(options.acoustic_scales, scores, strict=True):
             units = units or units_drawn(utt2spk, [score.utterance for score in column])
-            yield _sum_up(ka, scale, penalty, tuple(column), units)
+            yield _sum_up(scale, penalty, tuple(column), units)
 
 
 def write_hypotheses(result: ScoreResult, folder: Path, frame_shift: float = FRAME_SHIFT) -> None:
@@ -544,11 +531,7 @@ def render_text(result: ScoreResult, *, alignments: bool = False) -> str:
         mark = " *" if index == result.best else ""
         counts = f"{s.insertions} ins, {s.deletions} del, {s.substitutions} sub / {s.words}"
         failed = f", {len(s.not_final)} utterances did not reach the end of the graph" if s.not_final else ""
-        interval = (
-            "no interval"
-            if s.interval is None
-            else f"95 % interval {s.interval[0]:.2f} .. {s.interval[1]:.2f} by {s.interval_over}"
-        )
+        interval = f"95 % percentile interval {s.interval[0]:.2f} .. {s.interval[1]:.2f} by {s.interval_over}"
         lines.append(f"{at(s, 6)} WER {s.wer:6.2f} %  ({counts}; {interval}{failed}){mark}")
     best = result.scales[result.best]
     errors = f"{best.sentence_errors} of {len(best.utterances)} utterances have errors"

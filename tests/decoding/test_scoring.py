@@ -26,7 +26,7 @@ from ddnn.decoding.scoring import (
     render_text,
     score,
 )
-from ddnn.decoding.word_errors import read_reference, speaker_numbers, wer_interval
+from ddnn.decoding.word_errors import compare_hypotheses, read_reference, speaker_numbers, wer_interval
 from ddnn.kaldi.alignments import TRANSITION_DIGEST
 from ddnn.kaldi.archive import read_scp, write_matrices
 from ddnn.kaldi.fst import ARC, Fst, write_fst
@@ -75,7 +75,15 @@ def test_counts_of_every_kind(toy: Path, loglikes: str) -> None:
     assert [u.hypothesis for u in only.utterances] == [("a", "b", "a"), ("a", "c"), ("c",)]
     assert (only.insertions, only.deletions, only.substitutions, only.words) == (1, 0, 1, 5)
     assert only.wer == pytest.approx(40.0) and only.sentence_errors == 2 and only.not_final == ()
-    assert only.interval is None  # a draw of u3 alone has no words
+
+
+def test_score_and_compare_wer_give_the_same_interval(toy: Path) -> None:
+    """Percentiles over utterances where speakers are not known, also where a draw of u3 alone has no words."""
+    (only,) = run(toy, out=toy / "out").scales
+    assert only.interval_over == "utterances" and only.interval[0] < only.wer < only.interval[1]
+    assert compare_hypotheses(toy / "text", (toy / "out", toy / "out")).intervals == (only.interval, only.interval)
+    low, high = only.interval
+    assert f"95 % percentile interval {low:.2f} .. {high:.2f} by utterances" in render_text(run(toy))
 
 
 def test_scales_in_order_and_the_best_marked(toy: Path) -> None:
