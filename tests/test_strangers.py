@@ -342,7 +342,8 @@ def test_texts_from_files_do_not_control_the_terminal(tmp_path: Path, run_cli: R
 
 def test_bars_and_bugs_do_not_let_names_control_the_terminal() -> None:
     code = (
-        "import os, sys; os.environ['DDNN_PROGRESS'] = '1'; from ddnn.util import progress\n"
+        "import os, platform, sys; os.environ['DDNN_PROGRESS'] = f'{platform.node()} /dev/stderr'\n"
+        "from ddnn.util import progress\n"
         f"progress.only_first_worker_shows(0); name = {HOSTILE!r}\n"
         "from ddnn.util.text import escaped_output\n"
         "with escaped_output(), progress.frame_counter(name, 100) as advance: advance(25); print('done')\n"

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +41,7 @@ from ddnn.distributed.signals import (
 from ddnn.util.errors import UserError
 from ddnn.util.process import python_command, signal_name
 from ddnn.util.process import run as run_command
-from ddnn.util.progress import SHOWN_BY_LAUNCHER
+from ddnn.util.progress import LAUNCHER_TERMINAL
 from ddnn.util.system import slurm_job_id, usable_cores
 from ddnn.util.text import plural
 
@@ -113,7 +115,8 @@ def run_distributed(
         if workers > 2 * cores and "SLURM_JOB_ID" not in environment:
             _say(f"starting {workers} workers on the {cores} cores of this machine")
         if sys.stderr.isatty():
-            environment[SHOWN_BY_LAUNCHER] = "1"
+            environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
+            environment[LAUNCHER_TERMINAL] = f"{platform.node()} /proc/{os.getpid()}/fd/2"
         ddnn = python_command("ddnn.cli")
         code = launch_workers(
             workers,

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
 
 from ddnn.util.text import printable, terminal_level, unescaped
 
-SHOWN_BY_LAUNCHER = "DDNN_PROGRESS"
-"""Environment variable: the launcher of workers has a terminal, which the first worker writes to through a pipe."""
+LAUNCHER_TERMINAL = "DDNN_PROGRESS"
+"""Environment variable: host of the launcher of workers and path of its terminal. The first worker draws on it itself:
+mpirun passes stderr on line by line, and a bar is a line that does not end before the epoch."""
 
 Item = TypeVar("Item")
 
-_shown: bool | None = None  # whether bars are shown; None: on a terminal only
+_shown = True  # whether this process may show bars
+_terminal: Any = None  # where bars are drawn; None: on stderr, if it is a terminal
 
 
 def only_first_worker_shows(rank: int) -> None:
-    """Bars of the other workers are off from here on; the first one's reach the terminal of their launcher."""
-    global _shown
-    if rank:
-        _shown = False
-    elif os.environ.get(SHOWN_BY_LAUNCHER):
-        _shown = True
+    """Bars of the other workers are off from here on; those of the first are drawn on the launcher's terminal."""
+    global _shown, _terminal
+    _shown = rank == 0
+    host, _, path = os.environ.get(LAUNCHER_TERMINAL, "").partition(" ")
+    if _shown and host == platform.node():
+        with suppress(OSError):
+            _terminal = Path(path).open("w")  # noqa: SIM115 (until the process ends)
 
 
 def progress_bar(description: str) -> Callable[[Sequence[Item]], Iterable[Item]]:
@@ -41,7 +46,8 @@ def progress_bar(description: str) -> Callable[[Sequence[Item]], Iterable[Item]]
 @contextmanager
 def frame_counter(description: str, total: int, done: int = 0, unit: str = "frames") -> Iterator[Callable[[int], None]]:
     """Shows a bar on stderr while the block runs; yields the function that adds to what is done."""
-    if not (sys.stderr.isatty() if _shown is None else _shown) or terminal_level() > logging.INFO:
+    terminal = _terminal or (unescaped(sys.stderr) if sys.stderr.isatty() else None)
+    if not _shown or terminal is None or terminal_level() > logging.INFO:
         yield lambda number: None
         return
     from rich import progress as rich  # half a tenth of a second that commands without a terminal need not pay
@@ -53,7 +59,7 @@ def frame_counter(description: str, total: int, done: int = 0, unit: str = "fram
         rich.MofNCompleteColumn(),
         rich.TextColumn(unit),
         rich.TimeRemainingColumn(),
-        console=Console(file=unescaped(sys.stderr), force_terminal=True),
+        console=Console(file=terminal, force_terminal=True),
         refresh_per_second=2,
         transient=True,
         redirect_stdout=False,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from ddnn.distributed import launcher
 from ddnn.util import progress
 from ddnn.util.text import binary_output, definitions, duration, plural, printable, table
 
@@ -41,20 +44,39 @@ def test_words() -> None:
     assert printable("a\x1b[31m\nb\t") == "a\\x1b[31m\nb\\t"
 
 
-def test_bars_show_where_asked_for_only(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_shown", None)
+def test_bars_show_where_asked_for_only(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the first of several workers on the launcher's terminal, if it is on the same host."""
+    monkeypatch.setattr(progress, "_shown", True)
+    monkeypatch.setattr(progress, "_terminal", None)
     assert list(progress.progress_bar("loading")([1, 2])) == [1, 2]
+    terminal = tmp_path / "terminal"
+    terminal.touch()
+    for host, rank in ((platform.node(), 1), ("elsewhere", 0), (platform.node(), 0)):
+        assert terminal.read_text() == ""
+        monkeypatch.setenv(progress.LAUNCHER_TERMINAL, f"{host} {terminal}")
+        progress.only_first_worker_shows(rank)
+        with progress.frame_counter("epoch 1", 100, done=50) as advance:
+            advance(25)
+    assert "epoch 1" in terminal.read_text() and "75/100" in terminal.read_text()
     assert capfd.readouterr() == ("", "")
-    monkeypatch.setenv(progress.SHOWN_BY_LAUNCHER, "1")
+
+
+def test_first_worker_draws_on_the_terminal_of_its_launcher(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, not when mpirun has a whole line."""
+    monkeypatch.setattr(progress, "_terminal", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    environments = []
+    monkeypatch.setattr(launcher, "launch_workers", lambda n, argv, env, **options: environments.append(env) or 0)
+    launcher.run_distributed(2, [], lambda comm: None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    monkeypatch.setenv(progress.LAUNCHER_TERMINAL, environments[0][progress.LAUNCHER_TERMINAL])
     progress.only_first_worker_shows(0)
-    with progress.frame_counter("epoch 1", 100, done=50) as advance:
-        advance(25)
-    out, err = capfd.readouterr()
-    assert out == "" and "epoch 1" in err and "75/100" in err
-    progress.only_first_worker_shows(1)
-    with progress.frame_counter("epoch 1", 100) as advance:
-        advance(25)
-    assert capfd.readouterr() == ("", "")
+    with progress.frame_counter("epoch 1", 100, done=50):
+        assert "50/100" in capfd.readouterr().err
 
 
 def test_rich_is_imported_for_a_bar_only() -> None:
