@@ -152,6 +152,8 @@ class MovingAverage(Combination):
         self.weight, self._minibatches = self.kept_weight, 0
 
     def candidates(self) -> Iterator[tuple[str, Tensor]]:
+        if not self.kept_weight:  # no epoch was accepted
+            return
         unit = "epoch" if self.epochs == 1 else "epochs"
         yield f"moving average over about {self.epochs:g} {unit}", self.kept
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddnn.averaging.averager import Averager, Request
 from ddnn.data.pipeline import DataIdentity
-from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
+from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.metrics import Count
@@ -110,14 +110,12 @@ class CheckpointPolicy:
     ) -> None:
         self.store, self.comm, self.shutdown, self.run = store, store.comm, shutdown, run
         self.interval_seconds, self.interval_minibatches = 60.0 * interval_minutes, interval_minibatches
-        self._minibatch = 0
-        self._saved_at, self._saved_minibatch = time.monotonic(), 0
+        self._saved_at, self._saved_minibatch, self._progress = time.monotonic(), 0, TrainingProgress()
 
     def begin(self, trainer: Checkpointable) -> None:
         """Training begins: from here on a signal is deferred until a checkpoint is written, and hangs are noticed."""
         self._saved_at, self._saved_minibatch = time.monotonic(), trainer.progress.minibatch
-        self._minibatch = trainer.progress.minibatch
-        trainer.averager.local_request = self._request
+        self._progress, trainer.averager.local_request = trainer.progress, self._request
         self.shutdown.deferred = True
         self.comm.watchdog.enable()
 
@@ -128,7 +126,6 @@ class CheckpointPolicy:
 
     def after_minibatch(self, trainer: Checkpointable) -> None:
         """Saves if the workers have agreed to; raises as `_save`."""
-        self._minibatch = trainer.progress.minibatch
         if trainer.averager.requested:
             self._save(trainer)
 
@@ -141,12 +138,19 @@ class CheckpointPolicy:
             trainer.averager.requested = Request.NONE
             self._save(trainer)
 
+    def stop_if_asked(self, trainer: Checkpointable) -> None:
+        """Before the first epoch, where there is nothing to save: InterruptedBeforeTraining on all workers if they have
+        agreed to stop."""
+        if trainer.averager.requested is Request.STOP:
+            raise InterruptedBeforeTraining(self.shutdown.signal_name or "SIGTERM")
+        trainer.averager.requested = Request.NONE
+
     def _request(self) -> Request:
         if self.shutdown.signal_name is not None:
             return Request.STOP
         interval = self.interval_minibatches
         due = time.monotonic() - self._saved_at >= self.interval_seconds
-        due = due or (interval is not None and self._minibatch - self._saved_minibatch >= interval)
+        due = due or (interval is not None and self._progress.minibatch - self._saved_minibatch >= interval)
         return Request.CHECKPOINT if due and self.comm.rank == 0 else Request.NONE
 
     def _save(self, trainer: Checkpointable) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ddnn.averaging.averager import Averager
+from ddnn.averaging.averager import Averager, Request
 from ddnn.data.batches import Batch, BatchLoader
 from ddnn.data.dataset import FrameSubset
 from ddnn.data.pipeline import DataIdentity
@@ -129,35 +129,55 @@ class Trainer:
         )
 
     def warm_up(self) -> None:
-        """Trains on the minibatches of `parallel.warmup` before the first epoch, and gives all workers one model."""
+        """Trains on the minibatches of `parallel.warmup` before the first epoch, and gives all workers one model.
+        InterruptedBeforeTraining on all of them: the training was asked to stop, and there is nothing to save yet."""
         if self.warmup == "none":
             return
+        self.initial = self.validate()
+        log.info("before the warm-up: %s", self.initial.as_text())
         single, started = self.warmup == "single-worker", time.perf_counter()
-        step, averager, learning_rate = self.eager_step, self.averager, self.schedule.learning_rate
+        step, averager, watchdog = self.eager_step, self.averager, self.comm.watchdog
+        learning_rate = self.schedule.learning_rate
         lr_scale, optimizer_scale = averager.lr_scale, self.optimizer.included_lr_scale
         losses = EpochLosses(self.model.network.parameters.device, excludes=not single)
         if single:  # the other workers take no part, not even where gradients are averaged
             step, lr_scale = EagerStep(step.workspace, self.optimizer), 1.0
             self.optimizer.included_lr_scale = 1.0
-        if not single or self.comm.rank == 0:
+        if single and self.comm.rank != 0:
+            watchdog.disable()  # it waits for as long as rank 0 trains
+        else:
             batches = (batch for number in count() for batch in self.batches.epoch(WARMUP_EPOCH + number))
             for batch in islice(batches, self.warmup_minibatches):
                 losses.add(*step(batch, learning_rate * lr_scale), len(batch.labels))
-                if not single:
+                watchdog.heartbeat()
+                if single:
+                    averager.requested = averager.local_request()
+                else:
                     averager.average_now()
                     losses.commit()
+                    averager.sync_requests()
+                if averager.requested is Request.STOP:
+                    break
         losses.commit()
         self.optimizer.included_lr_scale = optimizer_scale
+        averager.sync_requests()
+        self.checkpoints.stop_if_asked(self)
         averager.broadcast()
+        watchdog.enable()
         result = losses.committed.result(self.comm)
         raise_if_diverged("warm-up", result, 0, learning_rate, self.hint)
-        self.run.record(WarmupRow(**self._figures(0, result, learning_rate, time.perf_counter() - started)))
+        seconds = time.perf_counter() - started
+        self.run.record(WarmupRow(**self._figures(0, result, learning_rate, seconds, lr_scale)))
 
     def start_schedule(self) -> None:
-        """Evaluates the initial network, which is epoch 0."""
+        """Evaluates the network that the first epoch starts from, which is epoch 0, and to which a rejected first epoch
+        returns. `initial` is the better one where a warm-up came before."""
         validation, learning_rate = self.validate(), self.schedule.learning_rate
         raise_if_diverged("cross-validation", validation, 0, learning_rate, self.hint)
-        self.initial = self.kept = self.delivered = validation
+        self.best.copy_(self.model.network.parameters)
+        self.kept = self.delivered = validation
+        if not self.initial.loss <= validation.loss:  # it is NaN without a warm-up
+            self.initial = validation
         seconds = time.perf_counter() - self._validation_started
         self.run.record(EpochRow(split="cv", **self._figures(0, validation, learning_rate, seconds)))
         self.schedule.initialize(validation.loss, validation.frame_accuracy)
@@ -229,8 +249,12 @@ class Trainer:
         self.run.record(EpochRow(split="cv", accepted=accepted, **self._figures(epoch, validation, lr, seconds)))
         self.losses.reset()
 
-    def _figures(self, epoch: int, result: EvalResult, lr: float, seconds: float) -> dict[str, Any]:
-        rates = {"learning_rate": lr * self.averager.lr_scale, "schedule_learning_rate": lr}
+    def _figures(
+        self, epoch: int, result: EvalResult, lr: float, seconds: float, lr_scale: float | None = None
+    ) -> dict[str, Any]:
+        """Fields of a row; `lr_scale`: what `lr` was multiplied by, where that is not the averager's."""
+        scale = self.averager.lr_scale if lr_scale is None else lr_scale
+        rates = {"learning_rate": lr * scale, "schedule_learning_rate": lr}
         figures = {"epoch": epoch, "loss": result.loss, "frame_accuracy": result.frame_accuracy}
         of = {"minibatch_size": self.minibatch_size, "precision": self.precision}
         return {**figures, **rates, **of, **throughput(result.frames, seconds)}
@@ -240,7 +264,7 @@ class Trainer:
         model that ignores its input. DivergedError: its cross-validation loss is not below that of the initial
         network."""
         kept, baseline = self.kept, self.baseline
-        if not self.improved and self.keeps_initial and not self.kept_epoch:
+        if self.keeps_initial and not self.kept_epoch and kept.loss == self.initial.loss:
             if self.comm.rank == 0:
                 log.warning(
                     "no epoch was better in cross-validation than the network of init.model (%.6g), which is kept "

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import Result
 from distributed.threads import run_workers
 from jobs import RunCli, assert_refused, make_job
-from training.toy import MINIBATCH, NoCheckpoints, toy_shard, toy_trainer
+from training.toy import MINIBATCH, NoCheckpoints, toy_shard, toy_trainer, with_combination
 from variants import make_parallel_config
 
 from ddnn.data.dataset import FrameSubset
@@ -134,6 +135,14 @@ def test_the_kept_epoch_is_the_last_that_was_accepted() -> None:
     _, trainer = ScriptedTrainer(Exponential(max_epochs=4), figures).train()
     expected = "epoch 4, CV loss 1.3000, frame accuracy 32.00 % (epochs-exhausted: 4 epochs done)"
     assert trainer.end_row().summary == expected
+
+
+def test_the_network_that_is_kept_where_no_epoch_is_accepted_is_no_moving_average() -> None:
+    scripted = ScriptedTrainer(Newbob(), [(2.0, 0.1)] * 4)
+    with_combination(scripted.trainer).keeps_initial = True
+    before = scripted.trainer.model.network.parameters.clone()
+    model, trainer = scripted.train()
+    assert trainer.end_row().combination == "" and torch.equal(model.network.parameters, before)
 
 
 def test_the_best_model_is_removed_when_training_is_worse_than_at_its_beginning(tmp_path: Path) -> None:
