@@ -8,6 +8,7 @@ ends the job for good, with that worker's exit code. Needs no torch, which takes
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shutil
@@ -43,7 +44,7 @@ from ddnn.util.process import python_command, signal_name
 from ddnn.util.process import run as run_command
 from ddnn.util.progress import LAUNCHER_TERMINAL
 from ddnn.util.system import slurm_job_id, usable_cores
-from ddnn.util.text import plural
+from ddnn.util.text import plural, terminal_level
 
 UNLOCK_TIMEOUT = 60.0  # seconds in which the workers of a job that has ended must let go of the run dir
 RESTART = "DDNN_RESTART"  # environment variable of the workers of a job that was started again: a `Restart` as JSON
@@ -213,9 +214,12 @@ class _Launcher:
         code = self.signals.run(command, variables)
         killed = self.signals.first is None and _was_killed(code) and code - 128 != signal.SIGUSR1
         reports = self.errors.read(killed)
-        if reports.messages:
-            sys.stderr.write("".join(["\n", *reports.messages]))  # mpirun's own last line does not end
-            sys.stderr.flush()
+        explained = reports.exit_code is not None or reports.hung is not None or self.signals.first is not None
+        if not explained or terminal_level() <= logging.DEBUG:
+            sys.stderr.write(self.signals.own_messages.decode(errors="backslashreplace"))
+        if reports.messages:  # on a terminal below a progress bar, whose line does not end
+            sys.stderr.write("".join(["\n" * sys.stderr.isatty(), *reports.messages]))
+        sys.stderr.flush()
         if reports.exit_code is not None:
             code = reports.exit_code
         reason = reports.hung and reports.hung.removeprefix("ddnn: ").strip()

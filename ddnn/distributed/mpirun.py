@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ddnn.distributed.signals import FIRST_SIGNAL, FORCE_SIGNALS, SignalListener
 from ddnn.util.errors import UserError
@@ -97,9 +101,43 @@ def mpirun_command(
     return command, {**MPI_SETTINGS, **overlap, **environment}
 
 
+_RULE = rb"-{74}\n"
+_OWN = rb"(?:MPI_ABORT was invoked|(?:prterun|mpirun) (?:has exited|noticed|detected))"
+_OWN_MESSAGE = re.compile(_RULE + _OWN + rb".*?" + _RULE, re.DOTALL)
+_UNFINISHED = re.compile(rb"-+\Z|" + _RULE + rb"(?:[^\n]{0,24}\Z|" + _OWN + rb")")
+
+
+class StderrFilter:
+    """Separates mpirun's own messages on how the workers have ended (Open MPI 5's) from what the workers write to
+    stderr. `own_messages`: so far."""
+
+    def __init__(self) -> None:
+        self.own_messages = self._unfinished = b""
+
+    def pass_on(self, data: bytes) -> bytes:
+        """What is to be shown now that `data` was read, b"" at the end: all that is no message of mpirun, without the
+        zero bytes that mpirun writes behind its messages."""
+        text = self._unfinished + data.replace(b"\0", b"")
+        self.own_messages += b"".join(_OWN_MESSAGE.findall(text))
+        text = _OWN_MESSAGE.sub(b"", text)
+        unfinished = _UNFINISHED.search(text) if data else None
+        end = unfinished.start() if unfinished else len(text)
+        self._unfinished = text[end:]
+        return text[:end]
+
+    def copy_to_stderr(self, source: Any) -> None:
+        """All of the pipe `source`, at once as it comes, though nobody may be reading it any more."""
+        data = b"unread"
+        while data:
+            data = source.read1()
+            with suppress(OSError), open(2, "wb", closefd=False) as stderr:
+                stderr.write(self.pass_on(data))
+
+
 class SignalForwarder(SignalListener):
     """Hands signals on to mpirun: the first as SIGUSR1, which leaves the workers time for a checkpoint, the second as
-    SIGTERM. `first`, `second`: number and time of the signal that asks, and of the one that insists; None before."""
+    SIGTERM. `first`, `second`: number and time of the signal that asks, and of the one that insists; None before.
+    `own_messages`: those of the last mpirun on how its workers have ended."""
 
     def __init__(self, checkpoint_grace: float = 300.0, kill_grace: float = 10.0) -> None:
         """Seconds after the first and after the second signal in which mpirun is to end, else it is killed."""
@@ -107,6 +145,7 @@ class SignalForwarder(SignalListener):
         self.checkpoint_grace, self.kill_grace = checkpoint_grace, kill_grace
         self.first: tuple[int, float] | None = None
         self.second: tuple[int, float] | None = None
+        self.own_messages = b""
         self._process: subprocess.Popen[bytes] | None = None
         self._name = f"ddnn-signal-{secrets.token_hex(8)}"
         self._file = os.memfd_create(self._name) if hasattr(os, "memfd_create") else None
@@ -141,7 +180,8 @@ class SignalForwarder(SignalListener):
     def run(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
         """Runs `command` with the environment `variables` and waits. Its exit code; 128 + a signal's number where that
         ended it. Where the second signal here did, that counts; or the first, where the workers say that SIGUSR1 did,
-        or had to be killed. UserError: it cannot be started."""
+        or had to be killed. What it writes to stderr is passed on but for its `own_messages`. UserError: it cannot be
+        started."""
         told = {} if self._file is None else {FIRST_SIGNAL: f"/proc/{os.getpid()}/fd/{self._file}:{self._name}"}
         sys.stdout.flush()
         sys.stderr.flush()
@@ -151,13 +191,16 @@ class SignalForwarder(SignalListener):
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which would kill mpirun before it listens
             set_death_signal()
 
-        killed = False
+        killed, stderr = False, StderrFilter()
         try:
             # A session of its own: a terminal's Ctrl-C reaches mpirun once, from here, not twice (that would make it
             # leave in haste).
             self._process = subprocess.Popen(
-                command, env={**variables, **told}, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare
-            )
+                command, env={**variables, **told}, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                start_new_session=True, preexec_fn=prepare,
+            )  # fmt: skip
+            copying = threading.Thread(target=stderr.copy_to_stderr, args=(self._process.stderr,), daemon=True)
+            copying.start()
             if self.second is not None:  # arrived meanwhile; the loop forwards the first
                 self._forward()
             while True:
@@ -174,6 +217,8 @@ class SignalForwarder(SignalListener):
             raise UserError(f"cannot start mpirun: {error.strerror}", location=command[0]) from error
         finally:
             self._process = None
+        copying.join(5.0)  # a process that mpirun has left may hold the pipe open
+        self.own_messages = stderr.own_messages
         code = code if code >= 0 else 128 - code
         not_forwarded = killed or code == 128 + signal.SIGUSR1  # what the workers got in place of the first
         ended_by = self.second or (self.first if not_forwarded else None)

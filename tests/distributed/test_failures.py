@@ -113,6 +113,7 @@ def test_one_worker_that_fails_stops_all(
     assert line.startswith("ddnn: worker 1 on ")
     assert all(text in found.errors for text in said), found.errors
     assert not any(text in found.errors for text in unsaid), found.errors
+    assert not any(text in found.errors for text in ("\0", "MPI_ABORT", "prterun", "-----")), "what happened is said"
 
 
 def test_the_others_wait_for_a_slow_worker(outcomes: dict[str, Future[Outcome]]) -> None:
@@ -133,6 +134,7 @@ def test_a_worker_killed_by_the_system_stops_all(outcomes: dict[str, Future[Outc
     assert found.seconds < SOON
     assert found.all_gone
     assert "rank 1" in found.errors and "interrupted" not in found.errors
+    assert "\0" not in found.errors
     assert found.errors.endswith("\nddnn: hint of the test\n")
 
 

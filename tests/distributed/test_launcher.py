@@ -16,6 +16,7 @@ from distributed.mpi_worlds import need_mpi
 from ddnn.distributed import launcher
 from ddnn.distributed.launcher import NoRun, Restart, launch_workers, read_restart
 from ddnn.util.errors import UserError
+from ddnn.util.text import TERMINAL_LEVEL
 
 MPIRUN = f"""#!{sys.executable}
 import json, os, signal, sys, time
@@ -33,6 +34,7 @@ if "checkpoint" in end:
 if "sleep" in end:
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(end["code"]))
     time.sleep(end["sleep"])
+print(end.get("stderr", ""), end="", file=sys.stderr)
 sys.exit(end["code"])
 """
 
@@ -120,6 +122,23 @@ def test_a_hung_worker_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err.count("worker 2 on n1") == 1
 
 
+def test_what_mpirun_says_is_shown_where_nobody_else_says_more(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = "-" * 74 + "\n"
+    own = f"{rule}prterun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).\n{rule}"
+    error = {"rank": 1, "message": "ddnn: worker 1 on n1: error: bad data\n", "exit_code": 2}
+    assert launch({"code": 137, "stderr": f"a warning\n{own}\0"}, max_restarts=0) == 137
+    assert capfd.readouterr().err.startswith(f"a warning\n{own}ddnn: ")
+    Path("attempts/00").unlink()
+    assert launch({"code": 137, "stderr": f"a warning\n{own}\0", "error": error}) == 2
+    assert capfd.readouterr().err == "a warning\nddnn: worker 1 on n1: error: bad data\n"
+    Path("attempts/00").unlink()
+    monkeypatch.setenv(TERMINAL_LEVEL, "DEBUG")
+    assert launch({"code": 137, "stderr": own, "error": error}) == 2
+    assert capfd.readouterr().err == f"{own}ddnn: worker 1 on n1: error: bad data\n", "with --verbose"
+
+
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 7, 75, 130, 143])
 def test_what_workers_end_with_themselves_is_not_retried(code: int) -> None:
     assert launch({"code": code}) == code
@@ -129,7 +148,7 @@ def test_an_error_that_a_worker_reports_is_not_retried(capfd: pytest.CaptureFixt
     """Also where mpirun says that it had to kill the others."""
     error = {"rank": 1, "message": "ddnn: worker 1 on n1: error: bad data\n", "exit_code": 2}
     assert launch({"code": 137, "error": error}) == 2
-    assert capfd.readouterr().err == "\nddnn: worker 1 on n1: error: bad data\n"
+    assert capfd.readouterr().err == "ddnn: worker 1 on n1: error: bad data\n"
 
 
 def test_workers_that_the_end_of_a_killed_one_interrupts_do_not_prevent_a_restart(

@@ -19,6 +19,7 @@ from ddnn.distributed import mpi
 from ddnn.distributed.launcher import launch_workers
 from ddnn.distributed.mpirun import (
     SignalForwarder,
+    StderrFilter,
     expected_world_size,
     find_mpirun,
     in_mpi_job,
@@ -126,6 +127,25 @@ def test_what_does_not_end_is_killed(numbers: list[str], code: int) -> None:
         == code
     )
     thread.join()
+
+
+RULE = "-" * 74 + "\n"
+ABORT = f"{RULE}MPI_ABORT was invoked on rank 0 in communicator MPI COMM 3 DUP FROM 0\n  Errorcode: 2\n\nNOTE: it ends.\n{RULE}"
+EXITED = f'{RULE}prterun has exited due to process rank 0 with PID 0 on node vm calling\n"abort".\n{RULE}'
+WARNING = f"{RULE}WARNING: no network interface of a fast kind was found\n{RULE}"
+"""As Open MPI 5.0.11 writes them."""
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+def test_messages_of_mpirun_are_kept_apart_from_those_of_the_workers(size: int) -> None:
+    """However the pipe cuts them; what workers write is shown at once, but for a line that may begin a message."""
+    text = f"loading - 5 %{ABORT}{EXITED}\0{WARNING}Traceback\n{RULE}no message\n---\ncut\0 short ---"
+    made = StderrFilter()
+    shown = [made.pass_on(text[at : at + size].encode()).decode() for at in range(0, len(text), size)]
+    assert "".join(shown) == f"loading - 5 %{WARNING}Traceback\n{RULE}no message\n---\ncut short "
+    assert made.pass_on(b"") == b"---"
+    assert made.own_messages.decode() == ABORT + EXITED
+    assert StderrFilter().pass_on(b"a line\nepoch 1 of 3") == b"a line\nepoch 1 of 3"
 
 
 def test_ignored_ones() -> None:
