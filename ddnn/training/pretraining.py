@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 FRAMES_PER_BLOCK = 1024  # per forward pass where only the statistics of the outputs are wanted
 EXPLODED_RATIO = 2.0  # to the error of the untrained RBM: sound ones were below 0.9, those that exploded above 5
 LEARNED_RATIO = 0.99  # to the error of the data's mean
-MIN_MINIBATCHES = 100  # of a worker, before an RBM can have learned: sound ones took 20 to 80
+MIN_MINIBATCHES = 100  # of a worker on average, before an RBM can have learned: sound ones took 20 to 80
 
 
 ABOVE_CONVOLUTION_STDDEV = 0.05  # of the initial weights, as Kaldi's run_cnn.sh; else 0.1
@@ -171,7 +171,8 @@ class RbmTrainer:
         visible units as its error, dim / 2 for normalized features. An RBM must be below it in the end: one that is
         not has learned nothing, or its hidden units are constant, and the layers above would see no data. Before the
         end it may be above: random weights of a wide layer add to the error, and a small corpus has few minibatches
-        in an epoch to shrink them. After very few minibatches in all it is a warning. Exploding weights of a Gaussian
+        in an epoch to shrink them. After very few minibatches in all it is a warning. All workers decide alike, by
+        figures that are the same on each. Exploding weights of a Gaussian
         RBM are recognized after any epoch, by an error far above that of the untrained RBM: later the guard shrinks
         them, and what remains reconstructs the mean.
 
@@ -183,10 +184,10 @@ class RbmTrainer:
             raise DivergedError(f"the pretraining diverged: {figures}", hint=self.lower_rate())
         if not self.finished or error < LEARNED_RATIO * self.mean_error:
             return
-        longer = f"train it on more than {self.rbm.frames} frames (pretrain.epochs), or take less than "
+        longer = f"train it on more than {self.total_frames} frames (pretrain.epochs), or take less than "
         longer += f"{len(self.rbm.hidden_bias)} hidden units"
         hint = self.lower_rate() if self.options.rate > self.default_rate else longer
-        if self.rbm.frames >= MIN_MINIBATCHES * self.inputs.batch_size:
+        if self.total_frames >= MIN_MINIBATCHES * self.inputs.batch_size * self.averager.comm.world_size:
             raise DivergedError(f"the pretraining diverged, an RBM has learned nothing: {figures}", hint=hint)
         log.warning("an RBM has learned nothing yet: %s; %s", figures, hint)
 
@@ -225,18 +226,19 @@ class RbmTrainer:
     def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
         """Metadata, global tensors (none) and those of this rank, for a checkpoint: `rbm.*`, `generator` (its state,
         uint8), `averager.*`, `sums` (4,) float64: error and frames of the epoch, error and frames of all epochs
-        before."""
+        before; and `TrainingProgress.state_dict`. A checkpoint is written after an averaging or between two epochs,
+        where all workers have trained on as many minibatches."""
         progress, rbm = self.progress, self.rbm
         sums = [self.error.item(), self.frames, self.total_error, self.total_frames]
         rank = {
             "generator": self.generator.get_state(),
             "sums": torch.tensor(sums, dtype=torch.float64),
+            **progress.state_dict(),
             **prefixed("rbm", rbm.state_dict()),
             **prefixed("averager", self.averager.state_dict()),
         }
-        metadata = {name: getattr(progress, name) for name in ("epoch", "minibatch", "num_minibatches")}
-        metadata |= {"rbm": self.index + 1, "seconds": progress.elapsed(), "data": self.data.model_dump()}
-        return metadata, {}, rank
+        place = {"rbm": self.index + 1, "epoch": progress.epoch, "minibatch": progress.minibatch}
+        return {**place, "data": self.data.model_dump()}, {}, rank
 
     def restore(self, handle: CheckpointHandle) -> None:
         """Restores what was captured; DataError where it does not fit."""
@@ -248,13 +250,8 @@ class RbmTrainer:
             error, frames, self.total_error, total_frames = rank["sums"].tolist()
             self.error.fill_(error)
             self.frames, self.total_frames = int(frames), int(total_frames)
-            length = metadata["num_minibatches"]
-            self.progress = TrainingProgress(
-                epoch=int(metadata["epoch"]),
-                minibatch=int(metadata["minibatch"]),
-                num_minibatches=None if length is None else int(length),
-                seconds=float(metadata["seconds"]),
-            )
+            self.progress.epoch = int(metadata["epoch"])
+            self.progress.load_state_dict(rank, handle.path)
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise DataError(f"the checkpoint does not fit this RBM: {error}", location=handle.path) from error
 

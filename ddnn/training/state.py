@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from ddnn.averaging.averager import Averager, Request
 from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
+from ddnn.nn.network import tensor_like
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.metrics import Count
 from ddnn.training.run_dir import RunDir
@@ -77,6 +79,21 @@ class TrainingProgress:
     def end_epoch(self) -> None:
         self.epoch, self.minibatch, self.num_minibatches, self.seconds = self.epoch + 1, 0, None, 0.0
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """This worker's place within the epoch: `progress` (2,) int64, minibatches done and in all, -1 between epochs;
+        `seconds` 0-dim float64."""
+        length = -1 if self.num_minibatches is None else self.num_minibatches
+        seconds = torch.tensor(self.elapsed(), dtype=torch.float64)
+        return {"progress": torch.tensor([self.minibatch, length], dtype=torch.int64), "seconds": seconds}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], location: Path) -> None:
+        """Restores `state_dict`; DataError where the state is of another form."""
+        self.minibatch, length = tensor_like(torch.zeros(2, dtype=torch.int64), state, "progress", location).tolist()
+        self.num_minibatches = None if length < 0 else length
+        self.seconds = float(tensor_like(torch.zeros((), dtype=torch.float64), state, "seconds", location))
+        if not 0.0 <= self.seconds <= 1e9:
+            raise DataError(f"seconds: {self.seconds} found, expected those of an epoch", location=location)
+
 
 class Checkpointable(Protocol):
     """What is saved: a `ddnn.training.trainer.Trainer`, or the training of an RBM."""
@@ -93,7 +110,8 @@ class Checkpointable(Protocol):
         """None follows, but only because the recipe asks for no more."""
 
     def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-        """Metadata, global tensors and those of this rank; DivergedError where they must not be saved."""
+        """Metadata and global tensors, equal on all ranks, and the tensors of this rank. Collective. DivergedError
+        where they must not be saved."""
 
 
 class CheckpointPolicy:
@@ -185,13 +203,12 @@ class CheckpointMetadata(BaseModel):
 
     epoch: Count  # epochs finished
     minibatch: Count  # minibatches of the next one that rank 0 has trained on
-    epoch_fraction: Annotated[float, Field(ge=0.0, le=1.0)]  # the same as a fraction of that epoch
+    epoch_fraction: Annotated[float, Field(ge=0.0, le=1.0)]  # of that epoch's minibatches, of all workers
     schedule: dict[str, float | int | bool]  # its `state_dict`
     precision: Literal["float32", "bf16"]  # that the training chose
     model: dict[str, Any]  # `ddnn.nn.acoustic_model.model_config`
     recipe: str  # the resolved recipe
     data: DataIdentity
-    seconds: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0  # that the epoch under way has taken
     initial_loss: float  # of the initial network in cross-validation
     kept_epoch: Count  # the last that was accepted, 0 if none
     kept_loss: float  # its figures in cross-validation

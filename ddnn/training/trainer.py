@@ -307,24 +307,25 @@ class Trainer:
 
         Of each rank: `parameters` (num_parameters,) float32; `optimizer.*`, `averager.*`, `workspace.*` (of dropout):
         their `state_dict`;
-        `loss_sums` (2, 3) float64, loss, correct frames and frames of the epoch and of the interval; `progress` (2,)
-        int64, minibatches done and in all, -1 between epochs; `seconds` 0-dim float64. Global: `best`
-        (num_parameters,) float32, `transform.*` (input_dim,), and `strategy.*`; in both what `combination.*` is of
-        either kind. DivergedError where the loss is not
+        `loss_sums` (2, 3) float64, loss, correct frames and frames of the epoch and of the interval; and
+        `TrainingProgress.state_dict`. Global: `best` (num_parameters,) float32, `transform.*` (input_dim,), and
+        `strategy.*`; in both what `combination.*` is of either kind. Collective. DivergedError where the loss is not
         finite and no other worker can make up for it.
         """
         self.losses.check()
-        progress, averager, total = self.progress, self.averager, len(self.batches)
+        progress, averager = self.progress, self.averager
+        own = averager.state_dict()  # first: it waits for a pending averaging, which `strategy` includes
+        places = self.comm.all_gather(torch.tensor([progress.minibatch, len(self.batches)]))
+        done, total = places.sum(dim=0).tolist()
         metadata = CheckpointMetadata(
             epoch=progress.epoch,
-            minibatch=progress.minibatch,
-            epoch_fraction=progress.minibatch / total if total else 0.0,
+            minibatch=int(places[0, 0]),
+            epoch_fraction=done / max(total, 1),
             schedule=self.schedule.state_dict(),
             precision=self.precision,
             model=model_config(self.model),
             recipe=self.recipe,
             data=self.data,
-            seconds=progress.elapsed(),
             initial_loss=self.initial.loss,
             kept_epoch=self.kept_epoch,
             kept_loss=self.kept.loss,
@@ -333,12 +334,11 @@ class Trainer:
         rank = {
             "parameters": self.model.network.parameters,
             "loss_sums": self.losses.to_tensor(),
-            "progress": torch.tensor([progress.minibatch, progress.num_minibatches or -1], dtype=torch.int64),
-            "seconds": torch.tensor(progress.elapsed(), dtype=torch.float64),
+            **progress.state_dict(),
             **prefixed("optimizer", self.optimizer.state_dict()),
             **prefixed("workspace", self.eager_step.workspace.state_dict()),
             **prefixed("combination", self.combination.state_dict(shared=False)),
-            **prefixed("averager", averager.state_dict()),  # first: it waits for the averaging that `strategy` includes
+            **prefixed("averager", own),
         }
         shared = {"best": self.best, **transform_tensors(self.model)}
         shared |= prefixed("strategy", averager.shared_state_dict())
@@ -353,6 +353,7 @@ class Trainer:
         self.schedule.load_state_dict(metadata.schedule)
         network.load_parameters(tensor_like(network.parameters, rank, "parameters", location))
         self.best.copy_(tensor_like(network.parameters, loaded.global_state, "best", location))
+        progress.load_state_dict(rank, location)
         progress.started, progress.epoch = True, metadata.epoch
         self.resize_minibatches()
         self.initial, self.kept_epoch = EvalResult(metadata.initial_loss, math.nan, 0), metadata.kept_epoch
@@ -371,14 +372,11 @@ class Trainer:
             self.optimizer.load_state_dict(optimizer)
             self.losses.commit()
             total = len(self.batches)
-            progress.minibatch, progress.seconds = min(total, round(metadata.epoch_fraction * total)), metadata.seconds
+            progress.minibatch, progress.num_minibatches = min(total, round(metadata.epoch_fraction * total)), None
             averager.broadcast()
             return
         self.optimizer.load_state_dict(optimizer)
         self.eager_step.workspace.load_state_dict(unprefixed("workspace", rank))
-        progress.minibatch, length = tensor_like(torch.zeros(2, dtype=torch.int64), rank, "progress", location).tolist()
-        progress.num_minibatches = None if length < 0 else length
-        progress.seconds = float(tensor_like(torch.zeros((), dtype=torch.float64), rank, "seconds", location))
         try:
             averager.load_state_dict(unprefixed("averager", rank))
             averager.load_shared_state_dict(unprefixed("strategy", loaded.global_state))

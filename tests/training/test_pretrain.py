@@ -85,10 +85,10 @@ def test_each_epoch_has_an_order_of_its_own_and_the_options_arrive(
     assert len({tuple(sorted(map(tuple, epoch.tolist()))) for epoch in epochs}) == 1, "of the same frames"
 
 
-def rbm_trainer(recipe: Path, comm: Communicator, frames: int) -> pretraining.RbmTrainer:
-    """A Gaussian RBM on a toy shard, whose averaging comes at the end of an epoch alone."""
+def rbm_trainer(recipe: Path, comm: Communicator, frames: int, period: int = 1000) -> pretraining.RbmTrainer:
+    """A Gaussian RBM on a toy shard, whose averaging comes at the end of an epoch alone if `period` is long."""
     below = AcousticModel(FeatureConfig(), splice_only(DIM, 0), Network((), torch.zeros(0)))
-    settings = load_recipe(recipe, ["parallel.averaging_period=1000"])
+    settings = load_recipe(recipe, [f"parallel.averaging_period={period}"])
     checkpoints = NoCheckpoints()
     checkpoints.run, checkpoints.comm = NullRunDir(Path("nowhere")), comm
     return pretraining.RbmTrainer(settings, 0, toy_shard(comm.rank, frames), below, checkpoints)
@@ -123,6 +123,54 @@ def test_the_mean_of_an_rbm_weighs_unequal_shards_by_their_frames(recipe: Path) 
 
     for parameters in run_workers(3, work):
         torch.testing.assert_close(parameters, torch.full_like(parameters, 20.0))
+
+
+def test_workers_of_unlike_shards_resume_an_rbm_within_an_epoch_to_the_same_bits(recipe: Path, tmp_path: Path) -> None:
+    """Rank 0 has the fewest minibatches. What all workers share in a checkpoint is equal on all of them."""
+    shards = (60, 100, 80)
+
+    def work(comm: Communicator) -> tuple[list[str], list[int], list[torch.Tensor]]:
+        whole, stopped, resumed = (rbm_trainer(recipe, comm, shards[comm.rank], period=2) for _ in range(3))
+        store = CheckpointStore(tmp_path / "checkpoints", 2, comm)
+        stopped.begin_epoch()
+        batches = stopped.epoch_batches()
+        for _ in range(2):
+            stopped.step(visible := next(batches))
+            stopped.progress.minibatch += 1
+            stopped.averager.after_minibatch(len(visible))
+        metadata, shared, own = stopped.capture()
+        assert store.save(metadata, shared, own)
+        handle = store.latest()
+        assert handle is not None
+        resumed.restore(handle)
+        for trainer in (whole, resumed):
+            pretraining.train_rbm(trainer)
+        same = json.dumps(metadata, sort_keys=True), json.dumps(sorted(shared))
+        frames = [trainer.total_frames for trainer in (whole, resumed)]
+        return list(same), frames, [trainer.rbm.parameters for trainer in (whole, resumed)]
+
+    results = run_workers(3, work)
+    for same, frames, (whole, resumed) in results:
+        assert same == results[0][0]
+        assert frames == [3 * sum(shards)] * 2
+        assert torch.equal(whole, resumed)
+
+
+def test_all_workers_decide_alike_whether_an_rbm_has_learned_anything(recipe: Path) -> None:
+    """Of 99 and 101 minibatches, at the limit of 100 a worker: each by itself would decide otherwise."""
+
+    def work(comm: Communicator) -> str:
+        trainer = rbm_trainer(recipe, comm, 60)
+        trainer.progress.epoch, trainer.total_frames = trainer.num_epochs, 200 * 20
+        trainer.rbm.frames = (99 + 2 * comm.rank) * 20
+        try:
+            trainer.check_error(trainer.mean_error, "the reconstruction error of RBM 1 is 3")
+        except DivergedError as error:
+            return error.message
+        return "a warning"
+
+    first, second = run_workers(2, work)
+    assert first == second and "an RBM has learned nothing: the reconstruction error of RBM 1 is 3" in first
 
 
 def test_an_interrupted_run_ends_in_the_same_bits(

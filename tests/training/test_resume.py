@@ -20,13 +20,14 @@ import torch
 import yaml
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe, write_transforms
 from distributed.mpi_worlds import need_mpi
+from distributed.threads import run_workers
 from jobs import RunCli, assert_refused, make_job
 from training.launching import mpi_script
-from training.toy import toy_trainer
+from training.toy import MINIBATCH, toy_trainer
 from variants import make_parallel_config
 
 from ddnn.averaging.averager import Averager
-from ddnn.distributed.communicator import SingleProcess
+from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.inspection.path import describe_path
 from ddnn.inspection.status import read_status
@@ -39,7 +40,7 @@ from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.job import run_training
 from ddnn.training.metrics import EndRow, EventRow, MetricsWriter, read_metrics
 from ddnn.training.resume import merge_rank_states, read_metadata
-from ddnn.training.state import LoadedCheckpoint
+from ddnn.training.state import LoadedCheckpoint, TrainingProgress
 from ddnn.util.errors import DataError, RecipeError, UserError
 
 TIMES = (
@@ -207,6 +208,32 @@ def test_a_resume_on_other_workers_finds_its_place_in_a_growing_minibatch(tmp_pa
     metadata, shared, rank = stopped.capture()
     resumed.restore(LoadedCheckpoint(read_metadata(metadata, tmp_path), shared, rank, False, tmp_path))
     assert (resumed.minibatch_size, resumed.progress.minibatch, len(resumed.batches)) == (32, 5, 10)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_what_all_workers_share_in_a_checkpoint_is_equal_on_all(within: bool) -> None:
+    """Shards of unlike sizes, and minibatches as after a resume on another number of workers."""
+
+    def work(comm: Communicator) -> dict[str, Any]:
+        trainer = toy_trainer(comm, make_parallel_config(averaging_period=3), frames=(20 + 4 * comm.rank) * MINIBATCH)
+        if within:
+            trainer.begin_epoch(0.01)
+            trainer.progress.minibatch = 5 + comm.rank
+        metadata, shared, _ = trainer.capture()
+        everyone = comm.all_gather_object([json.dumps(metadata), {name: v.tolist() for name, v in shared.items()}])
+        assert all(one == everyone[0] for one in everyone)
+        return metadata
+
+    for metadata in run_workers(3, work):
+        assert metadata["minibatch"] == (5 if within else 0)
+        assert metadata["epoch_fraction"] == ((5 + 6 + 7) / (20 + 24 + 28) if within else 0.0)
+
+
+@pytest.mark.parametrize("length", [None, 0, 7])
+def test_an_epoch_of_no_minibatches_is_not_the_pause_between_two(length: int | None, tmp_path: Path) -> None:
+    before, after = TrainingProgress(num_minibatches=length), TrainingProgress()
+    after.load_state_dict(before.state_dict(), tmp_path)
+    assert after.num_minibatches == length
 
 
 def stopped_run(folder: Path, stop_at: Callable[[int, signal.Signals], None], more: str = "") -> tuple[Path, Path]:
