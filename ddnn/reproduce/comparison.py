@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ddnn.decoding.word_errors import MIN_SPEAKERS, REPLICATES, SEED, Estimate, bootstrap_wer, estimate_of
 from ddnn.reproduce.cells import Cell, Metric, find_cell, main_accuracy, metrics_of
-from ddnn.reproduce.runs import RunRecord
+from ddnn.reproduce.runs import OF_PARAMETERS, RunRecord
 from ddnn.reproduce.tables import BASE, Condition, Hypothesis, ReproduceConfig, Table
 from ddnn.util.text import plural
 
@@ -102,6 +102,7 @@ class HypothesisResult:
     results: tuple[MetricResult, ...]
     verdict: Verdict
     differing_dbn_seeds: tuple[int, ...]  # of which both runs began with RBMs, but with different ones
+    unknown_dbn_seeds: tuple[int, ...]  # of which the records do not show whether they are the same ones
     mixed: tuple[str, ...]  # kinds of machine and precisions, where the runs have several, in words
 
     @property
@@ -151,10 +152,12 @@ def compare(
         others = [compare(config, table, h, records) for h in table.hypotheses if h.instead_of in failed]
         why += [f"tested instead: {h.hypothesis.statement} ({h.verdict.word})" for h in others if h.was_tested]
     dbns = {run.seed: run.dbn for run in better.valid if run.dbn}
-    differing = tuple(run.seed for run in worse.valid if run.dbn and dbns.get(run.seed, run.dbn) != run.dbn)
+    unlike = [(run.seed, run.dbn) for run in worse.valid if run.dbn and dbns.get(run.seed, run.dbn) != run.dbn]
+    known = {seed for seed, dbn in unlike if all(digest.startswith(OF_PARAMETERS) for digest in (dbns[seed], dbn))}
+    differing, unknown = (tuple(seed for seed, _ in unlike if (seed in known) is so) for so in (True, False))
     verdict = replace(verdict, why="; ".join(why))
     return HypothesisResult(
-        table, hypothesis, better, worse, results, verdict, differing, _mixed([*better.valid, *worse.valid])
+        table, hypothesis, better, worse, results, verdict, differing, unknown, _mixed([*better.valid, *worse.valid])
     )
 
 

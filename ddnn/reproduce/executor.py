@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
@@ -20,7 +19,7 @@ from ddnn.inspection.status import read_status
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce import measure
 from ddnn.reproduce.measure import TASK, EvaluationTask
-from ddnn.reproduce.runs import OutputLayout, PlannedRun, RunRecord, read_record, write_record
+from ddnn.reproduce.runs import OutputLayout, PlannedRun, RunRecord, dbn_parameters, read_record, write_record
 from ddnn.reproduce.tables import ReproduceConfig
 from ddnn.slurm import SlurmOptions
 from ddnn.slurm.job import Job, SbatchError, last_output, read_job, slurm_states
@@ -184,7 +183,7 @@ class LocalExecutor:
         machine, cores, dbn = record.machine if record.precision else "", 0, ""  # a start row says both
         job, before = read_job(self.layout.run_dir(run)), self.layout.records / f"{record.name}.json"
         if (from_scratch or job) and run.dbn_digest and (file := self.layout.dbn_dir(run) / DBN).is_file():
-            dbn = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+            dbn = dbn_parameters(file)
         if job is not None:
             nodes = f"Slurm, {plural(job.nodes, 'node')}"
             machine, cores = f"{machine}, {nodes}" if machine else nodes, job.workers  # a core or GPU for each

@@ -43,6 +43,7 @@ ADDED_KEYS = frozenset(
 """Keys that were added after runs had been recorded, with defaults that change nothing. At their defaults they are left
 out of the digest, so that these records still count."""
 MAX_BYTES = 16 << 20  # of a record: the errors of half a million utterances
+OF_PARAMETERS = "parameters "  # how a `RunRecord.dbn` begins that compares with others
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Percent = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
@@ -137,7 +138,8 @@ class RunRecord(FrozenModel):
     date: str = ""  # when it was recorded
     version: str = ""  # of ddnn and torch
     command: str = ""  # that trains it
-    dbn: str = ""  # the first 12 digits of the SHA-256 of the RBMs that it was trained from; "": none, or unknown
+    dbn: str = ""  # `dbn_parameters` of the RBMs that it was trained from; in old records digits of the file's SHA-256,
+    # whose form has changed: they say nothing of the parameters. "": none, or unknown
 
     @property
     def name(self) -> str:
@@ -164,6 +166,14 @@ class RunRecord(FrozenModel):
             return f"CV loss {loss:.4g}, {baseline.loss:.4g} by the frequencies of the pdfs alone"
         constant = f"{100 * baseline.frame_accuracy:.1f} % by always choosing the most frequent pdf"
         return f"CV frame accuracy {100 * accuracy:.1f} %, {constant}"
+
+
+def dbn_parameters(path: Path) -> str:
+    """What tells RBMs from others, whatever file they are in: `OF_PARAMETERS` and 12 digits of their SHA-256."""
+    from ddnn.nn.acoustic_model import load_model  # torch takes a second; nothing else here needs it
+
+    parameters = load_model(path).network.parameters.numpy()
+    return OF_PARAMETERS + hashlib.sha256(parameters.tobytes()).hexdigest()[:12]
 
 
 def write_record(folder: Path, record: RunRecord) -> Path:
