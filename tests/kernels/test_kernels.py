@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, InputTransform, gather
 from ddnn.nn.arithmetic import BFloat16, BFloat16Kernels
-from ddnn.nn.kernels import AMX, SOURCE, Kernels, load_library
-from ddnn.nn.kernels.build_hook import compile_library
+from ddnn.nn.kernels import Kernels, load_library
 from ddnn.nn.loss import SoftmaxCrossEntropyBFloat16
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiled kernels that this processor can run")
@@ -238,44 +237,6 @@ def removed(values: Tensor, one: bool, w: Tensor) -> tuple[Tensor, Tensor, Tenso
     return x, h, x - h @ low, error
 
 
-@pytest.fixture(scope="module", params=["vectors", "tiles"])
-def projecting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """The kernels of this processor, and those for AMX, whose instructions plain C imitates."""
-    if request.param == "vectors":
-        return kernels()
-    library = tmp_path_factory.mktemp("tiles") / "kernels.so"
-    failure = compile_library(SOURCE, library, ("-DDDNN_EMULATE_TILES",))
-    if failure is not None:
-        pytest.skip(f"cannot be compiled: {failure}")
-    with pytest.MonkeyPatch.context() as environment:
-        assert not Kernels(library).tiles, "nobody has asked for them"
-        environment.setenv(AMX, "1")
-        made = Kernels(library)
-    assert made.tiles, "as one minibatch of the kernels' own finds them"
-    return made
-
-
-def test_tiles_are_used_where_they_agree(projecting: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not projecting.use_tiles(False)
-    assert projecting.use_tiles(projecting.tiles) == projecting.tiles
-    if not projecting.tiles:
-        return
-    right = Kernels.remove_projection_
-
-    def wrong(self: Kernels, x: Tensor, *others: Any) -> None:
-        right(self, x, *others)
-        monkeypatch.setattr(Kernels, "remove_projection_", off)
-
-    def off(self: Kernels, x: Tensor, *others: Any) -> None:
-        right(self, x, *others)
-        x[3, 5] += 1.0
-
-    monkeypatch.setattr(Kernels, "remove_projection_", wrong)
-    assert not projecting.use_tiles(True)
-    monkeypatch.undo()
-    assert projecting.use_tiles(True)
-
-
 REMOVED = {
     "rows": st.integers(0, 35),
     "columns": SIZES,
@@ -289,7 +250,6 @@ DTYPES = st.sampled_from([BF16, F32])
 @SETTINGS
 @given(**REMOVED, dtype=DTYPES, kind=st.sampled_from(["normal", "small", "zero", "mixed"]), learns=st.booleans())
 def test_remove_projection(
-    projecting: Kernels,
     rows: int,
     columns: int,
     one: bool,
@@ -304,9 +264,7 @@ def test_remove_projection(
     x, w, j = Guarded(values), Guarded(of_w), unfilled(*of_w.shape, dtype=F32)
     before, after, last = (unfilled(rows, dtype=F32) for _ in range(3))
     norms = before.tensor, after.tensor
-    projecting.remove_projection_(
-        x.tensor, w.tensor, *norms, last.tensor if one else None, j.tensor if learns else None
-    )
+    kernels().remove_projection_(x.tensor, w.tensor, *norms, last.tensor if one else None, j.tensor if learns else None)
     wide, h, exact, error = removed(values, one, of_w)
     assert_norms(before.tensor, wide.float())
     finite = wide.isfinite().all(1)
@@ -369,13 +327,13 @@ class Removing:
 @SETTINGS
 @given(**REMOVED, dtype=DTYPES, more=st.integers(1, 20))
 def test_a_row_does_not_depend_on_those_beside_it(
-    projecting: Kernels, rows: int, columns: int, one: bool, rank: int, seed: int, dtype: torch.dtype, more: int
+    rows: int, columns: int, one: bool, rank: int, seed: int, dtype: torch.dtype, more: int
 ) -> None:
     values, dim = noise((rows + more, columns), "normal", seed, dtype), columns + one
     w, results = projection(min(rank, dim), dim, seed), []
     for n in (rows + more, rows):
         x, (before, after, last) = values[:n].clone(), torch.zeros(3, n)
-        projecting.remove_projection_(x, w, before, after, last if one else None, None)
+        kernels().remove_projection_(x, w, before, after, last if one else None, None)
         results.append([part[:rows] for part in (x, before, after, last)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -18,9 +17,6 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 SOURCE, LIBRARY = Path(__file__).with_name("kernels.c"), Path(__file__).with_name("kernels.so")
-
-AMX = "DDNN_AMX"
-"""Environment variable: 1 lets the kernel of NG-SGD use AMX, where it is. Not yet run on a processor that has it."""
 
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
@@ -34,7 +30,6 @@ _ARGUMENTS = {
     "ddnn_precondition_memory": [_COUNT] * 3,
     "ddnn_precondition_float32": [_POINTER, *[_COUNT] * 2, _POINTER, *[_COUNT] * 2, *[_POINTER] * 5],
     "ddnn_precondition_float32_memory": [_COUNT] * 3,
-    "ddnn_use_tiles": [ctypes.c_int],
     "ddnn_cross_entropy": [_POINTER, _POINTER, _COUNT, _COUNT, _POINTER, ctypes.POINTER(ctypes.c_double), _POINTER],
     "ddnn_sgd_update": [_POINTER, _POINTER, _POINTER, _COUNT, _FLOAT, _FLOAT],
 }
@@ -62,8 +57,6 @@ class Kernels:
             memory.restype = _COUNT
             self._precondition[dtype] = getattr(self._library, name), memory
         self._memory = torch.empty(0, dtype=torch.uint8)
-        wanted = os.environ.get(AMX) == "1"
-        self.tiles = self.use_tiles(wanted and bool(self._library.ddnn_tiles_supported()))
 
     def gather_spliced(
         self, store: Tensor, rows: Tensor, first: int, shift: Tensor | None, scale: Tensor | None, out: Tensor
@@ -146,19 +139,6 @@ class Kernels:
             self._memory = torch.empty(memory, dtype=torch.uint8)
         given = (x.data_ptr(), rows, columns, w.data_ptr(), rank, columns + one, before.data_ptr(), after.data_ptr())
         precondition(*given, _pointer(last), _pointer(j), self._memory.data_ptr())
-
-    def use_tiles(self, on: bool) -> bool:
-        """Whether `remove_projection_` uses AMX from now on: if asked to, and if it then does what it does without."""
-        found = []
-        for tiles in (0, int(on)):
-            self._library.ddnn_use_tiles(tiles)
-            x = ((torch.arange(1400) % 17 - 8) / 8).view(20, 70).bfloat16()
-            w, (before, after, last) = ((torch.arange(2627) % 13 - 6) / 64).view(37, 71), torch.zeros(3, 20)
-            self.remove_projection_(x, w, before, after, last, None)
-            found.append(torch.cat([x.flatten().float(), before, after, last]))
-        on = on and torch.allclose(found[0], found[1], rtol=2**-7, atol=1e-3)
-        self._library.ddnn_use_tiles(int(on))
-        return on
 
     def cross_entropy(self, activations: Tensor, labels: Tensor, derivative: Tensor, row: Tensor) -> tuple[float, int]:
         """Softmax and its derivative. Plain: `ddnn.nn.loss.SoftmaxCrossEntropyBFloat16`.

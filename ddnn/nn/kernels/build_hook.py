@@ -12,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,9 @@ class CompileKernels(BuildHookInterface):  # type: ignore[type-arg]
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def compile_library(source: Path, library: Path, more: Sequence[str] = ()) -> str | None:
-    """Compiles, with further flags, with $CC, cc, gcc or clang, whichever is there; returns why not, or None. Where it fails an older
-    library stays: it knows which source it was made from, and is used with no other."""
+def compile_library(source: Path, library: Path) -> str | None:
+    """Compiles with $CC, cc, gcc or clang, whichever is there; returns why not, or None. Where it fails an older library
+    stays: it knows which source it was made from, and is used with no other."""
     try:
         asked = shlex.split(os.environ.get("CC", ""))
     except ValueError as error:
@@ -60,7 +59,7 @@ def compile_library(source: Path, library: Path, more: Sequence[str] = ()) -> st
     made = library.with_suffix(f".{os.getpid()}.tmp")
     try:
         digest = hashlib.sha256(source.read_bytes()).hexdigest()
-        command = [*compilers[0], *FLAGS, *more, f'-DDDNN_SOURCE="{digest}"', "-o", str(made), str(source), "-lm"]
+        command = [*compilers[0], *FLAGS, f'-DDDNN_SOURCE="{digest}"', "-o", str(made), str(source), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
         if done.returncode != 0:
             return f"{compilers[0][0]}: {done.stderr.strip()[-500:] or done.returncode}"

@@ -9,7 +9,6 @@
  * Elsewhere than on x86-64 with GCC or Clang there is only ddnn_kernels_supported, which says no.
  */
 
-#define _GNU_SOURCE /* for syscall */
 #include <stdint.h>
 
 #ifndef DDNN_SOURCE
@@ -21,13 +20,8 @@ const char *ddnn_kernels_source(void) { return DDNN_SOURCE; }
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#include <cpuid.h>
 #include <immintrin.h>
 #include <math.h>
-#ifdef __linux__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #define FAST __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 #define INSIDE FAST static inline __attribute__((always_inline))
@@ -286,145 +280,11 @@ INSIDE void add_scatter(float *j, int64_t dim, int64_t rank, const uint16_t *h, 
     }
 }
 
-/* AMX: the same products with tiles of 16 rows of 64 bytes, which hold 16 x 16 sums, 16 x 32 factors, or 16 pairs of 16
- * columns. With DDNN_EMULATE_TILES, for the tests, plain C does what the instructions do. They have not been run on a
- * processor with AMX yet. */
-#if defined(__clang__) ? __clang_major__ < 12 : __GNUC__ < 11
-#define NO_TILES /* The compiler does not know them: the plain C is compiled, and never used. */
-#endif
-#if defined(DDNN_EMULATE_TILES) || defined(NO_TILES)
-#define TILES FAST
-static _Thread_local uint32_t emulated[8][16][16];
-static void tile_load(int t, const void *from, int64_t stride) {
-    for (int i = 0; i < 16; i++) __builtin_memcpy(emulated[t][i], (const char *)from + i * stride, 64);
-}
-static void tile_store(int t, void *to, int64_t stride) {
-    for (int i = 0; i < 16; i++) __builtin_memcpy((char *)to + i * stride, emulated[t][i], 64);
-}
-static void tile_zero(int t) { __builtin_memset(emulated[t], 0, sizeof emulated[t]); }
-static float emulated_value(uint32_t bits) {
-    float value;
-    __builtin_memcpy(&value, &bits, 4);
-    return value;
-}
-static void tile_multiply(int sum, int a, int b) {
-    for (int i = 0; i < 16; i++)
-        for (int k = 0; k < 16; k++)
-            for (int j = 0; j < 16; j++) {
-                const uint32_t x = emulated[a][i][k], y = emulated[b][k][j];
-                float value = emulated_value(emulated[sum][i][j]);
-                value += emulated_value(x << 16) * emulated_value(y << 16);
-                value += emulated_value(x & 0xffff0000u) * emulated_value(y & 0xffff0000u);
-                __builtin_memcpy(&emulated[sum][i][j], &value, 4);
-            }
-}
-static void begin_tiles(void) {}
-static void end_tiles(void) {}
-#ifdef NO_TILES
-int ddnn_tiles_supported(void) { return 0; }
-#else
-int ddnn_tiles_supported(void) { return 1; }
-#endif
-#else
-#define TILES __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")))
-#define tile_load(t, from, stride) _tile_loadd(t, from, stride)
-#define tile_store(t, to, stride) _tile_stored(t, to, stride)
-#define tile_zero(t) _tile_zero(t)
-#define tile_multiply(sum, a, b) _tile_dpbf16ps(sum, a, b)
-TILES static void begin_tiles(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } shape = {.palette = 1};
-    for (int t = 0; t < 8; t++) {
-        shape.bytes[t] = 64;
-        shape.rows[t] = 16;
-    }
-    _tile_loadconfig(&shape);
-}
-TILES static void end_tiles(void) { _tile_release(); }
-
-/* Whether the processor has them and Linux grants them to this process, for which it has to be asked. */
-int ddnn_tiles_supported(void) {
-#if defined(__linux__) && defined(SYS_arch_prctl)
-    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, BF16 = 1 << 22, TILE = 1 << 24 };
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & BF16) || !(d & TILE)) return 0;
-    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-#else
-    return 0;
-#endif
-}
-#endif
-
-static int tiles = 0;
-
-/* Whether ddnn_precondition uses them, from now on. */
-void ddnn_use_tiles(int on) { tiles = on; }
-
-/* h (BLOCK, width) <- x (BLOCK, 2 pairs) w (pairs, width). */
-TILES __attribute__((noinline)) static void project_by_tiles(float *h, int64_t width, const uint16_t *x, const uint32_t *w, int64_t pairs) {
-    for (int64_t from = 0; from < width; from += VECTORS * LANES) {
-        const int64_t n = (width - from) / LANES;
-        float *to = h + from;
-        tile_zero(0); tile_zero(1); tile_zero(2); tile_zero(3); tile_zero(4);
-        for (int64_t p = 0; p < pairs; p += LANES) {
-            const uint32_t *factor = w + p * width + from;
-            tile_load(5, x + 2 * p, 4 * pairs);
-#define MULTIPLY(v) if (n > v) { tile_load(6, factor + v * LANES, 4 * width); tile_multiply(v, 5, 6); }
-            MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4)
-#undef MULTIPLY
-        }
-#define STORE(v) if (n > v) tile_store(v, to + v * LANES, 4 * width);
-        STORE(0) STORE(1) STORE(2) STORE(3) STORE(4)
-#undef STORE
-    }
-}
-
-/* x (n, left columns, or GROUP) <- x + h w; h (BLOCK, 2 pairs), w (pairs, GROUP); squares (n, LANES) += those of x. */
-TILES __attribute__((noinline)) static void add_projection_by_tiles(uint16_t *x, int64_t columns, int64_t left,
-                                                                    const uint16_t *h, const uint32_t *w, int64_t pairs, float *squares,
-                                                                    int64_t n) {
-    float made[BLOCK][GROUP];
-    tile_zero(0); tile_zero(1); tile_zero(2); tile_zero(3);
-    for (int64_t p = 0; p < pairs; p += LANES, w += LANES * GROUP) {
-        tile_load(4, h + 2 * p, 4 * pairs);
-        tile_load(5, w, 4 * GROUP); tile_multiply(0, 4, 5);
-        tile_load(6, w + LANES, 4 * GROUP); tile_multiply(1, 4, 6);
-        tile_load(5, w + 2 * LANES, 4 * GROUP); tile_multiply(2, 4, 5);
-        tile_load(6, w + 3 * LANES, 4 * GROUP); tile_multiply(3, 4, 6);
-    }
-    tile_store(0, made[0], 4 * GROUP); tile_store(1, made[0] + LANES, 4 * GROUP);
-    tile_store(2, made[0] + 2 * LANES, 4 * GROUP); tile_store(3, made[0] + 3 * LANES, 4 * GROUP);
-    for (int64_t i = 0; i < n; i++) {
-        __m512 square = _mm512_loadu_ps(squares + i * LANES);
-        for (int64_t c = 0; c < GROUP && c < left; c += LANES) {
-            __mmask16 on = lanes(left - c);
-            __m512 v = _mm512_add_ps(widen(on, x + i * columns + c), _mm512_maskz_loadu_ps(on, made[i] + c));
-            square = _mm512_fmadd_ps(v, v, square);
-            narrow(x + i * columns + c, on, v);
-        }
-        _mm512_storeu_ps(squares + i * LANES, square);
-    }
-}
-
-/* x (n, left columns, or GROUP) <- x + h w; the rest as of add_projection. */
-FAST static void add_projections(uint16_t *x, int64_t columns, int64_t left, const uint16_t *h, int64_t width,
-                                 const uint32_t *w, int64_t pairs, float *squares, int64_t n) {
-    int64_t i = 0;
-    for (; i + SOME <= n; i += SOME)
-        add_projection(x + i * columns, columns, left, h + i * width, width, w, pairs, squares + i * LANES, SOME);
-    for (; i < n; i++)
-        add_projection(x + i * columns, columns, left, h + i * width, width, w, pairs, squares + i * LANES, 1);
-}
-
 /* Where the parts of the memory of ddnn_precondition lie, in bytes from its start; `size`: of all. */
 struct plan {
     int64_t width, low_width; /* of H, rounded up, and of its factors in H W */
     int64_t pairs, plain_pairs, row_pairs, groups; /* of columns of W; of its rows, and with those of rests; of columns */
-    int64_t whole_pairs, whole_row_pairs; /* of whole tiles; those beyond the others are 0 */
-    int64_t columns_w, rows_w, last_w, x, h, low_h, turned_h, two, size;
+    int64_t columns_w, rows_w, last_w, h, low_h, turned_h, two, size;
 };
 
 static struct plan make_plan(int64_t columns, int64_t one, int64_t rank) {
@@ -434,15 +294,12 @@ static struct plan make_plan(int64_t columns, int64_t one, int64_t rank) {
     p.pairs = (dim + 1) / 2;
     p.plain_pairs = (rank + 1) / 2;
     p.row_pairs = p.plain_pairs + (rank < LEADING ? rank : LEADING);
-    p.whole_pairs = (p.pairs + LANES - 1) / LANES * LANES;
-    p.whole_row_pairs = (p.row_pairs + LANES - 1) / LANES * LANES;
-    p.low_width = 2 * p.whole_row_pairs;
+    p.low_width = 2 * ((p.row_pairs + LANES - 1) / LANES * LANES);
     p.groups = (dim + GROUP - 1) / GROUP;
     p.columns_w = 0;
-    p.rows_w = p.columns_w + p.whole_pairs * p.width * 4;
-    p.last_w = p.rows_w + p.groups * GROUP * p.whole_row_pairs * 4;
-    p.x = p.last_w + p.width * 4;
-    p.h = p.x + BLOCK * p.whole_pairs * 4;
+    p.rows_w = p.columns_w + p.pairs * p.width * 4;
+    p.last_w = p.rows_w + p.groups * GROUP * p.row_pairs * 4;
+    p.h = p.last_w + p.width * 4;
     p.low_h = p.h + BLOCK * p.width * 4;
     p.turned_h = p.low_h + BLOCK * p.low_width * 2;
     p.two = p.turned_h + BLOCK * p.width * 2;
@@ -467,10 +324,7 @@ FAST static void pack(const float *w, int64_t rank, int64_t dim, struct plan p, 
     float *last = (float *)(memory + p.last_w);
     const int64_t padded = p.groups * GROUP;
     uint16_t *two = (uint16_t *)(memory + p.two);
-    __builtin_memset(by_columns, 0, (size_t)(p.whole_pairs * p.width * 4));
-    for (int64_t g = 0; g < p.groups; g++)
-        __builtin_memset(by_rows + (g * p.whole_row_pairs + p.row_pairs) * GROUP, 0,
-                         (size_t)((p.whole_row_pairs - p.row_pairs) * GROUP * 4));
+    __builtin_memset(by_columns, 0, (size_t)(p.pairs * p.width * 4));
     for (int64_t k = 0; k < p.width; k++) last[k] = 0.0f;
     for (int64_t k = 0; k < rank; k += 2) {
         const int both = k + 1 < rank;
@@ -482,7 +336,7 @@ FAST static void pack(const float *w, int64_t rank, int64_t dim, struct plan p, 
             _mm256_storeu_si256((__m256i *)(two + j), low);
             _mm256_storeu_si256((__m256i *)(two + padded + j), high);
             __m512i pair = _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-            uint32_t *group = by_rows + j / GROUP * p.whole_row_pairs * GROUP + j % GROUP;
+            uint32_t *group = by_rows + j / GROUP * p.row_pairs * GROUP + j % GROUP;
             _mm512_storeu_si512(group + k / 2 * GROUP, pair);
             for (int64_t m = k; m < k + 2 && m < p.row_pairs - p.plain_pairs; m++)
                 _mm512_storeu_si512(group + (p.plain_pairs + m) * GROUP, with_rest(m > k ? other : one, m > k ? high : low));
@@ -510,7 +364,6 @@ FAST void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const fl
     uint16_t *low = (uint16_t *)(memory + p.low_h), *turned = (uint16_t *)(memory + p.turned_h);
     const int64_t whole = columns / 2;
     if (j) __builtin_memset(j, 0, (size_t)(rank * dim * 4));
-    if (tiles) begin_tiles();
     for (int64_t i = 0; i < rows; i += BLOCK, x += BLOCK * columns) {
         const int64_t n = rows - i < BLOCK ? rows - i : BLOCK;
         uint16_t rest[BLOCK][2]; /* the columns beyond the last whole pair */
@@ -527,21 +380,10 @@ FAST void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const fl
             if (one) rest[k][columns % 2] = 0x3f80; /* 1 */
             _mm512_storeu_ps(squares[k], _mm512_setzero_ps());
         }
-        if (tiles) {
-            uint16_t *padded = (uint16_t *)(memory + p.x);
-            for (int64_t k = 0; k < n; k++, padded += 2 * p.whole_pairs) {
-                __builtin_memcpy(padded, x + k * columns, (size_t)(4 * whole));
-                __builtin_memset(padded + 2 * whole, 0, (size_t)(4 * (p.whole_pairs - whole)));
-                if (p.pairs > whole) __builtin_memcpy(padded + 2 * whole, rest[k], 4);
-            }
-            __builtin_memset(padded, 0, (size_t)(4 * (BLOCK - n) * p.whole_pairs));
-            project_by_tiles(h, p.width, (const uint16_t *)(memory + p.x), by_columns, p.whole_pairs);
-        } else {
-            for (int64_t k = 0; k < n * p.width; k += LANES) _mm512_storeu_ps(h + k, _mm512_setzero_ps());
-            for (int64_t c = 0; c < whole; c += CHUNK)
-                project(h, p.width, x + 2 * c, columns, by_columns + c * p.width, whole - c < CHUNK ? whole - c : CHUNK, n);
-            if (p.pairs > whole) project(h, p.width, rest[0], 2, by_columns + whole * p.width, 1, n);
-        }
+        for (int64_t k = 0; k < n * p.width; k += LANES) _mm512_storeu_ps(h + k, _mm512_setzero_ps());
+        for (int64_t c = 0; c < whole; c += CHUNK)
+            project(h, p.width, x + 2 * c, columns, by_columns + c * p.width, whole - c < CHUNK ? whole - c : CHUNK, n);
+        if (p.pairs > whole) project(h, p.width, rest[0], 2, by_columns + whole * p.width, 1, n);
         for (int64_t k = 0; k < n; k++) {
             uint16_t *to = low + k * p.low_width;
             for (int64_t m = 0; m < p.low_width; m += LANES) {
@@ -563,11 +405,14 @@ FAST void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const fl
                 j[k * dim + columns] += _mm512_reduce_add_ps(widen(0xffff, turned + k * BLOCK));
         }
         for (int64_t c = 0; c < columns; c += GROUP) {
-            const uint32_t *group = (const uint32_t *)(memory + p.rows_w) + c * p.whole_row_pairs;
-            if (tiles)
-                add_projection_by_tiles(x + c, columns, columns - c, low, group, p.whole_row_pairs, squares[0], n);
-            else
-                add_projections(x + c, columns, columns - c, low, p.low_width, group, p.row_pairs, squares[0], n);
+            const uint32_t *group = (const uint32_t *)(memory + p.rows_w) + c * p.row_pairs;
+            int64_t m = 0;
+            for (; m + SOME <= n; m += SOME)
+                add_projection(x + m * columns + c, columns, columns - c, low + m * p.low_width, p.low_width, group,
+                               p.row_pairs, squares[m], SOME);
+            for (; m < n; m++)
+                add_projection(x + m * columns + c, columns, columns - c, low + m * p.low_width, p.low_width, group,
+                               p.row_pairs, squares[m], 1);
         }
         for (int64_t k = 0; k < n; k++) {
             float sum = _mm512_reduce_add_ps(_mm512_loadu_ps(squares[k]));
@@ -582,7 +427,6 @@ FAST void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const fl
             after[i + k] = sqrtf(sum);
         }
     }
-    if (tiles) end_tiles();
 }
 
 /* The same in float32, of which nothing is rounded: h (rows, width) += x (rows, n columns, their starts `columns` apart)
