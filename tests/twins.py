@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ddnn.data.batches import Batch
 from ddnn.data.dataset import AcousticDataset, InputTransform, labels_of
+from ddnn.nn.arithmetic import Precision
+from ddnn.nn.kernels import load_library
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace
 
@@ -17,6 +19,12 @@ FUNCTIONS = {
     "softmax": lambda x: x,
     "linear": lambda x: x,
 }
+
+
+def kernels_for(precision: Precision) -> bool:
+    """Whether there are compiled kernels for this precision that this processor can run."""
+    kernels = load_library()
+    return kernels is not None and precision in kernels.supported
 
 
 def weights(network: Network) -> list[Tensor]:

@@ -371,12 +371,13 @@ class _SoftmaxCrossEntropyKernels(SoftmaxCrossEntropy):
 def make_arithmetic(
     precision: Precision, device: torch.device, *, use_kernels: bool = True, pad_to: int | None = None
 ) -> Float32:
-    """The arithmetic of a precision on a device. `use_kernels`: on a CPU use compiled kernels, where there are any and
-    nothing is padded. `pad_to`: in bf16, see `Float32.pad_to`; None: `CUDA_PAD_TO` on a GPU, 1 elsewhere."""
+    """The arithmetic of a precision on a device. `use_kernels`: on a CPU use compiled kernels, where there are any that
+    the processor supports and nothing is padded. `pad_to`: in bf16, see `Float32.pad_to`; None: `CUDA_PAD_TO` on a GPU,
+    1 elsewhere."""
     if pad_to is None:
         pad_to = CUDA_PAD_TO if device.type == "cuda" and precision == "bf16" else 1
     on_kernels = use_kernels and pad_to == 1 and device.type == "cpu" and torch.get_num_threads() <= KERNELS_THREADS
     kernels = load_library() if on_kernels else None
-    if precision == "float32":
-        return Float32() if kernels is None else Float32Kernels(kernels)
-    return BFloat16(device, pad_to) if kernels is None else BFloat16Kernels(kernels)
+    if kernels is None or precision not in kernels.supported:
+        return Float32() if precision == "float32" else BFloat16(device, pad_to)
+    return Float32Kernels(kernels) if precision == "float32" else BFloat16Kernels(kernels)

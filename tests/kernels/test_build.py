@@ -7,15 +7,25 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 
 from ddnn.nn import kernels
+from ddnn.nn.arithmetic import (
+    BFloat16,
+    BFloat16Kernels,
+    Float32,
+    Float32Kernels,
+    Precision,
+    make_arithmetic,
+)
 from ddnn.nn.kernels import Kernels, load_library
 
 COMPILER = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
@@ -199,7 +209,7 @@ def test_only_a_library_of_this_source_is_loaded(
     compile_here: Callable[[], str | None], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert compile_here() is None
-    assert (load_library() is not None) == Kernels(folder / "kernels.so").supported
+    assert (load_library() is not None) == bool(Kernels(folder / "kernels.so").supported)
     assert not warnings(caplog)
     load_library.cache_clear()
     with (folder / "kernels.c").open("a") as source:
@@ -255,6 +265,51 @@ def test_what_cannot_run_here_is_not_used_and_nobody_is_warned(
     assert not Kernels(folder / "kernels.so").supported
     assert load_library() is None
     assert not warnings(caplog)
+
+
+NG_SGD, ALL = (
+    "available (used by NG-SGD in float32; bf16 would need AVX512-BF16)",
+    "available (used by bf16 and NG-SGD)",
+)
+NONE = "not used, this processor has no AVX-512: bf16 and NG-SGD run in PyTorch alone"
+
+
+@on_x86
+@needs_compiler
+@pytest.mark.parametrize(
+    ("lacks", "supported", "said"),
+    [
+        ((), ("float32", "bf16"), ALL),
+        (("avx512bf16",), ("float32",), NG_SGD),
+        (("avx512vl",), (), NONE),
+        (("avx512f", "avx512bf16"), (), NONE),
+    ],
+    ids=["Zen 4", "Ice Lake", "Knights Landing", "Zen 3"],
+)
+def test_each_processor_uses_the_kernels_that_it_can_run(
+    lacks: tuple[str, ...],
+    supported: tuple[str, ...],
+    said: str,
+    compile_here: Callable[[], str | None],
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The instructions of made-up processors, in `kernels.c` itself. Nothing of it is run."""
+    source = (folder / "kernels.c").read_text()
+    asked = re.findall(r'__builtin_cpu_supports\("(\w+)"\)', source)
+    assert asked == ["avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16"]
+    for name in asked:
+        source = source.replace(f'__builtin_cpu_supports("{name}")', str(int(name not in lacks)))
+    (folder / "kernels.c").write_text(source)
+    assert compile_here() is None
+    caplog.set_level(logging.INFO, logger="ddnn.nn.kernels")
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = [type(make_arithmetic(precision, torch.device("cpu"))) for precision in get_args(Precision)]
+    torch.set_num_threads(torch_threads)
+    assert made[0] is (Float32Kernels if "float32" in supported else Float32)
+    assert made[1] is (BFloat16Kernels if "bf16" in supported else BFloat16)
+    assert caplog.messages == [f"compiled kernels: {said}"]
 
 
 @on_x86

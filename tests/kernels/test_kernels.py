@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from twins import kernels_for
 
 from ddnn.data.dataset import AcousticDataset, InputTransform, gather
 from ddnn.nn.arithmetic import BFloat16, BFloat16Kernels
 from ddnn.nn.kernels import Kernels, load_library
 from ddnn.nn.loss import SoftmaxCrossEntropyBFloat16
 
-pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiled kernels that this processor can run")
+pytestmark = pytest.mark.skipif(not kernels_for("bf16"), reason="no compiled kernels that this processor can run")
 
 BF16, F32 = torch.bfloat16, torch.float32
 TINY = 2.0**-126
@@ -336,6 +338,28 @@ def test_a_row_does_not_depend_on_those_beside_it(
         kernels().remove_projection_(x, w, before, after, last if one else None, None)
         results.append([part[:rows] for part in (x, before, after, last)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_threads_have_memory_of_their_own() -> None:
+    """A call lets other threads run, and those work in memory of their own size."""
+    made = torch.Generator().manual_seed(1)
+    x, wrong = torch.randn(256, 440, generator=made).bfloat16(), list[int]()
+
+    def work(rank: int) -> None:
+        w, (before, after) = projection(rank, 440, rank), torch.zeros(2, 256)
+        first = x.clone()
+        kernels().remove_projection_(first, w, before, after, None, None)
+        for _ in range(400):
+            again = x.clone()
+            kernels().remove_projection_(again, w, before, after, None, None)
+            wrong.append(not torch.equal(again, first))
+
+    threads = [Thread(target=work, args=(rank,)) for rank in (20, 40)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(wrong) == 800 and sum(wrong) == 0
 
 
 def entropy(activations: Tensor, labels: Tensor) -> tuple[float, int, Tensor]:

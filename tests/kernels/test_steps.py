@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from twins import biases, random_minibatch, weights
+from twins import biases, kernels_for, random_minibatch, weights
 
 from ddnn.nn.arithmetic import BFloat16Kernels, Float32, Precision, make_arithmetic
-from ddnn.nn.kernels import Kernels, load_library
+from ddnn.nn.kernels import Kernels
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 
-needs_kernels = pytest.mark.skipif(load_library() is None, reason="no compiled kernels that this processor can run")
+needs_kernels = pytest.mark.skipif(not kernels_for("bf16"), reason="no compiled kernels that this processor can run")
 
 SIGMOIDS = mlp_layers(20, 2, 33, 5, "sigmoid")
 AN4 = mlp_layers(440, 4, 512, 616, "sigmoid")

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
+from twins import kernels_for
 
 from ddnn.nn.arithmetic import make_arithmetic
-from ddnn.nn.kernels import load_library
 from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas, max_change_factor
 from ddnn.util.errors import DataError, UserError
 
@@ -109,7 +109,7 @@ def skewed(rng: np.random.Generator, n: int, dim: int) -> Matrix:
     [("n64_d40_r10_p4", 10, 4, 1e-4), ("n128_d100_r20_p1", 20, 1, 1e-4), ("n16_d30_r20_p4", 20, 4, 2e-2)],
 )
 def test_kaldi_steps(golden: Path, name: str, rank: int, period: int, tolerance: float, kernels: bool) -> None:
-    if kernels and load_library() is None:
+    if kernels and not kernels_for("float32"):
         pytest.skip("no compiled kernels that this processor can run")
     folder = golden / "ng"
     steps = {key: torch.from_numpy(np.array(m)) for key, m in kaldiio.load_ark(str(folder / f"{name}.ark"))}
@@ -142,7 +142,7 @@ def test_kaldi_steps(golden: Path, name: str, rank: int, period: int, tolerance:
 )
 @pytest.mark.parametrize("kernels", [False, True])
 def test_twin(n: int, dim: int, rank: int, period: int, kernels: bool) -> None:
-    if kernels and load_library() is None:
+    if kernels and not kernels_for("float32"):
         pytest.skip("no compiled kernels that this processor can run")
     rng = np.random.default_rng(dim)
     twin = Twin(dim, rank, 4.0, 2000.0, period)

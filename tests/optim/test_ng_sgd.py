@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from twins import biases, random_minibatch, weights
+from twins import biases, kernels_for, random_minibatch, weights
 
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
-from ddnn.nn.kernels import load_library
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace
 from ddnn.optim.natural_gradient import SETTLED, NaturalGradient, NaturalGradientOptions, gammas
@@ -110,7 +109,7 @@ SIDES = [(columns, one, rank) for columns, one in ((40, False), (40, True), (33,
 @pytest.fixture(params=BF16)
 def bf16(request: pytest.FixtureRequest) -> Float32:
     """What bf16 is computed with on a CPU: PyTorch alone, and compiled kernels."""
-    if BF16[request.param] and load_library() is None:
+    if BF16[request.param] and not kernels_for("bf16"):
         pytest.skip("no compiled kernels that this processor can run")
     return make_arithmetic("bf16", torch.device("cpu"), use_kernels=BF16[request.param])
 
@@ -118,11 +117,11 @@ def bf16(request: pytest.FixtureRequest) -> Float32:
 @pytest.fixture(params=[*BF16, "float32"])
 def fast(request: pytest.FixtureRequest) -> Float32:
     """The same, and what float32 is computed with where there are compiled kernels."""
-    compiled = BF16.get(request.param, True)
-    if compiled and load_library() is None:
-        pytest.skip("no compiled kernels that this processor can run")
+    use_kernels = BF16.get(request.param, True)
     precision: Precision = "bf16" if request.param in BF16 else "float32"
-    return make_arithmetic(precision, torch.device("cpu"), use_kernels=compiled)
+    if use_kernels and not kernels_for(precision):
+        pytest.skip("no compiled kernels that this processor can run")
+    return make_arithmetic(precision, torch.device("cpu"), use_kernels=use_kernels)
 
 
 class Side:

@@ -1,6 +1,7 @@
 """Compiled parts of the bf16 training step on a CPU, and of NG-SGD in float32: `kernels.c`, which pip compiles where there
 is a C compiler. Every function has a plain counterpart in PyTorch, named in its docstring, which runs wherever these
-cannot: where nothing was compiled, on a processor without AVX512-BF16, on a GPU. The tests hold the two together."""
+cannot: where nothing was compiled, on a GPU, on a processor without AVX-512, which all of them need, or without
+AVX512-BF16, which those for bf16 need. The tests hold the two together."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import ctypes
 import hashlib
 import logging
 import platform
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -35,15 +37,27 @@ _ARGUMENTS = {
 }
 
 
+class _Scratch(threading.local):
+    """Memory for a kernel to work in. Each thread has its own, as ctypes lets other threads run during a call."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
 class Kernels:
     """The functions of a compiled `kernels.c`. All tensors lie in host memory, contiguous. OSError, AttributeError: the
-    library cannot be loaded, or is none of ours."""
+    library cannot be loaded, or is none of ours.
+
+    Attributes:
+        source: SHA-256 of the `kernels.c` that was compiled.
+        supported: for which precisions this processor has the instructions; in float32 only `remove_projection_` is compiled.
+    """
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.ddnn_kernels_source.restype = ctypes.c_char_p
         self.source = bytes(self._library.ddnn_kernels_source() or b"").decode("ascii", "replace")
-        self.supported = bool(self._library.ddnn_kernels_supported())
+        self.supported = ("float32", "bf16")[: self._library.ddnn_kernels_supported()]
         if not self.supported:
             return
         for name, arguments in _ARGUMENTS.items():
@@ -56,7 +70,7 @@ class Kernels:
             memory = getattr(self._library, f"{name}_memory")
             memory.restype = _COUNT
             self._precondition[dtype] = getattr(self._library, name), memory
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._scratch = _Scratch()
 
     def gather_spliced(
         self, store: Tensor, rows: Tensor, first: int, shift: Tensor | None, scale: Tensor | None, out: Tensor
@@ -134,11 +148,11 @@ class Kernels:
         _check(torch.float32, (rank, columns + one), w, j)
         _check(torch.float32, (rows,), before, after, last)
         precondition, memory_of = self._precondition[x.dtype]
-        memory = memory_of(columns, one, rank)
-        if self._memory.numel() < memory:
-            self._memory = torch.empty(memory, dtype=torch.uint8)
+        scratch, needed = self._scratch, memory_of(columns, one, rank)
+        if scratch.memory.numel() < needed:
+            scratch.memory = torch.empty(needed, dtype=torch.uint8)
         given = (x.data_ptr(), rows, columns, w.data_ptr(), rank, columns + one, before.data_ptr(), after.data_ptr())
-        precondition(*given, _pointer(last), _pointer(j), self._memory.data_ptr())
+        precondition(*given, _pointer(last), _pointer(j), scratch.memory.data_ptr())
 
     def cross_entropy(self, activations: Tensor, labels: Tensor, derivative: Tensor, row: Tensor) -> tuple[float, int]:
         """Softmax and its derivative. Plain: `ddnn.nn.loss.SoftmaxCrossEntropyBFloat16`.
@@ -214,7 +228,8 @@ def load_library() -> Kernels | None:
         log.warning("%s was compiled from another %s and is not used; %s", LIBRARY, SOURCE.name, hint)
         return None
     if not kernels.supported:
-        log.info("this processor has no AVX512-BF16: bf16 and NG-SGD run in PyTorch alone")
+        log.info("compiled kernels: not used, this processor has no AVX-512: bf16 and NG-SGD run in PyTorch alone")
         return None
-    log.info("compiled kernels: what is beside the matrix products in bf16, and the preconditioning of NG-SGD")
+    users = "bf16 and NG-SGD" if "bf16" in kernels.supported else "NG-SGD in float32; bf16 would need AVX512-BF16"
+    log.info("compiled kernels: available (used by %s)", users)
     return kernels

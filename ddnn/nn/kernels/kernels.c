@@ -1,12 +1,12 @@
-/* The element-wise parts of a training step in bf16, and preconditioning in bf16 and float32, on processors with AVX-512
- * and its bf16 instructions.
+/* The element-wise parts of a training step in bf16, and preconditioning in bf16 and float32. Float32 needs AVX-512, the
+ * functions of bf16 need its bf16 instructions too.
  *
  * Each function does in one pass over memory what ddnn.nn.kernels describes, and what PyTorch does in several. Values
  * are widened to float32, worked on there, and rounded once, to nearest even. NaN gives NaN (and a
  * row with one a loss of NaN), infinity its limit to within 2^-126; subnormal numbers become 0 where they are rounded
  * to bf16.
  *
- * Elsewhere than on x86-64 with GCC or Clang there is only ddnn_kernels_supported, which says no.
+ * Elsewhere than on x86-64 with GCC or Clang there is only ddnn_kernels_supported, which gives 0.
  */
 
 #include <stdint.h>
@@ -23,32 +23,35 @@ const char *ddnn_kernels_source(void) { return DDNN_SOURCE; }
 #include <immintrin.h>
 #include <math.h>
 
-#define FAST __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
-#define INSIDE FAST static inline __attribute__((always_inline))
+#define FLOAT32 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#define BF16 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#define INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 16, AHEAD = 1024 };
 
+/* What this processor can run: 0 nothing, 1 the functions of float32, 2 all. */
 int ddnn_kernels_supported(void) {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512bf16");
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return 0;
+    return __builtin_cpu_supports("avx512bf16") ? 2 : 1;
 }
 
 /* The lanes that hold some of the `left` values from here on. */
-INSIDE __mmask16 lanes(int64_t left) { return left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1u); }
+FLOAT32 INLINE __mmask16 lanes(int64_t left) { return left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1u); }
 
-INSIDE __m512 widen(__mmask16 on, const uint16_t *from) {
+BF16 INLINE __m512 widen(__mmask16 on, const uint16_t *from) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(on, from)), 16));
 }
 
-INSIDE void narrow(uint16_t *to, __mmask16 on, __m512 values) {
+BF16 INLINE void narrow(uint16_t *to, __mmask16 on, __m512 values) {
     _mm256_mask_storeu_epi16(to, on, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
 /* e^x, to 1e-5 of itself (4e-6 for |x| < 5) where neither it nor its inverse leaves float32; beyond that it stays at
  * the limit. */
-INSIDE __m512 exponential(__m512 x) {
+BF16 INLINE __m512 exponential(__m512 x) {
     __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)); /* min and max give their second operand for NaN */
     t = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_max_ps(_mm512_set1_ps(-126.0f), t));
     __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -63,7 +66,7 @@ INSIDE __m512 exponential(__m512 x) {
 }
 
 /* 1 / x by an estimate and a step of Newton's; x is 1 or more and less than 2^127. */
-INSIDE __m512 inverse(__m512 x) {
+BF16 INLINE __m512 inverse(__m512 x) {
     __m512 y = _mm512_rcp14_ps(x);
     return _mm512_mul_ps(y, _mm512_fnmadd_ps(x, y, _mm512_set1_ps(2.0f)));
 }
@@ -71,7 +74,7 @@ INSIDE __m512 inverse(__m512 x) {
 /* out (n, columns) <- (frames at `rows` of the store, spliced + shift) * scale. A spliced frame is `columns` floats of
  * the store from `row * dim` on, of which there are `windows`; shift and scale have `columns` floats, or are null.
  * Returns -1 where a row is not one of them, else 0. */
-FAST int64_t ddnn_gather_spliced(const float *store, int64_t windows, int64_t dim, int64_t columns, const int64_t *rows,
+BF16 int64_t ddnn_gather_spliced(const float *store, int64_t windows, int64_t dim, int64_t columns, const int64_t *rows,
                          int64_t n, int64_t first, const float *shift, const float *scale, uint16_t *out) {
     for (int64_t i = 0; i < n; i++, out += columns) {
         const int64_t row = rows[i] + first;
@@ -89,7 +92,7 @@ FAST int64_t ddnn_gather_spliced(const float *store, int64_t windows, int64_t di
 }
 
 /* y (rows, columns) <- 1 / (1 + e^-(y + bias)); bias (columns). */
-FAST void ddnn_sigmoid(uint16_t *y, int64_t rows, int64_t columns, const float *bias) {
+BF16 void ddnn_sigmoid(uint16_t *y, int64_t rows, int64_t columns, const float *bias) {
     const __m512 one = _mm512_set1_ps(1.0f), minus = _mm512_set1_ps(-1.0f);
     for (int64_t i = 0; i < rows; i++, y += columns)
         for (int64_t j = 0; j < columns; j += LANES) {
@@ -100,7 +103,7 @@ FAST void ddnn_sigmoid(uint16_t *y, int64_t rows, int64_t columns, const float *
 }
 
 /* d <- d y (1 - y), n values. */
-FAST void ddnn_sigmoid_backward(uint16_t *d, const uint16_t *y, int64_t n) {
+BF16 void ddnn_sigmoid_backward(uint16_t *d, const uint16_t *y, int64_t n) {
     const __m512 one = _mm512_set1_ps(1.0f);
     for (int64_t i = 0; i < n; i += LANES) {
         __mmask16 on = lanes(n - i);
@@ -111,7 +114,7 @@ FAST void ddnn_sigmoid_backward(uint16_t *d, const uint16_t *y, int64_t n) {
 
 /* sums (columns) <- the sum over the rows of d (rows, columns), each times its weight, rounded to bf16. The weights
  * (rows) may be null. */
-FAST void ddnn_column_sums(const uint16_t *d, int64_t rows, int64_t columns, const float *weights, uint16_t *sums) {
+BF16 void ddnn_column_sums(const uint16_t *d, int64_t rows, int64_t columns, const float *weights, uint16_t *sums) {
     for (int64_t j = 0; j < columns; j += 4 * LANES) {
         __mmask16 on[4];
         __m512 sum[4];
@@ -130,7 +133,7 @@ FAST void ddnn_column_sums(const uint16_t *d, int64_t rows, int64_t columns, con
 
 /* to (rows, columns) <- from, its rows `stride` floats apart, with a 1 after each row where `one`; norms (rows) <- the
  * Euclidean norms of the rows of `to`, the 1 with them. */
-FAST void ddnn_bf16_to_float32_rows(const uint16_t *from, int64_t rows, int64_t columns, float *to, int64_t stride, int one,
+BF16 void ddnn_bf16_to_float32_rows(const uint16_t *from, int64_t rows, int64_t columns, float *to, int64_t stride, int one,
                           float *norms) {
     for (int64_t i = 0; i < rows; i++, from += columns, to += stride) {
         __m512 squares = _mm512_setzero_ps();
@@ -147,7 +150,7 @@ FAST void ddnn_bf16_to_float32_rows(const uint16_t *from, int64_t rows, int64_t 
 
 /* to (rows, columns) <- from, rounded; norms (rows) <- the Euclidean norms of the rows of `from`. Where `last` is not
  * null the rows of `from` have one value more, which goes there (rows) and not to `to`. */
-FAST void ddnn_float32_to_bf16_rows(const float *from, int64_t rows, int64_t columns, int64_t stride, uint16_t *to, float *last,
+BF16 void ddnn_float32_to_bf16_rows(const float *from, int64_t rows, int64_t columns, int64_t stride, uint16_t *to, float *last,
                            float *norms) {
     for (int64_t i = 0; i < rows; i++, from += stride, to += columns) {
         __m512 squares = _mm512_setzero_ps();
@@ -173,7 +176,7 @@ FAST void ddnn_float32_to_bf16_rows(const float *from, int64_t rows, int64_t col
  * in a further pair, H's rounded value times W's rest and H's rest times W's rounded value. */
 enum { BLOCK = 16, MANY = 8, SOME = 4, VECTORS = 5, GROUP = 4 * LANES, CHUNK = 64, LEADING = 2 };
 
-INSIDE __m512bh twice(const uint16_t *pair) {
+BF16 INLINE __m512bh twice(const uint16_t *pair) {
     uint32_t both;
     __builtin_memcpy(&both, pair, sizeof both);
     return (__m512bh)_mm512_set1_epi32((int)both);
@@ -181,7 +184,7 @@ INSIDE __m512bh twice(const uint16_t *pair) {
 
 /* h (rows, width) += x (rows, pairs of columns, their starts `columns` apart) w (pairs, width); of h and w so many
  * vectors. */
-INSIDE void add_products(float *h, int64_t width, const uint16_t *x, int64_t columns, const uint32_t *w, int64_t pairs,
+BF16 INLINE void add_products(float *h, int64_t width, const uint16_t *x, int64_t columns, const uint32_t *w, int64_t pairs,
                          const int rows, const int vectors) {
     __m512 sum[MANY][VECTORS];
     for (int i = 0; i < rows; i++)
@@ -206,8 +209,8 @@ INSIDE void add_products(float *h, int64_t width, const uint16_t *x, int64_t col
         else if (done == SOME) add(to, width, of, columns, w + from, n, SOME, vectors); \
         else add(to, width, of, columns, w + from, n, 1, vectors); \
         break;
-#define PROJECT(name, add, x_type, w_type) \
-    FAST static void name(float *h, int64_t width, const x_type *x, int64_t columns, const w_type *w, int64_t n, \
+#define PROJECT(target, name, add, x_type, w_type) \
+    target static void name(float *h, int64_t width, const x_type *x, int64_t columns, const w_type *w, int64_t n, \
                           int64_t rows) { \
         for (int64_t from = 0, p = 0; from < width; from += p * LANES) { \
             p = (width - from) / LANES; \
@@ -220,10 +223,10 @@ INSIDE void add_products(float *h, int64_t width, const uint16_t *x, int64_t col
             } \
         } \
     }
-PROJECT(project, add_products, uint16_t, uint32_t)
+PROJECT(BF16, project, add_products, uint16_t, uint32_t)
 
 /* x (rows, left columns, or GROUP) <- x + h w; h (rows, width), w (pairs, GROUP); squares (rows, LANES) += those of x. */
-INSIDE void add_projection(uint16_t *x, int64_t columns, int64_t left, const uint16_t *h, int64_t width,
+BF16 INLINE void add_projection(uint16_t *x, int64_t columns, int64_t left, const uint16_t *h, int64_t width,
                            const uint32_t *w, int64_t pairs, float *squares, const int rows) {
     enum { PARTS = GROUP / LANES };
     __m512 sum[SOME][PARTS];
@@ -250,7 +253,7 @@ INSIDE void add_projection(uint16_t *x, int64_t columns, int64_t left, const uin
 
 /* j (rank, left columns, or GROUP; its rows `dim` apart) += h x of n rows of x; h (rank, BLOCK), of which those beyond n
  * are 0. */
-INSIDE void add_scatter(float *j, int64_t dim, int64_t rank, const uint16_t *h, const uint16_t *x, int64_t columns,
+BF16 INLINE void add_scatter(float *j, int64_t dim, int64_t rank, const uint16_t *h, const uint16_t *x, int64_t columns,
                         int64_t left, int64_t n) {
     enum { PARTS = GROUP / LANES };
     __m512i pairs[BLOCK / 2][PARTS]; /* of rows */
@@ -312,14 +315,14 @@ int64_t ddnn_precondition_memory(int64_t columns, int64_t one, int64_t rank) {
 }
 
 /* Pairs of what rounding has cut from the values, rounded, and the rounded values. */
-INSIDE __m512i with_rest(__m512 values, __m256i rounded) {
+BF16 INLINE __m512i with_rest(__m512 values, __m256i rounded) {
     const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
     const __m256i rest = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(values, _mm512_castsi512_ps(high)));
     return _mm512_or_si512(_mm512_cvtepu16_epi32(rest), high);
 }
 
 /* W (rank, dim) as both products want it, and its last column, which stays as it is. */
-FAST static void pack(const float *w, int64_t rank, int64_t dim, struct plan p, char *memory) {
+BF16 static void pack(const float *w, int64_t rank, int64_t dim, struct plan p, char *memory) {
     uint32_t *by_columns = (uint32_t *)(memory + p.columns_w), *by_rows = (uint32_t *)(memory + p.rows_w);
     float *last = (float *)(memory + p.last_w);
     const int64_t padded = p.groups * GROUP;
@@ -354,7 +357,7 @@ FAST static void pack(const float *w, int64_t rank, int64_t dim, struct plan p, 
  * dim is columns + 1, of which `last` (rows) gets what becomes of it; w (rank, dim). before, after (rows) <- the
  * Euclidean norms of the rows of X; j (rank, dim) <- the rounded (X W^T)^T X where it is not null. memory: as
  * many bytes as ddnn_precondition_memory says. */
-FAST void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const float *w, int64_t rank, int64_t dim,
+BF16 void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const float *w, int64_t rank, int64_t dim,
                             float *before, float *after, float *last, float *j, char *memory) {
     const int one = dim > columns;
     const struct plan p = make_plan(columns, one, rank);
@@ -431,7 +434,7 @@ FAST void ddnn_precondition(uint16_t *x, int64_t rows, int64_t columns, const fl
 
 /* The same in float32, of which nothing is rounded: h (rows, width) += x (rows, n columns, their starts `columns` apart)
  * w (n, width); of h and w so many vectors. */
-INSIDE void add_products_float32(float *h, int64_t width, const float *x, int64_t columns, const float *w, int64_t n,
+FLOAT32 INLINE void add_products_float32(float *h, int64_t width, const float *x, int64_t columns, const float *w, int64_t n,
                                  const int rows, const int vectors) {
     __m512 sum[MANY][VECTORS];
     for (int i = 0; i < rows; i++)
@@ -447,11 +450,11 @@ INSIDE void add_products_float32(float *h, int64_t width, const float *x, int64_
         for (int v = 0; v < vectors; v++) _mm512_storeu_ps(h + i * width + v * LANES, sum[i][v]);
 }
 
-PROJECT(project_float32, add_products_float32, float, float)
+PROJECT(FLOAT32, project_float32, add_products_float32, float, float)
 
 /* x (rows, left columns, or GROUP) <- x - h w; h (rows, rank, their starts `width` apart), w (rank, GROUP); squares
  * (rows, LANES) += those of x. */
-INSIDE void subtract_projection(float *x, int64_t columns, int64_t left, const float *h, int64_t width, const float *w,
+FLOAT32 INLINE void subtract_projection(float *x, int64_t columns, int64_t left, const float *h, int64_t width, const float *w,
                                 int64_t rank, float *squares, const int rows) {
     enum { PARTS = GROUP / LANES };
     __m512 sum[SOME][PARTS];
@@ -478,7 +481,7 @@ INSIDE void subtract_projection(float *x, int64_t columns, int64_t left, const f
 
 /* j (rank, left columns, or GROUP; its rows `dim` apart) += h^T x of n rows of x; h (n, rank, their starts `width`
  * apart). */
-INSIDE void add_scatter_float32(float *j, int64_t dim, int64_t rank, const float *h, int64_t width, const float *x,
+FLOAT32 INLINE void add_scatter_float32(float *j, int64_t dim, int64_t rank, const float *h, int64_t width, const float *x,
                                 int64_t columns, int64_t left, int64_t n) {
     enum { PARTS = GROUP / LANES };
     __mmask16 on[PARTS];
@@ -508,7 +511,7 @@ int64_t ddnn_precondition_float32_memory(int64_t columns, int64_t one, int64_t r
 }
 
 /* As ddnn_precondition, of x and j in float32. */
-FAST void ddnn_precondition_float32(float *x, int64_t rows, int64_t columns, const float *w, int64_t rank, int64_t dim,
+FLOAT32 void ddnn_precondition_float32(float *x, int64_t rows, int64_t columns, const float *w, int64_t rank, int64_t dim,
                                     float *before, float *after, float *last, float *j, char *memory) {
     const int one = dim > columns;
     const int64_t width = (rank + LANES - 1) / LANES * LANES;
@@ -568,7 +571,7 @@ FAST void ddnn_precondition_float32(float *x, int64_t rows, int64_t columns, con
 /* Softmax and cross-entropy of each row of x (rows, pdfs): its derivative by x into d, the sum over the rows into loss;
  * returns how many rows have their label as the first of the largest, -1 where a label is none of the pdfs. `e` holds
  * pdfs floats. */
-FAST int64_t ddnn_cross_entropy(const uint16_t *x, const int64_t *labels, int64_t rows, int64_t pdfs, uint16_t *d,
+BF16 int64_t ddnn_cross_entropy(const uint16_t *x, const int64_t *labels, int64_t rows, int64_t pdfs, uint16_t *d,
                                 double *loss, float *e) {
     int64_t right = 0;
     *loss = 0.0;
@@ -609,7 +612,7 @@ FAST int64_t ddnn_cross_entropy(const uint16_t *x, const int64_t *labels, int64_
 }
 
 /* w <- keep w - rate g;  low <- w, rounded; n values. w is fetched ahead: it comes from beyond the caches. */
-FAST void ddnn_sgd_update(float *w, uint16_t *low, const uint16_t *g, int64_t n, float rate, float keep) {
+BF16 void ddnn_sgd_update(float *w, uint16_t *low, const uint16_t *g, int64_t n, float rate, float keep) {
     const __m512 minus_rate = _mm512_set1_ps(-rate), kept = _mm512_set1_ps(keep);
     for (int64_t i = 0; i < n; i += LANES) {
         __mmask16 on = lanes(n - i);
