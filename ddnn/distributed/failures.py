@@ -44,6 +44,7 @@ class Reports:
     # of workers that failed, by rank; what several report alike once, from the lowest rank
     messages: tuple[str, ...] = ()
     hung: str | None = None  # why a watchdog has killed its worker; None where none has
+    stacks: str = ""  # where that worker hung
     # that the job is to end with, the first that a worker reports, 75 (all stop together) only where none reports
     # another; None where no worker has reported one
     exit_code: int | None = None
@@ -68,7 +69,7 @@ class ErrorFile:
             return Reports()
         content = os.pread(self._file, os.fstat(self._file).st_size, 0)
         os.ftruncate(self._file, 0)
-        failures, codes, hung = [], [], None
+        failures, codes, hung, stacks = [], [], None, ""
         for entry in map(json.loads, content.decode(errors="replace").splitlines()):
             code = entry.get("exit_code")
             by_signal = code is not None and (code == EXIT_RESUMABLE or code > 128)
@@ -77,15 +78,15 @@ class ErrorFile:
             killed = killed or not by_signal
             if code is not None:
                 codes.append(code)
-            if "hung" in entry:
-                hung = hung or entry["message"]
+            if "hung" in entry and hung is None:
+                hung, stacks = entry["message"], entry["hung"]
             elif "message" in entry:
                 failures.append((entry["rank"], entry["message"]))
         messages: dict[str, str] = {}
         for _, message in sorted(failures, key=lambda failure: failure[0]):
             messages.setdefault(message.split(": ", 2)[-1], message)  # "ddnn: worker 1 on host: what went wrong"
         first = min(codes, key=lambda code: code == EXIT_RESUMABLE, default=None)
-        return Reports(tuple(messages.values()), hung, first)
+        return Reports(tuple(messages.values()), hung, stacks, first)
 
     def close(self) -> None:
         if self._file is not None:
@@ -96,7 +97,7 @@ class ErrorFile:
 def report(environment: Mapping[str, str] = os.environ, /, **entry: Any) -> bool:
     """Reports to the launcher; False where none listens on this host, and a message is to be printed. `entry`:
     `exit_code` that the job is to end with, omitted where the launcher is to start it again; of a worker that fails
-    `rank` and `message`, with `hung=True` where its watchdog kills it."""
+    `rank` and `message`, with its stacks as `hung` where its watchdog kills it."""
     path, _, name = environment.get(ERROR_FILE, "").rpartition(":")
     try:
         if name not in str(Path(path).readlink()):

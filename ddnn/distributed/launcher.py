@@ -217,8 +217,9 @@ class _Launcher:
         explained = reports.exit_code is not None or reports.hung is not None or self.signals.first is not None
         if not explained or terminal_level() <= logging.DEBUG:
             sys.stderr.write(self.signals.own_messages.decode(errors="backslashreplace"))
-        if reports.messages:  # on a terminal below a progress bar, whose line does not end
-            sys.stderr.write("".join(["\n" * sys.stderr.isatty(), *reports.messages]))
+        said = "".join([*reports.messages, reports.stacks])
+        if said:  # on a terminal below a progress bar, whose line does not end
+            sys.stderr.write("\n" * sys.stderr.isatty() + said)
         sys.stderr.flush()
         if reports.exit_code is not None:
             code = reports.exit_code

@@ -1,10 +1,12 @@
 """Kills this worker where it hangs: a small process beside it, which watches a number grow. The process starts from
-this file with nothing but Python's own modules. It shares 16 bytes with the worker: a counter of progress, and a word
-of which bit 0 says that progress is expected and the rest counts long operations under way."""
+this file with nothing but Python's own modules. It shares a file with the worker: a counter of progress, a word of
+which bit 0 says that progress is expected and the rest counts long operations under way, and behind these 16 bytes what
+`faulthandler` writes there when the process asks where the worker hangs."""
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import mmap
 import os
 import select
@@ -23,6 +25,8 @@ from ddnn.distributed.failures import report
 ENABLED = 1  # bit 0 of the second shared word; the rest of it is twice the number of long operations
 LONG_OPERATION_FACTOR = 3
 """How many timeouts an exchange or a checkpoint may take: others may hang first, and be killed by their watchdogs."""
+STACKS_SIGNAL = signal.SIGUSR2  # asks a worker where it is, which it tells by `faulthandler`
+STACKS_SECONDS = 2.0  # that a hung worker has for it
 
 
 class NoWatchdog:
@@ -50,26 +54,29 @@ class Watchdog(NoWatchdog):
     - is inside one `long_operation` block for three times as long while enabled, or
     - is stopped (SIGSTOP), enabled or not, for `timeout` seconds.
 
-    The process, which starts disabled, reports this to the launcher, else on stderr. It ends with the worker, whatever
-    ends that. Time in which the process itself did not run, as where a job or a laptop is suspended, does not count.
+    The process, which starts disabled, reports this to the launcher, else on stderr, with the stacks of all threads of
+    the worker: also of one that waits in MPI, or holds the interpreter's lock. It ends with the worker, whatever ends
+    that. Time in which the process itself did not run, as where a job or a laptop is suspended, does not count.
 
     `rank`, `host`: name the worker in the message. `timeout`: in seconds.
     """
 
     def __init__(self, rank: int, host: str, timeout: float) -> None:
-        with tempfile.TemporaryFile(prefix="ddnn-") as file:  # no name: nothing is left behind
-            file.truncate(16)
-            self._words = memoryview(mmap.mmap(file.fileno(), 16)).cast("q")
-            self._lock = threading.Lock()
-            package = str(Path(__file__).parents[2])
-            start = f"import sys; sys.path.insert(0, {package!r}); from {__name__} import main; main(*sys.argv[1:])"
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", start, *map(str, (file.fileno(), os.getpid(), rank, host, timeout))],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(file.fileno(),),
-                start_new_session=True,  # signals to the worker's process group are not for it
-            )
+        self._file = tempfile.TemporaryFile(prefix="ddnn-")  # noqa: SIM115 (open to the worker's end; has no name)
+        self._file.truncate(16)
+        self._file.seek(16)
+        faulthandler.register(STACKS_SIGNAL, self._file)
+        self._words = memoryview(mmap.mmap(self._file.fileno(), 16)).cast("q")
+        self._lock = threading.Lock()
+        package, number = str(Path(__file__).parents[2]), self._file.fileno()
+        start = f"import sys; sys.path.insert(0, {package!r}); from {__name__} import main; main(*sys.argv[1:])"
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", start, *map(str, (number, os.getpid(), rank, host, timeout))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(number,),
+            start_new_session=True,  # signals to the worker's process group are not for it
+        )
 
     def enable(self) -> None:
         self.heartbeat()
@@ -132,6 +139,21 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def read_stacks(pid: int, descriptor: int) -> str:
+    """The stacks of all threads of a worker, which writes them into the shared file when it is asked; empty where it
+    does not in time."""
+    found = b""
+    with suppress(ProcessLookupError):
+        for number in (STACKS_SIGNAL, signal.SIGCONT):  # one that is stopped gets the first with the second
+            os.kill(pid, number)
+        until, complete = time.monotonic() + STACKS_SECONDS, False
+        while time.monotonic() < until and not complete:
+            time.sleep(0.1)
+            before, found = found, os.pread(descriptor, 1 << 16, 16)
+            complete = found == before != b""
+    return found.decode(errors="replace")
+
+
 def main(descriptor: str, pid_: str, rank: str, host: str, timeout: str) -> None:
     """The process: returns when the worker is gone; where it hangs, reports why and kills it."""
     if sys.platform.startswith("linux"):
@@ -148,9 +170,11 @@ def main(descriptor: str, pid_: str, rank: str, host: str, timeout: str) -> None
         last = now
         if error is not None and os.getppid() == pid:
             message = f"ddnn: worker {rank} on {host} (pid {pid}) {error} and was killed\n"
-            if not report(rank=int(rank), message=message, hung=True):
+            stacks = read_stacks(pid, int(descriptor)) or f"not known: it has not said so in {STACKS_SECONDS:g} s\n"
+            stacks = f"where worker {rank} hung, innermost calls first:\n{stacks}"
+            if not report(rank=int(rank), message=message, hung=stacks):
                 with suppress(OSError):
                     if select.select([], [2], [], 1.0)[1]:  # else nobody reads it
-                        os.write(2, message.encode(errors="backslashreplace"))
+                        os.write(2, (message + stacks).encode(errors="backslashreplace"))
             os.kill(pid, signal.SIGKILL)
             return

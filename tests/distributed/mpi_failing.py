@@ -75,7 +75,7 @@ def main(way: str, out: Path) -> None:
     comm = init_communicator()
     with all_stop_on_error(comm):
         print(f"worker {comm.rank} of {comm.world_size}", flush=True)
-        comm.watchdog = Watchdog(comm.rank, comm.host, 2.0) if way == "hung" else comm.watchdog
+        comm.watchdog = Watchdog(comm.rank, comm.host, 2.0) if way.startswith("hung") else comm.watchdog
         comm.barrier()
         temporary = out / f"{comm.rank}.tmp"
         temporary.write_text(f"{os.getpid()} {os.getppid()} {time.time()}")
@@ -92,6 +92,9 @@ def main(way: str, out: Path) -> None:
             average_for_ever(comm, name, beside == "beside")
         if comm.rank == 1:
             fail(way)
+        if way == "hung in MPI":
+            comm.watchdog.enable() if comm.rank == 1 else time.sleep(900)
+            comm.barrier()
         if listening:  # as those that load data: SIGTERM raises here
             with GracefulShutdown():
                 time.sleep(900)

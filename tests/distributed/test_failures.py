@@ -29,7 +29,7 @@ AVERAGING = ["all-reduce", "butterfly beside"]
 """Strategies in the middle of which a worker raises."""
 LISTENING = ["user-error, listening", "killed, listening"]
 """Where mpirun ends the others by SIGTERM, they are not in a message but in Python, and say that they are interrupted."""
-FAILING = ["raise", "user-error", "exit", "thread", "killed", "hung", "stop", *AVERAGING, *LISTENING]
+FAILING = ["raise", "user-error", "exit", "thread", "killed", "hung", "hung in MPI", "stop", *AVERAGING, *LISTENING]
 SOON = 120.0
 """Seconds: no worker ends by itself before 900, and a busy machine takes its time."""
 STOPPED = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL, "mpirun": signal.SIGKILL}
@@ -138,14 +138,24 @@ def test_a_worker_killed_by_the_system_stops_all(outcomes: dict[str, Future[Outc
     assert found.errors.endswith("\nddnn: hint of the test\n")
 
 
-def test_a_hung_worker_is_killed_and_stops_all(outcomes: dict[str, Future[Outcome]]) -> None:
-    found = outcomes["hung"].result()
+@pytest.mark.parametrize(
+    ("way", "why", "where"),
+    [
+        ("hung", "was stopped (SIGSTOP) for 2 s (parallel.hang_timeout)", "in fail"),
+        ("hung in MPI", "hung in an exchange or a checkpoint for 3 x 2 s (parallel.hang_timeout)", "in barrier"),
+    ],
+)
+def test_a_hung_worker_is_killed_and_stops_all(
+    outcomes: dict[str, Future[Outcome]], way: str, why: str, where: str
+) -> None:
+    found = outcomes[way].result()
     assert found.code == EXIT_KILLED
     assert found.seconds < SOON
     assert found.all_gone
-    *_, said, advice = found.errors.splitlines()
-    assert said.startswith("ddnn: worker 1 on ")
-    assert said.endswith("was stopped (SIGSTOP) for 2 s (parallel.hang_timeout) and was killed")
+    title, *stacks, said, advice = found.errors.splitlines()
+    assert title == "where worker 1 hung, innermost calls first:"
+    assert any(line.endswith(where) for line in stacks), stacks
+    assert said.startswith("ddnn: worker 1 on ") and said.endswith(f"{why} and was killed")
     assert advice == "ddnn: hint of the test"
 
 
@@ -190,7 +200,7 @@ BAD_DATA, INTERRUPTED, STOPPED_143, HUNG, RESUMABLE = (
     {"rank": 1, "message": "ddnn: worker 1 on n: error: bad data\n", "exit_code": 2},
     {"rank": 0, "message": "ddnn: worker 0 on n: interrupted\n", "exit_code": 143},
     {"rank": 2, "message": "ddnn: worker 2 on n: stopped with 143\n", "exit_code": 143},
-    {"rank": 3, "message": "ddnn: worker 3 on n made no progress and was killed\n", "hung": True},
+    {"rank": 3, "message": "ddnn: worker 3 on n made no progress and was killed\n", "hung": "in x.py\n"},
     {"exit_code": 75},
 )
 BAD_DATA_0 = {**BAD_DATA, "rank": 0, "message": "ddnn: worker 0 on n: error: bad data\n", "exit_code": 3}
@@ -224,4 +234,5 @@ def test_the_first_error_counts(
         found = errors.read(killed)
         assert (found.messages, found.exit_code) == (tuple(entry["message"] for entry in messages), code)
         assert found.hung == (HUNG["message"] if HUNG in reported else None)
+        assert found.stacks == ("in x.py\n" if HUNG in reported else "")
         assert errors.read().exit_code is None, "it was emptied"

@@ -116,10 +116,11 @@ def test_no_hint_where_somebody_has_asked_for_the_end(
 
 
 def test_a_hung_worker_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    hung = {"rank": 2, "message": "ddnn: worker 2 on n1 (pid 7) made no progress and was killed\n", "hung": True}
+    hung = {"rank": 2, "message": "ddnn: worker 2 on n1 (pid 7) made no progress and was killed\n", "hung": "in x.py\n"}
     assert launch({"code": 137, "error": hung}, {"code": 0}) == 0
     assert read_restart(attempts()[1][1]) == Restart(1, "worker 2 on n1 (pid 7) made no progress and was killed")
-    assert capfd.readouterr().err.count("worker 2 on n1") == 1
+    shown = capfd.readouterr().err
+    assert shown.startswith("in x.py\nddnn: worker 2 on n1") and shown.count("worker 2 on n1") == 1
 
 
 def test_what_mpirun_says_is_shown_where_nobody_else_says_more(

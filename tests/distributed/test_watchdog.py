@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from distributed.watched import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddnn.distributed import watchdog
 from ddnn.distributed.failures import ERROR_FILE, ErrorFile
 from ddnn.distributed.watchdog import HangDetector, is_stopped
 
@@ -24,6 +26,7 @@ ENDS_WELL = ["works", "exchanges", "disabled", "disabled again"]
 KILLED = {
     "hangs": f"made no progress for {TIMEOUT:g} s (parallel.hang_timeout)",
     "hangs in an exchange": f"hung in an exchange or a checkpoint for 3 x {TIMEOUT:g} s (parallel.hang_timeout)",
+    "holds the interpreter": f"made no progress for {TIMEOUT:g} s (parallel.hang_timeout)",
     "disabled stopped": f"was stopped (SIGSTOP) for {TIMEOUT:g} s (parallel.hang_timeout)",
 }
 WAYS = [*ENDS_WELL, *KILLED, "killed", "hangs, launched"]
@@ -77,15 +80,40 @@ def test_a_worker_that_does_not_hang_is_left_alone(workers: Started, way: str) -
 
 @pytest.mark.parametrize("way", KILLED)
 def test_a_worker_that_hangs_is_killed(workers: Started, way: str) -> None:
-    said = f"ddnn: worker 2 on n1 (pid {workers.processes[way][0].pid}) {KILLED[way]} and was killed\n"
-    assert ended(workers.processes[way]) == (-signal.SIGKILL, said)
+    code, said = ended(workers.processes[way])
+    assert code == -signal.SIGKILL
+    first, second, *stacks = said.splitlines()
+    assert first == f"ddnn: worker 2 on n1 (pid {workers.processes[way][0].pid}) {KILLED[way]} and was killed"
+    assert second == "where worker 2 hung, innermost calls first:"
+    check_stacks(stacks, way)
+
+
+def check_stacks(stacks: list[str], way: str) -> None:
+    """Of both threads of a worker that hangs in this way."""
+    functions = [line.rpartition(" in ")[2] for line in stacks if line.startswith("  File ")]
+    assert "another_thread" in functions and "main" in functions, stacks
+    assert ("hold_the_interpreter" in functions) == (way == "holds the interpreter"), stacks
 
 
 def test_the_launcher_gets_the_report(workers: Started) -> None:
     assert ended(workers.processes["hangs, launched"]) == (-signal.SIGKILL, "")
-    hung = workers.errors.read().hung
+    found = workers.errors.read()
+    hung, (title, *stacks) = found.hung, found.stacks.splitlines()
     assert hung is not None
     assert hung.startswith("ddnn: worker 2 on n1 (pid ") and hung.endswith("(parallel.hang_timeout) and was killed\n")
+    assert title == "where worker 2 hung, innermost calls first:"
+    check_stacks(stacks, "hangs")
+
+
+def test_a_worker_that_does_not_answer_has_no_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for a file server."""
+    monkeypatch.setattr(watchdog, "STACKS_SECONDS", 0.3)
+    process = subprocess.Popen(["sh", "-c", "trap '' USR2; sleep 60"])
+    with tempfile.TemporaryFile() as file:
+        assert watchdog.read_stacks(process.pid, file.fileno()) == ""
+        process.kill()
+        process.wait()
+        assert watchdog.read_stacks(process.pid, file.fileno()) == "", "it is gone"
 
 
 def test_the_watchdog_of_a_killed_worker_ends(workers: Started) -> None:
@@ -99,13 +127,13 @@ def test_the_watchdog_ignores_every_signal_that_is_for_the_worker(tmp_path: Path
     deadline = time.monotonic() + 600
     while not (tmp_path / "watchdog.pid").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    watchdog = int((tmp_path / "watchdog.pid").read_text())
-    assert os.getpgid(watchdog) == watchdog
+    guard = int((tmp_path / "watchdog.pid").read_text())
+    assert os.getpgid(guard) == guard
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-    while not ignores(watchdog, numbers) and time.monotonic() < deadline:  # it takes a moment to start
+    while not ignores(guard, numbers) and time.monotonic() < deadline:  # it takes a moment to start
         time.sleep(0.01)
     for number in numbers:
-        os.kill(watchdog, number)
+        os.kill(guard, number)
     assert process.wait(timeout=600) == -signal.SIGKILL
 
 

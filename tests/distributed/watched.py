@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,18 +16,32 @@ TIMEOUT = 1.0
 """In seconds."""
 
 
+def another_thread() -> None:
+    time.sleep(900)
+
+
+def hold_the_interpreter() -> None:
+    """No other thread runs, and no handler of a signal that is written in Python."""
+    while True:
+        ctypes.PyDLL(None).sleep(900)
+
+
 def main(way: str, out: Path) -> None:
+    threading.Thread(target=another_thread, daemon=True).start()
     watchdog = Watchdog(2, "n1", TIMEOUT)
     (out / "watchdog.tmp").write_text(str(watchdog.process.pid))
     (out / "watchdog.tmp").rename(out / "watchdog.pid")
     if way == "disabled stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(900)  # it is continued for its stacks
     if way == "disabled":
         time.sleep(4 * TIMEOUT)
         return
     watchdog.enable()
     if way == "hangs":
         time.sleep(900)
+    if way == "holds the interpreter":
+        hold_the_interpreter()
     if way == "hangs in an exchange":
         with watchdog.long_operation(), watchdog.long_operation():
             time.sleep(900)
