@@ -303,11 +303,14 @@ def test_score(run: Run, called: Any) -> None:
     code, out, _ = run(*arguments, "--acoustic-scale", "0.1,0.2", "--beam", "9", "--per-utterance", "--json")
     assert (code, json.loads(out)) == (0, {"wer": 4.14, "alignments": True})
     paths = {"graph_dir": Path("g"), "model": Path("m"), "text": Path("t")}
-    assert calls[0] == ((Path("l"),), {**paths, "options": DecodeOptions(), "out": None, "frame_shift": 0.01})
+    options = {"options": DecodeOptions(), "out": None, "frame_shift": 0.01, "jobs": 1}
+    assert calls[0] == ((Path("l"),), {**paths, **options})
     assert calls[1][1]["options"] == DecodeOptions((0.1, 0.2), beam=9.0)
-    assert run(*arguments, "--word-insertion-penalty", "0,0.5", "--out", "o", "--frame-shift", "0.03")[0] == 0
+    assert (
+        run(*arguments, "--word-insertion-penalty", "0,0.5", "--out", "o", "--frame-shift", "0.03", "--nj", "3")[0] == 0
+    )
     assert calls[2][1]["options"] == DecodeOptions(word_insertion_penalties=(0.0, 0.5))
-    assert (calls[2][1]["out"], calls[2][1]["frame_shift"]) == (Path("o"), 0.03)
+    assert [calls[2][1][name] for name in ("out", "frame_shift", "jobs")] == [Path("o"), 0.03, 3]
     code, _, err = run(*arguments, "--acoustic-scale", "0.1", "--acoustic-scale-from", "dev.json")
     assert code == 2 and "given together with what it replaces\n  location: --acoustic-scale-from" in err
     code, _, err = run(*arguments, "--acoustic-scale", "0.1;0.2")

@@ -233,12 +233,13 @@ def decode_prep(
     help="New folder for the hypotheses at the best scale, text, hyp.trn, ref.trn and hyp.ctm, and for score.json.",
 )
 @option("--frame-shift", type=float, default=0.01, show_default=True, help="Seconds a frame, for hyp.ctm.")
+@option("--jobs", "--nj", type=IntRange(min=1), default=1, help="Processes that decode, each with a copy of the graph.")
 @option("--per-utterance", is_flag=True, help="Show the words of each utterance at the best scale.")
 @json_option
 def score(
     loglikes: Path, graph: Path, model: Path, text: Path, acoustic_scale: tuple[float, ...] | None,
     acoustic_scale_from: Path | None, word_insertion_penalty: tuple[float, ...] | None, beam: float | None,
-    out: Path | None, frame_shift: float, per_utterance: bool, json_: bool,
+    out: Path | None, frame_shift: float, jobs: int, per_utterance: bool, json_: bool,
 ) -> None:  # fmt: skip
     """Compute word error rates without Kaldi; needs ddnn[decode]."""
     from ddnn.decoding import scoring
@@ -257,7 +258,7 @@ def score(
         options["word_insertion_penalties"] = word_insertion_penalty
     result = scoring.score(
         loglikes, graph_dir=graph, model=model, text=text, options=scoring.DecodeOptions(**options), out=out,
-        frame_shift=frame_shift,
+        frame_shift=frame_shift, jobs=jobs,
     )  # fmt: skip
     if json_:
         show_json(scoring.as_json(result, alignments=per_utterance))

@@ -384,6 +384,16 @@ class LoaderPool:
         if failed:
             raise failed[min(failed)]
 
+    def run_in_order(self, tasks: Iterable[Task]) -> Iterator[Any]:
+        """As `run`, the answers in the order of the tasks; those that come too early are kept."""
+        early: dict[int, Any] = {}
+        number = 0
+        for index, answer in self.run(tasks):
+            early[index] = answer
+            while number in early:
+                yield early.pop(number)
+                number += 1
+
     @contextmanager
     def _alive(self, connection: Connection) -> Iterator[None]:
         """UserError where the process at the other end has died."""

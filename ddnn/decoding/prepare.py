@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -52,8 +52,6 @@ from ddnn.util.process import closed_at_start
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
 from ddnn.util.text import binary_output, environment, plural
-
-_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +123,7 @@ def compute_scores(
     with loader_pool(processes, name="a process of --jobs", alone="--jobs 1") as pool:
         pool.broadcast((_start_scoring, model_config(model), arrays, kind, log_prior, longest))
         tasks = ((_score, name, _rows(dataset, u)) for u, name in enumerate(dataset.utterances))
-        yield from zip(names, _in_order(pool.run(tasks)), strict=True)
+        yield from zip(names, pool.run_in_order(tasks), strict=True)
 
 
 _scorer: list[Scorer] = []  # of a process of --jobs
@@ -157,17 +155,6 @@ def one_utterance(name: str, rows: NDArray[np.float32], context: int) -> Acousti
     labels = torch.full((len(rows),), -1, dtype=torch.int32)
     lengths = np.array([context]), np.array([len(rows) - 2 * context])
     return AcousticDataset(torch.from_numpy(rows), labels, (name,), None, *lengths, context)
-
-
-def _in_order(answers: Iterable[tuple[int, _T]]) -> Iterator[_T]:
-    """The answers from index 0 on; those that come too early are kept."""
-    early: dict[int, _T] = {}
-    number = 0
-    for index, answer in answers:
-        early[index] = answer
-        while number in early:
-            yield early.pop(number)
-            number += 1
 
 
 def _holds(path: Path, data: bytes) -> bool:

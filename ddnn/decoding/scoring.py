@@ -33,6 +33,7 @@ from ddnn.kaldi.transition_model import TransitionModel, read_transition_model
 from ddnn.training.run_status import FINAL, MODEL_DIGEST, model_digest
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_directory, read_bytes_limited, write_text
+from ddnn.util.progress import frame_counter
 from ddnn.util.text import printable
 
 log = logging.getLogger(__name__)
@@ -221,39 +222,70 @@ def _check_loglikes(utterance: str, matrix: npt.NDArray[np.float32], graph: Deco
     return matrix
 
 
+class _Decoder:
+    """Decodes at each acoustic scale with the FST in a file, whose output labels are `words`. UserError: the packages are
+    missing."""
+
+    def __init__(self, fst: Path, words: dict[int, str], options: DecodeOptions) -> None:
+        try:
+            import kaldi_decoder
+            import kaldifst
+        except ImportError as error:
+            message = f"decoding needs packages that are not installed ({error.name})"
+            raise UserError(message, hint=HINT_INSTALL) from error
+        self.kaldi, self.words, self.scales = kaldi_decoder, words, options.acoustic_scales
+        limits = {"beam": options.beam, "max_active": options.max_active, "min_active": options.min_active}
+        self.config = kaldi_decoder.FasterDecoderOptions(**limits)
+        self.fst = kaldifst.StdFst.read(str(fst))
+
+    def __call__(self, loglikes: npt.NDArray[np.float32]) -> tuple[Hypothesis, ...]:
+        """One hypothesis per scale. `loglikes`: as of `_check_loglikes`."""
+        return tuple(self._decode(np.ascontiguousarray(loglikes * np.float32(scale))) for scale in self.scales)
+
+    def _decode(self, scaled: npt.NDArray[np.float32]) -> Hypothesis:
+        # A decoder's hash table remembers the size of utterances before, which changes the order of tokens: a new one
+        # makes the result that of this utterance alone. It does not keep the FST alive, nor the decodable its matrix.
+        decoder, decodable = self.kaldi.FasterDecoder(self.fst, self.config), self.kaldi.DecodableCtc(scaled)
+        decoder.decode(decodable)
+        reached = bool(decoder.reached_final())
+        found, path = decoder.get_best_path()
+        labels = _output_labels(path.start, path.to_str()) if found else []
+        words, starts = tuple(self.words[label] for label, _ in labels), tuple(start for _, start in labels)
+        return Hypothesis(words, reached and bool(found), starts)
+
+
 def decode_utterances(
-    loglikes: Iterable[tuple[str, npt.NDArray[np.float32]]], graph: DecodingGraph, options: DecodeOptions
+    loglikes: Iterable[tuple[str, npt.NDArray[np.float32]]], graph: DecodingGraph, options: DecodeOptions, jobs: int = 1
 ) -> Iterator[tuple[str, int, tuple[Hypothesis, ...]]]:
-    """Decodes each utterance at each acoustic scale, one matrix at a time (frames x pdfs, not yet scaled); yields the
-    utterance, its number of frames and one hypothesis per scale. UserError: the packages are missing. DataError: a matrix that is empty, has
-    another number of pdfs than the graph, or holds NaN or Inf."""
-    try:
-        import kaldi_decoder
-        import kaldifst
-    except ImportError as error:
-        message = f"decoding needs packages that are not installed ({error.name})"
-        raise UserError(message, hint=HINT_INSTALL) from error
+    """Decodes each utterance at each acoustic scale (frames x pdfs, not yet scaled), in `jobs` processes with the same
+    result; yields in order the utterance, its number of frames and one hypothesis per scale. UserError: the packages
+    are missing. DataError: a matrix that is empty, has another number of pdfs than the graph, or holds NaN or Inf."""
+    checked = ((name, _check_loglikes(name, matrix, graph)) for name, matrix in loglikes)
     with tempfile.TemporaryDirectory(prefix="ddnn-graph-") as folder:
-        write_fst(Path(folder) / "pdfs.fst", graph.fst)
-        fst = kaldifst.StdFst.read(str(Path(folder) / "pdfs.fst"))
-    limits = {"beam": options.beam, "max_active": options.max_active, "min_active": options.min_active}
-    config = kaldi_decoder.FasterDecoderOptions(**limits)
-    # The decoder does not keep the FST alive, nor the decodable its matrix: both names must outlive it.
-    decoder = kaldi_decoder.FasterDecoder(fst, config)
-    for utterance, matrix in loglikes:
-        checked = _check_loglikes(utterance, matrix, graph)
-        hypotheses = []
-        for scale in options.acoustic_scales:
-            scaled = np.ascontiguousarray(checked * np.float32(scale))
-            decodable = kaldi_decoder.DecodableCtc(scaled)
-            decoder.decode(decodable)
-            reached = bool(decoder.reached_final())
-            found, path = decoder.get_best_path()
-            labels = _output_labels(path.start, path.to_str()) if found else []
-            words, starts = tuple(graph.words[label] for label, _ in labels), tuple(start for _, start in labels)
-            hypotheses.append(Hypothesis(words, reached and bool(found), starts))
-        yield utterance, len(checked), tuple(hypotheses)
-    del decoder, fst
+        arguments = Path(folder) / "pdfs.fst", graph.words, options
+        write_fst(arguments[0], graph.fst)
+        if jobs == 1:
+            decoder = _Decoder(*arguments)
+            yield from ((name, len(matrix), decoder(matrix)) for name, matrix in checked)
+            return
+        from ddnn.data.loading import loader_pool  # imports torch
+
+        with loader_pool(jobs, name="a process of --jobs", alone="--jobs 1") as pool:
+            pool.broadcast((_start_decoding, *arguments))
+            yield from pool.run_in_order((_decode, *utterance) for utterance in checked)
+
+
+_decoder: list[_Decoder] = []  # of a process of --jobs
+
+
+def _start_decoding(fst: Path, words: dict[int, str], options: DecodeOptions, reader: object) -> None:
+    _decoder[:] = [_Decoder(fst, words, options)]
+
+
+def _decode(
+    utterance: str, loglikes: npt.NDArray[np.float32], reader: object
+) -> tuple[str, int, tuple[Hypothesis, ...]]:
+    return utterance, len(loglikes), _decoder[0](loglikes)
 
 
 def _output_labels(state: int, arcs: str) -> list[tuple[int, int]]:
@@ -418,13 +450,13 @@ def _sum_up(
 
 def score(
     loglikes: Path, *, graph_dir: Path, model: Path, text: Path, options: DecodeOptions, out: Path | None = None,
-    frame_shift: float = FRAME_SHIFT,
+    frame_shift: float = FRAME_SHIFT, jobs: int = 1,
 ) -> ScoreResult:  # fmt: skip
     """Decodes log-likelihoods (a `.scp`, an archive, or a directory with `loglikes.scp`: frames x pdfs) with Kaldi's
     graph directory and the `final.mdl` that the graph was made with; gives the word error rate at each acoustic scale
     against `text`, the reference of exactly these utterances, with its interval by the speakers of the utt2spk beside it.
-    `out`: new directory for what `write_hypotheses` writes;
-    `frame_shift`: seconds a frame. UserError: the packages of `ddnn[decode]` are missing. DataError: an input is
+    `out`: new directory for what `write_hypotheses` writes; `frame_shift`: seconds a frame; `jobs`: processes that
+    decode, with the same result. UserError: the packages of `ddnn[decode]` are missing. DataError: an input is
     missing, damaged, or does not fit the others."""
     if not 0 < frame_shift < 1e3:
         raise UserError(f"{frame_shift:g} found, expected seconds above 0", location="--frame-shift")
@@ -439,7 +471,7 @@ def score(
     of_model, run_dir = _digest_in(source.parent / MODEL_DIGEST), source.absolute().parent.parent
     stale = of_model is not None and model_digest(run_dir) not in (of_model, None)
     with nullcontext() if out is None else atomic_directory(out) as folder:
-        results = tuple(_score_all(ka, source, reference, text.with_name("utt2spk"), graph, options))
+        results = tuple(_score_all(ka, source, reference, text.with_name("utt2spk"), graph, options, jobs))
         best = min(range(len(results)), key=lambda index: results[index].wer)
         if results[best].wer >= SUSPICIOUS_WER:
             message = "the lowest word error rate is %.1f %%: are log-likelihoods, graph, %s and %s of one system?"
@@ -451,28 +483,27 @@ def score(
 
 
 def _score_all(
-    ka: ModuleType,
-    source: Path,
-    reference: dict[str, tuple[str, ...]],
-    utt2spk: Path,
-    graph: DecodingGraph,
-    options: DecodeOptions,
-) -> Iterator[ScaleScore]:
+    ka: ModuleType, source: Path, reference: dict[str, tuple[str, ...]], utt2spk: Path, graph: DecodingGraph,
+    options: DecodeOptions, jobs: int,
+) -> Iterator[ScaleScore]:  # fmt: skip
     """Each scale, and again with the next penalty."""
     units: tuple[Sequence[int], Unit] | None = None  # the order of the utterances is that of the log-likelihoods
-    for penalty in options.word_insertion_penalties:
-        scores: list[list[UtteranceScore]] = [[] for _ in options.acoustic_scales]
-        loglikes = _loglikes(source, set(reference))
-        for utterance, frames, hypotheses in decode_utterances(loglikes, graph.with_penalty(penalty), options):
-            words = reference[utterance]
-            for column, found in zip(scores, hypotheses, strict=True):
-                counts = ka.edit_distance(words, found.words)
-                kinds = (int(counts["ins"]), int(counts["del"]), int(counts["sub"]))
-                score = UtteranceScore(utterance, words, found.words, *kinds, found.reached_final, found.starts, frames)
-                column.append(score)
-        for scale, column in zip(options.acoustic_scales, scores, strict=True):
-            units = units or units_drawn(utt2spk, [score.utterance for score in column])
-            yield _sum_up(scale, penalty, tuple(column), units)
+    penalties, jobs = options.word_insertion_penalties, min(jobs, len(reference))
+    with frame_counter("decoding", len(penalties) * len(reference), unit="utterances") as advance:
+        for penalty in penalties:
+            scores: list[list[UtteranceScore]] = [[] for _ in options.acoustic_scales]
+            loglikes, penalized = _loglikes(source, set(reference)), graph.with_penalty(penalty)
+            for utterance, frames, hypotheses in decode_utterances(loglikes, penalized, options, jobs):
+                words = reference[utterance]
+                for column, found in zip(scores, hypotheses, strict=True):
+                    counts = ka.edit_distance(words, found.words)
+                    kinds = (int(counts["ins"]), int(counts["del"]), int(counts["sub"]))
+                    final, starts = found.reached_final, found.starts
+                    column.append(UtteranceScore(utterance, words, found.words, *kinds, final, starts, frames))
+                advance(1)
+            for scale, column in zip(options.acoustic_scales, scores, strict=True):
+                units = units or units_drawn(utt2spk, [score.utterance for score in column])
+                yield _sum_up(scale, penalty, tuple(column), units)
 
 
 def write_hypotheses(result: ScoreResult, folder: Path, frame_shift: float = FRAME_SHIFT) -> None:
