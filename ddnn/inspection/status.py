@@ -34,7 +34,7 @@ _OVER = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED
          "NODE_FAIL", "BOOT_FAIL", "GONE")  # fmt: skip
 _RESTART_SECONDS = 60.0  # the launcher of several workers may restart a job of which nothing was heard for so long
 _ESTIMATE_EPOCHS = 3
-_AFTER_DIVERGENCE = "start again in another run dir with a lower learning rate, or from a better initial network"
+_AFTER_DIVERGENCE = "start again in another run dir with another learning rate, or from a better initial network"
 
 State = Literal["pending", "running", "finished", "interrupted", "diverged", "failed", "unknown"]
 T = TypeVar("T")

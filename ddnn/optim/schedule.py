@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ddnn.util.errors import DataError
+from ddnn.util.text import plural
 
 State = float | int | bool
 
@@ -30,7 +31,8 @@ class Schedule(ABC):
     def __post_init__(self) -> None:
         self.learning_rate = self.initial_lr
         # Why training ended, once `finished`.
-        self.end_reason, self.converged = f"{self.max_epochs} epochs done", False
+        self.end_reason, self.converged = f"{plural(self.max_epochs, 'epoch')} done", False
+        self.still_improving = False  # whether it ended although the last epoch improved as much as the first ones
 
     @property
     def may_be_longer(self) -> bool:
@@ -101,11 +103,17 @@ class Newbob(Schedule):
             gain /= before
         if self.halving and gain < self.end_halving_impr:
             if self.epoch > self.min_epochs:
-                self.converged = True
-                self.finished, self.end_reason = True, f"improvement {gain:.6f}, less than end_halving_impr"
+                self.finished = self.converged = True
+                improvement = (
+                    f"improvement {gain:.6f}" if accepted else f"no improvement ({now:.4f} after {before:.4f})"
+                )
+                self.end_reason = f"{improvement}, less than end_halving_impr ({self.end_halving_impr:g})"
             return accepted
         if gain < self.start_halving_impr:
             self.halving = True
+        elif self.finished and not self.halving:
+            self.still_improving = True
+            self.end_reason += f", and the last one still improved the {self.criterion} by {100 * gain:.1f} %"
         if self.halving:
             self.learning_rate *= self.halving_factor
         return accepted

@@ -223,6 +223,9 @@ class NgSgdConfig(MomentumConfig):
 class CombinationConfig(Section):
     """The keys that all schedules have: what the final model is."""
 
+    keep: Literal["last", "best"] = "last"
+    """Which epoch's model becomes the final one: that of the `last` accepted epoch, or the `best`, with the lowest
+    cross-validation loss. Newbob's last accepted epoch is its best one, but for `criterion`, `min_epochs`, `keep_lr_epochs`."""
     average_last: Annotated[int, Field(ge=1, le=100)] = 1
     """At the end the means of the parameters after the last 2, 3, ... accepted epochs are evaluated, up to so many. The best
     becomes the final model if its cross-validation loss is no higher than that of the last accepted epoch. 1: none."""

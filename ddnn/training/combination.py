@@ -41,10 +41,10 @@ class Combination:
         for part in self.parts.values():
             part.end_epoch()
 
-    def keep(self, epoch: int) -> None:
-        """That model was accepted."""
+    def keep(self, epoch: int, loss: float) -> None:
+        """That model was accepted; `loss`: in cross-validation."""
         for part in self.parts.values():
-            part.keep(epoch)
+            part.keep(epoch, loss)
 
     def revert(self) -> None:
         """It was rejected: training continues from the one before."""
@@ -79,7 +79,7 @@ class MeanOfEpochs(Combination):
         super().__init__()
         self.network, self.models = network, deque[tuple[int, Tensor]](maxlen=most)
 
-    def keep(self, epoch: int) -> None:
+    def keep(self, epoch: int, loss: float) -> None:
         self.models.append((epoch, self.network.parameters.clone()))
 
     def candidates(self) -> Iterator[tuple[str, Tensor]]:
@@ -103,6 +103,41 @@ class MeanOfEpochs(Combination):
         like = self.network.parameters
         for epoch in epochs.tolist():
             self.models.append((epoch, tensor_like(like, state, f"model.{epoch}", location).to(like, copy=True)))
+
+
+class BestEpoch(Combination):
+    """The accepted epoch with the lowest cross-validation loss, where it is not the last one.
+
+    Attributes:
+        parameters: (num_parameters,) float32.
+        epoch, loss, last: its number and loss, and the number of the last epoch; 0 before the first.
+    """
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network, self.parameters = network, network.parameters.clone()
+        self.epoch, self.loss, self.last = 0, math.inf, 0
+
+    def keep(self, epoch: int, loss: float) -> None:
+        self.last = epoch
+        if loss < self.loss:
+            self.epoch, self.loss = epoch, loss
+            self.parameters.copy_(self.network.parameters)
+
+    def candidates(self) -> Iterator[tuple[str, Tensor]]:
+        if self.epoch != self.last:
+            yield f"epoch {self.epoch}", self.parameters
+
+    def state_dict(self, *, shared: bool) -> dict[str, Tensor]:
+        numbers = torch.tensor([self.epoch, self.loss, self.last], dtype=torch.float64)
+        return {"parameters": self.parameters, "numbers": numbers} if shared else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], location: Path) -> None:
+        self.parameters.copy_(tensor_like(self.parameters, state, "parameters", location))
+        numbers = tensor_like(torch.zeros(3, dtype=torch.float64), state, "numbers", location)
+        if not bool((numbers >= 0).all()):  # false for NaN too
+            raise DataError("numbers: an epoch and its loss expected", location=location)
+        self.epoch, self.loss, self.last = int(numbers[0]), float(numbers[1]), int(numbers[2])
 
 
 class MovingAverage(Combination):
@@ -143,7 +178,7 @@ class MovingAverage(Combination):
         self.comm.all_reduce(mean)
         self.mean.copy_(mean.div_(self.comm.world_size))
 
-    def keep(self, epoch: int) -> None:
+    def keep(self, epoch: int, loss: float) -> None:
         self.kept.copy_(self.mean)
         self.kept_weight = self.weight
 

@@ -152,20 +152,18 @@ class EpochLosses:
 def raise_if_diverged(split: str, result: EvalResult, epoch: int, learning_rate: float, hint: str) -> None:
     if not math.isfinite(result.loss):
         where = f"after {result.frames} frames of epoch {epoch} at learning rate {learning_rate:g}"
-        hint = f"check the features for outliers; {hint}"
+        hint = f"lower schedule.initial_learning_rate and check the features for outliers; {hint}"
         raise DivergedError(f"the training diverged: the {split} loss is {result.loss} {where}", hint=hint)
 
 
 def learning_rate_hint(learning_rate: float, minibatch_size: int, lr_scale: float) -> str:
-    """What to do where a training diverged at this `schedule.initial_learning_rate`. `minibatch_size`: of each worker;
-    `lr_scale`: what the workers multiply the learning rate by."""
+    """What to know of this `schedule.initial_learning_rate` where a training diverged, or learned nothing.
+    `minibatch_size`: of each worker; `lr_scale`: what the workers multiply the learning rate by."""
     scaled = f" times {lr_scale:g} (workers)" if lr_scale > 1 else ""
-    on_mean, divisor = learning_rate * lr_scale * minibatch_size, minibatch_size * lr_scale
     return (
-        "learning rates multiply the gradient summed over a minibatch: "
-        f"{learning_rate:g}{scaled} is {on_mean:.6g} on the mean gradient of {minibatch_size} frames; if "
-        f"{learning_rate:g} was meant for mean gradients, use {learning_rate:g}/{divisor:g} = "
-        f"{learning_rate / divisor:.3g}; otherwise lower schedule.initial_learning_rate"
+        f"learning rates multiply the gradient summed over a minibatch: {learning_rate:g}{scaled} is "
+        f"{learning_rate * lr_scale * minibatch_size:.6g} on the mean gradient of {minibatch_size} frames; "
+        f"one that was meant for mean gradients has to be divided by {minibatch_size * lr_scale:g}"
     )
 
 

@@ -54,12 +54,12 @@ from ddnn.training.initial_model import (
     warn_of_known_utterances,
     with_initial_model,
 )
-from ddnn.training.metrics import EndReason, EventRow, StartRow
+from ddnn.training.metrics import EndReason, EventRow, StartRow, read_metrics
 from ddnn.training.network_layers import frozen_layers, network_layers
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
 from ddnn.training.run_dir import RunDir, open_run_dir
-from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, Kind, newest_checkpoint, resume_command
+from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, newest_checkpoint, resume_command
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
 from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import Trainer, train
@@ -106,7 +106,7 @@ def run_training(
             except NoFiniteModelError as error:
                 best = run_dir / BEST
                 hint = f"the last good model is {best}; " if best.exists() else ""
-                hint += f"{trainer.hint}, or average more often"
+                hint += f"lower schedule.initial_learning_rate or average more often; {trainer.hint}"
                 raise DivergedError(error.message, location=run_dir, hint=hint) from error
         job.comm.watchdog.disable()  # a slow disk is no hang
         job.run.set_status(epoch=trainer.progress.epoch)
@@ -115,6 +115,8 @@ def run_training(
         job.run.finish(model.to(torch.device("cpu")), keep_checkpoint=trainer.may_be_longer)
         job.comm.barrier()  # no worker ends before the model is written
         log.info("finished: %s, %s", run_dir / FINAL, end.summary)
+        if job.comm.rank == 0 and (warning := read_metrics(run_dir / METRICS).warning):
+            log.warning(warning)
 
 
 @contextmanager

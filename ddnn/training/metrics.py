@@ -126,21 +126,23 @@ class StartRow(MetricsRow):
         return f"cross-validation without looking at the input: {loss}, {accuracy}"
 
 
+MUCH_HIGHER = 1.02
+"""A final model is warned of whose cross-validation loss is so many times that of an earlier epoch."""
+
+
 def no_better_than_baseline(
     loss: float | None, accuracy: float | None, baseline_loss: float | None, baseline_accuracy: float | None,
     where: str = "in cross-validation ",
 ) -> str:  # fmt: skip
-    """A warning where a model is no better than one that ignores its input; empty where it is better, or a figure is
-    not known."""
-    if loss is None or accuracy is None or baseline_loss is None or baseline_accuracy is None:
-        return ""
-    if not (loss >= baseline_loss or accuracy <= baseline_accuracy):  # false with NaN
-        return ""
-    return (
-        f"the network is no better than the relative frequencies of the pdfs alone: {where}loss "
-        f"{loss:.4f} (relative frequencies: {baseline_loss:.4f}), frame accuracy {100 * accuracy:.2f} % "
-        f"(most frequent pdf: {100 * baseline_accuracy:.2f} %)"
-    )
+    """Which figure of a model is no better than that of one that ignores its input; empty where both are better, or not
+    known."""
+    problems = []
+    if loss is not None and baseline_loss is not None and loss >= baseline_loss:  # false with NaN
+        problems.append(f"{where}loss {loss:.4f}, {baseline_loss:.4f} by the relative frequencies of the pdfs alone")
+    if accuracy is not None and baseline_accuracy is not None and accuracy <= baseline_accuracy:
+        percent = f"{100 * accuracy:.2f} %, {100 * baseline_accuracy:.2f} %"
+        problems.append(f"{where}frame accuracy {percent} by always choosing the most frequent pdf")
+    return f"the network is no better than one that ignores its input: {'; '.join(problems)}" if problems else ""
 
 
 class EpochRow(_Figures):
@@ -350,12 +352,20 @@ class Metrics:
 
     @property
     def warning(self) -> str:
-        """That the model is no better than the relative frequencies of the pdfs; empty where it is, or nobody knows."""
-        row = self.last_accepted
-        if row is None or not self.starts:
+        """That the model is no better than one that ignores its input, or worse than that of an earlier epoch; empty
+        where it is better, or nobody knows."""
+        row, lowest = self.last_accepted, self.lowest_loss
+        if row is None or row.loss is None or not self.starts:
             return ""
         baseline = self.starts[-1].baseline_loss, self.starts[-1].baseline_frame_accuracy
-        return no_better_than_baseline(row.loss, row.frame_accuracy, *baseline)
+        warnings = [no_better_than_baseline(row.loss, row.frame_accuracy, *baseline)]
+        if lowest is not None and lowest.loss is not None and lowest.epoch and row.loss > MUCH_HIGHER * lowest.loss:
+            percent = 100 * (row.loss / lowest.loss - 1) if lowest.loss else math.inf
+            warnings.append(
+                f"the model's cross-validation loss is {percent:.1f} % above that of epoch {lowest.epoch}, "
+                f"{lowest.loss:.4f}: with schedule.keep: best that epoch's model would be the final one"
+            )
+        return "; ".join(filter(None, warnings))
 
     @property
     def num_workers(self) -> int:

@@ -25,7 +25,7 @@ from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.load import minibatch_problems
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig
 from ddnn.recipe.section import MaybePaths, Section, as_list
-from ddnn.training.combination import Combination, MeanOfEpochs, MovingAverage
+from ddnn.training.combination import BestEpoch, Combination, MeanOfEpochs, MovingAverage
 from ddnn.training.network_layers import frozen_layers, hidden_layers, network_layers
 from ddnn.training.tensorboard import import_tensorboard
 from ddnn.util.errors import DataError, RecipeError
@@ -103,6 +103,8 @@ def make_schedule(recipe: ScheduleConfig) -> Schedule:
 def make_combination(recipe: Recipe, network: Network, comm: Communicator, batches: Sized) -> Combination:
     """What the final model may be a mean of. `batches`: this worker's minibatches of the epoch under way."""
     most, epochs, parts = recipe.schedule.average_last, recipe.schedule.moving_average_epochs, dict[str, Combination]()
+    if recipe.schedule.keep == "best":
+        parts["best"] = BestEpoch(network)
     if most > 1:
         parts["last"] = MeanOfEpochs(network, most)
     if epochs is not None:
@@ -180,7 +182,7 @@ def footprint(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> Tr
     averaging = 2 + 2 * parallel.overlap + 3 * (parallel.strategy == "bmuf") + 3 * (parallel.comm_dtype == "bfloat16")
     last, moving = recipe.schedule.average_last, recipe.schedule.moving_average_epochs is not None
     # The epochs' models, and their sum and mean in float64; a moving average in float64, what was kept of it, a term.
-    means = (last + 5 if last > 1 else 0) + 5 * moving
+    means = (last + 5 if last > 1 else 0) + 5 * moving + (recipe.schedule.keep == "best")
     return TrainingFootprint(
         num_parameters(layers),
         activation_floats(layers),

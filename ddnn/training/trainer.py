@@ -27,7 +27,7 @@ from ddnn.optim.sgd import Sgd
 from ddnn.training.checkpoint import prefixed, unprefixed
 from ddnn.training.combination import Combination
 from ddnn.training.evaluation import EpochLosses, EvalResult, evaluate, learning_rate_hint, raise_if_diverged
-from ddnn.training.metrics import EndReason, EndRow, EpochRow, WarmupRow, WorkerRow, no_better_than_baseline, throughput
+from ddnn.training.metrics import EndReason, EndRow, EpochRow, WarmupRow, WorkerRow, throughput
 from ddnn.training.run_dir import RunDir
 from ddnn.training.state import CheckpointMetadata, CheckpointPolicy, LoadedCheckpoint, TrainingProgress
 from ddnn.training.step import EagerStep, Step
@@ -35,6 +35,10 @@ from ddnn.util.errors import DataError, DivergedError
 
 log = logging.getLogger(__name__)
 
+CHECKS = (
+    "lower schedule.initial_learning_rate if the loss rose, raise it if the loss hardly moved, and check that the "
+    "alignments belong to the features"
+)
 WARMUP_EPOCH = 10**6  # the first epoch number of the warm-up's shuffles, which no epoch of training reaches
 
 
@@ -232,7 +236,12 @@ class Trainer:
         raise_if_diverged("cross-validation", validation, epoch, learning_rate, self.hint)
         self.best.copy_(self.model.network.parameters)
         self.kept, self.kept_epoch, self.delivered = validation, epoch, validation
-        self.combination.keep(epoch)
+        self.combination.keep(epoch, validation.loss)
+        if not self.improved:
+            figures = f"the cross-validation loss {validation.loss:.6g} is not below that of the initial network"
+            self._warn(
+                f"epoch {epoch}: {figures} ({self.initial.loss:.6g}): the training may have diverged; {self.hint}"
+            )
         with self.comm.watchdog.long_operation():
             self.run.save_best(self.model if self.improved else None)
 
@@ -260,18 +269,16 @@ class Trainer:
         return {**figures, **rates, **of, **throughput(result.frames, seconds)}
 
     def finish(self) -> AcousticModel:
-        """The model with the best parameters, or a combination that is no worse; a warning where it is no better than a
-        model that ignores its input. DivergedError: its cross-validation loss is not below that of the initial
-        network."""
+        """The model with the best parameters, or a combination that is no worse. DivergedError: its cross-validation loss
+        is not below that of the initial network, or of a model that ignores its input."""
         kept, baseline = self.kept, self.baseline
         if self.keeps_initial and not self.kept_epoch and kept.loss == self.initial.loss:
-            if self.comm.rank == 0:
-                log.warning(
-                    "no epoch was better in cross-validation than the network of init.model (%.6g), which is kept "
-                    "unchanged: lower schedule.initial_learning_rate to train it further; or, if it was trained on "
-                    "utterances that are now for cross-validation, hold out others (docs/finetuning.md)",
-                    self.initial.loss,
-                )
+            self._warn(
+                f"no epoch was better in cross-validation than the initial network ({self.initial.loss:.6g}), which is "
+                "kept unchanged: change schedule.initial_learning_rate, to a lower one unless the loss hardly moved; or, if "
+                "the network was trained on utterances that are now for cross-validation, hold out others "
+                "(docs/finetuning.md)"
+            )
         elif not self.improved:
             message = (
                 "the training learned nothing: no epoch was accepted, since none was better in cross-validation than "
@@ -280,15 +287,23 @@ class Trainer:
                 figures = f"{kept.loss:.6g} after epoch {self.kept_epoch}, not below that of "
                 message = f"the training diverged: the cross-validation loss of its last model is {figures}"
             message += f"the initial network ({self.initial.loss:.6g})"
-            hint = f"{self.hint}, or check that the alignments belong to the features"
-            raise DivergedError(message, location=self.run.path, hint=hint)
+            raise DivergedError(message, location=self.run.path, hint=f"{self.hint}; {CHECKS}")
         self._combine()
-        kept = self.delivered
-        problem = no_better_than_baseline(kept.loss, kept.frame_accuracy, baseline.loss, baseline.frame_accuracy)
-        if problem and self.comm.rank == 0:
-            log.warning(problem)
+        if self.delivered.loss >= baseline.loss > 0.0:
+            message = f"the training learned nothing: its cross-validation loss {self.delivered.loss:.6g} is not below "
+            message += f"that of the relative frequencies of the pdfs alone, {baseline.loss:.6g}"
+            raise DivergedError(message, location=self.run.path, hint=f"{self.hint}; {CHECKS}")
+        if self.schedule.still_improving:
+            self._warn(
+                f"not converged: {self.schedule.end_reason}: more epochs or a higher learning rate train it further"
+            )
         self.model.network.load_parameters(self.best)
         return self.model
+
+    def _warn(self, message: str) -> None:
+        """Logs a warning once: other workers' warnings are shown too."""
+        if self.comm.rank == 0:
+            log.warning(message)
 
     def _combine(self) -> None:
         """Evaluates the combinations; the best takes the place of the last accepted epoch's parameters, where its loss

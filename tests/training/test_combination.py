@@ -35,8 +35,8 @@ def keep_models(trainer: Trainer) -> list[Tensor]:
     """The parameters after each accepted epoch, as they come."""
     models, keep = list[Tensor](), trainer.combination.keep
 
-    def keeping(epoch: int) -> None:
-        keep(epoch)
+    def keeping(epoch: int, loss: float) -> None:
+        keep(epoch, loss)
         models.append(trainer.model.network.parameters.double())
 
     trainer.combination.keep = keeping  # type: ignore[method-assign]
@@ -141,7 +141,7 @@ def test_a_rejected_epoch_leaves_no_trace() -> None:
             parameters.copy_(torch.randn(parameters.shape, generator=generator))
             combination.after_minibatch()
         combination.end_epoch()
-        combination.keep(number) if accepted else combination.revert()
+        combination.keep(number, 1.0) if accepted else combination.revert()
 
     epoch(1, accepted=True)
     state = generator.get_state()
@@ -171,7 +171,7 @@ def test_a_worker_whose_model_was_not_finite_does_not_spoil_the_moving_average()
             trainer.combination.after_minibatch()
         parameters.copy_(mean)
         trainer.combination.end_epoch()
-        trainer.combination.keep(1)
+        trainer.combination.keep(1, 1.0)
         ((_, candidate),) = trainer.combination.candidates()
         trainer.averager.close()
         torch.testing.assert_close(candidate.double(), mean, rtol=1e-6, atol=1e-7)

@@ -271,8 +271,8 @@ def test_a_network_that_no_epoch_improves_is_kept(first: Job, tmp_path: Path, ru
     result = train(run_cli, recipe, tmp_path / "run", "schedule.initial_learning_rate=3")
     assert result.exit_code == 0, result.stderr
     log = (tmp_path / "run" / "train.log").read_text()
-    assert "no epoch was better in cross-validation than the network of init.model (0." in log
-    assert "lower schedule.initial_learning_rate" in log and "for cross-validation, hold out others" in log
+    assert "no epoch was better in cross-validation than the initial network (0." in log
+    assert "change schedule.initial_learning_rate" in log and "for cross-validation, hold out others" in log
     assert (tmp_path / "run/final.safetensors").read_bytes() == (first.run / "final.safetensors").read_bytes()
     assert "epoch 0" in run_cli("info", tmp_path / "run").stdout
     settings = ("schedule={name: exponential, initial_learning_rate: 3, epochs: 1}",)

@@ -35,7 +35,7 @@ from ddnn.recipe.schema import (
 )
 from ddnn.recipe.section import Section
 from ddnn.training import state
-from ddnn.training.combination import MeanOfEpochs, MovingAverage
+from ddnn.training.combination import BestEpoch, MeanOfEpochs, MovingAverage
 from ddnn.training.job import Job
 from ddnn.training.options import (
     averaging_options,
@@ -60,7 +60,7 @@ NEWBOB = {
 EXPONENTIAL = {"initial_learning_rate": 0.1, "final_learning_rate": 0.02, "epochs": 5}
 CONSTANT = {"initial_learning_rate": 0.1, "epochs": 5}
 POWER = {**CONSTANT, "decay_epochs": 3.0, "exponent": 0.5}
-COMBINATION = {"average_last": 4, "moving_average_epochs": 0.5}
+COMBINATION = {"keep": "best", "average_last": 4, "moving_average_epochs": 0.5}
 WORKERS = {"averaging_period": 4, "overlap": True, "comm_dtype": "bfloat16", "gpu_transport": "host"}
 AVERAGING = {**WORKERS, "strategy": "ring", "scale_learning_rate": False, "local_momentum": "average"}
 BMUF = {
@@ -124,12 +124,13 @@ def test_options_of_schedules() -> None:
 def test_options_of_the_combination() -> None:
     network, recipe = toy_model().network, Recipe.model_construct(schedule=make_schedule_config(**COMBINATION))
     made = make_combination(recipe, network, SingleProcess(), range(7))
-    last, moving = made.parts.values()
+    best, last, moving = made.parts.values()
+    assert isinstance(best, BestEpoch)
     assert isinstance(last, MeanOfEpochs) and last.models.maxlen == 4
     assert isinstance(moving, MovingAverage) and (moving.epochs, moving.period, len(moving.batches)) == (0.5, 10, 7)
     assert not make_combination(Recipe.model_construct(), network, SingleProcess(), range(7)).parts
     plain = footprint(Recipe.model_construct(), 6, 5, 1).parameter_copies
-    assert footprint(recipe, 6, 5, 1).parameter_copies == plain + 4 + 5 + 5
+    assert footprint(recipe, 6, 5, 1).parameter_copies == plain + 1 + 4 + 5 + 5
 
 
 @pytest.mark.parametrize("keys", [AVERAGING, BMUF], ids=["averaging", "bmuf"])
@@ -169,9 +170,9 @@ def test_options_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert policy._request() is Request.NONE
     now = 1060.0
     assert policy._request() is Request.CHECKPOINT
-    now, policy._minibatch = 1000.0, 6
+    now, policy._progress.minibatch = 1000.0, 6
     assert policy._request() is Request.NONE
-    policy._minibatch = 7
+    policy._progress.minibatch = 7
     assert policy._request() is Request.CHECKPOINT
 
 

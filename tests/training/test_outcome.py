@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,12 +28,13 @@ from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.inspection.status import read_status
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.optim.schedule import Exponential, Newbob, Schedule
+from ddnn.training.combination import BestEpoch, Combination
 from ddnn.training.evaluation import EvalResult, baseline_result, learning_rate_hint
-from ddnn.training.metrics import read_metrics
+from ddnn.training.metrics import no_better_than_baseline, read_metrics
 from ddnn.training.run_dir import RunDir
 from ddnn.training.state import Checkpointable, CheckpointMetadata, LoadedCheckpoint
 from ddnn.training.trainer import Trainer, train
-from ddnn.util.errors import DivergedError
+from ddnn.util.errors import DataError, DivergedError
 
 NUM_PDFS = 7
 """Two of them, 5 and 6, have no frame in `toy_shard`."""
@@ -131,7 +133,9 @@ def test_the_kept_epoch_is_the_last_that_was_accepted() -> None:
     figures = [(2.0, 0.1), (1.5, 0.2), (1.2, 0.3), (1.4, 0.31), (1.3, 0.32)]
     _, trainer = ScriptedTrainer(Newbob(), figures).train()
     figures_of_2 = "epoch 2, CV loss 1.2000, frame accuracy 30.00 %"
-    assert trainer.end_row().summary.startswith(f"{figures_of_2} (converged: improvement 0.000000, less than")
+    assert trainer.end_row().summary.startswith(
+        f"{figures_of_2} (converged: no improvement (1.3000 after 1.2000), less than"
+    )
     _, trainer = ScriptedTrainer(Exponential(max_epochs=4), figures).train()
     expected = "epoch 4, CV loss 1.3000, frame accuracy 32.00 % (epochs-exhausted: 4 epochs done)"
     assert trainer.end_row().summary == expected
@@ -182,32 +186,132 @@ def test_a_resumed_training_knows_what_it_began_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("baseline", "warned"),
-    [((1.3, 0.2), False), ((1.2, 0.2), True), ((1.1, 0.2), True), ((1.3, 0.25), True), ((math.nan, math.nan), False)],
+    ("baseline", "diverged"), [(1.3, False), (1.2, True), (1.1, True), (0.0, False), (math.nan, False)]
 )
-def test_a_network_no_better_than_the_relative_frequencies_is_a_warning(
-    baseline: tuple[float, float], warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_network_no_better_than_the_relative_frequencies_has_learned_nothing(baseline: float, diverged: bool) -> None:
+    """Of one pdf the loss is 0 with any network."""
     scripted = ScriptedTrainer(Exponential(max_epochs=1), [(2.0, 0.1), (1.2, 0.25)])
-    scripted.trainer.baseline = EvalResult(*baseline, 40)
-    with caplog.at_level("WARNING", "ddnn"):
+    scripted.trainer.baseline = EvalResult(baseline, 0.2, 40)
+    if not diverged:
         scripted.train()
-    assert ("no better than the relative frequencies of the pdfs alone" in caplog.text) == warned
-    if warned:
-        assert f"loss 1.2000 (relative frequencies: {baseline[0]:.4f})" in caplog.text
-        assert f"frame accuracy 25.00 % (most frequent pdf: {100 * baseline[1]:.2f} %)" in caplog.text
+        return
+    with pytest.raises(DivergedError, match=f"1.2 is not below that of the .* alone, {baseline}") as caught:
+        scripted.train()
+    assert "0.008 is 0.128 on the mean gradient of 16 frames" in (caught.value.hint or "")
+    assert "raise it if the loss hardly moved" in (caught.value.hint or "")
+
+
+def test_only_the_figure_that_is_no_better_is_named() -> None:
+    """With a figure that is not known there is nothing to say."""
+    start = "the network is no better than one that ignores its input: "
+    loss = "loss 1.2000, 1.1000 by the relative frequencies of the pdfs alone"
+    accuracy = "frame accuracy 25.00 %, 25.00 % by always choosing the most frequent pdf"
+    assert no_better_than_baseline(1.2, 0.25, 1.1, 0.2, where="") == start + loss
+    assert no_better_than_baseline(1.2, 0.25, 1.2, 0.2, where="")
+    assert no_better_than_baseline(1.2, 0.25, 1.3, 0.25, where="") == start + accuracy
+    assert no_better_than_baseline(1.2, 0.25, 1.1, 0.25, where="") == f"{start}{loss}; {accuracy}"
+    for known in (
+        (1.2, 0.25, 1.3, 0.2),
+        (1.2, 0.25, math.nan, math.nan),
+        (None, None, 1.3, 0.2),
+        (1.2, 0.2, None, None),
+    ):
+        assert no_better_than_baseline(*known) == ""
+
+
+@pytest.mark.parametrize(
+    ("figures", "warned"), [([2.0, 1.5, 2.1, 1.4], [2]), ([2.0, 2.0, 1.9, 1.8], [1]), ([2.0, 1.5, 1.9, 1.8], [])]
+)
+def test_an_epoch_worse_than_the_initial_network_is_warned_of_at_once(
+    figures: list[float], warned: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "ddnn"):
+        ScriptedTrainer(Exponential(max_epochs=3), [(loss, 0.1) for loss in figures]).train()
+    found = re.findall(
+        r"epoch (\d): the cross-validation loss .* is not below that of the initial network", caplog.text
+    )
+    assert [int(epoch) for epoch in found] == warned
+
+
+@pytest.mark.parametrize(
+    ("losses", "warned"), [([4.0, 3.9, 3.8], True), ([4.0, 3.9, 3.89], False), ([4.0, 3.99, 3.8], False)]
+)
+def test_a_training_that_still_improves_is_called_not_converged(
+    losses: list[float], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has not halved its rate yet."""
+    with caplog.at_level("WARNING", "ddnn"):
+        _, trainer = ScriptedTrainer(Newbob(max_epochs=2), [(loss, 0.1) for loss in losses]).train()
+    text = "2 epochs done, and the last one still improved the loss by 2.6 %"
+    assert (f"not converged: {text}" in caplog.text) == warned == (text in trainer.end_row().summary)
+
+
+def test_the_best_epoch_is_kept_where_the_recipe_says_so() -> None:
+    figures = [2.0, 1.5, 1.2, 1.3, 1.4]
+    for last, name in ((1.2, "epoch 2"), (1.45, "")):  # the second: not so good when it is evaluated again
+        scripted = ScriptedTrainer(Exponential(max_epochs=4), [(loss, 0.1) for loss in [*figures, last]])
+        scripted.trainer.combination = Combination(best=BestEpoch(scripted.trainer.model.network))
+        models = list[torch.Tensor]()
+        record = scripted.trainer.record_epoch
+
+        def record_and_copy(
+            *row: Any, record: Any = record, models: Any = models, network: Any = scripted.trainer.model.network
+        ) -> None:
+            models.append(network.parameters.clone())
+            record(*row)
+
+        scripted.trainer.record_epoch = record_and_copy  # type: ignore[method-assign]
+        model, trainer = scripted.train()
+        assert torch.equal(model.network.parameters, models[1 if name else 3])
+        assert trainer.end_row().combination == name and trainer.delivered.loss == (1.2 if name else 1.4)
+
+
+def test_the_best_epoch_is_resumed_and_a_damaged_one_is_refused() -> None:
+    network = toy_trainer(SingleProcess(), make_parallel_config()).model.network
+    first, second = BestEpoch(network), BestEpoch(network)
+    for epoch, loss in enumerate((1.3, 1.2, 1.4), 1):
+        network.parameters.fill_(epoch)
+        first.keep(epoch, loss)
+    state = first.state_dict(shared=True)
+    second.load_state_dict(state, Path("checkpoint"))
+    ((name, parameters),) = second.candidates()
+    assert name == "epoch 2" and bool((parameters == 2).all()) and not first.state_dict(shared=False)
+    network.parameters.fill_(4)
+    second.keep(4, 1.1)
+    assert not list(second.candidates())  # it is the last one
+    state["numbers"][1] = math.nan
+    with pytest.raises(DataError, match="an epoch and its loss"):
+        second.load_state_dict(state, Path("checkpoint"))
+
+
+def test_a_final_model_much_worse_than_an_earlier_epochs_is_warned_of(tmp_path: Path, run_cli: RunCli) -> None:
+    job = make_job(tmp_path)
+    settings = "schedule={name: constant, initial_learning_rate: 1.0, epochs: 4}"
+    words = ("train", job.recipe, "--device", "cpu", "--set", settings, "--set", "schedule.max_epochs=null")
+    result: Result = run_cli(*words, "--run-dir", job.run)
+    assert result.exit_code == 0, result.stderr
+    metrics = read_metrics(job.run / "metrics.jsonl")
+    lowest, model = metrics.lowest_loss, metrics.last_accepted
+    assert lowest is not None and model is not None and (model.loss or 0) > 1.02 * (lowest.loss or 0), "as chosen here"
+    warning = f"above that of epoch {lowest.epoch}, {lowest.loss:.4f}: with schedule.keep: best"
+    assert warning in (job.run / "train.log").read_text() and warning in metrics.warning
+    best = tmp_path / "best"
+    result = run_cli(*words, "--run-dir", best, "--set", "schedule.keep=best")
+    assert result.exit_code == 0, result.stderr
+    end = read_metrics(best / "metrics.jsonl").end
+    assert end is not None and (end.combination, end.loss) == (f"epoch {lowest.epoch}", lowest.loss)
+    assert "schedule.keep" not in (best / "train.log").read_text()
 
 
 def test_the_hint_counts_the_frames_that_a_learning_rate_multiplies() -> None:
     hint = learning_rate_hint(10, 64, 1.0)
-    assert "10 is 640 on the mean gradient of 64 frames; if 10 was meant for mean gradients, use 10/64 = 0.156;" in hint
+    assert "10 is 640 on the mean gradient of 64 frames; one that was meant for mean gradients" in hint
+    assert hint.endswith("has to be divided by 64")
     hint = learning_rate_hint(0.1, 64, 4.0)
-    assert (
-        "0.1 times 4 (workers) is 25.6 on the mean gradient of 64 frames" in hint and "use 0.1/256 = 0.000391" in hint
-    )
+    assert "0.1 times 4 (workers) is 25.6 on the mean gradient of 64 frames" in hint and hint.endswith("by 256")
 
 
-@pytest.mark.parametrize(("scaled", "rate"), [(True, "0.5/64 = 0.00781"), (False, "0.5/16 = 0.0312")])
+@pytest.mark.parametrize(("scaled", "rate"), [(True, "divided by 64"), (False, "divided by 16")])
 def test_the_hint_is_right_with_several_workers(scaled: bool, rate: str) -> None:
     def work(comm: Communicator) -> str:
         parallel = make_parallel_config(scale_learning_rate=scaled)
@@ -237,7 +341,7 @@ def test_a_training_that_diverged_ends_with_exit_code_3_and_no_model(
     assert status.state == "diverged" and "the initial network (" in (status.error or "")
     text = run_cli("status", job.run).stdout
     assert "--resume" not in text and "a resume begins" not in text and status.resume_command is None
-    assert "start again in another run dir with a lower learning rate" in " ".join(text.split())
+    assert "start again in another run dir with another learning rate" in " ".join(text.split())
     end = read_metrics(job.run / "metrics.jsonl").end
     assert end is not None and (end.reason, status.lines()["ended"]) == ("diverged", "diverged")
     assert end.detail in (status.error or "") and json.loads((job.run / "status.json").read_text())["end"]["detail"]
@@ -246,21 +350,15 @@ def test_a_training_that_diverged_ends_with_exit_code_3_and_no_model(
     assert_refused(result, "this training diverged: there is no final.safetensors", "gradient of 16 frames")
 
 
-def test_the_end_of_a_training_says_which_model_was_kept(tmp_path: Path, run_cli: RunCli) -> None:
-    """Labels that have nothing to do with the features: it finishes, with a warning that status and info repeat."""
+def test_labels_that_have_nothing_to_do_with_the_features_are_not_learned(tmp_path: Path, run_cli: RunCli) -> None:
+    """The training ends as diverged, with advice that `ddnn status` repeats."""
     job = make_job(tmp_path)
     rng = np.random.default_rng(5)
     job = replace(job, features={name: rng.normal(size=x.shape).astype(np.float32) for name, x in job.features.items()})
     job.write()
     settings = ("--set", "schedule.initial_learning_rate=0.002", "--set", "schedule.max_epochs=2")
     result: Result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", *settings)
-    assert result.exit_code == 0, result.stderr
-    last = read_metrics(job.run / "metrics.jsonl").cv[-1]
-    assert last.loss is not None and last.frame_accuracy is not None
-    kept = f"final.safetensors, epoch 2, CV loss {last.loss:.4f}, frame accuracy {100 * last.frame_accuracy:.2f} % ("
-    log = (job.run / "train.log").read_text()
-    assert kept in log and "WARNING the network is no better than the relative frequencies of the pdfs alone" in log
-    for command in ("status", "info"):
-        shown = run_cli(command, job.run).stdout
-        assert "the network is no better than the relative frequencies of the pdfs alone" in shown
-        assert f"loss {last.loss:.4f} (relative" in shown
+    assert result.exit_code == 3 and not (job.run / "final.safetensors").exists()
+    assert "is not below that of the relative frequencies of the pdfs alone" in result.stderr
+    assert "check that the alignments belong to the features" in result.stderr
+    assert "is not below that of the relative frequencies" in (read_status(job.run).error or "")
