@@ -44,7 +44,7 @@ from ddnn.nn.precision import allow_tf32, choose_arithmetic
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
-from ddnn.training import options
+from ddnn.training import options, run_status
 from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.evaluation import baseline_result
 from ddnn.training.initial_model import (
@@ -143,8 +143,7 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: C
         if replicated_dbn(job, job.run) is None:
             train_dbn(job, job.run, job.comm)
         job.comm.barrier()
-        unread = " --set pretrain.epochs=null" * (recipe.pretrain.epochs is not None)
-        log.info("finished: %s; to train on it: --set pretrain.dbn=%s%s", run_dir / DBN, run_dir, unread)
+        log.info("finished: %s; to train on it: %s", run_dir / DBN, run_status.dbn_settings(run_dir))
 
 
 @contextmanager

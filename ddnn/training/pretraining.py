@@ -48,7 +48,7 @@ from ddnn.training.network_layers import network_layers
 from ddnn.training.options import model_features
 from ddnn.training.resume import check_same_data
 from ddnn.training.run_dir import load_run
-from ddnn.training.run_status import DBN
+from ddnn.training.run_status import DBN, PRETRAIN
 from ddnn.training.state import CheckpointPolicy, TrainingProgress
 from ddnn.util.errors import DataError, DivergedError
 from ddnn.util.text import duration
@@ -414,6 +414,8 @@ def load_dbn(recipe: Recipe, source: Path) -> AcousticModel:
     unfinished, damaged, or not of the recipe's layers, splice and feature pipeline."""
     if source.is_dir() and not (source / DBN).exists():
         hint = "let ddnn pretrain finish: started again with the same recipe, it resumes"
+        if (source / PRETRAIN / DBN).exists():
+            hint = f"the RBMs of this training are in {source / PRETRAIN}: set pretrain.dbn to that"
         raise DataError(f"there is no {DBN}: no pretraining has finished here", location=source, hint=hint)
     if source.is_dir():
         dbn = load_model(source / DBN)

@@ -94,8 +94,7 @@ class RunDir:
             for name in [p.name for p in path.iterdir() if run_status.TEMPORARY.fullmatch(p.name)]:
                 with suppress(OSError):  # left by a process that was killed while it wrote
                     (path / name).unlink()
-            with suppress(DataError):
-                run.previous = run_status.read_run_status(path)
+            run.previous = run_status.known_status(path)
             run.set_status(num_restarts=run.previous.num_restarts if run.previous is not None else 0)
             if kind == "pretraining":
                 run.write_recipe(recipe)
@@ -407,9 +406,8 @@ def load_run(path: Path) -> AcousticModel:
     if not path.is_dir():
         raise DataError("there is no such run dir", location=path, hint="name the --run-dir of a finished training")
     if not (path / FINAL).exists() and (path / RECIPE).exists():
-        status = None
-        with suppress(DataError):
-            status = run_status.read_run_status(path)
+        run_status.refuse_pretraining(path)
+        status = run_status.known_status(path)
         if status is not None and status.state == "diverged":
             hint = status.error.hint if status.error is not None else None
             raise DataError(f"this training diverged: there is no {FINAL}", location=path, hint=hint)

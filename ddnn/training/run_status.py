@@ -98,6 +98,13 @@ def read_run_status(run_dir: Path) -> RunStatus | None:
         raise DataError("damaged, or written by another version of ddnn", location=path) from error
 
 
+def known_status(run_dir: Path) -> RunStatus | None:
+    """The same; None also where it is damaged."""
+    with suppress(DataError):
+        return read_run_status(run_dir)
+    return None
+
+
 def write_run_status(run_dir: Path, status: RunStatus, *, sync: bool = True) -> None:
     """Replaces status.json atomically; with `sync` it is on the disk afterwards. UserError if it cannot be written."""
     with atomic_write(run_dir / STATUS, sync=sync) as handle:
@@ -129,9 +136,7 @@ def newest_checkpoint(run_dir: Path) -> object:
 def is_finished(run_dir: Path) -> bool:
     """Whether a training has written its model, and has not been made longer since (`schedule.max_epochs`): until that
     has ended, the model of before stays."""
-    status = None
-    with suppress(DataError):
-        status = read_run_status(run_dir)
+    status = known_status(run_dir)
     longer = status is not None and status.state != "finished" and any((run_dir / CHECKPOINTS).glob("[0-9]*"))
     return (run_dir / FINAL).exists() and not longer
 
@@ -169,6 +174,8 @@ def find_recipe(recipe: Path, run_dir: Path, resume: Resume) -> Path:
     """The recipe to train by: to resume, that of the run dir where `recipe` names one. UserError: there is none, or
     nothing to resume in `run_dir` where there must be; a training that failed before its first checkpoint will do."""
     of_run_dir = recipe / RECIPE
+    if resume != "no" or recipe.is_dir():
+        refuse_pretraining(recipe if recipe.is_dir() else run_dir)
     if resume == "no" and of_run_dir.is_file():
         raise UserError("this is a run dir, no recipe", location=recipe, hint="resume it with --resume")
     if resume != "no" and not (of_run_dir if recipe.is_dir() else recipe).exists():
@@ -182,12 +189,27 @@ def find_recipe(recipe: Path, run_dir: Path, resume: Resume) -> Path:
     return of_run_dir if recipe.is_dir() and resume != "no" else recipe
 
 
+def dbn_settings(run_dir: Path) -> str:
+    """What lets a training start from the DBN of a pretraining dir."""
+    return f"--set {printable(shlex.quote(f'pretrain.dbn={run_dir}'), '')} --set pretrain.epochs=null"
+
+
+def refuse_pretraining(run_dir: Path) -> None:
+    """DataError where this is the directory of a pretraining, in which there is no training."""
+    status = known_status(run_dir)
+    if not (run_dir / DBN).exists() if status is None else status.kind == "training":
+        return
+    if (run_dir / DBN).exists():
+        hint = f"train on it in another run dir, with {dbn_settings(run_dir)}"
+        raise DataError("this is a pretrained DBN, not a training", location=run_dir, hint=hint)
+    hint = f"resume it: {resume_command(run_dir, 'pretraining')}"
+    raise DataError("this is a pretraining that has not finished, not a training", location=run_dir, hint=hint)
+
+
 def in_progress(run_dir: Path) -> UserError:
     """Another process holds the lock of the run directory: which, as far as its status says."""
-    message = "another run is in progress in this run dir"
-    with suppress(DataError):
-        holder = read_run_status(run_dir)
-        message += "" if holder is None else f" (process {holder.pid} on {printable(holder.host, '')})"
+    message, holder = "another run is in progress in this run dir", known_status(run_dir)
+    message += "" if holder is None else f" (process {holder.pid} on {printable(holder.host, '')})"
     hint = "wait for it or end it. If its machine is gone and the file system keeps the lock: "
     return UserError(message, location=run_dir, hint=f"{hint}cp -p {LOG} t && mv t {LOG}")
 
@@ -217,8 +239,13 @@ def check_run_dir(
             names.remove(CHECKPOINTS)
         remove, begun = "or remove this one if it is not needed", {RECIPE, LOG} <= names
         if kind == "training" and names - _BEFORE_TRAINING:
+            refuse_pretraining(path)
             if not resume:
-                hint = f"{'resume it with --resume; else ' if begun else ''}name another directory, {remove}"
+                status, hint = known_status(path), f"name another directory, {remove}"
+                if status is not None and status.state == "diverged":
+                    advice = f"{status.error.hint}; " if status.error is not None and status.error.hint else ""
+                    raise UserError("the training in this run dir diverged", location=path, hint=advice + hint)
+                hint = "resume it with --resume; else " * begun + hint
                 raise UserError("the run dir exists already and is not empty", location=path, hint=hint)
             if not begun:
                 message = "the directory is not empty and not a run dir of a training: there is no "

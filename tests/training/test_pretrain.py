@@ -18,6 +18,7 @@ from distributed.threads import run_workers
 from jobs import RunCli, assert_refused
 from training.toy import DIM, NoCheckpoints, toy_shard
 
+import ddnn
 from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.decoding.prepare import export_nnet1
@@ -320,6 +321,69 @@ def test_a_dbn_of_another_shape_is_refused(recipe: Path, tmp_path: Path, run_cli
     (tmp_path / "rbm" / DBN).unlink()
     with pytest.raises(DataError, match="no pretraining has finished here"):
         run_training(load_recipe(recipe, taking), tmp_path / "run", "cpu")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_no_training(run_cli: RunCli, recipe: Path, run: Path, message: str, hint: str) -> None:
+    """Each command that takes the run dir of a training refuses that of a pretraining, and changes nothing in it."""
+    before = files_of(run)
+    taking = ("--data", run.parent / "data", "--alignments", run.parent / "pdfs.txt")
+    random = ("--set", "init=random", "--set", "pretrain={epochs: null, minibatch_size: null}")
+    for words in (
+        ("train", run), ("train", run, "--resume"), ("train", run, "--resume=auto"),
+        ("train", recipe, "--run-dir", run), ("train", recipe, "--run-dir", run, "--resume"),
+        ("train", recipe, "--run-dir", run, "--resume=auto"), ("train", recipe, "--run-dir", run, "--resume", "--workers", 2),
+        ("train", recipe, "--run-dir", run.parent / "new", *random[2:], "--set", f"init={{model: '{run}'}}"),
+        ("evaluate", run, *taking), ("decode-prep", run, *taking[:2], "--out", run.parent / "new"),
+        ("export", run, "--out", run.parent / "new"),
+    ):  # fmt: skip
+        assert_refused(run_cli(*words), f"{message}, not a training", f"location: {run}", hint)
+    with pytest.raises(DataError, match=message):
+        ddnn.load(run)
+    assert files_of(run) == before and not (run.parent / "new").exists()
+
+
+def test_a_pretrained_dbn_is_no_training(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    run = tmp_path / "dbn"
+    assert run_cli("pretrain", recipe, "--run-dir", run, "--device", "cpu").exit_code == 0
+    settings = ("--set", f"pretrain.dbn={run}", "--set", "pretrain.epochs=null")
+    hint = "train on it in another run dir, with " + " ".join(settings)
+    assert_no_training(run_cli, recipe, run, "this is a pretrained DBN", hint)
+    more = ("--set", "pretrain.minibatch_size=null", "--device", "cpu")
+    assert run_cli("train", recipe, "--run-dir", tmp_path / "on-dbn", *settings, *more).exit_code == 0, "as hinted"
+
+
+def test_an_interrupted_pretraining_is_no_training(
+    recipe: Path, tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, step, calls = tmp_path / "rbm", pretraining.cd1_step, 0
+
+    def stopping(*arguments: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 40:
+            signal.raise_signal(signal.SIGTERM)
+        return step(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pretraining, "cd1_step", stopping)
+    with pytest.raises(TrainingInterrupted):
+        run_pretraining(load_recipe(recipe), run, "cpu")
+    hint = f"resume it: ddnn pretrain {run}/recipe.yaml --run-dir {run}"
+    assert_no_training(run_cli, recipe, run, "this is a pretraining that has not finished", hint)
+    assert run_cli("pretrain", run / "recipe.yaml", "--run-dir", run, "--device", "cpu").exit_code == 0, "as hinted"
+
+
+def test_the_rbms_of_a_training_are_found_beside_its_network(recipe: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    run_training(load_recipe(recipe), tmp_path / "run", "cpu")
+    words = ("train", recipe, "--run-dir", tmp_path / "new", "--device", "cpu")
+    taking = ("--set", f"pretrain={{dbn: '{tmp_path / 'run'}', epochs: null, minibatch_size: null}}")
+    beside = f"the RBMs of this training are in {tmp_path / 'run/pretrain'}: set pretrain.dbn to that"
+    assert_refused(run_cli(*words, *taking), "no pretraining has finished here", beside)
+    taking = ("--set", taking[1].replace("run'", "run/pretrain'"))
+    assert run_cli(*words, *taking).exit_code == 0
 
 
 def test_a_directory_of_another_recipe_is_not_touched(recipe: Path, tmp_path: Path) -> None:

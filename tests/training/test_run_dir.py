@@ -104,6 +104,16 @@ def test_going_on_keeps_everything(tmp_path: Path) -> None:
     assert (run.path / "recipe.yaml").read_text() == "seed: 1\n"
 
 
+def test_the_run_dir_of_a_training_that_diverged_is_not_to_be_resumed(tmp_path: Path) -> None:
+    begun(tmp_path / "run")
+    run = RunDir.open(tmp_path / "run", resume=True)
+    run.close(DivergedError("the loss is nan", hint="lower the learning rate"))
+    with pytest.raises(UserError, match="the training in this run dir diverged") as refused:
+        RunDir.open(tmp_path / "run")
+    assert refused.value.hint is not None and "--resume" not in refused.value.hint
+    assert refused.value.hint.startswith("lower the learning rate; name another directory")
+
+
 def test_a_begun_run_dir_is_refused_without_resume(tmp_path: Path) -> None:
     begun(tmp_path / "run")
     with pytest.raises(UserError, match="exists already and is not empty") as caught:
@@ -116,12 +126,13 @@ def test_a_begun_run_dir_is_refused_without_resume(tmp_path: Path) -> None:
     assert caught.value.hint is not None and "--resume" not in caught.value.hint
 
 
-@pytest.mark.parametrize("names", [["precious"], ["recipe.yaml", "README.md"], ["train.log", "dbn.safetensors"]])
+@pytest.mark.parametrize("names", [["precious"], ["recipe.yaml", "README.md"], ["train.log", DBN]])
 def test_resume_refuses_what_is_no_run_dir(tmp_path: Path, names: list[str]) -> None:
     (tmp_path / "it").mkdir()
     for name in names:
         (tmp_path / "it" / name).write_text("x")
-    with pytest.raises(UserError, match="not a run dir of a training"):
+    refused = "a pretrained DBN, not a training" if DBN in names else "not a run dir of a training"
+    with pytest.raises(UserError, match=refused):
         RunDir.open(tmp_path / "it", resume=True)
     assert sorted(p.name for p in (tmp_path / "it").iterdir()) == sorted(names)
 
