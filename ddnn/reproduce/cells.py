@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
+from ddnn.report.runs import OVERLOADED
 from ddnn.report.scaling import calibrate, epoch_seconds
 from ddnn.reproduce.runs import MeasuredEpoch, RunRecord
 from ddnn.reproduce.tables import BASE, Condition, ReproduceConfig, Table, paper
@@ -114,6 +116,36 @@ def main_accuracy(metrics: Sequence[Metric]) -> Metric | None:
     return next((metric for kind in ("frames", "cv") for metric in metrics if metric.kind == kind), None)
 
 
+SLOWED = 1.5  # times the computing time of the fastest like run: then other load took the cores
+TIMES = ("seconds", "comm_seconds", "averagings", "compute_seconds", "other_seconds", "interval_seconds_std")
+
+
+def overloaded_runs(records: Mapping[str, RunRecord]) -> frozenset[str]:
+    """Names of the runs that other load slowed down, so that their times say nothing. By their CPU time, as `ddnn report`
+    warns, where their workers had a core each and the record has it; or they computed `SLOWED` times as long as another
+    run of as many workers in the same group."""
+    fastest: dict[tuple[object, ...], float] = {}
+    computing: dict[str, tuple[tuple[object, ...], float]] = {}
+    slow = set[str]()
+    for name, record in records.items():
+        if record.measured is None or record.time is None:
+            continue
+        seconds = record.measured.compute_seconds or record.measured.seconds
+        key = (*_group(record, record.measured), record.workers)
+        computing[name] = key, seconds
+        fastest[key] = min(fastest.get(key, seconds), seconds)
+        fraction = record.time.compute_cpu_fraction
+        if fraction is not None and fraction < OVERLOADED and record.time.cores >= record.workers:
+            slow.add(name)
+    return frozenset(slow | {name for name, (key, seconds) in computing.items() if seconds > SLOWED * fastest[key]})
+
+
+def _group(record: RunRecord, epoch: MeasuredEpoch) -> tuple[str, ...]:
+    """What runs must share if their times are to compare."""
+    shared = (epoch.num_parameters, epoch.flop_per_frame, epoch.minibatch_size)
+    return (record.kind_of_machine, record.precision, record.optimizer, record.train_digest, *map(str, shared))
+
+
 @dataclass(frozen=True)
 class SpeedUp:
     """T(1) / T(workers) of a condition: measured, between runs that compare; predicted by the scaling model
@@ -135,9 +167,9 @@ def speed_ups(
     conditions: Iterable[Condition], workers: Sequence[int], records: Mapping[str, RunRecord]
 ) -> list[SpeedUp]:
     """Of all conditions with figures: the paper's, those measured, and the model's for the other sizes. Only runs of
-    one group of `_fastest_epochs` are compared: of the group that has most of a condition's sizes."""
+    one group of `_median_epochs` are compared: of the group that has most of a condition's sizes."""
     result: list[SpeedUp] = []
-    groups = _fastest_epochs(records)
+    groups = _median_epochs(records)
     for condition in conditions:
         name, label = condition.name, condition.label
         published = paper().published_speed_ups.get(name, {})
@@ -158,19 +190,22 @@ def speed_ups(
     return result
 
 
-def _fastest_epochs(records: Mapping[str, RunRecord]) -> list[dict[tuple[str, int], MeasuredEpoch]]:
-    """For each kind of machine, precision, optimizer, network, minibatch size and training set the epochs by condition
-    and workers, of runs that trained, and in which every worker had a core of its own. The fastest of each: the others
-    may have shared the machine with other work."""
-    found: dict[tuple[str, ...], dict[tuple[str, int], MeasuredEpoch]] = {}
-    for record in records.values():
+def _median_epochs(records: Mapping[str, RunRecord]) -> list[dict[tuple[str, int], MeasuredEpoch]]:
+    """For each `_group` the median epochs of the seeds by condition and workers, of runs that trained, in which every
+    worker had a core of its own, and that no other load slowed down."""
+    groups: dict[tuple[str, ...], dict[tuple[str, int], list[MeasuredEpoch]]] = {}
+    slow = overloaded_runs(records)
+    for name, record in records.items():
         epoch, cell = record.measured, (record.condition, record.workers)
-        if epoch and record.time and record.time.cores >= record.workers and record.failure is None:
-            shared = (epoch.num_parameters, epoch.flop_per_frame, epoch.minibatch_size)
-            key = (record.kind_of_machine, record.precision, record.optimizer, record.train_digest, *map(str, shared))
-            epochs = found.setdefault(key, {})
-            epochs[cell] = min(epochs.get(cell, epoch), epoch, key=lambda other: other.seconds)
-    return [epochs for _, epochs in sorted(found.items())]
+        alone = record.time is not None and record.time.cores >= record.workers
+        if epoch and alone and record.failure is None and name not in slow:
+            groups.setdefault(_group(record, epoch), {}).setdefault(cell, []).append(epoch)
+    return [{cell: _median(epochs) for cell, epochs in cells.items()} for _, cells in sorted(groups.items())]
+
+
+def _median(epochs: Sequence[MeasuredEpoch]) -> MeasuredEpoch:
+    times = {name: [t for epoch in epochs if (t := getattr(epoch, name)) is not None] for name in TIMES}
+    return epochs[0].model_copy(update={name: median(known) for name, known in times.items() if known})
 
 
 def _predicted(sizes: Sequence[int], single: MeasuredEpoch, several: Mapping[int, MeasuredEpoch]) -> dict[int, float]:

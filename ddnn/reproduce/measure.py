@@ -17,7 +17,7 @@ from ddnn.decoding.word_errors import speaker_numbers
 from ddnn.recipe.keys import keys
 from ddnn.recipe.schema import Recipe
 from ddnn.report.measured import read_measured
-from ddnn.report.runs import read_run
+from ddnn.report.runs import compute_cpu_fraction, read_run
 from ddnn.reproduce.runs import (
     ADDED_KEYS,
     FrameMetrics,
@@ -162,6 +162,7 @@ def time_breakdown(metrics: Metrics) -> TimeBreakdown:
         wait_seconds=seconds("wait"),
         averagings=sum(row.averagings for row in rows if row.rank == 0),
         bytes_sent=fmean(sent) * len({row.epoch for row in rows}) if sent else None,
+        compute_cpu_fraction=compute_cpu_fraction(metrics),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import nan
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any, get_args
 
 from ddnn.report.figures import (
@@ -23,7 +23,7 @@ from ddnn.report.figures import (
     style,
     tidy,
 )
-from ddnn.reproduce.cells import Cell, Metric, SpeedUp, main_accuracy, metrics_of, table_cells
+from ddnn.reproduce.cells import Cell, Metric, SpeedUp, main_accuracy, metrics_of, overloaded_runs, table_cells
 from ddnn.reproduce.comparison import HypothesisResult, Word, compare, degradations
 from ddnn.reproduce.runs import RunRecord, TimeBreakdown
 from ddnn.reproduce.tables import ReproduceConfig, Table, paper
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 16 << 20  # of a plot
 NONE = "-"  # where there is no figure
+FEW = 2  # tables that the title names
 AIM = 0.1  # percentage points of frame accuracy that many workers may lose
 FAILED = " Runs that failed are not shown."
 WIDTH = 11.0
@@ -111,7 +112,7 @@ def build_report(
     metric, losses = degradations(config, cells.values(), records)
     verdicts = Counter(result.verdict.word for result in hypotheses)
     context = {
-        "title": f"{config.name}: the paper's tables, reproduced",
+        "title": f"{config.name}: {_subject(tables)}",
         "config": config,
         "source": paper().source,
         "missing": missing,
@@ -124,6 +125,7 @@ def build_report(
         "degradations": losses,
         "failed_cells": [cell for cell in cells.values() if cell.failed],
         "aim": AIM,
+        "overloaded": overloaded_runs(records),
         "runs": sorted(records.values(), key=lambda record: (record.condition, record.workers, record.seed)),
     }
     summary = {
@@ -133,6 +135,12 @@ def build_report(
         "speed_ups": [vars(speed) for speed in speed_ups],
     }
     return Report(context, [picture for section in sections for picture in section["pictures"]], summary)
+
+
+def _subject(tables: Sequence[Table]) -> str:
+    """In the title, which tells the report on a few tables from that on all."""
+    few = len(tables) <= FEW
+    return "; ".join(table.title for table in tables) if few else "the paper's tables, reproduced"
 
 
 def _section(config: ReproduceConfig, table: Table, cells: list[Cell], speeds: list[SpeedUp]) -> dict[str, Any]:
@@ -344,6 +352,11 @@ def _mean(values: Iterable[float | None], digits: int) -> str:
     return f"{fmean(found):.{digits}f}" if found else NONE
 
 
+def _median(values: Iterable[float | None], digits: int) -> str:
+    found = [value for value in values if value is not None]
+    return f"{median(found):.{digits}f}" if found else NONE
+
+
 def _mean_std(values: Iterable[float]) -> str:
     """Mean and, of two values or more, standard deviation (n - 1)."""
     found = list(values)
@@ -388,6 +401,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "number": _number,
     "signed": _signed,
     "mean": _mean,
+    "median": _median,
     "mean_std": _mean_std,
     "percent": _percent,
     "megabytes": _megabytes,

@@ -82,6 +82,7 @@ class TimeBreakdown(FrozenModel):
     averagings: Count = 0
     bytes_sent: Amount | None = None  # by one worker in the whole training
     cores: Count = 0  # of the machine, which the workers shared; 0: unknown
+    compute_cpu_fraction: Amount | None = None  # CPU time in the computing time, on CPUs; None: unknown
 
 
 class MeasuredEpoch(FrozenModel):

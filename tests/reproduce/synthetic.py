@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ddnn.reproduce.runs import FrameMetrics, RunRecord, TimeBreakdown, WordErrors
+from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord, TimeBreakdown, WordErrors
 from ddnn.reproduce.tables import ReproduceConfig, Table, TestSet, paper
 
 WORDS = (7, 3, 9, 1, 5, 4, 8, 6) * 5
@@ -65,6 +65,27 @@ def record(condition: str, workers: int, seed: int, accuracy: float, wer: float 
         command=f"ddnn train {condition}.yaml",
     )
     return found.model_copy(update=changes)
+
+
+def epoch(workers: int, seconds: float) -> MeasuredEpoch:
+    """Of a run in which each worker had a core."""
+    return MeasuredEpoch(
+        strategy="all-reduce",
+        comm_dtype="float32",
+        overlap=False,
+        num_parameters=468_584,
+        flop_per_frame=2.6e6,
+        minibatch_size=256,
+        averaging_period=10,
+        frames=230_000.0,
+        seconds=seconds,
+        comm_seconds=0.0 if workers == 1 else 0.1,
+        averagings=0.0 if workers == 1 else 45.0,
+        compute_seconds=0.95 * seconds,
+        other_seconds=0.0,
+        interval_seconds_std=None,
+        final_mean=True,
+    )
 
 
 def diverged(condition: str, workers: int, seed: int, why: str = "the training diverged") -> RunRecord:

@@ -7,36 +7,15 @@ from pathlib import Path
 
 import pytest
 from report_runs import epoch_row, rows_of, write_run
-from reproduce.synthetic import by_name, collapsed, diverged, record
+from reproduce.synthetic import by_name, collapsed, diverged, epoch, record
 
 from ddnn.decoding.word_errors import speaker_numbers
 from ddnn.report.scaling import Job, Measurement, Way
-from ddnn.reproduce.cells import speed_ups
+from ddnn.reproduce.cells import overloaded_runs, speed_ups
 from ddnn.reproduce.measure import EvaluationTask, evaluate_run
 from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord
 from ddnn.reproduce.tables import Condition
 from ddnn.util.errors import DataError
-
-
-def epoch(workers: int, seconds: float) -> MeasuredEpoch:
-    """Of a run in which each worker had a core."""
-    return MeasuredEpoch(
-        strategy="all-reduce",
-        comm_dtype="float32",
-        overlap=False,
-        num_parameters=468_584,
-        flop_per_frame=2.6e6,
-        minibatch_size=256,
-        averaging_period=10,
-        frames=230_000.0,
-        seconds=seconds,
-        comm_seconds=0.0 if workers == 1 else 0.1,
-        averagings=0.0 if workers == 1 else 45.0,
-        compute_seconds=0.95 * seconds,
-        other_seconds=0.0,
-        interval_seconds_std=None,
-        final_mean=True,
-    )
 
 
 def run(workers: int, seed: int, seconds: float, machine: str) -> RunRecord:
@@ -56,9 +35,29 @@ def test_only_runs_of_one_kind_of_machine_are_held_against_each_other() -> None:
     assert measured(slow_alone, fast_two, fast_alone)[2] == pytest.approx(9 / 5)
 
 
-def test_the_fastest_run_counts() -> None:
-    runs = [run(1, 1, 10.0, "a"), run(1, 2, 8.0, "a"), run(2, 1, 6.0, "a"), run(2, 2, 5.0, "a")]
-    assert measured(*runs)[2] == pytest.approx(8 / 5)
+def test_medians_over_the_seeds_are_compared() -> None:
+    runs = [run(1, 1, 10.0, "a"), run(1, 2, 8.0, "a"), run(1, 3, 8.5, "a"), run(2, 1, 6.0, "a"), run(2, 2, 5.0, "a")]
+    assert measured(*runs)[2] == pytest.approx(8.5 / 5.5)
+
+
+def test_runs_on_overloaded_cores_are_in_no_speed_up() -> None:
+    """Those that computed far longer than like runs, or of which little was CPU time though each worker had a core."""
+
+    def with_cpu_time(record: RunRecord, fraction: float, **changes: int) -> RunRecord:
+        assert record.time is not None
+        return record.model_copy(
+            update={"time": record.time.model_copy(update={"compute_cpu_fraction": fraction, **changes})}
+        )
+
+    alone, quiet, loaded = run(1, 1, 10.0, "a"), run(2, 1, 5.0, "a"), run(2, 2, 8.0, "a")
+    assert overloaded_runs(by_name([alone, quiet, loaded])) == {"base-2-2"}
+    assert measured(alone, quiet, loaded)[2] == pytest.approx(10 / 5)
+    assert measured(alone, with_cpu_time(loaded, 0.7)) == {1: 1.0}
+    assert measured(alone, with_cpu_time(loaded, 0.9))[2] == pytest.approx(10 / 8)
+    shared = with_cpu_time(loaded, 0.5, cores=1)
+    assert overloaded_runs(by_name([alone, shared])) == set(), "each of two workers on one core has half of it"
+    sgd = loaded.model_copy(update={"optimizer": "another"})
+    assert overloaded_runs(by_name([quiet, sgd])) == set()
 
 
 def test_runs_whose_workers_shared_cores_are_no_measured_speed_up() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
-from reproduce.synthetic import by_name, collapsed, diverged, plan, record, table_records
+from reproduce.synthetic import by_name, collapsed, diverged, epoch, plan, record, table_records
 
 from ddnn.reproduce.cells import SpeedUp
 from ddnn.reproduce.report import Picture, Report, build_report
@@ -184,7 +184,21 @@ def test_report_of_speed() -> None:
     assert "| all-reduce | predicted | - | 13.50 |" in text and "| all-reduce | measured | 1.90 | - |" in text
     assert "| all-reduce | predicted | - | 84.4 |" in text and "| all-reduce | measured | 95.0 | - |" in text
     assert "4 workers on 2" in text and "(x/figure2-speed.png)" in text
-    assert "| all-reduce | 2 | 450 | 2.222 | 55.0 | 81.8 | 5.5 | 1.8 |" in text
+    assert "| all-reduce | 2 | 3 | 450 | 2.222 | 55.0 | 81.8 | 5.5 | 1.8 |" in text
+
+
+def test_times_are_medians_without_runs_on_overloaded_cores() -> None:
+    corpus = plan()
+    records = table_records(corpus, [TABLES["figure2"]])
+    for seed, factor in ((1, 1.0), (2, 1.25), (3, 6.0)):
+        run = records[f"base-2-{seed}"]
+        assert run.time is not None
+        time = run.time.model_copy(update={"seconds": 100.0 * factor, "compute_seconds": 90.0 * factor})
+        records[run.name] = run.model_copy(update={"time": time, "measured": epoch(2, 10.0 * factor)})
+    text = build_report(corpus, [TABLES["figure2"]], records, "c", [], []).render("report.md", "x")
+    assert text.startswith("# synthetic: Speed-up\n")
+    assert "| all-reduce | 2 | 2 of 3 | 450 | 2.222 | 112.5 | 90.0 | 2.7 | 0.9 |" in text
+    assert "Without 1 run on overloaded cores" in text and "| 600.0 (overloaded) |" in text
 
 
 def test_the_aim_is_met_or_not() -> None:
