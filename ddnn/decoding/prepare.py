@@ -199,7 +199,8 @@ def prepare_decoding(
         counts, beside[PDF_COUNTS] = read_counts(run_dir, model.network.output_dim)
         _check_unseen(counts, run_dir, compress)
         priors = torch.from_numpy(log_priors(counts, 1.0 if prior_scale is None else prior_scale)).float().to(target)
-        beside |= {**_scripts(model), MODEL_DIGEST: f"{model_digest(run_dir) or ''}\n".encode()}
+        of_model = f"{model_digest(run_dir) or ''} {os.path.relpath(run_dir.resolve(), out.resolve())}\n"
+        beside |= {**_scripts(model), MODEL_DIGEST: os.fsencode(of_model)}
     if layer is not None:
         model = _lower_layers(model, layer)
     to_stdout, name = str(out) == "-", FILES[kind]

@@ -7,10 +7,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,8 @@ import numpy.typing as npt
 from ddnn.decoding.word_errors import (
     HINT_INSTALL,
     Unit,
+    UtteranceScore,
+    align_words,
     import_kaldialign,
     read_reference,
     units_drawn,
@@ -42,6 +45,7 @@ SUSPICIOUS_WER = 90.0
 """In percent: a decoding in which hardly a word is right has taken files that do not belong together."""
 FRAME_SHIFT = 0.01  # seconds, as Kaldi's features have it where nothing else was asked for
 _MAX_CHOICE_BYTES = 64 << 20
+_MAX_DIGEST_BYTES = 8192
 _MAX_CHAIN = 10_000
 _MAX_RELAXATIONS = 20_000_000
 """Arcs that are examined for cycles, beside fifty times all epsilons: some tenths of a second."""
@@ -193,13 +197,13 @@ def _check_self_loops(fst: Fst, transitions: TransitionModel, model: Path, locat
         raise DataError(message, location=location, hint=hint)
 
 
-def _digest_in(file: Path) -> str | None:
-    """A digest that decode-prep has left beside log-likelihoods; None where there is none."""
+def _digest_in(file: Path) -> tuple[str | None, Path | None]:
+    """A digest that decode-prep has left beside log-likelihoods, and the path behind it; None where there is none."""
     try:
-        text = read_bytes_limited(file, 100).decode("ascii", "replace").strip()
+        digest, _, path = os.fsdecode(read_bytes_limited(file, _MAX_DIGEST_BYTES)).rstrip("\n").partition(" ")
     except OSError:
-        return None
-    return text or None
+        return None, None
+    return digest or None, (file.parent / path).resolve() if path else None
 
 
 def _check_loglikes(utterance: str, matrix: npt.NDArray[np.float32], graph: DecodingGraph) -> npt.NDArray[np.float32]:
@@ -302,21 +306,6 @@ def _output_labels(state: int, arcs: str) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class UtteranceScore:
-    """One utterance at one acoustic scale: the words said, the words recognized, and the errors by kind."""
-
-    utterance: str
-    reference: tuple[str, ...]
-    hypothesis: tuple[str, ...]
-    insertions: int
-    deletions: int
-    substitutions: int
-    reached_final: bool
-    starts: tuple[int, ...] = ()  # frames, as of Hypothesis
-    frames: int = 0
-
-
-@dataclass(frozen=True)
 class ScaleScore:
     """All utterances at one acoustic scale and word insertion penalty."""
 
@@ -339,7 +328,8 @@ class ScoreResult:
     """Word error rates at each scale, in the order asked for, and again with the next penalty; `best` is the index of the
     (first) lowest. `reference`: digest of the reference. `chosen_on`: the scoring that chose the only scale. `out`: the
     folder with the words, whose score.json another scoring can take the best scale from. `model`: digest of the model
-    that the log-likelihoods are of, where known; `run_dir`: the run whose model is another one by now."""
+    that the log-likelihoods are of, where known; `run_dir`: the run whose model is another one by now; `inputs`: the paths
+    of log-likelihoods, graph and text."""
 
     scales: tuple[ScaleScore, ...]
     best: int
@@ -348,6 +338,7 @@ class ScoreResult:
     out: Path | None = None
     model: str | None = None
     run_dir: Path | None = None
+    inputs: dict[str, str] = field(default_factory=dict)
 
     @property
     def chosen_here(self) -> bool:
@@ -466,17 +457,23 @@ def score(
     digest = hashlib.sha256(repr(sorted(reference.items())).encode()).hexdigest()
     graph = read_graph(graph_dir, model)
     check_same_tree(
-        graph.transition_digest, _digest_in(source.parent / TRANSITION_DIGEST), model, f"the network of {source.name}"
+        graph.transition_digest,
+        _digest_in(source.parent / TRANSITION_DIGEST)[0],
+        model,
+        f"the network of {source.name}",
     )
-    of_model, run_dir = _digest_in(source.parent / MODEL_DIGEST), source.absolute().parent.parent
-    stale = of_model is not None and model_digest(run_dir) not in (of_model, None)
+    of_model, run_dir = _digest_in(source.parent / MODEL_DIGEST)
+    stale = run_dir is not None and model_digest(run_dir) not in (of_model, None)
+    inputs = {"loglikes": str(source), "graph": str(graph_dir), "text": str(text)}
     with nullcontext() if out is None else atomic_directory(out) as folder:
         results = tuple(_score_all(ka, source, reference, text.with_name("utt2spk"), graph, options, jobs))
         best = min(range(len(results)), key=lambda index: results[index].wer)
         if results[best].wer >= SUSPICIOUS_WER:
             message = "the lowest word error rate is %.1f %%: are log-likelihoods, graph, %s and %s of one system?"
             log.warning(message, results[best].wer, model, text)
-        result = ScoreResult(results, best, digest, options.chosen_on, out, of_model, run_dir if stale else None)
+        result = ScoreResult(
+            results, best, digest, options.chosen_on, out, of_model, run_dir if stale else None, inputs
+        )
         if folder is not None:
             write_hypotheses(result, folder, frame_shift)
     return result
@@ -540,14 +537,6 @@ def read_choice(path: Path) -> ScaleChoice:
     return ScaleChoice(path, scale, penalty, reference)
 
 
-def align_words(score: UtteranceScore) -> list[tuple[str | None, str | None]]:
-    """Pairs of (word said, word recognized); None on the left is an insertion, on the right a deletion."""
-    words: list[str | None] = [None, *sorted({*score.reference, *score.hypothesis})]
-    number = {word: index for index, word in enumerate(words)}  # numbers, so that no word can be taken for the blank
-    pairs = import_kaldialign().align([number[w] for w in score.reference], [number[w] for w in score.hypothesis], 0)
-    return [(words[left], words[right]) for left, right in pairs]
-
-
 def render_text(result: ScoreResult, *, alignments: bool = False) -> str:
     """A line per acoustic scale and penalty, the best marked with `*`; with `alignments`, every utterance of the best.
     LM weights as Kaldi counts them, the inverse of the scale."""
@@ -586,7 +575,7 @@ def as_json(result: ScoreResult, *, alignments: bool = False) -> dict[str, Any]:
         scales.append({**plain, **more, "utterances": len(s.utterances)})
     best, source = result.scales[result.best], result.chosen_on
     value: dict[str, Any] = {
-        "scales": scales, "best": best.acoustic_scale, "best_word_insertion_penalty": best.word_insertion_penalty,
+        **result.inputs, "scales": scales, "best": best.acoustic_scale, "best_word_insertion_penalty": best.word_insertion_penalty,
         "wer": best.wer, "model": result.model, "reference": result.reference, "chosen_on_this_text": result.chosen_here,
         "chosen_by": None if source is None else str(source.source), "notes": result.notes(),
     }  # fmt: skip

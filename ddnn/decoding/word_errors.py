@@ -137,6 +137,29 @@ def units_drawn(utt2spk: Path, utterances: Sequence[str]) -> tuple[Sequence[int]
 
 
 @dataclass(frozen=True)
+class UtteranceScore:
+    """One utterance at one acoustic scale: the words said, the words recognized, and the errors by kind."""
+
+    utterance: str
+    reference: tuple[str, ...]
+    hypothesis: tuple[str, ...]
+    insertions: int
+    deletions: int
+    substitutions: int
+    reached_final: bool
+    starts: tuple[int, ...] = ()  # the frame at which the label of each recognized word lies, from 0
+    frames: int = 0
+
+
+def align_words(score: UtteranceScore) -> list[tuple[str | None, str | None]]:
+    """Pairs of (word said, word recognized); None on the left is an insertion, on the right a deletion."""
+    words: list[str | None] = [None, *sorted({*score.reference, *score.hypothesis})]
+    number = {word: index for index, word in enumerate(words)}  # numbers, so that no word can be taken for the blank
+    pairs = import_kaldialign().align([number[w] for w in score.reference], [number[w] for w in score.hypothesis], 0)
+    return [(words[left], words[right]) for left, right in pairs]
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Two systems' words on one reference. `estimate`: WER of the first minus that of the second."""
 

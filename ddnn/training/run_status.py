@@ -26,7 +26,9 @@ METRICS = "metrics.jsonl"  # one JSON object a line: `ddnn.training.metrics`
 BEST = "best.safetensors"  # the latest accepted network, where it is better than the initial one
 FINAL = "final.safetensors"  # the trained model
 PDF_COUNTS = "ali_train_pdf.counts"  # frames per pdf of the training alignment, for the priors
-MODEL_DIGEST = "model.sha256"  # beside log-likelihoods: whose they are, `model_digest`
+MODEL_DIGEST = (
+    "model.sha256"  # beside log-likelihoods: whose they are, `model_digest`, and the path of that run dir from there
+)
 CV_UTTERANCES = "cv_utterances"  # ids of the utterances for cross-validation, one a line
 CHECKPOINTS = "checkpoints"  # what a resume needs; removed in the end
 PRETRAIN = "pretrain"  # the RBMs that a training trains itself: a pretraining directory without lock and log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,7 @@ from ddnn.data import loading
 from ddnn.decoding.scoring import (
     DecodeOptions,
     DecodingGraph,
-    UtteranceScore,
     _output_labels,
-    align_words,
     as_json,
     decode_utterances,
     read_choice,
@@ -28,7 +27,14 @@ from ddnn.decoding.scoring import (
     render_text,
     score,
 )
-from ddnn.decoding.word_errors import compare_hypotheses, read_reference, speaker_numbers, wer_interval
+from ddnn.decoding.word_errors import (
+    UtteranceScore,
+    align_words,
+    compare_hypotheses,
+    read_reference,
+    speaker_numbers,
+    wer_interval,
+)
 from ddnn.kaldi.alignments import TRANSITION_DIGEST
 from ddnn.kaldi.archive import read_scp, write_matrices
 from ddnn.kaldi.fst import ARC, Fst, write_fst
@@ -355,28 +361,36 @@ def test_log_likelihoods_of_another_tree_are_refused(toy: Path) -> None:
             run(toy)
 
 
-def test_log_likelihoods_of_the_model_of_before_are_named(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run dir is the folder above; what is not known is taken as it is."""
-    monkeypatch.chdir(toy)  # the run dir of a relative path
-    (toy / "run" / "decode").mkdir(parents=True)
-    (toy / "run" / FINAL).write_bytes(b"four epochs")
-    digest = model_digest(toy / "run")
-    write_loglikes(toy / "run" / "decode", {"u1": spoken(0, 1, 0), "u2": spoken(0, 2), "u3": spoken(2)})
+@pytest.mark.parametrize("decoded", ["run/decode", "elsewhere/of/run"])
+def test_log_likelihoods_of_the_model_of_before_are_named(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, decoded: str
+) -> None:
+    """Wherever they lie: the run dir is named beside them. What is not known is taken as it is."""
+    monkeypatch.chdir(toy)
+    folder = Path(decoded)
+    for other in (Path("run"), folder, folder.parent.parent):  # that of another run above the log-likelihoods
+        other.mkdir(parents=True, exist_ok=True)
+        (other / FINAL).write_bytes(b"another network")
+    Path("run", FINAL).write_bytes(b"four epochs")
+    digest = model_digest(Path("run"))
+    write_loglikes(folder, {"u1": spoken(0, 1, 0), "u2": spoken(0, 2), "u3": spoken(2)})
 
     def notes() -> list[str]:
-        result = run(Path(), loglikes="run/decode", graph_dir=toy / "graph", model=toy / "final.mdl", text=toy / "text")
+        result = run(Path(), loglikes=decoded, graph_dir=toy / "graph", model=toy / "final.mdl", text=toy / "text")
         assert as_json(result)["notes"] == result.notes() and as_json(result)["model"] == recorded
         return list(result.notes())
 
     recorded = None
     assert notes() == []
-    (toy / "run" / "decode" / MODEL_DIGEST).write_text(f"{digest}\n")
     recorded = digest
+    (folder / MODEL_DIGEST).write_text(f"{digest}\n")
+    assert notes() == [], "an older version left no path"
+    (folder / MODEL_DIGEST).write_text(f"{digest} {os.path.relpath('run', decoded)}\n")
     assert notes() == []
-    (toy / "run" / FINAL).write_bytes(b"six epochs")
+    Path("run", FINAL).write_bytes(b"six epochs")
     (note,) = notes()
     assert f"of another model than {toy / 'run' / FINAL} is now" in note and "ddnn decode-prep" in note
-    (toy / "run" / FINAL).unlink()
+    Path("run", FINAL).unlink()
     assert notes() == []
 
 
@@ -388,6 +402,8 @@ def test_hypotheses_are_written(toy: Path) -> None:
     written = {path.name: path.read_text("utf-8") for path in (toy / "out").iterdir()}
     scored = json.loads(written.pop("score.json"))
     assert scored == json.loads(json.dumps(as_json(result))) and scored["chosen_on_this_text"]
+    inputs = {"loglikes": "loglikes.scp", "graph": "graph", "text": "text"}
+    assert all(scored[name] == str(toy / path) for name, path in inputs.items())
     assert [(s["acoustic_scale"], s["lm_weight"], s["word_insertion_penalty"]) for s in scored["scales"]] == [
         (0.001, 1000.0, 0.0),
         (1.0, 1.0, 0.0),

@@ -87,7 +87,7 @@ def test_results_of_the_model_of_before_are_told_from_those_of_the_longer_traini
     (finished / "before.json").write_text(json.dumps(before))
     decode = ["decode-prep", finished, "--data", job.data, "--out", finished / "decode"]
     assert run_cli(*decode).exit_code == 0
-    assert (finished / "decode" / MODEL_DIGEST).read_text() == f"{before['model']}\n"
+    assert (finished / "decode" / MODEL_DIGEST).read_text() == f"{before['model']} ..\n"
     assert "before: loss per frame" in run_cli("report", finished, "--no-plots").stdout
     assert run_cli("train", finished, "--resume", "--device", "cpu", "--set", "schedule.max_epochs=4").exit_code == 0
     after = run_cli(*arguments).stdout
