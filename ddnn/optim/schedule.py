@@ -21,10 +21,12 @@ class Schedule(ABC):
     summed over a minibatch."""
 
     state_fields: ClassVar[tuple[str, ...]] = ("learning_rate", "finished", "epoch")  # change from epoch to epoch
-    depends_on_length: ClassVar[bool] = False  # whether the rates of all epochs depend on `max_epochs`
 
     initial_lr: float = 0.008  # of the first epoch
     max_epochs: int = 20  # after which training ends at the latest
+    depends_on_length: bool = field(
+        default=False, kw_only=True
+    )  # whether the rates of all epochs depend on `max_epochs`
     finished: bool = field(default=False, init=False)
     epoch: int = field(default=0, init=False)  # how many have passed
 
@@ -147,8 +149,6 @@ class Constant(EpochSchedule):
 @dataclass
 class Exponential(EpochSchedule):
     """lr_k = initial * (final / initial)^((k-1) / (n-1)) over n = `max_epochs` epochs."""
-
-    depends_on_length: ClassVar[bool] = True
 
     final_lr: float = 0.00008
 

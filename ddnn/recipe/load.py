@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
@@ -34,9 +34,11 @@ from ddnn.recipe.schema import (
     Recipe,
     TrainedModelConfig,
 )
-from ddnn.recipe.section import MAPPING, VALUE, MaybePaths, Section, as_list
+from ddnn.recipe.section import MAPPING, VALUE, MaybePaths, Section, as_list, get_value, is_given, with_defaults
 from ddnn.recipe.source import SourceTree, SourceValue
 from ddnn.util.errors import DataError, RecipeError
+
+log = logging.getLogger(__name__)
 
 MOST_FILES = 20  # that a recipe may include, directly or not
 LAYERS_KEY = "model.layers"
@@ -66,8 +68,10 @@ def load_recipe(
     must_exist: bool = True,
     trusted: bool = True,
     may_be_gone: Collection[str] = (),
+    note: Callable[..., None] = log.info,
 ) -> Recipe:
     """Reads a recipe: first its includes, then its own keys, then `overrides` ("KEY=VALUE" each); the later one wins.
+    Keys of files that an override leaves unread, as it chooses another schedule, are dropped with a `note`.
     Paths in the result are absolute. A key set to null takes its default. `must_exist`: whether a data path that does
     not exist is a problem; the data of finished runs may be gone; `may_be_gone`: keys of those that are no longer
     needed. `trusted`: whether the user has named this very file.
@@ -75,6 +79,7 @@ def load_recipe(
     RecipeError: all problems of all sources, one a line."""
     tree = SourceTree()
     itself = _read_with_includes(path, tree, [])
+    files = dict(tree.values)
     words = [itself.get(PIPES)] if trusted else []  # what the user says of shell commands
     for setting in overrides:
         given = source.parse_setting(setting)
@@ -89,7 +94,7 @@ def load_recipe(
         where = "on the command line, or in a recipe that it names: not in included files, run dirs and corpora"
         hint = f"give --allow-pipes if the commands are yours, or --set {PIPES}=false"
         tree.refuse(f"{PIPES}: true counts only {where}; {hint}", pipes.source)
-    recipe = _build(path, tree, {*keys()} - {*OUTPUT_PATHS, *may_be_gone} if must_exist else ())
+    recipe = _build_read(path, tree, files, {*keys()} - {*OUTPUT_PATHS, *may_be_gone} if must_exist else (), note)
     if recipe is None or tree.problems:
         raise RecipeError(source.listed(tree.problems, "problems in the recipe", source.MOST_PROBLEMS), location=path)
     return recipe
@@ -139,20 +144,20 @@ def _shown(key: str, value: Any) -> str:
     return "not given" if value is None else str(value)[:500]
 
 
-EPOCHS = {"newbob": "schedule.max_epochs", "constant": "schedule.epochs", "power": "schedule.epochs"}
-"""By schedule, the key that makes a training longer. Those whose learning rates all depend on it are not here."""
+EPOCHS = ("schedule.epochs", "schedule.max_epochs")
 
 
 def is_longer(recipe: Recipe, key: str, now: str, then: str) -> bool:
     """Whether a change, as of `changed_keys`, only makes the training longer: what was trained remains a part of it."""
-    return key == EPOCHS.get(recipe.schedule.name) and now.isdecimal() and then.isdecimal() and int(now) > int(then)
+    longer = now.isdecimal() and then.isdecimal() and int(now) > int(then)
+    return longer and key in EPOCHS and not recipe.schedule.depends_on_length
 
 
 def why_not_longer(recipe: Recipe, changed: Iterable[str]) -> str:
     """If among keys that may not change is the number of epochs, why it may not, as a sentence; else nothing."""
-    if not {"schedule.epochs", "schedule.max_epochs"} & set(changed):
+    if not {*EPOCHS} & set(changed):
         return ""
-    if recipe.schedule.name in EPOCHS:
+    if not recipe.schedule.depends_on_length:
         return "a training can be made longer, not shorter; "
     return (
         f"with schedule.name: {recipe.schedule.name} the learning rates of all epochs depend on their number: "
@@ -192,30 +197,6 @@ def check_same_recipe(
         )
         raise RecipeError(message, location=location, hint=hint)
     return changed
-
-
-def get_value(recipe: Recipe, name: str) -> Any:
-    """The value of a dotted key; None where the chosen variant of its section does not have it, or where a key that
-    takes a value or a mapping has a value."""
-    value: Any = recipe
-    for part in name.split("."):
-        value = getattr(value, part, None) if isinstance(value, Section) else None
-    return value
-
-
-def is_given(recipe: Recipe, name: str) -> bool:
-    """Whether a key of a section without variants was given, and is not only at its default."""
-    section, _, last = name.rpartition(".")
-    return last in getattr(recipe, section).model_fields_set
-
-
-def with_defaults(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with these values, by dotted key, of the keys that it does not give."""
-    for name, value in values.items():
-        section, _, last = name.rpartition(".")
-        if not is_given(recipe, name):
-            recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={last: value})})
-    return recipe
 
 
 def as_begun(recipe: Recipe, before: Recipe) -> Recipe:
@@ -281,6 +262,29 @@ def _included(include: SourceValue, tree: SourceTree) -> list[str]:
     return []
 
 
+def _build_read(
+    path: Path,
+    tree: SourceTree,
+    files: Mapping[str, SourceValue],
+    must_exist: Collection[str],
+    note: Callable[..., None],
+) -> Recipe | None:
+    """As `_build`, without those keys of `files` that nothing reads only because of a `--set`."""
+    before = len(tree.problems)
+    recipe = _build(path, tree, must_exist)
+    unread = {key for key in tree.unread_keys if key in files and tree.values.get(key) is files[key]}
+    if unread:
+        alone = SourceTree(dict(files))
+        _build(path, alone, must_exist)
+        unread -= alone.unread_keys
+    if not unread:
+        return recipe
+    dropped = ", ".join(f"{key} [{tree.values.pop(key).source}]" for key in files if key in unread)
+    note("--set chooses otherwise, so these keys of the recipe are not used: %s", dropped)
+    del tree.problems[before:]
+    return _build_read(path, tree, files, must_exist, note)
+
+
 def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe | None:
     """The recipe; `must_exist`: keys whose paths must. Problems are added to `tree`; wrong values are not used, so that
     the rest is still checked."""
@@ -288,11 +292,10 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
     for name, given in list(sound.items()):
         if not keys()[name].is_path:
             continue
-        items = given.value if isinstance(given.value, list) else [given.value]
-        paths = list[Any](items)
-        for n, text in enumerate(items):
+        paths = list[Any](given.value) if isinstance(given.value, list) else [given.value]
+        for n, text in enumerate(paths):
             if isinstance(text, str):
-                paths[n] = _find_path(text, path.parent, name in must_exist)
+                paths[n] = source.find_path(text, path.parent, name in must_exist)
             if isinstance(paths[n], str):
                 tree.refuse(f"{name}: {paths[n]}", given.source)
                 paths[n] = Path("/")
@@ -329,12 +332,13 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
     times = 2 * recipe.data.splice + 1 if recipe.data.splice else None  # of an image its rows, which are not known
     if misfit := shape_problem(recipe.model.layers or (), recipe.model.bands, times):
         tree.refuse(misfit[1], places[misfit[0]])
-    for name, complaint in contradictions(recipe):
+    for name, complaint, unread in contradictions(recipe):
         # How many data dirs there are is not known where they are wrong, nor which keys go with layers that are wrong.
         follows = name.startswith("model.") and layers_refused
         follows = follows or (name in ("data.alignments", "data.transforms") and "data.train" in wrong)
         if name not in wrong and not follows:
-            tree.refuse(f"{name}: {complaint}", sound[name].source if name in sound else str(path))
+            source_of = sound[name].source if name in sound else str(path)
+            tree.refuse(f"{name}: {complaint}", source_of, unread_keys=unread)
     return recipe
 
 
@@ -363,7 +367,8 @@ def _refuse(name: str, kind: str, sound: Mapping[str, SourceValue], path: Path, 
         chooser, default = VARIANTS[section]
         chosen = sound[f"{section}.{chooser}"].value if f"{section}.{chooser}" in sound else default
         text = f"{name}: never read by {chosen}, only by {' or '.join(key.variants)}"
-        tree.refuse(f"{text}; remove it, set it to null, or change {section}.{chooser}", sound[name].source)
+        text += f"; remove it, set it to null, or change {section}.{chooser}"
+        tree.refuse(text, sound[name].source, unread_keys=(name,))
     elif name in sound:
         given = sound[name]
         tree.refuse(f"{name}: {source.format_value(given.value)} found, expected {key.expects}", given.source)
@@ -397,28 +402,16 @@ def _known(tree: SourceTree) -> dict[str, SourceValue]:
     return known
 
 
-def _find_path(text: str, folder: Path, must_exist: bool) -> Path | str:
-    """The absolute path that a recipe's path means, or what is wrong with it."""
-    if not text or "\0" in text:
-        return f"{source.format_value(text)} found, expected a path"
-    tried = [Path(text)] if Path(text).is_absolute() else [Path.cwd() / text, folder.absolute() / text]
-    for candidate in tried:
-        if source.exists(candidate):
-            return _tidy(candidate)
-    if not must_exist:
-        return _tidy(tried[0])
-    places = list(dict.fromkeys(str(_tidy(candidate)) for candidate in tried))
-    there_is_no = f"neither {' nor '.join(places)}" if len(places) > 1 else f"no {places[0]}"
-    return f"{text!r} does not exist: there is {there_is_no}"
+class Complaint(NamedTuple):
+    """What is wrong with a dotted key, with a hint how to fix it. `unread`: that is only that nothing reads these keys."""
+
+    key: str
+    text: str
+    unread: tuple[str, ...] = ()
 
 
-def _tidy(path: Path) -> Path:
-    """Without `..`, unless that would name another file because of a symbolic link."""
-    tidy = Path(os.path.normpath(path))
-    return tidy if not source.exists(path) or (source.exists(tidy) and tidy.samefile(path)) else path
-
-
-Complaint = tuple[str, str]  # A dotted key and what is wrong with it, with a hint how to fix it
+def _unread(key: str, text: str) -> Complaint:
+    return Complaint(key, text, (key,))
 
 
 def contradictions(recipe: Recipe) -> Iterator[Complaint]:
@@ -429,15 +422,16 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     given = [f"data.cv.{key}" for key, value in ways.items() if value is not None]
     if len(given) > 1:
         ways_are = "these are different ways to hold out data: keep one, set the others to null"
-        yield given[0], f"given together with {' and '.join(given[1:])}; {ways_are}"
+        yield Complaint(given[0], f"given together with {' and '.join(given[1:])}; {ways_are}", tuple(given))
     for key, other in (("data", "alignments"), ("alignments", "data")):
         if getattr(cv, key) is not None and getattr(cv, other) is None:
-            yield f"data.cv.{key}", f"needs data.cv.{other}; give both, or neither"
+            yield _unread(f"data.cv.{key}", f"needs data.cv.{other}; give both, or neither")
     if cv.transforms is not None and (cv.data is None or recipe.data.transforms is None):
         absent = "data.cv.data" if cv.data is None else "data.transforms"
-        yield "data.cv.transforms", f"never read without {absent}; remove it or set it to null"
+        yield _unread("data.cv.transforms", f"never read without {absent}; remove it or set it to null")
     if cv.by is not None and cv.fraction is None:
-        yield "data.cv.by", f"{cv.by} found, but there is no data.cv.fraction to hold out; remove it or set it to null"
+        why = f"{cv.by} found, but there is no data.cv.fraction to hold out; remove it or set it to null"
+        yield _unread("data.cv.by", why)
     yield from _lists("data.train", recipe.data.train, "data.", recipe.data)
     yield from _lists("data.cv.data", cv.data, "data.cv.", cv)
     counted = any(is_given(recipe, key) for key in ("model.hidden_layers", LAYERS_KEY))
@@ -447,7 +441,7 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     yield from _pretrain(recipe)
     if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
         most = f"at most schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"
-        yield "schedule.final_learning_rate", f"{schedule.final_learning_rate:g} found, expected {most}"
+        yield Complaint("schedule.final_learning_rate", f"{schedule.final_learning_rate:g} found, expected {most}")
     yield from minibatch_problems(recipe)
     yield from _parallel(recipe.parallel)
 
@@ -459,13 +453,15 @@ def minibatch_problems(recipe: Recipe) -> Iterator[Complaint]:
     if not isinstance(given, int):
         sizes = {"minibatch_size.start": given.start, "minibatch_size.end": given.end}
         if given.end < given.start:
-            yield "minibatch_size.end", f"{given.end} found, expected at least minibatch_size.start = {given.start}"
+            yield Complaint(
+                "minibatch_size.end", f"{given.end} found, expected at least minibatch_size.start = {given.start}"
+            )
     for key, size in sizes.items():
         if size % workers:
             near = [n for n in (size - size % workers, size - size % workers + workers) if n]
             nearest = " or ".join(map(str, near))
             share = f"a multiple of parallel.workers = {workers}, as minibatch_scope is total: {nearest}"
-            yield key, f"{size} found, expected {share}"
+            yield Complaint(key, f"{size} found, expected {share}")
 
 
 SHORT_FORM = ("hidden_layers", "hidden_units", "activation")  # of `model.layers`
@@ -478,16 +474,17 @@ def _model(recipe: Recipe) -> Iterator[Complaint]:
         if getattr(model, key) is None or (key == "allow_any_features" and not model.allow_any_features):
             continue
         if model.layers is not None:
-            yield f"model.{key}", f"given together with {LAYERS_KEY}, which says it for each layer; give one of the two"
+            why = f"given together with {LAYERS_KEY}, which says it for each layer; give one of the two"
+            yield _unread(f"model.{key}", why)
         elif not isinstance(recipe.init, TrainedModelConfig):
-            yield f"model.{key}", f"never read without {LAYERS_KEY}; remove it or set it to null"
+            yield _unread(f"model.{key}", f"never read without {LAYERS_KEY}; remove it or set it to null")
     if (
         any(map(is_convolution, model.layers or ()))
         and recipe.data.transforms is not None
         and not model.allow_any_features
     ):
         why = "a convolution moves along frequency, which features have no axis of after LDA or fMLLR (data.transforms)"
-        yield LAYERS_KEY, f"{why}; take filter banks, affine layers, or set model.allow_any_features: true"
+        yield Complaint(LAYERS_KEY, f"{why}; take filter banks, affine layers, or set model.allow_any_features: true")
 
 
 def _unread_model(model: ModelConfig) -> tuple[str, ...]:
@@ -498,12 +495,12 @@ def _freeze(model: ModelConfig) -> Iterator[Complaint]:
     layers, frozen = sum(model.layer_counts()) + 1, model.freeze or []
     if wrong := [number for number in frozen if not 0 <= number < layers]:
         expected = f"0 (the first hidden layer) to {layers - 1} (the output layer)"
-        yield "model.freeze", f"{wrong[0]} found, expected {expected}"
+        yield Complaint("model.freeze", f"{wrong[0]} found, expected {expected}")
         return
     bare = {n for n, (_, layer) in enumerate(numbered(model.layers or ())) if not has_parameters(layer)}
     if len(set(frozen) | bare) == layers:
         which = f"all {layers} layers" if not bare else f"all {layers - len(bare)} layers that have parameters"
-        yield "model.freeze", f"{which} are frozen, so that nothing is trained: leave at least one"
+        yield Complaint("model.freeze", f"{which} are frozen, so that nothing is trained: leave at least one")
 
 
 def _lists(key: str, dirs: MaybePaths, prefix: str, section: DataConfig | CrossValidationConfig) -> Iterator[Complaint]:
@@ -515,7 +512,7 @@ def _lists(key: str, dirs: MaybePaths, prefix: str, section: DataConfig | CrossV
             hint = (
                 f"give {'an alignment' if name == 'alignments' else 'transforms'} for each data dir, in the same order"
             )
-            yield f"{prefix}{name}", f"{found} found, but {key} names {expected}; {hint}"
+            yield Complaint(f"{prefix}{name}", f"{found} found, but {key} names {expected}; {hint}")
 
 
 def is_read(recipe: Recipe, key: str) -> bool:
@@ -551,25 +548,27 @@ def _unread_pretrain(recipe: Recipe) -> dict[str, str]:
 def _pretrain(recipe: Recipe) -> Iterator[Complaint]:
     for key, why in _unread_pretrain(recipe).items():
         if key in recipe.pretrain.model_fields_set and getattr(recipe.pretrain, key) is not None:
-            yield f"pretrain.{key}", f"never read, as {why}; remove it or set it to null"
+            yield _unread(f"pretrain.{key}", f"never read, as {why}; remove it or set it to null")
     if recipe.init != "rbm":
         return
     model, layers, epochs = recipe.model, len(recipe.model.rbm_units()), recipe.pretrain.epochs
     why = "expected sigmoid: RBMs have binary hidden units"
     if model.layers is None and model.activation != "sigmoid":
-        yield "model.activation", f"{model.activation} found, {why}"
+        yield Complaint("model.activation", f"{model.activation} found, {why}")
     for number, (_, layer) in list(enumerate(numbered(model.layers or ())))[model.layers_below_rbms() :]:
         if isinstance(layer, AffineLayerConfig) and layer.activation != "sigmoid":
-            yield LAYERS_KEY, f"{layer_name(number, layer)}: {layer.activation} found, {why}"
+            yield Complaint(LAYERS_KEY, f"{layer_name(number, layer)}: {layer.activation} found, {why}")
     if epochs is not None and len(epochs) > layers > 0:
-        yield "pretrain.epochs", f"{len(epochs)} numbers found, expected at most one for each of {layers} RBMs"
+        yield Complaint(
+            "pretrain.epochs", f"{len(epochs)} numbers found, expected at most one for each of {layers} RBMs"
+        )
     if layers == 0 and model.layers is None:
-        yield "model.hidden_layers", "0 found, expected 1 or more: there is nothing to pretrain"
+        yield Complaint("model.hidden_layers", "0 found, expected 1 or more: there is nothing to pretrain")
     elif layers == 0:
-        yield LAYERS_KEY, "no affine layer at the end: there is nothing to pretrain"
+        yield Complaint(LAYERS_KEY, "no affine layer at the end: there is nothing to pretrain")
     elif model.layers_below_rbms() and recipe.pretrain.below is None and recipe.pretrain.dbn is None:
         hint = "train the network with init: random first, and name its run dir"
-        yield "pretrain.below", f"not given, but there are other layers below those of the RBMs: {hint}"
+        yield Complaint("pretrain.below", f"not given, but there are other layers below those of the RBMs: {hint}")
 
 
 def _unread_parallel(parallel: ParallelConfig) -> dict[str, str]:
@@ -587,10 +586,10 @@ def _parallel(parallel: ParallelConfig) -> Iterator[Complaint]:
         default = type(parallel).model_fields[key].default
         # The averaging period is in fragments that strategies share.
         if key != "averaging_period" and key in parallel.model_fields_set and getattr(parallel, key) != default:
-            yield f"parallel.{key}", f"never read: {why}; remove it or set it to null"
+            yield _unread(f"parallel.{key}", f"never read: {why}; remove it or set it to null")
     against = {"gradient-all-reduce": "takes a step from every averaging", "bmuf": "starts a block from the last"}
     if parallel.overlap and parallel.strategy in against:
         which = f"{parallel.strategy}, which {against[parallel.strategy]}"
-        yield "parallel.overlap", f"true found beside strategy: {which}; set it to false"
+        yield Complaint("parallel.overlap", f"true found beside strategy: {which}; set it to false")
     if parallel.overlap and parallel.local_momentum == "average":
-        yield "parallel.overlap", "true found beside local_momentum: average; take keep or reset"
+        yield Complaint("parallel.overlap", "true found beside local_momentum: average; take keep or reset")

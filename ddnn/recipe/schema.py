@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -221,7 +221,10 @@ class NgSgdConfig(MomentumConfig):
 
 
 class CombinationConfig(Section):
-    """The keys that all schedules have: what the final model is."""
+    """The keys that all schedules have: what the final model is. `depends_on_length`: whether the learning rates of all
+    epochs depend on their number, so that a training cannot be made longer."""
+
+    depends_on_length: ClassVar[bool] = False
 
     keep: Literal["last", "best"] = "last"
     """Which epoch's model becomes the final one: that of the `last` accepted epoch, or the `best`, with the lowest
@@ -265,6 +268,8 @@ class NewbobConfig(CombinationConfig):
 
 class ExponentialConfig(CombinationConfig):
     """An exponentially falling learning rate."""
+
+    depends_on_length: ClassVar[bool] = True
 
     name: Literal["exponential"] = "exponential"
     initial_learning_rate: Positive = 0.008

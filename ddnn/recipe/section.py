@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
@@ -35,6 +36,33 @@ class Section(BaseModel):
     """A mapping of a recipe: immutable, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def get_value(recipe: Section, name: str) -> Any:
+    """The value of a dotted key; None where the chosen variant of its section does not have it, or where a key that
+    takes a value or a mapping has a value."""
+    value: Any = recipe
+    for part in name.split("."):
+        value = getattr(value, part, None) if isinstance(value, Section) else None
+    return value
+
+
+def is_given(recipe: Section, name: str) -> bool:
+    """Whether a key of a section without variants was given, and is not only at its default."""
+    section, _, last = name.rpartition(".")
+    return last in getattr(recipe, section).model_fields_set
+
+
+def with_defaults(recipe: AnySection, values: Mapping[str, Any]) -> AnySection:
+    """The recipe with these values, by dotted key, of the keys that it does not give."""
+    for name, value in values.items():
+        section, _, last = name.rpartition(".")
+        if not is_given(recipe, name):
+            recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={last: value})})
+    return recipe
 
 
 # A key that takes a single value or a mapping: Annotated[Annotated[int, VALUE] | Annotated[SomeSection, MAPPING], EITHER].

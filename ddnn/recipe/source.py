@@ -46,11 +46,13 @@ class Entry(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with a file, in one line. `unread`: a source was not read, so that keys may seem missing."""
+    """Something wrong with a file, in one line. `unread`: a source was not read, so that keys may seem missing.
+    `unread_keys`: it is only that nothing reads these keys."""
 
     text: str
     source: str
     unread: bool = False
+    unread_keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.text}  [{self.source}]"
@@ -64,8 +66,8 @@ class SourceTree:
     values: dict[str, SourceValue] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def refuse(self, text: str, source: str, *, unread: bool = False) -> None:
-        self.problems.append(Problem(text, source, unread))
+    def refuse(self, text: str, source: str, *, unread: bool = False, unread_keys: tuple[str, ...] = ()) -> None:
+        self.problems.append(Problem(text, source, unread, unread_keys))
 
     def nested(self) -> dict[str, Any]:
         return nested({name: given.value for name, given in self.values.items()})
@@ -81,6 +83,10 @@ class SourceTree:
     @property
     def unread(self) -> bool:
         return any(problem.unread for problem in self.problems)
+
+    @property
+    def unread_keys(self) -> set[str]:
+        return {key for problem in self.problems for key in problem.unread_keys}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,6 +115,27 @@ def shipped_fragments() -> list[str]:
 
 
 exists = os.path.exists  # False too where one may not look, or where no file can have such a name: Path.exists raises
+
+
+def find_path(text: str, folder: Path, must_exist: bool) -> Path | str:
+    """The absolute path that a recipe's path means, or what is wrong with it."""
+    if not text or "\0" in text:
+        return f"{format_value(text)} found, expected a path"
+    tried = [Path(text)] if Path(text).is_absolute() else [Path.cwd() / text, folder.absolute() / text]
+    for candidate in tried:
+        if exists(candidate):
+            return _tidy(candidate)
+    if not must_exist:
+        return _tidy(tried[0])
+    places = list(dict.fromkeys(str(_tidy(candidate)) for candidate in tried))
+    there_is_no = f"neither {' nor '.join(places)}" if len(places) > 1 else f"no {places[0]}"
+    return f"{text!r} does not exist: there is {there_is_no}"
+
+
+def _tidy(path: Path) -> Path:
+    """Without `..`, unless that would name another file because of a symbolic link."""
+    tidy = Path(os.path.normpath(path))
+    return tidy if not exists(path) or (exists(tidy) and tidy.samefile(path)) else path
 
 
 def read_yaml(path: Path) -> SourceTree:

@@ -12,8 +12,9 @@ from statistics import fmean
 from typing import Any
 
 from ddnn.recipe.keys import keys
-from ddnn.recipe.load import get_value, is_read
+from ddnn.recipe.load import is_read
 from ddnn.recipe.schema import Recipe
+from ddnn.recipe.section import get_value
 from ddnn.report.figures import draw_report
 from ddnn.report.runs import (
     Run,

@@ -15,9 +15,9 @@ import yaml
 from pydantic import Field, ValidationError
 
 from ddnn.recipe.keys import keys
-from ddnn.recipe.load import dump_recipe, get_value, load_recipe
+from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.recipe.section import as_list
+from ddnn.recipe.section import as_list, get_value
 from ddnn.recipe.source import first_error
 from ddnn.report.scaling import Job, Measurement, Way
 from ddnn.reproduce.tables import FrozenModel, ReproduceConfig, Table, file_fingerprint, test_digest

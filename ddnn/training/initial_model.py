@@ -27,14 +27,11 @@ from ddnn.recipe.load import (
     as_begun,
     contradictions,
     dump_recipe,
-    get_value,
-    is_given,
     load_recipe,
     recorded_values,
-    with_defaults,
 )
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
-from ddnn.recipe.section import as_list
+from ddnn.recipe.section import as_list, get_value, is_given, with_defaults
 from ddnn.recipe.source import format_value, listed
 from ddnn.training import options
 from ddnn.training.network_layers import (
@@ -101,7 +98,7 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
     if problems:
         raise RecipeError(listed(problems, "keys do not fit"), location=location, hint="; ".join(hints))
     recipe = with_defaults(recipe, found)
-    for key, complaint in contradictions(recipe):
+    for key, complaint, _ in contradictions(recipe):
         raise RecipeError(f"{key}: {complaint}", location=location)
     for problem in recorded_values(dump_recipe(recipe)).problems:
         raise DataError(f"its layers cannot be written into recipe.yaml: {problem.text}", location=path)

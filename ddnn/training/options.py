@@ -50,7 +50,7 @@ def with_world_size(recipe: Recipe, world_size: int) -> Recipe:
         hint = f"start {workers} workers, or give --workers {world_size}"
         raise RecipeError(message, location="parallel.workers", hint=hint)
     recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"workers": world_size})})
-    for key, complaint in minibatch_problems(recipe):
+    for key, complaint, _ in minibatch_problems(recipe):
         raise RecipeError(complaint, location=key)
     return recipe
 
@@ -97,6 +97,7 @@ def optimizer_options(recipe: OptimizerConfig) -> SgdOptions:
 def make_schedule(recipe: ScheduleConfig) -> Schedule:
     own_names = {"initial_lr": "initial_learning_rate", "final_lr": "final_learning_rate", "max_epochs": "epochs"}
     renamed = {own: getattr(recipe, key) for own, key in own_names.items() if hasattr(recipe, key)}
+    renamed["depends_on_length"] = recipe.depends_on_length
     return _taken(SCHEDULES[recipe.name], recipe, **renamed)
 
 

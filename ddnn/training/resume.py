@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
-from ddnn.recipe.load import check_same_recipe, get_value
+from ddnn.recipe.load import check_same_recipe
 from ddnn.recipe.schema import Recipe
+from ddnn.recipe.section import get_value
 from ddnn.recipe.source import first_error
 from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.training.state import CheckpointMetadata, LoadedCheckpoint

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS
 from ddnn.util.errors import RecipeError, UserError
 from ddnn.util.files import is_locked
 
+log = logging.getLogger(__name__)
+
 
 def start_training(
     recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str, resume: Resume
@@ -41,7 +44,8 @@ def start_training(
     recipe = run_status.find_recipe(recipe, location, resume)
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
     started = resume != "no" and ((location / FINAL).exists() or run_status.newest_checkpoint(location) is not None)
-    loaded = load_recipe(recipe, settings, trusted=trusted, may_be_gone=("init.model",) if started else ())
+    gone = ("init.model",) if started else ()
+    loaded = load_recipe(recipe, settings, trusted=trusted, may_be_gone=gone, note=_note())
     finished = resume != "no" and run_status.is_finished(location)
     if finished and not makes_longer(loaded, location, settings):
         return f"{location}: this training has finished: {location / FINAL}"
@@ -73,6 +77,11 @@ def start_training(
         run=_Run(location, "training"),
     )
     return None
+
+
+def _note() -> Callable[..., None]:
+    """For what concerns the command line: workers have the same one as their launcher, which tells the user."""
+    return log.debug if in_mpi_job() else log.info
 
 
 def _check_resume(recipe: Recipe, location: Path) -> None:
@@ -123,7 +132,8 @@ def start_pretraining(
     """`ddnn pretrain`, on as many workers as the recipe says; arguments and errors as of `start_training`."""
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
     location = run_dir or Path("exp", f"{recipe.stem}-rbm")
-    loaded = load_recipe(recipe, settings, trusted=not run_status.is_of_run_dir(recipe, location))
+    trusted = not run_status.is_of_run_dir(recipe, location)
+    loaded = load_recipe(recipe, settings, trusted=trusted, note=_note())
 
     def work(comm: Any) -> None:
         from ddnn.training.job import run_pretraining

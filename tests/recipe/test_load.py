@@ -489,6 +489,54 @@ def test_contradictions(folder: Path, settings_: list[str], said: str) -> None:
     assert said in one_problem(folder, DATA, *settings_)
 
 
+NEWBOB = "schedule: {name: newbob, max_epochs: 3, min_epochs: 1}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "settings_", "dropped"),
+    [
+        (NEWBOB, ["schedule.name=exponential"], "schedule.max_epochs [{}, line 2], schedule.min_epochs [{}, line 2]"),
+        (NEWBOB, ["schedule={name: constant, epochs: 2}"], "schedule.max_epochs [{}, line 2], schedule.min_epochs"),
+        ("optimizer: {name: ng-sgd, alpha: 2}", ["optimizer.name=sgd"], "optimizer.alpha [{}, line 2]"),
+        ("init: rbm\npretrain: {epochs: [2, 1]}", ["init=random"], "pretrain.epochs [{}, line 3]"),
+        ("init: rbm\npretrain: {epochs: [2, 1], l2: 0.1}", ["pretrain.dbn=cv"], "pretrain.epochs [{}, line 3], pretrain.l2"),
+        ("init: rbm\npretrain: {hours: 3}", ["pretrain.epochs=[2]"], "pretrain.hours [{}, line 3]"),
+        ("init: rbm\npretrain: {hours: 3}", ["init.model=train"], "pretrain.hours [{}, line 3]"),
+        ("model: {hidden_units: 8}", ["model.layers=[affine: 4]"], "model.hidden_units [{}, line 2]"),
+        ("parallel: {block_momentum: 0.5, strategy: bmuf}", ["parallel.strategy=ring"], "parallel.block_momentum"),
+    ],
+)  # fmt: skip
+def test_a_setting_replaces_a_choice_of_the_file(
+    folder: Path, caplog: pytest.LogCaptureFixture, text: str, settings_: list[str], dropped: str
+) -> None:
+    caplog.set_level("INFO")
+    nulls = [f"{key.split()[0]}=null" for key in dropped.split(", ") if "." in key]
+    chosen = load(folder, DATA + text, *settings_)
+    (note,) = caplog.messages
+    assert dropped.replace("{}", str(folder / "r.yaml")) in note and note.startswith("--set chooses otherwise")
+    assert chosen == load(folder, DATA + text, *settings_, *nulls), "as if they had been set to null by hand"
+
+
+def test_a_setting_replaces_the_way_to_hold_out(folder: Path) -> None:
+    held_out = "data: {train: train, alignments: ali, cv: {%s}}"
+    for first, key, value in (
+        ("fraction: 0.2, by: speaker", "speakers", "speakers.txt"),
+        ("speakers: gone.txt", "fraction", "0.3"),
+        ("data: cv, alignments: cv_ali", "utterances", "speakers.txt"),
+    ):
+        cv = load(folder, held_out % first, f"data.cv.{key}={value}").data.cv
+        assert {name for name, chosen in cv if chosen is not None} == {key}
+    assert "different ways to hold out" in one_problem(
+        folder, held_out % "fraction: 0.2", "data.cv.speakers=speakers.txt", "data.cv.utterances=speakers.txt"
+    ), "two of --set"
+
+
+def test_a_contradiction_of_the_file_itself_stays_one(folder: Path) -> None:
+    text = "schedule: {name: newbob, epochs: 3}\n"
+    assert "schedule.epochs: never read by newbob" in one_problem(folder, DATA + text, "seed=2")
+    assert "schedule.epochs: never read by newbob" in one_problem(folder, DATA, "schedule.epochs=2"), "of --set"
+
+
 def test_sound_combinations(folder: Path) -> None:
     own = load(folder, DATA, "data.cv.data=cv", "data.cv.alignments=cv_ali")
     assert own.data.cv.alignments == folder / "cv_ali"
