@@ -1,11 +1,11 @@
-# make demo    the main job on a synthetic corpus: about a minute on 2 cores, after the set-up
+# make demo    the main job on a synthetic corpus: data, training, evaluation, word error rate
 # make test    lint and tests
 # make test-slurm  the tests that start a real Slurm on this machine (root, Debian)
 # make fuzz    damaged files to every reader, for FUZZ_SECONDS (600) on all cores
 # make check-swbd  recipes/swbd against a synthetic corpus of Switchboard's shape, without training: seconds
 # make bench   the training step against the machine's GEMM limit
 # make gpu     what waits for a GPU, in one go: tests, speed, memory, losses against the CPU; 9 minutes, no network: docs/gpu.md. DEVICE=cpu rehearses
-# make soak    each of four workers killed in five places, then 200 kills at random moments, and the results compared: 15 to 60 minutes
+# make soak    each of four workers killed in five places, then 200 kills at random moments, and the results compared: a quarter of an hour without other load
 # make same-results  a few dozen tiny trainings against recorded digests: first make same-results RECORD=1, on the code before a change
 # make mutants  the mistakes of tests/mutants.yaml, one at a time: which of them the tests notice; MUTANTS='--only 7 --jobs 2'
 # Each sets up what it needs in .venv. PYTHON, VENV, TORCH and PIP_FLAGS can be set on the command line.

@@ -1,19 +1,24 @@
-"""What the pages say of keys, options, files and each other is so."""
+"""What the pages say of keys, options, messages, files, figures and each other is so."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import statistics
 from itertools import chain
 from pathlib import Path
 from xml.etree import ElementTree
 
 import click
 import pytest
+import yaml
 from benchmark_plot import FIGURES, svg
 
 from ddnn.cli.main import cli
 from ddnn.recipe.keys import keys, sections
+from ddnn.recipe.load import load_recipe
+from ddnn.recipe.schema import Recipe
 from ddnn.training import metrics
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +70,92 @@ def test_keys_and_options_exist(name: str) -> None:
         options = {option for one in found.params if isinstance(one, click.Option) for option in one.opts}
         for option in re.findall(r"(?<=\s)--[a-z-]+", words):
             assert option in options, f"docs/{name}.md: ddnn {command} has no {option}"
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|\n").split("|")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_recipes_can_be_read(page: Path, tmp_path: Path) -> None:
+    """Those of a page may include each other: the comment in front names the file."""
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        name, content = re.match(r"# (\S+\.yaml)\n|", block)[1] or "recipe.yaml", yaml.safe_load(block)
+        (tmp_path / name).write_text(block)
+        if set(content) <= {"include", *Recipe.model_fields}:
+            data = [] if {"include", "data"} & set(content) else ["data.train=train", "data.alignments=ali"]
+            load_recipe(tmp_path / name, data, must_exist=False)
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "ddnn").rglob("*.py")]
+    texts = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    code = "\n".join(text for text in texts if isinstance(text, str))
+    for row in re.findall(r'^\| (?!Kaldi)[^|]*".*', (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE):
+        for part in chain(*(quoted.split("...") for quoted in re.findall(r'"(.*?)"', cells(row)[0]))):
+            assert part.strip() in code, f"no message of ddnn has {part!r}"
+
+
+def test_figures_of_the_benchmarks_are_those_of_the_data() -> None:
+    page, readme = ((ROOT / name).read_text() for name in ("docs/benchmarks.md", "README.md"))
+    rounds = {row["name"]: row["frames_per_second"] for row in json.loads(FIGURES.read_text())["rows"]}
+    medians = {name: statistics.median(speeds) for name, speeds in rounds.items()}
+
+    def ratio(name: str, other: str) -> str:
+        return f"{statistics.median(a / b for a, b in zip(rounds[name], rounds[other], strict=True)):.2f}"
+
+    for name, speeds in rounds.items():
+        figures = f"{medians[name]:,.0f} ({min(speeds):,} to {max(speeds):,})"
+        [row] = [cells(line) for line in page.splitlines() if figures in line]
+        precision = "bf16" if "bf16" in name else "float32"
+        assert row[4] == ratio(name, "Kaldi nnet1 with OpenBLAS"), name
+        if "GEMM" not in name:
+            assert row[3] == ratio(f"ddnn, {precision}, SGD", name), name
+        if "ddnn" in name or "plain" in name:
+            assert row[2] == f"{100 * float(ratio(name, f'GEMM limit, {precision}')):.0f} %", name
+    names = ["ddnn, float32, SGD", "ddnn, float32, NG-SGD", "ddnn, bf16, SGD", "ddnn, bf16, NG-SGD"]
+    projected = [
+        cells(line) for line in page.splitlines() if line.endswith((" h |", " days |")) and "AVX512-BF16" in line
+    ]
+    projected += [
+        cells(line) for line in page.splitlines() if line.startswith("| the same, ") and line.endswith(" h |")
+    ]
+    assert len(projected) == len(names)
+    for name, (_, speed, *times) in zip(names, projected, strict=True):
+        assert speed == f"{medians[name]:,.0f} frames/s, measured"
+        for text, epochs in zip(times, (1, 15), strict=True):
+            number, unit = text.split()
+            seconds = float(number) * {"min": 60, "h": 3600}[unit]
+            assert seconds == pytest.approx(epochs * 108e6 / medians[name], rel=0.04), (name, text)
+    ng_sgd = f"takes {ratio(names[0], names[1])} times the time of SGD in float32 and {ratio(names[2], names[3])} times in bf16"
+    assert ng_sgd in page
+    rounded = [round(medians[name], -2) for name in (names[0], names[2], "Kaldi nnet1 with OpenBLAS")]
+    [row] = [line for line in readme.splitlines() if "440-4x512-616" in line and "frames/s" in line]
+    assert [int(figure.replace(",", "")) for figure in re.findall(r"\d\d,\d\d\d", row)] == rounded
+
+
+def test_results_on_an4_are_the_means_of_their_seeds() -> None:
+    """And those in the README are the same, rounded."""
+    text = (ROOT / "recipes/an4/README.md").read_text().partition("## Results")[2].partition("The WER is")[0]
+    rows = [cells(line.replace("**", "")) for line in text.splitlines()[3:] if line.startswith("| ")]
+    readme = (ROOT / "README.md").read_text()
+    for row in rows:
+        if row[2] != "mean":
+            continue
+        seeds = [other for other in rows if other[:2] == row[:2] and other[2] != "mean"]
+        assert len(seeds) == 3
+        for mean, *values in zip(row[3:], *(seed[3:] for seed in seeds), strict=True):
+            decimals = len(mean.split()[0].partition(".")[2])
+            exact = statistics.mean(float(value.split()[0]) for value in values)
+            assert abs(float(mean.split()[0]) - exact) < 1.01 * 10**-decimals, (
+                row
+            )  # the mean is that of unrounded figures
+        if row[:2] in (["random", "SGD"], ["RBM", "NG-SGD"]):
+            [line] = [
+                line for line in readme.splitlines() if line.startswith(f"| AN4, {row[0]} initialization, {row[1]},")
+            ]
+            accuracy, wer = (float(row[i].split()[0]) for i in (7, 8))
+            assert f"{accuracy:.1f} %, {wer:.1f} %" in line
 
 
 def test_the_bars_of_the_benchmarks_are_their_figures() -> None:
