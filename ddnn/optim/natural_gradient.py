@@ -189,6 +189,11 @@ class NaturalGradient:
         """Minibatches per update, around the minibatch number `t`, over 10."""
         return self.options.update_period * (_RARELY if self.updates_rarely and t >= SETTLED else 1)
 
+    def count_from(self, t: int) -> None:
+        """The next minibatch is number `t`; an update that is under way is finished first."""
+        self.finish_update()
+        self.t = t
+
     def state_dict(self) -> dict[str, Tensor]:
         """The state as copies on the host: `w` (r, D) float32, `d` (r,) float64, `rho` float64, `t` int64."""
         self.finish_update()
@@ -305,7 +310,9 @@ def gammas(before: Tensor, after: Tensor) -> Tensor:
     return norm.div_(torch.linalg.vector_norm(after, dim=-1).add_(_TINY))
 
 
-def max_change_factor(in_norms: Tensor, out_norms: Tensor, gamma: Tensor, rate: float, max_change: float) -> Tensor:
+def max_change_factor(
+    in_norms: Tensor, out_norms: Tensor, gamma: Tensor, rate: float | Tensor, max_change: float
+) -> Tensor:
     """kappa, by which a layer's step is shortened so that it changes no more than `max_change` per frame.
 
     kappa = min(1, max_change N / (rate gamma sum_i |x^_i| |y^_i|)), as `GetScalingFactor` of Kaldi's
@@ -314,7 +321,7 @@ def max_change_factor(in_norms: Tensor, out_norms: Tensor, gamma: Tensor, rate: 
     Args:
         in_norms, out_norms: (..., N) |x^_i|, |y^_i|; several layers at once where there are leading dimensions.
         gamma: (...), gamma_in * gamma_out.
-        rate: learning rate; 1 limits the step at a rate of 1, so that the step at any rate is limited to rate *
+        rate: learning rate, or (...) those of the layers; 1 limits the step at a rate of 1, so that the step at any rate is limited to rate *
             max_change per frame (the code of arXiv 1507.01239).
         max_change: per frame; over 0 (nnet2: 0.075).
 

@@ -6,7 +6,8 @@ As Kaldi's nnet2 `AffineComponentPreconditionedOnline::Update` (src/nnet2/nnet-c
     X^, gamma_in = precondition([X 1]),    Y^, gamma_out = precondition(Y)
     dW = gamma_in * gamma_out * kappa * Y^^T X^
 
-with kappa from the max-change rule. What `natural_gradient` keeps, the Fisher matrices, belongs to this worker.
+with kappa from the max-change rule, at the learning rate times the layer's largest `learn_rate_coef`. What
+`natural_gradient` keeps, the Fisher matrices, belongs to this worker.
 
 A layer that gives P rows for each frame (`Layer.gemm`) has N P rows in X and Y. Its history is P times as long, so
 that it counts frames, and kappa is in frames too. A layer without such rows has its plain gradient, limited alike by
@@ -81,6 +82,11 @@ class _Part(NamedTuple):
             return whole
         return {k.removeprefix(self.prefix): view for k, view in whole.items() if k.startswith(self.prefix)}
 
+    @property
+    def learn_rate_coef(self) -> float:
+        """The largest of its parameters'."""
+        return max((about.learn_rate_coef for about in self.layer.parameters.values()), default=1.0)
+
 
 class NgSgd(Sgd):
     """SGD along the natural gradient. `parts`: the trainable layers, or what they are made of, numbered as all of the
@@ -96,6 +102,8 @@ class NgSgd(Sgd):
         self.grad_preconditioners: dict[int, NaturalGradient] = {}
         every = (_Part(i, *part) for i, layer in enumerate(network.layers) for part in layer.parts.items())
         self.parts = {k: part for k, part in enumerate(every) if part.number in self.trainable}
+        unscaled = options.max_change_scope == "unscaled"
+        self._coefs = {k: 1.0 if unscaled else part.learn_rate_coef for k, part in self.parts.items()}
         self._gemms = {k: part.layer.gemm for k, part in self.parts.items() if part.layer.gemm is not None}
         for k, gemm in self._gemms.items():
             rest = (options.alpha, options.num_samples_history * gemm.rows, options.update_period)
@@ -108,7 +116,9 @@ class NgSgd(Sgd):
     def _new_memory(self, frames: int, arithmetic: Float32) -> _Memory:
         for one in self.preconditioners:
             one.updates_rarely = arithmetic.updates_rarely and not self._options.exact
-        return _Memory(self._gemms, frames, arithmetic, self.network.parameters.device, self._options.exact)
+        return _Memory(
+            self._gemms, self._coefs, frames, arithmetic, self.network.parameters.device, self._options.exact
+        )
 
     @property
     def preconditioners(self) -> list[NaturalGradient]:
@@ -140,7 +150,7 @@ class NgSgd(Sgd):
             if k in rows:
                 part.layer.gradient_of_rows(a, *rows[k], views, memory.parts[k].bias_input)
             elif views:
-                self._plain_gradient(part, workspace, limited_lr, views)
+                self._plain_gradient(part, workspace, limited_lr * self._coefs[k], views)
             if not part.prefix:
                 yield part.number, factor
                 continue
@@ -180,18 +190,26 @@ class _Memory:
     the arithmetic's way, or the exact one."""
 
     def __init__(
-        self, gemms: Mapping[int, Gemm], frames: int, arithmetic: Float32, device: torch.device, exact: bool
+        self,
+        gemms: Mapping[int, Gemm],
+        coefs: Mapping[int, float],
+        frames: int,
+        arithmetic: Float32,
+        device: torch.device,
+        exact: bool,
     ) -> None:
         self.made_for = frames, arithmetic
         self.precondition = arithmetic.precondition_exactly if exact else arithmetic.precondition
         new = partial(torch.zeros, dtype=torch.float32, device=device)
         self.parts: dict[int, _PartMemory] = {}
         # Parts with as many rows per frame have their norms in one piece: [0] inputs, [1] derivatives; (2, parts, N).
-        self._groups: list[tuple[int, list[int], Tensor, Tensor]] = []
+        # The last tensor has what the learning rate is multiplied by, (parts,).
+        self._groups: list[tuple[int, list[int], Tensor, Tensor, Tensor]] = []
         for rows in dict.fromkeys(gemm.rows for gemm in gemms.values()):
             numbers = [k for k, gemm in gemms.items() if gemm.rows == rows]
             before, after = new(2, 2, len(numbers), rows * frames).unbind()
-            self._groups.append((rows, numbers, before, after))
+            of_rates = torch.tensor([coefs[k] for k in numbers], dtype=torch.float32, device=device)
+            self._groups.append((rows, numbers, before, after, of_rates))
             for n, k in enumerate(numbers):
                 columns = gemms[k].fan_in + 1
                 inputs = new(rows * frames, -(-columns // 16) * 16)[:, :columns]  # GEMMs want their rows aligned
@@ -202,10 +220,10 @@ class _Memory:
 
     def scales(self, lr: float, max_change: float) -> Iterator[tuple[list[int], Tensor]]:
         """Parts and their gamma_in gamma_out kappa, from the norms before and after preconditioning."""
-        for rows, numbers, before, after in self._groups:
+        for rows, numbers, before, after, of_rates in self._groups:
             scale = gammas(before, after).prod(dim=0)
             if max_change > 0.0:
-                scale *= max_change_factor(after[0], after[1], scale, lr, max_change / rows)
+                scale *= max_change_factor(after[0], after[1], scale, lr * of_rates, max_change / rows)
             yield numbers, scale
 
 

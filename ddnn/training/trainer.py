@@ -195,10 +195,20 @@ class Trainer:
         self.losses.epoch, self.losses.learning_rate = progress.epoch + 1, learning_rate
         if progress.num_minibatches is None:
             self.optimizer.clear_momentum()
+            self.align_fisher_updates()
             remaining = len(self.batches) - progress.minibatch
             progress.num_minibatches = progress.minibatch + self.averager.begin_epoch(remaining)
         details = progress.epoch + 1, progress.num_minibatches, self.minibatch_size, learning_rate
         log.debug("epoch %d: %d minibatches of %d frames, schedule's learning rate %g", *details)
+
+    def align_fisher_updates(self) -> None:
+        """Lets all workers update their Fisher matrices in the same minibatches of the epoch, so that none waits for
+        another's update. Shards differ in size: all continue from the largest count of minibatches. Where a worker has
+        had none, as after a warm-up on another, all count from 0, since each needs the frequent updates of the start."""
+        preconditioners = self.optimizer.preconditioners
+        counts = self.comm.all_gather_object([one.t if len(self.batches) else -1 for one in preconditioners])
+        for one, of_workers in zip(preconditioners, zip(*counts, strict=True), strict=True):
+            one.count_from(0 if 0 in of_workers else max(of_workers))
 
     def resize_minibatches(self) -> None:
         """Gives the minibatches the size of the next epoch, or of the one under way."""

@@ -10,15 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
-from twins import kernels_for
+from twins import Matrix, NaturalGradientTwin, kernels_for
 
 from ddnn.nn.arithmetic import make_arithmetic
 from ddnn.optim.natural_gradient import NaturalGradient, NaturalGradientOptions, gammas, max_change_factor
 from ddnn.util.errors import DataError, UserError
-
-Matrix = NDArray[np.float64]
 
 
 def precondition(ng: NaturalGradient, x: Tensor, kernels: bool = False) -> Tensor:
@@ -28,68 +25,6 @@ def precondition(ng: NaturalGradient, x: Tensor, kernels: bool = False) -> Tenso
     arithmetic = make_arithmetic("float32", x.device, use_kernels=kernels)
     assert arithmetic.precondition(ng, x, x, before, after) is x
     return gammas(before, after)
-
-
-class Twin:
-    """Online natural gradient as the textbook has it: F, R, d, rho in float64, nothing saved, nothing in place."""
-
-    def __init__(self, dim: int, rank: int, alpha: float, history: float, period: int, delta: float = 5e-4) -> None:
-        self.dim, self.r, self.alpha, self.history = dim, min(rank, dim - 1), alpha, history
-        self.period, self.delta, self.t = period, delta, 0
-        self.rho, self.d = 1e-10, np.full(self.r, 1e-10)
-        self.rows = np.zeros((self.r, dim))
-        for k in range(self.r):
-            self.rows[k, k :: self.r] = 1.0
-            self.rows[k, k] = 1.1
-            self.rows[k] /= np.sqrt((self.rows[k] ** 2).sum())
-
-    def e(self) -> Matrix:
-        beta = self.rho * (1 + self.alpha) + self.alpha * self.d.sum() / self.dim
-        return 1 / (beta / self.d + 1)
-
-    def update(self, x: Matrix) -> None:
-        n = len(x)
-        eta = min(1 - np.exp(-n / self.history), 0.9)
-        fisher = self.rows.T @ np.diag(self.d) @ self.rows + self.rho * np.eye(self.dim)
-        smoothed = eta / n * x.T @ x + (1 - eta) * fisher
-        y = self.rows @ smoothed
-        z = y @ y.T
-        c, u = np.linalg.eigh((z + z.T) / 2)
-        c, u = c[::-1], u[:, ::-1]
-        floor = (self.rho * (1 - eta)) ** 2
-        doubtful = c[0] > 1e6 * c[-1] or (c < floor).any()
-        root = np.sqrt(np.maximum(c, floor))
-        trace = eta / n * (x**2).sum() + (1 - eta) * (self.dim * self.rho + self.d.sum())
-        rho = (trace - root.sum()) / (self.dim - self.r)
-        low = max(1e-10, self.delta * root.max())
-        self.d, self.rho = np.maximum(root - rho, low), max(rho, low)
-        self.rows = np.diag(1 / root) @ u.T @ y
-        gram = self.rows @ self.rows.T
-        if doubtful and abs(gram - np.eye(self.r)).max() > 1e-3:
-            self.orthonormalise(gram)
-
-    def orthonormalise(self, gram: Matrix) -> None:
-        try:
-            inverse = np.linalg.inv(np.linalg.cholesky(gram))
-            if inverse.max() < 100:
-                self.rows = inverse @ self.rows
-                return
-        except np.linalg.LinAlgError:
-            pass
-        w = self.rows * np.sqrt(self.e())[:, None]
-        q, upper = np.linalg.qr(w.T)
-        self.rows = (q * np.where(np.diag(upper) < 0, -1.0, 1.0)).T
-
-    def step(self, x: Matrix) -> tuple[Matrix, float]:
-        if self.t == 0:
-            for _ in range(3 if len(x) > self.r else 1):
-                self.update(x)
-        out = x - x @ self.rows.T @ np.diag(self.e()) @ self.rows
-        if self.t <= 10 or (self.t - 10) % self.period == 0:
-            self.update(x)
-        self.t += 1
-        total = (x**2).sum()
-        return out, 1.0 if total == 0 else float(np.sqrt(total / (out**2).sum()))
 
 
 def relative(found: Matrix, wanted: Matrix) -> float:
@@ -145,7 +80,7 @@ def test_twin(n: int, dim: int, rank: int, period: int, kernels: bool) -> None:
     if kernels and not kernels_for("float32"):
         pytest.skip("no compiled kernels that this processor can run")
     rng = np.random.default_rng(dim)
-    twin = Twin(dim, rank, 4.0, 2000.0, period)
+    twin = NaturalGradientTwin(dim, rank, 4.0, 2000.0, period)
     ng = NaturalGradient(dim, NaturalGradientOptions(rank, update_period=period))
     assert ng.rank == min(rank, dim - 1)
     mix = skewed(rng, dim, dim)
@@ -165,7 +100,7 @@ def test_twin(n: int, dim: int, rank: int, period: int, kernels: bool) -> None:
 def test_twin_with_fewer_rows_than_rank(n: int, dim: int, rank: int) -> None:
     """Directions that the data does not determine are noise, so the two may differ there; the result must not."""
     rng = np.random.default_rng(n)
-    twin = Twin(dim, rank, 4.0, 2000.0, 1)
+    twin = NaturalGradientTwin(dim, rank, 4.0, 2000.0, 1)
     ng = NaturalGradient(dim, NaturalGradientOptions(rank, update_period=1))
     for t in range(20):
         x = torch.from_numpy(rng.standard_normal((n, dim))).float()
@@ -350,7 +285,7 @@ def test_caps_and_floors_are_the_twins(history: float, rows_rank: int) -> None:
     of F, so that rho comes to its floor, and d is made of rho as it was before."""
     rng, n = np.random.default_rng(1), 64
     basis = np.logspace(0, -0.75, rows_rank)[:, None] * np.linalg.qr(rng.standard_normal((30, 30)))[0][:rows_rank]
-    twin = Twin(30, 6, 4.0, history, 1)
+    twin = NaturalGradientTwin(30, 6, 4.0, history, 1)
     ng = NaturalGradient(30, NaturalGradientOptions(6, num_samples_history=history, update_period=1))
     for _ in range(12):
         x = rng.standard_normal((n, rows_rank)) @ basis
@@ -361,3 +296,14 @@ def test_caps_and_floors_are_the_twins(history: float, rows_rank: int) -> None:
         ng.finish_update()
         np.testing.assert_allclose(ng.d, twin.d, rtol=1e-3)
         assert ng.rho == pytest.approx(twin.rho, rel=1e-3)
+
+
+def test_counting_from_another_number_finishes_the_update() -> None:
+    made = torch.Generator().manual_seed(1)
+    first, second = (NaturalGradient(10, NaturalGradientOptions(3)) for _ in range(2))
+    for ng in (first, second):
+        precondition(ng, torch.randn(20, 10, generator=made.manual_seed(1)))
+    first.count_from(5)
+    wanted = second.state_dict()
+    assert {name for name, value in first.state_dict().items() if not torch.equal(value, wanted[name])} == {"t"}
+    assert first.t == 5

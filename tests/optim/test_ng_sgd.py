@@ -1,4 +1,4 @@
-"""The NG-SGD step of a whole network against its parts, put together naively."""
+"""The NG-SGD step of a whole network against its parts in float64, put together naively."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from twins import biases, kernels_for, random_minibatch, weights
+from twins import NaturalGradientTwin, biases, kernels_for, random_minibatch, weights
 
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
+from ddnn.nn.elementwise import Scale
 from ddnn.nn.layers import Affine
-from ddnn.nn.network import Network, Workspace
+from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.natural_gradient import SETTLED, NaturalGradient, NaturalGradientOptions, gammas
 from ddnn.optim.ng_sgd import NgSgd, NgSgdOptions
 
 LAYERS = (
-    Affine(7, 6, "sigmoid"),
-    Affine(6, 5, "tanh", learn_rate_coef=0.5),
+    Affine(7, 6, "sigmoid", learn_rate_coef=10.0),
+    Affine(6, 5, "tanh", learn_rate_coef=0.5, bias_learn_rate_coef=0.2),
     Affine(5, 4, "softmax", bias_learn_rate_coef=0.1),
 )
 
@@ -35,8 +36,8 @@ def test_steps_equal_the_formulas(scope: Any, l2: float, max_change: float) -> N
     made, generator = network(1)
     options = NgSgdOptions(rank_in=3, rank_out=2, l2=l2, max_change=max_change, max_change_scope=scope)
     optimizer = NgSgd(made, options)
-    twin_in = [NaturalGradient(layer.in_features + 1, NaturalGradientOptions(3)) for layer in LAYERS]
-    twin_out = [NaturalGradient(layer.out_features, NaturalGradientOptions(2)) for layer in LAYERS]
+    twin_in = [NaturalGradientTwin(layer.in_features + 1, 3, 4.0, 2000.0, 4) for layer in LAYERS]
+    twin_out = [NaturalGradientTwin(layer.out_features, 2, 4.0, 2000.0, 4) for layer in LAYERS]
     whole, rate, clipped = Workspace(made, 9), 0.3, 0
     for t in range(15):
         frames = 6 if t % 5 == 3 else 9  # the last minibatch of an epoch is smaller
@@ -47,18 +48,18 @@ def test_steps_equal_the_formulas(scope: Any, l2: float, max_change: float) -> N
         workspace.backward()
         expected = []
         for i, layer in enumerate(LAYERS):
-            x = torch.cat([workspace.inputs[i], torch.ones(frames, 1)], dim=1)
-            y = workspace.grad_outputs[i].clone()
-            gamma = x.norm() * y.norm()
-            twin_in[i].apply(x, x.norm(dim=1))
-            twin_out[i].apply(y, y.norm(dim=1))
-            gamma /= x.norm() * y.norm()
-            kappa = 1.0
+            x = torch.cat([workspace.inputs[i], torch.ones(frames, 1)], dim=1).double()
+            (x_hat, gamma_in), (y_hat, gamma_out) = (
+                twin_in[i].step(x.numpy()),
+                twin_out[i].step(workspace.grad_outputs[i].double().numpy()),
+            )
+            x, y, gamma, kappa = torch.from_numpy(x_hat), torch.from_numpy(y_hat), gamma_in * gamma_out, 1.0
             if max_change:
-                changes = (x.norm(dim=1) * y.norm(dim=1)).sum() * gamma * (1.0 if scope == "unscaled" else rate)
+                fastest = rate * max(layer.learn_rate_coef, layer.bias_learn_rate_coef)
+                changes = (x.norm(dim=1) * y.norm(dim=1)).sum() * gamma * (1.0 if scope == "unscaled" else fastest)
                 kappa = min(1.0, float(max_change * frames / changes))
                 clipped += kappa < 1.0
-            step = gamma * kappa * y.t() @ x
+            step = (gamma * kappa * y.t() @ x).float()
             weight = weights(made)[i] * (1 - rate * layer.learn_rate_coef * l2 * frames)
             expected += [(weight - rate * layer.learn_rate_coef * step[:, :-1]).flatten()]
             expected += [biases(made)[i] - rate * layer.bias_learn_rate_coef * step[:, -1]]
@@ -82,6 +83,19 @@ def test_max_change_holds() -> None:
         moved = Network(LAYERS, made.parameters - before)
         for weight, bias in zip(weights(moved), biases(moved), strict=True):
             assert torch.cat([weight.flatten(), bias]).norm() <= 0.01 * 20 * 1.001
+
+
+def test_max_change_holds_in_a_layer_without_products() -> None:
+    made = Network((Affine(7, 6, "sigmoid"), Scale(6, learn_rate_coef=10.0), Affine(6, 4, "softmax")))
+    initialize(made, 1)
+    optimizer, workspace = NgSgd(made, NgSgdOptions(max_change=0.01)), Workspace(made, 20)
+    before = made.views[1]["scale"].clone()
+    labels = random_minibatch(workspace, 4, torch.Generator().manual_seed(1))
+    workspace.forward()
+    workspace.cross_entropy(labels)
+    workspace.backward()
+    optimizer.step(workspace, 1e6)
+    assert 0.001 * 20 <= (made.views[1]["scale"] - before).norm() <= 0.01 * 20 * 1.001
 
 
 @pytest.mark.parametrize("rate", [1e-3, 10.0])

@@ -18,13 +18,14 @@ from twins import twin_loss
 from variants import make_optimizer_config, make_parallel_config
 
 from ddnn.averaging import averager
-from ddnn.data.batches import ShuffledSampler
+from ddnn.data.batches import Batch, ShuffledSampler
 from ddnn.data.dataset import FrameSubset
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.network import Network
 from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.recipe.schema import Recipe
 from ddnn.training.options import minibatch_sizes
+from ddnn.training.step import Result
 
 UNLIKE, ALIKE = (7, 30, 53), (6, 6, 6)
 """Minibatches of each worker."""
@@ -313,6 +314,33 @@ def test_workers_that_share_a_minibatch_are_one_worker_with_it(strategy: str) ->
         torch.testing.assert_close(parameters.double(), twin, rtol=0, atol=1e-5)
         assert {row["minibatch_size"] for row in rows if row["type"] == "epoch"} == {MINIBATCH}
     assert (twin - toy_model().network.parameters).abs().max() > 0.1, "a training that moves nothing"
+
+
+@pytest.mark.parametrize("warmup", ["none", "single-worker"])
+def test_workers_update_their_fisher_matrices_in_the_same_minibatches(warmup: Any) -> None:
+    """Of shards of 21, 26 and no minibatches, and after a warm-up of one worker alone."""
+    parallel = make_parallel_config(averaging_period=3, warmup=warmup, warmup_minibatches=7)
+    minibatches = (21, 26, 0)
+
+    def work(comm: Communicator) -> list[list[int]]:
+        optimizer = make_optimizer_config("ng-sgd", rank_in=3, rank_out=2)
+        trainer = toy_trainer(comm, parallel, frames=MINIBATCH * minibatches[comm.rank], optimizer=optimizer)
+        step, epochs, preconditioner = trainer.step, list[list[int]](), trainer.optimizer.preconditioners[0]
+
+        def record(batch: Batch, learning_rate: float) -> Result:
+            if trainer.progress.epoch == len(epochs):
+                epochs.append([])
+            if preconditioner.updates_at(preconditioner.t):
+                epochs[-1].append(trainer.progress.minibatch)
+            return step(batch, learning_rate)
+
+        trainer.step = record
+        train_to_end(trainer)
+        return epochs
+
+    small, large, none = run_workers(3, work)
+    assert none == [] and [len(epoch) for epoch in large] == [14, 7, 6]
+    assert small == [[n for n in epoch if n < minibatches[0]] for epoch in large]
 
 
 def test_a_growing_minibatch_is_the_twins() -> None:
