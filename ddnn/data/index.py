@@ -8,7 +8,7 @@ import heapq
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,8 @@ def _match_alignments(
         counts["used"] = len(used)
         entries = [directory.entries[n] for n, _ in used]
         path, mismatch = None if alignments is None else alignments.path, common_difference(lengths)
-        check_skipped(directory, path, entries, counts, max_skipped_fraction, mismatch)
+        aligned = () if alignments is None else alignments.pdfs
+        check_skipped(directory, path, entries, counts, max_skipped_fraction, mismatch, aligned)
         dim = reader.shape(entries[0])[1]
     summary = {"utterances": len(used), "dim": dim, "counts": dict(counts), "mismatch": mismatch}
     return summary, torch.tensor(used, dtype=torch.int64).T.contiguous()
@@ -213,9 +214,10 @@ def check_skipped(
     counts: Mapping[str, int],
     max_skipped_fraction: float | None,
     mismatch: str = "",
+    aligned: Collection[str] = (),
 ) -> None:
     """Logs what is skipped or trimmed, and `common_difference`; DataError where more is skipped than the fraction
-    allows, or everything."""
+    allows, or everything. `aligned`: the utterances of the alignments, where they have been read."""
     if mismatch:
         usual = "another frame shift, other --snip-edges or a subsampled alignment, with labels of other frames"
         log.warning("%s: %s. This usually means %s.", directory.path, mismatch, usual)
@@ -226,6 +228,11 @@ def check_skipped(
         aligned_in = f"; alignments are from {alignments}" if alignments is not None else ""
         keys = {entry.key for entry in used}
         first = next(entry.key for entry in directory.entries if entry.key not in keys)
+        if aligned and first not in aligned:
+            same = next((name for name in aligned if name.lower() == first.lower()), None)
+            aligned_in += (
+                f", as of {next(iter(aligned))}" if same is None else f" and have {same}: upper and lower case differ"
+            )
         hint = "check that features and alignments belong together"
         if max_skipped_fraction is not None:
             hint += f", or raise data.max_skipped_fraction (now {max_skipped_fraction:g})"

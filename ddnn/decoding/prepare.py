@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset
-from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import loader_pool
 from ddnn.data.pipeline import EVAL_BATCH
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, read_pdf_counts, write_pdf_counts
@@ -317,12 +316,13 @@ def export_nnet1(run_dir: Path, out: Path, *, text: bool = False) -> list[Path]:
             write_text(out / name, f"{setting}\n")
     described = {"about": f"final.nnet reads features with {model.features}", **features_config(model.features)}
     write_text(out / NNET1_FEATURES, json.dumps(described, indent=1) + "\n")
-    if model.features != FeatureConfig():
-        cmvn, deltas = model.features.cmvn, model.features.deltas
-        after = f"deltas (order {deltas})"
-        if model.features.transforms is not None:
-            after = f"transforms ({model.features.transforms.as_text()})"
-        log.warning("before nnet-forward run Kaldi's CMVN (%s) and %s", cmvn, after)
+    first = [f"CMVN ({model.features.cmvn})"] * (model.features.cmvn != "none")
+    if model.features.transforms is not None:
+        first.append(f"transforms ({model.features.transforms.as_text()})")
+    elif model.features.deltas:
+        first.append(f"deltas (order {model.features.deltas})")
+    if first:
+        log.warning("before nnet-forward run Kaldi's %s", " and ".join(first))
     return paths
 
 

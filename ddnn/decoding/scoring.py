@@ -462,6 +462,11 @@ def score(
         model,
         f"the network of {source.name}",
     )
+    spoken = set().union(*reference.values())
+    if spoken.isdisjoint(graph.words.values()):
+        message = f"no word of the text is in {graph_dir / 'words.txt'}, not even {min(spoken)}"
+        hint = "write the words as words.txt has them; upper and lower case differ"
+        raise DataError(message, location=text, hint=hint)
     of_model, run_dir = _digest_in(source.parent / MODEL_DIGEST)
     stale = run_dir is not None and model_digest(run_dir) not in (of_model, None)
     inputs = {"loglikes": str(source), "graph": str(graph_dir), "text": str(text)}

@@ -130,7 +130,14 @@ def test_too_many_missing_alignments_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"2 of 12 utterances cannot be used \(2 without an alignment") as caught:
         load(tmp_path, features, labels)
     assert "data.max_skipped_fraction (now 0.05)" in str(caught.value)
-    assert "pdfs.txt" in str(caught.value)
+    assert f"pdfs.txt, as of {sorted(labels)[0]}" in str(caught.value)
+
+
+def test_ids_in_another_case_are_named(tmp_path: Path) -> None:
+    features, labels = labelled_utterances()
+    with pytest.raises(DataError, match="12 without an alignment") as caught:
+        load(tmp_path, features, {name.upper(): pdfs for name, pdfs in labels.items()})
+    assert "pdfs.txt and have SPK0-UTT000: upper and lower case differ" in str(caught.value)
 
 
 def test_no_utterance_left_is_an_error_at_any_share(tmp_path: Path) -> None:

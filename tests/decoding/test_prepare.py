@@ -59,17 +59,26 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "features",
-    [FeatureConfig("none"), FeatureConfig("mean", 2), FeatureConfig("mean-variance"), FeatureConfig(transforms=FMLLR),
-     FeatureConfig("mean", transforms=FMLLR)],
+    ("features", "first"),
+    [
+        (FeatureConfig("none"), None),
+        (FeatureConfig("none", 2), "deltas (order 2)"),
+        (FeatureConfig("mean", 2), "CMVN (mean) and deltas (order 2)"),
+        (FeatureConfig("mean-variance"), "CMVN (mean-variance)"),
+        (FeatureConfig(transforms=FMLLR), f"transforms ({FMLLR.as_text()})"),
+        (FeatureConfig("mean", transforms=FMLLR), f"CMVN (mean) and transforms ({FMLLR.as_text()})"),
+    ],
     ids=str,
-)  # fmt: skip
-def test_what_export_writes_is_imported_as_a_directory(run_dir: Path, tmp_path: Path, features: FeatureConfig) -> None:
+)
+def test_what_export_writes_is_imported_as_a_directory(
+    run_dir: Path, tmp_path: Path, features: FeatureConfig, first: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     """Network, counts, CMVN and deltas, as Kaldi's decode.sh reads them beside the network, which must not apply CMVN
     to features that have been through it and transforms; and these, which it cannot read."""
     model = load_run(run_dir)
     save_model(run_dir / "final.safetensors", replace(model, features=features))
     export_nnet1(run_dir, tmp_path / "nnet1")
+    assert caplog.messages == ([] if first is None else [f"before nnet-forward run Kaldi's {first}"])
     assert (tmp_path / "nnet1/cmvn_opts").exists() == (features.cmvn != "none" and features.transforms is None)
     again = import_nnet1(tmp_path / "nnet1", None, tmp_path / "again")
     assert again.features == features

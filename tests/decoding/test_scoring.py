@@ -249,6 +249,14 @@ def test_references_that_cannot_be(toy: Path) -> None:
     assert caught.value.hint == "make them with ddnn decode-prep"
 
 
+def test_a_reference_of_other_words_than_the_graphs(toy: Path) -> None:
+    """Not a word error rate of 100 % after an hour."""
+    (toy / "text").write_text("u1 A B A\nu2 A B\nu3\n")
+    with pytest.raises(DataError, match=r"no word of the text is in .*words\.txt, not even A") as caught:
+        run(toy)
+    assert "upper and lower case" in str(caught.value.hint)
+
+
 def test_a_run_dir_in_place_of_its_log_likelihoods(toy: Path) -> None:
     (toy / "run").mkdir()
     for name in ("b", "a"):
