@@ -1,17 +1,29 @@
 """ddnn: trains hybrid DNN-HMM acoustic models on Kaldi features and alignments.
 
-In Python: `ddnn.train`, `ddnn.load`, `ddnn.read_features`, `ddnn.read_cmvn_stats`, `ddnn.read_alignments`; docs/python.md.
+In Python: `ddnn.train`, `ddnn.load`, `ddnn.evaluate` and the others of `__all__`; docs/python.md.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddnn.api import Model, load, read_alignments, read_cmvn_stats, read_features, train
+    from ddnn.api import (
+        Model,
+        decode_prep,
+        evaluate,
+        load,
+        read_alignments,
+        read_cmvn_stats,
+        read_features,
+        read_metrics,
+        score,
+        train,
+    )  # fmt: skip
     from ddnn.util.errors import DivergedError, UserError
 
 __version__ = "0.2.0"
 __all__ = [
-    "DivergedError", "Model", "UserError", "load", "read_alignments", "read_cmvn_stats", "read_features", "train",
+    "DivergedError", "Model", "UserError", "decode_prep", "evaluate", "load", "read_alignments", "read_cmvn_stats",
+    "read_features", "read_metrics", "score", "train",
 ]  # fmt: skip
 
 
@@ -25,4 +37,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__doc__", "__version__"]

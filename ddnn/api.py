@@ -1,15 +1,17 @@
-"""The functions of `import ddnn`: training, trained models, and Kaldi's features and alignments as numpy arrays.
-docs/python.md shows them. Needs torch only where something is computed."""
+"""The functions of `import ddnn`: training, trained models and what is done with them, and Kaldi's features and alignments
+as numpy arrays. docs/python.md shows them. Needs torch only where something is computed."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import shlex
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,22 +23,78 @@ from ddnn.kaldi.archive import MatrixReader, ScpEntry, check_finite, iterate_mat
 from ddnn.kaldi.data_dir import add_deltas, apply_cmvn, compute_cmvn_stats, read_data_dir
 from ddnn.kaldi.data_dir import read_cmvn_stats as read_cmvn_scp
 from ddnn.util.errors import DataError, DivergedError, UserError
+from ddnn.util.text import TERMINAL_LEVEL
 
 if TYPE_CHECKING:
+    import torch
+
     from ddnn.nn.acoustic_model import AcousticModel
+    from ddnn.training.metrics import MetricsRow
 
 StrPath = str | os.PathLike[str]
+Device = Literal["auto", "cpu", "cuda"]
 Kind = Literal["log-likelihoods", "posteriors", "log-posteriors"]
+_RESUME: dict[bool | str, Literal["no", "yes", "auto"]] = {False: "no", True: "yes", "auto": "auto"}
+
+_COMMAND_LINE = re.compile(
+    r"`[^`]*`|ddnn train (?P<run>'[^']*'|\S+) --resume(?: --allow-pipes)?|--(?P<option>resume=auto|resume|allow-pipes|set|as|"
+    r"run-dir|workers|device|data|alignments|by|transforms|out|layer|prior-scale|jobs|compress|acoustic-scale-from|"
+    r"acoustic-scale|word-insertion-penalty|frame-shift)(?![-\w])"
+)
+_ARGUMENTS = {
+    "resume=auto": 'resume="auto"',
+    "resume": "resume=True",
+    "allow-pipes": "allow_pipes=True",
+    "set": "settings",
+    "as": "kind",
+}
 
 
+def _for_python(text: str) -> str:
+    """A message that speaks of arguments of the functions here where it spoke of the options of a command."""
+
+    def as_argument(match: re.Match[str]) -> str:
+        if match["run"]:
+            return f"ddnn.train({shlex.split(match['run'])[0]!r}, resume=True)"
+        option = match["option"]
+        return match[0] if option is None else _ARGUMENTS.get(option, option.replace("-", "_"))
+
+    return _COMMAND_LINE.sub(as_argument, text)
+
+
+@contextmanager
+def _errors_rewritten(rewrite: Callable[[str], str] = _for_python) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        error.message = rewrite(error.message)
+        error.location, error.hint = error.location and rewrite(error.location), error.hint and rewrite(error.hint)
+        raise
+
+
+@contextmanager
+def _threads_kept() -> Iterator[None]:
+    """torch has as many threads in this process after the block as before: commands of ddnn take one."""
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_errors_rewritten()
 def train(
     recipe: StrPath | Mapping[str, Any],
     run_dir: StrPath | None = None,
     *,
     settings: Mapping[str, Any] | Iterable[str] = (),
     workers: int | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Device = "auto",
     resume: bool | Literal["auto"] = False,
+    allow_pipes: bool = False,
+    on_epoch: Callable[[dict[str, Any]], object] | None = None,
 ) -> Model:
     """Trains a network, as `ddnn train` does, and returns it.
 
@@ -50,6 +108,9 @@ def train(
         device: where to compute.
         resume: True: continue from the newest checkpoint of `run_dir`; "auto": or start where there is none. A training
             that has finished is only loaded.
+        allow_pipes: run the shell commands of an scp. Only for files that you wrote yourself.
+        on_epoch: called after each epoch with its rows of metrics.jsonl, a dict each: that of the training, then that of
+            the cross-validation. What it raises ends the training, which can be resumed. Not for `workers` > 1.
 
     Returns:
         The trained model, as of `load`, on the CPU.
@@ -59,31 +120,31 @@ def train(
         DivergedError: the training diverged; a UserError.
         SystemExit: a signal (Ctrl-C, SIGTERM) has ended it, with the exit codes of README.md.
     """
+    from ddnn.training.metrics import EpochRow
     from ddnn.training.start import start_training
 
     if isinstance(settings, Mapping):
         settings = [f"{key}={_as_yaml(value)}" for key, value in settings.items()]
-    modes: dict[bool | str, Literal["no", "yes", "auto"]] = {False: "no", True: "yes", "auto": "auto"}
-    with ExitStack() as stack:
-        if isinstance(recipe, Mapping):
-            if run_dir is None:
-                raise UserError("a recipe that is a mapping needs a run_dir", hint="give run_dir='exp/NAME'")
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ddnn-"))
-            path = Path(folder, "recipe.yaml")
-            path.write_text(_as_yaml(recipe, indent=1), encoding="utf-8")
-            stack.enter_context(_errors_of_mapping(path))
-        else:
-            path = Path(recipe)
+    settings = (*settings, *(("data.allow_pipes=true",) if allow_pipes else ()))
+
+    def on_row(row: MetricsRow) -> None:
+        if on_epoch is not None and isinstance(row, EpochRow):
+            on_epoch(row.model_dump())
+
+    with _recipe_file(recipe) as path:
+        if run_dir is None and isinstance(recipe, Mapping):
+            raise UserError("a recipe that is a mapping needs a run_dir", hint="give run_dir='exp/NAME'")
         location = Path("exp", path.stem) if run_dir is None else Path(run_dir)
         if run_dir is None and resume and path.is_dir():
             location = path
-        stack.enter_context(_threads_kept())
-        stack.enter_context(_exits_as_errors(location))
-        start_training(path, location, tuple(settings), workers, device, modes[resume])
+        with _threads_kept(), _shows_what_logging_shows(), _exits_as_errors(location):
+            start_training(path, location, settings, workers, device, _RESUME[resume], on_epoch and on_row)
     return load(location)
 
 
-def load(run_dir: StrPath, *, device: Literal["auto", "cpu", "cuda"] = "cpu") -> Model:
+@_errors_rewritten()
+@_threads_kept()
+def load(run_dir: StrPath, *, device: Device = "cpu") -> Model:
     """The trained model of a run dir: of `ddnn train`, or of `ddnn import-nnet1`. `device`: where it computes.
 
     Raises:
@@ -92,8 +153,134 @@ def load(run_dir: StrPath, *, device: Literal["auto", "cpu", "cuda"] = "cpu") ->
     from ddnn.training.run_dir import load_run
     from ddnn.util.system import choose_device
 
-    with _threads_kept():
-        return Model(load_run(Path(run_dir)).to(choose_device(device)), Path(run_dir))
+    return Model(load_run(Path(run_dir)).to(choose_device(device)), Path(run_dir))
+
+
+@_errors_rewritten()
+@_threads_kept()
+def evaluate(
+    run_dir: StrPath,
+    data: StrPath,
+    alignments: StrPath,
+    *,
+    by: Literal["speaker", "utterance"] | None = None,
+    transforms: StrPath | None = None,
+    device: Device = "auto",
+    allow_pipes: bool = False,
+) -> dict[str, Any]:
+    """Loss and frame accuracy of a run's model, as `ddnn evaluate` computes them.
+
+    Args:
+        run_dir: whose model, as of `load`.
+        data, alignments: a Kaldi data dir, and its alignment dir or an archive of pdf-ids.
+        by: also the figures of each speaker or utterance, under "parts".
+        transforms: the Kaldi dir of this data's transforms, where the model was trained with such.
+
+    Returns:
+        What `ddnn evaluate --json` prints: "loss" per frame, in nats, "frame_accuracy" from 0 to 1, "frames", ...
+
+    Raises:
+        UserError: damaged data, or data that do not fit the model.
+    """
+    from ddnn.training.evaluation import evaluate_run
+
+    where = None if transforms is None else Path(transforms)
+    result = evaluate_run(Path(run_dir), Path(data), Path(alignments), device, allow_pipes, by, where)
+    return result.as_dict()
+
+
+@_errors_rewritten()
+@_threads_kept()
+def decode_prep(
+    run_dir: StrPath,
+    data: StrPath,
+    out: StrPath,
+    *,
+    kind: Kind | Literal["activations"] = "log-likelihoods",
+    layer: int | None = None,
+    prior_scale: float | None = None,
+    jobs: int = 1,
+    compress: int = 0,
+    transforms: StrPath | None = None,
+    device: Device = "auto",
+    allow_pipes: bool = False,
+) -> None:
+    """Writes what Kaldi's decoders and `score` read to the folder `out`, as `ddnn decode-prep` does, whose options these
+    are. `kind`: of --as; `compress`: 0, or the method of Kaldi's copy-feats.
+
+    Raises:
+        UserError: damaged data, or data that do not fit the model; the output is there already.
+    """
+    from ddnn.decoding.prepare import prepare_decoding
+
+    where = None if transforms is None else Path(transforms)
+    prepare_decoding(
+        Path(run_dir), Path(data), Path(out), device, prior_scale, allow_pipes, where, kind=kind, layer=layer, jobs=jobs,
+        compress=compress,
+    )  # fmt: skip
+
+
+@_errors_rewritten()
+def score(
+    loglikes: StrPath,
+    *,
+    graph: StrPath,
+    model: StrPath,
+    text: StrPath,
+    acoustic_scale: Iterable[float] | None = None,
+    acoustic_scale_from: StrPath | None = None,
+    word_insertion_penalty: Iterable[float] | None = None,
+    beam: float | None = None,
+    out: StrPath | None = None,
+    frame_shift: float = 0.01,
+    jobs: int = 1,
+) -> dict[str, Any]:
+    """Word error rates of log-likelihoods, as `ddnn score` computes them; needs ddnn[decode].
+
+    Args:
+        loglikes: the `out` of `decode_prep`, or an scp or archive.
+        graph, model: Kaldi graph dir, and the final.mdl that it was made with.
+        text: the reference, a Kaldi text of the same utterances.
+        acoustic_scale, word_insertion_penalty: numbers to try.
+        acoustic_scale_from: the `out` of another scoring, of a development set: take what was best there.
+        out: new folder for the hypotheses at the best scale.
+        jobs: processes that decode.
+
+    Returns:
+        What `ddnn score --json` prints: "wer" in percent at the "best" acoustic scale, all "scales", ...
+
+    Raises:
+        UserError: packages are missing; an input is missing, damaged, or does not fit the others.
+    """
+    from ddnn.decoding import scoring
+
+    options = scoring.decode_options(
+        None if acoustic_scale_from is None else Path(acoustic_scale_from),
+        acoustic_scales=None if acoustic_scale is None else tuple(map(float, acoustic_scale)),
+        word_insertion_penalties=None if word_insertion_penalty is None else tuple(map(float, word_insertion_penalty)),
+        beam=beam,
+    )
+    result = scoring.score(
+        Path(loglikes), graph_dir=Path(graph), model=Path(model), text=Path(text), options=options,
+        out=None if out is None else Path(out), frame_shift=frame_shift, jobs=jobs,
+    )  # fmt: skip
+    found = scoring.as_json(result)
+    return {**found, "notes": list(map(_for_python, found["notes"]))}
+
+
+@_errors_rewritten()
+def read_metrics(run_dir: StrPath) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl (docs/metrics.md), each a dict, in the order of the file; also while the training runs.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    from ddnn.training import metrics
+    from ddnn.training.run_status import METRICS
+
+    path = Path(run_dir, METRICS)
+    metrics.read_metrics(path)  # refuses what is passed over below
+    return [row.model_dump() for row in metrics.iterate_rows(path)]
 
 
 class Model:
@@ -102,19 +289,23 @@ class Model:
     Attributes:
         run_dir: where it was loaded from.
         num_pdfs: number of its outputs.
-        dim: dimension of the features that it takes, as they are in a data dir.
+        layer_sizes: of the network's input, and of what each layer gives that has a matrix product or changes the size.
+        dim: dimension of the features in a data dir; None where Kaldi's final.mat has made others of them: the model does
+            not keep how many they were.
         cmvn: "none", "mean" or "mean-variance": whether features are normalized per speaker.
         acoustic_model: what ddnn uses itself; may change with any version.
     """
 
     def __init__(self, acoustic_model: AcousticModel, run_dir: Path) -> None:
-        features = acoustic_model.features
-        self.acoustic_model, self.run_dir, self.cmvn = acoustic_model, run_dir, features.cmvn
+        from ddnn.nn.layers import layer_sizes
+
+        self.acoustic_model, self.run_dir, self.cmvn = acoustic_model, run_dir, acoustic_model.features.cmvn
         self.num_pdfs = acoustic_model.network.output_dim
-        self.dim = acoustic_model.transform.dim // (features.deltas + 1)
+        self.layer_sizes = layer_sizes(acoustic_model.network.layers)
+        self.dim = acoustic_model.features.dim_of_width(acoustic_model.transform.dim)
 
     def __repr__(self) -> str:
-        return f"<ddnn.Model of {self.run_dir}: {self.dim} dims, cmvn {self.cmvn}, {self.num_pdfs} pdfs>"
+        return f"<ddnn.Model of {self.run_dir}: {'-'.join(map(str, self.layer_sizes))}, {self.acoustic_model.features}>"
 
     def log_likelihoods(
         self, features: ArrayLike, *, cmvn_stats: ArrayLike | None = None, prior_scale: float = 1.0
@@ -172,10 +363,23 @@ class Model:
         if kind not in get_args(Kind):
             raise UserError(f"{kind!r} found, expected one of {', '.join(get_args(Kind))}")
         model, device = self.acoustic_model, self.acoustic_model.network.parameters.device
-        priors = self._priors(prior_scale) if kind == "log-likelihoods" else None
-        where = None if transforms is None else Path(transforms)
-        dataset = load_for_model(model, Path(data_dir), None, allow_pipes=allow_pipes, transforms=where)
+        with _errors_rewritten():
+            priors = self._priors(prior_scale) if kind == "log-likelihoods" else None
+            where = None if transforms is None else Path(transforms)
+            dataset = load_for_model(model, Path(data_dir), None, allow_pipes=allow_pipes, transforms=where)
         yield from compute_scores(model, dataset.to(device), kind, priors)
+
+    def torch_module(self) -> torch.nn.Module:
+        """A copy of the network for PyTorch, to train it further or to export it. It takes the features of one utterance
+        as `prepare` gives them, a float32 tensor (frames, dim), splices and normalizes them, and gives the network's
+        output before the softmax, (frames, num_pdfs).
+
+        Raises:
+            UserError: the network has other layers than affine ones, activations and dropout.
+        """
+        from ddnn.nn.acoustic_model import TorchModel
+
+        return TorchModel(self.acoustic_model)
 
     def _priors(self, scale: float) -> Any:
         import torch
@@ -192,17 +396,19 @@ class Model:
 
         model = self.acoustic_model
         priors = self._priors(prior_scale) if kind == "log-likelihoods" else None
-        rows, context = self._prepared(features, cmvn_stats), model.transform.context
+        rows, context = self.prepare(features, cmvn_stats=cmvn_stats), model.transform.context
         rows = np.pad(rows, ((context, context), (0, 0)), mode="edge")
         scorer = Scorer(model, kind, priors, len(rows))
         return scorer(one_utterance("of the argument", rows, context).to(model.network.parameters.device))
 
-    def _prepared(self, features: ArrayLike, cmvn_stats: ArrayLike | None) -> NDArray[np.float32]:
-        """Features (frames, dim) after CMVN and deltas."""
+    def prepare(self, features: ArrayLike, *, cmvn_stats: ArrayLike | None = None) -> NDArray[np.float32]:
+        """The features of one utterance after CMVN and deltas, (frames, dim * (deltas + 1)) float32. Arguments and errors
+        are those of `posteriors`."""
         config = self.acoustic_model.features
         if config.transforms is not None:
             message = "the model applies Kaldi's transforms, which are of a speaker"
             raise UserError(message, hint="compute a whole data dir: model.compute(data_dir, transforms=...)")
+        assert self.dim is not None  # it is known without transforms
         matrix = _float_matrix(features, "features")
         if matrix.ndim != 2 or matrix.shape[1] != self.dim or len(matrix) == 0:
             raise DataError(f"features of shape {matrix.shape} found, expected (frames, {self.dim})")
@@ -244,7 +450,8 @@ def read_features(source: StrPath, *, allow_pipes: bool = False) -> Iterator[tup
             check_finite(utterance, features, path)
             yield utterance, features
         return
-    entries = read_scp(path, allow_pipes=allow_pipes)
+    with _errors_rewritten():
+        entries = read_scp(path, allow_pipes=allow_pipes)
     with MatrixReader() as reader:
         for entry in entries:
             features = reader.read(entry)
@@ -252,6 +459,7 @@ def read_features(source: StrPath, *, allow_pipes: bool = False) -> Iterator[tup
             yield entry.key, features
 
 
+@_errors_rewritten()
 def read_cmvn_stats(data_dir: StrPath, *, allow_pipes: bool = False) -> dict[str, NDArray[np.float64]]:
     """Per utterance of a data dir the CMVN statistics of its speaker, (2, dim + 1) float64: sums and the number of
     frames; sums of squares and 0. They are those of cmvn.scp, or else computed from all features of the speaker, as
@@ -311,33 +519,39 @@ def _as_yaml(value: Any, indent: int | None = None) -> str:
 
 
 @contextmanager
-def _threads_kept() -> Iterator[None]:
-    """torch has as many threads in this process after the block as before: commands of ddnn take one."""
-    import torch
-
-    threads = torch.get_num_threads()
+def _shows_what_logging_shows() -> Iterator[None]:
+    """One worker shows its log as this program has configured `logging`, and workers that are other processes write theirs
+    to stderr. Where it has not, both show their warnings alone, and no progress bar."""
+    logger, warnings = logging.getLogger("ddnn"), logging.StreamHandler()
+    if logger.hasHandlers() or TERMINAL_LEVEL in os.environ:
+        yield
+        return
+    warnings.setLevel(logging.WARNING)
+    logger.addHandler(warnings)
+    os.environ[TERMINAL_LEVEL] = "WARNING"
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        os.environ.pop(TERMINAL_LEVEL, None)
+        logger.removeHandler(warnings)
 
 
 @contextmanager
-def _errors_of_mapping(path: Path) -> Iterator[None]:
-    """Errors of the recipe at `path`, a file that the user has not written, name it as what it is."""
-    folder = re.escape(str(path.parent))
+def _recipe_file(recipe: StrPath | Mapping[str, Any]) -> Iterator[Path]:
+    """The path of a recipe; a mapping is written to a temporary file, and errors name it as what it is."""
+    if not isinstance(recipe, Mapping):
+        yield Path(recipe)
+        return
+    with tempfile.TemporaryDirectory(prefix="ddnn-") as name:
+        path, folder = Path(name, "recipe.yaml"), re.escape(name)
+        path.write_text(_as_yaml(recipe, indent=1), encoding="utf-8")
 
-    def plain_text(text: str) -> str:
-        text = re.sub(rf"neither (.*?) nor {folder}/.*?(?=  \[|\n|$)", r"no \1", text)
-        return re.sub(rf"{re.escape(str(path))}(, line \d+)?", "the recipe (a mapping)", text)
+        def plain_text(text: str) -> str:
+            text = re.sub(rf"neither (.*?) nor {folder}/.*?(?=  \[|\n|$)", r"no \1", text)
+            return re.sub(rf"{re.escape(str(path))}(, line \d+)?", "the recipe (a mapping)", text)
 
-    try:
-        yield
-    except UserError as error:
-        error.message, error.location, error.hint = (
-            plain_text(error.message), error.location and plain_text(error.location), error.hint and plain_text(error.hint),
-        )  # fmt: skip
-        raise
+        with _errors_rewritten(plain_text):
+            yield path
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 import subprocess
@@ -24,7 +26,11 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.decoding.prepare import prepare_decoding
 from ddnn.kaldi.archive import read_scp, write_matrices
 from ddnn.kaldi.data_dir import accumulate_cmvn_stats
+from ddnn.kaldi.transforms import TransformConfig
 from ddnn.nn.acoustic_model import save_model
+from ddnn.nn.elementwise import Activation, Dropout, LengthNorm
+from ddnn.nn.layers import Affine, num_parameters
+from ddnn.nn.network import Network
 from ddnn.synth.corpus import SynthOptions, synthesize
 from ddnn.training import start
 from ddnn.training.evaluation import evaluate_run
@@ -46,8 +52,15 @@ def test_the_programs_of_the_page_run_as_they_stand(
     exec(compile(programs[0], str(PAGE), "exec"), names)
     found = evaluate_run(Path("exp/python"), Path("demo/corpus/test"), Path("demo/corpus/ali_test"), device="cpu")
     printed = capsys.readouterr().out.splitlines()
-    assert printed == ["160 pdfs; 10 dims; cmvn: mean", f"frame accuracy {found.frame_accuracy:.2%}"]
-    assert names["frames"] == found.frames and found.frame_accuracy > 0.05
+    losses = [f"epoch {row['epoch']} cv: loss {row['loss']:.2f}" for row in names["rows"]]
+    assert printed[:5:2] == losses and len(losses) == 3 and printed[1].startswith("epoch 1 train: loss ")
+    assert printed[5:7] == [
+        "10 dims; cmvn: mean ; layers: 110 128 128 160",
+        f"loss {found.loss:.4f}, frame accuracy {found.frame_accuracy:.2%}",
+    ]
+    assert found.frame_accuracy > 0.05 and re.fullmatch(r"word error rate .* at acoustic scale 0\.\d+", printed[7])
+    assert names["correct"].shape == (len(names["features"]),)
+    np.testing.assert_allclose(names["logits"].detach().softmax(1), names["posteriors"], atol=2e-6)
     prepare_decoding(Path("exp/python"), Path("demo/corpus/test"), Path("decode"), "cpu")
     *_, last = read_scp(Path("decode/loglikes.scp"))
     assert names["utterance"] == last.key
@@ -61,7 +74,8 @@ def test_the_programs_of_the_page_run_as_they_stand(
 def test_importing_it_takes_no_time() -> None:
     """Neither torch nor numpy is imported before it is needed; torch not even to read features."""
     code = "import sys, ddnn; print({'torch', 'numpy', 'ddnn.api'} & set(sys.modules)); "
-    code += "ddnn.read_features; print({'torch', 'mpi4py', 'pydantic'} & set(sys.modules)); assert 'load' in dir(ddnn)"
+    code += "ddnn.read_features; print({'torch', 'mpi4py', 'pydantic'} & set(sys.modules)); "
+    code += "assert set(dir(ddnn)) == {*ddnn.__all__, '__doc__', '__version__'}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\nset()\n"
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
@@ -101,9 +115,8 @@ def test_single_utterances_are_as_decode_prep_computes_them(
     save_model(run / "final.safetensors", replace(load_run(job.run), features=config))
     prepare_decoding(run, data, tmp_path / "out", "cpu")
     model = ddnn.load(run)
-    assert model.dim == 4 // (config.deltas + 1) and repr(model).endswith(
-        f"{model.dim} dims, cmvn {config.cmvn}, 3 pdfs>"
-    )
+    assert model.dim == 4 // (config.deltas + 1)
+    assert repr(model).endswith(f"run: 12-8-3, cmvn {config.cmvn}, deltas {config.deltas}>")
     of_speaker = ddnn.read_cmvn_stats(data) if config.cmvn != "none" else {}
     read = dict(ddnn.read_features(data))
     for entry in read_scp(tmp_path / "out/loglikes.scp"):
@@ -116,10 +129,135 @@ def test_single_utterances_are_as_decode_prep_computes_them(
     np.testing.assert_allclose(
         np.log(posteriors), model.log_posteriors(matrix, cmvn_stats=of_speaker.get(entry.key)), atol=1e-5
     )
+    prepared = torch.from_numpy(model.prepare(matrix, cmvn_stats=of_speaker.get(entry.key)))
+    np.testing.assert_allclose(model.torch_module()(prepared).softmax(1).detach(), posteriors, atol=1e-6)
     plain = model.log_likelihoods(matrix, cmvn_stats=of_speaker.get(entry.key), prior_scale=0)
     np.testing.assert_allclose(torch.from_numpy(plain).softmax(1), posteriors, atol=1e-6)
     computed = dict(model.compute(data, "posteriors"))
     assert list(computed) == list(read) and np.array_equal(computed[entry.key], posteriors)
+
+
+def test_layers_in_torch_are_a_copy_to_train_and_those_without_a_module_are_refused(job: Job) -> None:
+    model = ddnn.load(job.run)
+    layers = (
+        Affine(12, 4, "linear"), Dropout(4, 0.5), Activation(4, "tanh"), Affine(4, 4, "relu"), Affine(4, 3, "softmax")
+    )  # fmt: skip
+    network = Network(layers, torch.randn(num_parameters(layers), generator=torch.Generator().manual_seed(1)))
+    model = ddnn.Model(replace(model.acoustic_model, network=network), job.run)
+    features, state = np.ones((7, 4), np.float32), torch.get_rng_state()
+    module = model.torch_module().eval()
+    assert torch.equal(torch.get_rng_state(), state), "a user's random numbers are left as they are"
+    logits = module(torch.from_numpy(features))
+    np.testing.assert_allclose(logits.softmax(1).detach(), model.posteriors(features), atol=1e-6)
+    logits.sum().backward()
+    before = network.parameters.clone()
+    torch.optim.SGD(module.parameters(), 1.0).step()
+    assert sum(values.numel() for values in module.parameters()) == network.num_parameters
+    assert torch.equal(network.parameters, before)
+    network = Network((LengthNorm(12), *layers), network.parameters)
+    with pytest.raises(ddnn.UserError, match="a length-norm layer cannot be a module of PyTorch"):
+        ddnn.Model(replace(model.acoustic_model, network=network), job.run).torch_module()
+
+
+def test_the_dimension_of_features_is_that_of_a_data_dir(job: Job) -> None:
+    model = ddnn.load(job.run).acoustic_model
+    for transforms, dim in (
+        (TransformConfig(delta_order=1), 2),
+        (TransformConfig(final_mat="0" * 64, output_dim=4, left_context=3, right_context=3), None),
+    ):
+        found = ddnn.Model(replace(model, features=FeatureConfig(transforms=transforms)), job.run)
+        assert found.dim == dim and found.layer_sizes == (12, 8, 3)
+
+
+def test_commands_are_functions(job: Job, tmp_path: Path, run_cli: Any) -> None:
+    """They give what the commands print as JSON and write."""
+    data = ["--data", job.data, "--alignments", job.ali, "--device", "cpu"]
+    expected = json.loads(run_cli("evaluate", job.run, *data, "--by", "speaker", "--json").stdout)
+    assert ddnn.evaluate(str(job.run), job.data, job.ali, by="speaker", device="cpu") == expected
+    rows = ddnn.read_metrics(job.run)
+    assert [row["type"] for row in rows] == ["start", "epoch", "worker", "epoch", "epoch", "end"]
+    assert [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()] == rows
+    with pytest.raises(ddnn.UserError, match="the file does not exist"):
+        ddnn.read_metrics(tmp_path)
+    assert ddnn.decode_prep(job.run, job.data, tmp_path / "out", device="cpu") is None
+    of_decoder = {"graph": job.root / "graph", "model": job.ali / "final.mdl", "text": job.data / "text"}
+    options = [word for name, path in of_decoder.items() for word in (f"--{name}", path)]
+    expected = json.loads(run_cli("score", tmp_path / "out", *options, "--acoustic-scale", "1,2", "--json").stdout)
+    dev = ddnn.score(tmp_path / "out", **of_decoder, acoustic_scale=[1, 2], out=tmp_path / "dev")
+    assert json.loads(json.dumps({**dev, "notes": []})) == {**expected, "notes": []} and len(dev["scales"]) == 2
+    assert f"for the test set: acoustic_scale_from {tmp_path}/dev/score.json" in dev["notes"][-1]
+    again = ddnn.score(tmp_path / "out", **of_decoder, acoustic_scale_from=tmp_path / "dev")
+    assert (again["best"], again["wer"], len(again["scales"])) == (dev["best"], dev["wer"], 1)
+    with pytest.raises(
+        ddnn.UserError, match="what it replaces\n  location: acoustic_scale_from\n  hint: remove acoustic_s"
+    ):
+        ddnn.score(tmp_path / "out", **of_decoder, acoustic_scale_from=tmp_path / "dev", acoustic_scale=[1])
+
+
+def test_errors_speak_of_arguments(job: Job, tmp_path: Path) -> None:
+    """And not of the options of a command, where they are those of the functions."""
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run/recipe.yaml").write_bytes((job.run / "recipe.yaml").read_bytes())
+    (tmp_path / "pipes.scp").write_text("a-1 cat nothing |\n")
+    cases: tuple[tuple[Any, str], ...] = (
+        (lambda: ddnn.train(job.recipe, job.run), "resume it with resume=True; else name another directory"),
+        (lambda: ddnn.train(job.run / "x", job.run, resume=True), "nothing to resume"),
+        (lambda: ddnn.load(tmp_path / "a run"), f"ddnn.train({str(tmp_path / 'a run')!r}, resume=True)"),
+        (lambda: ddnn.load(tmp_path / "none"), "name the run_dir of a finished training"),
+        (lambda: next(ddnn.load(job.run).compute(job.data, transforms=job.ali)), "location: transforms\n"),
+        (lambda: ddnn.evaluate(job.run, job.ali, job.data), "alignments"),
+        (
+            lambda: ddnn.decode_prep(job.run, job.data, tmp_path, kind="activations"),
+            "give both kind activations and layer",
+        ),
+        (lambda: next(ddnn.read_features(tmp_path / "pipes.scp")), "add allow_pipes=True (in a recipe"),
+        (lambda: ddnn.train(job.recipe, tmp_path / "x", settings=["sed=1"]), "[settings sed=1]"),
+    )
+    for call, said in cases:
+        with pytest.raises(ddnn.UserError) as caught:
+            call()
+        assert said in str(caught.value) and "--" not in str(caught.value), caught.value
+
+
+def test_a_function_is_called_after_each_epoch(job: Job, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    settings = {"schedule.max_epochs": 2}
+    ddnn.train(job.recipe, tmp_path / "run", settings=settings, device="cpu", on_epoch=rows.append)
+    assert [(row["epoch"], row["split"]) for row in rows] == [
+        (0, "cv"),
+        (1, "train"),
+        (1, "cv"),
+        (2, "train"),
+        (2, "cv"),
+    ]
+    assert rows == [row for row in ddnn.read_metrics(tmp_path / "run") if row["type"] == "epoch"]
+
+    def ends(row: dict[str, Any]) -> None:
+        if row["epoch"] == 2:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        ddnn.train(job.recipe, tmp_path / "ended", settings=settings, device="cpu", on_epoch=ends)
+    model = ddnn.train(job.recipe, tmp_path / "ended", settings=settings, device="cpu", resume=True)
+    expected = ddnn.load(tmp_path / "run").acoustic_model.network.parameters
+    assert torch.equal(model.acoustic_model.network.parameters, expected)
+    with pytest.raises(ddnn.UserError, match="on_epoch is called in this process, but 2 workers"):
+        ddnn.train(job.recipe, tmp_path / "two", workers=2, on_epoch=ends)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_log_is_shown_where_logging_is_configured(job: Job, tmp_path: Path, workers: int) -> None:
+    """Whether the workers are other processes or not."""
+    need_mpi()
+    train = (
+        f"import ddnn; ddnn.train({str(job.recipe)!r}, {str(tmp_path)!r} + '/run%s', workers={workers}, device='cpu')"
+    )
+    code = f"{train % 1}; import logging, sys; sys.stderr.write('configured\\n'); logging.basicConfig(); {train % 2}"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "DDNN_"))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    before, _, second = done.stderr.partition("configured\n")
+    assert done.stdout == "" and before.count("\n") == before.count("not converged: 1 epoch done") == 1, done.stderr
+    assert second.count("epoch  1 cv") == 1 and f"finished: {tmp_path}/run2" in second
 
 
 def test_what_is_no_utterance_is_refused(job: Job, tmp_path: Path) -> None:

@@ -244,22 +244,12 @@ def score(
     """Compute word error rates without Kaldi; needs ddnn[decode]."""
     from ddnn.decoding import scoring
 
-    options: dict[str, Any] = {} if beam is None else {"beam": beam}
-    if acoustic_scale_from is not None:
-        if acoustic_scale or word_insertion_penalty:
-            hint = "remove --acoustic-scale and --word-insertion-penalty, which it replaces"
-            raise UserError("given together with what it replaces", location="--acoustic-scale-from", hint=hint)
-        choice = scoring.read_choice(acoustic_scale_from)
-        acoustic_scale, word_insertion_penalty = (choice.acoustic_scale,), (choice.word_insertion_penalty,)
-        options["chosen_on"] = choice
-    if acoustic_scale is not None:
-        options["acoustic_scales"] = acoustic_scale
-    if word_insertion_penalty is not None:
-        options["word_insertion_penalties"] = word_insertion_penalty
+    options = scoring.decode_options(
+        acoustic_scale_from, acoustic_scales=acoustic_scale, word_insertion_penalties=word_insertion_penalty, beam=beam
+    )
     result = scoring.score(
-        loglikes, graph_dir=graph, model=model, text=text, options=scoring.DecodeOptions(**options), out=out,
-        frame_shift=frame_shift, jobs=jobs,
-    )  # fmt: skip
+        loglikes, graph_dir=graph, model=model, text=text, options=options, out=out, frame_shift=frame_shift, jobs=jobs
+    )
     if json_:
         show_json(scoring.as_json(result, alignments=per_utterance))
     else:

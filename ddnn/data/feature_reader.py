@@ -38,6 +38,12 @@ class FeatureConfig:
     def width(self, dim: int) -> int:
         return dim * (self.deltas + 1) if self.transforms is None else self.transforms.width(dim)
 
+    def dim_of_width(self, width: int) -> int | None:
+        """Dimension of the features that have become `width` dims; None after final.mat, which does not say it."""
+        if self.transforms is None:
+            return width // (self.deltas + 1)
+        return None if self.transforms.final_mat else width // (self.transforms.delta_order + 1)
+
     def __str__(self) -> str:
         after = f"deltas {self.deltas}"
         if self.transforms is not None:

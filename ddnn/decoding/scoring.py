@@ -78,11 +78,7 @@ class DecodeOptions:
             message = f"acoustic scales {', '.join(map(str, scales))}: expected different numbers above 0"
             raise UserError(message, hint="for example 0.05,0.07,0.1,0.143")
         penalties = self.word_insertion_penalties
-        if (
-            not penalties
-            or not all(0 <= penalty < 1e6 for penalty in penalties)
-            or len(set(penalties)) != len(penalties)
-        ):
+        if not penalties or not all(0 <= p < 1e6 for p in penalties) or len(set(penalties)) != len(penalties):
             message = f"word insertion penalties {', '.join(map(str, penalties))}: expected different numbers from 0 on"
             raise UserError(message, hint="for example 0,0.5,1")
         if not 0 < self.beam < 1e6:
@@ -540,6 +536,20 @@ def read_choice(path: Path) -> ScaleChoice:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise DataError("expected the JSON of a scoring", location=path, hint=hint) from error
     return ScaleChoice(path, scale, penalty, reference)
+
+
+def decode_options(scale_from: Path | None = None, **options: Any) -> DecodeOptions:
+    """Those of `options` that are not None; acoustic scale and penalty of an earlier scoring, where `scale_from` names
+    it. UserError: these are given, too. DataError: it is no scoring."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if scale_from is not None:
+        if given.keys() & {"acoustic_scales", "word_insertion_penalties"}:
+            hint = "remove --acoustic-scale and --word-insertion-penalty, which it replaces"
+            raise UserError("given together with what it replaces", location="--acoustic-scale-from", hint=hint)
+        choice = read_choice(scale_from)
+        given |= {"acoustic_scales": (choice.acoustic_scale,), "chosen_on": choice}
+        given |= {"word_insertion_penalties": (choice.word_insertion_penalty,)}
+    return DecodeOptions(**given)
 
 
 def render_text(result: ScoreResult, *, alignments: bool = False) -> str:

@@ -55,6 +55,34 @@ class AcousticModel:
             )
 
 
+class TorchModel(torch.nn.Module):
+    """A copy of a model for autograd and for PyTorch's exporters: from the features of an utterance, (frames, dim) float32
+    after CMVN, deltas and transforms, to logits (frames, pdfs). UserError: it has a layer that PyTorch has no module
+    for."""
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, model: AcousticModel) -> None:
+        super().__init__()
+        transform, network = model.transform, model.network
+        zeros = network.parameters.new_zeros(transform.output_dim)
+        self.offsets = transform.offsets
+        self.register_buffer("shift", zeros if transform.shift is None else transform.shift.clone())
+        self.register_buffer("scale", zeros + 1 if transform.scale is None else transform.scale.clone())
+        try:
+            modules = [layer.to_torch(views) for layer, views in zip(network.layers, network.views, strict=True)]
+        except ValueError as error:
+            raise UserError(str(error), hint="affine layers, activations and dropout can") from error
+        self.layers = torch.nn.Sequential(*modules)
+
+    def forward(self, features: Tensor) -> Tensor:
+        frames = torch.arange(len(features), device=features.device)
+        spliced = [features[(frames + offset).clamp(0, len(features) - 1)] for offset in self.offsets]
+        logits: Tensor = self.layers((torch.cat(spliced, dim=1) + self.shift) * self.scale)
+        return logits
+
+
 def save_model(path: Path, model: AcousticModel) -> None:
     """Writes the model whole. UserError: it cannot be written, or has values that are not finite."""
     data = encode_model(model, path)

@@ -28,6 +28,7 @@ from ddnn.nn.layer import (
     as_parameters,
     check_coefs,
     check_sizes,
+    torch_activation,
 )
 
 FUNCTIONS = tuple(name for name in ACTIVATIONS if name not in ("softmax", "linear"))
@@ -79,6 +80,9 @@ class Activation(Elementwise):
     ) -> None:
         if grad_x is not None:
             a.activation_backward_(self.function, grad_x.copy_(grad), y)
+
+    def to_torch(self, p: Views) -> torch.nn.Module:
+        return torch_activation(self.function)
 
     def to_nnet1(self, p: Views) -> list[nnet1.Component]:
         return [nnet1.Activation(cast(Any, self.function), self.width)]
@@ -316,6 +320,9 @@ class Dropout(Elementwise):
             torch.mul(x, saved["mask"], out=out).mul_(1.0 / (1.0 - self.rate))
         else:
             out.copy_(x)
+
+    def to_torch(self, p: Views) -> torch.nn.Module:
+        return torch.nn.Dropout(self.rate)
 
     def to_nnet1(self, p: Views) -> list[nnet1.Component]:
         return [nnet1.Dropout(self.width, self.rate)]

@@ -93,6 +93,12 @@ def limit_row_norms(weight: Tensor, max_norm: float) -> bool:
     return True
 
 
+def torch_activation(name: str) -> torch.nn.Module:
+    """The module of one of `ddnn.nn.arithmetic.ACTIVATIONS`; of a softmax, which gives logits, as of no activation none."""
+    modules = {"sigmoid": torch.nn.Sigmoid, "tanh": torch.nn.Tanh, "relu": torch.nn.ReLU}
+    return modules.get(name, torch.nn.Identity)()
+
+
 @dataclass(frozen=True)
 class Layer(ABC):
     """One layer; its fields are what its class is made from, and its `config`.
@@ -242,6 +248,10 @@ class Layer(ABC):
     def config(self) -> dict[str, Any]:
         """All of it but its numbers, as JSON: `kind` and the fields of its class."""
         return {"kind": self.kind, **asdict(self)}
+
+    def to_torch(self, p: Views) -> torch.nn.Module:
+        """A copy of the layer as a module of PyTorch; ValueError where there is none."""
+        raise ValueError(f"a {self.kind} layer cannot be a module of PyTorch")
 
     def to_nnet1(self, p: Views) -> list[nnet1.Component]:
         """The layer as Kaldi nnet1's components; ValueError where nnet1 has none."""

@@ -30,6 +30,7 @@ from ddnn.nn.layer import (
     as_given,
     as_parameters,
     limit_row_norms,
+    torch_activation,
 )
 
 
@@ -118,6 +119,11 @@ class Affine(Layer):
             bias.zero_()
         else:
             bias.copy_(torch.rand(bias.shape, generator=generator) * 4.0 - 4.0)
+
+    def to_torch(self, p: Views) -> torch.nn.Module:
+        linear = torch.nn.Linear(self.in_features, self.out_features, device="meta")  # draws no random numbers
+        linear.load_state_dict({name: values.clone() for name, values in p.items()}, assign=True)
+        return torch.nn.Sequential(linear, torch_activation(self.activation))
 
     def to_nnet1(self, p: Views) -> list[nnet1.Component]:
         """An AffineTransform, and the activation where it is not linear."""
@@ -385,11 +391,16 @@ def num_parameters(layers: Sequence[Layer]) -> int:
     return sum(layer.num_parameters for layer in layers)
 
 
+def layer_sizes(layers: Sequence[Layer]) -> tuple[int, ...]:
+    """The dims of a network: of its input, and of what its layers give. Layers without a product that change no dims are
+    not among them."""
+    dims = (layer.output_dim for layer in layers if layer.flop_per_frame or layer.output_dim != layer.input_dim)
+    return (layers[0].input_dim, *dims)
+
+
 def describe_sizes(layers: Sequence[Layer]) -> str:
-    """The dims of a network, "440-1024-1024-616": of its input, and of what its layers give. Layers without a product that
-    change no dims are not among them."""
-    dims = [layer.output_dim for layer in layers if layer.flop_per_frame or layer.output_dim != layer.input_dim]
-    return "-".join(map(str, [layers[0].input_dim, *dims]))
+    """The `layer_sizes` of a network as text, "440-1024-1024-616"."""
+    return "-".join(map(str, layer_sizes(layers)))
 
 
 def activation_floats(layers: Sequence[Layer]) -> int:

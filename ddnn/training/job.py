@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +54,7 @@ from ddnn.training.initial_model import (
     warn_of_known_utterances,
     with_initial_model,
 )
-from ddnn.training.metrics import EndReason, EventRow, StartRow, read_metrics
+from ddnn.training.metrics import EndReason, EventRow, MetricsRow, StartRow, read_metrics
 from ddnn.training.network_layers import frozen_layers, network_layers
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
@@ -90,14 +90,17 @@ class Job:
 
 
 def run_training(
-    recipe: Recipe, run_dir: Path, device: str = "auto", comm: Communicator | None = None, *, resume: bool = False
-) -> None:
+    recipe: Recipe, run_dir: Path, device: str = "auto", comm: Communicator | None = None, *, resume: bool = False,
+    on_row: Callable[[MetricsRow], object] = lambda row: None,
+) -> None:  # fmt: skip
     """Trains as the recipe says and leaves everything in `run_dir`; all workers of `comm` run it together. With
     `resume` it continues from the newest checkpoint of the run dir; if there is none, it starts from the beginning.
+    `on_row`: called on rank 0 with each row of metrics.jsonl, once it is written.
     UserError: anything for the user to fix: recipe, data, device, disk. DivergedError: the training diverged.
     TrainingInterrupted: a signal has ended it, and it can be resumed."""
     recipe, trained = with_initial_model(recipe, run_dir if resume else None)
     with open_job("training", recipe, run_dir, device, comm or SingleProcess(), resume=resume) as job:
+        job.run.on_row = on_row
         trainer = build_trainer(job, resume, trained)
         with closing(trainer.averager), closing(trainer.batches):
             try:

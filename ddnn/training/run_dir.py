@@ -69,6 +69,7 @@ class RunDir:
         self._logged: float | None = None  # the last row, or line within an epoch
         self.previous: RunStatus | None = None
         self._refused = False  # whether this process was to resume what it must leave alone
+        self.on_row: Callable[[MetricsRow], object] = lambda row: None  # called with each row that was recorded
 
     @classmethod
     def open(
@@ -192,6 +193,7 @@ class RunDir:
             self.set_status(num_restarts=self.status.num_restarts + 1)
         if isinstance(row, EndRow):
             self.set_status(end=row)
+        self.on_row(row)
 
     def flush(self) -> None:
         """Before a checkpoint: pending rows are tried again, and all rows are flushed to the disk if possible."""

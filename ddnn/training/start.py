@@ -25,7 +25,7 @@ from ddnn.recipe.load import (
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.training import run_status
 from ddnn.training.checkpoint_manifest import folder_name, peek_checkpoint
-from ddnn.training.metrics import read_metrics
+from ddnn.training.metrics import MetricsRow, read_metrics
 from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
 from ddnn.util.errors import RecipeError, UserError
 from ddnn.util.files import is_locked
@@ -34,11 +34,12 @@ log = logging.getLogger(__name__)
 
 
 def start_training(
-    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str, resume: Resume
-) -> str | None:
+    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str, resume: Resume,
+    on_row: Callable[[MetricsRow], object] | None = None,
+) -> str | None:  # fmt: skip
     """`ddnn train` of a recipe (to resume, also the run dir, which has its own), on as many workers as it says; what to
-    tell where there was nothing to do. `run_dir`: exp/NAME OF THE RECIPE where None. UserError: anything that the user
-    has to fix."""
+    tell where there was nothing to do. `run_dir`: exp/NAME OF THE RECIPE where None. `on_row`: as of `run_training`, in
+    this process. UserError: anything that the user has to fix."""
     location = run_dir or (recipe if recipe.is_dir() and resume != "no" else Path("exp", recipe.stem))
     trusted = not run_status.is_of_run_dir(recipe, location)
     recipe = run_status.find_recipe(recipe, location, resume)
@@ -49,6 +50,12 @@ def start_training(
     finished = resume != "no" and run_status.is_finished(location)
     if finished and not makes_longer(loaded, location, settings):
         return f"{location}: this training has finished: {location / FINAL}"
+    if on_row is not None and loaded.parallel.workers > 1 and not in_mpi_job():
+        message = (
+            f"on_epoch is called in this process, but {loaded.parallel.workers} workers are processes of their own"
+        )
+        hint = "leave it out, and read their epochs with ddnn.read_metrics, in a thread while they train"
+        raise UserError(message, location="parallel.workers", hint=hint)
     if resume != "no" and not finished and loaded.parallel.workers > 1 and not in_mpi_job():
         _check_resume(loaded, location)
     # A run dir in which another training has begun is refused by the first attempt, or by one that follows its death.
@@ -58,7 +65,7 @@ def start_training(
     def work(comm: Any) -> None:
         from ddnn.training.job import run_training
 
-        run_training(loaded, location, device, comm, resume=resume != "no")
+        run_training(loaded, location, device, comm, resume=resume != "no", on_row=on_row or (lambda row: None))
 
     def restart_arguments() -> list[str]:
         if begun and resume == "no":
