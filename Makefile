@@ -56,14 +56,21 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	$(PIP) -e '.[mpi,decode,report,dev]'
 	@touch $@
 
+# A corpus that is there stays; all else is in demo/output. The acoustic scale is chosen on the speakers held out in training.
+DEMO_SCORE = $(DDNN) score --graph demo/corpus/graph --model demo/corpus/ali/final.mdl
 demo: setup
-	rm -rf demo
-	$(DDNN) synth demo/corpus
+	rm -rf demo/output
+	test -e demo/corpus || $(DDNN) synth demo/corpus
 	$(DDNN) info demo/corpus/train
-	$(DDNN) train recipes/demo/demo.yaml --run-dir demo/run
-	$(DDNN) evaluate demo/run --data demo/corpus/test --alignments demo/corpus/ali_test
-	$(DDNN) decode-prep demo/run --data demo/corpus/test --out demo/decode
-	$(DDNN) score demo/decode --graph demo/corpus/graph --model demo/corpus/ali/final.mdl --text demo/corpus/test/text
+	$(DDNN) train recipes/demo/demo.yaml --run-dir demo/output/run
+	$(DDNN) evaluate demo/output/run --data demo/corpus/test --alignments demo/corpus/ali_test
+	mkdir demo/output/dev
+	for f in text utt2spk feats.scp; do grep -f demo/corpus/cv_speakers.txt demo/corpus/train/$$f > demo/output/dev/$$f || exit; done
+	sed -i 's# # ../../corpus/train/#' demo/output/dev/feats.scp
+	$(DDNN) decode-prep demo/output/run --data demo/output/dev --out demo/output/decode_dev
+	$(DEMO_SCORE) demo/output/decode_dev --text demo/output/dev/text --acoustic-scale 0.1,0.2,0.3,0.5 --out demo/output/score_dev
+	$(DDNN) decode-prep demo/output/run --data demo/corpus/test --out demo/output/decode
+	$(DEMO_SCORE) demo/output/decode --text demo/corpus/test/text --acoustic-scale-from demo/output/score_dev/score.json
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
@@ -113,4 +120,4 @@ docs: setup
 	$(BIN)/python tests/benchmark_plot.py
 
 clean:
-	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) demo/output build dist .pytest_cache .mypy_cache .ruff_cache

@@ -69,3 +69,35 @@ def test_with_a_driver_torch_is_as_the_index_has_it(tmp_path: Path) -> None:
 def test_the_torch_of_the_command_line_is_taken(tmp_path: Path) -> None:
     told, asked = installed(tmp_path, "index", "TORCH=torch==9.9", "PIP_FLAGS=--no-index")
     assert told == "installing torch==9.9" and re.search(r"pip install .*--no-index torch==9\.9$", asked)
+
+
+def test_make_demo_deletes_only_what_it_made(tmp_path: Path) -> None:
+    """A corpus that somebody has put there stays, and anything beside it."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in (
+        "venv/bin/ddnn",
+        "demo/corpus/train/feats.scp",
+        "demo/corpus/cv_speakers.txt",
+        "demo/mine",
+        "demo/output/old",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("s1 a.ark:5\n")
+    for name in ("text", "utt2spk"):
+        (tmp_path / "demo/corpus/train" / name).write_text("s1 a.ark:5\ns2 b\n")
+    script = '#!/bin/sh\necho "$*"\nif [ "$1" = train ]; then mkdir -p demo/output/run; fi\n'
+    (tmp_path / "venv/bin/ddnn").write_text(script)
+    (tmp_path / "venv/bin/ddnn").chmod(0o755)
+    (tmp_path / "demo/corpus/cv_speakers.txt").write_text("s1\n")
+    command = ["make", "-s", "-C", str(tmp_path), "-o", "setup", "demo", "VENV=venv"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "synth" not in done.stdout and "--acoustic-scale-from demo/output/score_dev/score.json" in done.stdout
+    assert (tmp_path / "demo/mine").exists() and not (tmp_path / "demo/output/old").exists()
+    assert (tmp_path / "demo/output/dev/feats.scp").read_text() == "s1 ../../corpus/train/a.ark:5\n"
+    assert (tmp_path / "demo/output/dev/utt2spk").read_text() == "s1 a.ark:5\n", "of the held-out speakers alone"
+    subprocess.run(["make", "-s", "-C", str(tmp_path), "clean", "VENV=other"], check=True)
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["corpus", "mine"]
+    shutil.rmtree(tmp_path / "demo")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("synth demo/corpus\n")
