@@ -147,6 +147,39 @@ def test_usage_errors_end_with_2(run: Run, arguments: list[str], said: str) -> N
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--epochs", "3"], "--set schedule.max_epochs=3 or --set schedule.epochs=3"),
+        (["--epochs=3"], "--set schedule.max_epochs=3"),
+        (["--learning-rate", "0.1"], "--set schedule.initial_learning_rate=0.1"),
+        (["--epochs"], "--set schedule.max_epochs=VALUE"),
+        (["--reusme"], "Did you mean"),
+    ],
+)
+def test_a_recipe_key_given_as_an_option(run: Run, arguments: list[str], said: str) -> None:
+    for command in ("train", "pretrain"):
+        code, _, err = run(command, "x.yaml", *arguments)
+        assert code == 2 and (said in err or (said == "Did you mean" and "No such option" in err))
+
+
+def test_resume_takes_no_run_dir_as_its_value(run: Run) -> None:
+    code, _, err = run("train", "--resume=exp/dnn")
+    assert code == 2 and "--resume or --resume=auto expected\n  location: --resume=exp/dnn\n" in err
+    assert "ddnn train RUN_DIR --resume" in err
+
+
+def test_a_recipe_that_does_not_exist_is_named_once_with_the_nearest(run: Run, recipe: Path) -> None:
+    code, _, err = run("train", recipe.with_name("my recip.yml"))
+    assert code == 2
+    assert err.splitlines() == [
+        "ddnn: error: cannot read the file: No such file or directory",
+        f"  location: {recipe.with_name('my recip.yml')}",
+        f"  hint: did you mean {recipe}?",
+    ]
+    assert "name a recipe" in run("train", recipe.parent / "zzz")[2]
+
+
 def test_dry_run_prints_the_resolved_recipe_and_trains_nothing(run: Run, called: Any, recipe: Path) -> None:
     shown = {
         "describe": lambda recipe: "a small network",

@@ -26,11 +26,33 @@ from ddnn.util.errors import UserError
 from ddnn.util.text import printable
 
 
-class _TrainCommand(click.Command):
+class _RecipeCommand(click.Command):
+    """Where a key of the recipe is given as an option, says how it is set."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = [part for word in args for part in word.split("=", 1)]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from ddnn.recipe.keys import keys_called
+
+            meant = keys_called(error.option_name.lstrip("-").replace("-", "_"))
+            value = words[words.index(error.option_name) + 1 :][:1] or ["VALUE"]
+            if not meant:
+                raise
+            hint = "keys of the recipe are given by --set: " + " or ".join(f"--set {key}={value[0]}" for key in meant)
+            raise UserError("there is no such option", location=error.option_name, hint=hint) from error
+
+
+class _TrainCommand(_RecipeCommand):
     """Takes `--resume=auto`. As an option with an optional value --resume would take the word after it, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, ["--resume-auto" if word == "--resume=auto" else word for word in args])
+        args = ["--resume-auto" if word == "--resume=auto" else word for word in args]
+        if other := [word for word in args if word.startswith("--resume=")]:
+            hint = "a run dir is named by itself: ddnn train RUN_DIR --resume"
+            raise UserError("--resume or --resume=auto expected", location=other[0], hint=hint)
+        return super().parse_args(ctx, args)
 
 
 @command(
@@ -69,10 +91,11 @@ def train(**options: Any) -> None:
 
 
 @command(
+    cls=_RecipeCommand,
     epilog="""\b
     Examples:
       ddnn pretrain my.yaml --run-dir exp/rbm
-      ddnn pretrain my.yaml --slurm --cluster gpu --workers 1 --time 12:00:00"""
+      ddnn pretrain my.yaml --slurm --cluster gpu --workers 1 --time 12:00:00""",
 )
 @recipe_options("Directory for the DBN.  [default: exp/NAME OF THE RECIPE-rbm]")
 @slurm_options

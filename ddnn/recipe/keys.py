@@ -71,18 +71,34 @@ def _names() -> list[str]:
     return list(dict.fromkeys([*keys(), *filter(None, sections())]))
 
 
-def suggest_key(unknown: str) -> str:
-    """What the writer of the dotted key `unknown` may have meant, as the end of a sentence."""
-    section, _, last = unknown.rpartition(".")
+@cache
+def _other_names() -> dict[str, dict[str, Any]]:
+    text = Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")
+    return dict[str, dict[str, Any]](yaml.safe_load(text))
+
+
+def _names_by_last_part() -> dict[str, list[str]]:
     everywhere: dict[str, list[str]] = {}
     for name in _names():
         everywhere.setdefault(name.rpartition(".")[2], []).append(name)
-    other = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
+    return everywhere
+
+
+def keys_called(last: str) -> list[str]:
+    """The dotted keys that a name without its section means, also as other programs call them."""
+    meant = _other_names()["aliases"].get(last, _names_by_last_part().get(last, []))
+    return [meant] if isinstance(meant, str) else list(meant)
+
+
+def suggest_key(unknown: str) -> str:
+    """What the writer of the dotted key `unknown` may have meant, as the end of a sentence."""
+    section, _, last = unknown.rpartition(".")
+    other, everywhere = _other_names(), _names_by_last_part()
     if unknown in other["renamed"]:
         return f"it is now called {other['renamed'][unknown]}"
     if unknown.startswith("model.layers["):  # as messages name the key of a layer
         return "model.layers is set as a whole: model.layers=[...]"
-    meant = [other["aliases"][last]] if last in other["aliases"] else everywhere.get(last)
+    meant = keys_called(last) or None
     if meant is None and (near := difflib.get_close_matches(last, keys_of(section), n=1)):
         meant = [f"{section}.{near[0]}".lstrip(".")]
     if meant is None and (near := difflib.get_close_matches(unknown, other["renamed"], n=1, cutoff=0.8)):
@@ -90,6 +106,16 @@ def suggest_key(unknown: str) -> str:
     if meant is None and (near := difflib.get_close_matches(last, everywhere, n=1, cutoff=0.7)):
         meant = everywhere[near[0]]
     return f"did you mean {' or '.join(meant)}?" if meant else f"the keys here are {', '.join(keys_of(section))}"
+
+
+def suggest_mapping(name: str, given: SourceValue) -> str:
+    """How a mapping is written of which only the key that chooses is given, as in optimizer=ng-sgd; else nothing."""
+    choosers = {section: chooser for section, (chooser, _) in VARIANTS.items()} | {"init": "model"}
+    if name not in choosers or not isinstance(given.value, str):
+        return ""
+    as_setting = f"{name}.{choosers[name]}={given.value}"
+    as_line = f"{name}: {{{choosers[name]}: {given.value}}}"
+    return f"; write {as_setting if given.source.startswith('--set') else as_line}"
 
 
 def recipe_reference() -> str:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ddnn.recipe import source
-from ddnn.recipe.keys import REQUIRED, keys, keys_of, read_layers, sections, suggest_key
+from ddnn.recipe.keys import REQUIRED, keys, keys_of, read_layers, sections, suggest_key, suggest_mapping
 from ddnn.recipe.layers import (
     AffineLayerConfig,
     LayerConfig,
@@ -96,7 +96,10 @@ def load_recipe(
         tree.refuse(f"{PIPES}: true counts only {where}; {hint}", pipes.source)
     recipe = _build_read(path, tree, files, {*keys()} - {*OUTPUT_PATHS, *may_be_gone} if must_exist else (), note)
     if recipe is None or tree.problems:
-        raise RecipeError(source.listed(tree.problems, "problems in the recipe", source.MOST_PROBLEMS), location=path)
+        problems = [problem.text if problem.source == str(path) else problem for problem in tree.problems]
+        hint = None if source.exists(path) else source.similar_file(path)
+        message = source.listed(problems, "problems in the recipe", source.MOST_PROBLEMS)
+        raise RecipeError(message, location=path, hint=hint)
     return recipe
 
 
@@ -371,7 +374,8 @@ def _refuse(name: str, kind: str, sound: Mapping[str, SourceValue], path: Path, 
         tree.refuse(text, sound[name].source, unread_keys=(name,))
     elif name in sound:
         given = sound[name]
-        tree.refuse(f"{name}: {source.format_value(given.value)} found, expected {key.expects}", given.source)
+        text = f"{name}: {source.format_value(given.value)} found, expected {key.expects}"
+        tree.refuse(text + suggest_mapping(name, given), given.source)
 
 
 def _known(tree: SourceTree) -> dict[str, SourceValue]:
@@ -385,7 +389,7 @@ def _known(tree: SourceTree) -> dict[str, SourceValue]:
         elif name in sections():
             if given.value is not None and given.value != {}:
                 text = f"{name}: {source.format_value(given.value)} found, expected a mapping of {', '.join(keys_of(name))}"
-                tree.refuse(text, given.source)
+                tree.refuse(text + suggest_mapping(name, given), given.source)
         else:
             parts = name.split(".")
             prefixes = (".".join(parts[: n + 1]) for n in range(len(parts)))

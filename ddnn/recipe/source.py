@@ -117,6 +117,13 @@ def shipped_fragments() -> list[str]:
 exists = os.path.exists  # False too where one may not look, or where no file can have such a name: Path.exists raises
 
 
+def similar_file(path: Path) -> str:
+    """The hint where there is no such recipe: the file of its folder that has the most similar name."""
+    names = [file.name for pattern in ("*.yaml", "*.yml") for file in path.parent.glob(pattern)]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.parent / near[0]}?" if near else "name a recipe, a YAML file as in docs/recipe.md"
+
+
 def find_path(text: str, folder: Path, must_exist: bool) -> Path | str:
     """The absolute path that a recipe's path means, or what is wrong with it."""
     if not text or "\0" in text:

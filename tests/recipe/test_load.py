@@ -243,7 +243,7 @@ def test_numbers_and_switches_as_people_write_them(folder: Path) -> None:
 def test_files_that_are_not_recipes(folder: Path, text: str | bytes, said: str, place: str) -> None:
     found = one_problem(folder, text)
     assert said in found
-    assert found.endswith(f"[{folder / 'r.yaml'}{', ' * bool(place)}{place}]")
+    assert found.endswith(f"[{folder / 'r.yaml'}, {place}]") if place else str(folder) not in found
 
 
 def test_unreadable_files(folder: Path) -> None:
@@ -517,6 +517,24 @@ def test_a_setting_replaces_a_choice_of_the_file(
     assert chosen == load(folder, DATA + text, *settings_, *nulls), "as if they had been set to null by hand"
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("optimizer", "ng-sgd", "optimizer.name=ng-sgd"),
+        ("schedule", "newbob", "schedule.name=newbob"),
+        ("init", "exp/dnn", "init.model=exp/dnn"),
+    ],
+)
+def test_the_choice_alone_in_place_of_its_mapping(folder: Path, key: str, value: str, meant: str) -> None:
+    section, chooser = meant.partition("=")[0].split(".")
+    assert f"; write {meant}  [--set" in one_problem(folder, DATA, f"{key}={value}")
+    assert f"; write {section}: {{{chooser}: {value}}}  [" in one_problem(folder, f"{DATA}{key}: {value}\n")
+
+
+def test_a_number_of_epochs_without_its_section(folder: Path) -> None:
+    assert "did you mean schedule.max_epochs or schedule.epochs?" in one_problem(folder, DATA, "epochs=3")
+
+
 def test_a_setting_replaces_the_way_to_hold_out(folder: Path) -> None:
     held_out = "data: {train: train, alignments: ali, cv: {%s}}"
     for first, key, value in (
@@ -621,7 +639,12 @@ def test_special_floats_are_numbers() -> None:
 
 def test_other_names_lead_to_keys() -> None:
     names = yaml.safe_load((Path(source.__file__).with_name("other_names.yaml")).read_text())
-    offered = {key for table in names.values() for key in table.values()}
+    offered = {
+        key
+        for table in names.values()
+        for value in table.values()
+        for key in ([value] if isinstance(value, str) else value)
+    }
     assert offered <= set(keys())
     assert not set(names["renamed"]) & set(keys())
 
