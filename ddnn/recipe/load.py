@@ -97,9 +97,9 @@ def load_recipe(
     recipe = _build_read(path, tree, files, {*keys()} - {*OUTPUT_PATHS, *may_be_gone} if must_exist else (), note)
     if recipe is None or tree.problems:
         problems = [problem.text if problem.source == str(path) else problem for problem in tree.problems]
-        hint = None if source.exists(path) else source.similar_file(path)
+        similar = None if source.exists(path) else source.similar_file(path)
         message = source.listed(problems, "problems in the recipe", source.MOST_PROBLEMS)
-        raise RecipeError(message, location=path, hint=hint)
+        raise RecipeError(message, location=path, hint=similar)
     return recipe
 
 
