@@ -339,12 +339,24 @@ def exp(job: Job, trained: Path) -> Path:
     for name in ("dnn", "other"):
         shutil.copytree(trained, job.root / "exp" / name)
     (job.root / "exp" / "empty").mkdir()
+    (job.root / "wavs").mkdir()
+    (job.root / "wavs/wav.scp").touch()
     return job.root / "exp"
 
 
 WRONG_PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "no run dir": ("{} exp/none --data data --alignments ali", ("no such run dir", "location: exp/none")),
     "a file in place of a run dir": ("{} recipe.yaml --data data --alignments ali", ("no such run dir",)),
+    "a file of a run dir": (
+        "{} exp/dnn/final.safetensors --data data --alignments ali",
+        ("no such run dir", "name its directory: exp/dnn"),
+    ),
+    "metrics in place of a run dir": ("report exp/dnn/metrics.jsonl --no-plots", ("name its directory: exp/dnn",)),
+    "status of a data dir": ("status data", ("there is no run dir", "ddnn info says what a path is")),
+    "a data dir without features": (
+        "{} exp/dnn --data wavs --alignments ali",
+        ("there is a wav.scp, but no feats.scp", "make features first"),
+    ),
     "a folder of run dirs": (
         "{} exp --data data --alignments ali",
         ("no final.safetensors", "name a run dir in it, such as exp/dnn, exp/other"),

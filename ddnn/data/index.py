@@ -286,7 +286,7 @@ def hold_out_speakers(index: UtteranceIndex, path: Path) -> tuple[list[int], lis
         listed = set(read_bytes_limited(path, MAX_LIST_BYTES).decode("utf-8").split())
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the list of cross-validation speakers: {error}", location=path) from error
-    known = set(_speakers(index))
+    known = set(_speakers(index, "give data.cv.utterances in place of data.cv.speakers"))
     if unknown := sorted(listed - known):
         message = f"{len(unknown)} of {len(listed)} listed speakers are not in the data: {', '.join(unknown[:5])}"
         hint = f"list speakers of the training data, such as {', '.join(sorted(known)[:3])}"
@@ -370,10 +370,10 @@ def is_close(found: float, wanted: float) -> bool:
     return 1 / FRACTION_TOLERANCE <= found / wanted <= FRACTION_TOLERANCE
 
 
-def _speakers(index: UtteranceIndex) -> tuple[str, ...]:
+def _speakers(index: UtteranceIndex, otherwise: str = "set data.cv.by: utterance") -> tuple[str, ...]:
     if index.speakers is None:
         message = "the training data has no utt2spk; it is needed to hold out speakers for cross-validation"
-        hint = "write utt2spk, set data.cv.by: utterance, or give data.cv.data and data.cv.alignments"
+        hint = f"write utt2spk, {otherwise}, or give data.cv.data and data.cv.alignments"
         raise DataError(message, hint=hint)
     return index.speakers
 

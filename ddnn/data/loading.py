@@ -246,8 +246,15 @@ class FeatureLoader:
         size, seconds = 4e-9 * self.rows * self.spec.width, time.perf_counter() - started
         log.log(
             logging.INFO if seconds > 1 or self.processes > 1 else logging.DEBUG,
-            "%s: loaded %.2f GB of float32 in %.1f s by %d process(es), %.2f GB/s",
-            *(self.index.directory.path, size, seconds, self.processes, size / max(seconds, 1e-9)),
+            "%s: loaded %.2f GB of float32 in %.1f s by %d process%s, %.2f GB/s",
+            *(
+                self.index.directory.path,
+                size,
+                seconds,
+                self.processes,
+                "es" * (self.processes > 1),
+                size / max(seconds, 1e-9),
+            ),
         )
         return results
 

@@ -140,7 +140,7 @@ def require_host_memory(
             raise DataError(message, location=key or location, hint=hint)
         if comm.rank == 0:
             scarce = needed > WARN_FRACTION * available
-            log.log(logging.WARNING if scarce else level, "memory%s: %s", " is scarce" * scarce, message)
+            log.log(logging.WARNING if scarce else level, "%s%s", "memory is scarce: " * scarce, message)
 
 
 def _memory_hint(estimate: Estimate, workers: int, available: int) -> tuple[str | None, str]:
@@ -414,7 +414,7 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
     train, cv, train_shards, cv_shards = plan.train, plan.cv, plan.train_shards, plan.cv_shards
     if comm.world_size > 1:
         sizes = [int(index.num_frames[shard].sum()) for shard in train_shards]
-        log.info("shards of %d to %d frames for %d workers", min(sizes), max(sizes), comm.world_size)
+        log.info("shards of %s to %s frames for %d workers", f"{min(sizes):,}", f"{max(sizes):,}", comm.world_size)
     shards = [sorted(a + b) for a, b in zip(train_shards, cv_shards, strict=True)]
     dataset = _load(config, source, shards[comm.rank], device, comm)
     train_frames = dataset.subset(local_positions(shards[comm.rank], train))

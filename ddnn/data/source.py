@@ -120,8 +120,7 @@ def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicato
     together."""
     parts = tuple(_open_named(corpus, config, comm, several=len(corpora) > 1) for corpus in corpora)
     for part in parts:
-        figures = len(part.index.entries), part.index.num_frames.sum(), config.features.width(part.index.dim)
-        log.info("%s: %d utterances, %d frames of %d dims", part.corpus.data, *figures)
+        log.info("%s: %s of %d dims", part.corpus.data, part.index.size(), config.features.width(part.index.dim))
     _check_fit_together(parts)
     return DataSource(parts, join([part.index for part in parts]), config)
 

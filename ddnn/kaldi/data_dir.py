@@ -48,6 +48,9 @@ def read_data_dir(path: Path, *, allow_pipes: bool = False) -> DataDir:
     if inside:
         message = f"there is no feats.scp; data dirs in it are {', '.join(inside[:5])}"
         raise DataError(message, location=path, hint=f"name one of them, such as {path / inside[0]}")
+    if (path / "wav.scp").exists() and not (path / "feats.scp").exists():
+        hint = "make features first, with Kaldi's steps/make_mfcc.sh or steps/make_fbank.sh"
+        raise DataError("there is a wav.scp, but no feats.scp", location=path, hint=hint)
     entries = tuple(read_scp(path / "feats.scp", allow_pipes=allow_pipes))
     speakers = None
     if (path / "utt2spk").exists():

@@ -168,7 +168,8 @@ def read_fst(path: Path) -> Fst:
         check_fst(fst)
     except OSError as error:
         message = f"cannot read the FST {path.name}: {error.strerror}"
-        raise DataError(message, location=path, hint="check the path") from error
+        hint = f"name its directory: {path.parent.parent}" if path.parent.is_file() else "check the path"
+        raise DataError(message, location=path, hint=hint) from error
     except DataError as error:
         raise DataError(error.message, location=path, hint=error.hint) from error
     return fst

@@ -195,7 +195,7 @@ def describe(recipe: Recipe) -> str:
     return (
         f"{recipe.model.summary()}, init {recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch}, "
         f"{recipe.schedule.name} from {learning_rate:g} (times the gradient summed over a minibatch, "
-        f"{learning_rate * first:g} on its mean), {recipe.parallel.workers} worker(s)"
+        f"{learning_rate * first:g} on its mean), {plural(recipe.parallel.workers, 'worker')}"
     )
 
 
@@ -389,9 +389,9 @@ def start_row(trainer: Trainer, data: TrainingData) -> StartRow:
     comm, scale = trainer.comm, trainer.averager.lr_scale
     train_frames, cv_frames = map(sum, zip(*comm.all_gather_object([len(data.train), len(data.cv)]), strict=True))
     log.info(
-        "%d parameters, %d training frames, %d cross-validation frames; learning rates%s multiply the gradient summed "
+        "%s parameters, %s training frames, %s cross-validation frames; learning rates%s multiply the gradient summed "
         "over %d frames%s",
-        *(trainer.model.network.num_parameters, train_frames, cv_frames),
+        *(f"{number:,}" for number in (trainer.model.network.num_parameters, train_frames, cv_frames)),
         f" times {scale:g}" if scale > 1 else "",
         *(trainer.minibatch_size, " of each worker" if comm.world_size > 1 else ""),
     )

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import append_bytes, open_for_append, read_bytes_limited, require_kind
-from ddnn.util.text import duration, printable
+from ddnn.util.text import duration, plural, printable
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +87,11 @@ class _Figures(MetricsRow):
         loss, accuracy, rate = (math.nan if x is None else x for x in figures)
         own, precision = self.schedule_learning_rate, "  bf16" * (self.precision == "bf16")
         scaled = f" ({rate / own:.6g} x {own:.6g})" if own and own != rate else ""
+        # At the initial network's cross-validation none has been applied.
+        applied = "" if (self.epoch, name) == (0, "cv") else f"learning rate {rate:.6g}{scaled}  "
         return (
             f"epoch {self.epoch:2d} {name:<6} loss {format_loss(loss)}  frame accuracy {100 * accuracy:5.2f} %  "
-            f"learning rate {rate:.6g}{scaled}  {self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
-            f"{precision}"
+            f"{applied}{self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s{precision}"
         )
 
 
@@ -121,9 +122,8 @@ class StartRow(MetricsRow):
     def as_text(self) -> str:
         if self.baseline_loss is None or self.baseline_frame_accuracy is None:
             return ""
-        loss = f"loss {self.baseline_loss:.4f} by the relative frequencies of the pdfs"
-        accuracy = f"frame accuracy {100 * self.baseline_frame_accuracy:.2f} % by the most frequent one"
-        return f"cross-validation without looking at the input: {loss}, {accuracy}"
+        accuracy = f"CV frame accuracy {100 * self.baseline_frame_accuracy:.2f} % (most frequent pdf)"
+        return f"baselines: CV loss {self.baseline_loss:.4f} (pdf priors), {accuracy}"
 
 
 MUCH_HIGHER = 1.02
@@ -209,7 +209,7 @@ class WorkerRow(MetricsRow):
             return ""
         return (
             f"epoch {self.epoch:2d} worker {self.rank} on {printable(self.host, '')} was excluded from "
-            f"{self.excluded_averagings} averaging(s): its model was not finite"
+            f"{plural(self.excluded_averagings, 'averaging')}: its model was not finite"
         )
 
 
@@ -229,7 +229,7 @@ class EventRow(MetricsRow):
 
     def as_text(self) -> str:
         if self.event == "resumed":
-            return f"resumed after {_place(self.epoch, self.minibatch)} with {self.world_size} worker(s)"
+            return f"resumed after {_place(self.epoch, self.minibatch)} with {plural(self.world_size, 'worker')}"
         text = f"restart {self.number} after {_place(self.epoch, self.minibatch)}: {printable(self.reason, '')}"
         if self.died_epoch is None:
             return text

@@ -21,6 +21,7 @@ from ddnn.recipe.source import first_error
 from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.training.state import CheckpointMetadata, LoadedCheckpoint
 from ddnn.util.errors import DataError
+from ddnn.util.text import plural
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,9 @@ def load_latest(store: CheckpointStore, recipe: Recipe, comm: Communicator) -> L
     log.info("resumed from checkpoint %d: %s", handle.number, metadata.summary())
     if not bitwise and comm.rank == 0:
         log.warning(
-            "the checkpoint is of %d worker(s), %d resume: from the mean of the workers' models, without momentum; "
+            "the checkpoint is of %s, and %d resume: from the mean of the workers' models, without momentum; "
             "frames are distributed again, so that of an epoch under way some are seen twice and some not at all",
-            *(handle.world_size, comm.world_size),
+            *(plural(handle.world_size, "worker"), comm.world_size),
         )
     return LoadedCheckpoint(metadata, handle.global_state, _rank_state(handle, comm), bitwise, handle.path)
 

@@ -406,7 +406,7 @@ class _RunLog(logging.FileHandler):
 def load_run(path: Path) -> AcousticModel:
     """The final model of a run directory; DataError if there is none (yet), or a damaged one."""
     if not path.is_dir():
-        raise DataError("there is no such run dir", location=path, hint="name the --run-dir of a finished training")
+        raise DataError("there is no such run dir", location=path, hint=run_status.run_dir_hint(path))
     if not (path / FINAL).exists() and (path / RECIPE).exists():
         run_status.refuse_pretraining(path)
         status = run_status.known_status(path)

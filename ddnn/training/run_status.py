@@ -217,9 +217,16 @@ def in_progress(run_dir: Path) -> UserError:
 
 
 def run_dir_hint(path: Path, name: str = RECIPE) -> str:
-    """The hint where this is no run dir: those in it, if it is a folder of run dirs, which have a file of this name."""
+    """The hint where this is no run dir: its directory, if it is a file; those in it, if it is a folder of run dirs,
+    which have a file of this name."""
+    if path.is_file():
+        return f"name its directory: {path.parent}"
     inside = ", ".join(str(file.parent) for file in sorted(path.glob(f"*/{name}"))[:3])
-    return f"name a run dir in it, such as {inside}" if inside else "name the --run-dir of a training"
+    return (
+        f"name a run dir in it, such as {inside}"
+        if inside
+        else "name the --run-dir of a training; ddnn info says what a path is"
+    )
 
 
 def check_run_dir(

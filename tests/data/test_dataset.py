@@ -331,5 +331,10 @@ def test_speakers_are_needed_to_hold_some_out(tmp_path: Path) -> None:
     data = write_data_dir(tmp_path / "data", features)
     (data / "utt2spk").unlink()
     corpus = load_all(data, read_alignments(write_pdfs(tmp_path / "p", labels)))
-    with pytest.raises(DataError, match="no utt2spk"):
+    with pytest.raises(DataError, match="no utt2spk") as caught:
         hold_out_fraction(corpus, 0.1, seed=1)
+    assert "data.cv.by: utterance" in str(caught.value)
+    (tmp_path / "speakers").write_text("spk0\n")
+    with pytest.raises(DataError, match=r"in place of data\.cv\.speakers") as caught:
+        hold_out_speakers(corpus, tmp_path / "speakers")
+    assert "data.cv.by" not in str(caught.value), "which is for a fraction"

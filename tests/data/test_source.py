@@ -323,7 +323,7 @@ def test_a_resume_names_the_corpus_that_has_changed(
         (["data.cv.fraction=null", "data.cv.data=[{data},{data}]", "data.cv.alignments={ali}"], "data.cv.alignments: 1 found, but data.cv.data names 2"),
         (["data.cv.fraction=null", "data.cv.speakers={data}", "data.cv.by=utterance"], "data.cv.by: utterance found, but"),
         (["data.cv.by=word"], "data.cv.by: the text 'word' found, expected speaker or utterance"),
-        (["data.cv.utterances={data}"], "data.cv.fraction: given together with data.cv.utterances"),
+        (["data.cv.fraction=0.2", "data.cv.utterances={data}"], "data.cv.fraction: given together with data.cv.utterances"),
     ],
 )  # fmt: skip
 def test_recipes_of_several_corpora_are_checked(tmp_path: Path, settings: list[str], said: str) -> None:

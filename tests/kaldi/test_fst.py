@@ -71,6 +71,13 @@ def test_kaldis_graphs(an4: Path) -> None:
     assert set(np.unique(fst.arcs["olabel"]).tolist()) <= set(symbols)
 
 
+def test_a_file_in_place_of_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "HCLG.fst").touch()
+    with pytest.raises(DataError, match="name its directory") as caught:
+        read_fst(tmp_path / "HCLG.fst" / "HCLG.fst")
+    assert caught.value.hint == f"name its directory: {tmp_path}"
+
+
 def test_aligned_const_file(tmp_path: Path) -> None:
     fst = random_fst(np.random.default_rng(2), 7, 9)
     plain = bytearray(fst_bytes(fst, "const"))

@@ -157,7 +157,7 @@ def test_events(tmp_path: Path) -> None:
     further = restarted.model_copy(update={"number": 2, "died_epoch": 3, "died_minibatch": 55})
     path.write_text(lines(*(row.model_dump() for row in (resumed, resumed, restarted, further))))
     assert [event.as_text() for event in read_metrics(path).events[1:]] == [
-        "resumed after epoch 2 and 30 minibatches with 4 worker(s)",
+        "resumed after epoch 2 and 30 minibatches with 4 workers",
         "restart 1 after epoch 2 and 40 minibatches: worker 3 died\\x1b",
         "restart 2 after epoch 2 and 40 minibatches: worker 3 died\\x1b; the job had been after epoch 3 and 55 minibatches",
     ]

@@ -82,7 +82,9 @@ def test_each_start_records_the_baseline(tmp_path: Path, run_cli: RunCli) -> Non
     assert start.baseline_loss is not None and start.baseline_frame_accuracy is not None
     # Three pdfs, about equally frequent.
     assert 1.0 < start.baseline_loss < 1.3 and 0.2 < start.baseline_frame_accuracy < 0.6
-    assert f"without looking at the input: loss {start.baseline_loss:.4f} by" in (job.run / "train.log").read_text()
+    assert f"baselines: CV loss {start.baseline_loss:.4f} (pdf priors), CV frame" in (job.run / "train.log").read_text()
+    rows = [line for line in (job.run / "train.log").read_text().splitlines() if " cv     loss " in line]
+    assert "learning rate" not in rows[0] and all("  learning rate 0." in row for row in rows[1:]), "none was applied"
 
 
 class ScriptedTrainer:
