@@ -22,7 +22,7 @@ BUDGETS = {
     "longest file": 600,
     "longest function": 55,
     "most imports of ddnn in a file": 34,
-    "modules with one importer": 18,
+    "modules with one importer": 19,
     "modules that training.trainer imports, directly or not": 58,
 }
 """What the code may be at most. A number may only be lowered; a new feature that needs more raises it in its own commit,

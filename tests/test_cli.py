@@ -183,7 +183,7 @@ def test_a_recipe_that_does_not_exist_is_named_once_with_the_nearest(run: Run, r
 def test_dry_run_prints_the_resolved_recipe_and_trains_nothing(run: Run, called: Any, recipe: Path) -> None:
     shown = {
         "describe": lambda recipe: "a small network",
-        "describe_data": lambda recipe, kind, trained: [f"{kind} data", "m\x1b"],
+        "describe_data": lambda recipe, kind, device, trained: [f"{kind} data", "m\x1b"],
     }
     calls = called("ddnn.training.job", "run_training", **shown)
     code, out, _ = run("train", recipe, "--set", "schedule.initial_learning_rate=0.5", "--set", "seed=7", "--dry-run")

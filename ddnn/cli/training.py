@@ -127,15 +127,9 @@ def _start(
         run_dir = run_dir or (recipe if resume != "no" and recipe.is_dir() else default)
         echo(submit(kind, recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume).text)
     elif dry_run:
-        from ddnn.recipe.load import dump_recipe, load_recipe
-        from ddnn.training.initial_model import with_initial_model
-        from ddnn.training.job import describe, describe_data
+        from ddnn.training import start
 
-        settings += () if workers is None else (f"parallel.workers={workers}",)
-        loaded = load_recipe(recipe, settings, must_exist=not no_data)
-        loaded, trained = (loaded, None) if no_data else with_initial_model(loaded)
-        lines = [describe(loaded), *([] if no_data else describe_data(loaded, kind, trained))]
-        echo("".join(f"# {printable(line, '')}\n" for line in lines) + dump_recipe(loaded), nl=False)
+        echo(start.dry_run(kind, recipe, run_dir, settings, workers, device, resume, no_data), nl=False)
     elif kind == "training":
         from ddnn.training.start import start_training
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -123,6 +123,12 @@ def require_host_memory(
     `estimate`: of this worker, without what it has already taken. `location`: the data, for the message. DataError: a
     host does not have it. Above 80 % of what it has is a warning, else it is logged at `level`."""
     everyone = comm.all_gather_object([comm.host, dict(estimate), available_memory()])
+    check_host_memory(everyone, location, level if comm.rank == 0 else None)
+
+
+def check_host_memory(everyone: Sequence[Sequence[Any]], location: str | PathLike[str], level: int | None) -> None:
+    """As `require_host_memory`. `everyone`: of each worker its host, estimate, and what is available there. `level`:
+    None to log nothing."""
     for host in dict.fromkeys(str(one[0]) for one in everyone):
         here = [one for one in everyone if one[0] == host]
         known = [int(one[2]) for one in here if one[2] is not None]
@@ -138,7 +144,7 @@ def require_host_memory(
         if needed > available:
             key, hint = _memory_hint(here[0][1], len(here), available)
             raise DataError(message, location=key or location, hint=hint)
-        if comm.rank == 0:
+        if level is not None:
             scarce = needed > WARN_FRACTION * available
             log.log(logging.WARNING if scarce else level, "%s%s", "memory is scarce: " * scarce, message)
 

@@ -159,6 +159,7 @@ def _described_layers(recipe: Recipe, model: AcousticModel) -> dict[str, Any]:
 def check_initial_model(recipe: Recipe, trained: AcousticModel | None, source: DataSource) -> None:
     """DataError where `trained`, the network of `init.model`, or the DBN that the recipe names does not fit its shape or
     the data, which is known from headers."""
+    warn_of_random_frozen_layers(recipe)
     if trained is not None and isinstance(recipe.init, TrainedModelConfig):
         _check_trained(recipe.init, trained, source)
     elif recipe.init == "rbm" and recipe.pretrain.dbn is not None:
@@ -180,6 +181,22 @@ def _check_trained(init: TrainedModelConfig, model: AcousticModel, source: DataS
         check_same_tree(tree, model.transition_digest, Path(alignments), network)
     except DataError as error:
         raise DataError(error.message, location=alignments, hint=hint) from error
+
+
+def warn_of_random_frozen_layers(recipe: Recipe) -> None:
+    """A warning where `model.freeze` names layers whose initial parameters are random, which nothing then trains."""
+    output = sum(recipe.model.layer_counts())
+    new_output = recipe.init == "rbm" or (
+        isinstance(recipe.init, TrainedModelConfig) and recipe.init.output_layer == "random"
+    )
+    random = {
+        number for number in recipe.model.freeze or () if recipe.init == "random" or (new_output and number == output)
+    }
+    if random:
+        message = (
+            "model.freeze: layer %s keeps its random initial parameters (init: %s); freeze layers of RBMs or of a "
+        )
+        log.warning(f"{message}trained network (init.model)", ", ".join(map(str, sorted(random))), recipe.init)
 
 
 LEAST_CORRELATION = 0.2
@@ -236,6 +253,8 @@ def initial_model(
 ) -> AcousticModel:
     """The model that training starts from, on the CPU: random, or on the DBN that was trained or that the recipe names,
     or `trained`, that of `init.model`. Collective."""
+    if comm.rank == 0:
+        warn_of_random_frozen_layers(recipe)
     if trained is not None and isinstance(recipe.init, TrainedModelConfig):
         if comm.rank == 0:
             warn_of_known_utterances(recipe, data.source, data.cv_source, data.cv_utterances())

@@ -25,7 +25,10 @@ from ddnn.data.batches import ShuffledSampler, make_batch_loader
 from ddnn.data.index import fraction_of
 from ddnn.data.pipeline import (
     DataIdentity,
+    DataPlan,
     TrainingData,
+    TrainingFootprint,
+    check_host_memory,
     describe_bytes,
     plan_data,
     require_minibatch,
@@ -55,7 +58,7 @@ from ddnn.training.initial_model import (
     with_initial_model,
 )
 from ddnn.training.metrics import EndReason, EventRow, MetricsRow, StartRow, read_metrics
-from ddnn.training.network_layers import frozen_layers, network_layers
+from ddnn.training.network_layers import describe_parameters, frozen_layers, network_layers
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
 from ddnn.training.run_dir import RunDir, open_run_dir
@@ -65,7 +68,14 @@ from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import Trainer, train
 from ddnn.util.errors import DivergedError, RecipeError, UserError
 from ddnn.util.progress import only_first_worker_shows
-from ddnn.util.system import check_devices, choose_device, compute_resources, compute_units, device_identity
+from ddnn.util.system import (
+    available_memory,
+    check_devices,
+    choose_device,
+    compute_resources,
+    compute_units,
+    device_identity,
+)
 from ddnn.util.text import duration, plural, terminal_level
 
 log = logging.getLogger(__name__)
@@ -199,10 +209,10 @@ def describe(recipe: Recipe) -> str:
     )
 
 
-def describe_data(recipe: Recipe, kind: Kind, trained: AcousticModel | None = None) -> list[str]:
+def describe_data(recipe: Recipe, kind: Kind, device: str, trained: AcousticModel | None = None) -> list[str]:
     """What a recipe would read and hold out, and the network and memory that this makes, in a line each; from tables and
     headers, writing nothing. `trained`: the network of `init.model`. UserError: what the training would refuse before
-    it reads features."""
+    it reads features, on this machine and with as many workers on it."""
     options.check_packages(recipe)
     workers, sizes = recipe.parallel.workers, options.minibatch_sizes(recipe)
     config = options.data_config(recipe, workers, held_out=kind == "training")
@@ -238,19 +248,28 @@ def describe_data(recipe: Recipe, kind: Kind, trained: AcousticModel | None = No
         held_out = f"{index.subset(plan.cv).size()}, {100 * fraction_of(index, plan.cv):.1f} % of the frames"
         shared = speakers_in_both(index, plan.train, plan.cv)
         lines.append(f"cross-validation: {held_out}" + f"; {shared} also trained on" * bool(shared))
-    footprint, train_frames = config.footprint(input_dim, index.num_pdfs), int(index.num_frames[plan.train].sum())
-    shards = [sorted(a + b) for a, b in zip(plan.train_shards, plan.cv_shards, strict=True)]
-    loaded = source.memory(max(shards, key=lambda shard: index.num_frames[shard].sum()), mapped=False)
-    parts = {**loaded, **footprint.on_host("cpu")}
-    network = describe_sizes(network_layers(recipe, input_dim, index.num_pdfs))
-    needed = ", ".join(f"{part} {describe_bytes(size)}" for part, size in parts.items())
-    on_gpu = describe_bytes(sum(loaded.values()) + footprint.on_gpu())
+    layers, minibatches = network_layers(recipe, input_dim, index.num_pdfs), sizes.start * workers
     return [
         *lines,
-        f"network: {network}, {footprint.num_parameters:,} parameters; about "
-        f"{train_frames // (sizes.start * workers)} minibatches an epoch for each worker",
-        f"memory of each worker: about {describe_bytes(sum(parts.values()))} on a CPU ({needed}), {on_gpu} on a GPU",
+        f"network: {describe_sizes(layers)}, {describe_parameters(recipe, layers)}; about "
+        f"{int(index.num_frames[plan.train].sum()) // minibatches} minibatches an epoch for each worker",
+        _describe_memory(plan, config.footprint(input_dim, index.num_pdfs), device),
     ]
+
+
+def _describe_memory(plan: DataPlan, footprint: TrainingFootprint, device: str) -> str:
+    """What each worker would need. DataError where all of them together would be refused on this machine."""
+    source, host, available = plan.source, SingleProcess().host, available_memory()
+    shards = [sorted(a + b) for a, b in zip(plan.train_shards, plan.cv_shards, strict=True)]
+    place = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    own = footprint.on_host(place)
+    everyone = [[host, {**source.memory(shard, mapped=False), **own}, available] for shard in shards]
+    check_host_memory(everyone, source.data, logging.DEBUG)
+    loaded = source.memory(max(shards, key=lambda shard: source.index.num_frames[shard].sum()), mapped=False)
+    parts = {**loaded, **footprint.on_host("cpu")}
+    needed = ", ".join(f"{part} {describe_bytes(size)}" for part, size in parts.items())
+    on_gpu = describe_bytes(sum(loaded.values()) + footprint.on_gpu())
+    return f"memory of each worker: about {describe_bytes(sum(parts.values()))} on a CPU ({needed}), {on_gpu} on a GPU"
 
 
 def assign_device(recipe: Recipe, device: str, comm: Communicator) -> torch.device:
@@ -312,7 +331,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     # Only now: a resume that is refused changes nothing.
     run.write_recipe(dump_recipe(recipe.model_copy(update={"precision": trainer.precision})))
     trainer.baseline = baseline_result(data.train, data.cv, data.index.num_pdfs, comm)
-    run.record(start_row(trainer, data))
+    run.record(start_row(trainer, data, describe_parameters(recipe, network.layers)))
     progress, epochs = trainer.progress, trainer.schedule.max_epochs
     run.set_status(
         phase="training", epoch=progress.epoch, minibatch=progress.minibatch, max_epochs=epochs, rbm=None, num_rbms=None
@@ -384,14 +403,14 @@ def assemble_trainer(
     return trainer
 
 
-def start_row(trainer: Trainer, data: TrainingData) -> StartRow:
-    """What this start of the training found, which is also logged. Collective."""
+def start_row(trainer: Trainer, data: TrainingData, parameters: str) -> StartRow:
+    """What this start of the training found, which is also logged, as the `parameters` in words. Collective."""
     comm, scale = trainer.comm, trainer.averager.lr_scale
     train_frames, cv_frames = map(sum, zip(*comm.all_gather_object([len(data.train), len(data.cv)]), strict=True))
     log.info(
-        "%s parameters, %s training frames, %s cross-validation frames; learning rates%s multiply the gradient summed "
+        "%s; %s training frames, %s cross-validation frames; learning rates%s multiply the gradient summed "
         "over %d frames%s",
-        *(f"{number:,}" for number in (trainer.model.network.num_parameters, train_frames, cv_frames)),
+        *(parameters, f"{train_frames:,}", f"{cv_frames:,}"),
         f" times {scale:g}" if scale > 1 else "",
         *(trainer.minibatch_size, " of each worker" if comm.world_size > 1 else ""),
     )

@@ -29,6 +29,7 @@ from ddnn.nn.layers import (
     check_layers,
     layer_from_config,
     mlp_layers,
+    num_parameters,
 )
 from ddnn.recipe.layers import (
     MOST_REPEATS,
@@ -71,6 +72,16 @@ def frozen_layers(recipe: Recipe, layers: Sequence[Layer]) -> frozenset[int]:
     made = [*hidden_layers(recipe, layers[0].input_dim), layers[-1:]]
     counted = [number for number, parts in enumerate(made) for _ in parts]
     return frozenset(i for i, number in enumerate(counted) if number in numbers)
+
+
+def describe_parameters(recipe: Recipe, layers: Sequence[Layer]) -> str:
+    """How many parameters the network has, and how many of them are trained where `model.freeze` names layers."""
+    frozen = frozen_layers(recipe, layers)
+    trained = num_parameters([layer for i, layer in enumerate(layers) if i not in frozen])
+    names = ", ".join(map(str, sorted(recipe.model.freeze or ())))
+    return f"{num_parameters(layers):,} parameters" + f", {trained:,} of them trained (frozen: layer {names})" * bool(
+        frozen
+    )
 
 
 def hidden_layers(recipe: Recipe, input_dim: int) -> Iterator[tuple[Layer, ...]]:

@@ -29,6 +29,7 @@ from ddnn.training.metrics import MetricsRow, read_metrics
 from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
 from ddnn.util.errors import RecipeError, UserError
 from ddnn.util.files import is_locked
+from ddnn.util.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +41,10 @@ def start_training(
     """`ddnn train` of a recipe (to resume, also the run dir, which has its own), on as many workers as it says; what to
     tell where there was nothing to do. `run_dir`: exp/NAME OF THE RECIPE where None. `on_row`: as of `run_training`, in
     this process. UserError: anything that the user has to fix."""
-    location = run_dir or (recipe if recipe.is_dir() and resume != "no" else Path("exp", recipe.stem))
-    trusted = not run_status.is_of_run_dir(recipe, location)
-    recipe = run_status.find_recipe(recipe, location, resume)
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
-    started = resume != "no" and ((location / FINAL).exists() or run_status.newest_checkpoint(location) is not None)
-    gone = ("init.model",) if started else ()
-    loaded = load_recipe(recipe, settings, trusted=trusted, may_be_gone=gone, note=_note())
-    finished = resume != "no" and run_status.is_finished(location)
-    if finished and not makes_longer(loaded, location, settings):
-        return f"{location}: this training has finished: {location / FINAL}"
+    recipe, location, loaded, finished, done = _read_training(recipe, run_dir, settings, resume)
+    if done is not None:
+        return done
     if on_row is not None and loaded.parallel.workers > 1 and not in_mpi_job():
         message = (
             f"on_epoch is called in this process, but {loaded.parallel.workers} workers are processes of their own"
@@ -84,6 +79,50 @@ def start_training(
         run=_Run(location, "training"),
     )
     return None
+
+
+def _read_training(
+    recipe: Path, run_dir: Path | None, settings: Sequence[str], resume: Resume, must_exist: bool = True
+) -> tuple[Path, Path, Recipe, bool, str | None]:
+    """Of `ddnn train` the recipe's file, the run dir, and the recipe; whether a training has finished there, and what to
+    tell where nothing is to be done. Errors as of `start_training`."""
+    location = run_dir or (recipe if recipe.is_dir() and resume != "no" else Path("exp", recipe.stem))
+    trusted = not run_status.is_of_run_dir(recipe, location)
+    recipe = run_status.find_recipe(recipe, location, resume)
+    started = resume != "no" and ((location / FINAL).exists() or run_status.newest_checkpoint(location) is not None)
+    gone = ("init.model",) if started else ()
+    loaded = load_recipe(recipe, settings, must_exist=must_exist, trusted=trusted, may_be_gone=gone, note=_note())
+    finished = resume != "no" and run_status.is_finished(location)
+    longer = finished and makes_longer(loaded, location, settings)
+    done = f"{location}: this training has finished: {location / FINAL}" if finished and not longer else None
+    return recipe, location, loaded, finished, done
+
+
+def dry_run(
+    kind: Kind, recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str,
+    resume: Resume, no_data: bool,
+) -> str:  # fmt: skip
+    """What a training or pretraining would be, and its recipe, resolved; nothing is written. `no_data`: by the recipe
+    alone. Errors as of `start_training`, and what the workers would refuse before they read features."""
+    from ddnn.training.initial_model import with_initial_model
+    from ddnn.training.job import describe, describe_data
+
+    settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
+    trained, lines = None, list[str]()
+    if kind == "pretraining":
+        _, loaded = _read_pretraining(recipe, run_dir, settings, must_exist=not no_data)
+    else:
+        _, location, loaded, finished, done = _read_training(recipe, run_dir, settings, resume, must_exist=not no_data)
+        if done is not None:
+            return f"{printable(done, '')}\n"
+        if resume != "no" and not finished:
+            _check_resume(loaded, location)
+        if resume != "no" and (found := peek_checkpoint(location / CHECKPOINTS, lines.append)) is not None:
+            lines.append(f"resumes {location} from checkpoint {found.to_dict()['where']}")
+        if not no_data:
+            loaded, trained = with_initial_model(loaded, location if resume != "no" else None)
+    lines = [describe(loaded), *lines, *([] if no_data else describe_data(loaded, kind, device, trained))]
+    return "".join(f"# {printable(line, '')}\n" for line in lines) + dump_recipe(loaded)
 
 
 def _note() -> Callable[..., None]:
@@ -133,14 +172,20 @@ def makes_longer(recipe: Recipe, location: Path, settings: Sequence[str]) -> boo
     raise RecipeError(message, location=location, hint=hint)
 
 
+def _read_pretraining(
+    recipe: Path, run_dir: Path | None, settings: Sequence[str], must_exist: bool = True
+) -> tuple[Path, Recipe]:
+    location = run_dir or Path("exp", f"{recipe.stem}-rbm")
+    trusted = not run_status.is_of_run_dir(recipe, location)
+    return location, load_recipe(recipe, settings, must_exist=must_exist, trusted=trusted, note=_note())
+
+
 def start_pretraining(
     recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str
 ) -> None:
     """`ddnn pretrain`, on as many workers as the recipe says; arguments and errors as of `start_training`."""
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
-    location = run_dir or Path("exp", f"{recipe.stem}-rbm")
-    trusted = not run_status.is_of_run_dir(recipe, location)
-    loaded = load_recipe(recipe, settings, trusted=trusted, note=_note())
+    location, loaded = _read_pretraining(recipe, run_dir, settings)
 
     def work(comm: Any) -> None:
         from ddnn.training.job import run_pretraining

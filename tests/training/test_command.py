@@ -401,7 +401,40 @@ def test_dry_run_looks_at_the_data(run_cli: RunCli, tmp_path: Path, monkeypatch:
     assert "cross-validation: " not in pretraining.stdout and "24 utterances" in pretraining.stdout, pretraining.stderr
     trained = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
     log = (job.run / "train.log").read_text()
-    assert trained.exit_code == 0 and "131 parameters, 360 training frames, 120 cross-validation frames" in log
+    assert trained.exit_code == 0 and "131 parameters; 360 training frames, 120 cross-validation frames" in log
+
+
+def test_frozen_layers_are_named(run_cli: RunCli, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = make_job(tmp_path / "job")
+    call = ("train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--set", "model.freeze=[0]")
+    parameters = "131 parameters, 27 of them trained (frozen: layer 0)"
+    warning = "model.freeze: layer 0 keeps its random initial parameters (init: random)"
+    assert parameters in run_cli(*call, "--dry-run").stdout and warning in caplog.text
+    run_cli(*call)
+    log = (job.run / "train.log").read_text()
+    assert parameters in log and warning in log
+    further = f"init={{model: {job.run}, output_layer: %s}}"
+    for layer, output, random in ((0, "keep", False), (0, "random", False), (1, "keep", False), (1, "random", True)):
+        call = ("train", job.recipe, "--dry-run", "--set", f"model.freeze=[{layer}]", "--set", further % output)
+        caplog.clear()
+        assert run_cli(*call).exit_code == 0
+        assert ("random initial parameters" in caplog.text) == random
+
+
+def test_dry_run_refuses_what_does_not_fit_into_memory(
+    run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the message of the training itself."""
+    job = make_job(tmp_path / "job")
+    call = ("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
+    for module in ("data.pipeline", "training.job"):
+        monkeypatch.setattr(f"ddnn.{module}.available_memory", lambda: 80 << 20)
+    assert run_cli(*call, "--dry-run").exit_code == 0
+    dry, trained = (run_cli(*call, "--set", "model.hidden_units=900000", *more) for more in (("--dry-run",), ()))
+    assert (dry.exit_code, dry.stdout) == (2, "") and dry.stderr == trained.stderr
+    assert "of memory" in dry.stderr and "and 80 MiB are available" in dry.stderr
+    several = run_cli(*call, "--dry-run", "--workers", 2)
+    assert several.exit_code == 2 and "2 workers on " in several.stderr, "libraries alone take 128 MiB"
 
 
 def test_dry_run_finds_what_is_wrong_with_the_data(run_cli: RunCli, tmp_path: Path) -> None:

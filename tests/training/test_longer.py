@@ -61,6 +61,21 @@ def test_two_epochs_and_two_more_are_four(job: Job, tmp_path: Path, run_cli: Run
     assert again.exit_code == 0 and "this training has finished" in again.stdout
 
 
+def test_dry_run_of_a_resume(job: Job, finished: Path, run_cli: RunCli) -> None:
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    call = ("train", finished, "--resume", "--dry-run", "--device", "cpu", "--set")
+    longer, same = run_cli(*call, "schedule.max_epochs=4"), run_cli(*call, "schedule.max_epochs=2")
+    assert longer.exit_code == 0 and "\n  max_epochs: 4\n" in longer.stdout
+    assert f"# resumes {finished} from checkpoint number 2: after epoch 2\n" in longer.stdout
+    assert same.exit_code == 0 and same.stdout.startswith(f"{finished}: this training has finished")
+    assert_refused(run_cli(*call, "minibatch_size=9"), "minibatch_size: 9 found, 16 expected")
+    assert_refused(run_cli("train", finished, "--dry-run"), "this is a run dir, no recipe", "resume it with --resume")
+    (finished / "final.safetensors").unlink()
+    assert_refused(run_cli(*call, "minibatch_size=9"), "not the one that the checkpoint was made by")
+    (finished / "final.safetensors").write_bytes(before[finished / "final.safetensors"])
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before, "nothing is written"
+
+
 def test_one_that_is_interrupted_again(job: Job, finished: Path, run_cli: RunCli) -> None:
     """The model of before stays until there is the new one, and the training is not taken for finished."""
     before = (finished / "final.safetensors").read_bytes()
