@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 BUDGETS = {
     "modules without __init__": 104,
-    "lines of Python": 31_200,
+    "lines of Python": 31_350,
     "longest file": 600,
     "longest function": 55,
     "most imports of ddnn in a file": 34,

@@ -49,8 +49,11 @@ from ddnn.training.options import averaging_options
 from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import worker_row
 from ddnn.util.errors import UserError
+from ddnn.util.progress import frame_counter
 from ddnn.util.system import choose_device, cpu_name
-from ddnn.util.text import render, table
+from ddnn.util.text import duration, render, table
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,40 +93,25 @@ class BenchReport:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def speeds(self) -> list[tuple[str, int, float]]:
+        """Network, optimizer and precision in words, minibatch size and frames/s of each result."""
+        named = [(f"{r.network} {r.optimizer} {r.precision}", r) for r in self.results]
+        return [(name, r.minibatch, r.frames_per_second) for name, r in named]
+
     def as_text(self) -> str:
-        parted = [r for r in self.results if r.shares]
-        speeds = [
-            (
-                *(str(r.minibatch), f"{r.frames_per_second:.0f}", "{:.0f} .. {:.0f}".format(*r.spread)),
-                *(f"{r.gflops:.1f}", f"{r.gemm_gflops:.1f}", f"{100 * r.gemm_efficiency:.1f} %"),
-                f"{r.time_ratio_to_sgd:.3f}",
-                "-" if r.speedup_over_float32 is None else f"{r.speedup_over_float32:.3f}",
-            )
-            for r in self.results
-        ]
-        shares = [[f"{max(0.0, 100 * r.shares[part]):.1f}" for part in PARTS] for r in parted]
-        header = ["network", "optimizer", "precision"]
-        of_speeds = [
-            *header,
-            "size",
-            "frames/s",
-            "min .. max",
-            "GFLOP/s",
-            "GEMM limit",
-            "of limit",
-            "time/SGD",
-            "x float32",
-        ]
-        parts = [part.replace("_", "-") for part in PARTS]
-
-        def beside(of: Sequence[StepBench], columns: Sequence[Sequence[str]], names_of: Sequence[str]) -> str:
-            names = [[r.network, r.optimizer, r.precision] for r in of]
-            return table([[*name, *row] for name, row in zip(names, columns, strict=True)], names_of, "lllr")
-
-        tables = {
-            "speeds": beside(self.results, speeds, of_speeds),
-            "shares": beside(parted, shares, [*header, *parts]),
-        }
+        names = ["network", "optimizer", "precision", "size"]
+        of_speeds = [*names, "frames/s", "min .. max", "GFLOP/s", "GEMM limit", "of limit", "time/SGD", "x float32"]
+        of_shares = [*names, *(part.replace("_", "-") for part in PARTS)]
+        speeds, shares = [], []
+        for r in self.results:
+            row = [r.network, r.optimizer, r.precision, str(r.minibatch)]
+            speed = [f"{r.frames_per_second:.0f}", "{:.0f} .. {:.0f}".format(*r.spread)]
+            speed += [f"{r.gflops:.1f}", f"{r.gemm_gflops:.1f}", f"{100 * r.gemm_efficiency:.1f} %"]
+            ratio = "-" if r.speedup_over_float32 is None else f"{r.speedup_over_float32:.3f}"
+            speeds.append([*row, *speed, f"{r.time_ratio_to_sgd:.3f}", ratio])
+            if r.shares:
+                shares.append([*row, *(f"{max(0.0, 100 * r.shares[part]):.1f}" for part in PARTS)])
+        tables = {"speeds": table(speeds, of_speeds, "lllr"), "shares": table(shares, of_shares, "lllr")}
         return render("bench.txt.j2", report=self, **tables)
 
 
@@ -182,7 +170,8 @@ TINY_LR = 1e-12  # for many updates from one gradient
 ROUNDS, FEWEST_ROUNDS = 25, 3
 """Many short rounds: the speed of a shared machine changes within seconds, and each ratio is within a round."""
 Name = tuple[Precision, str]  # of what is timed: in which precision, and what
-WARM_UP = 12  # calls before timing: NG-SGD updates its Fisher matrices in each of its first 10
+WARM_UP = 12  # calls before timing, if there is time: NG-SGD updates its Fisher matrices in each of its first 10
+LARGEST = 50_000  # minibatch, of the 60,000 frames of a task
 
 
 def run_bench(
@@ -192,26 +181,28 @@ def run_bench(
     threads: int = 1,
     precisions: tuple[Precision, ...] = (),
     plain: bool = False,
+    minibatches: Sequence[int] = (),
 ) -> BenchReport:
-    """Measures the named networks for about `seconds` each. `precisions`: to measure; if none is given, float32, and
-    bf16 if `precision: auto` would select it. `plain`: a loop in plain PyTorch too. UserError: a network has layers for
-    which there is no such loop."""
+    """Measures the named networks for about `seconds` each, with each of these sizes of minibatches (its own if none is
+    given). `precisions`: to measure; if none is given, float32, and bf16 if `precision: auto` would select it. `plain`:
+    a loop in plain PyTorch too. UserError: a size out of range; a network has layers for which there is no such loop."""
     on = choose_device(device)
     if plain and any(NETWORKS[name].convolutional for name in networks):
         hint = "measure networks with convolutions without --plain"
         raise UserError("the loop in plain PyTorch has affine layers only", location="--plain", hint=hint)
+    if wrong := [size for size in minibatches if not 1 <= size <= LARGEST]:
+        raise UserError(f"{wrong[0]} found, expected 1 to {LARGEST:,}", location="--minibatch-size")
     torch.set_num_threads(threads)
     results: list[StepBench] = []
-    for name in networks:
-        task, of = random_task(NETWORKS[name], on), precisions
+    shapes = [(name, NETWORKS[name], size) for name, size in itertools.product(networks, minibatches or [0])]
+    for name, shape, size in shapes:
+        task, of = random_task(shape._replace(minibatch=size or shape.minibatch), on), precisions
         if not of:
             chosen = choose_arithmetic("auto", task.model.network, task.minibatch).precision
             of = tuple(dict.fromkeys(("float32", chosen)))
         results += bench_network(name, task, of, seconds, plain)
-    machine = {**machine_facts(on), "threads": str(threads)}
-    if on.type == "cuda":
-        machine["gpu"] = torch.cuda.get_device_name(on)
-    return BenchReport(machine, tuple(results))
+    gpu = {"gpu": torch.cuda.get_device_name(on)} if on.type == "cuda" else {}
+    return BenchReport({**machine_facts(on), "threads": str(threads), **gpu}, tuple(results))
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:
@@ -223,7 +214,7 @@ def bench_network(
 ) -> list[StepBench]:
     """One network: alternating rounds of the training step with each optimizer, of the parts of the step, and, where
     asked for, of the loop in plain PyTorch."""
-    network, device = task.model.network, task.model.network.parameters.device
+    network, device, end = task.model.network, task.model.network.parameters.device, time.perf_counter() + seconds
     functions: dict[Name, Callable[[], object]] = {}
     units: dict[Name, int] = {}
     for precision in precisions:
@@ -233,11 +224,12 @@ def bench_network(
             optimizer = make_optimizer(options, network)
             functions[precision, of] = training_step(task, arithmetic, optimizer)
             if optimizer.preconditioners:
-                seconds_per_call(functions[precision, of], WARM_UP, device)
+                _warm_up(functions[precision, of], seconds / ROUNDS, device)
                 units[precision, of] = settle(optimizer)
         if plain:
             functions[precision, PLAIN] = plain_step(task, precision)
-    times = dict(zip(functions, _in_turn(functions, units, device, seconds), strict=True))
+    title = f"{name}, minibatch size {task.minibatch}"
+    times = dict(zip(functions, _in_turn(functions, units, device, end, title), strict=True))
     flop, results = training_flop_per_frame(network.layers) * task.minibatch, []
     for precision, loop in itertools.product(precisions, [*OPTIMIZERS, *[PLAIN] * plain]):
         step, sgd, gemm = (times[precision, part] for part in (loop, "sgd", "gemm"))
@@ -400,25 +392,46 @@ def settle(optimizer: Sgd) -> int:
 
 
 def _in_turn(
-    named: Mapping[Name, Callable[[], object]], units: Mapping[Name, int], device: torch.device, seconds: float
+    named: Mapping[Name, Callable[[], object]], units: Mapping[Name, int], device: torch.device, end: float, title: str
 ) -> list[list[float]]:
-    """Seconds per call of each function, all of them in every one of `ROUNDS` rounds, in about `seconds`. Every
-    function gets as much of a round, in multiples of its unit of calls, if it has one. Where a round takes too long for
-    that, there are fewer."""
+    """Seconds per call of each function, all of them in every one of at most `ROUNDS` rounds, up to the time `end`, which
+    `FEWEST_ROUNDS` may exceed. Every function gets as much of a round, in multiples of its unit of calls, if any."""
     functions = list(named.values())
-    for function in functions:
-        seconds_per_call(function, WARM_UP, device)
-    share = seconds / ROUNDS / len(functions)
-    calls = [max(1, int(share / max(seconds_per_call(function, 3, device), 1e-6))) for function in functions]
-    calls = [-(-n // unit) * unit for n, unit in zip(calls, (units.get(name, 1) for name in named), strict=True)]
+    share = (end - time.perf_counter()) / (ROUNDS + 2) / len(functions)
+    expected = [_warm_up(function, share, device) for function in functions]
+    of_unit = zip(expected, (units.get(name, 1) for name in named), strict=True)
+    calls = [-(-max(1, int(share / max(took, 1e-6))) // unit) * unit for took, unit in of_unit]
+    of_round = sum(took * (n + (n > 1)) for took, n in zip(expected, calls, strict=True))
     rounds: list[list[float]] = []
-    started = time.perf_counter()
-    while len(rounds) < FEWEST_ROUNDS or (len(rounds) < ROUNDS and time.perf_counter() - started < 2 * seconds):
+    for _ in _rounds(title, of_round, end - time.perf_counter()):
+        if len(rounds) >= FEWEST_ROUNDS and time.perf_counter() > end:
+            break
         rounds.append([])
         for function, n in zip(functions, calls, strict=True):
-            function()  # what the function before has left in the caches is not this one's time
+            if n > 1:
+                function()  # what the function before has left in the caches is not this one's time
             rounds[-1].append(seconds_per_call(function, n, device))
     return [list(times) for times in zip(*rounds, strict=True)]
+
+
+def _warm_up(function: Callable[[], object], seconds: float, device: torch.device) -> float:
+    """Calls it once, and up to `WARM_UP` times more within these seconds. Returns what the last calls took."""
+    started = time.perf_counter()
+    took, calls = seconds_per_call(function, 1, device), 0
+    while calls < WARM_UP and time.perf_counter() - started < seconds:
+        took, calls = seconds_per_call(function, 3, device), calls + 3
+    return took
+
+
+def _rounds(title: str, seconds: float, available: float) -> Iterator[int]:
+    """As many rounds of so many seconds as there is time for, under a bar; the log says how long they will take."""
+    number = max(FEWEST_ROUNDS, min(ROUNDS, int(available / max(seconds, 1e-6))))
+    more = f", more than --seconds: {FEWEST_ROUNDS} rounds are needed" if number * seconds > available else ""
+    log.info("%s: %d rounds, about %s%s", title, number, duration(number * seconds), more)
+    with frame_counter(title, number, unit="rounds") as advance:
+        for done in range(number):
+            yield done
+            advance(1)
 
 
 def seconds_per_call(function: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -490,7 +503,8 @@ def run_bench_workers(
         parallel: ParallelConfig = model.model_validate(dict(options))
     except ValidationError as error:
         bad = error.errors()[0]
-        raise UserError(f"{bad['input']} found: {bad['msg']}", location=f"--{bad['loc'][0]}") from error
+        option = {"cpu_threads": "threads"}.get(key := str(bad["loc"][0]), key.replace("_", "-"))
+        raise UserError(f"{bad['input']} found: {bad['msg']}", location=f"--{option}") from error
     given = [("device", device), ("seconds", seconds), ("workers", parallel.workers), ("strategy", parallel.strategy)]
     given += [("averaging-period", parallel.averaging_period), ("threads", parallel.cpu_threads)]
     given += [("network", network) for network in networks] + [("precision", precision) for precision in precisions]
@@ -511,9 +525,9 @@ def bench_workers(
 ) -> WorkersBench:
     """Measures for about `seconds`. Collective; every worker returns the same result."""
     logging.getLogger("ddnn").setLevel(logging.WARNING)
+    log.setLevel(logging.WARNING if comm.rank else logging.INFO)
     on = choose_device(device, comm.local_rank, threads=options.cpu_threads)
-    shape = NETWORKS[network]
-    task = random_task(shape, on)
+    task = random_task(NETWORKS[network], on)
     trained = task.model.network
     optimizer = NgSgd(trained)
     by_itself = Averager(SingleProcess(), trained, optimizer)
@@ -532,12 +546,12 @@ def bench_workers(
         took = run_seconds(averager, minibatches)
         if averager is with_others:
             rows.extend(comm.all_gather_object(worker_row(0, averager).model_dump()))
-        return [minibatches * shape.minibatch / seconds for seconds in comm.all_gather_object(took)]
+        return [minibatches * task.minibatch / seconds for seconds in comm.all_gather_object(took)]
 
-    for _ in range(ROUNDS):
+    for _ in _rounds(f"{network}, {comm.world_size} workers", 3 * minibatches * max(each), seconds):
         comm.barrier()
         took = run_seconds(by_itself, minibatches) if comm.rank == 0 else 0.0
-        alone.append(minibatches * shape.minibatch / comm.all_gather_object(took)[0])
+        alone.append(minibatches * task.minibatch / comm.all_gather_object(took)[0])
         apart.append(sum(in_all(by_itself)))
         together.append(comm.world_size * min(in_all(with_others)))
     with_others.close()

@@ -95,22 +95,33 @@ def idx(images: Path, labels: Path, out: Path, name: str, speakers: int, images_
 @option("--precision", "precisions", type=Choice(["float32", "bf16"]), multiple=True,
         help="Precision of the matrix products; repeatable.  [default: float32, and of one worker bf16 where "
              "precision: auto would take it]")  # fmt: skip
-@option("--seconds", type=float, default=20.0, help="Time for each network.")
+@option(
+    "--minibatch-size",
+    "minibatches",
+    callback=parse_sizes,
+    help="Sizes to measure, as 64,256,1024.  [default: the network's]",
+)
+@option("--seconds", type=float, default=20.0, help="Time for each network and minibatch size.")
 @option("--workers", type=IntRange(min=1), default=1, show_default=False,
         help="Compare this number of averaging workers with one.")  # fmt: skip
 @option("--strategy", default="all-reduce", help="With --workers: parallel.strategy of a recipe.")
 @option("--averaging-period", type=int, default=10, help="With --workers: parallel.averaging_period.")
 @option("--overlap", is_flag=True, help="With --workers: parallel.overlap.")
 @option("--plain", is_flag=True, help="Also a training loop in plain PyTorch: modules, autograd, torch.optim.SGD.")
+@option("--out", type=PATH, help="Folder for minibatch-size.png; needs ddnn[report].")
 @json_option
 def bench(
     networks: tuple[str, ...], device: str, threads: int, precisions: tuple[Literal["float32", "bf16"], ...],
-    seconds: float, workers: int, strategy: str, averaging_period: int, overlap: bool, plain: bool, json_: bool,
+    minibatches: tuple[int, ...] | None, seconds: float, workers: int, strategy: str, averaging_period: int,
+    overlap: bool, plain: bool, out: Path | None, json_: bool,
 ) -> None:  # fmt: skip
     """Measure the training step against the machine's GEMM limit, or what it costs workers to average."""
     if workers > 1:
-        if plain:
-            raise UserError("the loop in plain PyTorch has no workers", location="--plain", hint="omit --workers")
+        alone = {"--plain": plain, "--minibatch-size": minibatches, "--out": out}
+        if wrong := [name for name, value in alone.items() if value]:
+            raise UserError(
+                "not measured with several workers", location=wrong[0], hint="omit --workers, or this option"
+            )
         from ddnn.bench.step import run_bench_workers
 
         options = {"workers": workers, "strategy": strategy, "averaging_period": averaging_period}
@@ -119,7 +130,12 @@ def bench(
         return
     from ddnn.bench.step import run_bench
 
-    show(run_bench(networks, device, seconds, threads, precisions, plain), json_)
+    found = run_bench(networks, device, seconds, threads, precisions, plain, minibatches or ())
+    show(found, json_)
+    if out is not None:
+        from ddnn.report.figures import draw_speeds
+
+        echo(f"plot: {printable(str(draw_speeds(found.speeds(), out / 'minibatch-size.png')), '')}", err=True)
 
 
 @command(

@@ -298,3 +298,21 @@ def draw_consensus_distance(runs: Sequence[Run], path: Path) -> Path:
     axes.set_ylim(bottom=0.0)
     legend_below(figure, axes)
     return save(figure, path)
+
+
+def draw_speeds(speeds: Sequence[tuple[str, int, float]], path: Path) -> Path:
+    """Frames per second against the minibatch size, a curve for each name."""
+    names = list(dict.fromkeys(name for name, _, _ in speeds))
+    figure = new_figure(9, 5.0 + legend_height(names, 9))
+    axes = figure.subplots()
+    for number, name in enumerate(names):
+        points = sorted((float(size), speed, True) for of, size, speed in speeds if of == name)
+        _curve(axes, points, number, label(name), math.inf)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({size for _, size, _ in speeds}))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylim(bottom=0.0)
+    tidy(axes, "Training speed", "frames in a minibatch", "frames/s")
+    legend_below(figure, axes)
+    return save(figure, path)

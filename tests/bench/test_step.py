@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
 from ddnn.nn.layers import check_layers, mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace
 from ddnn.optim.natural_gradient import NaturalGradient
+from ddnn.report import figures
 from ddnn.training.step import EagerStep, Result
 from ddnn.util.errors import UserError
 
@@ -105,6 +110,58 @@ def test_bf16_is_measured_on_request_or_where_auto_takes_it(monkeypatch: pytest.
     assert [result.precision for result in found.results] == ["float32"] * 2 + ["bf16"] * 2
     found = step.run_bench(("tiny",), "cpu", seconds=0.01, precisions=("bf16",))
     assert [(result.precision, result.speedup_over_float32) for result in found.results] == [("bf16", None)] * 2
+
+
+def test_sizes_of_minibatches_in_one_table_and_plot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_cli: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ddnn")
+    monkeypatch.setattr(step, "NETWORKS", {"an4": step.Shape(1, 8, 5, 16)})
+    words = ("bench", "--minibatch-size", "4,8", "--seconds", "0.1", "--precision", "float32")
+    shown = run_cli(*words, "--out", tmp_path)
+    assert shown.exit_code == 0, shown.stderr
+    rows = [line.split()[:4] for line in shown.stdout.splitlines() if line.startswith("an4")]
+    assert rows == 2 * [["an4", of, "float32", size] for size in ("4", "8") for of in ("sgd", "ng-sgd")]
+    assert (tmp_path / "minibatch-size.png").read_bytes().startswith(b"\x89PNG")
+    for size in (4, 8):
+        assert re.search(rf"an4, minibatch size {size}: \d+ rounds, about ", caplog.text)
+    for wrong in ("0", "60000"):
+        refused = run_cli("bench", "--minibatch-size", wrong)
+        assert refused.exit_code == 2 and "location: --minibatch-size" in refused.stderr
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
+    figures.draw_speeds([("b", 16, 2.0), ("a", 8, 3.0), ("b", 4, 1.0)], tmp_path / "x.png")
+    curves = [(line.get_label(), list(line.get_xdata())) for line in drawn[0].axes[0].lines if len(line.get_xdata())]
+    assert curves == [("b", [4.0, 16.0]), ("a", [8.0])]
+
+
+@pytest.mark.parametrize(("took", "seconds", "lowest", "highest"), [(0.001, 10.0, 8.0, 10.5), (1.5, 20.0, 20.0, 31.0)])
+def test_the_time_asked_for_is_kept_or_the_log_says_how_long_it_takes(
+    took: float,
+    seconds: float,
+    lowest: float,
+    highest: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By a clock that only the calls move: two functions, one of which is called in fours."""
+    now = 0.0
+
+    def call() -> None:
+        nonlocal now
+        now += took
+
+    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: now))
+    caplog.set_level(logging.INFO, "ddnn")
+    names: list[step.Name] = [("float32", "sgd"), ("float32", "ng-sgd")]
+    times = step._in_turn(dict.fromkeys(names, call), {names[1]: 4}, torch.device("cpu"), seconds, "swbd")
+    assert all(one == pytest.approx([took] * len(times[0])) for one in times)
+    assert lowest <= now <= highest
+    (said,) = caplog.messages
+    if took == 0.001:
+        assert said == "swbd: 25 rounds, about 9 s" and len(times[0]) == 25
+    else:
+        assert said == "swbd: 3 rounds, about 27 s, more than --seconds: 3 rounds are needed" and len(times[0]) == 3
 
 
 def test_the_products_are_those_of_the_layers() -> None:

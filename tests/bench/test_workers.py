@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,6 +40,12 @@ def test_a_strategy_that_is_none() -> None:
     done = bench("--workers", "2", "--strategy", "star")
     assert done.returncode == 2
     assert "location: --strategy" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--averaging-period", "--threads", "--plain", "--minibatch-size"])
+def test_an_error_names_the_option(option: str, run_cli: Callable[..., Any]) -> None:
+    refused = run_cli("bench", "--workers", "2", option, *(["0"] if option != "--plain" else []))
+    assert refused.exit_code == 2 and f"location: {option}\n" in refused.stderr
 
 
 def test_the_last_exchange_of_a_round_is_waited_for() -> None:
