@@ -11,12 +11,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryFile
 from types import FrameType
 from typing import Any
 
 from ddnn.distributed.signals import SignalListener
-from ddnn.reproduce.cells import speed_ups
+from ddnn.reproduce.cells import overloaded_runs, speed_ups
 from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor
 from ddnn.reproduce.measure import with_kaldi_wer
 from ddnn.reproduce.report import build_report
@@ -243,15 +244,29 @@ def exclusive(output_dir: Path) -> Iterator[int]:
 
 
 def _would_execute(plan: _Plan, records: Mapping[str, RunRecord], execute: bool) -> dict[str, Any]:
-    """Runs by name, those of them that have a model and are only evaluated, seeds of RBMs."""
+    """Runs by name, those of them that have a model and are only evaluated, seeds of RBMs, how long training takes."""
     layout, runs = plan.layout, plan.to_execute(records) if execute else []
+    cores, untrained = plan.options.cores or usable_cores(), [run for run in runs if not layout.is_trained(run)]
     return {
         "runs": [run.name for run in runs],
         "trained": [run.name for run in runs if layout.is_trained(run)],
         "dbns": list(dict.fromkeys(run.seed for run in runs if layout.needs_dbn(run))),
         "out": str(layout.output_dir),
-        "cores": plan.options.cores or usable_cores(),
+        "cores": cores,
+        "training_seconds": training_seconds(untrained, records, cores),
     }
+
+
+def training_seconds(runs: Sequence[PlannedRun], records: Mapping[str, RunRecord], cores: int) -> float | None:
+    """About how long the training of these runs takes on so many cores: each the median of the recorded core seconds,
+    which hardly depend on the number of workers. None: no record has them."""
+    slow = overloaded_runs(records)
+    times = [(r.workers, r.time) for name, r in records.items() if r.time and r.time.seconds and name not in slow]
+    if not times:
+        return None
+    of_run = median(time.seconds * min(workers, time.cores or workers) for workers, time in times)
+    longest = max((of_run / min(run.workers, cores) for run in runs), default=0.0)
+    return max(longest, len(runs) * of_run / cores)
 
 
 def _execute(

@@ -180,8 +180,8 @@ def render(template: str, **values: Any) -> str:
 
 
 def environment(*, html: bool = False) -> jinja2.Environment:
-    """The templates, with the filters `quote` (for a shell), `md` and `md_line` (for Markdown), `fence`, `plural`. A
-    name that a template uses and nobody has given is an error. `html`: values are escaped for HTML."""
+    """The templates, with the filters `quote` (for a shell), `md` and `md_line` (for Markdown), `fence`, `plural`,
+    `duration`. A name that a template uses and nobody has given is an error. `html`: values are escaped for HTML."""
     import jinja2
 
     templates = jinja2.Environment(
@@ -195,6 +195,7 @@ def environment(*, html: bool = False) -> jinja2.Environment:
     )
     templates.filters |= {
         "quote": shlex.quote, "md": _escape_markdown, "md_line": _escape_line, "fence": _fence, "plural": plural,
+        "duration": duration,
     }  # fmt: skip
     return templates
 

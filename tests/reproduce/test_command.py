@@ -120,6 +120,7 @@ def test_a_dry_run_lists_what_this_call_would_make(tmp_path: Path, run_cli: RunC
     assert f"this call would execute 2 runs and 1 DBN in {out}, on 3 cores" in said
     assert re.findall("would be executed: (.*)", said) == ["sgd-1-2", "base-1-2"]
     assert "0 runs recorded, 8 missing" in said and "6 more missing and not selected" in said
+    assert "no estimate of the time: no run is recorded yet" in said
     runs = {run.name: run for run in runs_of(folder)}
     write_record(out / "records", record_of(runs["sgd-1-2"]))
     run_dir = OutputLayout(out, out / "records").run_dir(runs["base-1-2"])
@@ -132,9 +133,23 @@ def test_a_dry_run_lists_what_this_call_would_make(tmp_path: Path, run_cli: RunC
         "dbns": [],
         "out": str(out),
         "cores": 3,
+        "training_seconds": None,
     }
     assert len(told["missing"]) == 7 and len(told["not_selected"]) == 6
     assert "execute no runs" in run_cli(*arguments, "--report-only").stdout
+
+
+def test_a_dry_run_estimates_the_time_from_what_is_recorded(tmp_path: Path, run_cli: RunCli) -> None:
+    """Of core seconds: 100 of one worker, 2 x 60 of two, 100 s of two workers on one core."""
+    folder, out = write_corpus(tmp_path), tmp_path / "out"
+    recorded = {"sgd-1-1": (100.0, 2), "sgd-2-1": (60.0, 2), "base-2-1": (100.0, 1)}
+    for run in runs_of(folder):
+        if run.name in recorded:
+            seconds, cores = recorded[run.name]
+            write_record(out / "records", record_of(run, time={"seconds": seconds, "cores": cores}))
+    arguments = ("reproduce", "table6", "--corpus", folder, "--out", out, "--dry-run")
+    for cores, said in (("2", "4 min 10 s"), ("1", "8 min 20 s"), ("64", "1 min 40 s")):
+        assert f"training takes about {said} by the recorded runs" in run_cli(*arguments, "--cores", cores).stdout
 
 
 def test_sizes_that_no_run_of_the_table_has_are_refused(tmp_path: Path, run_cli: RunCli) -> None:
