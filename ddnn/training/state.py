@@ -61,16 +61,22 @@ class TrainingProgress:
         more: str = "",
     ) -> Iterator[Minibatch]:
         """Those of `batches`, of `size` frames each, that the epoch `name` is still to be trained on. Shows how far it is:
-        with a progress bar, which says `more` too, and with lines of the log, which have the `figures` so far."""
+        with a progress bar, which says `more` too, and with lines of the log; both have the speed and the `figures` so
+        far, the bar the first of them."""
         total = self.num_minibatches or 0
 
-        def describe() -> str:
-            seconds, done = self.elapsed(), self.minibatch
-            left = duration(seconds * (total - done) / max(done, 1))
-            speed = done * size / max(seconds, 1e-9)
-            return f"{name}: {100 * done / total:.0f} % done, {speed:.0f} frames/s, about {left} left, {figures()}"
+        def speed() -> str:
+            return f"{self.minibatch * size / max(self.elapsed(), 1e-9):.0f} frames/s"
 
-        with frame_counter(name + more, total * size, done=self.minibatch * size) as advance:
+        def describe() -> str:
+            done = self.minibatch
+            left = duration(self.elapsed() * (total - done) / max(done, 1))
+            return f"{name}: {100 * done / total:.0f} % done, {speed()}, about {left} left, {figures()}"
+
+        def beside_bar() -> str:
+            return f"{speed()}, {figures().partition(',')[0]}"  # the loss alone, for 80 columns
+
+        with frame_counter(name + more, total * size, done=self.minibatch * size, figures=beside_bar) as advance:
             for batch in islice(batches, total - self.minibatch):
                 yield batch
                 advance(size)

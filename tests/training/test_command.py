@@ -454,6 +454,16 @@ def test_dry_run_finds_what_is_wrong_with_the_data(run_cli: RunCli, tmp_path: Pa
     assert not job.run.exists()
 
 
+def test_the_bar_of_an_epoch_has_speed_and_loss(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddnn.util.progress.FIGURES_SECONDS", 0.0)
+    with (tmp_path / "terminal").open("w") as terminal:
+        monkeypatch.setattr("ddnn.util.progress._terminal", terminal)
+        train(recipe, tmp_path / "run")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", (tmp_path / "terminal").read_text())
+    loss = re.findall(r"epoch 1 .* 352/352 frames .* [0-9.e+]+ frames/s, loss ([0-9.]+)", shown)[-1]
+    assert f"epoch  1 train  loss {loss} " in (tmp_path / "run/train.log").read_text()
+
+
 def test_lines_within_an_epoch(recipe: Path, tmp_path: Path) -> None:
     """The figures are those of the epoch, whose results are the same. By default they come every five minutes."""
     plain, lines = tmp_path / "plain", tmp_path / "lines"

@@ -79,6 +79,26 @@ def test_first_worker_draws_on_the_terminal_of_its_launcher(
         assert "50/100" in capfd.readouterr().err
 
 
+def test_a_bar_has_further_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for once a second, since they may wait for the device; where no bar is shown never."""
+    asked: list[int] = []
+
+    def figures() -> str:
+        asked.append(len(asked))
+        return f"loss \x1b{len(asked)}"
+
+    for shown, seconds, calls in ((False, 0.0, 0), (True, 1000.0, 0), (True, 0.0, 3)):
+        monkeypatch.setattr(progress, "_shown", shown)
+        monkeypatch.setattr(progress, "FIGURES_SECONDS", seconds)
+        with (tmp_path / "terminal").open("w") as terminal:
+            monkeypatch.setattr(progress, "_terminal", terminal)
+            with progress.frame_counter("epoch 1", 100, figures=figures) as advance:
+                for _ in range(3):
+                    advance(25)
+        assert len(asked) == calls
+    assert "75/100" in (tmp_path / "terminal").read_text() and "loss \\x1b3" in (tmp_path / "terminal").read_text()
+
+
 def test_rich_is_imported_for_a_bar_only() -> None:
     code = (
         "import sys, ddnn.util.text, ddnn.util.progress as p; p.frame_counter('x', 1); sys.exit('rich' in sys.modules)"
