@@ -316,6 +316,9 @@ def test_info_and_bench(run: Run, called: Any) -> None:
     assert run("info", "x y.scp") == (0, "loss 1.5, größer\n", "")
     assert json.loads(run("info", "x", "--json")[1]) == Result().as_dict()
     assert calls == [((Path("x y.scp"),), {}), ((Path("x"),), {})]
+    assert run("info", "x", "y") == (0, 2 * "loss 1.5, größer\n", "")
+    assert json.loads(run("info", "x", "y", "--json")[1]) == 2 * [Result().as_dict()]
+    assert run("info")[0] == 2
 
     calls = called("ddnn.bench.step", "run_bench", Result())
     assert run("bench", "--network", "swbd", "--seconds", "1.5", "--threads", "2")[:2] == (0, "loss 1.5, größer\n")

@@ -158,6 +158,18 @@ def test_run_dir(tmp_path: Path) -> None:
         describe_path(tmp_path / "metrics.jsonl")
 
 
+def test_what_a_training_starts_from_and_which_layers_are_frozen(tmp_path: Path) -> None:
+    data = "data: {train: /gone, alignments: /gone}\n"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(data)
+    assert {"started_from", "frozen_layers"}.isdisjoint(facts(tmp_path) | facts(recipe))
+    recipe.write_text(f"{data}init: {{model: /exp/one}}\nmodel: {{freeze: [0, 1], hidden_layers: 2}}\n")
+    for found in (facts(tmp_path), facts(recipe)):
+        assert (found["started_from"], found["frozen_layers"]) == ("/exp/one", ["0", "1"])
+    recipe.write_text(f"{data}init: rbm\npretrain: {{dbn: /exp/dbn}}\n")
+    assert facts(tmp_path)["started_from"] == "/exp/dbn"
+
+
 def test_metrics_of_a_training_that_went_wrong(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(epoch_row(1, None, None, accepted=False))
     found = facts(tmp_path / "metrics.jsonl")

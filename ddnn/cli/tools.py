@@ -8,19 +8,26 @@ from typing import Any, Literal
 
 from click import Choice, IntRange, argument, command, echo, group, option
 
-from ddnn.cli.options import DEVICES, PATH, device_option, json_option, parse_sizes, show, slurm_options
+from ddnn.cli.options import DEVICES, PATH, device_option, json_option, parse_sizes, show, show_json, slurm_options
 from ddnn.util.errors import UserError
 from ddnn.util.text import printable
 
 
 @command()
-@argument("path", type=PATH)
+@argument("paths", type=PATH, nargs=-1, required=True)
 @json_option
-def info(path: Path, json_: bool) -> None:
-    """Describe PATH: a run dir, a model, a data dir, an alignment, a graph."""
+def info(paths: tuple[Path, ...], json_: bool) -> None:
+    """Describe each of PATHS: a run dir, a model, a data dir, an alignment, a graph.
+
+    With --json several paths are a list.
+    """
     from ddnn.inspection.path import describe_path
 
-    show(describe_path(path), json_)
+    if json_ and len(paths) > 1:
+        show_json([describe_path(path).as_dict() for path in paths])
+        return
+    for path in paths:
+        show(describe_path(path), json_)
 
 
 @command(epilog="\b\nExample:\n  ddnn status exp/an4 --follow && ddnn evaluate exp/an4 ...")

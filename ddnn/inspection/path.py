@@ -156,6 +156,8 @@ def _run_dir(path: Path) -> dict[str, Any]:
     fields: dict[str, Any] = {"state": status.state, **{k: v for k, v in status.lines().items() if v}}
     if status.problems:
         fields["problems"] = list(status.problems)
+    with suppress(UserError):  # a run of before 0.2.0 may have a recipe that is no longer read
+        fields |= _initialization(path / RECIPE)
     with suppress(OSError):  # a training of before 0.2.0 has no such list
         fields["cv_utterances"] = read_bytes_limited(path / CV_UTTERANCES, MAX_SCAN_BYTES).count(b"\n")
     for name in (FINAL, DBN):
@@ -188,6 +190,16 @@ def _metrics(path: Path) -> dict[str, Any]:
     return fields
 
 
+def _initialization(path: Path) -> dict[str, Any]:
+    """The network or RBMs that the training of a recipe starts from, and its frozen layers, if any."""
+    from ddnn.recipe.load import load_recipe
+
+    recipe = load_recipe(path, must_exist=False)
+    start = recipe.pretrain.dbn if isinstance(recipe.init, str) else recipe.init.model
+    fields = {} if start is None else {"started_from": printable(str(start), "")}
+    return fields | ({"frozen_layers": list(map(str, recipe.model.freeze))} if recipe.model.freeze else {})
+
+
 def _recipe(path: Path) -> dict[str, Any]:
     from ddnn.recipe.load import load_recipe
     from ddnn.recipe.section import as_list
@@ -200,6 +212,7 @@ def _recipe(path: Path) -> dict[str, Any]:
         "training": f"{recipe.optimizer.name}, {recipe.schedule.name} from {recipe.schedule.initial_learning_rate:g}",
         "minibatch": recipe.minibatch,
         "precision": recipe.precision,
+        **_initialization(path),
     }
 
 
