@@ -352,7 +352,7 @@ WRONG_PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("no such run dir", "name its directory: exp/dnn"),
     ),
     "metrics in place of a run dir": ("report exp/dnn/metrics.jsonl --no-plots", ("name its directory: exp/dnn",)),
-    "status of a data dir": ("status data", ("there is no run dir", "ddnn info says what a path is")),
+    "status of a data dir": ("status data", ("there is no run dir", "this is a data dir; ddnn info describes it")),
     "a data dir without features": (
         "{} exp/dnn --data wavs --alignments ali",
         ("there is a wav.scp, but no feats.scp", "make features first"),

@@ -221,12 +221,10 @@ def run_dir_hint(path: Path, name: str = RECIPE) -> str:
     which have a file of this name."""
     if path.is_file():
         return f"name its directory: {path.parent}"
+    if (path / "feats.scp").exists():
+        return "this is a data dir; ddnn info describes it"
     inside = ", ".join(str(file.parent) for file in sorted(path.glob(f"*/{name}"))[:3])
-    return (
-        f"name a run dir in it, such as {inside}"
-        if inside
-        else "name the --run-dir of a training; ddnn info says what a path is"
-    )
+    return f"name a run dir in it, such as {inside}" if inside else "name the --run-dir of a training"
 
 
 def check_run_dir(
