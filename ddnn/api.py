@@ -145,15 +145,17 @@ def train(
 @_errors_rewritten()
 @_threads_kept()
 def load(run_dir: StrPath, *, device: Device = "cpu") -> Model:
-    """The trained model of a run dir: of `ddnn train`, or of `ddnn import-nnet1`. `device`: where it computes.
+    """The trained model of a run dir: of `ddnn train`, or of `ddnn import-nnet1`. Or that of a file in it, such as
+    best.safetensors of a training that has not finished. `device`: where it computes.
 
     Raises:
         UserError: there is no such run dir, it has no trained model (yet), or a damaged one; there is no GPU.
     """
     from ddnn.training.run_dir import load_run
+    from ddnn.training.run_status import run_dir_of
     from ddnn.util.system import choose_device
 
-    return Model(load_run(Path(run_dir)).to(choose_device(device)), Path(run_dir))
+    return Model(load_run(Path(run_dir)).to(choose_device(device)), run_dir_of(Path(run_dir)))
 
 
 @_errors_rewritten()

@@ -180,7 +180,10 @@ def _start_seeds(
 @pipes_option
 @json_option
 def evaluate(json_: bool, **options: Any) -> None:
-    """Compute the loss per frame and the frame accuracy of a trained network, in float32."""
+    """Compute the loss per frame and the frame accuracy of a trained network, in float32.
+
+    RUN_DIR may also be a model file in it: best.safetensors of a training that has not finished.
+    """
     from ddnn.training.evaluation import evaluate_run
 
     show(evaluate_run(**options), json_)
@@ -213,7 +216,10 @@ def evaluate(json_: bool, **options: Any) -> None:
 def decode_prep(
     run_dir: Path, data: Path, out: Path, compress: bool, method: str | None, **options: Any
 ) -> None:  # fmt: skip
-    """Write log-likelihoods that a Kaldi decoder reads, posteriors, or activations of a hidden layer."""
+    """Write log-likelihoods that a Kaldi decoder reads, posteriors, or activations of a hidden layer.
+
+    RUN_DIR may also be a model file in it: best.safetensors of a training that has not finished.
+    """
     from ddnn.decoding.prepare import prepare_decoding
 
     if method is not None and not compress:
@@ -303,7 +309,10 @@ def compare_wer(text: Path, first: Path, second: Path, utt2spk: Path | None, jso
 @option("--out", type=PATH, required=True, help="Folder for final.nnet and its feature transform.")
 @option("--text", is_flag=True, help="Write text instead of binary: 7 digits, to be read by people.")
 def export(run_dir: Path, out: Path, text: bool) -> None:
-    """Write a trained network as Kaldi nnet1 files, as steps/nnet/decode.sh reads them beside a final.mdl."""
+    """Write a trained network as Kaldi nnet1 files, as steps/nnet/decode.sh reads them beside a final.mdl.
+
+    RUN_DIR may also be a model file in it: best.safetensors of a training that has not finished.
+    """
     from ddnn.decoding.prepare import export_nnet1
 
     export_nnet1(run_dir, out, text=text)

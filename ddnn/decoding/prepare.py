@@ -44,7 +44,7 @@ from ddnn.nn.layers import num_parameters
 from ddnn.nn.network import Network, Workspace
 from ddnn.training.evaluation import forward_batches, load_for_model
 from ddnn.training.run_dir import load_run
-from ddnn.training.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, check_run_dir, model_digest
+from ddnn.training.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, check_run_dir, model_digest, run_dir_of
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited, write_text
 from ddnn.util.process import closed_at_start
@@ -192,13 +192,13 @@ def prepare_decoding(
     target = choose_device(device)
     if jobs > 1 and target.type != "cpu":
         raise UserError("only one process computes on a GPU", location="--jobs", hint="add --device cpu, or remove it")
-    model = load_run(run_dir)
+    model, digest, run_dir = load_run(run_dir), model_digest(run_dir), run_dir_of(run_dir)
     priors, beside = None, dict[str, bytes]()
     if kind == "log-likelihoods":
         counts, beside[PDF_COUNTS] = read_counts(run_dir, model.network.output_dim)
         _check_unseen(counts, run_dir, compress)
         priors = torch.from_numpy(log_priors(counts, 1.0 if prior_scale is None else prior_scale)).float().to(target)
-        of_model = f"{model_digest(run_dir) or ''} {os.path.relpath(run_dir.resolve(), out.resolve())}\n"
+        of_model = f"{digest or ''} {os.path.relpath(run_dir.resolve(), out.resolve())}\n"
         beside |= {**_scripts(model), MODEL_DIGEST: os.fsencode(of_model)}
     if layer is not None:
         model = _lower_layers(model, layer)
@@ -292,7 +292,7 @@ def export_nnet1(run_dir: Path, out: Path, *, text: bool = False) -> list[Path]:
     transform as `feature_transform.nnet` and `final.feature_transform`, all binary or `text`, and `ali_train_pdf.counts`
     where the run has it. What these files cannot hold, CMVN, deltas and transforms, is in `ddnn_features.json` for
     `import_nnet1`, and the log names it: Kaldi's tools are to go first."""
-    model = load_run(run_dir)
+    model, run_dir = load_run(run_dir), run_dir_of(run_dir)
     network, front = to_nnet1(model)
     ensure_directory(out)
     paths = [out / "final.nnet", *(out / name for name in NNET1_FRONTS)]

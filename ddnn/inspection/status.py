@@ -200,7 +200,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         warning=(metrics.warning or None) if state == "finished" else None,
         seconds_since_update=_age(run_dir, files.LOG, files.STATUS, files.METRICS),
         checkpoint=None if checkpoint is None else checkpoint.to_dict(),
-        resume_command=_resume_command(run_dir, run, state),
+        resume_command=_resume_command(run_dir, run, state, problems),
         world_size=run.world_size if run else metrics.num_workers or (job.workers if job else None),
         end=None if state == "running" else metrics.end,
         last=metrics.cv[-1] if metrics.cv else None,
@@ -256,10 +256,12 @@ def _state(run: RunStatus | None, locked: bool, finished: bool, job: Job | None,
     return "running" if restarting and slurm is None else "interrupted"
 
 
-def _resume_command(run_dir: Path, run: RunStatus | None, state: State) -> str | None:
-    if state in ("interrupted", "failed", "unknown"):  # one that diverged would diverge again
-        return resume_command(run_dir, run.kind if run is not None else "training")
-    return None
+def _resume_command(run_dir: Path, run: RunStatus | None, state: State, problems: list[str]) -> str | None:
+    if state not in ("interrupted", "failed", "unknown"):  # one that diverged would diverge again
+        return None
+    known = len(problems)
+    _tolerant(problems, lambda: files.refuse_lost_checkpoints(run_dir))
+    return resume_command(run_dir, run.kind if run is not None else "training") if len(problems) == known else None
 
 
 def _error(run_dir: Path, run: RunStatus | None, state: State, problems: list[str]) -> str | None:

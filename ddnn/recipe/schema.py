@@ -149,7 +149,8 @@ class TrainedModelConfig(Section):
     """The mapping that `init` takes: a trained network to start from."""
 
     model: Path
-    """A run dir of ddnn, or a directory of Kaldi's `final.nnet` and its feature transform."""
+    """A run dir of ddnn or a model file in it (`best.safetensors` of a training that has not finished), or a directory of
+    Kaldi's `final.nnet` and its feature transform."""
     output_layer: Literal["keep", "random"] = "keep"
     """`random` makes a new output layer, for another tree or another number of pdfs."""
 

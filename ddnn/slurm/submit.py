@@ -267,6 +267,7 @@ def _check_resume(run_dir: Path, recipe: Recipe) -> None:
     from ddnn.training.start import makes_longer
 
     check_run_dir(run_dir, resume=True)
+    files.refuse_lost_checkpoints(run_dir)
     if files.is_finished(run_dir) and not ((run_dir / files.RECIPE).is_file() and makes_longer(recipe, run_dir, ())):
         raise UserError("this training has finished", location=run_dir, hint="name another --run-dir")
     problems: list[str] = []

@@ -26,7 +26,7 @@ from ddnn.nn.arithmetic import Float32, Precision
 from ddnn.nn.network import Workspace, evaluation_workspace
 from ddnn.training.metrics import no_better_than_baseline
 from ddnn.training.run_dir import load_run
-from ddnn.training.run_status import PDF_COUNTS, model_digest
+from ddnn.training.run_status import PDF_COUNTS, model_digest, run_dir_of
 from ddnn.util.errors import DataError, DivergedError, UserError
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
@@ -230,7 +230,7 @@ def evaluate_run(
     run_dir: Path, data: Path, alignments: Path, device: str = "auto", allow_pipes: bool = False,
     by: Literal["speaker", "utterance"] | None = None, transforms: Path | None = None,
 ) -> EvalResult:  # fmt: skip
-    """Loss and frame accuracy of a run's final model on a data dir and its alignment, also `by` speaker or utterance.
+    """Loss and frame accuracy of a run's final model, or of a model file, on a data dir and its alignment, also `by` speaker or utterance.
     `transforms`: the Kaldi dir of the data's, if the model was trained with such. DataError for damaged input, another
     feature dimension or number of pdfs than the model's."""
     on = choose_device(device)
@@ -251,7 +251,7 @@ def evaluate_run(
     everything = corpus.subset(range(len(corpus.utterances)))
     result = replace(evaluate(model, everything), utterances=corpus.counts, parts=parts, model=digest)
     found = torch.bincount(labels_of(corpus, everything.indices, torch.device("cpu")), minlength=most)
-    _warn_of_doubtful(result, found.double(), run_dir, data, alignments)
+    _warn_of_doubtful(result, found.double(), run_dir_of(run_dir), data, alignments)
     return result
 
 

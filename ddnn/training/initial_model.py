@@ -44,7 +44,7 @@ from ddnn.training.network_layers import (
 )
 from ddnn.training.pretraining import load_dbn
 from ddnn.training.run_dir import load_run
-from ddnn.training.run_status import CV_UTTERANCES, FINAL, RECIPE, newest_checkpoint
+from ddnn.training.run_status import CV_UTTERANCES, FINAL, RECIPE, newest_checkpoint, run_dir_of
 from ddnn.util.errors import DataError, RecipeError, UserError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import plural
@@ -55,8 +55,8 @@ CPU = torch.device("cpu")
 
 
 def load_trained(path: Path, features: FeatureConfig) -> AcousticModel:
-    """The network of a run dir, or of a directory of nnet1 files; `features`: what it reads where these do not say it."""
-    if (path / FINAL).exists() or (path / RECIPE).exists():
+    """The network of a run dir or a model file, or of a directory of nnet1 files; `features`: what it reads where these do not say it."""
+    if path.suffix == ".safetensors" or (path / FINAL).exists() or (path / RECIPE).exists():
         return load_run(path)
     known = nnet1_features(path) if features.transforms is None or (path / NNET1_FEATURES).exists() else None
     return read_nnet1_dir(path, known or features)
@@ -230,7 +230,7 @@ def warn_of_known_utterances(
     or by utterances of its own that were held out."""
     if not isinstance(recipe.init, TrainedModelConfig):
         return
-    run, corpora, kept = recipe.init.model, set[Path](), set[str]()
+    run, corpora, kept = run_dir_of(recipe.init.model), set[Path](), set[str]()
     with suppress(OSError, UserError):
         kept = set(read_bytes_limited(run / CV_UTTERANCES, MAX_LIST_BYTES).decode("utf-8", "replace").split())
         corpora = {path.resolve() for path in as_list(load_recipe(run / RECIPE, must_exist=False).data.train)}

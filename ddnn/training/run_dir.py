@@ -404,18 +404,21 @@ class _RunLog(logging.FileHandler):
 
 
 def load_run(path: Path) -> AcousticModel:
-    """The final model of a run directory; DataError if there is none (yet), or a damaged one."""
+    """The final model of a run directory, or the one in a file, such as `BEST` of a training that has not finished;
+    DataError if there is none (yet), or a damaged one."""
+    if path.is_file():
+        return load_model(path)
     if not path.is_dir():
         raise DataError("there is no such run dir", location=path, hint=run_status.run_dir_hint(path))
     if not (path / FINAL).exists() and (path / RECIPE).exists():
         run_status.refuse_pretraining(path)
         status = run_status.known_status(path)
+        outcome, hint = "has not finished", f"let it finish first, or resume it: {run_status.resume_command(path)}"
         if status is not None and status.state == "diverged":
-            hint = status.error.hint if status.error is not None else None
-            raise DataError(f"this training diverged: there is no {FINAL}", location=path, hint=hint)
-        hint = f"let it finish first, or resume it: {run_status.resume_command(path)}"
-        hint += f"; its latest accepted network is in {BEST}" if (path / BEST).exists() else ""
-        raise DataError(f"this training has not finished: there is no {FINAL}", location=path, hint=hint)
+            outcome, hint = "diverged", (status.error.hint if status.error is not None else "") or ""
+        if (path / BEST).exists():
+            hint += f"{'; ' * bool(hint)}or name its latest accepted network: {path / BEST}"
+        raise DataError(f"this training {outcome}: there is no {FINAL}", location=path, hint=hint or None)
     if not (path / FINAL).exists():
         raise DataError(f"there is no {FINAL}", location=path, hint=run_status.run_dir_hint(path))
     return load_model(path / FINAL)

@@ -14,10 +14,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ddnn.recipe.source import read_yaml
-from ddnn.training.metrics import EndRow
+from ddnn.training.metrics import EndRow, EpochRow, iterate_rows
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, is_locked, open_regular, read_bytes_limited, require_kind
-from ddnn.util.text import printable
+from ddnn.util.text import plural, printable
 
 RECIPE = "recipe.yaml"  # the recipe as it was run: includes and --set resolved
 LOG = "train.log"  # the log; its lock keeps a second process out
@@ -143,12 +143,17 @@ def is_finished(run_dir: Path) -> bool:
     return (run_dir / FINAL).exists() and not longer
 
 
-def model_digest(run_dir: Path) -> str | None:
+def run_dir_of(model: Path) -> Path:
+    """The run dir of a model that is named by its file, such as `BEST`, or by the run dir itself."""
+    return model.parent if model.is_file() else model
+
+
+def model_digest(model: Path) -> str | None:
     """By which results are known to be of the final model that is there now, and not of the one before it was trained
-    longer: 16 digits of the file's SHA-256. None where it cannot be read."""
+    longer: 16 digits of the file's SHA-256. `model`: a run dir, or a file. None where it cannot be read."""
     digest = hashlib.sha256()
     try:
-        with open_regular(run_dir / FINAL) as handle:
+        with open_regular(model if model.is_file() else model / FINAL) as handle:
             while chunk := handle.read(4 << 20):
                 digest.update(chunk)
     except OSError:
@@ -206,6 +211,21 @@ def refuse_pretraining(run_dir: Path) -> None:
         raise DataError("this is a pretrained DBN, not a training", location=run_dir, hint=hint)
     hint = f"resume it: {resume_command(run_dir, 'pretraining')}"
     raise DataError("this is a pretraining that has not finished, not a training", location=run_dir, hint=hint)
+
+
+def refuse_lost_checkpoints(run_dir: Path) -> None:
+    """UserError where a training has finished epochs, and its checkpoints were removed: a resume would begin again, and
+    remove their rows and network. One that died while it wrote its first checkpoint has left a part of that."""
+    rows = iterate_rows(run_dir / METRICS)
+    epochs = max((row.epoch for row in rows if isinstance(row, EpochRow)), default=0)
+    if not epochs or (run_dir / FINAL).exists() or next((run_dir / CHECKPOINTS).glob("*"), None) is not None:
+        return
+    hint = "remove the run dir to begin again"
+    if (run_dir / BEST).exists():
+        setting = printable(shlex.quote(f"init.model={run_dir / BEST}"), "")
+        hint = f"start another training from its network, with --set {setting}; or {hint}"
+    message = f"this training has finished {plural(epochs, 'epoch')}, but there is no checkpoint to resume from: was it removed?"
+    raise UserError(message, location=run_dir, hint=hint)
 
 
 def in_progress(run_dir: Path) -> UserError:

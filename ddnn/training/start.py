@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddnn.distributed.launcher import NoRun, run_distributed
+from ddnn.distributed.launcher import NoRun, read_restart, run_distributed
 from ddnn.distributed.mpirun import in_mpi_job
 from ddnn.recipe.load import (
     RESUMABLE,
@@ -51,6 +51,8 @@ def start_training(
         )
         hint = "leave it out, and read their epochs with ddnn.read_metrics, in a thread while they train"
         raise UserError(message, location="parallel.workers", hint=hint)
+    if resume != "no" and read_restart() is None:
+        run_status.refuse_lost_checkpoints(location)
     if resume != "no" and not finished and loaded.parallel.workers > 1 and not in_mpi_job():
         _check_resume(loaded, location)
     # A run dir in which another training has begun is refused by the first attempt, or by one that follows its death.

@@ -84,9 +84,9 @@ def write_status(path: Path, **fields: Any) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The run dir of a training that was killed after two epochs."""
+    """The run dir of a training that was killed after two epochs, while it wrote its first checkpoint."""
     path = tmp_path / "run"
-    path.mkdir()
+    (path / "checkpoints/.tmp-00000001").mkdir(parents=True)
     (path / "recipe.yaml").write_text("seed: 1\n")
     (path / "train.log").write_text("2026-11-21 20:40:01,123 INFO ddnn 0.1.0\n")
     write_status(path)
@@ -520,8 +520,7 @@ def test_behind_a_damaged_checkpoint_is_another(run: Path, damage: Callable[[Pat
 
 @pytest.mark.parametrize("kind", ["file", "link", "fifo"])
 def test_what_is_no_folder_of_checkpoints(run: Path, kind: str) -> None:
-    (run / "elsewhere").mkdir()
-    path = run / "checkpoints"
+    path = (run / "checkpoints").rename(run / "elsewhere").with_name("checkpoints")
     {"file": path.touch, "link": lambda: path.symlink_to("elsewhere"), "fifo": lambda: os.mkfifo(path)}[kind]()
     status = read_status(run)
     assert status.checkpoint is None and status.problems[0].startswith("checkpoints: ")
@@ -556,7 +555,8 @@ def test_status_needs_no_torch(run: Path) -> None:
      "checkpoints", "pretrain"],
 )  # fmt: skip
 def test_pipes_in_place_of_files_are_not_waited_for(run: Path, name: str, run_cli: RunCli) -> None:
-    (run / name).unlink(missing_ok=True)
+    if (run / name).exists():
+        (run / name).rename(run / "aside")
     os.mkfifo(run / name)
     for command in ("status", "info"):
         assert "Traceback" not in run_cli(command, run).stderr

@@ -119,6 +119,10 @@ def test_goes_on_in_a_run_dir(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
     assert changed.exit_code == 2 and "seed: 77 found, 1 expected" in changed.stderr
     anew = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
     assert anew.exit_code == 2 and "--resume" in anew.stderr
+    (job.run / "checkpoints").rename(job.root / "aside")
+    removed = run_cli("train", job.run, "--resume", "--slurm")
+    assert_refused(removed, "has finished 1 epoch, but there is no checkpoint to resume from")
+    (job.root / "aside").rename(job.run / "checkpoints")
     assert {path.name: path.read_bytes() for path in job.run.iterdir() if path.is_file()} == before
 
     result = run_cli("train", job.run, "--resume", "--slurm", "--workers-per-node", 2)

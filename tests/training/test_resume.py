@@ -26,12 +26,14 @@ from training.launching import mpi_script
 from training.toy import MINIBATCH, toy_trainer
 from variants import make_parallel_config
 
+import ddnn
 from ddnn.averaging.averager import Averager
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.inspection.path import describe_path
 from ddnn.inspection.status import read_status
 from ddnn.kaldi.archive import write_matrices
+from ddnn.nn.acoustic_model import load_model
 from ddnn.optim.schedule import MinibatchSizes
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import check_same_recipe, dump_recipe, load_recipe
@@ -40,6 +42,7 @@ from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.job import run_training
 from ddnn.training.metrics import EndRow, EventRow, MetricsWriter, read_metrics
 from ddnn.training.resume import merge_rank_states, read_metadata
+from ddnn.training.run_status import model_digest
 from ddnn.training.state import LoadedCheckpoint, TrainingProgress
 from ddnn.util.errors import DataError, RecipeError, UserError
 
@@ -623,6 +626,63 @@ def test_a_training_that_failed_before_its_first_checkpoint(tmp_path: Path, run_
     log = (job.run / "train.log").read_text()
     assert "there is no checkpoint to resume from: training starts from the beginning" in log
     assert (job.run / "final.safetensors").exists()
+
+
+@pytest.fixture
+def interrupted_run(tmp_path: Path, stop_at: Callable[[int, signal.Signals], None]) -> tuple[Path, Path]:
+    """The recipe and run dir of a training that was stopped in its third epoch."""
+    recipe, run = recipe_of(tmp_path, ""), tmp_path / "run"
+    stop_at(90, signal.SIGTERM)
+    with pytest.raises(TrainingInterrupted):
+        run_training(load_recipe(recipe), run, "cpu")
+    stop_at(0)
+    return recipe, run
+
+
+def test_epochs_whose_checkpoints_were_removed_are_not_thrown_away(
+    interrupted_run: tuple[Path, Path], tmp_path: Path, run_cli: RunCli
+) -> None:
+    """A training that died while it wrote its first checkpoint begins again, though."""
+    recipe, run = interrupted_run
+    (run / "checkpoints").rename(tmp_path / "aside")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    message = "has finished 2 epochs, but there is no checkpoint to resume from"
+    setting = f"init.model={run}/best.safetensors"
+    for words in ((run, "--resume"), (run, "--resume=auto"), (recipe, "--run-dir", run, "--resume=auto")):
+        result = run_cli("train", *words)
+        assert_refused(result, message, f"start another training from its network, with --set {setting}; or remove")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    status = read_status(run)
+    assert status.resume_command is None and any(message in problem for problem in status.problems)
+    words = ("train", recipe, "--run-dir", tmp_path / "again", "--device", "cpu", "--set", setting)
+    assert run_cli(*words, "--set", "model={}").exit_code == 0, "as hinted"
+    (run / "checkpoints/.tmp-00000001").mkdir(parents=True)
+    assert run_cli("train", run, "--resume", "--device", "cpu").exit_code == 0
+    assert (run / "final.safetensors").exists()
+
+
+def test_the_network_of_an_unfinished_training_is_taken_by_its_file(
+    interrupted_run: tuple[Path, Path], tmp_path: Path, run_cli: RunCli
+) -> None:
+    recipe, run = interrupted_run
+    best, expected = run / "best.safetensors", load_model(run / "best.safetensors").network.parameters
+    taking = ("--data", tmp_path / "data", "--device", "cpu")
+    labels = ("--alignments", tmp_path / "pdfs.txt")
+    for words in (("evaluate", run, *taking, *labels), ("export", run, "--out", tmp_path / "nnet1")):
+        assert_refused(run_cli(*words), "has not finished", f"or name its latest accepted network: {best}")
+    result = run_cli("evaluate", best, *taking, *labels, "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["model"] == model_digest(best)
+    assert run_cli("decode-prep", best, *taking, "--out", tmp_path / "decode").exit_code == 0
+    assert (tmp_path / "decode/ali_train_pdf.counts").read_bytes() == (run / "ali_train_pdf.counts").read_bytes()
+    assert (tmp_path / "decode/model.sha256").read_text().startswith(model_digest(best) or "none")
+    assert run_cli("export", best, "--out", tmp_path / "nnet1").exit_code == 0
+    assert (tmp_path / "nnet1/ali_train_pdf.counts").exists()
+    model = ddnn.load(best)
+    assert model.run_dir == run and torch.equal(model.acoustic_model.network.parameters, expected)
+    model.log_likelihoods(np.zeros((5, model.dim)))
+    words = ("train", recipe, "--run-dir", tmp_path / "again", "--device", "cpu", "--set", f"init.model={best}")
+    assert run_cli(*words, "--set", "schedule.initial_learning_rate=1e-30", "--set", "model={}").exit_code == 0
+    assert torch.equal(load_model(tmp_path / "again/final.safetensors").network.parameters, expected)
 
 
 def test_no_checkpoint_of_a_model_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
