@@ -203,7 +203,7 @@ def test_errors_speak_of_arguments(job: Job, tmp_path: Path) -> None:
         (lambda: ddnn.train(job.recipe, job.run), "resume it with resume=True; else name another directory"),
         (lambda: ddnn.train(job.run / "x", job.run, resume=True), "nothing to resume"),
         (lambda: ddnn.load(tmp_path / "a run"), f"ddnn.train({str(tmp_path / 'a run')!r}, resume=True)"),
-        (lambda: ddnn.load(tmp_path / "none"), "name the run_dir of a finished training"),
+        (lambda: ddnn.load(tmp_path / "none"), "name the run_dir of a training"),
         (lambda: next(ddnn.load(job.run).compute(job.data, transforms=job.ali)), "location: transforms\n"),
         (lambda: ddnn.evaluate(job.run, job.ali, job.data), "alignments"),
         (

@@ -330,10 +330,10 @@ def test_info_and_bench(run: Run, called: Any) -> None:
 
 
 def test_score(run: Run, called: Any) -> None:
-    from ddnn.decoding.scoring import DecodeOptions
+    from ddnn.decoding.scoring import DecodeOptions, decode_options
 
     shown: dict[str, Any] = {"as_json": lambda result, alignments: {"wer": 4.14, "alignments": alignments}}
-    shown |= {"render_text": lambda result, alignments: f"WER {alignments}\n", "DecodeOptions": DecodeOptions}
+    shown |= {"render_text": lambda result, alignments: f"WER {alignments}\n", "decode_options": decode_options}
     calls = called("ddnn.decoding.scoring", "score", **shown)
     arguments = ["score", "l", "--graph", "g", "--model", "m", "--text", "t"]
     assert run(*arguments) == (0, "WER False\n", "")

@@ -299,7 +299,9 @@ def test_names_from_files_do_not_control_the_terminal(tmp_path: Path, run_cli: R
     assert done.exit_code == 0, done.stderr
     assert_tame(done.stdout + done.stderr)
     assert_tame(
-        (job.run / "train.log").read_text(), f"{escaped}/data: 24 utterances", f"{escaped}/run/final.safetensors"
+        (job.run / "train.log").read_text(),
+        f"{escaped}/data: 4 speakers, 24 utterances",
+        f"{escaped}/run/final.safetensors",
     )
     for words in (
         ("info", job.data), ("info", job.run), ("info", job.recipe), ("status", job.run), ("info", job.root / "nothing"),
