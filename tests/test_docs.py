@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import statistics
+import subprocess
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import click
@@ -156,6 +160,29 @@ def test_results_on_an4_are_the_means_of_their_seeds() -> None:
             ]
             accuracy, wer = (float(row[i].split()[0]) for i in (7, 8))
             assert f"{accuracy:.1f} %, {wer:.1f} %" in line
+
+
+@pytest.mark.parametrize("name", ["docs/first-training.md", "README.md"])
+def test_first_commands_run_on_a_synthetic_corpus(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Callable[..., Any]
+) -> None:
+    """The tree and the recipe are those of docs/first-training.md, smaller."""
+    pytest.importorskip("kaldi_decoder")
+    monkeypatch.chdir(tmp_path)
+    first, page = ((ROOT / path).read_text() for path in ("docs/first-training.md", name))
+    synth, links = re.search(r"^(ddnn synth .*)\n((?:mkdir|ln) (?:.*\n)+?)```", first, re.MULTILINE).groups()
+    assert run_cli(*shlex.split(synth)[1:], "--hours", "0.02", "--speakers", "6", "--pdfs", "120").exit_code == 0
+    subprocess.run(["bash", "-ec", links], check=True)
+    recipe = re.search(r"^# my.yaml\n(.*?)^```", first, re.MULTILINE | re.DOTALL)[1]
+    Path("my.yaml").write_text(recipe.replace("512", "32"))
+    block = r"## Use it\n```\n(.*?)^```" if name == "README.md" else r"\A(.*)\Z"
+    commands = re.findall(
+        r"^(?:\$ )?(ddnn (?!synth).*)", re.search(block, page, re.MULTILINE | re.DOTALL)[1], re.MULTILINE
+    )
+    assert len(commands) >= 7
+    for command in commands:
+        done = run_cli(*shlex.split(command, comments=True)[1:])
+        assert done.exit_code == 0, f"{command}: {done.stderr}"
 
 
 def test_the_bars_of_the_benchmarks_are_their_figures() -> None:
