@@ -36,7 +36,7 @@ NON_RESULT_KEYS = (
 ADDED_KEYS = frozenset(
     {
         *("minibatch_scope", "data.transforms", "data.cv.transforms", "data.cv.by", "data.cv.utterances"),
-        *("schedule.average_last", "schedule.moving_average_epochs", "optimizer.max_gradient_norm"),
+        *("schedule.average_last", "schedule.moving_average_epochs", "schedule.keep", "optimizer.max_gradient_norm"),
         *("model.layers", "model.bands", "model.allow_any_features", "randomizer_size", "optimizer.exact"),
     }
 )

@@ -69,7 +69,7 @@ def test_runs_whose_workers_shared_cores_are_no_measured_speed_up() -> None:
 
 
 def test_the_cv_figure_of_a_record_is_that_of_the_last_accepted_epoch(tmp_path: Path) -> None:
-    rows = rows_of(1, epochs=3)
+    rows = rows_of(1, epochs=3, compute_cpu_seconds=3.1 * 0.93 * 0.5)
     rows[-1] |= {"accepted": False, "loss": 3.0, "frame_accuracy": 0.1}
     task = EvaluationTask(
         record=record("base", 1, 1, 0.6), run_dir=write_run(tmp_path / "run", rows), tests=(), device="cpu"
@@ -77,6 +77,7 @@ def test_the_cv_figure_of_a_record_is_that_of_the_last_accepted_epoch(tmp_path: 
     found = evaluate_run(task, tmp_path)
     expected = epoch_row(2, "cv")
     assert found.cv is not None and found.epochs == 3
+    assert found.time is not None and found.time.compute_cpu_fraction == pytest.approx(0.5)
     assert (found.cv.loss, found.cv.frame_accuracy) == (expected["loss"], expected["frame_accuracy"])
 
 

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 from reproduce.small import TOY, write_corpus
 
-from ddnn.reproduce.runs import PlannedRun, RunRecord, missing_runs, plan_runs, read_records, write_record
+from ddnn.recipe.load import load_recipe
+from ddnn.reproduce.runs import (
+    PlannedRun,
+    RunRecord,
+    missing_runs,
+    plan_runs,
+    read_records,
+    recipe_digest,
+    write_record,
+)
 from ddnn.reproduce.tables import Table, find_corpus, load_config, paper, select_tables
 from ddnn.util.errors import DataError, RecipeError, UserError
 
@@ -47,6 +56,26 @@ def test_a_changed_recipe_is_another_run_but_a_moved_corpus_is_not(tmp_path: Pat
     assert missing_runs(runs_of(folder), records) == []
     base.write_text(base.read_text().replace("epochs: 2", "epochs: 3"))
     assert len(missing_runs(runs_of(folder), records)) == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "digest"),
+    [
+        ((), "b642ffeaaedf1324"),
+        (("optimizer.name=ng-sgd", "schedule={name: exponential, epochs: 3}"), "0b8344776bc49d72"),
+        (("init=rbm", "schedule={name: power}"), "4da710087248be39"),
+        (("schedule={name: constant}", "parallel={workers: 4, strategy: bmuf, overlap: false}"), "c57e311c024b2054"),
+    ],
+)
+def test_a_new_key_of_recipes_makes_no_recorded_run_another(
+    tmp_path: Path, settings: tuple[str, ...], digest: str
+) -> None:
+    """Its default changes nothing, so it belongs to ADDED_KEYS: else all recorded runs would be trained again."""
+    for name in ("train", "ali"):
+        (tmp_path / name).mkdir()
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"data: {{train: {tmp_path}/train, alignments: {tmp_path}/ali}}\n")
+    assert recipe_digest(load_recipe(path, settings))[:16] == digest
 
 
 def test_other_data_are_other_runs(tmp_path: Path) -> None:
