@@ -33,15 +33,8 @@ CUDA_PAD_TO = 64
 """Of the outputs in bf16 on a GPU, whose library wants rows to start at multiples of 16 bytes, which those of 8806 do
 not, and likes 128. Not yet seen on a GPU."""
 
-
-ONEDNN_SPEEDUP = {
-    ("AuthenticAMD", 26, 2): 1.5,  # 2026-11-23, torch 2.13.0: 1.5 to 2.1
-}
-"""Least speed of oneDNN's float32 products over torch.mm's, by vendor, family and model of the processor. torch.mm's are
-MKL's, which leaves AVX-512 unused on processors that are not Intel's; docs/benchmarks.md has the figures."""
-
 ONEDNN_FLOP = 1e7
-"""Operations of a product from which this holds: a call of oneDNN takes 12 us more."""
+"""Operations from which a product may be oneDNN's: a call of it takes 12 us more."""
 
 
 LEADING = 2
@@ -52,7 +45,7 @@ their mean. Also in `kernels.c`."""
 
 def matmul_out(a: Tensor, b: Tensor, out: Tensor) -> None:
     """a b into `out`, for b a matrix or a vector; summed in float32. `out` is of the type of a and b, or float32 where
-    `supports_float32_output(device)`. By oneDNN where the processor is known to be faster so."""
+    `supports_float32_output(device)`. By oneDNN where `onednn_from` says so."""
     if out.dtype != a.dtype:
         columns = (1,) if b.dim() == 1 else b.shape[1:]
         aten.mm.dtype_out(a, b.view(-1, *columns), out.dtype, out=out.view(-1, *columns))
@@ -86,12 +79,12 @@ def dense(matrix: Tensor) -> Tensor:
 
 @cache
 def onednn_from(dtype: torch.dtype, device: torch.device, cpu: Processor | None = None) -> float:
-    """The operations from which a product is `onednn_product`: `ONEDNN_FLOP` in float32 on a processor of the table, if it
-    is right there, which is tried; else infinity. Nothing is timed."""
+    """The operations from which a product is `onednn_product`: `ONEDNN_FLOP` in float32 on an AMD processor with AVX-512,
+    which MKL's, torch.mm's, leave unused there, if it is right, which is tried; else infinity. Nothing is timed."""
     if dtype != torch.float32 or device.type != "cpu" or onednn_isa_limit() is not None:
         return math.inf
     cpu = cpu or processor()
-    if ONEDNN_SPEEDUP.get((cpu.vendor, cpu.family, cpu.model), 0.0) <= 1.0:
+    if cpu.vendor != "AuthenticAMD" or "avx512f" not in cpu.flags:
         return math.inf
     x, weight, bias = (
         torch.arange(7.0 * 70).sin().view(70, 7).t(),

@@ -22,18 +22,6 @@ log = logging.getLogger(__name__)
 BF16_CAPABILITY = (8, 0)
 """The compute capability of the first GPUs with bf16 tensor cores."""
 
-AVX512_BF16_SPEEDUP = {
-    ("AuthenticAMD", 26, 2): 1.6,  # 2026-11-23, torch 2.13.0, without compiled kernels; 2.0 with them
-}
-"""Speed of training in bf16 over that in float32 on processors with AVX512-BF16 and without AMX, by vendor, family and
-model as /proc/cpuinfo has them. It differs: an Intel processor whose AMX was masked had 0.65. Each was measured by
-`ddnn bench --network an4 --precision float32 --precision bf16` (SGD); docs/benchmarks.md has the figures."""
-
-BF16_HINT = "; set precision: bf16 to use its AVX512-BF16"
-
-MIN_SPEEDUP = 1.2
-"""The speed of bf16 over float32 from which `auto` selects it."""
-
 MIN_FLOP = 1e8
 """Below so many floating-point operations in the products of a minibatch they are not what takes the time."""
 
@@ -92,7 +80,7 @@ def choose_arithmetic(
         log.log(level, "%s. Training in float32", unsafe)
         return make_arithmetic("float32", network.parameters.device)
     if slow:
-        log.log(level, "precision bf16, %s; float32 may be faster: %s", origin, reason.removesuffix(BF16_HINT))
+        log.log(level, "precision bf16, %s; float32 may be faster: %s", origin, reason)
     else:
         log.info("precision bf16%s: %s", "" if asked == "auto" else f", {origin}", reason)
     return make_arithmetic("bf16", network.parameters.device)
@@ -109,24 +97,26 @@ def allow_tf32(allow: bool, device: torch.device) -> None:
 
 def bf16_is_fast(device: torch.device, cpu: Processor | None = None) -> tuple[bool, str]:
     """Whether this worker's hardware multiplies bf16 faster than float32, and by which fact. Nothing is timed: the same
-    hardware gives the same answer at every start, however busy it is."""
+    hardware gives the same answer at every start, however busy it is. With AVX512-BF16, AMD's processors train twice as
+    fast (docs/benchmarks.md), an Intel one whose AMX was masked at 0.65 times the speed of float32."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         fast = (major, minor) >= BF16_CAPABILITY
         return fast, f"this GPU (compute capability {major}.{minor}) has {'' if fast else 'no '}bf16 tensor cores"
     cpu = cpu or processor()
-    this = f"this processor ({cpu.vendor} {cpu.family}/{cpu.model})"
+    this = f"this processor ({cpu.vendor} {cpu.family}/{cpu.model})" if cpu.vendor else "this processor"
     if (limit := onednn_isa_limit()) is not None:
         return False, f"{limit} limits which instructions PyTorch uses"
-    if {"amx_bf16", "amx_tile"} <= cpu.flags:
-        return (True, f"{this} has AMX") if pytorch_has_amx() else (False, f"{this} has AMX, but PyTorch cannot use it")
-    if "avx512_bf16" not in cpu.flags:
-        return False, f"{this if cpu.vendor else 'this processor'} has neither AMX nor AVX512-BF16"
-    speedup = AVX512_BF16_SPEEDUP.get((cpu.vendor, cpu.family, cpu.model))
-    if speedup is None:
-        unknown = f"{cpu.vendor} family {cpu.family} model {cpu.model} is not in the table of measured processors"
-        return False, unknown + BF16_HINT
-    return speedup >= MIN_SPEEDUP, f"{this} has AVX512-BF16, measured at {speedup:g} times the speed of float32"
+    amx, avx512_bf16 = {"amx_bf16", "amx_tile"} <= cpu.flags, "avx512_bf16" in cpu.flags
+    if not amx and not avx512_bf16:
+        return False, f"{this} has neither AMX nor AVX512-BF16"
+    if cpu.vendor == "AuthenticAMD":
+        return True, f"{this} has AVX512-BF16"
+    if cpu.vendor != "GenuineIntel":
+        return False, f"{this} is neither AMD's nor Intel's: bf16 has not been measured on it"
+    if not amx:
+        return False, f"{this} has AVX512-BF16 but no AMX, and then float32 is faster"
+    return (True, f"{this} has AMX") if pytorch_has_amx() else (False, f"{this} has AMX, but PyTorch cannot use it")
 
 
 def pytorch_has_amx() -> bool:

@@ -457,9 +457,9 @@ class Recipe(Section):
     nnet-train-frmshuff: 32768 there. Not given: within the whole corpus. docs/algorithms.md."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Type of the factors of matrix products in training. With `bf16`, parameters, their updates, losses, the state of
-    NG-SGD, pretraining and cross-validation remain float32. `auto`: bf16 if all workers have hardware
-    on which it is faster (AMX, a GPU of compute capability 8.0, or a measured processor with AVX512-BF16) and the
-    network is not small; recipe.yaml in the run dir has what was chosen, the log also why."""
+    NG-SGD and pretraining remain float32; cross-validation is in bf16 too, but for the output layer. `auto`: bf16 if
+    all workers have hardware on which it is faster (Intel's AMX, AMD's AVX512-BF16, or a GPU of compute capability 8.0)
+    and the network is not small; recipe.yaml in the run dir has what was chosen, the log also why."""
     allow_tf32: bool = False
     """GPUs: multiply float32 numbers as TF32, with 10 bits of mantissa instead of 23, in training, pretraining and
     cross-validation."""
