@@ -2,14 +2,22 @@
 
 Where a worker of several is killed, the launcher starts the job again; where the launcher or a single worker is, this
 program does, with --resume=auto. Run as a program it is `make soak`: many kills, figures printed.
+
+Then trainings with a warm-up or RBMs, on workers of unlike shards, which are also asked to stop, by SIGTERM and SIGUSR1:
+
+    PYTHONPATH=tests python tests/training/killing.py --kills 0                         all 30 of them, once each
+    PYTHONPATH=tests python tests/training/killing.py --kills 0 --only rbm --seed 2     those with rbm in their names
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +27,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
+
+from ddnn.data.index import assign_shards
+from ddnn.training.run_status import newest_checkpoint
 
 STARTED = "cross-validation frames; learning"
 SECONDS = 900
@@ -130,6 +143,156 @@ class Figures:
     sizes: list[int] = field(default_factory=list)
 
 
+WARMUPS = {
+    "single": {"warmup": "single-worker", "warmup_minibatches": 1500},
+    "all-reduce": {"warmup": "all-reduce", "warmup_minibatches": 300},
+}
+SHARDED: dict[str, Any] = {"pretrain_data": "sharded"}
+KINDS: dict[str, dict[str, Any]] = {
+    "warmup-single": WARMUPS["single"],
+    "warmup-all-reduce": WARMUPS["all-reduce"],
+    "rbm-sharded": SHARDED,
+    "rbm-replicated": {"pretrain_data": "replicated"},
+    "rbm-sharded-warmup-single": SHARDED | WARMUPS["single"],
+}
+"""What is before the first epoch -> the section `parallel`."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"name": "sgd", "momentum": 0.3},
+    "ng-sgd": {"name": "ng-sgd", "rank_in": 3, "rank_out": 4},
+}
+CASES = {
+    f"{kind}-{optimizer}-{workers}": (workers, kind, optimizer)
+    for workers, kind, optimizer in itertools.product((2, 3, 4), KINDS, OPTIMIZERS)
+}
+
+
+def write_case(folder: Path, name: str) -> tuple[Path, int]:
+    """The recipe of one of `CASES`, as JSON, which is YAML too, and its number of workers. Five long utterances make shards
+    of two to four workers unlike; that of rank 0 is the longest with NG-SGD, another with SGD."""
+    workers, kind, optimizer = CASES[name]
+    whole, labels = labelled_utterances(count=13, frames=1600)
+    lengths = [1200 if optimizer == "ng-sgd" else 1600, *[1200] * 4, *range(40, 80, 5)]
+    shards = assign_shards(np.array(lengths), range(len(lengths)), workers)
+    frames_of = [sum(lengths[u] for u in shard) for shard in shards]
+    assert max(frames_of) >= min(frames_of) + 200, "RBMs are to have unlike numbers of minibatches"
+    features = {utterance: whole[utterance][:frames] for utterance, frames in zip(whole, lengths, strict=True)}
+    (folder / "cv").write_text("".join(f"{utterance}\n" for utterance in list(features)[-3:]))
+    data = write_data_dir(folder / "data", features)
+    pdfs = write_pdfs(folder / "pdfs.txt", {u: labels[u][: len(rows)] for u, rows in features.items()})
+    recipe = {
+        "seed": list(CASES).index(name),
+        "data": {"train": str(data), "alignments": str(pdfs), "splice": 1, "cv": {"utterances": str(folder / "cv")}},
+        "model": {"hidden_layers": 2, "hidden_units": 12},
+        "minibatch_size": 8,
+        "optimizer": OPTIMIZERS[optimizer],
+        "schedule": {"name": "exponential", "initial_learning_rate": 0.005, "epochs": 3},
+        "parallel": {"averaging_period": 3, **KINDS[kind]},
+        "checkpoint": {"interval_minibatches": 40, "keep_last": 2},
+    }
+    if "rbm" in kind:
+        recipe |= {"init": "rbm", "pretrain": {"epochs": [4, 3], "minibatch_size": 10, "learning_rate": 0.2}}
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    return path, workers
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def results_of(run: Path) -> list[Any]:
+    """Final parameters and those of the RBMs, and the rows of warm-up, epochs and RBMs but for times."""
+    dbn = run / "pretrain/dbn.safetensors"
+    rows = [*rows_of(run), *(rows_of(run / "pretrain") if dbn.exists() else [])]
+    times = ("seconds", "frames_per_second", "seconds_left")
+    kept = [row for row in rows if row["type"] in ("warmup", "epoch", "pretrain")]
+    return [
+        (run / "final.safetensors").read_bytes(),
+        dbn.read_bytes() if dbn.exists() else b"",
+        [{key: value for key, value in row.items() if key not in times} for row in kept],
+    ]
+
+
+def check_unlike(run: Path) -> None:
+    """The workers had unlike numbers of minibatches."""
+    trained = {row["rank"]: row["minibatches"] for row in rows_of(run) if row["type"] == "worker" and row["epoch"] == 1}
+    assert max(trained.values()) >= min(trained.values()) + 20, trained
+
+
+def where(run: Path) -> str:
+    """What a training does: starting, pretraining, warm-up (or its first cross-validation), training."""
+    with suppress(OSError, ValueError):
+        phase = json.loads((run / "status.json").read_text())["phase"]
+        epochs = (run / "metrics.jsonl").exists() and any(row["type"] == "epoch" for row in rows_of(run))
+        return str("warm-up" if phase == "training" and not epochs else phase)
+    return "starting"
+
+
+def interrupt(training: Several, choose: random.Random) -> str:
+    """Ends it in one of four ways; which. All its processes have ended then, but where the launcher starts others."""
+    way = choose.choice(("SIGTERM", "SIGUSR1", "kill a worker", "kill the launcher"))
+    workers = training.workers()
+    if way == "kill a worker" and workers:
+        with suppress(ProcessLookupError):
+            os.kill(choose.choice(workers), signal.SIGKILL)
+        return way
+    number = signal.SIGKILL if way.startswith("kill") else signal.Signals[way]
+    training.process.send_signal(number)
+    code, until = training.process.wait(timeout=SECONDS), time.monotonic() + 30
+    assert code in (0, 75, 128 + number, -number), f"exit code {code} after {way}"
+    while training.workers() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not training.workers(), "a worker has outlived its job"
+    return way
+
+
+def wait_for_moment(training: Several, run: Path, before: int, choose: random.Random) -> None:
+    """Until a random moment: after the start, after the loop has begun, or after some checkpoints or RBMs."""
+    kind, until = choose.choice(("start", "loop", "checkpoint", "checkpoint")), time.monotonic() + SECONDS
+    seen, changes, newest = 0, choose.randint(1, 6), newest_checkpoint(run)
+    while training.ended() is None and kind != "start":
+        assert time.monotonic() < until, "it hangs"
+        if kind == "loop" and started(run) > before:
+            break
+        if newest_checkpoint(run) != newest:
+            newest, seen = newest_checkpoint(run), seen + 1
+            if kind == "checkpoint" and seen == changes:
+                break
+        time.sleep(0.005)
+    until = time.monotonic() + choose.random() * {"start": 3.0, "loop": 0.6, "checkpoint": 0.1}[kind]
+    while training.ended() is None and time.monotonic() < until:
+        time.sleep(0.005)
+
+
+def interrupt_and_compare(folder: Path, name: str, seed: int) -> tuple[bool, str]:
+    """Whether a training that was interrupted two to five times ends as the same one undisturbed, and what was done."""
+    choose, (recipe, workers) = random.Random(f"{seed} {name}"), write_case(folder, name)
+
+    def finish(training: Several, run: Path) -> None:
+        assert training.process.wait(timeout=SECONDS) == 0, run.with_suffix(".out").read_text()[-3000:]
+
+    whole, run, done = folder / "whole", folder / "run", []
+    finish(Several(recipe, whole, workers), whole)
+    check_unlike(whole)
+    training = Several(recipe, run, workers)
+    for _ in range(choose.randint(2, 5)):
+        wait_for_moment(training, run, started(run), choose)
+        if training.ended() is not None and done:
+            break
+        while training.ended() is not None:  # too late: once more
+            shutil.rmtree(run)
+            training = Several(recipe, run, workers)
+            wait_for_moment(training, run, 0, choose)
+        place = where(run)
+        done.append(f"{interrupt(training, choose)} ({place})")
+        if training.ended() is not None:
+            training = Several(recipe, run, workers)
+    finish(training, run)
+    parts = zip(("network", "RBMs", "rows"), results_of(run), results_of(whole), strict=True)
+    different = [part for part, found, expected in parts if found != expected]
+    return not different, f"{', '.join(done)}; {', '.join(different) + ' DIFFER' if different else 'the same'}"
+
+
 def started(run: Path) -> int:
     """How often a training has got to its loop in this run dir."""
     log = run / "train.log"
@@ -191,16 +354,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="of warm-ups and RBMs those with this in their names"
+    )
     options = parser.parse_args()
     share = -(-options.kills // 3)
     wrong = 0
-    for workers in (1, 2, 4):
+    for workers in (1, 2, 4) if share else ():
         with tempfile.TemporaryDirectory(prefix="ddnn-soak-") as folder:
             found = kill_and_compare(
                 Path(folder), workers, share, options.seed + workers, lambda text: print(text, flush=True)
             )
         print(f"{workers} worker(s): {found}", flush=True)
         wrong += found.finished - found.same
+    names = [name for name in CASES if options.only in name]
+    same = 0
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="ddnn-soak-") as folder:
+            ends_alike, told = interrupt_and_compare(Path(folder), name, options.seed)
+        same += ends_alike
+        print(f"{name}: {told}", flush=True)
+    print(f"warm-ups and RBMs: {same} of {len(names)} with the same bits and rows", flush=True)
+    wrong += len(names) - same
     sys.exit(1 if wrong else 0)
 
 
