@@ -346,11 +346,7 @@ def exp(job: Job, trained: Path) -> Path:
 
 WRONG_PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "no run dir": ("{} exp/none --data data --alignments ali", ("no such run dir", "location: exp/none")),
-    "a file in place of a run dir": ("{} recipe.yaml --data data --alignments ali", ("no such run dir",)),
-    "a file of a run dir": (
-        "{} exp/dnn/final.safetensors --data data --alignments ali",
-        ("no such run dir", "name its directory: exp/dnn"),
-    ),
+    "a file in place of a run dir": ("{} recipe.yaml --data data --alignments ali", ("not a ddnn model",)),
     "metrics in place of a run dir": ("report exp/dnn/metrics.jsonl --no-plots", ("name its directory: exp/dnn",)),
     "status of a data dir": ("status data", ("there is no run dir", "this is a data dir; ddnn info describes it")),
     "a data dir without features": (

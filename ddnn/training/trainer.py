@@ -280,7 +280,7 @@ class Trainer:
 
     def finish(self) -> AcousticModel:
         """The model with the best parameters, or a combination that is no worse. DivergedError: its cross-validation loss
-        is not below that of the initial network, or of a model that ignores its input."""
+        is not below that of the initial network."""
         kept, baseline = self.kept, self.baseline
         if self.keeps_initial and not self.kept_epoch and kept.loss == self.initial.loss:
             self._warn(
@@ -300,12 +300,12 @@ class Trainer:
             raise DivergedError(message, location=self.run.path, hint=f"{self.hint}; {CHECKS}")
         self._combine()
         if self.delivered.loss >= baseline.loss > 0.0:
-            message = f"the training learned nothing: its cross-validation loss {self.delivered.loss:.6g} is not below "
+            message = f"the training learned next to nothing: its cross-validation loss {self.delivered.loss:.6g} is not below "
             message += f"that of the relative frequencies of the pdfs alone, {baseline.loss:.6g}"
-            raise DivergedError(message, location=self.run.path, hint=f"{self.hint}; {CHECKS}")
+            self._warn(f"{message}: {self.hint}; {CHECKS}")
         if self.schedule.still_improving:
-            self._warn(
-                f"not converged: {self.schedule.end_reason}: more epochs or a higher learning rate train it further"
+            log.info(
+                "not converged: %s: more epochs or a higher learning rate train it further", self.schedule.end_reason
             )
         self.model.network.load_parameters(self.best)
         return self.model

@@ -78,7 +78,8 @@ def test_what_export_writes_is_imported_as_a_directory(
     model = load_run(run_dir)
     save_model(run_dir / "final.safetensors", replace(model, features=features))
     export_nnet1(run_dir, tmp_path / "nnet1")
-    assert caplog.messages == ([] if first is None else [f"before nnet-forward run Kaldi's {first}"])
+    said = [message for message in caplog.messages if message.startswith("before")]
+    assert said == ([] if first is None else [f"before nnet-forward run Kaldi's {first}"])
     assert (tmp_path / "nnet1/cmvn_opts").exists() == (features.cmvn != "none" and features.transforms is None)
     again = import_nnet1(tmp_path / "nnet1", None, tmp_path / "again")
     assert again.features == features
