@@ -221,6 +221,8 @@ class PrefetchLoader(BatchLoader):
     """Reads minibatches ahead in a thread, whose errors reach the trainer after the minibatches that were read
     before."""
 
+    _reader: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)
+
     def __post_init__(self) -> None:
         self.device = self.out.device
         dataset, size = self.frames.dataset, len(self.out)
@@ -233,11 +235,13 @@ class PrefetchLoader(BatchLoader):
         if self.device.type == "cuda":  # an epoch that ended early may have copies under way
             torch.cuda.synchronize(self.device)
         in_flight: deque[_PinnedBatch] = deque()
-        reader = ThreadPoolExecutor(1, "prefetch", use_device, (self.device,))
+        reader = self._reader = ThreadPoolExecutor(1, "prefetch", use_device, (self.device,))
+        ready: deque[Future[_PinnedBatch | None]] = deque()
         try:
-            ready = deque(reader.submit(self._fill, buffer, order) for buffer in self._buffers)
+            ready.extend(reader.submit(self._fill, buffer, order) for buffer in self._buffers)
             self.mark("compute")
-            while (buffer := ready.popleft().result()) is not None:
+            while (buffer := ready[0].result()) is not None:
+                ready.popleft()
                 batch = self._take(buffer)
                 self.mark("data")
                 yield batch
@@ -249,7 +253,17 @@ class PrefetchLoader(BatchLoader):
                     ready.append(reader.submit(self._fill, oldest, order))
                 self.mark("compute")
         finally:
-            reader.shutdown(cancel_futures=True)
+            # Waits for the reads under way. The thread is waited for in `_end_epoch` only: the garbage collector may close
+            # this generator while another thread starts, which holds the lock that a thread needs to end.
+            reader.shutdown(wait=False, cancel_futures=True)
+            for future in ready:
+                if not future.cancelled():
+                    future.exception()
+
+    def _end_epoch(self) -> None:
+        super()._end_epoch()
+        if self._reader is not None:
+            self._reader.shutdown()
 
     def _take(self, buffer: _PinnedBatch) -> Batch:
         """The minibatch in `buffer`, normalized in float32 in `out`; queued on the device, not waited for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -155,21 +156,41 @@ def test_a_minibatch_holds_until_the_next_is_requested(kind: type[BatchLoader]) 
 
 def test_an_error_of_the_thread_reaches_the_trainer() -> None:
     dataset, _ = make_corpus([20], 2, 0, 1)
+    prefetching = partial(loader, PrefetchLoader, dataset)
 
     def broken() -> Iterator[Tensor]:
         yield from dataset.subset([0]).indices.split(4)[:3]
         raise ZeroDivisionError("made up")
 
     seen = 0
-    with pytest.raises(ZeroDivisionError, match="made up"):
-        for _ in loader(PrefetchLoader, dataset, Rows(broken(), 4)).epoch():
+    with pytest.raises(ZeroDivisionError, match="made up"), closing(prefetching(Rows(broken(), 4))) as batches:
+        for _ in batches.epoch():
             seen += 1
     assert seen == 3, "what was read before is trained on"
     assert not threads()
-    with pytest.raises(ValueError, match="5 rows in a minibatch, at most 4 expected"):
-        next(loader(PrefetchLoader, dataset, Rows((torch.arange(5),), 4)).epoch())
-    with pytest.raises(IndexError):
-        next(loader(PrefetchLoader, dataset, Rows((torch.full((4,), 10**6),), 4)).epoch())
+    message = "5 rows in a minibatch, at most 4 expected"
+    with pytest.raises(ValueError, match=message), closing(prefetching(Rows((torch.arange(5),), 4))) as batches:
+        next(batches.epoch())
+    rows = (torch.full((4,), 10**6),)
+    with pytest.raises(IndexError), closing(prefetching(Rows(rows, 4))) as batches:
+        next(batches.epoch())
+    assert not threads()
+
+
+def test_an_epoch_that_the_garbage_collector_ends_joins_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may do so while a thread starts, with the lock held that the other thread needs to end: that would hang."""
+    dataset, _ = make_corpus([200], 2, 0, 1)
+    batches = loader(PrefetchLoader, dataset, SequentialSampler(dataset.subset([0]), 4))
+    epoch = batches.epoch()
+    next(epoch)
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        raise AssertionError("a thread was waited for")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", join)
+        epoch.close()  # what the garbage collector calls
+    batches.close()
     assert not threads()
 
 
