@@ -180,7 +180,9 @@ class BatchLoader:
         full = min(NUM_BUFFERS, len(self.frames) // size)
         self._end_epoch()
         batches = self._batches(islice(SequentialSampler(self.frames, size).epoch(), full))
-        return list(islice(cycle([Batch(x.clone(), labels.clone()) for x, labels in batches]), count))
+        copies = [Batch(x.clone(), labels.clone()) for x, labels in batches]
+        self._end_epoch()
+        return list(islice(cycle(copies), count))
 
     def close(self) -> None:
         """Ends the epoch and what works in the background; to be called when no more are needed."""
