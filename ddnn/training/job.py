@@ -66,7 +66,7 @@ from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kin
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
 from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import Trainer, train
-from ddnn.util.errors import DivergedError, RecipeError, UserError
+from ddnn.util.errors import DataError, DivergedError, RecipeError, UserError
 from ddnn.util.progress import only_first_worker_shows
 from ddnn.util.system import (
     available_memory,
@@ -128,8 +128,9 @@ def run_training(
         job.run.finish(model.to(torch.device("cpu")), keep_checkpoint=trainer.may_be_longer)
         job.comm.barrier()  # no worker ends before the model is written
         log.info("finished: %s, %s", run_dir / FINAL, end.summary)
-        if job.comm.rank == 0 and (warning := read_metrics(run_dir / METRICS).warning):
-            log.warning(warning)
+        with suppress(DataError):  # damaged meanwhile: the model is written all the same
+            if job.comm.rank == 0 and (warning := read_metrics(run_dir / METRICS).warning):
+                log.warning(warning)
 
 
 @contextmanager

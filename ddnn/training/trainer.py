@@ -206,9 +206,10 @@ class Trainer:
         another's update. Shards differ in size: all continue from the largest count of minibatches. Where a worker has
         had none, as after a warm-up on another, all count from 0, since each needs the frequent updates of the start."""
         preconditioners = self.optimizer.preconditioners
-        counts = self.comm.all_gather_object([one.t if len(self.batches) else -1 for one in preconditioners])
-        for one, of_workers in zip(preconditioners, zip(*counts, strict=True), strict=True):
-            one.count_from(0 if 0 in of_workers else max(of_workers))
+        own = [preconditioner.t if len(self.batches) else -1 for preconditioner in preconditioners]
+        counts = zip(*self.comm.all_gather_object(own), strict=True)
+        for preconditioner, of_workers in zip(preconditioners, counts, strict=True):
+            preconditioner.count_from(0 if 0 in of_workers else max(of_workers))
 
     def resize_minibatches(self) -> None:
         """Gives the minibatches the size of the next epoch, or of the one under way."""
