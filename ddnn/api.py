@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from ddnn.nn.acoustic_model import AcousticModel
-    from ddnn.training.metrics import MetricsRow
+    from ddnn.runs.metrics import MetricsRow
 
 StrPath = str | os.PathLike[str]
 Device = Literal["auto", "cpu", "cuda"]
@@ -120,7 +120,7 @@ def train(
         DivergedError: the training diverged; a UserError.
         SystemExit: a signal (Ctrl-C, SIGTERM) has ended it, with the exit codes of README.md.
     """
-    from ddnn.training.metrics import EpochRow
+    from ddnn.runs.metrics import EpochRow
     from ddnn.training.start import start_training
 
     if isinstance(settings, Mapping):
@@ -151,8 +151,8 @@ def load(run_dir: StrPath, *, device: Device = "cpu") -> Model:
     Raises:
         UserError: there is no such run dir, it has no trained model (yet), or a damaged one; there is no GPU.
     """
-    from ddnn.training.run_dir import load_run
-    from ddnn.training.run_status import run_dir_of
+    from ddnn.runs.run_dir import load_run
+    from ddnn.runs.run_status import run_dir_of
     from ddnn.util.system import choose_device
 
     return Model(load_run(Path(run_dir)).to(choose_device(device)), run_dir_of(Path(run_dir)))
@@ -277,8 +277,8 @@ def read_metrics(run_dir: StrPath) -> list[dict[str, Any]]:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    from ddnn.training import metrics
-    from ddnn.training.run_status import METRICS
+    from ddnn.runs import metrics
+    from ddnn.runs.run_status import METRICS
 
     path = Path(run_dir, METRICS)
     metrics.read_metrics(path)  # refuses what is passed over below
@@ -560,7 +560,7 @@ def _recipe_file(recipe: StrPath | Mapping[str, Any]) -> Iterator[Path]:
 def _exits_as_errors(run_dir: Path) -> Iterator[None]:
     """A failed training of several workers, which ends the command `ddnn train`, is an error; but for signals."""
     from ddnn.distributed.signals import EXIT_DIVERGED, EXIT_RESUMABLE, STOP_SIGNALS
-    from ddnn.training.run_status import read_run_status
+    from ddnn.runs.run_status import read_run_status
 
     since = time.time()
     try:

@@ -31,10 +31,10 @@ from ddnn.nn.acoustic_model import save_model
 from ddnn.nn.elementwise import Activation, Dropout, LengthNorm
 from ddnn.nn.layers import Affine, num_parameters
 from ddnn.nn.network import Network
+from ddnn.runs.run_dir import load_run
 from ddnn.synth.corpus import SynthOptions, synthesize
 from ddnn.training import start
 from ddnn.training.evaluation import evaluate_run
-from ddnn.training.run_dir import load_run
 from ddnn.util.errors import DataError
 
 PAGE = Path(__file__).parents[1] / "docs/python.md"

@@ -16,7 +16,7 @@ from jobs import BEFORE_TRAINING, Job, RunCli, assert_refused, assert_trains, fi
 
 from ddnn.kaldi.archive import iterate_matrices, write_int_vectors
 from ddnn.nn.acoustic_model import save_model
-from ddnn.training.run_dir import load_run
+from ddnn.runs.run_dir import load_run
 
 U = "spk1-utt005"
 """The utterance that is damaged: neither the first of the corpus nor the last."""

@@ -23,7 +23,7 @@ from ddnn.cli.main import cli
 from ddnn.recipe.keys import keys, sections
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.training import metrics
+from ddnn.runs import metrics
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.md")])

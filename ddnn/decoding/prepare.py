@@ -42,9 +42,9 @@ from ddnn.nn.acoustic_model import (
 )
 from ddnn.nn.layers import num_parameters
 from ddnn.nn.network import Network, Workspace
+from ddnn.runs.run_dir import load_run
+from ddnn.runs.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, check_run_dir, model_digest, run_dir_of
 from ddnn.training.evaluation import forward_batches, load_for_model
-from ddnn.training.run_dir import load_run
-from ddnn.training.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, check_run_dir, model_digest, run_dir_of
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited, write_text
 from ddnn.util.process import closed_at_start

@@ -33,7 +33,7 @@ from ddnn.kaldi.alignments import TRANSITION_DIGEST, check_same_tree
 from ddnn.kaldi.archive import MatrixReader, iterate_matrices, read_scp
 from ddnn.kaldi.fst import Fst, read_fst, read_symbols, write_fst
 from ddnn.kaldi.transition_model import TransitionModel, read_transition_model
-from ddnn.training.run_status import FINAL, MODEL_DIGEST, model_digest
+from ddnn.runs.run_status import FINAL, MODEL_DIGEST, model_digest
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_directory, read_bytes_limited, write_text
 from ddnn.util.progress import frame_counter

@@ -30,8 +30,8 @@ from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.nnet1 import TOKENS, Activation, Component, ParallelComponent, read_nnet1
 from ddnn.kaldi.transforms import find_final_mat, read_matrix, read_transform_config, trans_files
 from ddnn.kaldi.transition_model import read_transition_model
-from ddnn.training.metrics import format_figures, read_metrics
-from ddnn.training.run_status import CV_UTTERANCES, DBN, FINAL, METRICS, PDF_COUNTS, RECIPE, STATUS
+from ddnn.runs.metrics import format_figures, read_metrics
+from ddnn.runs.run_status import CV_UTTERANCES, DBN, FINAL, METRICS, PDF_COUNTS, RECIPE, STATUS
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import definitions, plural, printable

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ddnn.runs import run_status as files
+from ddnn.runs.checkpoint_manifest import peek_checkpoint
+from ddnn.runs.metrics import EndRow, EpochRow, Metrics, format_figures, read_metrics
+from ddnn.runs.run_status import RunStatus, read_run_status, resume_command
 from ddnn.slurm.job import Job, last_output, read_job, slurm_state
-from ddnn.training import run_status as files
-from ddnn.training.checkpoint_manifest import peek_checkpoint
-from ddnn.training.metrics import EndRow, EpochRow, Metrics, format_figures, read_metrics
-from ddnn.training.run_status import RunStatus, read_run_status, resume_command
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked
 from ddnn.util.text import definitions, duration, printable, unescaped

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.report.runs import SHARES, Run, consensus_distances, share, shares_by_rank, training_seconds
-from ddnn.training.metrics import EpochRow
+from ddnn.runs.metrics import EpochRow
 from ddnn.util.errors import UserError
 from ddnn.util.files import atomic_write, ensure_directory
 

@@ -16,8 +16,8 @@ from ddnn.recipe.section import Count, Section
 from ddnn.recipe.source import configs_folder, read_yaml, validate
 from ddnn.report.runs import Run, number_of_workers, read_run
 from ddnn.report.scaling import Job, Measurement, Way, averagings
-from ddnn.training.metrics import WorkerRow
-from ddnn.training.run_status import BEST, FINAL
+from ddnn.runs.metrics import WorkerRow
+from ddnn.runs.run_status import BEST, FINAL
 from ddnn.util.errors import DataError, UserError
 
 SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.training.metrics import EpochRow, Metrics, StartRow, read_metrics
-from ddnn.training.run_status import CHECKPOINTS, METRICS, RECIPE, is_finished, model_digest, run_dir_hint
+from ddnn.runs.metrics import EpochRow, Metrics, StartRow, read_metrics
+from ddnn.runs.run_status import CHECKPOINTS, METRICS, RECIPE, is_finished, model_digest, run_dir_hint
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import plural, printable
@@ -142,7 +142,7 @@ class Summary:
     workers: int
     epochs: int  # number of the last one
     warmup_loss: float | None
-    ended: str | None  # why its last start ended, as a word: `ddnn.training.metrics.EndReason`
+    ended: str | None  # why its last start ended, as a word: `ddnn.runs.metrics.EndReason`
     finished: bool  # there is a final model
     model_epoch: int | None  # of the final model, or of the model so far: the last accepted epoch
     model_combination: str  # which mean the final model is in place of that epoch's; empty where it is that epoch's

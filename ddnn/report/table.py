@@ -28,7 +28,7 @@ from ddnn.report.runs import (
     summarise,
     training_seconds,
 )
-from ddnn.training.run_status import FINAL
+from ddnn.runs.run_status import FINAL
 from ddnn.util.files import ensure_directory, write_text
 from ddnn.util.text import printable, table
 

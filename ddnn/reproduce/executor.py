@@ -21,10 +21,10 @@ from ddnn.reproduce import measure
 from ddnn.reproduce.measure import TASK, EvaluationTask
 from ddnn.reproduce.runs import OutputLayout, PlannedRun, RunRecord, dbn_parameters, read_record, write_record
 from ddnn.reproduce.tables import ReproduceConfig
+from ddnn.runs.run_status import DBN, JOB_OUTPUT, METRICS
 from ddnn.slurm import SlurmOptions
 from ddnn.slurm.job import Job, SbatchError, last_output, read_job, slurm_states
 from ddnn.slurm.submit import submit
-from ddnn.training.run_status import DBN, JOB_OUTPUT, METRICS
 from ddnn.util.errors import DivergedError, UserError
 from ddnn.util.files import ensure_directory, write_text
 from ddnn.util.process import ProcessGroup, signal_name

@@ -28,7 +28,7 @@ from ddnn.reproduce.runs import (
     write_record,
 )
 from ddnn.reproduce.tables import FrozenModel, TestSet, test_digest
-from ddnn.training.metrics import EpochRow, Metrics
+from ddnn.runs.metrics import EpochRow, Metrics
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.system import device_name

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from ddnn.training.run_status import JOB_RECORD
+from ddnn.runs.run_status import JOB_RECORD
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited, write_text
 from ddnn.util.process import run

@@ -20,13 +20,13 @@ from pydantic import ValidationError
 from ddnn.distributed.mpirun import IGNORING_SIGUSR1, MPI_SETTINGS
 from ddnn.recipe.load import check_same_recipe, dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
+from ddnn.runs import run_status as files
+from ddnn.runs.checkpoint_manifest import peek_checkpoint
+from ddnn.runs.run_status import Kind, Resume, check_run_dir
+from ddnn.runs.tensorboard import import_tensorboard
 from ddnn.slurm import Seeds, SlurmOptions
 from ddnn.slurm.cluster import ClusterConfig, Placement, check_word, load_cluster, parse_time_limit, place
 from ddnn.slurm.job import Job, NoAnswerError, SbatchError, read_job, sbatch, slurm_state, write_job
-from ddnn.training import run_status as files
-from ddnn.training.checkpoint_manifest import peek_checkpoint
-from ddnn.training.run_status import Kind, Resume, check_run_dir
-from ddnn.training.tensorboard import import_tensorboard
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import ensure_directory, is_locked, write_text
 from ddnn.util.process import python_command

@@ -24,9 +24,9 @@ from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, 
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision
 from ddnn.nn.network import Workspace, evaluation_workspace
-from ddnn.training.metrics import no_better_than_baseline
-from ddnn.training.run_dir import load_run
-from ddnn.training.run_status import PDF_COUNTS, model_digest, run_dir_of
+from ddnn.runs.metrics import no_better_than_baseline
+from ddnn.runs.run_dir import load_run
+from ddnn.runs.run_status import PDF_COUNTS, model_digest, run_dir_of
 from ddnn.util.errors import DataError, DivergedError, UserError
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device

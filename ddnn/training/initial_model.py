@@ -33,6 +33,8 @@ from ddnn.recipe.load import (
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.recipe.section import as_list, get_value, is_given, with_defaults
 from ddnn.recipe.source import format_value, listed
+from ddnn.runs.run_dir import load_run
+from ddnn.runs.run_status import CV_UTTERANCES, FINAL, RECIPE, newest_checkpoint, run_dir_of
 from ddnn.training import options
 from ddnn.training.network_layers import (
     bands_of,
@@ -43,8 +45,6 @@ from ddnn.training.network_layers import (
     static_dims,
 )
 from ddnn.training.pretraining import load_dbn
-from ddnn.training.run_dir import load_run
-from ddnn.training.run_status import CV_UTTERANCES, FINAL, RECIPE, newest_checkpoint, run_dir_of
 from ddnn.util.errors import DataError, RecipeError, UserError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import plural

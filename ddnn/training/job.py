@@ -47,8 +47,12 @@ from ddnn.nn.precision import allow_tf32, choose_arithmetic
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.recipe.load import dump_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
-from ddnn.training import options, run_status
-from ddnn.training.checkpoint import CheckpointStore
+from ddnn.runs import run_status
+from ddnn.runs.checkpoint import CheckpointStore
+from ddnn.runs.metrics import EndReason, EventRow, MetricsRow, StartRow, read_metrics
+from ddnn.runs.run_dir import RunDir, open_run_dir
+from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, newest_checkpoint, resume_command
+from ddnn.training import options
 from ddnn.training.evaluation import baseline_result
 from ddnn.training.initial_model import (
     check_frequency_axis,
@@ -57,12 +61,9 @@ from ddnn.training.initial_model import (
     warn_of_known_utterances,
     with_initial_model,
 )
-from ddnn.training.metrics import EndReason, EventRow, MetricsRow, StartRow, read_metrics
 from ddnn.training.network_layers import describe_parameters, frozen_layers, network_layers
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
-from ddnn.training.run_dir import RunDir, open_run_dir
-from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, newest_checkpoint, resume_command
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
 from ddnn.training.step import EagerStep, make_step
 from ddnn.training.trainer import Trainer, train

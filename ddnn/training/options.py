@@ -25,9 +25,9 @@ from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.load import minibatch_problems
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig
 from ddnn.recipe.section import MaybePaths, Section, as_list
+from ddnn.runs.tensorboard import import_tensorboard
 from ddnn.training.combination import BestEpoch, Combination, MeanOfEpochs, MovingAverage
 from ddnn.training.network_layers import frozen_layers, hidden_layers, network_layers
-from ddnn.training.tensorboard import import_tensorboard
 from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.progress import progress_bar
 

@@ -42,13 +42,13 @@ from ddnn.recipe.schema import (
     Recipe,
     SgdConfig,
 )
-from ddnn.training.checkpoint import CheckpointHandle, prefixed, unprefixed
-from ddnn.training.metrics import PretrainRow, throughput
+from ddnn.runs.checkpoint import CheckpointHandle, prefixed, unprefixed
+from ddnn.runs.metrics import PretrainRow, throughput
+from ddnn.runs.run_dir import load_run
+from ddnn.runs.run_status import DBN, PRETRAIN
 from ddnn.training.network_layers import network_layers
 from ddnn.training.options import model_features
 from ddnn.training.resume import check_same_data
-from ddnn.training.run_dir import load_run
-from ddnn.training.run_status import DBN, PRETRAIN
 from ddnn.training.state import CheckpointPolicy, TrainingProgress
 from ddnn.util.errors import DataError, DivergedError
 from ddnn.util.text import duration

@@ -18,7 +18,7 @@ from ddnn.recipe.load import check_same_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.recipe.section import get_value
 from ddnn.recipe.source import first_error
-from ddnn.training.checkpoint import CheckpointHandle, CheckpointStore
+from ddnn.runs.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.training.state import CheckpointMetadata, LoadedCheckpoint
 from ddnn.util.errors import DataError
 from ddnn.util.text import plural

@@ -23,10 +23,10 @@ from ddnn.recipe.load import (
     why_not_longer,
 )
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
-from ddnn.training import run_status
-from ddnn.training.checkpoint_manifest import folder_name, peek_checkpoint
-from ddnn.training.metrics import MetricsRow, read_metrics
-from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
+from ddnn.runs import run_status
+from ddnn.runs.checkpoint_manifest import folder_name, peek_checkpoint
+from ddnn.runs.metrics import MetricsRow, read_metrics
+from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
 from ddnn.util.errors import RecipeError, UserError
 from ddnn.util.files import is_locked
 from ddnn.util.text import printable

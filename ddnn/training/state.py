@@ -21,9 +21,9 @@ from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
 from ddnn.nn.network import tensor_like
-from ddnn.training.checkpoint import CheckpointStore
-from ddnn.training.metrics import Count
-from ddnn.training.run_dir import RunDir
+from ddnn.runs.checkpoint import CheckpointStore
+from ddnn.runs.metrics import Count
+from ddnn.runs.run_dir import RunDir
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.progress import frame_counter
 from ddnn.util.text import duration

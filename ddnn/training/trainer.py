@@ -24,11 +24,11 @@ from ddnn.nn.arithmetic import Float32, Precision
 from ddnn.nn.network import tensor_like
 from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.optim.sgd import Sgd
-from ddnn.training.checkpoint import prefixed, unprefixed
+from ddnn.runs.checkpoint import prefixed, unprefixed
+from ddnn.runs.metrics import EndReason, EndRow, EpochRow, WarmupRow, WorkerRow, throughput
+from ddnn.runs.run_dir import RunDir
 from ddnn.training.combination import Combination
 from ddnn.training.evaluation import EpochLosses, EvalResult, evaluate, learning_rate_hint, raise_if_diverged
-from ddnn.training.metrics import EndReason, EndRow, EpochRow, WarmupRow, WorkerRow, throughput
-from ddnn.training.run_dir import RunDir
 from ddnn.training.state import CheckpointMetadata, CheckpointPolicy, LoadedCheckpoint, TrainingProgress
 from ddnn.training.step import EagerStep, Step
 from ddnn.util.errors import DataError, DivergedError

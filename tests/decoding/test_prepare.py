@@ -33,8 +33,8 @@ from ddnn.kaldi.nnet1 import Activation, AffineTransform, write_nnet1
 from ddnn.kaldi.transforms import TransformConfig
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, from_nnet1, save_model
+from ddnn.runs.run_dir import load_run
 from ddnn.training.evaluation import load_for_model
-from ddnn.training.run_dir import load_run
 from ddnn.util.errors import DataError, UserError
 
 COUNTS = np.array([5, 15, 0, 20])

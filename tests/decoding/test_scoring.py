@@ -40,7 +40,7 @@ from ddnn.kaldi.archive import read_scp, write_matrices
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.nnet1 import Activation, AddShift, AffineTransform, Rescale, Splice, read_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
-from ddnn.training.run_status import FINAL, MODEL_DIGEST, model_digest
+from ddnn.runs.run_status import FINAL, MODEL_DIGEST, model_digest
 from ddnn.util.errors import DataError, UserError
 
 pytest.importorskip("kaldi_decoder")

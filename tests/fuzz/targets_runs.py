@@ -14,9 +14,9 @@ from ddnn.inspection.path import describe_path
 from ddnn.inspection.status import read_status
 from ddnn.report.measured import read_measured
 from ddnn.report.table import report
+from ddnn.runs.metrics import read_metrics
+from ddnn.runs.run_status import RunError, RunStatus
 from ddnn.slurm.job import read_job
-from ddnn.training.metrics import read_metrics
-from ddnn.training.run_status import RunError, RunStatus
 
 RECIPE = b"data: {train: /x, alignments: /x}\nmodel: {hidden_layers: 2}\nschedule: {initial_learning_rate: 0.1, max_epochs: 3}\n"
 ROWS = (

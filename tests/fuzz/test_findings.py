@@ -22,8 +22,8 @@ from ddnn.kaldi.data_dir import read_cmvn_stats
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.recipe.load import load_recipe
+from ddnn.runs.metrics import MetricsWriter, read_metrics
 from ddnn.slurm.cluster import load_cluster
-from ddnn.training.metrics import MetricsWriter, read_metrics
 from ddnn.util.errors import DataError, RecipeError, UserError
 
 SIGNALLING = struct.pack("<Q", 0x7FF4000000000001), struct.pack("<I", 0x7FA00001)

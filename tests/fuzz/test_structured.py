@@ -18,7 +18,7 @@ from ddnn.kaldi.fst import read_fst
 from ddnn.kaldi.nnet1 import read_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.nn.acoustic_model import load_model
-from ddnn.training.metrics import read_metrics
+from ddnn.runs.metrics import read_metrics
 from ddnn.util.errors import UserError
 
 INT32 = st.sampled_from([0, 1, 2, 3, 255, 65_536, 2**24, 2**31 - 1, -1, -2, -(2**31)]) | st.integers(

@@ -23,10 +23,10 @@ from report_runs import start_row
 
 from ddnn.inspection.path import describe_path
 from ddnn.inspection.status import Status, follow_status, read_status
+from ddnn.runs.checkpoint_manifest import CheckpointSummary, encode_manifest, peek_checkpoint
+from ddnn.runs.metrics import read_metrics
+from ddnn.runs.run_status import RunError, RunStatus, write_run_status
 from ddnn.slurm.job import Job, write_job
-from ddnn.training.checkpoint_manifest import CheckpointSummary, encode_manifest, peek_checkpoint
-from ddnn.training.metrics import read_metrics
-from ddnn.training.run_status import RunError, RunStatus, write_run_status
 from ddnn.util.errors import UserError
 from ddnn.util.files import FileLock
 
@@ -404,7 +404,7 @@ HEADER = {"epoch": 3, "minibatch": 120, "recipe": "x"}
 
 
 def write_checkpoint(run: Path, number: int, header: dict[str, Any], workers: int = 1) -> Path:
-    """As ddnn.training.checkpoint does, with files of a few bytes."""
+    """As ddnn.runs.checkpoint does, with files of a few bytes."""
     folder = run / "checkpoints" / f"{number:08d}"
     folder.mkdir(parents=True)
     files = {}

@@ -24,7 +24,7 @@ from ddnn.report.figures import highest_shown
 from ddnn.report.runs import incomparable, read_run, read_runs, summarise, training_seconds
 from ddnn.report.scale_command import ScaleOptions, scale
 from ddnn.report.table import report
-from ddnn.training.run_status import FINAL, model_digest
+from ddnn.runs.run_status import FINAL, model_digest
 from ddnn.util.errors import DataError, RecipeError, UserError
 from ddnn.util.text import printable
 

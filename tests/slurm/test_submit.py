@@ -16,7 +16,7 @@ import pytest
 from jobs import Job, assert_refused, make_job
 
 from ddnn.recipe.load import load_recipe
-from ddnn.training.run_dir import RunDir
+from ddnn.runs.run_dir import RunDir
 
 RunCli = Callable[..., Any]
 LAYERS = (

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ddnn.distributed.communicator import SingleProcess
-from ddnn.training.checkpoint import CheckpointStore
+from ddnn.runs.checkpoint import CheckpointStore
 
 NETWORKS = {"AN4, 440-4x512-616": [440, *[512] * 4, 616], "Switchboard, 440-6x2048-8806": [440, *[2048] * 6, 8806]}
 RANK_IN, RANK_OUT = 20, 80

@@ -27,7 +27,7 @@ DEATHS = "DDNN_TEST_DEATHS"
 def arrange(rank: int, where: str, number: int) -> None:
     """Patches the place."""
     from ddnn.distributed.mpi import MpiBackend
-    from ddnn.training.checkpoint import CheckpointStore
+    from ddnn.runs.checkpoint import CheckpointStore
     from ddnn.training.step import EagerStep
 
     comes = 0

@@ -33,7 +33,7 @@ import numpy as np
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 
 from ddnn.data.index import assign_shards
-from ddnn.training.run_status import newest_checkpoint
+from ddnn.runs.run_status import newest_checkpoint
 
 STARTED = "cross-validation frames; learning"
 SECONDS = 900

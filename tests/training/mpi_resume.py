@@ -16,7 +16,7 @@ from ddnn.distributed.mpi import init_communicator
 from ddnn.distributed.signals import GracefulShutdown, TrainingInterrupted
 from ddnn.optim.schedule import MinibatchSizes
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
-from ddnn.training.checkpoint import CheckpointStore
+from ddnn.runs.checkpoint import CheckpointStore
 from ddnn.training.resume import merge_rank_states, read_metadata
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
 from ddnn.training.trainer import Trainer

@@ -24,9 +24,9 @@ from ddnn.inspection.status import read_status
 from ddnn.nn.acoustic_model import load_model
 from ddnn.optim.schedule import Exponential, Newbob
 from ddnn.report.table import report
+from ddnn.runs.metrics import read_metrics
 from ddnn.training.combination import MeanOfEpochs
 from ddnn.training.evaluation import EvalResult
-from ddnn.training.metrics import read_metrics
 from ddnn.training.trainer import Trainer
 from ddnn.util.errors import DataError
 

@@ -24,11 +24,11 @@ from ddnn.distributed.signals import GracefulShutdown
 from ddnn.kaldi.archive import iterate_matrices, read_scp
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.recipe.load import load_recipe
+from ddnn.runs.metrics import StartRow, read_metrics
+from ddnn.runs.run_dir import NullRunDir, RunDir, load_run
 from ddnn.training.evaluation import evaluate, evaluate_run
 from ddnn.training.job import Job, assemble_trainer, initial_model, run_training
-from ddnn.training.metrics import StartRow, read_metrics
 from ddnn.training.options import data_config
-from ddnn.training.run_dir import NullRunDir, RunDir, load_run
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.system import usable_cores
 from ddnn.util.text import TERMINAL_LEVEL, terminal_level

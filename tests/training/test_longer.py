@@ -13,8 +13,8 @@ from training.test_resume import rows
 
 from ddnn.nn.acoustic_model import load_model
 from ddnn.recipe.load import load_recipe
+from ddnn.runs.run_status import MODEL_DIGEST, is_finished, model_digest
 from ddnn.training.job import run_training
-from ddnn.training.run_status import MODEL_DIGEST, is_finished, model_digest
 
 WAYS = {
     "newbob": ("optimizer.momentum=0.5", "schedule.start_halving_impr=0.3"),

@@ -34,6 +34,7 @@ from ddnn.recipe.schema import (
     WorkersConfig,
 )
 from ddnn.recipe.section import Section
+from ddnn.runs.run_dir import NullRunDir
 from ddnn.training import state
 from ddnn.training.combination import BestEpoch, MeanOfEpochs, MovingAverage
 from ddnn.training.job import Job
@@ -46,7 +47,6 @@ from ddnn.training.options import (
     optimizer_options,
     with_world_size,
 )
-from ddnn.training.run_dir import NullRunDir
 from ddnn.util.errors import RecipeError
 
 NG_SGD = {

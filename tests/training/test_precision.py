@@ -21,10 +21,10 @@ from ddnn.nn.elementwise import Dropout, Shift
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, Workspace, evaluation_workspace
 from ddnn.recipe.load import load_recipe
+from ddnn.runs.metrics import read_metrics
+from ddnn.runs.run_dir import load_run
 from ddnn.training.evaluation import EvalResult, evaluate
 from ddnn.training.job import run_training
-from ddnn.training.metrics import read_metrics
-from ddnn.training.run_dir import load_run
 from ddnn.training.step import EagerStep
 from ddnn.training.trainer import Trainer
 

@@ -31,11 +31,11 @@ from ddnn.nn.network import Network
 from ddnn.nn.rbm import Cd1Options, Rbm
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import PretrainConfig
+from ddnn.runs.checkpoint import CheckpointStore
+from ddnn.runs.run_dir import NullRunDir, load_run
+from ddnn.runs.run_status import CHECKPOINTS, DBN
 from ddnn.training import pretraining
-from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.job import run_pretraining, run_training
-from ddnn.training.run_dir import NullRunDir, load_run
-from ddnn.training.run_status import CHECKPOINTS, DBN
 from ddnn.training.state import TrainingProgress
 from ddnn.training.trainer import Trainer
 from ddnn.util.errors import DataError, DivergedError, UserError

@@ -37,12 +37,12 @@ from ddnn.nn.acoustic_model import load_model
 from ddnn.optim.schedule import MinibatchSizes
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import check_same_recipe, dump_recipe, load_recipe
+from ddnn.runs.checkpoint import CheckpointStore
+from ddnn.runs.metrics import EndRow, EventRow, MetricsWriter, read_metrics
+from ddnn.runs.run_status import model_digest
 from ddnn.training import job
-from ddnn.training.checkpoint import CheckpointStore
 from ddnn.training.job import run_training
-from ddnn.training.metrics import EndRow, EventRow, MetricsWriter, read_metrics
 from ddnn.training.resume import merge_rank_states, read_metadata
-from ddnn.training.run_status import model_digest
 from ddnn.training.state import LoadedCheckpoint, TrainingProgress
 from ddnn.util.errors import DataError, RecipeError, UserError
 
@@ -772,7 +772,7 @@ def test_nothing_to_resume_from(
 def test_no_checkpoint_can_be_written(
     tmp_path: Path, stop_at: Callable[[int, signal.Signals], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddnn.training.checkpoint.CheckpointStore.save", lambda *_: False)
+    monkeypatch.setattr("ddnn.runs.checkpoint.CheckpointStore.save", lambda *_: False)
     recipe = load_recipe(recipe_of(tmp_path, ""))
     stop_at(5, signal.SIGTERM)
     with pytest.raises(UserError, match="no checkpoint could be written"):

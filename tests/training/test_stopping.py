@@ -132,8 +132,8 @@ def test_after_an_rbm_the_watchdog_rests_and_a_signal_ends_at_once(monkeypatch: 
     from variants import make_parallel_config
 
     from ddnn.distributed.communicator import SingleProcess
-    from ddnn.training.checkpoint import CheckpointStore
-    from ddnn.training.run_dir import NullRunDir
+    from ddnn.runs.checkpoint import CheckpointStore
+    from ddnn.runs.run_dir import NullRunDir
     from ddnn.training.state import CheckpointPolicy
 
     comm = SingleProcess()

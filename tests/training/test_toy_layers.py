@@ -16,10 +16,10 @@ from ddnn.nn.layer import Layer
 from ddnn.nn.layers import LAYERS, Affine
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
+from ddnn.runs.run_dir import load_run
 from ddnn.training import initial_model, options
 from ddnn.training.evaluation import evaluate_run
 from ddnn.training.job import run_training
-from ddnn.training.run_dir import load_run
 
 
 def toy_network(recipe: Recipe, input_dim: int, num_pdfs: int, *, on_dbn: bool = False) -> tuple[Layer, ...]:

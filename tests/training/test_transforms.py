@@ -36,9 +36,9 @@ from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.recipe.load import load_recipe
+from ddnn.runs.run_dir import load_run
 from ddnn.training.job import run_training
 from ddnn.training.options import data_config
-from ddnn.training.run_dir import load_run
 from ddnn.util.errors import DataError
 
 RunCli = Callable[..., Any]

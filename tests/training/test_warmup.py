@@ -18,7 +18,7 @@ from ddnn.averaging.averager import Request
 from ddnn.distributed.communicator import Communicator, NoWatchdog, SingleProcess
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining
 from ddnn.optim.schedule import Newbob, Schedule
-from ddnn.training.checkpoint import CheckpointStore
+from ddnn.runs.checkpoint import CheckpointStore
 from ddnn.training.evaluation import EvalResult
 from ddnn.training.state import CheckpointPolicy
 from ddnn.training.trainer import Trainer, train

@@ -18,7 +18,7 @@ from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recip
 from distributed.mpi_worlds import all_gone, need_mpi
 
 from ddnn.distributed.mpirun import find_mpirun
-from ddnn.training.run_status import read_run_status
+from ddnn.runs.run_status import read_run_status
 from ddnn.util.system import usable_cores
 
 DDNN = [sys.executable, "-m", "ddnn.cli"]

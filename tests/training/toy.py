@@ -22,10 +22,10 @@ from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.optim.schedule import Exponential, MinibatchSizes
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
+from ddnn.runs.metrics import MetricsRow
+from ddnn.runs.run_dir import NullRunDir
 from ddnn.training.combination import Combination, MeanOfEpochs, MovingAverage
-from ddnn.training.metrics import MetricsRow
 from ddnn.training.options import averaging_options, optimizer_options
-from ddnn.training.run_dir import NullRunDir
 from ddnn.training.state import Checkpointable, CheckpointPolicy
 from ddnn.training.step import EagerStep
 from ddnn.training.trainer import Trainer, train

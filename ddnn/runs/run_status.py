@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ddnn.recipe.source import read_yaml
-from ddnn.training.metrics import EndRow, EpochRow, iterate_rows
+from ddnn.runs.metrics import EndRow, EpochRow, iterate_rows
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, is_locked, open_regular, read_bytes_limited, require_kind
 from ddnn.util.text import plural, printable
@@ -22,7 +22,7 @@ from ddnn.util.text import plural, printable
 RECIPE = "recipe.yaml"  # the recipe as it was run: includes and --set resolved
 LOG = "train.log"  # the log; its lock keeps a second process out
 STATUS = "status.json"  # what the run is doing, or how it ended: `RunStatus`
-METRICS = "metrics.jsonl"  # one JSON object a line: `ddnn.training.metrics`
+METRICS = "metrics.jsonl"  # one JSON object a line: `ddnn.runs.metrics`
 BEST = "best.safetensors"  # the latest accepted network, where it is better than the initial one
 FINAL = "final.safetensors"  # the trained model
 PDF_COUNTS = "ali_train_pdf.counts"  # frames per pdf of the training alignment, for the priors

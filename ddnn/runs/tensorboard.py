@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ddnn.training.metrics import EpochRow, MetricsRow, MetricsWriter, PretrainRow, WarmupRow, WorkerRow, iterate_rows
-from ddnn.training.run_status import TENSORBOARD
+from ddnn.runs.metrics import EpochRow, MetricsRow, MetricsWriter, PretrainRow, WarmupRow, WorkerRow, iterate_rows
+from ddnn.runs.run_status import TENSORBOARD
 from ddnn.util.errors import UserError
 from ddnn.util.files import ensure_directory, require_kind
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_runs import epoch_row, rows_of, worker_row
 
-from ddnn.training import metrics as module
-from ddnn.training.metrics import (
+from ddnn.runs import metrics as module
+from ddnn.runs.metrics import (
     EpochRow,
     EventRow,
     MetricsRow,

@@ -29,9 +29,9 @@ from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, load_model
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, initialize
-from ddnn.training import run_dir
-from ddnn.training.checkpoint import CheckpointStore
-from ddnn.training.metrics import (
+from ddnn.runs import run_dir
+from ddnn.runs.checkpoint import CheckpointStore
+from ddnn.runs.metrics import (
     MAX_PENDING_ROWS,
     EpochRow,
     EventRow,
@@ -40,8 +40,8 @@ from ddnn.training.metrics import (
     WorkerRow,
     read_metrics,
 )
-from ddnn.training.run_dir import NullRunDir, RunDir
-from ddnn.training.run_status import (
+from ddnn.runs.run_dir import NullRunDir, RunDir
+from ddnn.runs.run_status import (
     BEST,
     CHECKPOINTS,
     DBN,
@@ -215,7 +215,7 @@ def test_the_lock_of_a_killed_training_is_free_at_once(tmp_path: Path, monkeypat
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     with pytest.raises(UserError, match="another run is in progress"):
         check_run_dir(tmp_path / "run", resume=True)
-    monkeypatch.setattr("ddnn.training.run_dir.check_run_dir", lambda *_, **__: None)  # it began after the look
+    monkeypatch.setattr("ddnn.runs.run_dir.check_run_dir", lambda *_, **__: None)  # it began after the look
     with pytest.raises(UserError, match="another run is in progress") as caught:
         RunDir.open(tmp_path / "run", resume=True)
     monkeypatch.undo()

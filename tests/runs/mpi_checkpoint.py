@@ -15,7 +15,7 @@ import torch
 
 from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.mpi import init_communicator
-from ddnn.training.checkpoint import CheckpointStore
+from ddnn.runs.checkpoint import CheckpointStore
 from ddnn.util.errors import DataError
 
 

@@ -27,9 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ddnn.distributed.communicator import SingleProcess
-from ddnn.training import checkpoint_manifest
-from ddnn.training.checkpoint import DTYPES, CheckpointHandle, CheckpointStore
-from ddnn.training.checkpoint_manifest import canonical_json, manifest_digest, peek_checkpoint
+from ddnn.runs import checkpoint_manifest
+from ddnn.runs.checkpoint import DTYPES, CheckpointHandle, CheckpointStore
+from ddnn.runs.checkpoint_manifest import canonical_json, manifest_digest, peek_checkpoint
 from ddnn.util.errors import DataError
 
 FILES = ("manifest.json", "global.safetensors", "rank0000.safetensors")

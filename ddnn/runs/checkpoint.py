@@ -30,8 +30,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator
-from ddnn.training import checkpoint_manifest as manifest
-from ddnn.training.checkpoint_manifest import GLOBAL, TEMPORARY, CheckpointError, CheckpointSummary, rank_file
+from ddnn.runs import checkpoint_manifest as manifest
+from ddnn.runs.checkpoint_manifest import GLOBAL, TEMPORARY, CheckpointError, CheckpointSummary, rank_file
 from ddnn.util.errors import DataError
 from ddnn.util.files import fsync_directory, write_verified
 

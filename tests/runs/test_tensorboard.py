@@ -16,8 +16,8 @@ from report_runs import rows_of, write_run
 
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.recipe.load import load_recipe
+from ddnn.runs.metrics import EpochRow, StartRow, read_metrics
 from ddnn.training.job import run_pretraining, run_training
-from ddnn.training.metrics import EpochRow, StartRow, read_metrics
 from ddnn.training.state import CheckpointPolicy
 
 Points = dict[str, list[tuple[int, float]]]
@@ -126,7 +126,7 @@ def test_pretraining(job: Job) -> None:
 def test_several_workers_have_a_mean_and_times_are_of_the_training(tmp_path: Path, job: Job) -> None:
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-    from ddnn.training.tensorboard import TensorBoardWriter
+    from ddnn.runs.tensorboard import TensorBoardWriter
 
     run = write_run(tmp_path / "made-up", [*rows_of(3, epochs=2), {"type": "of a later version"}])
     with (run / "metrics.jsonl").open("a") as file:
@@ -146,8 +146,8 @@ def test_several_workers_have_a_mean_and_times_are_of_the_training(tmp_path: Pat
 
 
 def test_a_full_disk_ends_no_training(tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddnn.training import metrics as module
-    from ddnn.training.tensorboard import TensorBoardWriter
+    from ddnn.runs import metrics as module
+    from ddnn.runs.tensorboard import TensorBoardWriter
 
     append = module.append_bytes
     run = write_run(tmp_path / "made-up", rows_of(1, epochs=1))

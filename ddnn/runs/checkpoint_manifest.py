@@ -1,4 +1,4 @@
-"""Names and manifests of checkpoints, for all who look at them: `ddnn.training.checkpoint` has the layout. Needs no
+"""Names and manifests of checkpoints, for all who look at them: `ddnn.runs.checkpoint` has the layout. Needs no
 torch. They are read as a stranger's: nothing in them can run code, symbolic links are not followed, and no more is read
 than the file system and the manifest both say."""
 

@@ -1,5 +1,5 @@
 """The run directory of a training or pretraining: its lock, log, status and metrics, and what is left in it at the end.
-`ddnn.training.run_status` names its files. The directory itself may be a symbolic link. A link in place of one of the
+`ddnn.runs.run_status` names its files. The directory itself may be a symbolic link. A link in place of one of the
 files is refused, since a run directory may come from a stranger and must not lead a training to write elsewhere."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.failures import EXIT_BARRIER_TIMEOUT
 from ddnn.kaldi.alignments import write_pdf_counts
 from ddnn.nn.acoustic_model import AcousticModel, encode_model, load_model, save_model
-from ddnn.training import run_status
-from ddnn.training.checkpoint import remove_checkpoints
-from ddnn.training.checkpoint_manifest import CheckpointSummary, peek_checkpoint
-from ddnn.training.metrics import EndRow, EventRow, MetricsRow, MetricsWriter, WorkerRow
-from ddnn.training.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, RECIPE, Kind, RunStatus, check_run_dir
-from ddnn.training.tensorboard import TensorBoardWriter
+from ddnn.runs import run_status
+from ddnn.runs.checkpoint import remove_checkpoints
+from ddnn.runs.checkpoint_manifest import CheckpointSummary, peek_checkpoint
+from ddnn.runs.metrics import EndRow, EventRow, MetricsRow, MetricsWriter, WorkerRow
+from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, RECIPE, Kind, RunStatus, check_run_dir
+from ddnn.runs.tensorboard import TensorBoardWriter
 from ddnn.util.errors import DataError, DivergedError, UserError
 from ddnn.util.files import (
     FileLock,
