@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,6 +109,13 @@ def mean_of_deltas(comm: Communicator, delta: Tensor, weight: float, comm_dtype:
     delta.copy_(comm.all_gather(total.bfloat16().view(torch.int16)).view(torch.bfloat16).view(-1)[:length])
 
 
+class Traffic(NamedTuple):
+    """What one worker sends in an averaging."""
+
+    messages: int  # one after the other
+    models: float  # sizes of the vector
+
+
 class AveragingStrategy:
     """One way to average a flat vector over the workers; the base of all, which is the all-reduce in float32.
 
@@ -118,6 +125,7 @@ class AveragingStrategy:
     Attributes:
         unit: what is averaged: the parameters after each interval, or the gradient of every minibatch.
         gossip: whether workers exchange with one peer at a time, so that they hold different models afterwards.
+        overlaps: whether training may continue during an averaging.
         remembers: whether something is kept from one averaging to the next, so that momentum, say, cannot be averaged
             by the same object.
         distance: |theta - mean of theta| before the last averaging, this worker's distance from the mean, where the
@@ -126,11 +134,24 @@ class AveragingStrategy:
 
     unit: Literal["parameters", "gradients"] = "parameters"
     gossip = False
+    overlaps = True
     remembers = False
     distance = math.nan
 
     def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
         self.comm, self.comm_dtype = comm, config.comm_dtype
+
+    @classmethod
+    def traffic(cls, world_size: int) -> Traffic:
+        """For forecasts; a class that sends something else in `average` overrides it. An all-reduce of n workers is
+        recursive halving, then doubling: 2 ceil(log2 n) messages and 2 (n - 1) / n models."""
+        return Traffic(2 * (world_size - 1).bit_length(), 2.0 * (world_size - 1) / world_size)
+
+    @classmethod
+    def copies(cls, comm_dtype: CommDtype, world_size: int) -> int:
+        """Float32 copies of the vector that are kept, or needed while averaging, besides the vector and MPI's copy of it:
+        for estimates of memory. With bfloat16: half of one sent, half of one received, a reference, and their sum."""
+        return 3 if comm_dtype == "bfloat16" else 0
 
     def start(self, parameters: Tensor) -> None:
         """The training starts, or continues after a rejected epoch, from `parameters`, the same on every worker."""
@@ -208,6 +229,7 @@ class GradientAllReduce(AveragingStrategy):
     """Synchronous SGD: the gradients are averaged at every minibatch, weighted by 1 (finite) or 0."""
 
     unit = "gradients"
+    overlaps = False  # the step needs the averaged gradient
 
     def average(self, vector: Tensor, index: int, weight: float) -> None:
         mean_of_deltas(self.comm, vector, weight, self.comm_dtype)
@@ -224,6 +246,16 @@ class _Gossip(AveragingStrategy):
     """
 
     gossip = True
+
+    @classmethod
+    def traffic(cls, world_size: int) -> Traffic:
+        """One message of one model."""
+        return Traffic(1, 1.0) if world_size > 1 else Traffic(0, 0.0)
+
+    @classmethod
+    def copies(cls, comm_dtype: CommDtype, world_size: int) -> int:
+        """With bfloat16: half of one sent, half of one received."""
+        return 1 if comm_dtype == "bfloat16" else 0
 
     @staticmethod
     def hop(world_size: int, index: int) -> int:
@@ -319,7 +351,13 @@ class BlockMomentum(AveragingStrategy):
         distance: NaN before the first averaging, and where theta was not finite.
     """
 
+    overlaps = False  # a block starts from the result of the last
     remembers = True
+
+    @classmethod
+    def copies(cls, comm_dtype: CommDtype, world_size: int) -> int:
+        """S, D, and this worker's change of the block."""
+        return 3 + super().copies(comm_dtype, world_size)
 
     def __init__(self, config: AveragingOptions, comm: Communicator) -> None:
         super().__init__(config, comm)

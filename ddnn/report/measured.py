@@ -15,7 +15,7 @@ from pydantic import Field
 from ddnn.recipe.section import Count, Section
 from ddnn.recipe.source import configs_folder, read_yaml, validate
 from ddnn.report.runs import Run, number_of_workers, read_run
-from ddnn.report.scaling import Job, Measurement, Way, averagings
+from ddnn.report.scaling import Job, Measurement, Way, averages_parameters, averagings
 from ddnn.runs.metrics import WorkerRow
 from ddnn.runs.run_status import BEST, FINAL
 from ddnn.util.errors import DataError, UserError
@@ -137,7 +137,7 @@ def _of_run(run: Run) -> Measurement:
         compute=compute,
         rest=max(0.0, seconds - compute - waiting - in_the_way),
         block_std=_block_std(complete),
-        final_mean=parallel.strategy != "gradient-all-reduce",
+        final_mean=averages_parameters(parallel.strategy),
     )
 
 

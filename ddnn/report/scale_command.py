@@ -13,9 +13,7 @@ from ddnn.report.figures import COLOURS, MARKERS, legend_below, new_figure, plot
 from ddnn.report.measured import LARGEST, network_dims, operations_of, parameters_of, read_measured
 from ddnn.report.runs import Run, incomparable, overload, read_runs, shortest_ends
 from ddnn.report.scaling import (
-    OVERLAPPING,
     SAME_COST,
-    STRATEGIES,
     Constants,
     Job,
     Measurement,
@@ -24,6 +22,7 @@ from ddnn.report.scaling import (
     calibrate,
     epoch_seconds,
     scaled,
+    strategies,
 )
 from ddnn.util.errors import UserError
 from ddnn.util.text import render, table
@@ -224,8 +223,8 @@ def _checks(measured: Sequence[Measurement], used: Sequence[Measurement], refere
 
 
 def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) -> list[Prediction]:
-    ways = [Way(name, comm_dtype) for name in STRATEGIES]
-    ways += [Way(name, comm_dtype, overlap=True) for name in OVERLAPPING]
+    ways = [Way(name, comm_dtype) for name in strategies()]
+    ways += [Way(name, comm_dtype, overlap=True) for name, strategy in strategies().items() if strategy.overlaps]
     found = []
     for n, way in product(sizes, ways):
         seconds = epoch_seconds(constants, way, n)

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.util.errors import UserError
 
-STRATEGIES = ("all-reduce", "butterfly", "ring", "hopping-ring", "gradient-all-reduce", "bmuf")
-OVERLAPPING = ("all-reduce", "butterfly", "ring", "hopping-ring")
-ONE_MESSAGE = ("butterfly", "ring", "hopping-ring")
+if TYPE_CHECKING:
+    from ddnn.averaging.strategies import AveragingStrategy
+
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -34,7 +35,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Way:
-    """How parameters are averaged: one of `STRATEGIES`, the type that is sent, whether training continues meanwhile."""
+    """How parameters are averaged: a key of `strategies()`, the type that is sent, whether training continues meanwhile."""
 
     strategy: str
     comm_dtype: str = "float32"
@@ -90,7 +91,7 @@ def epoch_seconds(constants: Constants, way: Way, workers: int) -> float:
     waiting = constants.block_std * math.sqrt(period / job.averaging_period) * largest_of(workers)
     block = period * (c + constants.contention_seconds) + waiting
     block = max(block, comm) if way.overlap else block + comm
-    has_mean = constants.final_mean and way.strategy != "gradient-all-reduce"
+    has_mean = constants.final_mean and averages_parameters(way.strategy)
     mean = comm_seconds(constants, "all-reduce", "float32", workers) if has_mean else 0.0
     rounds = averagings(job, way.strategy, workers)
     return constants.serial_seconds + rounds * (block + constants.averaging_seconds) + mean
@@ -98,14 +99,14 @@ def epoch_seconds(constants: Constants, way: Way, workers: int) -> float:
 
 def comm_seconds(constants: Constants, strategy: str, comm_dtype: str, workers: int) -> float:
     """x(n): the messages of one averaging."""
-    messages, models = traffic(strategy, workers)
+    messages, models = strategies()[strategy].traffic(workers)
     size = constants.job.parameters * BYTES[comm_dtype]
     return constants.latency * messages + constants.byte_seconds * size * models
 
 
 def _period(job: Job, strategy: str) -> int:
     """k: minibatches of a worker between two averagings."""
-    return 1 if strategy == "gradient-all-reduce" else job.averaging_period
+    return job.averaging_period if averages_parameters(strategy) else 1
 
 
 def averagings(job: Job, strategy: str, workers: int) -> float:
@@ -113,12 +114,16 @@ def averagings(job: Job, strategy: str, workers: int) -> float:
     return job.frames / (workers * job.minibatch * _period(job, strategy))
 
 
-def traffic(strategy: str, workers: int) -> tuple[int, float]:
-    """L and V: messages of an averaging, one after the other, and what a worker sends in it, in models. An all-reduce
-    is recursive halving, then doubling."""
-    if strategy in ONE_MESSAGE:
-        return min(1, workers - 1), min(1.0, workers - 1.0)
-    return 2 * (workers - 1).bit_length(), 2.0 * (workers - 1) / workers
+def strategies() -> dict[str, type[AveragingStrategy]]:
+    """The classes of all strategies, whose `traffic` has L and V. Loads torch."""
+    from ddnn.averaging.strategies import STRATEGIES
+
+    return STRATEGIES
+
+
+def averages_parameters(strategy: str) -> bool:
+    """After each interval, and at the end of an epoch; else the gradient of every minibatch."""
+    return strategies()[strategy].unit == "parameters"
 
 
 @cache
@@ -269,10 +274,10 @@ def _exchange(
 
 def _traffic(m: Measurement) -> tuple[float, float]:
     """Messages and bytes of one worker in an epoch, in the model."""
-    messages, models = traffic(m.way.strategy, m.workers)
+    messages, models = strategies()[m.way.strategy].traffic(m.workers)
     count, sent = m.averagings * messages, m.averagings * models * m.job.parameters * BYTES[m.way.comm_dtype]
     if m.final_mean:
-        messages, models = traffic("all-reduce", m.workers)
+        messages, models = strategies()["all-reduce"].traffic(m.workers)
         count, sent = count + messages, sent + models * m.job.parameters * BYTES["float32"]
     return count, sent
 

@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddnn.averaging.strategies import AveragingOptions
+from ddnn.averaging.strategies import STRATEGIES, AveragingOptions
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import HeldOut, TrainingDataConfig, TrainingFootprint
@@ -179,8 +179,8 @@ def footprint(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> Tr
     layers, largest = network_layers(recipe, input_dim, num_pdfs), minibatch_sizes(recipe).end
     frozen = frozen_layers(recipe, layers)
     trainable = [layer for i, layer in enumerate(layers) if i not in frozen]
-    # The model before an averaging, and MPI's own copy of it; those that the strategies keep.
-    averaging = 2 + 2 * parallel.overlap + 3 * (parallel.strategy == "bmuf") + 3 * (parallel.comm_dtype == "bfloat16")
+    # The model before an averaging, and MPI's own copy of it; those that the strategy keeps.
+    averaging = 2 + 2 * parallel.overlap + STRATEGIES[parallel.strategy].copies(parallel.comm_dtype, workers)
     last, moving = recipe.schedule.average_last, recipe.schedule.moving_average_epochs is not None
     # The epochs' models, and their sum and mean in float64; a moving average in float64, what was kept of it, a term.
     means = (last + 5 if last > 1 else 0) + 5 * moving + (recipe.schedule.keep == "best")

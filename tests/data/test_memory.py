@@ -84,6 +84,7 @@ def test_sizes() -> None:
         ({"parallel": {"overlap": True}}, "averaging", 4 * one),
         ({"parallel": {"strategy": "bmuf"}}, "averaging", 5 * one),
         ({"parallel": {"comm_dtype": "bfloat16"}}, "averaging", 5 * one),
+        ({"parallel": {"strategy": "ring", "comm_dtype": "bfloat16"}}, "averaging", 3 * one),
     ):
         assert footprint(recipe(**{**plain, **more}), 440, 3000, 2).on_host("cpu")[part] == size, more
     assert footprint(recipe(optimizer={"name": "ng-sgd"}), 440, 3000, 1).on_host("cpu")["natural gradient"] > 0

@@ -19,8 +19,19 @@ from distributed.mpi_worlds import launch
 from distributed.threads import run_workers
 from numpy.typing import NDArray
 
-from ddnn.averaging.strategies import STRATEGIES, AveragingOptions, AveragingStrategy, _Gossip, make_strategy
+from ddnn.averaging.strategies import (
+    STRATEGIES,
+    AveragingOptions,
+    AveragingStrategy,
+    CommDtype,
+    Traffic,
+    _Gossip,
+    make_strategy,
+)
 from ddnn.distributed.communicator import CommStats, Communicator, SingleProcess
+from ddnn.recipe.schema import AveragingConfig, Recipe
+from ddnn.report.scaling import Constants, Job, Way, comm_seconds, epoch_seconds
+from ddnn.training.options import footprint
 
 WORLDS = [1, 2, 3, 4, 5, 6, 7, 8]
 GOSSIP = ["butterfly", "ring", "hopping-ring"]
@@ -294,6 +305,14 @@ class Halfway(AveragingStrategy):
         self.comm.broadcast(first)
         vector.add_(first).mul_(0.5)
 
+    @classmethod
+    def traffic(cls, world_size: int) -> Traffic:
+        return Traffic((world_size - 1).bit_length(), 1.0)
+
+    @classmethod
+    def copies(cls, comm_dtype: CommDtype, world_size: int) -> int:
+        return 1
+
 
 def test_a_new_strategy_is_a_class_and_a_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES, "halfway", Halfway)
@@ -304,6 +323,15 @@ def test_a_new_strategy_is_a_class_and_a_line_in_the_table(monkeypatch: pytest.M
     np.testing.assert_array_equal(theta, parameters(3))
     assert made.distance_to_mean(2.0) == 2.0
     assert made.state_dict() == {}
+
+    job = Job(parameters=1000, operations=6000.0, minibatch=100, averaging_period=10, frames=1e6)
+    constants = Constants(job, 0.1, 0.0, 0.0, 0.0, 0.0, latency=1e-3, byte_seconds=1e-6, final_mean=False)
+    assert comm_seconds(constants, "halfway", "float32", 5) == pytest.approx(3 * 1e-3 + 4000 * 1e-6)
+    assert epoch_seconds(constants, Way("halfway"), 5) == pytest.approx(200 * (10 * 0.1 + 0.007))
+    parallel = AveragingConfig.model_construct(strategy="halfway")
+    recipe = Recipe.model_construct(precision="float32")
+    plain = footprint(recipe, 6, 5, 4).averaging_copies
+    assert footprint(recipe.model_copy(update={"parallel": parallel}), 6, 5, 4).averaging_copies == plain + 1
 
 
 def test_after_the_mean_of_an_epoch_parameters_are_sent_as_float32_once() -> None:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_runs import rows_of, worker_row, write_run
 
+from ddnn.averaging.strategies import STRATEGIES
 from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.nn.acoustic_model import AcousticModel, save_model
@@ -24,8 +25,6 @@ from ddnn.nn.network import Network
 from ddnn.report.measured import network_dims, operations_of, parameters_of, read_measured
 from ddnn.report.scale_command import ScaleOptions, Scaling, scale
 from ddnn.report.scaling import (
-    OVERLAPPING,
-    STRATEGIES,
     Constants,
     Job,
     Measurement,
@@ -121,7 +120,7 @@ def test_more_workers_never_beat_the_ideal_and_overlap_never_loses(strategy: str
     way = Way(strategy)
     speed_up = epoch_seconds(TRUE, way, 1) / epoch_seconds(TRUE, way, workers)
     assert 0 < speed_up <= workers * (1 + 1e-9)
-    if strategy in OVERLAPPING:
+    if STRATEGIES[strategy].overlaps:
         assert epoch_seconds(TRUE, replace(way, overlap=True), workers) <= epoch_seconds(TRUE, way, workers)
 
 
