@@ -45,7 +45,7 @@ made longer, tokens cannot. A feature states what it may take before it is begun
 gives the reason. What has become smaller is lowered."""
 
 BUDGETS = {
-    "modules over 400 lines": 25,
+    "modules over 400 lines": 26,
     "longest file": 600,
     "longest function": 55,
     "most imports of ddnn in a file": 34,
