@@ -28,16 +28,23 @@ Gather = Callable[[AcousticDataset, InputTransform, Tensor, Tensor], Tensor]
 """`ddnn.data.dataset.gather`, or a faster implementation of the same."""
 
 
-class Sampler(Protocol):
-    """Which frames make up each minibatch of an epoch. One that gives the rows of one utterance after another is all
-    that a criterion over whole utterances needs; see `AcousticDataset.rows_of`."""
+class UtteranceRows(NamedTuple):
+    """A minibatch of whole utterances, one after another."""
 
-    batch_size: int  # most rows of a minibatch; may change between two epochs
+    rows: Tensor  # (n,) int64: dataset rows, as by `AcousticDataset.rows_of`
+    utterances: tuple[int, ...]  # the utterances' indices in the dataset
+
+
+class Sampler(Protocol):
+    """Which frames make up each minibatch of an epoch. A sampler of whole utterances yields `UtteranceRows`, which is all
+    that a criterion over utterances needs."""
+
+    batch_size: int  # maximum rows of a minibatch; may change between two epochs
 
     def __len__(self) -> int:
         """Minibatches in an epoch."""
 
-    def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Tensor]:
+    def epoch(self, number: int = 0, skip: int = 0) -> Iterator[Tensor | UtteranceRows]:
         """The dataset rows (n,) int64 of each minibatch of an epoch, without the first `skip`."""
 
     def close(self) -> None:
@@ -128,6 +135,15 @@ class Batch(NamedTuple):
 
     x: Tensor  # (n, input_dim): the network's input
     labels: Tensor  # (n,) int64: pdf-ids, -1 where there is no alignment
+    utterances: tuple[int, ...] = ()  # indices in the dataset, from a sampler of whole utterances; else empty
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.labels)
+
+
+def _rows_and_utterances(selection: Tensor | UtteranceRows) -> tuple[Tensor, tuple[int, ...]]:
+    return selection if isinstance(selection, UtteranceRows) else (selection, ())
 
 
 def make_batch_loader(
@@ -180,7 +196,7 @@ class BatchLoader:
         full = min(NUM_BUFFERS, len(self.frames) // size)
         self._end_epoch()
         batches = self._batches(islice(SequentialSampler(self.frames, size).epoch(), full))
-        copies = [Batch(x.clone(), labels.clone()) for x, labels in batches]
+        copies = [Batch(batch.x.clone(), batch.labels.clone()) for batch in batches]
         self._end_epoch()
         return list(islice(cycle(copies), count))
 
@@ -194,12 +210,13 @@ class BatchLoader:
             self._epoch.close()
         self._epoch = None
 
-    def _batches(self, order: Iterator[Tensor]) -> Generator[Batch, None, None]:
-        for rows in order:
+    def _batches(self, order: Iterator[Tensor | UtteranceRows]) -> Generator[Batch, None, None]:
+        for selection in order:
+            rows, utterances = _rows_and_utterances(selection)
             x = self.gather(self.frames.dataset, self.transform, rows, self.out[: len(rows)])
             labels = labels_of(self.frames.dataset, rows, self.out.device)
             self.mark("data")
-            yield Batch(x, labels)
+            yield Batch(x, labels, utterances)
 
 
 class _PinnedBatch:
@@ -211,7 +228,8 @@ class _PinnedBatch:
         gpu = device.type == "cuda"
         self.host_x = torch.empty(batch_size, transform.output_dim, dtype=dataset.features.dtype, pin_memory=gpu)
         self.host_labels = torch.empty(batch_size, dtype=dataset.labels.dtype, pin_memory=gpu)
-        self.x, self.labels, self.frames = self.host_x, self.host_labels, 0
+        self.x, self.labels = self.host_x, self.host_labels
+        self.num_frames, self.utterances = 0, tuple[int, ...]()
         self.copied = self.used = None
         if gpu:
             self.x, self.labels = torch.empty_like(self.x, device=device), torch.empty_like(self.labels, device=device)
@@ -233,7 +251,7 @@ class PrefetchLoader(BatchLoader):
         self._copies = torch.cuda.Stream(self.device) if gpu else None  # type: ignore[no-untyped-call]
         self._wide = self.out if self.out.dtype == torch.float32 else torch.empty_like(self.out, dtype=torch.float32)
 
-    def _batches(self, order: Iterator[Tensor]) -> Generator[Batch, None, None]:
+    def _batches(self, order: Iterator[Tensor | UtteranceRows]) -> Generator[Batch, None, None]:
         if self.device.type == "cuda":  # an epoch that ended early may have copies under way
             torch.cuda.synchronize(self.device)
         in_flight: deque[_PinnedBatch] = deque()
@@ -269,7 +287,7 @@ class PrefetchLoader(BatchLoader):
 
     def _take(self, buffer: _PinnedBatch) -> Batch:
         """The minibatch in `buffer`, normalized in float32 in `out`; queued on the device, not waited for."""
-        n = buffer.frames
+        n = buffer.num_frames
         if buffer.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(buffer.copied)
         x = normalize_(self._wide[:n].copy_(buffer.x[:n]), self.transform)
@@ -278,14 +296,15 @@ class PrefetchLoader(BatchLoader):
         labels = buffer.labels[:n].long()
         if buffer.used is not None:
             buffer.used.record(torch.cuda.current_stream(self.device))
-        return Batch(x, labels)
+        return Batch(x, labels, buffer.utterances)
 
-    def _fill(self, buffer: _PinnedBatch, order: Iterator[Tensor]) -> _PinnedBatch | None:
+    def _fill(self, buffer: _PinnedBatch, order: Iterator[Tensor | UtteranceRows]) -> _PinnedBatch | None:
         """In the thread: the buffer with the next minibatch, on its way to the device; None at the end of `order`."""
-        rows = next(order, None)
-        if rows is None:
+        selection = next(order, None)
+        if selection is None:
             return None
-        n = buffer.frames = len(rows)
+        rows, buffer.utterances = _rows_and_utterances(selection)
+        n = buffer.num_frames = len(rows)
         if n > len(buffer.host_labels):
             raise ValueError(f"{n} rows in a minibatch, at most {len(buffer.host_labels)} expected")
         splice(self.frames.dataset, self.transform, rows, buffer.host_x[:n])

@@ -22,6 +22,7 @@ from ddnn.data.batches import (
     PrefetchLoader,
     SequentialSampler,
     ShuffledSampler,
+    UtteranceRows,
     make_batch_loader,
 )
 from ddnn.data.dataset import AcousticDataset, InputTransform, gather, labels_of, splice_only
@@ -87,7 +88,7 @@ def test_both_loaders_give_what_is_gathered(
             for epoch in (1, 2):
                 order, seen = list(sampler.epoch(epoch, skip)), 0
                 assert len(order) == max(0, len(batches) - skip)
-                for rows, (x, labels) in zip(order, batches.epoch(epoch, skip), strict=True):
+                for rows, (x, labels, _) in zip(order, batches.epoch(epoch, skip), strict=True):
                     expected = gather(dataset, transform, rows, torch.empty(len(rows), width)).to(wanted)
                     assert torch.equal(x, expected) and x.data_ptr() == batches.out.data_ptr()
                     assert torch.equal(labels, labels_of(dataset, rows, CPU)) and labels.dtype == torch.int64
@@ -128,7 +129,7 @@ def test_a_sample_is_of_full_minibatches_from_the_start(kind: type[BatchLoader])
     for count in (2, 7):
         sample = loader(kind, dataset, ShuffledSampler(dataset.subset([0]), 8, seed=1)).sample(count)
         assert len(sample) == count
-        for n, (x, labels) in enumerate(sample):
+        for n, (x, labels, _) in enumerate(sample):
             chosen = rows[8 * (n % 2) : 8 * (n % 2) + 8]
             assert torch.equal(x, dataset.features[chosen]) and torch.equal(labels, dataset.labels[chosen].long())
     assert not threads()
@@ -147,7 +148,7 @@ def test_a_minibatch_holds_until_the_next_is_requested(kind: type[BatchLoader]) 
             yield rows
 
     with closing(loader(kind, dataset, Rows(rows(), 2))) as batches:
-        x, _ = next(batches.epoch())
+        x = next(batches.epoch()).x
         first = x.clone()
         assert kind is BatchLoader or ahead.wait(5.0), "the thread reads ahead"
         assert torch.equal(x, first) and torch.equal(x, dataset.features[order[0]])
@@ -270,12 +271,47 @@ def test_the_thread_that_reads_ahead_works_on_the_gpu_of_its_worker(monkeypatch:
     assert used == [("prefetch_0", torch.device("cpu"))]
 
 
-def test_a_sampler_of_utterances_is_all_that_a_criterion_over_utterances_needs() -> None:
-    dataset, _ = make_corpus([5, 9, 1], 2, 1, 1)
-    order = [2, 0, 1]
-    sampler = Rows(tuple(dataset.rows_of([u]) for u in order), int(dataset.num_frames.max()))
-    lengths = [len(x) for x, _ in loader(PrefetchLoader, dataset, sampler).epoch()]
-    assert lengths == [1, 5, 9]
+class WholeUtterances:
+    """A sampler that gives whole utterances, as many as fit into a minibatch, in an order of its own in each epoch."""
+
+    def __init__(self, dataset: AcousticDataset, batch_size: int) -> None:
+        self.dataset, self.batch_size = dataset, batch_size
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def epoch(self, number: int = 0, skip: int = 0) -> Iterator[UtteranceRows]:
+        generator = torch.Generator().manual_seed(number)
+        minibatches: list[tuple[int, ...]] = [()]
+        for u in torch.randperm(len(self.dataset.utterances), generator=generator).tolist():
+            if self.dataset.num_frames[[*minibatches[-1], u]].sum() > self.batch_size:
+                minibatches.append(())
+            minibatches[-1] += (u,)
+        for utterances in minibatches[skip:]:
+            yield UtteranceRows(self.dataset.rows_of(utterances), utterances)
+
+    def close(self) -> None:
+        pass
+
+
+@KINDS
+def test_a_sampler_of_whole_utterances_is_all_that_a_criterion_over_utterances_needs(kind: type[BatchLoader]) -> None:
+    """Minibatches of unequal sizes, each with the indices of its utterances."""
+    dataset, _ = make_corpus([5, 9, 1, 4], 2, 1, 1)
+    with closing(loader(kind, dataset, WholeUtterances(dataset, 10))) as batches:
+        for epoch in (1, 2, 3):
+            seen: list[int] = []
+            for batch in batches.epoch(epoch):
+                rows = dataset.rows_of(batch.utterances)
+                assert batch.num_frames == len(rows) == len(batch.x) == dataset.num_frames[[*batch.utterances]].sum()
+                assert torch.equal(batch.x, dataset.features[rows])
+                assert torch.equal(batch.labels, dataset.labels[rows].long())
+                seen += batch.utterances
+            assert sorted(seen) == [0, 1, 2, 3]
+        skipped = [batch.utterances for batch in batches.epoch(3, skip=1)]
+        assert skipped == [batch.utterances for batch in batches.epoch(3)][1:]
+    frames = SequentialSampler(dataset.subset([0, 1]), 10)
+    assert [(b.num_frames, b.utterances) for b in loader(kind, dataset, frames).epoch()] == [(10, ()), (4, ())]
 
 
 @pytest.mark.gpu
@@ -294,7 +330,7 @@ def test_prefetching_to_a_gpu_equals_features_on_the_gpu(dtype: torch.dtype) -> 
     assert [type(one) for one in loaders] == [PrefetchLoader, BatchLoader]
     for epoch in (1, 2):
         results = []
-        for (x, labels), (expected, expected_labels) in zip(*(one.epoch(epoch) for one in loaders), strict=True):
+        for (x, labels, _), (expected, expected_labels, _) in zip(*(one.epoch(epoch) for one in loaders), strict=True):
             busy = torch.nn.functional.normalize(busy @ busy)  # the device lags behind the host
             results.append((x == expected).all() & (labels == expected_labels).all())
         assert len(results) == 27 and bool(torch.stack(results).all())

@@ -79,7 +79,7 @@ class Task:
         """Copies of minibatches, elsewhere in memory."""
         found = []
         for n in range(count):
-            x, labels = self.batch(step, self.train.indices[n % 4 * MINIBATCH : (n % 4 + 1) * MINIBATCH])
+            x, labels, _ = self.batch(step, self.train.indices[n % 4 * MINIBATCH : (n % 4 + 1) * MINIBATCH])
             found.append(Batch(x.clone(), labels))
         return found
 
