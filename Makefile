@@ -79,16 +79,16 @@ test-slurm: setup-dev
 	DDNN_TEST_SLURM=1 $(BIN)/python -m pytest tests/slurm/test_real_slurm.py
 
 lint: setup-dev
-	$(BIN)/ruff check ddnn tests
-	$(BIN)/ruff format --check ddnn tests
+	$(BIN)/ruff check ddnn tests recipes
+	$(BIN)/ruff format --check ddnn tests recipes
 	$(BIN)/mypy
 
 format: setup-dev
-	$(BIN)/ruff check --fix ddnn tests
-	$(BIN)/ruff format ddnn tests
+	$(BIN)/ruff check --fix ddnn tests recipes
+	$(BIN)/ruff format ddnn tests recipes
 
 fuzz: setup-dev
-	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS)
+	PYTHONPATH=tests:recipes/images $(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS)
 
 bench: setup
 	$(DDNN) bench

@@ -269,7 +269,9 @@ def main() -> None:
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     python = complete_python(out / "python", given.pip_flags)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [*(str(ROOT / folder) for folder in ("", "tests", "recipes/images")), os.environ.get("PYTHONPATH", "")]
+    )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if python != sys.executable:  # the same once more, by the Python that has everything
         os.execv(python, [python, *sys.argv])

@@ -27,11 +27,11 @@ from xml.etree import ElementTree
 import numpy as np
 import torch
 from gpu import NOT_ON_CPU, ROOT, Row, shown
+from idx import ConvertOptions, convert_idx, write_idx
 from torch.profiler import ProfilerActivity
 
 from ddnn.bench import step as bench_step
 from ddnn.bench.step import OPTIMIZERS, RandomTask, Shape, endless, machine_facts, random_task, seconds_per_call
-from ddnn.convert.idx import ConvertOptions, convert_idx, write_idx
 from ddnn.distributed.mpirun import find_mpirun
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, supports_float32_output
 from ddnn.nn.network import Workspace

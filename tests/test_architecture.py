@@ -23,7 +23,6 @@ TOKENS = {
     "averaging": 5_700,
     "bench": 5_100,
     "cli": 6_000,
-    "convert": 1_500,
     "data": 22_800,
     "decoding": 10_400,
     "distributed": 10_300,

@@ -21,7 +21,7 @@ from ddnn.util.errors import UserError
 
 COMMANDS = [
     "train", "pretrain", "evaluate", "decode-prep", "score", "compare-wer", "export", "import-nnet1", "info", "status", "synth",
-    "convert", "bench", "reproduce", "report", "scale", "completion",
+    "bench", "reproduce", "report", "scale", "completion",
 ]  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]

@@ -28,7 +28,7 @@ SECONDS = 300.0  # a guard against hangs
 SHOWING = (
     "--help",
     "--version",
-    *(f"{name} --help" for name in ("train", "status", "convert idx")),
+    *(f"{name} --help" for name in ("train", "status", "completion")),
     "completion bash",
     "info {data}",
     "info {data} --json",

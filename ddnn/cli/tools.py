@@ -1,4 +1,4 @@
-"""`ddnn info`, `status`, `synth`, `convert`, `bench`, `reproduce`, `report` and `scale`."""
+"""`ddnn info`, `status`, `synth`, `bench`, `reproduce`, `report` and `scale`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from click import Choice, IntRange, argument, command, echo, group, option
+from click import Choice, IntRange, argument, command, echo, option
 
 from ddnn.cli.options import DEVICES, PATH, device_option, json_option, parse_sizes, show, show_json, slurm_options
 from ddnn.util.errors import UserError
@@ -69,29 +69,6 @@ def synth(out_dir: Path, hours: float, speakers: int, features: str, dim: int, p
     echo(
         f"{printable(str(out_dir), '')}: {made.train_utterances} utterances to train on, {made.test_utterances} to test"
     )
-
-
-@group()
-def convert() -> None:
-    """Convert other formats to Kaldi data dirs."""
-
-
-@convert.command(
-    epilog="\b\nExample:\n  ddnn convert idx --images train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz "
-    "--out train"
-)
-@option("--images", type=PATH, required=True, help="IDX file of images (unsigned bytes), plain or gzip.")
-@option("--labels", type=PATH, required=True, help="IDX file of their labels.")
-@option("--out", type=PATH, required=True, help="Data dir to create; its pdfs.ark holds the labels.")
-@option("--name", default="image", help="Prefix of the utterance ids.")
-@option("--speakers", default=100, help="Number of speakers, so that some can be held out.")
-@option("--images-per-utterance", default=100, help="Images in an utterance, at most.")
-def idx(images: Path, labels: Path, out: Path, name: str, speakers: int, images_per_utterance: int) -> None:
-    """Images as frames, labels as pdf-ids: train on them with data.splice: 0."""
-    from ddnn.convert.idx import ConvertOptions, convert_idx
-
-    options = ConvertOptions(name, speakers, images_per_utterance)
-    echo(f"{printable(str(out), '')}: {convert_idx(images, labels, out, options)}")
 
 
 @command()
@@ -245,4 +222,4 @@ def scale(measured: str, out: Path | None, json_: bool, **options: Any) -> None:
     show(scale_command.scale(paths, scale_command.ScaleOptions(**options), out), json_)
 
 
-COMMANDS = (info, status, synth, convert, bench, reproduce, report, scale)
+COMMANDS = (info, status, synth, bench, reproduce, report, scale)

@@ -1,4 +1,4 @@
-"""Files that `ddnn convert` reads, as fuzz targets."""
+"""Files that recipes/images/idx.py reads, as fuzz targets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 from fuzz import seeds
 from fuzz.child import Target
-
-from ddnn.convert.idx import open_images, read_labels, write_idx
+from idx import open_images, read_labels, write_idx
 
 IMAGES = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
 LABELS = np.arange(4, dtype=np.uint8)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from idx import ConvertOptions, convert_idx, write_idx
 
-from ddnn.convert.idx import ConvertOptions, convert_idx, write_idx
 from ddnn.nn.layers import num_parameters
 from ddnn.recipe.load import load_recipe
 from ddnn.training.network_layers import network_layers

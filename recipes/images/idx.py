@@ -1,14 +1,20 @@
-"""`ddnn convert idx`: images as frames, labels as pdf-ids, in a Kaldi data dir. IDX files (Yann LeCun's format), plain
-or gzip: a magic number (two zero bytes, the type of a value, the number of dims), each dim as a big-endian unsigned
-integer of 32 bits, then the values, the last dim fastest. Images are unsigned bytes of three dims, labels of one."""
+"""Converts images and labels in IDX files (MNIST, Fashion-MNIST) to a Kaldi data dir: an image is a frame, its label a pdf.
+
+    python recipes/images/idx.py --images train-images-idx3-ubyte.gz --labels train-labels-idx1-ubyte.gz --out train
+
+An IDX file (Yann LeCun's format), plain or gzip, has a magic number (two zero bytes, the type of a value, the number of
+dims), each dim as a big-endian unsigned integer of 32 bits, then the values, the last dim fastest. Images are unsigned
+bytes of three dims, labels of one."""
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import math
 import re
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,8 +25,9 @@ from numpy.typing import NDArray
 
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
 from ddnn.kaldi.basic_types import HINT_REMAKE, BasicTypeReader, MalformedRecordError, open_stream, reading
-from ddnn.util.errors import DataError, UserError
+from ddnn.util.errors import DataError, UserError, exit_code, user_message
 from ddnn.util.files import atomic_directory, atomic_write, write_text
+from ddnn.util.text import printable
 
 MAX_PIXELS = 1 << 16  # Of an image: 256 x 256. Each is an input of the network.
 _TYPES = {
@@ -82,7 +89,7 @@ def read_labels(path: Path, expected: int) -> NDArray[np.uint8]:
     with source.stream:
         (count,) = _read_header(source, path, "labels", 1)
         if count != expected:
-            message = f"expected a label of each of {expected} images, found {count} labels"
+            message = f"expected a label for each of {expected} images, found {count} labels"
             raise DataError(message, location=path, hint="give the images and the labels that belong to each other")
         with reading(path):
             data = source.read_exact(count, f"a block of {count} labels")
@@ -137,7 +144,8 @@ class ConvertOptions:
     """How images become utterances."""
 
     name: str = "image"  # what the ids of speakers and utterances begin with
-    speakers: int = 100  # equal runs of images in the file's order, each a speaker: what cross-validation holds out
+    # Each speaker is an equal run of images in the file's order, so that cross-validation can hold some out.
+    speakers: int = 100
     images_per_utterance: int = 100  # images in an utterance, at most; fewer where so many would take more than 64 MiB
 
     def check(self) -> None:
@@ -150,7 +158,7 @@ class ConvertOptions:
         if self.images_per_utterance < 1:
             errors.append(f"images per utterance {self.images_per_utterance}: expected 1 or more")
         if errors:
-            raise UserError("; ".join(errors), hint="ddnn convert idx --help has the defaults")
+            raise UserError("; ".join(errors), hint="idx.py --help has the defaults")
 
 
 @dataclass(frozen=True)
@@ -170,7 +178,7 @@ class ConvertSummary:
 
 
 def convert_idx(images: Path, labels: Path, out: Path, options: ConvertOptions) -> ConvertSummary:
-    """Makes a data dir of two IDX files, plain or gzip: a frame of each image, its label as pdf-id. DataError: a file
+    """Makes a data dir from two IDX files, plain or gzip: each image is a frame, its label the pdf-id. DataError: a file
     is missing, damaged, or does not fit the other. UserError: `out` is not empty or cannot be written, an option is out
     of range.
 
@@ -182,7 +190,7 @@ def convert_idx(images: Path, labels: Path, out: Path, options: ConvertOptions) 
     with atomic_directory(out) as folder, open_images(images) as opened:
         pdfs = read_labels(labels, opened.count)
         if opened.count < options.speakers:
-            message = f"expected an image or more of each of {options.speakers} speakers, found {opened.count} images"
+            message = f"need at least one image per speaker ({options.speakers}), found {opened.count} images"
             raise UserError(message, location=images, hint=f"--speakers {max(1, opened.count // 10)}, for example")
         utterances = _split_utterances(opened, options)
         _write(folder, opened, pdfs, utterances)
@@ -211,7 +219,42 @@ def _write(folder: Path, images: IdxImages, pdfs: NDArray[np.uint8], utterances:
     write_matrices(folder / "feats.ark", folder / "feats.scp", features(), relative=True)
     write_int_vectors(folder / ALIGNMENTS, ((name, pdfs[part].astype(np.int32)) for name, _, part in utterances))
     write_text(folder / "utt2spk", "".join(f"{name} {speaker}\n" for name, speaker, _ in utterances))
-    spoken: dict[str, list[str]] = {}
+    utterances_of: dict[str, list[str]] = {}
     for name, speaker, _ in utterances:
-        spoken.setdefault(speaker, []).append(name)
-    write_text(folder / "spk2utt", "".join(f"{' '.join([speaker, *names])}\n" for speaker, names in spoken.items()))
+        utterances_of.setdefault(speaker, []).append(name)
+    lines = [" ".join([speaker, *names]) for speaker, names in utterances_of.items()]
+    write_text(folder / "spk2utt", "".join(f"{line}\n" for line in lines))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Converts the files that the command line names; returns the exit code, 2 for a mistake of the user."""
+    defaults = ConvertOptions()
+    parser = argparse.ArgumentParser(
+        description="Images as frames, labels as pdf-ids, in a Kaldi data dir: train on it with data.splice: 0."
+    )
+    parser.add_argument("--images", type=Path, required=True, help="IDX file of images (unsigned bytes), plain or gzip")
+    parser.add_argument("--labels", type=Path, required=True, help="IDX file of their labels")
+    parser.add_argument("--out", type=Path, required=True, help="data dir to create; its pdfs.ark has the labels")
+    parser.add_argument("--name", default=defaults.name, help="prefix of the utterance ids (%(default)s)")
+    parser.add_argument(
+        "--speakers",
+        type=int,
+        default=defaults.speakers,
+        help="number of speakers, so that some can be held out (%(default)s)",
+    )
+    parser.add_argument(
+        "--images-per-utterance", type=int, default=defaults.images_per_utterance, help="at most (%(default)s)"
+    )
+    given = parser.parse_args(arguments)
+    options = ConvertOptions(given.name, given.speakers, given.images_per_utterance)
+    try:
+        summary = convert_idx(given.images, given.labels, given.out, options)
+    except (UserError, OSError) as error:
+        print(f"idx.py: error: {user_message(error)}", file=sys.stderr)
+        return exit_code(error)
+    print(f"{printable(str(given.out), '')}: {summary}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,18 +1,20 @@
-"""`ddnn convert idx`: a data dir that ddnn reads back as the images were, and refuses to write over another."""
+"""recipes/images/idx.py: a data dir that ddnn reads back as the images were, and refuses to write over another."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import idx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from idx import ALIGNMENTS, ConvertOptions, convert_idx, read_labels, write_idx
 
-from ddnn.convert import idx as module
-from ddnn.convert.idx import ALIGNMENTS, ConvertOptions, convert_idx, read_labels, write_idx
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.archive import MatrixReader
 from ddnn.kaldi.data_dir import read_data_dir
@@ -51,7 +53,7 @@ def test_every_image_is_a_frame_in_its_order(count: int, speakers: int, utteranc
 
 
 def test_large_images_make_short_utterances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 4 * 6 * 2)
+    monkeypatch.setattr(idx, "_BLOCK_BYTES", 4 * 6 * 2)
     images, labels = write_pair(tmp_path, 10)
     assert convert_idx(images, labels, tmp_path / "out", ConvertOptions(speakers=2)).utterances == 6
 
@@ -67,7 +69,7 @@ def test_nothing_is_left_of_a_damaged_file(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     images, labels = write_pair(tmp_path, 10)
-    with pytest.raises(UserError, match="each of 11 speakers, found 10 images"):
+    with pytest.raises(UserError, match=r"one image per speaker \(11\), found 10 images"):
         convert_idx(images, labels, tmp_path / "out", ConvertOptions(speakers=11))
     with pytest.raises(UserError, match=r"name 'a b'.*speakers 0.*per utterance 0"):
         convert_idx(images, labels, tmp_path / "out", ConvertOptions("a b", 0, 0))
@@ -81,10 +83,16 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, run_cli) -> None:
     images, labels = write_pair(tmp_path, 30)
     out = tmp_path / "a dir é"
-    said = run_cli("convert", "idx", "--images", images, "--labels", labels, "--out", out, "--speakers", 5)
-    assert said.exit_code == 0, said.stderr
-    assert "30 frames of 6 dims (3 x 2 pixels), 10 pdfs, 5 speakers, 5 utterances" in said.stdout
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        words = ["--images", images, "--labels", labels, "--out", out, *options]
+        return subprocess.run([sys.executable, idx.__file__, *words], capture_output=True, text=True)
+
+    first = run("--speakers", "5")
+    assert first.returncode == 0, first.stderr
+    assert "30 frames of 6 dims (3 x 2 pixels), 10 pdfs, 5 speakers, 5 utterances" in first.stdout
     known = json.loads(run_cli("info", out, "--json").stdout)
     assert (known["frames"], known["speakers"]) == (30, 5)
-    again = run_cli("convert", "idx", "--images", images, "--labels", labels, "--out", out)
-    assert again.exit_code == 2 and "not empty" in again.stderr
+    again = run()
+    assert again.returncode == 2 and "idx.py: error:" in again.stderr and "not empty" in again.stderr
+    assert "Traceback" not in again.stderr

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from idx import MAX_PIXELS, open_images, read_labels, write_idx
 
-from ddnn.convert.idx import MAX_PIXELS, open_images, read_labels, write_idx
 from ddnn.util.errors import DataError
 
 IMAGES = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)

@@ -1,1 +1,0 @@
-"""Kaldi data dirs from other formats."""
