@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddnn.data.batches import Batch
-from ddnn.data.dataset import AcousticDataset, InputTransform, labels_of
+from ddnn.data.dataset import AcousticDataset, InputTransform, gather, labels_of
 from ddnn.nn.arithmetic import Precision
 from ddnn.nn.kernels import load_library
 from ddnn.nn.layers import Affine
@@ -66,7 +66,7 @@ def random_minibatch(workspace: Workspace, pdfs: int, generator: torch.Generator
 def batch_of(workspace: Workspace, dataset: AcousticDataset, transform: InputTransform, rows: Tensor) -> Batch:
     """The minibatch of the frames at these rows, in `workspace.x`."""
     workspace = workspace.of(len(rows))
-    workspace.arithmetic.gather(dataset, transform, rows, workspace.x)
+    gather(dataset, transform, rows, workspace.x, workspace.arithmetic.gather_kernel)
     return Batch(workspace.x, labels_of(dataset, rows, workspace.x.device))
 
 

@@ -126,8 +126,8 @@ class RandomTask:
     def batches(self, workspace: Workspace) -> BatchLoader:
         """The minibatches of training, in `workspace.x`."""
         sampler = ShuffledSampler(self.train, self.minibatch, seed=1)
-        gather = workspace.arithmetic.gather
-        return make_batch_loader(self.train, self.model.transform, sampler, out=workspace.x, gather=gather)
+        kernel = workspace.arithmetic.gather_kernel
+        return make_batch_loader(self.train, self.model.transform, sampler, out=workspace.x, gather_kernel=kernel)
 
 
 class Shape(NamedTuple):

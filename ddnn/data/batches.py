@@ -18,14 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddnn.data.dataset import AcousticDataset, FrameSubset, InputTransform, gather, labels_of, normalize_, splice
+from ddnn.data.dataset import (
+    AcousticDataset,
+    FrameSubset,
+    GatherKernel,
+    InputTransform,
+    gather,
+    labels_of,
+    normalize_,
+    splice,
+)
 from ddnn.util.system import use_device
 
 NUM_BUFFERS = 4  # one or two are being used by the GPU, one is ready and one is being filled
 MAX_IN_FLIGHT = 2  # minibatches that the GPU may still be working on when the next one is requested
-
-Gather = Callable[[AcousticDataset, InputTransform, Tensor, Tensor], Tensor]
-"""`ddnn.data.dataset.gather`, or a faster implementation of the same."""
 
 
 class UtteranceRows(NamedTuple):
@@ -153,20 +159,20 @@ def make_batch_loader(
     *,
     device: torch.device | None = None,
     out: Tensor | None = None,
-    gather: Gather = gather,
+    gather_kernel: GatherKernel | None = None,
     mark: Callable[[str], None] = lambda part: None,
 ) -> BatchLoader:
     """The loader for a device: it gathers from features in the memory of the device, or reads ahead from the host's.
 
-    `out`: (rows, input_dim) float32 or bf16, the memory for `Batch.x`, with rows for the largest minibatch; else allocated on `device`. `gather` fills
-    it from features in the memory of the device. `mark` is told what the time since its last call was spent on: `data`,
+    `out`: (rows, input_dim) float32 or bf16, the memory for `Batch.x`, with rows for the largest minibatch; else allocated on `device`. `gather_kernel`:
+    see `gather`. `mark` is told what the time since its last call was spent on: `data`,
     or `compute` where the host waited for the GPU to finish an earlier minibatch.
     """
     if out is None:
         out = torch.empty(sampler.batch_size, transform.output_dim, device=device)
     resident = frames.dataset.features.device.type == out.device.type
     kind = BatchLoader if resident else PrefetchLoader
-    return kind(frames, transform, sampler, out, gather, mark)
+    return kind(frames, transform, sampler, out, gather_kernel, mark)
 
 
 @dataclass(eq=False)
@@ -177,7 +183,7 @@ class BatchLoader:
     transform: InputTransform
     sampler: Sampler
     out: Tensor
-    gather: Gather = gather
+    gather_kernel: GatherKernel | None = None
     mark: Callable[[str], None] = lambda part: None
     _epoch: Generator[Batch, None, None] | None = field(default=None, init=False, repr=False)
 
@@ -213,7 +219,7 @@ class BatchLoader:
     def _batches(self, order: Iterator[Tensor | UtteranceRows]) -> Generator[Batch, None, None]:
         for selection in order:
             rows, utterances = _rows_and_utterances(selection)
-            x = self.gather(self.frames.dataset, self.transform, rows, self.out[: len(rows)])
+            x = gather(self.frames.dataset, self.transform, rows, self.out[: len(rows)], self.gather_kernel)
             labels = labels_of(self.frames.dataset, rows, self.out.device)
             self.mark("data")
             yield Batch(x, labels, utterances)

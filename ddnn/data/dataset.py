@@ -8,8 +8,9 @@ stored, and a frame outside the utterance repeats the first or last one, as in K
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -107,20 +108,38 @@ class InputTransform:
     def output_dim(self) -> int:
         return self.dim * len(self.offsets)
 
-    @property
+    @cached_property
     def context(self) -> int:
         """Repeated edge frames that a dataset needs for this splice."""
         return max(abs(offset) for offset in self.offsets)
+
+    @cached_property
+    def is_consecutive(self) -> bool:
+        """Whether no frame between the first and the last is missing."""
+        first = self.offsets[0]
+        return self.offsets == tuple(range(first, first + len(self.offsets)))
 
     def to(self, device: torch.device) -> InputTransform:
         shift, scale = (None if vector is None else vector.to(device) for vector in (self.shift, self.scale))
         return InputTransform(self.offsets, self.dim, shift, scale)
 
 
-def gather(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
+GatherKernel = Callable[[Tensor, Tensor, int, Tensor | None, Tensor | None, Tensor], None]
+"""Fills `out` in one pass from features (float32, on the CPU), rows, the first offset of a splice, shift and scale."""
+
+
+def gather(
+    dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor, kernel: GatherKernel | None = None
+) -> Tensor:
     """Fills `out` (n, output_dim) with the network's input for the frames at `rows` (n,), computed in float32. On a GPU
     the host waits for nothing, unless the features are in host memory (`ddnn.data.batches` reads ahead there).
-    ValueError: the dataset has other dims, or fewer repeated edge frames, than the transform needs."""
+    `kernel`: a compiled one for the dtype of `out`, which is used where it can be. ValueError: the dataset has other
+    dims, or fewer repeated edge frames, than the transform needs."""
+    features = dataset.features
+    if kernel is not None and features.is_cpu and features.dtype == torch.float32 and transform.is_consecutive:
+        check_fits(dataset, transform)
+        kernel(features, rows, transform.offsets[0], transform.shift, transform.scale, out)
+        return out
     if out.dtype != torch.float32:
         return out.copy_(gather(dataset, transform, rows, out.new_empty(out.shape, dtype=torch.float32)))
     return normalize_(splice(dataset, transform, rows, out), transform)
@@ -132,7 +151,7 @@ def splice(dataset: AcousticDataset, transform: InputTransform, rows: Tensor, ou
     check_fits(dataset, transform)
     offsets, features = transform.offsets, dataset.features
     rows = rows.to(features.device)
-    if not consecutive(offsets):
+    if not transform.is_consecutive:
         for part, offset in zip(out.view(len(rows), -1, transform.dim).unbind(1), offsets, strict=True):
             part.copy_(features.index_select(0, rows + offset))  # a tensor of the offsets would be copied to the GPU
         return out
@@ -150,11 +169,6 @@ def check_fits(dataset: AcousticDataset, transform: InputTransform) -> None:
     if dataset.features.shape[1] != transform.dim or dataset.context < transform.context:
         found = f"{dataset.features.shape[1]} dims with context {dataset.context}"
         raise ValueError(f"the dataset has {found}, the transform needs {transform.dim} with {transform.context}")
-
-
-def consecutive(offsets: tuple[int, ...]) -> bool:
-    """Whether no frame between the first and the last is missing."""
-    return offsets == tuple(range(offsets[0], offsets[0] + len(offsets)))
 
 
 def labels_of(dataset: AcousticDataset, rows: Tensor, device: torch.device) -> Tensor:

@@ -17,7 +17,6 @@ from typing import ClassVar, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from ddnn.data.dataset import AcousticDataset, InputTransform, check_fits, consecutive, gather
 from ddnn.nn.kernels import Kernels, load_library
 from ddnn.nn.loss import SoftmaxCrossEntropy, SoftmaxCrossEntropyBFloat16
 from ddnn.util.system import Processor, onednn_isa_limit, processor
@@ -151,10 +150,8 @@ class Float32:
     updates_by_layer = False  # whether `sgd_update` takes up a layer's gradient at once, while it is in the cache
     updates_rarely = False  # whether NG-SGD updates its Fisher matrices less often, once a training has settled
     pad_to = 1  # the outputs of the copy's last layer are a multiple of this
-
-    def gather(self, dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
-        """Fills `out` (n, output_dim) of `x_dtype` with the network's input for the frames at `rows`."""
-        return gather(dataset, transform, rows, out)
+    # splices frames of `x_dtype` in one pass, where there is a kernel: `Kernels.gather_spliced`
+    gather_kernel: Callable[[Tensor, Tensor, int, Tensor | None, Tensor | None, Tensor], None] | None = None
 
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor, bias32: Tensor, activation: str, out: Tensor) -> None:
         """out (rows, fan_out) <- f(x W^T + b), f of `ACTIVATIONS`. `x`, `weight`, `bias`: (rows, fan_in), (fan_out,
@@ -308,15 +305,7 @@ class BFloat16Kernels(Float32Kernels, BFloat16):
         BFloat16.__init__(self, torch.device("cpu"))
         self.kernels = kernels
         self.gradient_dtype = torch.bfloat16
-
-    def gather(self, dataset: AcousticDataset, transform: InputTransform, rows: Tensor, out: Tensor) -> Tensor:
-        offsets, features = transform.offsets, dataset.features
-        if features.dtype != torch.float32 or features.device.type != "cpu" or not consecutive(offsets):
-            made = out.new_empty(out.shape, dtype=torch.float32)
-            return out.copy_(super().gather(dataset, transform, rows, made))
-        check_fits(dataset, transform)
-        self.kernels.gather_spliced(features, rows, offsets[0], transform.shift, transform.scale, out)
-        return out
+        self.gather_kernel = kernels.gather_spliced
 
     def affine(self, x: Tensor, weight: Tensor, bias: Tensor, bias32: Tensor, activation: str, out: Tensor) -> None:
         if activation == "sigmoid":

@@ -169,8 +169,8 @@ def learning_rate_hint(learning_rate: float, minibatch_size: int, lr_scale: floa
 
 def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Workspace) -> Iterator[tuple[Batch, Tensor]]:
     """Consecutive frames and their logits (n, pdfs), each valid until the next; as many as fit into `workspace`."""
-    sampler, gather = SequentialSampler(frames, len(workspace.x)), workspace.arithmetic.gather
-    with closing(make_batch_loader(frames, model.transform, sampler, out=workspace.x, gather=gather)) as loader:
+    sampler, kernel = SequentialSampler(frames, len(workspace.x)), workspace.arithmetic.gather_kernel
+    with closing(make_batch_loader(frames, model.transform, sampler, out=workspace.x, gather_kernel=kernel)) as loader:
         for batch in loader.epoch():
             yield batch, workspace.of(len(batch.labels)).forward()
 

@@ -376,8 +376,8 @@ def assemble_trainer(
     workspace = Workspace(network, sizes.end, arithmetic, noise_generator(network, recipe.seed, comm.rank))
     seeds, prefetch, mark = (recipe.seed, comm.rank), job.device.type == "cuda", averager.timer.mark
     sampler = ShuffledSampler(data.train, sizes.start, *seeds, recipe.randomizer_size, prefetch=prefetch)
-    gather = arithmetic.gather
-    batches = make_batch_loader(data.train, model.transform, sampler, out=workspace.x, gather=gather, mark=mark)
+    kernel = arithmetic.gather_kernel
+    batches = make_batch_loader(data.train, model.transform, sampler, out=workspace.x, gather_kernel=kernel, mark=mark)
     schedule = options.make_schedule(recipe.schedule)
     eager = EagerStep(workspace, optimizer, averager.average_gradient)
     scaled_lr = schedule.learning_rate * averager.lr_scale

@@ -544,11 +544,11 @@ def test_gather_takes_the_kernel_where_it_can() -> None:
         corpus = corpus_of(noise((10, 4), "normal", 1, F32).to(dtype), context=2)
         columns = 4 * len(offsets)
         transform = InputTransform(offsets, 4, torch.full((columns,), 0.3), torch.full((columns,), 1.7))
-        low = arithmetic.gather(corpus, transform, rows, torch.empty(3, columns, dtype=BF16))
+        low = gather(corpus, transform, rows, torch.empty(3, columns, dtype=BF16), arithmetic.gather_kernel)
         assert torch.equal(low, gather(corpus, transform, rows, torch.empty(3, columns)).bfloat16())
         assert counting.calls == calls
     with pytest.raises(ValueError, match="the dataset has 4 dims with context 2, the transform needs 4 with 3"):
-        arithmetic.gather(corpus, InputTransform((-3,), 4), rows, torch.empty(3, 4, dtype=BF16))
+        gather(corpus, InputTransform((-3,), 4), rows, torch.empty(3, 4, dtype=BF16), arithmetic.gather_kernel)
 
 
 def low(*shape: int) -> Tensor:

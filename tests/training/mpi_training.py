@@ -21,7 +21,7 @@ from variants import make_optimizer_config, make_parallel_config
 
 from ddnn.averaging.strategies import NoFiniteModelError
 from ddnn.data.batches import Batch, ShuffledSampler
-from ddnn.data.dataset import AcousticDataset
+from ddnn.data.dataset import AcousticDataset, gather
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.mpi import init_communicator
 from ddnn.nn.network import Workspace
@@ -56,7 +56,7 @@ def one_worker_with_large_minibatches(n: int, epochs: int, momentum: float, l2: 
         orders = [ShuffledSampler(one, MINIBATCH, seed=1, rank=rank).epoch(epoch) for rank, one in enumerate(shards)]
         for rows in zip(*orders, strict=True):
             together = torch.cat([ends[rank] + one for rank, one in enumerate(rows)])
-            workspace.arithmetic.gather(corpus, start.transform, together, workspace.x)
+            gather(corpus, start.transform, together, workspace.x, workspace.arithmetic.gather_kernel)
             step(Batch(workspace.x, corpus.labels[together].long()), rate)
     return start.network.parameters
 
