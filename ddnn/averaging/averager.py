@@ -35,7 +35,7 @@ from torch import Tensor
 from ddnn.averaging.strategies import STRATEGIES, AllReduce, AveragingOptions, make_strategy, weighted_mean
 from ddnn.distributed.communicator import CommStats, Communicator
 from ddnn.distributed.mpi import require_thread_level
-from ddnn.distributed.transport import StagingBuffer, choose_transport
+from ddnn.distributed.transport import StagingBuffer
 from ddnn.nn.network import Network
 from ddnn.nn.rbm import Rbm
 from ddnn.optim.sgd import Sgd
@@ -226,9 +226,7 @@ class _SeveralWorkersAverager(Averager):
         self.config, self.strategy = config, make_strategy(config, comm)
         self.lr_scale = float(comm.world_size) if config.scale_learning_rate else 1.0
         self.parameters = network.parameters
-        transport = choose_transport(config.gpu_transport, self.parameters.device, comm)
-        self._staging = StagingBuffer(self.parameters, transport, own_buffer=self.overlapped)
-        self._other_staging = StagingBuffer(optimizer.momentum_buffer, transport)  # gradients, or momentum
+        self._staging = StagingBuffer(self.parameters, comm.transport, own_buffer=self.overlapped)
         self.reset()
         self._period, self._request_sync_period = config.averaging_period, 1
         self._prepare()
@@ -313,6 +311,9 @@ class BlockingAverager(_SeveralWorkersAverager):
     def _prepare(self) -> None:
         self._before = torch.empty_like(self.parameters)
         self._norm = 0.0
+        averages_momentum = self.config.local_momentum == "average"
+        momentum, transport = self.optimizer.momentum_buffer, self.comm.transport
+        self._momentum_staging = StagingBuffer(momentum, transport) if averages_momentum else None
 
     def after_minibatch(self, frames: int) -> bool:
         self._count_minibatch(frames)
@@ -343,11 +344,11 @@ class BlockingAverager(_SeveralWorkersAverager):
         return float(frames) if math.isfinite(self._norm) else 0.0
 
     def _average_momentum(self, weight: float) -> None:
-        if self.config.local_momentum != "average":
+        if self._momentum_staging is None:
             return
         momentum = self.optimizer.momentum_buffer
         strategy = AllReduce(self.config, self.comm) if self.strategy.remembers else self.strategy
-        with self._other_staging.staged(momentum) as vector:
+        with self._momentum_staging.staged(momentum) as vector:
             strategy.average(vector, self._index, weight if _is_finite(momentum) else 0.0)
 
     def _count_averaging(self, moved: Tensor) -> None:
@@ -452,6 +453,7 @@ class GradientAverager(_SeveralWorkersAverager):
 
     def _prepare(self) -> None:
         self.average_gradient, self._period = self._average_gradient, 1
+        self._gradient_staging = StagingBuffer(self.parameters, self.comm.transport)
 
     def begin_epoch(self, num_minibatches: int) -> int:
         """As many minibatches as the worker with the fewest has."""
@@ -462,7 +464,7 @@ class GradientAverager(_SeveralWorkersAverager):
         """gradient <- the mean over workers."""
         self._end_interval()
         finite = _is_finite(gradient)
-        with self._other_staging.staged(gradient) as vector:
+        with self._gradient_staging.staged(gradient) as vector:
             self.strategy.average(vector, self._index, float(finite))
         self.counters.averagings += 1
         self.counters.excluded_averagings += not finite

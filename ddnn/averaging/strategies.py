@@ -37,7 +37,6 @@ class AveragingOptions:
     block_momentum: float | None = None  # of BMUF, as the next two; None: 1 - 1 / workers
     block_learning_rate: float = 1.0
     nesterov: bool = False
-    gpu_transport: str = "auto"  # how vectors on a GPU are sent, see `ddnn.distributed.transport`
 
 
 class NoFiniteModelError(DivergedError):

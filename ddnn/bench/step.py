@@ -33,6 +33,7 @@ from ddnn.data.dataset import AcousticDataset, FrameSubset, estimate_normalizati
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import run_distributed
+from ddnn.distributed.transport import open_transport
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
 from ddnn.nn.convolution import Convolution, MaxPooling
@@ -513,7 +514,9 @@ def run_bench_workers(
 
     def work(comm: Communicator) -> None:
         for network, precision in itertools.product(networks, precisions or ("float32",)):
-            result = bench_workers(comm, network, parallel, device, seconds, precision)
+            on = choose_device(device, comm.local_rank, threads=parallel.cpu_threads)
+            with open_transport(parallel.gpu_transport, on, comm):
+                result = bench_workers(comm, network, parallel, on, seconds, precision)
             if comm.rank == 0:
                 show(result)
 
@@ -521,12 +524,11 @@ def run_bench_workers(
 
 
 def bench_workers(
-    comm: Communicator, network: str, options: ParallelConfig, device: str, seconds: float, precision: Precision
+    comm: Communicator, network: str, options: ParallelConfig, on: torch.device, seconds: float, precision: Precision
 ) -> WorkersBench:
-    """Measures for about `seconds`. Collective; every worker returns the same result."""
+    """Measures for about `seconds`, on the device `on`. Collective; every worker returns the same result."""
     logging.getLogger("ddnn").setLevel(logging.WARNING)
     log.setLevel(logging.WARNING if comm.rank else logging.INFO)
-    on = choose_device(device, comm.local_rank, threads=options.cpu_threads)
     task = random_task(NETWORKS[network], on)
     trained = task.model.network
     optimizer = NgSgd(trained)

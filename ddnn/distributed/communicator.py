@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ SUMMED = (torch.float32, torch.float64, torch.int64)
 SENT = (*SUMMED, torch.int16, torch.uint8)
 
 CPU = torch.device("cpu")
+
+Transport = Literal["host", "device", "nccl"]
+"""How tensors of a GPU travel: see `ddnn.distributed.transport`."""
 
 
 @dataclass
@@ -69,7 +72,7 @@ class Communicator:
     All methods are collective unless they say otherwise. One thread at a time may use it; any may read `stats`.
 
     Tensors handed in are contiguous, of dtype float32, float64 or int64 (int16 and uint8 may be sent, not summed), on
-    the CPU, or on this worker's GPU once `ddnn.distributed.transport.choose_transport` has opened a way for them;
+    the CPU, or on this worker's GPU within `ddnn.distributed.transport.open_transport`;
     anything else is a TypeError. What a method returns is a workspace on the same device: it is allocated once for each
     name, size, dtype and device, and valid until the next call of the same method with the same of these.
 
@@ -77,12 +80,14 @@ class Communicator:
         rank, world_size: number of this worker, from 0, and number of workers.
         local_rank, local_size: the same among the workers of this `host`: `local_rank` is the GPU to take.
         backends: type of device -> what moves the tensors there. Small messages go by `cpu`.
+        transport: the way of a GPU's parameters.
         watchdog: what kills this worker should it hang. Told when a call begins and ends.
     """
 
     def __init__(self, rank: int, world_size: int, host: str, backends: dict[str, TensorBackend]) -> None:
         self.rank, self.world_size, self.host, self.backends = rank, world_size, host, backends
         self.local_rank, self.local_size = 0, 1
+        self.transport: Transport = "host"
         self.watchdog = NoWatchdog()
         self.stats = CommStats()
         self._waits = False

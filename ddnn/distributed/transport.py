@@ -1,10 +1,9 @@
 """How the parameters of GPUs travel: through host memory, by a CUDA-aware MPI, or by NCCL (`parallel.gpu_transport`).
-Chosen once at the start, by all workers alike. On the CPU there is nothing to choose: MPI reads the parameters where
+Opened once a job, by all workers alike. On the CPU there is nothing to choose: MPI reads the parameters where
 they are. None of what concerns GPUs has been seen on a GPU yet, but for the calls of `ProcessGroupBackend` on gloo."""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,20 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddnn.distributed.communicator import Communicator, TensorBackend
+from ddnn.distributed.communicator import Communicator, TensorBackend, Transport
 from ddnn.distributed.mpi import MpiCommunicator
+from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.util.errors import UserError
 from ddnn.util.system import device_identity, use_device
-
-Transport = Literal["host", "device", "nccl"]
 
 _store: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, but its stub does not say so
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 def choose_transport(name: str, device: torch.device, comm: Communicator) -> Transport:
-    """Chooses and opens the way for this training's parameters, on `device`. Collective; the same answer on every
-    worker. UserError: what is asked for (`parallel.gpu_transport`) cannot be had; on all workers alike.
+    """Chooses the way for this training's parameters, on `device`. Collective; the same answer on every worker.
+    UserError: what is asked for (`parallel.gpu_transport`) cannot be had; on all workers alike.
 
     Returns `host`: tensors of the host's memory by MPI, the CPU's only way, a single worker's too; `device`: tensors of
     the GPU's memory by MPI, which says that it is CUDA-aware; `nccl`: those by NCCL, where small messages still go by
@@ -40,15 +38,32 @@ def choose_transport(name: str, device: torch.device, comm: Communicator) -> Tra
     aware, asked = cuda_aware(comm.mpi_comm) if device.type == "cuda" else (False, "")
     everyone = comm.all_gather_object([device_identity(device), aware, dist.is_nccl_available()])
     chosen = select_transport(name, [row[0] for row in everyone], all(row[1] for row in everyone), asked)
-    if chosen == "nccl":
-        if not all(row[2] for row in everyone):
-            raise _unsupported("nccl", "this torch is built without NCCL")
-        group = ProcessGroupBackend(comm, "nccl", device)
-        atexit.register(group.close)
-        comm.backends[device.type] = group
-    elif chosen == "device":
-        comm.backends[device.type] = comm.backends["cpu"]
+    if chosen == "nccl" and not all(row[2] for row in everyone):
+        raise _unsupported("nccl", "this torch is built without NCCL")
     return chosen
+
+
+@contextmanager
+def open_transport(name: str, device: torch.device, comm: Communicator) -> Iterator[None]:
+    """Within the block `comm` moves tensors on `device` in the way of `choose_transport`. One block serves all that a job
+    trains. Collective; UserError as there. After an error a process group is left as it is: to close it all workers
+    would have to come."""
+    chosen = choose_transport(name, device, comm)
+    group = ProcessGroupBackend(comm, "nccl", device) if chosen == "nccl" else None
+    if chosen != "host":
+        comm.backends[device.type] = group or comm.backends["cpu"]
+    comm.transport = chosen
+    try:
+        yield
+    except TrainingInterrupted:  # which all workers raise
+        _close(group)
+        raise
+    _close(group)
+
+
+def _close(group: ProcessGroupBackend | None) -> None:
+    if group is not None:
+        group.close()
 
 
 def select_transport(name: str, devices: Sequence[str], aware: bool, how_detected: str) -> Transport:

@@ -38,6 +38,7 @@ from ddnn.data.pipeline import (
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import read_restart
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
+from ddnn.distributed.transport import open_transport
 from ddnn.distributed.watchdog import Watchdog
 from ddnn.kaldi.alignments import kaldi_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model
@@ -165,7 +166,8 @@ def run_pretraining(recipe: Recipe, run_dir: Path, device: str = "auto", comm: C
 def open_job(
     kind: Kind, recipe: Recipe, run_dir: Path, device: str, comm: Communicator, *, resume: bool
 ) -> Iterator[Job]:
-    """Locks the run dir, starts log, watchdog and signal handling, and records how the job ends. Collective. Where a
+    """Locks the run dir, starts log, watchdog and signal handling, opens the transport of GPUs' parameters for all that
+    the job trains, and records how it ends. Collective. Where a
     signal has ended it, raises TrainingInterrupted if there is something to resume from, else SystemExit."""
     recipe = options.with_world_size(recipe, comm.world_size)
     text = dump_recipe(recipe) if kind == "training" else pretraining_recipe(recipe)
@@ -179,7 +181,9 @@ def open_job(
         run = open_run_dir(run_dir, comm, kind, resume=resume, recipe=text, tensorboard=tensorboard)
         run.log_interval = 60.0 * recipe.log.interval_minutes
         try:
-            yield Job(recipe, text, comm, run, shutdown, assign_device(recipe, device, comm))
+            chosen = assign_device(recipe, device, comm)
+            with open_transport(recipe.parallel.gpu_transport, chosen, comm):
+                yield Job(recipe, text, comm, run, shutdown, chosen)
         except (TrainingInterrupted, InterruptedBeforeTraining) as stopped:
             name = stopped.signal_name
             if newest_checkpoint(run_dir) is None:
@@ -448,10 +452,21 @@ def train_dbn(job: Job, run: RunDir, comm: Communicator, data: TrainingData | No
 
 
 def replicated_dbn(job: Job, run: RunDir) -> AcousticModel | None:
-    """`parallel.pretrain_data: replicated`: the DBN that rank 0 trains on the whole corpus, for all; else None."""
-    if job.comm.world_size == 1 or job.recipe.parallel.pretrain_data == "sharded":
+    """`parallel.pretrain_data: replicated`: the DBN that rank 0 trains on the whole corpus, for all; else None. Collective.
+    Where rank 0 was asked to stop, all workers raise TrainingInterrupted, once it has written its checkpoint."""
+    comm, shutdown, interrupted = job.comm, job.shutdown, None
+    if comm.world_size == 1 or job.recipe.parallel.pretrain_data == "sharded":
         return None
-    if job.comm.rank == 0:
-        train_dbn(job, run, SingleProcess())
-    job.comm.barrier()
+    if comm.rank == 0:
+        try:
+            train_dbn(job, run, SingleProcess())
+        except (TrainingInterrupted, InterruptedBeforeTraining) as stopped:
+            interrupted = stopped.signal_name
+    else:
+        shutdown.deferred = True  # rank 0 decides
+    comm.barrier()
+    interrupted = comm.all_gather_object(interrupted)[0]
+    if interrupted is not None:
+        raise TrainingInterrupted(interrupted)
+    shutdown.deferred = False
     return load_model(run.path / DBN)

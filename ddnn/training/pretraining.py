@@ -106,8 +106,7 @@ class RbmTrainer:
             self.generator.manual_seed((seed + comm.rank * 2_654_435_761) % 2**63)
         sampler = ShuffledSampler(frames, config.minibatch_size, seed=recipe.seed, rank=comm.rank)
         self.inputs = HiddenRepresentation(below, frames, sampler, comm)
-        period, transport = recipe.parallel.averaging_period, recipe.parallel.gpu_transport
-        averaging = AveragingOptions(averaging_period=period, scale_learning_rate=False, gpu_transport=transport)
+        averaging = AveragingOptions(averaging_period=recipe.parallel.averaging_period, scale_learning_rate=False)
         self.averager = make_averager(averaging, comm, self.rbm, self.rbm)
         total_frames = int(sum(comm.all_gather_object(len(frames))))
         self.num_epochs = epochs_for_rbm(config, index, total_frames, gauss=gauss)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from distributed.mpi_worlds import need_mpi
 
 from ddnn.averaging.averager import Averager
@@ -82,7 +83,7 @@ def test_speeds_of_two_workers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "_timed_steps", lambda *of: timed)
     monkeypatch.setattr(step, "worker_row", lambda *of: type("", (), {"model_dump": lambda self: ROW})())
     options = AveragingConfig.model_validate({"strategy": "all-reduce", "workers": 2, "averaging_period": 6})
-    found = step.bench_workers(WithOneOfHalfTheSpeed(), "an4", options, "cpu", 30.0, "float32")
+    found = step.bench_workers(WithOneOfHalfTheSpeed(), "an4", options, torch.device("cpu"), 30.0, "float32")
     (_, warm_up), *rounds = calls
     assert warm_up == step.WARM_UP
     assert [averages for averages, _ in rounds] == 3 * [False, False, True]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddnn.distributed.communicator import CPU, Communicator
 from ddnn.distributed.mpi import init_communicator
-from ddnn.distributed.transport import StagingBuffer, choose_transport, cuda_aware
+from ddnn.distributed.transport import StagingBuffer, choose_transport, cuda_aware, open_transport
 from ddnn.util.errors import UserError
 from ddnn.util.system import choose_device
 
@@ -52,7 +52,8 @@ def main(out: Path, name: str) -> None:
         found["averaged"] = {"host": {"pinned": by_host(comm, mine)}}
         for way in ("device", "nccl"):
             if refusal(way, device, comm) == way:
-                found["averaged"][way] = averagings(comm, device)
+                with open_transport(way, device, comm):
+                    found["averaged"][way] = averagings(comm, device)
     if comm.rank == 0:
         (out / "found.json").write_text(json.dumps(found))
 

@@ -12,9 +12,15 @@ import pytest
 import torch
 from distributed.mpi_worlds import launch
 
+from ddnn.averaging import averager
+from ddnn.averaging.averager import make_averager
+from ddnn.averaging.strategies import AveragingOptions
 from ddnn.distributed.communicator import Communicator, SingleProcess, TensorBackend
 from ddnn.distributed.mpi import require_thread_level
 from ddnn.distributed.transport import StagingBuffer, choose_transport, cuda_aware, select_transport
+from ddnn.nn.layers import Affine
+from ddnn.nn.network import Network
+from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.util.errors import UserError
 
 GPUS = ["GPU-1", "GPU-2"]
@@ -152,6 +158,33 @@ def test_an_own_buffer_leaves_the_parameters_alone() -> None:
     assert parameters.tolist() == [1.0, 2.0, 3.0]
     assert staging.copy_in(parameters) is buffer
     assert not buffer.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("keys", "buffers"),
+    [
+        ({}, 1),
+        ({"local_momentum": "reset"}, 1),
+        ({"local_momentum": "average"}, 2),
+        ({"strategy": "bmuf"}, 1),
+        ({"strategy": "gradient-all-reduce"}, 2),
+    ],
+)
+def test_a_buffer_of_momentum_or_gradients_is_made_where_they_are_sent(
+    keys: dict[str, Any], buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    class Counted(StagingBuffer):
+        def __init__(self, *of: Any, **options: Any) -> None:
+            made.append(self)
+            super().__init__(*of, **options)
+
+    monkeypatch.setattr(averager, "StagingBuffer", Counted)
+    network = Network((Affine(3, 2, "softmax"),))
+    comm = Communicator(0, 2, "n", {"cpu": TensorBackend()})
+    make_averager(AveragingOptions(**keys), comm, network, Sgd(network, SgdOptions(momentum=0.5)))
+    assert len(made) == buffers
 
 
 def test_a_tensor_on_a_device_without_a_backend_is_refused() -> None:

@@ -61,7 +61,7 @@ EXPONENTIAL = {"initial_learning_rate": 0.1, "final_learning_rate": 0.02, "epoch
 CONSTANT = {"initial_learning_rate": 0.1, "epochs": 5}
 POWER = {**CONSTANT, "decay_epochs": 3.0, "exponent": 0.5}
 COMBINATION = {"keep": "best", "average_last": 4, "moving_average_epochs": 0.5}
-WORKERS = {"averaging_period": 4, "overlap": True, "comm_dtype": "bfloat16", "gpu_transport": "host"}
+WORKERS = {"averaging_period": 4, "overlap": True, "comm_dtype": "bfloat16"}
 AVERAGING = {**WORKERS, "strategy": "ring", "scale_learning_rate": False, "local_momentum": "average"}
 BMUF = {
     **WORKERS, "strategy": "bmuf", "scale_learning_rate": True, "local_momentum": "keep", "block_momentum": 0.3,
@@ -69,7 +69,7 @@ BMUF = {
 }  # fmt: skip
 ELSEWHERE = {
     "workers", "warmup", "warmup_minibatches", "oversubscribe_gpus", "pretrain_data", "max_restarts", "hang_timeout",
-    "cpu_threads",
+    "cpu_threads", "gpu_transport",
 }  # fmt: skip
 """Keys of `parallel` that are no option of an averaging."""
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from corpora import labelled_utterances, write_data_dir, write_pdfs, write_recipe
 from distributed.mpi_worlds import all_gone, need_mpi
+from training.launching import mpi_script
 
 from ddnn.distributed.mpirun import find_mpirun
 from ddnn.runs.run_status import read_run_status
@@ -218,6 +219,43 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint_and_no_process(tmp_path: P
 def descendants(pid: int) -> list[int]:
     children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return children + [each for child in children for each in descendants(child)]
+
+
+def cpu_seconds(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def test_one_process_group_serves_all_that_a_job_trains(tmp_path: Path) -> None:
+    """Two RBMs and the network, each with an averager of its own; the group is closed at the end."""
+    recipe = write_job(tmp_path, "init: rbm\npretrain: {epochs: [1], minibatch_size: 20}\n")
+    mpi_script("mpi_group.py", 2, recipe, tmp_path / "run")
+    assert (tmp_path / "run/final.safetensors").exists()
+
+
+def test_a_replicated_pretraining_is_stopped_at_once(tmp_path: Path) -> None:
+    """All workers end together, once rank 0 has written its checkpoint; they wait without a core meanwhile."""
+    recipe, run = write_job(tmp_path, "init: rbm\npretrain: {epochs: [100000], minibatch_size: 20}\n"), tmp_path / "run"
+    command = [*DDNN, "train", str(recipe), "--run-dir", str(run), "--workers", "2"]
+    command += ["--set", "parallel.pretrain_data=replicated"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True)
+    deadline = time.monotonic() + 600
+    while not any((run / "pretrain/checkpoints").glob("0*")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    family = descendants(process.pid)
+    before = [cpu_seconds(pid) for pid in family]
+    time.sleep(1.0)
+    *_, waiting, training = sorted(cpu_seconds(pid) - started for pid, started in zip(family, before, strict=True))
+    assert waiting < 0.2 * training, "a worker that waits has used a core"
+    process.send_signal(signal.SIGTERM)
+    sent = time.monotonic()
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 75
+    assert time.monotonic() - sent < 4.0, "rank 0 gives up waiting for the others after 5 s"
+    assert "ddnn: SIGTERM: writing a checkpoint" in errors and "resume with: ddnn train" in errors
+    assert "MPI" not in errors and "prterun" not in errors
+    assert read_run_status(run).state == "interrupted"
 
 
 def test_pretraining_sharded_or_replicated(tmp_path: Path) -> None:
