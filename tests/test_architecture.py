@@ -47,7 +47,7 @@ BUDGETS = {
     "modules over 400 lines": 26,
     "longest file": 600,
     "longest function": 55,
-    "most imports of ddnn in a file": 34,
+    "most imports of ddnn in a file": 35,
     "modules with one importer": 19,
     "modules that training.trainer imports, directly or not": 58,
 }
