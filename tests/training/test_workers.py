@@ -245,16 +245,17 @@ def test_a_replicated_pretraining_is_stopped_at_once(tmp_path: Path) -> None:
         time.sleep(0.05)
     family = descendants(process.pid)
     before = [cpu_seconds(pid) for pid in family]
-    time.sleep(1.0)
-    *_, waiting, training = sorted(cpu_seconds(pid) - started for pid, started in zip(family, before, strict=True))
-    assert waiting < 0.2 * training, "a worker that waits has used a core"
+    training = 0.0
+    while training < 0.5:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+        *_, waiting, training = sorted(cpu_seconds(pid) - started for pid, started in zip(family, before, strict=True))
+    assert waiting < 0.2, "a worker that waits has used a core"
     process.send_signal(signal.SIGTERM)
-    sent = time.monotonic()
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 75
-    assert time.monotonic() - sent < 4.0, "rank 0 gives up waiting for the others after 5 s"
     assert "ddnn: SIGTERM: writing a checkpoint" in errors and "resume with: ddnn train" in errors
-    assert "MPI" not in errors and "prterun" not in errors
+    assert "MPI" not in errors and "prterun" not in errors, "rank 0 has given up waiting for the others"
     assert read_run_status(run).state == "interrupted"
 
 
