@@ -242,24 +242,3 @@ def feature_statistics(dataset: AcousticDataset, utterances: list[int], comm: Co
     comm.all_reduce(totals)
     mean, square = sums[:2] / totals[-1]
     return torch.stack([mean, (square - mean.square()).clamp_(min=0).sqrt(), sums[2] / totals[-1].sqrt()])
-
-
-def neighbor_correlation(
-    dataset: AcousticDataset, utterances: list[int], dims: int, bands: int, comm: Communicator
-) -> float:
-    """Mean correlation of the first `dims` dims with the next one of the same group of `bands`, over these utterances of
-    all workers; dims that do not vary do not count. NaN where none is left. Collective."""
-    totals = torch.zeros(3 * dims + 1, dtype=torch.float64)  # sums, of squares, of products with the next; frames
-    sums = totals[:-1].view(3, dims)
-    for u in utterances:
-        row, frames = int(dataset.offsets[u]), int(dataset.num_frames[u])
-        values = dataset.features[row : row + frames, :dims].cpu().double()
-        sums += torch.stack([values, values.square(), values * values.roll(-1, 1)]).sum(dim=1)
-        totals[-1] += frames
-    comm.all_reduce(totals)
-    mean, square, product = sums / totals[-1]
-    variance = square - mean.square()
-    paired = (variance * variance.roll(-1)).clamp_(min=0).sqrt()
-    kept = paired > 1e-9 * square.max()
-    kept[bands - 1 :: bands] = False  # the next is the first of another group
-    return float(((product - mean * mean.roll(-1)) / paired)[kept].mean())

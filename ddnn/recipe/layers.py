@@ -206,12 +206,6 @@ def kind_of_layer(layer: LayerConfig) -> str:
     return next(kind for kind, its in LAYERS.items() if its is type(layer))
 
 
-def is_convolution(layer: LayerConfig) -> bool:
-    """Whether it moves along a frequency axis."""
-    kind = layer.config.get("kind") if isinstance(layer, StoredLayerConfig) else kind_of_layer(layer)
-    return str(kind).startswith("conv")
-
-
 def has_parameters(layer: LayerConfig) -> bool:
     """Whether training changes anything of it; of a stored layer that is not known, and true."""
     if isinstance(layer, ActivationLayerConfig):

@@ -18,7 +18,6 @@ from ddnn.recipe.layers import (
     AffineLayerConfig,
     LayerConfig,
     has_parameters,
-    is_convolution,
     layer_name,
     numbered,
     shape_problem,
@@ -44,10 +43,11 @@ MOST_FILES = 20  # that a recipe may include, directly or not
 LAYERS_KEY = "model.layers"
 OUTPUT_PATHS = ("data.cache_dir",)  # paths that need not exist: they are made
 PIPES = "data.allow_pipes"
+REMOVED = {"model.allow_any_features"}  # keys of earlier versions, which run dirs still have: accepted without effect
 MODEL_KEYS = (
     *("data.splice", "data.cmvn", "data.deltas", "data.normalize"),
     *("model.hidden_layers", "model.hidden_units", "model.activation"),
-    *("model.layers", "model.bands", "model.allow_any_features"),
+    *("model.layers", "model.bands"),
 )
 """Keys that take the values of the network of `init.model` where they are not given."""
 
@@ -133,7 +133,8 @@ def changed_keys(before: SourceTree, recipe: Recipe) -> dict[str, tuple[str, str
     """Key -> its value now and before, as text, of all keys in which `recipe` differs. `precision: auto` asks for
     nothing else than what was chosen before."""
     old, new = before.values, recorded_values(dump_recipe(recipe)).values
-    found = {key: [tree[key].value if key in tree else None for tree in (new, old)] for key in sorted({*old, *new})}
+    names = sorted({*old, *new} - REMOVED)
+    found = {key: [tree[key].value if key in tree else None for tree in (new, old)] for key in names}
     changed = {
         key: pair for key, pair in found.items() if pair[0] != pair[1] and (key, pair[0]) != ("precision", "auto")
     }
@@ -383,6 +384,8 @@ def _known(tree: SourceTree) -> dict[str, SourceValue]:
     known: dict[str, SourceValue] = {}
     reported: set[str] = set()
     for name, given in tree.values.items():
+        if name in REMOVED:
+            continue
         if name in keys():
             if given.value is not None:
                 known[name] = given
@@ -469,26 +472,19 @@ def minibatch_problems(recipe: Recipe) -> Iterator[Complaint]:
 
 
 SHORT_FORM = ("hidden_layers", "hidden_units", "activation")  # of `model.layers`
-OF_LAYERS = ("layers", "bands", "allow_any_features")
+OF_LAYERS = ("layers", "bands")
 
 
 def _model(recipe: Recipe) -> Iterator[Complaint]:
     model = recipe.model
     for key in (key for key in _unread_model(model) if key in model.model_fields_set):
-        if getattr(model, key) is None or (key == "allow_any_features" and not model.allow_any_features):
+        if getattr(model, key) is None:
             continue
         if model.layers is not None:
             why = f"given together with {LAYERS_KEY}, which says it for each layer; give one of the two"
             yield _unread(f"model.{key}", why)
         elif not isinstance(recipe.init, TrainedModelConfig):
             yield _unread(f"model.{key}", f"never read without {LAYERS_KEY}; remove it or set it to null")
-    if (
-        any(map(is_convolution, model.layers or ()))
-        and recipe.data.transforms is not None
-        and not model.allow_any_features
-    ):
-        why = "a convolution moves along frequency, which features have no axis of after LDA or fMLLR (data.transforms)"
-        yield Complaint(LAYERS_KEY, f"{why}; take filter banks, affine layers, or set model.allow_any_features: true")
 
 
 def _unread_model(model: ModelConfig) -> tuple[str, ...]:

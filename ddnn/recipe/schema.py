@@ -115,8 +115,6 @@ class ModelConfig(Section):
     bands: Size | None = None
     """Bands of a frame along which the convolutions of `model.layers` move: 8 for images of 8 x 8 pixels, 40 where features
     of 120 dims have their deltas in the file. Default: the dims of the features, without `data.deltas`."""
-    allow_any_features: bool = False
-    """Allow a convolution over features that have no frequency axis: MFCC, LDA, fMLLR."""
     freeze: list[int] | None = None
     """Numbers of layers that keep their initial parameters bit for bit, such as those of RBMs or of a trained network: 0
     is the first hidden layer, the number of hidden layers the output layer. Of `model.layers` each is counted, repeated

@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from ddnn.data.dataset import neighbor_correlation
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.index import MAX_LIST_BYTES, local_positions
+from ddnn.data.index import MAX_LIST_BYTES
 from ddnn.data.pipeline import TrainingData
 from ddnn.data.source import DataSource
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import check_same_tree
 from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, find_nnet1, nnet1_features, read_nnet1_dir
 from ddnn.nn.network import Network, initialize
-from ddnn.recipe.layers import describe_layer, is_convolution
+from ddnn.recipe.layers import describe_layer
 from ddnn.recipe.load import (
     SHORT_FORM,
     as_begun,
@@ -153,7 +152,7 @@ def _described_layers(recipe: Recipe, model: AcousticModel) -> dict[str, Any]:
     found: dict[str, Any] = {"model.layers": described_layers(hidden, input_axes(recipe, input_dim, bands or static))}
     if bands is not None and (bands != static or is_given(recipe, "model.bands")):
         found["model.bands"] = bands
-    return found | ({"model.allow_any_features": True} if model.features.transforms else {})
+    return found
 
 
 def check_initial_model(recipe: Recipe, trained: AcousticModel | None, source: DataSource) -> None:
@@ -197,29 +196,6 @@ def warn_of_random_frozen_layers(recipe: Recipe) -> None:
             "model.freeze: layer %s keeps its random initial parameters (init: %s); freeze layers of RBMs or of a "
         )
         log.warning(f"{message}trained network (init.model)", ", ".join(map(str, sorted(random))), recipe.init)
-
-
-LEAST_CORRELATION = 0.2
-"""Of neighboring bands. Measured: log-mel filter banks 0.96 (fsdd), 0.91 (ddnn synth), images of 8 x 8 pixels 0.32; MFCC
--0.16 (of the same filter banks), fMLLR 0.01 (an4), Gaussian features of ddnn synth -0.01."""
-MOST_UTTERANCES = 1000  # of a worker to measure it on
-
-
-def check_frequency_axis(recipe: Recipe, data: TrainingData, comm: Communicator) -> None:
-    """RecipeError where a convolution of `model.layers` would move along features that have no order. Collective."""
-    if recipe.model.allow_any_features or not any(map(is_convolution, recipe.model.layers or ())):
-        return
-    dims = data.dataset.dim // (recipe.data.deltas + 1)
-    bands = recipe.model.bands or dims
-    local = local_positions(data.shards[comm.rank], data.train_shards[comm.rank][:MOST_UTTERANCES])
-    found = neighbor_correlation(data.dataset, local, dims, bands, comm)
-    if found < LEAST_CORRELATION:  # not if it is NaN
-        message = (
-            f"a convolution moves along frequency, but neighboring dims of these features have a mean correlation of "
-            f"{found:.2f}, expected {LEAST_CORRELATION:g} or more: filter banks have 0.9, MFCC, LDA and fMLLR about 0"
-        )
-        hint = "take filter banks or affine layers, or set model.allow_any_features: true"
-        raise RecipeError(message, location="model.layers", hint=hint)
 
 
 def warn_of_known_utterances(

@@ -56,7 +56,6 @@ from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, n
 from ddnn.training import options
 from ddnn.training.evaluation import baseline_result
 from ddnn.training.initial_model import (
-    check_frequency_axis,
     check_initial_model,
     initial_model,
     warn_of_known_utterances,
@@ -314,8 +313,6 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
     data = training_data(options.data_config(recipe, comm.world_size), job.device, comm)
     data.require_minibatch("minibatch_size", options.minibatch_sizes(recipe).end, data.train_shards)
-    if loaded is None and trained is None:
-        check_frequency_axis(recipe, data, comm)
     identity = data.identity(comm)
     if pretraining is not None and dbn is None:
         dbn = train_dbn(job, pretraining, comm, data)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from ddnn.recipe.layers import LAYERS, VALUE_OF, AffineLayerConfig, ConvLayerConfig, near
-from ddnn.recipe.load import dump_recipe, load_recipe
+from ddnn.recipe.load import changed_keys, dump_recipe, load_recipe, recorded_values
 from ddnn.recipe.schema import Recipe
 from ddnn.util.errors import RecipeError
 
@@ -252,7 +252,6 @@ def test_sizes_that_do_not_fit(tmp_path: Path, bands: int, items: list[str], sai
             "model.hidden_units: given together with model.layers, which says it for each layer; give one of the two",
         ),
         ("model: {bands: 3}", "model.bands: never read without model.layers; remove it or set it to null  [line 2]"),
-        ("model: {allow_any_features: true}", "model.allow_any_features: never read without model.layers; remove it"),
         (
             "model: {layers: [{affine: 3, repeat: 2}, dropout: 0.1], freeze: [4]}",
             "model.freeze: 4 found, expected 0 (the first hidden layer) to 3 (the output layer)",
@@ -272,15 +271,13 @@ def test_an_activation_that_is_trained_may_be_all_that_is(tmp_path: Path) -> Non
     assert load(tmp_path, text).model.freeze == [0, 2]
 
 
-def test_a_convolution_over_transformed_features_must_be_allowed(tmp_path: Path) -> None:
-    text = "model: {layers: [conv: {filters: 3, patch: 2}]}"
-    said = problem(tmp_path, text, "data.transforms=.")
-    assert said.startswith(
-        "model.layers: a convolution moves along frequency, which features have no axis of after LDA or"
-    )
-    assert "set model.allow_any_features: true  [line 2]" in said
-    assert load(tmp_path, text, "data.transforms=.", "model.allow_any_features=true").model.allow_any_features
-    assert load(tmp_path, "model: {layers: [affine: 3]}", "data.transforms=.").model.layers
+def test_a_key_that_was_removed_is_accepted_without_effect(tmp_path: Path) -> None:
+    """Run dirs of earlier versions have it."""
+    with_key = load(tmp_path, "model: {layers: [conv: {filters: 3, patch: 2}], allow_any_features: true}")
+    assert with_key == load(tmp_path, "model: {layers: [conv: {filters: 3, patch: 2}]}", "model.allow_any_features=no")
+    assert "allow_any_features" not in dump_recipe(with_key)
+    before = dump_recipe(with_key).replace("model:\n", "model:\n  allow_any_features: false\n")
+    assert changed_keys(recorded_values(before), with_key) == {}
 
 
 def test_every_kind_has_its_keys_in_the_reference() -> None:

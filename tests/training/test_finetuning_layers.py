@@ -27,7 +27,7 @@ from ddnn.training.initial_model import with_initial_model
 from ddnn.training.network_layers import described_layers, network_layers
 
 CONV = "conv: {filters: 3, patch: 2, pool: 3}"
-LAYERS = f"model: {{layers: [{{{CONV}}}, {{affine: 8, repeat: 2}}], allow_any_features: true}}"
+LAYERS = f"model: {{layers: [{{{CONV}}}, {{affine: 8, repeat: 2}}]}}"
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_a_network_of_ddnn_is_described_as_its_recipe_did(first: Job, tmp_path: 
         (LAYERS.replace("patch: 2", "patch: 5"), "layer 0 (conv): patch 5 does not fit into 4 bands; 1 to 4 do"),
         ("model: {bands: 2}", "model.bands: 2 found, but the network of init.model has 4"),
         ("model: {freeze: [4]}", "model.freeze: 4 found, expected 0 (the first hidden layer) to 3 (the output layer)"),
-        (LAYERS.replace("allow_any_features", "bands: 2, allow_any_features"), "does not fit into 2 bands"),
+        (LAYERS.replace("layers:", "bands: 2, layers:"), "does not fit into 2 bands"),
     ],
 )
 def test_a_recipe_that_describes_another_network(

@@ -8,17 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from corpora import write_data_dir
 from jobs import Job, RunCli, assert_refused, files_in, make_job
 
-from ddnn.data.dataset import neighbor_correlation
-from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.loading import DataConfig
-from ddnn.data.pipeline import load_data_dir
-from ddnn.distributed.communicator import SingleProcess
 from ddnn.nn.acoustic_model import load_model
 from ddnn.nn.convolution import AveragePooling, Convolution, Convolution2d, MaxPooling, MaxPooling2d
 from ddnn.nn.elementwise import Activation, Dropout, LengthNorm, ParametricRelu, Scale, Shift
@@ -223,7 +216,7 @@ def test_frozen_layers_are_those_of_the_list(tmp_path: Path) -> None:
 def job(tmp_path: Path) -> Job:
     """Its recipe has a convolution over the 4 dims of its features, pooling, affine layers and dropout."""
     job = make_job(tmp_path)
-    layers = "layers: [{conv: {filters: 3, patch: 2, pool: 3}}, {affine: 8, repeat: 2, dropout: 0.2}], allow_any_features: true"
+    layers = "layers: [{conv: {filters: 3, patch: 2, pool: 3}}, {affine: 8, repeat: 2, dropout: 0.2}]"
     text = job.recipe.read_text().replace("hidden_layers: 1, hidden_units: 8", layers)
     job.recipe.write_text(text)
     return job
@@ -261,52 +254,6 @@ def test_layers_that_do_not_fit_are_refused_before_anything_is_trained(job: Job,
     assert_refused(train(run_cli, job, setting, dry=True), said)
     assert_refused(train(run_cli, job, setting), said)
     assert "metrics.jsonl" not in files_in(job.run)
-
-
-def test_correlation_of_neighboring_dims(tmp_path: Path) -> None:
-    """As numpy has it, without the pairs across groups of bands and dims that do not vary, however many workers."""
-    rng, features = np.random.default_rng(1), {}
-    for n in range(6):
-        steps = rng.normal(0, 1, (30, 12)).cumsum(axis=1) + 100.0
-        steps[:, 4] = 7.0
-        features[f"s{n % 2}-u{n}"] = steps.astype(np.float32)
-    dataset = load_data_dir(write_data_dir(tmp_path, features), None, DataConfig(FeatureConfig(splice=2)))
-    rows = np.concatenate([features[name] for name in sorted(features)])
-    correlations = {d: np.corrcoef(rows[:, d], rows[:, d + 1])[0, 1] for d in range(11) if d not in (3, 4)}
-    for dims, bands in ((12, 12), (12, 3), (6, 6)):
-        expected = np.mean([r for d, r in correlations.items() if (d + 1) % bands and d + 1 < dims])
-        assert neighbor_correlation(dataset, list(range(6)), dims, bands, SingleProcess()) == pytest.approx(expected)
-
-    class Two(SingleProcess):
-        def all_reduce(self, tensor: torch.Tensor) -> None:
-            other = neighbor_totals.pop() if neighbor_totals else torch.zeros_like(tensor)
-            kept.append(tensor.clone())
-            tensor += other
-
-    neighbor_totals, kept = list[torch.Tensor](), list[torch.Tensor]()
-    neighbor_correlation(dataset, [0, 1], 12, 12, Two())
-    neighbor_totals.append(kept[0])
-    whole = neighbor_correlation(dataset, [0, 1, 2, 3, 4, 5], 12, 12, SingleProcess())
-    assert neighbor_correlation(dataset, [2, 3, 4, 5], 12, 12, Two()) == pytest.approx(whole)
-    assert math.isnan(neighbor_correlation(dataset, [0], 1, 1, SingleProcess()))
-
-
-def test_a_convolution_over_features_without_an_axis_is_refused(job: Job, run_cli: RunCli) -> None:
-    text = job.recipe.read_text().replace(", allow_any_features: true", "")
-    job.recipe.write_text(text)
-    rng = np.random.default_rng(1)
-    noise = {name: rng.normal(0, 1, values.shape).astype(np.float32) for name, values in job.features.items()}
-    job.write_features(noise)
-    assert_refused(
-        train(run_cli, job),
-        "a convolution moves along frequency, but neighboring dims of these features have a mean correlation of ",
-        "expected 0.2 or more: filter banks have 0.9, MFCC, LDA and fMLLR about 0",
-        "location: model.layers",
-        "set model.allow_any_features: true",
-    )
-    assert "metrics.jsonl" not in files_in(job.run)
-    job.write_features({name: values + values[:, :1] for name, values in noise.items()})
-    assert train(run_cli, job, "data.deltas=1").exit_code == 0
 
 
 def test_convolutions_over_time_and_bands(tmp_path: Path) -> None:

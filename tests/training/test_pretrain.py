@@ -592,10 +592,7 @@ def test_a_minibatch_of_pretraining_larger_than_the_data(recipe: Path, tmp_path:
     assert caught.value.location == "pretrain.minibatch_size"
 
 
-CNN = (
-    "model: {layers: [{conv: {filters: 5, patch: 2}}, {affine: 9, dropout: 0.2}, {affine: 7}], "
-    "allow_any_features: true}\n"
-)
+CNN = "model: {layers: [{conv: {filters: 5, patch: 2}}, {affine: 9, dropout: 0.2}, {affine: 7}]}\n"
 
 
 @pytest.fixture
