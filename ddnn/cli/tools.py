@@ -30,18 +30,28 @@ def info(paths: tuple[Path, ...], json_: bool) -> None:
         show(describe_path(path), json_)
 
 
-@command(epilog="\b\nExample:\n  ddnn status exp/an4 --follow && ddnn evaluate exp/an4 ...")
-@argument("run_dir", type=PATH)
+@command(
+    epilog="""\b
+    Examples:
+      ddnn status exp/an4 --follow && ddnn evaluate exp/an4 ...
+      ddnn status exp/an4-seed*"""
+)
+@argument("run_dirs", type=PATH, nargs=-1, required=True)
 @option("--follow", is_flag=True, help="Again every few seconds, until it ends; exit code 1 if it did not finish.")
 @json_option
-def status(run_dir: Path, follow: bool, json_: bool) -> None:
-    """Show the state of a training."""
-    from ddnn.inspection.status import follow_status, read_status
+def status(run_dirs: tuple[Path, ...], follow: bool, json_: bool) -> None:
+    """Show the state of a training; of several, or of those in a folder, a line each.
+
+    With --json several are a list.
+    """
+    from ddnn.inspection.status import follow_status, read_statuses
 
     if not follow:
-        show(read_status(run_dir), json_)
+        show(read_statuses(run_dirs), json_)
         return
-    ended = follow_status(run_dir, echo, terminal=sys.stdout.isatty(), as_json=json_)
+    if len(run_dirs) > 1:
+        raise UserError("several run dirs found, expected one", location="--follow", hint="leave out --follow")
+    ended = follow_status(run_dirs[0], echo, terminal=sys.stdout.isatty(), as_json=json_)
     sys.exit(0 if ended.state == "finished" else 1)
 
 

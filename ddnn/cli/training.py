@@ -3,6 +3,7 @@ models."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +45,13 @@ class _RecipeCommand(click.Command):
             raise UserError("there is no such option", location=error.option_name, hint=hint) from error
 
 
+def _parse_seeds(_: Any, option: click.Parameter, given: tuple[str, ...]) -> Seeds | None:
+    if len(given) > 1:
+        hint = "give all of them at once, as in --seeds 1,2,3"
+        raise UserError(f"given {len(given)} times", location="--seeds", hint=hint)
+    return parse_seeds(given[0]) if given else None
+
+
 class _TrainCommand(_RecipeCommand):
     """Takes `--resume=auto`. As an option with an optional value --resume would take the word after it, too."""
 
@@ -77,6 +85,8 @@ class _TrainCommand(_RecipeCommand):
 @option(
     "--seeds",
     metavar="N,N,...",
+    multiple=True,
+    callback=_parse_seeds,
     help="Train once with each of these seeds, in RUN_DIR-seedN: one after another, or "
     "with --slurm as an array of jobs.",
 )
@@ -110,7 +120,7 @@ def pretrain(**options: Any) -> None:
 def _start(
     kind: Literal["training", "pretraining"], recipe: Path, run_dir: Path | None, settings: tuple[str, ...],
     workers: int | None, device: str, allow_pipes: bool, dry_run: bool, no_data: bool, slurm: SlurmOptions | None,
-    resume: Literal["no", "yes", "auto"] = "no", seeds: str | None = None,
+    resume: Literal["no", "yes", "auto"] = "no", seeds: Seeds | None = None,
 ) -> None:  # fmt: skip
     """On this machine or as a Slurm job; with `dry_run` only shows what it would be."""
     if no_data and (not dry_run or slurm is not None):
@@ -118,7 +128,7 @@ def _start(
         raise UserError(f"given {found}", location="--no-data", hint="remove it")
     settings += ("data.allow_pipes=true",) * allow_pipes
     if seeds is not None:
-        _start_seeds(parse_seeds(seeds), recipe, run_dir, settings, workers, device, dry_run, no_data, slurm, resume)
+        _start_seeds(seeds, recipe, run_dir, settings, workers, device, dry_run, no_data, slurm, resume)
         return
     if slurm is not None:
         from ddnn.slurm.submit import submit
@@ -164,8 +174,15 @@ def _start_seeds(
         raise UserError(f"%{seeds.at_once} without --slurm", location="--seeds", hint=hint)
     for seed in seeds.numbers:
         echo(f"{'# ' * dry_run}seed {seed}: {printable(str(seeds.run_dir(base, seed)), '')}")
-        _start("training", recipe, seeds.run_dir(base, seed), (*settings, f"seed={seed}"), workers, device, False,
-               dry_run, no_data, None, resume)  # fmt: skip
+        try:
+            _start("training", recipe, seeds.run_dir(base, seed), (*settings, f"seed={seed}"), workers, device, False,
+                   dry_run, no_data, None, resume)  # fmt: skip
+        except (SystemExit, KeyboardInterrupt):
+            if len(seeds.numbers) > 1:
+                words = [str(recipe), f"--run-dir={base}", f"--seeds={seeds}", "--resume=auto", f"--device={device}"]
+                words += [f"--set={setting}" for setting in settings] + [f"--workers={workers}"] * (workers is not None)
+                echo(f"ddnn: continue all seeds with: ddnn train {printable(shlex.join(words), '')}", err=True)
+            raise
         if dry_run:
             return
 

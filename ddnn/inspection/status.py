@@ -4,11 +4,12 @@ job. Needs no torch."""
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,10 +21,10 @@ from ddnn.runs import run_status as files
 from ddnn.runs.checkpoint_manifest import peek_checkpoint
 from ddnn.runs.metrics import EndRow, EpochRow, Metrics, format_figures, read_metrics
 from ddnn.runs.run_status import RunStatus, read_run_status, resume_command
-from ddnn.slurm.job import Job, last_output, read_job, slurm_state
+from ddnn.slurm.job import Job, SlurmState, last_output, read_job, slurm_state, slurm_states
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked
-from ddnn.util.text import definitions, duration, printable, unescaped
+from ddnn.util.text import definitions, duration, printable, table, unescaped
 
 FRACTIONS = ("compute", "comm", "wait", "data")
 ENDED = ("finished", "interrupted", "diverged", "failed", "unknown")
@@ -53,6 +54,7 @@ class Status:
     job: str | None  # its number in Slurm
     submitted: float | None  # seconds since 1970
     slurm: str | None  # the job's state in Slurm
+    slurm_reason: str | None  # why Slurm has not started it
     error: str | None  # why it ended, if it did not finish
     warning: str | None  # that it finished, but with a model that is no better than one that ignores its input
     warmup_loss: float | None
@@ -123,10 +125,32 @@ class Status:
             "resume": self.resume_command,
             "next": _AFTER_DIVERGENCE if self.state == "diverged" else None,
             "note": "--allow-pipes runs the shell commands of its scp files: give it only if they are yours"
-            if (self.resume_command or "").endswith(" --allow-pipes")
+            if " --allow-pipes" in (self.resume_command or "")
             else None,
             "last update": None if self.seconds_since_update is None else f"{duration(self.seconds_since_update)} ago",
         }
+
+    @property
+    def slurm_text(self) -> str:
+        return ": ".join(filter(None, (self.slurm, self.slurm_reason)))
+
+    def row(self) -> tuple[str, ...]:
+        """Its cells in the table of `Statuses`."""
+        model, most = self.last_accepted, self.run.max_epochs if self.run else None
+        loss, accuracy = (model.loss, model.frame_accuracy) if model else (None, None)
+        note = self.slurm_text if self.state == "pending" else (self.error or self.warning or "").partition("\n")[0]
+        epoch = f"{self.last.epoch if self.last else 0}" + (f"/{most}" if most else "")
+        if self.run is not None and self.run.kind == "pretraining":
+            epoch = f"RBM {self.run.rbm}/{self.run.num_rbms}" if self.run.rbm else ""
+        return (
+            str(self.run_dir),
+            self.state,
+            epoch,
+            "" if loss is None else f"{loss:.4f}",
+            "" if accuracy is None else f"{100 * accuracy:.2f}",
+            "" if self.frames_per_second is None else f"{self.frames_per_second:.0f}",
+            note or (self.problems[0] if self.problems else ""),
+        )
 
     def as_text(self) -> str:
         title = f"{printable(str(self.run_dir), '')}: {self.state}"
@@ -134,7 +158,7 @@ class Status:
             title += f", {self.run.phase}"
             if self.run.rbm is not None and self.run.phase == "pretraining":
                 title += f", RBM {self.run.rbm}" + (f" of {self.run.num_rbms}" if self.run.num_rbms else "")
-        title += (f", Slurm job {self.job}" if self.job else "") + (f" ({self.slurm})" if self.slurm else "")
+        title += (f", Slurm job {self.job}" if self.job else "") + (f" ({self.slurm_text})" if self.slurm else "")
         shown = definitions([(name, printable(text)) for name, text in self.lines().items() if text], indent="  ")
         return "\n".join([title, shown, *(f"  problem: {printable(problem)}" for problem in self.problems)])
 
@@ -164,20 +188,55 @@ def _learning_rate(applied: float | None, scheduled: float | None) -> str | None
     return f"{applied:.6g}, {applied / scheduled:.6g} times the schedule's {scheduled:.6g}"
 
 
-def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_state) -> Status:
+@dataclass(frozen=True)
+class Statuses:
+    """Of several runs, in the order in which they were named."""
+
+    runs: tuple[Status, ...]
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        return [run.as_dict() for run in self.runs]
+
+    def as_text(self) -> str:
+        header = ("run", "state", "epoch", "CV loss", "accuracy (%)", "frames/s", "note")
+        return table([run.row() for run in self.runs], header, "lllrrrl")
+
+
+def read_statuses(paths: Sequence[Path]) -> Status | Statuses:
+    """Of one run dir its status; of several, or of a folder of run dirs, a table. squeue is called once for all. UserError:
+    one of them is neither."""
+    run_dirs = [run_dir for path in paths for run_dir in _run_dirs(path)]
+    if run_dirs == list(paths) and len(paths) == 1:
+        return read_status(paths[0])
+    jobs = [_tolerant([], partial(read_job, run_dir)) for run_dir in run_dirs]
+    ask_once = cache(lambda: slurm_states([job for job in jobs if job is not None], seconds=10.0))
+    return Statuses(tuple(read_status(run_dir, lambda job: ask_once().get(job)) for run_dir in run_dirs))
+
+
+def _run_dirs(path: Path) -> list[Path]:
+    if _files_of_run(path):
+        return [path]
+    return sorted(entry for entry in path.glob("*") if entry.is_dir() and _files_of_run(entry)) or [path]
+
+
+def _files_of_run(run_dir: Path) -> set[str]:
+    begun, results = (files.STATUS, files.LOG, files.RECIPE, files.METRICS, files.JOB_RECORD), (files.FINAL, files.DBN)
+    return {name for name in (*begun, *results) if (run_dir / name).exists()}
+
+
+def read_status(run_dir: Path, ask_slurm: Callable[[Job], SlurmState | None] = slurm_state) -> Status:
     """The status of a run dir, now. Damaged files are among its `problems`; what the others say is still reported.
     `ask_slurm` says what Slurm says of a job; asked only if the run has not finished and no process holds its lock.
     UserError: there is no run dir."""
-    begun, results = (files.STATUS, files.LOG, files.RECIPE, files.METRICS, files.JOB_RECORD), (files.FINAL, files.DBN)
-    found = {name for name in (*begun, *results) if (run_dir / name).exists()}
-    if not found:
+    if not (found := _files_of_run(run_dir)):
         raise UserError("there is no run dir", location=run_dir, hint=files.run_dir_hint(run_dir))
     problems: list[str] = []
     run = _tolerant(problems, lambda: read_run_status(run_dir))
     job = _tolerant(problems, lambda: read_job(run_dir))
     locked = is_locked(run_dir / files.LOG)
     finished = (run is not None and run.state == "finished") or files.is_finished(run_dir) or files.DBN in found
-    slurm = ask_slurm(job) if job is not None and not locked and not finished else None
+    answer = ask_slurm(job) if job is not None and not locked and not finished else None
+    slurm = None if answer is None else answer.name
     state = _state(run, locked is True, finished, job, slurm)
     if job is not None and slurm is None and state not in ("running", "finished"):
         problems.append("Slurm could not be asked: this is what the files and the lock of train.log say")
@@ -196,11 +255,12 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], str | None] = slurm_st
         job=None if job is None else job.number,
         submitted=None if job is None else job.submitted,
         slurm=slurm,
-        error=_error(run_dir, run, state, problems) if state in ENDED and state != "finished" else None,
+        slurm_reason=None if answer is None else answer.reason,
+        error=_error(run_dir, run, job, state, problems) if state in ENDED and state != "finished" else None,
         warning=(metrics.warning or None) if state == "finished" else None,
         seconds_since_update=_age(run_dir, files.LOG, files.STATUS, files.METRICS),
         checkpoint=None if checkpoint is None else checkpoint.to_dict(),
-        resume_command=_resume_command(run_dir, run, state, problems),
+        resume_command=_resume_command(run_dir, run, job, state, problems),
         world_size=run.world_size if run else metrics.num_workers or (job.workers if job else None),
         end=None if state == "running" else metrics.end,
         last=metrics.cv[-1] if metrics.cv else None,
@@ -256,20 +316,31 @@ def _state(run: RunStatus | None, locked: bool, finished: bool, job: Job | None,
     return "running" if restarting and slurm is None else "interrupted"
 
 
-def _resume_command(run_dir: Path, run: RunStatus | None, state: State, problems: list[str]) -> str | None:
+def _resume_command(
+    run_dir: Path, run: RunStatus | None, job: Job | None, state: State, problems: list[str]
+) -> str | None:
+    """As a Slurm job with the options of the last one, if the last start was a job."""
     if state not in ("interrupted", "failed", "unknown"):  # one that diverged would diverge again
         return None
     known = len(problems)
     _tolerant(problems, lambda: files.refuse_lost_checkpoints(run_dir))
-    return resume_command(run_dir, run.kind if run is not None else "training") if len(problems) == known else None
+    if len(problems) > known:
+        return None
+    kind = run.kind if run is not None else "pretraining" if (run_dir / files.JOB_RECIPE).exists() else "training"
+    command = resume_command(run_dir, kind)
+    if job is None or (run is not None and run.slurm_job is None):
+        return command
+    return f"{command} {shlex.join(job.options or ('--slurm',))}"
 
 
-def _error(run_dir: Path, run: RunStatus | None, state: State, problems: list[str]) -> str | None:
+def _error(run_dir: Path, run: RunStatus | None, job: Job | None, state: State, problems: list[str]) -> str | None:
     if run is not None and run.error is not None:
         return run.error.message + (f"\nhint: {run.error.hint}" if run.error.hint else "")
     output: str | None = _tolerant(problems, lambda: last_output(run_dir / files.JOB_OUTPUT))
     if output is None and state == "interrupted":
         return "it ended without a message: it was killed, or its machine went down"
+    if output is None and state == "failed" and job is not None:
+        return f"Slurm job {job.number} was cancelled before it began"
     return output
 
 

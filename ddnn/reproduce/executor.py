@@ -23,7 +23,7 @@ from ddnn.reproduce.runs import OutputLayout, PlannedRun, RunRecord, dbn_paramet
 from ddnn.reproduce.tables import ReproduceConfig
 from ddnn.runs.run_status import DBN, JOB_OUTPUT, METRICS
 from ddnn.slurm import SlurmOptions
-from ddnn.slurm.job import Job, SbatchError, last_output, read_job, slurm_states
+from ddnn.slurm.job import Job, SbatchError, SlurmState, last_output, read_job, slurm_states
 from ddnn.slurm.submit import submit
 from ddnn.util.errors import DivergedError, UserError
 from ddnn.util.files import ensure_directory, write_text
@@ -295,7 +295,7 @@ class SlurmExecutor:
         errors = self._submit(to_submit)
         return errors + self.local.execute([run for run in runs if run.name in self.jobs.finished])
 
-    def _has_job_or_result(self, run: PlannedRun, ask: Callable[[Job], str | None]) -> bool:
+    def _has_job_or_result(self, run: PlannedRun, ask: Callable[[Job], SlurmState | None]) -> bool:
         """Notes what became of a run; false where it must be submitted."""
         run_dir = self.layout.run_dir(run)
         if not run_dir.is_dir() or not any(run_dir.iterdir()):
@@ -314,29 +314,29 @@ class SlurmExecutor:
             return False
         return True
 
-    def _check_dbns(self, runs: Sequence[PlannedRun], ask: Callable[[Job], str | None]) -> None:
+    def _check_dbns(self, runs: Sequence[PlannedRun], ask: Callable[[Job], SlurmState | None]) -> None:
         """Notes what became of the RBMs that these runs need."""
         for run in self._missing_dbns(runs):
             if (job := read_job(self.layout.dbn_dir(run))) is None:
                 continue
-            state, output = ask(job), self.layout.dbn_dir(run) / JOB_OUTPUT
-            if state == "GONE":
+            slurm, output = ask(job), self.layout.dbn_dir(run) / JOB_OUTPUT
+            if slurm == SlurmState("GONE"):
                 self.jobs.ended.append(EndedJob(_dbn_name(run), job.number, last_output(output), str(output)))
             else:
-                jobs = self.jobs.pending if state == "PENDING" else self.jobs.running
+                jobs = self.jobs.pending if slurm is not None and slurm.name == "PENDING" else self.jobs.running
                 jobs[_dbn_name(run)] = job.number
 
     def _missing_dbns(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         """A run of each seed whose RBMs do not exist."""
         return list({run.seed: run for run in runs if self.layout.lacks_dbn(run)}.values())
 
-    def _ask_slurm(self, runs: Sequence[PlannedRun]) -> Callable[[Job], str | None]:
+    def _ask_slurm(self, runs: Sequence[PlannedRun]) -> Callable[[Job], SlurmState | None]:
         """The states of the jobs of these runs and of their DBNs, asked for all at once."""
         folders = [*map(self.layout.run_dir, runs), *map(self.layout.dbn_dir, self._missing_dbns(runs))]
         jobs = {job: folder for folder in folders if (job := read_job(folder)) is not None}
         states = slurm_states(list(jobs))
 
-        def ask(job: Job) -> str | None:
+        def ask(job: Job) -> SlurmState | None:
             if states.get(job) is None:
                 message = f"Slurm does not say what became of job {job.number}, and no run gets two jobs"
                 raise UserError(message, location=jobs.get(job), hint="run the command where squeue answers")

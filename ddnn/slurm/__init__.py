@@ -20,6 +20,17 @@ class SlurmOptions:
     job_name: str | None
     settings: dict[str, Any]
 
+    def as_words(self, workers: int | None, device: str) -> tuple[str, ...]:
+        """The options of the command line that submit such a job, from any working directory."""
+        cluster = (
+            self.cluster if self.cluster is None or not Path(self.cluster).is_file() else Path(self.cluster).absolute()
+        )
+        single = {key: value for key, value in self.settings.items() if key != "options"}
+        given = {"cluster": cluster, "job_name": self.job_name, **single, "workers": workers}
+        given["device"] = None if device == "auto" else device
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+        return ("--slurm", *words, *(f"--sbatch-option={option}" for option in self.settings.get("options", ())))
+
 
 @dataclass(frozen=True)
 class Seeds:

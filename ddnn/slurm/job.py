@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
@@ -31,8 +31,8 @@ Count = Annotated[int, Field(ge=1)]
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Job:
-    """A submitted job: Slurm's `number`, of a task of an array ARRAY_TASK; in a federation its `slurm_cluster`; when, in seconds since 1970. Checked: it
-    is safe to hand on to squeue, and to show."""
+    """A submitted job: Slurm's `number`, of a task of an array ARRAY_TASK; in a federation its `slurm_cluster`; when, in
+    seconds since 1970; the `options` of ddnn that submit it again. Checked: it is safe to hand on to squeue."""
 
     number: Annotated[str, Field(pattern=r"^[0-9]+(_[0-9]+)?$")]
     slurm_cluster: Word | None
@@ -40,6 +40,15 @@ class Job:
     workers: Count
     nodes: Count
     launcher: Word
+    options: tuple[str, ...] = ()
+
+
+class SlurmState(NamedTuple):
+    """What squeue says of a job. `name`: PENDING, RUNNING, ..., or GONE if Slurm does not know the job any more. `reason`:
+    why it is pending."""
+
+    name: str
+    reason: str | None = None
 
 
 _JOB = TypeAdapter(Job)
@@ -76,16 +85,15 @@ def last_output(path: Path) -> str | None:
     return printable(lines[-1].strip())[:_MAX_REASON] if lines else None
 
 
-def slurm_state(job: Job, seconds: float = 10.0) -> str | None:
-    """What squeue says: PENDING, RUNNING, ..., or GONE if Slurm does not know the job any more; None if there is no
-    squeue, or it does not answer in time."""
+def slurm_state(job: Job, seconds: float = 10.0) -> SlurmState | None:
+    """None if there is no squeue, or it does not answer in time."""
     return slurm_states([job], seconds)[job]
 
 
-def slurm_states(jobs: Sequence[Job], seconds: float = 30.0) -> dict[Job, str | None]:
+def slurm_states(jobs: Sequence[Job], seconds: float = 30.0) -> dict[Job, SlurmState | None]:
     """The states of many jobs, with one call of squeue for each cluster of a federation, each within so many
     seconds."""
-    found: dict[Job, str | None] = {}
+    found: dict[Job, SlurmState | None] = {}
     for cluster in {job.slurm_cluster for job in jobs}:
         here = [job for job in jobs if job.slurm_cluster == cluster]
         command = [
@@ -93,17 +101,23 @@ def slurm_states(jobs: Sequence[Job], seconds: float = 30.0) -> dict[Job, str | 
             "--noheader",
             "--array",
             f"--jobs={','.join(job.number for job in here)}",
-            "--format=%i|%T",
+            "--format=%i|%T|%r",
         ]
         try:
             answer = run([*command, *([] if cluster is None else [f"--clusters={cluster}"])], timeout=seconds)
         except (OSError, subprocess.TimeoutExpired):
             found |= dict.fromkeys(here)
             continue
-        states = dict(re.findall(r"^(\d+(?:_\d+)?)\|([A-Z_]+)", answer.stdout, re.MULTILINE))
+        rows = re.findall(r"^(\d+(?:_\d+)?)\|([A-Z_]+)(?:\|(.*))?$", answer.stdout, re.MULTILINE)
+        states = {
+            number: SlurmState(
+                name, reason.strip() if name == "PENDING" and reason.strip() not in ("", "None") else None
+            )
+            for number, name, reason in rows
+        }
         # A number that is unknown, or known but done.
         known = answer.returncode == 0 or (len(here) == 1 and "Invalid job id" in answer.stderr)
-        found |= {job: states.get(job.number, "GONE" if known else None) for job in here}
+        found |= {job: states.get(job.number, SlurmState("GONE") if known else None) for job in here}
     return found
 
 
@@ -133,11 +147,26 @@ def sbatch(options: Sequence[str], script: Path | str) -> tuple[str, str | None]
     lines = answer.stdout.strip().splitlines()
     number, _, slurm_cluster = (lines[-1] if lines else "").partition(";")
     if answer.returncode != 0 or not number.isdigit():
-        words = " ".join(answer.stderr.split()) or " ".join(answer.stdout.split()) or "it printed nothing"
+        output = answer.stderr.strip() or answer.stdout.strip() or "it printed nothing"
+        # The last of several errors where sbatch finds no cluster.
+        words = " ".join(next((line for line in output.splitlines() if " fatal: " in line), output).split())
+        causes = [
+            ("fatal:", "--slurm", "is this a login node of a Slurm cluster? `sinfo` shows whether Slurm answers here"),
+            (
+                "account",
+                "--account",
+                "`sacctmgr show associations user=$USER` lists the accounts and QOS that you may use",
+            ),
+            ("qos", "--qos", "`sacctmgr show associations user=$USER` lists the accounts and QOS that you may use"),
+            ("partition", "--partition", "`sinfo` lists the partitions; the cluster's settings may name one too"),
+        ]
+        if file is None:
+            most = "seeds must be below Slurm's MaxArraySize, which `scontrol show config` shows: often 1001"
+            causes.insert(0, ("array", "--seeds", most))
+        causes = [cause for cause in causes if cause[0] in words.lower()]
+        _, location, hint = (*causes, ("", "--slurm", hint))[0]
         message = f"sbatch refused the job with {answer.returncode}: {words[:1000]}"
-        if "array" in words and file is None:
-            hint = "seeds must be below Slurm's MaxArraySize, which `scontrol show config` shows: often 1001"
-        raise SbatchError(message, location=file and file.parent, hint=hint)
+        raise SbatchError(message, location=location, hint=hint)
     return number, slurm_cluster or None
 
 

@@ -78,7 +78,7 @@ def submit(
     with _removed_if_refused([job.run_dir]):
         _write(job, recipe, text, resume)
         number, slurm_cluster = sbatch([*sbatch_options(job), *waits], job.run_dir / files.JOB_SCRIPT)
-    _record(job, number, slurm_cluster)
+    _record(job, number, slurm_cluster, options.as_words(workers, device))
     follow = f"ddnn status --follow {_quoted(job.run_dir)}"
     log = f"  log:    {job.run_dir / files.LOG}\n"
     if job.pretraining:
@@ -129,7 +129,7 @@ def submit_seeds(
             _write(job, recipe, text, resume)
         number, slurm_cluster = sbatch(chosen, script)
     for seed, (job, _) in zip(seeds.numbers, plans, strict=True):
-        _record(job, f"{number}_{seed}", slurm_cluster)
+        _record(job, f"{number}_{seed}", slurm_cluster, options.as_words(workers, device))
     lines = [f"  {number}_{seed}: {job.run_dir}" for seed, (job, _) in zip(seeds.numbers, plans, strict=True)]
     follow = f"  follow: ddnn status --follow {_quoted(first.run_dir)}"
     end = f"  end one: scancel {number}_{seeds.numbers[0]}, all of them: scancel {number}"
@@ -203,9 +203,9 @@ def _check(job: JobScript, recipe: Recipe, resume: Resume) -> None:
         raise UserError("another run is in progress in this run dir", location=run_dir)
     before = read_job(run_dir)
     state = None if before is None else slurm_state(before)
-    if before is not None and state not in ("GONE", None):
+    if before is not None and state is not None and state.name != "GONE":
         hint = f"wait for it, or end it with `scancel {before.number}`, or name another --run-dir"
-        raise UserError(f"job {before.number} of this run dir is {state}", location=run_dir, hint=hint)
+        raise UserError(f"job {before.number} of this run dir is {state.name}", location=run_dir, hint=hint)
     if job.pretraining:
         if (run_dir / files.DBN).exists():
             hint = f"take it by pretrain.dbn: {run_dir}"
@@ -243,10 +243,9 @@ def _removed_if_refused(run_dirs: Sequence[Path]) -> Iterator[None]:
         raise
 
 
-def _record(job: JobScript, number: str, slurm_cluster: str | None) -> None:
-    placement = job.placement
-    submitted = Job(number, slurm_cluster, time.time(), placement.workers, placement.nodes, job.cluster.launcher)
-    write_job(job.run_dir, submitted)
+def _record(job: JobScript, number: str, slurm_cluster: str | None, options: tuple[str, ...]) -> None:
+    workers, nodes = job.placement.workers, job.placement.nodes
+    write_job(job.run_dir, Job(number, slurm_cluster, time.time(), workers, nodes, job.cluster.launcher, options))
 
 
 _JOB_RECIPES = {"training": files.RECIPE, "pretraining": files.JOB_RECIPE}  # the recipe that the job reads

@@ -16,7 +16,7 @@ from ddnn.report.measured import read_measured
 from ddnn.report.table import report
 from ddnn.runs.metrics import read_metrics
 from ddnn.runs.run_status import RunError, RunStatus
-from ddnn.slurm.job import read_job
+from ddnn.slurm.job import SlurmState, read_job
 
 RECIPE = b"data: {train: /x, alignments: /x}\nmodel: {hidden_layers: 2}\nschedule: {initial_learning_rate: 0.1, max_epochs: 3}\n"
 ROWS = (
@@ -183,7 +183,7 @@ def _run_beside(folder: Path) -> None:
 
 
 def _status(folder: Path) -> None:
-    status = read_status(folder / "run", lambda job: "GONE")
+    status = read_status(folder / "run", lambda job: SlurmState("GONE"))
     status.as_text()
     json.dumps(status.as_dict())
 

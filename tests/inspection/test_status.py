@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ddnn.inspection.status import Status, follow_status, read_status
 from ddnn.runs.checkpoint_manifest import CheckpointSummary, encode_manifest, peek_checkpoint
 from ddnn.runs.metrics import read_metrics
 from ddnn.runs.run_status import RunError, RunStatus, write_run_status
-from ddnn.slurm.job import Job, write_job
+from ddnn.slurm.job import Job, SlurmState, write_job
 from ddnn.util.errors import UserError
 from ddnn.util.files import FileLock
 
@@ -103,8 +104,8 @@ def held(run: Path) -> Iterator[None]:
     lock.release()
 
 
-def asked(answer: str | None) -> Callable[[Job], str | None]:
-    return lambda job: answer
+def asked(answer: str | None, reason: str | None = None) -> Callable[[Job], SlurmState | None]:
+    return lambda job: None if answer is None else SlurmState(answer, reason)
 
 
 def test_figures(run: Path) -> None:
@@ -349,12 +350,63 @@ def test_nothing_there(tmp_path: Path, run_cli: RunCli) -> None:
     assert run_cli("status", tmp_path / "nope").exit_code == 2
 
 
-def test_a_folder_of_run_dirs(tmp_path: Path, run_cli: RunCli) -> None:
-    for name in "dbca":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "recipe.yaml").touch()
-    inside = ", ".join(str(tmp_path / name) for name in "abc")
-    assert_refused(run_cli("status", tmp_path), "no run dir", f"hint: name a run dir in it, such as {inside}\n")
+def make_runs(folder: Path) -> list[Path]:
+    """A finished training, one in the queue, and a pretraining; another folder beside them."""
+    runs = [folder / name for name in ("exp/a", "exp/b", "exp/c")]
+    for run in (*runs, folder / "exp/plots"):
+        run.mkdir(parents=True)
+    for run in runs:
+        (run / "recipe.yaml").write_text("seed: 1\n")
+    write_rows(runs[0], ROWS)
+    write_status(runs[0], state="finished", epoch=2, max_epochs=9)
+    write_job(runs[1], JOB)
+    write_job(runs[2], replace(JOB, number="4712"))
+    write_status(runs[2], kind="pretraining", state="failed", rbm=1, num_rbms=4)
+    return runs
+
+
+def test_several_run_dirs(tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = make_runs(tmp_path)
+    program = tmp_path / "bin" / "squeue"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{sys.executable}\nprint('4711|PENDING|PartitionConfig')\nopen(__file__ + '.n', 'a').write('1')\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    for paths in ([tmp_path / "exp"], runs):
+        (program.parent / "squeue.n").unlink(missing_ok=True)
+        result = run_cli("status", *paths)
+        assert result.exit_code == 0, result.stderr
+        header, *rows = [line.split() for line in result.stdout.splitlines()]
+        assert header[:4] == ["run", "state", "epoch", "CV"]
+        assert [row[:3] for row in rows[:2]] == [[str(runs[0]), "finished", "2/9"], [str(runs[1]), "pending", "0"]]
+        assert rows[0][3:6] == ["3.0000", "50.00", "3000"] and rows[1][3:] == ["PENDING:", "PartitionConfig"]
+        assert rows[2][1:4] == ["failed", "RBM", "1/4"] and len(rows) == 3
+        assert (program.parent / "squeue.n").read_text() == "1", "one call for all"
+        found = json.loads(run_cli("status", *paths, "--json").stdout)
+        assert [run["state"] for run in found] == ["finished", "pending", "failed"]
+        assert found[1]["slurm_reason"] == "PartitionConfig"
+    assert "pending, Slurm job 4711 (PENDING: PartitionConfig)" in run_cli("status", runs[1]).stdout
+    assert_refused(run_cli("status", *runs, "--follow"), "several run dirs found, expected one", "location: --follow")
+    assert_refused(run_cli("status", *runs, tmp_path / "exp/plots"), "there is no run dir")
+    (tmp_path / "exp/plots/sub").mkdir()
+    assert_refused(run_cli("status", tmp_path / "exp/plots"), "there is no run dir", "name the --run-dir of a training")
+
+
+@pytest.mark.parametrize("options", [(), ("--slurm", "--cluster=my cluster.yaml", "--nodes=2")])
+def test_a_job_that_was_cancelled_before_it_began(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """What resumes it submits a job as it was."""
+    (tmp_path / "recipe.yaml").write_text("seed: 1\n")
+    write_job(tmp_path, replace(JOB, options=options))
+    status = read_status(tmp_path, asked("GONE"))
+    assert (status.state, status.error) == ("failed", "Slurm job 4711 was cancelled before it began")
+    again = "--slurm '--cluster=my cluster.yaml' --nodes=2" if options else "--slurm"
+    assert status.resume_command == f"ddnn train {tmp_path} --resume {again}"
+    write_status(tmp_path, state="interrupted", slurm_job="4711")
+    assert read_status(tmp_path, asked("GONE")).resume_command == status.resume_command
+    write_status(tmp_path, state="interrupted")
+    assert read_status(tmp_path, asked("GONE")).resume_command == f"ddnn train {tmp_path} --resume", "was no job"
 
 
 def follow(run: Path, steps: list[Callable[[], object]], terminal: bool) -> tuple[Status, list[str]]:

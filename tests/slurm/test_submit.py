@@ -215,6 +215,26 @@ def test_seeds_one_after_another(job: Job, run_cli: RunCli) -> None:
     assert again.exit_code == 0 and again.stdout.count("this training has finished") == 2
 
 
+def test_an_interrupted_series_of_seeds(job: Job, run_cli: RunCli) -> None:
+    """What goes on is said for all of them, not only for the one that was interrupted."""
+    call = ("train", job.recipe, "--run-dir", job.run, "--device", "cpu", "--set", "schedule.max_epochs=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunDir, "save_best", lambda self, model: os.kill(os.getpid(), signal.SIGINT))
+        stopped = run_cli(*call, "--seeds", "1,2,3")
+    assert stopped.exit_code == 75
+    (said,) = [line for line in stopped.stderr.splitlines() if "continue all seeds with: " in line]
+    command = shlex.split(said.partition("all seeds with: ")[2])
+    assert {"--seeds=1,2,3", "--resume=auto", "--set=schedule.max_epochs=2"} <= set(command)
+    assert run_cli(*command[1:]).exit_code == 0
+    assert all(Path(f"{job.run}-seed{seed}", "final.safetensors").exists() for seed in (1, 2, 3))
+
+
+def test_seeds_given_twice(job: Job, run_cli: RunCli) -> None:
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--seeds", "1,2", "--seeds", "3")
+    assert_refused(result, "given 2 times", "location: --seeds", "--seeds 1,2,3")
+    assert not list(job.root.glob("run*"))
+
+
 def test_a_network_of_layers_in_the_script(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
     """In a comment, of which a name that anybody wrote is no reason to begin another line."""
     layers = 'model.layers=[{affine: 9}, {stored: {kind: "a\\nrm b", width: 3}}]'
@@ -301,10 +321,67 @@ def test_sbatch_refuses(slurm: Slurm, job: Job, run_cli: RunCli, answer: tuple[s
     slurm.answer("sbatch", *answer)
     result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
     assert result.exit_code == 2 and said in result.stderr
-    assert not job.run.exists()
+    assert not job.run.exists() and str(job.run) not in result.stderr
     slurm.answer("sbatch", "12;far\n")
     assert run_cli("train", job.recipe, "--run-dir", job.run, "--slurm").exit_code == 0
     assert json.loads((job.run / "job.json").read_text())["slurm_cluster"] == "far"
+
+
+NO_CLUSTER = """sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+sbatch: error: fetch_config: DNS SRV lookup failed
+sbatch: error: _establish_config_source: failed to fetch config
+sbatch: fatal: Could not establish a configuration source
+"""
+
+
+@pytest.mark.parametrize(
+    ("stderr", "said", "hint"),
+    [
+        (NO_CLUSTER, "refused the job with 1: sbatch: fatal: Could not establish a configuration source\n", "location: --slurm\n  hint: is this a login node"),
+        ("sbatch: error: Batch job submission failed: Invalid partition name specified", "partition", "location: --partition\n  hint: `sinfo` lists"),
+        ("sbatch: error: Invalid account or account/partition combination specified", "account", "location: --account\n  hint: `sacctmgr"),
+        ("sbatch: error: Batch job submission failed: Invalid qos specification", "qos", "location: --qos\n  hint: `sacctmgr"),
+        ("sbatch: error: something else", "something else", "location: --slurm\n  hint: --dry-run shows"),
+    ],
+)  # fmt: skip
+def test_hints_of_refusals(slurm: Slurm, job: Job, run_cli: RunCli, stderr: str, said: str, hint: str) -> None:
+    slurm.answer("sbatch", "", stderr, 1)
+    result = run_cli("train", job.recipe, "--run-dir", job.run, "--slurm")
+    assert_refused(result, said, hint)
+    assert "DNS" not in result.stderr
+
+
+def sbatch_lines(run: Path) -> list[str]:
+    """Without the job's name, which an array's jobs share."""
+    lines = (run / "job.sh").read_text().splitlines()
+    return [line for line in lines if line.startswith("#SBATCH") and "--job-name" not in line]
+
+
+def test_what_submits_a_job_again(slurm: Slurm, job: Job, run_cli: RunCli, tmp_path: Path) -> None:
+    """job.json has the options of the command line: for what `ddnn status` offers."""
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text("partition: gpu\n")
+    given = [
+        "--slurm",
+        f"--cluster={cluster}",
+        "--nodes=2",
+        "--time=10",
+        "--workers=4",
+        "--sbatch-option=--comment=a b",
+    ]
+    for seeds in ((), ("--seeds", "1,2")):
+        result = run_cli("train", job.recipe, "--run-dir", job.run, *given, *seeds)
+        assert result.exit_code == 0, result.stderr
+    for run in (job.run, job.root / f"{job.run.name}-seed2"):
+        again = json.loads((run / "job.json").read_text())["options"]
+        assert sorted(again) == sorted(given)
+        slurm.answer("squeue", "")
+        command = json.loads(run_cli("status", run, "--json").stdout)["resume_command"]
+        assert command == f"ddnn train {run} --resume {shlex.join(again)}"
+        (run / "job.json").unlink()
+        options = sbatch_lines(run)
+        assert run_cli(*shlex.split(command)[1:]).exit_code == 0
+        assert sbatch_lines(run) == options
 
 
 def test_no_sbatch(slurm: Slurm, job: Job, run_cli: RunCli) -> None:
