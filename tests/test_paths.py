@@ -88,6 +88,17 @@ def test_names_that_are_not_utf8(tmp_path: Path, run_cli: RunCli) -> None:
     assert run_cli(*arguments, job.root / "decode").exit_code == 0
 
 
+def test_a_run_dir_whose_name_is_not_utf8(tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old folder in Latin-1; under LC_ALL=C each umlaut too. metrics.jsonl has the command, escaped."""
+    job, run = make_job(tmp_path / "job"), os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    monkeypatch.setattr("sys.argv", ["ddnn", "train", "r.yaml", "--run-dir", run])
+    trained = run_cli("train", job.recipe, "--run-dir", run, "--device", "cpu")
+    assert trained.exit_code == 0, trained.stderr
+    start = json.loads(Path(run, "metrics.jsonl").read_text().splitlines()[0])
+    assert start["command"].endswith(r"caf\udce9'")
+    assert run_cli("status", run).exit_code == 0
+
+
 def test_names_that_are_too_long(tmp_path: Path, run_cli: RunCli) -> None:
     job, long = make_job(tmp_path / "job"), "x" * 300
     assert_refused(run_cli("train", job.recipe, "--run-dir", long), "File name too long", long)

@@ -77,7 +77,7 @@ from ddnn.util.system import (
     compute_units,
     device_identity,
 )
-from ddnn.util.text import duration, plural, terminal_level
+from ddnn.util.text import duration, plural, printable, terminal_level
 
 log = logging.getLogger(__name__)
 
@@ -422,7 +422,7 @@ def start_row(trainer: Trainer, data: TrainingData, parameters: str) -> StartRow
     return StartRow(
         epoch=trainer.progress.epoch,
         date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        command=shlex.join(["ddnn", *sys.argv[1:]])[:1000],
+        command=printable(shlex.join(["ddnn", *sys.argv[1:]]))[:1000],
         version=f"ddnn {__version__}, torch {torch.__version__}",
         host=comm.host,
         machine=kinds,
