@@ -95,7 +95,7 @@ def test_a_run_dir_whose_name_is_not_utf8(tmp_path: Path, run_cli: RunCli, monke
     trained = run_cli("train", job.recipe, "--run-dir", run, "--device", "cpu")
     assert trained.exit_code == 0, trained.stderr
     start = json.loads(Path(run, "metrics.jsonl").read_text().splitlines()[0])
-    assert start["command"].endswith(r"caf\udce9'")
+    assert r"caf\udce9" in start["command"]
     assert run_cli("status", run).exit_code == 0
 
 
