@@ -15,7 +15,8 @@ from numpy.typing import DTypeLike, NDArray
 from ddnn.kaldi.archive import MatrixReader, ScpEntry
 from ddnn.kaldi.basic_types import BasicTypeWriter, TextWriter
 from ddnn.kaldi.fst import ARC, Fst, check_fst, write_fst
-from ddnn.kaldi.nnet1 import Component, write_nnet1
+from ddnn.kaldi.nnet1 import Component
+from ddnn.kaldi.nnet1_file import write_nnet1
 from ddnn.kaldi.transition_model import NO_PDF, Topology, TransitionModel, read_transition_model
 from ddnn.synth.acoustics import write_diag_gmm
 

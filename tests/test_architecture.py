@@ -27,7 +27,7 @@ TOKENS = {
     "decoding": 10_400,
     "distributed": 10_300,
     "inspection": 8_500,
-    "kaldi": 23_600,
+    "kaldi": 22_900,
     "nn": 25_500,
     "optim": 7_500,
     "recipe": 14_800,

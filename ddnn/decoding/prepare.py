@@ -24,7 +24,7 @@ from ddnn.data.loading import loader_pool
 from ddnn.data.pipeline import EVAL_BATCH
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.archive import write_matrices, write_records
-from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
+from ddnn.kaldi.nnet1_file import read_nnet1, write_nnet1
 from ddnn.kaldi.transforms import NNET_OPTIONS
 from ddnn.nn.acoustic_model import (
     NNET1_FEATURES,

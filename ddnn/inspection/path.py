@@ -27,7 +27,8 @@ from ddnn.kaldi.archive import (
 from ddnn.kaldi.basic_types import open_model, open_stream, reading
 from ddnn.kaldi.data_dir import read_data_dir, read_text, read_utt2spk
 from ddnn.kaldi.fst import read_fst, read_symbols
-from ddnn.kaldi.nnet1 import TOKENS, Activation, Component, ParallelComponent, read_nnet1
+from ddnn.kaldi.nnet1 import Activation, Component, ParallelComponent
+from ddnn.kaldi.nnet1_file import TOKENS, read_nnet1
 from ddnn.kaldi.transforms import find_final_mat, read_matrix, read_transform_config, trans_files
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.runs.metrics import format_figures, read_metrics

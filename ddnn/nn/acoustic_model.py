@@ -17,7 +17,8 @@ from torch import Tensor
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.kaldi.alignments import transition_digest
-from ddnn.kaldi.nnet1 import AddShift, Component, Rescale, Splice, read_nnet1
+from ddnn.kaldi.nnet1 import AddShift, Component, Rescale, Splice
+from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.kaldi.transforms import TransformConfig, read_nnet_options
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import check_layers, layer_from_config, layers_from_nnet1, num_parameters

@@ -25,7 +25,7 @@ from ddnn.data.dataset import STATISTICS_UTTERANCES, FrameSubset
 from ddnn.data.pipeline import DataIdentity, TrainingData
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
-from ddnn.kaldi.nnet1 import read_nnet1
+from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model
 from ddnn.nn.elementwise import Dropout
 from ddnn.nn.layer import Layer

@@ -15,7 +15,8 @@ from ddnn.data.dataset import AcousticDataset, estimate_normalization, gather, s
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.kaldi.archive import MatrixReader, iterate_matrices, read_scp
 from ddnn.kaldi.data_dir import add_deltas
-from ddnn.kaldi.nnet1 import AddShift, Rescale, Splice, read_nnet1
+from ddnn.kaldi.nnet1 import AddShift, Rescale, Splice
+from ddnn.kaldi.nnet1_file import read_nnet1
 
 
 def data_dir(golden: Path, name: str, folder: Path, *, with_stats: bool) -> Path:

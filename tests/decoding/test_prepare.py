@@ -29,7 +29,8 @@ from ddnn.inspection.path import describe_path
 from ddnn.kaldi import compressed
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, kaldi_counts, write_pdf_counts
 from ddnn.kaldi.archive import iterate_matrices, read_scp
-from ddnn.kaldi.nnet1 import Activation, AffineTransform, write_nnet1
+from ddnn.kaldi.nnet1 import Activation, AffineTransform
+from ddnn.kaldi.nnet1_file import write_nnet1
 from ddnn.kaldi.transforms import TransformConfig
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, from_nnet1, save_model

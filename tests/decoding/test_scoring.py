@@ -38,7 +38,8 @@ from ddnn.decoding.word_errors import (
 from ddnn.kaldi.alignments import TRANSITION_DIGEST
 from ddnn.kaldi.archive import read_scp, write_matrices
 from ddnn.kaldi.fst import ARC, Fst, write_fst
-from ddnn.kaldi.nnet1 import Activation, AddShift, AffineTransform, Rescale, Splice, read_nnet1
+from ddnn.kaldi.nnet1 import Activation, AddShift, AffineTransform, Rescale, Splice
+from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.runs.run_status import FINAL, MODEL_DIGEST, model_digest
 from ddnn.util.errors import DataError, UserError

@@ -11,7 +11,7 @@ from fuzz.child import Target
 from kaldi_files import fst_bytes
 
 from ddnn.kaldi.fst import read_fst, read_symbols
-from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
+from ddnn.kaldi.nnet1_file import read_nnet1, write_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
 
 MODEL = (

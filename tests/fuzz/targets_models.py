@@ -21,7 +21,7 @@ from ddnn.data.cache import NO_CRC, CacheFile, CacheMetadata, CorruptCacheError,
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex, hold_out_speakers
-from ddnn.kaldi.nnet1 import read_nnet1
+from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine

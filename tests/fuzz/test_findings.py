@@ -20,7 +20,7 @@ from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import iterate_int_vectors, iterate_matrices, read_scp, write_matrices
 from ddnn.kaldi.data_dir import read_cmvn_stats
 from ddnn.kaldi.fst import ARC, Fst, write_fst
-from ddnn.kaldi.nnet1 import read_nnet1
+from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.recipe.load import load_recipe
 from ddnn.runs.metrics import MetricsWriter, read_metrics
 from ddnn.slurm.cluster import load_cluster

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ddnn.kaldi.archive import iterate_int_vectors, iterate_matrices
 from ddnn.kaldi.fst import read_fst
-from ddnn.kaldi.nnet1 import read_nnet1
+from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.nn.acoustic_model import load_model
 from ddnn.runs.metrics import read_metrics

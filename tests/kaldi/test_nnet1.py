@@ -31,9 +31,8 @@ from ddnn.kaldi.nnet1 import (
     RbmComponent,
     Rescale,
     Splice,
-    read_nnet1,
-    write_nnet1,
 )
+from ddnn.kaldi.nnet1_file import read_nnet1, write_nnet1
 from ddnn.util.errors import DataError, UserError
 
 RNG = np.random.default_rng(7)
@@ -319,29 +318,54 @@ def parallel(outputs: int, inputs: int, *networks: str, count: int | None = None
             "component 1 to be one that is supported .<AffineTransform>, .*'<LstmProjected>'",
         ),
         ("<Nnet> <Sigmoid> 2 3 </Nnet> ", "<Sigmoid> .component 1. of 2 x 3 .output x input. .* found 2 x 2"),
-        ("<Nnet> <Sigmoid> 2147483647 2147483647 </Nnet> ", "dims of <Sigmoid> in 1 to 1000000"),
-        ("<Nnet> <Sigmoid> 0 0 </Nnet> ", "dims of <Sigmoid> in 1 to 1000000"),
+        (
+            "<Nnet> <Sigmoid> 2147483647 2147483647 </Nnet> ",
+            "component 1 .*: dims 2147483647 x 2147483647, expected 1 to",
+        ),
+        ("<Nnet> <Sigmoid> 0 0 </Nnet> ", "component 1 .Activation.: dims 0 x 0, expected 1 to 1000000"),
         ("<Nnet> <Sigmoid> 2 2 <Tanh> 3 3 </Nnet> ", "component 1 .Activation. has the output dim 2, .* input dim 3"),
         (
-            "<Nnet> <AffineTransform> 2 1 [\n 1 ]\n [ 1 2 ]\n</Nnet> ",
-            "weights of <AffineTransform> of dims 2 x 1.* 1 x 1",
+            "<Nnet> <AffineTransform> 2 1 [\n 1 ]\n [ 1 ]\n</Nnet> ",
+            "<AffineTransform> .component 1. of 2 x 1 .* found 1 x 1",
         ),
-        ("<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ 1 2 ]\n</Nnet> ", "bias of <AffineTransform> of dims 1.* found 2"),
+        (
+            "<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ 1 2 ]\n</Nnet> ",
+            "<Affine.* .component 1.: bias has the dim 2, expected 1",
+        ),
         (
             "<Nnet> <AffineTransform> 1 1 [\n nan ]\n [ 1 ]\n</Nnet> ",
-            "finite values in the weights .* found nan at .0, 0.",
+            "component 1 .AffineT.*: weight.0, 0. is nan, expected a",
         ),
-        ("<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ inf ]\n</Nnet> ", "finite values in the bias .* found inf at .0."),
-        ("<Nnet> <AffineTransform> 1 1 [\n 1e39 ]\n [ 1 ]\n</Nnet> ", "finite values in the weights"),
-        ("<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ 1e309 ]\n</Nnet> ", "finite values in the bias"),
-        ("<Nnet> <AffineTransform> 1 1 <MaxNorm> nan [\n 1 ]\n [ 1 ]\n</Nnet> ", "finite value of <MaxNorm>"),
+        ("<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ inf ]\n</Nnet> ", "bias.0. is inf, expected a finite value"),
+        ("<Nnet> <AffineTransform> 1 1 [\n 1e39 ]\n [ 1 ]\n</Nnet> ", "weight.0, 0. is inf, expected a finite value"),
+        ("<Nnet> <AffineTransform> 1 1 [\n 1 ]\n [ 1e309 ]\n</Nnet> ", "bias.0. is inf, expected a finite value"),
+        (
+            "<Nnet> <AffineTransform> 1 1 <MaxNorm> nan [\n 1 ]\n [ 1 ]\n</Nnet> ",
+            "max_norm is nan, expected a finite value",
+        ),
+        (
+            "<Nnet> <AffineTransform> 1 1 <MaxNorm> 1e39 [\n 1 ]\n [ 1 ]\n</Nnet> ",
+            "max_norm is inf, expected a finite value",
+        ),
+        (
+            "<Nnet> <Rbm> 1 2 bern bern [\n 1 1 ]\n [ 1 ]\n [ 1 ]\n</Nnet> ",
+            "<Rbm> .component 1.: visible_bias has the dim 1, exp",
+        ),
+        ("<Nnet> <Rbm> 1 2 bern bern [\n 1 1 ]\n [ 1 2 ]\n [ 1 2 ]\n</Nnet> ", "hidden_bias has the dim 2, expected 1"),
+        (
+            "<Nnet> <ParametricRelu> 2 2 [ 1 1 ]\n [ 0 ]\n</Nnet> ",
+            "<ParametricRelu> .component 1.: beta has the dim 1, expected 2",
+        ),
         (
             "<Nnet> <AffineTransform> 1 1 <Norm> 1 [\n 1 ]\n [ 1 ]\n</Nnet> ",
             "<LearnRateCoef> or <BiasLearnRateCoef> or",
         ),
         ("<Nnet> <Splice> 4 2 [ -1 0 1 ]\n</Nnet> ", "<Splice> .component 1. of 4 x 2 .* found 6 x 2"),
-        ("<Nnet> <Splice> 2 2 [ 2147483647 ]\n</Nnet> ", "frame offsets within 1000000"),
-        ("<Nnet> <ParametricRelu> 1 1 [ 1 ]\n [ nan ]\n</Nnet> ", "finite values in the slopes below 0"),
+        (
+            "<Nnet> <Splice> 2 2 [ 2147483647 ]\n</Nnet> ",
+            "frame offsets 2147483647 to 2147483647, expected within 1000000",
+        ),
+        ("<Nnet> <ParametricRelu> 1 1 [ 1 ]\n [ nan ]\n</Nnet> ", "beta.0. is nan, expected a finite value"),
         ("<Nnet> <Dropout> 1 1 <DropoutRate> 1 </Nnet> ", "<Dropout> .component 1.: the dropout rate 1, expected at "),
         ("<Nnet> <Dropout> 1 1 <DropoutRetention> 0 </Nnet> ", "the dropout rate 1, expected at least 0"),
         ("<Nnet> <Dropout> 1 1 <Rate> 0 </Nnet> ", "component 2 to be one that is supported .* found '<Rate>'"),
@@ -356,9 +380,9 @@ def parallel(outputs: int, inputs: int, *networks: str, count: int | None = None
         (convolution(36, 72, stride=0), "PatchStride 0 does not divide the input dim 72"),
         (convolution(35, 72), "<ConvolutionalComponent> .component 1. of 35 x 72 .output x input. .* found 36 x 72"),
         (convolution(36, 72, columns=26), "filters have 26 weights each, expected 27 .9 streams of PatchDim 3."),
-        (convolution(36, 72, bias="1 2 3 4 5"), "the bias has the dim 5, expected 6, the number of filters"),
-        (convolution(36, 72, value="nan"), "finite values in the filters of <Conv.* found nan at .0, 0."),
-        (convolution(36, 72, bias="1 2 3 4 inf 6"), "finite values in the bias of <Conv.* found inf at .4."),
+        (convolution(36, 72, bias="1 2 3 4 5"), "bias has the dim 5, expected 6"),
+        (convolution(36, 72, value="nan"), "component 1 .Conv.*: filters.0, 0. is nan, expected a finite value"),
+        (convolution(36, 72, bias="1 2 3 4 inf 6"), "component 1 .Conv.*: bias.4. is inf, expected a finite value"),
         (convolution(36, 72).replace("<PatchStep>", "<Step>"), "expected <PatchStep> .* found '<Step>'"),
         (convolution(36, 72).replace("<Filters>", "<Weights>"), "<LearnRateCoef> or .* found '<Weights>'"),
         (
@@ -398,7 +422,7 @@ def test_huge_claims_take_no_memory(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         for body in (b"FM " + dims, b"FM " + huge * 2, b"DM " + huge * 2, b"<MaxNorm> \x04\0\0\0\0FM " + dims):
-            with pytest.raises(DataError, match="weights of <AffineTransform>"):
+            with pytest.raises(DataError, match="weight of <AffineTransform>"):
                 read_bytes(b"\0B<Nnet> <AffineTransform> " + dims + body + bytes(100), tmp_path / "huge.nnet")
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -449,25 +473,26 @@ def test_a_network_that_nnet1_could_not_read_is_not_written(tmp_path: Path) -> N
         ((), "no component"),
         (
             (AffineTransform(one * np.nan, one[0]),),
-            "component 1 .AffineTransform.: weight has a value that is not finite",
+            "component 1 .AffineTransform.: weight.0, 0. is nan",
         ),
-        ((AffineTransform(one, two),), r"component 1 .AffineTransform.: bias has the dims \(2,\), expected \(1,\)"),
         ((AffineTransform(one, one[0]), Activation("tanh", 2)), "output dim 1, .* input dim 2"),
         ((AffineTransform(one, one[0], max_norm=float("inf")),), "max_norm"),
         ((Activation("tanh", 0),), "dims 0 x 0"),
         ((Splice((), 3),), "dims 0 x 3"),
-        ((ParametricRelu(two, one[0]),), r"beta has the dims \(1,\), expected \(2,\)"),
         (
             (ParallelComponent(((Activation("tanh", 2), AffineTransform(one, one[0])),)),),
             "component 1, network 1, component 1 .Activation. has the output dim 2",
         ),
         (
             (ConvolutionalComponent(2, 1, 1, 2, one * np.inf, one[0]),),
-            "component 1 .ConvolutionalComponent.: filters has a value that is not finite",
+            "component 1 .ConvolutionalComponent.: filters.0, 0. is inf",
         ),
     ):
         with pytest.raises(DataError, match=message):
             write_nnet1(tmp_path / "out.nnet", network)
     assert list(tmp_path.iterdir()) == []
+    for component, dims in ((AffineTransform, (one, two)), (ParametricRelu, (two, one[0]))):
+        with pytest.raises(ValueError, match=r"has the dim \d, expected"):
+            component(*dims)
     with pytest.raises(UserError, match="cannot write"):
         write_nnet1(tmp_path / "no such directory" / "out.nnet", (Activation("tanh", 2),))

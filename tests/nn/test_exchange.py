@@ -17,9 +17,8 @@ from ddnn.kaldi.nnet1 import (
     RbmComponent,
     Rescale,
     Splice,
-    read_nnet1,
-    write_nnet1,
 )
+from ddnn.kaldi.nnet1_file import read_nnet1, write_nnet1
 from ddnn.nn.acoustic_model import from_nnet1, to_nnet1
 from ddnn.util.errors import DataError
 

@@ -19,7 +19,7 @@ from ddnn.data.dataset import AcousticDataset
 from ddnn.decoding.prepare import compute_scores
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.archive import iterate_matrices
-from ddnn.kaldi.nnet1 import read_nnet1, write_nnet1
+from ddnn.kaldi.nnet1_file import read_nnet1, write_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model, to_nnet1
 from ddnn.nn.network import Workspace
 from ddnn.optim.sgd import Sgd, SgdOptions

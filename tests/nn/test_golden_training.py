@@ -14,7 +14,8 @@ from ddnn.data.batches import SequentialSampler
 from ddnn.decoding.prepare import compute_scores, log_priors
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import iterate_matrices
-from ddnn.kaldi.nnet1 import AffineTransform, read_nnet1
+from ddnn.kaldi.nnet1 import AffineTransform
+from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1
 from ddnn.nn.network import Workspace
 from ddnn.optim.sgd import Sgd, SgdOptions

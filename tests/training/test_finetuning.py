@@ -16,7 +16,7 @@ from jobs import Job, RunCli, assert_refused, files_in, make_job
 
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.kaldi.nnet1 import write_nnet1
+from ddnn.kaldi.nnet1_file import write_nnet1
 from ddnn.kaldi.transforms import TransformConfig
 from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, load_model, save_model, to_nnet1
 from ddnn.nn.layers import Affine

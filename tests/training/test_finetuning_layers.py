@@ -14,7 +14,7 @@ from training.test_finetuning import recipe_from, stop_after, train
 
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.kaldi.nnet1 import write_nnet1
+from ddnn.kaldi.nnet1_file import write_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, load_model, to_nnet1
 from ddnn.nn.convolution import AveragePooling, AveragePooling2d, Convolution, Convolution2d, MaxPooling, MaxPooling2d
 from ddnn.nn.elementwise import Activation, Copy, Dropout, LengthNorm, ParametricRelu, Scale, Shift
