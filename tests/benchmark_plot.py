@@ -13,7 +13,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 FIGURES = Path(__file__).parent.parent / "docs" / "results" / "benchmarks.json"
-COLOURS = {"limit": "#999999", "ddnn": "#0072B2", "others": "#E69F00"}  # as in ddnn.report.figures
+COLORS = {"limit": "#999999", "ddnn": "#0072B2", "others": "#E69F00"}  # as in ddnn.report.figures
 LABELS, BARS, ROW, TOP = 250, 380, 24, 46  # in pixels; the widths of both columns, the heights of a row and the title
 
 
@@ -33,7 +33,7 @@ def svg(figures: dict[str, Any]) -> str:
         low, median, high = (f(rounds) * scale for f in (min, statistics.median, max))
         lines += [
             f'<text x="{LABELS - 8}" y="{y + 16}" text-anchor="end">{escape(row["name"])}</text>',
-            f'<rect x="{LABELS}" y="{y + 3}" width="{median:.1f}" height="{ROW - 6}" fill="{COLOURS[row["of"]]}"/>',
+            f'<rect x="{LABELS}" y="{y + 3}" width="{median:.1f}" height="{ROW - 6}" fill="{COLORS[row["of"]]}"/>',
             f'<path d="M{LABELS + low:.1f} {y + 12}H{LABELS + high:.1f}" stroke="black"/>',
             f'<text x="{LABELS + high + 6:.1f}" y="{y + 16}">{statistics.median(rounds):,.0f}</text>',
         ]

@@ -31,7 +31,7 @@ TOKENS = {
     "nn": 25_500,
     "optim": 7_500,
     "recipe": 14_800,
-    "report": 15_900,
+    "report": 14_900,
     "reproduce": 20_500,
     "runs": 13_400,
     "slurm": 6_500,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
-from ddnn.runs.metrics import EpochRow, Metrics, StartRow, read_metrics
-from ddnn.runs.run_status import CHECKPOINTS, METRICS, RECIPE, is_finished, model_digest, run_dir_hint
+from ddnn.runs.metrics import EpochRow, Metrics, MetricsRow, StartRow, read_metrics
+from ddnn.runs.run_status import CHECKPOINTS, FINAL, METRICS, RECIPE, is_finished, model_digest, run_dir_hint
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import plural, printable
@@ -25,9 +25,33 @@ from ddnn.util.text import plural, printable
 log = logging.getLogger(__name__)
 
 SHARES = ("compute", "data", "comm", "wait")  # the fractions of the time of a worker's training thread
-LEAST = 1e-9  # seconds, or frames per second, below which a row has no meaningful speed
+MIN_MEASURABLE = 1e-9  # seconds, or frames per second, below which a row has no meaningful speed
 MAX_RESULT_BYTES = 64 << 20
 OVERLOADED = 0.8  # of the compute time as CPU time: with less, other processes took the cores
+
+
+class ObjectiveFigure(NamedTuple):
+    """A figure that the training objective computes over some frames."""
+
+    name: str  # in metrics rows
+    key: str = ""  # in the summary of a run
+    label: str = ""  # in tables
+    format: str = ""
+    scale: float = 1.0  # in plots
+    axis: str = ""
+    outlier_factor: float | None = None  # plots show values above so many times the usual ones as arrows
+
+
+FIGURES = (
+    ObjectiveFigure("loss", "loss", "loss per frame", ".4f", axis="loss per frame (nats)", outlier_factor=5.0),
+    ObjectiveFigure("frame_accuracy", "accuracy", "frame accuracy", ".2%", 100.0, "frame accuracy (%)"),
+)
+
+
+def figure(row: MetricsRow | None, name: str) -> float | None:
+    """A figure of the objective in a metrics row; None: not finite, not recorded, or there is no such row."""
+    value: float | None = getattr(row, name, None)
+    return value
 
 
 @dataclass(frozen=True)
@@ -41,19 +65,24 @@ class Run:
 
     @property
     def start(self) -> StartRow | None:
-        """What the last start found; None: recorded by an older version."""
+        """What the last start recorded; None: an older version did not."""
         return self.metrics.starts[-1] if self.metrics.starts else None
+
+    @cached_property
+    def results(self) -> tuple[dict[str, float], list[str]]:
+        """`read_results` of the run dir."""
+        return read_results(self.path)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs in these run dirs, named by as many of their last folders as make the names different. What has no
-    metrics is named in a warning. DataError: nothing has, or a metrics.jsonl is damaged. RecipeError: a recipe is
-    damaged."""
-    found = [path for path in paths if (path / METRICS).is_file()] or list(paths)[:1]
+    """The runs in these run dirs, each named by as many trailing folders as distinguish it from the others. Paths
+    without metrics are skipped with a warning. DataError: no path has any, or a metrics.jsonl is damaged. RecipeError: a
+    recipe is damaged."""
+    with_metrics = [path for path in paths if (path / METRICS).is_file()] or list(paths)[:1]
     for path in paths:
-        if path not in found and len(paths) > 1:
+        if path not in with_metrics:
             log.warning("%s: there is no %s here: not shown", path, METRICS)
-    runs = [read_run(path, name) for path, name in zip(found, _names(found), strict=True)]
+    runs = [read_run(path, name) for path, name in zip(with_metrics, _names(with_metrics), strict=True)]
     of_rbms = [run for run in runs if run.metrics.pretraining and not (run.metrics.starts or run.metrics.train)]
     if len(of_rbms) == len(runs):
         return runs
@@ -70,7 +99,7 @@ def read_run(path: Path, name: str | None = None) -> Run:
 
 
 class _Result(BaseModel):
-    """What `ddnn evaluate --json` or `ddnn score --json` printed."""
+    """The JSON output of `ddnn evaluate` or `ddnn score`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -79,157 +108,129 @@ class _Result(BaseModel):
     wer: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
     model: str | None = None  # `model_digest`; older versions have none
 
+    def figures(self) -> dict[str, float]:
+        """By label; empty if this is the JSON of something else."""
+        if self.wer is not None:
+            return {"WER (%)": self.wer}
+        if self.loss is None or self.frame_accuracy is None:
+            return {}
+        return {"loss per frame": self.loss, "frame accuracy (%)": 100.0 * self.frame_accuracy}
 
-def read_results(path: Path) -> tuple[dict[str, float], list[str]]:
-    """The results on test sets whose JSON was saved in a run dir or in a folder of it: "decode_test/score: WER (%)" of
-    decode_test/score.json; and the names of those that are of another model than the run's is now. Other JSON files are
-    passed over; one that cannot be read is named in a warning."""
-    results, of_others, now = dict[str, float](), list[str](), cache(lambda: model_digest(path))
-    files = [*sorted(path.glob("*.json")), *sorted(path.glob("*/*.json"))]
-    for file in (one for one in files if one.parent.name != CHECKPOINTS):
-        name = printable(str(file.relative_to(path).with_suffix("")), "")
+
+def read_results(run_dir: Path) -> tuple[dict[str, float], list[str]]:
+    """The results on test sets whose JSON was saved in a run dir or in a folder of it, as "decode_test/score: WER (%)"
+    for decode_test/score.json; and the names of files whose results belong to another model than the run dir has now.
+    Other JSON files are ignored; one that cannot be read is skipped with a warning."""
+    results: dict[str, float] = {}
+    stale = []
+    digest = cache(lambda: model_digest(run_dir))
+    for file in [*sorted(run_dir.glob("*.json")), *sorted(run_dir.glob("*/*.json"))]:
+        if file.parent.name == CHECKPOINTS:
+            continue
+        name = printable(str(file.relative_to(run_dir).with_suffix("")), "")
         try:
-            found = _Result.model_validate_json(read_bytes_limited(file, MAX_RESULT_BYTES))
+            result = _Result.model_validate_json(read_bytes_limited(file, MAX_RESULT_BYTES))
         except ValidationError:
             continue
         except OSError as error:
             log.warning("%s: cannot read: %s", file, error.strerror)
             continue
-        is_result = found.wer is not None or (found.loss is not None and found.frame_accuracy is not None)
-        if is_result and found.model is not None and now() not in (found.model, None):
-            of_others.append(name)
-        elif found.wer is not None:
-            results[f"{name}: WER (%)"] = found.wer
-        elif found.loss is not None and found.frame_accuracy is not None:
-            results[f"{name}: loss per frame"] = found.loss
-            results[f"{name}: frame accuracy (%)"] = 100.0 * found.frame_accuracy
-    return results, of_others
+        figures = result.figures()
+        if figures and result.model is not None and digest() not in (result.model, None):
+            stale.append(name)
+        else:
+            results |= {f"{name}: {label}": value for label, value in figures.items()}
+    return results, stale
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that differ, printable; a run dir that is given twice gets a number."""
+    """Short unique names of run dirs, printable; a run dir that is given twice gets a number."""
     names = shortest_ends([path.absolute() for path in paths])
-    seen = [names[:n].count(name) for n, name in enumerate(names)]
-    unique = [f"{name} ({n + 1})" if n else name for name, n in zip(names, seen, strict=True)]
-    return [printable(name, "") for name in unique]
+    repeats = [names[:n].count(name) for n, name in enumerate(names)]
+    return [printable(f"{name} ({n + 1})" if n else name, "") for name, n in zip(names, repeats, strict=True)]
 
 
 def shortest_ends(paths: Sequence[Path]) -> list[str]:
-    """The paths, less the folders that are not needed to tell them apart."""
-    whole = [path.parts for path in paths]
-    names = ["/".join(parts) for parts in whole]
-    for length in range(max(map(len, whole), default=0), 0, -1):
-        shorter = ["/".join(parts[-length:]) for parts in whole]
-        if len(set(shorter)) < len(set(names)):
-            break
-        names = shorter
-    return names
+    """The paths without the leading folders that are not needed to tell them apart."""
+    depth = max((len(path.parts) for path in paths), default=0)
+    ends = (["/".join(path.parts[-length:]) for path in paths] for length in range(1, depth + 1))
+    return next((names for names in ends if len(set(names)) == len(set(paths))), [])
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A value of several workers: their mean, and the worst with its rank."""
-
-    mean: float
-    worst: float
-    rank: int
+Spread = dict[str, Any]
+"""A value that each worker has: their `mean`, and the `worst` with its `rank`."""
+Summary = dict[str, Any]
+"""The summary of a run over all its epochs, as `ddnn report --json` prints it; None where its metrics lack a value."""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The summary of a run over all its epochs; None if its metrics do not have a value."""
-
-    workers: int
-    epochs: int  # number of the last one
-    warmup_loss: float | None
-    ended: str | None  # why its last start ended, as a word: `ddnn.runs.metrics.EndReason`
-    finished: bool  # there is a final model
-    model_epoch: int | None  # of the final model, or of the model so far: the last accepted epoch
-    model_combination: str  # which mean the final model is in place of that epoch's; empty where it is that epoch's
-    model_train_loss: float | None  # of the model's epoch, while the parameters changed
-    model_train_accuracy: float | None
-    model_cv_loss: float | None  # the model's cross-validation
-    model_cv_accuracy: float | None
-    lowest_cv_loss: float | None  # of another epoch's model, which was not kept, if it was lower
-    lowest_cv_loss_epoch: int | None
-    learning_rate: float | None  # of the last epoch, as it was applied
-    seconds: float | None  # of training, without cross-validation
-    frames_per_second: float | None
-    frames_per_second_per_worker: float | None
-    speed_up: float | None  # over the fastest run with one worker that compares
-    speed_up_over: str | None  # name of that run
-    efficiency: float | None  # speed-up divided by workers, 0 to 1: the scaling factor of papers
-    no_speed_up: str | None  # why a run with several workers has none
-    compute_cpu_fraction: float | None  # CPU time in compute time, on CPUs: much less than 1 on overloaded cores
-    shares: dict[str, Spread | None]  # by `SHARES`
-    consensus_distance: Spread | None  # relative distance from the mean model before an averaging, in the last epoch
-    bytes_per_averaging: float | None  # that a worker sends
-    excluded_averagings: int  # how often a model was excluded because it was not finite
-
-
-def summarise(runs: Sequence[Run]) -> list[Summary]:
-    """The summary of each run; speed-ups are over those of `runs` that have one worker."""
+def summarize(runs: Sequence[Run]) -> list[Summary]:
+    """The summary of each run; speed-ups are relative to those of `runs` that have one worker."""
     return [_summary(run, runs) for run in runs]
 
 
 def _summary(run: Run, runs: Sequence[Run]) -> Summary:
-    workers, metrics, rows = number_of_workers(run), run.metrics, run.metrics.workers
-    model, lowest, fast = metrics.last_accepted, metrics.lowest_loss, speed(run)
+    workers, metrics, fast = number_of_workers(run), run.metrics, speed(run)
+    model, lowest = metrics.last_accepted, metrics.lowest_loss
     trained = next((row for row in metrics.train if model and row.epoch == model.epoch), None)
-    last = max((row.epoch for row in rows), default=0)
-    base = reason = None
+    base = reason = speed_up = None
     if workers > 1 and fast:
         base, reason = _base(run, runs)
-    # An epoch's mean at its end is one more; averaged gradients have none.
-    one_more = run.recipe is None or run.recipe.parallel.strategy != "gradient-all-reduce"
-    sent = [(row.bytes_sent, row.averagings + one_more) for row in rows if row.averagings]
-    known = [(sizes, number) for sizes, number in sent if sizes is not None]
-    return Summary(
-        workers=workers,
-        epochs=max((last, *(row.epoch for row in (*metrics.train, *metrics.cv)))),
-        warmup_loss=None if metrics.warmup is None else metrics.warmup.loss,
-        ended=None if metrics.end is None else metrics.end.reason,
-        finished=is_finished(run.path),
-        model_epoch=None if model is None else model.epoch,
-        model_combination=metrics.combination,
-        model_train_loss=None if trained is None else trained.loss,
-        model_train_accuracy=None if trained is None else trained.frame_accuracy,
-        model_cv_loss=None if model is None else model.loss,
-        model_cv_accuracy=None if model is None else model.frame_accuracy,
-        lowest_cv_loss=None if lowest is None else lowest.loss,
-        lowest_cv_loss_epoch=None if lowest is None else lowest.epoch,
-        learning_rate=metrics.train[-1].learning_rate if metrics.train else None,
-        seconds=training_seconds(run)[-1] if metrics.train else None,
-        frames_per_second=fast,
-        frames_per_second_per_worker=None if fast is None else fast / workers,
-        speed_up=(speed_up := (fast or 0.0) / (speed(base) or 1.0) if base else None),
-        speed_up_over=base.name if base else None,
-        efficiency=None if speed_up is None else speed_up / workers,
-        no_speed_up=reason,
-        compute_cpu_fraction=compute_cpu_fraction(run.metrics),
-        shares={name: share(run, name) for name in SHARES},
-        consensus_distance=_spread({row.rank: row.consensus_distance for row in rows if row.epoch == last}, max),
-        bytes_per_averaging=sum(size for size, _ in known) / sum(n for _, n in known) if known else None,
-        excluded_averagings=sum(row.excluded_averagings for row in rows),
-    )
+        speed_up = fast / (speed(base) or 1.0) if base else None
+    # The mean at the end of an epoch is one more averaging; averaged gradients have none.
+    final_mean = run.recipe is None or run.recipe.parallel.strategy != "gradient-all-reduce"
+    sending = [row for row in metrics.workers if row.averagings and row.bytes_sent is not None]
+    averagings = sum(row.averagings + final_mean for row in sending)
+    distances = {row.rank: row.consensus_distance for row in metrics.last_worker_rows}
+    return {
+        "workers": workers,
+        "epochs": max(
+            [0, *(row.epoch for row in (*metrics.train, *metrics.cv)), *(row.epoch for row in metrics.workers)]
+        ),
+        "warmup_loss": figure(metrics.warmup, "loss"),
+        "ended": metrics.end and metrics.end.reason,
+        "finished": is_finished(run.path),  # there is a final model
+        "model_epoch": model and model.epoch,  # of the final model, or the model so far
+        "model_combination": metrics.combination,  # which mean the final model is; empty: the model of that epoch
+        # training figures are those of the model's epoch, while the parameters changed
+        **{f"model_train_{name.key}": figure(trained, name.name) for name in FIGURES},
+        **{f"model_cv_{name.key}": figure(model, name.name) for name in FIGURES},
+        "lowest_cv_loss": figure(lowest, "loss"),  # of an epoch whose model was not kept, if lower
+        "lowest_cv_loss_epoch": lowest and lowest.epoch,
+        "learning_rate": metrics.train[-1].learning_rate if metrics.train else None,  # as it was applied
+        "seconds": training_seconds(run)[-1] if metrics.train else None,  # without cross-validation
+        "frames_per_second": fast,
+        "frames_per_second_per_worker": fast and fast / workers,
+        "speed_up": speed_up,
+        "speed_up_over": base and base.name,
+        "efficiency": None if speed_up is None else speed_up / workers,  # the scaling factor of papers
+        "no_speed_up": reason,
+        "compute_cpu_fraction": compute_cpu_fraction(metrics),
+        "shares": {name: share(run, name) for name in SHARES},
+        "consensus_distance": _spread(distances, max),  # in the last epoch, before an averaging
+        "bytes_per_averaging": sum(row.bytes_sent or 0 for row in sending) / averagings if sending else None,
+        "excluded_averagings": sum(row.excluded_averagings for row in metrics.workers),
+        "results": run.results[0],
+    }
 
 
 def _base(run: Run, runs: Sequence[Run]) -> tuple[Run, None] | tuple[None, str]:
-    """The fastest of `runs` with one worker over which `run` has a speed-up; or why there is none."""
-    alone = [(speed(other) or 0.0, other) for other in runs if number_of_workers(other) == 1 and speed(other)]
-    reasons = [incomparable(run, other) for _, other in alone]
-    found = [pair for pair, reason in zip(alone, reasons, strict=True) if reason is None]
-    if found:
-        return max(found, key=lambda pair: pair[0])[1], None
-    return None, min(filter(None, reasons), key=len, default="there is no run with one worker")
+    """The fastest of `runs` with one worker whose speed compares with that of `run`; or why there is none."""
+    alone = sorted(
+        (run for run in runs if number_of_workers(run) == 1 and speed(run)), key=lambda run: -(speed(run) or 0.0)
+    )
+    reasons = {other.name: incomparable(run, other) for other in alone}
+    for other in alone:
+        if reasons[other.name] is None:
+            return other, None
+    return None, min(filter(None, reasons.values()), key=len, default="there is no run with one worker")
 
 
 def incomparable(run: Run, other: Run) -> str | None:
     """Why the speeds of two runs do not compare; None: they do."""
-    for one in (run, other):
-        reason = speed_problem(one)
-        if reason is not None:
-            return reason if one is run else f"{one.name}: {reason}"
+    if (reason := speed_problem(run)) is not None:
+        return reason
+    if (reason := speed_problem(other)) is not None:
+        return f"{other.name}: {reason}"
     own, others = _conditions(run), _conditions(other)
     differ = [f"{name} ({own[name]}, {others[name]})" for name in own if others.get(name, own[name]) != own[name]]
     return f"other {', '.join(differ)} than {other.name}" if differ else None
@@ -239,14 +240,14 @@ def speed_problem(run: Run) -> str | None:
     """Why the speed of a run compares with that of no other; None: it may compare."""
     if run.recipe is None or run.start is None:
         return "recorded by an older version" if run.recipe else f"it has no {RECIPE}"
-    kinds = {"kind of machine": "machine", "precision": "precision", "number of workers": "world_size"}
-    for name, field in kinds.items():
+    conditions = {"kind of machine": "machine", "precision": "precision", "number of workers": "world_size"}
+    for name, field in conditions.items():
         if len({getattr(start, field) for start in run.metrics.starts}) > 1:
             return f"resumed with another {name}"
-    needed = 1 if _on_gpu(run) else run.start.cpu_threads
-    cores = min((start.cores_per_worker or 0.0 for start in run.metrics.starts), default=0.0)
+    on_gpu = any(row.device.startswith("cuda") for row in run.metrics.workers)
+    needed, unit = (1, "GPUs") if on_gpu else (run.start.cpu_threads, "cores")
+    cores = min(start.cores_per_worker or 0.0 for start in run.metrics.starts)
     if cores < needed:
-        unit = "GPUs" if _on_gpu(run) else "cores"
         return f"its workers shared {unit}: {cores:.2g} for each, which computed in {plural(needed, 'thread')}"
     return None
 
@@ -256,26 +257,19 @@ def _conditions(run: Run) -> dict[str, str]:
     recipe, start = run.recipe, run.start
     assert recipe is not None and start is not None
     parameters = next((row.num_parameters for row in run.metrics.workers), None)
+    size = str(recipe.minibatch_size)
+    if not isinstance(recipe.minibatch_size, int):  # it grows: the speed is an average over all epochs
+        size += f", {len(run.metrics.train)} trained"
     return {
         "network": f"{recipe.model.summary()}, {parameters} parameters",
         "training data": f"{start.train_frames} frames {start.train_digest[:6]}",
-        "minibatch size": _minibatch(run, recipe),
+        "minibatch size": size,
         **({"minibatch_scope": recipe.minibatch_scope} if number_of_workers(run) > 1 else {}),
         "precision": start.precision,
         "threads of a worker": str(start.cpu_threads),
         "kind of machine": printable(start.machine, ""),
         **{f"optimizer.{key}".removesuffix(".name"): str(value) for key, value in recipe.optimizer},
     }
-
-
-def _minibatch(run: Run, recipe: Recipe) -> str:
-    """The size; of one that grows also for how many epochs, as the speed is that of all epochs."""
-    size = str(recipe.minibatch_size)
-    return size if isinstance(recipe.minibatch_size, int) else f"{size}, {len(run.metrics.train)} trained"
-
-
-def _on_gpu(run: Run) -> bool:
-    return any(row.device.startswith("cuda") for row in run.metrics.workers)
 
 
 def overload(run: Run) -> str | None:
@@ -287,25 +281,31 @@ def overload(run: Run) -> str | None:
 
 
 def compute_cpu_fraction(metrics: Metrics) -> float | None:
-    """CPU time over wall-clock time of what the workers computed on CPUs; several threads give more than 1."""
+    """CPU time divided by wall-clock time of the computation on CPUs; several threads give more than 1."""
     rows = [row for row in metrics.workers if row.compute_cpu_seconds is not None and row.device == "cpu"]
     compute = sum((row.seconds or 0.0) * (row.compute_fraction or 0.0) for row in rows)
-    return sum(row.compute_cpu_seconds or 0.0 for row in rows) / compute if compute >= LEAST else None
+    return sum(row.compute_cpu_seconds or 0.0 for row in rows) / compute if compute >= MIN_MEASURABLE else None
 
 
 def remarks(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[str]:
     """What a reader must know who compares these runs, a sentence each."""
     found = []
-    for run, s in zip(runs, summaries, strict=True):
-        if s.speed_up is not None:
-            found.append(f"{run.name}: speed-up over {s.speed_up_over}, the fastest one-worker run that compares")
-        elif s.no_speed_up is not None:
-            found.append(f"{run.name}: no speed-up: {s.no_speed_up}")
-        overloaded = overload(run)
-        found += [f"{run.name}: warning: {overloaded}"] if overloaded else []
     by_digest: defaultdict[str, list[str]] = defaultdict(list)
-    for run in runs:
+    for run, summary in zip(runs, summaries, strict=True):
         by_digest[run.start.cv_digest if run.start else ""].append(run.name)
+        if summary["speed_up_over"] is not None:
+            base = summary["speed_up_over"]
+            found.append(f"{run.name}: speed-up over {base}, the fastest one-worker run that compares")
+        elif summary["no_speed_up"] is not None:
+            found.append(f"{run.name}: no speed-up: {summary['no_speed_up']}")
+        if (warning := overload(run)) is not None:
+            found.append(f"{run.name}: warning: {warning}")
+        if stale := run.results[1]:
+            files = f"{run.name}: {', '.join(stale)}"
+            found.append(
+                f"{files}: of another model than {FINAL} is now (was it trained longer?), not shown: evaluate or decode "
+                "again"
+            )
     unknown = by_digest.pop("", [])
     if len(by_digest) > 1:
         *sets, last = (names[0] if len(names) == 1 else f"({', '.join(names)})" for names in by_digest.values())
@@ -327,12 +327,12 @@ def training_seconds(run: Run) -> list[float]:
 
 def _wall(row: EpochRow) -> float:
     rate = row.frames_per_second or 0.0
-    return row.frames / rate if row.frames and rate >= LEAST else row.seconds or 0.0
+    return row.frames / rate if row.frames and rate >= MIN_MEASURABLE else row.seconds or 0.0
 
 
 def speed(run: Run) -> float | None:
     """Frames per second of all workers together, over all epochs."""
-    timed = [(row.frames or 0, _wall(row)) for row in run.metrics.train if _wall(row) >= LEAST]
+    timed = [(row.frames or 0, _wall(row)) for row in run.metrics.train if _wall(row) >= MIN_MEASURABLE]
     return sum(frames for frames, _ in timed) / sum(seconds for _, seconds in timed) if timed else None
 
 
@@ -343,28 +343,29 @@ def share(run: Run, name: str) -> Spread | None:
 
 def shares_by_rank(run: Run, name: str) -> dict[int, float | None]:
     """Rank -> fraction of its time over all epochs that was spent in one of `SHARES`."""
-    sums: dict[int, tuple[float, float]] = {}
+    spent: defaultdict[int, float] = defaultdict(float)
+    total: defaultdict[int, float] = defaultdict(float)
     for row in run.metrics.workers:
-        value: float | None = getattr(row, f"{name}_fraction")
-        if value is not None and row.seconds:
-            spent, seconds = sums.get(row.rank, (0.0, 0.0))
-            sums[row.rank] = spent + value * row.seconds, seconds + row.seconds
+        fraction = getattr(row, f"{name}_fraction")
+        if fraction is not None and row.seconds:
+            spent[row.rank] += fraction * row.seconds
+            total[row.rank] += row.seconds
     ranks = sorted({row.rank for row in run.metrics.workers})
-    return {rank: sums[rank][0] / sums[rank][1] if rank in sums else None for rank in ranks}
+    return {rank: spent[rank] / total[rank] if rank in total else None for rank in ranks}
 
 
-def consensus_distances(run: Run) -> list[tuple[int, list[float]]]:
-    """Epoch and the workers' consensus distances in it, for epochs that have any."""
+def consensus_distances(run: Run) -> dict[int, list[float]]:
+    """Epoch -> the workers' consensus distances in it, for epochs that have any."""
     by_epoch: defaultdict[int, list[float]] = defaultdict(list)
-    for row in run.metrics.workers:
+    for row in run.metrics.workers:  # sorted by epoch
         if row.consensus_distance is not None:
             by_epoch[row.epoch].append(row.consensus_distance)
-    return sorted(by_epoch.items())
+    return by_epoch
 
 
-def _spread(values: dict[int, float | None], worst: Callable[[Iterable[float]], float]) -> Spread | None:
+def _spread(values: dict[int, float | None], worst: Callable[..., int]) -> Spread | None:
     known = {rank: value for rank, value in values.items() if value is not None}
     if not known:
         return None
-    extreme = worst(known.values())
-    return Spread(fmean(known.values()), extreme, next(rank for rank, value in known.items() if value == extreme))
+    rank = worst(known, key=known.__getitem__)
+    return {"mean": fmean(known.values()), "worst": known[rank], "rank": rank}

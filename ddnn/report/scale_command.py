@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
-from ddnn.report.figures import COLOURS, MARKERS, legend_below, new_figure, plot_speed_up, save, speed_up_panels
+from ddnn.report.figures import COLORS, MARKERS, legend_below, new_figure, plot_speed_up, save, speed_up_panels
 from ddnn.report.measured import LARGEST, network_dims, operations_of, parameters_of, read_measured
 from ddnn.report.runs import Run, incomparable, overload, read_runs, shortest_ends
 from ddnn.report.scaling import (
@@ -242,7 +242,7 @@ def draw_scaling(found: Scaling, path: Path) -> Path:
     sizes = sorted({*given, *powers})
     panels = speed_up_panels(figure, sizes, powers[:: 1 + len(powers) // 12], "ideal: proportional to the workers")
     for name, way in SAME_COST:
-        color = COLOURS[("all-reduce", "butterfly", "gradient-all-reduce").index(way.strategy)]
+        color = COLORS[("all-reduce", "butterfly", "gradient-all-reduce").index(way.strategy)]
         speed_ups, line = [found.speed_up(way, n) for n in sizes], "--" if way.overlap else "-"
         plot_speed_up(panels, sizes, speed_ups, line, color=color, linewidth=1.8, label=f"model: {name}")
     checks = found.checks if found.as_measured else ()

@@ -6,10 +6,14 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from ddnn.recipe.keys import keys
 from ddnn.recipe.load import is_read
@@ -17,143 +21,152 @@ from ddnn.recipe.schema import Recipe
 from ddnn.recipe.section import get_value
 from ddnn.report.figures import draw_report
 from ddnn.report.runs import (
+    FIGURES,
     Run,
-    Spread,
     Summary,
-    consensus_distances,
-    read_results,
+    figure,
     read_runs,
     remarks,
     shortest_ends,
-    summarise,
+    summarize,
     training_seconds,
 )
-from ddnn.runs.run_status import FINAL
 from ddnn.util.files import ensure_directory, write_text
-from ddnn.util.text import printable, table
+from ddnn.util.text import printable
 
 CONTRAST = (
     "parallel.strategy", "parallel.averaging_period", "optimizer.name", "model.activation", "schedule.name", "seed",
 )  # fmt: skip
 """Keys of the recipe that are always shown (with the number of workers); others are shown if they differ."""
-MOST_DIFFERING = 12
-WIDEST = 17  # of a cell
-WIDTH = 100  # of a table: further runs are below it
-LONG_NAME = 20  # runs with longer names have numbers in the table
-SPEED_UP, EFFICIENCY = "speed-up over one worker", "efficiency: speed-up/workers"
+MAX_DIFFERING = 12
+WIDTH = 100  # of a table
+RUNS_PER_TABLE = 4
+SPEED_UP, SPEED_PER_WORKER = "speed-up over one worker", "frames/s per worker"
 _TIMES = {"compute": "compute", "data": "data", "comm": "communication", "wait": "waiting"}
 _FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")  # how what a spreadsheet computes begins
+_START_ROWS = {"precision": "{precision}", "machine": "{machine}", "date": "{date}"}
+_MODEL_ROWS = {
+    "epochs": "{epochs}",
+    "ended": "{ended}",
+    "warm-up training loss": "{warmup_loss:.4f}",
+    "final model: epoch": "{model}",
+    **{
+        f"its {split} {name.label}": f"{{model_{key}_{name.key}:{name.format}}}"
+        for name in FIGURES
+        for split, key in (("training", "train"), ("CV", "cv"))
+    },
+    "lower CV loss, not kept": "{lowest_cv_loss:.4f} (epoch {lowest_cv_loss_epoch})",
+}
+_TIME_ROWS = {
+    "last learning rate, applied": "{learning_rate:.4g}",
+    "training seconds": "{seconds:,.1f}",
+    "frames/s": "{frames_per_second:,.0f}",
+    SPEED_PER_WORKER: "{frames_per_second_per_worker:,.0f}",
+    SPEED_UP: "{speed_up:.2f}",
+    "efficiency: speed-up/workers": "{efficiency:.1%}",
+    "compute time": "{compute_fraction_mean:.1%}",
+    "compute time, least": "{compute_fraction_worst:.1%} (rank {compute_fraction_rank})",
+    "data time": "{data_fraction_mean:.1%}",
+    "data time, most": "{data_fraction_worst:.1%} (rank {data_fraction_rank})",
+    "communication time": "{communication_fraction_mean:.1%}",
+    "communication time, most": "{communication_fraction_worst:.1%} (rank {communication_fraction_rank})",
+    "waiting time": "{waiting_fraction_mean:.1%}",
+    "waiting time, most": "{waiting_fraction_worst:.1%} (rank {waiting_fraction_rank})",
+    "consensus distance, last": "{consensus_distance_mean:.3g}",
+    "consensus distance, most": "{consensus_distance_worst:.3g} (rank {consensus_distance_rank})",
+    "bytes sent per averaging": "{bytes_per_averaging:,.0f}",
+    "excluded averagings": "{excluded_averagings}",
+}
 
 
 @dataclass(frozen=True)
 class Report:
-    """Several runs, their results on test sets by name, and the files that were written."""
+    """Several runs, their summaries, and the files that were written."""
 
     runs: tuple[Run, ...]
     summaries: tuple[Summary, ...]
-    results: tuple[dict[str, float], ...]
     plots: tuple[Path, ...]
     tables: tuple[Path, ...] = ()  # CSV
-    of_other_models: tuple[list[str], ...] = ()  # results of each run that are not of its model, by name
 
-    def remarks(self) -> list[str]:
-        """What a reader must know, a sentence each."""
-        lines = remarks(self.runs, self.summaries)
-        for run, names in zip(self.runs, self.of_other_models, strict=True):
-            if names:
-                found = f"{run.name}: {', '.join(names)}: of another model than {FINAL} is now (was it trained longer?)"
-                lines.append(f"{found}, not shown: evaluate or decode again")
-        return lines
+    @cached_property
+    def settings(self) -> dict[str, list[Any]]:
+        return _settings([run.recipe for run in self.runs])
 
     def as_dict(self) -> dict[str, Any]:
         runs = []
-        for run, summary, results in zip(self.runs, self.summaries, self.results, strict=True):
+        for run, summary in zip(self.runs, self.summaries, strict=True):
+            start = run.start and run.start.model_dump(exclude={"type", "epoch"})
             contrast = {_word(key): run.recipe and get_value(run.recipe, key) for key in CONTRAST}
             events = [event.model_dump() for event in run.metrics.events]
-            start = run.start and run.start.model_dump(exclude={"type", "epoch"})
-            about = {"name": run.name, "path": str(run.path), **contrast, "start": start}
-            runs.append({**about, **asdict(summary), "results": results, "events": events})
-        recipes = [run.recipe for run in self.runs]
-        differing = {key: [_setting(recipe, key) for recipe in recipes] for key in _differing(recipes)}
-        settings = {key: [None if v is None else str(v) for v in values] for key, values in differing.items()}
-        files = {"plots": [str(path) for path in self.plots], "tables": [str(path) for path in self.tables]}
-        return {"runs": runs, "differing": settings, "remarks": self.remarks(), **files}
+            runs.append(
+                {"name": run.name, "path": str(run.path), **contrast, "start": start, **summary, "events": events}
+            )
+        differing = {key: values for key, values in self.settings.items() if key not in CONTRAST}
+        return {
+            "runs": runs,
+            "differing": {key: [v if v is None else str(v) for v in values] for key, values in differing.items()},
+            "remarks": remarks(self.runs, self.summaries),
+            "plots": list(map(str, self.plots)),
+            "tables": list(map(str, self.tables)),
+        }
 
     def as_text(self) -> str:
-        recipes, starts, outside = [run.recipe for run in self.runs], [run.start for run in self.runs], []
-        rows = [("workers", [str(s.workers) for s in self.summaries])]
-        rows += [(_word(key), _settings(recipes, key)) for key in CONTRAST]
-        rows.append(("precision", [start.precision if start else "-" for start in starts]))
-        rows.append(("machine", [printable(start.machine, "") if start else "-" for start in starts]))
-        rows.append(("date", [start.date[:16].replace("T", " ") if start else "-" for start in starts]))
-        differing = _differing(recipes)
-        rows += [(key, _settings(recipes, key)) for key in differing[:MOST_DIFFERING]]
-        tests = dict.fromkeys(name for results in self.results for name in results)
-        results = [{name: found.get(name) for name in tests} for found in self.results]
-        figures = [_figures(s, r) for s, r in zip(self.summaries, results, strict=True)]
-        rows += [(label, [one[label] for one in figures]) for label in figures[0]]
-        if all(s.workers == 1 for s in self.summaries):  # these say nothing of one worker
-            rows = [row for row in rows if row[0] not in (SPEED_UP, "frames/s per worker")]
-        names = [run.name for run in self.runs]
-        if max(map(len, names)) > LONG_NAME:
-            outside += [f"{number}: {name}" for number, name in enumerate(names, 1)]
-            names = [str(number) for number in range(1, len(names) + 1)]
-        for label, cells in rows:  # what is too long for a cell is printed below the table
-            if max(map(len, cells)) > WIDEST:
-                of_all = [f"{label}: {cells[0]}"] if len(set(cells)) == 1 else []
-                outside += of_all or [f"{label}: {name}: {cell}" for name, cell in zip(names, cells, strict=True)]
-        rows = [row for row in rows if max(map(len, row[1])) <= WIDEST]
-        lines = ["\n\n".join(_blocks(names, rows)), *outside]
-        if len(differing) > MOST_DIFFERING:
-            lines.append(f"{len(differing) - MOST_DIFFERING} more keys differ: {', '.join(differing[MOST_DIFFERING:])}")
-        lines += self.remarks()
+        settings = [(_word(key) if key in CONTRAST else key, _texts(v)) for key, v in self.settings.items()]
+        contrast, differing = settings[: len(CONTRAST)], settings[len(CONTRAST) :]
+        rows = {"workers": [str(summary["workers"]) for summary in self.summaries], **dict(contrast)}
+        rows |= self._rows(_START_ROWS) | dict(differing[:MAX_DIFFERING]) | self._rows(_MODEL_ROWS)
+        for name in dict.fromkeys(name for summary in self.summaries for name in summary["results"]):
+            values = [summary["results"].get(name) for summary in self.summaries]
+            digits = 4 if name.endswith("frame") else 2
+            rows[name] = ["-" if value is None else f"{value:.{digits}f}" for value in values]
+        rows |= self._rows(_TIME_ROWS)
+        if set(rows["workers"]) == {"1"}:  # these say nothing of one worker
+            del rows[SPEED_UP], rows[SPEED_PER_WORKER]
+        lines = [_tables([run.name for run in self.runs], rows)]
+        if hidden := [key for key, _ in differing[MAX_DIFFERING:]]:
+            lines.append(f"{len(hidden)} more keys differ: {', '.join(hidden)}")
+        lines += remarks(self.runs, self.summaries)
         lines += [f"{run.name}: {event.as_text()}" for run in self.runs for event in run.metrics.events]
         lines += [f"plot: {path}" for path in self.plots] + [f"table: {path}" for path in self.tables]
         return "\n".join(lines)
 
+    def _rows(self, formats: Mapping[str, str]) -> dict[str, list[str]]:
+        """Label -> a cell for each run; "-" if a run does not have the figure."""
+        figures = [_shown(run, summary) for run, summary in zip(self.runs, self.summaries, strict=True)]
+        return {label: [_format(text, known) for known in figures] for label, text in formats.items()}
+
     def runs_csv(self) -> str:
         """A row for each run: recipe keys, and figures that are not rounded."""
-        recipes, rows = [run.recipe for run in self.runs], []
-        settings = (*CONTRAST, "minibatch_size", "schedule.initial_learning_rate", *_differing(recipes))
-        for run, summary, results in zip(self.runs, self.summaries, self.results, strict=True):
-            row: dict[str, Any] = {"run": run.name, "path": run.path}
-            row |= {key: _setting(run.recipe, key) for key in settings}
-            row |= (
-                run.start.model_dump(include={"date", "host", "machine", "precision", "version"}) if run.start else {}
-            )
-            for name, value in asdict(summary).items():
-                parts = value if name == "shares" else {name: value} if name == "consensus_distance" else None
-                for part, spread in (parts or {}).items():
-                    label = f"{_TIMES[part]}_fraction" if name == "shares" else part
-                    row |= {
-                        f"{label}_{of}": x for of, x in (spread or dict.fromkeys(("mean", "worst", "rank"))).items()
-                    }
-                row |= {} if parts else {name: value}
-            rows.append({**row, **results})
-        return _csv(rows)
+        return _csv(
+            [
+                {"run": run.name, "path": run.path}
+                | {key: values[number] for key, values in self.settings.items()}
+                | {key: _setting(run.recipe, key) for key in ("minibatch_size", "schedule.initial_learning_rate")}
+                | _flat(run, summary)
+                for number, (run, summary) in enumerate(zip(self.runs, self.summaries, strict=True))
+            ]
+        )
 
     def epochs_csv(self) -> str:
         """A row for each epoch of each run; fractions of time and consensus distance are means over the workers."""
         rows = []
         for run in self.runs:
-            trained = {row.epoch: row for row in run.metrics.train}
-            ends = dict(zip(trained, training_seconds(run), strict=True))
-            validated = {row.epoch: row for row in run.metrics.cv}
-            distances = dict(consensus_distances(run))
+            trained, validated = ({row.epoch: row for row in split} for split in (run.metrics.train, run.metrics.cv))
+            seconds = dict(zip(trained, training_seconds(run), strict=True))
             for epoch in sorted({*trained, *validated}):
-                row: dict[str, Any] = {"run": run.name, "epoch": epoch}
                 train, cv = trained.get(epoch), validated.get(epoch)
-                row["accepted"] = cv.accepted if cv else None
-                for split, figures in (("train", train), ("cv", cv)):
-                    row[f"{split}_loss"] = figures and figures.loss
-                    row[f"{split}_frame_accuracy"] = figures and figures.frame_accuracy
-                row |= {key: train and getattr(train, key) for key in ("learning_rate", "schedule_learning_rate")}
-                row |= {"training_seconds": ends.get(epoch), "frames_per_second": train and train.frames_per_second}
-                workers = [one for one in run.metrics.workers if one.epoch == epoch]
-                for name, label in _TIMES.items():
-                    known = [x for one in workers if (x := getattr(one, f"{name}_fraction")) is not None]
-                    row[f"{label}_fraction"] = fmean(known) if known else None
-                row["consensus_distance"] = fmean(distances[epoch]) if epoch in distances else None
+                workers = [row for row in run.metrics.workers if row.epoch == epoch]
+                row = {"run": run.name, "epoch": epoch, "accepted": cv and cv.accepted}
+                for split, split_row in (("train", train), ("cv", cv)):
+                    row |= {f"{split}_{name.name}": figure(split_row, name.name) for name in FIGURES}
+                row |= {
+                    "learning_rate": train and train.learning_rate,
+                    "schedule_learning_rate": train and train.schedule_learning_rate,
+                    "training_seconds": seconds.get(epoch),
+                    "frames_per_second": train and train.frames_per_second,
+                    **{f"{label}_fraction": _mean(workers, f"{name}_fraction") for name, label in _TIMES.items()},
+                    "consensus_distance": _mean(workers, "consensus_distance"),
+                }
                 rows.append(row)
         return _csv(rows)
 
@@ -165,24 +178,83 @@ def report(
     a run dir is damaged, or none has metrics. UserError: matplotlib is missing, or a file cannot be written."""
     runs = read_runs(paths)
     plots = () if out is None else draw_report(runs, out)
-    results, of_others = zip(*(read_results(run.path) for run in runs), strict=True)
-    found = Report(tuple(runs), tuple(summarise(runs)), results, plots, of_other_models=of_others)
-    wanted = {runs_csv: found.runs_csv, epochs_csv: found.epochs_csv}
-    tables = tuple(path for path in wanted if path is not None)
+    result = Report(tuple(runs), tuple(summarize(runs)), plots)
+    texts = {runs_csv: result.runs_csv, epochs_csv: result.epochs_csv}
+    tables = tuple(path for path in texts if path is not None)
     for path in tables:
         ensure_directory(path.parent)
-        write_text(path, wanted[path]())
-    return replace(found, tables=tables)
+        write_text(path, texts[path]())
+    return replace(result, tables=tables)
+
+
+def _flat(run: Run, summary: Summary) -> dict[str, Any]:
+    """The figures of a run by column of the CSV file."""
+    start = run.start.model_dump(include={"date", "host", "machine", "precision", "version"}) if run.start else {}
+    spreads = {f"{label}_fraction": summary["shares"][name] for name, label in _TIMES.items()}
+    spreads["consensus_distance"] = summary["consensus_distance"]
+    figures = {
+        name: value for name, value in summary.items() if name not in ("shares", "consensus_distance", "results")
+    }
+    for name, spread in spreads.items():
+        figures |= {f"{name}_{part}": spread and spread[part] for part in ("mean", "worst", "rank")}
+    return {**start, **figures, **summary["results"]}
+
+
+def _shown(run: Run, summary: Summary) -> dict[str, Any]:
+    """The figures of a run that its column of the table shows: with one worker, none that compare workers, no zeros."""
+    figures = _flat(run, summary)
+    alone = summary["workers"] == 1
+    figures["excluded_averagings"] = figures["excluded_averagings"] or None
+    figures["model"] = summary["model_combination"] or summary["model_epoch"]
+    if figures["model"] is not None and not summary["finished"]:
+        figures["model"] = f"{figures['model']} (so far)"
+    if "date" in figures:
+        figures["date"] = figures["date"][:16].replace("T", " ")
+    return {
+        name: value
+        for name, value in figures.items()
+        if value is not None and not (alone and (name.endswith("_rank") or (name.endswith("_mean") and not value)))
+    }
+
+
+def _format(text: str, figures: Mapping[str, Any]) -> str:
+    try:
+        return text.format_map(figures).replace("%", " %")
+    except KeyError:
+        return "-"
+
+
+def _tables(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """Tables with a column for each run; without rows in which nothing is known."""
+    console = Console(
+        file=(text := io.StringIO()), width=WIDTH, markup=False, emoji=False, highlight=False, color_system=None
+    )
+    for first in range(0, len(names), RUNS_PER_TABLE):
+        part = slice(first, first + RUNS_PER_TABLE)
+        table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2))
+        table.add_column(no_wrap=True)
+        for name in names[part]:
+            table.add_column(name, justify="right", overflow="fold")
+        for label, cells in rows.items():
+            if set(cells[part]) != {"-"} or label == SPEED_UP:
+                table.add_row(*(printable(cell, "") for cell in (label, *cells[part])))
+        console.print(*[""] * bool(first), table)
+    return text.getvalue().rstrip()
+
+
+def _mean(rows: Iterable[object], field: str) -> float | None:
+    known = [value for row in rows if (value := getattr(row, field)) is not None]
+    return fmean(known) if known else None
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows of named values as CSV (RFC 4180, lines end with a line feed): numbers in full, true and false, nothing for
     None. Text that a spreadsheet would take for a formula is put behind an apostrophe."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    names = dict.fromkeys(name for row in rows for name in row)
-    writer.writerow(map(_csv_cell, names))
-    writer.writerows([_csv_cell(row.get(name)) for name in names] for row in rows)
+    cells = [{_csv_cell(name): _csv_cell(value) for name, value in row.items()} for row in rows]
+    writer = csv.DictWriter(text, dict.fromkeys(name for row in cells for name in row), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(cells)
     return text.getvalue()
 
 
@@ -193,64 +265,8 @@ def _csv_cell(value: Any) -> str:
     return f"'{text}" if _FORMULA.match(text) else text
 
 
-def _blocks(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> Iterable[str]:
-    """Tables of rows with a column for each run, with as many runs beside each other as fit; without rows of which
-    nothing is known."""
-    label = max(len(name) for name, _ in rows)
-    widths = [2 + max(len(name), *(len(cells[run]) for _, cells in rows)) for run, name in enumerate(names)]
-    first = 0
-    while first < len(names):
-        last = first + 1
-        while last < len(names) and label + sum(widths[first : last + 1]) <= WIDTH:
-            last += 1
-        own = [(name, cells[first:last]) for name, cells in rows]
-        known = [[name, *cells] for name, cells in own if set(cells) != {"-"} or name == SPEED_UP]
-        lines = [["", *names[first:last]], *known]
-        yield table(lines, align="lr")
-        first = last
-
-
 def _word(key: str) -> str:
     return key.removesuffix(".name").split(".")[-1]
-
-
-def _figures(s: Summary, results: Mapping[str, float | None]) -> dict[str, str]:
-    """Label and text of each figure; "-" for one that is not known."""
-    figures: dict[str, tuple[object, str]] = {
-        "epochs": (s.epochs, "{}"),
-        "ended": (s.ended, "{}"),
-        "warm-up training loss": (s.warmup_loss, "{:.4f}"),
-        "final model: epoch": (s.model_combination or s.model_epoch, "{}" if s.finished else "{} (so far)"),
-        "its training loss per frame": (s.model_train_loss, "{:.4f}"),
-        "its CV loss per frame": (s.model_cv_loss, "{:.4f}"),
-        "its training frame accuracy": (s.model_train_accuracy, "{:.2%}"),
-        "its CV frame accuracy": (s.model_cv_accuracy, "{:.2%}"),
-        "lower CV loss, not kept": (s.lowest_cv_loss, f"{{:.4f}} (epoch {s.lowest_cv_loss_epoch})"),
-        **{name: (value, "{:.4f}" if name.endswith("frame") else "{:.2f}") for name, value in results.items()},
-        "last learning rate, applied": (s.learning_rate, "{:.4g}"),
-        "training seconds": (s.seconds, "{:,.1f}"),
-        "frames/s": (s.frames_per_second, "{:,.0f}"),
-        "frames/s per worker": (s.frames_per_second_per_worker, "{:,.0f}"),
-        SPEED_UP: (s.speed_up, "{:.2f}"),
-        EFFICIENCY: (s.efficiency, "{:.1%}"),
-    }
-    for name, label in _TIMES.items():
-        spread, worst = s.shares[name], "least" if name == "compute" else "most"
-        several = spread if s.workers > 1 else None
-        some = spread if several or (spread and spread.worst > 0.0) else None
-        figures[f"{label} time"] = (some and some.mean, "{:.1%}")
-        figures[f"{label} time, {worst}"] = _worst(several, "{:.1%}")
-    distance = s.consensus_distance if s.workers > 1 else None
-    figures["consensus distance, last"] = (distance and distance.mean, "{:.3g}")
-    figures["consensus distance, most"] = _worst(distance, "{:.3g}")
-    figures["bytes sent per averaging"] = (s.bytes_per_averaging, "{:,.0f}")
-    figures["excluded averagings"] = (s.excluded_averagings or None, "{}")
-    return {k: "-" if v is None else form.format(v).replace("%", " %") for k, (v, form) in figures.items()}
-
-
-def _worst(spread: Spread | None, form: str) -> tuple[float | None, str]:
-    """The worst worker's value, and how it is shown with its rank."""
-    return (None, "") if spread is None else (spread.worst, f"{form} (rank {spread.rank})")
 
 
 def _setting(recipe: Recipe | None, key: str) -> Any:
@@ -262,24 +278,25 @@ def _setting(recipe: Recipe | None, key: str) -> Any:
     return "not set" if value is None else value
 
 
-def _settings(recipes: Sequence[Recipe | None], key: str) -> list[str]:
-    """The value of a dotted key in each recipe, paths without the folders that they share; "-" if it is not used."""
-    values = [_setting(recipe, key) for recipe in recipes]
+def _settings(recipes: Sequence[Recipe | None]) -> dict[str, list[Any]]:
+    """Values of each recipe by dotted key: those of `CONTRAST`, then further keys in which the recipes that use them
+    differ, or that only some use and that are not at their default."""
+    settings = {key: [_setting(recipe, key) for recipe in recipes] for key in CONTRAST}
+    for key, info in keys().items():
+        values = [_setting(recipe, key) for recipe in recipes]
+        used = [value for value in values if value is not None]
+        only_some = len(used) < len([recipe for recipe in recipes if recipe]) and used[:1] not in (
+            [info.default],
+            ["not set"],
+        )
+        differ = used and (only_some or any(value != used[0] for value in used))
+        if differ and key not in ("parallel.workers", "precision"):
+            settings.setdefault(key, values)
+    return settings
+
+
+def _texts(values: Sequence[Any]) -> list[str]:
+    """Values of a key as text, paths without the folders that they share; "-" if it is not used."""
     paths = [value for value in values if isinstance(value, Path)]
     short = dict(zip(paths, shortest_ends(paths), strict=True))
-    return ["-" if v is None else printable(short[v] if isinstance(v, Path) else str(v), "") for v in values]
-
-
-def _differing(recipes: Sequence[Recipe | None]) -> list[str]:
-    """Further keys in which the recipes that use them differ, or that only some use and that are not at their default."""
-    shown_already = (*CONTRAST, "parallel.workers", "precision")
-    differ = []
-    for key, info in keys().items():
-        known = [_setting(recipe, key) for recipe in recipes if recipe is not None]
-        used = [value for value in known if value is not None]
-        if key not in shown_already and (
-            any(value != used[0] for value in used)
-            or (0 < len(used) < len(known) and used[0] not in (info.default, "not set"))
-        ):
-            differ.append(key)
-    return differ
+    return ["-" if value is None else short[value] if isinstance(value, Path) else str(value) for value in values]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ddnn.report.figures import (
     legend_below,
-    legend_height,
     new_figure,
     plot_speed_up,
     save,
@@ -200,7 +199,7 @@ def draw_accuracies(title: str, cells: Sequence[Cell], metrics: Sequence[Metric]
     by_size = len(sizes) > 2
     names = [cell.condition.label if by_size else plural(cell.workers, "worker") for cell in cells]
     series = list(dict.fromkeys(names))
-    figure = new_figure(WIDTH, 4.8 + legend_height(series, WIDTH))
+    figure = new_figure(WIDTH, 4.8)
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for axes, metric in zip(panels, metrics, strict=True):
         positions = [cell.workers if by_size else labels.index(cell.condition.label) for cell in cells]
@@ -273,7 +272,7 @@ def draw_learning(title: str, cells: Sequence[Cell], path: Path) -> Path:
     """Cross-validation frame accuracy by epoch: a panel for each size, a curve for each condition (mean over seeds)."""
     sizes = list(dict.fromkeys(cell.workers for cell in cells))
     labels = list(dict.fromkeys(cell.condition.label for cell in cells))
-    figure = new_figure(WIDTH, 4.8 + legend_height(labels, WIDTH))
+    figure = new_figure(WIDTH, 4.8)
     panels = figure.subplots(1, len(sizes), squeeze=False, sharey=True)[0]
     for axes, size in zip(panels, sizes, strict=True):
         for number, label in enumerate(labels):
@@ -311,7 +310,7 @@ def draw_speed_ups(title: str, speeds: Sequence[SpeedUp], path: Path) -> Path:
     """Speed-up against workers, both logarithmic, and efficiency: the ideal, ours (measured or predicted), the paper's
     dashed."""
     conditions = list(dict.fromkeys(speed.condition for speed in speeds))
-    figure = new_figure(WIDTH, 5.6 + legend_height(["x" * 40] * (1 + len(_KINDS) * len(conditions)), WIDTH))
+    figure = new_figure(WIDTH, 5.6)
     powers = [2**q for q in range(max([speed.workers for speed in speeds], default=1).bit_length())]
     panels = speed_up_panels(figure, powers, powers, "ideal: as many times as workers")
     by_size = sorted(speeds, key=lambda speed: speed.workers)
