@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddnn.data.index import DEFAULT_FRACTION, UtteranceIndex, assign_shards, build_index, hold_out_fraction
-from ddnn.data.source import frame_bytes
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR, read_data_dir
+from ddnn.nn.layers import num_parameters
 from ddnn.recipe.load import load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.reproduce.tables import ReproduceConfig, load_config, paper
 from ddnn.synth.corpus import SynthOptions, synthesize
-from ddnn.training.options import averaging_options, footprint
+from ddnn.training.network_layers import network_layers
+from ddnn.training.options import averaging_options, estimate_memory
 from ddnn.util.errors import UserError
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "swbd"
@@ -121,11 +122,10 @@ def describe(recipe: Recipe, shape: Shape) -> str:
     frames = HOURS * FRAMES_PER_HOUR // workers
     rate = recipe.schedule.initial_learning_rate * (workers if averaging_options(options).scale_learning_rate else 1)
     rows = frames + 2 * recipe.data.splice * frames // FRAMES_OF_AN_UTTERANCE
-    training = footprint(recipe, widths[0], shape.pdfs, workers)
-    needs = {
-        **training.on_host("cpu"),
-        "frames": frame_bytes(recipe.data.feature_dtype, frames, rows, shape.plan.dim),
-    }
+    value_bytes = 2 if recipe.data.feature_dtype == "float16" else 4
+    frames_bytes = rows * (shape.plan.dim * value_bytes + 4) + 24 * frames
+    needs = {**estimate_memory(recipe, widths[0], shape.pdfs, workers).cpu, "frames": frames_bytes}
+    parameters = num_parameters(network_layers(recipe, widths[0], shape.pdfs))
     minibatches = int(frames * (1 - fraction)) // recipe.minibatch_size
     every = 1 if options.strategy == "gradient-all-reduce" else options.averaging_period
     extras = [
@@ -136,7 +136,7 @@ def describe(recipe: Recipe, shape: Shape) -> str:
     averaging = f"{options.strategy} every {every}: {minibatches // every} an epoch" if workers > 1 else "no averaging"
     return ", ".join(
         [
-            f"{widths[0]}-{len(widths) - 2}x{widths[1]}-{widths[-1]} ({training.num_parameters:,} parameters)",
+            f"{widths[0]}-{len(widths) - 2}x{widths[1]}-{widths[-1]} ({parameters:,} parameters)",
             f"{recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch_size}",
             f"{recipe.schedule.name} from {rate:g}",
             f"{workers} workers, {averaging}" if workers > 1 else "1 worker",

@@ -14,13 +14,13 @@ from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex, build_index
 from ddnn.data.loading import DataConfig
-from ddnn.data.pipeline import load_data_dir
 from ddnn.kaldi.alignments import Alignments
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
 from ddnn.kaldi.basic_types import BasicTypeWriter
 from ddnn.kaldi.data_dir import read_data_dir
 from ddnn.kaldi.fst import ARC, Fst, write_fst
 from ddnn.kaldi.transition_model import write_left_to_right
+from ddnn.training.evaluation import load_data_dir
 
 DIM, PDFS = 4, 3
 

@@ -180,12 +180,12 @@ def test_a_recipe_that_does_not_exist_is_named_once_with_the_nearest(run: Run, r
     assert "name a recipe" in run("train", recipe.parent / "zzz")[2]
 
 
-def test_dry_run_prints_the_resolved_recipe_and_trains_nothing(run: Run, called: Any, recipe: Path) -> None:
-    shown = {
-        "describe": lambda recipe: "a small network",
-        "describe_data": lambda recipe, kind, device, trained: [f"{kind} data", "m\x1b"],
-    }
-    calls = called("ddnn.training.job", "run_training", **shown)
+def test_dry_run_prints_the_resolved_recipe_and_trains_nothing(
+    run: Run, called: Any, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddnn.training.start.describe", lambda recipe: "a small network")
+    described = {"describe_data": lambda recipe, kind, device, trained: [f"{kind} data", "m\x1b"]}
+    calls = called("ddnn.training.data", "load_data", **described)
     code, out, _ = run("train", recipe, "--set", "schedule.initial_learning_rate=0.5", "--set", "seed=7", "--dry-run")
     assert code == 0
     assert out.startswith("# a small network\n# training data\n# m\\x1b\nseed: 7\n")

@@ -30,6 +30,7 @@ from ddnn.data.dataset import (
 )
 from ddnn.util.system import use_device
 
+EVAL_BATCH = 1024  # frames in a block of cross-validation: full GEMM speed, and they stay in a CPU's cache
 NUM_BUFFERS = 4  # one or two are being used by the GPU, one is ready and one is being filled
 MAX_IN_FLIGHT = 2  # minibatches that the GPU may still be working on when the next one is requested
 

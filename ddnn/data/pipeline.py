@@ -1,20 +1,15 @@
 """The one door to data: from corpora with their alignments to the frames that this worker holds in memory. What is read
-and held out is agreed on first, then shards, memory and device; only then are features loaded.
-
-The memory that a training will need for what is allocated on purpose is refused before a frame is loaded where it is
-not there. Measured on CPUs: one worker took 87 to 98 % of the estimate less `LIBRARY_BYTES`, each of two 56 to 71 %.
-The figures for GPUs have not been checked on one."""
+and held out is agreed on first, then shards, memory and device; only then are features loaded."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -43,175 +38,18 @@ from ddnn.data.index import (
 )
 from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_contradictions
 from ddnn.data.source import DataSource, IndexedCorpus, open_source, read_tables
-from ddnn.distributed.communicator import Communicator, SingleProcess
+from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import Alignments, check_same_tree, transition_digest
 from ddnn.util.errors import DataError, RecipeError
-from ddnn.util.system import available_memory, device_identity
 from ddnn.util.text import plural
 
 log = logging.getLogger(__name__)
 
-EVAL_BATCH = 1024  # frames in a block of cross-validation: full GEMM speed, and they stay in a CPU's cache
-LIBRARY_BYTES = 64 << 20  # what libraries take of the host once they compute and communicate
-RESERVED_BYTES = 2**30 + 2**29  # on a GPU: for the workspaces of libraries and for what an allocator cannot use
-GPU_PARAMETER_COPIES = 10
-"""Of 4 bytes a parameter: parameters, gradient, momentum, the best so far, the bf16 copies, the averaging's, those of
-the check of a captured step."""
-GPU_ACTIVATION_COPIES = 3
-"""Inputs, outputs and derivatives; what NG-SGD and the loss work on; all of it in a captured graph too."""
-WARN_FRACTION = 0.8  # of the available memory
 FEATURE_TOLERANCE = 1e-4
 """By how much of its standard deviation a feature may differ on average where data is the same: another order of sums,
 another machine."""
-Estimate = Mapping[str, int]  # what the memory is for -> bytes
-
-
-@dataclass(frozen=True)
-class TrainingFootprint:
-    """What decides how much memory a training takes besides its frames."""
-
-    num_parameters: int  # of the network
-    activation_floats: int  # per frame: the network's input, outputs and derivatives of all layers
-    batch_size: int  # frames of a minibatch
-    parameter_copies: int = 3  # on a CPU, of 4 bytes per parameter: parameters, gradient, best so far, momentum, bf16
-    momentum_copies: int = 0  # of these the momentum
-    # the same for averaging over workers: those that MPI and the strategy keep; 0 for one worker
-    averaging_copies: int = 0
-    natural_gradient_bytes: int = 0  # of NG-SGD; 0 without
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Of one copy."""
-        return 4 * self.num_parameters
-
-    def on_host(self, device_type: str) -> Estimate:
-        """What one worker takes of the host, which beside a GPU only makes the first parameters and writes files."""
-        one = self.parameter_bytes
-        if device_type != "cpu":
-            pinned = {"averaging": 2 * one} if self.averaging_copies else {}
-            return {"files": 4 * one, **pinned, "libraries": LIBRARY_BYTES}
-        estimate = {
-            "parameters": (self.parameter_copies - self.momentum_copies) * one,
-            "momentum": self.momentum_copies * one,
-            "activations": self._activations(),
-            "files": 3 * one,  # a model being written takes two copies, a checkpoint that is read three
-            "libraries": LIBRARY_BYTES,
-            "natural gradient": self.natural_gradient_bytes,
-            "averaging": self.averaging_copies * one,
-        }
-        return {part: size for part, size in estimate.items() if size}
-
-    def least_on_gpu(self) -> int:
-        """What it takes of a GPU at the least, so that nothing is refused that would fit."""
-        return self.parameter_copies * self.parameter_bytes + self._activations()
-
-    def on_gpu(self) -> int:
-        """What it takes of a GPU, somewhat too high."""
-        per_frame = 4 * GPU_ACTIVATION_COPIES * self.activation_floats
-        activations = 2 * per_frame * max(self.batch_size, EVAL_BATCH)
-        return GPU_PARAMETER_COPIES * self.parameter_bytes + activations + RESERVED_BYTES
-
-    def _activations(self) -> int:
-        """Of a minibatch, and of a block of cross-validation."""
-        return 4 * (self.batch_size + EVAL_BATCH) * self.activation_floats
-
-
-def require_host_memory(
-    estimate: Estimate, location: str | PathLike[str], comm: Communicator, level: int = logging.INFO
-) -> None:
-    """Compares what all workers of a host need with what it has. Collective: all workers get the same error.
-    `estimate`: of this worker, without what it has already taken. `location`: the data, for the message. DataError: a
-    host does not have it. Above 80 % of what it has is a warning, else it is logged at `level`."""
-    everyone = comm.all_gather_object([comm.host, dict(estimate), available_memory()])
-    check_host_memory(everyone, location, level if comm.rank == 0 else None)
-
-
-def check_host_memory(everyone: Sequence[Sequence[Any]], location: str | PathLike[str], level: int | None) -> None:
-    """As `require_host_memory`. `everyone`: of each worker its host, estimate, and what is available there. `level`:
-    None to log nothing."""
-    for host in dict.fromkeys(str(one[0]) for one in everyone):
-        here = [one for one in everyone if one[0] == host]
-        known = [int(one[2]) for one in here if one[2] is not None]
-        if not known:
-            continue
-        needed, available = sum(sum(one[1].values()) for one in here), min(known)
-        parts = ", ".join(f"{part} {describe_bytes(size)}" for part, size in here[0][1].items())
-        who = f"{len(here)} workers on {host} need" if len(here) > 1 else f"one process on {host} needs"
-        parts = f"each: {parts}" if len(here) > 1 else parts
-        message = (
-            f"{who} about {describe_bytes(needed)} of memory ({parts}), and {describe_bytes(available)} are available"
-        )
-        if needed > available:
-            key, hint = _memory_hint(here[0][1], len(here), available)
-            raise DataError(message, location=key or location, hint=hint)
-        if level is not None:
-            scarce = needed > WARN_FRACTION * available
-            log.log(logging.WARNING if scarce else level, "%s%s", "memory is scarce: " * scarce, message)
-
-
-def _memory_hint(estimate: Estimate, workers: int, available: int) -> tuple[str | None, str]:
-    """The section of the recipe that does not fit into what is `available` to some workers of a host, None for the
-    frames, and what to do. `estimate`: of one of these workers. The frames are divided among all workers; each has all
-    the rest."""
-    frames = sum(size for part, size in estimate.items() if part.startswith("frames"))
-    one, larger = sum(estimate.values()) - frames, "machines (containers, jobs) with more memory"
-    if workers * one <= available:
-        spread = "more machines with fewer workers on each" if workers > 1 else "more workers on more machines"
-        hint = f"use {larger}, {spread}, fewer utterances"
-        float16 = ", or data.feature_dtype: float16, which halves the frames"
-        return None, hint + (float16 if "frames in float32" in estimate else "")
-    changes = ["model.hidden_units or model.hidden_layers (in model.layers units, filters or repeat)"]
-    changes += ["minibatch_size"] if 2 * estimate.get("activations", 0) > one else []
-    hint = f"each worker holds the whole model, {describe_bytes(one)} here, so that more workers do not help: lower "
-    hint += f"{' or '.join(changes)}"
-    hint += ", set optimizer.momentum: 0" if "momentum" in estimate else ""
-    hint += ", set optimizer.name: sgd" if "natural gradient" in estimate else ""
-    hint += ", use fewer workers on each machine" if workers > 1 else ""
-    return "model", f"{hint}, or use {larger}"
-
-
-def choose_feature_device(
-    footprint: TrainingFootprint, feature_bytes: int, device: torch.device, comm: Communicator, *, on_host: bool = False
-) -> torch.device:
-    """`device`, or the CPU where the frames do not fit on it beside the training. On a GPU collective. `feature_bytes`:
-    `frame_bytes` of this worker. `on_host`: the CPU in any case (`data.feature_device: cpu`). DataError: training does
-    not fit even without the frames."""
-    if device.type != "cuda":
-        return device
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of an earlier training
-    here = (comm.host, device_identity(device))
-    free_on: dict[tuple[str, str], list[int]] = {}
-    for host, uuid, free in comm.all_gather_object([*here, torch.cuda.mem_get_info(device)[0] + cached]):
-        free_on.setdefault((host, uuid), []).append(free)
-    shares = {gpu: min(free) // len(free) for gpu, free in free_on.items()}  # of the workers on a GPU
-    least = footprint.least_on_gpu()
-    for (host, uuid), free in shares.items():
-        if least > free:
-            parameters = footprint.parameter_copies * footprint.parameter_bytes
-            raise DataError(
-                f"training needs at least {least / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} GiB are free on "
-                f"{uuid} of {host}",
-                location="minibatch_size" if least > 2 * parameters else "model",
-                hint="take a smaller minibatch or network, or a GPU that nobody else uses",
-            )
-    if on_host:
-        log.info("the features stay in host memory, as data.feature_device says")
-        return torch.device("cpu")
-    beside, free = footprint.on_gpu(), shares[here]
-    figures = [round(size / 2**30, 1) for size in (feature_bytes, beside, free)]
-    if feature_bytes + beside <= free:
-        log.info("the features are on the GPU: %.1f GiB beside %.1f GiB for training, %.1f GiB are free", *figures)
-        return device
-    log.warning(
-        "the features stay in host memory, and minibatches are read ahead: %.1f GiB beside %.1f GiB for training do "
-        "not fit into the %.1f GiB that are free on the GPU; data.feature_dtype: float16 takes half of float32",
-        *figures,
-    )
-    return torch.device("cpu")
-
-
-def describe_bytes(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{-(-size // 2**20)} MiB"
+Place = Callable[[DataSource, Sequence[int]], torch.device]
+"""From utterances of this worker that are to be loaded to where their frames are kept."""
 
 
 @dataclass(frozen=True)
@@ -234,10 +72,7 @@ class TrainingDataConfig:
     reading: DataConfig
     held_out: HeldOut | None  # None: nothing, as for RBMs
     seed: int  # for the choice of speakers
-    # (input dimension of the network, number of pdfs) -> what else needs memory
-    footprint: Callable[[int, int], TrainingFootprint]
     normalize: bool = True  # whether the input is shifted and scaled to zero mean and unit variance
-    feature_device: Literal["auto", "cpu"] = "auto"
 
 
 class DataIdentity(BaseModel):
@@ -412,9 +247,17 @@ def plan_data(config: TrainingDataConfig, workers: int, comm: Communicator) -> D
     return DataPlan(source, train, cv, cv_source, train_shards, cv_shards)
 
 
-def training_data(config: TrainingDataConfig, device: torch.device, comm: Communicator) -> TrainingData:
-    """This worker's frames of all corpora and of what is held out, for training on `device`. Collective. DataError:
-    damaged or unsuitable input; not enough memory. UserError: a loading process died."""
+def training_data(
+    config: TrainingDataConfig, device: torch.device, comm: Communicator, place: Place | None = None
+) -> TrainingData:
+    """This worker's frames of all corpora and of what is held out, for training on `device`, where they are kept unless
+    `place`, collective, says otherwise before they are loaded. Collective. DataError: damaged or unsuitable input; as
+    `place`. UserError: a loading process died."""
+
+    def load(source: DataSource, shard: list[int]) -> AcousticDataset:
+        features_on = device if place is None else place(source, shard)
+        return source.load(shard, comm).to(features_on)
+
     plan = plan_data(config, comm.world_size, comm)
     source, index, cv_source = plan.source, plan.source.index, plan.cv_source
     train, cv, train_shards, cv_shards = plan.train, plan.cv, plan.train_shards, plan.cv_shards
@@ -422,45 +265,28 @@ def training_data(config: TrainingDataConfig, device: torch.device, comm: Commun
         sizes = [int(index.num_frames[shard].sum()) for shard in train_shards]
         log.info("shards of %s to %s frames for %d workers", f"{min(sizes):,}", f"{max(sizes):,}", comm.world_size)
     shards = [sorted(a + b) for a, b in zip(train_shards, cv_shards, strict=True)]
-    dataset = _load(config, source, shards[comm.rank], device, comm)
+    dataset = load(source, shards[comm.rank])
     train_frames = dataset.subset(local_positions(shards[comm.rank], train))
     if cv_source is None:
         cv_frames = dataset.subset(local_positions(shards[comm.rank], cv))
     else:
         cv_index = cv_source.index
         shard = assign_shards(cv_index.num_frames, range(len(cv_index.entries)), comm.world_size)[comm.rank]
-        cv_frames = _load(config, cv_source, shard, device, comm).subset(range(len(shard)))
+        cv_frames = load(cv_source, shard).subset(range(len(shard)))
     return TrainingData(
         source, shards, dataset, device, train, train_shards, train_frames, cv_frames, cv_source, config.normalize
     )
 
 
-def load_data_dir(
+def open_data_dir(
     data: Path, alignments: Alignments | None, config: DataConfig, transforms: Path | None = None
-) -> AcousticDataset:
-    """A whole data dir in host memory, with its alignments and through its transforms if given: what is evaluated or
-    decoded. DataError: damaged or unsuitable input; too many utterances that cannot be used; not enough memory."""
-    directory, comm = read_tables(data, config), SingleProcess()
+) -> DataSource:
+    """A data dir that is evaluated or decoded, with its alignments and through its transforms if given. DataError:
+    damaged or unsuitable input; too many utterances that cannot be used."""
     corpus = Corpus(data, data if alignments is None else alignments.path, transforms=transforms)
-    index = index_corpus(corpus, directory, alignments, config)
+    index = index_corpus(corpus, read_tables(data, config), alignments, config)
     warn_of_contradictions(corpus, config, index, of_model=True)
-    only = IndexedCorpus(corpus, index)
-    source, utterances = DataSource((only,), index, config), range(len(index.entries))
-    require_host_memory(source.memory(utterances), data, comm, level=logging.DEBUG)  # of frames alone
-    return source.load(utterances, comm)
-
-
-def _load(
-    config: TrainingDataConfig, source: DataSource, shard: list[int], device: torch.device, comm: Communicator
-) -> AcousticDataset:
-    """This worker's shard, on the device where there is room for it, once all memory is known to suffice."""
-    context, index = config.reading.features.splice, source.index
-    footprint = config.footprint(source.width * (2 * context + 1), index.num_pdfs)
-    comm.barrier()  # what was loaded before is there: all workers ask for memory together
-    require_host_memory({**source.memory(shard), **footprint.on_host(device.type)}, source.data, comm)
-    size = sum(source.memory(shard, mapped=False).values())
-    place = choose_feature_device(footprint, size, device, comm, on_host=config.feature_device == "cpu")
-    return source.load(shard, comm).to(place)
+    return DataSource((IndexedCorpus(corpus, index),), index, config)
 
 
 def _hold_out(index: UtteranceIndex, held_out: HeldOut, seed: int, comm: Communicator) -> tuple[list[int], list[int]]:

@@ -4,7 +4,7 @@ other, and loaded shard by shard. Utterances are those of the first corpus, then
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -97,21 +97,6 @@ class DataSource:
         for part, end in zip(self.parts, ends, strict=True):
             first = end - len(part.index.entries)
             yield part, [u - first for u in utterances if first <= u < end]
-
-    def memory(self, utterances: Sequence[int], *, mapped: bool = True) -> Mapping[str, int]:
-        """What these utterances take in host memory, by what it is for. With `mapped`, the whole cache file of a single
-        corpus is not loaded, but mapped; those of several are copied into one dataset."""
-        features, lengths = self.config.features, self.index.num_frames[list(utterances)]
-        whole = len(self.parts) == 1 and len(utterances) == len(self.index.entries)
-        rows = 0 if mapped and whole and self.parts[0].cache is not None else features.rows(lengths)
-        size = frame_bytes(features.dtype, int(lengths.sum()), rows, self.width)
-        return {f"frames in {features.dtype}": size}
-
-
-def frame_bytes(dtype: str, frames: int, rows: int, width: int) -> int:
-    """What frames take: features and labels, and for each frame its index and two orders. `rows`: of the dataset,
-    repeated edges included; 0 where it is not loaded but mapped. `width`: dimension of a row."""
-    return rows * (width * (2 if dtype == "float16" else 4) + 4) + 3 * 8 * frames
 
 
 def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicator) -> DataSource:

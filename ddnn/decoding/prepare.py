@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddnn.data.batches import EVAL_BATCH
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.loading import loader_pool
-from ddnn.data.pipeline import EVAL_BATCH
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.archive import write_matrices, write_records
 from ddnn.kaldi.nnet1_file import read_nnet1, write_nnet1

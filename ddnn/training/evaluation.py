@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ddnn.data.batches import Batch, SequentialSampler, make_batch_loader
+from ddnn.data.batches import EVAL_BATCH, Batch, SequentialSampler, make_batch_loader
 from ddnn.data.dataset import AcousticDataset, FrameSubset, labels_of
 from ddnn.data.index import MAX_SKIPPED_FRACTION
 from ddnn.data.loading import Corpus, DataConfig
-from ddnn.data.pipeline import EVAL_BATCH, load_data_dir
+from ddnn.data.pipeline import open_data_dir
 from ddnn.data.source import check_not_swapped
-from ddnn.distributed.communicator import Communicator
+from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, read_pdf_counts, transition_digest
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision
@@ -27,6 +27,7 @@ from ddnn.nn.network import Workspace, evaluation_workspace
 from ddnn.runs.metrics import no_better_than_baseline
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import PDF_COUNTS, model_digest, run_dir_of
+from ddnn.training.memory import frames_memory, require_host_memory
 from ddnn.util.errors import DataError, DivergedError, UserError
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
@@ -303,3 +304,13 @@ def load_for_model(
     corpus = load_data_dir(data, alignments, config, transforms)
     model.check_features(corpus.dim, location=data)
     return corpus
+
+
+def load_data_dir(
+    data: Path, alignments: Alignments | None, config: DataConfig, transforms: Path | None = None
+) -> AcousticDataset:
+    """A whole data dir in host memory. DataError: as `open_data_dir`; not enough memory."""
+    source, comm = open_data_dir(data, alignments, config, transforms), SingleProcess()
+    utterances = range(len(source.index.entries))
+    require_host_memory(frames_memory(source, utterances), data, comm, level=logging.DEBUG)  # a process takes much more
+    return source.load(utterances, comm)

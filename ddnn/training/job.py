@@ -22,18 +22,9 @@ from ddnn import __version__
 from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import NoFiniteModelError
 from ddnn.data.batches import ShuffledSampler, make_batch_loader
-from ddnn.data.index import fraction_of
 from ddnn.data.pipeline import (
     DataIdentity,
-    DataPlan,
     TrainingData,
-    TrainingFootprint,
-    check_host_memory,
-    describe_bytes,
-    plan_data,
-    require_minibatch,
-    speakers_in_both,
-    training_data,
 )
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.launcher import read_restart
@@ -42,7 +33,6 @@ from ddnn.distributed.transport import open_transport
 from ddnn.distributed.watchdog import Watchdog
 from ddnn.kaldi.alignments import kaldi_counts
 from ddnn.nn.acoustic_model import AcousticModel, load_model
-from ddnn.nn.layers import describe_sizes
 from ddnn.nn.network import Workspace, noise_generator
 from ddnn.nn.precision import allow_tf32, choose_arithmetic
 from ddnn.optim.ng_sgd import make_optimizer
@@ -54,14 +44,13 @@ from ddnn.runs.metrics import EndReason, EventRow, MetricsRow, StartRow, read_me
 from ddnn.runs.run_dir import RunDir, open_run_dir
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, newest_checkpoint, resume_command
 from ddnn.training import options
+from ddnn.training.data import load_data
 from ddnn.training.evaluation import baseline_result
 from ddnn.training.initial_model import (
-    check_initial_model,
     initial_model,
-    warn_of_known_utterances,
     with_initial_model,
 )
-from ddnn.training.network_layers import describe_parameters, frozen_layers, network_layers
+from ddnn.training.network_layers import describe_parameters, frozen_layers
 from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
@@ -70,14 +59,13 @@ from ddnn.training.trainer import Trainer, train
 from ddnn.util.errors import DataError, DivergedError, RecipeError, UserError
 from ddnn.util.progress import only_first_worker_shows
 from ddnn.util.system import (
-    available_memory,
     check_devices,
     choose_device,
     compute_resources,
     compute_units,
     device_identity,
 )
-from ddnn.util.text import duration, plural, printable, terminal_level
+from ddnn.util.text import printable, terminal_level
 
 log = logging.getLogger(__name__)
 
@@ -203,80 +191,6 @@ def open_job(
             run.close()
 
 
-def describe(recipe: Recipe) -> str:
-    """One sentence on what a recipe would train, without reading any data."""
-    learning_rate, size = recipe.schedule.initial_learning_rate, recipe.minibatch_size
-    first = size if isinstance(size, int) else size.start
-    return (
-        f"{recipe.model.summary()}, init {recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch}, "
-        f"{recipe.schedule.name} from {learning_rate:g} (times the gradient summed over a minibatch, "
-        f"{learning_rate * first:g} on its mean), {plural(recipe.parallel.workers, 'worker')}"
-    )
-
-
-def describe_data(recipe: Recipe, kind: Kind, device: str, trained: AcousticModel | None = None) -> list[str]:
-    """What a recipe would read and hold out, and the network and memory that this makes, in a line each; from tables and
-    headers, writing nothing. `trained`: the network of `init.model`. UserError: what the training would refuse before
-    it reads features, on this machine and with as many workers on it."""
-    options.check_packages(recipe)
-    workers, sizes = recipe.parallel.workers, options.minibatch_sizes(recipe)
-    config = options.data_config(recipe, workers, held_out=kind == "training")
-    config = replace(config, reading=replace(config.reading, cache_dir=None))
-    ours = logging.getLogger("ddnn")
-    level = ours.level
-    ours.setLevel(logging.WARNING)  # the lines below say the rest
-    try:
-        plan = plan_data(config, workers, SingleProcess())
-    finally:
-        ours.setLevel(level)
-    source, index, width = plan.source, plan.source.index, plan.source.width
-    if kind == "training":
-        require_minibatch(index, "minibatch_size", sizes.end, plan.train_shards)
-        check_initial_model(recipe, trained, source)
-        cv_index = index.subset(plan.cv) if plan.cv_source is None else plan.cv_source.index
-        warn_of_known_utterances(recipe, source, plan.cv_source, cv_index.utterances)
-    else:
-        options.check_pretrains(recipe)
-    input_dim, frames = width * (2 * recipe.data.splice + 1), int(index.num_frames.sum())
-    of = index.counts
-    skipped = (
-        f"{of['no_alignment']} without an alignment, {of['length_differs']} of another length, {of['empty']} empty"
-    )
-    lines = [
-        f"data: {source.data}: {index.size()} ({duration(frames / 100)} at 10 ms a frame) of {width} dims",
-        f"skipped: {plural(len(index.directory.entries) - of['used'], 'utterance')} ({skipped}); trimmed: {of['trimmed']}",
-        f"alignments: {source.alignments}: {index.num_pdfs} pdfs, {int((index.pdf_counts > 0).sum())} of them with frames",
-    ]
-    if plan.cv_source is not None:
-        lines.append(f"cross-validation: {plan.cv_source.data}: {plan.cv_source.index.size()}")
-    elif config.held_out is not None:
-        held_out = f"{index.subset(plan.cv).size()}, {100 * fraction_of(index, plan.cv):.1f} % of the frames"
-        shared = speakers_in_both(index, plan.train, plan.cv)
-        lines.append(f"cross-validation: {held_out}" + f"; {shared} also trained on" * bool(shared))
-    layers, minibatches = network_layers(recipe, input_dim, index.num_pdfs), sizes.start * workers
-    return [
-        *lines,
-        f"network: {describe_sizes(layers)}, {describe_parameters(recipe, layers)}; about "
-        f"{int(index.num_frames[plan.train].sum()) // minibatches} minibatches an epoch for each worker",
-        _describe_memory(plan, config.footprint(input_dim, index.num_pdfs), device),
-    ]
-
-
-def _describe_memory(plan: DataPlan, footprint: TrainingFootprint, device: str) -> str:
-    """What each worker would need. DataError where all of them together would be refused on this machine."""
-    source, host, available = plan.source, SingleProcess().host, available_memory()
-    shards = [sorted(a + b) for a, b in zip(plan.train_shards, plan.cv_shards, strict=True)]
-    place = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
-    own = footprint.on_host(place)
-    everyone = [[host, {**source.memory(shard, mapped=False), **own}, available] for shard in shards]
-    check_host_memory(everyone, source.data, logging.DEBUG)
-    loaded = source.memory(max(shards, key=lambda shard: source.index.num_frames[shard].sum()), mapped=False)
-    parts = {**loaded, **footprint.on_host("cpu")}
-    needed = ", ".join(f"{part} {describe_bytes(size)}" for part, size in parts.items())
-    on_gpu = describe_bytes(sum(loaded.values()) + footprint.on_gpu())
-    return f"memory of each worker: about {describe_bytes(sum(parts.values()))} on a CPU ({needed}), {on_gpu} on a GPU"
-
-
 def assign_device(recipe: Recipe, device: str, comm: Communicator) -> torch.device:
     """Where this worker computes; UserError if two would share a GPU and the recipe does not allow it. Collective."""
     chosen = choose_device(device, comm.local_rank, threads=recipe.parallel.cpu_threads)
@@ -311,7 +225,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     if loaded is None:
         run.write_recipe(job.recipe_text)
     dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
-    data = training_data(options.data_config(recipe, comm.world_size), job.device, comm)
+    data = load_data(job.recipe, job.device, comm)
     data.require_minibatch("minibatch_size", options.minibatch_sizes(recipe).end, data.train_shards)
     identity = data.identity(comm)
     if pretraining is not None and dbn is None:
@@ -443,8 +357,7 @@ def start_row(trainer: Trainer, data: TrainingData, parameters: str) -> StartRow
 def train_dbn(job: Job, run: RunDir, comm: Communicator, data: TrainingData | None = None) -> AcousticModel:
     """A DBN trained by the workers of `comm` on `data`, or on the whole corpus, which is loaded. Collective."""
     if data is None:
-        config = options.data_config(job.recipe, comm.world_size, held_out=False)
-        data = training_data(config, job.device, comm)
+        data = load_data(job.recipe, job.device, comm, held_out=False)
     return pretrain_dbn(job.recipe, data, job.checkpoint_policy(run, comm))
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddnn.averaging.strategies import STRATEGIES, AveragingOptions
+from ddnn.data.batches import EVAL_BATCH
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
-from ddnn.data.pipeline import HeldOut, TrainingDataConfig, TrainingFootprint
+from ddnn.data.pipeline import HeldOut, TrainingDataConfig
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.archive import MatrixReader, read_scp
 from ddnn.kaldi.transforms import read_transform_config
@@ -27,6 +28,13 @@ from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, Schedule
 from ddnn.recipe.section import MaybePaths, Section, as_list
 from ddnn.runs.tensorboard import import_tensorboard
 from ddnn.training.combination import BestEpoch, Combination, MeanOfEpochs, MovingAverage
+from ddnn.training.memory import (
+    GPU_ACTIVATION_COPIES,
+    GPU_PARAMETER_COPIES,
+    LIBRARY_BYTES,
+    RESERVED_BYTES,
+    TrainingMemory,
+)
 from ddnn.training.network_layers import frozen_layers, hidden_layers, network_layers
 from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.progress import progress_bar
@@ -156,7 +164,7 @@ def corpora(
     return tuple(Corpus(*pair, names, path) for pair, names, path in zip(pairs, named, of, strict=bool(pairs)))
 
 
-def data_config(recipe: Recipe, workers: int, *, held_out: bool = True) -> TrainingDataConfig:
+def data_config(recipe: Recipe, *, held_out: bool = True) -> TrainingDataConfig:
     """What the recipe says about data; `held_out`: whether there is cross-validation, which RBMs do without."""
     of = recipe.data
     features = replace(model_features(recipe), splice=of.splice, dtype=of.feature_dtype)
@@ -167,29 +175,37 @@ def data_config(recipe: Recipe, workers: int, *, held_out: bool = True) -> Train
         _taken(DataConfig, of, features=features, progress=progress_bar("loading")),
         _taken(HeldOut, of.cv, corpora=cv) if held_out else None,
         recipe.seed,
-        lambda input_dim, num_pdfs: footprint(recipe, input_dim, num_pdfs, workers),
         normalize=of.normalize,
-        feature_device=of.feature_device,
     )
 
 
-def footprint(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> TrainingFootprint:
-    """What a training by this recipe needs of memory besides its frames."""
-    parallel, options = recipe.parallel, optimizer_options(recipe.optimizer)
-    layers, largest = network_layers(recipe, input_dim, num_pdfs), minibatch_sizes(recipe).end
+def estimate_memory(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> TrainingMemory:
+    """What a training by this recipe needs besides its frames."""
+    parallel, optimizer = recipe.parallel, optimizer_options(recipe.optimizer)
+    layers, minibatch = network_layers(recipe, input_dim, num_pdfs), minibatch_sizes(recipe).end
+    one_copy, per_frame = 4 * num_parameters(layers), 4 * activation_floats(layers)
     frozen = frozen_layers(recipe, layers)
     trainable = [layer for i, layer in enumerate(layers) if i not in frozen]
     # The model before an averaging, and MPI's own copy of it; those that the strategy keeps.
-    averaging = 2 + 2 * parallel.overlap + STRATEGIES[parallel.strategy].copies(parallel.comm_dtype, workers)
+    averaging_copies = 2 + 2 * parallel.overlap + STRATEGIES[parallel.strategy].copies(parallel.comm_dtype, workers)
     last, moving = recipe.schedule.average_last, recipe.schedule.moving_average_epochs is not None
     # The epochs' models, and their sum and mean in float64; a moving average in float64, what was kept of it, a term.
     means = (last + 5 if last > 1 else 0) + 5 * moving + (recipe.schedule.keep == "best")
-    return TrainingFootprint(
-        num_parameters(layers),
-        activation_floats(layers),
-        largest,
-        parameter_copies=3 + means + (options.momentum > 0) + (recipe.precision != "float32"),
-        momentum_copies=int(options.momentum > 0),
-        averaging_copies=averaging if workers > 1 else 0,
-        natural_gradient_bytes=options.num_bytes(trainable, largest),
+    copies = 3 + means + (recipe.precision != "float32")  # parameters, gradient, the best so far; bf16
+    cpu = {
+        "parameters": copies * one_copy,
+        "momentum": one_copy if optimizer.momentum > 0 else 0,
+        "activations": (minibatch + EVAL_BATCH) * per_frame,  # of a minibatch, and of a block of cross-validation
+        "files": 3 * one_copy,  # a model being written takes two copies, a checkpoint that is read three
+        "libraries": LIBRARY_BYTES,
+        "natural gradient": optimizer.num_bytes(trainable, minibatch),
+        "averaging": averaging_copies * one_copy if workers > 1 else 0,
+    }
+    beside_gpu = {"files": 4 * one_copy, "averaging": 2 * one_copy if workers > 1 else 0, "libraries": LIBRARY_BYTES}
+    gpu_activations = 2 * GPU_ACTIVATION_COPIES * per_frame * max(minibatch, EVAL_BATCH)
+    return TrainingMemory(
+        {purpose: size for purpose, size in cpu.items() if size},
+        {purpose: size for purpose, size in beside_gpu.items() if size},
+        gpu=GPU_PARAMETER_COPIES * one_copy + gpu_activations + RESERVED_BYTES,
+        min_gpu=cpu["parameters"] + cpu["momentum"] + cpu["activations"],
     )

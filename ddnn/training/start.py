@@ -29,7 +29,7 @@ from ddnn.runs.metrics import MetricsRow, read_metrics
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
 from ddnn.util.errors import RecipeError, UserError
 from ddnn.util.files import is_locked
-from ddnn.util.text import printable
+from ddnn.util.text import plural, printable
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +100,25 @@ def _read_training(
     return recipe, location, loaded, finished, done
 
 
+def describe(recipe: Recipe) -> str:
+    """One sentence on what a recipe would train, without reading any data."""
+    learning_rate, size = recipe.schedule.initial_learning_rate, recipe.minibatch_size
+    first = size if isinstance(size, int) else size.start
+    return (
+        f"{recipe.model.summary()}, init {recipe.init}, {recipe.optimizer.name}, minibatch {recipe.minibatch}, "
+        f"{recipe.schedule.name} from {learning_rate:g} (times the gradient summed over a minibatch, "
+        f"{learning_rate * first:g} on its mean), {plural(recipe.parallel.workers, 'worker')}"
+    )
+
+
 def dry_run(
     kind: Kind, recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str,
     resume: Resume, no_data: bool,
 ) -> str:  # fmt: skip
     """What a training or pretraining would be, and its recipe, resolved; nothing is written. `no_data`: by the recipe
     alone. Errors as of `start_training`, and what the workers would refuse before they read features."""
+    from ddnn.training.data import describe_data
     from ddnn.training.initial_model import with_initial_model
-    from ddnn.training.job import describe, describe_data
 
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
     trained, lines = None, list[str]()

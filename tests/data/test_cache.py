@@ -31,6 +31,7 @@ from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.archive import MatrixReader, write_matrices
 from ddnn.kaldi.data_dir import accumulate_cmvn_stats, read_data_dir
 from ddnn.kaldi.transforms import read_transform_config
+from ddnn.training.memory import frames_memory
 from ddnn.util.errors import DataError
 
 KEY = "0123456789abcdef" * 4
@@ -471,10 +472,10 @@ def test_a_mapped_file_needs_no_memory_and_a_shard_of_it_does(
     assert everything(source).features.shape[1] == 8
     assert "read from disk again and again" in caplog.text
     frames = source.index.num_frames
-    assert source.memory(range(len(frames))) == {"frames in float32": 24 * int(frames.sum())}
-    one = source.memory([0, 2])
+    assert frames_memory(source, range(len(frames))) == {"frames in float32": 24 * int(frames.sum())}
+    one = frames_memory(source, [0, 2])
     assert one == {"frames in float32": 24 * int(frames[[0, 2]].sum()) + (int(frames[[0, 2]].sum()) + 8) * (4 * 8 + 4)}
-    assert opened(folder, cache_dir=None).memory([0, 2]) == one
+    assert frames_memory(opened(folder, cache_dir=None), [0, 2]) == one
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_an_error(folder: Path) -> None:

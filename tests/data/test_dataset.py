@@ -11,7 +11,7 @@ from corpora import labelled_utterances, load_all, unlike_utterances, write_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.data import feature_reader, pipeline
+from ddnn.data import feature_reader
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import hold_out_fraction, hold_out_speakers
@@ -226,7 +226,7 @@ def test_deltas_are_taken_before_trimming(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_said_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "available_memory", lambda: 1000)
+    monkeypatch.setattr("ddnn.training.memory.available_memory", lambda: 1000)
     with pytest.raises(
         DataError, match=r"needs about 1 MiB of memory \(frames in float32 1 MiB\), and 1 MiB are available"
     ) as caught:

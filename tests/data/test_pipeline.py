@@ -20,7 +20,7 @@ from distributed.threads import run_workers
 from ddnn.data import dataset, feature_reader, loading, pipeline
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
-from ddnn.data.pipeline import DataIdentity, HeldOut, TrainingData, TrainingDataConfig, TrainingFootprint, training_data
+from ddnn.data.pipeline import DataIdentity, HeldOut, TrainingData, TrainingDataConfig, training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.inspection.path import describe_path
 from ddnn.kaldi.archive import MatrixReader
@@ -62,9 +62,6 @@ def test_the_cache_changes_no_bit(tmp_path: Path, cv: str, monkeypatch: pytest.M
     assert load_recipe(tmp_path / "maps/recipe.yaml").data.cache_dir == tmp_path / "made/cache"
 
 
-FOOTPRINT = TrainingFootprint(100, 10, 16)
-
-
 Utterances = dict[str, np.ndarray]
 
 
@@ -84,9 +81,7 @@ def load(
     reading = DataConfig(FeatureConfig(splice=splice), max_skipped_fraction=0.5, cache_dir=cache_dir)
     held_out, alignments = held_out or HeldOut(speakers=folder / "cv1"), config.pop("alignments", folder / "pdfs.txt")
     seed = config.pop("seed", 1)
-    given = TrainingDataConfig(
-        (Corpus(folder / "train", alignments),), reading, held_out, seed, lambda dim, pdfs: FOOTPRINT, **config
-    )
+    given = TrainingDataConfig((Corpus(folder / "train", alignments),), reading, held_out, seed, **config)
     return training_data(given, torch.device("cpu"), comm or SingleProcess())
 
 

@@ -35,6 +35,7 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.recipe.load import load_recipe
 from ddnn.training.job import run_training
+from ddnn.training.memory import frames_memory
 from ddnn.training.options import data_config
 from ddnn.util.errors import DataError, RecipeError
 
@@ -132,7 +133,8 @@ def test_a_shard_of_several_corpora_is_one_dataset(
     if way == "caches":
         source = opened(corpora, **config)
         assert all(part.cache is not None for part in source.parts) and len(list((tmp_path / "c").iterdir())) == 2
-        assert source.memory(range(16)) == opened(one, cmvn="mean", dtype=dtype).memory(range(16)), "copied, not mapped"
+        memory = frames_memory(opened(one, cmvn="mean", dtype=dtype), range(16))
+        assert frames_memory(source, range(16)) == memory, "copied, not mapped"
 
 
 def test_counts_of_pdfs_and_utterances_are_sums(tmp_path: Path) -> None:
@@ -258,7 +260,7 @@ def test_each_corpus_may_have_its_own_transforms(
 
 def test_rbms_know_all_corpora_again(whole: tuple[Path, list[str]]) -> None:
     """A pretraining is not resumed on other features of the second corpus."""
-    config = data_config(load_recipe(whole[0], whole[1]), 1)
+    config = data_config(load_recipe(whole[0], whole[1]))
     identity = pipeline.training_data(config, torch.device("cpu"), SingleProcess()).identity(SingleProcess())
     assert list(identity.of("data.train").contents) == list(identity.of("data.train").features)
     assert list(identity.of("data.train").contents) == ["data.train[0]", "data.train[1]"]
@@ -273,7 +275,7 @@ def test_the_normalization_is_over_utterances_of_all_corpora(
         monkeypatch.setattr(module, "STATISTICS_UTTERANCES", 4)
     features, shifts = labelled_utterances(count=16)[0], []
     for settings in ([], halves):
-        config = data_config(load_recipe(recipe, settings), 1, held_out=False)
+        config = data_config(load_recipe(recipe, settings), held_out=False)
         data = pipeline.training_data(config, torch.device("cpu"), SingleProcess())
         shift = data.input_transform(SingleProcess()).shift
         assert shift is not None

@@ -31,7 +31,7 @@ from ddnn.averaging.strategies import (
 from ddnn.distributed.communicator import CommStats, Communicator, SingleProcess
 from ddnn.recipe.schema import AveragingConfig, Recipe
 from ddnn.report.scaling import Constants, Job, Way, comm_seconds, epoch_seconds
-from ddnn.training.options import footprint
+from ddnn.training.options import estimate_memory
 
 WORLDS = [1, 2, 3, 4, 5, 6, 7, 8]
 GOSSIP = ["butterfly", "ring", "hopping-ring"]
@@ -330,8 +330,9 @@ def test_a_new_strategy_is_a_class_and_a_line_in_the_table(monkeypatch: pytest.M
     assert epoch_seconds(constants, Way("halfway"), 5) == pytest.approx(200 * (10 * 0.1 + 0.007))
     parallel = AveragingConfig.model_construct(strategy="halfway")
     recipe = Recipe.model_construct(precision="float32")
-    plain = footprint(recipe, 6, 5, 4).averaging_copies
-    assert footprint(recipe.model_copy(update={"parallel": parallel}), 6, 5, 4).averaging_copies == plain + 1
+    plain = estimate_memory(recipe, 6, 5, 4).cpu
+    found = estimate_memory(recipe.model_copy(update={"parallel": parallel}), 6, 5, 4).cpu
+    assert found["averaging"] - plain["averaging"] == plain["files"] // 3, "one more copy of the parameters"
 
 
 def test_after_the_mean_of_an_epoch_parameters_are_sent_as_float32_once() -> None:

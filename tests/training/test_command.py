@@ -119,7 +119,7 @@ def test_a_rejected_epoch_is_taken_back(recipe: Path, tmp_path: Path) -> None:
     assert not all(m["accepted"] for m in cv)
     best = min(float(m["loss"]) for m in cv)  # type: ignore[arg-type]
     found = load_run(tmp_path / "run")
-    data = training_data(data_config(load_recipe(recipe), 1), torch.device("cpu"), SingleProcess())
+    data = training_data(data_config(load_recipe(recipe)), torch.device("cpu"), SingleProcess())
     assert evaluate(found, data.cv).loss == pytest.approx(best, rel=1e-6)
 
 
@@ -131,7 +131,7 @@ def test_the_scope_of_max_change_says_whose_frames_limit_a_step(recipe: Path, sc
 
     def work(comm: Communicator) -> tuple[float, float]:
         cpu, run, policy = torch.device("cpu"), NullRunDir(Path("nowhere")), NoCheckpoints()
-        data = training_data(data_config(settings, 2), cpu, comm)
+        data = training_data(data_config(settings), cpu, comm)
         job = Job(settings, "", comm, run, GracefulShutdown(), cpu)
         trainer = assemble_trainer(job, initial_model(settings, data, None, None, comm), data, "", policy, None)
         return trainer.averager.lr_scale, trainer.optimizer.included_lr_scale
@@ -427,8 +427,7 @@ def test_dry_run_refuses_what_does_not_fit_into_memory(
     """By the message of the training itself."""
     job = make_job(tmp_path / "job")
     call = ("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
-    for module in ("data.pipeline", "training.job"):
-        monkeypatch.setattr(f"ddnn.{module}.available_memory", lambda: 80 << 20)
+    monkeypatch.setattr("ddnn.training.memory.available_memory", lambda: 80 << 20)
     assert run_cli(*call, "--dry-run").exit_code == 0
     dry, trained = (run_cli(*call, "--set", "model.hidden_units=900000", *more) for more in (("--dry-run",), ()))
     assert (dry.exit_code, dry.stdout) == (2, "") and dry.stderr == trained.stderr

@@ -20,7 +20,7 @@ from ddnn.nn.layers import Affine, num_parameters
 from ddnn.nn.network import Network, initialize
 from ddnn.recipe.load import load_recipe
 from ddnn.training.network_layers import frozen_layers, network_layers
-from ddnn.training.options import footprint
+from ddnn.training.options import estimate_memory
 from ddnn.util.errors import RecipeError
 
 FSDD = "[{conv: {filters: 32, patch: 8, pool: 3}}, {conv: {filters: 64, patch: 4%s}}, {affine: 256, repeat: 3}]"
@@ -208,8 +208,8 @@ def test_frozen_layers_are_those_of_the_list(tmp_path: Path) -> None:
         made = network_layers(recipe, 6, 7)
         assert frozen_layers(recipe, made) == layers
         frozen = any(made[i].gemm for i in layers)
-        whole = footprint(load_recipe(path), 6, 7, 1).natural_gradient_bytes
-        assert (footprint(recipe, 6, 7, 1).natural_gradient_bytes < whole) == frozen
+        whole = estimate_memory(load_recipe(path), 6, 7, 1).cpu["natural gradient"]
+        assert (estimate_memory(recipe, 6, 7, 1).cpu["natural gradient"] < whole) == frozen
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from ddnn.training.combination import BestEpoch, MeanOfEpochs, MovingAverage
 from ddnn.training.job import Job
 from ddnn.training.options import (
     averaging_options,
-    footprint,
+    estimate_memory,
     make_combination,
     make_schedule,
     minibatch_sizes,
@@ -129,8 +129,10 @@ def test_options_of_the_combination() -> None:
     assert isinstance(last, MeanOfEpochs) and last.models.maxlen == 4
     assert isinstance(moving, MovingAverage) and (moving.epochs, moving.period, len(moving.batches)) == (0.5, 10, 7)
     assert not make_combination(Recipe.model_construct(), network, SingleProcess(), range(7)).parts
-    plain = footprint(Recipe.model_construct(), 6, 5, 1).parameter_copies
-    assert footprint(recipe, 6, 5, 1).parameter_copies == plain + 1 + 4 + 5 + 5
+    plain = estimate_memory(Recipe.model_construct(), 6, 5, 1).cpu
+    one_copy = plain["files"] // 3
+    found = estimate_memory(recipe, 6, 5, 1).cpu["parameters"] - plain["parameters"]
+    assert found == (1 + 4 + 5 + 5) * one_copy
 
 
 @pytest.mark.parametrize("keys", [AVERAGING, BMUF], ids=["averaging", "bmuf"])
@@ -193,4 +195,4 @@ def test_a_minibatch_is_of_each_worker_or_of_all_together() -> None:
 def test_the_memory_of_a_growing_minibatch_is_that_of_its_largest() -> None:
     recipe = Recipe.model_construct(minibatch_size=256, optimizer=make_optimizer_config("ng-sgd"))
     growing = recipe.model_copy(update={"minibatch_size": GrowingMinibatchConfig(start=64, end=256, epochs=3)})
-    assert footprint(growing, 440, 616, 1) == footprint(recipe, 440, 616, 1)
+    assert estimate_memory(growing, 440, 616, 1) == estimate_memory(recipe, 440, 616, 1)

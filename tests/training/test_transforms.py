@@ -195,10 +195,10 @@ def test_other_transforms_are_noticed_on_resume(folder: Path) -> None:
     """Also by other workers, which have the same features where the transforms are."""
 
     def identity(*settings: str) -> DataIdentity:
-        config = data_config(load_recipe(folder / "raw.yaml", settings), 1)
+        config = data_config(load_recipe(folder / "raw.yaml", settings))
         return training_data(config, torch.device("cpu"), SingleProcess()).identity(SingleProcess())
 
-    before, config = identity(), data_config(load_recipe(folder / "raw.yaml"), 2)
+    before, config = identity(), data_config(load_recipe(folder / "raw.yaml"))
     for found in run_workers(2, lambda comm: training_data(config, torch.device("cpu"), comm).identity(comm)):
         assert found.differences(before) == {}
     shutil.copytree(folder / "tri4_ali", folder / "elsewhere")
