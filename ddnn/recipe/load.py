@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +32,9 @@ from ddnn.recipe.schema import (
     Recipe,
     TrainedModelConfig,
 )
-from ddnn.recipe.section import MAPPING, VALUE, MaybePaths, Section, as_list, get_value, is_given, with_defaults
+from ddnn.recipe.section import MAPPING, VALUE, MaybePaths, Section, as_list, get_value, is_given
 from ddnn.recipe.source import SourceTree, SourceValue
-from ddnn.util.errors import DataError, RecipeError
+from ddnn.util.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +49,6 @@ MODEL_KEYS = (
     *("model.layers", "model.bands"),
 )
 """Keys that take the values of the network of `init.model` where they are not given."""
-
-
-RESUMABLE = re.compile(
-    r"(checkpoint|cuda_graphs|log"
-    r"|data\.(alignments|allow_pipes|cache_dir|cv\.(alignments|data|speakers|transforms|utterances)"
-    r"|feature_device|loader_processes|max_skipped_fraction|train|transforms)"
-    r"|parallel\.(cpu_threads|gpu_transport|hang_timeout|max_restarts|oversubscribe_gpus|workers))(\..*)?"
-)
-"""Keys of a recipe that a resume may change. Where data has moved, `DataIdentity` says whether it is the same."""
 
 
 def load_recipe(
@@ -119,95 +109,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def recorded_values(text: str) -> SourceTree:
-    """Values by dotted key of what `dump_recipe` wrote into a file that anybody may have changed. As careful as with
-    any recipe: YAML alone would build a million things of twenty lines."""
-    if len(text) > source.MOST_BYTES:
-        return SourceTree(problems=[source.Problem(f"more than {source.MOST_BYTES} characters", "manifest.json")])
-    return source.parse_file(text, "manifest.json")
-
-
-def changed_keys(before: SourceTree, recipe: Recipe) -> dict[str, tuple[str, str]]:
-    """Key -> its value now and before, as text, of all keys in which `recipe` differs. `precision: auto` asks for
-    nothing else than what was chosen before."""
-    old, new = before.values, recorded_values(dump_recipe(recipe)).values
-    names = sorted({*old, *new} - REMOVED)
-    found = {key: [tree[key].value if key in tree else None for tree in (new, old)] for key in names}
-    changed = {
-        key: pair for key, pair in found.items() if pair[0] != pair[1] and (key, pair[0]) != ("precision", "auto")
-    }
-    now, then = ([_shown(key, pair[n]) for key, pair in changed.items()] for n in (0, 1))
-    return dict(zip(changed, zip(now, then, strict=True), strict=True))
-
-
-def _shown(key: str, value: Any) -> str:
-    if key == LAYERS_KEY and (layers := read_layers(SourceValue(value, ""), SourceTree())) is not None:
-        value = layers
-    return "not given" if value is None else str(value)[:500]
-
-
-EPOCHS = ("schedule.epochs", "schedule.max_epochs")
-
-
-def is_longer(recipe: Recipe, key: str, now: str, then: str) -> bool:
-    """Whether a change, as of `changed_keys`, only makes the training longer: what was trained remains a part of it."""
-    longer = now.isdecimal() and then.isdecimal() and int(now) > int(then)
-    return longer and key in EPOCHS and not recipe.schedule.depends_on_length
-
-
-def why_not_longer(recipe: Recipe, changed: Iterable[str]) -> str:
-    """If among keys that may not change is the number of epochs, why it may not, as a sentence; else nothing."""
-    if not {*EPOCHS} & set(changed):
-        return ""
-    if not recipe.schedule.depends_on_length:
-        return "a training can be made longer, not shorter; "
-    return (
-        f"with schedule.name: {recipe.schedule.name} the learning rates of all epochs depend on their number: "
-        "to train further, start from the network with init.model; "
-    )
-
-
-def describe_changes(changed: Mapping[str, tuple[str, str]]) -> str:
-    """Of some that `changed_keys` found: a single one in the same line, more in a line each."""
-    lines = [f"{key}: {now} found, {then} expected" for key, (now, then) in changed.items()]
-    return lines[0] if len(lines) == 1 else "".join(f"\n  - {line}" for line in lines)
-
-
-def check_same_recipe(
-    before: str, recipe: Recipe, location: Path, precision: str | None = None
-) -> dict[str, tuple[str, str]]:
-    """What has changed since the checkpoint at `location` was written, as of `changed_keys`; its recipe was `before`.
-    `precision`: that was chosen, which is what `auto` means from then on. RecipeError: a resume may not change it."""
-    old = recorded_values(before)
-    if old.problems:
-        raise DataError(f"the recipe in the checkpoint is none: {old.problems[0]}"[:500], location=location)
-    asked = old.values.get("precision")
-    if asked is not None and asked.value == "auto" and precision is not None:
-        old.values["precision"] = SourceValue(precision, asked.source)
-    changed = changed_keys(old, recipe)
-    if "precision" in changed and changed["precision"][0] == precision:
-        del changed["precision"]
-    refused = {
-        key: values
-        for key, values in changed.items()
-        if not (RESUMABLE.fullmatch(key) or is_longer(recipe, key, *values))
-    }
-    if refused:
-        message = f"the recipe is not the one that the checkpoint was made by: {describe_changes(refused)}"
-        hint = (
-            f"{why_not_longer(recipe, refused)}resume with the run dir's own recipe.yaml, or start in another run dir"
-        )
-        raise RecipeError(message, location=location, hint=hint)
-    return changed
-
-
-def as_begun(recipe: Recipe, before: Recipe) -> Recipe:
-    """A recipe with `init.model`, with those keys of the network that `before`, by which its training has begun, has."""
-    if not isinstance(recipe.init, TrainedModelConfig):
-        return recipe
-    return with_defaults(recipe, {name: get_value(before, name) for name in MODEL_KEYS if is_read(before, name)})
 
 
 def _read_with_includes(

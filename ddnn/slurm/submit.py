@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from ddnn.distributed.mpirun import IGNORING_SIGUSR1, MPI_SETTINGS
-from ddnn.recipe.load import check_same_recipe, dump_recipe, load_recipe
+from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.runs import run_status as files
 from ddnn.runs.checkpoint_manifest import peek_checkpoint
@@ -263,6 +263,7 @@ def _command(kind: Kind, run_dir: Path, recipe: Recipe, device: str, interpreter
 def _check_resume(run_dir: Path, recipe: Recipe) -> None:
     """Checks a run dir that is to be resumed, so that nothing is refused by the job hours later."""
     from ddnn.training.resume import read_metadata
+    from ddnn.training.resume_rules import check_same_recipe
     from ddnn.training.start import makes_longer
 
     check_run_dir(run_dir, resume=True)

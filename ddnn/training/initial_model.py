@@ -21,14 +21,7 @@ from ddnn.kaldi.alignments import check_same_tree
 from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, find_nnet1, nnet1_features, read_nnet1_dir
 from ddnn.nn.network import Network, initialize
 from ddnn.recipe.layers import describe_layer
-from ddnn.recipe.load import (
-    SHORT_FORM,
-    as_begun,
-    contradictions,
-    dump_recipe,
-    load_recipe,
-    recorded_values,
-)
+from ddnn.recipe.load import SHORT_FORM, contradictions, dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.recipe.section import as_list, get_value, is_given, with_defaults
 from ddnn.recipe.source import format_value, listed
@@ -44,6 +37,7 @@ from ddnn.training.network_layers import (
     static_dims,
 )
 from ddnn.training.pretraining import load_dbn
+from ddnn.training.resume_rules import recorded_values, with_recorded_network
 from ddnn.util.errors import DataError, RecipeError, UserError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.text import plural
@@ -69,7 +63,7 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
         return recipe, None
     if run_dir is not None and newest_checkpoint(run_dir) is not None:
         before = load_recipe(run_dir / RECIPE, must_exist=False) if (run_dir / RECIPE).is_file() else recipe
-        return as_begun(recipe, before), None
+        return with_recorded_network(recipe, before), None
     path = recipe.init.model
     model = load_trained(path, options.model_features(recipe))
     found = _described_input(model, path)

@@ -10,23 +10,22 @@ from typing import Any
 
 from ddnn.distributed.launcher import NoRun, read_restart, run_distributed
 from ddnn.distributed.mpirun import in_mpi_job
-from ddnn.recipe.load import (
-    RESUMABLE,
-    as_begun,
-    changed_keys,
-    check_same_recipe,
-    describe_changes,
-    dump_recipe,
-    is_longer,
-    load_recipe,
-    recorded_values,
-    why_not_longer,
-)
+from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.runs import run_status
 from ddnn.runs.checkpoint_manifest import folder_name, peek_checkpoint
 from ddnn.runs.metrics import MetricsRow, read_metrics
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, METRICS, RECIPE, Kind, Resume
+from ddnn.training.resume_rules import (
+    EPOCHS,
+    changed_keys,
+    check_same_recipe,
+    describe_changes,
+    length_hint,
+    recorded_values,
+    refused_changes,
+    with_recorded_network,
+)
 from ddnn.util.errors import RecipeError, UserError
 from ddnn.util.files import is_locked
 from ddnn.util.text import plural, printable
@@ -151,7 +150,7 @@ def _check_resume(recipe: Recipe, location: Path) -> None:
     if found is None or not isinstance(before, str) or not isinstance(precision, str):
         return  # the workers say what is wrong with it
     if isinstance(recipe.init, TrainedModelConfig) and (location / RECIPE).is_file():
-        recipe = as_begun(recipe, load_recipe(location / RECIPE, must_exist=False))
+        recipe = with_recorded_network(recipe, load_recipe(location / RECIPE, must_exist=False))
     check_same_recipe(before, recipe, location / CHECKPOINTS / folder_name(found.number), precision)
 
 
@@ -161,17 +160,18 @@ def makes_longer(recipe: Recipe, location: Path, settings: Sequence[str]) -> boo
     if not (location / RECIPE).is_file():
         raise UserError(f"there is a {FINAL}, but no {RECIPE}: nothing to resume", location=location)
     before = load_recipe(location / RECIPE, must_exist=False)
-    recipe = as_begun(recipe, before)
+    recipe = with_recorded_network(recipe, before)
     if recipe.parallel.workers == 1 and not any(one.startswith("parallel.workers=") for one in settings):
         update = {"workers": before.parallel.workers}  # no number was asked for
         recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=update)})
     changed = changed_keys(recorded_values(dump_recipe(before)), recipe)
-    longer = [key for key, values in changed.items() if is_longer(recipe, key, *values)]
     if not changed:
         return False
-    if not longer or not all(key in longer or RESUMABLE.fullmatch(key) for key in changed):
+    refused = refused_changes(recipe, changed)
+    longer = [key for key in changed if key in EPOCHS]
+    if refused or not longer:
         message = f"this training has finished, by another recipe: {describe_changes(changed)}"
-        hint = f"{why_not_longer(recipe, {*changed} - {*longer})}nothing would be done: leave out what differs, "
+        hint = f"{length_hint(recipe, refused)}nothing would be done: leave out what differs, "
         raise RecipeError(message, location=location, hint=f"{hint}or train in another run dir")
     hint = f"to train its network further, start another training from it: init.model={location}"
     problems = list[str]()

@@ -16,11 +16,12 @@ from fuzz.targets_models import TENSORS, apart, tiny_model, with_header
 
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.nn.acoustic_model import model_config, transform_tensors
-from ddnn.recipe.load import check_same_recipe, dump_recipe, load_recipe
+from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
 from ddnn.runs.checkpoint import CheckpointHandle, CheckpointStore
 from ddnn.runs.checkpoint_manifest import CheckpointSummary, encode_manifest, peek_checkpoint
 from ddnn.training.resume import read_metadata
+from ddnn.training.resume_rules import check_same_recipe
 from ddnn.training.state import LoadedCheckpoint
 from ddnn.util.errors import DataError
 

@@ -241,7 +241,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 def test_the_recipe_in_a_strangers_checkpoint(tmp_path: Path, text: str) -> None:
     """It was read by YAML alone: aliases made twenty lines a million values, and dates and depths other exceptions."""
-    from ddnn.recipe.load import check_same_recipe
+    from ddnn.training.resume_rules import check_same_recipe
 
     write_data_dir(tmp_path / "data", {"a-1": np.zeros((3, 1), np.float32)})
     (tmp_path / "recipe.yaml").write_text("data: {train: data, alignments: data}\n")

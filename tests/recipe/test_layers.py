@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from ddnn.recipe.layers import LAYERS, VALUE_OF, AffineLayerConfig, ConvLayerConfig, near
-from ddnn.recipe.load import changed_keys, dump_recipe, load_recipe, recorded_values
+from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe
+from ddnn.training.resume_rules import changed_keys, recorded_values
 from ddnn.util.errors import RecipeError
 
 DATA = "data: {train: ., alignments: .}\n"

@@ -36,13 +36,14 @@ from ddnn.kaldi.archive import write_matrices
 from ddnn.nn.acoustic_model import load_model
 from ddnn.optim.schedule import MinibatchSizes
 from ddnn.recipe.keys import keys
-from ddnn.recipe.load import check_same_recipe, dump_recipe, load_recipe
+from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.runs.checkpoint import CheckpointStore
 from ddnn.runs.metrics import EndRow, EventRow, MetricsWriter, read_metrics
 from ddnn.runs.run_status import model_digest
 from ddnn.training import job
 from ddnn.training.job import run_training
 from ddnn.training.resume import merge_rank_states, read_metadata
+from ddnn.training.resume_rules import check_same_recipe
 from ddnn.training.state import LoadedCheckpoint, TrainingProgress
 from ddnn.util.errors import DataError, RecipeError, UserError
 
