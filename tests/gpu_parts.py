@@ -31,7 +31,8 @@ from idx import ConvertOptions, convert_idx, write_idx
 from torch.profiler import ProfilerActivity
 
 from ddnn.bench import step as bench_step
-from ddnn.bench.step import OPTIMIZERS, RandomTask, Shape, endless, machine_facts, random_task, seconds_per_call
+from ddnn.bench.step import OPTIMIZERS, machine_facts, seconds_per_call
+from ddnn.bench.task import RandomTask, Shape, endless, random_task
 from ddnn.distributed.mpirun import find_mpirun
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, supports_float32_output
 from ddnn.nn.network import Workspace

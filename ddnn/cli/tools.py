@@ -116,11 +116,13 @@ def bench(
             raise UserError(
                 "not measured with several workers", location=wrong[0], hint="omit --workers, or this option"
             )
-        from ddnn.bench.step import run_bench_workers
+        from ddnn.bench.workers import run_bench_workers
 
         options = {"workers": workers, "strategy": strategy, "averaging_period": averaging_period}
         options |= {"overlap": overlap, "cpu_threads": threads}
-        run_bench_workers(networks, options, device, seconds, precisions, json_, lambda result: show(result, json_))
+        run_bench_workers(
+            networks, options, device, seconds, precisions, sys.argv[1:], lambda result: show(result, json_)
+        )
         return
     from ddnn.bench.step import run_bench
 

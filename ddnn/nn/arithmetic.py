@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ddnn.nn.kernels import Kernels, load_library
 from ddnn.nn.loss import SoftmaxCrossEntropy, SoftmaxCrossEntropyBFloat16
-from ddnn.util.system import Processor, onednn_isa_limit, processor
+from ddnn.nn.processor import Processor, onednn_isa_limit, processor
 
 aten = torch.ops.aten
 Precision = Literal["float32", "bf16"]

@@ -27,9 +27,10 @@ from ddnn.reproduce.comparison import HypothesisResult, Word, compare, degradati
 from ddnn.reproduce.runs import RunRecord, TimeBreakdown
 from ddnn.reproduce.tables import ReproduceConfig, Table, paper
 from ddnn.util.files import ensure_directory, read_bytes_limited, write_text
-from ddnn.util.text import environment, plural
+from ddnn.util.text import environment, plural, without_controls
 
 if TYPE_CHECKING:
+    import jinja2
     from matplotlib.axes import Axes
 
 MAX_BYTES = 16 << 20  # of a plot
@@ -68,10 +69,11 @@ class Report:
 
     def render(self, name: str, folder: str = "") -> str:
         """`name` is report.md or report.html; `folder` has the pictures, relative to the Markdown file."""
-        templates = environment(html=name.endswith(".html"))
-        templates.add_extension("jinja2.ext.do")
-        templates.filters |= FILTERS
-        text = templates.get_template(f"{name}.j2").render(**self.context, folder=folder)
+        text = (
+            report_templates(html=name.endswith(".html"))
+            .get_template(f"{name}.j2")
+            .render(**self.context, folder=folder)
+        )
         return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
     def write(self, path: Path) -> list[Path]:
@@ -85,6 +87,14 @@ class Report:
         write_text(markdown, self.render("report.md", path.name))
         write_text(html, self.render("report.html"))
         return [markdown, html, *plots]
+
+
+def report_templates(*, html: bool = False) -> jinja2.Environment:
+    """The templates with `FILTERS`, and with statements that give no text (`do`)."""
+    templates = environment(html=html)
+    templates.add_extension("jinja2.ext.do")
+    templates.filters |= FILTERS
+    return templates
 
 
 def build_report(
@@ -396,6 +406,21 @@ def _headings(body: str) -> list[Any]:
     return [(id_, type(body)(text)) for id_, text in re.findall(r'<h2 id="([a-z0-9-]*)">(.*?)</h2>', body)]
 
 
+def _escape_markdown(text: object) -> str:
+    """Text within a line or a table cell: nothing in it is markup, HTML or the end of a cell."""
+    return re.sub(r"([\\`*_\[\]<>|~&$#!]|:(?=//))", r"\\\1", " ".join(without_controls(str(text)).split()))
+
+
+def _escape_line(text: object) -> str:
+    """Text that begins a line: it starts no list, no rule, and no heading of the line before."""
+    return re.sub(r"^(\d*)([-+=.)])", r"\1\\\2", _escape_markdown(text))
+
+
+def _fence(text: str) -> str:
+    """A row of backquotes longer than any in the text."""
+    return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+
+
 FILTERS: dict[str, Callable[..., Any]] = {
     "number": _number,
     "signed": _signed,
@@ -407,4 +432,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "published_differences": _published_differences,
     "slug": lambda text: re.sub(r"[^a-z0-9]+", "-", text.lower()),
     "headings": _headings,
+    "md": _escape_markdown,
+    "md_line": _escape_line,
+    "fence": _fence,
 }

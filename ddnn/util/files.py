@@ -180,20 +180,17 @@ def write_verified(path: Path, pieces: Callable[[], Iterable[Any]]) -> tuple[int
     file exists, cannot be written, or what was read back is something else."""
     from concurrent.futures import ThreadPoolExecutor
 
-    size = 0
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with os.fdopen(descriptor, "r+b", buffering=0) as file, ThreadPoolExecutor(1) as thread:
+    with path.open("x+b", buffering=0) as file, ThreadPoolExecutor(1) as thread:
         digest = thread.submit(_sha256, pieces)  # as slow as the disk, and needs no more than a core
         for piece in pieces():
             write_all(file.fileno(), piece)
-            size += len(piece)
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         if not all(_reads(file, piece) for piece in pieces()) or file.read(1):
             raise OSError(errno.EIO, "what was read back is not what was written", str(path))
-    return size, digest.result()
+        return file.tell(), digest.result()
 
 
 def _sha256(pieces: Callable[[], Iterable[Any]]) -> str:

@@ -1,15 +1,9 @@
-"""Child processes: short commands, long ones with a log that are stopped together, and the end of the parent.
-
-The program `ddnn.util.process PARENT MODULE ...` is the program MODULE, but the kernel sends it SIGUSR1 when process
-PARENT dies: after `kill -9` nothing runs in the parent any more. The child asks the kernel for it, because between fork
-and exec hardly anything is safe in a parent that has threads.
-"""
+"""Child processes: short commands, long ones with a log that are stopped together, and the end of the parent."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -19,7 +13,6 @@ from pathlib import Path
 
 from ddnn.util.files import ensure_directory
 
-MODULE = "ddnn.util.process"
 TAIL_BYTES = 4000
 _PR_SET_PDEATHSIG = 1
 
@@ -45,8 +38,8 @@ def run(
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
-    """What a child calls to get signal `number` when its parent dies, at once where `parent` is already gone; on Linux
-    only. Created before the fork, since between fork and exec a child may hardly do anything else."""
+    """A function that a child calls to get signal `number` when its parent dies, at once if `parent` is already gone;
+    on Linux only. It may be called between fork and exec, also where the parent has threads: it takes no locks."""
     if not sys.platform.startswith("linux"):
         return lambda: None
     prctl = ctypes.CDLL(None).prctl
@@ -99,8 +92,15 @@ class ProcessGroup:
     ) -> tuple[int, str]:
         """The program `module` with these arguments to its end, its output appended to `log`; called from several
         threads at once. Returns its exit code, negative where a signal ended it, and the end of its output. Where this
-        process is killed with -9, the child gets SIGUSR1 (on Linux). After `terminate` nothing is started."""
+        process is killed with -9, the child gets SIGUSR1 (on Linux), which a training takes as the request to write a
+        checkpoint and end, and never as the second request. After `terminate` nothing is started."""
         ensure_directory(log.parent)
+        set_death_signal = end_with_parent(signal.SIGUSR1, os.getpid())
+
+        def prepare() -> None:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the parent may have been told to ignore it
+            set_death_signal()
+
         with log.open("ab") as output:
             start = output.tell()
             with self._lock:
@@ -108,21 +108,22 @@ class ProcessGroup:
                     return 128 + signal.SIGTERM, "not started"
                 # The parent whose death counts is to the kernel this thread, which waits below.
                 child = subprocess.Popen(
-                    python_command(MODULE, str(os.getpid()), module, *arguments),
+                    python_command(module, *arguments),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=env,
                     pass_fds=self._inherited_fds,
                     start_new_session=True,  # a terminal's Ctrl-C reaches it once, through terminate()
+                    preexec_fn=prepare,
                 )
                 self._running.add(child)
             code = child.wait()
             with self._lock:
                 self._running.discard(child)
-        with log.open("rb") as output:
-            output.seek(max(start, output.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return code, output.read(TAIL_BYTES).decode(errors="replace")
+        with log.open("rb") as written:
+            written.seek(max(start, written.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return code, written.read(TAIL_BYTES).decode(errors="replace")
 
     def terminate(self, grace: float) -> None:
         """Sends SIGTERM to all, starts no more, waits; kills what has not ended `grace` seconds later."""
@@ -136,16 +137,3 @@ class ProcessGroup:
                 child.wait(grace)
             except subprocess.TimeoutExpired:
                 child.kill()
-
-
-def main(parent: int, module: str, *arguments: str) -> None:
-    """Runs the module as a program; SIGUSR1 ends it where process `parent` dies, or has died before this. To a training
-    that signal is never the second one, which would end it without its checkpoint."""
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the parent may have been told to ignore it
-    end_with_parent(signal.SIGUSR1, parent)()
-    sys.argv = [module, *arguments]  # the module's file replaces the first
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])

@@ -7,7 +7,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ddnn.util.errors import UserError
 from ddnn.util.text import plural
@@ -31,33 +31,9 @@ def slurm_job_id(environment: Mapping[str, str]) -> str:
 
 def cpu_name() -> str:
     """The processor's model name, else its architecture."""
-    lines = _lines(ROOT / "proc/cpuinfo")
+    lines = read_lines(ROOT / "proc/cpuinfo")
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.machine()
-
-
-class Processor(NamedTuple):
-    """The first processor by /proc/cpuinfo; empty or 0 where that does not name something, as on ARM."""
-
-    vendor: str  # GenuineIntel, AuthenticAMD
-    family: int
-    model: int
-    flags: frozenset[str]
-
-
-def processor(root: Path = ROOT) -> Processor:
-    lines = [line.partition(":") for line in _lines(root / "proc/cpuinfo")]
-    fields = {name.strip(): value.strip() for name, _, value in reversed(lines)}  # the first processor's remain
-    family, model = (int(text) if (text := fields.get(name, "")).isdecimal() else 0 for name in ("cpu family", "model"))
-    return Processor(fields.get("vendor_id", ""), family, model, frozenset(fields.get("flags", "").split()))
-
-
-def onednn_isa_limit() -> str | None:
-    """The assignment in the environment that keeps oneDNN, PyTorch's library of products, from instructions that the
-    processor has; None if there is none."""
-    name = next((one for one in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA") if one in os.environ), None)
-    limit = "ALL" if name is None else os.environ[name]
-    return None if limit.upper() in ("ALL", "DEFAULT") else f"ONEDNN_MAX_CPU_ISA={limit}"
 
 
 def device_name(device: str) -> str:
@@ -159,14 +135,14 @@ def available_memory(root: Path = ROOT) -> int | None:
     """Bytes that this process can have without swapping: what the machine has left, or what its control group allows
     (a container's, a Slurm job's) if that is less. None where the system does not say. `root`: where proc and sys are.
     """
-    machine = [line.split()[1] for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    machine = [line.split()[1] for line in read_lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
     found = [*(int(kilobytes) * 1024 for kilobytes in machine), *_left_to_control_groups(root)]
     return max(0, min(found)) if found else None
 
 
 def _left_to_control_groups(root: Path) -> Iterator[int]:
     """The limit less what is in use, of the control groups of this process and all above them, of version 1 and 2."""
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in read_lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0":
@@ -181,18 +157,19 @@ def _left_to_control_groups(root: Path) -> Iterator[int]:
             limit = min((found for name in limits if (found := _number(group / name)) is not None), default=None)
             used = _number(group / usage)
             if limit is not None and used is not None:
-                counts = (line.split() for line in _lines(group / "memory.stat"))
+                counts = (line.split() for line in read_lines(group / "memory.stat"))
                 cached = (f"{prefix}inactive_file", f"{prefix}active_file")  # counts as used, but gives way
                 yield limit - used + sum(int(count[1]) for count in counts if len(count) == 2 and count[0] in cached)
 
 
 def _number(path: Path) -> int | None:
     """The number in a file; None where there is none, as in "max"."""
-    lines = _lines(path)
+    lines = read_lines(path)
     return int(lines[0]) if lines and lines[0].isascii() and lines[0].strip().isdigit() else None
 
 
-def _lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file of the system; none where there is no such file."""
     try:
         return path.read_text(errors="replace").splitlines()
     except OSError:

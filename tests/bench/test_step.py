@@ -10,12 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddnn.bench import step
+from ddnn.bench.task import Shape, random_task
 from ddnn.data.batches import Batch
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
 from ddnn.nn.layers import check_layers, mlp_layers, training_flop_per_frame
@@ -41,7 +43,7 @@ def test_the_networks_to_measure_fit_together() -> None:
 
 
 def test_a_bench_runs_the_trainer_and_says_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "NETWORKS", {"tiny": step.Shape(1, 8, 5, 16)})
+    monkeypatch.setattr(step, "NETWORKS", {"tiny": Shape(1, 8, 5, 16)})
     dtypes = set()
     steps = 0
     real = EagerStep.__call__
@@ -75,31 +77,32 @@ def test_a_bench_runs_the_trainer_and_says_all(monkeypatch: pytest.MonkeyPatch) 
 
 def test_rounds_have_an_update_of_a_settled_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of NG-SGD in bf16 as many steps as there are from one update to the next, or it is a matter of chance."""
-    monkeypatch.setattr(step, "NETWORKS", {"tiny": step.Shape(1, 8, 5, 16)})
-    updated, rounds = set[int](), list[tuple[int, int]]()
+    monkeypatch.setattr(step, "NETWORKS", {"tiny": Shape(1, 8, 5, 16)})
+    begun, updated, rounds = set[int](), set[int](), list[tuple[int, int]]()
     begin, timed = NaturalGradient.begin, step.seconds_per_call
 
     def begins(self: NaturalGradient, *of: Any) -> bool:
         updates = begin(self, *of)
+        begun.add(self.t)
         updated.update([self.t] * updates)
         return updates
 
     def counted(function: Callable[[], object], calls: int, device: torch.device) -> float:
-        updated.clear()
+        begun.clear(), updated.clear()
         took = timed(function, calls, device)
-        rounds.append((calls, len(updated)))
+        rounds.append((len(begun), len(updated)))
         return took
 
     monkeypatch.setattr(NaturalGradient, "begin", begins)
     monkeypatch.setattr(step, "seconds_per_call", counted)
     step.run_bench(("tiny",), "cpu", seconds=0.01, precisions=("bf16",))
-    of_ng_sgd = [(calls, updates) for calls, updates in rounds[-6 * step.FEWEST_ROUNDS :] if updates]
-    assert len(of_ng_sgd) == step.FEWEST_ROUNDS
-    assert all(calls == 16 * updates for calls, updates in of_ng_sgd)
+    of_ng_sgd = [(steps, updates) for steps, updates in rounds[-6 * step.MIN_ROUNDS :] if updates]
+    assert len(of_ng_sgd) == step.MIN_ROUNDS
+    assert all(steps == 16 * updates for steps, updates in of_ng_sgd)
 
 
 def test_bf16_is_measured_on_request_or_where_auto_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "NETWORKS", {"tiny": step.Shape(1, 8, 5, 16)})
+    monkeypatch.setattr(step, "NETWORKS", {"tiny": Shape(1, 8, 5, 16)})
     monkeypatch.setattr(step, "WARM_UP", 1)
     chosen = Float32()
     monkeypatch.setattr(step, "choose_arithmetic", lambda asked, network, minibatch: chosen)
@@ -116,7 +119,7 @@ def test_sizes_of_minibatches_in_one_table_and_plot(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_cli: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "ddnn")
-    monkeypatch.setattr(step, "NETWORKS", {"an4": step.Shape(1, 8, 5, 16)})
+    monkeypatch.setattr(step, "NETWORKS", {"an4": Shape(1, 8, 5, 16)})
     words = ("bench", "--minibatch-size", "4,8", "--seconds", "0.1", "--precision", "float32")
     shown = run_cli(*words, "--out", tmp_path)
     assert shown.exit_code == 0, shown.stderr
@@ -144,24 +147,25 @@ def test_the_time_asked_for_is_kept_or_the_log_says_how_long_it_takes(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """By a clock that only the calls move: two functions, one of which is called in fours."""
+    """By a clock that only the calls move: two functions, one of which makes four steps."""
     now = 0.0
 
-    def call() -> None:
+    def call(steps: int = 1) -> None:
         nonlocal now
-        now += took
+        now += steps * took
 
     monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: now))
     caplog.set_level(logging.INFO, "ddnn")
     names: list[step.Name] = [("float32", "sgd"), ("float32", "ng-sgd")]
-    times = step._in_turn(dict.fromkeys(names, call), {names[1]: 4}, torch.device("cpu"), seconds, "swbd")
-    assert all(one == pytest.approx([took] * len(times[0])) for one in times)
+    times = step.interleave({names[0]: call, names[1]: lambda: call(4)}, torch.device("cpu"), seconds, "swbd")
+    number = len(times[names[0]])
+    assert times[names[0]] == pytest.approx([took] * number) and times[names[1]] == pytest.approx([4 * took] * number)
     assert lowest <= now <= highest
     (said,) = caplog.messages
     if took == 0.001:
-        assert said == "swbd: 25 rounds, about 9 s" and len(times[0]) == 25
+        assert said == "swbd: 25 rounds, about 9 s" and number == 25
     else:
-        assert said == "swbd: 3 rounds, about 27 s, more than --seconds: 3 rounds are needed" and len(times[0]) == 3
+        assert said == "swbd: 3 rounds, about 22 s, more than --seconds: 3 rounds are needed" and number == 3
 
 
 def test_the_products_are_those_of_the_layers() -> None:
@@ -177,8 +181,8 @@ def test_the_products_are_those_of_the_layers() -> None:
 
 def test_shares_of_a_step_by_hand() -> None:
     """Medians of three rounds, in the last of which the machine had other work."""
-    parts = {"gemm": [6.0, 6.0, 60.0], "passes": [7.0, 7.0, 70.0], "update": [0.5, 0.5, 9.0], "data": [0.5, 1.5, 1.0]}
-    found = step._shares(parts, sgd=[10.0, 10.0, 10.0], step=[20.0, 20.0, 20.0])
+    rounds = {"gemm": [6, 6, 60], "passes": [7, 7, 70], "update": [0.5, 0.5, 9], "data": [0.5, 1.5, 1], "sgd": [10] * 3}
+    found = step._shares(**{part: np.array(seconds) for part, seconds in rounds.items()}, step=np.array([20.0] * 3))
     expected = {"gemm": 0.3, "element_wise": 0.05, "update": 0.025, "ng": 0.5, "data": 0.05, "other": 0.05}
     assert found == pytest.approx(expected)
 
@@ -189,7 +193,7 @@ def test_the_loop_in_plain_pytorch_trains_the_same_network(
 ) -> None:
     """With as many products in each step, in the precision asked for, and it learns that all frames have one label."""
     monkeypatch.setattr(step, "LR", 1.0)
-    task = step.random_task(step.Shape(2, 8, 5, 16), torch.device("cpu"), frames=100)
+    task = random_task(Shape(2, 8, 5, 16), torch.device("cpu"), frames=100)
     task.train.dataset.labels.fill_(3)
     loop, dtypes = step.plain_step(task, precision), set[torch.dtype]()
     hook = register_module_forward_hook(lambda module, given, made: dtypes.add(made.dtype))
@@ -202,7 +206,7 @@ def test_the_loop_in_plain_pytorch_trains_the_same_network(
 
 
 def test_a_bench_beside_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "NETWORKS", {**step.NETWORKS, "tiny": step.Shape(1, 8, 5, 16)})
+    monkeypatch.setattr(step, "NETWORKS", {**step.NETWORKS, "tiny": Shape(1, 8, 5, 16)})
     monkeypatch.setattr(step, "WARM_UP", 1)
     report = step.run_bench(("tiny",), "cpu", seconds=0.01, precisions=("float32", "bf16"), plain=True)
     rows = [(result.optimizer, result.precision, bool(result.shares)) for result in report.results]

@@ -14,7 +14,7 @@ import torch
 from distributed.mpi_worlds import need_mpi
 
 from ddnn.averaging.averager import Averager
-from ddnn.bench import step
+from ddnn.bench import step, workers
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.recipe.schema import AveragingConfig
 
@@ -49,6 +49,21 @@ def test_an_error_names_the_option(option: str, run_cli: Callable[..., Any]) -> 
     assert refused.exit_code == 2 and f"location: {option}\n" in refused.stderr
 
 
+@pytest.mark.parametrize(("nodes", "most"), [("", 8), ("3", 24)])
+def test_no_more_workers_than_the_cores_can_bear(
+    nodes: str, most: int, monkeypatch: pytest.MonkeyPatch, run_cli: Callable[..., Any]
+) -> None:
+    """100,000 workers were started once, for a missing comma. In a Slurm job all its nodes count."""
+    started: list[int] = []
+    monkeypatch.setattr(workers, "run_distributed", lambda number, arguments, work: started.append(number))
+    monkeypatch.setattr(workers, "usable_cores", lambda: 2)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
+    assert run_cli("bench", "--workers", str(most)).exit_code == 0
+    refused = run_cli("bench", "--workers", str(most + 1))
+    assert refused.exit_code == 2 and "location: --workers" in refused.stderr and "at most 4 on each" in refused.stderr
+    assert started == [most]
+
+
 def test_the_last_exchange_of_a_round_is_waited_for() -> None:
     """With overlap it is under way while the figures are gathered: both at once would mix their messages."""
     need_mpi()
@@ -79,13 +94,14 @@ def test_speeds_of_two_workers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0.5 if averager is averaging else 0.25
 
     monkeypatch.setattr(step, "ROUNDS", 3)
-    monkeypatch.setattr(step, "make_averager", lambda *of: averaging)
-    monkeypatch.setattr(step, "_timed_steps", lambda *of: timed)
-    monkeypatch.setattr(step, "worker_row", lambda *of: type("", (), {"model_dump": lambda self: ROW})())
+    monkeypatch.setattr(workers, "ROUNDS", 3)
+    monkeypatch.setattr(workers, "make_averager", lambda *of: averaging)
+    monkeypatch.setattr(workers, "_timed_steps", lambda *of: timed)
+    monkeypatch.setattr(workers, "worker_row", lambda *of: type("", (), {"model_dump": lambda self: ROW})())
     options = AveragingConfig.model_validate({"strategy": "all-reduce", "workers": 2, "averaging_period": 6})
-    found = step.bench_workers(WithOneOfHalfTheSpeed(), "an4", options, torch.device("cpu"), 30.0, "float32")
+    found = workers.bench_workers(WithOneOfHalfTheSpeed(), "an4", options, torch.device("cpu"), 30.0, "float32")
     (_, warm_up), *rounds = calls
-    assert warm_up == step.WARM_UP
+    assert warm_up == workers.WARM_UP
     assert [averages for averages, _ in rounds] == 3 * [False, False, True]
     minibatches = rounds[0][1]
     assert {n for _, n in rounds} == {minibatches}

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from twins import batch_of, biases, random_minibatch, weights
 
-from ddnn.bench.step import Shape, matrix_products, random_task
+from ddnn.bench.step import matrix_products
+from ddnn.bench.task import Shape, random_task
 from ddnn.data.batches import ShuffledSampler
 from ddnn.nn.arithmetic import BFloat16, Float32, make_arithmetic, matmul_out
 from ddnn.nn.layers import Affine, mlp_layers

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from twins import FUNCTIONS, batch_of, random_minibatch
 
 from ddnn.bench import step
-from ddnn.bench.step import RandomTask, Shape, random_task
+from ddnn.bench.task import RandomTask, Shape, random_task
 from ddnn.data.batches import ShuffledSampler
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn import arithmetic
@@ -41,12 +41,12 @@ from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
 from ddnn.nn.precision import allow_tf32, bf16_error, bf16_is_fast, choose_arithmetic
+from ddnn.nn.processor import Processor, processor
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.step import EagerStep
 from ddnn.util import system
 from ddnn.util.errors import UserError
-from ddnn.util.system import Processor, processor
 
 CPU = torch.device("cpu")
 AN4 = mlp_layers(440, 4, 512, 616, "sigmoid")
@@ -304,7 +304,7 @@ torch.set_num_threads(1)
 from ddnn.nn import precision
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, initialize
-from ddnn.util.system import Processor
+from ddnn.nn.processor import Processor
 network = Network(mlp_layers(440, 4, 512, 616, "sigmoid"))
 initialize(network, 1)
 

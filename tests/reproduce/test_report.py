@@ -14,7 +14,7 @@ from jinja2 import UndefinedError
 from reproduce.synthetic import by_name, collapsed, diverged, epoch, plan, record, table_records
 
 from ddnn.reproduce.cells import SpeedUp
-from ddnn.reproduce.report import Picture, Report, build_report
+from ddnn.reproduce.report import Picture, Report, build_report, report_templates
 from ddnn.reproduce.tables import paper
 from ddnn.util.text import environment
 
@@ -32,7 +32,7 @@ BLOCKS = """{% import macros as f %}
 
 
 def rendered(text: str, *, html: bool = False, folder: str = "pictures", with_code: bool = True) -> str:
-    templates = environment(html=html)
+    templates = report_templates(html=html)
     templates.filters["slug"] = lambda _: "slug"
     picture = Picture("a.png", text, text, lambda path: path, "eA==")
     return templates.from_string(BLOCKS).render(
@@ -92,12 +92,12 @@ def test_evil_text_is_text() -> None:
 
 @pytest.mark.parametrize("start", ["- a", "1. a", "1) a", "+ a", "=== a", "# a", "> a"])
 def test_a_line_begins_no_block(start: str) -> None:
-    template = environment().from_string("{{ text | md_line }}")
+    template = report_templates().from_string("{{ text | md_line }}")
     assert "\\" in template.render(text=start)[:3]
 
 
 def test_code_is_fenced_by_more_than_it_holds() -> None:
-    template = environment().from_string('{% import "markdown.j2" as f %}{{ f.code("a\n```\nb") }}')
+    template = report_templates().from_string('{% import "markdown.j2" as f %}{{ f.code("a\n```\nb") }}')
     assert template.render().strip() == "````\na\n```\nb\n````"
 
 

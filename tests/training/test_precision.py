@@ -14,7 +14,7 @@ from jobs import RunCli
 from training.toy import Recorder, toy_trainer, train_to_end, with_combination
 from variants import make_parallel_config
 
-from ddnn.bench.step import Shape, random_task
+from ddnn.bench.task import Shape, random_task
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.nn.arithmetic import make_arithmetic
 from ddnn.nn.elementwise import Dropout, Shift

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ddnn.util.process import MODULE, ProcessGroup, run
+from ddnn.util import process
+from ddnn.util.process import ProcessGroup, end_with_parent, run
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere no parent's death is told")
 PARENT = """\
@@ -105,13 +106,14 @@ def test_kill_9_asks_what_runs_to_end(tmp_path: Path, module: Path) -> None:
 
 @on_linux
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_child_whose_parent_is_gone_does_not_begin(tmp_path: Path, module: Path, handler: signal.Handlers) -> None:
+def test_a_child_whose_parent_is_gone_does_not_begin(
+    tmp_path: Path, module: Path, handler: signal.Handlers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module.write_text("print('began')\n")
+    monkeypatch.setattr(process, "end_with_parent", lambda number, parent: end_with_parent(number, parent + 1))
     before = signal.signal(signal.SIGUSR1, handler)  # that it is ignored, a child inherits
     try:
-        child = subprocess.run(
-            [sys.executable, "-m", MODULE, str(os.getpid() + 1), "stand_in"], capture_output=True, timeout=600
-        )
+        ended = ProcessGroup().run("stand_in", [], tmp_path / "log")
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert (child.returncode, child.stdout) == (-signal.SIGUSR1, b"")
+    assert ended == (-signal.SIGUSR1, "")
