@@ -117,7 +117,7 @@ def train(
 
     Raises:
         UserError: something for the user to fix: recipe, data, device, disk.
-        DivergedError: the training diverged; a UserError.
+        DivergedError: the training diverged, or its model has learned nothing; a UserError.
         SystemExit: a signal (Ctrl-C, SIGTERM) has ended it, with the exit codes of README.md.
     """
     from ddnn.runs.metrics import EpochRow

@@ -18,7 +18,7 @@ FORCE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 same one several times. Nor does SIGHUP: a terminal that is closed sends it twice."""
 EXIT_RESUMABLE = 75
 """Exit code of a training that was stopped and can be resumed: EX_TEMPFAIL of sysexits.h. All workers end with it."""
-EXIT_DIVERGED = 3  # exit code of a training that diverged
+EXIT_DIVERGED = 3  # exit code of a training that diverged or learned nothing
 EXIT_KILLED = 128 + signal.SIGKILL  # what a shell says of a process that was killed with -9
 EXIT_CODES = frozenset((0, 1, 2, EXIT_DIVERGED, EXIT_RESUMABLE, *range(129, 129 + 64)))
 """That `ddnn` may end with: README.md says what they mean. Over 128: the number of a signal."""

@@ -55,7 +55,7 @@ from ddnn.training.pretraining import pretrain_dbn, pretraining_recipe
 from ddnn.training.resume import check_same_data, load_latest
 from ddnn.training.state import CheckpointPolicy, LoadedCheckpoint
 from ddnn.training.step import EagerStep, make_step
-from ddnn.training.trainer import Trainer, train
+from ddnn.training.trainer import CHECKS, Trainer, train
 from ddnn.util.errors import DataError, DivergedError, RecipeError, UserError
 from ddnn.util.progress import only_first_worker_shows
 from ddnn.util.system import (
@@ -95,7 +95,8 @@ def run_training(
     """Trains as the recipe says and leaves everything in `run_dir`; all workers of `comm` run it together. With
     `resume` it continues from the newest checkpoint of the run dir; if there is none, it starts from the beginning.
     `on_row`: called on rank 0 with each row of metrics.jsonl, once it is written.
-    UserError: anything for the user to fix: recipe, data, device, disk. DivergedError: the training diverged.
+    UserError: anything for the user to fix: recipe, data, device, disk. DivergedError: the training diverged, or its model,
+    which is written all the same, has learned nothing; one that started from `init.model` is only warned of.
     TrainingInterrupted: a signal has ended it, and it can be resumed."""
     recipe, trained = with_initial_model(recipe, run_dir if resume else None)
     with open_job("training", recipe, run_dir, device, comm or SingleProcess(), resume=resume) as job:
@@ -120,6 +121,10 @@ def run_training(
         with suppress(DataError):  # damaged meanwhile: the model is written all the same
             if job.comm.rank == 0 and (warning := read_metrics(run_dir / METRICS).warning):
                 log.warning(warning)
+    if trainer.learned_nothing and not isinstance(recipe.init, TrainedModelConfig):
+        message = "the training learned nothing: its model is no better than one that ignores its input, neither in "
+        message += "cross-validation loss nor in frame accuracy"
+        raise DivergedError(message, location=run_dir / FINAL, hint=f"{trainer.hint}; {CHECKS}")
 
 
 @contextmanager

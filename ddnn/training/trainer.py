@@ -114,6 +114,14 @@ class Trainer:
         """Whether the last model that was accepted is better than the initial network. Of one pdf the loss is 0."""
         return self.kept.loss < self.initial.loss or self.kept.loss == 0.0
 
+    @property
+    def learned_nothing(self) -> bool:
+        """Whether the model that is delivered is no better in cross-validation than one that ignores its input, neither in
+        loss nor in frame accuracy. Of one pdf none can be better."""
+        baseline, delivered = self.baseline, self.delivered
+        worse = delivered.loss >= baseline.loss > 0.0  # false with NaN
+        return worse and delivered.frame_accuracy <= baseline.frame_accuracy
+
     def end_row(self, reason: EndReason | None = None, detail: str = "") -> EndRow:
         """How this start of the training has ended; without a `reason` as the schedule says."""
         if reason is None:

@@ -353,16 +353,41 @@ def test_a_training_that_diverged_ends_with_exit_code_3_and_no_model(
 
 
 def test_labels_that_have_nothing_to_do_with_the_features_are_not_learned(tmp_path: Path, run_cli: RunCli) -> None:
-    """It finishes, with a warning that names the learning rate, and one that status and info repeat."""
+    """It finishes with exit code 3 and a model; the error names the learning rate, and status and info warn of the model.
+    One that started from another network is only warned of."""
     job = make_job(tmp_path)
     rng = np.random.default_rng(5)
     job = replace(job, features={name: rng.normal(size=x.shape).astype(np.float32) for name, x in job.features.items()})
     job.write()
     settings = ("--set", "schedule.initial_learning_rate=0.002", "--set", "schedule.max_epochs=2")
     result: Result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu", *settings)
-    assert result.exit_code == 0, result.stderr
+    assert result.exit_code == 3, result.stderr
+    assert "error: the training learned nothing: its model is no better than one that ignores" in result.stderr
+    assert "0.002 is 0.032 on the mean gradient of 16 frames" in result.stderr.partition("error: ")[2]
+    end = read_metrics(job.run / "metrics.jsonl").end
+    assert end is not None and end.reason == "epochs-exhausted" and (job.run / "final.safetensors").exists()
     log = (job.run / "train.log").read_text()
     assert "is not below that of the relative frequencies of the pdfs alone" in log
     assert "check that the alignments belong to the features" in log
     for command in ("status", "info"):
         assert "the network is no better than one that ignores its input: " in run_cli(command, job.run).stdout
+    recipe = job.recipe.with_name("tuned.yaml")
+    recipe.write_text(
+        re.sub(r"(?m)^model:.*\n( .*\n)*", "", job.recipe.read_text()) + f"init: {{model: '{job.run}'}}\n"
+    )
+    result = run_cli("train", recipe, "--run-dir", job.run.with_name("tuned"), "--device", "cpu", *settings)
+    assert result.exit_code == 0, result.stderr
+    tuned = (job.run.with_name("tuned") / "train.log").read_text()
+    assert "is not below that of the relative frequencies of the pdfs alone" in tuned
+
+
+@pytest.mark.parametrize(
+    ("baseline", "nothing"),
+    [((1.1, 0.3), True), ((1.2, 0.25), True), ((1.1, 0.2), False), ((1.3, 0.3), False), ((0.0, 1.0), False),
+     ((math.nan, math.nan), False)],
+)  # fmt: skip
+def test_nothing_was_learned_where_neither_figure_is_better(baseline: tuple[float, float], nothing: bool) -> None:
+    scripted = ScriptedTrainer(Exponential(max_epochs=1), [(2.0, 0.1), (1.2, 0.25)])
+    scripted.trainer.baseline = EvalResult(*baseline, 40)
+    scripted.train()
+    assert scripted.trainer.learned_nothing == nothing
