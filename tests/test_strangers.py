@@ -67,6 +67,22 @@ def assert_no_command(result: Any, job: Job) -> None:
     assert not trace(job).exists()
 
 
+@pytest.mark.parametrize("beside", ["train.log", "status.json"])
+def test_a_run_dirs_recipe_that_is_named_for_another_run_allows_no_commands(
+    beside: str, job: Job, run_cli: RunCli
+) -> None:
+    """To repeat a colleague's run one names just that file."""
+    recipe = write_run_dir(job) / "recipe.yaml"
+    (recipe.parent / "train.log").rename(recipe.parent / beside)
+    assert_no_command(run_cli("train", recipe, "--run-dir", job.run, "--device", "cpu"), job)
+    link = job.root / "link.yaml"
+    link.symlink_to(recipe)
+    assert_no_command(run_cli("train", link, "--run-dir", job.run, "--device", "cpu"), job)
+    (recipe.parent / beside).unlink()
+    assert run_cli("train", recipe, "--run-dir", job.run, "--device", "cpu").exit_code == 0
+    assert trace(job).exists()
+
+
 def test_an_included_file_allows_no_commands(job: Job, run_cli: RunCli) -> None:
     (job.root / "fragment.yaml").write_text(ALLOWED)
     (job.root / "--set data.allow_pipes=true").mkdir()  # a name that looks like the command line

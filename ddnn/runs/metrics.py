@@ -262,7 +262,7 @@ class EndRow(MetricsRow):
 
     @property
     def why(self) -> str:
-        return f"{self.reason}: {self.detail}"
+        return self.detail if self.reason == "epochs-exhausted" else f"{self.reason}: {self.detail}"
 
     @property
     def summary(self) -> str:

@@ -172,9 +172,11 @@ def resume_command(run_dir: Path, kind: Kind = "training") -> str:
 
 
 def is_of_run_dir(recipe: Path, run_dir: Path) -> bool:
-    """Whether a recipe is one that a run has left, in its own run dir or in one that is named instead of a recipe. It
-    may be a stranger's, whom the user has not read."""
-    return recipe.is_dir() or run_dir.resolve() in (recipe.parent.resolve(), recipe.resolve().parent)
+    """Whether a recipe is one that a run has left, in `run_dir`, in one that is named instead of a recipe, or in any other.
+    It may be a stranger's, whom the user has not read."""
+    folders = recipe.parent.resolve(), recipe.resolve().parent
+    left = any((folder / name).exists() for folder in folders for name in (LOG, STATUS))
+    return recipe.is_dir() or run_dir.resolve() in folders or left
 
 
 def find_recipe(recipe: Path, run_dir: Path, resume: Resume) -> Path:

@@ -201,7 +201,7 @@ def test_the_best_in_cross_validation_is_delivered(name: str) -> None:
     alone = "; epoch 3 alone 1.2000" if expected else ""
     accuracy = "40.00" if expected else "30.00"
     what = expected or "epoch 3"
-    summary = f"{what}, CV loss {loss:.4f}, frame accuracy {accuracy} %{alone} (epochs-exhausted: 3 epochs done)"
+    summary = f"{what}, CV loss {loss:.4f}, frame accuracy {accuracy} %{alone} (3 epochs done)"
     assert row.summary == summary
     models = dict(trainer.combination.candidates())
     kept = list(trainer.combination.parts["last"].models)[-1][1]  # type: ignore[attr-defined]

@@ -139,7 +139,7 @@ def test_the_kept_epoch_is_the_last_that_was_accepted() -> None:
         f"{figures_of_2} (converged: no improvement (1.3000 after 1.2000), less than"
     )
     _, trainer = ScriptedTrainer(Exponential(max_epochs=4), figures).train()
-    expected = "epoch 4, CV loss 1.3000, frame accuracy 32.00 % (epochs-exhausted: 4 epochs done)"
+    expected = "epoch 4, CV loss 1.3000, frame accuracy 32.00 % (4 epochs done)"
     assert trainer.end_row().summary == expected
 
 

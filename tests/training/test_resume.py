@@ -166,8 +166,9 @@ def test_each_start_records_how_it_ended(tmp_path: Path, stop_at: Callable[[int,
     assert [row["reason"] for row in ends] == ["stopped", "epochs-exhausted"]
     status, info = read_status(run), describe_path(run).fields
     assert status.end is not None and status.end.kept_epoch == 3
-    assert status.lines()["ended"] == info["ended"] == "epochs-exhausted: 3 epochs done"
+    assert status.lines()["ended"] == info["ended"] == "3 epochs done"
     assert describe_path(run / "metrics.jsonl").fields["ended"] == info["ended"]
+    assert (run / "train.log").read_text().count("resumed ") == 1
 
 
 def test_a_start_that_has_not_ended_has_no_end(tmp_path: Path) -> None:
