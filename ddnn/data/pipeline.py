@@ -170,8 +170,7 @@ class TrainingData:
         cv = (self.cv_source or self.source).index
         parts = (self.index, self.train_utterances), (cv, self._cv_utterances())
         train_digest, cv_digest = (
-            hashlib.sha256("".join(f"{i.utterances[u]} {i.num_frames[u]}\n" for u in chosen).encode()).hexdigest()[:16]
-            for i, chosen in parts
+            utterance_digest((i.utterances[u], int(i.num_frames[u])) for u in chosen) for i, chosen in parts
         )
         return train_digest, cv_digest
 
@@ -199,6 +198,11 @@ def require_minibatch(index: UtteranceIndex, key: str, batch_size: int, shards: 
         message = f"{smallest} frames{of_shard} do not fill one minibatch of {batch_size}"
         hint = "take a smaller minibatch" + (", fewer workers" if several else "") + " or more data"
         raise RecipeError(message, location=key, hint=hint)
+
+
+def utterance_digest(utterances: Iterable[tuple[str, int]]) -> str:
+    """Short, of ids and numbers of frames."""
+    return hashlib.sha256("".join(f"{name} {frames}\n" for name, frames in utterances).encode()).hexdigest()[:16]
 
 
 def _positions(dataset: AcousticDataset, utterances: Iterable[str]) -> list[int]:

@@ -17,16 +17,16 @@ from ddnn.data.batches import EVAL_BATCH, Batch, SequentialSampler, make_batch_l
 from ddnn.data.dataset import AcousticDataset, FrameSubset, labels_of
 from ddnn.data.index import MAX_SKIPPED_FRACTION
 from ddnn.data.loading import Corpus, DataConfig
-from ddnn.data.pipeline import open_data_dir
+from ddnn.data.pipeline import open_data_dir, utterance_digest
 from ddnn.data.source import check_not_swapped
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, read_pdf_counts, transition_digest
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision
 from ddnn.nn.network import Workspace, evaluation_workspace
-from ddnn.runs.metrics import no_better_than_baseline
+from ddnn.runs.metrics import StartRow, iterate_rows, no_better_than_baseline
 from ddnn.runs.run_dir import load_run
-from ddnn.runs.run_status import PDF_COUNTS, model_digest, run_dir_of
+from ddnn.runs.run_status import CV_UTTERANCES, METRICS, PDF_COUNTS, model_digest, run_dir_of
 from ddnn.training.memory import frames_memory, require_host_memory
 from ddnn.util.errors import DataError, DivergedError, UserError
 from ddnn.util.progress import progress_bar
@@ -34,6 +34,9 @@ from ddnn.util.system import choose_device
 from ddnn.util.text import definitions, printable
 
 log = logging.getLogger(__name__)
+
+FEWEST_FRAMES, MOST_FRAMES = 1_000, 100_000
+"""Fewer say nothing about the kind of features, more say no more."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,16 @@ class EvalResult:
     parts: dict[str, EvalResult] = field(default_factory=dict)  # by speaker or utterance, if that was asked for
     model: str | None = None  # `model_digest` of the run whose model it is
     precision: Precision | None = None  # that the network computed in; of parts, see the whole
+    data: str | None = None  # the data dir, as it was named
+    alignments: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         values = asdict(self)
         for part in values["parts"].values():
-            del part["model"], part["precision"]
-        return {name: value for name, value in values.items() if value or name not in ("parts", "model", "precision")}
+            for name in ("model", "precision", "data", "alignments"):
+                del part[name]
+        optional = ("parts", "model", "precision", "data", "alignments")
+        return {name: value for name, value in values.items() if value or name not in optional}
 
     def as_text(self) -> str:
         """One line, one more where utterances were skipped or trimmed, and one for each part, the worst first."""
@@ -250,10 +257,49 @@ def evaluate_run(
     model, corpus = model.to(on), corpus.to(on)
     parts = {} if by is None else evaluate_parts(model, corpus, by)
     everything = corpus.subset(range(len(corpus.utterances)))
-    result = replace(evaluate(model, everything), utterances=corpus.counts, parts=parts, model=digest)
+    result = replace(
+        evaluate(model, everything), utterances=corpus.counts, parts=parts, model=digest, data=str(data),
+        alignments=str(alignments),
+    )  # fmt: skip
+    _warn_of_training_data(corpus, run_dir_of(run_dir), data)
     found = torch.bincount(labels_of(corpus, everything.indices, torch.device("cpu")), minlength=most)
     _warn_of_doubtful(result, found.double(), run_dir_of(run_dir), data, alignments)
     return result
+
+
+def _warn_of_training_data(corpus: AcousticDataset, run_dir: Path, data: Path) -> None:
+    """By ids and lengths of the utterances, wherever they are stored: all of them, or those that were not held out."""
+    digests = {row.train_digest for row in iterate_rows(run_dir / METRICS) if isinstance(row, StartRow)}
+    held_out = set[str]()
+    with suppress(OSError, UnicodeDecodeError):
+        held_out = {*(run_dir / CV_UTTERANCES).read_text().split("\n")}
+    utterances = [(name, int(frames)) for name, frames in zip(corpus.utterances, corpus.num_frames, strict=True)]
+    trained = [pair for pair in utterances if pair[0] not in held_out]
+    if digests & {utterance_digest(utterances), utterance_digest(trained)}:
+        message = "%s: the network was trained on %d of these %d utterances: its figures on other data will be worse"
+        log.warning(message, data, len(trained), len(utterances))
+
+
+def _warn_of_other_features(model: AcousticModel, corpus: AcousticDataset, data: Path) -> None:
+    """Where the normalized input is not normalized: measured on two corpora of filter banks, 3 of 40 dims are so of the
+    other corpus, none of one's own test set. Of a frame itself, without its neighbors."""
+    transform = model.transform
+    rows = corpus.subset(range(len(corpus.utterances))).indices
+    if transform.shift is None or transform.scale is None or len(rows) < FEWEST_FRAMES:
+        return
+    frames = corpus.features[rows[:: -(-len(rows) // MOST_FRAMES)]].float()
+    center = min(range(len(transform.offsets)), key=lambda i: abs(transform.offsets[i]))
+    shift, scale = (v.view(len(transform.offsets), -1)[center].cpu() for v in (transform.shift, transform.scale))
+    mean, std = (frames.mean(dim=0).cpu() + shift) * scale, frames.std(dim=0).cpu() * scale.abs()
+    # A constant dim may have been constant in training.
+    unlike = (std > 0) & ((std < 0.5) | (std > 2.0) | (mean.abs() > 1.0))
+    if (count := int(unlike.sum())) >= max(2.0, len(unlike) / 20):
+        message = (
+            "%s: the features seem to be of another kind than those that the network was trained on: %d of %d dims "
+            "of the normalized input have a mean beyond 1 or a standard deviation outside 0.5 to 2 (dim %d: %.2f, %.2f)"
+        )
+        worst = int(unlike.nonzero()[0])
+        log.warning(message, data, count, len(unlike), worst, mean[worst], std[worst])
 
 
 def _warn_of_doubtful(result: EvalResult, counts: Tensor, run_dir: Path, data: Path, alignments: Path) -> None:
@@ -303,6 +349,7 @@ def load_for_model(
     config = DataConfig(features, allow_pipes=allow_pipes, max_skipped_fraction=None, progress=progress)
     corpus = load_data_dir(data, alignments, config, transforms)
     model.check_features(corpus.dim, location=data)
+    _warn_of_other_features(model, corpus, data)
     return corpus
 
 

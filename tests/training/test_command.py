@@ -488,3 +488,38 @@ def test_quiet_and_verbose(run_cli: RunCli, recipe: Path, monkeypatch: pytest.Mo
     for option, level, of_package in (("--quiet", 30, 20), ("--verbose", 10, 10)):
         assert run_cli("train", recipe, option, "--dry-run").exit_code == 0
         assert (shown.level, logging.getLogger("ddnn").level, terminal_level()) == (level, of_package, level)
+
+
+def test_an_evaluation_of_training_data_and_of_features_of_another_kind(
+    tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both are warned of; the data by ids and lengths, wherever it is."""
+    monkeypatch.setattr("ddnn.training.evaluation.FEWEST_FRAMES", 100)
+    job = make_job(tmp_path / "job")
+    assert run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu").exit_code == 0
+    held_out = set((job.run / "cv_utterances").read_text().split())
+    trained = {name: matrix for name, matrix in job.features.items() if name not in held_out}
+    shorter = {name: matrix[:-1] for name, matrix in job.features.items()}
+    labels = {name: ids[:-1] for name, ids in job.labels.items()}
+    of_others = {name: 3 * matrix for name, matrix in job.features.items()}
+    write_data_dir(tmp_path / "copy", job.features)
+    write_data_dir(tmp_path / "trained", trained)
+    write_data_dir(tmp_path / "shorter", shorter)
+    write_ali_dir(tmp_path / "shorter_ali", labels)
+    write_data_dir(tmp_path / "others", of_others)
+    same, unlike = "the network was trained on ", "the features seem to be of another kind"
+    for name, ali, is_same, is_unlike in (
+        ("copy", job.ali, True, False),
+        ("trained", job.ali, True, False),
+        ("shorter", tmp_path / "shorter_ali", False, False),
+        ("others", job.ali, True, True),
+    ):
+        caplog.clear()
+        result = run_cli("evaluate", job.run, "--data", tmp_path / name, "--alignments", ali, "--json")
+        assert result.exit_code == 0, result.stderr
+        assert (same in caplog.text, unlike in caplog.text) == (is_same, is_unlike), name
+        found = json.loads(result.stdout)
+        assert (found["data"], found["alignments"]) == (str(tmp_path / name), str(ali))
+        caplog.clear()
+        result = run_cli("decode-prep", job.run, "--data", tmp_path / name, "--out", tmp_path / f"{name}_decode")
+        assert result.exit_code == 0 and caplog.text.count(unlike) == is_unlike
