@@ -65,14 +65,17 @@ def _rank_state(handle: CheckpointHandle, comm: Communicator) -> Mapping[str, Te
 def merge_rank_states(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The state of rank 0 where there are fewer or more workers than before: all workers' loss sums, and the mean
     model, which counts every worker alike, as if each had trained on as many frames since the last averaging."""
-    remaining, workers = iter(states), 1
-    first = next(remaining)
-    total, sums = first["parameters"].double(), first["loss_sums"].clone()
-    for state in remaining:
-        workers += 1
+    every = list(states)
+    # As in an averaging: a worker whose model is not finite is excluded, with the losses of its interval.
+    finite = [state for state in every if bool(state["parameters"].isfinite().all())] or every
+    total, sums = (
+        torch.zeros_like(finite[0]["parameters"], dtype=torch.float64),
+        torch.zeros_like(finite[0]["loss_sums"]),
+    )
+    for state in finite:
         total += state["parameters"]
         sums += state["loss_sums"]
-    return {**first, "parameters": (total / workers).float(), "loss_sums": sums}
+    return {**every[0], "parameters": (total / len(finite)).float(), "loss_sums": sums}
 
 
 def read_metadata(values: object, location: Path) -> CheckpointMetadata:

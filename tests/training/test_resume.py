@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -806,3 +807,13 @@ def test_a_checkpoint_of_a_stranger(tmp_path: Path, stop_at: Callable[[int, sign
         checkpoints.save(header, shared, own)
         with pytest.raises(DataError):
             run_training(load_recipe(recipe), run, "cpu", resume=True)
+
+
+def test_a_worker_whose_model_is_not_finite_is_left_out_of_the_mean() -> None:
+    """With overlap it may hold NaN as the checkpoint is written; the number of workers has changed."""
+    states = [
+        {"parameters": torch.full((2,), value), "loss_sums": torch.full((2, 3), value, dtype=torch.float64)}
+        for value in (1.0, math.nan, 3.0)
+    ]
+    merged = merge_rank_states(states)
+    assert merged["parameters"].tolist() == [2.0, 2.0] and merged["loss_sums"].tolist() == [[4.0] * 3] * 2
