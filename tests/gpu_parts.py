@@ -39,7 +39,7 @@ from ddnn.nn.network import Workspace
 from ddnn.nn.precision import allow_tf32
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.optim.sgd import Sgd
-from ddnn.training.evaluation import LossSums, evaluate_run
+from ddnn.training.evaluation import FigureSums, evaluate_run
 from ddnn.training.step import CudaGraphStep, EagerStep, make_step
 from ddnn.util.errors import UserError
 from ddnn.util.system import choose_device, usable_cores
@@ -375,7 +375,7 @@ def images(found: Found, device: str, size: Size, folder: Path) -> None:
                 train(found, ROOT / "recipes/images" / recipe, run_dir, where, keys)
                 result = evaluate_run(run_dir, data / "test", data / "test/pdfs.ark", where)
                 row = {"data": name, "where": where, "workers": count, "epochs": epochs, **figures(run_dir)}
-                found.add(**row, **{"test accuracy": result.frame_accuracy})
+                found.add(**row, **{"test accuracy": result.figures["frame_accuracy"]})
 
 
 # What the parts share.
@@ -392,11 +392,11 @@ def steps(task: RandomTask, arithmetic: Float32, optimizer: Sgd, graphs: bool) -
     workspace = Workspace(task.model.network, task.minibatch, arithmetic)
     loader = task.batches(workspace)
     step = make_step(EagerStep(workspace, optimizer), loader.sample, LR, graphs=graphs)
-    batches, sums = endless(loader), LossSums(workspace.x.device)
+    batches, sums = endless(loader), FigureSums(workspace.x.device)
 
     def run(minibatches: int, lr: float) -> bool:
         for batch in islice(batches, minibatches):
-            sums.add(*step(batch, lr), len(batch.labels))
+            sums.add(step(batch, lr), batch.num_frames)
         return isinstance(step, CudaGraphStep) and not step.disabled
 
     return run

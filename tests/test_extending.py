@@ -14,6 +14,7 @@ import torch
 from distributed.threads import run_workers
 from torch import Tensor
 from training.toy import toy_trainer, train_to_end
+from twins import cross_entropy_step
 from variants import make_parallel_config
 
 from ddnn.averaging import strategies
@@ -75,7 +76,7 @@ def test_a_schedule(example: ModuleType) -> None:
     rates = []
     while not schedule.finished:
         rates.append(schedule.learning_rate)
-        assert schedule.step(1.0, 0.5)
+        assert schedule.step({"loss": 1.0})
     assert not schedule.may_be_longer, "its rates depend on the number of epochs"
     assert rates == pytest.approx([0.4 * (1 + math.cos(math.pi * t / 4)) / 2 for t in range(4)])
 
@@ -90,7 +91,7 @@ def test_a_layer(example: ModuleType, tmp_path: Path) -> None:
     workspace = Workspace(network, 9)
     workspace.x.copy_(x)
     logits = workspace.forward()
-    loss, _ = workspace.cross_entropy(labels)
+    loss, _ = cross_entropy_step(workspace, labels)
     workspace.backward()
     flat = network.parameters.clone().requires_grad_()
     below, scale, above = network.split(flat)

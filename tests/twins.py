@@ -13,6 +13,7 @@ from ddnn.nn.arithmetic import Precision
 from ddnn.nn.kernels import load_library
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace
+from ddnn.nn.objective import CrossEntropy
 
 Matrix = NDArray[np.float64]
 
@@ -55,6 +56,12 @@ def twin_loss(network: Network, parameters: Tensor, x: Tensor, labels: Tensor) -
     loss = torch.nn.functional.cross_entropy(y, labels, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, flat)
     return y.detach(), loss.detach(), gradient
+
+
+def cross_entropy_step(workspace: Workspace, labels: Tensor) -> tuple[Tensor, ...]:
+    """From the logits in a workspace to their derivative; summed loss and number of correctly classified frames."""
+    batch = Batch(workspace.x, labels)
+    return CrossEntropy(workspace)(workspace.activations[-1], batch, workspace.derivative)
 
 
 def random_minibatch(workspace: Workspace, pdfs: int, generator: torch.Generator) -> Tensor:

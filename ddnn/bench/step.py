@@ -24,6 +24,7 @@ from ddnn.bench.task import NETWORKS, RandomTask, endless, random_task
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
 from ddnn.nn.layers import training_flop_per_frame
 from ddnn.nn.network import Workspace
+from ddnn.nn.objective import CrossEntropy
 from ddnn.nn.precision import choose_arithmetic
 from ddnn.optim.natural_gradient import SETTLED
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
@@ -238,7 +239,7 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
     workspace, read = (Workspace(network, task.minibatch, arithmetic) for _ in range(2))
     optimizer = Sgd(network)
     by_layer = optimizer.updates_by_layer(workspace)
-    labels = next(endless(task.batches(workspace))).labels
+    objective, batch = CrossEntropy(workspace), next(endless(task.batches(workspace)))
     gradients = workspace.layer_gradients or network.split(optimizer.gradient)
     batches = endless(task.batches(read))
 
@@ -247,8 +248,7 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
             workspace.copy_updated()
         else:
             network.parameters_changed()
-        workspace.forward()
-        workspace.cross_entropy(labels)
+        objective(workspace.forward(), batch, workspace.derivative)
         workspace.backward()
         for _ in optimizer.fill_gradient(workspace, TINY_LR, gradients):
             pass

@@ -181,7 +181,7 @@ def _timed_steps(task: RandomTask, optimizer: Sgd, precision: Precision) -> Call
             for batch in itertools.islice(batches, minibatches):
                 averager.timer.mark("data")
                 step(batch, LR)
-                averager.after_minibatch(len(batch.labels))
+                averager.after_minibatch(batch.num_frames)
             averager.wait()
 
         return seconds_per_call(run, 1, workspace.x.device)

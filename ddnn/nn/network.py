@@ -155,7 +155,6 @@ class Workspace:
         by_layer = network.layers if a.gradient_dtype != torch.float32 else ()
         block = new(max((layer.num_parameters for layer in by_layer), default=0), dtype=a.gradient_dtype)
         self.layer_gradients = [layer.views(block[: layer.num_parameters]) for layer in by_layer]
-        self.loss = a.cross_entropy(network.parameters, network.output_dim, frames)
         self._part: Workspace | None = None
         self._use(frames)
 
@@ -226,10 +225,15 @@ class Workspace:
             layer.forward(self.arithmetic, params, x, y, saved)
         return self.activations[-1]
 
-    def cross_entropy(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """From the logits to their derivative; labels (frames,) int64 pdf-ids. Returns the summed cross-entropy
-        (float64) and the number of correctly classified frames (int64), both 0-dim, on the device."""
-        return self.loss(self.activations[-1], labels, self.grad_outputs[-1])
+    @property
+    def derivative(self) -> Tensor:
+        """(frames, output_dim): that of the objective with respect to the logits, to be filled before `backward`."""
+        return self.grad_outputs[-1]
+
+    @property
+    def output_arithmetic(self) -> Float32:
+        """That of the logits and their derivative."""
+        return self.arithmetic
 
     def backward(self) -> None:
         """From the derivative of the logits back to that of the lowest trainable layer, in place in `grad_outputs`."""
@@ -275,8 +279,13 @@ class WideOutput(Workspace):
         self._output.x.copy_(super().forward())
         return self._output.forward()
 
-    def cross_entropy(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return self._output.cross_entropy(labels)
+    @property
+    def derivative(self) -> Tensor:
+        return self._output.derivative
+
+    @property
+    def output_arithmetic(self) -> Float32:
+        return self._output.arithmetic
 
 
 def evaluation_workspace(network: Network, frames: int, arithmetic: Float32) -> Workspace:

@@ -147,7 +147,9 @@ def _loss_and_gradient(network: Network, frames: int, arithmetic: Float32) -> tu
     workspace = Workspace(network, frames, arithmetic)
     workspace.x.copy_(torch.randn(workspace.x.shape, generator=generator))
     labels = torch.randint(0, network.output_dim, (frames,), generator=generator).to(workspace.x.device)
-    workspace.forward()
-    loss, _ = workspace.cross_entropy(labels)
+    logits = workspace.forward()
+    loss, _ = arithmetic.cross_entropy(network.parameters, network.output_dim, frames)(
+        logits, labels, workspace.derivative
+    )
     workspace.backward()
     return float(loss), workspace.gradient(torch.empty_like(network.parameters))

@@ -41,11 +41,11 @@ class Schedule(ABC):
         """Whether training has ended only because `max_epochs` have passed: with more it would have gone just so far."""
         return self.finished and not self.converged and not self.depends_on_length
 
-    def initialize(self, loss: float, frame_accuracy: float) -> None:  # noqa: B027
-        """Takes the cross-validation figures of the initial network."""
+    def initialize(self, figures: Mapping[str, float]) -> None:  # noqa: B027
+        """Takes the cross-validation figures of the initial network, by name (`ddnn.nn.figures`)."""
 
     @abstractmethod
-    def step(self, loss: float, frame_accuracy: float) -> bool:
+    def step(self, figures: Mapping[str, float]) -> bool:
         """Takes those after an epoch; True where the epoch's network is kept. Updates `learning_rate` and
         `finished`."""
 
@@ -86,13 +86,13 @@ class Newbob(Schedule):
     halving: bool = field(default=False, init=False)
     best: float = field(default=float("nan"), init=False)
 
-    def initialize(self, loss: float, frame_accuracy: float) -> None:
-        self.best = loss if self.criterion == "loss" else frame_accuracy
+    def initialize(self, figures: Mapping[str, float]) -> None:
+        self.best = figures[self.criterion.replace("-", "_")]
 
-    def step(self, loss: float, frame_accuracy: float) -> bool:
+    def step(self, figures: Mapping[str, float]) -> bool:
         self.epoch += 1
         by_loss = self.criterion == "loss"
-        before, now = self.best, loss if by_loss else frame_accuracy
+        before, now = self.best, figures[self.criterion.replace("-", "_")]
         better = now < before if by_loss else now > before
         accepted = better or self.epoch <= max(self.keep_lr_epochs, self.min_epochs)
         if accepted:
@@ -131,7 +131,7 @@ class EpochSchedule(Schedule):
     def factor(self, epoch: int) -> float:
         """What the initial rate is multiplied by once `epoch` epochs have passed."""
 
-    def step(self, loss: float, frame_accuracy: float) -> bool:
+    def step(self, figures: Mapping[str, float]) -> bool:
         self.epoch += 1
         self.finished = self.epoch >= self.max_epochs
         self.learning_rate = self.initial_lr * self.factor(self.epoch)

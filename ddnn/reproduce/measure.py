@@ -89,7 +89,7 @@ def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
     for test in task.tests:
         if test.alignments is not None:
             result = evaluate(run_dir, test.data, test.alignments, device=task.device)
-            tests[test.name] = FrameMetrics(loss=result.loss, frame_accuracy=result.frame_accuracy)
+            tests[test.name] = FrameMetrics.model_validate(result.figures)
         wers |= _word_errors(run_dir, test, task.device, scratch)
     measured_epoch = None
     with suppress(UserError):  # the metrics may not say what the scaling model starts from
@@ -135,8 +135,8 @@ def _joined(values: Iterable[str]) -> str:
 
 def _baseline(metrics: Metrics) -> FrameMetrics | None:
     for row in metrics.starts:  # each finds the same
-        if row.baseline_loss is not None and row.baseline_frame_accuracy is not None:
-            return FrameMetrics(loss=row.baseline_loss, frame_accuracy=row.baseline_frame_accuracy)
+        if row.baseline and None not in row.baseline.values():
+            return FrameMetrics.model_validate(row.baseline)
     return None
 
 

@@ -161,7 +161,7 @@ class RunRecord(FrozenModel):
         initial, baseline = self.initial_cv, self.baseline
         if initial is not None and loss >= initial.loss:
             return f"CV loss {loss:.4g}, {initial.loss:.4g} before training"
-        if baseline is None or not no_better_than_baseline(loss, accuracy, baseline.loss, baseline.frame_accuracy):
+        if baseline is None or not no_better_than_baseline(self.cv.model_dump(), baseline.model_dump()):
             return None
         if loss >= baseline.loss:
             return f"CV loss {loss:.4g}, {baseline.loss:.4g} by the frequencies of the pdfs alone"

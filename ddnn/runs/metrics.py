@@ -10,15 +10,26 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
+from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, check_known, describe
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import append_bytes, open_for_append, read_bytes_limited, require_kind
 from ddnn.util.text import duration, plural, printable
@@ -47,11 +58,8 @@ Distance = Annotated[_NotNegative | None, BeforeValidator(_finite), _rounded(8)]
 Fraction = Annotated[Annotated[float, Field(ge=0.0, le=1.1)] | None, BeforeValidator(_finite), _rounded(5)]
 """Of a worker's time; may slightly exceed 1 where two clocks differ."""
 Name = Annotated[str, Field(max_length=1000)]
+Figures = Annotated[dict[str, Number], AfterValidator(check_known)]
 Precision = Literal["float32", "bf16"]  # as in `ddnn.nn.arithmetic`, which imports torch
-
-
-def format_loss(loss: float) -> str:
-    return f"{loss:.4f}" if abs(loss) < 1e5 else f"{loss:.4g}"
 
 
 class MetricsRow(BaseModel):
@@ -60,20 +68,56 @@ class MetricsRow(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
     KEY: ClassVar[tuple[str, ...] | None] = ()
     """Fields whose values, together, only one row of the type has; None where there is no such rule."""
+    FIGURES: ClassVar[Mapping[str, str]] = {}
+    """Fields that hold an objective's figures by name (`ddnn.nn.figures`), and what precedes the names in the file, where
+    each figure is a key of its own: "loss", "frame_accuracy"."""
 
     type: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_figures(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for field, prefix in cls.FIGURES.items():
+            if field not in values:
+                known = {name: values[prefix + name] for name in FIGURES if prefix + name in values}
+                values = {**values, field: known}
+        return values
+
+    @model_serializer(mode="wrap")
+    def _flatten_figures(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        for key, value in serialize(self).items():
+            prefix = self.FIGURES.get(key)
+            row |= {key: value} if prefix is None else {prefix + name: figure for name, figure in value.items()}
+        return row
 
     def as_text(self) -> str:
         """The row as a line of the log; empty where there is nothing to say."""
         raise NotImplementedError
 
 
-class _Figures(MetricsRow):
-    """Loss and speed over some frames, all workers together."""
+class _Result(MetricsRow):
+    """Figures of a model. `loss`: the first, which training minimizes."""
+
+    FIGURES = {"figures": ""}
+
+    figures: Annotated[Figures, Field(min_length=1)]
+
+    @property
+    def loss(self) -> float | None:
+        return next(iter(self.figures.values()))
+
+    @property
+    def frame_accuracy(self) -> float | None:
+        return self.figures.get(FRAME_ACCURACY.name)
+
+
+class _Figures(_Result):
+    """Figures and speed over some frames, all workers together."""
 
     epoch: Count
-    loss: Number
-    frame_accuracy: Number
     learning_rate: Number = None  # that was applied to the gradient summed over a worker's minibatch
     schedule_learning_rate: Number = None  # before it was multiplied by the number of workers, where it is
     minibatch_size: Count | None = None  # frames in a minibatch of each worker in this epoch's training
@@ -83,16 +127,12 @@ class _Figures(MetricsRow):
     frames_per_second: Speed = None
 
     def _text(self, name: str) -> str:
-        figures = (self.loss, self.frame_accuracy, self.learning_rate)
-        loss, accuracy, rate = (math.nan if x is None else x for x in figures)
+        rate = math.nan if self.learning_rate is None else self.learning_rate
         own, precision = self.schedule_learning_rate, "  bf16" * (self.precision == "bf16")
         scaled = f" ({rate / own:.6g} x {own:.6g})" if own and own != rate else ""
         # At the initial network's cross-validation none has been applied.
         applied = "" if (self.epoch, name) == (0, "cv") else f"learning rate {rate:.6g}{scaled}  "
-        return (
-            f"epoch {self.epoch:2d} {name:<6} loss {format_loss(loss)}  frame accuracy {100 * accuracy:5.2f} %  "
-            f"{applied}{self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s{precision}"
-        )
+        return f"epoch {self.epoch:2d} {name:<6} {describe(self.figures, '  ')}  {applied}{self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s{precision}"
 
 
 class StartRow(MetricsRow):
@@ -116,32 +156,39 @@ class StartRow(MetricsRow):
     train_digest: Name  # of the utterances to train on and their lengths
     cv_digest: Name  # of those for cross-validation
     # What models that ignore their input reach in cross-validation: `ddnn.training.evaluation.baseline_result`.
-    baseline_loss: Number = None
-    baseline_frame_accuracy: Number = None
+    baseline: Figures = {}
+
+    FIGURES = {"baseline": "baseline_"}
 
     def as_text(self) -> str:
-        if self.baseline_loss is None or self.baseline_frame_accuracy is None:
-            return ""
-        accuracy = f"CV frame accuracy {100 * self.baseline_frame_accuracy:.2f} % (most frequent pdf)"
-        return f"baselines: CV loss {self.baseline_loss:.4f} (pdf priors), {accuracy}"
+        known = {name: value for name, value in self.baseline.items() if value is not None}
+        texts = [f"CV {FIGURES[name].text(value)} ({BASELINES[name][0]})" for name, value in known.items()]
+        return f"baselines: {', '.join(texts)}" if texts else ""
 
 
 MUCH_HIGHER = 1.02
 """A final model is warned of whose cross-validation loss is so many times that of an earlier epoch."""
 
 
+BASELINES = {
+    LOSS.name: ("pdf priors", "by the relative frequencies of the pdfs alone"),
+    FRAME_ACCURACY.name: ("most frequent pdf", "by always choosing the most frequent pdf"),
+}
+"""What reaches a figure without looking at the input, in short and in a sentence."""
+
+
 def no_better_than_baseline(
-    loss: float | None, accuracy: float | None, baseline_loss: float | None, baseline_accuracy: float | None,
-    where: str = "in cross-validation ",
-) -> str:  # fmt: skip
-    """Which figure of a model is no better than that of one that ignores its input; empty where both are better, or not
+    figures: Mapping[str, float | None], baseline: Mapping[str, float | None], where: str = "in cross-validation "
+) -> str:
+    """Which figure of a model is no better than that of one that ignores its input; empty where all are better, or not
     known."""
     problems = []
-    if loss is not None and baseline_loss is not None and loss >= baseline_loss:  # false with NaN
-        problems.append(f"{where}loss {loss:.4f}, {baseline_loss:.4f} by the relative frequencies of the pdfs alone")
-    if accuracy is not None and baseline_accuracy is not None and accuracy <= baseline_accuracy:
-        percent = f"{100 * accuracy:.2f} %, {100 * baseline_accuracy:.2f} %"
-        problems.append(f"{where}frame accuracy {percent} by always choosing the most frequent pdf")
+    for name, reached in baseline.items():
+        value, figure = figures.get(name), FIGURES[name]
+        if value is None or reached is None:
+            continue
+        if value >= reached if figure.better == "lower" else value <= reached:  # false with NaN
+            problems.append(f"{where}{figure.text(value)}, {figure.format(reached)} {BASELINES[name][1]}")
     return f"the network is no better than one that ignores its input: {'; '.join(problems)}" if problems else ""
 
 
@@ -162,10 +209,10 @@ def format_figures(row: EpochRow | None, model: str = "") -> str:
     """Epoch, or the `model` that it is, and figures of a cross-validation row, in a few words; empty for None."""
     if row is None:
         return ""
-    loss = "not finite" if row.loss is None else format_loss(row.loss)
-    accuracy = "" if row.frame_accuracy is None else f", frame accuracy {100 * row.frame_accuracy:.2f} %"
+    known = {name: value for name, value in row.figures.items() if value is not None}
+    figures = describe(known) if row.loss is not None else ", ".join(filter(None, ["loss not finite", describe(known)]))
     remark = ", rejected" if not row.accepted else ", before training" if row.epoch == 0 else ""
-    return f"{model or f'epoch {row.epoch}'}: cross-validation loss {loss}{accuracy}{remark}"
+    return f"{model or f'epoch {row.epoch}'}: cross-validation {figures}{remark}"
 
 
 class WarmupRow(_Figures):
@@ -239,7 +286,7 @@ class EventRow(MetricsRow):
 EndReason = Literal["converged", "epochs-exhausted", "stopped", "diverged", "failed"]
 
 
-class EndRow(MetricsRow):
+class EndRow(_Result):
     """Why a start of the training ended, and its model: the final one, or after the last three reasons what was kept so
     far. A worker that is killed leaves none."""
 
@@ -249,12 +296,11 @@ class EndRow(MetricsRow):
     detail: Name  # the reason in words
     epoch: Count  # finished epochs
     kept_epoch: Count  # the last that was accepted, 0 if none
-    loss: Number  # of the model in cross-validation
-    frame_accuracy: Number
-    combination: Name = ""  # what mean it is, in words; empty: it is that of `kept_epoch`, whose own figures follow
-    kept_loss: Number = None
-    kept_frame_accuracy: Number = None
-    precision: Precision | None = None  # of these figures
+    combination: Name = ""  # what mean it is, in words; empty: it is that of `kept_epoch`, whose own figures are `kept`
+    kept: Figures = {}
+    precision: Precision | None = None  # of the figures, which are of cross-validation
+
+    FIGURES = {"figures": "", "kept": "kept_"}
 
     def as_text(self) -> str:
         """Empty: the last line of the log says it, once the model is written."""
@@ -267,9 +313,10 @@ class EndRow(MetricsRow):
     @property
     def summary(self) -> str:
         """Which model it is, its figures in cross-validation, and why training ended."""
-        loss, accuracy, kept = (math.nan if x is None else x for x in (self.loss, self.frame_accuracy, self.kept_loss))
-        figures = f"CV loss {loss:.4f}{' (bf16)' * (self.precision == 'bf16')}, frame accuracy {100 * accuracy:.2f} %"
-        alone = f"; epoch {self.kept_epoch} alone {kept:.4f}" if self.combination else ""
+        loss, *others = describe(self.figures, separator="\n").split("\n")
+        figures = ", ".join([f"CV {loss}{' (bf16)' * (self.precision == 'bf16')}", *others])
+        kept = next(iter(self.kept.values()), None)
+        alone = f"; epoch {self.kept_epoch} alone {math.nan if kept is None else kept:.4f}" if self.combination else ""
         return f"{self.combination or f'epoch {self.kept_epoch}'}, {figures}{alone} ({self.why})"
 
 
@@ -335,7 +382,7 @@ class Metrics:
         row, end = next((row for row in reversed(self.cv) if row.accepted), None), self.end
         if row is None or end is None or not self.combination:
             return row
-        return row.model_copy(update={"loss": end.loss, "frame_accuracy": end.frame_accuracy})
+        return row.model_copy(update={"figures": end.figures})
 
     @property
     def combination(self) -> str:
@@ -357,8 +404,7 @@ class Metrics:
         row, lowest = self.last_accepted, self.lowest_loss
         if row is None or row.loss is None or not self.starts:
             return ""
-        baseline = self.starts[-1].baseline_loss, self.starts[-1].baseline_frame_accuracy
-        warnings = [no_better_than_baseline(row.loss, row.frame_accuracy, *baseline)]
+        warnings = [no_better_than_baseline(row.figures, self.starts[-1].baseline)]
         if lowest is not None and lowest.loss is not None and lowest.epoch and row.loss > MUCH_HIGHER * lowest.loss:
             percent = 100 * (row.loss / lowest.loss - 1) if lowest.loss else math.inf
             warnings.append(

@@ -107,8 +107,8 @@ class TensorBoardWriter(MetricsWriter):
         if not isinstance(row, (EpochRow, WarmupRow)):
             return
         split = row.split if isinstance(row, EpochRow) else "warmup"
-        yield f"loss/{split}", row.loss
-        yield f"frame_accuracy/{split}", row.frame_accuracy
+        for name, value in row.figures.items():
+            yield f"{name}/{split}", value
         if split == "train":
             yield "learning_rate/applied", row.learning_rate
             yield "learning_rate/schedule", row.schedule_learning_rate

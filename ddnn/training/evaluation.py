@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,9 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, read_pdf_counts, transition_digest
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision
+from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, Figure, describe
 from ddnn.nn.network import Workspace, evaluation_workspace
+from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.runs.metrics import StartRow, iterate_rows, no_better_than_baseline
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import CV_UTTERANCES, METRICS, PDF_COUNTS, model_digest, run_dir_of
@@ -41,10 +43,11 @@ FEWEST_FRAMES, MOST_FRAMES = 1_000, 100_000
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What a model reaches on some frames."""
+    """What a model reaches on some frames. `figures`: means per frame of an objective, by name (`ddnn.nn.figures`), the
+    first of which schedules go by; of cross-entropy the loss in nats, and the share of frames whose most probable pdf is the
+    aligned one."""
 
-    loss: float  # cross-entropy per frame, in nats
-    frame_accuracy: float  # share of frames whose most probable pdf is the aligned one, 0 to 1
+    figures: Mapping[str, float]
     frames: int
     utterances: dict[str, int] = field(default_factory=dict)  # of a data dir: used, skipped (by reason), trimmed
     parts: dict[str, EvalResult] = field(default_factory=dict)  # by speaker or utterance, if that was asked for
@@ -53,76 +56,90 @@ class EvalResult:
     data: str | None = None  # the data dir, as it was named
     alignments: str | None = None
 
+    @property
+    def loss(self) -> float:
+        """The figure that training minimizes, NaN where there is none."""
+        return next(iter(self.figures.values()), math.nan)
+
+    @property
+    def quality(self) -> float:
+        """The last figure, turned so that more is better: parts are sorted by it."""
+        name, value = list(self.figures.items())[-1]
+        return value if FIGURES[name].better == "higher" else -value
+
     def as_dict(self) -> dict[str, Any]:
-        values = asdict(self)
-        for part in values["parts"].values():
-            for name in ("model", "precision", "data", "alignments"):
-                del part[name]
+        rest = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        rest["parts"] = {name: part.as_dict() for name, part in self.parts.items()}
         optional = ("parts", "model", "precision", "data", "alignments")
-        return {name: value for name, value in values.items() if value or name not in optional}
+        return {name: value for name, value in {**self.figures, **rest}.items() if value or name not in optional}
 
     def as_text(self) -> str:
         """One line, one more where utterances were skipped or trimmed, and one for each part, the worst first."""
-        accuracy = f"frame accuracy {100 * self.frame_accuracy:.2f} %"
-        figures = f"loss {self.loss:.4f} per frame, {accuracy}, {self.frames} frames"
+        figures = f"{describe(self.figures).replace(', ', ' per frame, ', 1)}, {self.frames} frames"
         figures += f", {self.precision}" if self.precision else ""
         notable = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.utterances.items() if count]
         lines = [figures] if len(notable) < 2 else [figures, f"utterances: {', '.join(notable)}"]
-        worst_first = sorted(self.parts.items(), key=lambda part: part[1].frame_accuracy)
+        worst_first = sorted(self.parts.items(), key=lambda part: part[1].quality)
         parts = definitions([(printable(name, ""), part.as_text()) for name, part in worst_first], indent="  ")
         return "\n".join([*lines, *([parts] if parts else [])])
 
 
-class LossSums:
-    """Sums of loss, correctly classified frames and frames; on the device, so that adding never waits for it."""
+NO_RESULT = EvalResult({}, 0)
+"""Before there is one."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.num_correct = torch.zeros((), dtype=torch.int64, device=device)
+
+class FigureSums:
+    """Sums of an objective's figures over frames; on the device, so that adding never waits for it."""
+
+    def __init__(self, device: torch.device, figures: Sequence[Figure] = CrossEntropy.figures) -> None:
+        self.names = [figure.name for figure in figures]
+        self.sums = [torch.zeros((), dtype=torch.float64, device=device) for _ in figures]
         self.frames = 0
 
-    def add(self, loss: Tensor, num_correct: Tensor, frames: int) -> None:
-        self.loss += loss
-        self.num_correct += num_correct
+    def add(self, sums: Sequence[Tensor], frames: int) -> None:
+        for total, value in zip(self.sums, sums, strict=True):
+            total += value
         self.frames += frames
 
     def result(self, comm: Communicator | None = None) -> EvalResult:
-        """The averages; over all workers' frames where there is `comm`, the same bits on each. Waits for the device."""
-        sums = self.to_tensor() if comm is None else comm.all_gather(self.to_tensor()).sum(dim=0)
-        loss, num_correct, frames = sums.tolist()
+        """The means; over all workers' frames where there is `comm`, the same bits on each. Waits for the device."""
+        total = self.to_tensor() if comm is None else comm.all_gather(self.to_tensor()).sum(dim=0)
+        *sums, frames = total.tolist()
         if frames == 0:
-            return EvalResult(math.nan, math.nan, 0)
-        return EvalResult(loss / frames, num_correct / frames, int(frames))
+            return NO_RESULT
+        return EvalResult({name: value / frames for name, value in zip(self.names, sums, strict=True)}, int(frames))
 
     def to_tensor(self) -> Tensor:
-        """(3,) float64, for a checkpoint."""
-        return torch.tensor([self.loss.item(), float(self.num_correct.item()), self.frames], dtype=torch.float64)
+        """(figures + 1,) float64, the frames last, for a checkpoint."""
+        return torch.tensor([*(total.item() for total in self.sums), self.frames], dtype=torch.float64)
 
     def load_tensor(self, sums: Tensor) -> None:
-        loss, num_correct, frames = sums.tolist()
-        self.loss.fill_(loss)
-        self.num_correct.fill_(int(num_correct))
+        *values, frames = sums.tolist()
+        for total, value in zip(self.sums, values, strict=True):
+            total.fill_(value)
         self.frames = int(frames)
 
     def reset(self) -> None:
-        self.load_tensor(torch.zeros(3))
+        self.load_tensor(torch.zeros(len(self.sums) + 1))
 
 
-class EpochLosses:
-    """The training loss of an epoch. Sums of the current interval are kept apart until it is averaged: what a worker
+class EpochFigures:
+    """The figures of an epoch of training. Sums of the current interval are kept apart until it is averaged: what a worker
     did that was excluded from the averaging counts nowhere. `excludes`: whether workers are excluded. Otherwise a loss
     that is not finite ends the training."""
 
     CHECK_PERIOD = 500  # minibatches between two checks of a single worker's loss; a check waits for the device
 
-    def __init__(self, device: torch.device, *, excludes: bool) -> None:
+    def __init__(
+        self, device: torch.device, figures: Sequence[Figure] = CrossEntropy.figures, *, excludes: bool
+    ) -> None:
         self.excludes = excludes
-        self.committed, self.interval = LossSums(device), LossSums(device)
+        self.committed, self.interval = FigureSums(device, figures), FigureSums(device, figures)
         self.epoch, self.learning_rate, self._minibatches = 0, 0.0, 0  # of the epoch under way, for messages
         self.hint = ""  # where it has diverged
 
-    def add(self, loss: Tensor, num_correct: Tensor, frames: int) -> None:
-        self.interval.add(loss, num_correct, frames)
+    def add(self, sums: Sequence[Tensor], frames: int) -> None:
+        self.interval.add(sums, frames)
         self._minibatches += 1
         if self._minibatches % self.CHECK_PERIOD == 0:
             self.check()
@@ -134,18 +151,18 @@ class EpochLosses:
 
     def commit(self) -> None:
         """Counts the interval, unless it is to be excluded; waits for the device."""
-        if not self.excludes or math.isfinite(self.interval.loss.item()):
-            self.committed.add(self.interval.loss, self.interval.num_correct, self.interval.frames)
+        if not self.excludes or math.isfinite(self.interval.sums[0].item()):
+            self.committed.add(self.interval.sums, self.interval.frames)
         self.interval.reset()
 
     def so_far(self) -> str:
         """Of this worker, which is rank 0, in the epoch under way, for a person; waits for the device."""
-        loss, correct, frames = (self.committed.to_tensor() + self.interval.to_tensor()).tolist()
-        figures = f"loss {loss / max(frames, 1):.4f}, frame accuracy {100 * correct / max(frames, 1):.2f} %"
-        return figures + (" (worker 0)" if self.excludes else "")
+        *sums, frames = (self.committed.to_tensor() + self.interval.to_tensor()).tolist()
+        figures = {name: value / max(frames, 1) for name, value in zip(self.committed.names, sums, strict=True)}
+        return describe(figures) + (" (worker 0)" if self.excludes else "")
 
     def to_tensor(self) -> Tensor:
-        """(2, 3) float64, for a checkpoint."""
+        """(2, figures + 1) float64, for a checkpoint."""
         return torch.stack([self.committed.to_tensor(), self.interval.to_tensor()])
 
     def load_tensor(self, sums: Tensor) -> None:
@@ -153,7 +170,8 @@ class EpochLosses:
         self.interval.load_tensor(sums[1])
 
     def reset(self) -> None:
-        self.load_tensor(torch.zeros(2, 3))
+        self.committed.reset()
+        self.interval.reset()
         self._minibatches = 0
 
 
@@ -180,20 +198,25 @@ def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Worksp
     sampler, kernel = SequentialSampler(frames, len(workspace.x)), workspace.arithmetic.gather_kernel
     with closing(make_batch_loader(frames, model.transform, sampler, out=workspace.x, gather_kernel=kernel)) as loader:
         for batch in loader.epoch():
-            yield batch, workspace.of(len(batch.labels)).forward()
+            yield batch, workspace.of(batch.num_frames).forward()
 
 
 def evaluate(
-    model: AcousticModel, frames: FrameSubset, comm: Communicator | None = None, arithmetic: Float32 | None = None
+    model: AcousticModel,
+    frames: FrameSubset,
+    comm: Communicator | None = None,
+    arithmetic: Float32 | None = None,
+    make_objective: MakeObjective = CrossEntropy,
 ) -> EvalResult:
-    """Loss and frame accuracy of `model` over all of `frames`; with `comm` those are this worker's shard, and all
+    """The objective's figures of `model` over all of `frames`; with `comm` those are this worker's shard, and all
     workers, which evaluate the same model, get the same figures. `arithmetic`: that of the training whose
     cross-validation it is; float32 where it is not given, so that models compare, whatever they were trained in."""
-    sums = LossSums(model.network.parameters.device)
     arithmetic = arithmetic or Float32()
     workspace = evaluation_workspace(model.network, max(1, min(EVAL_BATCH, len(frames))), arithmetic)
-    for batch, _ in forward_batches(model, frames, workspace):
-        sums.add(*workspace.of(len(batch.labels)).cross_entropy(batch.labels), len(batch.labels))
+    objective = make_objective(workspace)
+    sums = FigureSums(model.network.parameters.device, objective.figures)
+    for batch, outputs in forward_batches(model, frames, workspace):
+        sums.add(objective(outputs, batch, workspace.of(batch.num_frames).derivative), batch.num_frames)
         if comm is not None:
             comm.watchdog.heartbeat()
     return replace(sums.result(comm), precision=arithmetic.precision)
@@ -217,7 +240,8 @@ def _of_frequencies(train_counts: Tensor, cv_counts: Tensor) -> EvalResult:
     """On frames of `cv_counts`, of a model that answers the relative frequencies of `train_counts`; float64 (pdfs,)."""
     priors = (train_counts + 0.5) / (train_counts.sum() + 0.5 * len(train_counts))
     frequencies, total = cv_counts / cv_counts.sum(), int(cv_counts.sum())
-    return EvalResult(-float(frequencies @ priors.log()), float(frequencies.max()), total)
+    figures = {LOSS.name: -float(frequencies @ priors.log()), FRAME_ACCURACY.name: float(frequencies.max())}
+    return EvalResult(figures, total)
 
 
 def evaluate_parts(
@@ -317,13 +341,12 @@ def _warn_of_doubtful(result: EvalResult, counts: Tensor, run_dir: Path, data: P
         message = "%s: the loss of %.4f is not below that of equal probabilities for all %d pdfs, %.4f: the alignments "
         message += "seem to be of another model, or the features of another kind"
         log.warning(message, alignments, result.loss, num_pdfs, math.log(num_pdfs))
-    elif num_pdfs > 1 and result.frame_accuracy < 1:
+    elif num_pdfs > 1 and result.figures[FRAME_ACCURACY.name] < 1:
         trained = counts
         with suppress(DataError):  # a model without its counts, such as an imported one: those of the evaluated labels
             trained = torch.from_numpy(read_pdf_counts(run_dir / PDF_COUNTS))
         best = _of_frequencies(trained if len(trained) == num_pdfs else counts, counts)
-        figures = result.loss, result.frame_accuracy, best.loss, best.frame_accuracy
-        if problem := no_better_than_baseline(*figures, where=""):
+        if problem := no_better_than_baseline(result.figures, best.figures, where=""):
             log.warning("%s: %s: the alignments or features seem to be of another kind", alignments, problem)
 
 

@@ -354,8 +354,7 @@ def start_row(trainer: Trainer, data: TrainingData, parameters: str) -> StartRow
         cv_frames=cv_frames,
         train_digest=train_digest,
         cv_digest=cv_digest,
-        baseline_loss=trainer.baseline.loss,
-        baseline_frame_accuracy=trainer.baseline.frame_accuracy,
+        baseline=dict(trainer.baseline.figures),
     )
 
 

@@ -59,7 +59,7 @@ def _rank_state(handle: CheckpointHandle, comm: Communicator) -> Mapping[str, Te
             raise DataError(message, location=handle.path) from error
     # Fisher matrices of another worker are a better start than none; all else comes from rank 0.
     state = handle.rank_state(comm.rank % handle.world_size)
-    return {**state, "loss_sums": torch.zeros(2, 3, dtype=torch.float64)}
+    return {**state, "loss_sums": torch.zeros_like(state["loss_sums"])}
 
 
 def merge_rank_states(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ddnn.averaging.averager import Averager, Request
 from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
+from ddnn.nn.figures import check_known
 from ddnn.nn.network import tensor_like
 from ddnn.runs.checkpoint import CheckpointStore
 from ddnn.runs.metrics import Count
@@ -202,6 +203,9 @@ class CheckpointPolicy:
         raise TrainingInterrupted(self.shutdown.signal_name or "a signal to another worker")
 
 
+Figures = Annotated[dict[str, float], AfterValidator(check_known)]
+
+
 class CheckpointMetadata(BaseModel):
     """Plain values of a checkpoint, from a file that anybody may have written."""
 
@@ -215,10 +219,9 @@ class CheckpointMetadata(BaseModel):
     model: dict[str, Any]  # `ddnn.nn.acoustic_model.model_config`
     recipe: str  # the resolved recipe
     data: DataIdentity
-    initial_loss: float  # of the initial network in cross-validation
+    initial: Figures  # of the initial network in cross-validation
     kept_epoch: Count  # the last that was accepted, 0 if none
-    kept_loss: float  # its figures in cross-validation
-    kept_frame_accuracy: float
+    kept: Figures
 
     def summary(self) -> str:
         after = f"after epoch {self.epoch}"

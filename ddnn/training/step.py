@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ddnn.data.batches import Batch
 from ddnn.nn.network import Workspace
+from ddnn.nn.objective import CrossEntropy, MakeObjective, Sums
 from ddnn.optim.sgd import Sgd
 
 log = logging.getLogger(__name__)
 
-Result = tuple[Tensor, Tensor]
-"""Summed loss and number of correctly classified frames, 0-dim, on the device. A graph's are overwritten by the
-next."""
-Step = Callable[[Batch, float], Result]  # minibatch, learning rate -> result; changes parameters and optimizer
+Step = Callable[[Batch, float], Sums]
+"""Minibatch, learning rate -> the sums of the objective's figures, a graph's overwritten by the next; changes parameters
+and optimizer."""
 
 WARM_UP = 3  # steps on the capturing stream before a capture: libraries take their memory then
 VERIFIED = 16  # minibatches of the check: NG-SGD has its first two steps without work for the host among them
@@ -33,23 +33,29 @@ run the same kernels; a library may choose another one for a product on another 
 
 
 class EagerStep:
-    """Forward, cross-entropy, backward and update, one operation after another; arguments as of `Sgd.step`."""
+    """Forward, objective, backward and update, one operation after another; arguments as of `Sgd.step`."""
 
-    def __init__(self, workspace: Workspace, optimizer: Sgd, average: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        optimizer: Sgd,
+        average: Callable[[Tensor], None] | None = None,
+        make_objective: MakeObjective = CrossEntropy,
+    ) -> None:
         self.workspace, self.optimizer, self.average = workspace, optimizer, average
+        self.objective = make_objective(workspace)
 
-    def __call__(self, batch: Batch, lr: float) -> Result:
-        workspace = self.workspace.of(len(batch.labels))
+    def __call__(self, batch: Batch, lr: float) -> Sums:
+        workspace = self.workspace.of(batch.num_frames)
         self.load(batch)
-        workspace.forward()
-        loss, num_correct = workspace.cross_entropy(batch.labels)
+        sums = self.objective(workspace.forward(), batch, workspace.derivative)
         workspace.backward()
         self.optimizer.step(workspace, lr, self.average)
-        return loss, num_correct
+        return sums
 
     def load(self, batch: Batch) -> None:
         """Copies the minibatch to `workspace.x` where it is elsewhere."""
-        x = self.workspace.x[: len(batch.labels)]
+        x = self.workspace.x[: batch.num_frames]
         if batch.x.data_ptr() != x.data_ptr():
             x.copy_(batch.x)
 
@@ -64,7 +70,7 @@ class CudaGraph:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def warm_up(self, run: Callable[[], Result]) -> None:
+    def warm_up(self, run: Callable[[], Sums]) -> None:
         """Runs it `WARM_UP` times where it will be captured."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -73,7 +79,7 @@ class CudaGraph:
                 run()
         current.wait_stream(self._stream)
 
-    def capture(self, run: Callable[[], Result]) -> Result:
+    def capture(self, run: Callable[[], Sums]) -> Sums:
         """Records it without running it; the results are filled by `replay`. RuntimeError where it cannot be.
 
         Other threads may keep using the device: they read minibatches ahead."""
@@ -110,12 +116,12 @@ class CudaGraphStep:
         self.disabled = False  # a capture has failed
         self._captured: tuple[float, int] | None = None  # for this learning rate and minibatch size
         self._labels = torch.empty(0)
-        self._result: Result | None = None
+        self._result: Sums | None = None
 
-    def __call__(self, batch: Batch, lr: float) -> Result:
+    def __call__(self, batch: Batch, lr: float) -> Sums:
         if self.disabled or needs_host_update(self.optimizer):
             return self.eager(batch, lr)
-        if self._captured != (lr, len(batch.labels)):
+        if self._captured != (lr, batch.num_frames):
             self._capture(batch, lr)
         if self._result is None:
             return self.eager(batch, lr)
@@ -132,7 +138,7 @@ class CudaGraphStep:
 
     def _capture(self, batch: Batch, lr: float) -> None:
         self._captured = self._result = None
-        size = len(batch.labels)
+        size = batch.num_frames
         self._labels = self._labels if len(self._labels) == size else batch.labels.clone()
         self._copy_inputs(batch)
         own = Batch(self.eager.workspace.x[:size], self._labels)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -21,14 +20,23 @@ from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel, model_config, transform_tensors
 from ddnn.nn.arithmetic import Float32, Precision
+from ddnn.nn.figures import describe
 from ddnn.nn.network import tensor_like
+from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.optim.sgd import Sgd
 from ddnn.runs.checkpoint import prefixed, unprefixed
 from ddnn.runs.metrics import EndReason, EndRow, EpochRow, WarmupRow, WorkerRow, throughput
 from ddnn.runs.run_dir import RunDir
 from ddnn.training.combination import Combination
-from ddnn.training.evaluation import EpochLosses, EvalResult, evaluate, learning_rate_hint, raise_if_diverged
+from ddnn.training.evaluation import (
+    NO_RESULT,
+    EpochFigures,
+    EvalResult,
+    evaluate,
+    learning_rate_hint,
+    raise_if_diverged,
+)
 from ddnn.training.state import CheckpointMetadata, CheckpointPolicy, LoadedCheckpoint, TrainingProgress
 from ddnn.training.step import EagerStep, Step
 from ddnn.util.errors import DataError, DivergedError
@@ -58,6 +66,7 @@ class Trainer:
     averager: Averager  # averages the models of all workers
     checkpoints: CheckpointPolicy
     run: RunDir  # in which rank 0 records
+    make_objective: MakeObjective = CrossEntropy  # what is minimized, and measured in cross-validation
     combination: Combination = field(default_factory=Combination)  # what the final model may be a mean of
     warmup: Literal["none", "single-worker", "all-reduce"] = "none"  # on rank 0 alone, or averaged after each minibatch
     warmup_minibatches: int = 0
@@ -65,15 +74,17 @@ class Trainer:
     data: DataIdentity = field(default_factory=lambda: DataIdentity(contents={}, features={}))
     keeps_initial: bool = False  # the initial network was trained before: it is kept where no epoch is accepted
     # What a model that ignores its input reaches in cross-validation.
-    baseline: EvalResult = field(default_factory=lambda: EvalResult(math.nan, math.nan, 0))
+    baseline: EvalResult = NO_RESULT
 
     def __post_init__(self) -> None:
         parameters = self.model.network.parameters
         self.progress, self.best = TrainingProgress(), parameters.clone()
-        self.losses = EpochLosses(parameters.device, excludes=self.averager.excludes)
+        self.losses = EpochFigures(
+            parameters.device, self.eager_step.objective.figures, excludes=self.averager.excludes
+        )
         self.losses.hint = self.hint
         # In cross-validation: of the initial network, and of `best` with its epoch, 0 where none was accepted.
-        self.initial = self.kept = EvalResult(math.nan, math.nan, 0)
+        self.initial = self.kept = NO_RESULT
         self.kept_epoch = 0
         # What is delivered: the last accepted epoch's model, or in words the mean that was better.
         self.delivered, self.combined = self.kept, ""
@@ -132,12 +143,10 @@ class Trainer:
             detail=detail[:1000],
             epoch=self.progress.epoch,
             kept_epoch=self.kept_epoch,
-            loss=self.delivered.loss,
-            frame_accuracy=self.delivered.frame_accuracy,
+            figures=dict(self.delivered.figures),
             combination=self.combined,
             precision=self.precision,
-            kept_loss=self.kept.loss,
-            kept_frame_accuracy=self.kept.frame_accuracy,
+            kept=dict(self.kept.figures),
         )
 
     def warm_up(self) -> None:
@@ -151,16 +160,17 @@ class Trainer:
         step, averager, watchdog = self.eager_step, self.averager, self.comm.watchdog
         learning_rate = self.schedule.learning_rate
         lr_scale, optimizer_scale = averager.lr_scale, self.optimizer.included_lr_scale
-        losses = EpochLosses(self.model.network.parameters.device, excludes=not single)
+        figures = self.eager_step.objective.figures
+        losses = EpochFigures(self.model.network.parameters.device, figures, excludes=not single)
         if single:  # the other workers take no part, not even where gradients are averaged
-            step, lr_scale = EagerStep(step.workspace, self.optimizer), 1.0
+            step, lr_scale = EagerStep(step.workspace, self.optimizer, make_objective=self.make_objective), 1.0
             self.optimizer.included_lr_scale = 1.0
         if single and self.comm.rank != 0:
             watchdog.disable()  # it waits for as long as rank 0 trains
         else:
             batches = (batch for number in count() for batch in self.batches.epoch(WARMUP_EPOCH + number))
             for batch in islice(batches, self.warmup_minibatches):
-                losses.add(*step(batch, learning_rate * lr_scale), len(batch.labels))
+                losses.add(step(batch, learning_rate * lr_scale), batch.num_frames)
                 watchdog.heartbeat()
                 if single:
                     averager.requested = averager.local_request()
@@ -192,7 +202,7 @@ class Trainer:
             self.initial = validation
         seconds = time.perf_counter() - self._validation_started
         self.run.record(EpochRow(split="cv", **self._figures(0, validation, learning_rate, seconds)))
-        self.schedule.initialize(validation.loss, validation.frame_accuracy)
+        self.schedule.initialize(validation.figures)
         self.progress.started = True
 
     def begin_epoch(self, learning_rate: float) -> None:
@@ -247,7 +257,7 @@ class Trainer:
     def validate(self) -> EvalResult:
         """Cross-validation of the present model; the same result on every worker."""
         self._validation_started = time.perf_counter()
-        return evaluate(self.model, self.cv, self.comm, self.arithmetic)
+        return evaluate(self.model, self.cv, self.comm, self.arithmetic, self.make_objective)
 
     def keep_best(self, validation: EvalResult, learning_rate: float) -> None:
         """The epoch was accepted: its parameters are the best so far."""
@@ -283,7 +293,7 @@ class Trainer:
         """Fields of a row; `lr_scale`: what `lr` was multiplied by, where that is not the averager's."""
         scale = self.averager.lr_scale if lr_scale is None else lr_scale
         rates = {"learning_rate": lr * scale, "schedule_learning_rate": lr}
-        figures = {"epoch": epoch, "loss": result.loss, "frame_accuracy": result.frame_accuracy}
+        figures = {"epoch": epoch, "figures": result.figures}
         of = {"minibatch_size": self.minibatch_size, "precision": self.precision}
         return {**figures, **rates, **of, **throughput(result.frames, seconds)}
 
@@ -330,7 +340,7 @@ class Trainer:
         for name, parameters in self.combination.candidates():
             self.model.network.load_parameters(parameters)
             result = self.validate()
-            log.info("%s: CV loss %.4f, frame accuracy %.2f %%", name, result.loss, 100 * result.frame_accuracy)
+            log.info("%s: CV %s", name, describe(result.figures))
             if result.loss <= self.delivered.loss:
                 self.best.copy_(parameters)
                 self.delivered, self.combined = result, name
@@ -341,7 +351,7 @@ class Trainer:
 
         Of each rank: `parameters` (num_parameters,) float32; `optimizer.*`, `averager.*`, `workspace.*` (of dropout):
         their `state_dict`;
-        `loss_sums` (2, 3) float64, loss, correct frames and frames of the epoch and of the interval; and
+        `loss_sums` (2, figures + 1) float64, sums of the figures and frames of the epoch and of the interval; and
         `TrainingProgress.state_dict`. Global: `best` (num_parameters,) float32, `transform.*` (input_dim,), and
         `strategy.*`; in both what `combination.*` is of either kind. Collective. DivergedError where the loss is not
         finite and no other worker can make up for it.
@@ -360,10 +370,9 @@ class Trainer:
             model=model_config(self.model),
             recipe=self.recipe,
             data=self.data,
-            initial_loss=self.initial.loss,
+            initial=dict(self.initial.figures),
             kept_epoch=self.kept_epoch,
-            kept_loss=self.kept.loss,
-            kept_frame_accuracy=self.kept.frame_accuracy,
+            kept=dict(self.kept.figures),
         )
         rank = {
             "parameters": self.model.network.parameters,
@@ -390,11 +399,11 @@ class Trainer:
         progress.load_state_dict(rank, location)
         progress.started, progress.epoch = True, metadata.epoch
         self.resize_minibatches()
-        self.initial, self.kept_epoch = EvalResult(metadata.initial_loss, math.nan, 0), metadata.kept_epoch
-        self.kept = self.delivered = EvalResult(metadata.kept_loss, metadata.kept_frame_accuracy, 0)
+        self.initial, self.kept_epoch = EvalResult(metadata.initial, 0), metadata.kept_epoch
+        self.kept = self.delivered = EvalResult(metadata.kept, 0)
         states = (unprefixed("combination", state) for state in (loaded.global_state, rank))
         self.combination.load_state_dict({k: v for state in states for k, v in state.items()}, location)
-        sums = tensor_like(torch.zeros(2, 3, dtype=torch.float64), rank, "loss_sums", location)
+        sums = tensor_like(self.losses.to_tensor(), rank, "loss_sums", location)
         if not bool((sums.abs() < 2**53).all()):  # false for NaN too
             raise DataError("loss_sums: sums of an epoch expected, found others", location=location)
         self.losses.load_tensor(sums)
@@ -464,17 +473,17 @@ def train(trainer: Trainer) -> AcousticModel:
         lr = t.schedule.learning_rate
         t.begin_epoch(lr)
         for batch in t.epoch_batches():
-            loss, num_correct = t.step(batch, lr * t.averager.lr_scale)  # forward, backward, precondition, update
-            t.losses.add(loss, num_correct, t.minibatch_size)
+            sums = t.step(batch, lr * t.averager.lr_scale)  # forward, objective, backward, precondition, update
+            t.losses.add(sums, batch.num_frames)
             progress.minibatch += 1
-            if t.averager.after_minibatch(t.minibatch_size):  # averages the models when an interval is complete
+            if t.averager.after_minibatch(batch.num_frames):  # averages the models when an interval is complete
                 t.losses.commit()
             t.combination.after_minibatch()
             t.checkpoints.after_minibatch(t)  # saves if due; raises TrainingInterrupted after a signal
         t.averager.end_epoch()  # from here every worker has the same model
         training = t.end_training(lr)
         validation = t.validate()
-        accepted = t.schedule.step(validation.loss, validation.frame_accuracy)
+        accepted = t.schedule.step(validation.figures)
         t.keep_best(validation, lr) if accepted else t.revert_to_best()
         t.record_epoch(training, validation, lr, accepted)
         progress.end_epoch()

@@ -24,7 +24,7 @@ from ddnn.nn.layers import check_layers, mlp_layers, training_flop_per_frame
 from ddnn.nn.network import Network, Workspace
 from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.report import figures
-from ddnn.training.step import EagerStep, Result
+from ddnn.training.step import EagerStep, Sums
 from ddnn.util.errors import UserError
 
 
@@ -48,7 +48,7 @@ def test_a_bench_runs_the_trainer_and_says_all(monkeypatch: pytest.MonkeyPatch) 
     steps = 0
     real = EagerStep.__call__
 
-    def counted(self: EagerStep, batch: Batch, lr: float) -> Result:
+    def counted(self: EagerStep, batch: Batch, lr: float) -> Sums:
         nonlocal steps
         steps += 1
         dtypes.add(self.workspace.activations[0].dtype)

@@ -74,10 +74,9 @@ def _lay(folder: Path) -> None:
         "model": model_config(model),
         "recipe": dump_recipe(_recipe()),
         "data": {"contents": {"data.train": "12 utterances"}, "features": {"data.train": [[0.1], [1.0], [0.2]]}},
-        "initial_loss": 2.5,
+        "initial": {"loss": 2.5, "frame_accuracy": 0.01},
         "kept_epoch": 2,
-        "kept_loss": 1.5,
-        "kept_frame_accuracy": 0.5,
+        "kept": {"loss": 1.5, "frame_accuracy": 0.5},
     }
     parameters = model.network.parameters
     shared = {"best": parameters, **transform_tensors(model)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from twins import biases, kernels_for, random_minibatch, weights
+from twins import biases, cross_entropy_step, kernels_for, random_minibatch, weights
 
 from ddnn.nn.arithmetic import BFloat16Kernels, Float32, Precision, make_arithmetic
 from ddnn.nn.kernels import Kernels
@@ -56,7 +56,7 @@ def arithmetic(precision: Precision, compiled: bool = True) -> Float32:
 def learn(workspace: Workspace, optimizer: Sgd, labels: Tensor, rate: float) -> Tensor:
     """A step on what is in `workspace.x`, as the training loop makes it; returns its loss."""
     workspace.forward()
-    loss, _ = workspace.cross_entropy(labels)
+    loss, _ = cross_entropy_step(workspace, labels)
     workspace.backward()
     optimizer.step(workspace, rate)
     return loss
@@ -170,7 +170,7 @@ def test_gradients_that_workers_average_are_averaged(name: str) -> None:
         workspace, step = Workspace(network, 32, arithmetic("bf16")), make_optimizer(options, network).step
         labels = random_minibatch(workspace, 5, torch.Generator().manual_seed(1))
         workspace.forward()
-        workspace.cross_entropy(labels)
+        cross_entropy_step(workspace, labels)
         workspace.backward()
         step(workspace, rate, average)
         moved.append(torch.cat([change.flatten() for change in changes(RATED, network)]))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import load_all
-from twins import batch_of
+from twins import batch_of, cross_entropy_step
 
 from ddnn.data.batches import Batch, SequentialSampler, ShuffledSampler
 from ddnn.data.dataset import AcousticDataset
@@ -22,9 +22,10 @@ from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.nnet1_file import read_nnet1, write_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model, to_nnet1
 from ddnn.nn.network import Workspace
+from ddnn.nn.objective import Sums
 from ddnn.optim.sgd import Sgd, SgdOptions
-from ddnn.training.evaluation import LossSums
-from ddnn.training.step import EagerStep, Result
+from ddnn.training.evaluation import FigureSums
+from ddnn.training.step import EagerStep
 
 NETWORKS = (
     "conv_max", "conv_avg", "conv_step", "two_conv", "two_conv_true", "parallel", "prelu_lnorm", "maxnorm", "ties",
@@ -62,24 +63,24 @@ def figures(golden: Path, name: str) -> dict[str, tuple[str, str]]:
 
 
 def epoch(
-    model: AcousticModel, workspace: Workspace, corpus: AcousticDataset, step: Callable[[Batch], Result]
+    model: AcousticModel, workspace: Workspace, corpus: AcousticDataset, step: Callable[[Batch], Sums]
 ) -> tuple[str, str]:
     """Loss and percentage of correct frames over the whole minibatches, as Kaldi prints them."""
-    sums = LossSums(torch.device("cpu"))
+    sums = FigureSums(torch.device("cpu"))
     for rows in SequentialSampler(corpus.subset([0, 1, 2]), 16).epoch():
         if len(rows) == 16:
-            sums.add(*step(batch_of(workspace, corpus, model.transform, rows)), 16)
+            sums.add(step(batch_of(workspace, corpus, model.transform, rows)), 16)
     found = sums.result()
     assert found.frames == 144
-    return f"{found.loss:.6g}", f"{100 * found.frame_accuracy:.6g}"
+    return f"{found.loss:.6g}", f"{100 * found.figures['frame_accuracy']:.6g}"
 
 
 def evaluated(model: AcousticModel, corpus: AcousticDataset) -> tuple[str, str]:
     workspace = Workspace(model.network, 16)
 
-    def step(batch: Batch) -> Result:
+    def step(batch: Batch) -> Sums:
         workspace.forward()
-        return workspace.cross_entropy(batch.labels)
+        return cross_entropy_step(workspace, batch.labels)
 
     return epoch(model, workspace, corpus, step)
 

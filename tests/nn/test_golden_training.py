@@ -19,7 +19,7 @@ from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1
 from ddnn.nn.network import Workspace
 from ddnn.optim.sgd import Sgd, SgdOptions
-from ddnn.training.evaluation import LossSums
+from ddnn.training.evaluation import FigureSums
 from ddnn.training.step import EagerStep
 
 
@@ -57,15 +57,15 @@ def test_one_epoch_ends_in_kaldis_network(
     corpus = load_all(data_dir, labels, model.transform.context)
     frames = corpus.subset([0, 1, 2])
     assert len(frames) == 108
-    workspace, sums = Workspace(model.network, 16), LossSums(torch.device("cpu"))
+    workspace, sums = Workspace(model.network, 16), FigureSums(torch.device("cpu"))
     step = EagerStep(workspace, Sgd(model.network, SgdOptions(momentum, l2)))
     for rows in SequentialSampler(frames, 16).epoch():
         if len(rows) == 16:
-            sums.add(*step(batch_of(workspace, corpus, model.transform, rows), rate), 16)
+            sums.add(step(batch_of(workspace, corpus, model.transform, rows), rate), 16)
     figures = sums.result()
     assert figures.frames == 96
     assert figures.loss == pytest.approx(loss, abs=2e-5)
-    assert figures.frame_accuracy == pytest.approx(accuracy, abs=1e-6)
+    assert figures.figures["frame_accuracy"] == pytest.approx(accuracy, abs=1e-6)
     expected = [c for c in read_nnet1(golden / f"nnet1/trained_{name}.nnet") if isinstance(c, AffineTransform)]
     for weight, bias, affine in zip(weights(model.network), biases(model.network), expected, strict=True):
         np.testing.assert_allclose(weight.numpy(), affine.weight, atol=1e-5)

@@ -10,23 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddnn.data.batches import Batch
 from ddnn.nn.arithmetic import Precision, make_arithmetic
 from ddnn.nn.layers import Affine
 from ddnn.nn.loss import BLOCK_VALUES, cross_entropy
 from ddnn.nn.network import Network, Workspace
+from ddnn.nn.objective import CrossEntropy, Sums
 
 
 def workspace_with(
     frames: int, pdfs: int, rows: int, precision: Precision, scale: float, seed: int, compiled: bool = False
-) -> Workspace:
-    """A workspace of which the logits are noise, worked through in blocks of `rows`."""
+) -> tuple[Workspace, CrossEntropy]:
+    """A workspace of which the logits are noise, and its loss, which works through them in blocks of `rows`."""
     arithmetic = make_arithmetic(precision, torch.device("cpu"), use_kernels=compiled)
     workspace = Workspace(Network((Affine(1, pdfs, "softmax"),)), frames, arithmetic)
-    workspace.loss.block_rows = min(rows, workspace.loss.block_rows)
+    objective = CrossEntropy(workspace)
+    objective.loss.block_rows = min(rows, objective.loss.block_rows)
     generator = torch.Generator().manual_seed(seed)
     workspace.activations[-1].copy_(scale * torch.randn(frames, pdfs, generator=generator))
     workspace.grad_outputs[-1].fill_(float("nan"))
-    return workspace
+    return workspace, objective
+
+
+def apply(objective: CrossEntropy, workspace: Workspace, labels: torch.Tensor) -> Sums:
+    return objective(workspace.activations[-1], Batch(workspace.x, labels), workspace.derivative)
 
 
 SHAPES = {
@@ -41,11 +48,12 @@ SHAPES = {
 @settings(max_examples=40, deadline=None)
 @given(**SHAPES)
 def test_float32_has_the_bits_of_the_reference(frames: int, pdfs: int, rows: int, scale: float, seed: int) -> None:
-    workspace = workspace_with(frames + 3, pdfs, rows, "float32", scale, seed).of(frames)
+    workspace, objective = workspace_with(frames + 3, pdfs, rows, "float32", scale, seed)
+    workspace = workspace.of(frames)
     labels = torch.randint(0, pdfs, (frames,), generator=torch.Generator().manual_seed(seed))
     expected = torch.empty(frames, pdfs)
     loss, right = cross_entropy(workspace.activations[-1], labels, expected)
-    found = workspace.cross_entropy(labels)
+    found = apply(objective, workspace, labels)
     assert (found[0].item(), found[1].item()) == (loss.item(), right.item())
     assert torch.equal(workspace.grad_outputs[-1], expected)
 
@@ -55,11 +63,12 @@ def test_float32_has_the_bits_of_the_reference(frames: int, pdfs: int, rows: int
 def test_bf16_rounds_the_derivative_alone(
     frames: int, pdfs: int, rows: int, scale: float, seed: int, compiled: bool
 ) -> None:
-    workspace = workspace_with(frames + 3, pdfs, rows, "bf16", scale, seed, compiled).of(frames)
+    workspace, objective = workspace_with(frames + 3, pdfs, rows, "bf16", scale, seed, compiled)
+    workspace = workspace.of(frames)
     labels = torch.randint(0, pdfs, (frames,), generator=torch.Generator().manual_seed(seed))
     log_posteriors = torch.log_softmax(workspace.activations[-1].double(), dim=1)
     derivative = log_posteriors.exp() - torch.nn.functional.one_hot(labels, pdfs)
-    loss, _ = workspace.cross_entropy(labels)
+    loss, _ = apply(objective, workspace, labels)
     of_labels = log_posteriors.gather(1, labels[:, None])
     assert loss.dtype == torch.float64
     assert loss.item() == pytest.approx(-of_labels.sum().item(), rel=1e-5, abs=1e-4)
@@ -84,7 +93,8 @@ def test_bf16_widens_a_block_not_a_minibatch() -> None:
     workspace = Workspace(Network((Affine(1, 8806, "softmax"),)), 256, arithmetic)
     assert workspace.activations[-1].dtype == workspace.grad_outputs[-1].dtype == torch.bfloat16
     workspace.activations[-1].zero_()
+    objective = CrossEntropy(workspace)
     with LargestFloat32() as largest:
-        workspace.cross_entropy(torch.arange(256))
-    assert largest.found == workspace.loss.block_rows * 8806 <= BLOCK_VALUES[0]
+        apply(objective, workspace, torch.arange(256))
+    assert largest.found == objective.loss.block_rows * 8806 <= BLOCK_VALUES[0]
     assert BLOCK_VALUES[True] < 1024 * 8806 / 2, "on a GPU"

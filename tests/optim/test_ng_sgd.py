@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from twins import NaturalGradientTwin, biases, kernels_for, random_minibatch, weights
+from twins import NaturalGradientTwin, biases, cross_entropy_step, kernels_for, random_minibatch, weights
 
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic
 from ddnn.nn.elementwise import Scale
@@ -44,7 +44,7 @@ def test_steps_equal_the_formulas(scope: Any, l2: float, max_change: float) -> N
         workspace = whole.of(frames)
         labels = random_minibatch(workspace, 4, generator)
         workspace.forward()
-        workspace.cross_entropy(labels)
+        cross_entropy_step(workspace, labels)
         workspace.backward()
         expected = []
         for i, layer in enumerate(LAYERS):
@@ -77,7 +77,7 @@ def test_max_change_holds() -> None:
         before = made.parameters.clone()
         labels = random_minibatch(workspace, 4, generator)
         workspace.forward()
-        workspace.cross_entropy(labels)
+        cross_entropy_step(workspace, labels)
         workspace.backward()
         optimizer.step(workspace, 1e6)
         moved = Network(LAYERS, made.parameters - before)
@@ -92,7 +92,7 @@ def test_max_change_holds_in_a_layer_without_products() -> None:
     before = made.views[1]["scale"].clone()
     labels = random_minibatch(workspace, 4, torch.Generator().manual_seed(1))
     workspace.forward()
-    workspace.cross_entropy(labels)
+    cross_entropy_step(workspace, labels)
     workspace.backward()
     optimizer.step(workspace, 1e6)
     assert 0.001 * 20 <= (made.views[1]["scale"] - before).norm() <= 0.01 * 20 * 1.001
@@ -109,7 +109,7 @@ def test_a_step_shared_by_workers_is_limited_as_one_at_the_rate_of_one(rate: flo
         workspace, before = Workspace(made, 20), made.parameters.clone()
         labels = random_minibatch(workspace, 4, generator)
         workspace.forward()
-        workspace.cross_entropy(labels)
+        cross_entropy_step(workspace, labels)
         workspace.backward()
         optimizer.step(workspace, workers * rate)
         moved.append((made.parameters - before) / workers)
@@ -259,7 +259,7 @@ def test_the_option_says_how_bf16_is_preconditioned(
         for _ in range(3):
             labels = random_minibatch(workspace, 4, generator)
             workspace.forward()
-            workspace.cross_entropy(labels)
+            cross_entropy_step(workspace, labels)
             workspace.backward()
             optimizer.step(workspace, 0.1)
         moved.append(made.parameters.clone())
@@ -274,7 +274,7 @@ def test_in_bf16_a_settled_training_updates_a_quarter_as_often(fast: Float32, ex
     def step() -> bool:
         labels = random_minibatch(workspace, 4, generator)
         workspace.forward()
-        workspace.cross_entropy(labels)
+        cross_entropy_step(workspace, labels)
         workspace.backward()
         before = [one.state_dict()["w"] for one in optimizer.preconditioners]
         optimizer.step(workspace, 0.1)

@@ -14,15 +14,19 @@ from hypothesis import strategies as st
 from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, Power, Schedule
 
 
+def figures(loss: float, frame_accuracy: float) -> dict[str, float]:
+    return {"loss": loss, "frame_accuracy": frame_accuracy}
+
+
 def run(schedule: Schedule, losses: list[float], accuracies: list[float] | None = None) -> list[tuple[float, bool]]:
     """Rate and acceptance per epoch; the first figure is the initial network's."""
     accuracies = accuracies or [0.0] * len(losses)
-    schedule.initialize(losses[0], accuracies[0])
+    schedule.initialize(figures(losses[0], accuracies[0]))
     history = []
     for loss, accuracy in zip(losses[1:], accuracies[1:], strict=True):
         assert not schedule.finished
         rate = schedule.learning_rate
-        history.append((rate, schedule.step(loss, accuracy)))
+        history.append((rate, schedule.step(figures(loss, accuracy))))
     assert schedule.finished
     return history
 
@@ -96,9 +100,9 @@ def test_newbob_ends_at_the_most_epochs() -> None:
 
 def test_newbob_rejects_a_loss_that_is_not_a_number() -> None:
     schedule = Newbob()
-    schedule.initialize(3.0, 0.1)
-    assert schedule.step(float("nan"), 0.1) is False
-    assert schedule.step(2.0, 0.1) is True
+    schedule.initialize(figures(3.0, 0.1))
+    assert schedule.step(figures(float("nan"), 0.1)) is False
+    assert schedule.step(figures(2.0, 0.1)) is True
 
 
 def test_exponential_reaches_one_percent_after_15_epochs() -> None:
@@ -135,12 +139,15 @@ def test_a_schedule_resumes_where_it_was(make: Callable[[], Schedule]) -> None:
     losses = [3.0, 2.0, 1.9, 2.4, 1.7, 1.69, 1.68]
     whole, resumed = make(), make()
     for schedule in (whole, resumed):
-        schedule.initialize(losses[0], 0.0)
+        schedule.initialize(figures(losses[0], 0.0))
     for loss in losses[1:]:
         state = resumed.state_dict()
         resumed = make()
         resumed.load_state_dict(state)
-        assert (resumed.learning_rate, resumed.step(loss, 0.0)) == (whole.learning_rate, whole.step(loss, 0.0))
+        assert (resumed.learning_rate, resumed.step(figures(loss, 0.0))) == (
+            whole.learning_rate,
+            whole.step(figures(loss, 0.0)),
+        )
     assert resumed.state_dict() == whole.state_dict()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from twins import random_minibatch, twin_loss
+from twins import cross_entropy_step, random_minibatch, twin_loss
 
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace
@@ -36,7 +36,7 @@ def test_steps_equal_the_twin(momentum: float, l2: float, largest: float) -> Non
         correction = momentum * correction + gradient
         twin = twin - 0.02 * rates * l2 * 6 * twin * is_weight - 0.02 * rates * correction
         workspace.forward()
-        workspace.cross_entropy(labels)
+        cross_entropy_step(workspace, labels)
         workspace.backward()
         optimizer.step(workspace, 0.02)
         torch.testing.assert_close(network.parameters.double(), twin, rtol=1e-4, atol=1e-5)

@@ -197,7 +197,7 @@ def test_the_best_in_cross_validation_is_delivered(name: str) -> None:
     trainer = with_combination(scripted.trainer)
     model, _ = scripted.train()
     row = trainer.end_row()
-    assert (row.combination, row.loss, row.kept_loss, row.kept_epoch) == (expected, loss, 1.2, 3)
+    assert (row.combination, row.loss, row.kept["loss"], row.kept_epoch) == (expected, loss, 1.2, 3)
     alone = "; epoch 3 alone 1.2000" if expected else ""
     accuracy = "40.00" if expected else "30.00"
     what = expected or "epoch 3"
@@ -251,9 +251,9 @@ def test_the_final_model_is_what_everything_uses_and_says(tmp_path: Path, run_cl
     assert result.exit_code == 0, result.stderr
     metrics = read_metrics(job.run / "metrics.jsonl")
     end, model = metrics.end, metrics.last_accepted
-    assert end is not None and model is not None and end.loss is not None and end.kept_loss is not None
-    assert end.combination and end.loss < end.kept_loss == metrics.cv[-1].loss
-    assert (model.epoch, model.loss, model.frame_accuracy) == (4, end.loss, end.frame_accuracy)
+    assert end is not None and model is not None and end.loss is not None and end.kept
+    assert end.combination and end.loss < (end.kept["loss"] or 0.0) == metrics.cv[-1].loss
+    assert (model.epoch, model.figures) == (4, end.figures)
     log = (job.run / "train.log").read_text()
     assert f"final.safetensors, {end.summary}" in log and f"{end.combination}: CV loss {end.loss:.4f}" in log
     shown = f"{end.combination}: cross-validation loss {end.loss:.4f}"

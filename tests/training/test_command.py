@@ -272,7 +272,7 @@ def test_the_pdf_ids_of_another_tree_of_as_many_leaves_are_refused(recipe: Path,
     train(recipe, tmp_path / "run", f"data.alignments={own}")
     digest = read_transition_model(own / "final.mdl").digest
     assert load_run(tmp_path / "run").transition_digest == digest
-    assert evaluate_run(tmp_path / "run", data, own).frame_accuracy > 0.8
+    assert evaluate_run(tmp_path / "run", data, own).figures["frame_accuracy"] > 0.8
     with pytest.raises(DataError, match="another tree than that of the model of"):
         evaluate_run(tmp_path / "run", data, other)
     features, cv_labels = ({f"cv-{name}": value for name, value in found.items()} for found in labelled_utterances())
@@ -352,7 +352,7 @@ def test_evaluation_and_decoding_repeat_the_front_end(tmp_path: Path, pipeline: 
     best = min((m for m in metrics if m.get("split") == "cv"), key=lambda m: m["loss"])  # type: ignore[return-value,arg-type]
     found = evaluate_run(tmp_path / "run", cv, pdfs)
     assert found.loss == pytest.approx(best["loss"], rel=1e-6)
-    assert found.frame_accuracy == best["frame_accuracy"]
+    assert found.figures["frame_accuracy"] == best["frame_accuracy"]
     for by, names in (("utterance", set(held_out)), ("speaker", {"spk2"})):
         parts = evaluate_run(tmp_path / "run", cv, pdfs, by=by).parts  # type: ignore[arg-type]
         assert set(parts) == names
@@ -362,7 +362,7 @@ def test_evaluation_and_decoding_repeat_the_front_end(tmp_path: Path, pipeline: 
     scores = dict(iterate_matrices(tmp_path / "decode/loglikes.ark"))
     counts = np.bincount(np.concatenate(list(labels.values())))
     right = [(scores[k] + np.log(counts / counts.sum())).argmax(1) == labels[k] for k in scores]
-    assert np.concatenate(right).mean() == pytest.approx(found.frame_accuracy)
+    assert np.concatenate(right).mean() == pytest.approx(found.figures["frame_accuracy"])
 
 
 def test_dry_run_looks_at_the_data(run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ epochs of which one is rejected."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,10 +22,10 @@ from ddnn.data.batches import Batch, ShuffledSampler
 from ddnn.data.dataset import FrameSubset
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.network import Network
+from ddnn.nn.objective import Sums
 from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.recipe.schema import Recipe
 from ddnn.training.options import minibatch_sizes
-from ddnn.training.step import Result
 
 UNLIKE, ALIKE = (7, 30, 53), (6, 6, 6)
 """Minibatches of each worker."""
@@ -41,7 +41,7 @@ class Scripted(Schedule):
         super().__init__(RATES[0], len(RATES))
         self.network, self.models = network, list[Tensor]()
 
-    def step(self, loss: float, frame_accuracy: float) -> bool:
+    def step(self, figures: Mapping[str, float]) -> bool:
         self.models.append(self.network.parameters.clone())
         self.epoch += 1
         self.finished = self.epoch == self.max_epochs
@@ -327,7 +327,7 @@ def test_workers_update_their_fisher_matrices_in_the_same_minibatches(warmup: An
         trainer = toy_trainer(comm, parallel, frames=MINIBATCH * minibatches[comm.rank], optimizer=optimizer)
         step, epochs, preconditioner = trainer.step, list[list[int]](), trainer.optimizer.preconditioners[0]
 
-        def record(batch: Batch, learning_rate: float) -> Result:
+        def record(batch: Batch, learning_rate: float) -> Sums:
             if trainer.progress.epoch == len(epochs):
                 epochs.append([])
             if preconditioner.updates_at(preconditioner.t):

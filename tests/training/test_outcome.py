@@ -56,7 +56,9 @@ def test_the_baseline_is_the_relative_frequencies_of_the_training_labels() -> No
     train.dataset.labels[300:] = 6  # and which is not among the training frames, but in their dataset
     train = FrameSubset(train.dataset, train.indices[:300])
     found = baseline_result(train, cv, NUM_PDFS, SingleProcess())
-    assert (found.loss, found.frame_accuracy) == pytest.approx(expected_baseline(labels(train), labels(cv)), rel=1e-12)
+    assert (found.loss, found.figures["frame_accuracy"]) == pytest.approx(
+        expected_baseline(labels(train), labels(cv)), rel=1e-12
+    )
     assert found.frames == 40
 
 
@@ -71,7 +73,7 @@ def test_the_baseline_is_that_of_all_workers_frames() -> None:
     train = labels(*(toy_shard(rank, size) for rank, size in enumerate(sizes)))
     cv = labels(*(toy_shard(50 + rank, size) for rank, size in enumerate(cv_sizes)))
     for found in run_workers(3, work):
-        assert (found.loss, found.frame_accuracy) == pytest.approx(expected_baseline(train, cv), rel=1e-12)
+        assert (found.loss, found.figures["frame_accuracy"]) == pytest.approx(expected_baseline(train, cv), rel=1e-12)
 
 
 def test_each_start_records_the_baseline(tmp_path: Path, run_cli: RunCli) -> None:
@@ -79,12 +81,17 @@ def test_each_start_records_the_baseline(tmp_path: Path, run_cli: RunCli) -> Non
     result: Result = run_cli("train", job.recipe, "--run-dir", job.run, "--device", "cpu")
     assert result.exit_code == 0, result.stderr
     (start,) = read_metrics(job.run / "metrics.jsonl").starts
-    assert start.baseline_loss is not None and start.baseline_frame_accuracy is not None
+    loss, frame_accuracy = start.baseline["loss"], start.baseline["frame_accuracy"]
+    assert loss is not None and frame_accuracy is not None
     # Three pdfs, about equally frequent.
-    assert 1.0 < start.baseline_loss < 1.3 and 0.2 < start.baseline_frame_accuracy < 0.6
-    assert f"baselines: CV loss {start.baseline_loss:.4f} (pdf priors), CV frame" in (job.run / "train.log").read_text()
+    assert 1.0 < loss < 1.3 and 0.2 < frame_accuracy < 0.6
+    assert f"baselines: CV loss {loss:.4f} (pdf priors), CV frame" in (job.run / "train.log").read_text()
     rows = [line for line in (job.run / "train.log").read_text().splitlines() if " cv     loss " in line]
     assert "learning rate" not in rows[0] and all("  learning rate 0." in row for row in rows[1:]), "none was applied"
+
+
+def result(loss: float, frame_accuracy: float) -> EvalResult:
+    return EvalResult({"loss": loss, "frame_accuracy": frame_accuracy}, 40)
 
 
 class ScriptedTrainer:
@@ -98,7 +105,7 @@ class ScriptedTrainer:
 
         def validate() -> EvalResult:
             self.trainer._validation_started = 0.0
-            return EvalResult(*next(results), 40)
+            return result(*next(results))
 
         self.trainer.validate = validate  # type: ignore[method-assign]
 
@@ -195,7 +202,7 @@ def test_a_network_no_better_than_the_relative_frequencies_is_a_warning_with_the
 ) -> None:
     """Of one pdf the loss is 0 with any network."""
     scripted = ScriptedTrainer(Exponential(max_epochs=1), [(2.0, 0.1), (1.2, 0.25)])
-    scripted.trainer.baseline = EvalResult(baseline, 0.2, 40)
+    scripted.trainer.baseline = result(baseline, 0.2)
     with caplog.at_level("WARNING", "ddnn"):
         scripted.train()
     assert (f"1.2 is not below that of the relative frequencies of the pdfs alone, {baseline}" in caplog.text) == warned
@@ -208,17 +215,23 @@ def test_only_the_figure_that_is_no_better_is_named() -> None:
     start = "the network is no better than one that ignores its input: "
     loss = "loss 1.2000, 1.1000 by the relative frequencies of the pdfs alone"
     accuracy = "frame accuracy 25.00 %, 25.00 % by always choosing the most frequent pdf"
-    assert no_better_than_baseline(1.2, 0.25, 1.1, 0.2, where="") == start + loss
-    assert no_better_than_baseline(1.2, 0.25, 1.2, 0.2, where="")
-    assert no_better_than_baseline(1.2, 0.25, 1.3, 0.25, where="") == start + accuracy
-    assert no_better_than_baseline(1.2, 0.25, 1.1, 0.25, where="") == f"{start}{loss}; {accuracy}"
+
+    def problem(loss: float | None, accuracy: float | None, *baseline: float | None) -> str:
+        names = ("loss", "frame_accuracy")
+        reached = dict(zip(names, (loss, accuracy), strict=True))
+        return no_better_than_baseline(reached, dict(zip(names, baseline, strict=True)), where="")
+
+    assert problem(1.2, 0.25, 1.1, 0.2) == start + loss
+    assert problem(1.2, 0.25, 1.2, 0.2)
+    assert problem(1.2, 0.25, 1.3, 0.25) == start + accuracy
+    assert problem(1.2, 0.25, 1.1, 0.25) == f"{start}{loss}; {accuracy}"
     for known in (
         (1.2, 0.25, 1.3, 0.2),
         (1.2, 0.25, math.nan, math.nan),
         (None, None, 1.3, 0.2),
         (1.2, 0.2, None, None),
     ):
-        assert no_better_than_baseline(*known) == ""
+        assert problem(*known) == ""
 
 
 @pytest.mark.parametrize(

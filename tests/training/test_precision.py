@@ -104,7 +104,7 @@ def test_cross_validation_in_bf16_differs_by_less_than_a_thousandth(shape: Shape
     assert (wide.precision, low.precision) == ("float32", "bf16")
     assert wide.frames == low.frames == len(task.train)
     assert low.loss != wide.loss and low.loss == pytest.approx(wide.loss, rel=1e-3)
-    assert low.frame_accuracy == pytest.approx(wide.frame_accuracy, abs=0.01)
+    assert low.figures["frame_accuracy"] == pytest.approx(wide.figures["frame_accuracy"], abs=0.01)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -151,7 +151,7 @@ def test_a_training_and_all_that_it_compares_are_in_one_precision() -> None:
     assert trainer.precision == end.precision == "bf16" and {row["precision"] for row in epochs} == {"bf16"}
     assert [row["loss"] for row in epochs if row["split"] == "cv"] == [low for low, _ in results[:5]]
     assert len(results) == 5 + 3, "the means of two and three epochs, and a moving one"
-    assert end.loss == min(low for low, _ in results[4:]) and end.kept_loss == results[4][0]
+    assert end.loss == min(low for low, _ in results[4:]) and end.kept["loss"] == results[4][0]
     assert all(low != wide for low, wide in results)
     assert f"{end.loss:.4f} (bf16)" in end.summary
 

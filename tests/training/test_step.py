@@ -28,19 +28,19 @@ from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Precision, make_arithmetic
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.nn.objective import Sums
 from ddnn.optim.natural_gradient import NaturalGradient
 from ddnn.optim.ng_sgd import NgSgdOptions, make_optimizer
 from ddnn.optim.schedule import MinibatchSizes, Newbob
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.runs.metrics import MetricsRow, WorkerRow
 from ddnn.runs.run_dir import NullRunDir, RunDir
-from ddnn.training.evaluation import LossSums, evaluate
+from ddnn.training.evaluation import FigureSums, evaluate
 from ddnn.training.step import (
     VERIFIED,
     CudaGraph,
     CudaGraphStep,
     EagerStep,
-    Result,
     Snapshot,
     make_step,
     needs_host_update,
@@ -112,11 +112,11 @@ class FakeGraph:
         self.optimizer, self.fails, self.wrong = optimizer, fails, wrong
         self.captures = self.replays = self.held = 0
 
-    def warm_up(self, run: Callable[[], Result]) -> None:
+    def warm_up(self, run: Callable[[], Sums]) -> None:
         for _ in range(3):
             run()
 
-    def capture(self, run: Callable[[], Result]) -> Result:
+    def capture(self, run: Callable[[], Sums]) -> Sums:
         self.captures += 1
         self.held += 1
         assert self.held == 1, "one graph at a time"
@@ -333,12 +333,12 @@ class HostWaits(TorchDispatchMode):
 def run_steps(task: Task, minibatches: int) -> None:
     """As the training loop does."""
     device, step = task.network.parameters.device, task.eager()
-    sums, averager = LossSums(device), Averager(SingleProcess(), task.network, task.optimizer)
+    sums, averager = FigureSums(device), Averager(SingleProcess(), task.network, task.optimizer)
     order = ShuffledSampler(task.train, MINIBATCH, seed=1).epoch(1)
     next(order)  # the order of an epoch is drawn and copied at its first minibatch
     with HostWaits(device) as waits:
         for rows in itertools.islice(order, minibatches):
-            sums.add(*step(task.batch(step, rows), RATE), len(rows))
+            sums.add(step(task.batch(step, rows), RATE), len(rows))
             averager.after_minibatch(len(rows))
     assert sums.frames == minibatches * MINIBATCH and waits.calls > 10 * minibatches
     assert waits.found == []
@@ -422,12 +422,12 @@ def test_no_step_of_sgd_waits_for_a_gpu(graph: bool) -> None:
     """Not yet seen on a GPU."""
     task, graphed = on_gpu("sgd")
     step = graphed if graph else task.eager()
-    sums, order = LossSums(torch.device("cuda", 0)), list(ShuffledSampler(task.train, MINIBATCH, seed=1).epoch(1))
+    sums, order = FigureSums(torch.device("cuda", 0)), list(ShuffledSampler(task.train, MINIBATCH, seed=1).epoch(1))
     step(task.batch(step, order[0]), RATE)
     try:
         torch.cuda.set_sync_debug_mode("error")
         for rows in order[:50]:
-            sums.add(*step(task.batch(step, rows), RATE), len(rows))
+            sums.add(step(task.batch(step, rows), RATE), len(rows))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert np.isfinite(sums.result().loss)
@@ -553,7 +553,7 @@ def test_one_graph_at_a_time_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, task = FakeCuda(monkeypatch), make_task()
 
     class Told(EagerStep):
-        def __call__(self, batch: Batch, lr: float) -> Result:
+        def __call__(self, batch: Batch, lr: float) -> Sums:
             cuda.calls.append("step" if cuda.current == "main stream" else "step aside")
             return super().__call__(batch, lr)
 

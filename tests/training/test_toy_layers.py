@@ -66,4 +66,4 @@ def test_a_network_of_toys_is_trained_stopped_resumed_and_evaluated(
 
     network = load_run(whole).network
     assert network.layers == toy_network(recipe, network.input_dim, network.output_dim)
-    assert evaluate_run(whole, data, pdfs, "cpu").frame_accuracy > 0.6
+    assert evaluate_run(whole, data, pdfs, "cpu").figures["frame_accuracy"] > 0.6

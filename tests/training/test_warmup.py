@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -34,10 +35,10 @@ class RejectsTheFirstEpoch(Schedule):
         super().__init__(0.01, 2)
         self.trainer, self.starts = trainer, list[Tensor]()
 
-    def initialize(self, loss: float, frame_accuracy: float) -> None:
+    def initialize(self, figures: Mapping[str, float]) -> None:
         self.starts.append(self.trainer.model.network.parameters.clone())
 
-    def step(self, loss: float, frame_accuracy: float) -> bool:
+    def step(self, figures: Mapping[str, float]) -> bool:
         self.epoch += 1
         self.finished = self.epoch == 2
         return self.finished
@@ -134,7 +135,7 @@ def test_the_watchdog_sees_progress_in_a_warm_up_and_expects_none_of_those_that_
     def work(comm: Communicator) -> tuple[list[tuple[str, bool]], bool]:
         parallel = make_parallel_config(warmup=kind, warmup_minibatches=25)
         trainer = toy_trainer(comm, parallel)
-        trainer.validate = lambda: EvalResult(2.0, 0.1, 40)  # type: ignore[method-assign]
+        trainer.validate = lambda: EvalResult({"loss": 2.0, "frame_accuracy": 0.1}, 40)  # type: ignore[method-assign]
         comm.watchdog = watchdog = Watched()
         with closing(trainer.averager), closing(trainer.batches):
             trainer.warm_up()

@@ -19,6 +19,7 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.optim.ng_sgd import make_optimizer
 from ddnn.optim.schedule import Exponential, MinibatchSizes
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig
@@ -88,6 +89,7 @@ def toy_trainer(
     run: Recorder | None = None,
     sizes: MinibatchSizes = SIZES,
     frozen: tuple[int, ...] = (),
+    make_objective: MakeObjective = CrossEntropy,
 ) -> Trainer:
     """A training by the sections `parallel` and `optimizer` of a recipe, ready to begin. Collective."""
     model, config = toy_model(), optimizer or make_optimizer_config()
@@ -99,13 +101,14 @@ def toy_trainer(
     workspace = Workspace(network, sizes.end)
     train_frames = toy_shard(comm.rank, frames)
     sampler = ShuffledSampler(train_frames, sizes.start, seed=1, rank=comm.rank)
-    step = EagerStep(workspace, sgd, averager.average_gradient)
+    step = EagerStep(workspace, sgd, averager.average_gradient, make_objective)
     return Trainer(
         model=model,
         optimizer=sgd,
         schedule=Exponential(learning_rate, epochs, learning_rate),
         batches=make_batch_loader(train_frames, model.transform, sampler, out=workspace.x, mark=averager.timer.mark),
         cv=toy_shard(50 + comm.rank, 40),
+        make_objective=make_objective,
         minibatch_sizes=sizes,
         eager_step=step,
         step=step,

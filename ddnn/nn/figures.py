@@ -1,0 +1,51 @@
+"""The figures that say how good a model is: means per frame that an objective (`ddnn.nn.objective`) names. Whoever shows
+figures, in a log, a table or a plot, reads here how. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+Value = TypeVar("Value", float, float | None)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over frames."""
+
+    name: str  # its key in metrics.jsonl and in what `--json` prints
+    label: str  # in texts
+    better: Literal["lower", "higher"]
+    percent: bool = False  # from 0 to 1, shown in percent
+
+    def format(self, value: float) -> str:
+        """ "1.2345", "57.08 %"."""
+        if self.percent:
+            return f"{100 * value:.2f} %"
+        return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
+
+    def text(self, value: float) -> str:
+        """ "loss 1.2345", "frame accuracy 57.08 %"."""
+        return f"{self.label} {self.format(value)}"
+
+
+LOSS = Figure("loss", "loss", "lower")
+FRAME_ACCURACY = Figure("frame_accuracy", "frame accuracy", "higher", percent=True)
+
+FIGURES = {figure.name: figure for figure in (LOSS, FRAME_ACCURACY)}
+"""All figures of all objectives, by name, in the order in which they are shown."""
+
+
+def check_known(figures: dict[str, Value]) -> dict[str, Value]:
+    """ValueError where there is no figure of one of these names."""
+    if unknown := figures.keys() - FIGURES.keys():
+        raise ValueError(f"there is no figure {min(unknown)}")
+    return figures
+
+
+def describe(figures: Mapping[str, float | None], separator: str = ", ") -> str:
+    """ "loss 1.2345, frame accuracy 57.08 %"; None is not finite."""
+    values = {name: math.nan if value is None else value for name, value in figures.items()}
+    return separator.join(FIGURES[name].text(value) for name, value in values.items())

@@ -1,0 +1,66 @@
+"""Another objective than cross-entropy trains through the same loop, step and cross-validation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from training.toy import toy_trainer, train_to_end
+from variants import make_parallel_config
+
+from ddnn.data.batches import Batch
+from ddnn.distributed.communicator import SingleProcess
+from ddnn.nn.figures import FIGURES, Figure, describe
+from ddnn.nn.network import Workspace
+from ddnn.nn.objective import Objective, Sums
+from ddnn.training.evaluation import evaluate
+
+DISTANCE = Figure("distance", "distance", "lower")
+WITHIN = Figure("within", "share within 1", "higher", percent=True)
+
+
+class SquaredError(Objective):
+    """Half the squared distance of the outputs from the one-hot vector of the label."""
+
+    figures = (DISTANCE, WITHIN)
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.pdfs = workspace.derivative.shape[1]
+
+    def __call__(self, outputs: Tensor, batch: Batch, derivative: Tensor) -> Sums:
+        torch.sub(outputs, torch.nn.functional.one_hot(batch.labels, self.pdfs), out=derivative)
+        distances = 0.5 * derivative.square().sum(dim=1)
+        return distances.sum(dtype=torch.float64), (distances < 0.5).sum()
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if they stood in the table."""
+    for figure in SquaredError.figures:
+        monkeypatch.setitem(FIGURES, figure.name, figure)
+
+
+def test_a_toy_objective_trains_through_the_unchanged_loop() -> None:
+    trainer = toy_trainer(
+        SingleProcess(), make_parallel_config(), epochs=6, learning_rate=0.05, make_objective=SquaredError
+    )
+    before = trainer.validate()
+    assert list(before.figures) == ["distance", "within"]
+    train_to_end(trainer)
+    after = trainer.validate()
+    assert after.loss < 0.5 * before.loss and after.figures["within"] > before.figures["within"]
+    assert trainer.kept.figures == after.figures
+
+
+def test_its_figures_are_means_over_all_frames() -> None:
+    trainer = toy_trainer(SingleProcess(), make_parallel_config(), make_objective=SquaredError)
+    found = evaluate(trainer.model, trainer.cv, make_objective=SquaredError)
+    x, labels = trainer.cv.dataset.features, trainer.cv.dataset.labels.long()
+    workspace = Workspace(trainer.model.network, len(labels))
+    workspace.x.copy_(x)
+    error = workspace.forward().double() - torch.nn.functional.one_hot(labels, 5)
+    expected = 0.5 * error.square().sum(dim=1)
+    assert found.figures == pytest.approx(
+        {"distance": float(expected.mean()), "within": float((expected < 0.5).double().mean())}
+    )
+    assert describe(found.figures) == f"distance {found.loss:.4f}, share within 1 {100 * found.figures['within']:.2f} %"
