@@ -152,10 +152,6 @@ class Batch(NamedTuple):
 def _rows_and_utterances(selection: Tensor | UtteranceRows) -> tuple[Tensor, tuple[int, ...]]:
     return selection if isinstance(selection, UtteranceRows) else (selection, ())
 
-    @property
-    def num_frames(self) -> int:
-        return len(self.labels)
-
 
 def make_batch_loader(
     frames: FrameSubset,
