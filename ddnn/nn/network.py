@@ -5,7 +5,7 @@ gradient needs each layer's input and output derivative. The tests hold both aga
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,16 +95,33 @@ class Network:
         return Network(self.layers, self.parameters, frozen)
 
 
-class _Pass(NamedTuple):
+class Link:
+    """What lies between a layer and the one above it: where the lower one's outputs are read, and where their derivative
+    comes from. Here both layers use the same memory, and nothing is moved; another link gathers the outputs of layers that
+    are split over workers, or sends them to another worker. All of its methods get tensors of (frames, features)."""
+
+    def memory(self, outputs: Tensor, derivatives: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory for the upper layer's inputs and their derivatives, from that of the lower layer."""
+        return outputs, derivatives
+
+    def forward(self, outputs: Tensor, inputs: Tensor) -> None:
+        """inputs <- what the upper layer reads, after the lower one's forward pass."""
+
+    def backward(self, input_derivatives: Tensor, derivatives: Tensor) -> None:
+        """derivatives <- those of the lower layer's outputs, after the upper one's backward pass."""
+
+
+class LayerCall(NamedTuple):
     """What one layer works on in a forward or backward pass; the last layer's outputs may be padded."""
 
     layer: Layer
     params: Params
-    x: Tensor
-    y: Tensor
-    grad: Tensor
-    grad_x: Tensor | None
+    inputs: Tensor
+    outputs: Tensor
+    derivatives: Tensor  # of the objective with respect to the outputs
+    input_derivatives: Tensor | None  # None for the lowest layer that is trained
     saved: Views
+    below: Link  # between this layer and the one below
 
 
 class Workspace:
@@ -116,6 +133,7 @@ class Workspace:
         arithmetic: what to compute in; float32 where it is not given.
         generator: on the network's device, of what layers such as dropout draw in each forward pass. Without one they do
             as outside training.
+        links: between each layer and the next, one fewer than layers; where they are not given, layers share memory.
 
     Attributes:
         x: (frames, input_dim), the network's input, of the arithmetic's `x_dtype`; to be filled.
@@ -136,8 +154,10 @@ class Workspace:
         frames: int,
         arithmetic: Float32 | None = None,
         generator: torch.Generator | None = None,
+        links: Sequence[Link] | None = None,
     ) -> None:
         self.network, self.arithmetic, self.generator = network, arithmetic or Float32(), generator
+        self.links = [Link() for _ in network.layers[1:]] if links is None else links
         a, new = self.arithmetic, network.parameters.new_empty
         *below, last = network.layers if generator is not None else without_noise(network.layers)
         layers = (*below, last.padded(a.pad_to))
@@ -146,7 +166,9 @@ class Workspace:
         first_input = x if a.x_dtype == a.dtype else new(frames, network.input_dim, dtype=a.dtype)
         outputs = [new(frames, layer.output_dim, dtype=a.dtype) for layer in layers]
         saved = [{k: new(frames, *shape, dtype=a.dtype) for k, shape in layer.saved.items()} for layer in layers]
-        self._memory = x, first_input, outputs, [torch.zeros_like(y) for y in outputs], saved
+        derivatives = [torch.zeros_like(y) for y in outputs]
+        between = [link.memory(*each) for link, *each in zip(self.links, outputs, derivatives, strict=False)]
+        self._memory = x, first_input, outputs, derivatives, between, saved
         self.compute = network
         if a.casts:
             self.compute = Network(layers, network.parameters.new_zeros(num_parameters(layers), dtype=a.dtype))
@@ -160,7 +182,7 @@ class Workspace:
 
     def _use(self, frames: int) -> None:
         """Makes the views of the first `frames` rows of the memory."""
-        x, first_input, outputs, derivatives, saved = self._memory
+        x, first_input, outputs, derivatives, between, saved = self._memory
         self.x = x[:frames]
         self._input = self.x if first_input is x else first_input[:frames]
         self.padded_activations, self.padded_grad_outputs = (
@@ -171,12 +193,14 @@ class Workspace:
             [padded[:, : layer.output_dim] for padded, layer in zip(whole, self.network.layers, strict=True)]
             for whole in (self.padded_activations, self.padded_grad_outputs)
         )
-        self.inputs = [self._input, *self.activations[:-1]]
-        params = map(Params, self.compute.views, self.network.views)
+        self.inputs = [self._input, *(inputs[:frames] for inputs, _ in between)]
+        input_derivatives: list[Tensor | None] = [None, *(memory[:frames] for _, memory in between)]
         lowest = self.network.lowest_trainable
-        below = [None if i <= lowest else self.grad_outputs[i - 1] for i in range(len(self.inputs))]
-        rows = (self.inputs, self.padded_activations, self.padded_grad_outputs, below, self._saved)
-        self._passes = [_Pass(*one) for one in zip(self._layers, params, *rows, strict=True)]
+        input_derivatives[: lowest + 1] = [None] * (lowest + 1)
+        params = map(Params, self.compute.views, self.network.views)
+        rows = (self.inputs, self.padded_activations, self.padded_grad_outputs, input_derivatives, self._saved)
+        calls = zip(self._layers, params, *rows, [Link(), *self.links], strict=True)
+        self._calls = [LayerCall(*call) for call in calls]
 
     def of(self, frames: int) -> Workspace:
         """The same memory for a minibatch of `frames` frames; of the last other size its views are kept."""
@@ -219,10 +243,13 @@ class Workspace:
         self.refresh()
         if self._input is not self.x:
             self._input.copy_(self.x)
-        for layer, params, x, y, _, _, saved in self._passes:
+        outputs = self._input
+        for layer, params, inputs, own_outputs, _, _, saved, below in self._calls:
+            below.forward(outputs, inputs)
             if self.generator is not None:
                 layer.draw(self.generator, saved)
-            layer.forward(self.arithmetic, params, x, y, saved)
+            layer.forward(self.arithmetic, params, inputs, own_outputs, saved)
+            outputs = own_outputs
         return self.activations[-1]
 
     @property
@@ -237,8 +264,11 @@ class Workspace:
 
     def backward(self) -> None:
         """From the derivative of the logits back to that of the lowest trainable layer, in place in `grad_outputs`."""
-        for layer, params, x, y, grad, grad_x, saved in reversed(self._passes[self.network.lowest_trainable :]):
-            layer.backward(self.arithmetic, params, x, y, grad, grad_x, saved)
+        for i in range(len(self._calls) - 1, self.network.lowest_trainable - 1, -1):
+            layer, params, inputs, outputs, derivatives, input_derivatives, saved, below = self._calls[i]
+            layer.backward(self.arithmetic, params, inputs, outputs, derivatives, input_derivatives, saved)
+            if input_derivatives is not None:
+                below.backward(input_derivatives, self.grad_outputs[i - 1])
 
     def of_part(self, i: int, prefix: str) -> tuple[Tensor, Tensor, Views]:
         """`Layer.of_part` of layer `i`, after the backward pass."""
