@@ -239,7 +239,8 @@ def parts_of_step(task: RandomTask, arithmetic: Float32) -> dict[str, Callable[[
     workspace, read = (Workspace(network, task.minibatch, arithmetic) for _ in range(2))
     optimizer = Sgd(network)
     by_layer = optimizer.updates_by_layer(workspace)
-    objective, batch = CrossEntropy(workspace), next(endless(task.batches(workspace)))
+    objective = CrossEntropy(workspace)
+    batch = next(endless(task.batches(workspace)))
     gradients = workspace.layer_gradients or network.split(optimizer.gradient)
     batches = endless(task.batches(read))
 
