@@ -20,6 +20,10 @@ class Figure:
     better: Literal["lower", "higher"]
     percent: bool = False  # from 0 to 1, shown in percent
 
+    def is_no_better(self, value: float, reached: float) -> bool:
+        """Whether the value is equal or worse; false where one of the two is NaN."""
+        return value >= reached if self.better == "lower" else value <= reached
+
     def format(self, value: float) -> str:
         """ "1.2345", "57.08 %"."""
         if self.percent:

@@ -185,9 +185,7 @@ def no_better_than_baseline(
     problems = []
     for name, reached in baseline.items():
         value, figure = figures.get(name), FIGURES[name]
-        if value is None or reached is None:
-            continue
-        if value >= reached if figure.better == "lower" else value <= reached:  # false with NaN
+        if value is not None and reached is not None and figure.is_no_better(value, reached):
             problems.append(f"{where}{figure.text(value)}, {figure.format(reached)} {BASELINES[name][1]}")
     return f"the network is no better than one that ignores its input: {'; '.join(problems)}" if problems else ""
 

@@ -20,7 +20,7 @@ from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel, model_config, transform_tensors
 from ddnn.nn.arithmetic import Float32, Precision
-from ddnn.nn.figures import describe
+from ddnn.nn.figures import FIGURES, describe
 from ddnn.nn.network import tensor_like
 from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.optim.schedule import MinibatchSizes, Schedule
@@ -127,11 +127,11 @@ class Trainer:
 
     @property
     def learned_nothing(self) -> bool:
-        """Whether the model that is delivered is no better in cross-validation than one that ignores its input, neither in
-        loss nor in frame accuracy. Of one pdf none can be better."""
-        baseline, delivered = self.baseline, self.delivered
-        worse = delivered.loss >= baseline.loss > 0.0  # false with NaN
-        return worse and delivered.frame_accuracy <= baseline.frame_accuracy
+        """Whether the model that is delivered is no better in cross-validation, by any figure, than one that ignores its
+        input. Of one pdf none can be better."""
+        reached, figures = self.baseline.figures, self.delivered.figures
+        no_better = [FIGURES[name].is_no_better(figures[name], value) for name, value in reached.items()]
+        return self.baseline.loss > 0.0 and all(no_better)
 
     def end_row(self, reason: EndReason | None = None, detail: str = "") -> EndRow:
         """How this start of the training has ended; without a `reason` as the schedule says."""

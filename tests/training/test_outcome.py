@@ -401,6 +401,6 @@ def test_labels_that_have_nothing_to_do_with_the_features_are_not_learned(tmp_pa
 )  # fmt: skip
 def test_nothing_was_learned_where_neither_figure_is_better(baseline: tuple[float, float], nothing: bool) -> None:
     scripted = ScriptedTrainer(Exponential(max_epochs=1), [(2.0, 0.1), (1.2, 0.25)])
-    scripted.trainer.baseline = EvalResult(*baseline, 40)
+    scripted.trainer.baseline = result(*baseline)
     scripted.train()
     assert scripted.trainer.learned_nothing == nothing
