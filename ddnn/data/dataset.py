@@ -7,7 +7,6 @@ stored, and a frame outside the utterance repeats the first or last one, as in K
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -222,23 +221,3 @@ def estimate_normalization(
     variance = (squares / frames - mean.square()).clamp_(min=VARIANCE_FLOOR)
     shift, scale = (-mean).flatten().float(), variance.rsqrt().flatten().float()
     return InputTransform(transform.offsets, transform.dim, shift, scale)
-
-
-def feature_statistics(dataset: AcousticDataset, utterances: list[int], comm: Communicator) -> Tensor:
-    """(3, dim) float64: mean and standard deviation of each feature dimension over these utterances of all workers, and
-    a sum over their frames times cosines that depend on utterance and frame, divided by the square root of the number
-    of frames. Independent of the number of workers but for rounding. The sum changes with any frame, also where CMVN
-    makes mean and standard deviation the same. Collective."""
-    dim = dataset.dim
-    totals = torch.zeros(3 * dim + 1, dtype=torch.float64)
-    sums = totals[:-1].view(3, dim)
-    for u in utterances:
-        row, frames = int(dataset.offsets[u]), int(dataset.num_frames[u])
-        values = dataset.features[row : row + frames].cpu().double()
-        place = zlib.crc32(dataset.utterances[u].encode()) % 65536 + np.arange(frames, dtype=np.float64)
-        weights = torch.from_numpy(np.cos(place * place))
-        sums += torch.stack([values.sum(dim=0), values.square().sum(dim=0), weights @ values])
-        totals[-1] += frames
-    comm.all_reduce(totals)
-    mean, square = sums[:2] / totals[-1]
-    return torch.stack([mean, (square - mean.square()).clamp_(min=0).sqrt(), sums[2] / totals[-1].sqrt()])

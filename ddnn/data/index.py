@@ -79,11 +79,6 @@ class UtteranceIndex:
         entries = tuple(self.entries[u] for u in utterances)
         return replace(self, entries=entries, num_frames=self.num_frames[np.asarray(utterances, dtype=np.int64)])
 
-    def update_digest(self, digest: Any) -> None:
-        """Adds the utterances and their lengths to a digest of hashlib."""
-        for utterance, frames in zip(self.utterances, self.num_frames.tolist(), strict=True):
-            digest.update(f"{utterance} {frames}\n".encode())
-
 
 def join(indices: Sequence[UtteranceIndex]) -> UtteranceIndex:
     """Several corpora as one, in this order, for what does not read features: no utterance is in two of them. Speakers

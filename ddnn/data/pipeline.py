@@ -3,17 +3,13 @@ and held out is agreed on first, then shards, memory and device; only then are f
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from ddnn.data.dataset import (
     STATISTICS_UTTERANCES,
@@ -21,7 +17,6 @@ from ddnn.data.dataset import (
     FrameSubset,
     InputTransform,
     estimate_normalization,
-    feature_statistics,
     splice_only,
 )
 from ddnn.data.index import (
@@ -45,9 +40,6 @@ from ddnn.util.text import plural
 
 log = logging.getLogger(__name__)
 
-FEATURE_TOLERANCE = 1e-4
-"""By how much of its standard deviation a feature may differ on average where data is the same: another order of sums,
-another machine."""
 Place = Callable[[DataSource, Sequence[int]], torch.device]
 """From utterances of this worker that are to be loaded to where their frames are kept."""
 
@@ -75,45 +67,6 @@ class TrainingDataConfig:
     normalize: bool = True  # whether the input is shifted and scaled to zero mean and unit variance
 
 
-class DataIdentity(BaseModel):
-    """By which a training recognizes its data when it is resumed: the same for any number of workers, and wherever the
-    data is stored. By the recipe's keys, of several corpora with a number: `data.train[0]`."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    contents: dict[str, str]  # utterances and their lengths, pdf-ids, what is held out: as text, with a digest
-    features: dict[str, list[list[float]]]  # `feature_statistics`
-
-    def of(self, key: str) -> DataIdentity:
-        """This key's part alone."""
-        parts = {name: {n: value for n, value in of_all.items() if n.partition("[")[0] == key} for name, of_all in self}
-        return DataIdentity.model_validate(parts)
-
-    def differences(self, before: DataIdentity) -> dict[str, str]:
-        """What is not as before: key -> the values found and expected."""
-        keys = sorted({*self.contents, *before.contents})
-        return {key: text for key in keys if (text := self._difference(before, key)) is not None}
-
-    def _difference(self, before: DataIdentity, key: str) -> str | None:
-        now, then = self.contents.get(key, "nothing"), before.contents.get(key, "nothing")
-        if now != then or key not in self.features:
-            return None if now == then else f"{now} found, {then} expected"
-        rows = self.features[key], before.features.get(key, [[]])
-        if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
-            return "features of {} dimensions found, of {} expected".format(*(len((x or [[]])[0]) for x in rows))
-        found, expected = (torch.tensor(x, dtype=torch.float64) for x in rows)
-        scale = expected[1] + 0.01 * expected[0].abs()  # that of rounding, where the standard deviation is 0
-        change = ((found - expected).abs() / scale.clamp_(min=1e-30)).nan_to_num(nan=math.inf).amax(dim=0)
-        if bool((change <= FEATURE_TOLERANCE).all()):
-            return None
-        worst = int(change.argmax())
-        figures = (
-            "mean {:.6g}, standard deviation {:.6g}, weighted sum {:.6g}".format(*x[:, worst])
-            for x in (found, expected)
-        )
-        return "other features: dimension {}: {} found, {} expected".format(worst, *figures)
-
-
 @dataclass(frozen=True, eq=False)
 class TrainingData:
     """What this worker trains on, and its part of the cross-validation."""
@@ -135,26 +88,7 @@ class TrainingData:
     def index(self) -> UtteranceIndex:
         return self.source.index
 
-    def identity(self, comm: Communicator) -> DataIdentity:
-        """By which a resume recognizes this data. Collective."""
-        train = hashlib.sha256(f"{self.train_utterances}".encode()).hexdigest()[:32]
-        part = f"{len(self.train_utterances)} of {len(self.index.entries)} utterances to train on, digest {train}"
-        contents, features = {"data.cv": part}, {}
-        parts = [(part, self.dataset) for part in self.source.parts]
-        if self.cv_source is not None:
-            parts += [(part, self.cv.dataset) for part in self.cv_source.parts]
-        for corpus, dataset in parts:
-            (data, alignments), index, digest = corpus.corpus.keys, corpus.index, hashlib.sha256()
-            index.update_digest(digest)
-            found = f"{len(index.entries)} utterances, {index.num_frames.sum()} frames, digest"
-            contents[data] = f"{found} {digest.hexdigest()[:32]}"
-            contents[alignments] = f"pdf-ids of digest {label_digest(dataset, index.utterances, comm)}"
-            # Evenly over the corpus.
-            chosen = _positions(dataset, index.utterances[:: -(-len(index.entries) // STATISTICS_UTTERANCES)])
-            features[data] = feature_statistics(dataset, chosen, comm).tolist()
-        return DataIdentity(contents=contents, features=features)
-
-    def _cv_utterances(self) -> list[int]:
+    def cv_indices(self) -> list[int]:
         """Indices in the index of `cv_source`, or in that of `source`."""
         if self.cv_source is not None:
             return list(range(len(self.cv_source.index.entries)))
@@ -163,16 +97,7 @@ class TrainingData:
     def cv_utterances(self) -> list[str]:
         """Ids of all workers' utterances for cross-validation, in the order of the data."""
         names = (self.cv_source or self.source).index.utterances
-        return [names[u] for u in self._cv_utterances()]
-
-    def part_digests(self) -> tuple[str, str]:
-        """Short digests of the utterances to train on and of those for cross-validation, with their lengths."""
-        cv = (self.cv_source or self.source).index
-        parts = (self.index, self.train_utterances), (cv, self._cv_utterances())
-        train_digest, cv_digest = (
-            utterance_digest((i.utterances[u], int(i.num_frames[u])) for u in chosen) for i, chosen in parts
-        )
-        return train_digest, cv_digest
+        return [names[u] for u in self.cv_indices()]
 
     def input_transform(self, comm: Communicator, *, all_utterances: bool = False) -> InputTransform:
         """Splice and, if `normalize`, the normalization that the frames to train on give, or all frames. Collective."""
@@ -198,31 +123,6 @@ def require_minibatch(index: UtteranceIndex, key: str, batch_size: int, shards: 
         message = f"{smallest} frames{of_shard} do not fill one minibatch of {batch_size}"
         hint = "take a smaller minibatch" + (", fewer workers" if several else "") + " or more data"
         raise RecipeError(message, location=key, hint=hint)
-
-
-def utterance_digest(utterances: Iterable[tuple[str, int]]) -> str:
-    """Short, of ids and numbers of frames."""
-    return hashlib.sha256("".join(f"{name} {frames}\n" for name, frames in utterances).encode()).hexdigest()[:16]
-
-
-def _positions(dataset: AcousticDataset, utterances: Iterable[str]) -> list[int]:
-    """Positions in the dataset of those of the utterances that it has."""
-    wanted = set(utterances)
-    return [n for n, utterance in enumerate(dataset.utterances) if utterance in wanted]
-
-
-def label_digest(dataset: AcousticDataset, utterances: Iterable[str], comm: Communicator) -> str:
-    """Of the pdf-ids of those utterances that the workers have. Digests of the utterances are summed, which no order
-    changes: the same for any number of workers. Collective."""
-    labels, total = dataset.labels.cpu().numpy().astype("<i4", copy=False), np.zeros(4, np.int64)
-    for n in _positions(dataset, utterances):
-        name, row, frames = dataset.utterances[n], dataset.offsets[n], dataset.num_frames[n]
-        digest = hashlib.blake2b(f"{name}\n".encode(), digest_size=16)
-        digest.update(labels[row : row + frames].tobytes())
-        total += np.frombuffer(digest.digest(), "<u4")
-    sums = torch.from_numpy(total)
-    comm.all_reduce(sums)
-    return "".join(f"{word % 2**32:08x}" for word in sums.tolist())
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from ddnn.data.batches import EVAL_BATCH, Batch, SequentialSampler, make_batch_l
 from ddnn.data.dataset import AcousticDataset, FrameSubset, labels_of
 from ddnn.data.index import MAX_SKIPPED_FRACTION
 from ddnn.data.loading import Corpus, DataConfig
-from ddnn.data.pipeline import open_data_dir, utterance_digest
+from ddnn.data.pipeline import open_data_dir
 from ddnn.data.source import check_not_swapped
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, read_pdf_counts, transition_digest
@@ -29,6 +29,7 @@ from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.runs.metrics import StartRow, iterate_rows, no_better_than_baseline
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import CV_UTTERANCES, METRICS, PDF_COUNTS, model_digest, run_dir_of
+from ddnn.training.data_identity import utterance_digest
 from ddnn.training.memory import frames_memory, require_host_memory
 from ddnn.util.errors import DataError, DivergedError, UserError
 from ddnn.util.progress import progress_bar

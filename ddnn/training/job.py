@@ -23,7 +23,6 @@ from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import NoFiniteModelError
 from ddnn.data.batches import ShuffledSampler, make_batch_loader
 from ddnn.data.pipeline import (
-    DataIdentity,
     TrainingData,
 )
 from ddnn.distributed.communicator import Communicator, SingleProcess
@@ -45,6 +44,7 @@ from ddnn.runs.run_dir import RunDir, open_run_dir
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, METRICS, Kind, newest_checkpoint, resume_command
 from ddnn.training import options
 from ddnn.training.data import load_data
+from ddnn.training.data_identity import DataIdentity, data_identity, split_digests
 from ddnn.training.evaluation import baseline_result
 from ddnn.training.initial_model import (
     initial_model,
@@ -232,7 +232,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
     data = load_data(job.recipe, job.device, comm)
     data.require_minibatch("minibatch_size", options.minibatch_sizes(recipe).end, data.train_shards)
-    identity = data.identity(comm)
+    identity = data_identity(data, comm)
     if pretraining is not None and dbn is None:
         dbn = train_dbn(job, pretraining, comm, data)
     if loaded is None:
@@ -336,7 +336,7 @@ def start_row(trainer: Trainer, data: TrainingData, parameters: str) -> StartRow
         f" times {scale:g}" if scale > 1 else "",
         *(trainer.minibatch_size, " of each worker" if comm.world_size > 1 else ""),
     )
-    train_digest, cv_digest = data.part_digests()
+    train_digest, cv_digest = split_digests(data)
     kinds, cores_per_worker = compute_resources(comm.all_gather_object(compute_units(data.device, comm.host)))
     return StartRow(
         epoch=trainer.progress.epoch,

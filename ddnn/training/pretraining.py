@@ -22,7 +22,7 @@ from ddnn.averaging.averager import make_averager
 from ddnn.averaging.strategies import AveragingOptions
 from ddnn.data.batches import Sampler, SequentialSampler, ShuffledSampler, make_batch_loader
 from ddnn.data.dataset import STATISTICS_UTTERANCES, FrameSubset
-from ddnn.data.pipeline import DataIdentity, TrainingData
+from ddnn.data.pipeline import TrainingData
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.kaldi.nnet1_file import read_nnet1
@@ -46,6 +46,7 @@ from ddnn.runs.checkpoint import CheckpointHandle, prefixed, unprefixed
 from ddnn.runs.metrics import PretrainRow, throughput
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import DBN, PRETRAIN
+from ddnn.training.data_identity import DataIdentity, data_identity
 from ddnn.training.network_layers import network_layers
 from ddnn.training.options import model_features
 from ddnn.training.resume import check_same_data
@@ -322,7 +323,7 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
     device, num_rbms, utterances = data.device, len(recipe.model.rbm_units()), range(len(data.dataset.utterances))
     frames = FrameSubset(data.dataset, data.dataset.rows_of(utterances).to(device))
     data.require_minibatch("pretrain.minibatch_size", recipe.pretrain.minibatch_size, data.shards)
-    handle, identity = checkpoints.store.latest(), data.identity(comm).of("data.train")  # no label is read
+    handle, identity = checkpoints.store.latest(), data_identity(data, comm).of("data.train")  # no label is read
     if handle is not None:
         with run.may_refuse_resume(comm):
             check_same_data(handle.metadata.get("data"), identity, recipe, handle.path)

@@ -12,12 +12,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
 from ddnn.recipe.schema import Recipe
 from ddnn.recipe.section import get_value
 from ddnn.recipe.source import first_error
 from ddnn.runs.checkpoint import CheckpointHandle, CheckpointStore
+from ddnn.training.data_identity import DataIdentity
 from ddnn.training.resume_rules import check_same_recipe
 from ddnn.training.state import CheckpointMetadata, LoadedCheckpoint
 from ddnn.util.errors import DataError

@@ -17,7 +17,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ddnn.averaging.averager import Averager, Request
-from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining, TrainingInterrupted
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
 from ddnn.nn.figures import check_known
@@ -25,6 +24,7 @@ from ddnn.nn.network import tensor_like
 from ddnn.runs.checkpoint import CheckpointStore
 from ddnn.runs.metrics import Count
 from ddnn.runs.run_dir import RunDir
+from ddnn.training.data_identity import DataIdentity
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.progress import frame_counter
 from ddnn.util.text import duration

@@ -16,7 +16,6 @@ from torch import Tensor
 from ddnn.averaging.averager import Averager, Request
 from ddnn.data.batches import Batch, BatchLoader
 from ddnn.data.dataset import FrameSubset
-from ddnn.data.pipeline import DataIdentity
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel, model_config, transform_tensors
 from ddnn.nn.arithmetic import Float32, Precision
@@ -29,6 +28,7 @@ from ddnn.runs.checkpoint import prefixed, unprefixed
 from ddnn.runs.metrics import EndReason, EndRow, EpochRow, WarmupRow, WorkerRow, throughput
 from ddnn.runs.run_dir import RunDir
 from ddnn.training.combination import Combination
+from ddnn.training.data_identity import DataIdentity
 from ddnn.training.evaluation import (
     NO_RESULT,
     EpochFigures,

@@ -20,11 +20,12 @@ from distributed.threads import run_workers
 from ddnn.data import dataset, feature_reader, loading, pipeline
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
-from ddnn.data.pipeline import DataIdentity, HeldOut, TrainingData, TrainingDataConfig, training_data
+from ddnn.data.pipeline import HeldOut, TrainingData, TrainingDataConfig, training_data
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.inspection.path import describe_path
 from ddnn.kaldi.archive import MatrixReader
 from ddnn.recipe.load import load_recipe
+from ddnn.training.data_identity import DataIdentity, data_identity
 from ddnn.training.job import run_training
 from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.text import plural
@@ -150,10 +151,10 @@ def test_the_identity_tells_data_apart(
     tmp_path: Path, change: Callable[[Utterances, Utterances], None], keys: list[str], splice: int
 ) -> None:
     comm, config = SingleProcess(), {"normalize": splice == 0, "splice": splice}
-    before = load(prepare(tmp_path / "a", *labelled_utterances()), **config).identity(comm)
+    before = data_identity(load(prepare(tmp_path / "a", *labelled_utterances()), **config), comm)
     features, labels = labelled_utterances()
     change(features, labels)
-    found = load(prepare(tmp_path / "b", features, labels), **config).identity(comm).differences(before)
+    found = data_identity(load(prepare(tmp_path / "b", features, labels), **config), comm).differences(before)
     assert sorted(found) == keys
     if change in (other_name, other_length):
         assert re.fullmatch(r"12 utterances, (480|479) frames, digest \w+ found, 12 .* expected", found["data.train"])
@@ -165,9 +166,9 @@ def test_the_identity_tells_data_apart(
 
 def test_the_identity_of_features_of_other_dimensions(tmp_path: Path) -> None:
     features, labels = labelled_utterances()
-    found = load(prepare(tmp_path / "a", features, labels)).identity(SingleProcess())
+    found = data_identity(load(prepare(tmp_path / "a", features, labels)), SingleProcess())
     narrow = {name: matrix[:, :3] for name, matrix in features.items()}
-    before = load(prepare(tmp_path / "b", narrow, labels)).identity(SingleProcess())
+    before = data_identity(load(prepare(tmp_path / "b", narrow, labels)), SingleProcess())
     assert found.differences(before) == {"data.train": "features of 4 dimensions found, of 3 expected"}
 
 
@@ -176,7 +177,7 @@ def test_the_identity_is_that_of_any_number_of_workers(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the statistics are taken from some of the utterances, and with a data dir for cross-validation."""
-    monkeypatch.setattr(pipeline, "STATISTICS_UTTERANCES", 5)
+    monkeypatch.setattr("ddnn.training.data_identity.STATISTICS_UTTERANCES", 5)
     features, labels = labelled_utterances()
     features["spk0-utt000"] = features["spk0-utt000"][:17]
     labels["spk0-utt000"] = labels["spk0-utt000"][:17]
@@ -184,8 +185,8 @@ def test_the_identity_is_that_of_any_number_of_workers(
     write_data_dir(folder / "cv", labelled_utterances(seed=3, speaker="cv")[0])
     cv = own_cv(folder / "cv", write_pdfs(folder / "cv.txt", labelled_utterances(seed=3, speaker="cv")[1]))
     for held_out in (None, cv):
-        before = load(folder, held_out).identity(SingleProcess())
-        for found in run_workers(workers, lambda comm: load(folder, held_out, comm).identity(comm)):  # noqa: B023
+        before = data_identity(load(folder, held_out), SingleProcess())
+        for found in run_workers(workers, lambda comm: data_identity(load(folder, held_out, comm), comm)):  # noqa: B023
             assert found.differences(before) == {} and found.contents == before.contents
 
 
@@ -195,26 +196,28 @@ def test_the_identity_tells_what_is_held_out_apart(tmp_path: Path) -> None:
     features, labels = labelled_utterances(seed=3, speaker="cv")
     write_data_dir(folder / "cv", features)
     cv = own_cv(folder / "cv", write_pdfs(folder / "cv.txt", labels))
-    one, two, a_dir = (load(folder, h).identity(comm) for h in (None, HeldOut(speakers=folder / "cv2"), cv))
+    one, two, a_dir = (data_identity(load(folder, h), comm) for h in (None, HeldOut(speakers=folder / "cv2"), cv))
     assert list(two.differences(one)) == ["data.cv"]
     assert list(a_dir.differences(one)) == ["data.cv", "data.cv.alignments", "data.cv.data"]
     write_pdfs(folder / "cv.txt", {name: pdfs[::-1] for name, pdfs in labels.items()})
-    assert list(load(folder, cv).identity(comm).differences(a_dir)) == ["data.cv.alignments"]
+    assert list(data_identity(load(folder, cv), comm).differences(a_dir)) == ["data.cv.alignments"]
     write_pdfs(folder / "cv.txt", labels)
     write_data_dir(folder / "cv", {name: matrix + 1 for name, matrix in features.items()})
-    assert list(load(folder, cv).identity(comm).differences(a_dir)) == ["data.cv.data"]
+    assert list(data_identity(load(folder, cv), comm).differences(a_dir)) == ["data.cv.data"]
 
 
 def test_the_cache_hides_no_change(tmp_path: Path) -> None:
     """Features that were written again in the same place, with as many bytes; other alignments."""
     features, labels = labelled_utterances()
     folder, cache = prepare(tmp_path, features, labels), tmp_path / "cache"
-    before = load(folder, cache_dir=cache).identity(SingleProcess())
-    assert before.differences(load(folder).identity(SingleProcess())) == {}
+    before = data_identity(load(folder, cache_dir=cache), SingleProcess())
+    assert before.differences(data_identity(load(folder), SingleProcess())) == {}
     prepare(tmp_path, {name: 2 * matrix + 1 for name, matrix in features.items()}, labels)
-    assert list(load(folder, cache_dir=cache).identity(SingleProcess()).differences(before)) == ["data.train"]
+    assert list(data_identity(load(folder, cache_dir=cache), SingleProcess()).differences(before)) == ["data.train"]
     prepare(tmp_path, features, {name: pdfs[::-1] for name, pdfs in labels.items()})
-    assert list(load(folder, cache_dir=cache).identity(SingleProcess()).differences(before)) == ["data.alignments"]
+    assert list(data_identity(load(folder, cache_dir=cache), SingleProcess()).differences(before)) == [
+        "data.alignments"
+    ]
     assert len(list(cache.iterdir())) == 3
 
 

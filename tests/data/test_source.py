@@ -34,6 +34,7 @@ from ddnn.data.source import DataSource, open_source
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.distributed.signals import TrainingInterrupted
 from ddnn.recipe.load import load_recipe
+from ddnn.training.data_identity import data_identity
 from ddnn.training.job import run_training
 from ddnn.training.memory import frames_memory
 from ddnn.training.options import data_config
@@ -261,7 +262,7 @@ def test_each_corpus_may_have_its_own_transforms(
 def test_rbms_know_all_corpora_again(whole: tuple[Path, list[str]]) -> None:
     """A pretraining is not resumed on other features of the second corpus."""
     config = data_config(load_recipe(whole[0], whole[1]))
-    identity = pipeline.training_data(config, torch.device("cpu"), SingleProcess()).identity(SingleProcess())
+    identity = data_identity(pipeline.training_data(config, torch.device("cpu"), SingleProcess()), SingleProcess())
     assert list(identity.of("data.train").contents) == list(identity.of("data.train").features)
     assert list(identity.of("data.train").contents) == ["data.train[0]", "data.train[1]"]
 

@@ -30,13 +30,14 @@ from jobs import assert_refused, files_in
 import ddnn
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
-from ddnn.data.pipeline import DataIdentity, training_data
+from ddnn.data.pipeline import training_data
 from ddnn.data.source import open_source
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.transforms import read_transform_config
 from ddnn.recipe.load import load_recipe
 from ddnn.runs.run_dir import load_run
+from ddnn.training.data_identity import DataIdentity, data_identity
 from ddnn.training.job import run_training
 from ddnn.training.options import data_config
 from ddnn.util.errors import DataError
@@ -196,10 +197,10 @@ def test_other_transforms_are_noticed_on_resume(folder: Path) -> None:
 
     def identity(*settings: str) -> DataIdentity:
         config = data_config(load_recipe(folder / "raw.yaml", settings))
-        return training_data(config, torch.device("cpu"), SingleProcess()).identity(SingleProcess())
+        return data_identity(training_data(config, torch.device("cpu"), SingleProcess()), SingleProcess())
 
     before, config = identity(), data_config(load_recipe(folder / "raw.yaml"))
-    for found in run_workers(2, lambda comm: training_data(config, torch.device("cpu"), comm).identity(comm)):
+    for found in run_workers(2, lambda comm: data_identity(training_data(config, torch.device("cpu"), comm), comm)):
         assert found.differences(before) == {}
     shutil.copytree(folder / "tri4_ali", folder / "elsewhere")
     assert identity(f"data.transforms={folder / 'elsewhere'}").differences(before) == {}
