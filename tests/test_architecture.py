@@ -27,7 +27,7 @@ TOKENS = {
     "decoding": 10_400,
     "distributed": 10_300,
     "inspection": 8_500,
-    "kaldi": 22_900,
+    "kaldi": 22_000,
     "nn": 26_600,
     "optim": 7_500,
     "recipe": 14_000,

@@ -33,7 +33,7 @@ from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments
 from ddnn.kaldi.archive import MatrixReader, ScpEntry
 from ddnn.kaldi.data_dir import DataDir, compute_cmvn_stats, read_cmvn_stats
-from ddnn.kaldi.transforms import Transforms, contradictions, read_transforms, transforms_digest
+from ddnn.kaldi.transforms import Transforms, mismatched_options, read_transforms, transforms_digest
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.process import WITHOUT_CWD
 from ddnn.util.system import usable_cores
@@ -120,16 +120,12 @@ def index_corpus(
     return replace(index, transforms=read)
 
 
-def warn_of_contradictions(
-    corpus: Corpus, config: DataConfig, index: UtteranceIndex, *, of_model: bool = False
-) -> None:
-    """Logs what the Kaldi dirs of transforms and alignments say against how features are read, by a recipe or (`of_model`)
-    a trained model, and where the labels of an archive of pdf-ids look like transition-ids: with ten frames for each
-    pdf, a tree's first one has some."""
-    of, counts = config.features, index.pdf_counts
-    read = of.cmvn, of.deltas, index.dim
-    for is_mistake, message in contradictions(corpus.transforms, corpus.alignments, *read, of_model=of_model):
-        log.log(logging.WARNING if is_mistake else logging.INFO, "%s", message)
+def warn_of_contradictions(corpus: Corpus, config: DataConfig, index: UtteranceIndex) -> None:
+    """Logs how the options in the Kaldi dirs of transforms and alignments differ from how features are read, and where the
+    labels of an archive of pdf-ids look like transition-ids: with ten frames for each pdf, a tree's first one has some."""
+    features, counts = config.features, index.pdf_counts
+    for message in mismatched_options(corpus.transforms, corpus.alignments, features.cmvn, features.deltas, index.dim):
+        log.warning("%s", message)
     if corpus.alignments.is_file() and len(counts) > 1 and not counts[0] and counts.sum() >= 10 * len(counts):
         log.warning("%s: no frame has pdf-id 0: are these transition-ids, which begin at 1?", corpus.alignments)
 

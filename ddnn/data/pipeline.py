@@ -189,7 +189,7 @@ def open_data_dir(
     damaged or unsuitable input; too many utterances that cannot be used."""
     corpus = Corpus(data, data if alignments is None else alignments.path, transforms=transforms)
     index = index_corpus(corpus, read_tables(data, config), alignments, config)
-    warn_of_contradictions(corpus, config, index, of_model=True)
+    warn_of_contradictions(corpus, config, index)
     return DataSource((IndexedCorpus(corpus, index),), index, config)
 
 

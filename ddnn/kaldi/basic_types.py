@@ -79,37 +79,52 @@ class MatrixHeader:
     token: str
     rows: int
     columns: int
-    data_size: int
     minimum: float = 0.0
     span: float = 0.0
+
+    @property
+    def data_size(self) -> int:
+        """Bytes behind the header."""
+        size = _VALUE_BYTES[self.token] * self.rows * self.columns
+        return size + 8 * self.columns if self.token == "CM" else size
+
+
+_VALUE_BYTES = {"FM": 4, "DM": 8, "CM": 1, "CM2": 2, "CM3": 1}
 
 
 HEADER_BYTES = 22
 """Of the longest header of a binary matrix, its marker included."""
-_HEADERS = {
-    b"FM": struct.Struct("<xixi"),
-    b"DM": struct.Struct("<xixi"),
-    **dict.fromkeys([b"CM", b"CM2", b"CM3"], struct.Struct("<ffii")),
-}
+_PLAIN, _COMPRESSED = struct.Struct("<xixi"), struct.Struct("<ffii")
+_HEADERS = {b"FM ": _PLAIN, b"DM ": _PLAIN, b"CM ": _COMPRESSED, b"CM2 ": _COMPRESSED, b"CM3 ": _COMPRESSED}
 
 
-def parse_header(record: bytes) -> tuple[MatrixHeader, int] | None:
-    """The header with which the `HEADER_BYTES` bytes of a binary matrix begin, and its size with the marker: what `read_marker`
-    and `BasicTypeReader.matrix_header` read, in a tenth of the time. None where these have to say what is wrong, or
-    where there are no rows."""
-    end = record.find(b" ", 2, 6)
-    layout = _HEADERS.get(record[2:end]) if record.startswith(b"\0B") else None
-    if layout is None or len(record) < end + 1 + layout.size:
+def parse_header(record: bytes, remaining: int) -> tuple[MatrixHeader, int] | None:
+    """The header of a binary matrix, by the first `HEADER_BYTES` of its record, of which `remaining` bytes are there, and the
+    size of the header with its marker: as `BasicTypeReader.matrix_header`, in a tenth of the time. None where that has
+    to say what is wrong."""
+    end = record.find(b" ", 2, 6) + 1
+    layout = _HEADERS.get(record[2:end])
+    if layout is None or not record.startswith(b"\0B") or len(record) < end + layout.size:
         return None
-    token = record[2:end].decode()
-    *bounds, rows, columns = layout.unpack_from(record, end + 1)
-    if rows <= 0 or columns <= 0 or (not bounds and (record[end + 1] != 4 or record[end + 6] != 4)):
+    size = end + layout.size
+    try:
+        return _checked_header(record[2:end], record[end:size], remaining - size), size
+    except MalformedRecordError:
         return None
-    if bounds:
-        header = MatrixHeader(token, rows, columns, compressed.data_size(token, rows, columns), *bounds)
-    else:
-        header = MatrixHeader(token, rows, columns, (4 if token == "FM" else 8) * rows * columns)
-    return header, end + 1 + layout.size
+
+
+def _checked_header(token: bytes, fields: bytes | bytearray, remaining: int) -> MatrixHeader:
+    """The header of this token, one of `_HEADERS`, and the fields behind it, held against the bytes that remain."""
+    *bounds, rows, columns = _HEADERS[token].unpack(fields)
+    if not bounds and (fields[0] != 4 or fields[5] != 4):
+        raise MalformedRecordError(f"expected two dims of 4 bytes each, found {bytes(fields)!r}")
+    header = MatrixHeader(token[:-1].decode(), rows, columns, *bounds)
+    if min(rows, columns) < 0 or (rows == 0) != (columns == 0) or header.data_size > remaining:
+        claim = f"the header claims {rows} rows and {columns} columns"
+        if min(rows, columns) > 0:
+            claim = f"cut short: {claim}, {header.data_size} bytes, at most {remaining} remain"
+        raise MalformedRecordError(claim)
+    return header
 
 
 def decode_matrix(header: MatrixHeader, data: bytes | bytearray) -> NDArray[Any]:
@@ -236,32 +251,29 @@ class BasicTypeReader:
         return self.token()
 
     def int32(self, what: str = "an integer") -> int:
-        if self.binary and self.remaining >= 5:
-            size, value = struct.unpack("<Bi", self.read_exact(5, what))
-            if size == 4:
-                return int(value)
+        if not self.binary:
+            word, _ = self._peek_word()
+            if not _is_int32(word):
+                raise self.error(f"{what} of 32 bits")
+            self.stream.read(len(word))
+            return int(word)
+        size, value = struct.unpack("<Bi", self.read_exact(5, what))
+        if size != 4:
             raise MalformedRecordError(f"expected {what} of 4 bytes each, found the size {size} at position 0")
-        return int(self.int32_block(1, what)[0])
+        return int(value)
 
     def int32_block(self, count: int, what: str = "an integer") -> NDArray[np.int32]:
         """`count` integers that follow each other, each written as a basic type; int32 (count,)."""
         if count < 0 or (not self.binary and 2 * count > self.remaining + 1):
             raise MalformedRecordError(f"cut short: expected {count} values of {what}, {self.remaining} bytes remain")
         if not self.binary:
-            return np.array([self._text_int32(what) for _ in range(count)], np.int32)
+            return np.array([self.int32(what) for _ in range(count)], np.int32)
         sized = np.frombuffer(self.read_exact(5 * count, what), _SIZED_INT32)
-        if (sized["size"] != 4).any():
-            invalid = int(np.argmax(sized["size"] != 4))
-            found = f"the size {sized['size'][invalid]} at position {invalid}"
+        invalid = np.flatnonzero(sized["size"] != 4)
+        if invalid.size:
+            found = f"the size {sized['size'][invalid[0]]} at position {invalid[0]}"
             raise MalformedRecordError(f"expected {what} of 4 bytes each, found {found}")
         return sized["value"].astype(np.int32)
-
-    def _text_int32(self, what: str) -> int:
-        word, _ = self._peek_word()
-        if not _is_int32(word):
-            raise self.error(f"{what} of 32 bits")
-        self.stream.read(len(word))
-        return int(word)
 
     def float32(self, what: str = "a number") -> float:
         if self.binary:
@@ -310,29 +322,13 @@ class BasicTypeReader:
     def matrix_header(self) -> MatrixHeader:
         """The header of a binary matrix, held against the bytes that remain."""
         token = bytes(self.read_exact(3, "the type of the matrix"))
-        if token.startswith(b"CM") and token != b"CM ":
+        if token[:2] == b"CM" and token != b"CM ":
             token += self.read_exact(1, "the type of the matrix")
-        name = token.decode("latin-1").removesuffix(" ")
-        minimum = span = 0.0
-        if token in (b"FM ", b"DM "):
-            dims = self.read_exact(10, "the dims of the matrix")
-            if dims[0] != 4 or dims[5] != 4:
-                raise MalformedRecordError(f"expected two dims of 4 bytes each, found {bytes(dims)!r}")
-            rows, columns = struct.unpack("<xixi", dims)
-            size = (4 if name == "FM" else 8) * rows * columns
-        elif token in (b"CM ", b"CM2 ", b"CM3 "):
-            header = self.read_exact(16, "the header of the compressed matrix")
-            minimum, span, rows, columns = struct.unpack("<ffii", header)
-            size = compressed.data_size(name, rows, columns)
-        else:
+        if token not in _HEADERS:
             found = "a vector" if token in (b"FV ", b"DV ") else repr(token)
             raise MalformedRecordError(f"expected a matrix (FM, DM, CM, CM2 or CM3), found {found}")
-        claim = f"the header claims {rows} rows and {columns} columns"
-        if min(rows, columns) < 0 or (rows == 0) != (columns == 0):
-            raise MalformedRecordError(claim)
-        if size > self.remaining:
-            raise MalformedRecordError(f"cut short: {claim}, {size} bytes, at most {self.remaining} remain")
-        return MatrixHeader(name, rows, columns, size, minimum, span)
+        fields = self.read_exact(_HEADERS[token].size, "the header of the matrix")
+        return _checked_header(token, fields, self.remaining)
 
     def matrix_data(self, header: MatrixHeader) -> NDArray[Any]:
         """The binary matrix of this header: as `decode_matrix`."""

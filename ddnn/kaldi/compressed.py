@@ -30,16 +30,10 @@ _BYTES = np.arange(256, dtype=np.float32)
 _64THS, _128THS = _BYTES[:65] / np.float32(64), _BYTES[1:129] / np.float32(128)
 
 
-def data_size(token: str, rows: int, columns: int) -> int:
-    if token == "CM":
-        return 8 * columns + rows * columns
-    return (2 if token == "CM2" else 1) * rows * columns
-
-
 def decode(
     token: str, minimum: float, span: float, rows: int, columns: int, data: bytes | bytearray
 ) -> NDArray[np.float32]:
-    """The matrix, float32 (rows, columns); `data` are the `data_size` bytes behind the header."""
+    """The matrix, float32 (rows, columns); `data` are all bytes behind the header."""
     low, width = np.float32(minimum), np.float32(span)
     with np.errstate(over="ignore", invalid="ignore"):  # a damaged header gives NaN or Inf, which the corpus refuses
         if token != "CM":

@@ -4,15 +4,15 @@ that walks a graph checks nothing."""
 
 from __future__ import annotations
 
+import re
 import struct
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from ddnn.kaldi.archive import decode_utf8, read_lines
+from ddnn.kaldi.archive import read_keyed_lines
 from ddnn.util.errors import DataError
 from ddnn.util.files import atomic_write, read_bytes_limited
 
@@ -60,57 +60,46 @@ def _bad(message: str, hint: str = _DAMAGED) -> DataError:
     return DataError(message, hint=hint)
 
 
-def _unpack(layout: str, data: bytes, position: int, name: str) -> tuple[int, ...]:
-    if position + struct.calcsize(layout) > len(data):
-        raise _bad(f"the FST ends within its {name}: {len(data)} bytes in all")
-    return struct.unpack_from(layout, data, position)
-
-
-def _read_string(data: bytes, position: int, name: str) -> tuple[str, int]:
-    (length,) = _unpack("<i", data, position, name)
-    if not 0 <= length <= 64:
-        raise _bad(f"the FST's {name} claims {length} characters, expected a short word")
-    end = position + 4 + length
-    if end > len(data):
-        raise _bad(f"the FST ends within its {name}")
-    return data[position + 4 : end].decode("ascii", "backslashreplace"), end
+def _header(fst_type: str) -> bytes:
+    """The beginning of a file of this FST type, up to its numbers."""
+    return struct.pack(f"<ii{len(fst_type)}si8s", _MAGIC, len(fst_type), fst_type.encode(), 8, b"standard")
 
 
 def _parse(data: bytes) -> Fst:
-    (magic,) = _unpack("<i", data, 0, "header")
-    if magic != _MAGIC:
+    if data[:4] != struct.pack("<i", _MAGIC):
         hint = "give a binary FST such as HCLG.fst; fstcompile makes one from text"
         raise _bad(f"not an OpenFst binary file: it begins with {data[:4]!r}", hint)
-    fst_type, position = _read_string(data, 4, "type")
-    arc_type, position = _read_string(data, position, "arc type")
-    if fst_type not in ("vector", "const") or arc_type != "standard":
-        message = f"FST type {fst_type!r}, arc type {arc_type!r}: expected 'vector' or 'const', 'standard'"
+    header = next((header for header in map(_header, ("vector", "const")) if data.startswith(header)), None)
+    if header is None:
+        found = ", ".join(word.decode() for word in re.findall(rb"\w{3,64}", data[4:200])[:2])
+        message = f"FST type and arc type {found}: expected vector or const, standard"
         raise _bad(message, "convert it: fstconvert --fst_type=const IN OUT")
-    version, flags, properties, start, num_states, num_arcs = _unpack(_NUMBERS, data, position, "header")
+    position = len(header) + struct.calcsize(_NUMBERS)
+    if position > len(data):
+        raise _bad(f"the FST ends within its header: {len(data)} bytes in all")
+    version, flags, properties, start, num_states, num_arcs = struct.unpack_from(_NUMBERS, data, len(header))
     if flags & _HAS_SYMBOLS:
         hint = "fstsymbols --clear_isymbols --clear_osymbols IN OUT"
         raise _bad("the FST carries symbol tables, which are not read", hint)
-    versions = (1, 2) if fst_type == "const" else (2,)
-    if version not in versions or flags & ~(_HAS_SYMBOLS | _IS_ALIGNED) or properties & _ERROR:
+    is_vector = header == _header("vector")
+    versions = (2,) if is_vector else (1, 2)
+    if version not in versions or flags & ~_IS_ALIGNED or properties & _ERROR:
         found = f"FST version {version}, flags {flags}, properties {properties:#x}"
         raise _bad(f"{found}: expected version 2 without errors")
-    position += struct.calcsize(_NUMBERS)
-    if fst_type == "vector":
+    if is_vector:
         return _read_vector(data, position, start, num_states)
     alignment = _ALIGNMENT if version == 1 or flags & _IS_ALIGNED else 1
     return _read_const(data, position, start, num_states, num_arcs, alignment)
 
 
 def _read_const(data: bytes, position: int, start: int, num_states: int, num_arcs: int, alignment: int) -> Fst:
-    claim = f"{num_states} states and {num_arcs} arcs"
-    if min(num_states, num_arcs) < 0 or max(num_states, num_arcs) > len(data):
-        raise _bad(f"the FST claims {claim} in {len(data)} bytes")
     states_at = position + -position % alignment
     arcs_at = states_at + num_states * _CONST_STATE.itemsize
     arcs_at += -arcs_at % alignment
     expected = arcs_at + num_arcs * ARC.itemsize
-    if expected != len(data):
-        raise _bad(f"{claim} make {expected} bytes, found {len(data)}")
+    if min(num_states, num_arcs) < 0 or expected != len(data):
+        message = f"the FST claims {num_states} states and {num_arcs} arcs, which make {expected} bytes"
+        raise _bad(f"{message}, found {len(data)}")
     states = np.frombuffer(data, _CONST_STATE, num_states, states_at)
     offsets = np.concatenate([[0], np.cumsum(states["narcs"], dtype=np.int64)])
     unequal = np.flatnonzero(np.append(states["pos"], num_arcs) != offsets)
@@ -120,10 +109,6 @@ def _read_const(data: bytes, position: int, start: int, num_states: int, num_arc
 
 
 def _read_vector(data: bytes, first: int, start: int, num_states: int) -> Fst:
-    words, rest = divmod(len(data) - first, 4)
-    # OpenFst writes -1 states where it could not seek back: then they extend to the end of the file.
-    if rest or num_states < -1 or num_states * 3 > words:
-        raise _bad(f"the FST claims {num_states} states in {len(data) - first} bytes")
     counts: list[int] = []
     unpack, position, end = struct.Struct("<4xq").unpack_from, first, len(data)
     while position < end and len(counts) != num_states:
@@ -132,12 +117,13 @@ def _read_vector(data: bytes, first: int, start: int, num_states: int) -> Fst:
         if narcs < 0 or position > end:
             raise _bad(f"state {len(counts)} claims {narcs} arcs, more than the file's {len(data)} bytes hold")
         counts.append(narcs)
+    # OpenFst writes -1 states where it could not seek back: then they extend to the end of the file.
     if position != end or num_states not in (-1, len(counts)):
         found = f"{len(counts)} states end at byte {position} of {end}"
         raise _bad(f"{found}; the header claims {num_states} states")
     offsets = np.cumsum([0, *counts], dtype=np.int64)
     # Three words per state are between the arcs (four words each): what remains without them is the arcs.
-    values = np.frombuffer(data, "<i4", words, first)
+    values = np.frombuffer(data, "<i4", offset=first)
     heads = offsets[:-1] * 4 + np.arange(len(counts)) * 3
     arcs = np.delete(values, heads[:, None] + np.arange(3))
     return Fst(start, values[heads].view("<f4").astype(np.float32), offsets, arcs.view(ARC))
@@ -179,14 +165,13 @@ def write_fst(path: Path, fst: Fst) -> None:
     """Writes a `const` FST (version 2, no symbols, not aligned) to `path`, complete or not at all. DataError: as
     `check_fst`. UserError: it cannot be written."""
     check_fst(fst)
-    header = struct.pack("<ii5si8s", _MAGIC, 5, b"const", 8, b"standard")
-    header += struct.pack(_NUMBERS, 2, 0, _EXPANDED, fst.start, fst.num_states, fst.num_arcs)
+    numbers = struct.pack(_NUMBERS, 2, 0, _EXPANDED, fst.start, fst.num_states, fst.num_arcs)
     states = np.zeros(fst.num_states, _CONST_STATE)
     states["final"], states["pos"], states["narcs"] = fst.final, fst.offsets[:-1], np.diff(fst.offsets)
     for field, label in (("niepsilons", "ilabel"), ("noepsilons", "olabel")):
         states[field] = np.bincount(fst.sources()[fst.arcs[label] == 0], minlength=fst.num_states)
     with atomic_write(path) as handle:
-        for part in (header, states.tobytes(), fst.arcs.astype(ARC).tobytes()):
+        for part in (_header("const"), numbers, states.tobytes(), fst.arcs.astype(ARC).tobytes()):
             handle.write(part)
 
 
@@ -194,16 +179,12 @@ def read_symbols(path: Path) -> dict[int, str]:
     """Reads a symbol table (`words.txt`, `phones.txt`): one `symbol id` a line, to id -> symbol. DataError: missing,
     not UTF-8, a line of another form, an id or a symbol that occurs twice."""
     symbols: dict[int, str] = {}
-    hint = "remove one of the two lines"
-    for number, parts in read_lines(path, "the symbol table"):
-        fields = [*parts[:1], *(parts[1].split() if len(parts) > 1 else [])]
-        if len(fields) != 2 or not fields[1].isdigit() or len(fields[1]) > 10:
-            message = f"line {number} is {b' '.join(fields)[:80]!r}, expected a symbol and its id"
+    for number, symbol, rest in read_keyed_lines(path, "the symbol table", "symbol"):
+        if not re.fullmatch("[0-9]{1,10}", rest):
+            message = f"line {number} is {f'{symbol} {rest}'[:80]!r}, expected a symbol and its id"
             raise DataError(message, location=path, hint="correct the line")
-        if int(fields[1]) in symbols:
-            raise DataError(f"line {number}: the id {int(fields[1])} occurs twice", location=path, hint=hint)
-        symbols[int(fields[1])] = decode_utf8(fields[0], path, number)
-    symbol, count = Counter(symbols.values()).most_common(1)[0]
-    if count > 1:
-        raise DataError(f"the symbol {symbol!r} occurs twice", location=path, hint=hint)
+        if int(rest) in symbols:
+            message = f"line {number}: the id {int(rest)} occurs twice"
+            raise DataError(message, location=path, hint="remove one of the two lines")
+        symbols[int(rest)] = symbol
     return symbols

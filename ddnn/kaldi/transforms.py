@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -182,81 +182,52 @@ NNET_OPTIONS = {"mean": "--norm-means=true --norm-vars=false", "mean-variance": 
 def read_nnet_options(path: Path) -> tuple[str, int]:
     """`data.cmvn` and `data.deltas` by `cmvn_opts` and `delta_opts` of an nnet1 dir, which has them where there are any
     (kaldi `steps/nnet/train.sh`). DataError: unknown options, or such as ddnn does not have."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in ("cmvn_opts", "delta_opts"):
-        if (path / name).is_file():
-            options, text = _options_of(path, name)
-            found |= {name: options} if text else {}
-    cmvn, deltas = found.get("cmvn_opts", {"norm-means": False}), found.get("delta_opts", {"delta-order": 0})
-    if cmvn.get("reverse") or cmvn.get("skip-dims") or deltas.get("delta-window", 2) != 2:
+    values: dict[str, Any] = {"cmvn_opts": "none", "delta_opts": 0}
+    for name in values:
+        if (path / name).is_file() and _options_of(path, name)[1]:
+            values[name] = _recipe_value(path, name)
+    return values["cmvn_opts"], values["delta_opts"]
+
+
+def _recipe_value(path: Path, name: str) -> str | int:
+    """`data.cmvn` by `cmvn_opts`, or `data.deltas` by `delta_opts`. DataError: as `read_nnet_options`."""
+    options, _ = _options_of(path, name)
+    if options.get("reverse") or options.get("skip-dims") or options.get("delta-window", 2) != 2:
         message = "--reverse, --skip-dims or a --delta-window other than 2 found, which ddnn does not have"
-        raise DataError(message, location=path)
-    mean = "mean-variance" if cmvn.get("norm-vars") else "mean"
-    return mean if cmvn["norm-means"] else "none", int(deltas["delta-order"])
+        raise DataError(message, location=_option_file(path, name))
+    if name == "delta_opts":
+        return int(options["delta-order"])
+    mean = "mean-variance" if options["norm-vars"] else "mean"
+    return mean if options["norm-means"] else "none"
 
 
-def contradictions(
-    transforms: Path | None, alignments: Path | None, cmvn: str, deltas: int, dim: int, *, of_model: bool = False
-) -> list[tuple[bool, str]]:
-    """What `cmvn_opts`, `delta_opts` and transforms of the system that made the transforms, or the alignments, say
-    against how features of `dim` dims are read, each with whether it is probably a mistake. An alignment is often made
-    from other features than the network sees: it is only compared where the features have the dims of its system's raw
-    ones. `splice_opts` is of final.mat, and has nothing to do with the context of the network. `of_model`: a trained model
-    reads them so, which no recipe can change any more: only what files of options say counts."""
+def mismatched_options(transforms: Path | None, alignments: Path, cmvn: str, deltas: int, dim: int) -> list[str]:
+    """How `data.cmvn` and `data.deltas`, with which features of `dim` dims are read, differ from the options of the system
+    that made the transforms, or else the alignments. An alignment is often made from other features than the network
+    sees: only those of the dims of its system's raw features are compared."""
+    path = alignments if transforms is None else transforms
+    read = {"cmvn_opts": ("data.cmvn", cmvn)}
+    if transforms is None and not (path / MATRIX).is_file():
+        read["delta_opts"] = ("data.deltas", str(deltas))
+    messages = []
     try:
-        return [*_contradictions(transforms, alignments, cmvn, deltas, dim, of_model)]
+        if transforms is None and _raw_dim(path) != dim:
+            return []
+        for name, (key, value) in read.items():
+            file = _option_file(path, name)
+            if file.is_file() and (name == "cmvn_opts" or _options_of(path, name)[1]):
+                expected = _recipe_value(path, name)
+                if str(expected) != value:
+                    messages.append(f"{file} says {key}: {expected}, but the features are read with {key}: {value}")
     except DataError as error:
-        return [(True, f"{error.location}: {error.message}")]
-
-
-def _contradictions(
-    transforms: Path | None, alignments: Path | None, cmvn: str, deltas: int, dim: int, of_model: bool
-) -> Iterator[tuple[bool, str]]:
-    if transforms is not None:
-        yield from _cmvn_contradictions(transforms, cmvn, of_model, must_exist=of_model)
-    elif alignments is not None and alignments.is_dir() and _raw_dim(alignments) == dim:
-        yield from _cmvn_contradictions(alignments, cmvn, of_model, must_exist=True)
-        has_matrix, adapted = (alignments / MATRIX).is_file(), bool(trans_files(alignments))
-        options, text = _options_of(alignments, "delta_opts")
-        if text and not has_matrix and options["delta-order"] != deltas:
-            statement = f"{alignments / 'delta_opts'} says {text[:200]!r} (order {options['delta-order']})"
-            yield True, f"{statement}, but {_read_with('data.deltas', deltas, of_model)}"
-        if (has_matrix or adapted) and not of_model:
-            files = " and ".join([MATRIX] * has_matrix + ["trans.*"] * adapted)
-            yield False, f"{alignments} has {files}, which are not applied; data.transforms: {alignments} would"
-
-
-def _read_with(key: str, value: object, of_model: bool) -> str:
-    return f"the model was trained with {key}: {value}" if of_model else f"{key} is {value}"
-
-
-def _cmvn_contradictions(path: Path, cmvn: str, of_model: bool, *, must_exist: bool) -> Iterator[tuple[bool, str]]:
-    if must_exist and not _option_file(path, "cmvn_opts").is_file():
-        return
-    options, text = _options_of(path, "cmvn_opts")
-    expected = ("mean-variance" if options["norm-vars"] else "mean") if options["norm-means"] else "none"
-    file = _option_file(path, "cmvn_opts")
-    absent = f"{file} has no options" if file.is_file() else f"there is no {file}"
-    statement = f"{file} says {text[:200]!r}" if text else f"{absent}, which is Kaldi's default"
-    names = {
-        "mean": "mean normalization",
-        "mean-variance": "mean and variance normalization",
-        "none": "no normalization",
-    }
-    if options["reverse"] or options["skip-dims"]:
-        yield (
-            True,
-            f"{statement}, but ddnn has neither --reverse nor --skip-dims: the features are not those of this system",
-        )
-    elif expected != cmvn:
-        advice = "" if of_model else f": set data.cmvn: {expected}"
-        yield True, f"{statement} ({names[expected]}), but {_read_with('data.cmvn', cmvn, of_model)}{advice}"
+        messages.append(f"{error.location}: {error.message}")
+    return messages
 
 
 def _raw_dim(path: Path) -> int | None:
-    """Dimension of the raw features of the system that made an alignment dir; None where that cannot be known, or is not
-    needed, since the dir has no options."""
-    if not (path / MATRIX).is_file() and not any((path / name).is_file() for name in ("cmvn_opts", "delta_opts")):
+    """Dimension of the raw features of the system that made an alignment dir; None where that cannot be known, or the dir
+    has no options."""
+    if not any((path / name).is_file() for name in ("cmvn_opts", "delta_opts")):
         return None
     matrix = _read_final_mat(path)
     if matrix is not None:

@@ -84,10 +84,19 @@ class TransitionModel:
     def transition_states(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Of each transition-id, (T + 1,): its transition-state, counted from 1, and whether it is a self-loop; 0 and
         False for the unused id 0."""
-        rows = zip(self.tuples[:, 1].tolist(), _states(self.topology, self.tuples), strict=True)
-        loops = [[destination == number for destination, _ in state.transitions] for number, state in rows]
-        of_state = np.repeat(np.arange(1, len(loops) + 1), [len(one) for one in loops])
-        return np.concatenate([[0], of_state]), np.array([False, *(loop for one in loops for loop in one)])
+        transitions = _transitions(self.topology, self.tuples)
+        return transitions[:, 0], transitions[:, 1].astype(bool)
+
+
+def _transitions(topology: Topology, tuples: NDArray[np.int32]) -> NDArray[np.int64]:
+    """By transition-id, (T + 1, 3): its transition-state, whether it is a self-loop, and its pdf. As
+    `TransitionModel::ComputeDerived`."""
+    rows = [(0, False, NO_PDF)]
+    for number, (phone, hmm_state, forward, self_loop) in enumerate(tuples.tolist(), 1):
+        for destination, _ in topology.states(phone)[hmm_state].transitions:
+            is_self_loop = destination == hmm_state
+            rows.append((number, is_self_loop, self_loop if is_self_loop else forward))
+    return np.array(rows, np.int64)
 
 
 def _validate_topology(topology: Topology) -> str | None:
@@ -139,24 +148,18 @@ def _read_binary_topology(reader: BasicTypeReader) -> Topology:
     indices = reader.int32_vector("the table of phones").tolist()
     if phones != [phone for phone, index in enumerate(indices) if index != -1]:
         raise reader.error("a list of phones that agrees with the table of phones", "two that differ")
-
-    def checked(count: int) -> range:
-        if not 0 <= count * 5 <= reader.remaining:
-            raise reader.error("a number of items that the file can hold", str(count))
-        return range(count)
-
     count = reader.int32("the number of HMMs")
     extended = count == -1
     if extended:
         count = reader.int32("the number of HMMs")
     entries = []
-    for _ in checked(count):
+    for _ in range(count):
         states = []
-        for _ in checked(reader.int32("the number of states")):
+        for _ in range(reader.int32("the number of states")):
             forward = reader.int32("a pdf class")
             self_loop = reader.int32("a pdf class") if extended else forward
-            number = checked(reader.int32("the number of transitions"))
-            transitions = tuple((reader.int32("a state"), reader.float32("a probability")) for _ in number)
+            number = reader.int32("the number of transitions")
+            transitions = tuple((reader.int32("a state"), reader.float32("a probability")) for _ in range(number))
             states.append(State(forward, self_loop, transitions))
         entries.append(tuple(states))
     reader.expect("</Topology>")
@@ -224,31 +227,22 @@ def read_transition_model(path: Path) -> TransitionModel:
         if reader.peek_token() == "<DIMENSION>":
             reader.expect("<DIMENSION>")
             gmm_dim = reader.int32("the dimension of the GMMs")
-    # As `TransitionModel::ComputeDerived`.
-    rows = zip(tuples[:, 1:].tolist(), _states(topology, tuples), strict=True)
-    pdfs = [
-        self_loop if destination == number else forward
-        for (number, forward, self_loop), state in rows
-        for destination, _ in state.transitions
-    ]
-    return TransitionModel(topology, tuples, log_probs, np.array([-1, *pdfs], np.int32), gmm_dim)
+    pdfs = _transitions(topology, tuples)[:, 2].astype(np.int32)
+    return TransitionModel(topology, tuples, log_probs, pdfs, gmm_dim)
 
 
 def _read_log_probs(reader: BasicTypeReader, topology: Topology, tuples: NDArray[np.int32]) -> NDArray[np.float32]:
     with np.errstate(over="ignore", invalid="ignore"):
         log_probs = reader.float_vector("the log probabilities").astype(np.float32)
     # Before any table is made: a few transition-states with many transitions each could claim any number of ids.
-    expected = 1 + sum(len(state.transitions) for state in _states(topology, tuples))
+    rows = tuples[:, :2].tolist()
+    expected = 1 + sum(len(topology.states(phone)[state].transitions) for phone, state in rows)
     if len(log_probs) != expected:
         raise reader.error(f"{expected} log probabilities (transition-ids and one)", str(len(log_probs)))
     valid = np.isfinite(log_probs) & (log_probs <= 0)
     if not valid.all():
         raise reader.error("log probabilities of zero or less", str(log_probs[~valid][0]))
     return log_probs
-
-
-def _states(topology: Topology, tuples: NDArray[np.int32]) -> list[State]:
-    return [topology.states(phone)[state] for phone, state in tuples[:, :2].tolist()]
 
 
 def _validate_tuples(topology: Topology, tuples: NDArray[np.int32]) -> str | None:

@@ -16,7 +16,7 @@ from fuzz.targets_kaldi import MODEL
 from ddnn.kaldi.alignments import pdf_counts, read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import MatrixReader, iterate_int_vectors, iterate_matrices, read_scp
 from ddnn.kaldi.data_dir import apply_cmvn, read_cmvn_stats, read_data_dir, read_text, read_utt2spk
-from ddnn.kaldi.transforms import contradictions, read_transform_config, read_transforms
+from ddnn.kaldi.transforms import mismatched_options, read_transform_config, read_transforms
 from ddnn.util.errors import DataError
 
 HUGE = b"\xff\xff\xff\x7f"
@@ -136,8 +136,8 @@ def _transforms(folder: Path) -> None:
     own = found.adapted or {}
     for name in names:
         assert config.apply(np.ones((3, 4), np.float32), found.final_mat, own.get(name)).shape == (3, config.width(4))
-    contradictions(folder / "tri4", None, "mean", 0, 4)
-    contradictions(None, folder / "tri4", "none", 1, 4)
+    mismatched_options(folder / "tri4", folder, "mean", 0, 4)
+    mismatched_options(None, folder / "tri4", "none", 1, 4)
 
 
 def _transform_targets() -> tuple[Target, ...]:

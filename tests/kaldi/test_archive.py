@@ -24,6 +24,7 @@ from ddnn.kaldi.archive import (
     write_int_vectors,
     write_matrices,
 )
+from ddnn.kaldi.basic_types import MatrixHeader
 from ddnn.util.errors import DataError, UserError
 
 FINITE = st.floats(-1e6, 1e6, width=32)
@@ -148,7 +149,7 @@ def test_compression_stays_near(matrix: np.ndarray) -> None:
     token, data = record.split(b" ", 1)
     low, span = np.frombuffer(data[:8], "<f4")
     back = compressed.decode(token.decode(), low, span, *matrix.shape, data[16:])
-    assert len(data) == 16 + compressed.data_size(token.decode(), *matrix.shape)
+    assert len(data) == 16 + MatrixHeader(token.decode(), *matrix.shape).data_size
     column_range = (matrix.max(axis=0) - matrix.min(axis=0)).astype(np.float64)
     allowed = column_range / 63 + 6 * span / 65535 + 1e-6 * np.abs(matrix).max() + 1e-40
     assert (np.abs(back - matrix).max(axis=0) <= allowed).all()

@@ -157,6 +157,7 @@ LIES = [
     (b"FM " + DIMS.pack(4, 0, 4, 40), "the header claims 0 rows and 40 columns"),
     (b"FM " + DIMS.pack(4, 40, 4, 0), "the header claims 40 rows and 0 columns"),
     (b"FM " + DIMS.pack(8, 1, 4, 1), "expected two dims of 4 bytes each"),
+    (b"DM " + DIMS.pack(4, 1, 8, 1), "expected two dims of 4 bytes each"),
     (b"CM " + CM.pack(0, 1, 2**31 - 1, 2), "cut short: the header claims 2147483647 rows"),
     (b"CM2 " + CM.pack(0, 1, 2**31 - 1, 2**31 - 1), "cut short: the header claims"),
     (b"CM3 " + CM.pack(0, 1, -5, 2), "the header claims -5 rows"),

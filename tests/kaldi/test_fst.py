@@ -191,7 +191,7 @@ def test_symbols(tmp_path: Path) -> None:
     assert read_symbols(path) == {0: "<eps>", 7: "ÄH", 2: "no\u00a0break"}
     for wrong, message in (
         (b"a 1\nb 1\n", "line 2"),
-        (b"a 1\na 2\n", "'a'"),
+        (b"a 1\na 2\n", "symbol a occurs twice, in lines 1 and 2"),
         (b"a\n", "line 1"),
         (b"a -1\n", "line 1"),
         (b"a 1 2\n", "line 1"),
