@@ -31,7 +31,7 @@ TOKENS = {
     "nn": 26_600,
     "optim": 7_500,
     "recipe": 14_000,
-    "report": 14_900,
+    "report": 14_550,
     "reproduce": 20_650,
     "runs": 13_400,
     "slurm": 6_500,

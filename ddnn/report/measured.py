@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -17,11 +17,14 @@ from ddnn.recipe.source import configs_folder, read_yaml, validate
 from ddnn.report.runs import Run, number_of_workers, read_run
 from ddnn.report.scaling import Job, Measurement, Way, averages_parameters, averagings
 from ddnn.runs.metrics import WorkerRow
-from ddnn.runs.run_status import BEST, FINAL
+from ddnn.runs.run_status import BEST, FINAL, RECIPE
 from ddnn.util.errors import DataError, UserError
 
+if TYPE_CHECKING:
+    from ddnn.nn.layer import Layer
+
 SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
-LARGEST = 10**6
+MAX_WORKERS = 10**6
 _SIZES = re.compile(r"(?:\d{1,7}x)?\d{1,7}")
 
 Time = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
@@ -39,7 +42,7 @@ class Published(Section):
     comm_dtype: Literal["float32", "bfloat16"] = "float32"
     frames: Frames
     unit: Literal["seconds", "minutes", "hours"] = "seconds"
-    workers: Annotated[list[Annotated[Count, Field(le=LARGEST)]], Field(min_length=1, max_length=1000)]
+    workers: Annotated[list[Annotated[Count, Field(le=MAX_WORKERS)]], Field(min_length=1, max_length=1000)]
     total: list[Annotated[Time, Field(gt=0.0)]]
     communication: list[Time]
 
@@ -55,9 +58,10 @@ def read_measured(path: Path) -> list[Measurement]:
     return _of_file(path)
 
 
-def network_dims(text: str) -> list[int]:
-    """Dims of "440-6x2048-8806": [440, 2048, 2048, 2048, 2048, 2048, 2048, 8806]. UserError: not of this form, or with
-    more than a hundred layers."""
+def network_layers(text: str) -> list[Layer]:
+    """The layers of a network like "440-6x2048-8806". UserError: not of this form, or with more than a hundred layers."""
+    from ddnn.nn.layers import Affine
+
     dims: list[int] = []
     for part in text.split("-"):
         count, _, size = part.rpartition("x")
@@ -66,20 +70,15 @@ def network_dims(text: str) -> list[int]:
         dims += [int(size)] * int(count or 1)
     else:
         if 2 <= len(dims) <= 102:
-            return dims
+            return list(starmap(Affine, pairwise(dims)))
     raise UserError(f"{text[:100]!r} found, expected the dims of a network, as 440-6x2048-8806")
 
 
-def parameters_of(dims: Sequence[int]) -> int:
-    """Weights and biases."""
-    return sum((inputs + 1) * outputs for inputs, outputs in pairwise(dims))
+def network_cost(layers: Sequence[Layer]) -> tuple[int, float]:
+    """Parameters, and floating-point operations per frame in the matrix products of a training step."""
+    from ddnn.nn.layers import num_parameters, training_flop_per_frame
 
-
-def operations_of(dims: Sequence[int]) -> float:
-    """Floating-point operations per frame in the matrix products of a training step. Three products a layer, but two
-    for the first: nobody needs the derivative of the input."""
-    sizes = [inputs * outputs for inputs, outputs in pairwise(dims)]
-    return 6.0 * sum(sizes) - 2.0 * sizes[0]
+    return num_parameters(layers), float(training_flop_per_frame(layers))
 
 
 def _of_file(path: Path) -> list[Measurement]:
@@ -88,9 +87,8 @@ def _of_file(path: Path) -> list[Measurement]:
     lengths = [len(found.workers), len(found.total), len(found.communication)]
     if len(set(lengths)) > 1:
         raise DataError("workers, total and communication differ in length: {}, {}, {}".format(*lengths), location=path)
-    unit, dims = SECONDS[found.unit], network_dims(found.network)
-    job = Job(parameters_of(dims), operations_of(dims), found.minibatch_size, found.averaging_period, found.frames)
-    way = Way(found.strategy, found.comm_dtype)
+    unit, way = SECONDS[found.unit], Way(found.strategy, found.comm_dtype)
+    job = Job(*network_cost(network_layers(found.network)), found.minibatch_size, found.averaging_period, found.frames)
     measurements = []
     for workers, total, communication in zip(found.workers, found.total, found.communication, strict=True):
         if communication >= total:
@@ -101,42 +99,42 @@ def _of_file(path: Path) -> list[Measurement]:
 
 
 def _of_run(run: Run) -> Measurement:
-    rows = [row for row in run.metrics.workers if row.seconds and row.minibatches and row.frames]
-    if run.recipe is None or not rows:
-        missing = "recipe.yaml" if run.recipe is None else "row of a worker in its metrics.jsonl"
-        again = "train again with this version of ddnn"
-        raise DataError(f"this run dir has no {missing}", location=run.path, hint=again)
+    if run.recipe is None:
+        hint = "train again with this version of ddnn"
+        raise DataError(f"this run dir has no {RECIPE}", location=run.path, hint=hint)
     parallel, workers = run.recipe.parallel, number_of_workers(run)
-    of_epoch = Counter(row.epoch for row in rows)
-    complete = [row for row in rows if of_epoch[row.epoch] == workers and row.num_parameters and row.compute_fraction]
-    if not complete:
+    rows = [row for row in run.metrics.workers if row.seconds and row.minibatches and row.frames]
+    reported = Counter(row.epoch for row in rows)
+    rows = [row for row in rows if reported[row.epoch] == workers and row.num_parameters and row.compute_fraction]
+    if not rows:
         message = "no epoch has complete rows of all workers"
-        raise DataError(message, location=run.path, hint="let it train an epoch first")
+        raise DataError(message, location=run.path, hint="let it train an epoch first, with this version of ddnn")
     sizes = {row.epoch: row.minibatch_size for row in run.metrics.train if row.minibatch_size}
     if sizes:  # the minibatch may have grown: the epochs with the last size
-        complete = [row for row in complete if sizes.get(row.epoch) == sizes[max(sizes)]] or complete
-    size = round(sum(row.frames for row in complete) / sum(row.minibatches for row in complete))
-    parameters, num_epochs = complete[0].num_parameters or 0, len({row.epoch for row in complete})
-    frames = sum(row.frames for row in complete) / num_epochs
-    job = Job(parameters, _operations(run, parameters), size, parallel.averaging_period, frames)
-    timed = [(row.seconds or 0.0, row) for row in complete]
-    seconds = fmean(time for time, _ in timed)
-    compute = fmean(time * ((row.compute_fraction or 0.0) + (row.data_fraction or 0.0)) for time, row in timed)
-    waiting = fmean(time * (row.wait_fraction or 0.0) for time, row in timed)
-    comm = fmean(row.comm_seconds or 0.0 for row in complete)
+        rows = [row for row in rows if sizes.get(row.epoch) == sizes[max(sizes)]] or rows
+
+    def seconds(part: str) -> float:
+        return fmean((row.seconds or 0.0) * (getattr(row, f"{part}_fraction") or 0.0) for row in rows)
+
+    frames = sum(row.frames for row in rows)
+    size = round(frames / sum(row.minibatches for row in rows))
+    cost = _network_cost(run, rows[0].num_parameters or 0)
+    job = Job(*cost, size, parallel.averaging_period, frames / len({row.epoch for row in rows}))
+    total, compute = fmean(row.seconds or 0.0 for row in rows), seconds("compute") + seconds("data")
+    comm = fmean(row.comm_seconds or 0.0 for row in rows)
     overlap = parallel.overlap and workers > 1
-    in_the_way = max(0.0, comm - compute) if overlap else comm
+    blocking = max(0.0, comm - compute) if overlap else comm
     return Measurement(
         source=run.name,
         workers=workers,
         way=Way(parallel.strategy, parallel.comm_dtype, overlap),
         job=job,
-        seconds=seconds,
+        seconds=total,
         comm=comm,
-        averagings=fmean(row.averagings for row in complete),
+        averagings=fmean(row.averagings for row in rows),
         compute=compute,
-        rest=max(0.0, seconds - compute - waiting - in_the_way),
-        block_std=_block_std(complete),
+        rest=max(0.0, total - compute - seconds("wait") - blocking),
+        block_std=_block_std(rows),
         final_mean=averages_parameters(parallel.strategy),
     )
 
@@ -153,12 +151,11 @@ def _block_std(rows: Sequence[WorkerRow]) -> float | None:
     return float((fmean(within) + pvariance([fmean(blocks) for blocks in by_rank.values()])) ** 0.5)
 
 
-def _operations(run: Run, parameters: int) -> float:
-    """Of a training step per frame, as the layers of the run's model count them; about, where there is no model."""
-    stored = [path for path in (run.path / FINAL, run.path / BEST) if path.is_file()]
-    if not stored:
-        return 6.0 * parameters
-    from ddnn.nn.acoustic_model import load_model  # torch takes a second; published figures do without
-    from ddnn.nn.layers import training_flop_per_frame
+def _network_cost(run: Run, parameters: int) -> tuple[int, float]:
+    """`network_cost` of the run's model; of one that is not written yet, about."""
+    from ddnn.nn.acoustic_model import load_model
 
-    return float(training_flop_per_frame(load_model(stored[0]).network.layers))
+    for path in (run.path / FINAL, run.path / BEST):
+        if path.is_file():
+            return parameters, network_cost(load_model(path).network.layers)[1]
+    return parameters, 6.0 * parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
 from ddnn.report.figures import COLORS, MARKERS, legend_below, new_figure, plot_speed_up, save, speed_up_panels
-from ddnn.report.measured import LARGEST, network_dims, operations_of, parameters_of, read_measured
+from ddnn.report.measured import MAX_WORKERS, network_cost, network_layers, read_measured
 from ddnn.report.runs import Run, incomparable, overload, read_runs, shortest_ends
 from ddnn.report.scaling import (
     SAME_COST,
@@ -28,6 +28,7 @@ from ddnn.util.errors import UserError
 from ddnn.util.text import render, table
 
 PLOT = "scaling.png"
+_CHECK_COLUMNS = ("measured", "strategy", "workers", "speed-up", "model", "error", "used for")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Scaling:
     def as_text(self) -> str:
         """The constants, the measurements compared with the model, a column of speed-ups and efficiencies for each
         cost."""
-        sources = shortest_ends([Path(k.source) for k in self.checks])
+        sources = shortest_ends([Path(check.source) for check in self.checks])
         checks = [
             (
                 source,
@@ -110,15 +111,13 @@ class Scaling:
             )
             for source, k in zip(sources, self.checks, strict=True)
         ]
-        of_checks = ("measured", "strategy", "workers", "speed-up", "model", "error", "used for")
-        sizes = dict.fromkeys(p.workers for p in self.predictions)
-        speed_ups = {n: [self.speed_up(way, n) for _, way in SAME_COST] for n in sizes}
-        costs = ("workers", *(name.replace(", bmuf", "").replace(", rings", "") for name, _ in SAME_COST))
+        speed_ups = {p.workers: [self.speed_up(way, p.workers) for way in SAME_COST] for p in self.predictions}
+        costs = ("workers", *map(str, SAME_COST))
         efficiencies = [[str(n), *(f"{100 * s / n:.1f}" for s in row)] for n, row in speed_ups.items()]
         return render(
             "scale.txt.j2",
             found=self,
-            checks=table(checks, of_checks, "llrrrrl") if checks else "",
+            checks=table(checks, _CHECK_COLUMNS, "llrrrrl") if checks else "",
             speed_ups=table([[str(n), *(f"{s:.2f}" for s in row)] for n, row in speed_ups.items()], costs, "r"),
             efficiencies=table(efficiencies, costs, "r"),
         )
@@ -130,37 +129,32 @@ def scale(sources: Sequence[Path], options: ScaleOptions, out: Path | None) -> S
     measurements is damaged."""
     _check(options)
     measured = [m for source in sources for m in read_measured(source)]
-    runs = read_runs([source for source in sources if source.is_dir()])
-    _check_comparable(runs)
-    overloaded = [f"{run.name}: {warning}" for run in runs if (warning := overload(run)) is not None]
-    if overloaded and not options.allow_overloaded:
-        hint = "measure again without other load, or predict from these times anyway with --allow-overloaded"
-        raise UserError(overloaded[0], location="--measured", hint=hint)
+    overloaded = _check_runs(read_runs([source for source in sources if source.is_dir()]), options)
     used = [m for m in measured if options.fit is None or m.workers in options.fit]
     if not used:
         sizes = ", ".join(map(str, sorted({m.workers for m in measured})))
         raise UserError(f"none of these numbers of workers was measured, only {sizes}", location="--fit")
-    beta = None if options.bandwidth is None else 1.0 / options.bandwidth
-    calibration = calibrate(used, options.latency, beta)
-    job = _job(calibration.constants.job, options)
-    constants, comm_dtype = scaled(calibration.constants, job), options.comm_dtype or measured[0].way.comm_dtype
-    found = Scaling(
+    calibration = calibrate(used, options.latency, options.bandwidth and 1.0 / options.bandwidth)
+    reference = calibration.constants
+    job, comm_dtype = _job(reference.job, options), options.comm_dtype or measured[0].way.comm_dtype
+    constants = scaled(reference, job)
+    scaling = Scaling(
         job=job,
-        as_measured=replace(job, frames=0) == replace(calibration.constants.job, frames=0),
+        as_measured=replace(job, frames=reference.job.frames) == reference.job,
         comm_dtype=comm_dtype,
         constants=constants,
         notes=(*calibration.assumed, *_notes(constants, options), *(f"{run}; its times count" for run in overloaded)),
-        checks=tuple(_checks(measured, used, calibration.constants)),
+        checks=tuple(_check_of(m, measured, m in used, reference) for m in measured if m.workers > 1),
         predictions=tuple(_predictions(constants, options.workers, comm_dtype)),
     )
-    return found if out is None else replace(found, plots=(draw_scaling(found, out / PLOT),))
+    return scaling if out is None else replace(scaling, plots=(draw_scaling(scaling, out / PLOT),))
 
 
 def _check(options: ScaleOptions) -> None:
     for sizes, option in ((options.workers, "--workers"), (options.fit or (), "--fit")):
-        wrong = [n for n in sizes if not 1 <= n <= LARGEST]
+        wrong = [n for n in sizes if not 1 <= n <= MAX_WORKERS]
         if wrong:
-            raise UserError(f"{wrong[0]} workers found, expected 1 to {LARGEST:,}", location=option)
+            raise UserError(f"{wrong[0]} workers found, expected 1 to {MAX_WORKERS:,}", location=option)
     for name in ("minibatch_size", "averaging_period", "frames", "hours", "bandwidth"):
         value = getattr(options, name)
         if value is not None and not 1e-3 <= value <= 1e15:
@@ -171,14 +165,20 @@ def _check(options: ScaleOptions) -> None:
         raise UserError("--frames and --hours both given", hint="give one of them")
 
 
-def _check_comparable(runs: Sequence[Run]) -> None:
-    """UserError: the constants would be fitted to runs whose speeds do not compare."""
+def _check_runs(runs: Sequence[Run], options: ScaleOptions) -> list[str]:
+    """UserError: the constants would be fitted to runs whose speeds do not compare, or whose cores were overloaded.
+    Returns the warnings of the latter if they are allowed."""
     for run in runs:
         alone = len(runs) == 1 and run.start is None  # of an older version, but compared with no other run
         reason = incomparable(run, runs[0])
         if reason is not None and not alone:
             hint = "leave it out, or give runs of one network, training data, optimizer, minibatch size, precision and "
             raise UserError(f"{run.name}: {reason}", location="--measured", hint=hint + "kind of machine")
+    overloaded = [f"{run.name}: {warning}" for run in runs if (warning := overload(run)) is not None]
+    if overloaded and not options.allow_overloaded:
+        hint = "measure again without other load, or predict from these times anyway with --allow-overloaded"
+        raise UserError(overloaded[0], location="--measured", hint=hint)
+    return overloaded
 
 
 def _job(measured: Job, options: ScaleOptions) -> Job:
@@ -191,8 +191,8 @@ def _job(measured: Job, options: ScaleOptions) -> Job:
     )
     if options.network is None:
         return job
-    dims = network_dims(options.network)
-    return replace(job, parameters=parameters_of(dims), operations=operations_of(dims))
+    parameters, operations = network_cost(network_layers(options.network))
+    return replace(job, parameters=parameters, operations=operations)
 
 
 def _notes(constants: Constants, options: ScaleOptions) -> list[str]:
@@ -208,50 +208,48 @@ def _notes(constants: Constants, options: ScaleOptions) -> list[str]:
     return notes
 
 
-def _checks(measured: Sequence[Measurement], used: Sequence[Measurement], reference: Constants) -> list[Check]:
-    """Every measurement with several workers, compared with the model at its own averaging period and frames."""
-    alone, several = [m for m in measured if m.workers == 1], [m for m in measured if m.workers > 1]
-    checks = []
-    for m in several:
-        constants = scaled(reference, replace(m.job, operations=reference.job.operations))
-        model_alone = epoch_seconds(constants, m.way, 1)
-        one = min((a.seconds / a.job.frames for a in alone), default=model_alone / m.job.frames) * m.job.frames
-        real, predicted = one / m.seconds, model_alone / epoch_seconds(constants, m.way, m.workers)
-        name = m.way.strategy + (", overlap" if m.way.overlap else "")
-        checks.append(Check(m.source, name, m.workers, m in used, real, predicted, predicted / real - 1.0))
-    return checks
+def _check_of(m: Measurement, measured: Sequence[Measurement], fitted: bool, reference: Constants) -> Check:
+    """A measurement with several workers, compared with the model at its own averaging period and frames."""
+    constants = scaled(reference, replace(m.job, operations=reference.job.operations))
+    model_alone = epoch_seconds(constants, m.way, 1)
+    frame_seconds = [other.seconds / other.job.frames for other in measured if other.workers == 1]
+    speed_up = min(frame_seconds, default=model_alone / m.job.frames) * m.job.frames / m.seconds
+    predicted = model_alone / epoch_seconds(constants, m.way, m.workers)
+    return Check(m.source, str(m.way), m.workers, fitted, speed_up, predicted, predicted / speed_up - 1.0)
 
 
-def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) -> list[Prediction]:
-    ways = [Way(name, comm_dtype) for name in strategies()]
-    ways += [Way(name, comm_dtype, overlap=True) for name, strategy in strategies().items() if strategy.overlaps]
-    found = []
+def _predictions(constants: Constants, sizes: Sequence[int], comm_dtype: str) -> Iterator[Prediction]:
+    ways = [
+        Way(name, comm_dtype, overlap)
+        for overlap in (False, True)
+        for name, strategy in strategies().items()
+        if strategy.overlaps or not overlap
+    ]
     for n, way in product(sizes, ways):
         seconds = epoch_seconds(constants, way, n)
         speed_up = epoch_seconds(constants, way, 1) / seconds
-        found.append(Prediction(way.strategy, way.overlap, comm_dtype, n, seconds, speed_up, speed_up / n))
-    return found
+        yield Prediction(way.strategy, way.overlap, comm_dtype, n, seconds, speed_up, speed_up / n)
 
 
-def draw_scaling(found: Scaling, path: Path) -> Path:
+def draw_scaling(scaling: Scaling, path: Path) -> Path:
     """Speed-up and efficiency against workers: the ideal, a curve for each cost, and the measurements. UserError:
     matplotlib is missing, or the file cannot be written."""
-    figure = new_figure(12, 6.6)
-    given = {p.workers for p in found.predictions} | {1, *(check.workers for check in found.checks)}
-    powers = [2**q for q in range(max(given).bit_length())]
-    sizes = sorted({*given, *powers})
+    figure = new_figure(12, 6.0)
+    shown = {1, *(p.workers for p in scaling.predictions), *(check.workers for check in scaling.checks)}
+    powers = [2**q for q in range(max(shown).bit_length())]
+    sizes = sorted(shown.union(powers))
     panels = speed_up_panels(figure, sizes, powers[:: 1 + len(powers) // 12], "ideal: proportional to the workers")
-    for name, way in SAME_COST:
-        color = COLORS[("all-reduce", "butterfly", "gradient-all-reduce").index(way.strategy)]
-        speed_ups, line = [found.speed_up(way, n) for n in sizes], "--" if way.overlap else "-"
-        plot_speed_up(panels, sizes, speed_ups, line, color=color, linewidth=1.8, label=f"model: {name}")
-    checks = found.checks if found.as_measured else ()
+    colors = dict(zip(dict.fromkeys(way.strategy for way in SAME_COST), COLORS, strict=False))
+    for way, name in SAME_COST.items():
+        speed_ups, line = [scaling.speed_up(way, n) for n in sizes], "--" if way.overlap else "-"
+        plot_speed_up(panels, sizes, speed_ups, line, color=colors[way.strategy], linewidth=1.8, label=f"model: {name}")
+    checks = scaling.checks if scaling.as_measured else ()
     for number, strategy in enumerate(dict.fromkeys(check.strategy for check in checks)):
         workers, measured = zip(*((c.workers, c.measured) for c in checks if c.strategy == strategy), strict=True)
         plot_speed_up(panels, workers, measured, "none", marker=MARKERS[number], markersize=8, markerfacecolor="none",
                       markeredgecolor="black", markeredgewidth=1.4, label=f"measured: {strategy}")  # fmt: skip
-    job = found.job
+    job = scaling.job
     title = f"{job.parameters:,} parameters, minibatch size {job.minibatch}, averaging period {job.averaging_period}, "
-    figure.suptitle(title + found.comm_dtype, fontsize=12)
+    figure.suptitle(title + scaling.comm_dtype, fontsize=12)
     legend_below(figure, panels[0])
     return save(figure, path)

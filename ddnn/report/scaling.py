@@ -4,14 +4,14 @@ docs/scaling.md has the formulas and the symbols that docstrings name. Times are
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ddnn.util.errors import UserError
 
@@ -41,14 +41,19 @@ class Way:
     comm_dtype: str = "float32"
     overlap: bool = False
 
+    def __str__(self) -> str:
+        return self.strategy + (", overlap" if self.overlap else "")
 
-SAME_COST = (
-    ("all-reduce, bmuf", Way("all-reduce")),
-    ("butterfly, rings", Way("butterfly")),
-    ("gradient-all-reduce", Way("gradient-all-reduce")),
-    ("all-reduce, overlap", Way("all-reduce", overlap=True)),
-    ("butterfly, rings, overlap", Way("butterfly", overlap=True)),
-)
+
+EXACT_MEAN = Way("all-reduce")
+"""How the mean at the end of an epoch is computed."""
+SAME_COST = {
+    EXACT_MEAN: "all-reduce, bmuf",
+    Way("butterfly"): "butterfly, rings",
+    Way("gradient-all-reduce"): "gradient-all-reduce",
+    Way("all-reduce", overlap=True): "all-reduce, overlap",
+    Way("butterfly", overlap=True): "butterfly, rings, overlap",
+}
 """Strategies that cost the same in the model, one column each."""
 
 
@@ -87,21 +92,26 @@ def epoch_seconds(constants: Constants, way: Way, workers: int) -> float:
     if workers == 1:
         return constants.serial_seconds + job.frames / job.minibatch * c
     period = _period(job, way.strategy)
-    comm = comm_seconds(constants, way.strategy, way.comm_dtype, workers)
-    waiting = constants.block_std * math.sqrt(period / job.averaging_period) * largest_of(workers)
+    comm = comm_seconds(constants, way, workers)
+    waiting = constants.block_std * math.sqrt(period / job.averaging_period) * expected_max_normal(workers)
     block = period * (c + constants.contention_seconds) + waiting
     block = max(block, comm) if way.overlap else block + comm
     has_mean = constants.final_mean and averages_parameters(way.strategy)
-    mean = comm_seconds(constants, "all-reduce", "float32", workers) if has_mean else 0.0
+    mean = comm_seconds(constants, EXACT_MEAN, workers) if has_mean else 0.0
     rounds = averagings(job, way.strategy, workers)
     return constants.serial_seconds + rounds * (block + constants.averaging_seconds) + mean
 
 
-def comm_seconds(constants: Constants, strategy: str, comm_dtype: str, workers: int) -> float:
+def comm_seconds(constants: Constants, way: Way, workers: int) -> float:
     """x(n): the messages of one averaging."""
-    messages, models = strategies()[strategy].traffic(workers)
-    size = constants.job.parameters * BYTES[comm_dtype]
-    return constants.latency * messages + constants.byte_seconds * size * models
+    messages, size = _traffic(way, constants.job, workers)
+    return float(constants.latency * messages + constants.byte_seconds * size)
+
+
+def _traffic(way: Way, job: Job, workers: int) -> NDArray[np.float64]:
+    """Messages, one after the other, and bytes that a worker sends in an averaging."""
+    messages, models = strategies()[way.strategy].traffic(workers)
+    return np.array([messages, models * job.parameters * BYTES[way.comm_dtype]])
 
 
 def _period(job: Job, strategy: str) -> int:
@@ -127,15 +137,12 @@ def averages_parameters(strategy: str) -> bool:
 
 
 @cache
-def largest_of(n: int) -> float:
-    """e(n): the expected largest of n standard normal variables: 0, 0.564, 0.846, 1.029, ... 3.2 for 1000. The integral
-    of x n phi(x) Phi(x)^(n-1), by Simpson's rule; good to 1e-6 up to a million."""
-    x = np.linspace(-9.0, 9.0, 3601)
-    phi = np.exp(-x * x / 2.0) / math.sqrt(2.0 * math.pi)
-    cumulative = np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in x])
-    weights = np.ones_like(x)
-    weights[1:-1:2], weights[2:-1:2] = 4.0, 2.0
-    return float((weights * x * n * phi * cumulative ** (n - 1)).sum() * (x[1] - x[0]) / 3.0)
+def expected_max_normal(n: int) -> float:
+    """e(n): the expected largest of n standard normal variables: 0, 0.564, 0.846, 1.029, ... 3.2 for 1000."""
+    from scipy.integrate import quad
+    from scipy.special import ndtr
+
+    return float(quad(lambda x: 1.0 - ndtr(x) ** n - ndtr(-x) ** n, 0.0, 9.0)[0])
 
 
 @dataclass(frozen=True)
@@ -182,11 +189,12 @@ def calibrate(
             raise UserError(message, hint="give runs of one network and minibatch size, or one file")
     assumed: list[str] = []
     times = (_times_of_totals if first.compute is None else _times_of_runs)(measured, assumed)
-    alpha, beta = _exchange(measured, latency, byte_seconds, assumed)
-    several = [(m.block_std, _period(m.job, m.way.strategy)) for m in measured if m.workers > 1]
-    deviations = [std / period**0.5 for std, period in several if std is not None]
-    sigma = fmean(d * d for d in deviations) ** 0.5 * first.job.averaging_period**0.5 if deviations else 0.0
-    if not deviations:
+    alpha, beta = _message_times(measured, latency, byte_seconds, assumed)
+    variances = [
+        m.block_std**2 / _period(m.job, m.way.strategy) for m in measured if m.workers > 1 and m.block_std is not None
+    ]
+    sigma = (fmean(variances) * first.job.averaging_period) ** 0.5 if variances else 0.0
+    if not variances:
         slowest = "waiting for the slowest is part of g and h (sigma = 0)"
         assumed.append(f"the variation of the workers' times was not measured: {slowest}")
     final_mean = any(m.final_mean for m in measured)
@@ -214,40 +222,40 @@ def _times_of_totals(measured: Sequence[Measurement], assumed: list[str]) -> Tim
     else:
         assumed.append(f"fewer than three numbers of workers were measured: {ALL_DIVIDED}")
     values = [m.seconds - m.comm for m in measured]
-    found = dict(zip(columns, map(float, fit_not_negative(list(columns.values()), values, values)), strict=True))
-    return found["c"], found["g"], found.get("S", 0.0), found.get("h", 0.0)
+    fitted = fit_not_negative(columns, values, values)
+    return fitted["c"], fitted["g"], fitted.get("S", 0.0), fitted.get("h", 0.0)
 
 
 def _times_of_runs(measured: Sequence[Measurement], assumed: list[str]) -> Times:
     """From run dirs, which have the computing time."""
 
-    def per_minibatch(some: Sequence[Measurement]) -> float:
-        return sum(m.compute or 0.0 for m in some) / sum(m.minibatches for m in some)
+    def per_minibatch(part: Sequence[Measurement]) -> float:
+        return sum(m.compute or 0.0 for m in part) / sum(m.minibatches for m in part)
 
     alone, together = [m for m in measured if m.workers == 1], [m for m in measured if m.workers > 1]
-    compute, stall = per_minibatch(measured), 0.0
+    compute, contention = per_minibatch(measured), 0.0
     if not alone:
         assumed.append("no run with one worker: it would compute as fast as one of several workers (g = 0)")
-    elif together and per_minibatch(together) > per_minibatch(alone):
-        compute = per_minibatch(alone)
-        stall = per_minibatch(together) - compute
-    else:
+    elif not together:
         as_fast = "several would compute as fast, and averagings cost only messages (g, h = 0)"
         assumed.append(f"only runs with one worker: {as_fast}")
-    columns = [[m.averagings for m in measured]]
+    elif per_minibatch(together) > per_minibatch(alone):
+        compute = per_minibatch(alone)
+        contention = per_minibatch(together) - compute
+    columns = {"h": [m.averagings for m in measured]}
     if len({m.workers for m in measured}) > 1:
-        columns.append(_relative_frames(measured))
+        columns["S"] = _relative_frames(measured)
     else:
         assumed.append(f"only one number of workers was measured: {ALL_DIVIDED}")
-    found = fit_not_negative(columns, [m.rest or 0.0 for m in measured], [m.seconds for m in measured])
-    return compute, stall, float(found[1]) if len(found) > 1 else 0.0, float(found[0])
+    fitted = fit_not_negative(columns, [m.rest or 0.0 for m in measured], [m.seconds for m in measured])
+    return compute, contention, fitted.get("S", 0.0), fitted["h"]
 
 
 def _relative_frames(measured: Sequence[Measurement]) -> list[float]:
     return [m.job.frames / measured[0].job.frames for m in measured]
 
 
-def _exchange(
+def _message_times(
     measured: Sequence[Measurement], latency: float | None, byte_seconds: float | None, assumed: list[str]
 ) -> tuple[float, float]:
     """alpha and beta, from the communication of all measurements with several workers."""
@@ -257,44 +265,37 @@ def _exchange(
     if not several:
         message = "no communication was measured: all runs have one worker"
         raise UserError(message, hint="add a run with two or more workers, or give --latency and --bandwidth")
-    of_messages, of_bytes = zip(*(_traffic(m) for m in several), strict=True)
-    exchanges = [m.comm for m in several]
     if latency is None and byte_seconds is None and len({(m.workers, m.way.strategy) for m in several}) < 2:
         latency = 0.0
         assumed.append("communication of only one size was measured: its time is proportional to the bytes (alpha = 0)")
+    messages, sizes = np.array(
+        [
+            m.averagings * _traffic(m.way, m.job, m.workers) + m.final_mean * _traffic(EXACT_MEAN, m.job, m.workers)
+            for m in several
+        ]
+    ).T
+    comm = np.array([m.comm for m in several])
     if latency is not None:
-        left = [max(0.0, e - latency * count) for e, count in zip(exchanges, of_messages, strict=True)]
-        return latency, float(fit_not_negative([of_bytes], left, exchanges)[0])
+        rest = np.maximum(0.0, comm - latency * messages)
+        return latency, fit_not_negative({"beta": sizes}, rest, comm)["beta"]
     if byte_seconds is not None:
-        left = [max(0.0, e - byte_seconds * size) for e, size in zip(exchanges, of_bytes, strict=True)]
-        return float(fit_not_negative([of_messages], left, exchanges)[0]), byte_seconds
-    alpha, beta = fit_not_negative([of_messages, of_bytes], exchanges, exchanges)
-    return float(alpha), float(beta)
+        rest = np.maximum(0.0, comm - byte_seconds * sizes)
+        return fit_not_negative({"alpha": messages}, rest, comm)["alpha"], byte_seconds
+    fitted = fit_not_negative({"alpha": messages, "beta": sizes}, comm, comm)
+    return fitted["alpha"], fitted["beta"]
 
 
-def _traffic(m: Measurement) -> tuple[float, float]:
-    """Messages and bytes of one worker in an epoch, in the model."""
-    messages, models = strategies()[m.way.strategy].traffic(m.workers)
-    count, sent = m.averagings * messages, m.averagings * models * m.job.parameters * BYTES[m.way.comm_dtype]
-    if m.final_mean:
-        messages, models = strategies()["all-reduce"].traffic(m.workers)
-        count, sent = count + messages, sent + models * m.job.parameters * BYTES["float32"]
-    return count, sent
-
-
-def fit_not_negative(
-    columns: Sequence[Sequence[float]], values: Sequence[float], scale: Sequence[float]
-) -> NDArray[np.float64]:
-    """The coefficients >= 0 for which sum_j coefficient_j columns_j is closest to `values`, errors divided by `scale`,
-    which is > 0. UserError: scipy is missing."""
+def fit_not_negative(columns: Mapping[str, ArrayLike], values: ArrayLike, scale: ArrayLike) -> dict[str, float]:
+    """The coefficients >= 0 for which the sum of coefficient times column is closest to `values`, errors divided by
+    `scale`, which is > 0; by the columns' names. UserError: scipy is missing."""
     try:
         from scipy.optimize import nnls
     except ImportError as error:
         message = f"the fit needs the package scipy, which cannot be imported: {error}"
         raise UserError(message, hint="pip install 'ddnn[report]'") from error
     by = np.asarray(scale, np.float64)
-    matrix, wanted = np.asarray(columns, np.float64).T / by[:, None], np.asarray(values, np.float64) / by
+    matrix = np.array(list(columns.values()), np.float64).T / by[:, None]
     norms: NDArray[np.float64] = np.sqrt((matrix**2).sum(axis=0))
     norms[norms == 0.0] = 1.0  # a column of zeros gets the coefficient 0
-    found: NDArray[np.float64] = nnls(matrix / norms, wanted)[0]
-    return found / norms
+    fitted = nnls(matrix / norms, np.asarray(values, np.float64) / by)[0] / norms
+    return dict(zip(columns, map(float, fitted), strict=True))

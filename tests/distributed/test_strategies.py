@@ -326,7 +326,7 @@ def test_a_new_strategy_is_a_class_and_a_line_in_the_table(monkeypatch: pytest.M
 
     job = Job(parameters=1000, operations=6000.0, minibatch=100, averaging_period=10, frames=1e6)
     constants = Constants(job, 0.1, 0.0, 0.0, 0.0, 0.0, latency=1e-3, byte_seconds=1e-6, final_mean=False)
-    assert comm_seconds(constants, "halfway", "float32", 5) == pytest.approx(3 * 1e-3 + 4000 * 1e-6)
+    assert comm_seconds(constants, Way("halfway"), 5) == pytest.approx(3 * 1e-3 + 4000 * 1e-6)
     assert epoch_seconds(constants, Way("halfway"), 5) == pytest.approx(200 * (10 * 0.1 + 0.007))
     parallel = AveragingConfig.model_construct(strategy="halfway")
     recipe = Recipe.model_construct(precision="float32")
