@@ -23,7 +23,7 @@ TOKENS = {
     "averaging": 5_700,
     "bench": 4_800,
     "cli": 6_000,
-    "data": 19_600,
+    "data": 18_900,
     "decoding": 10_400,
     "distributed": 10_300,
     "inspection": 8_500,
@@ -37,7 +37,7 @@ TOKENS = {
     "slurm": 6_500,
     "synth": 5_600,
     "training": 33_300,
-    "util": 6_000,
+    "util": 6_800,
 }
 """Tokens of the Python code of each folder of ddnn/ at most, without docstrings and comments; "top" is `ddnn/*.py`. Lines can be
 made longer, tokens cannot. A feature states what it may take before it is begun: a commit of its own raises the folder's number and
@@ -49,7 +49,7 @@ BUDGETS = {
     "longest function": 55,
     "most imports of ddnn in a file": 35,
     "modules with one importer": 19,
-    "modules that training.trainer imports, directly or not": 61,
+    "modules that training.trainer imports, directly or not": 62,
 }
 """What the code may be at most, by the same rule."""
 

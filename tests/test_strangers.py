@@ -244,11 +244,12 @@ def test_workers_do_not_import_from_the_working_directory(trapped: Path, tmp_pat
 
 
 def test_loading_processes_do_not_import_from_the_working_directory(trapped: Path) -> None:
-    from ddnn.data.loading import loader_pool
+    from ddnn.data.feature_reader import with_own_reader
     from ddnn.kaldi.data_dir import compute_cmvn_stats
+    from ddnn.util.pool import worker_pool
 
-    with loader_pool(1) as pool:
-        assert list(pool.run([(compute_cmvn_stats, {}, 4)])) == [(0, {})]
+    with worker_pool(1, "", "") as pool:
+        assert list(pool.run([(with_own_reader, compute_cmvn_stats, {}, 4)])) == [{}]
     assert_not_imported(trapped)
 
 

@@ -1,14 +1,13 @@
-"""Features as rows of a dataset: read, checked, CMVN, deltas or Kaldi's transforms, edges repeated. Also the process
-that does so for others. Nothing here imports torch: a loading process starts in a fraction of a second."""
+"""Features as rows of a dataset: read, checked, CMVN, deltas or Kaldi's transforms, edges repeated. Nothing
+here imports torch: a loading process starts in a fraction of a second."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from ddnn.kaldi.archive import MatrixReader, ScpEntry, check_finite, is_finite
 from ddnn.kaldi.data_dir import add_deltas, apply_cmvn
 from ddnn.kaldi.transforms import Matrix, TransformConfig
-from ddnn.util.errors import DataError, UserError
+from ddnn.util.errors import DataError
 from ddnn.util.files import write_all
 
 CHUNK_BYTES = 4 << 20  # minimum of features in a chunk: small enough for a processor's cache
@@ -172,17 +171,14 @@ def write_chunk(
     return zlib.crc32(data)
 
 
-def serve(descriptor: int) -> None:
-    """A loading process: does one task after another, a function and its arguments, and answers with what it returns or
-    with the error that ended it. It ends with the connection, so that it never outlives its parent."""
-    with Connection(descriptor) as connection, MatrixReader() as reader, suppress(EOFError, ConnectionError):
-        while True:
-            function, *arguments = connection.recv()
-            try:
-                answer = function(*arguments, reader)
-            except (UserError, MemoryError, OSError) as error:  # an OSError of the file that is written
-                answer = error
-            connection.send(answer)
+def with_own_reader(function: Callable[..., Any], *arguments: Any) -> Any:
+    """In a loading process: calls the function with the process's reader, which keeps archives open between tasks."""
+    return function(*arguments, _own_reader())
+
+
+@cache
+def _own_reader() -> MatrixReader:
+    return MatrixReader()
 
 
 def _read(entry: ScpEntry, frames: int, spec: FeatureSpec, reader: MatrixReader) -> NDArray[Any]:

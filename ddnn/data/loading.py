@@ -1,25 +1,19 @@
-"""All features of some utterances into memory or into a file, read by this process or by several. Loading processes are
-started from scratch, never forked (MPI and CUDA may be in use), and get their tasks over sockets. They are ended
-together with the block that uses them."""
+"""All features of some utterances into memory or into a file, read by this process or by several."""
 
 from __future__ import annotations
 
 import logging
 import mmap
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -27,15 +21,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset
-from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, Stats, make_chunks, read_chunk, write_chunk
+from ddnn.data.feature_reader import (
+    FeatureConfig,
+    FeatureSpec,
+    Stats,
+    make_chunks,
+    read_chunk,
+    with_own_reader,
+    write_chunk,
+)
 from ddnn.data.index import MAX_SKIPPED_FRACTION, UtteranceIndex, assign_shards, build_index
 from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments
 from ddnn.kaldi.archive import MatrixReader, ScpEntry
 from ddnn.kaldi.data_dir import DataDir, compute_cmvn_stats, read_cmvn_stats
 from ddnn.kaldi.transforms import Transforms, mismatched_options, read_transforms, transforms_digest
-from ddnn.util.errors import DataError, UserError
-from ddnn.util.process import WITHOUT_CWD
+from ddnn.util.errors import DataError
+from ddnn.util.pool import Task, WorkerPool, worker_pool
 from ddnn.util.system import usable_cores
 
 log = logging.getLogger(__name__)
@@ -44,20 +46,8 @@ SPEAKERS_PER_TASK = 4  # whose CMVN statistics a loading process computes before
 BYTES_PER_PROCESS = 512 << 20  # of float32 features: what makes up for the start of a process, a third of a second
 MAX_PROCESSES = 8  # unless the recipe says another number
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    # glibc keeps memory that was used: asking the system for it again for each utterance costs more than decompressing
-    "MALLOC_MMAP_THRESHOLD_": str(256 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-}
-"""Of a loading process."""
-
-Task = tuple[Any, ...]  # a function that needs no torch, and its arguments but for the last, a `MatrixReader`
-
-Run = Callable[[Iterable[Task]], Iterator[tuple[int, Any]]]
-"""Does tasks, here or in loading processes; gives the index and the result of each."""
+Run = Callable[[Iterable[Task]], Iterator[Any]]
+"""Does tasks, here or in loading processes, and gives the results in order. A task lacks its last argument, a `MatrixReader`."""
 
 
 @dataclass(frozen=True)
@@ -226,17 +216,18 @@ class FeatureLoader:
     def _load(self, out: NDArray[Any] | None, descriptor: int = -1, start: int = 0) -> list[Any]:
         """Fills `out`, or the file where it is None; what each chunk's task returned."""
         started = time.perf_counter()
-        steps = iter(self.config.progress(self.index.entries))
-        results: list[Any] = [None] * len(self.chunks)
+        steps, results = iter(self.config.progress(self.index.entries)), list[Any]()
         with ExitStack() as stack:
             if self.processes > 1:
-                run = stack.enter_context(loader_pool(self.processes, descriptor)).run
+                inherited = None if descriptor < 0 else descriptor
+                pool = worker_pool(self.processes, "a loading process", "data.loader_processes: 1", inherited)
+                run = partial(_run_in, stack.enter_context(pool))
             else:
                 run = partial(_run_here, reader=stack.enter_context(MatrixReader()))
             stats = self._cmvn_stats(run) if self.cmvn else {}
-            for n, result in run(self._tasks(stats, out, descriptor, start)):
-                results[n] = result
-                for _ in self.chunks[n].entries:
+            for chunk, result in zip(self.chunks, run(self._tasks(stats, out, descriptor, start)), strict=True):
+                results.append(result)
+                for _ in chunk.entries:
                     next(steps, None)
         next(steps, None)  # to the end of the progress bar
         size, seconds = 4e-9 * self.rows * self.spec.width, time.perf_counter() - started
@@ -279,7 +270,7 @@ class FeatureLoader:
         share = assign_shards(utterances, range(len(names)), comm.world_size)[comm.rank]
         groups = (share[first : first + SPEAKERS_PER_TASK] for first in range(0, len(share), SPEAKERS_PER_TASK))
         tasks = ((compute_cmvn_stats, {names[n]: by_speaker[names[n]] for n in group}, dim) for group in groups)
-        local = {speaker: sums for _, stats in run(tasks) for speaker, sums in stats.items()}
+        local = {speaker: sums for stats in run(tasks) for speaker, sums in stats.items()}
         return sum_over_workers(names, local, dim, comm)
 
 
@@ -299,111 +290,9 @@ def _anonymous_memory() -> IO[bytes]:
     return tempfile.TemporaryFile(buffering=0)
 
 
-def _run_here(tasks: Iterable[Task], reader: MatrixReader) -> Iterator[tuple[int, Any]]:
-    for n, (function, *arguments) in enumerate(tasks):
-        yield n, function(*arguments, reader)
+def _run_in(pool: WorkerPool, tasks: Iterable[Task]) -> Iterator[Any]:
+    return pool.run((with_own_reader, *task) for task in tasks)
 
 
-@contextmanager
-def loader_pool(
-    processes: int, descriptor: int = -1, name: str = "a loading process", alone: str = "data.loader_processes: 1"
-) -> Iterator[LoaderPool]:
-    """Loading processes that end with the block. They inherit the open file `descriptor`, unless it is -1. `name`,
-    `alone`: for messages, what a process is and what does without them."""
-    pool = LoaderPool(name, alone)
-    try:
-        try:
-            for _ in range(processes):
-                pool.start(() if descriptor < 0 else (descriptor,))
-        except OSError as error:
-            raise UserError(f"cannot start {name}: {error.strerror}", hint=f"set {alone}") from error
-        yield pool
-    finally:
-        for child in pool.children.values():
-            child.kill()
-        for connection, child in pool.children.items():
-            child.wait()
-            connection.close()
-
-
-class LoaderPool:
-    """Loading processes, each with the connection over which it gets tasks."""
-
-    def __init__(self, name: str, alone: str) -> None:
-        self.name, self.alone = name, alone
-        self.children: dict[Connection, subprocess.Popen[bytes]] = {}
-
-    def start(self, inherited: tuple[int, ...]) -> None:
-        connection, theirs = Pipe()
-        with theirs:
-            serve = f"from ddnn.data.feature_reader import serve; serve({theirs.fileno()})"
-            self.children[connection] = subprocess.Popen(
-                [sys.executable, "-c", WITHOUT_CWD + serve],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what is printed goes to standard error
-                pass_fds=(theirs.fileno(), *inherited),
-                start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone
-                env={**os.environ, **ENVIRONMENT},
-            )
-
-    def broadcast(self, task: Task) -> None:
-        """Has every process do the task. Exception, UserError: as of `run`."""
-        for connection in self.children:
-            with self._alive(connection):
-                connection.send(task)
-        for connection in self.children:
-            with self._alive(connection):
-                answer = connection.recv()
-            if isinstance(answer, Exception):
-                raise answer
-
-    def run(self, tasks: Iterable[Task]) -> Iterator[tuple[int, Any]]:
-        """Hands out the tasks in order, one to each process at a time; yields (index of the task, answer) as they come.
-        Exception: that of the first task that failed, as if there were one process. UserError: a process died."""
-        remaining = iter(enumerate(tasks))
-        busy: dict[Connection, int] = {}
-        failed: dict[int, Exception] = {}
-
-        def hand_out(connection: Connection) -> None:
-            index, task = next(remaining, (-1, None))
-            if task is not None:
-                busy[connection] = index
-                with self._alive(connection):
-                    connection.send(task)
-
-        for connection in self.children:
-            hand_out(connection)
-        while busy:
-            for connection in cast(list[Connection], wait(busy)):
-                with self._alive(connection):
-                    answer = connection.recv()
-                index = busy.pop(connection)
-                if isinstance(answer, Exception):
-                    failed[index] = answer
-                else:
-                    yield index, answer
-                if not failed:  # else only earlier tasks are waited for, which may fail too
-                    hand_out(connection)
-        if failed:
-            raise failed[min(failed)]
-
-    def run_in_order(self, tasks: Iterable[Task]) -> Iterator[Any]:
-        """As `run`, the answers in the order of the tasks; those that come too early are kept."""
-        early: dict[int, Any] = {}
-        number = 0
-        for index, answer in self.run(tasks):
-            early[index] = answer
-            while number in early:
-                yield early.pop(number)
-                number += 1
-
-    @contextmanager
-    def _alive(self, connection: Connection) -> Iterator[None]:
-        """UserError where the process at the other end has died."""
-        try:
-            yield
-        except (EOFError, ConnectionError) as error:
-            code = self.children[connection].wait()
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
-            hint = "read the messages before this one, and check whether memory was short; "
-            raise UserError(f"{self.name} {how}", hint=f"{hint}{self.alone} does without such processes") from error
+def _run_here(tasks: Iterable[Task], reader: MatrixReader) -> Iterator[Any]:
+    return (function(*arguments, reader) for function, *arguments in tasks)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ddnn.data.batches import EVAL_BATCH
 from ddnn.data.dataset import AcousticDataset
-from ddnn.data.loading import loader_pool
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.archive import write_matrices, write_records
 from ddnn.kaldi.nnet1_file import read_nnet1, write_nnet1
@@ -47,6 +46,7 @@ from ddnn.runs.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, check_run_dir,
 from ddnn.training.evaluation import forward_batches, load_for_model
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited, write_text
+from ddnn.util.pool import worker_pool
 from ddnn.util.process import closed_at_start
 from ddnn.util.progress import progress_bar
 from ddnn.util.system import choose_device
@@ -119,10 +119,10 @@ def compute_scores(
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     log_prior = None if priors is None else priors.numpy()
     processes = min(jobs, len(dataset.utterances))
-    with loader_pool(processes, name="a process of --jobs", alone="--jobs 1") as pool:
-        pool.broadcast((_start_scoring, model_config(model), arrays, kind, log_prior, longest))
+    with worker_pool(processes, "a process of --jobs", "--jobs 1") as pool:
+        pool.initialize(_start_scoring, model_config(model), arrays, kind, log_prior, longest)
         tasks = ((_score, name, _rows(dataset, u)) for u, name in enumerate(dataset.utterances))
-        yield from zip(names, pool.run_in_order(tasks), strict=True)
+        yield from zip(names, pool.run(tasks), strict=True)
 
 
 _scorer: list[Scorer] = []  # of a process of --jobs
@@ -130,14 +130,13 @@ _scorer: list[Scorer] = []  # of a process of --jobs
 
 def _start_scoring(
     config: Any, arrays: dict[str, NDArray[np.float32]], kind: Kind, priors: NDArray[np.float32] | None, longest: int,
-    reader: object,
 ) -> None:  # fmt: skip
     choose_device("cpu")
     model = model_from_config(config, {name: torch.from_numpy(array) for name, array in arrays.items()}, Path("model"))
     _scorer[:] = [Scorer(model, kind, None if priors is None else torch.from_numpy(priors), longest)]
 
 
-def _score(name: str, rows: NDArray[np.float32], reader: object) -> NDArray[np.float32]:
+def _score(name: str, rows: NDArray[np.float32]) -> NDArray[np.float32]:
     scorer = _scorer[0]
     return scorer(one_utterance(name, rows, scorer.model.transform.context))
 

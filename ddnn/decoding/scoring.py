@@ -36,6 +36,7 @@ from ddnn.kaldi.transition_model import TransitionModel, read_transition_model
 from ddnn.runs.run_status import FINAL, MODEL_DIGEST, model_digest
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import atomic_directory, read_bytes_limited, write_text
+from ddnn.util.pool import worker_pool
 from ddnn.util.progress import frame_counter
 from ddnn.util.text import printable
 
@@ -268,23 +269,19 @@ def decode_utterances(
             decoder = _Decoder(*arguments)
             yield from ((name, len(matrix), decoder(matrix)) for name, matrix in checked)
             return
-        from ddnn.data.loading import loader_pool  # imports torch
-
-        with loader_pool(jobs, name="a process of --jobs", alone="--jobs 1") as pool:
-            pool.broadcast((_start_decoding, *arguments))
-            yield from pool.run_in_order((_decode, *utterance) for utterance in checked)
+        with worker_pool(jobs, "a process of --jobs", "--jobs 1") as pool:
+            pool.initialize(_start_decoding, *arguments)
+            yield from pool.run((_decode, *utterance) for utterance in checked)
 
 
 _decoder: list[_Decoder] = []  # of a process of --jobs
 
 
-def _start_decoding(fst: Path, words: dict[int, str], options: DecodeOptions, reader: object) -> None:
+def _start_decoding(fst: Path, words: dict[int, str], options: DecodeOptions) -> None:
     _decoder[:] = [_Decoder(fst, words, options)]
 
 
-def _decode(
-    utterance: str, loglikes: npt.NDArray[np.float32], reader: object
-) -> tuple[str, int, tuple[Hypothesis, ...]]:
+def _decode(utterance: str, loglikes: npt.NDArray[np.float32]) -> tuple[str, int, tuple[Hypothesis, ...]]:
     return utterance, len(loglikes), _decoder[0](loglikes)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -23,12 +21,12 @@ from hypothesis import strategies as st
 
 from ddnn.data import feature_reader, loading
 from ddnn.data.dataset import AcousticDataset
-from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, make_chunks, write_chunk
-from ddnn.data.loading import default_processes, effective_processes, loader_pool, sum_over_workers
+from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, make_chunks, with_own_reader, write_chunk
+from ddnn.data.loading import default_processes, effective_processes, sum_over_workers
 from ddnn.kaldi.archive import ScpEntry, write_matrices
-from ddnn.kaldi.data_dir import compute_cmvn_stats
 from ddnn.kaldi.transforms import read_transform_config
-from ddnn.util.errors import DataError, UserError
+from ddnn.util.errors import DataError
+from ddnn.util.pool import worker_pool
 
 SPEC = FeatureSpec(Path("data"), "a", 4, FeatureConfig(splice=2))
 
@@ -130,54 +128,9 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     assert descriptors() == before
 
 
-def test_a_killed_process_is_an_error_and_ends_the_others() -> None:
-    before = descriptors()
-    with (
-        pytest.raises(UserError, match="a loading process was ended by signal 9") as caught,
-        loader_pool(2) as pool,
-    ):
-        pids = [child.pid for child in pool.children.values()]
-        os.kill(pids[1], signal.SIGKILL)
-        list(pool.run([(compute_cmvn_stats, {}, 4)] * 50))
-    assert "data.loader_processes: 1" in str(caught.value)
-    assert all_gone(pids, 60) and descriptors() == before
-
-
-def test_no_process_outlives_a_killed_parent() -> None:
-    parent = (
-        "import time; from ddnn.kaldi.data_dir import compute_cmvn_stats\n"
-        "from ddnn.data.loading import loader_pool\n"
-        "with loader_pool(2) as pool:\n"
-        "    list(pool.run([(compute_cmvn_stats, {}, 4)] * 4))\n"
-        "    print(*[child.pid for child in pool.children.values()], flush=True); time.sleep(60)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
-    process.kill()
-    process.communicate()
-    assert len(pids) == 2 and all_gone(pids, 60)
-
-
 def test_a_loading_process_needs_no_torch() -> None:
-    code = "import sys, ddnn.data.feature_reader; print({'torch', 'mpi4py', 'pydantic'} & set(sys.modules))"
+    code = "import sys, ddnn.data.feature_reader, ddnn.util.pool; print({'torch', 'mpi4py', 'pydantic'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        DataError("a", location=Path("b"), hint="c"),
-        UserError("a"),
-        MemoryError("x"),
-        OSError(28, "full"),
-        OSError(28, "full", "file"),
-    ],
-)
-def test_errors_travel_whole(error: Exception) -> None:
-    found = pickle.loads(pickle.dumps(error))  # noqa: S301 (made here)
-    assert type(found) is type(error) and str(found) == str(error) and vars(found) == vars(error)
-    assert getattr(found, "errno", None) == getattr(error, "errno", None)
 
 
 def test_a_full_disk_comes_back_as_an_os_error(tmp_path: Path) -> None:
@@ -189,8 +142,8 @@ def test_a_full_disk_comes_back_as_an_os_error(tmp_path: Path) -> None:
     (chunk,) = make_chunks(read_scp(tmp_path / "a.scp"), np.array([3]), None, SPEC)
     descriptor = os.open("/dev/full", os.O_RDWR)
     try:
-        with pytest.raises(OSError, match="No space left"), loader_pool(1, descriptor) as pool:
-            list(pool.run([(write_chunk, descriptor, 0, chunk, {}, SPEC)]))
+        with pytest.raises(OSError, match="No space left"), worker_pool(1, "", "", descriptor) as pool:
+            list(pool.run([(with_own_reader, write_chunk, descriptor, 0, chunk, {}, SPEC)]))
     finally:
         os.close(descriptor)
 

@@ -21,7 +21,6 @@ from corpora import unlike_utterances, write_data_dir
 from jobs import assert_refused, files_in
 from kaldi_files import read_matrix
 
-from ddnn.data import loading
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.decoding.prepare import compute_scores, export_nnet1, import_nnet1, log_priors, prepare_decoding
@@ -36,6 +35,7 @@ from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, from_nnet1, save_model
 from ddnn.runs.run_dir import load_run
 from ddnn.training.evaluation import load_for_model
+from ddnn.util import pool
 from ddnn.util.errors import DataError, UserError
 
 COUNTS = np.array([5, 15, 0, 20])
@@ -383,13 +383,13 @@ def test_a_failure_leaves_nothing_and_names_the_first_utterance(run_dir: Path, t
 
 
 def test_a_killed_process_is_an_error(deep: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = loading.LoaderPool.run
+    run = pool.WorkerPool.run
 
-    def killed(pool: loading.LoaderPool, tasks: Any) -> Any:
-        os.kill(next(iter(pool.children.values())).pid, signal.SIGKILL)
-        return run(pool, tasks)
+    def killed(workers: pool.WorkerPool, tasks: Any) -> Any:
+        os.kill(next(iter(workers.children.values())).pid, signal.SIGKILL)
+        return run(workers, tasks)
 
-    monkeypatch.setattr(loading.LoaderPool, "run", killed)
+    monkeypatch.setattr(pool.WorkerPool, "run", killed)
     with pytest.raises(UserError, match="a process of --jobs was ended by signal 9") as caught:
         prepare_decoding(*deep, tmp_path / "out", "cpu", jobs=2)
     assert "--jobs 1 does without such processes" in str(caught.value) and files_in(tmp_path / "out") == set()

@@ -15,7 +15,6 @@ import pytest
 from corpora import loop_of_words, write_graph_dir, write_model
 from kaldi_files import read_matrix
 
-from ddnn.data import loading
 from ddnn.decoding.scoring import (
     DecodeOptions,
     DecodingGraph,
@@ -42,6 +41,7 @@ from ddnn.kaldi.nnet1 import Activation, AddShift, AffineTransform, Rescale, Spl
 from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.runs.run_status import FINAL, MODEL_DIGEST, model_digest
+from ddnn.util import pool
 from ddnn.util.errors import DataError, UserError
 
 pytest.importorskip("kaldi_decoder")
@@ -166,8 +166,8 @@ def test_kaldis_word_error_rate(an4: Path, tmp_path: Path) -> None:
 def test_several_processes_give_the_result_of_one(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more of them than utterances; errors are those of the first utterance that has one. Progress counts all."""
     started, advanced = [], [0, 0]
-    start = loading.LoaderPool.start
-    monkeypatch.setattr(loading.LoaderPool, "start", lambda *args: (started.append(1), start(*args))[1])
+    start = pool.WorkerPool.start
+    monkeypatch.setattr(pool.WorkerPool, "start", lambda *args: (started.append(1), start(*args))[1])
 
     @contextmanager
     def counter(description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
