@@ -27,7 +27,7 @@ TOKENS = {
     "decoding": 10_400,
     "distributed": 10_300,
     "inspection": 8_500,
-    "kaldi": 22_000,
+    "kaldi": 21_450,
     "nn": 26_600,
     "optim": 7_500,
     "recipe": 14_000,
@@ -35,7 +35,7 @@ TOKENS = {
     "reproduce": 20_650,
     "runs": 13_400,
     "slurm": 6_500,
-    "synth": 5_600,
+    "synth": 5_250,
     "training": 33_300,
     "util": 6_800,
 }

@@ -37,7 +37,7 @@ from ddnn.data.loading import Corpus, DataConfig, FeatureLoader, index_corpus, l
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.data_dir import DataDir, read_data_dir
-from ddnn.kaldi.transforms import trans_files
+from ddnn.kaldi.transforms import fmllr_files
 from ddnn.util.errors import DataError
 from ddnn.util.files import is_locked, open_regular, write_all
 from ddnn.util.system import available_memory
@@ -138,7 +138,7 @@ def cache_key(directory: DataDir, corpus: Corpus, config: DataConfig) -> str | N
         digest.update(f"cmvn.scp {directory.cmvn is not None}, utt2spk {directory.speakers is not None}\n".encode())
         for utterance, speaker in (directory.speakers or {}).items():
             digest.update(f"{utterance} {speaker}\n".encode())
-        adapted = () if corpus.transforms is None else trans_files(corpus.transforms)
+        adapted = () if corpus.transforms is None else fmllr_files(corpus.transforms)
         for path in (*_alignment_files(corpus.alignments), *filter(Path.is_file, adapted)):
             content = hashlib.sha256()
             with path.open("rb") as stream:

@@ -29,7 +29,7 @@ from ddnn.kaldi.data_dir import read_data_dir, read_text, read_utt2spk
 from ddnn.kaldi.fst import read_fst, read_symbols
 from ddnn.kaldi.nnet1 import Activation, Component, ParallelComponent
 from ddnn.kaldi.nnet1_file import TOKENS, read_nnet1
-from ddnn.kaldi.transforms import find_final_mat, read_matrix, read_transform_config, trans_files
+from ddnn.kaldi.transforms import find_final_mat, fmllr_files, read_matrix, read_transform_config
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.runs.metrics import format_figures, read_metrics
 from ddnn.runs.run_status import CV_UTTERANCES, DBN, FINAL, METRICS, PDF_COUNTS, RECIPE, STATUS
@@ -440,7 +440,7 @@ def _shape(components: Sequence[Component]) -> str:
 def _transforms(path: Path, utterances: Sequence[str] = ()) -> dict[str, Any]:
     """The final.mat and trans.* that the features of a Kaldi dir go through, if any; `utterances`: some of its own."""
     try:
-        final_mat, files = find_final_mat(path), trans_files(path)
+        final_mat, files = find_final_mat(path), fmllr_files(path)
         if final_mat is None and not files:
             return {}
         config, keys, size, more = read_transform_config(path), set[str](), 0, ""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ddnn.kaldi.archive import iterate_int_vectors
 from ddnn.kaldi.basic_types import open_model
 from ddnn.kaldi.transition_model import MAX_PDF, read_transition_model
+from ddnn.util.arrays import AnyArray, Float64Array, Int32Array, Int64Array
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited, write_text
 
@@ -28,7 +29,7 @@ TRANSITION_DIGEST = "transition_model.sha256"
 class Alignments:
     """The pdf-ids of each utterance, int32 (frames,), each from 0 to `num_pdfs` - 1; `path`: of the dir or archive."""
 
-    pdfs: dict[str, NDArray[np.int32]]
+    pdfs: dict[str, Int32Array]
     num_pdfs: int
     path: Path
 
@@ -107,11 +108,11 @@ def find_jobs(path: Path, name: str) -> list[Path]:
 
 
 def _read_records(
-    paths: list[Path], kind: str, valid: range, hint: str, id_map: NDArray[np.int32] | None = None
-) -> dict[str, NDArray[np.int32]]:
+    paths: list[Path], kind: str, valid: range, hint: str, id_map: Int32Array | None = None
+) -> dict[str, Int32Array]:
     """The vectors of archives, through `id_map`; DataError where an utterance comes twice, or an id is not in
     `valid`."""
-    found: dict[str, NDArray[np.int32]] = {}
+    found: dict[str, Int32Array] = {}
     for path in paths:
         for key, ids in iterate_int_vectors(path):
             if key in found:
@@ -138,7 +139,7 @@ def check_same_tree(found: str | None, expected: str | None, location: Path, nam
         raise DataError(message, location=location, hint=hint)
 
 
-def pdf_counts(alignments: Alignments, utterances: Iterable[str] | None = None) -> NDArray[np.int64]:
+def pdf_counts(alignments: Alignments, utterances: Iterable[str] | None = None) -> Int64Array:
     """How many frames each pdf has, int64 (num_pdfs,), over `utterances` (which must be there) or over all."""
     counts, keys = np.zeros(alignments.num_pdfs, np.int64), iter(alignments.pdfs if utterances is None else utterances)
     # Many at once: a bincount of num_pdfs for each utterance would cost more than the counting.
@@ -147,25 +148,25 @@ def pdf_counts(alignments: Alignments, utterances: Iterable[str] | None = None) 
     return counts
 
 
-def kaldi_counts(counts: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
+def kaldi_counts(counts: NDArray[np.integer[Any]]) -> Float64Array:
     """Frame counts of a whole training alignment as those of which Kaldi's recipes make priors: half a frame is added
     to each pdf, so that a pdf that was never seen has a prior too and no path through it is disabled."""
     return counts.astype(np.float64) + 0.5
 
 
-def write_pdf_counts(path: Path, counts: NDArray[Any]) -> None:
+def write_pdf_counts(path: Path, counts: AnyArray) -> None:
     """Writes ` [ 5 9 0 ]` as Kaldi's analyze-counts does (nnet1's `ali_train_pdf.counts`), complete or not at all."""
     values = counts.tolist()
     words = [str(int(value)) if float(value).is_integer() else repr(value) for value in values]
     write_text(path, f" [ {' '.join(words)} ]\n")
 
 
-def read_pdf_counts(path: Path) -> NDArray[np.float64]:
+def read_pdf_counts(path: Path) -> Float64Array:
     """Reads ` [ 5 9 0 ]`, or a binary Kaldi vector: float64 (num_pdfs,), as a count may be a fraction. DataError: the
     file is missing or no such vector, or a count is negative, NaN or Inf."""
     with open_model(path, "a vector of pdf counts") as reader, np.errstate(invalid="ignore"):  # a signaling NaN
         # Text is read in double precision: counts of silence exceed a float's 24 bits.
-        counts: NDArray[np.float64] = reader.float_vector("pdf counts").astype(np.float64)
+        counts: Float64Array = reader.float_vector("pdf counts").astype(np.float64)
         if not reader.binary and reader.peek():
             raise reader.error("the end of the file behind the pdf counts")
     invalid = np.flatnonzero(~(np.isfinite(counts) & (counts >= 0)))

@@ -40,6 +40,7 @@ from ddnn.kaldi.basic_types import (
     reading,
     to_floats,
 )
+from ddnn.util.arrays import AnyArray, Int32Array
 from ddnn.util.errors import DataError
 from ddnn.util.files import atomic_write, read_bytes_limited
 
@@ -180,14 +181,14 @@ def _parse_entry(
     return ScpEntry(key, file, offset, rows, columns, None, path)
 
 
-def _read_matrix(reader: BasicTypeReader) -> NDArray[Any]:
+def _read_matrix(reader: BasicTypeReader) -> AnyArray:
     """The matrix that comes next: float32 (FM, CM, CM2, CM3) or float64 (DM, text), (rows, columns)."""
     if reader.read_marker():
         return reader.matrix_data(reader.matrix_header())
     return reader.text_matrix(ends_line=True)
 
 
-def _read_int_vector(reader: BasicTypeReader) -> NDArray[np.int32]:
+def _read_int_vector(reader: BasicTypeReader) -> Int32Array:
     """The vector of integers that comes next, int32 (n,): binary, or as text the rest of the line."""
     if not reader.read_marker():
         return _read_text_integers(reader.read_line())
@@ -197,7 +198,7 @@ def _read_int_vector(reader: BasicTypeReader) -> NDArray[np.int32]:
     return reader.int32_block(count, f"a vector of {count} integers")
 
 
-def _read_text_integers(line: bytes) -> NDArray[np.int32]:
+def _read_text_integers(line: bytes) -> Int32Array:
     if not line.endswith(b"\n"):
         raise MalformedRecordError("cut short: no line end after the integers")
     other = line.translate(None, b"0123456789+- \t\n\v\f\r")
@@ -251,14 +252,14 @@ def _iterate(path: Path, read: Callable[[BasicTypeReader], _T]) -> Iterator[tupl
             last = f"the last complete record is {key}"
 
 
-def iterate_matrices(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
+def iterate_matrices(path: Path) -> Iterator[tuple[str, AnyArray]]:
     """Every (key, matrix) of an archive in its order: binary, text or gzip, each record as its header says; float32, or
     float64 where the record is double or text, (rows, columns). DataError: the file is missing, empty, damaged or cut
     short; names the last complete record."""
     return _iterate(path, _read_matrix)
 
 
-def iterate_int_vectors(path: Path) -> Iterator[tuple[str, NDArray[np.int32]]]:
+def iterate_int_vectors(path: Path) -> Iterator[tuple[str, Int32Array]]:
     """Every (key, vector) of an archive of integers, int32 (n,): binary, text (a line each) or gzip. DataError: as
     `iterate_matrices`."""
     return _iterate(path, _read_int_vector)
@@ -284,7 +285,7 @@ class MatrixReader:
         self._path: Path | None = None
         self._reader: BasicTypeReader | None = None
         self._gzip = False  # whether the open file is one
-        self._whole: tuple[tuple[Path, int | None], NDArray[Any]] | None = None
+        self._whole: tuple[tuple[Path, int | None], AnyArray] | None = None
 
     def __enter__(self) -> MatrixReader:
         return self
@@ -308,7 +309,7 @@ class MatrixReader:
         rows, columns = _ranges(entry, whole)
         return rows.stop - rows.start, columns.stop - columns.start
 
-    def read(self, entry: ScpEntry, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    def read(self, entry: ScpEntry, dtype: DTypeLike = np.float32) -> AnyArray:
         """The entry's matrix, `dtype` (rows, columns), C-contiguous, its range applied. NaN and Inf are not looked for.
         DataError: the file cannot be read, the offset is past its end, the record is damaged or cut short or no matrix,
         the range goes past the matrix; a command failed."""
@@ -321,7 +322,7 @@ class MatrixReader:
         with np.errstate(over="ignore", invalid="ignore"):
             return np.require(whole, dtype, ["C", "W"])
 
-    def _read_whole(self, entry: ScpEntry) -> NDArray[Any]:
+    def _read_whole(self, entry: ScpEntry) -> AnyArray:
         """The matrix before its range is applied; kept, as the segments of a recording follow each other."""
         if entry.path is None or (entry.rows is None and entry.columns is None):
             return self._read_record(entry)
@@ -331,7 +332,7 @@ class MatrixReader:
             self._whole = (place, self._read_record(entry))
         return self._whole[1]
 
-    def _read_record(self, entry: ScpEntry) -> NDArray[Any]:
+    def _read_record(self, entry: ScpEntry) -> AnyArray:
         if (found := self._header(entry)) is not None:
             header, start = found
             data = self._read_at(header.data_size, start)
@@ -396,13 +397,13 @@ def _ranges(entry: ScpEntry, shape: tuple[int, ...]) -> tuple[slice, slice]:
     return slices[0], slices[1]
 
 
-def is_finite(matrix: NDArray[Any]) -> bool:
+def is_finite(matrix: AnyArray) -> bool:
     # A sum is finite only if all terms are, and needs no array of truth values; it may overflow, so look again.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(matrix.sum(dtype=np.result_type(matrix, np.float32))) or np.isfinite(matrix).all())
 
 
-def check_finite(key: str, matrix: NDArray[Any], location: str | Path) -> None:
+def check_finite(key: str, matrix: AnyArray, location: str | Path) -> None:
     """Raises DataError naming utterance, row and column of the first NaN or Inf in `matrix` (rows, columns)."""
     if not is_finite(matrix):
         invalid = np.argwhere(~np.isfinite(matrix))
@@ -412,28 +413,14 @@ def check_finite(key: str, matrix: NDArray[Any], location: str | Path) -> None:
         raise DataError(message, location=location, hint="compute the features of this utterance again, or remove it")
 
 
-def _new_keys(items: Iterable[tuple[str, _T]], location: str | Path) -> Iterator[tuple[str, _T]]:
-    """The items; DataError where a key is no single word or occurs twice."""
-    seen = set()
-    for key, value in items:
-        if not key or len(key.split()) != 1 or key != key.strip() or "\0" in key:
-            message = f"an utterance id must be one word, found {key!r}"
-            raise DataError(message, location=location, hint="rename the utterance")
-        if key in seen:
-            message = f"utterance {key} would be written twice"
-            raise DataError(message, location=location, hint="utterance ids must be unique")
-        seen.add(key)
-        yield key, value
-
-
 def write_records(
-    handle: BinaryIO, items: Iterable[tuple[str, NDArray[Any]]], location: str | Path, compress: int = 0
+    handle: BinaryIO, items: Iterable[tuple[str, AnyArray]], location: str | Path, compress: int = 0
 ) -> Iterator[str]:
     """Writes matrices (rows, columns) as a binary archive to an open file or pipe. Yields each key once it is written,
     before its matrix. `compress`: 0, or the method of `compressed.encode`. `location`: for messages. OSError: nothing
-    can be written. DataError: as of `write_matrices`."""
+    can be written. DataError: a matrix that is to be compressed is not finite."""
     writer = BasicTypeWriter(handle)
-    for key, matrix in _new_keys(items, location):
+    for key, matrix in items:
         if compress and not np.isfinite(matrix).all():
             raise DataError(f"utterance {key}: NaN or Inf cannot be compressed", location=location)
         writer.token(key)
@@ -446,12 +433,12 @@ def write_records(
 
 
 def write_matrices(
-    ark: Path, scp: Path, items: Iterable[tuple[str, NDArray[Any]]], *, compress: int = 0, relative: bool = False
+    ark: Path, scp: Path, items: Iterable[tuple[str, AnyArray]], *, compress: int = 0, relative: bool = False
 ) -> None:
     """Writes matrices (rows, columns) as a binary archive and its scp; both appear complete or not at all. float64
     becomes double (DM), everything else float (FM); `compress`: lossily, as `copy-feats --compress=true` does with this
     --compression-method. `relative`: the scp names the archive relative to its own folder. UserError: the files cannot
-    be written. DataError: a key is no single word or not new, a matrix is not finite."""
+    be written. DataError: a matrix that is to be compressed is not finite."""
     name = os.path.relpath(ark.absolute(), scp.absolute().parent) if relative else str(ark.absolute())
     # The inner file is renamed first: an scp never names an archive that is not there.
     with atomic_write(scp) as scp_handle, atomic_write(ark) as handle:
@@ -462,13 +449,13 @@ def write_matrices(
 
 def write_int_vectors(path: Path, items: Iterable[tuple[str, NDArray[np.integer[Any]]]]) -> None:
     """Writes vectors of 32-bit integers as a binary archive, as gzip where `path` ends in .gz; complete or not at all.
-    UserError: the file cannot be written. DataError: a key is no single word or not new."""
+    UserError: the file cannot be written."""
     with atomic_write(path) as handle:
         # No name and no time in the gzip, so that the same vectors give the same bytes.
         packed = gzip.GzipFile("", "wb", 6, handle, 0) if path.suffix == ".gz" else nullcontext(handle)
         with packed as target:
             writer = BasicTypeWriter(cast(BinaryIO, target))
-            for key, values in _new_keys(items, path):
+            for key, values in items:
                 writer.token(key)
                 writer.marker()
                 writer.int32_block(np.concatenate([[len(values)], values]))

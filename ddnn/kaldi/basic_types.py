@@ -23,6 +23,7 @@ from kaldiio.matio import read_matrix_or_vector
 from numpy.typing import NDArray
 
 from ddnn.kaldi import compressed
+from ddnn.util.arrays import AnyArray, Float32Array, Float64Array, Int32Array
 from ddnn.util.errors import DataError
 from ddnn.util.files import open_regular
 
@@ -127,7 +128,7 @@ def _checked_header(token: bytes, fields: bytes | bytearray, remaining: int) -> 
     return header
 
 
-def decode_matrix(header: MatrixHeader, data: bytes | bytearray) -> NDArray[Any]:
+def decode_matrix(header: MatrixHeader, data: bytes | bytearray) -> AnyArray:
     """The binary matrix of this header, from the `data_size` bytes behind it: float32 (FM, CM, CM2, CM3) or float64
     (DM), (rows, columns)."""
     rows, columns = header.rows, header.columns
@@ -137,7 +138,7 @@ def decode_matrix(header: MatrixHeader, data: bytes | bytearray) -> NDArray[Any]
         return compressed.decode(header.token, header.minimum, header.span, rows, columns, data)
     # kaldiio gets the bytes of this one matrix, whose header is checked: it cannot come to its other formats.
     plain = b"\0B" + header.token.encode() + b" " + struct.pack("<bibi", 4, rows, 4, columns) + data
-    matrix: NDArray[Any] = read_matrix_or_vector(BytesIO(plain))
+    matrix: AnyArray = read_matrix_or_vector(BytesIO(plain))
     return matrix
 
 
@@ -262,7 +263,7 @@ class BasicTypeReader:
             raise MalformedRecordError(f"expected {what} of 4 bytes each, found the size {size} at position 0")
         return int(value)
 
-    def int32_block(self, count: int, what: str = "an integer") -> NDArray[np.int32]:
+    def int32_block(self, count: int, what: str = "an integer") -> Int32Array:
         """`count` integers that follow each other, each written as a basic type; int32 (count,)."""
         if count < 0 or (not self.binary and 2 * count > self.remaining + 1):
             raise MalformedRecordError(f"cut short: expected {count} values of {what}, {self.remaining} bytes remain")
@@ -289,7 +290,7 @@ class BasicTypeReader:
         self.stream.read(len(word))
         return value
 
-    def int32_vector(self, what: str = "a vector of integers") -> NDArray[np.int32]:
+    def int32_vector(self, what: str = "a vector of integers") -> Int32Array:
         if not self.binary:
             words = self._bracketed(what).split()
             if not all(map(_is_int32, words)):
@@ -300,7 +301,7 @@ class BasicTypeReader:
             raise self.error(f"{what} of 4 bytes each", f"{count} values of {size} bytes")
         return np.frombuffer(self.read_exact(4 * count, what), "<i4").astype(np.int32)
 
-    def float_vector(self, what: str = "a vector") -> NDArray[Any]:
+    def float_vector(self, what: str = "a vector") -> AnyArray:
         if not self.binary:
             text = self._bracketed(what)
             if b"\n" in text:
@@ -312,7 +313,7 @@ class BasicTypeReader:
             raise self.error(what, f"the dim {count}")
         return np.frombuffer(self.read_exact(count * dtype.itemsize, what), dtype).astype(dtype.newbyteorder("="))
 
-    def float_matrix(self, what: str = "a matrix") -> NDArray[Any]:
+    def float_matrix(self, what: str = "a matrix") -> AnyArray:
         """float32 (FM, CM, CM2, CM3) or float64 (DM, and text, which does not say), (rows, columns)."""
         try:
             return self.matrix_data(self.matrix_header()) if self.binary else self.text_matrix(ends_line=False)
@@ -330,12 +331,12 @@ class BasicTypeReader:
         fields = self.read_exact(_HEADERS[token].size, "the header of the matrix")
         return _checked_header(token, fields, self.remaining)
 
-    def matrix_data(self, header: MatrixHeader) -> NDArray[Any]:
+    def matrix_data(self, header: MatrixHeader) -> AnyArray:
         """The binary matrix of this header: as `decode_matrix`."""
         what = f"a matrix of {header.rows} rows and {header.columns} columns"
         return decode_matrix(header, self.read_exact(header.data_size, what))
 
-    def text_matrix(self, *, ends_line: bool) -> NDArray[np.float64]:
+    def text_matrix(self, *, ends_line: bool) -> Float64Array:
         """`[`, rows that end in a line end or `;`, `]`; `ends_line` refuses what is behind `]` in its line."""
         first = self.peek()
         if not first:
@@ -491,11 +492,11 @@ class BasicTypeWriter:
         sized["value"] = values.reshape(-1)
         self.handle.write(sized.tobytes())
 
-    def int32_vector(self, values: NDArray[np.int32]) -> None:
+    def int32_vector(self, values: Int32Array) -> None:
         self.int32(len(values))
         self.handle.write(values.astype("<i4").tobytes())
 
-    def float_vector(self, values: NDArray[np.float32]) -> None:
+    def float_vector(self, values: Float32Array) -> None:
         self.token("FV")
         self.int32(len(values))
         self.handle.write(values.astype("<f4").tobytes())
@@ -528,12 +529,12 @@ class TextWriter(BasicTypeWriter):
     def int32_block(self, values: NDArray[np.integer[Any]]) -> None:
         self.handle.write(b"".join(b"%d " % value for value in values.reshape(-1).tolist()))
 
-    def int32_vector(self, values: NDArray[np.int32]) -> None:
+    def int32_vector(self, values: Int32Array) -> None:
         self.handle.write(b"[ ")
         self.int32_block(values)
         self.handle.write(b"]\n")
 
-    def float_vector(self, values: NDArray[np.float32]) -> None:
+    def float_vector(self, values: Float32Array) -> None:
         self.handle.write(b" [ " + self._row(values) + b"]\n")
 
     def float_matrix(self, values: NDArray[np.floating[Any]]) -> None:

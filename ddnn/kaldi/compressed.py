@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddnn.util.arrays import Float32Array, Float64Array
+
 TOKENS = ("CM", "CM2", "CM3")
 METHODS = (1, 2, 3, 5)
 """Kaldi's numbers of the methods that `encode` knows: kAutomaticMethod, kSpeechFeature, kTwoByteAuto, kOneByteAuto. The
@@ -30,9 +32,7 @@ _BYTES = np.arange(256, dtype=np.float32)
 _64THS, _128THS = _BYTES[:65] / np.float32(64), _BYTES[1:129] / np.float32(128)
 
 
-def decode(
-    token: str, minimum: float, span: float, rows: int, columns: int, data: bytes | bytearray
-) -> NDArray[np.float32]:
+def decode(token: str, minimum: float, span: float, rows: int, columns: int, data: bytes | bytearray) -> Float32Array:
     """The matrix, float32 (rows, columns); `data` are all bytes behind the header."""
     low, width = np.float32(minimum), np.float32(span)
     with np.errstate(over="ignore", invalid="ignore"):  # a damaged header gives NaN or Inf, which the corpus refuses
@@ -53,7 +53,7 @@ def decode(
 
 
 def _decode_columns(
-    percentiles: NDArray[np.float32], coded: NDArray[np.uint8], wide: type[np.floating[Any]], out: NDArray[np.float32]
+    percentiles: Float32Array, coded: NDArray[np.uint8], wide: type[np.floating[Any]], out: Float32Array
 ) -> None:
     """Fills `out` (rows, columns) from `percentiles` (columns, 4) and `coded` (rows, columns)."""
     rows, columns = out.shape
@@ -82,12 +82,12 @@ def _decode_columns(
         flat.take(indices, mode="wrap", out=out[first : first + step])
 
 
-def _to_float(minimum: np.float32, span: np.float32, value: NDArray[np.integer]) -> NDArray[np.float32]:
-    result: NDArray[np.float32] = minimum + (span * _PER_STEP) * value.astype(np.float32)
+def _to_float(minimum: np.float32, span: np.float32, value: NDArray[np.integer]) -> Float32Array:
+    result: Float32Array = minimum + (span * _PER_STEP) * value.astype(np.float32)
     return result
 
 
-def encode(matrix: NDArray[np.float32], method: int = 1) -> bytes:
+def encode(matrix: Float32Array, method: int = 1) -> bytes:
     """A record's bytes behind `\\0B`, as `copy-feats --compress --compression-method=METHOD` writes them. Method 1: CM
     above 8 rows, else CM2; 2: CM; 3: CM2; 5: CM3. `matrix`: finite float32 (rows, columns), at least one row and
     column."""
@@ -106,16 +106,14 @@ def encode(matrix: NDArray[np.float32], method: int = 1) -> bytes:
     return b"CM " + header + percentiles.tobytes() + coded.tobytes()
 
 
-def _to_steps(
-    minimum: np.float32, span: np.float32, value: NDArray[np.float32], most: int = 65535
-) -> NDArray[np.uint16]:
+def _to_steps(minimum: np.float32, span: np.float32, value: Float32Array, most: int = 65535) -> NDArray[np.uint16]:
     share = np.clip((value - minimum) / span, np.float32(0), np.float32(1))
     # Kaldi adds the double 0.499: the sum is a double, and the conversion cuts off.
     steps: NDArray[np.uint16] = ((share * np.float32(most)).astype(np.float64) + 0.499).astype("<u2")
     return steps
 
 
-def _percentiles(minimum: np.float32, span: np.float32, matrix: NDArray[np.float32]) -> NDArray[np.uint16]:
+def _percentiles(minimum: np.float32, span: np.float32, matrix: Float32Array) -> NDArray[np.uint16]:
     """(columns, 4) percentiles 0, 25, 75, 100 of each column, strictly increasing; the values themselves of fewer than
     5 rows."""
     rows, quarter = len(matrix), len(matrix) // 4
@@ -129,14 +127,14 @@ def _percentiles(minimum: np.float32, span: np.float32, matrix: NDArray[np.float
     return np.ascontiguousarray(steps.T.astype("<u2"))
 
 
-def _to_bytes(percentiles: NDArray[np.float32], values: NDArray[np.float32]) -> NDArray[np.uint8]:
+def _to_bytes(percentiles: Float32Array, values: Float32Array) -> NDArray[np.uint8]:
     """`values` (columns, rows) as bytes between the columns' percentiles (columns, 4)."""
     p0, p25, p75, p100 = (percentiles[:, i : i + 1] for i in range(4))
 
-    def part(low: NDArray[np.float32], high: NDArray[np.float32], first: int, last: int) -> NDArray[np.float64]:
+    def part(low: Float32Array, high: Float32Array, first: int, last: int) -> Float64Array:
         share = (values - low) / (high - low) * np.float32(last - first)
         # 0/0 where a column's percentiles are one float, as its values then are: any byte decodes to it.
-        coded: NDArray[np.float64] = np.floor(np.nan_to_num(share.astype(np.float64)) + (first + 0.5))
+        coded: Float64Array = np.floor(np.nan_to_num(share.astype(np.float64)) + (first + 0.5))
         return coded.clip(first, last)
 
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddnn.kaldi.archive import MatrixReader, ScpEntry, check_finite, read_keyed_lines, read_scp
+from ddnn.util.arrays import AnyArray, Float32Array, Float64Array
 from ddnn.util.errors import DataError
 
 FRAMES_PER_HOUR = 360_000  # at Kaldi's usual 10 ms a frame
@@ -84,11 +83,11 @@ def read_text(path: Path) -> dict[str, list[str]]:
     return {key: [word.decode() for word in rest.encode().split()] for _, key, rest in lines}
 
 
-def read_cmvn_stats(cmvn: Mapping[str, ScpEntry], speakers: Mapping[str, str]) -> dict[str, NDArray[np.float64]]:
+def read_cmvn_stats(cmvn: Mapping[str, ScpEntry], speakers: Mapping[str, str]) -> dict[str, Float64Array]:
     """CMVN statistics of the speakers of these utterances (utterance -> speaker), from `cmvn.scp` (speaker -> where
     they are stored): float64 (2, dim + 1), see `accumulate_cmvn_stats`. DataError: a speaker has no statistics, or too
     few frames; statistics are damaged, not finite, or of different dims."""
-    stats: dict[str, NDArray[np.float64]] = {}
+    stats: dict[str, Float64Array] = {}
     with MatrixReader() as reader:
         for utterance, speaker in speakers.items():
             if speaker in stats:
@@ -118,10 +117,10 @@ def read_cmvn_stats(cmvn: Mapping[str, ScpEntry], speakers: Mapping[str, str]) -
 
 def compute_cmvn_stats(
     speakers: Mapping[str, Sequence[ScpEntry]], dim: int, reader: MatrixReader
-) -> dict[str, NDArray[np.float64]]:
+) -> dict[str, Float64Array]:
     """speaker -> CMVN statistics, from the features of its utterances; without speakers of no frame at all. DataError:
     features are damaged, not finite, or not of `dim` dims."""
-    stats: dict[str, NDArray[np.float64]] = {}
+    stats: dict[str, Float64Array] = {}
     for speaker, entry in ((name, entry) for name, entries in speakers.items() for entry in entries):
         features = reader.read(entry)
         if len(features) == 0:  # Kaldi writes an empty matrix without columns
@@ -135,20 +134,20 @@ def compute_cmvn_stats(
     return stats
 
 
-def accumulate_cmvn_stats(features: NDArray[Any]) -> NDArray[np.float64]:
+def accumulate_cmvn_stats(features: AnyArray) -> Float64Array:
     """CMVN statistics of `features` (frames, dim), float64 (2, dim + 1): the sums, then the number of frames; the sums
     of squares, then 0. They add up over utterances (kaldi `transform/cmvn.cc`)."""
     sums = features.sum(axis=0, dtype=np.float64), np.square(features, dtype=np.float64).sum(axis=0)
     return np.column_stack([sums, [len(features), 0]])
 
 
-def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: bool) -> NDArray[np.float32]:
+def apply_cmvn(features: AnyArray, stats: Float64Array, *, variance: bool) -> Float32Array:
     """Takes the mean away; with `variance` divides by the standard deviation (kaldi `transform/cmvn.cc`), at least
     1e-10. `features` (frames, dim), `stats` as of `accumulate_cmvn_stats`; float32 (frames, dim), a new array."""
     dim = features.shape[1]
     count = stats[0, dim]
     mean = stats[0, :dim] / count
-    normalized: NDArray[np.float32]
+    normalized: Float32Array
     if not variance:
         normalized = np.asarray(features, np.float32) - mean.astype(np.float32)
         return normalized
@@ -158,7 +157,7 @@ def apply_cmvn(features: NDArray[Any], stats: NDArray[np.float64], *, variance: 
     return normalized
 
 
-def add_deltas(features: NDArray[Any], order: int, window: int = 2) -> NDArray[np.float32]:
+def add_deltas(features: AnyArray, order: int, window: int = 2) -> Float32Array:
     """Appends the time derivatives up to `order` to features (frames, dim): float32 (frames, dim * (order + 1)) (kaldi
     `feat/feature-functions.cc`, DeltaFeatures). `window`: frames on each side that one order looks at. A frame before
     the first or behind the last repeats it, for each order on the features themselves."""

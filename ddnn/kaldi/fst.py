@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from ddnn.kaldi.archive import read_keyed_lines
+from ddnn.util.arrays import Float32Array, Int64Array
 from ddnn.util.errors import DataError
 from ddnn.util.files import atomic_write, read_bytes_limited
 
@@ -38,9 +39,9 @@ class Fst:
     """A weighted finite-state transducer over the tropical semiring; arcs `offsets[s]:offsets[s + 1]` leave state s."""
 
     start: int  # -1 for the empty FST
-    final: npt.NDArray[np.float32]  # [states], cost of ending in each state; inf where it is not final
-    offsets: npt.NDArray[np.int64]  # [states + 1]
-    arcs: npt.NDArray[np.void]  # `ARC` [arcs], ordered by the state they leave
+    final: Float32Array  # [states], cost of ending in each state; inf where it is not final
+    offsets: Int64Array  # [states + 1]
+    arcs: NDArray[np.void]  # `ARC` [arcs], ordered by the state they leave
 
     @property
     def num_states(self) -> int:
@@ -50,7 +51,7 @@ class Fst:
     def num_arcs(self) -> int:
         return len(self.arcs)
 
-    def sources(self) -> npt.NDArray[np.int64]:
+    def sources(self) -> Int64Array:
         """The state that each arc leaves: int64 [arcs]."""
         return np.repeat(np.arange(self.num_states), np.diff(self.offsets))
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ddnn.util.arrays import Float32Array
 
 # The dim of a component without weights is in the file alone: it must not claim what no layer has.
 MAX_DIM = 1_000_000
@@ -23,8 +24,8 @@ MAX_DEPTH = 8  # of networks within networks
 
 Kind = Literal["sigmoid", "tanh", "relu", "softmax"]
 Units = Literal["bern", "gauss"]
-Vector = NDArray[np.float32]
-Matrix = NDArray[np.float32]
+Vector = Float32Array
+Matrix = Float32Array
 
 
 class _Weighted:

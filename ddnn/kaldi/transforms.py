@@ -11,18 +11,18 @@ import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddnn.kaldi.alignments import find_jobs
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.basic_types import open_model
 from ddnn.kaldi.data_dir import add_deltas
 from ddnn.kaldi.transition_model import read_transition_model
+from ddnn.util.arrays import AnyArray, Float32Array, Float64Array
 from ddnn.util.errors import DataError
 from ddnn.util.files import read_bytes_limited
 
@@ -35,9 +35,9 @@ _OPTIONS: dict[str, dict[str, int | bool | str]] = {
 }
 """The options that Kaldi's scripts keep beside a model, and the defaults of its programs."""
 _RANGES = {"left-context": (0, 100), "right-context": (0, 100), "delta-order": (0, 4), "delta-window": (1, 100)}
-_TRANS = re.compile(r"trans\.[1-9][0-9]{0,8}")
+_FMLLR = re.compile(r"trans\.[1-9][0-9]{0,8}")
 _BOOLEANS = {"true": True, "t": True, "1": True, "": True, "false": False, "f": False, "0": False}
-Matrix = NDArray[np.float32]
+Matrix = Float32Array
 
 
 @dataclass(frozen=True)
@@ -68,20 +68,14 @@ class TransformConfig:
     def from_header(values: Any) -> TransformConfig:
         """What a stored model says; ValueError or TypeError where that cannot be."""
         config = TransformConfig(**values)
-        numbers = (
-            config.output_dim,
-            config.left_context,
-            config.right_context,
-            config.delta_order,
-            config.delta_window,
-        )
-        valid = all(type(number) is int and 0 <= number < 1 << 20 for number in numbers)
+        numbers = {key: value for key, value in vars(config).items() if key not in ("final_mat", "adapted")}
+        valid = all(type(number) is int and 0 <= number < 1 << 20 for number in numbers.values())
         valid = valid and type(config.adapted) is bool and type(config.final_mat) is str
         if not valid or bool(config.final_mat) != (config.output_dim > 0) or config.delta_order > 4:
             raise ValueError(f"transforms {str(values)[:200]!r}")
         return config
 
-    def apply(self, features: NDArray[Any], final_mat: Matrix | None, own: Matrix | None) -> NDArray[np.float32]:
+    def apply(self, features: AnyArray, final_mat: Matrix | None, own: Matrix | None) -> Float32Array:
         """The features (frames, dim) of an utterance transformed, (frames, width), a new array. `final_mat`: as
         `Transforms`; `own`: the transform of the utterance or its speaker, None without."""
         if final_mat is None:
@@ -99,7 +93,7 @@ class Transforms:
     adapted: Mapping[str, Matrix] | None = None  # of each utterance; those of a speaker are one array. None: no trans.*
 
 
-def splice_frames(features: NDArray[Any], left: int, right: int) -> NDArray[Any]:
+def splice_frames(features: AnyArray, left: int, right: int) -> AnyArray:
     """Each frame of (frames, dim) with its neighbors, the earliest first: (frames, dim * (left + 1 + right)). A frame
     before the first or behind the last repeats it (kaldi `feat/feature-functions.cc`, SpliceFrames)."""
     padded = np.pad(features, ((left, right), (0, 0)), mode="edge")
@@ -107,11 +101,11 @@ def splice_frames(features: NDArray[Any], left: int, right: int) -> NDArray[Any]
     return np.concatenate([padded[start : start + frames] for start in range(left + 1 + right)], axis=1)
 
 
-def apply_affine(features: NDArray[Any], matrix: Matrix) -> NDArray[np.float32]:
+def apply_affine(features: AnyArray, matrix: Matrix) -> Float32Array:
     """Features (frames, dim) times a matrix (rows, dim), or (rows, dim + 1) with the offset last: float32 (frames, rows).
     Products are summed in double precision: the bits hardly depend on the number of threads and the machine."""
     dim = features.shape[1]
-    result: NDArray[np.float64] = features.astype(np.float64) @ matrix[:, :dim].T.astype(np.float64)
+    result: Float64Array = features.astype(np.float64) @ matrix[:, :dim].T.astype(np.float64)
     if matrix.shape[1] > dim:
         result += matrix[:, dim]
     with np.errstate(over="ignore"):  # Inf, which the caller looks for
@@ -123,7 +117,7 @@ def read_transform_config(path: Path) -> TransformConfig:
     """Which transforms the Kaldi dir `path` has: an alignment dir, or a decode dir within the dir of its system, where
     final.mat and the options then are (Kaldi: srcdir=`dirname $transform_dir`). DataError: it has none; damaged files,
     unknown options."""
-    matrix, adapted = _read_final_mat(path), bool(trans_files(path))
+    matrix, adapted = _read_final_mat(path), bool(fmllr_files(path))
     if matrix is None and not adapted and _system_dir(path) is None:
         if not path.is_dir():
             raise DataError("the dir of transforms does not exist, or is no directory", location=path)
@@ -152,19 +146,21 @@ def read_transforms(
     they do not fit the features; one is damaged, not finite, of other dims, or missing."""
     found = read_transform_config(path)
     if found != expected:
-        message = f"other transforms than those of the training data: {_difference(found, expected)}"
+        difference = f"{found.as_text()} found, {expected.as_text()} expected"
+        if found.as_text() == expected.as_text():
+            digests = f"{found.final_mat[:12]} found, {expected.final_mat[:12]} expected"
+            difference = f"another {MATRIX} ({digests}, by digest)"
         hint = "give the transforms that the same system made for this data, such as exp/tri4/decode_test"
+        message = f"other transforms than those of the training data: {difference}"
         raise DataError(message, location=path, hint=hint)
     matrix = _read_final_mat(path)
     if matrix is not None:
         _check_final_mat(matrix, found, dim, data, find_final_mat(path) or path)
     else:
         _check_deltas(path, found, dim, data)
-    width = found.width(dim)
-    files = trans_files(path)
-    if not files:
-        return Transforms(matrix, None)
-    return Transforms(matrix, _read_adapted(path, files, width, utterances, speakers, data, matrix is None))
+    if not found.adapted:
+        return Transforms(matrix)
+    return Transforms(matrix, _read_fmllr(path, matrix is None, found.width(dim), utterances, speakers, data))
 
 
 def transforms_digest(transforms: Transforms) -> str:
@@ -252,10 +248,10 @@ def find_final_mat(path: Path) -> Path | None:
 
 def _read_final_mat(path: Path) -> Matrix | None:
     file = find_final_mat(path)
-    return None if file is None else _checked(read_matrix(file), file, "")
+    return None if file is None else _checked(read_matrix(file), file)
 
 
-def read_matrix(file: Path) -> NDArray[Any]:
+def read_matrix(file: Path) -> AnyArray:
     """The matrix that is the whole file, (rows, columns), without a key: binary or text. DataError: it is not one."""
     with open_model(file, "a Kaldi matrix") as reader:
         values = reader.float_matrix("the matrix")
@@ -264,15 +260,17 @@ def read_matrix(file: Path) -> NDArray[Any]:
     return values
 
 
-def _checked(values: NDArray[Any], file: Path, of: str) -> Matrix:
+def _checked(values: AnyArray, file: Path, key: str = "") -> Matrix:
+    """The matrix in single precision; `key`: whose it is, if it is not the only one of the file."""
     with np.errstate(over="ignore", invalid="ignore"):
         matrix = values.astype(np.float32)
-    if not matrix.size:
-        raise DataError(f"{of}an empty matrix", location=file, hint="estimate the transform again")
+    problem = "" if matrix.size else "an empty matrix"
     if not np.isfinite(matrix).all():
         row, column = np.argwhere(~np.isfinite(matrix))[0]
-        message = f"{of}{matrix[row, column]} in row {row}, column {column} of the transform"
-        raise DataError(message, location=file, hint="estimate the transform again")
+        problem = f"{matrix[row, column]} in row {row}, column {column} of the transform"
+    if problem:
+        hint = "estimate the transform again"
+        raise DataError(f"{key}: {problem}" if key else problem, location=file, hint=hint)
     return matrix
 
 
@@ -305,11 +303,11 @@ def _check_deltas(path: Path, config: TransformConfig, dim: int, data: Path) -> 
         raise DataError(f"{message}have {gmm_dim} dims", location=file, hint=hint)
 
 
-def trans_files(path: Path) -> list[Path]:
+def fmllr_files(path: Path) -> list[Path]:
     """trans.1, trans.2, ... of a dir in the order of their numbers, as many as its num_jobs says; empty where there is
     none."""
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
-    if any(map(_TRANS.fullmatch, names)):
+    if any(map(_FMLLR.fullmatch, names)):
         return find_jobs(path, "trans.{}")
     if any(name.startswith("raw_trans.") for name in names):
         message = "raw_trans.* (raw fMLLR) found, expected trans.*"
@@ -317,64 +315,39 @@ def trans_files(path: Path) -> list[Path]:
     return []
 
 
-def _read_adapted(
-    path: Path,
-    files: Sequence[Path],
-    dim: int,
-    utterances: Sequence[str],
-    speakers: Sequence[str] | None,
-    data: Path,
-    is_delta: bool,
+def _read_fmllr(
+    path: Path, after_deltas: bool, dim: int, utterances: Sequence[str], speakers: Sequence[str] | None, data: Path
 ) -> dict[str, Matrix]:
     """The transform of each utterance. Whether a key is a speaker or an utterance is found out from all of them."""
-    wanted = {*utterances, *(speakers or ())}
-    matrices: dict[str, Matrix] = {}
-    keys, first = set[str](), ""
-    for file in files:
+    by_speaker = utterances if speakers is None else speakers
+    needed = {*utterances, *by_speaker}
+    matrices: dict[str, Matrix | None] = {}  # None where it is not needed
+    for file in fmllr_files(path):
         for key, values in iterate_matrices(file):
-            if key in keys:
+            if key in matrices:
                 raise DataError(f"{key} occurs twice in trans.*", location=file, hint="remove one of the two")
-            matrix, first = _checked(values, file, f"{key}: "), first or key
-            if matrix.shape not in ((dim, dim), (dim, dim + 1)):
-                message = (
-                    f"{key}: a transform of {matrix.shape[0]} x {matrix.shape[1]} found, {dim} x {dim + 1} expected"
-                )
-                hint = "as there is no final.mat, it follows deltas; " if is_delta else ""
+            matrix = _checked(values, file, key)
+            rows, columns = matrix.shape
+            if rows != dim or columns not in (dim, dim + 1):
+                message = f"{key}: a transform of {rows} x {columns} found, {dim} x {dim + 1} expected"
+                hint = "as there is no final.mat, it follows deltas; " if after_deltas else ""
                 hint += "give the transforms and final.mat of one system"
                 raise DataError(message, location=file, hint=hint)
-            keys.add(key)
-            if key in wanted:
-                matrices[key] = matrix
-    by_speaker = speakers if speakers is not None else utterances
-    used = max((by_speaker, utterances), key=lambda names: sum(name in matrices for name in names))
-    kind = "speaker" if used is by_speaker and speakers is not None else "utterance"
-    missing = [n for n, name in enumerate(used) if name not in matrices]
-    if len(missing) == len(used):
+            matrices[key] = matrix if key in needed else None
+    names = max((by_speaker, utterances), key=lambda names: sum(name in matrices for name in names))
+    missing = [index for index, name in enumerate(names) if name not in matrices]
+    if len(missing) == len(names):
         message = f"none of the speakers and utterances of {data} has a transform (such as {by_speaker[0]}, "
-        message += f"{utterances[0]}); trans.* has {len(keys)}, of {first} and others"
+        message += f"{utterances[0]}); trans.* has {len(matrices)}, of {next(iter(matrices), None)} and others"
         raise DataError(message, location=path, hint="give the transforms that were estimated on this data")
     if missing:
-        absent, everyone = list(dict.fromkeys(used[n] for n in missing)), len(set(used))
-        message = (
-            f"{len(absent)} of {everyone} {kind}s of {data} have no transform in trans.*; the first is {absent[0]} "
-        )
-        message += f"(utterance {utterances[missing[0]]})"
+        kind = "speaker" if names is speakers else "utterance"
+        count, first = len({names[index] for index in missing}), missing[0]
+        message = f"{count} of {len(set(names))} {kind}s of {data} have no transform in trans.*; "
+        message += f"the first is {names[first]} (utterance {utterances[first]})"
         hint = "estimate the transforms on all of the data, or remove what lacks one with utils/subset_data_dir.sh"
         raise DataError(message, location=path, hint=hint)
-    return {utterance: matrices[name] for utterance, name in zip(utterances, used, strict=True)}
-
-
-def _difference(found: TransformConfig, expected: TransformConfig) -> str:
-    if found.adapted != expected.adapted:
-        return (
-            "there are trans.*, those had none" if found.adapted else "there is no trans.*, those had fMLLR transforms"
-        )
-    one, other = asdict(found), asdict(expected)
-    if (found.final_mat and expected.final_mat) and found.final_mat != expected.final_mat:
-        return f"another final.mat ({found.final_mat[:12]} found, {expected.final_mat[:12]} expected, by digest)"
-    if bool(found.final_mat) != bool(expected.final_mat):
-        return f"{found.as_text()} found, {expected.as_text()} expected"
-    return ", ".join(f"{key} {one[key]} found, {other[key]} expected" for key in one if one[key] != other[key])
+    return {utterance: cast(Matrix, matrices[name]) for utterance, name in zip(utterances, names, strict=True)}
 
 
 def _option_file(path: Path, name: str) -> Path:
@@ -398,19 +371,17 @@ def _options_of(path: Path, name: str) -> tuple[dict[str, Any], str]:
         option, _, value = word.partition("=")
         key = option.removeprefix("--").lower().replace("_", "-")  # as Kaldi's ParseOptions
         if not option.startswith("--") or key not in options:
-            known = ", ".join(f"--{one}" for one in options)
+            known = ", ".join(f"--{name}" for name in options)
             raise DataError(f"unknown option {word!r}", location=file, hint=f"known are {known}")
-        options[key] = _value(word, value, options[key], _RANGES.get(key, (0, 0)), file)
+        default = options[key]
+        low, high = _RANGES.get(key, (0, 0))
+        if isinstance(default, str):
+            options[key] = value
+        elif isinstance(default, bool) and value in _BOOLEANS:
+            options[key] = _BOOLEANS[value]
+        elif not isinstance(default, bool) and re.fullmatch("[0-9]{1,6}", value) and low <= int(value) <= high:
+            options[key] = int(value)
+        else:
+            expected = "true or false" if isinstance(default, bool) else f"a number from {low} to {high}"
+            raise DataError(f"{word!r} found, expected {expected}", location=file)
     return options, text
-
-
-def _value(word: str, value: str, default: int | bool | str, limits: tuple[int, int], file: Path) -> int | bool | str:
-    if isinstance(default, str):
-        return value
-    if isinstance(default, bool):
-        if value in _BOOLEANS:
-            return _BOOLEANS[value]
-    elif re.fullmatch("[0-9]{1,6}", value) and limits[0] <= int(value) <= limits[1]:
-        return int(value)
-    expected = "true or false" if isinstance(default, bool) else "a number from {} to {}".format(*limits)
-    raise DataError(f"{word!r} found, expected {expected}", location=file)

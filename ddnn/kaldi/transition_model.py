@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.kaldi.basic_types import BasicTypeReader, BasicTypeWriter, open_model
+from ddnn.util.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 
 NO_PDF = -1
 # A table indexed by phone is part of the format: a phone-id alone must not claim gigabytes.
@@ -54,9 +55,9 @@ class TransitionModel:
     """A transition model of T transition-ids and S transition-states; row s of `tuples` is transition-state s + 1."""
 
     topology: Topology
-    tuples: NDArray[np.int32]  # (S, 4), in ascending order: phone, HMM state, forward pdf, self-loop pdf
-    log_probs: NDArray[np.float32]  # (T + 1,), natural logarithm, indexed by transition-id; [0] is unused
-    transition_to_pdf: NDArray[np.int32]  # (T + 1,), indexed by transition-id; [0] is -1
+    tuples: Int32Array  # (S, 4), in ascending order: phone, HMM state, forward pdf, self-loop pdf
+    log_probs: Float32Array  # (T + 1,), natural logarithm, indexed by transition-id; [0] is unused
+    transition_to_pdf: Int32Array  # (T + 1,), indexed by transition-id; [0] is -1
     gmm_dim: int | None = None  # of the features of the GMMs that follow; None where none follow
 
     @property
@@ -81,14 +82,14 @@ class TransitionModel:
         lines = (" ".join(map(str, row)) + "\n" for row in self.tuples[:, :columns].tolist())
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
-    def transition_states(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def transition_states(self) -> tuple[Int64Array, NDArray[np.bool_]]:
         """Of each transition-id, (T + 1,): its transition-state, counted from 1, and whether it is a self-loop; 0 and
         False for the unused id 0."""
         transitions = _transitions(self.topology, self.tuples)
         return transitions[:, 0], transitions[:, 1].astype(bool)
 
 
-def _transitions(topology: Topology, tuples: NDArray[np.int32]) -> NDArray[np.int64]:
+def _transitions(topology: Topology, tuples: Int32Array) -> Int64Array:
     """By transition-id, (T + 1, 3): its transition-state, whether it is a self-loop, and its pdf. As
     `TransitionModel::ComputeDerived`."""
     rows = [(0, False, NO_PDF)]
@@ -231,7 +232,7 @@ def read_transition_model(path: Path) -> TransitionModel:
     return TransitionModel(topology, tuples, log_probs, pdfs, gmm_dim)
 
 
-def _read_log_probs(reader: BasicTypeReader, topology: Topology, tuples: NDArray[np.int32]) -> NDArray[np.float32]:
+def _read_log_probs(reader: BasicTypeReader, topology: Topology, tuples: Int32Array) -> Float32Array:
     with np.errstate(over="ignore", invalid="ignore"):
         log_probs = reader.float_vector("the log probabilities").astype(np.float32)
     # Before any table is made: a few transition-states with many transitions each could claim any number of ids.
@@ -245,7 +246,7 @@ def _read_log_probs(reader: BasicTypeReader, topology: Topology, tuples: NDArray
     return log_probs
 
 
-def _validate_tuples(topology: Topology, tuples: NDArray[np.int32]) -> str | None:
+def _validate_tuples(topology: Topology, tuples: Int32Array) -> str | None:
     """What is wrong with transition-states, in words; None where they are valid."""
     if not len(tuples):
         return "none"
@@ -269,7 +270,7 @@ def _validate_tuples(topology: Topology, tuples: NDArray[np.int32]) -> str | Non
 
 
 def write_left_to_right(
-    writer: BasicTypeWriter, phones: int, states: int, triples: NDArray[np.int32], self_loop: NDArray[np.float64]
+    writer: BasicTypeWriter, phones: int, states: int, triples: Int32Array, self_loop: Float64Array
 ) -> None:
     """Writes a transition model at the beginning of a binary file; the acoustic model may follow. Phones 1, 2, ... have
     one HMM: so many emitting states in a row, each with a self-loop. `triples`: int32 (S, 3), in ascending order:

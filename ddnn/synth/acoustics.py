@@ -1,7 +1,7 @@
 """What is spoken, and what it sounds like. An invented language: words spelled by their phones, senones in context, and
 a decoding graph of a loop of words. The speakers: a Gaussian mixture per pdf, a shift and a scale per speaker, noise
 that is correlated in time; and how long they stay in each HMM state. As filter banks, the means are log-mel spectra with
-formants, which a speaker's vocal tract moves along frequency, and the noise of neighbouring bands is correlated."""
+formants, which a speaker's vocal tract moves along frequency, and the noise of neighboring bands is correlated."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from ddnn.kaldi.basic_types import BasicTypeWriter
 from ddnn.kaldi.fst import ARC, Fst
 from ddnn.kaldi.transition_model import write_left_to_right
+from ddnn.util.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from ddnn.util.errors import UserError
 from ddnn.util.files import atomic_write
 
@@ -37,12 +37,17 @@ class Lexicon:
     """Words, and the pdfs that they pass through."""
 
     words: tuple[str, ...]  # names; word w has word id w + 1
-    probabilities: npt.NDArray[np.float64]  # float64 [words], unigram, near Zipf's law
-    pdfs: npt.NDArray[np.int32]  # int32, the pdf-ids of the words' HMM states one after the other; silence comes last
+    probabilities: Float64Array  # float64 [words], unigram, near Zipf's law
+    pdfs: Int32Array  # int32, the pdf-ids of the words' HMM states one after the other; silence comes last
     # int64 [words + 2]: word w owns `pdfs[offsets[w]:offsets[w + 1]]`, silence the last stretch
-    offsets: npt.NDArray[np.int64]
-    pdf_phone: npt.NDArray[np.int32]  # int32 [pdfs], index into `PHONES` of each pdf
-    pdf_state: npt.NDArray[np.int32]  # int32 [pdfs], HMM state of each pdf
+    offsets: Int64Array
+    pdf_phone: Int32Array  # int32 [pdfs], index into `PHONES` of each pdf
+    pdf_state: Int32Array  # int32 [pdfs], HMM state of each pdf
+
+    @property
+    def self_loop(self) -> Float64Array:
+        """float64 [pdfs], probability of the self-loop."""
+        return np.where(self.pdf_phone == 0, SILENCE_SELF_LOOP, SPEECH_SELF_LOOP)
 
 
 def _invent_words(rng: np.random.Generator, count: int) -> tuple[tuple[str, ...], list[list[int]]]:
@@ -59,7 +64,7 @@ def _invent_words(rng: np.random.Generator, count: int) -> tuple[tuple[str, ...]
     return tuple(names), list(names.values())
 
 
-def _apportion(total: int, limits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _apportion(total: int, limits: Int64Array) -> Int64Array:
     """`total` into parts of 1 to `limits`, in proportion to `limits - 1`; the largest remainders are rounded up."""
     exact = (limits - 1) * ((total - len(limits)) / max(1, int((limits - 1).sum())))
     parts = np.minimum(np.floor(exact).astype(np.int64), limits - 1)
@@ -72,7 +77,7 @@ def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:
     """Invents the words, and ties the contexts of each (phone, HMM state) to `num_pdfs` pdfs in all, each in some word.
 
     A context is the phone before and the phone after within the word. The contexts of a first state are ordered by the
-    phone before, those of a last state by the phone after; neighbours in that order share a pdf, as in a decision tree.
+    phone before, those of a last state by the phone after; neighbors in that order share a pdf, as in a decision tree.
     UserError: fewer pdfs than HMM states, or more than the words have contexts.
     """
     if num_pdfs < MIN_PDFS:
@@ -112,37 +117,30 @@ def make_lexicon(rng: np.random.Generator, num_pdfs: int) -> Lexicon:
     )
 
 
-def make_graph(lexicon: Lexicon, self_loop: npt.NDArray[np.float64]) -> Fst:
+def make_graph(lexicon: Lexicon) -> Fst:
     """HCLG with transition-ids on its arcs and word ids at the beginning of each word. State 0 is the start and comes
     before the optional silence; state 1 comes after it, leads into the words, and is final. Then one state per HMM
-    state of each word. Self-loops (`self_loop`: float64 [pdfs], their probability) are on the state that a transition
-    enters, as in Kaldi's reordered graphs."""
-    pdfs, count = lexicon.pdfs, len(lexicon.words)
+    state of each word. Self-loops are on the state that a transition enters, as in Kaldi's reordered graphs."""
+    pdfs, num_words = lexicon.pdfs, len(lexicon.words)
     starts, ends = lexicon.offsets[:-1], lexicon.offsets[1:]
-    state = np.arange(len(pdfs)) + 2
+    state, self_loop = np.arange(len(pdfs)) + 2, lexicon.self_loop[pdfs]
     mean_words = sum(WORDS_PER_UTTERANCE) / 2
-    leave = -SELF_LOOP_SCALE * np.log(1 - self_loop)[pdfs]
-    forward = np.zeros(len(pdfs), ARC)
-    forward["ilabel"], forward["weight"], forward["nextstate"] = 2 * pdfs + 2, leave, state
-    source = state - 1
-    source[starts[:-1]], source[starts[-1]] = 1, 0
-    forward["olabel"][starts[:-1]] = np.arange(count) + 1
     language = -np.log(lexicon.probabilities * mean_words / (mean_words + 1))
-    forward["weight"][starts] += np.concatenate([language, [-np.log(SILENCE_PROBABILITY)]]).astype(np.float32)
-    loops = np.zeros(len(pdfs), ARC)
-    loops["ilabel"], loops["nextstate"] = 2 * pdfs + 1, state
-    loops["weight"] = -SELF_LOOP_SCALE * np.log(self_loop)[pdfs]
-    # Without input: from the end of each word to 0, from silence to 1, and past the silence.
-    back = np.zeros(count + 2, ARC)
-    back["nextstate"][-2:] = 1
-    back["weight"][-1] = -np.log(1 - SILENCE_PROBABILITY)
-    sources = np.concatenate([source, state, state[ends - 1], [0]])
-    order = np.argsort(sources, kind="stable")
-    arcs = np.concatenate([forward, loops, back])[order]
-    offsets = np.searchsorted(sources[order], np.arange(len(pdfs) + 3)).astype(np.int64)
+    # Into each state, its self-loop; then without input: from the end of each word to 0, from silence to 1, and past it.
+    source = np.concatenate([state - 1, state, state[ends - 1], [0]])
+    source[starts] = [1] * num_words + [0]
+    arcs = np.zeros(len(source), ARC)
+    arcs["nextstate"] = np.concatenate([state, state, [0] * num_words, [1, 1]])
+    arcs["ilabel"][: 2 * len(pdfs)] = np.concatenate([2 * pdfs + 2, 2 * pdfs + 1])
+    arcs["olabel"][starts[:-1]] = np.arange(num_words) + 1
+    arcs["weight"][: 2 * len(pdfs)] = -SELF_LOOP_SCALE * np.log(np.concatenate([1 - self_loop, self_loop]))
+    arcs["weight"][starts] += np.concatenate([language, [-np.log(SILENCE_PROBABILITY)]]).astype(np.float32)
+    arcs["weight"][-1] = -np.log(1 - SILENCE_PROBABILITY)
+    order = np.argsort(source, kind="stable")
+    offsets = np.searchsorted(source[order], np.arange(len(pdfs) + 3)).astype(np.int64)
     final = np.full(len(pdfs) + 2, np.inf, np.float32)
     final[1] = np.log(mean_words + 1)
-    return Fst(0, final, offsets, arcs)
+    return Fst(0, final, offsets, arcs[order])
 
 
 COMPONENTS = 2
@@ -150,7 +148,8 @@ SPEECH_SELF_LOOP, SILENCE_SELF_LOOP = 2 / 3, 0.9
 # Distances between means in units of the noise's standard deviation, over all dims: more dims are not easier.
 _PHONE, _STATE, _SENONE, _COMPONENT = 2.2, 1.35, 1.1, 1.2
 _SPEAKER_SHIFT, _SPEAKER_SCALE = 1.5, 0.05
-_NEIGHBOUR = np.float32(0.5)  # weight of the frames beside in the noise
+_STDDEVS = (0.8, 1.25)
+_NEIGHBOR = np.float32(0.5)  # weight of the frames beside in the noise
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,9 +157,9 @@ class Voice:
     """How a speaker sounds: the means of the Gaussians, float32 [pdfs * COMPONENTS, dim], and a shift and a scale of all
     features, float32 [dim] each."""
 
-    means: npt.NDArray[np.float32]
-    shift: npt.NDArray[np.float32]
-    scale: npt.NDArray[np.float32]
+    means: Float32Array
+    shift: Float32Array
+    scale: Float32Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,9 +168,8 @@ class Acoustics:
 
     lexicon: Lexicon
     # float32 [pdfs * COMPONENTS, dim]
-    means: npt.NDArray[np.float32]
-    stddevs: npt.NDArray[np.float32]
-    self_loop: npt.NDArray[np.float64]  # float64 [pdfs], probability of the self-loop
+    means: Float32Array
+    stddevs: Float32Array
 
     @property
     def dim(self) -> int:
@@ -182,27 +180,41 @@ class Acoustics:
         scale = np.exp(rng.normal(0, _SPEAKER_SCALE, self.dim))
         return Voice(self.means, shift.astype(np.float32), scale.astype(np.float32))
 
-    def draw_noise(self, rng: np.random.Generator, out: npt.NDArray[np.float32]) -> None:
+    def draw_noise(self, rng: np.random.Generator, out: Float32Array) -> None:
         """Fills `out` [frames, dims] with noise of variance 1 that is correlated in time."""
         white = rng.standard_normal((len(out) + 2, out.shape[1]), np.float32)
         np.add(white[:-2], white[2:], out=out)
-        out *= _NEIGHBOUR
+        out *= _NEIGHBOR
         out += white[1:-1]
-        out *= np.float32(1 / np.sqrt(1 + 2 * _NEIGHBOUR**2))
+        out *= np.float32(1 / np.sqrt(1 + 2 * _NEIGHBOR**2))
+
+
+def _draw_by_state(rng: np.random.Generator, lexicon: Lexicon, low: float, high: float, dims: int) -> Float64Array:
+    """float64 [Gaussians, dims], uniform, the same for all Gaussians of an HMM state."""
+    values = rng.uniform(low, high, (len(PHONES) * STATES, dims))
+    return np.repeat(values[lexicon.pdf_phone * STATES + lexicon.pdf_state], COMPONENTS, axis=0)
+
+
+def _draw_around(
+    rng: np.random.Generator, lexicon: Lexicon, centers: Float64Array, deviations: tuple[float, float, float]
+) -> Float64Array:
+    """float64 [Gaussians, dims] near the centers [phones, dims]: pdfs of one phone are near each other, those of one of its
+    HMM states nearer. `deviations`: standard deviations between HMM states, senones and components."""
+    phone, dims = lexicon.pdf_phone, centers.shape[1]
+    by_state, by_senone, by_component = deviations
+    values = centers[phone]
+    values += rng.normal(0, by_state, (len(PHONES) * STATES, dims))[phone * STATES + lexicon.pdf_state]
+    values += rng.normal(0, by_senone, (len(phone), dims))
+    apart = rng.normal(0, by_component, (len(PHONES), COMPONENTS, dims))[phone]
+    return (values[:, None] + apart).reshape(-1, dims)
 
 
 def make_acoustics(rng: np.random.Generator, lexicon: Lexicon, dim: int) -> Acoustics:
-    """Draws the means so that pdfs of one phone are near each other, and those of one of its HMM states nearer."""
-    phone, state, pdfs = lexicon.pdf_phone, lexicon.pdf_state, len(lexicon.pdf_phone)
     unit = 1 / np.sqrt(dim)
-    center = rng.normal(0, _PHONE * unit, (len(PHONES), dim))[phone]
-    center += rng.normal(0, _STATE * unit, (len(PHONES) * STATES, dim))[phone * STATES + state]
-    center += rng.normal(0, _SENONE * unit, (pdfs, dim))
-    apart = rng.normal(0, _COMPONENT * unit, (len(PHONES), COMPONENTS, dim))[phone]
-    means = (center[:, None] + apart).reshape(-1, dim).astype(np.float32)
-    stddevs = rng.uniform(0.8, 1.25, (len(PHONES) * STATES, dim))[phone * STATES + state]
-    self_loop = np.where(phone == 0, SILENCE_SELF_LOOP, SPEECH_SELF_LOOP)
-    return Acoustics(lexicon, means, np.repeat(stddevs, COMPONENTS, axis=0).astype(np.float32), self_loop)
+    centers = rng.normal(0, _PHONE * unit, (len(PHONES), dim))
+    means = _draw_around(rng, lexicon, centers, (_STATE * unit, _SENONE * unit, _COMPONENT * unit))
+    stddevs = _draw_by_state(rng, lexicon, *_STDDEVS, dim)
+    return Acoustics(lexicon, means.astype(np.float32), stddevs.astype(np.float32))
 
 
 _HIGHEST = 4000.0  # Hz: that of 8 kHz audio
@@ -210,13 +222,13 @@ _FORMANTS = ((250.0, 850.0), (850.0, 2400.0), (2200.0, 3300.0), (1500.0, 3800.0)
 _WIDTHS = (90.0, 90.0, 100.0, 220.0)  # mel, standard deviations of the peaks
 _VOWEL, _CONSONANT = (4.0, 3.5, 2.5, 0.0), (1.5, 1.5, 1.2, 3.0)  # heights of the peaks, in units of the noise
 _FLOOR = 6.0  # logarithm of the energy between the peaks
-# Standard deviations of the logarithms of the formants' frequencies.
-_STATE_MOVES, _SENONE_MOVES, _COMPONENT_MOVES = 0.06, 0.05, 0.03
+# Standard deviations of the logarithms of the formants' frequencies between HMM states, senones and components.
+_MOVES = (0.06, 0.05, 0.03)
 _TRACT = 0.22  # logarithm of the factor that the shortest vocal tract moves the formants up by, the longest down
-_SMOOTHING = (1.0, 2.0, 3.0, 2.0, 1.0)  # over the bands of the noise: correlation 16/19 of neighbours
+_SMOOTHING = (1.0, 2.0, 3.0, 2.0, 1.0)  # over the bands of the noise: correlation 16/19 of neighbors
 
 
-def _mel(hertz: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _mel(hertz: Float64Array) -> Float64Array:
     return np.asarray(1127.0 * np.log1p(hertz / 700.0))  # kaldi feat/mel-computations.h
 
 
@@ -225,8 +237,8 @@ class FilterBanks(Acoustics):
     """Log-mel spectra: peaks over a floor. A speaker moves all peaks by one factor, as the length of the vocal tract does,
     so that a phone is the same pattern elsewhere along frequency."""
 
-    formants: npt.NDArray[np.float64]  # float64 [pdfs * COMPONENTS, peaks], Hz, of a vocal tract of average length
-    heights: npt.NDArray[np.float64]  # float64 [pdfs * COMPONENTS, peaks]
+    formants: Float64Array  # float64 [pdfs * COMPONENTS, peaks], Hz, of a vocal tract of average length
+    heights: Float64Array  # float64 [pdfs * COMPONENTS, peaks]
 
     def draw_speaker(self, rng: np.random.Generator) -> Voice:
         """A vocal tract, and a recording's level and slope over the bands, which CMVN takes away."""
@@ -235,14 +247,15 @@ class FilterBanks(Acoustics):
         means = spectra(self.formants * factor, self.heights, self.dim)
         return Voice(means, shift.astype(np.float32), np.ones(self.dim, np.float32))
 
-    def draw_noise(self, rng: np.random.Generator, out: npt.NDArray[np.float32]) -> None:
-        dim, wide = out.shape[1], np.empty((len(out), out.shape[1] + len(_SMOOTHING) - 1), np.float32)
+    def draw_noise(self, rng: np.random.Generator, out: Float32Array) -> None:
+        frames, dim = out.shape
+        wide = np.empty((frames, dim + len(_SMOOTHING) - 1), np.float32)
         super().draw_noise(rng, wide)
         weights = np.array(_SMOOTHING, np.float32) / np.float32(np.linalg.norm(_SMOOTHING))
         np.sum([weight * wide[:, k : k + dim] for k, weight in enumerate(weights)], axis=0, out=out)
 
 
-def spectra(formants: npt.NDArray[np.float64], heights: npt.NDArray[np.float64], bands: int) -> npt.NDArray[np.float32]:
+def spectra(formants: Float64Array, heights: Float64Array, bands: int) -> Float32Array:
     """float32 [Gaussians, bands]: peaks at the frequencies `formants` (Hz) of these heights, both [Gaussians, peaks]."""
     centers = np.linspace(_mel(np.array(20.0)), _mel(np.array(_HIGHEST)), bands + 2)[1:-1]
     result = np.full((len(formants), bands), _FLOOR)
@@ -254,32 +267,27 @@ def spectra(formants: npt.NDArray[np.float64], heights: npt.NDArray[np.float64],
 
 def make_filter_banks(rng: np.random.Generator, lexicon: Lexicon, bands: int) -> FilterBanks:
     """Draws the formants of each phone; those of its HMM states, senones and components are near them."""
-    phone, state, pdfs, peaks = lexicon.pdf_phone, lexicon.pdf_state, len(lexicon.pdf_phone), len(_FORMANTS)
     low, high = np.log(_FORMANTS).T
-    center = rng.uniform(low, high, (len(PHONES), peaks))[phone]
-    center += rng.normal(0, _STATE_MOVES, (len(PHONES) * STATES, peaks))[phone * STATES + state]
-    center += rng.normal(0, _SENONE_MOVES, (pdfs, peaks))
-    apart = rng.normal(0, _COMPONENT_MOVES, (len(PHONES), COMPONENTS, peaks))[phone]
-    formants = np.exp(center[:, None] + apart).reshape(-1, peaks)
-    kinds = [(0.0,) * peaks if p == PHONES[0] else _VOWEL if p in VOWELS else _CONSONANT for p in PHONES]
-    loud = rng.uniform(0.7, 1.3, (len(PHONES) * STATES, peaks))[phone * STATES + state]
-    heights = np.repeat(np.array(kinds)[phone] * loud, COMPONENTS, axis=0)
-    stddevs = np.repeat(rng.uniform(0.8, 1.25, (len(PHONES) * STATES, bands))[phone * STATES + state], COMPONENTS, 0)
-    means, self_loop = spectra(formants, heights, bands), np.where(phone == 0, SILENCE_SELF_LOOP, SPEECH_SELF_LOOP)
-    return FilterBanks(lexicon, means, stddevs.astype(np.float32), self_loop, formants, heights)
+    centers = rng.uniform(low, high, (len(PHONES), len(_FORMANTS)))
+    formants = np.exp(_draw_around(rng, lexicon, centers, _MOVES))
+    peaks = [(0.0,) * len(_FORMANTS) if p == PHONES[0] else _VOWEL if p in VOWELS else _CONSONANT for p in PHONES]
+    heights = np.repeat(np.array(peaks)[lexicon.pdf_phone], COMPONENTS, axis=0)
+    heights *= _draw_by_state(rng, lexicon, 0.7, 1.3, len(_FORMANTS))
+    stddevs = _draw_by_state(rng, lexicon, *_STDDEVS, bands).astype(np.float32)
+    return FilterBanks(lexicon, spectra(formants, heights, bands), stddevs, formants, heights)
 
 
 ACOUSTICS = {"gaussian": make_acoustics, "fbank": make_filter_banks}
 """The kinds of features: a random generator, a lexicon and the number of dims make one."""
 
 
-Utterance = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]
+Utterance = tuple[Int64Array, Int32Array, Float32Array]
 """Its word indices, transition-ids (int32 [frames]) and features (float32 [frames, dim])."""
 
 
-def _gather_ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _gather_ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
     ends = np.cumsum(lengths)
-    ranges: npt.NDArray[np.int64] = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)
+    ranges: Int64Array = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)
     return ranges
 
 
@@ -299,10 +307,10 @@ def draw_batch(rng: np.random.Generator, acoustics: Acoustics, count: int, voice
     items = items[keep]
     lengths = np.diff(lexicon.offsets)[items]
     pdfs = lexicon.pdfs[_gather_ranges(lexicon.offsets[items], lengths)]
-    durations = rng.geometric(1 - acoustics.self_loop[pdfs])
+    durations = rng.geometric(1 - lexicon.self_loop[pdfs])
     per_item = np.add.reduceat(durations, np.cumsum(lengths) - lengths)
     starts = np.cumsum(np.bincount(utterance, per_item, count)).astype(np.int64)[:-1]  # of all but the first
-    # The component of the mixture is that of a whole HMM state: a neighbour in time has the same accent.
+    # The component of the mixture is that of a whole HMM state: a neighbor in time has the same accent.
     gaussian = np.repeat(pdfs * COMPONENTS + rng.integers(0, COMPONENTS, len(pdfs)), durations)
     # Transition-ids as Kaldi orders them ("reorder"): the transition out of the state first, then its self-loops.
     transition_ids = np.repeat(2 * pdfs + 1, durations).astype(np.int32)
@@ -312,9 +320,7 @@ def draw_batch(rng: np.random.Generator, acoustics: Acoustics, count: int, voice
     return zip(words_of, np.split(transition_ids, starts), np.split(features, starts), strict=True)
 
 
-def sample_features(
-    rng: np.random.Generator, acoustics: Acoustics, gaussian: npt.NDArray[np.int64], voice: Voice
-) -> npt.NDArray[np.float32]:
+def sample_features(rng: np.random.Generator, acoustics: Acoustics, gaussian: Int64Array, voice: Voice) -> Float32Array:
     features = np.empty((len(gaussian), acoustics.dim), np.float32)
     step = max(1, (1 << 17) // acoustics.dim)  # a piece that fits the cache
     for first in range(0, len(gaussian), step):
@@ -337,7 +343,7 @@ def write_model(path: Path, acoustics: Acoustics) -> None:
     weights = np.full(COMPONENTS, 1 / COMPONENTS)
     with atomic_write(path) as handle:
         writer = BasicTypeWriter(handle)
-        write_left_to_right(writer, len(PHONES), STATES, triples, acoustics.self_loop)
+        write_left_to_right(writer, len(PHONES), STATES, triples, lexicon.self_loop)
         writer.token("<DIMENSION>")
         writer.int32(acoustics.dim)
         writer.token("<NUMPDFS>")
@@ -348,9 +354,9 @@ def write_model(path: Path, acoustics: Acoustics) -> None:
 
 def write_diag_gmm(
     writer: BasicTypeWriter,
-    means: npt.NDArray[np.float64],
-    variances: npt.NDArray[np.float64],
-    weights: npt.NDArray[np.float64],
+    means: Float64Array,
+    variances: Float64Array,
+    weights: Float64Array,
 ) -> None:
     """Writes the mixture of one pdf: means and variances [Gaussians, dim], weights [Gaussians] that sum to one."""
     # The log likelihood of an all-zero feature vector, per Gaussian.

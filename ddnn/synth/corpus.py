@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
 from ddnn.kaldi.data_dir import FRAMES_PER_HOUR
@@ -23,6 +22,7 @@ from ddnn.synth.acoustics import (
     make_lexicon,
     write_model,
 )
+from ddnn.util.arrays import Float32Array, Int32Array, Int64Array
 from ddnn.util.errors import UserError
 from ddnn.util.files import atomic_directory, ensure_directory, write_text
 
@@ -75,17 +75,19 @@ def _check(options: SynthOptions) -> tuple[float, int]:
     """The hours and speakers of the test set; UserError where an option is out of range."""
     test_hours = min(5.0, options.hours / 10) if options.test_hours is None else options.test_hours
     test_speakers = max(2, options.speakers // 8)
-    errors = []
-    if not 0 < options.hours <= 100_000 or not 0 < test_hours <= 100_000:
-        errors.append(f"hours {options.hours} and test hours {test_hours}: expected more than 0, and 100000 at most")
-    if not 2 <= options.speakers <= 99_999:
-        errors.append(f"speakers {options.speakers}: expected 2 (one is held out for cross-validation) to 99999")
-    if not 1 <= options.dim <= 10_000:
-        errors.append(f"dim {options.dim}: expected 1 to 10000")
-    if options.features not in ACOUSTICS:
-        errors.append(f"features {options.features}: expected {' or '.join(ACOUSTICS)}")
-    if not 0 <= options.seed < 2**63:
-        errors.append(f"seed {options.seed}: expected 0 to 2^63 - 1")
+    hours = (options.hours, test_hours)
+    valid = {
+        f"hours {hours[0]} and test hours {hours[1]}: expected more than 0, and 100000 at most": all(
+            0 < value <= 100_000 for value in hours
+        ),
+        f"speakers {options.speakers}: expected 2 (one is held out for cross-validation) to 99999": (
+            2 <= options.speakers <= 99_999
+        ),
+        f"dim {options.dim}: expected 1 to 10000": 1 <= options.dim <= 10_000,
+        f"features {options.features}: expected {' or '.join(ACOUSTICS)}": options.features in ACOUSTICS,
+        f"seed {options.seed}: expected 0 to 2^63 - 1": 0 <= options.seed < 2**63,
+    }
+    errors = [message for message, is_valid in valid.items() if not is_valid]
     if errors:
         raise UserError("; ".join(errors), hint="ddnn synth --help has the defaults")
     return test_hours, test_speakers
@@ -93,7 +95,7 @@ def _check(options: SynthOptions) -> tuple[float, int]:
 
 def _write_graph(folder: Path, model: Acoustics) -> None:
     ensure_directory(folder)
-    write_fst(folder / "HCLG.fst", make_graph(model.lexicon, model.self_loop))
+    write_fst(folder / "HCLG.fst", make_graph(model.lexicon))
     _write_symbols(folder / "words.txt", ["<eps>", *model.lexicon.words, "#0", "<s>", "</s>"])
     write_text(folder / "num_pdfs", f"{len(model.lexicon.pdf_phone)}\n")
     _write_symbols(folder / "phones.txt", ["<eps>", *PHONES, "#0"])
@@ -125,10 +127,10 @@ def _write_split(
     bytes_in_all = split.frames_each * len(split.speakers) * model.dim
     jobs = min(len(split.speakers), max(2, -(-bytes_in_all // _ARCHIVE_BYTES)))
     tables: dict[str, list[str]] = {"text": [], "utt2spk": [], "spk2utt": []}
-    aligned: list[tuple[str, npt.NDArray[np.int32]]] = []  # of one archive
+    aligned: list[tuple[str, Int32Array]] = []  # of one archive
     frames = 0
 
-    def features(speakers: npt.NDArray[np.int64]) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    def features(speakers: Int64Array) -> Iterator[tuple[str, Float32Array]]:
         nonlocal frames
         for speaker in speakers.tolist():
             name, spoken, utterances = split.speakers[speaker], 0, list[str]()

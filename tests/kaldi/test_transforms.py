@@ -302,8 +302,8 @@ def without_trans(path: Path) -> None:
     ("change", "said"),
     [
         (another_final_mat, r"another final.mat \(\w{12} found, \w{12} expected, by digest\)"),
-        (another_context, "left_context 2 found, 1 expected, right_context 1 found, 2 expected"),
-        (without_trans, r"there is no trans.\*, those had fMLLR transforms"),
+        (another_context, r"LDA\+MLLT over 2\+1\+1 frames, fMLLR found, LDA\+MLLT over 1\+1\+2 frames, fMLLR expected"),
+        (without_trans, r"LDA\+MLLT over 1\+1\+2 frames found, LDA\+MLLT over 1\+1\+2 frames, fMLLR expected"),
     ],
 )
 def test_the_transforms_of_another_system_are_refused(
