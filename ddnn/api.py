@@ -254,9 +254,10 @@ def score(
     Raises:
         UserError: packages are missing; an input is missing, damaged, or does not fit the others.
     """
-    from ddnn.decoding import scoring
+    from ddnn.decoding import score as scoring
+    from ddnn.decoding.options import decode_options
 
-    options = scoring.decode_options(
+    options = decode_options(
         None if acoustic_scale_from is None else Path(acoustic_scale_from),
         acoustic_scales=None if acoustic_scale is None else tuple(map(float, acoustic_scale)),
         word_insertion_penalties=None if word_insertion_penalty is None else tuple(map(float, word_insertion_penalty)),

@@ -24,7 +24,7 @@ TOKENS = {
     "bench": 4_800,
     "cli": 6_000,
     "data": 18_900,
-    "decoding": 10_400,
+    "decoding": 9_800,
     "distributed": 10_300,
     "inspection": 8_500,
     "kaldi": 21_450,

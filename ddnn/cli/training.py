@@ -282,9 +282,10 @@ def score(
     out: Path | None, frame_shift: float, jobs: int, per_utterance: bool, json_: bool,
 ) -> None:  # fmt: skip
     """Compute word error rates without Kaldi; needs ddnn[decode]."""
-    from ddnn.decoding import scoring
+    from ddnn.decoding import score as scoring
+    from ddnn.decoding.options import decode_options
 
-    options = scoring.decode_options(
+    options = decode_options(
         acoustic_scale_from, acoustic_scales=acoustic_scale, word_insertion_penalties=word_insertion_penalty, beam=beam
     )
     result = scoring.score(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ddnn.kaldi.data_dir import read_text, read_utt2spk
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.text import plural, printable
+from ddnn.util.text import plural, printable, render
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,12 @@ def import_kaldialign() -> ModuleType:
     except ImportError as error:
         raise UserError("counting word errors needs the package kaldialign", hint=HINT_INSTALL) from error
     return cast(ModuleType, kaldialign)
+
+
+def edit_counts(reference: Sequence[str], hypothesis: Sequence[str]) -> tuple[int, int, int]:
+    """Insertions, deletions and substitutions."""
+    counts = import_kaldialign().edit_distance(tuple(reference), tuple(hypothesis))
+    return int(counts["ins"]), int(counts["del"]), int(counts["sub"])
 
 
 def read_reference(path: Path) -> dict[str, tuple[str, ...]]:
@@ -105,10 +111,10 @@ def estimate_of(difference: float, replicates: npt.NDArray[np.float64]) -> Estim
 
 def wer_interval(errors: Sequence[int], words: Sequence[int], speakers: Sequence[int]) -> tuple[float, float]:
     """The 95 % interval of one system's word error rate in percent, between percentiles of the bootstrap replicates;
-    arguments by utterance, as of `bootstrap_wer`."""
-    own = np.array([errors], np.int64)
-    found = bootstrap_wer(own, np.zeros_like(own), np.array(words, np.int64), np.array(speakers, np.int64))
-    return found.low, found.high
+    arguments by utterance: see `bootstrap_wer`."""
+    own = np.array([errors])
+    estimate = bootstrap_wer(own, np.zeros_like(own), np.array(words), np.array(speakers))
+    return estimate.low, estimate.high
 
 
 def speaker_numbers(utt2spk: Path, utterances: Sequence[str]) -> tuple[int, ...]:
@@ -176,56 +182,38 @@ class Comparison:
         return {**asdict(self), "significant": self.estimate.significant}
 
     def as_text(self) -> str:
-        width = max(map(len, self.names))
-        lines = [
-            f"{self.utterances} utterances, {self.words} words; 95 % percentile intervals by {self.units} {self.drawn}"
-        ]
-        for name, wer, (low, high) in zip(self.names, self.wers, self.intervals, strict=True):
-            lines.append(f"{name:{width}}  WER {wer:6.2f} %  (95 % interval {low:.2f} .. {high:.2f})")
-        e = self.estimate
-        better, worse = self.names if e.difference < 0.0 else self.names[::-1]
-        points = f"{e.difference:+.2f} points of WER (95 % interval {e.low:+.2f} .. {e.high:+.2f})"
-        share = f"the second is better in {100.0 * e.prob_improvement:.1f} % of {REPLICATES:,} replicates"
-        no = "not significant: the interval contains 0"
-        verdict = f"significant: {better} is better than {worse}" if e.significant else no
-        return "\n".join([*lines, f"first minus second: {points}; {share}", verdict])
+        return render("compare-wer.txt.j2", c=self, replicates=REPLICATES)
 
 
 def compare_hypotheses(reference: Path, hypotheses: tuple[Path, Path], utt2spk: Path | None = None) -> Comparison:
     """Whether two systems differ: their words, each a Kaldi text or a folder of `ddnn score --out`, against those of
     `reference`, a Kaldi text of the same utterances. `utt2spk`: where None, the file beside `reference`, if there is one.
     UserError: the package kaldialign is missing. DataError: a file is damaged, or lacks utterances."""
-    ka, spoken = import_kaldialign(), read_reference(reference)
+    import_kaldialign()
+    spoken = read_reference(reference)
     utterances, errors = list(spoken), []
     for path in hypotheses:
         path = path / "text" if path.is_dir() else path
-        found = read_text(path)
-        if found.keys() != spoken.keys():
-            lacks, more = (sorted(a - b) for a, b in ((spoken.keys(), found.keys()), (found.keys(), spoken.keys())))
-            message = f"{plural(len(lacks), 'utterance')} of the reference missing, {len(more)} not in it"
-            message += f", as {printable((lacks or more)[0], '')}"
+        recognized = read_text(path)
+        if recognized.keys() != spoken.keys():
+            missing, extra = sorted(spoken.keys() - recognized.keys()), sorted(recognized.keys() - spoken.keys())
+            message = f"{plural(len(missing), 'utterance')} of the reference missing, {len(extra)} not in it"
+            message += f", as {printable((missing or extra)[0], '')}"
             hint = f"give the words of exactly the utterances of {reference}"
             raise DataError(message, location=path, hint=hint)
-        counts = (ka.edit_distance(spoken[name], tuple(found[name])) for name in utterances)
-        errors.append([int(one["ins"]) + int(one["del"]) + int(one["sub"]) for one in counts])
+        errors.append([sum(edit_counts(spoken[name], recognized[name])) for name in utterances])
     if utt2spk is not None and not utt2spk.is_file():
         raise DataError("no such file", location=utt2spk, hint="name the utt2spk of the reference")
     numbers, drawn = units_drawn(utt2spk or reference.with_name("utt2spk"), utterances)
     words = [len(spoken[name]) for name in utterances]
-    first, second = (np.array([one], np.int64) for one in errors)
-    estimate = bootstrap_wer(first, second, np.array(words, np.int64), np.array(numbers, np.int64))
-    wers, intervals = (
-        [100.0 * sum(one) / sum(words) for one in errors],
-        [wer_interval(one, words, numbers) for one in errors],
-    )
-    names = (str(hypotheses[0]), str(hypotheses[1]))
+    first, second = errors
     return Comparison(
-        names,
-        (wers[0], wers[1]),
-        (intervals[0], intervals[1]),
-        estimate,
-        drawn,
-        sum(words),
-        len(words),
-        len(set(numbers)),
+        names=(str(hypotheses[0]), str(hypotheses[1])),
+        wers=(100.0 * sum(first) / sum(words), 100.0 * sum(second) / sum(words)),
+        intervals=(wer_interval(first, words, numbers), wer_interval(second, words, numbers)),
+        estimate=bootstrap_wer(np.array([first]), np.array([second]), np.array(words), np.array(numbers)),
+        drawn=drawn,
+        words=sum(words),
+        utterances=len(words),
+        units=len(set(numbers)),
     )

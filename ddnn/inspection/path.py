@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddnn.decoding.options import read_choice
 from ddnn.inspection.status import read_status
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import (
@@ -279,8 +280,6 @@ def _archive(records: Iterator[tuple[str, NDArray[Any]]], *, of_transforms: bool
 
 
 def _scoring(path: Path) -> dict[str, Any]:
-    from ddnn.decoding.scoring import read_choice  # and what it imports
-
     choice, wer = read_choice(path), json.loads(_content(path / "score.json")).get("wer")
     figures = {"acoustic_scale": choice.acoustic_scale, "word_insertion_penalty": choice.word_insertion_penalty}
     words = _transcripts(path / "text") if (path / "text").exists() else {}

@@ -170,8 +170,9 @@ def _word_errors(run_dir: Path, test: TestSet, device: str, scratch: Path) -> di
     """Word errors with each graph; of a test set without graphs what Kaldi's scoring has left, if it has run."""
     if not test.graphs or test.model is None or test.text is None:
         return _kaldi_word_errors(run_dir, test)
+    from ddnn.decoding.options import DecodeOptions
     from ddnn.decoding.prepare import prepare_decoding
-    from ddnn.decoding.scoring import DecodeOptions, score
+    from ddnn.decoding.score import score
 
     word_errors = {}
     with tempfile.TemporaryDirectory(dir=scratch) as folder:

@@ -99,14 +99,16 @@ def _nnet1(folder: Path) -> None:
 
 
 def _graph(folder: Path) -> None:
-    from ddnn.decoding.scoring import read_graph
+    from ddnn.decoding.graph import read_graph
 
     read_graph(folder, folder / "final.mdl")
 
 
 def _decode(folder: Path) -> None:
     """The graph, walked by the decoder's C++."""
-    from ddnn.decoding.scoring import DecodeOptions, decode_utterances, read_graph
+    from ddnn.decoding.graph import read_graph
+    from ddnn.decoding.options import DecodeOptions
+    from ddnn.decoding.search import decode_utterances
 
     scores = [(name, np.log(np.abs(matrix) + 0.1)) for name, matrix in seeds.MATRICES.items()]
     options = DecodeOptions((0.1,), 13.0, 100, 2)

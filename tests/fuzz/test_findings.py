@@ -166,7 +166,7 @@ def test_cmvn_statistics_that_overflow(tmp_path: Path, value: float) -> None:
 
 def test_epsilons_of_negative_cost_in_a_long_chain(tmp_path: Path) -> None:
     """Each of up to 10,000 rounds looked at every arc and reached one state more: 1.4 s for 20,000 arcs."""
-    from ddnn.decoding.scoring import read_graph
+    from ddnn.decoding.graph import read_graph
 
     write_graph_dir(tmp_path)
     write_model(tmp_path / "final.mdl")
@@ -185,7 +185,7 @@ def test_epsilons_of_negative_cost_in_a_long_chain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["num_jobs", "num_pdfs"])
 def test_a_small_file_that_is_large(tmp_path: Path, name: str) -> None:
-    from ddnn.decoding.scoring import read_graph
+    from ddnn.decoding.graph import read_graph
 
     write_graph_dir(tmp_path)
     write_model(tmp_path / "final.mdl")

@@ -126,7 +126,8 @@ def test_alignments_are_those_of_the_words(made: tuple[Path, SynthSummary]) -> N
 
 def test_the_true_model_decodes_it(made: tuple[Path, SynthSummary], tmp_path: Path) -> None:
     pytest.importorskip("kaldi_decoder")
-    from ddnn.decoding.scoring import DecodeOptions, score
+    from ddnn.decoding.options import DecodeOptions
+    from ddnn.decoding.score import score
 
     out, summary = made
     graph = read_fst(out / "graph" / "HCLG.fst")

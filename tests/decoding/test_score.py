@@ -15,17 +15,10 @@ import pytest
 from corpora import loop_of_words, write_graph_dir, write_model
 from kaldi_files import read_matrix
 
-from ddnn.decoding.scoring import (
-    DecodeOptions,
-    DecodingGraph,
-    _output_labels,
-    as_json,
-    decode_utterances,
-    read_choice,
-    read_graph,
-    render_text,
-    score,
-)
+from ddnn.decoding.graph import DecodingGraph, read_graph
+from ddnn.decoding.options import DecodeOptions, read_choice
+from ddnn.decoding.score import as_json, render_text, score
+from ddnn.decoding.search import _output_labels, decode_utterances
 from ddnn.decoding.word_errors import (
     UtteranceScore,
     align_words,
@@ -177,7 +170,7 @@ def test_several_processes_give_the_result_of_one(toy: Path, monkeypatch: pytest
         advanced[:] = [0, total]
         yield advance
 
-    monkeypatch.setattr("ddnn.decoding.scoring.frame_counter", counter)
+    monkeypatch.setattr("ddnn.decoding.score.frame_counter", counter)
     options = DecodeOptions((0.001, 1.0), word_insertion_penalties=(0.0, 0.5))
     expected = run(toy, options)
     for jobs, processes in ((2, 2), (9, 3)):
