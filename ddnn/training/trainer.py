@@ -388,6 +388,10 @@ class Trainer:
         shared |= prefixed("combination", self.combination.state_dict(shared=True))
         return metadata.model_dump(), shared, rank
 
+    def _in_order(self, figures: dict[str, float]) -> EvalResult:
+        """Figures of a checkpoint, whose names are sorted, in the order of the objective: the first is its loss."""
+        return EvalResult({name: figures[name] for name in self.losses.committed.names if name in figures}, 0)
+
     def restore(self, loaded: LoadedCheckpoint) -> None:
         """Restores what was captured; DataError where it does not fit this training. Collective where not `bitwise`:
         all take the model of rank 0."""
@@ -399,8 +403,8 @@ class Trainer:
         progress.load_state_dict(rank, location)
         progress.started, progress.epoch = True, metadata.epoch
         self.resize_minibatches()
-        self.initial, self.kept_epoch = EvalResult(metadata.initial, 0), metadata.kept_epoch
-        self.kept = self.delivered = EvalResult(metadata.kept, 0)
+        self.initial, self.kept_epoch = self._in_order(metadata.initial), metadata.kept_epoch
+        self.kept = self.delivered = self._in_order(metadata.kept)
         states = (unprefixed("combination", state) for state in (loaded.global_state, rank))
         self.combination.load_state_dict({k: v for state in states for k, v in state.items()}, location)
         sums = tensor_like(self.losses.to_tensor(), rank, "loss_sums", location)
