@@ -25,7 +25,9 @@ from ddnn.nn import layers
 from ddnn.nn.acoustic_model import AcousticModel, load_model, save_model
 from ddnn.nn.layers import Affine
 from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.recipe.load import load_recipe
 from ddnn.training import options
+from ddnn.training.network_layers import network_layers
 
 PAGE = (Path(__file__).parents[1] / "docs/extending.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -104,3 +106,8 @@ def test_a_layer(example: ModuleType, tmp_path: Path) -> None:
     assert float(loss) == pytest.approx(twin.item(), rel=1e-5)
     save_model(tmp_path / "m.safetensors", AcousticModel(FeatureConfig(), splice_only(6, 0), network))
     assert load_model(tmp_path / "m.safetensors").network.layers == network.layers
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "data: {train: ., alignments: ., splice: 1}\nmodel: {layers: [{stored: {kind: gain}}, {affine: 4}]}\n"
+    )
+    assert network_layers(load_recipe(path), 6, 3)[:-1] == (example.Gain(6), Affine(6, 4))

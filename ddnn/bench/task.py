@@ -59,13 +59,13 @@ class Shape(NamedTuple):
             return mlp_layers(dim, self.hidden_layers, self.hidden_units, self.pdfs)
         return (
             *(
-                Convolution(dim, 8, 1, DIM, 128),
-                MaxPooling(4224, 3, 3, 128),
+                Convolution.of_pieces(dim, 8, 1, DIM, 128),
+                MaxPooling.of_patches(4224, 3, 3, 128),
                 Scale(1408),
                 Shift(1408),
                 Activation(1408),
             ),
-            *(Convolution(1408, 4 * 128, 128, 1408, 256), Scale(2048), Shift(2048), Activation(2048)),
+            *(Convolution.of_pieces(1408, 4 * 128, 128, 1408, 256), Scale(2048), Shift(2048), Activation(2048)),
             *mlp_layers(2048, self.hidden_layers, self.hidden_units, self.pdfs),
         )
 

@@ -126,18 +126,16 @@ def _without_key(path: Path, *, is_matrix: bool) -> tuple[str, dict[str, Any]]:
 
 def _model(path: Path) -> dict[str, Any]:
     from ddnn.nn.acoustic_model import load_model  # torch takes a second; the other kinds do without
-    from ddnn.nn.layers import describe_sizes
-    from ddnn.training.network_layers import describe_hidden
+    from ddnn.nn.layers import describe_layers, describe_sizes
 
     model = load_model(path)
     layers, transform = model.network.layers, model.transform
     before, behind = -min(transform.offsets), max(transform.offsets)
     whole = transform.offsets == tuple(range(-before, behind + 1))
     equal = all(layer.kind == "affine" for layer in layers)
-    static = transform.dim // (model.features.deltas + 1)
     return {
         "network": describe_sizes(layers),
-        **({} if equal else {"layers": describe_hidden(layers, len(transform.offsets), static)}),
+        **({} if equal else {"layers": describe_layers(layers[:-1])}),
         "activations": list(
             dict.fromkeys(layer.label for layer in layers if layer.kind in ("affine", "activation", "prelu"))
         ),

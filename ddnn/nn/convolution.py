@@ -10,11 +10,11 @@ was no faster, nor was a batched one. Nothing here has been seen on a GPU.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,40 +29,18 @@ from ddnn.nn.layer import (
     Shape,
     Views,
     as_array,
-    as_given,
     as_parameters,
     check_coefs,
     check_sizes,
     limit_row_norms,
+    numbers_of,
 )
 
 
 def nearest_divisors(number: int, to: int) -> str:
-    """The divisors of `number` next to `to`, below and above, as text."""
-    divisors = sorted({d for one in range(1, int(number**0.5) + 1) if number % one == 0 for d in (one, number // one)})
-    below, above = [d for d in divisors if d < to][-1:], [d for d in divisors if d > to][:1]
-    return " and ".join(map(str, below + above))
-
-
-def check_pieces(name: str, whole: int, size: int, what: str) -> None:
-    """ValueError, with the nearest sizes that fit, unless pieces of `size` make up `whole`."""
-    if whole % size:
-        raise ValueError(f"{name} {size} does not divide {whole} {what}; {nearest_divisors(whole, size)} would")
-
-
-def window_count(name: str, length: int, size: int, step: int, what: str = "bands") -> int:
-    """How often a window of `size`, moved by `step`, finds place in `length`, of which nothing may be left over.
-    ValueError, with the nearest sizes and steps that fit: something is."""
-    if size > length:
-        raise ValueError(f"{name} {size} does not fit into {length} {what}; 1 to {length} do")
-    rest = (length - size) % step
-    if rest:
-        sizes = [fit for fit in (size - step + rest, size + rest) if fit > 0]
-        raise ValueError(
-            f"{name} {size} moved by steps of {step} leaves {rest} of {length} {what} over; with this step "
-            f"{name} {' and '.join(map(str, sizes))} fit, with this {name} steps of {nearest_divisors(length - size, step)}"
-        )
-    return 1 + (length - size) // step
+    """The divisors of `number` next to `to`, below and above."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    return " and ".join(map(str, [d for d in divisors if d <= to][-1:] + [d for d in divisors if d > to][:1]))
 
 
 BLOCK = 2**20
@@ -86,6 +64,29 @@ class Axis(NamedTuple):
     def windows(self) -> int:
         """How many there are."""
         return 1 + (self.length - self.span) // self.step
+
+    def check(self, size: str, step: str, places: str) -> None:
+        """ValueError, with the nearest sizes that fit, unless the windows cover all places. `size`, `step`: the keys of a
+        recipe that say them; `places`: what the places are."""
+        if self.span > self.length:
+            if self.dilation > 1:
+                dilated = f"with dilation {self.dilation} spans {self.span} of {self.length} {places}"
+                raise ValueError(f"{size} {self.size} {dilated}")
+            fit = f"{self.length} {places}; 1 to {self.length} do"
+            if self.length == 1:
+                fit = f"1 {places.removesuffix('es' if places == 'patches' else 's')}; 1 does"
+            raise ValueError(f"{size} {self.size} does not fit into {fit}")
+        moved = self.length - self.span
+        rest = moved % self.step
+        if rest and places == "patches" and self.step == self.size:  # pools that do not overlap
+            fit = nearest_divisors(self.length, self.size)
+            raise ValueError(f"{size} {self.size} does not divide {self.length} {places}; {fit} do")
+        if rest:
+            sizes = [fit for fit in (self.span + rest - self.step, self.span + rest) if fit > 0]
+            raise ValueError(
+                f"{size} {self.span} with {step} {self.step} leaves {rest} of {self.length} {places} over; "
+                f"{size} {' and '.join(map(str, sizes))}, or {step} {nearest_divisors(moved, self.step)} fit"
+            )
 
     @property
     def side_by_side(self) -> bool:
@@ -116,28 +117,125 @@ def check_fields(layer: Layer, names: str) -> None:
     check_sizes(**{name: getattr(layer, name) for name in names.split()})
 
 
-class Filters(Layer):
-    """What convolutions have in common. A patch reads a window of times and bands with all their channels; the elements
-    of a filter have the order of the row. The output is (times', bands', filters). Weights have neither momentum nor
-    weight decay, and the gradient is summed over the patches."""
+def row_of_pieces(in_features: int, stride: int, name: str) -> int:
+    """How many pieces of `stride` values a row of nnet1 has. ValueError: the field `name` is not such a stride."""
+    check_sizes(in_features=in_features, **{name: stride})
+    if in_features % stride:
+        fit = nearest_divisors(in_features, stride)
+        raise ValueError(f"{name} {stride} does not divide {in_features} inputs; {fit} do")
+    return in_features // stride
 
+
+@dataclass(frozen=True)
+class Convolution(Layer):
+    """A convolution over time and frequency, linear: y[t', b', f] = b[f] + sum over i, c, j of W[f, (i, c, j)] x[t'
+    `time_step` + i `time_dilation`, c, b' `band_step` + j], for all `channels` c. Weights have neither momentum nor weight
+    decay, and the gradient is summed over the patches. ValueError: the sizes do not fit.
+
+    A row is (times, channels, bands), as spliced features are, whose channels are the static features and their deltas;
+    with `channels_last` (times, bands, channels), as the output of a convolution is, whose channels are its filters. A
+    patch is a window of times and bands with all their channels; the elements of a filter have the order of the row. The
+    output is (times', bands', filters).
+
+    Filters that read all times move along the bands alone: they are nnet1's convolution, whose row has pieces of
+    `patch_stride` values, and the fields become those of such a row, of one time: `channels` pieces of `bands` values each.
+
+    A layer of a TDNN is one with the whole of a frame as its band, and that of the frames t-3, t, t+3 has `time_size` 3
+    and `time_dilation` 3: `splice` within the network. Each frame of a minibatch computes all of its context, as its
+    neighbors are elsewhere.
+
+    `max_norm`: after each update a filter, its bias apart, whose L2 norm is above it is scaled down to it; 0 is none.
+    `weight_stddev`, `bias_mean`, `bias_range`: W begins as N(0, stddev^2), b uniform in mean +- range/2.
+    """
+
+    kind: ClassVar[str] = "conv"
+    component = nnet1.ConvolutionalComponent
+
+    times: int
+    channels: int
+    bands: int
+    time_size: int
+    band_size: int
     filters: int
-    learn_rate_coef: float
-    bias_learn_rate_coef: float
-    max_norm: float
-    weight_stddev: float
-    bias_mean: float
-    bias_range: float
+    time_step: int = 1
+    band_step: int = 1
+    time_dilation: int = 1
+    channels_last: bool = False
+    learn_rate_coef: float = 1.0
+    bias_learn_rate_coef: float = 1.0
+    max_norm: float = 0.0
+    weight_stddev: float = 0.1
+    bias_mean: float = -2.0
+    bias_range: float = 2.0
 
-    @property
-    @abstractmethod
-    def grid(self) -> Grid: ...
-
-    def check(self) -> None:
-        """ValueError: not a layer. To be called when the sizes have been checked."""
+    def __post_init__(self) -> None:
+        check_fields(self, "times channels bands time_size band_size filters time_step band_step time_dilation")
+        if type(self.channels_last) is not bool:
+            raise ValueError(f"channels_last {self.channels_last!r}, expected true or false")
+        time, band = self._axes
+        if time.size == time.span == time.length:
+            band.check("patch", "step", "bands")
+            self._merge_times()
+        else:
+            time.check("patch.time", "step.time", "frames")
+            band.check("patch.bands", "step.bands", "bands")
         check_sizes(inputs=self.input_dim, outputs=self.output_dim)
         check_coefs(self.learn_rate_coef, self.bias_learn_rate_coef, self.max_norm)
         check_coefs(self.weight_stddev, self.bias_mean, self.bias_range)
+
+    def _merge_times(self) -> None:
+        """Makes the times further pieces of the row, and the channels inside the bands values of these."""
+        pieces, wide = (self.times, self.channels) if self.channels_last else (self.times * self.channels, 1)
+        merged = {
+            "times": 1,
+            "time_size": 1,
+            "time_step": 1,
+            "time_dilation": 1,
+            "channels": pieces,
+            "channels_last": False,
+        }
+        merged |= {name: getattr(self, name) * wide for name in ("bands", "band_size", "band_step")}
+        for name, value in merged.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of_pieces(
+        cls,
+        in_features: int,
+        patch_dim: int,
+        patch_step: int,
+        patch_stride: int,
+        filters: int,
+        *args: Any,
+        **numbers: Any,
+    ) -> Convolution:
+        """By the fields of nnet1: the patch p takes `patch_dim` values of each piece of `patch_stride` values, from p
+        `patch_step` on. Then the fields from `learn_rate_coef` on."""
+        check_sizes(patch_dim=patch_dim, patch_step=patch_step, filters=filters)
+        pieces = row_of_pieces(in_features, patch_stride, "patch_stride")
+        return cls(1, pieces, patch_stride, 1, patch_dim, filters, 1, patch_step, 1, False, *args, **numbers)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Layer:
+        return cls.of_pieces(**fields) if "patch_dim" in fields else cls(**fields)
+
+    @property
+    def _axes(self) -> tuple[Axis, Axis]:
+        times = Axis(self.times, self.time_size, self.time_step, self.time_dilation)
+        return times, Axis(self.bands, self.band_size, self.band_step)
+
+    @cached_property
+    def grid(self) -> Grid:
+        return Grid(*self._axes, self.channels, self.channels_last)
+
+    @property
+    def in_shape(self) -> Shape:
+        inner = (self.bands, self.channels) if self.channels_last else (self.channels, self.bands)
+        return (self.times, *inner)
+
+    @property
+    def out_shape(self) -> Shape:
+        return (self.grid.time.windows, self.grid.band.windows, self.filters)
 
     @cached_property
     def patches(self) -> int:
@@ -237,147 +335,65 @@ class Filters(Layer):
         uniform = torch.rand(p["bias"].shape, generator=generator) - 0.5
         p["bias"].copy_(uniform * self.bias_range + self.bias_mean)
 
-
-@dataclass(frozen=True)
-class Convolution(Filters):
-    """nnet1's convolution: filters that move along each of the pieces of a row at once, y[p M + f] = b[f] + sum over k
-    of W[f, k] x[column(p, k)]; linear, an activation is a layer of its own. ValueError: the sizes do not fit.
-
-    A row has S pieces of `patch_stride` values. Patch p takes `patch_dim` values of each piece, from p `patch_step` on;
-    element k = s `patch_dim` + i of a filter reads column s `patch_stride` + p `patch_step` + i. The output has the M
-    filters of a patch side by side, patch after patch. Over the bands of spliced features, `patch_stride` is the number
-    of bands of one stream (feature kind and frame offset). Over the output of another convolution, pools of M filters,
-    the filters move along frequency where `patch_stride` is all of the row, `patch_dim` bands * M, `patch_step` a
-    multiple of M. Weights have neither momentum nor weight decay, and the gradient is summed over the patches.
-
-    `filters`: M. `max_norm`: after each update a filter, its bias apart, whose L2 norm is above it is scaled down to
-    it; 0 is none. `weight_stddev`, `bias_mean`, `bias_range`: W begins as N(0, stddev^2), b uniform in mean +- range/2.
-    """
-
-    kind: ClassVar[str] = "conv"
-
-    in_features: int
-    patch_dim: int
-    patch_step: int
-    patch_stride: int
-    filters: int
-    learn_rate_coef: float = 1.0
-    bias_learn_rate_coef: float = 1.0
-    max_norm: float = 0.0
-    weight_stddev: float = 0.1
-    bias_mean: float = -2.0
-    bias_range: float = 2.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "in_features patch_dim patch_step patch_stride filters")
-        check_pieces("patch_stride", self.in_features, self.patch_stride, "inputs")
-        window_count("patch_dim", self.patch_stride, self.patch_dim, self.patch_step)
-        self.check()
-
-    @cached_property
-    def grid(self) -> Grid:
-        bands = Axis(self.patch_stride, self.patch_dim, self.patch_step)
-        return Grid(Axis(1, 1, 1), bands, self.in_features // self.patch_stride, channels_last=False)
-
-    @property
-    def in_shape(self) -> Shape:
-        return (self.in_features,)
-
-    @property
-    def out_shape(self) -> Shape:
-        return (self.patches, self.filters)
-
     def to_nnet1(self, p: Views) -> list[nnet1.Component]:
-        sizes = (self.in_features, self.patch_dim, self.patch_step, self.patch_stride)
+        if self.times > 1:
+            raise ValueError("nnet1 has no component for a convolution over time")
+        sizes = (self.input_dim, self.band_size, self.band_step, self.bands)
         numbers = (self.learn_rate_coef, self.bias_learn_rate_coef, self.max_norm)
         return [nnet1.ConvolutionalComponent(*sizes, as_array(p["weight"]), as_array(p["bias"]), *numbers)]
 
     @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        if not isinstance(one := components[0], nnet1.ConvolutionalComponent):
-            return None
-        sizes = (one.input_dim, one.patch_dim, one.patch_step, one.patch_stride, len(one.filters))
-        numbers = as_given(one.learn_rate_coef, one.bias_learn_rate_coef, one.max_norm)
-        return cls(*sizes, *numbers), as_parameters(one.filters, one.bias), 1
+    def from_nnet1(cls, component: Any) -> tuple[Layer, Tensor]:
+        sizes = (component.input_dim, component.patch_dim, component.patch_step, component.patch_stride)
+        layer = cls.of_pieces(*sizes, len(component.filters), **numbers_of(component, cls))
+        return layer, as_parameters(component.filters, component.bias)
 
 
 @dataclass(frozen=True)
-class Convolution2d(Filters):
-    """A convolution over time and frequency, linear: y[t', b', f] = b[f] + sum over i, c, j of W[f, (i, c, j)] x[t'
-    `time_step` + i `time_dilation`, c, b' `band_step` + j], for all `channels` c. ValueError: the sizes do not fit.
-
-    A row is (times, channels, bands), as spliced features are, whose channels are the static features and their deltas;
-    with `channels_last` (times, bands, channels), as the output of a convolution is, whose channels are its filters.
-    `time_size`, `band_size`: of a filter. nnet1 has no such component.
-
-    A layer of a TDNN is one with the whole of a frame as its band, and that of the frames t-3, t, t+3 has `time_size` 3
-    and `time_dilation` 3: `splice` within the network. Each frame of a minibatch computes all of its context, as its
-    neighbors are elsewhere.
-    """
-
-    kind: ClassVar[str] = "conv2d"
+class Pooling(Layer):
+    """Pools of `time_size` times and `band_size` bands of a row (times, bands, channels), such as a convolution gives, each
+    channel by itself; the output is (times', bands', channels). Pools may overlap. The derivative of an input is then, as
+    in nnet1, divided by the number of pools that it takes part in. ValueError: the sizes do not fit."""
 
     times: int
-    channels: int
     bands: int
+    channels: int
     time_size: int
     band_size: int
-    filters: int
-    time_step: int = 1
-    band_step: int = 1
-    time_dilation: int = 1
-    channels_last: bool = False
-    learn_rate_coef: float = 1.0
-    bias_learn_rate_coef: float = 1.0
-    max_norm: float = 0.0
-    weight_stddev: float = 0.1
-    bias_mean: float = -2.0
-    bias_range: float = 2.0
+    time_step: int
+    band_step: int
 
     def __post_init__(self) -> None:
-        check_fields(self, "times channels bands time_size band_size filters time_step band_step time_dilation")
-        if type(self.channels_last) is not bool:
-            raise ValueError(f"channels_last {self.channels_last!r}, expected true or false")
-        span = (
-            "time_size"
-            if self.time_dilation == 1
-            else f"time_size {self.time_size} {self.time_dilation} apart, a span of"
-        )
-        window_count(span, self.times, self.grid.time.span, self.time_step, "frames")
-        window_count("band_size", self.bands, self.band_size, self.band_step)
-        self.check()
+        check_fields(self, "times bands channels time_size band_size time_step band_step")
+        check_sizes(inputs=self.input_dim)
+        time, band, *_ = self.grid
+        for axis, name in ((time, ".time"), (band, ".bands")) if self.times > 1 else ((time, ".time"), (band, "")):
+            if axis.step > axis.size:
+                skips = f"would skip patches between pools of {axis.size}; 1 to {axis.size} do not"
+                raise ValueError(f"pool_step{name} {axis.step} {skips}")
+            axis.check(f"pool{name}", f"pool_step{name}", "patches")
+
+    @classmethod
+    def of_patches(cls, in_features: int, pool_size: int, pool_step: int, pool_stride: int) -> Pooling:
+        """By the fields of nnet1: a row has patches of `pool_stride` filters, one after another."""
+        return cls(1, row_of_pieces(in_features, pool_stride, "pool_stride"), pool_stride, 1, pool_size, 1, pool_step)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Layer:
+        return cls.of_patches(**fields) if "pool_size" in fields else cls(**fields)
 
     @cached_property
     def grid(self) -> Grid:
-        times = Axis(self.times, self.time_size, self.time_step, self.time_dilation)
-        return Grid(times, Axis(self.bands, self.band_size, self.band_step), self.channels, self.channels_last)
+        times = Axis(self.times, self.time_size, self.time_step)
+        return Grid(times, Axis(self.bands, self.band_size, self.band_step), self.channels)
 
     @property
     def in_shape(self) -> Shape:
-        inner = (self.bands, self.channels) if self.channels_last else (self.channels, self.bands)
-        return (self.times, *inner)
+        return (self.times, self.bands, self.channels)
 
     @property
     def out_shape(self) -> Shape:
-        return (self.grid.time.windows, self.grid.band.windows, self.filters)
-
-
-class Pools(Layer):
-    """What pooling layers have in common. A row is (times, bands, channels); a pool is a window of times and bands, each
-    channel by itself, and the output (times', bands', channels). Pools may overlap. The derivative of an input is then,
-    as in nnet1, divided by the number of pools that it takes part in."""
-
-    @property
-    @abstractmethod
-    def grid(self) -> Grid: ...
-
-    @property
-    def in_shape(self) -> Shape:
-        return (self.grid.time.length, self.grid.band.length, self.grid.channels)
-
-    @property
-    def out_shape(self) -> Shape:
-        return (self.grid.time.windows, self.grid.band.windows, self.grid.channels)
+        return (self.grid.time.windows, self.grid.band.windows, self.channels)
 
     @cached_property
     def _shared(self) -> list[tuple[slice, slice, int]]:
@@ -425,9 +441,23 @@ class Pools(Layer):
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         """Nothing: there are no parameters."""
 
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        if self.times > 1:
+            raise ValueError("nnet1 has no component for pooling over time")
+        made: nnet1.Component = cast(Any, self.component)(self.input_dim, self.band_size, self.band_step, self.channels)
+        return [made]
 
-class Largest(Pools):
+    @classmethod
+    def from_nnet1(cls, component: Any) -> tuple[Layer, Tensor]:
+        sizes = (component.input_dim, component.pool_size, component.pool_step, component.pool_stride)
+        return cls.of_patches(*sizes), as_parameters()
+
+
+class MaxPooling(Pooling):
     """The largest of a pool, which is never below -1e20. Each input that equals it has all of its derivative."""
+
+    kind: ClassVar[str] = "max-pool"
+    component = nnet1.MaxPoolingComponent
 
     def _pool(self, members: Iterator[Tensor], y: Tensor) -> None:
         torch.clamp(next(members), min=-1e20, out=y)
@@ -438,12 +468,15 @@ class Largest(Pools):
         return torch.eq(member, y, out=out).mul_(grad)  # a mask of bool would take ten times as long
 
 
-class Mean(Pools):
+class AveragePooling(Pooling):
     """The mean of a pool."""
+
+    kind: ClassVar[str] = "average-pool"
+    component = nnet1.AveragePoolingComponent
 
     @property
     def _size(self) -> int:
-        return self.grid.time.size * self.grid.band.size
+        return self.time_size * self.band_size
 
     def _pool(self, members: Iterator[Tensor], y: Tensor) -> None:
         y.copy_(next(members))
@@ -453,95 +486,3 @@ class Mean(Pools):
 
     def _derivative(self, member: Tensor, y: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         return torch.div(grad, self._size, out=out)
-
-
-@dataclass(frozen=True)
-class Pooling(Pools):
-    """Pools neighboring patches of a convolution, each filter by itself: pool q reads the patches q `pool_step` to
-    q `pool_step` + `pool_size` - 1. A row has patches of `pool_stride` filters, one after another, and becomes pools of
-    as many. ValueError: the sizes do not fit."""
-
-    component: ClassVar[type[nnet1.MaxPoolingComponent | nnet1.AveragePoolingComponent]]
-
-    in_features: int
-    pool_size: int
-    pool_step: int
-    pool_stride: int
-
-    def __post_init__(self) -> None:
-        check_fields(self, "in_features pool_size pool_step pool_stride")
-        check_pieces("pool_stride", self.in_features, self.pool_stride, "inputs")
-        if self.pool_step > self.pool_size:
-            raise ValueError(f"pool_step {self.pool_step} skips inputs; 1 to {self.pool_size} do not (pool_size)")
-        window_count("pool_size", self.in_features // self.pool_stride, self.pool_size, self.pool_step, "patches")
-
-    @cached_property
-    def grid(self) -> Grid:
-        patches = Axis(self.in_features // self.pool_stride, self.pool_size, self.pool_step)
-        return Grid(Axis(1, 1, 1), patches, self.pool_stride)
-
-    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
-        return [self.component(self.in_features, self.pool_size, self.pool_step, self.pool_stride)]
-
-    @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        if not isinstance(one := components[0], cls.component):
-            return None
-        return cls(one.input_dim, one.pool_size, one.pool_step, one.pool_stride), as_parameters(), 1
-
-
-@dataclass(frozen=True)
-class MaxPooling(Largest, Pooling):
-    """`Largest` of neighboring patches."""
-
-    kind: ClassVar[str] = "max-pool"
-    component = nnet1.MaxPoolingComponent
-
-
-@dataclass(frozen=True)
-class AveragePooling(Mean, Pooling):
-    """`Mean` of neighboring patches."""
-
-    kind: ClassVar[str] = "average-pool"
-    component = nnet1.AveragePoolingComponent
-
-
-@dataclass(frozen=True)
-class Pooling2d(Pools):
-    """Pools of `time_size` times and `band_size` bands of a row (times, bands, channels), such as `Convolution2d` gives.
-    ValueError: the sizes do not fit. nnet1 has no such component."""
-
-    times: int
-    bands: int
-    channels: int
-    time_size: int
-    band_size: int
-    time_step: int
-    band_step: int
-
-    def __post_init__(self) -> None:
-        check_fields(self, "times bands channels time_size band_size time_step band_step")
-        for name, what, axis in (("time", "frames", self.grid.time), ("band", "bands", self.grid.band)):
-            if axis.step > axis.size:
-                raise ValueError(f"{name}_step {axis.step} skips inputs; 1 to {axis.size} do not ({name}_size)")
-            window_count(f"{name}_size", axis.length, axis.size, axis.step, what)
-        check_sizes(inputs=self.input_dim)
-
-    @cached_property
-    def grid(self) -> Grid:
-        times = Axis(self.times, self.time_size, self.time_step)
-        return Grid(times, Axis(self.bands, self.band_size, self.band_step), self.channels)
-
-
-@dataclass(frozen=True)
-class MaxPooling2d(Largest, Pooling2d):
-    """`Largest` of times and bands."""
-
-    kind: ClassVar[str] = "max-pool2d"
-
-
-@dataclass(frozen=True)
-class AveragePooling2d(Mean, Pooling2d):
-    """`Mean` of times and bands."""
-
-    kind: ClassVar[str] = "average-pool2d"

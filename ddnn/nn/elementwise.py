@@ -7,11 +7,13 @@ ParametricRelu, which has momentum. NG-SGD takes their plain gradient and limits
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +26,10 @@ from ddnn.nn.layer import (
     Shape,
     Views,
     as_array,
-    as_given,
     as_parameters,
     check_coefs,
     check_sizes,
+    numbers_of,
     torch_activation,
 )
 
@@ -54,12 +56,28 @@ class Elementwise(Layer):
     def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
         pass
 
+    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
+        """Its component has arrays and numbers of the same names."""
+        if self.component is None:
+            return super().to_nnet1(p)
+        values: dict[str, Any] = {name: as_array(array) for name, array in p.items()} or {"dim": self.width}
+        numbers = {
+            field.name: getattr(self, field.name) for field in fields(self.component) if field.name not in values
+        }
+        return [self.component(**values, **numbers)]
+
+    @classmethod
+    def from_nnet1(cls, component: Any) -> tuple[Layer, Tensor]:
+        arrays = [value for value in vars(component).values() if isinstance(value, np.ndarray)]
+        return cls(component.dim, **numbers_of(component, cls)), as_parameters(*arrays)
+
 
 @dataclass(frozen=True)
 class Activation(Elementwise):
     """y = f(x), f of `FUNCTIONS`, where it does not follow an affine product: after Rescale and AddShift."""
 
     kind: ClassVar[str] = "activation"
+    component = nnet1.Activation
 
     function: str = "sigmoid"
 
@@ -88,17 +106,15 @@ class Activation(Elementwise):
         return [nnet1.Activation(cast(Any, self.function), self.width)]
 
     @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        if not isinstance(one := components[0], nnet1.Activation) or one.kind not in FUNCTIONS:
-            return None
-        return cls(one.dim, one.kind), as_parameters(), 1
+    def from_nnet1(cls, component: Any) -> tuple[Layer, Tensor]:
+        return cls(component.dim, component.kind), as_parameters()
 
 
 @dataclass(frozen=True)
-class Scale(Elementwise):
-    """y = x * scale, per column (nnet1's Rescale). The gradient of the scale is the sum over frames of d * x."""
+class PerColumn(Elementwise):
+    """A layer with one trained number for each column, which has the name of its kind and no momentum, and begins at `start`."""
 
-    kind: ClassVar[str] = "scale"
+    start: ClassVar[float]
 
     learn_rate_coef: float = 1.0
 
@@ -108,7 +124,28 @@ class Scale(Elementwise):
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
-        return {"scale": Parameter((self.width,), self.learn_rate_coef, momentum=False)}
+        return {self.kind: Parameter((self.width,), self.learn_rate_coef, momentum=False)}
+
+    @abstractmethod
+    def derivatives(self, x: Tensor, grad: Tensor) -> Tensor:
+        """(frames, width), the derivative with respect to the numbers, frame by frame."""
+
+    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
+        a.column_sums(self.derivatives(x, grad), out[self.kind])
+
+    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
+        return _row_norms(self.derivatives(x, grad))
+
+    def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
+        p[self.kind].fill_(self.start)
+
+
+class Scale(PerColumn):
+    """y = x * scale, per column (nnet1's Rescale). The gradient of the scale is the sum over frames of d * x."""
+
+    kind: ClassVar[str] = "scale"
+    start = 1.0
+    component = nnet1.Rescale
 
     def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
         torch.mul(x, p.values["scale"], out=y)
@@ -119,40 +156,16 @@ class Scale(Elementwise):
         if grad_x is not None:
             torch.mul(grad, p.values["scale"], out=grad_x)
 
-    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
-        a.column_sums(grad * x, out["scale"])
-
-    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
-        return _row_norms(grad * x)
-
-    def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
-        p["scale"].fill_(1.0)
-
-    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
-        return [nnet1.Rescale(as_array(p["scale"]), self.learn_rate_coef)]
-
-    @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        if not isinstance(one := components[0], nnet1.Rescale):
-            return None
-        return cls(one.dim, *as_given(one.learn_rate_coef)), as_parameters(one.scale), 1
+    def derivatives(self, x: Tensor, grad: Tensor) -> Tensor:
+        return grad * x
 
 
-@dataclass(frozen=True)
-class Shift(Elementwise):
+class Shift(PerColumn):
     """y = x + shift, per column (nnet1's AddShift). The gradient of the shift is the sum over frames of d."""
 
     kind: ClassVar[str] = "shift"
-
-    learn_rate_coef: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_coefs(self.learn_rate_coef)
-
-    @cached_property
-    def parameters(self) -> Mapping[str, Parameter]:
-        return {"shift": Parameter((self.width,), self.learn_rate_coef, momentum=False)}
+    start = 0.0
+    component = nnet1.AddShift
 
     def forward(self, a: Float32, p: Params, x: Tensor, y: Tensor, saved: Views) -> None:
         torch.add(x, p.values["shift"], out=y)
@@ -163,23 +176,8 @@ class Shift(Elementwise):
         if grad_x is not None:
             grad_x.copy_(grad)
 
-    def gradient(self, a: Float32, x: Tensor, grad: Tensor, saved: Views, out: Views) -> None:
-        a.column_sums(grad, out["shift"])
-
-    def gradient_norms(self, x: Tensor, grad: Tensor, saved: Views) -> Tensor:
-        return _row_norms(grad)
-
-    def initialize(self, p: Views, generator: torch.Generator, *, first: bool, last: bool) -> None:
-        p["shift"].zero_()
-
-    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
-        return [nnet1.AddShift(as_array(p["shift"]), self.learn_rate_coef)]
-
-    @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        if not isinstance(one := components[0], nnet1.AddShift):
-            return None
-        return cls(one.dim, *as_given(one.learn_rate_coef)), as_parameters(one.shift), 1
+    def derivatives(self, x: Tensor, grad: Tensor) -> Tensor:
+        return grad
 
 
 @dataclass(frozen=True)
@@ -188,6 +186,7 @@ class ParametricRelu(Elementwise):
     max(x, 0) and d * min(x, 0). A slope whose coefficient is 0, as by default in nnet1, is not trained. `alpha`, `beta`: where the slopes start."""
 
     kind: ClassVar[str] = "prelu"
+    component = nnet1.ParametricRelu
 
     alpha_learn_rate_coef: float = 0.0
     beta_learn_rate_coef: float = 0.0
@@ -226,20 +225,6 @@ class ParametricRelu(Elementwise):
         p["alpha"].fill_(self.alpha)
         p["beta"].fill_(self.beta)
 
-    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
-        return [
-            nnet1.ParametricRelu(
-                as_array(p["alpha"]), as_array(p["beta"]), self.alpha_learn_rate_coef, self.beta_learn_rate_coef
-            )
-        ]
-
-    @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        if not isinstance(one := components[0], nnet1.ParametricRelu):
-            return None
-        rates = as_given(one.alpha_learn_rate_coef, one.beta_learn_rate_coef)
-        return cls(one.dim, *rates), as_parameters(one.alpha, one.beta), 1
-
 
 def _row_norms(rows: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
@@ -256,6 +241,7 @@ class LengthNorm(Elementwise):
     from the derivative of the norm."""
 
     kind: ClassVar[str] = "length-norm"
+    component = nnet1.LengthNormComponent
 
     @property
     def saved(self) -> Mapping[str, Shape]:
@@ -271,15 +257,6 @@ class LengthNorm(Elementwise):
         if grad_x is not None:
             torch.div(grad, saved["norm"], out=grad_x)
 
-    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
-        return [nnet1.LengthNormComponent(self.width)]
-
-    @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        if not isinstance(one := components[0], nnet1.LengthNormComponent):
-            return None
-        return cls(one.dim), as_parameters(), 1
-
 
 @dataclass(frozen=True)
 class Dropout(Elementwise):
@@ -287,6 +264,7 @@ class Dropout(Elementwise):
     minibatch of training. Outside training y = x."""
 
     kind: ClassVar[str] = "dropout"
+    component = nnet1.Dropout
 
     rate: float = 0.5
 
@@ -324,15 +302,6 @@ class Dropout(Elementwise):
     def to_torch(self, p: Views) -> torch.nn.Module:
         return torch.nn.Dropout(self.rate)
 
-    def to_nnet1(self, p: Views) -> list[nnet1.Component]:
-        return [nnet1.Dropout(self.width, self.rate)]
-
-    @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        if not isinstance(one := components[0], nnet1.Dropout):
-            return None
-        return cls(one.dim, *as_given(one.rate)), as_parameters(), 1
-
 
 @dataclass(frozen=True)
 class Copy(Layer):
@@ -340,6 +309,7 @@ class Copy(Layer):
     is below does not learn."""
 
     kind: ClassVar[str] = "copy"
+    component = nnet1.Copy
 
     width: int  # of the input
     columns: tuple[int, ...]
@@ -375,10 +345,8 @@ class Copy(Layer):
         return [nnet1.Copy(self.columns, self.width)]
 
     @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        if not isinstance(one := components[0], nnet1.Copy):
-            return None
-        return cls(one.input_dim, one.columns), as_parameters(), 1
+    def from_nnet1(cls, component: Any) -> tuple[Layer, Tensor]:
+        return cls(component.input_dim, component.columns), as_parameters()
 
 
 @cache

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -78,9 +78,12 @@ def as_parameters(*arrays: NDArray[np.float32]) -> Tensor:
     return torch.cat([torch.zeros(0), *(torch.from_numpy(part.copy()).flatten() for part in arrays)])
 
 
-def as_given(*values: float) -> list[float]:
-    """A component's numbers, which have been float32 in a file, as they were given: 0.1 is to stay 0.1."""
-    return [float(str(np.float32(value))) for value in values]
+def numbers_of(component: Any, layer: type[Layer]) -> dict[str, Any]:
+    """The plain numbers of a component that the layer has fields for, by name. They have been float32 in a file: 0.1 is to
+    stay 0.1."""
+    names = {field.name for field in fields(layer)}
+    numbers = {name: value for name, value in vars(component).items() if name in names and isinstance(value, float)}
+    return {name: float(str(np.float32(value))) for name, value in numbers.items()}
 
 
 def limit_row_norms(weight: Tensor, max_norm: float) -> bool:
@@ -105,6 +108,7 @@ class Layer(ABC):
 
     Attributes:
         kind: its name in `LAYERS`, in model files and recipes.
+        component: the component of nnet1 that it is; None where there is none.
         in_shape, out_shape: of a frame: (features,), or (channels, time, frequency).
         parameters: by name, in the order of the flat buffer; empty for a layer without parameters.
         gemm: its product, whose rows natural gradient preconditions; None: it is left with the plain gradient.
@@ -114,6 +118,7 @@ class Layer(ABC):
     """
 
     kind: ClassVar[str]
+    component: ClassVar[type[nnet1.Component] | None] = None
 
     @property
     @abstractmethod
@@ -192,6 +197,10 @@ class Layer(ABC):
     def draw(self, generator: torch.Generator, saved: Views) -> None:  # noqa: B027
         """Draws what is random in a minibatch of training into `saved`, before each forward pass."""
 
+    def with_activation(self, function: str) -> Layer | None:
+        """The layer with this activation behind its product; None where it has none, or another one already."""
+        return None
+
     def padded(self, multiple: int) -> Layer:
         """As the last layer: the same with outputs rounded up to a multiple, of zero weight; itself where it cannot."""
         return self
@@ -258,7 +267,11 @@ class Layer(ABC):
         raise ValueError(f"nnet1 has no component for a {self.kind} layer")
 
     @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        """The layer that the first of these components, one or more, are, its parameters (num_parameters,), and how
-        many components they are; None where they are not of this kind."""
-        return None
+    def from_nnet1(cls, component: Any) -> tuple[Layer, Tensor]:
+        """The layer that a `component` of its class is, and its parameters, (num_parameters,)."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Layer:
+        """The layer of a `config` without its kind, perhaps of an earlier version or by nnet1's names."""
+        return cls(**fields)

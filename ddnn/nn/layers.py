@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, cast
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddnn.kaldi import nnet1
 from ddnn.nn.arithmetic import ACTIVATIONS, Float32, matmul_out
-from ddnn.nn.convolution import AveragePooling, AveragePooling2d, Convolution, Convolution2d, MaxPooling, MaxPooling2d
+from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
 from ddnn.nn.elementwise import Activation, Copy, Dropout, LengthNorm, ParametricRelu, Scale, Shift
 from ddnn.nn.layer import (
     Gemm,
@@ -27,9 +27,9 @@ from ddnn.nn.layer import (
     Shape,
     Views,
     as_array,
-    as_given,
     as_parameters,
     limit_row_norms,
+    numbers_of,
     torch_activation,
 )
 
@@ -45,6 +45,7 @@ class Affine(Layer):
     """
 
     kind: ClassVar[str] = "affine"
+    component = nnet1.AffineTransform
 
     in_features: int
     out_features: int
@@ -86,6 +87,9 @@ class Affine(Layer):
     @property
     def label(self) -> str:
         return self.activation
+
+    def with_activation(self, function: str) -> Affine | None:
+        return replace(self, activation=function) if self.activation == "linear" else None
 
     def padded(self, multiple: int) -> Affine:
         return replace(self, out_features=-(-self.out_features // multiple) * multiple)
@@ -134,16 +138,11 @@ class Affine(Layer):
         return [affine, nnet1.Activation(cast(Any, self.activation), self.out_features)]
 
     @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        """An AffineTransform, with the activation that follows it, if one does."""
-        affine, *rest = components
-        if not isinstance(affine, nnet1.AffineTransform):
-            return None
-        out_features, in_features = affine.weight.shape
-        numbers = as_given(affine.learn_rate_coef, affine.bias_learn_rate_coef, affine.max_norm)
-        activation = rest[0].kind if rest and isinstance(rest[0], nnet1.Activation) else "linear"
-        layer = cls(in_features, out_features, activation, *numbers)
-        return layer, as_parameters(affine.weight, affine.bias), 1 + (activation != "linear")
+    def from_nnet1(cls, component: Any) -> tuple[Layer, Tensor]:
+        """Linear; `layers_from_nnet1` adds the activation that follows it."""
+        out_features, in_features = component.weight.shape
+        layer = cls(in_features, out_features, "linear", **numbers_of(component, cls))
+        return layer, as_parameters(component.weight, component.bias)
 
 
 @dataclass(frozen=True)
@@ -153,6 +152,7 @@ class Parallel(Layer):
     and of what is saved begin with the number of the network and of its layer: "0.1.weight"."""
 
     kind: ClassVar[str] = "parallel"
+    component = nnet1.ParallelComponent
 
     networks: tuple[tuple[Layer, ...], ...]
 
@@ -282,13 +282,9 @@ class Parallel(Layer):
         return [nnet1.ParallelComponent(tuple(networks))]
 
     @classmethod
-    def from_nnet1(cls, components: Sequence[nnet1.Component]) -> tuple[Layer, Tensor, int] | None:
-        if not isinstance(components[0], nnet1.ParallelComponent):
-            return None
-        made = [
-            layers_from_nnet1(network, f"network {n}, ") for n, network in enumerate(components[0].networks, start=1)
-        ]
-        return cls(tuple(layers for layers, _ in made)), torch.cat([parameters for _, parameters in made]), 1
+    def from_nnet1(cls, component: Any) -> tuple[Layer, Tensor]:
+        made = [layers_from_nnet1(network, f"network {n}, ") for n, network in enumerate(component.networks, start=1)]
+        return cls(tuple(layers for layers, _ in made)), torch.cat([parameters for _, parameters in made])
 
 
 def _inside(views: Views, n: int, i: int, more: str = "") -> Views:
@@ -307,9 +303,6 @@ KINDS: tuple[type[Layer], ...] = (
     Convolution,
     MaxPooling,
     AveragePooling,
-    Convolution2d,
-    MaxPooling2d,
-    AveragePooling2d,
     Activation,
     Scale,
     Shift,
@@ -320,37 +313,38 @@ KINDS: tuple[type[Layer], ...] = (
     Parallel,
 )
 LAYERS: dict[str, type[Layer]] = {kind.kind: kind for kind in KINDS}  # by the name in model files and recipes
+LAYERS |= {"conv2d": Convolution, "max-pool2d": MaxPooling, "average-pool2d": AveragePooling}  # of earlier model files
 
 
-def layer_from_config(config: Mapping[str, Any]) -> Layer:
-    """The layer of a `Layer.config`, which anybody may have written. KeyError, TypeError, ValueError: it is none."""
+def layer_from_config(config: Mapping[str, Any], input_dim: int | None = None) -> Layer:
+    """The layer of a `Layer.config`, which anybody may have written. `input_dim`: that of its `width` or `in_features`
+    where it does not give them. KeyError, TypeError, ValueError: it is none."""
     kind = config["kind"]
     if kind not in LAYERS:
         raise ValueError(f"kind of layer {kind!r} found, expected one of {', '.join(LAYERS)}")
-    made: Layer = cast(Any, LAYERS[kind])(**{name: value for name, value in config.items() if name != "kind"})
-    return made
+    sizes = {"width", "in_features"} & {field.name for field in fields(LAYERS[kind])}
+    follow = {} if input_dim is None else dict.fromkeys(sizes, input_dim)
+    return LAYERS[kind].from_fields({**follow, **{name: value for name, value in config.items() if name != "kind"}})
 
 
 def layers_from_nnet1(components: Sequence[nnet1.Component], within: str = "") -> tuple[tuple[Layer, ...], Tensor]:
     """The layers that these components are, and their parameters, (num_parameters,); `within`: of what they are part,
     for messages. ValueError: they are none."""
-    layers: list[Layer] = []
-    parameters = [torch.zeros(0)]
-    at = 0
-    while at < len(components):
-        ahead = components[
-            at : at + 8
-        ]  # no layer is more components; all the others would take the square of their number
+    layers, parameters = list[Layer](), [torch.zeros(0)]
+    for number, component in enumerate(components, start=1):
+        name = f"{within}component {number}"
+        if layers and layers[-1].must_be_last:
+            raise ValueError(f"{within}component {number - 1} is a {layers[-1].label} that is not the last component")
+        if layers and isinstance(component, nnet1.Activation) and (fused := layers[-1].with_activation(component.kind)):
+            layers[-1] = fused
+            continue
+        kind = next((kind for kind in LAYERS.values() if kind.component is type(component)), None)
+        if kind is None:
+            raise ValueError(f"{name} is {type(component).__name__}, which is no layer")
         try:
-            found = next(filter(None, (kind.from_nnet1(ahead) for kind in LAYERS.values())), None)
+            layer, values = kind.from_nnet1(component)
         except ValueError as error:
-            raise ValueError(f"{within}component {at + 1}, {error}") from error
-        if found is None:
-            raise ValueError(f"{within}component {at + 1} is {type(ahead[0]).__name__}, which is no layer")
-        layer, values, count = found
-        at += count
-        if layer.must_be_last and at < len(components):
-            raise ValueError(f"{within}component {at} is a {layer.label} that is not the last component")
+            raise ValueError(f"{name}, {error}") from error
         layers.append(layer)
         parameters.append(values)
     check_layers(layers)
@@ -401,6 +395,16 @@ def layer_sizes(layers: Sequence[Layer]) -> tuple[int, ...]:
 def describe_sizes(layers: Sequence[Layer]) -> str:
     """The `layer_sizes` of a network as text, "440-1024-1024-616"."""
     return "-".join(map(str, layer_sizes(layers)))
+
+
+def describe_layers(layers: Sequence[Layer]) -> str:
+    """The layers in a few words, with the shape of their output where they change it: "conv 33x128, max-pool 11x128, scale,
+    shift, sigmoid"."""
+    words = []
+    for layer in layers:
+        shape = "x".join(str(size) for size in layer.out_shape if size > 1) or "1"
+        words.append(layer.label if layer.in_shape == layer.out_shape and not layer.gemm else f"{layer.label} {shape}")
+    return ", ".join(words)
 
 
 def activation_floats(layers: Sequence[Layer]) -> int:

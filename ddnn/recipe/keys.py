@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ddnn.recipe.layers import LAYERS, VALUE_OF, LayerConfig, TrainedLayerConfig
+from ddnn.recipe.layers import LAYERS, LayerConfig, TrainedLayerConfig
 from ddnn.recipe.schema import VARIANTS, Recipe
 from ddnn.recipe.source import SourceTree, SourceValue, format_key, format_value, shipped_fragments
 from ddnn.util.text import environment
@@ -58,7 +58,7 @@ def layer_keys() -> dict[str, dict[str, KeyInfo]]:
         schema = section.model_json_schema()
         keys = {name: _key_info(name, field, schema) for name, field in schema["properties"].items()}
         shared = [name for name in TrainedLayerConfig.model_fields if name in keys]
-        order = [name for name in keys if name == VALUE_OF.get(kind)]
+        order = [name for name in keys if name == section.value_key]
         order += [name for name in keys if name not in (*shared, *order)] + [
             name for name in shared if name not in order
         ]
@@ -200,7 +200,7 @@ def _expects(kind: dict[str, Any]) -> str:
         return "a path" if kind.get("format") == "path" else "text"
     if kind["type"] == "object":
         return "a mapping"
-    if kind["type"] == "array" and "anyOf" in kind["items"]:
+    if kind["type"] == "array" and "$ref" in kind["items"]:
         return "a list of layers"
     if kind["type"] == "array":
         return f"a list, each {_expects(kind['items'])}"
@@ -253,11 +253,11 @@ def _read_layer(given: Any, name: str, source: str, tree: SourceTree) -> LayerCo
     place, known, before = sources.get(kind, source), layer_keys()[kind], len(tree.problems)
     inside, places = value, getattr(value, "sources", {})
     if kind == "stored" or not isinstance(value, dict | None):
-        if kind not in VALUE_OF:
+        if not LAYERS[kind].value_key:
             expected = f"a mapping of {', '.join(known)}"
             tree.refuse(f"{name}.{kind}: {format_value(value)} found, expected {expected}", place)
             return None
-        inside, places = {VALUE_OF[kind]: value}, {}
+        inside, places = {LAYERS[kind].value_key: value}, {}
     values: dict[str, SourceValue] = {}
     beside = {key: one for key, one in given.items() if key != kind}
     for keys_here, where, around, allowed in (
@@ -291,13 +291,13 @@ def _validated(
 ) -> LayerConfig | None:
     """The layer of these keys; problems with their values are added to `tree`."""
     try:
-        return LAYERS[kind].model_validate({key: one.value for key, one in found.items()}, strict=True)
+        return LAYERS[kind].model_validate({key: one.value for key, one in found.items()}, strict=True).at(source)
     except ValidationError as error:
         for key in dict.fromkeys(str(detail["loc"][0]) for detail in error.errors(include_url=False)):
             expected = layer_keys()[kind][key].expects
             if key in found:
                 text = f"{format_value(found[key].value)} found, expected {expected}"
-                tree.refuse(f"{name if VALUE_OF.get(kind) == key else f'{name}.{key}'}: {text}", found[key].source)
+                tree.refuse(f"{name if LAYERS[kind].value_key == key else f'{name}.{key}'}: {text}", found[key].source)
             else:
                 tree.refuse(f"{name}.{key}: missing, expected {expected}. {layer_keys()[kind][key].meaning}", source)
         return None

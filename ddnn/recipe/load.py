@@ -13,15 +13,7 @@ from pydantic_core import ErrorDetails
 
 from ddnn.recipe import source
 from ddnn.recipe.keys import REQUIRED, keys, keys_of, read_layers, sections, suggest_key, suggest_mapping
-from ddnn.recipe.layers import (
-    AffineLayerConfig,
-    LayerConfig,
-    has_parameters,
-    layer_name,
-    numbered,
-    shape_problem,
-    written,
-)
+from ddnn.recipe.layers import LayerConfig, layer_name, numbered
 from ddnn.recipe.schema import (
     VARIANTS,
     CrossValidationConfig,
@@ -105,7 +97,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _plain(value: Any) -> Any:
     """Paths as text, layers as a recipe has them."""
     if isinstance(value, LayerConfig):
-        return written(value)
+        return value.written()
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
@@ -205,7 +197,6 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
                 tree.refuse(f"{name}: {paths[n]}", given.source)
                 paths[n] = Path("/")
         sound[name] = SourceValue(paths if isinstance(given.value, list) else paths[0], given.source)
-    places: list[str] = []
     layers_refused = False
     if LAYERS_KEY in sound:
         given = sound.pop(LAYERS_KEY)
@@ -213,7 +204,6 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
         layers_refused = layers is None
         if layers is not None:
             sound[LAYERS_KEY] = SourceValue(layers, given.source)
-            places = [getattr(item, "source", given.source) for item in given.value]
     wrong: dict[str, str] = {}
     recipe = None
     while recipe is None:
@@ -234,9 +224,6 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
                     sound[name] = SourceValue(Path("/"), "")
     if tree.unread:
         return None
-    times = 2 * recipe.data.splice + 1 if recipe.data.splice else None  # of an image its rows, which are not known
-    if misfit := shape_problem(recipe.model.layers or (), recipe.model.bands, times):
-        tree.refuse(misfit[1], places[misfit[0]])
     for name, complaint, unread in contradictions(recipe):
         # How many data dirs there are is not known where they are wrong, nor which keys go with layers that are wrong.
         follows = name.startswith("model.") and layers_refused
@@ -398,7 +385,7 @@ def _freeze(model: ModelConfig) -> Iterator[Complaint]:
         expected = f"0 (the first hidden layer) to {layers - 1} (the output layer)"
         yield Complaint("model.freeze", f"{wrong[0]} found, expected {expected}")
         return
-    bare = {n for n, (_, layer) in enumerate(numbered(model.layers or ())) if not has_parameters(layer)}
+    bare = {number for number, layer in numbered(model.layers or ()) if not layer.trained}
     if len(set(frozen) | bare) == layers:
         which = f"all {layers} layers" if not bare else f"all {layers - len(bare)} layers that have parameters"
         yield Complaint("model.freeze", f"{which} are frozen, so that nothing is trained: leave at least one")
@@ -456,9 +443,9 @@ def _pretrain(recipe: Recipe) -> Iterator[Complaint]:
     why = "expected sigmoid: RBMs have binary hidden units"
     if model.layers is None and model.activation != "sigmoid":
         yield Complaint("model.activation", f"{model.activation} found, {why}")
-    for number, (_, layer) in list(enumerate(numbered(model.layers or ())))[model.layers_below_rbms() :]:
-        if isinstance(layer, AffineLayerConfig) and layer.activation != "sigmoid":
-            yield Complaint(LAYERS_KEY, f"{layer_name(number, layer)}: {layer.activation} found, {why}")
+    for number, layer in list(numbered(model.layers or ()))[model.layers_below_rbms() :]:
+        if (activation := getattr(layer, "activation", "sigmoid")) != "sigmoid":
+            yield Complaint(LAYERS_KEY, f"{layer_name(number, layer)}: {activation} found, {why}")
     if epochs is not None and len(epochs) > layers > 0:
         yield Complaint(
             "pretrain.epochs", f"{len(epochs)} numbers found, expected at most one for each of {layers} RBMs"

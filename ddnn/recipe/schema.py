@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ddnn.recipe.layers import AffineLayerConfig, AnyLayerConfig, describe_layer
+from ddnn.recipe.layers import LayerConfig
 from ddnn.recipe.section import (
     EITHER,
     MAPPING,
@@ -109,7 +109,7 @@ class ModelConfig(Section):
     """Units in each hidden layer."""
     activation: Literal["sigmoid", "tanh", "relu"] = "sigmoid"
     """Activation of the hidden layers."""
-    layers: Annotated[list[AnyLayerConfig], Field(max_length=1000)] | None = None
+    layers: Annotated[list[LayerConfig], Field(max_length=1000)] | None = None
     """Instead of the three keys above, the layers below the output layer, first to last, each a mapping of its kind to its
     keys: [Layers](#layers)."""
     bands: Size | None = None
@@ -123,16 +123,15 @@ class ModelConfig(Section):
     def summary(self) -> str:
         """The hidden layers in a few words: "6 x 2048 sigmoid"."""
         if self.layers is not None:
-            return ", ".join(map(describe_layer, self.layers)) or "no hidden layers"
+            return ", ".join(layer.describe() for layer in self.layers) or "no hidden layers"
         return f"{self.hidden_layers} x {self.hidden_units} {self.activation}"
 
     def rbm_units(self) -> list[int]:
         """Hidden units of RBMs, lowest first: of all hidden layers, or of the affine ones at the end of `layers`."""
         if self.layers is None:
             return [self.hidden_units] * self.hidden_layers
-        above = takewhile(lambda layer: isinstance(layer, AffineLayerConfig), reversed(self.layers))
-        units = [layer.units for layer in above if isinstance(layer, AffineLayerConfig) for _ in range(layer.repeat)]
-        return units[::-1]
+        units = [layer.rbm_units or 0 for layer in self.layers for _ in range(layer.repeat)]
+        return list(takewhile(bool, reversed(units)))[::-1]
 
     def layers_below_rbms(self) -> int:
         """How many layers, as `freeze` counts them, are below those of `rbm_units`."""

@@ -20,22 +20,15 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import check_same_tree
 from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, find_nnet1, nnet1_features, read_nnet1_dir
 from ddnn.nn.network import Network, initialize
-from ddnn.recipe.layers import describe_layer
+from ddnn.recipe.layers import StoredLayerConfig
 from ddnn.recipe.load import SHORT_FORM, contradictions, dump_recipe, load_recipe
-from ddnn.recipe.schema import Recipe, TrainedModelConfig
+from ddnn.recipe.schema import ModelConfig, Recipe, TrainedModelConfig
 from ddnn.recipe.section import as_list, get_value, is_given, with_defaults
 from ddnn.recipe.source import format_value, listed
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import CV_UTTERANCES, FINAL, RECIPE, newest_checkpoint, run_dir_of
 from ddnn.training import options
-from ddnn.training.network_layers import (
-    bands_of,
-    computes_the_same,
-    described_layers,
-    input_axes,
-    network_layers,
-    static_dims,
-)
+from ddnn.training.network_layers import is_equivalent, network_layers, static_dims
 from ddnn.training.pretraining import load_dbn
 from ddnn.training.resume_rules import recorded_values, with_recorded_network
 from ddnn.util.errors import DataError, RecipeError, UserError
@@ -67,8 +60,9 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
     path = recipe.init.model
     model = load_trained(path, options.model_features(recipe))
     found = _described_input(model, path)
+    described = _described_layers(with_defaults(recipe, found), model, path)
     if recipe.model.layers is None:
-        found |= _described_layers(with_defaults(recipe, found), model)
+        found |= described
     problems = [
         f"{name}: {_shown(get_value(recipe, name))} found, but the network of init.model has {_shown(value)}"
         for name, value in found.items()
@@ -80,7 +74,7 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
         problems += [f"{name}: {_shown(get_value(recipe, name))} found, {has}" for name in given]
     kept, wanted = model.features.transforms, options.model_features(recipe).transforms
     if not problems and kept == wanted and recipe.model.layers is not None:
-        model, problems = _trained_by(with_defaults(recipe, found), model)
+        model, problems = _trained_by(with_defaults(recipe, found), model, described)
     hints = ["remove what differs: keys that are not given take the values of the network"] * bool(problems)
     if kept != wanted:
         has, asked = (one.as_text() if one is not None else "none" for one in (kept, wanted))
@@ -99,19 +93,18 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
 
 
 def _shown(value: Any) -> str:
-    layers = isinstance(value, list)
-    return ", ".join(map(describe_layer, value)) or "no layers" if layers else format_value(value)
+    return ModelConfig(layers=value).summary() if isinstance(value, list) else format_value(value)
 
 
-def _trained_by(recipe: Recipe, model: AcousticModel) -> tuple[AcousticModel, list[str]]:
+def _trained_by(recipe: Recipe, model: AcousticModel, described: dict[str, Any]) -> tuple[AcousticModel, list[str]]:
     """The network of `init.model` with the layers of a recipe that names them, by whose rates, limits and dropout it is
-    trained; and what does not fit."""
+    trained; and what does not fit. `described`: the network's own layers."""
     network = model.network
     *hidden, _ = network_layers(recipe, network.input_dim, network.output_dim)
-    if computes_the_same(hidden, network.layers[:-1]):
+    if is_equivalent(hidden, network.layers[:-1]):
         network = Network((*hidden, network.layers[-1]), network.parameters)
         return replace(model, network=network), []
-    has = _shown(described_layers(network.layers[:-1], input_axes(recipe, network.input_dim)))
+    has = ModelConfig(**{key.removeprefix("model."): value for key, value in described.items()}).summary()
     return model, [f"model.layers: {recipe.model.summary()} found, but the network of init.model has {has}"]
 
 
@@ -130,23 +123,26 @@ def _described_input(model: AcousticModel, path: Path) -> dict[str, Any]:
     return {"data.splice": splice, **features, "data.normalize": normalizes}
 
 
-def _described_layers(recipe: Recipe, model: AcousticModel) -> dict[str, Any]:
-    """What a recipe says of a model's hidden layers, by key: in the short form where they are equal, else one by one.
-    `recipe`: that of its input."""
+def _described_layers(recipe: Recipe, model: AcousticModel, path: Path) -> dict[str, Any]:
+    """The keys of a recipe for a model's hidden layers: in the short form where they are equal, as in the recipe of its run
+    dir where that is theirs, else as model files have them. `recipe`: that of its input."""
     *hidden, _ = model.network.layers
-    shapes = {(one.kind, one.output_dim, one.label) for one in hidden}
+    shapes = {(layer.kind, layer.output_dim, layer.label) for layer in hidden}
     kind, units, label = next(iter(shapes), ("affine", None, "sigmoid"))
     if len(shapes) < 2 and kind == "affine" and label in ("sigmoid", "tanh", "relu"):
         shape = {"model.hidden_units": units, "model.activation": label} if hidden else {}
         return {"model.hidden_layers": len(hidden), **shape}
-    input_dim = model.network.input_dim
-    bands, static = bands_of(hidden), static_dims(recipe, input_dim)
-    if bands is not None and static % bands:  # it does not move along the bands of a frame
-        bands = None
-    found: dict[str, Any] = {"model.layers": described_layers(hidden, input_axes(recipe, input_dim, bands or static))}
-    if bands is not None and (bands != static or is_given(recipe, "model.bands")):
-        found["model.bands"] = bands
-    return found
+    with suppress(UserError):
+        trained_by = load_recipe(run_dir_of(path) / RECIPE, must_exist=False, trusted=False).model
+        bands = {} if trained_by.bands is None else {"bands": trained_by.bands}
+        same = ModelConfig(layers=trained_by.layers, **bands)
+        input_dim, pdfs = model.network.input_dim, model.network.output_dim
+        layers = network_layers(recipe.model_copy(update={"model": same}), input_dim, pdfs)
+        if trained_by.layers is not None and list(layers[:-1]) == hidden:
+            if is_given(recipe, "model.bands"):
+                bands = {"bands": trained_by.bands or static_dims(recipe, input_dim)}
+            return {f"model.{key}": value for key, value in {"layers": trained_by.layers, **bands}.items()}
+    return {"model.layers": [StoredLayerConfig(config=layer.config()) for layer in hidden]}
 
 
 def check_initial_model(recipe: Recipe, trained: AcousticModel | None, source: DataSource) -> None:

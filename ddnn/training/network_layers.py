@@ -1,62 +1,26 @@
-"""From `model.layers` of a recipe to the layers of a network, and back."""
+"""From `model.layers` of a recipe to the layers of a network. Whether sizes fit is what a layer says when it is made: its
+ValueError becomes the user's message, with the file and line of the recipe."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddnn.nn.convolution import (
-    AveragePooling,
-    AveragePooling2d,
-    Convolution,
-    Convolution2d,
-    Filters,
-    MaxPooling,
-    MaxPooling2d,
-    Pooling,
-    Pooling2d,
-    Pools,
-)
+from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling, nearest_divisors
 from ddnn.nn.elementwise import Activation, Dropout, Elementwise, ParametricRelu, Scale, Shift
 from ddnn.nn.layer import Layer
-from ddnn.nn.layers import (
-    Affine,
-    check_layers,
-    layer_from_config,
-    mlp_layers,
-    num_parameters,
-)
-from ddnn.recipe.layers import (
-    MOST_REPEATS,
-    ActivationLayerConfig,
-    AffineLayerConfig,
-    Axes,
-    ConvLayerConfig,
-    DropoutLayerConfig,
-    LayerConfig,
-    PoolLayerConfig,
-    ScaleAndShiftLayerConfig,
-    StoredLayerConfig,
-    TimeAndBands,
-    both,
-    describe_layer,
-    layer_name,
-    near,
-    next_axes,
-    numbered,
-)
+from ddnn.nn.layers import Affine, layer_from_config, mlp_layers, num_parameters
+from ddnn.recipe.layers import TimeAndBands, both, layer_name, numbered
 from ddnn.recipe.schema import Recipe
 from ddnn.util.errors import RecipeError
 
 
 def network_layers(recipe: Recipe, input_dim: int, num_pdfs: int, *, on_dbn: bool = False) -> tuple[Layer, ...]:
     """The recipe's network on `input_dim` values a frame, which are ordered, from slow to fast, by frame offset, order of
-    the deltas, and band: first to last, the output layer included. RecipeError: as of `hidden_layers`."""
+    the deltas, and band: first to last, the output layer included. RecipeError: see `hidden_layers`."""
     if recipe.model.layers is None:
         model = recipe.model
         return mlp_layers(input_dim, model.hidden_layers, model.hidden_units, num_pdfs, model.activation, on_dbn=on_dbn)
@@ -69,34 +33,35 @@ def frozen_layers(recipe: Recipe, layers: Sequence[Layer]) -> frozenset[int]:
     numbers = frozenset(recipe.model.freeze or ())
     if recipe.model.layers is None or not numbers:
         return numbers
-    made = [*hidden_layers(recipe, layers[0].input_dim), layers[-1:]]
-    counted = [number for number, parts in enumerate(made) for _ in parts]
+    blocks = [*hidden_layers(recipe, layers[0].input_dim), layers[-1:]]
+    counted = [number for number, parts in enumerate(blocks) for _ in parts]
     return frozenset(i for i, number in enumerate(counted) if number in numbers)
 
 
 def describe_parameters(recipe: Recipe, layers: Sequence[Layer]) -> str:
     """How many parameters the network has, and how many of them are trained where `model.freeze` names layers."""
     frozen = frozen_layers(recipe, layers)
+    text = f"{num_parameters(layers):,} parameters"
+    if not frozen:
+        return text
     trained = num_parameters([layer for i, layer in enumerate(layers) if i not in frozen])
     names = ", ".join(map(str, sorted(recipe.model.freeze or ())))
-    return f"{num_parameters(layers):,} parameters" + f", {trained:,} of them trained (frozen: layer {names})" * bool(
-        frozen
-    )
+    return f"{text}, {trained:,} of them trained (frozen: layer {names})"
 
 
 def hidden_layers(recipe: Recipe, input_dim: int) -> Iterator[tuple[Layer, ...]]:
-    """Of each layer of `model.layers`, as `model.freeze` counts them, the layers of the network that it is, on `input_dim`
+    """For each layer of `model.layers`, as `model.freeze` counts them, the layers of the network that it is, on `input_dim`
     values a frame. RecipeError: sizes do not fit, with the nearest that do."""
-    axes, first = input_axes(recipe, input_dim), True
-    for number, (_, layer) in enumerate(numbered(recipe.model.layers or ())):
+    network = _Network(input_row(recipe, input_dim))
+    for number, layer in numbered(recipe.model.layers or ()):
+        first = len(network.layers)
         try:
-            made, above = _made(layer, axes, first_convolution=first)
-            check_layers(made)
+            BUILDERS[layer.name](network, layer)
         except (KeyError, TypeError, ValueError) as error:
             text = f"no key {error}" if isinstance(error, KeyError) else str(error)
-            raise RecipeError(f"{layer_name(number, layer)}: {text}"[:500], location="model.layers") from error
-        axes, first = above, first and not any(isinstance(part, Filters) for part in made)
-        yield made
+            location = layer.place or "model.layers"
+            raise RecipeError(f"{layer_name(number, layer)}: {text}"[:500], location=location) from error
+        yield tuple(network.layers[first:])
 
 
 def static_dims(recipe: Recipe, input_dim: int) -> int:
@@ -104,212 +69,154 @@ def static_dims(recipe: Recipe, input_dim: int) -> int:
     return input_dim // ((2 * recipe.data.splice + 1) * (recipe.data.deltas + 1))
 
 
-def input_axes(recipe: Recipe, input_dim: int, bands: int | None = None) -> Axes:
-    """Of the network's input; `bands`: where not those of the recipe. RecipeError: `model.bands` do not divide the dims
-    of the features."""
+class Row(NamedTuple):
+    """The values of a frame between two layers: (times, channels, bands), or with `channels_last` (times, bands, channels).
+    Times are frames of the splice, or rows of an image. Where there is no frequency axis, `bands` is 0, and the channels are
+    the values. Channels are deltas in the network's input, and the filters of the convolution below elsewhere."""
+
+    times: int
+    bands: int
+    channels: int
+    channels_last: bool = True
+
+    @property
+    def dim(self) -> int:
+        return self.times * max(self.bands, 1) * self.channels
+
+
+def input_row(recipe: Recipe, input_dim: int) -> Row:
+    """Of the network's input. RecipeError: `model.bands` do not divide the dims of the features."""
     static = static_dims(recipe, input_dim)
-    bands = bands or recipe.model.bands or static
+    bands = recipe.model.bands or static
     if static % bands:
-        message = f"{bands} found, which does not divide the {static} dims of the features; {near(static, bands)} do"
+        fit = nearest_divisors(static, bands)
+        message = f"{bands} found, which does not divide the {static} dims of the features; {fit} do"
         raise RecipeError(message, location="model.bands")
     frames = 2 * recipe.data.splice + 1
-    return Axes(input_dim, bands, 0, frames if frames > 1 else static // bands)
+    times = frames if frames > 1 else static // bands
+    return Row(times, bands, input_dim // (times * bands), channels_last=False)
 
 
-def _made(layer: LayerConfig, below: Axes, *, first_convolution: bool) -> tuple[tuple[Layer, ...], Axes]:
-    """What one layer of `model.layers` is above these axes, and the axes above it."""
-    axes, dim = next_axes(layer, below), below.dim or 0
-    if isinstance(layer, AffineLayerConfig):
-        coef, function = layer.learn_rate_coef, "linear" if layer.activation == "prelu" else layer.activation
-        affine = Affine(dim, layer.units, function, coef, coef, layer.max_norm)
-        slopes = _activation("prelu", layer.units, coef) if layer.activation == "prelu" else ()
-        return (affine, *slopes, *_dropout(layer.units, layer.dropout)), axes
-    if isinstance(layer, ConvLayerConfig):
-        return _convolution(layer, below, axes, first=first_convolution), axes
-    if isinstance(layer, PoolLayerConfig):
-        return (_pooling(layer.kind, below, layer.size, layer.step),), axes
-    if isinstance(layer, ScaleAndShiftLayerConfig):
-        return (Scale(dim, layer.learn_rate_coef), Shift(dim, layer.learn_rate_coef)), axes
-    if isinstance(layer, DropoutLayerConfig):
-        return (Dropout(dim, layer.rate),), axes
-    if isinstance(layer, ActivationLayerConfig):
-        return _activation(layer.activation, dim), axes
-    assert isinstance(layer, StoredLayerConfig)
-    stored = layer_from_config(layer.config)
-    if stored.must_be_last:
-        raise ValueError(f"{stored.label} found below other layers, expected only of the last, which is added")
-    if stored.input_dim != dim:
-        raise ValueError(f"{stored.label}, which reads {stored.input_dim} dims, found above a layer that gives {dim}")
-    if isinstance(stored, Elementwise):
-        return (stored,), below
-    if not isinstance(stored, Filters | Pools):
-        return (stored,), Axes(stored.output_dim, 0)
-    *times, bands, filters = stored.out_shape
-    return (stored,), Axes(stored.output_dim, bands, filters, *times)
+class _Network:
+    """The layers so far, the row above them, and whether there is a convolution among them."""
+
+    def __init__(self, row: Row) -> None:
+        self.layers, self.row, self.has_convolution = list[Layer](), row, False
+
+    @property
+    def dim(self) -> int:
+        return self.row.dim
+
+    def add(self, layer: Layer) -> None:
+        self.layers.append(layer)
+        self.has_convolution |= isinstance(layer, Convolution)
+        if not isinstance(layer, Elementwise):
+            grid = layer.out_shape if len(layer.out_shape) == 3 else (1, 0, layer.output_dim)
+            self.row = Row(*grid)
+
+    def add_activation(self, function: str, learn_rate_coef: float = 1.0) -> None:
+        if function == "prelu":  # He et al. 2015: the slope for negative inputs is trained, from 0.25 on
+            self.add(ParametricRelu(self.dim, beta_learn_rate_coef=learn_rate_coef, beta=0.25))
+        elif function != "linear":
+            self.add(Activation(self.dim, function))
+
+    def add_scale_and_shift(self, learn_rate_coef: float) -> None:
+        self.add(Scale(self.dim, learn_rate_coef))
+        self.add(Shift(self.dim, learn_rate_coef))
+
+    def add_dropout(self, rate: float) -> None:
+        if rate:
+            self.add(Dropout(self.dim, rate))
+
+    def add_pooling(self, kind: str, size: int | TimeAndBands, step: int | TimeAndBands | None) -> None:
+        """`size` and `step` of patches; one number is for both axes, of which there is one above filters of all times."""
+        row, sizes, steps = self.row, both(size), both(size if step is None else step)
+        if not row.bands or not row.channels_last:
+            raise ValueError("pooling takes the patches of a convolution, and there is none below")
+        pooling = MaxPooling if kind == "max" else AveragePooling
+        if row.times == 1 and isinstance(size, int):
+            sizes, steps = (axes.model_copy(update={"time": 1}) for axes in (sizes, steps))
+        self.add(pooling(*row[:3], sizes.time, sizes.bands, steps.time, steps.bands))
 
 
-POOLING: dict[str, tuple[type[Pooling], type[Pooling2d]]] = {
-    "max": (MaxPooling, MaxPooling2d),
-    "average": (AveragePooling, AveragePooling2d),
-}
+def _add_affine(network: _Network, layer: Any) -> None:
+    coef, slopes = layer.learn_rate_coef, layer.activation == "prelu"
+    function = "linear" if slopes else layer.activation
+    network.add(Affine(network.dim, layer.units, function, coef, coef, layer.max_norm))
+    if slopes:
+        network.add_activation("prelu", coef)
+    network.add_dropout(layer.dropout)
 
 
-def _pooling(kind: str, below: Axes, size: int | TimeAndBands, step: int | TimeAndBands | None) -> Layer:
-    """Pooling above a convolution."""
-    assert below.dim and below.bands and below.filters and below.times
-    along_bands, along_both = POOLING[kind]
-    sizes, steps = both(size), both(size if step is None else step)
-    if below.times == 1 and not isinstance(size, TimeAndBands):
-        return along_bands(below.dim, sizes.bands, steps.bands, below.filters)
-    row = below.times, below.bands, below.filters
-    return along_both(*row, sizes.time, sizes.bands, steps.time, steps.bands)
-
-
-def _convolution(layer: ConvLayerConfig, below: Axes, above: Axes, *, first: bool) -> tuple[Layer, ...]:
-    """A convolution as Kaldi's make_cnn_proto.py makes one, with what follows it; `first`: of the network."""
-    assert below.dim and below.bands and below.times and above.dim
-    step, wide = both(layer.step), below.filters or 1  # a band is as many values wide as there are filters below
-    made: Filters
-    if isinstance(layer.patch, TimeAndBands):
-        channels = below.dim // (below.times * below.bands)
-        row, size = (below.times, channels, below.bands), (layer.patch.time, layer.patch.bands)
-        steps = (step.time, step.bands, layer.dilation)
-        made = Convolution2d(*row, *size, layer.filters, *steps, channels_last=below.filters != 0)
-    elif layer.layout == "kaldi":
-        made = Convolution(below.dim, layer.patch, step.bands, below.bands, layer.filters)
-    else:
-        made = Convolution(below.dim, layer.patch * wide, step.bands * wide, below.bands * wide, layer.filters)
-    rectified, coef = layer.activation in ("relu", "prelu"), layer.learn_rate_coef
+def _add_convolution(network: _Network, layer: Any) -> None:
+    """As Kaldi's make_cnn_proto.py makes one, with what follows it."""
+    first = not network.has_convolution
+    rectified = layer.activation in ("relu", "prelu")
     mean, width = (0.0, 0.0) if layer.activation != "sigmoid" else (-1.0, 2.0) if first else (-2.0, 4.0)
-    deviation = math.sqrt(2.0 / made.fan_in) if rectified else 0.02 if first else 0.1
-    made = replace(
-        made,
-        learn_rate_coef=coef,
-        bias_learn_rate_coef=coef,
-        max_norm=_given(layer.max_norm, 30.0 if first else 50.0),
-        weight_stddev=_given(layer.weight_stddev, deviation),
-        bias_mean=_given(layer.bias_mean, mean),
-        bias_range=_given(layer.bias_range, width),
-    )
-    *times, bands, filters = made.out_shape
-    patches = Axes(made.output_dim, bands, filters, *times)
-    pool = (_pooling(layer.pool_kind, patches, layer.pool, layer.pool_step),) if both(layer.pool) != both(1) else ()
-    scaled = (Scale(above.dim, coef), Shift(above.dim, coef)) if layer.scale_and_shift else ()
-    return (made, *pool, *scaled, *_activation(layer.activation, above.dim, coef), *_dropout(above.dim, layer.dropout))
+    numbers = {
+        "learn_rate_coef": layer.learn_rate_coef,
+        "bias_learn_rate_coef": layer.learn_rate_coef,
+        "max_norm": _or_default(layer.max_norm, 30.0 if first else 50.0),
+        "weight_stddev": _or_default(layer.weight_stddev, 0.02 if first else 0.1),
+        "bias_mean": _or_default(layer.bias_mean, mean),
+        "bias_range": _or_default(layer.bias_range, width),
+    }
+    convolution = _convolution(network.row, layer, numbers)
+    if rectified and layer.weight_stddev is None:
+        convolution = replace(convolution, weight_stddev=math.sqrt(2.0 / convolution.fan_in))
+    network.add(convolution)
+    if both(layer.pool) != both(1):
+        network.add_pooling(layer.pool_kind, layer.pool, layer.pool_step)
+    if layer.scale_and_shift:
+        network.add_scale_and_shift(layer.learn_rate_coef)
+    network.add_activation(layer.activation, layer.learn_rate_coef)
+    network.add_dropout(layer.dropout)
 
 
-def _given(value: float | None, default: float) -> float:
+def _convolution(row: Row, layer: Any, numbers: dict[str, Any]) -> Convolution:
+    if not row.bands:
+        raise ValueError("there are no bands above an affine layer; convolutions come first")
+    patch, step = layer.patch, both(layer.step)
+    if isinstance(patch, TimeAndBands):
+        if patch.time > 1 and row.times == 1:
+            more = "data.splice gives more, model.bands the rows of an image"
+            raise ValueError(f"patch.time {patch.time} takes several frames, and there is 1 here: {more}")
+        sizes = (patch.time, patch.bands, layer.filters, step.time, step.bands, layer.dilation)
+        return Convolution(row.times, row.channels, row.bands, *sizes, row.channels_last, **numbers)
+    for key in ("step", "pool", "pool_step"):
+        if isinstance(getattr(layer, key), TimeAndBands):
+            raise ValueError(f"{key} of time and bands found beside patch {patch}, which is along bands alone")
+    if layer.dilation > 1:
+        raise ValueError("dilation is of frames, over which only a patch of {time: .., bands: ..} moves")
+    channels_last = row.channels_last and layer.layout == "frequency"
+    sizes = (row.times, patch, layer.filters, 1, step.bands, 1)
+    return Convolution(row.times, row.channels, row.bands, *sizes, channels_last, **numbers)
+
+
+def _or_default(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _activation(function: str, width: int, coef: float = 1.0) -> tuple[Layer, ...]:
-    if function == "prelu":  # He et al. 2015: the slope for negative inputs is trained, from 0.25 on
-        return (ParametricRelu(width, beta_learn_rate_coef=coef, beta=0.25),)
-    return () if function == "linear" else (Activation(width, function),)
+def _add_stored(network: _Network, layer: Any) -> None:
+    stored = layer_from_config(layer.config, network.dim)
+    if stored.must_be_last:
+        raise ValueError(f"{stored.label} found below other layers, expected only of the last, which is added")
+    if stored.input_dim != network.dim:
+        text = f"{stored.label}, which reads {stored.input_dim} dims, found above a layer that gives {network.dim}"
+        raise ValueError(text)
+    network.add(stored)
 
 
-def _dropout(width: int, rate: float) -> tuple[Layer, ...]:
-    return (Dropout(width, rate),) if rate else ()
-
-
-def described_layers(layers: Sequence[Layer], below: Axes) -> list[LayerConfig]:
-    """Layers of a network above these axes as a `model.layers` of which `hidden_layers` makes the same; those that have no
-    other form are `stored`."""
-    found, first, i = list[LayerConfig](), True, 0
-    while i < len(layers):
-        stored = partial(StoredLayerConfig, config=layers[i].config())
-        guesses: list[Callable[[], LayerConfig]] = [*_guesses(layers[i:], below), stored]
-        for guess in guesses:
-            with suppress(ValueError):  # a recipe does not take these sizes or numbers
-                config = guess()
-                made, above = _made(config, below, first_convolution=first)
-                if made == tuple(layers[i : i + len(made)]):
-                    break
-        if found and found[-1].model_copy(update={"repeat": 1}) == config and found[-1].repeat < MOST_REPEATS:
-            config = config.model_copy(update={"repeat": found.pop().repeat + 1})
-        found.append(config)
-        first = first and not any(isinstance(part, Filters) for part in made)
-        below, i = above, i + len(made)
-    return found
-
-
-def describe_hidden(layers: Sequence[Layer], times: int, static: int) -> str:
-    """A network's layers below the output layer in a few words; `times`: frames that are spliced, of `static` dims and
-    their deltas."""
-    input_dim, bands = layers[0].input_dim, bands_of(layers)
-    bands = static if bands is None or static % bands else bands
-    below = Axes(input_dim, bands, 0, times if times > 1 else static // bands)
-    return ", ".join(map(describe_layer, described_layers(layers[:-1], below)))
-
-
-def bands_of(layers: Sequence[Layer]) -> int | None:
-    """Along how many bands of the network's input its first convolution moves; None where none does."""
-    for layer in layers:
-        if isinstance(layer, Convolution | Convolution2d):
-            return layer.patch_stride if isinstance(layer, Convolution) else layer.bands
-        if not isinstance(layer, Elementwise):
-            return None
-    return None
-
-
-def _guesses(layers: Sequence[Layer], below: Axes) -> Iterator[Callable[[], LayerConfig]]:
-    """How a recipe may have described the first of these layers, with those that follow and may belong to it."""
-    layer, *following = layers
-
-    def take(*kinds: Any) -> Any:
-        return following.pop(0) if following and isinstance(following[0], kinds) else None
-
-    if isinstance(layer, Affine):
-        coef = {"learn_rate_coef": layer.learn_rate_coef, "max_norm": layer.max_norm}
-        function = "prelu" if layer.label == "linear" and take(ParametricRelu) else layer.label
-        drop, units = take(Dropout), layer.out_features
-        yield partial(AffineLayerConfig, units=units, activation=function, dropout=drop.rate if drop else 0.0, **coef)
-        yield partial(AffineLayerConfig, units=units, activation=layer.label, **coef)
-    elif isinstance(layer, Filters):
-        pool, scaled = take(Pools), take(Scale) is not None and take(Shift) is not None
-        function, drop = take(Activation, ParametricRelu), take(Dropout)
-        pools = {"pool": _sizes(pool), "pool_step": _steps(pool), "pool_kind": _kind(pool)} if pool else {}
-        names = ("filters", "learn_rate_coef", "max_norm", "weight_stddev", "bias_mean", "bias_range")
-        keys = {"scale_and_shift": scaled, **{name: getattr(layer, name) for name in names}}
-        keys |= {"activation": function.label if function else "linear", "dropout": drop.rate if drop else 0.0, **pools}
-        for sizes in _patches(layer, below.filters or 1):
-            yield partial(ConvLayerConfig, **sizes, **keys)
-    elif isinstance(layer, Pools):
-        yield partial(PoolLayerConfig, size=_sizes(layer), step=_steps(layer), kind=_kind(layer))
-    elif isinstance(layer, Scale):
-        yield partial(ScaleAndShiftLayerConfig, learn_rate_coef=layer.learn_rate_coef)
-    elif isinstance(layer, Dropout):
-        yield partial(DropoutLayerConfig, rate=layer.rate)
-    elif isinstance(layer, Activation | ParametricRelu):
-        yield partial(ActivationLayerConfig, activation=layer.label)
-
-
-def _patches(layer: Filters, wide: int) -> Iterator[dict[str, Any]]:
-    """The keys that may say a convolution's patches; `wide`: values of a band."""
-    if isinstance(layer, Convolution2d):
-        patch = TimeAndBands(time=layer.time_size, bands=layer.band_size)
-        step = TimeAndBands(time=layer.time_step, bands=layer.band_step)
-        yield {"patch": patch, "step": step, "dilation": layer.time_dilation}
-    elif isinstance(layer, Convolution):
-        yield {"patch": layer.patch_dim // wide, "step": layer.patch_step // wide}
-        yield {"patch": layer.patch_dim, "step": layer.patch_step, "layout": "kaldi"}
-
-
-def _sizes(pool: Pools) -> int | TimeAndBands:
-    if isinstance(pool, Pooling2d):
-        return TimeAndBands(time=pool.time_size, bands=pool.band_size)
-    return pool.grid.band.size
-
-
-def _steps(pool: Pools) -> int | TimeAndBands | None:
-    time, band, *_ = pool.grid
-    if (time.step, band.step) == (time.size, band.size):
-        return None
-    return TimeAndBands(time=time.step, bands=band.step) if isinstance(pool, Pooling2d) else band.step
-
-
-def _kind(pool: Pools) -> str:
-    return "max" if isinstance(pool, MaxPooling | MaxPooling2d) else "average"
+BUILDERS: dict[str, Callable[[_Network, Any], None]] = {
+    "affine": _add_affine,
+    "conv": _add_convolution,
+    "pool": lambda network, layer: network.add_pooling(layer.kind, layer.size, layer.step),
+    "scale-and-shift": lambda network, layer: network.add_scale_and_shift(layer.learn_rate_coef),
+    "dropout": lambda network, layer: network.add(Dropout(network.dim, layer.rate)),
+    "activation": lambda network, layer: network.add_activation(layer.activation),
+    "stored": _add_stored,
+}
+"""By the kind of a layer of `model.layers`, which adds its layers to the network."""
 
 
 TRAINING_FIELDS = {
@@ -319,11 +226,12 @@ TRAINING_FIELDS = {
 """Fields of layers that say how they are initialized and trained, and not what they compute."""
 
 
-def computes_the_same(one: Sequence[Layer], other: Sequence[Layer]) -> bool:
+def is_equivalent(first: Sequence[Layer], second: Sequence[Layer]) -> bool:
     """Whether they are the same layers of the same parameters, however they are trained: with which rates, limits,
     dropout."""
-    described = ([layer.config() for layer in layers if not isinstance(layer, Dropout)] for layers in (one, other))
-    stripped = (
-        [{k: v for k, v in config.items() if k not in TRAINING_FIELDS} for config in configs] for configs in described
-    )
-    return next(stripped) == next(stripped)
+    return _computations(first) == _computations(second)
+
+
+def _computations(layers: Sequence[Layer]) -> list[dict[str, Any]]:
+    configs = (layer.config() for layer in layers if not isinstance(layer, Dropout))
+    return [{name: value for name, value in config.items() if name not in TRAINING_FIELDS} for config in configs]

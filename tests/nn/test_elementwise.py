@@ -303,7 +303,7 @@ def test_natural_gradient_of_networks_side_by_side_is_that_of_their_layers(
 ) -> None:
     """A network in a network: the same bits as its layers above each other; but for rounding with compiled kernels, which
     scale where they update."""
-    inside = (Convolution(12, 3, 1, 6, 5), Scale(20), Activation(20, "tanh"), Affine(20, 6, "sigmoid"))
+    inside = (Convolution.of_pieces(12, 3, 1, 6, 5), Scale(20), Activation(20, "tanh"), Affine(20, 6, "sigmoid"))
     steps = []
     for layers in (inside, (Parallel((inside,)),), (Parallel(((Parallel((inside,)),),)),)):
         network = Network((Affine(9, 12, "linear"), *layers, Affine(6, 3, "softmax")))

@@ -40,7 +40,7 @@ SHIFT, SCALE = AddShift(np.ones(6, np.float32)), Rescale(np.ones(6, np.float32))
     [
         ([], [], "no layers"),
         ([Splice((0, 1), 3), affine(2, 6)], [], "component 1 is Splice, which is no layer"),
-        ([Activation("softmax", 6)], [], "component 1 is Activation, which is no layer"),
+        ([Activation("softmax", 6)], [], "component 1, activation 'softmax', expected one of sigmoid, tanh, relu"),
         ([SHIFT, in_parallel(RBM, affine(2, 6))], [], "component 2, network 1, component 1 is RbmComponent"),
         (
             [in_parallel(in_parallel(affine(2, 6), Activation("softmax", 2)))],

@@ -17,7 +17,7 @@ from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.nn.acoustic_model import AcousticModel, load_model, model_config, model_from_config, save_model, to_nnet1
 from ddnn.nn.arithmetic import Float32, Precision, make_arithmetic, matmul_out
-from ddnn.nn.convolution import AveragePooling, Convolution, Convolution2d, MaxPooling, MaxPooling2d
+from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
 from ddnn.nn.elementwise import Activation
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import (
@@ -45,15 +45,25 @@ NETWORKS: dict[str, tuple[Layer, ...]] = {
     "toy above": (Affine(15, 12, "tanh"), Filters(12, 4, 4, 3, "sigmoid"), Affine(9, 5, "softmax")),
     "affine": mlp_layers(15, 2, 9, 5),
     "conv": (
-        *(Convolution(15, 2, 1, 5, 4), MaxPooling(16, 2, 2, 4), Convolution(8, 4, 2, 8, 3), AveragePooling(9, 3, 3, 3)),
+        *(
+            Convolution.of_pieces(15, 2, 1, 5, 4),
+            MaxPooling.of_patches(16, 2, 2, 4),
+            Convolution.of_pieces(8, 4, 2, 8, 3),
+            AveragePooling.of_patches(9, 3, 3, 3),
+        ),
         *(Affine(3, 8, "tanh"), Affine(8, 5, "softmax")),
     ),
     "conv wide": (
-        *(Convolution(15, 2, 1, 15, 8), MaxPooling(112, 2, 2, 8), Activation(56, "tanh"), Affine(56, 5, "softmax")),
+        *(
+            Convolution.of_pieces(15, 2, 1, 15, 8),
+            MaxPooling.of_patches(112, 2, 2, 8),
+            Activation(56, "tanh"),
+            Affine(56, 5, "softmax"),
+        ),
     ),
     "conv2d": (
-        *(Convolution2d(5, 1, 3, 2, 2, 3), MaxPooling2d(4, 2, 3, 2, 2, 2, 2), Activation(6, "tanh")),
-        *(Convolution2d(2, 3, 1, 2, 1, 4, channels_last=True), Affine(4, 5, "softmax")),
+        *(Convolution(5, 1, 3, 2, 2, 3), MaxPooling(4, 2, 3, 2, 2, 2, 2), Activation(6, "tanh")),
+        *(Convolution(2, 3, 1, 2, 1, 4, channels_last=True), Affine(4, 5, "softmax")),
     ),
 }
 OPTIMIZERS = {

@@ -16,15 +16,14 @@ from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.kaldi.nnet1_file import write_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, load_model, to_nnet1
-from ddnn.nn.convolution import AveragePooling, AveragePooling2d, Convolution, Convolution2d, MaxPooling, MaxPooling2d
-from ddnn.nn.elementwise import Activation, Copy, Dropout, LengthNorm, ParametricRelu, Scale, Shift
+from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling
+from ddnn.nn.elementwise import Activation, Copy, Dropout, LengthNorm, Scale, Shift
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, Parallel
 from ddnn.nn.network import Network, initialize
-from ddnn.recipe.layers import Axes, describe_layer
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.training.initial_model import with_initial_model
-from ddnn.training.network_layers import described_layers, network_layers
+from ddnn.training.network_layers import network_layers
 
 CONV = "conv: {filters: 3, patch: 2, pool: 3}"
 LAYERS = f"model: {{layers: [{{{CONV}}}, {{affine: 8, repeat: 2}}]}}"
@@ -55,18 +54,18 @@ def kaldi_dir(folder: Path, *layers: Layer) -> Path:
 
 
 NETWORKS: dict[str, tuple[tuple[Layer, ...], str]] = {
-    "unequal widths": ((Affine(12, 8), Affine(8, 6), Affine(6, 6, max_norm=2.0)), "1 x 8 sigmoid, 1 x 6 sigmoid, 1 x 6 sigmoid"),
-    "functions": ((Affine(12, 8), Affine(8, 8, "tanh")), "1 x 8 sigmoid, 1 x 8 tanh"),
-    "activation of its own": ((Activation(12, "sigmoid"), Affine(12, 12)), "sigmoid, 1 x 12 sigmoid"),
+    "unequal widths": ((Affine(12, 8), Affine(8, 6), Affine(6, 6, max_norm=2.0)), "affine, affine, affine"),
+    "functions": ((Affine(12, 8), Affine(8, 8, "tanh")), "affine, affine"),
+    "activation of its own": ((Activation(12, "sigmoid"), Affine(12, 12)), "activation, affine"),
     "cnn": (
-        (Convolution(12, 2, 1, 4, 3, max_norm=2.0), MaxPooling(9, 3, 3, 3), Scale(3), Shift(3), Activation(3), Affine(3, 5)),
-        "conv 3 of 2 bands pool 3, 1 x 5 sigmoid",
+        (Convolution.of_pieces(12, 2, 1, 4, 3, max_norm=2.0), MaxPooling.of_patches(9, 3, 3, 3), Scale(3), Shift(3), Activation(3), Affine(3, 5)),
+        "conv, max-pool, scale, shift, activation, affine",
     ),
     "own rates": (
-        (Convolution(12, 2, 1, 4, 3, 0.5, 0.25), AveragePooling(9, 2, 1, 3), Activation(6, "tanh")),
-        "conv, pool 2, tanh",
+        (Convolution.of_pieces(12, 2, 1, 4, 3, 0.5, 0.25), AveragePooling.of_patches(9, 2, 1, 3), Activation(6, "tanh")),
+        "conv, average-pool, activation",
     ),
-    "all frames as one": ((Convolution(12, 9, 1, 12, 2),), "conv"),
+    "all frames as one": ((Convolution.of_pieces(12, 9, 1, 12, 2),), "conv"),
     "side by side": (
         (Copy(12, (11, 3, 3, 0)), Parallel(((Affine(1, 2), LengthNorm(2)), (Affine(3, 4, "tanh"),)))),
         "copy, parallel",
@@ -167,44 +166,24 @@ def test_a_new_output_layer_on_a_cnn(first: Job, tmp_path: Path, run_cli: RunCli
     assert same == [True] * (len(same) - 1) + [False]
 
 
-def test_convolutions_over_time_and_bands_are_described() -> None:
-    layers = (
-        *(Convolution2d(3, 2, 8, 2, 3, 5, 1, 1, 1, False), MaxPooling2d(2, 6, 5, 2, 3, 2, 3), Activation(10, "relu")),
-        *(Convolution2d(1, 5, 2, 1, 2, 4, channels_last=True), AveragePooling2d(1, 1, 4, 1, 1, 1, 1)),
-    )
-    found = described_layers(layers, Axes(48, 8, 0, 3))
-    expected = ["conv 5 of 2 x 3 pool 2 x 3 relu", "conv 4 of 1 x 2 linear", "pool 1 x 1"]
-    assert list(map(describe_layer, found)) == expected
-
-
-def test_slopes_and_dropout_belong_to_the_layer_below() -> None:
-    layers = (
-        *(Affine(4, 8, "linear"), ParametricRelu(8, beta_learn_rate_coef=1.0, beta=0.25), Dropout(8, 0.5)),
-        *(Affine(8, 8, "linear"), ParametricRelu(8), Dropout(8, 0.5), Scale(8), Shift(8), Scale(8)),
-    )
-    found = described_layers(layers, Axes(4, 4))
-    expected = ["1 x 8 prelu dropout 0.5", "1 x 8 linear", "prelu", "dropout 0.5", "scale-and-shift", "scale"]
-    assert list(map(describe_layer, found)) == expected
-
-
-NAMES = {
-    "conv_avg": "conv, pool 3, tanh, 1 x 10 sigmoid",
-    "conv_max": "conv 6 of 3 bands pool 2",
-    "conv_step": "conv 6 of 5 bands tanh, conv, sigmoid",
-    "copy_cut": "1 x 12 tanh, copy, scale",
-    "maxnorm": "conv 6 of 3 bands pool 2, 1 x 12 sigmoid",
-    "one_patch": "conv 10 of 8 bands",
-    "parallel": "copy, parallel",
-    "prelu_lnorm": "conv, pool 4, prelu, 1 x 12 tanh, length-norm",
-    "ties": "conv 4 of 2 bands linear, scale, pool 3, tanh",
-    "two_conv": "conv 4 of 3 bands pool 2, conv 5 of 2 bands layout kaldi, 1 x 12 sigmoid",
-    "two_conv_true": "conv 4 of 3 bands pool 2, conv 5 of 2 bands tanh",
-}
+NAMES = [
+    "conv_avg",
+    "conv_max",
+    "conv_step",
+    "copy_cut",
+    "maxnorm",
+    "one_patch",
+    "parallel",
+    "prelu_lnorm",
+    "ties",
+    "two_conv",
+    "two_conv_true",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kaldi_s_networks_are_described(name: str, shared: Path, tmp_path: Path) -> None:
-    """By a recipe that makes the same layers, also once it is written into a run dir and read again."""
+    """As model files have their layers, also once the recipe is written into a run dir and read again."""
     source, model = shared / "golden" / "conv", tmp_path / "model"
     model.mkdir()
     shutil.copy(source / name / "init.nnet", model / "final.nnet")
@@ -214,7 +193,7 @@ def test_kaldi_s_networks_are_described(name: str, shared: Path, tmp_path: Path)
     path.write_text(f"data: {{train: ., alignments: .}}\ninit: {{model: {model}}}\n")
     recipe, trained = with_initial_model(load_recipe(path))
     assert trained is not None and recipe.model.layers is not None
-    assert recipe.model.summary().startswith(NAMES[name].partition(", 1 x 10")[0])
+    assert recipe.model.summary() == ", ".join(layer.kind for layer in trained.network.layers[:-1])
     assert network_layers(recipe, trained.network.input_dim, 10)[:-1] == trained.network.layers[:-1]
     path.write_text(dump_recipe(recipe))
     assert with_initial_model(load_recipe(path))[0] == recipe

@@ -13,7 +13,7 @@ import torch
 from jobs import Job, RunCli, assert_refused, files_in, make_job
 
 from ddnn.nn.acoustic_model import load_model
-from ddnn.nn.convolution import AveragePooling, Convolution, Convolution2d, MaxPooling, MaxPooling2d
+from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling, nearest_divisors
 from ddnn.nn.elementwise import Activation, Dropout, LengthNorm, ParametricRelu, Scale, Shift
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, num_parameters
@@ -49,11 +49,11 @@ def test_a_cnn_is_that_of_kaldi_s_prototypes(tmp_path: Path, shared: Path, name:
     for layer, views in zip(layers, network.views, strict=True):
         whole = {"InputDim": layer.input_dim, "OutputDim": layer.output_dim}
         if isinstance(layer, Convolution):
-            size = {"PatchDim": layer.patch_dim, "PatchStep": layer.patch_step, "PatchStride": layer.patch_stride}
+            size = {"PatchDim": layer.band_size, "PatchStep": layer.band_step, "PatchStride": layer.bands}
             start = {"BiasMean": layer.bias_mean, "BiasRange": layer.bias_range, "ParamStddev": layer.weight_stddev}
             found.append(("ConvolutionalComponent", {**whole, **size, **start, "MaxNorm": layer.max_norm}))
         elif isinstance(layer, MaxPooling):
-            pool = {"PoolSize": layer.pool_size, "PoolStep": layer.pool_step, "PoolStride": layer.pool_stride}
+            pool = {"PoolSize": layer.band_size, "PoolStep": layer.band_step, "PoolStride": layer.channels}
             found.append(("MaxPoolingComponent", {**whole, **pool}))
         elif isinstance(layer, Affine):
             last = layer is layers[-1]
@@ -80,8 +80,8 @@ def test_every_key_reaches_its_layer(tmp_path: Path) -> None:
     )
     found = build(tmp_path, f"[{{{conv}}}, {{affine: 5, max_norm: 3, learn_rate_coef: 2, activation: linear}}]", 20)
     assert found == (
-        Convolution(20, 4, 2, 20, 6, 0.5, 0.5, 2, 0.3, 0.5, 0.25),
-        AveragePooling(54, 3, 1, 6),
+        Convolution.of_pieces(20, 4, 2, 20, 6, 0.5, 0.5, 2, 0.3, 0.5, 0.25),
+        AveragePooling.of_patches(54, 3, 1, 6),
         Activation(42, "tanh"),
         Dropout(42, 0.25),
         Affine(42, 5, "linear", 2, 2, 3),
@@ -95,7 +95,7 @@ def test_layers_on_their_own(tmp_path: Path) -> None:
     found = build(tmp_path, text, 6)
     assert found[1:4] == (Scale(8), Shift(8), Activation(8, "sigmoid"))
     assert found[4:] == (
-        AveragePooling(8, 2, 2, 2),
+        AveragePooling.of_patches(8, 2, 2, 2),
         Affine(4, 4, "linear"),
         ParametricRelu(4, beta_learn_rate_coef=1.0, beta=0.25),
         *(Scale(4), Shift(4), Dropout(4, 0.5), Activation(4, "relu"), LengthNorm(4)),
@@ -118,9 +118,9 @@ def test_equal_layers_are_those_of_the_short_form(tmp_path: Path) -> None:
 def test_convolutions_of_a_frame_s_bands(tmp_path: Path) -> None:
     """`model.bands`: images, whose rows of pixels are read at once; features whose deltas are in the file."""
     conv, *_ = build(tmp_path, "[{conv: {filters: 3, patch: 4}}]", 64, 7, "model.bands=8")
-    assert isinstance(conv, Convolution) and (conv.patch_stride, conv.in_features, conv.gemm.rows) == (8, 64, 5)
+    assert isinstance(conv, Convolution) and (conv.bands, conv.input_dim, conv.gemm.rows) == (8, 64, 5)
     conv, *_ = build(tmp_path, "[{conv: {filters: 3, patch: 4}}]", 120, 7, "model.bands=40", "data.splice=1")
-    assert isinstance(conv, Convolution) and (conv.patch_stride, conv.in_features, conv.gemm.rows) == (40, 360, 37)
+    assert isinstance(conv, Convolution) and (conv.bands, conv.input_dim, conv.gemm.rows) == (40, 360, 37)
 
 
 @pytest.mark.parametrize("activation", ["relu", "prelu", "tanh", "linear"])
@@ -186,13 +186,97 @@ def test_layers_that_do_not_fit_the_features(tmp_path: Path, layers: str, settin
     with pytest.raises(RecipeError) as caught:
         build(tmp_path, layers, 8, 7, *settings)
     assert said in caught.value.message
-    assert caught.value.location == ("model.bands" if settings else "model.layers")
+    assert caught.value.location == ("model.bands" if settings else f"{tmp_path / 'r.yaml'}, line 2")
+
+
+@pytest.mark.parametrize(
+    ("bands", "items", "said"),
+    [
+        (
+            10,
+            ["conv: {filters: 4, patch: 3}", "affine: 3", "conv: {filters: 4, patch: 3}"],
+            "layer 2 (conv): there are no bands above an affine layer; convolutions come first  [line 7]",
+        ),
+        (
+            9,
+            ["conv: {filters: 4, patch: 2}", "dropout: 0.1", "conv: {filters: 4, patch: 9}"],
+            "layer 2 (conv): patch 9 does not fit into 8 bands; 1 to 8 do  [line 7]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8, step: 3}"],
+            "layer 0 (conv): patch 8 with step 3 leaves 2 of 40 bands over; patch 7 and 10, or step 2 and 4 fit  [line 5]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8, pool: 4}"],
+            "layer 0 (conv): pool 4 does not divide 33 patches; 3 and 11 do  [line 5]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8, pool: 34}"],
+            "layer 0 (conv): pool 34 does not fit into 33 patches; 1 to 33 do  [line 5]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8, pool: 4, pool_step: 2}"],
+            "pool 4 with pool_step 2 leaves 1 of 33 patches over; pool 3 and 5, or pool_step 1 and 29 fit  [line 5]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8, pool: 3, pool_step: 4}"],
+            "layer 0 (conv): pool_step 4 would skip patches between pools of 3; 1 to 3 do not  [line 5]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8}", "pool: {size: 3, step: 4}"],
+            "layer 1 (pool): pool_step 4 would skip patches between pools of 3; 1 to 3 do not  [line 6]",
+        ),
+        (
+            40,
+            ["conv: {filters: 4, patch: 8}", "pool: {size: 4, step: 3}"],
+            "pool 4 with pool_step 3 leaves 2 of 33 patches over; pool 3 and 6, or pool_step 1 and 29 fit  [line 6]",
+        ),
+        (
+            40,
+            ["pool: 2"],
+            "layer 0 (pool): pooling takes the patches of a convolution, and there is none below  [line 5]",
+        ),
+        (
+            12,
+            ["{conv: {filters: 4, patch: 3}, repeat: 3}", "affine: 2", "{conv: {filters: 1, patch: 1}}"],
+            "layer 4 (conv): there are no bands",  # repeated layers are counted
+        ),
+        (
+            8,
+            ["{conv: {filters: 4, patch: 4}, repeat: 3}"],
+            "layer 2 (conv): patch 4 does not fit into 2 bands; 1 to 2 do",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_their_line(
+    tmp_path: Path, bands: int, items: list[str], said: str
+) -> None:
+    path = tmp_path / "r.yaml"
+    text = f"data: {{train: ., alignments: .}}\nmodel:\n  bands: {bands}\n  layers:\n"
+    path.write_text(text + "".join(f"  - {item}\n" for item in items))
+    with pytest.raises(RecipeError) as caught:
+        network_layers(load_recipe(path), 11 * bands, 7)
+    said, _, line = said.partition("  [")
+    assert said in caught.value.message
+    assert str(caught.value.location).startswith(f"{path}, {line.rstrip(']') or 'line '}")
+
+
+def test_divisors_next_to_a_number() -> None:
+    assert [nearest_divisors(*pair) for pair in ((33, 4), (40, 50), (40, 7), (1, 3), (999_983, 10))] == [
+        *("3 and 11", "40", "5 and 8", "1", "1 and 999983"),
+    ]
 
 
 def test_layers_above_stored_ones_know_their_bands(tmp_path: Path) -> None:
     stored = "{stored: {kind: conv, in_features: 8, patch_dim: 3, patch_step: 1, patch_stride: 8, filters: 2}}"
     *_, pool, _ = build(tmp_path, f"[{stored}, {{stored: {{kind: length-norm, width: 12}}}}, {{pool: 3}}]", 8)
-    assert pool == MaxPooling(12, 3, 3, 2)
+    assert pool == MaxPooling.of_patches(12, 3, 3, 2)
 
 
 def test_frozen_layers_are_those_of_the_list(tmp_path: Path) -> None:
@@ -261,10 +345,10 @@ def test_convolutions_over_time_and_bands(tmp_path: Path) -> None:
     text = "[{conv: {filters: 3, patch: {time: 3, bands: 2}, step: {bands: 2}, pool: 2, scale_and_shift: false}}, "
     text += "{conv: {filters: 2, patch: {time: 1, bands: 2}, scale_and_shift: false, activation: linear}}, {affine: 4}]"
     assert build(tmp_path, text, 48, 7, "model.bands=8") == (
-        Convolution2d(6, 1, 8, 3, 2, 3, 1, 2, 1, False, max_norm=30, weight_stddev=0.02, bias_mean=-1, bias_range=2),
-        MaxPooling2d(4, 4, 3, 2, 2, 2, 2),
+        Convolution(6, 1, 8, 3, 2, 3, 1, 2, 1, False, max_norm=30, weight_stddev=0.02, bias_mean=-1, bias_range=2),
+        MaxPooling(4, 4, 3, 2, 2, 2, 2),
         Activation(12),
-        Convolution2d(2, 3, 2, 1, 2, 2, 1, 1, 1, True, max_norm=50, weight_stddev=0.1, bias_mean=0, bias_range=0),
+        Convolution(2, 3, 2, 1, 2, 2, 1, 1, 1, True, max_norm=50, weight_stddev=0.1, bias_mean=0, bias_range=0),
         Affine(4, 4),
         Affine(4, 7, "softmax", bias_learn_rate_coef=0.1),
     )
@@ -272,10 +356,10 @@ def test_convolutions_over_time_and_bands(tmp_path: Path) -> None:
     text += "{conv: {filters: 2, patch: 3}}, {pool: 4}]"
     tdnn, pool, *_, above, _, _, _, last, _ = build(tmp_path, text, 30, 7, "data.splice=5", "data.deltas=2")
     he = math.sqrt(2 / (2 * 5 * 3))
-    assert tdnn == Convolution2d(11, 3, 10, 2, 5, 3, 1, 1, 3, False, 1, 1, 30, he, 0, 0)
-    assert pool == MaxPooling2d(8, 6, 3, 4, 1, 4, 1)
-    assert above == Convolution(36, 9, 3, 18, 2, max_norm=50, weight_stddev=0.1, bias_mean=-2, bias_range=4)
-    assert last == MaxPooling(8, 4, 4, 2)
+    assert tdnn == Convolution(11, 3, 10, 2, 5, 3, 1, 1, 3, False, 1, 1, 30, he, 0, 0)
+    assert pool == MaxPooling(8, 6, 3, 4, 1, 4, 1)
+    assert above == Convolution.of_pieces(36, 9, 3, 18, 2, max_norm=50, weight_stddev=0.1, bias_mean=-2, bias_range=4)
+    assert last == MaxPooling.of_patches(8, 4, 4, 2)
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,19 @@ from toy_layers import TOYS, Filters, Gain, Pool
 
 from ddnn.averaging.averager import Averager
 from ddnn.distributed.signals import TrainingInterrupted
-from ddnn.nn.layer import Layer
 from ddnn.nn.layers import LAYERS, Affine
 from ddnn.recipe.load import load_recipe
-from ddnn.recipe.schema import Recipe
 from ddnn.runs.run_dir import load_run
-from ddnn.training import initial_model, options
 from ddnn.training.evaluation import evaluate_run
 from ddnn.training.job import run_training
 
-
-def toy_network(recipe: Recipe, input_dim: int, num_pdfs: int, *, on_dbn: bool = False) -> tuple[Layer, ...]:
-    """A convolution, a pooling, a gain, and two affine layers of different widths."""
-    filters = Filters(input_dim, 4, 4, 5)
-    pool = Pool(filters.patches // 2 * 2, 5) if filters.patches % 2 == 0 else None
-    lower: list[Layer] = [filters] if pool is None else [filters, pool]
-    width = lower[-1].output_dim
-    return (*lower, Gain(width), Affine(width, 7, "sigmoid"), Affine(7, num_pdfs, "softmax"))
+LAYERS_IN_RECIPE = """[
+  stored: {kind: filters, size: 4, step: 4, filters: 5},
+  stored: {kind: gain, largest: 3.0},
+  affine: 6,
+  stored: {kind: pool, positions: 6, channels: 1},
+  stored: {kind: gain},
+]"""  # of three frames of 4 dims; the widths of filters and gains follow
 
 
 @pytest.mark.parametrize(
@@ -39,13 +35,13 @@ def test_a_network_of_toys_is_trained_stopped_resumed_and_evaluated(
 ) -> None:
     for kind, layer in TOYS.items():
         monkeypatch.setitem(LAYERS, kind, layer)
-    for module in (initial_model, options):
-        monkeypatch.setattr(module, "network_layers", toy_network)
     features, labels = labelled_utterances()
     data, pdfs = write_data_dir(tmp_path / "data", features), write_pdfs(tmp_path / "pdfs.txt", labels)
-    recipe = load_recipe(
-        write_recipe(tmp_path / "recipe.yaml", data, pdfs, f"optimizer: {{{optimizer}}}\nprecision: {precision}\n")
-    )
+    text = f"optimizer: {{{optimizer}}}\nprecision: {precision}\n"
+    path = write_recipe(tmp_path / "recipe.yaml", data, pdfs, text)
+    short = "{hidden_layers: 1, hidden_units: 8}"
+    path.write_text(path.read_text().replace(short, "{layers: " + LAYERS_IN_RECIPE + "}"))
+    recipe = load_recipe(path)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_training(recipe, whole, "cpu")
 
@@ -65,5 +61,8 @@ def test_a_network_of_toys_is_trained_stopped_resumed_and_evaluated(
     assert (stopped / "final.safetensors").read_bytes() == (whole / "final.safetensors").read_bytes()
 
     network = load_run(whole).network
-    assert network.layers == toy_network(recipe, network.input_dim, network.output_dim)
+    assert network.layers == (
+        *(Filters(12, 4, 4, 5), Gain(15, 3.0), Affine(15, 6), Pool(6, 1), Gain(3)),
+        Affine(3, 3, "softmax", bias_learn_rate_coef=0.1),
+    )
     assert evaluate_run(whole, data, pdfs, "cpu").figures["frame_accuracy"] > 0.6
