@@ -23,7 +23,7 @@ TOKENS = {
     "averaging": 5_700,
     "bench": 4_800,
     "cli": 6_000,
-    "data": 18_900,
+    "data": 17_800,
     "decoding": 9_800,
     "distributed": 10_300,
     "inspection": 8_500,

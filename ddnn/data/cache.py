@@ -1,5 +1,8 @@
 """Datasets in cache files that are mapped instead of loaded: found, checked by all workers of a host together, created
 where there is none. The name of a file is a digest of everything that its content depends on.
+
+A file has the features, the labels, an index in JSON, and the length and CRC-32 of the index, which has those of all else.
+The checksums find damage, not malice: whoever may write into the cache directory may also write other frames.
 """
 
 from __future__ import annotations
@@ -8,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import mmap
 import os
 import re
@@ -16,19 +18,19 @@ import struct
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 from uuid import uuid4
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset, utterance_offsets
@@ -44,24 +46,21 @@ from ddnn.util.system import available_memory
 
 log = logging.getLogger(__name__)
 
-VERSION = 3  # of the file's format, and of what loading makes of the same input
-SUFFIX = ".features.safetensors"
-PAGE = 4096
-MAX_HEADER_BYTES = 100_000_000  # as in safetensors
+VERSION = 4  # of the file's format, and of what loading makes of the same input
+SUFFIX = ".features"
+MAX_INDEX_BYTES = 1 << 28
 READ_BYTES = 4 << 20
-NO_CRC = "00000000"
 
 _ALIGNMENT_FILE = re.compile(r"ali\.[0-9]+\.gz|final\.mdl|num_jobs")
-_LENGTH = struct.Struct("<Q")
-_SAFETENSORS = {"<i4": "I32", "<i8": "I64", "<f4": "F32", "<f2": "F16"}  # names of numpy's dtypes in safetensors
+_TRAILER = struct.Struct("<QL")  # length and CRC-32 of the index before it
 
 
 class CorruptCacheError(Exception):
     """What is wrong with a cache file."""
 
 
-class CacheMetadata(BaseModel):
-    """What a cache file holds: safetensors, whose header has this and the CRC-32 of the header itself as metadata."""
+class CacheIndex(BaseModel):
+    """What a cache file holds besides features (rows, width) and labels (rows,) int32."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
@@ -72,45 +71,27 @@ class CacheMetadata(BaseModel):
     width: PositiveInt
     context: NonNegativeInt
     dtype: Literal["float32", "float16"]
-    utterances: PositiveInt
-    rows: PositiveInt
-    pdfs: PositiveInt
+    selected: list[int]  # which utterances of the data dir are used
+    num_frames: list[PositiveInt]  # of each
+    pdf_counts: list[NonNegativeInt]
     counts: dict[str, int]  # what was skipped or trimmed
     mismatch: str  # `UtteranceIndex.mismatch`
-    # [bytes, CRC-32] of each, from the first byte after the header on
-    blocks: list[tuple[NonNegativeInt, Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]]]
-
-    def tensors(self) -> list[tuple[str, str, tuple[int, ...], int, int]]:
-        """Name, dtype, shape, first byte and end of each, in the order of the file."""
-        shapes: list[tuple[str, str, tuple[int, ...]]] = [
-            ("labels", "<i4", (self.rows,)),
-            ("selected", "<i8", (self.utterances,)),  # which utterances of the data dir are used
-            ("num_frames", "<i8", (self.utterances,)),
-            ("pdf_counts", "<i8", (self.pdfs,)),
-            ("features", "<f4" if self.dtype == "float32" else "<f2", (self.rows, self.width)),
-        ]
-        ends = list(accumulate(math.prod(shape) * np.dtype(dtype).itemsize for _, dtype, shape in shapes))
-        return [(*tensor, start, end) for tensor, start, end in zip(shapes, [0, *ends], ends, strict=False)]
+    blocks: list[
+        tuple[NonNegativeInt, NonNegativeInt]
+    ]  # bytes and CRC-32 of the parts of the features, and of the labels
 
     @property
-    def index_bytes(self) -> int:
-        """Of all tensors before the features."""
-        return self.tensors()[-1][3]
+    def rows(self) -> int:
+        return sum(self.num_frames) + 2 * self.context * len(self.num_frames)
 
     @property
     def feature_bytes(self) -> int:
-        """Of the features."""
-        return self.tensors()[-1][4] - self.index_bytes
+        return self.rows * self.width * np.dtype(self.dtype).itemsize
 
-    def header(self) -> bytes:
-        """The length and the header of the file, padded so that the features start at a page."""
-        entries: dict[str, Any] = {"__metadata__": {"crc32": NO_CRC, "ddnn": self.model_dump_json()}}
-        for name, dtype, shape, *offsets in self.tensors():
-            entries[name] = {"dtype": _SAFETENSORS[dtype], "shape": list(shape), "data_offsets": offsets}
-        text = json.dumps(entries).encode()
-        text += b" " * (-(_LENGTH.size + len(text) + self.index_bytes) % PAGE)
-        crc = f'"crc32": "{zlib.crc32(text):08x}"'.encode()
-        return _LENGTH.pack(len(text)) + text.replace(f'"crc32": "{NO_CRC}"'.encode(), crc, 1)
+    def encode(self) -> bytes:
+        """The end of a file, from the byte after the labels on."""
+        text = self.model_dump_json().encode()
+        return text + _TRAILER.pack(len(text), zlib.crc32(text))
 
 
 def cache_key(directory: DataDir, corpus: Corpus, config: DataConfig) -> str | None:
@@ -187,99 +168,84 @@ def open_or_create_cache(
         comm.barrier()
     else:
         return None, None
-    entries = tuple(directory.entries[n] for n in cache.selected.tolist())
-    metadata, counts = cache.metadata, dict(cache.metadata.counts)
+    stored = cache.index
+    entries = tuple(directory.entries[n] for n in stored.selected)
     if comm.rank == 0 and not created:  # the worker that created it has checked
-        check_skipped(directory, corpus.alignments, entries, counts, config.max_skipped_fraction, metadata.mismatch)
-    frames, of_pdfs = np.array(cache.num_frames), np.array(cache.pdf_counts)
-    dim, first, pdfs = metadata.dim, entries[0].key, metadata.pdfs
-    index = UtteranceIndex(directory, entries, frames, dim, first, pdfs, of_pdfs, None, counts, metadata.mismatch)
+        check_skipped(
+            directory, corpus.alignments, entries, stored.counts, config.max_skipped_fraction, stored.mismatch
+        )
+    index = UtteranceIndex(
+        directory,
+        entries,
+        np.array(stored.num_frames, np.int64),
+        stored.dim,
+        entries[0].key,
+        num_pdfs=len(stored.pdf_counts),
+        pdf_counts=np.array(stored.pdf_counts, np.int64),
+        counts=dict(stored.counts),
+        mismatch=stored.mismatch,
+    )
     return index, cache
 
 
 def _open_checked(path: Path, key: str, entries: int, config: DataConfig, comm: Communicator) -> CacheFile | None:
-    """The file mapped, and this worker's share of it checked; None, with a warning where there is a file."""
+    """The file mapped, and this worker's share of it checked; None, with a warning where there is a file. `entries`:
+    utterances of the data dir."""
     started, cache = time.perf_counter(), None
     try:
-        cache = CacheFile(path, key)
-        cache.check(entries, config.processes(comm), comm.local_rank, comm.local_size)
-        if cache.metadata.width != config.features.width(cache.metadata.dim):
-            raise CorruptCacheError("its features have other dims than the recipe says")
+        cache = CacheFile(path, key, entries)
+        cache.check(config.processes(comm), comm.local_rank, comm.local_size)
         log.info("cache: mapped %s (%.2f GB in %.2f s)", path, cache.size / 1e9, time.perf_counter() - started)
         return cache
     except FileNotFoundError:
         return None
     except (CorruptCacheError, OSError) as error:
-        how = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else f"is damaged ({error})"
-        log.warning("cache: %s %s; loading from the archives", path, how)
+        problem = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else f"is damaged ({error})"
+        log.warning("cache: %s %s; loading from the archives", path, problem)
     if cache is not None:
         cache.close()
     return None
 
 
 def _create(path: Path, key: str, directory: DataDir, corpus: Corpus, config: DataConfig, comm: Communicator) -> None:
-    """Loads the whole data dir into a cache file; where that cannot be written, a warning says why."""
+    """Loads the whole data dir into a cache file, whole or not at all; two writers of the same file do not disturb each
+    other. Where it cannot be written, a warning says why."""
+    started = time.perf_counter()
     aligned = read_alignments(corpus.alignments, num_pdfs=config.num_pdfs)
     index = index_corpus(corpus, directory, aligned, config)
     loader = FeatureLoader(index, config, config.processes(comm) * comm.local_size)  # the others wait
+    labels = frame_labels(index, config.features.splice).numpy().tobytes()
     place = {entry.key: n for n, entry in enumerate(directory.entries)}
-    selected = np.array([place[name] for name in index.utterances], np.int64)
-    labels = frame_labels(index, config.features.splice).numpy()
-    arrays = labels, selected, index.num_frames, index.pdf_counts
-    sizes = [sum(array.nbytes for array in arrays), *(chunk.rows * loader.spec.row_bytes for chunk in loader.chunks)]
-    metadata = CacheMetadata(
-        key=key,
-        data=str(directory.path),
-        dim=index.dim,
-        width=loader.spec.width,
-        context=config.features.splice,
-        dtype="float16" if config.features.dtype == "float16" else "float32",
-        utterances=len(index.entries),
-        rows=loader.rows,
-        pdfs=aligned.num_pdfs,
-        counts=index.counts,
-        mismatch=index.mismatch,
-        blocks=[(size, NO_CRC) for size in sizes],
-    )
-
-    def write_features(descriptor: int, start: int) -> list[int]:
-        checksums = loader.into_file(descriptor, start)
-        if cache_key(read_data_dir(directory.path, allow_pipes=config.allow_pipes), corpus, config) != key:
-            raise OSError("the data changed while they were read")
-        return checksums
-
-    started = time.perf_counter()
+    feature_bytes = loader.rows * loader.spec.row_bytes
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_cache(path, metadata, arrays, write_features)
+        with _temporary_file(path) as descriptor:
+            room, needed = os.fstatvfs(descriptor), feature_bytes + len(labels)
+            free = room.f_bavail * room.f_frsize
+            if free < needed + (64 << 20):
+                raise OSError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+            checksums = loader.into_file(descriptor)
+            if cache_key(read_data_dir(directory.path, allow_pipes=config.allow_pipes), corpus, config) != key:
+                raise OSError("the data changed while they were read")
+            sizes = [chunk.rows * loader.spec.row_bytes for chunk in loader.chunks]
+            stored = CacheIndex(
+                key=key,
+                data=str(directory.path),
+                dim=index.dim,
+                width=loader.width,
+                context=config.features.splice,
+                dtype="float16" if config.features.dtype == "float16" else "float32",
+                selected=[place[name] for name in index.utterances],
+                num_frames=index.num_frames.tolist(),
+                pdf_counts=index.pdf_counts.tolist(),
+                counts=index.counts,
+                mismatch=index.mismatch,
+                blocks=[*zip(sizes, checksums, strict=True), (len(labels), zlib.crc32(labels))],
+            )
+            write_all(descriptor, labels + stored.encode(), feature_bytes)
         log.info("cache: wrote %s in %.1f s", path, time.perf_counter() - started)
     except OSError as error:
         log.warning("cache: cannot write %s (%s); loading without it", path, error.strerror or error)
-
-
-def write_cache(
-    path: Path,
-    metadata: CacheMetadata,
-    arrays: Sequence[NDArray[np.signedinteger[Any]]],
-    write_features: Callable[[int, int], list[int]],
-) -> None:
-    """Writes a cache file, whole or not at all; two writers of the same file do not disturb each other. OSError: the
-    directory cannot be written into, or has no space left.
-
-    `metadata` has blocks of the right number and sizes, whose checksums are filled in; `arrays` are labels, selected,
-    num_frames, pdf_counts. `write_features` writes into a file (descriptor, first byte) and returns the blocks' CRC-32.
-    """
-    start = len(metadata.header()) + metadata.index_bytes
-    with _temporary_file(path) as descriptor:
-        room = os.fstatvfs(descriptor)
-        if room.f_bavail * room.f_frsize < start + metadata.feature_bytes + (64 << 20):
-            needed = (start + metadata.feature_bytes) / 1e9
-            raise OSError(f"{needed:.1f} GB are needed, {room.f_bavail * room.f_frsize / 1e9:.1f} GB are free")
-        index = b"".join(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in arrays)
-        write_all(descriptor, index, start - len(index))
-        checksums = [zlib.crc32(index), *write_features(descriptor, start)]
-        blocks = [(size, f"{crc:08x}") for (size, _), crc in zip(metadata.blocks, checksums, strict=True)]
-        write_all(descriptor, metadata.model_copy(update={"blocks": blocks}).header(), 0)
 
 
 @contextmanager
@@ -302,81 +268,48 @@ def _temporary_file(path: Path) -> Iterator[int]:
 
 
 class CacheFile:
-    """A cache file, open and mapped, also when it is removed or replaced meanwhile. Its sizes are valid; its frames,
-    labels and indices once `check` has passed, which finds damage, not malice: whoever may write into the cache
-    directory may also write other frames. FileNotFoundError: there is none. OSError: it cannot be read.
-    CorruptCacheError: it is not what was written."""
+    """A cache file, open and mapped, also when it is removed or replaced meanwhile. Its frames and labels are those that
+    were written once `check` has passed. `entries`: utterances of the data dir. FileNotFoundError: there is none. OSError:
+    it cannot be read. CorruptCacheError: it is not what was written."""
 
-    def __init__(self, path: Path, key: str) -> None:
+    def __init__(self, path: Path, key: str, entries: int) -> None:
         self.path = path
         with open_regular(path, follow_symlinks=False) as file:
             self.size = os.fstat(file.fileno()).st_size
-            self.metadata, self._start = _read_header(file, self.size)
-            if self.metadata.key != key:
+            self.index = index = _read_index(file, self.size)
+            if index.key != key:
                 raise CorruptCacheError("it was made from other data")
+            if index.selected != sorted(set(index.selected) & set(range(entries))):
+                raise CorruptCacheError("its utterances are not those of the data dir")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._descriptor = os.dup(file.fileno())
-        arrays: list[NDArray[Any]] = [
-            np.frombuffer(mapped, dtype, math.prod(shape), self._start + start).reshape(shape)
-            for _, dtype, shape, start, _ in self.metadata.tensors()
-        ]
-        self.labels, self.selected, self.num_frames, self.pdf_counts, self.features = arrays
+        features = np.frombuffer(mapped, index.dtype, index.rows * index.width)
+        self.features: NDArray[Any] = features.reshape(index.rows, index.width)
+        self.labels: NDArray[np.int32] = np.frombuffer(mapped, np.int32, index.rows, index.feature_bytes)
 
     def close(self) -> None:
         """Closes the file; the arrays stay as they are."""
         os.close(self._descriptor)
 
-    def check(self, entries: int, threads: int, share: int = 0, of: int = 1) -> None:
-        """Compares every byte (or the blocks that are `share` of `of`) with its checksum, then checks the indices.
-        `entries`: utterances of the data dir. CorruptCacheError: something is not what was written. OSError: the disk
-        failed."""
-        starts = accumulate((size for size, _ in self.metadata.blocks), initial=self._start)
-        blocks = [(start, size, int(crc, 16)) for start, (size, crc) in zip(starts, self.metadata.blocks, strict=False)]
+    def check(self, threads: int, share: int = 0, of: int = 1) -> None:
+        """Compares every byte (or the blocks that are `share` of `of`) with its checksum. CorruptCacheError: something is
+        not what was written. OSError: the disk failed."""
+        starts = accumulate((size for size, _ in self.index.blocks), initial=0)
+        blocks = [(start, *block) for start, block in zip(starts, self.index.blocks, strict=False)]
         with ThreadPoolExecutor(threads) as pool:  # preadv and crc32 release the interpreter lock
             list(pool.map(self._check_block, blocks[share::of]))
-        self._check_indices(entries)
 
     def _check_block(self, block: tuple[int, int, int]) -> None:
         first, size, expected = block
         crc, buffer = 0, memoryview(bytearray(min(READ_BYTES, size)))
         for position in range(first, first + size, READ_BYTES):
             piece = buffer[: first + size - position]
-            self._read_into(piece, position)
+            self.read_into(piece, position)
             crc = zlib.crc32(piece, crc)
         if crc != expected:
             raise CorruptCacheError(f"the bytes from {first} on are not those that were written")
 
-    def _check_indices(self, entries: int) -> None:
-        """Nothing points outside of anything: not an utterance, a frame or a pdf-id."""
-        metadata, selected, frames, labels = self.metadata, self.selected, self.num_frames, self.labels
-        context, edges = metadata.context, 2 * metadata.context
-        valid = bool((np.diff(selected) > 0).all()) and selected[0] >= 0 and selected[-1] < entries
-        valid = valid and frames.min() >= 1 and frames.max() <= metadata.rows and metadata.rows * len(frames) < 2**62
-        valid = valid and int(frames.sum()) + edges * metadata.utterances == metadata.rows
-        if valid:
-            starts = np.cumsum(frames + edges) - frames - edges
-            around = [labels[starts + n] for n in range(context)]
-            around += [labels[starts + context + frames + n] for n in range(context)]
-            valid = all(bool((edge == -1).all()) for edge in around)
-            valid = valid and labels.min() >= -1 and labels.max() < metadata.pdfs
-            valid = valid and int(np.count_nonzero(labels >= 0)) == int(frames.sum())
-            valid = valid and self.pdf_counts.min() >= 0
-        if not valid:
-            raise CorruptCacheError("its indices do not fit each other")
-
-    def copy_rows(self, starts: list[int], lengths: list[int], features: NDArray[np.generic]) -> NDArray[np.int32]:
-        """Fills `features` with these stretches of rows, one after another; returns their labels. CorruptCacheError
-        where the file was cut."""
-        width, labels, row = self.metadata.width, np.empty(sum(lengths), np.int32), 0
-        of_features = self._start + self.metadata.index_bytes
-        for start, length in zip(starts, lengths, strict=True):
-            out = features[row : row + length]
-            self._read_into(out.reshape(-1).view(np.uint8).data, of_features + start * width * features.itemsize)
-            labels[row : row + length] = self.labels[start : start + length]
-            row += length
-        return labels
-
-    def _read_into(self, remaining: memoryview, position: int) -> None:
+    def read_into(self, remaining: memoryview, position: int) -> None:
         """Reads instead of using the map, where a disk that fails or a file that is cut would kill the process."""
         while len(remaining):
             read = os.preadv(self._descriptor, [remaining], position)
@@ -385,26 +318,27 @@ class CacheFile:
             remaining, position = remaining[read:], position + read
 
 
-def _read_header(file: BinaryIO, size: int) -> tuple[CacheMetadata, int]:
-    """The metadata, from a header that is exactly theirs, and the byte after it; the sizes are those of the file."""
-    if size < _LENGTH.size:
+def _read_index(file: BinaryIO, size: int) -> CacheIndex:
+    """The index of a file of this size, which is what the index says."""
+    file.seek(max(0, size - _TRAILER.size))
+    trailer = file.read(_TRAILER.size)
+    if len(trailer) < _TRAILER.size:
         raise CorruptCacheError(f"{size} bytes are too few")
-    packed = file.read(_LENGTH.size)
-    (length,) = _LENGTH.unpack(packed)
-    if length > min(MAX_HEADER_BYTES, size):
-        raise CorruptCacheError(f"a header of {length} bytes in a file of {size}")
-    header = file.read(length)
+    length, crc = _TRAILER.unpack(trailer)
+    start = size - _TRAILER.size - length
+    if start < 0 or length > MAX_INDEX_BYTES:
+        raise CorruptCacheError(f"an index of {length} bytes in a file of {size}")
+    file.seek(start)
+    text = file.read(length)
+    if zlib.crc32(text) != crc:
+        raise CorruptCacheError("its index is not what was written")
     try:
-        metadata = CacheMetadata.model_validate_json(json.loads(header)["__metadata__"]["ddnn"])
-        as_written = packed + header == metadata.header()
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise CorruptCacheError("its header says something that cannot be") from error
-    if not as_written:
-        raise CorruptCacheError("its header is not what was written")
-    start, data = len(packed) + len(header), metadata.index_bytes + metadata.feature_bytes
-    if start + data != size or sum(block for block, _ in metadata.blocks) != data:
-        raise CorruptCacheError(f"its header describes another length than {size} bytes")
-    return metadata, start
+        index = CacheIndex.model_validate_json(text)
+    except ValidationError as error:
+        raise CorruptCacheError("its index says something that cannot be") from error
+    if not index.feature_bytes + 4 * index.rows == sum(size for size, _ in index.blocks) == start:
+        raise CorruptCacheError(f"its index describes another length than {size} bytes")
+    return index
 
 
 class CachedRows:
@@ -413,44 +347,43 @@ class CachedRows:
     processes = 1
 
     def __init__(self, cache: CacheFile, index: UtteranceIndex, utterances: Sequence[int]) -> None:
-        context, chosen = cache.metadata.context, np.asarray(utterances, dtype=np.int64)
-        self.cache, self.width, self.dtype = cache, cache.metadata.width, str(cache.metadata.dtype)
-        self._starts = (utterance_offsets(index.num_frames, context)[chosen] - context).tolist()
-        self._lengths = (index.num_frames[chosen] + 2 * context).tolist()
-        self.rows, self._labels = sum(self._lengths), np.zeros(0, np.int32)
+        context, chosen = cache.index.context, np.asarray(utterances, dtype=np.int64)
+        self.cache, self.width, self.dtype = cache, cache.index.width, str(cache.index.dtype)
+        starts = (utterance_offsets(index.num_frames, context)[chosen] - context).tolist()
+        lengths = (index.num_frames[chosen] + 2 * context).tolist()
+        self._stretches, self.rows = list(zip(starts, lengths, strict=True)), sum(lengths)
 
-    def fill(self, out: NDArray[Any] | None, descriptor: int, start: int) -> None:
+    def fill(self, out: NDArray[Any], descriptor: int | None, start: int) -> None:
         """See `RowSource`. DataError: the file failed while it was read."""
-        features = np.empty((self.rows, self.width), self.dtype) if out is None else out
+        row, row_bytes = 0, self.width * out.itemsize
         try:
-            self._labels = self.cache.copy_rows(self._starts, self._lengths, features)
+            for first, length in self._stretches:
+                self.cache.read_into(out[row : row + length].reshape(-1).view(np.uint8).data, first * row_bytes)
+                row += length
         except (CorruptCacheError, OSError) as error:
             message = f"the cache file failed while it was read: {error}"
             hint = "start again; do not change the cache while it is read"
             raise DataError(message, location=self.cache.path, hint=hint) from error
 
-        if out is None:
-            write_all(descriptor, features.reshape(-1).view(np.uint8).data, start)
-
     def labels(self) -> Tensor:
-        return torch.from_numpy(self._labels)
+        pieces = [self.cache.labels[first : first + length] for first, length in self._stretches]
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *pieces]))
 
 
 def load_from_cache(cache: CacheFile, index: UtteranceIndex, utterances: Sequence[int]) -> AcousticDataset:
     """The whole dataset as it is in the file; a shard is copied out of it, as if loaded by itself. DataError: the file
     failed while it was read."""
-    metadata = cache.metadata
     if len(utterances) == len(index.entries):
         available = available_memory()
-        if available is not None and metadata.feature_bytes > available:
+        if available is not None and cache.features.nbytes > available:
             log.warning(
                 "cache: %.1f GiB of frames, %.1f GiB of memory are available: they will be read from disk again and "
                 "again; data.feature_dtype: float16 needs half",
-                *(metadata.feature_bytes / 2**30, available / 2**30),
+                *(cache.features.nbytes / 2**30, available / 2**30),
             )
         with warnings.catch_warnings():  # nobody writes into it
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             features, labels = torch.from_numpy(cache.features), torch.from_numpy(cache.labels)
     else:
         features, labels = load_rows([CachedRows(cache, index, utterances)])
-    return make_dataset(index.subset(utterances), features, labels, metadata.context)
+    return make_dataset(index.subset(utterances), features, labels, cache.index.context)

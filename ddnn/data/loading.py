@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset
 from ddnn.data.feature_reader import (
+    Chunk,
     FeatureConfig,
     FeatureSpec,
     Stats,
@@ -149,9 +150,9 @@ class RowSource(Protocol):
     dtype: str
     processes: int
 
-    def fill(self, out: NDArray[Any] | None, descriptor: int, start: int) -> None:
-        """Fills `out` (rows, width), or where it is None the open file `descriptor` from byte `start` on. DataError:
-        damaged or unsuitable features. UserError: a loading process died."""
+    def fill(self, out: NDArray[Any], descriptor: int | None, start: int) -> None:
+        """Fills `out` (rows, width). Where several processes do so, it is the file `descriptor` from byte `start` on.
+        DataError: damaged or unsuitable features. UserError: a loading process died."""
 
     def labels(self) -> Tensor:
         """As `frame_labels`, once the features are loaded."""
@@ -162,17 +163,18 @@ def load_rows(sources: Sequence[RowSource]) -> tuple[Tensor, Tensor]:
     anonymous memory, which is freed with its last user. Raises as `RowSource.fill`."""
     width, dtype, ends = sources[0].width, np.dtype(sources[0].dtype), list(accumulate(s.rows for s in sources))
     shape, row_bytes = (ends[-1], width), width * dtype.itemsize
-    if all(source.processes == 1 for source in sources):
-        features = np.empty(shape, dtype)
+    with ExitStack() as stack:
+        descriptor = None
+        if all(source.processes == 1 for source in sources):
+            features = np.empty(shape, dtype)
+        else:
+            memory = stack.enter_context(_anonymous_memory())
+            descriptor, size = memory.fileno(), ends[-1] * row_bytes
+            memory.truncate(size)
+            features = np.frombuffer(mmap.mmap(descriptor, size), dtype).reshape(shape)
         for source, end in zip(sources, ends, strict=True):
-            source.fill(features[end - source.rows : end], -1, 0)
-    else:
-        with _anonymous_memory() as memory:
-            memory.truncate(ends[-1] * row_bytes)
-            for source, end in zip(sources, ends, strict=True):
-                source.fill(None, memory.fileno(), (end - source.rows) * row_bytes)
-            mapped = mmap.mmap(memory.fileno(), ends[-1] * row_bytes)
-        features = np.frombuffer(mapped, dtype).reshape(shape)
+            first = end - source.rows
+            source.fill(features[first:end], descriptor, first * row_bytes)
     labels = [source.labels() for source in sources]
     return torch.from_numpy(features), labels[0] if len(labels) == 1 else torch.cat(labels)
 
@@ -201,31 +203,38 @@ class FeatureLoader:
         self.processes = effective_processes(processes, 4 * self.rows * self.spec.width)
         self.speakers = set((index.speakers if self.comm.world_size == 1 else cmvn_speakers) or ())
 
-    def fill(self, out: NDArray[Any] | None, descriptor: int, start: int) -> None:
+    def fill(self, out: NDArray[Any], descriptor: int | None, start: int) -> None:
         """See `RowSource`."""
-        self._load(out, descriptor, start)
+        if self.processes == 1:
+            self._load(lambda chunk: (read_chunk, out[chunk.row : chunk.row + chunk.rows]))
+        else:
+            self._load(lambda chunk: (write_chunk, descriptor, start), descriptor)
 
     def labels(self) -> Tensor:
         return frame_labels(self.index, self.config.features.splice)
 
-    def into_file(self, descriptor: int, start: int) -> list[int]:
-        """Writes all rows into an open file, from byte `start` on; returns the CRC-32 of one chunk after another.
-        DataError, UserError: as `fill`. OSError: the file cannot be written."""
-        return self._load(None, descriptor, start)
+    def into_file(self, descriptor: int) -> list[int]:
+        """Writes all rows into an open file; returns the CRC-32 of one chunk after another. DataError, UserError: as
+        `fill`. OSError: the file cannot be written."""
+        return self._load(lambda chunk: (write_chunk, descriptor, 0), descriptor)
 
-    def _load(self, out: NDArray[Any] | None, descriptor: int = -1, start: int = 0) -> list[Any]:
-        """Fills `out`, or the file where it is None; what each chunk's task returned."""
+    def _load(self, task: Callable[[Chunk], Task], descriptor: int | None = None) -> list[Any]:
+        """Does a task for each chunk; gives the results. `task`: the function, and its arguments before the chunk.
+        `descriptor`: an open file that they write."""
         started = time.perf_counter()
         steps, results = iter(self.config.progress(self.index.entries)), list[Any]()
         with ExitStack() as stack:
             if self.processes > 1:
-                inherited = None if descriptor < 0 else descriptor
-                pool = worker_pool(self.processes, "a loading process", "data.loader_processes: 1", inherited)
+                pool = worker_pool(self.processes, "a loading process", "data.loader_processes: 1", descriptor)
                 run = partial(_run_in, stack.enter_context(pool))
             else:
                 run = partial(_run_here, reader=stack.enter_context(MatrixReader()))
             stats = self._cmvn_stats(run) if self.cmvn else {}
-            for chunk, result in zip(self.chunks, run(self._tasks(stats, out, descriptor, start)), strict=True):
+            tasks = (
+                (*task(chunk), chunk, {name: stats[name] for name in chunk.speakers or ()}, self.spec)
+                for chunk in self.chunks
+            )
+            for chunk, result in zip(self.chunks, run(tasks), strict=True):
                 results.append(result)
                 for _ in chunk.entries:
                     next(steps, None)
@@ -244,14 +253,6 @@ class FeatureLoader:
             ),
         )
         return results
-
-    def _tasks(self, stats: Stats, out: NDArray[Any] | None, descriptor: int, start: int) -> Iterator[Task]:
-        for chunk in self.chunks:
-            needed = {speaker: stats[speaker] for speaker in chunk.speakers or ()}
-            if out is None:
-                yield write_chunk, descriptor, start, chunk, needed, self.spec
-            else:
-                yield read_chunk, out[chunk.row : chunk.row + chunk.rows], chunk, needed, self.spec
 
     def _cmvn_stats(self, run: Run) -> Stats:
         """Of all speakers of the index at least."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
+import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,14 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 from corpora import labelled_utterances, write_ali_dir, write_data_dir, write_matrix, write_trans, write_transforms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.data import cache
-from ddnn.data.cache import NO_CRC, SUFFIX, CacheFile, CacheMetadata, CorruptCacheError, cache_key, write_cache
+from ddnn.data.cache import SUFFIX, CacheFile, CacheIndex, CorruptCacheError, cache_key
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig, FeatureLoader
@@ -35,6 +33,7 @@ from ddnn.training.memory import frames_memory
 from ddnn.util.errors import DataError
 
 KEY = "0123456789abcdef" * 4
+TRAILER = struct.Struct("<QL")
 CONFIG = DataConfig(FeatureConfig("mean", 1, 2))
 
 
@@ -235,33 +234,24 @@ def cached_bytes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]
     return path, path.read_bytes()
 
 
-BLOCKS = [(8 * 7 + 4 * 7, NO_CRC), (32, NO_CRC), (24, NO_CRC)]
-METADATA = CacheMetadata(
-    key=KEY, data="d", dim=2, width=2, context=1, dtype="float32", utterances=2, rows=7, pdfs=3, counts={},
-    mismatch="",
-    blocks=BLOCKS,
+FEATURES = np.arange(14, dtype=np.float32)
+LABELS = np.array([-1, 0, 1, -1, -1, 2, -1], np.int32)
+PIECES = (FEATURES[:8].tobytes(), FEATURES[8:].tobytes(), LABELS.tobytes())
+INDEX = CacheIndex(
+    key=KEY, data="d", dim=2, width=2, context=1, dtype="float32", selected=[0, 2], num_frames=[2, 1],
+    pdf_counts=[1, 1, 1], counts={}, mismatch="", blocks=[(len(piece), zlib.crc32(piece)) for piece in PIECES],
 )  # fmt: skip
+"""Two utterances of 2 and 1 frames, context 1, 2 dims, 3 pdfs."""
 
 
 def write(path: Path, **changed: Any) -> None:
-    """Two utterances of 2 and 1 frames, context 1, 2 dims, 3 pdfs."""
-    valid = {"labels": [-1, 0, 1, -1, -1, 2, -1], "selected": [0, 2], "num_frames": [2, 1], "pdf_counts": [1, 1, 1]}
-    arrays = [
-        np.array(value, np.int32 if name == "labels" else np.int64) for name, value in {**valid, **changed}.items()
-    ]
-    features = np.arange(14, dtype=np.float32)
-
-    def write_features(descriptor: int, start: int) -> list[int]:
-        os.pwrite(descriptor, features.tobytes(), start)
-        return [zlib.crc32(block) for block in (features[:8].tobytes(), features[8:].tobytes())]
-
-    write_cache(path, METADATA, arrays, write_features)
+    path.write_bytes(b"".join(PIECES) + INDEX.model_copy(update=changed).encode())
 
 
 def read(path: Path, key: str = KEY, entries: int = 3) -> CacheFile:
-    found = CacheFile(path, key)
+    found = CacheFile(path, key, entries)
     try:
-        found.check(entries, 2)
+        found.check(2)
     finally:
         found.close()
     return found
@@ -300,61 +290,40 @@ def test_any_byte_changed_cut_or_added_is_noticed(cached_bytes: tuple[Path, byte
         read(other)
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        {"selected": [0, 3]},
-        {"selected": [-1, 2]},
-        {"selected": [1, 1]},
-        {"num_frames": [3, 1]},
-        {"num_frames": [3, 0]},
-        {"num_frames": [2**62, 2**62]},
-        {"num_frames": [1, 2]},
-        {"pdf_counts": [1, 1, -1]},
-        {"labels": [-1, 0, 3, -1, -1, 2, -1]},
-        {"labels": [-1, 0, -1, -1, -1, 2, -1]},
-        {"labels": [0, 0, 1, -1, -1, 2, -1]},
-        {"labels": [-1, 0, 1, -1, -1, -2, -1]},
-    ],
-)
-def test_indices_that_point_nowhere_are_refused(tmp_path: Path, index: dict[str, list[int]]) -> None:
-    write(tmp_path / "x", **index)
-    with pytest.raises(CorruptCacheError, match="indices do not fit"):
+@pytest.mark.parametrize("selected", [[0, 3], [-1, 2], [1, 1], [2, 0]])
+def test_utterances_that_the_data_dir_does_not_have_are_refused(tmp_path: Path, selected: list[int]) -> None:
+    write(tmp_path / "x", selected=selected)
+    with pytest.raises(CorruptCacheError, match="not those of the data dir"):
         read(tmp_path / "x")
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.one_of(st.binary(max_size=300), st.sampled_from([b"[" * 5000, b'{"rows": 1e999}', b"null", b"{}"])))
-def test_a_header_of_anything_is_refused(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
+def test_an_index_of_anything_is_refused(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
     path = tmp_path_factory.mktemp("cache") / "x"
-    for content in (text, json.dumps({"__metadata__": {"ddnn": text.decode("latin-1")}}).encode()):
-        path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(500))
+    for content in (text, text + TRAILER.pack(len(text), zlib.crc32(text)), text + TRAILER.pack(2**60, 0)):
+        path.write_bytes(content)
         with pytest.raises(CorruptCacheError):
             read(path)
 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"rows": 2**47}, {"utterances": 2**39}, {"width": 2**30}, {"blocks": [*BLOCKS[:2], (2**47, NO_CRC)]}, {"rows": 6}],
+    [
+        {"num_frames": [2**47, 1]},
+        {"num_frames": [2, 1, 1], "selected": [0, 1, 2]},
+        {"width": 2**30},
+        {"blocks": [*INDEX.blocks[:2], (2**47, 0)]},
+        {"context": 2},
+    ],
 )
-def test_a_header_that_claims_another_size_is_refused_before_anything_is_allocated(
+def test_an_index_that_claims_another_size_is_refused_before_anything_is_allocated(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    """Although it is the header of its metadata, checksum included."""
-    write(tmp_path / "x")
-    whole = (tmp_path / "x").read_bytes()
-    header = METADATA.model_copy(update=changed).header()
-    (tmp_path / "x").write_bytes(header + whole[len(METADATA.header()) :])
+    """Although its checksum is right."""
+    write(tmp_path / "x", **changed)
     with pytest.raises(CorruptCacheError, match="another length"):
         read(tmp_path / "x")
-
-
-def test_the_safetensors_library_reads_the_file(cached_bytes: tuple[Path, bytes]) -> None:
-    tensors = safetensors.numpy.load_file(cached_bytes[0])
-    assert sorted(tensors) == ["features", "labels", "num_frames", "pdf_counts", "selected"]
-    np.testing.assert_array_equal(tensors["features"], np.arange(14).reshape(7, 2))
-    np.testing.assert_array_equal(tensors["labels"], [-1, 0, 1, -1, -1, 2, -1])
-    assert cached_bytes[1].index(np.arange(14, dtype=np.float32).tobytes()) % cache.PAGE == 0
 
 
 @pytest.mark.parametrize("kind", ["flipped", "empty", "a pipe", "a link", "a directory"])
@@ -367,7 +336,7 @@ def test_a_damaged_file_is_a_warning_and_made_anew(
     path = folder / "a cache" / name
     whole = path.read_bytes()
     if kind == "flipped":
-        path.write_bytes(whole[:-100] + bytes([whole[-100] ^ 4]) + whole[-99:])
+        path.write_bytes(whole[:100] + bytes([whole[100] ^ 4]) + whole[101:])
     else:
         path.unlink()
     if kind == "empty":
@@ -423,40 +392,38 @@ def test_bad_features_are_an_error_and_leave_no_file(folder: Path) -> None:
     assert files(folder) == []
 
 
-def test_two_that_write_at_once_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x"
-    put, nested = cache.write_all, []
+def test_two_that_write_at_once_do_not_disturb_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = everything(opened(folder, cache_dir=None))
+    load, nested = FeatureLoader.into_file, []
 
-    def put_and_meanwhile(*of: Any) -> None:
-        if not nested:
-            nested.append(True)
-            write(path)
-            assert read(path).size
-        put(*of)
+    def load_and_meanwhile(*of: Any) -> list[int]:
+        monkeypatch.setattr(FeatureLoader, "into_file", load)
+        nested.append(everything(opened(folder)))
+        return load(*of)
 
-    monkeypatch.setattr(cache, "write_all", put_and_meanwhile)
-    write(path)
-    assert nested and read(path).size and [p.name for p in tmp_path.iterdir()] == ["x"]
+    monkeypatch.setattr(FeatureLoader, "into_file", load_and_meanwhile)
+    assert same(everything(opened(folder)), expected) and same(nested[0], expected) and len(files(folder)) == 1
 
 
-def test_what_a_killed_writer_left_is_removed_and_a_live_one_let_be(tmp_path: Path) -> None:
-    left, live = tmp_path / ".x.1.tmp", tmp_path / ".x.2.tmp"
+def test_what_a_killed_writer_left_is_removed_and_a_live_one_let_be(folder: Path) -> None:
+    (folder / "a cache").mkdir()
+    left, live = folder / "a cache/.x.1.tmp", folder / "a cache/.x.2.tmp"
     left.touch()
     with live.open("wb") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        write(tmp_path / "x")
+        opened(folder)
     assert not left.exists() and live.exists()
 
 
 def test_shares_of_a_check_are_together_the_whole(cached_bytes: tuple[Path, bytes], tmp_path: Path) -> None:
     whole = bytearray(cached_bytes[1])
-    whole[-10] ^= 1
+    whole[10] ^= 1
     (tmp_path / "x").write_bytes(whole)
     noticed = []
     for share in range(3):
-        found = CacheFile(tmp_path / "x", KEY)
+        found = CacheFile(tmp_path / "x", KEY, 3)
         try:
-            found.check(3, 1, share, 3)
+            found.check(1, share, 3)
             noticed.append(False)
         except CorruptCacheError:
             noticed.append(True)
@@ -481,6 +448,6 @@ def test_a_mapped_file_needs_no_memory_and_a_shard_of_it_does(
 def test_a_file_that_is_cut_while_it_is_read_is_an_error(folder: Path) -> None:
     source = opened(folder)
     (name,) = files(folder)
-    os.truncate(folder / "a cache" / name, 4096)
+    os.truncate(folder / "a cache" / name, 100)
     with pytest.raises(DataError, match="failed while it was read: it was cut"):
         source.load([2, 3], SingleProcess())

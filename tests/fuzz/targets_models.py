@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from pathlib import Path
@@ -17,7 +16,7 @@ from fuzz.child import Target
 from fuzz.seeds import file_of
 from fuzz.targets_kaldi import NNET
 
-from ddnn.data.cache import NO_CRC, CacheFile, CacheMetadata, CorruptCacheError, write_cache
+from ddnn.data.cache import CacheFile, CacheIndex, CorruptCacheError
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex, hold_out_speakers
@@ -31,7 +30,7 @@ from ddnn.training.pretraining import load_dbn
 from ddnn.util.errors import DataError
 
 KEY = "0" * 64
-CACHE = "x.features.safetensors"
+CACHE = "x.features"
 TENSORS = (
     b'"F32"',
     b'"F64"',
@@ -157,55 +156,50 @@ def _headers() -> tuple[bytes, ...]:
     return (*(_header("about", change) for change in wrong), *nested, *tensors)
 
 
-METADATA = CacheMetadata(
-    key=KEY, data="/data", dim=2, width=2, context=1, dtype="float32", utterances=2, rows=13, pdfs=3, counts={},
-    mismatch="",
-    blocks=[(8 * 7 + 4 * 13, NO_CRC), (104, NO_CRC)],
+INDEX = CacheIndex(
+    key=KEY, data="/data", dim=2, width=2, context=1, dtype="float32", selected=[0, 2], num_frames=[4, 5],
+    pdf_counts=[3, 3, 3], counts={}, mismatch="", blocks=[],
 )  # fmt: skip
 
 
 def cache_bytes() -> bytes:
     """A cache file of two utterances of 4 and 5 frames, one frame of context."""
     labels = np.array([-1, 0, 1, 2, 0, -1, -1, 0, 1, 2, 2, 1, -1], np.int32)
-    arrays = (labels, *(np.array(value, np.int64) for value in ([0, 2], [4, 5], [3, 3, 3])))
-    features = np.arange(26, dtype=np.float32).tobytes()
-
-    def write_features(descriptor: int, start: int) -> list[int]:
-        os.pwrite(descriptor, features, start)
-        return [zlib.crc32(features)]
-
-    return file_of(lambda path: write_cache(path, METADATA, arrays, write_features), CACHE)
+    body = np.arange(26, dtype=np.float32).tobytes() + labels.tobytes()
+    return sealed(body + SEPARATOR + INDEX.model_dump_json().encode())
 
 
 def _cache(folder: Path) -> None:
     try:
-        cache = CacheFile(folder / CACHE, KEY)
+        cache = CacheFile(folder / CACHE, KEY, 3)
         try:
-            cache.check(3, 1)
-            assert len(cache.features.tobytes()) == cache.metadata.feature_bytes
-            assert cache.labels.max() < cache.metadata.pdfs
+            cache.check(1)
+            assert len(cache.features.tobytes()) == cache.index.feature_bytes
+            assert len(cache.labels) == cache.index.rows
         finally:
             cache.close()
     except (CorruptCacheError, OSError) as error:  # the caller warns and loads from the archives
         raise DataError(str(error)) from error
 
 
+TRAILER, SEPARATOR = struct.Struct("<QL"), b"\n#\n"
+
+
 def unsealed(stored: bytes) -> bytes:
-    """The data of a cache file and its metadata, without what `sealed` puts right."""
-    header = 8 + int.from_bytes(stored[:8], "little")
-    return stored[header:] + b"\n#\n" + json.loads(stored[8:header])["__metadata__"]["ddnn"].encode()
+    """The data of a cache file and its index, without what `sealed` puts right."""
+    length, _ = TRAILER.unpack(stored[-TRAILER.size :])
+    end = len(stored) - TRAILER.size
+    return stored[: end - length] + SEPARATOR + stored[end - length : end]
 
 
 def sealed(inner: bytes) -> bytes:
-    """A cache file of damaged data and metadata whose checksums and header are all right."""
-    body, _, text = inner.rpartition(b"\n#\n")
+    """A cache file of damaged data and index whose checksums are all right."""
+    body, _, text = inner.rpartition(SEPARATOR)
     try:
-        metadata = CacheMetadata.model_validate_json(text)
-        metadata = metadata.model_copy(update={"blocks": [(len(body), f"{zlib.crc32(body):08x}")]})
-        return metadata.header() + body
-    except (ValueError, OverflowError, MemoryError):
-        header = json.dumps({"__metadata__": {"ddnn": text.decode("latin-1")}}).encode()
-        return len(header).to_bytes(8, "little") + header + body
+        index = CacheIndex.model_validate_json(text)
+        return body + index.model_copy(update={"blocks": [(len(body), zlib.crc32(body))]}).encode()
+    except ValueError:
+        return body + text + TRAILER.pack(len(text), zlib.crc32(text))
 
 
 def _from_nnet1(folder: Path) -> None:
