@@ -43,10 +43,10 @@ FIGURES = {figure.name: figure for figure in (LOSS, FRAME_ACCURACY)}
 
 
 def check_known(figures: dict[str, Value]) -> dict[str, Value]:
-    """ValueError where there is no figure of one of these names."""
+    """The same in the order of `FIGURES`, which a file may have lost; ValueError where there is no figure of a name."""
     if unknown := figures.keys() - FIGURES.keys():
         raise ValueError(f"there is no figure {min(unknown)}")
-    return figures
+    return {name: figures[name] for name in FIGURES if name in figures}
 
 
 def describe(figures: Mapping[str, float | None], separator: str = ", ") -> str:

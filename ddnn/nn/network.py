@@ -82,6 +82,14 @@ class Network:
         self.parameters.copy_(flat)
         self.parameters_changed()
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """`parameters`, the tensor in use."""
+        return {"parameters": self.parameters}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `state_dict`; DataError where it does not fit."""
+        self.load_parameters(tensor_like(self.parameters, state, "parameters"))
+
     def load_lower_layers(self, below: Network) -> None:
         """The first layers <- the parameters of another network, all of whose layers they are."""
         self.parameters[: below.num_parameters].copy_(below.parameters)

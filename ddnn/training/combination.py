@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sized
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ddnn.distributed.communicator import Communicator
 from ddnn.nn.network import Network, tensor_like
+from ddnn.runs.checkpoint import prefixed, unprefixed
 from ddnn.util.errors import DataError
 
 
@@ -56,16 +56,25 @@ class Combination:
         for part in self.parts.values():
             yield from part.candidates()
 
-    def state_dict(self, *, shared: bool) -> dict[str, Tensor]:
-        """For a checkpoint: what is the same on all workers (`shared`), or the rest; tensors in use, not copies."""
-        states = ((name, part.state_dict(shared=shared)) for name, part in self.parts.items())
-        return {f"{name}.{key}": value for name, state in states for key, value in state.items()}
+    def state_dict(self) -> dict[str, Tensor]:
+        """This worker's own state, for a checkpoint; tensors in use, not copies."""
+        states = ((name, part.state_dict()) for name, part in self.parts.items())
+        return {key: value for name, state in states for key, value in prefixed(name, state).items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], location: Path) -> None:
-        """Restores both together; DataError where they do not fit."""
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `state_dict`; DataError where it does not fit."""
         for name, part in self.parts.items():
-            own = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
-            part.load_state_dict(own, location)
+            part.load_state_dict(unprefixed(name, state))
+
+    def shared_state_dict(self) -> dict[str, Tensor]:
+        """What is the same on all workers."""
+        states = ((name, part.shared_state_dict()) for name, part in self.parts.items())
+        return {key: value for name, state in states for key, value in prefixed(name, state).items()}
+
+    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `shared_state_dict`; DataError where it does not fit."""
+        for name, part in self.parts.items():
+            part.load_shared_state_dict(unprefixed(name, state))
 
 
 class MeanOfEpochs(Combination):
@@ -90,19 +99,17 @@ class MeanOfEpochs(Combination):
             if len(epochs) > 1:
                 yield f"mean of {_epochs(epochs)}", (total / len(epochs)).float()
 
-    def state_dict(self, *, shared: bool) -> dict[str, Tensor]:
-        if not shared:
-            return {}
+    def shared_state_dict(self) -> dict[str, Tensor]:
         epochs = torch.tensor([epoch for epoch, _ in self.models], dtype=torch.int64)
         return {"epochs": epochs, **{f"model.{epoch}": parameters for epoch, parameters in self.models}}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], location: Path) -> None:
+    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
         epochs = state.get("epochs", torch.zeros(0))
         if epochs.dtype != torch.int64 or epochs.dim() != 1 or len(epochs) > (self.models.maxlen or 0):
-            raise DataError("the epochs of which the mean is taken are missing or too many", location=location)
+            raise DataError("the epochs of which the mean is taken are missing or too many")
         like = self.network.parameters
         for epoch in epochs.tolist():
-            self.models.append((epoch, tensor_like(like, state, f"model.{epoch}", location).to(like, copy=True)))
+            self.models.append((epoch, tensor_like(like, state, f"model.{epoch}").to(like, copy=True)))
 
 
 class BestEpoch(Combination):
@@ -128,15 +135,15 @@ class BestEpoch(Combination):
         if self.epoch != self.last:
             yield f"epoch {self.epoch}", self.parameters
 
-    def state_dict(self, *, shared: bool) -> dict[str, Tensor]:
+    def shared_state_dict(self) -> dict[str, Tensor]:
         numbers = torch.tensor([self.epoch, self.loss, self.last], dtype=torch.float64)
-        return {"parameters": self.parameters, "numbers": numbers} if shared else {}
+        return {"parameters": self.parameters, "numbers": numbers}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], location: Path) -> None:
-        self.parameters.copy_(tensor_like(self.parameters, state, "parameters", location))
-        numbers = tensor_like(torch.zeros(3, dtype=torch.float64), state, "numbers", location)
+    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.parameters.copy_(tensor_like(self.parameters, state, "parameters"))
+        numbers = tensor_like(torch.zeros(3, dtype=torch.float64), state, "numbers")
         if not bool((numbers >= 0).all()):  # false for NaN too
-            raise DataError("numbers: an epoch and its loss expected", location=location)
+            raise DataError("numbers: an epoch and its loss expected")
         self.epoch, self.loss, self.last = int(numbers[0]), float(numbers[1]), int(numbers[2])
 
 
@@ -192,18 +199,21 @@ class MovingAverage(Combination):
         unit = "epoch" if self.epochs == 1 else "epochs"
         yield f"moving average over about {self.epochs:g} {unit}", self.kept
 
-    def state_dict(self, *, shared: bool) -> dict[str, Tensor]:
-        if shared:
-            return {"kept": self.kept}
+    def shared_state_dict(self) -> dict[str, Tensor]:
+        return {"kept": self.kept}
+
+    def load_shared_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.kept.copy_(tensor_like(self.kept, state, "kept"))
+
+    def state_dict(self) -> dict[str, Tensor]:
         numbers = torch.tensor([self.weight, self.kept_weight, self._minibatches], dtype=torch.float64)
         return {"mean": self.mean, "numbers": numbers}
 
-    def load_state_dict(self, state: Mapping[str, Tensor], location: Path) -> None:
-        self.mean.copy_(tensor_like(self.mean, state, "mean", location))
-        self.kept.copy_(tensor_like(self.kept, state, "kept", location))
-        numbers = tensor_like(torch.zeros(3, dtype=torch.float64), state, "numbers", location)
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.mean.copy_(tensor_like(self.mean, state, "mean"))
+        numbers = tensor_like(torch.zeros(3, dtype=torch.float64), state, "numbers")
         if not bool((numbers >= 0).all() & numbers.isfinite().all()):
-            raise DataError("numbers: weights of a moving average expected", location=location)
+            raise DataError("numbers: weights of a moving average expected")
         self.weight, self.kept_weight, self._minibatches = *numbers[:2].tolist(), int(numbers[2])
 
 

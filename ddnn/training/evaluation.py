@@ -24,7 +24,7 @@ from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, 
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision
 from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, Figure, describe
-from ddnn.nn.network import Workspace, evaluation_workspace
+from ddnn.nn.network import Workspace, evaluation_workspace, tensor_like
 from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.runs.metrics import StartRow, iterate_rows, no_better_than_baseline
 from ddnn.runs.run_dir import load_run
@@ -162,11 +162,18 @@ class EpochFigures:
         figures = {name: value / max(frames, 1) for name, value in zip(self.committed.names, sums, strict=True)}
         return describe(figures) + (" (worker 0)" if self.excludes else "")
 
-    def to_tensor(self) -> Tensor:
-        """(2, figures + 1) float64, for a checkpoint."""
-        return torch.stack([self.committed.to_tensor(), self.interval.to_tensor()])
+    def state_dict(self) -> dict[str, Tensor]:
+        """`sums` (2, figures + 1) float64: sums of the figures and frames of the epoch and of the interval. DivergedError as
+        `check`."""
+        self.check()
+        return {"sums": torch.stack([self.committed.to_tensor(), self.interval.to_tensor()])}
 
-    def load_tensor(self, sums: Tensor) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `state_dict`; DataError where it does not fit."""
+        like = torch.stack([self.committed.to_tensor(), self.interval.to_tensor()])
+        sums = tensor_like(like, state, "sums")
+        if not bool((sums.abs() < 2**53).all()):  # false for NaN too
+            raise DataError("sums of an epoch expected, found others")
         self.committed.load_tensor(sums[0])
         self.interval.load_tensor(sums[1])
 

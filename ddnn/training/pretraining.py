@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,6 @@ from ddnn.recipe.schema import (
     Recipe,
     SgdConfig,
 )
-from ddnn.runs.checkpoint import CheckpointHandle, prefixed, unprefixed
 from ddnn.runs.metrics import PretrainRow, throughput
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import DBN, PRETRAIN
@@ -50,7 +49,7 @@ from ddnn.training.data_identity import DataIdentity, data_identity
 from ddnn.training.network_layers import network_layers
 from ddnn.training.options import model_features
 from ddnn.training.resume import check_same_data
-from ddnn.training.state import CheckpointPolicy, TrainingProgress
+from ddnn.training.state import CheckpointPolicy, Stateful, TrainingProgress, restore_state
 from ddnn.util.errors import DataError, DivergedError
 from ddnn.util.text import duration
 
@@ -223,37 +222,35 @@ class RbmTrainer:
         """Of this worker in the epoch under way, for a person; waits for the device."""
         return f"reconstruction error {self.error.item() / max(self.frames, 1):.6g}"
 
-    def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-        """Metadata, global tensors (none) and those of this rank, for a checkpoint: `rbm.*`, `generator` (its state,
-        uint8), `averager.*`, `sums` (4,) float64: error and frames of the epoch, error and frames of all epochs
-        before; and `TrainingProgress.state_dict`. A checkpoint is written after an averaging or between two epochs,
-        where all workers have trained on as many minibatches."""
-        progress, rbm = self.progress, self.rbm
-        sums = [self.error.item(), self.frames, self.total_error, self.total_frames]
-        rank = {
-            "generator": self.generator.get_state(),
-            "sums": torch.tensor(sums, dtype=torch.float64),
-            **progress.state_dict(),
-            **prefixed("rbm", rbm.state_dict()),
-            **prefixed("averager", self.averager.state_dict()),
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """What each rank saves of its own: the pretraining continues from these to the same bits."""
+        return {
+            "rbm": self.rbm,
+            "averager": self.averager,
+            "errors": self,
+            "progress": self.progress,
         }
-        place = {"rbm": self.index + 1, "epoch": progress.epoch, "minibatch": progress.minibatch}
-        return {**place, "data": self.data.model_dump()}, {}, rank
 
-    def restore(self, handle: CheckpointHandle) -> None:
-        """Restores what was captured; DataError where it does not fit."""
-        metadata, rank = handle.metadata, handle.rank_state(self.averager.comm.rank)
-        try:
-            self.rbm.load_state_dict(unprefixed("rbm", rank))
-            self.generator.set_state(rank["generator"])
-            self.averager.load_state_dict(unprefixed("averager", rank))
-            error, frames, self.total_error, total_frames = rank["sums"].tolist()
-            self.error.fill_(error)
-            self.frames, self.total_frames = int(frames), int(total_frames)
-            self.progress.epoch = int(metadata["epoch"])
-            self.progress.load_state_dict(rank, handle.path)
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
-            raise DataError(f"the checkpoint does not fit this RBM: {error}", location=handle.path) from error
+    @property
+    def shared_parts(self) -> dict[str, Stateful]:
+        return {}
+
+    def metadata(self) -> dict[str, Any]:
+        place = {"rbm": self.index + 1, "epoch": self.progress.epoch, "minibatch": self.progress.minibatch}
+        return {**place, "data": self.data.model_dump()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`generator`, its state, uint8; `sums` (4,) float64: error and frames of the epoch, and of all epochs before."""
+        sums = [self.error.item(), self.frames, self.total_error, self.total_frames]
+        return {"generator": self.generator.get_state(), "sums": torch.tensor(sums, dtype=torch.float64)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `state_dict`; KeyError, ValueError, TypeError or RuntimeError where it does not fit."""
+        self.generator.set_state(state["generator"])
+        error, frames, self.total_error, total_frames = state["sums"].tolist()
+        self.error.fill_(error)
+        self.frames, self.total_frames = int(frames), int(total_frames)
 
 
 def train_rbm(trainer: RbmTrainer) -> Rbm:
@@ -338,7 +335,7 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
         trainer = RbmTrainer(recipe, index, frames, dbn, checkpoints)
         trainer.data = identity
         if handle is not None and handle.metadata.get("rbm") == index + 1:
-            trainer.restore(handle)
+            restore_state(trainer.parts, handle.rank_state(comm.rank), handle.path)
             done = f"epoch {trainer.progress.epoch}, {trainer.progress.minibatch} minibatches"
             log.info("rbm %d: resumed from checkpoint %d: after %s", index + 1, handle.number, done)
         run.truncate_after(trainer.progress.epoch, rbm=index + 1)

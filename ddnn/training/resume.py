@@ -25,6 +25,8 @@ from ddnn.util.text import plural
 
 log = logging.getLogger(__name__)
 
+PARAMETERS, SUMS = "network.parameters", "losses.sums"  # of `Trainer.parts`
+
 
 def load_latest(store: CheckpointStore, recipe: Recipe, comm: Communicator) -> LoadedCheckpoint | None:
     """What the newest whole checkpoint holds for this worker; None where there is none. Collective. DataError where
@@ -59,7 +61,7 @@ def _rank_state(handle: CheckpointHandle, comm: Communicator) -> Mapping[str, Te
             raise DataError(message, location=handle.path) from error
     # Fisher matrices of another worker are a better start than none; all else comes from rank 0.
     state = handle.rank_state(comm.rank % handle.world_size)
-    return {**state, "loss_sums": torch.zeros_like(state["loss_sums"])}
+    return {**state, SUMS: torch.zeros_like(state[SUMS])}
 
 
 def merge_rank_states(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -67,15 +69,15 @@ def merge_rank_states(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tenso
     model, which counts every worker alike, as if each had trained on as many frames since the last averaging."""
     every = list(states)
     # As in an averaging: a worker whose model is not finite is excluded, with the losses of its interval.
-    finite = [state for state in every if bool(state["parameters"].isfinite().all())] or every
+    finite = [state for state in every if bool(state[PARAMETERS].isfinite().all())] or every
     total, sums = (
-        torch.zeros_like(finite[0]["parameters"], dtype=torch.float64),
-        torch.zeros_like(finite[0]["loss_sums"]),
+        torch.zeros_like(finite[0][PARAMETERS], dtype=torch.float64),
+        torch.zeros_like(finite[0][SUMS]),
     )
     for state in finite:
-        total += state["parameters"]
-        sums += state["loss_sums"]
-    return {**every[0], "parameters": (total / len(finite)).float(), "loss_sums": sums}
+        total += state[PARAMETERS]
+        sums += state[SUMS]
+    return {**every[0], PARAMETERS: (total / len(finite)).float(), SUMS: sums}
 
 
 def read_metadata(values: object, location: Path) -> CheckpointMetadata:

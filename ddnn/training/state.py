@@ -1,6 +1,6 @@
-"""Where a training is, what a checkpoint of it holds, and when one is written. A checkpoint has three parts:
-`CheckpointMetadata` (plain values) and the global tensors, both the same on every worker, and the tensors of each rank
-(`ddnn.training.trainer.Trainer.capture`)."""
+"""Where a training is, what a checkpoint of it holds, and when one is written. A checkpoint has plain values (of a training
+`CheckpointMetadata`) and tensors. All values and some tensors are the same on every worker; the other tensors are those of
+each rank. Tensors come from the parts of a training that are `Stateful`, and go back to them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from ddnn.distributed.signals import GracefulShutdown, InterruptedBeforeTraining
 from ddnn.nn.acoustic_model import AcousticModel, model_from_config
 from ddnn.nn.figures import check_known
 from ddnn.nn.network import tensor_like
-from ddnn.runs.checkpoint import CheckpointStore
+from ddnn.runs.checkpoint import CheckpointStore, prefixed, unprefixed
 from ddnn.runs.metrics import Count
 from ddnn.runs.run_dir import RunDir
+from ddnn.training.combination import Combination
 from ddnn.training.data_identity import DataIdentity
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.progress import frame_counter
@@ -87,19 +88,74 @@ class TrainingProgress:
         self.epoch, self.minibatch, self.num_minibatches, self.seconds = self.epoch + 1, 0, None, 0.0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This worker's place within the epoch: `progress` (2,) int64, minibatches done and in all, -1 between epochs;
-        `seconds` 0-dim float64."""
+        """`epoch` 0-dim int64, finished epochs; `minibatches` (2,) int64, those of the epoch under way that are done and in
+        all, -1 between epochs; `seconds` 0-dim float64."""
         length = -1 if self.num_minibatches is None else self.num_minibatches
-        seconds = torch.tensor(self.elapsed(), dtype=torch.float64)
-        return {"progress": torch.tensor([self.minibatch, length], dtype=torch.int64), "seconds": seconds}
+        return {
+            "epoch": torch.tensor(self.epoch),
+            "minibatches": torch.tensor([self.minibatch, length]),
+            "seconds": torch.tensor(self.elapsed(), dtype=torch.float64),
+        }
 
-    def load_state_dict(self, state: Mapping[str, Tensor], location: Path) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state_dict`; DataError where the state is of another form."""
-        self.minibatch, length = tensor_like(torch.zeros(2, dtype=torch.int64), state, "progress", location).tolist()
+        self.epoch = int(tensor_like(torch.tensor(0), state, "epoch"))
+        self.minibatch, length = tensor_like(torch.tensor([0, 0]), state, "minibatches").tolist()
         self.num_minibatches = None if length < 0 else length
-        self.seconds = float(tensor_like(torch.zeros((), dtype=torch.float64), state, "seconds", location))
+        self.seconds = float(tensor_like(torch.zeros((), dtype=torch.float64), state, "seconds"))
         if not 0.0 <= self.seconds <= 1e9:
-            raise DataError(f"seconds: {self.seconds} found, expected those of an epoch", location=location)
+            raise DataError(f"seconds: {self.seconds} found, expected those of an epoch")
+        self.started = True
+
+
+class Stateful(Protocol):
+    """A part of a training that a checkpoint restores."""
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Its state by name; tensors in use, not copies. May be collective."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores it to the same bits. DataError, KeyError, ValueError, TypeError, IndexError, OverflowError or RuntimeError
+        where it does not fit."""
+
+
+class SharedState:
+    """What a part of a training keeps that is the same on all workers."""
+
+    def __init__(self, part: Averager | Combination) -> None:
+        self.state_dict, self.load_state_dict = part.shared_state_dict, part.load_shared_state_dict
+
+
+class TensorState:
+    """Tensors whose values a checkpoint keeps, by name."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.copy_(tensor_like(tensor, state, name))
+
+
+def collect_state(parts: Mapping[str, Stateful]) -> dict[str, Tensor]:
+    """The state of all parts, in their order, each under its name and a dot."""
+    return {key: value for name, part in parts.items() for key, value in prefixed(name, part.state_dict()).items()}
+
+
+def restore_state(parts: Mapping[str, Stateful], state: Mapping[str, Tensor], location: Path) -> None:
+    """Restores what `collect_state` gave; DataError, with the checkpoint as its location, where a part's state does not
+    fit."""
+    for name, part in parts.items():
+        try:
+            part.load_state_dict(unprefixed(name, state))
+        except DataError as error:
+            raise DataError(f"{name}: {error.message}", location=location, hint=error.hint) from error
+        except (KeyError, ValueError, TypeError, IndexError, OverflowError, RuntimeError) as error:
+            message = f"the state of {name} in the checkpoint does not fit: {error}"
+            raise DataError(message, location=location) from error
 
 
 class Checkpointable(Protocol):
@@ -109,6 +165,17 @@ class Checkpointable(Protocol):
     progress: TrainingProgress
 
     @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """What each rank saves its own state of."""
+
+    @property
+    def shared_parts(self) -> Mapping[str, Stateful]:
+        """What has the same state on all ranks."""
+
+    def metadata(self) -> dict[str, Any]:
+        """Plain values, the same on all ranks: where the training is, and what it is a training of. Collective."""
+
+    @property
     def finished(self) -> bool:
         """No epoch follows."""
 
@@ -116,9 +183,12 @@ class Checkpointable(Protocol):
     def may_be_longer(self) -> bool:
         """None follows, but only because the recipe asks for no more."""
 
-    def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-        """Metadata and global tensors, equal on all ranks, and the tensors of this rank. Collective. DivergedError
-        where they must not be saved."""
+
+def capture(trainer: Checkpointable) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """What a checkpoint is made of, after an averaging or between two epochs: metadata and shared tensors, equal on all
+    ranks, and the tensors of this rank. Collective. DivergedError where they must not be saved."""
+    own = collect_state(trainer.parts)  # first: the averager waits for a pending averaging, which its strategy includes
+    return trainer.metadata(), collect_state(trainer.shared_parts), own
 
 
 class CheckpointPolicy:
@@ -186,7 +256,7 @@ class CheckpointPolicy:
         with self.comm.watchdog.long_operation():
             self.run.flush()
             self.run.set_status(epoch=progress.epoch, minibatch=progress.minibatch)
-            saved = self.store.save(*trainer.capture())
+            saved = self.store.save(*capture(trainer))
         self._saved_at, self._saved_minibatch = time.monotonic(), progress.minibatch
         averager.requested = Request.NONE
         if saved and progress.num_minibatches is not None:
@@ -242,7 +312,7 @@ class LoadedCheckpoint:
     def model(self) -> AcousticModel:
         """The model with its best parameters, on the CPU."""
         tensors = {name: value for name, value in self.global_state.items() if name.startswith("transform.")}
-        if "best" not in self.global_state:
+        if "best.parameters" not in self.global_state:
             raise DataError("best: nothing found, parameters of a network expected", location=self.location)
-        tensors["parameters"] = self.global_state["best"]
+        tensors["parameters"] = self.global_state["best.parameters"]
         return model_from_config(self.metadata.model, tensors, self.location)

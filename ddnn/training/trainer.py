@@ -11,7 +11,6 @@ from itertools import count, islice
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ddnn.averaging.averager import Averager, Request
 from ddnn.data.batches import Batch, BatchLoader
@@ -20,11 +19,10 @@ from ddnn.distributed.communicator import Communicator
 from ddnn.nn.acoustic_model import AcousticModel, model_config, transform_tensors
 from ddnn.nn.arithmetic import Float32, Precision
 from ddnn.nn.figures import FIGURES, describe
-from ddnn.nn.network import tensor_like
 from ddnn.nn.objective import CrossEntropy, MakeObjective
 from ddnn.optim.schedule import MinibatchSizes, Schedule
 from ddnn.optim.sgd import Sgd
-from ddnn.runs.checkpoint import prefixed, unprefixed
+from ddnn.runs.checkpoint import unprefixed
 from ddnn.runs.metrics import EndReason, EndRow, EpochRow, WarmupRow, WorkerRow, throughput
 from ddnn.runs.run_dir import RunDir
 from ddnn.training.combination import Combination
@@ -37,9 +35,18 @@ from ddnn.training.evaluation import (
     learning_rate_hint,
     raise_if_diverged,
 )
-from ddnn.training.state import CheckpointMetadata, CheckpointPolicy, LoadedCheckpoint, TrainingProgress
+from ddnn.training.state import (
+    CheckpointMetadata,
+    CheckpointPolicy,
+    LoadedCheckpoint,
+    SharedState,
+    Stateful,
+    TensorState,
+    TrainingProgress,
+    restore_state,
+)
 from ddnn.training.step import EagerStep, Step
-from ddnn.util.errors import DataError, DivergedError
+from ddnn.util.errors import DivergedError
 
 log = logging.getLogger(__name__)
 
@@ -345,24 +352,33 @@ class Trainer:
                 self.best.copy_(parameters)
                 self.delivered, self.combined = result, name
 
-    def capture(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-        """Metadata, global tensors and those of this rank, for a checkpoint after an averaging or between two epochs;
-        tensors in use, not copies.
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """What each rank saves of its own: a training continues from these to the same bits."""
+        return {
+            "network": self.model.network,
+            "averager": self.averager,
+            "losses": self.losses,
+            "progress": self.progress,
+            "optimizer": self.optimizer,
+            "workspace": self.eager_step.workspace,
+            "combination": self.combination,
+        }
 
-        Of each rank: `parameters` (num_parameters,) float32; `optimizer.*`, `averager.*`, `workspace.*` (of dropout):
-        their `state_dict`;
-        `loss_sums` (2, figures + 1) float64, sums of the figures and frames of the epoch and of the interval; and
-        `TrainingProgress.state_dict`. Global: `best` (num_parameters,) float32, `transform.*` (input_dim,), and
-        `strategy.*`; in both what `combination.*` is of either kind. Collective. DivergedError where the loss is not
-        finite and no other worker can make up for it.
-        """
-        self.losses.check()
-        progress, averager = self.progress, self.averager
-        own = averager.state_dict()  # first: it waits for a pending averaging, which `strategy` includes
-        places = self.comm.all_gather(torch.tensor([progress.minibatch, len(self.batches)]))
+    @property
+    def shared_parts(self) -> dict[str, Stateful]:
+        return {
+            "best": TensorState(parameters=self.best),
+            "transform": TensorState(**unprefixed("transform", transform_tensors(self.model))),
+            "strategy": SharedState(self.averager),
+            "combination": SharedState(self.combination),
+        }
+
+    def metadata(self) -> dict[str, Any]:
+        places = self.comm.all_gather(torch.tensor([self.progress.minibatch, len(self.batches)]))
         done, total = places.sum(dim=0).tolist()
-        metadata = CheckpointMetadata(
-            epoch=progress.epoch,
+        return CheckpointMetadata(
+            epoch=self.progress.epoch,
             minibatch=int(places[0, 0]),
             epoch_fraction=done / max(total, 1),
             schedule=self.schedule.state_dict(),
@@ -373,63 +389,28 @@ class Trainer:
             initial=dict(self.initial.figures),
             kept_epoch=self.kept_epoch,
             kept=dict(self.kept.figures),
-        )
-        rank = {
-            "parameters": self.model.network.parameters,
-            "loss_sums": self.losses.to_tensor(),
-            **progress.state_dict(),
-            **prefixed("optimizer", self.optimizer.state_dict()),
-            **prefixed("workspace", self.eager_step.workspace.state_dict()),
-            **prefixed("combination", self.combination.state_dict(shared=False)),
-            **prefixed("averager", own),
-        }
-        shared = {"best": self.best, **transform_tensors(self.model)}
-        shared |= prefixed("strategy", averager.shared_state_dict())
-        shared |= prefixed("combination", self.combination.state_dict(shared=True))
-        return metadata.model_dump(), shared, rank
-
-    def _in_order(self, figures: dict[str, float]) -> EvalResult:
-        """Figures of a checkpoint, whose names are sorted, in the order of the objective: the first is its loss."""
-        return EvalResult({name: figures[name] for name in self.losses.committed.names if name in figures}, 0)
+        ).model_dump()
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
-        """Restores what was captured; DataError where it does not fit this training. Collective where not `bitwise`:
-        all take the model of rank 0."""
-        metadata, rank, location = loaded.metadata, loaded.rank_state, loaded.location
-        network, averager, progress = self.model.network, self.averager, self.progress
+        """Restores what `ddnn.training.state.capture` gave; DataError where it does not fit this training. Collective where
+        not `bitwise`: all take the model of rank 0, and what cannot be another worker's starts anew."""
+        metadata, parts, shared = loaded.metadata, self.parts, self.shared_parts
         self.schedule.load_state_dict(metadata.schedule)
-        network.load_parameters(tensor_like(network.parameters, rank, "parameters", location))
-        self.best.copy_(tensor_like(network.parameters, loaded.global_state, "best", location))
-        progress.load_state_dict(rank, location)
-        progress.started, progress.epoch = True, metadata.epoch
-        self.resize_minibatches()
-        self.initial, self.kept_epoch = self._in_order(metadata.initial), metadata.kept_epoch
-        self.kept = self.delivered = self._in_order(metadata.kept)
-        states = (unprefixed("combination", state) for state in (loaded.global_state, rank))
-        self.combination.load_state_dict({k: v for state in states for k, v in state.items()}, location)
-        sums = tensor_like(self.losses.to_tensor(), rank, "loss_sums", location)
-        if not bool((sums.abs() < 2**53).all()):  # false for NaN too
-            raise DataError("loss_sums: sums of an epoch expected, found others", location=location)
-        self.losses.load_tensor(sums)
-        optimizer = unprefixed("optimizer", rank)
+        self.initial, self.kept_epoch = EvalResult(metadata.initial, 0), metadata.kept_epoch
+        self.kept = self.delivered = EvalResult(metadata.kept, 0)
         if not loaded.bitwise:
-            # Fisher matrices of another worker are a better start than none; a momentum would not fit the mean model.
-            if "momentum_buffer" in optimizer:
-                optimizer["momentum_buffer"] = torch.zeros_like(network.parameters)
-            self.optimizer.load_state_dict(optimizer)
+            parts = {name: part for name, part in parts.items() if name not in ("averager", "workspace")}
+            del shared["strategy"]
+        restore_state(shared, loaded.global_state, loaded.location)
+        restore_state(parts, loaded.rank_state, loaded.location)
+        self.resize_minibatches()
+        if not loaded.bitwise:
+            self.optimizer.clear_momentum()  # it would not fit the mean model
             self.losses.commit()
             total = len(self.batches)
-            progress.minibatch, progress.num_minibatches = min(total, round(metadata.epoch_fraction * total)), None
-            averager.broadcast()
-            return
-        self.optimizer.load_state_dict(optimizer)
-        self.eager_step.workspace.load_state_dict(unprefixed("workspace", rank))
-        try:
-            averager.load_state_dict(unprefixed("averager", rank))
-            averager.load_shared_state_dict(unprefixed("strategy", loaded.global_state))
-        except (KeyError, ValueError, TypeError, IndexError, OverflowError, RuntimeError) as error:
-            message = f"the averaging state of the checkpoint does not fit: {error}"
-            raise DataError(message, location=location) from error
+            self.progress.minibatch = min(total, round(metadata.epoch_fraction * total))
+            self.progress.num_minibatches = None
+            self.averager.broadcast()
 
 
 def worker_row(epoch: int, averager: Averager) -> WorkerRow:

@@ -79,8 +79,8 @@ def _lay(folder: Path) -> None:
         "kept": {"loss": 1.5, "frame_accuracy": 0.5},
     }
     parameters = model.network.parameters
-    shared = {"best": parameters, **transform_tensors(model)}
-    own = {"parameters": parameters, "momentum": torch.zeros(3)}
+    shared = {"best.parameters": parameters, **transform_tensors(model)}
+    own = {"network.parameters": parameters, "optimizer.momentum": torch.zeros(3)}
     assert CheckpointStore(folder / "checkpoints", 2, SingleProcess()).save(header, shared, own)
 
 

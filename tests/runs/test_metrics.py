@@ -175,6 +175,12 @@ ROWS: list[MetricsRow] = [
 ]
 
 
+def test_the_first_figure_is_the_loss_in_whatever_order_a_file_has_them() -> None:
+    row = EpochRow.model_validate({"split": "cv", "epoch": 1, "frame_accuracy": 0.5, "loss": 2.0})
+    assert row.loss == 2.0
+    assert EpochRow(split="cv", epoch=1, figures={"frame_accuracy": 0.5, "loss": 2.0}).loss == 2.0
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.type)
 def test_a_row_is_read_as_it_was_written(tmp_path: Path, row: MetricsRow) -> None:
     path = tmp_path / "metrics.jsonl"

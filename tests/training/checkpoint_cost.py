@@ -28,13 +28,13 @@ def state_of(widths: list[int], *, momentum: bool) -> tuple[dict[str, torch.Tens
     """The global tensors and those of one worker, of a training of this network."""
     sizes = list(pairwise(widths))
     parameters = torch.randn(sum((inputs + 1) * outputs for inputs, outputs in sizes))
-    rank = {"parameters": parameters.clone(), "loss_sums": torch.zeros(2, 3, dtype=torch.float64)}
+    rank = {"network.parameters": parameters.clone(), "losses.sums": torch.zeros(2, 3, dtype=torch.float64)}
     if momentum:
         rank["momentum_buffer"] = torch.randn(len(parameters))
     for layer, (inputs, outputs) in enumerate(sizes):
         rank[f"preconditioner.{2 * layer}.w"] = torch.randn(min(RANK_IN, inputs), inputs + 1)
         rank[f"preconditioner.{2 * layer + 1}.w"] = torch.randn(min(RANK_OUT, outputs - 1), outputs)
-    return {"best": parameters}, rank
+    return {"best.parameters": parameters}, rank
 
 
 def main() -> None:

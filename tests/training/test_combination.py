@@ -222,23 +222,25 @@ def test_a_state_is_restored_and_a_damaged_one_is_refused(damage: str) -> None:
     trainer = with_combination(toy_trainer(SingleProcess(), make_parallel_config(), epochs=2))
     with closing(trainer.averager):
         train_to_end(trainer)
-    state = trainer.combination.state_dict(shared=True) | trainer.combination.state_dict(shared=False)
+    shared, own = trainer.combination.shared_state_dict(), trainer.combination.state_dict()
     whole = with_combination(toy_trainer(SingleProcess(), make_parallel_config()))
-    whole.combination.load_state_dict(state, Path("checkpoint"))
+    whole.combination.load_shared_state_dict(shared)
+    whole.combination.load_state_dict(own)
     for (name, found), (_, expected) in zip(
         whole.combination.candidates(), trainer.combination.candidates(), strict=True
     ):
         assert torch.equal(found, expected), name
     part = "moving" if damage in ("mean", "kept", "numbers") else "last"
     if damage == "too many":
-        state["last.epochs"] = torch.arange(4)
+        shared["last.epochs"] = torch.arange(4)
     elif damage == "numbers":
-        state["moving.numbers"] = torch.tensor([math.nan, 0.0, 0.0], dtype=torch.float64)
+        own["moving.numbers"] = torch.tensor([math.nan, 0.0, 0.0], dtype=torch.float64)
     else:
-        del state[f"{part}.{damage}"]
+        del (own if damage == "mean" else shared)[f"{part}.{damage}"]
     again = with_combination(toy_trainer(SingleProcess(), make_parallel_config()))
     with pytest.raises(DataError):
-        again.combination.load_state_dict(state, Path("checkpoint"))
+        again.combination.load_shared_state_dict(shared)
+        again.combination.load_state_dict(own)
 
 
 def test_the_final_model_is_what_everything_uses_and_says(tmp_path: Path, run_cli: RunCli) -> None:
@@ -270,6 +272,6 @@ def test_the_final_model_is_what_everything_uses_and_says(tmp_path: Path, run_cl
 
 def test_defaults_deliver_the_last_accepted_epoch() -> None:
     trainer = toy_trainer(SingleProcess(), make_parallel_config())
-    assert list(trainer.combination.candidates()) == [] and trainer.combination.state_dict(shared=True) == {}
+    assert list(trainer.combination.candidates()) == [] and trainer.combination.shared_state_dict() == {}
     train_to_end(trainer)
     assert isinstance(trainer.kept, EvalResult) and trainer.delivered is trainer.kept and trainer.combined == ""

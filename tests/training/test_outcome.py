@@ -32,7 +32,7 @@ from ddnn.runs.metrics import no_better_than_baseline, read_metrics
 from ddnn.runs.run_dir import RunDir
 from ddnn.training.combination import BestEpoch, Combination
 from ddnn.training.evaluation import EvalResult, baseline_result, learning_rate_hint
-from ddnn.training.state import Checkpointable, CheckpointMetadata, LoadedCheckpoint
+from ddnn.training.state import Checkpointable, CheckpointMetadata, LoadedCheckpoint, capture
 from ddnn.training.trainer import Trainer, train
 from ddnn.util.errors import DataError, DivergedError
 
@@ -185,7 +185,7 @@ def test_a_resumed_training_knows_what_it_began_with() -> None:
     first.trainer.checkpoints = Stopping()
     with pytest.raises(TrainingInterrupted):
         first.train()
-    metadata, shared, rank = first.trainer.capture()
+    metadata, shared, rank = capture(first.trainer)
     loaded = LoadedCheckpoint(CheckpointMetadata.model_validate(metadata), shared, rank, True, Path("checkpoint"))
     second = ScriptedTrainer(Newbob(), [(1.9, 0.3), (1.9, 0.3)])
     second.trainer.restore(loaded)
@@ -287,16 +287,16 @@ def test_the_best_epoch_is_resumed_and_a_damaged_one_is_refused() -> None:
     for epoch, loss in enumerate((1.3, 1.2, 1.4), 1):
         network.parameters.fill_(epoch)
         first.keep(epoch, loss)
-    state = first.state_dict(shared=True)
-    second.load_state_dict(state, Path("checkpoint"))
+    state = first.shared_state_dict()
+    second.load_shared_state_dict(state)
     ((name, parameters),) = second.candidates()
-    assert name == "epoch 2" and bool((parameters == 2).all()) and not first.state_dict(shared=False)
+    assert name == "epoch 2" and bool((parameters == 2).all()) and not first.state_dict()
     network.parameters.fill_(4)
     second.keep(4, 1.1)
     assert not list(second.candidates())  # it is the last one
     state["numbers"][1] = math.nan
     with pytest.raises(DataError, match="an epoch and its loss"):
-        second.load_state_dict(state, Path("checkpoint"))
+        second.load_shared_state_dict(state)
 
 
 def test_a_final_model_much_worse_than_an_earlier_epochs_is_warned_of(tmp_path: Path, run_cli: RunCli) -> None:

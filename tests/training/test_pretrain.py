@@ -36,7 +36,7 @@ from ddnn.runs.run_dir import NullRunDir, load_run
 from ddnn.runs.run_status import CHECKPOINTS, DBN
 from ddnn.training import pretraining
 from ddnn.training.job import run_pretraining, run_training
-from ddnn.training.state import TrainingProgress
+from ddnn.training.state import TrainingProgress, capture, restore_state
 from ddnn.training.trainer import Trainer
 from ddnn.util.errors import DataError, DivergedError, UserError
 
@@ -139,11 +139,11 @@ def test_workers_of_unlike_shards_resume_an_rbm_within_an_epoch_to_the_same_bits
             stopped.step(visible := next(batches))
             stopped.progress.minibatch += 1
             stopped.averager.after_minibatch(len(visible))
-        metadata, shared, own = stopped.capture()
+        metadata, shared, own = capture(stopped)
         assert store.save(metadata, shared, own)
         handle = store.latest()
         assert handle is not None
-        resumed.restore(handle)
+        restore_state(resumed.parts, handle.rank_state(comm.rank), handle.path)
         for trainer in (whole, resumed):
             pretraining.train_rbm(trainer)
         same = json.dumps(metadata, sort_keys=True), json.dumps(sorted(shared))

@@ -45,7 +45,7 @@ from ddnn.training import job
 from ddnn.training.job import run_training
 from ddnn.training.resume import merge_rank_states, read_metadata
 from ddnn.training.resume_rules import check_same_recipe
-from ddnn.training.state import LoadedCheckpoint, TrainingProgress
+from ddnn.training.state import LoadedCheckpoint, TrainingProgress, capture
 from ddnn.util.errors import DataError, RecipeError, UserError
 
 TIMES = (
@@ -211,7 +211,7 @@ def test_a_resume_on_other_workers_finds_its_place_in_a_growing_minibatch(tmp_pa
     stopped.progress.epoch = 1
     stopped.begin_epoch(0.01)
     stopped.progress.minibatch = 5
-    metadata, shared, rank = stopped.capture()
+    metadata, shared, rank = capture(stopped)
     resumed.restore(LoadedCheckpoint(read_metadata(metadata, tmp_path), shared, rank, False, tmp_path))
     assert (resumed.minibatch_size, resumed.progress.minibatch, len(resumed.batches)) == (32, 5, 10)
 
@@ -225,7 +225,7 @@ def test_what_all_workers_share_in_a_checkpoint_is_equal_on_all(within: bool) ->
         if within:
             trainer.begin_epoch(0.01)
             trainer.progress.minibatch = 5 + comm.rank
-        metadata, shared, _ = trainer.capture()
+        metadata, shared, _ = capture(trainer)
         everyone = comm.all_gather_object([json.dumps(metadata), {name: v.tolist() for name, v in shared.items()}])
         assert all(one == everyone[0] for one in everyone)
         return metadata
@@ -236,9 +236,9 @@ def test_what_all_workers_share_in_a_checkpoint_is_equal_on_all(within: bool) ->
 
 
 @pytest.mark.parametrize("length", [None, 0, 7])
-def test_an_epoch_of_no_minibatches_is_not_the_pause_between_two(length: int | None, tmp_path: Path) -> None:
+def test_an_epoch_of_no_minibatches_is_not_the_pause_between_two(length: int | None) -> None:
     before, after = TrainingProgress(num_minibatches=length), TrainingProgress()
-    after.load_state_dict(before.state_dict(), tmp_path)
+    after.load_state_dict(before.state_dict())
     assert after.num_minibatches == length
 
 
@@ -365,7 +365,7 @@ def test_the_seconds_of_an_interrupted_epoch_count(
     store = CheckpointStore(run / "checkpoints", 3, SingleProcess())
     found = store.latest()
     assert found is not None
-    state = {**found.rank_state(0), "seconds": torch.tensor(1000.0, dtype=torch.float64)}
+    state = {**found.rank_state(0), "progress.seconds": torch.tensor(1000.0, dtype=torch.float64)}
     store.save(found.metadata, found.global_state, state)
     run_training(load_recipe(recipe), run, "cpu", resume=True)
     all_rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -379,16 +379,16 @@ def test_states_of_several_ranks_are_merged() -> None:
     """Three workers' models and sums; all else is that of rank 0."""
     states = [
         {
-            "parameters": torch.tensor([rank, 1.0 + 4 * rank]),
-            "loss_sums": torch.tensor([[10.0 * rank, rank, 16], [1, 0, 16 * rank]], dtype=torch.float64),
-            "progress": torch.tensor([rank, 9]),
+            "network.parameters": torch.tensor([rank, 1.0 + 4 * rank]),
+            "losses.sums": torch.tensor([[10.0 * rank, rank, 16], [1, 0, 16 * rank]], dtype=torch.float64),
+            "progress.minibatches": torch.tensor([rank, 9]),
         }
         for rank in (1, 2, 6)
     ]
     found = merge_rank_states(states)
-    assert found["parameters"].tolist() == [3.0, 13.0]
-    assert found["loss_sums"].tolist() == [[90.0, 9.0, 48.0], [3.0, 0.0, 144.0]]
-    assert found["progress"].tolist() == [1, 9]
+    assert found["network.parameters"].tolist() == [3.0, 13.0]
+    assert found["losses.sums"].tolist() == [[90.0, 9.0, 48.0], [3.0, 0.0, 144.0]]
+    assert found["progress.minibatches"].tolist() == [1, 9]
 
 
 def test_what_is_refused_changes_nothing(
@@ -790,10 +790,10 @@ def test_a_checkpoint_of_a_stranger(tmp_path: Path, stop_at: Callable[[int, sign
     assert found is not None
     shared, own = found.global_state, found.rank_state(0)
     for change in (
-        {"parameters": torch.zeros(3)},
-        {"loss_sums": torch.zeros(2, 2, dtype=torch.float64)},
+        {"network.parameters": torch.zeros(3)},
+        {"losses.sums": torch.zeros(2, 2, dtype=torch.float64)},
         {"averager.counters": torch.zeros(2, dtype=torch.int64)},
-        {"progress": torch.zeros(1, dtype=torch.int64)},
+        {"progress.minibatches": torch.zeros(1, dtype=torch.int64)},
     ):
         checkpoints.save(found.metadata, shared, {**own, **change})
         with pytest.raises(DataError):
@@ -812,8 +812,8 @@ def test_a_checkpoint_of_a_stranger(tmp_path: Path, stop_at: Callable[[int, sign
 def test_a_worker_whose_model_is_not_finite_is_left_out_of_the_mean() -> None:
     """With overlap it may hold NaN as the checkpoint is written; the number of workers has changed."""
     states = [
-        {"parameters": torch.full((2,), value), "loss_sums": torch.full((2, 3), value, dtype=torch.float64)}
+        {"network.parameters": torch.full((2,), value), "losses.sums": torch.full((2, 3), value, dtype=torch.float64)}
         for value in (1.0, math.nan, 3.0)
     ]
     merged = merge_rank_states(states)
-    assert merged["parameters"].tolist() == [2.0, 2.0] and merged["loss_sums"].tolist() == [[4.0] * 3] * 2
+    assert merged["network.parameters"].tolist() == [2.0, 2.0] and merged["losses.sums"].tolist() == [[4.0] * 3] * 2
