@@ -393,7 +393,7 @@ class Trainer:
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
         """Restores what `ddnn.training.state.capture` gave; DataError where it does not fit this training. Collective where
-        not `bitwise`: all take the model of rank 0, and what cannot be another worker's starts anew."""
+        not `bitwise`: all take the model of rank 0, and what belongs to one worker alone begins again."""
         metadata, parts, shared = loaded.metadata, self.parts, self.shared_parts
         self.schedule.load_state_dict(metadata.schedule)
         self.initial, self.kept_epoch = EvalResult(metadata.initial, 0), metadata.kept_epoch
