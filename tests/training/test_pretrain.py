@@ -279,6 +279,7 @@ def test_training_makes_its_dbn_or_takes_one(recipe: Path, tmp_path: Path) -> No
 
 def test_training_starts_from_the_dbn(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "improved", True)  # a training that changes nothing would have diverged
+    monkeypatch.setattr(Trainer, "learned_nothing", False)
     run_training(load_recipe(recipe, ["schedule.initial_learning_rate=1e-30"]), tmp_path / "run", "cpu")
     dbn = load_model(tmp_path / "run/pretrain" / DBN)
     found = load_run(tmp_path / "run").network
@@ -290,6 +291,7 @@ def test_training_starts_from_the_dbn(recipe: Path, tmp_path: Path, monkeypatch:
 def test_a_kaldi_dbn_is_taken(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nnet1's pretrain_dbn.sh leaves: affine and sigmoid components, and a feature transform beside them."""
     monkeypatch.setattr(Trainer, "improved", True)  # a training that changes nothing would have diverged
+    monkeypatch.setattr(Trainer, "learned_nothing", False)
     run_pretraining(load_recipe(recipe), tmp_path / "rbm", "cpu")
     (tmp_path / "run").mkdir()
     (tmp_path / "rbm" / DBN).rename(tmp_path / "run/final.safetensors")
