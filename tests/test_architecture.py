@@ -26,7 +26,7 @@ TOKENS = {
     "data": 17_800,
     "decoding": 9_800,
     "distributed": 10_300,
-    "inspection": 8_500,
+    "inspection": 7_400,
     "kaldi": 21_450,
     "nn": 26_000,
     "optim": 7_500,

@@ -1,4 +1,5 @@
-"""What a path is: kind, counts, dims, first keys. Of large files only the beginning is read."""
+"""What a path is: its kind, by its name and first bytes, and of what ddnn reads or writes the counts, dims and first
+keys. Only the beginning of a large file is read."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from ddnn.decoding.options import read_choice
@@ -36,126 +37,107 @@ from ddnn.runs.metrics import format_figures, read_metrics
 from ddnn.runs.run_status import CV_UTTERANCES, DBN, FINAL, METRICS, PDF_COUNTS, RECIPE, STATUS
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
-from ddnn.util.text import definitions, plural, printable
+from ddnn.util.text import definitions, printable
 
 NUM_KEYS = 3  # to show
 NUM_SAMPLES = 1000  # entries of a table to look into
 MAX_SCAN_BYTES = 64 << 20
 _HEAD_BYTES = 4096
-_FILES = (
-    "scp, archives of matrices, integers and lattices, nnet1 networks, final.mdl, tree, topo, FSTs, pdf counts, utt2spk, "
-    "text, segments and the other tables of a data dir, words.txt, phones.txt, recipes (.yaml), metrics (.jsonl), "
-    "models (.safetensors), train.log"
-)
+
+Fields = dict[str, Any]  # by name, in the order to show them; None or "" is not shown
 
 
 @dataclass(frozen=True)
 class Info:
-    """What `path` is: its `kind` in words and `fields` by name, in the order to show them."""
+    """What `path` is, in words, and its fields."""
 
     path: Path
     kind: str
-    fields: dict[str, Any]
+    fields: Fields
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Fields:
         return {"path": str(self.path), "kind": self.kind, **self.fields}
 
     def as_text(self) -> str:
         texts = {k: ", ".join(value) if isinstance(value, list) else str(value) for k, value in self.fields.items()}
         lines = definitions(((name.replace("_", " "), text) for name, text in texts.items()), indent="  ")
-        return f"{printable(str(self.path), '')}: {self.kind}\n{lines}"
+        return f"{printable(str(self.path), '')}: {self.kind}\n{lines}".rstrip()
 
 
 def describe_path(path: Path) -> Info:
-    """Says what a file or directory is: whatever ddnn reads or writes. UserError: nothing there, or none of the kinds
-    that are known. DataError: known, but damaged."""
-    if path.is_dir():
-        for names, kind, fields in _DIRECTORIES:
-            if any(next(path.glob(name), None) is not None for name in names):
-                return Info(path, kind, fields(path))
-        known = "; ".join(f"{kind} ({', '.join(names)})" for names, kind, _ in _DIRECTORIES)
-        raise UserError("unrecognized directory", location=path, hint=f"recognized are: {known}")
-    kind, fields = next(((k, f) for names, k, f in _NAMES if path.name in names), ("", _scp_file))
-    if kind:
-        return Info(path, kind, fields(path))
-    with open_stream(path).stream as stream, reading(path):
-        head = stream.read(_HEAD_BYTES)
-    if path.suffix in _SUFFIXES:
-        kind, fields = _SUFFIXES[path.suffix]
-        return Info(path, kind, fields(path))
-    if re.match(rb"\0B(?:[FD][MV] |CM[23]? )|\s*\[", head):
-        return Info(path, *_without_key(path, is_matrix=re.match(rb"\0B.M|\s*\[[ \t]*\n", head) is not None))
-    start = head.removeprefix(b"\0B").lstrip()
-    for beginning, kind, fields in _BEGINNINGS:
-        if start.lower().startswith(beginning.lower()):
-            return Info(path, kind, fields(path))
-    lattice = re.match(rb"([^\s\0]+) \0B\xd6\xfd\xb2\x7e\x06\0\0\0vector.\0\0\0(\w*lattice\d*)", head, re.DOTALL)
-    if lattice is not None:
-        return Info(path, f"archive of Kaldi lattices ({lattice[2].decode()})", {"first_keys": [_text(lattice[1])]})
-    posteriors = _POSTERIORS.match(head)
-    if posteriors is not None:
-        form = "binary" if posteriors[2] else "text"
-        return Info(
-            path, f"archive of Kaldi posteriors ({form}), not read by ddnn", {"first_keys": [_text(posteriors[1])]}
-        )
-    record = re.match(rb"[^\s\0]+[ \t]+(\0B(?:[FD]M |CM[23]? |\x04)|\[|-?\d+(?=[ \n]|$))|[^\s\0]+[ \t]*\n", head)
-    if record is None or record[1] is None:
-        raise UserError("unrecognized file type", location=path, hint=f"recognized are: {_FILES}")
-    form = "binary" if record[1].startswith(b"\0B") else "text"
-    if record[1].endswith(b"\x04") or record[1][-1:].isdigit():
-        return Info(path, f"archive of integer vectors ({form})", _archive(iterate_int_vectors(path)))
-    kind = record[1][2:].decode().strip() or form if form == "binary" else form
-    of_transforms = path.name.startswith("trans.")
-    return Info(path, f"archive of matrices ({kind})", _archive(iterate_matrices(path), of_transforms=of_transforms))
+    """Names what a file or directory is, and describes what ddnn reads or writes. UserError: of no known kind. DataError:
+    nothing there, or damaged."""
+    what, kinds, head = "directory", _DIRECTORIES, b""
+    if not path.is_dir():
+        what, kinds = "file type", _FILES
+        with open_stream(path).stream as stream, reading(path):
+            head = stream.read(_HEAD_BYTES)
+    for names, beginning, kind, describe in kinds:
+        match = re.match(beginning, head, re.DOTALL)
+        if match is not None and any(_is_called(path, name) for name in names.split()):
+            fields = {name: value for name, value in describe(path).items() if value not in (None, "")}
+            return Info(path, kind.format(*map(bytes.decode, match.groups())), fields)
+    known = {f"{kind} ({names})" if path.is_dir() else kind.partition(" (")[0]: None for names, _, kind, _ in kinds}
+    raise UserError(f"unrecognized {what}", location=path, hint=f"recognized are: {', '.join(known)}")
 
 
-def _without_key(path: Path, *, is_matrix: bool) -> tuple[str, dict[str, Any]]:
-    """Kind and fields of a file that is one matrix or vector."""
-    if is_matrix:
-        rows, columns = read_matrix(path).shape
-        return f"Kaldi matrix, {rows} x {columns}", {"rows": rows, "columns": columns}
-    try:
-        return "Kaldi vector of pdf counts", _pdf_counts(path)
-    except DataError:
-        with open_model(path, "a Kaldi vector") as reader:
-            values = reader.float_vector()
-        if not (np.isfinite(values).all() and (values < 0).any()):
-            raise
-        return f"Kaldi vector, {len(values)} values", {"values": len(values)}
+def _is_called(path: Path, name: str) -> bool:
+    """A file by its name, a directory by a file in it."""
+    return any(path.glob(name)) if path.is_dir() else fnmatch(path.name, name)
 
 
-def _model(path: Path) -> dict[str, Any]:
+def _nothing(path: Path) -> Fields:
+    """Of a file or directory that ddnn does not read."""
+    return {}
+
+
+def _matrix(path: Path) -> Fields:
+    rows, columns = read_matrix(path).shape
+    return {"rows": rows, "columns": columns}
+
+
+def _vector(path: Path) -> Fields:
+    with open_model(path, "a Kaldi vector") as reader:
+        return {"values": len(reader.float_vector())}
+
+
+def _pdf_counts(path: Path) -> Fields:
+    counts = read_pdf_counts(path)
+    total, added = float(counts.sum()), {}
+    if (counts % 1 == 0.5).all():  # as ddnn writes them, after Kaldi's scripts
+        total, added = total - 0.5 * len(counts), {"added": "half a frame for each pdf"}
+    return {"pdfs": len(counts), "frames": int(total) if total.is_integer() else total, **added}
+
+
+def _model(path: Path) -> Fields:
     from ddnn.nn.acoustic_model import load_model  # torch takes a second; the other kinds do without
     from ddnn.nn.layers import describe_layers, describe_sizes
 
     model = load_model(path)
-    layers, transform = model.network.layers, model.transform
-    before, behind = -min(transform.offsets), max(transform.offsets)
-    whole = transform.offsets == tuple(range(-before, behind + 1))
-    equal = all(layer.kind == "affine" for layer in layers)
+    layers, transform, features = model.network.layers, model.transform, model.features
+    before, after = -min(transform.offsets), max(transform.offsets)
+    contiguous = transform.offsets == tuple(range(-before, after + 1))
+    plain = all(layer.kind == "affine" for layer in layers)
+    activations = (layer.label for layer in layers if layer.kind in ("affine", "activation", "prelu"))
     return {
         "network": describe_sizes(layers),
-        **({} if equal else {"layers": describe_layers(layers[:-1])}),
-        "activations": list(
-            dict.fromkeys(layer.label for layer in layers if layer.kind in ("affine", "activation", "prelu"))
-        ),
+        "layers": None if plain else describe_layers(layers[:-1]),
+        "activations": list(dict.fromkeys(activations)),
         "parameters": model.network.parameters.numel(),
-        # The outputs of an RBM or DBN are no pdfs; an imported network may lack its softmax.
-        **({"pdfs": layers[-1].output_dim} if layers[-1].must_be_last or path.name == FINAL else {}),
-        "splice": f"{before}+1+{behind}" if whole else f"frames {', '.join(map(str, transform.offsets))}",
+        # The outputs of an RBM or DBN are not pdfs; an imported network may lack its softmax.
+        "pdfs": layers[-1].output_dim if layers[-1].must_be_last or path.name == FINAL else None,
+        "splice": f"{before}+1+{after}" if contiguous else f"frames {', '.join(map(str, transform.offsets))}",
         "normalized": "no" if transform.shift is None and transform.scale is None else "yes",
-        "cmvn": model.features.cmvn,
-        "deltas": model.features.deltas,
-        **({"transforms": transforms.as_text()} if (transforms := model.features.transforms) is not None else {}),
+        "cmvn": features.cmvn,
+        "deltas": features.deltas,
+        "transforms": features.transforms and features.transforms.as_text(),
     }
 
 
-def _run_dir(path: Path) -> dict[str, Any]:
+def _run_dir(path: Path) -> Fields:
     """How the run is doing, as `ddnn status` says it without asking Slurm, and its model if there is one."""
     status = read_status(path, lambda job: None)
-    fields: dict[str, Any] = {"state": status.state, **{k: v for k, v in status.lines().items() if v}}
-    if status.problems:
-        fields["problems"] = list(status.problems)
+    fields: Fields = {"state": status.state, **status.lines(), "problems": list(status.problems) or None}
     with suppress(UserError):  # a run of before 0.2.0 may have a recipe that is no longer read
         fields |= _initialization(path / RECIPE)
     with suppress(OSError):  # a training of before 0.2.0 has no such list
@@ -168,39 +150,41 @@ def _run_dir(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _metrics(path: Path) -> dict[str, Any]:
+def _run_dirs(path: Path) -> Fields:
+    runs = [run.parent for run in sorted(path.glob(f"*/{RECIPE}"))]
+    states = [f"{run.name} ({read_status(run, lambda job: None).state})" for run in runs[:50]]
+    return {"number": len(runs), "runs": states}
+
+
+def _metrics(path: Path) -> Fields:
     metrics = read_metrics(path)
-    rbms = {row.rbm: row for row in metrics.pretraining}
-    fields: dict[str, Any] = {f"rbm_{number}": row.as_text() for number, row in sorted(rbms.items())}
-    if metrics.cv or not rbms:
-        fields["epochs"] = metrics.cv[-1].epoch if metrics.cv else 0
-    if metrics.cv:
-        fields["last"] = format_figures(metrics.cv[-1])
-    for name in ("last_accepted", "lowest_loss"):
-        if getattr(metrics, name) is not None:
-            fields[name] = format_figures(
-                getattr(metrics, name), metrics.combination if name == "last_accepted" else ""
-            )
-    if metrics.end is not None:
-        fields["ended"] = metrics.end.why
-    if metrics.starts:
-        fields["precision"] = metrics.starts[-1].precision
-    if metrics.workers:
-        fields["workers"] = metrics.num_workers
-    return fields
+    rbms = {row.rbm: row.as_text() for row in metrics.pretraining}
+    start, last = metrics.starts[-1:], metrics.cv[-1:]
+    return {
+        **{f"rbm_{number}": text for number, text in sorted(rbms.items())},
+        "epochs": last[0].epoch if last else None if rbms else 0,
+        "last": format_figures(last[0]) if last else None,
+        "last_accepted": format_figures(metrics.last_accepted, metrics.combination),
+        "lowest_loss": format_figures(metrics.lowest_loss),
+        "ended": metrics.end and metrics.end.why,
+        "precision": start[0].precision if start else None,
+        "workers": metrics.num_workers or None,
+    }
 
 
-def _initialization(path: Path) -> dict[str, Any]:
+def _initialization(path: Path) -> Fields:
     """The network or RBMs that the training of a recipe starts from, and its frozen layers, if any."""
     from ddnn.recipe.load import load_recipe
 
     recipe = load_recipe(path, must_exist=False)
     start = recipe.pretrain.dbn if isinstance(recipe.init, str) else recipe.init.model
-    fields = {} if start is None else {"started_from": printable(str(start), "")}
-    return fields | ({"frozen_layers": list(map(str, recipe.model.freeze))} if recipe.model.freeze else {})
+    return {
+        "started_from": start and printable(str(start), ""),
+        "frozen_layers": list(map(str, recipe.model.freeze or ())) or None,
+    }
 
 
-def _recipe(path: Path) -> dict[str, Any]:
+def _recipe(path: Path) -> Fields:
     from ddnn.recipe.load import load_recipe
     from ddnn.recipe.section import as_list
 
@@ -216,77 +200,74 @@ def _recipe(path: Path) -> dict[str, Any]:
     }
 
 
-def _text(line: bytes) -> str:
-    return line[:200].decode(errors="replace")
-
-
 def _first(keys: Iterable[str]) -> list[str]:
     return list(islice(keys, NUM_KEYS))
 
 
-def _scp(entries: list[ScpEntry]) -> dict[str, Any]:
+def _scp(entries: Sequence[ScpEntry]) -> Fields:
     """Counts, and frames and dims from the headers of some entries. A shell command is named, never run."""
-    pipes = [entry for entry in entries if entry.pipe is not None]
     files = [entry for entry in entries if entry.pipe is None]
-    fields: dict[str, Any] = {"entries": len(entries)}
-    if pipes:
-        fields["shell_commands"] = f"{len(pipes)}, not run"
-    step = -(-len(files) // NUM_SAMPLES) or 1
+    commands, step = len(entries) - len(files), -(-len(files) // NUM_SAMPLES) or 1
     with MatrixReader() as reader:
         shapes = [reader.shape(entry) for entry in files[::step]]
-    if shapes:
-        frames = sum(rows for rows, _ in shapes) * len(files) // len(shapes)
-        fields["frames"] = frames if step == 1 else f"about {frames}, from {len(shapes)} entries"
-        fields["dims"] = _dims({columns for _, columns in shapes})
-    return {**fields, "first_keys": _first(entry.key for entry in entries)}
+    frames: Any = sum(rows for rows, _ in shapes) * len(files) // (len(shapes) or 1)
+    if step > 1:
+        frames = f"about {frames}, from {len(shapes)} entries"
+    return {
+        "entries": len(entries),
+        "shell_commands": f"{commands}, not run" if commands else None,
+        "frames": frames if shapes else None,
+        "dims": _dims({columns for _, columns in shapes}),
+        "first_keys": _first(entry.key for entry in entries),
+    }
 
 
-def _scp_file(path: Path) -> dict[str, Any]:
+def _scp_file(path: Path) -> Fields:
     return _scp(read_scp(path, allow_pipes=True))
 
 
 def _dims(columns: set[int]) -> Any:
-    return next(iter(columns)) if len(columns) == 1 else f"different: {', '.join(map(str, sorted(columns)))}"
+    if len(columns) > 1:
+        return f"different: {', '.join(map(str, sorted(columns)))}"
+    return next(iter(columns), None)
 
 
-def _archive(records: Iterator[tuple[str, NDArray[Any]]], *, of_transforms: bool = False) -> dict[str, Any]:
-    """Counts of an archive, or of its beginning where it is long. `of_transforms`: by its name; affine ones of one shape
-    have no frames."""
-    keys: list[str] = []
-    columns: set[int] = set()
-    shapes: set[tuple[int, ...]] = set()
-    frames, size, largest, more = 0, 0, -1, ""
-    for key, value in records:
-        if size > MAX_SCAN_BYTES:
-            more = "at least "
-            break
-        keys.append(key)
-        shapes.add(value.shape)
-        frames, size = frames + len(value), size + value.nbytes
-        if value.ndim == 2:
-            columns.add(value.shape[1])
-        elif len(value):
-            largest = max(largest, int(value.max()))
-    rows, *more_dims = shapes.pop() if len(shapes) == 1 else (0,)
-    if of_transforms and more_dims == [rows + 1]:
-        return {"transforms": f"{more}{len(keys)} matrices of {rows} x {rows + 1}", "first_keys": _first(keys)}
-    counts = {"records": len(keys), "frames": frames, **({} if columns else {"largest_id": largest})}
-    fields: dict[str, Any] = {name: f"{more}{count}" if more else count for name, count in counts.items()}
-    if columns:
-        fields["dims"] = _dims(columns)
-    return {**fields, "first_keys": _first(keys)}
+def _archive(path: Path, records: Iterator[tuple[str, NDArray[Any]]]) -> Fields:
+    shapes: dict[str, tuple[int, ...]] = {}
+    largest = -1
+    for key, value in islice(records, NUM_SAMPLES):
+        shapes[key] = value.shape
+        if value.ndim == 1:
+            largest = int(value.max(initial=largest))
+    more, is_trans = any(True for _ in records), path.name.startswith("trans.")  # of speakers, not of frames
+    sums = {"records": len(shapes), "rows" if is_trans else "frames": sum(shape[0] for shape in shapes.values())}
+    columns = {shape[-1] for shape in shapes.values() if len(shape) > 1}
+    return {
+        **{name: f"at least {number}" if more else number for name, number in sums.items()},
+        "dims": _dims(columns),
+        "largest_id": None if columns else largest,
+        "first_keys": _first(shapes),
+    }
 
 
-def _scoring(path: Path) -> dict[str, Any]:
-    choice, wer = read_choice(path), json.loads(_content(path / "score.json")).get("wer")
+def _matrices(path: Path) -> Fields:
+    return _archive(path, iterate_matrices(path))
+
+
+def _integers(path: Path) -> Fields:
+    return _archive(path, iterate_int_vectors(path))
+
+
+def _scoring(path: Path) -> Fields:
+    choice, wer = read_choice(path), json.loads((path / "score.json").read_bytes()).get("wer")
     figures = {"acoustic_scale": choice.acoustic_scale, "word_insertion_penalty": choice.word_insertion_penalty}
     words = _transcripts(path / "text") if (path / "text").exists() else {}
     return {"wer": wer if isinstance(wer, float) else "unknown", **figures, **words}
 
 
-def _data_dir(path: Path) -> dict[str, Any]:
+def _data_dir(path: Path) -> Fields:
     data = read_data_dir(path, allow_pipes=True)
-    table = _scp(list(data.entries))
+    table = _scp(data.entries)
     return {
         "utterances": table.pop("entries"),
         "speakers": "no utt2spk" if data.speakers is None else len(set(data.speakers.values())),
@@ -295,37 +276,52 @@ def _data_dir(path: Path) -> dict[str, Any]:
     }
 
 
-def _alignment_dir(path: Path) -> dict[str, Any]:
-    fields = _alignments(path)
-    return {**fields, **_transforms(path, fields.get("first_keys", ()))}
-
-
-def _alignments(path: Path) -> dict[str, Any]:
+def _alignment_dir(path: Path) -> Fields:
     jobs = sorted(path.glob("ali.*.gz"))
     if not (path / "final.mdl").exists():
         return {"final.mdl": "missing", "jobs": len(jobs)}
-    fields = {**_transitions(path / "final.mdl"), "jobs": len(jobs)}
-    if not jobs:
-        return fields
-    if sum(job.stat().st_size for job in jobs) > MAX_SCAN_BYTES // 8:
-        return {**fields, "first_keys": _first(key for key, _ in iterate_int_vectors(jobs[0]))}
-    pdfs = read_alignments(path).pdfs
-    return {**fields, "utterances": len(pdfs), "frames": sum(map(len, pdfs.values())), "first_keys": _first(pdfs)}
+    few = sum(job.stat().st_size for job in jobs) <= MAX_SCAN_BYTES // 8
+    pdfs = read_alignments(path).pdfs if jobs and few else {}
+    keys = pdfs if few else (key for key, _ in iterate_int_vectors(jobs[0]))
+    return {
+        **_transitions(path / "final.mdl"),
+        "jobs": len(jobs),
+        "utterances": len(pdfs) or None,
+        "frames": sum(map(len, pdfs.values())) or None,
+        "first_keys": _first(keys) or None,
+        **_transforms(path),
+    }
 
 
-def _transitions(path: Path) -> dict[str, Any]:
+def _transforms(path: Path) -> Fields:
+    """The final.mat and trans.* that the features of a Kaldi dir go through, if any."""
+    try:
+        final_mat, files = find_final_mat(path), fmllr_files(path)
+        if final_mat is None and not files:
+            return {}
+        text = read_transform_config(path).as_text()
+        if final_mat is not None:
+            rows, columns = read_matrix(final_mat).shape
+            text = text.replace("LDA+MLLT", f"LDA+MLLT {rows} x {columns}")
+        if files:
+            number = sum(1 for _ in islice(chain.from_iterable(map(iterate_matrices, files)), NUM_SAMPLES))
+            text += f" of {'at least ' if number == NUM_SAMPLES else ''}{number} speakers or utterances"
+        return {"transforms": text}
+    except UserError as error:
+        return {"transforms": f"not readable: {error.message} ({error.location})"}
+
+
+def _transitions(path: Path) -> Fields:
     model = read_transition_model(path)
     return {"pdfs": model.num_pdfs, "phones": model.num_phones, "transition_ids": model.num_transition_ids}
 
 
-def _graph(path: Path) -> dict[str, Any]:
-    fields = _fst(path / "HCLG.fst")
-    if (path / "words.txt").exists():
-        fields["words"] = len(read_symbols(path / "words.txt"))
-    return fields
+def _graph(path: Path) -> Fields:
+    words = path / "words.txt"
+    return {**_fst(path / "HCLG.fst"), "words": len(read_symbols(words)) if words.exists() else None}
 
 
-def _fst(path: Path) -> dict[str, Any]:
+def _fst(path: Path) -> Fields:
     size = path.stat().st_size
     if size > MAX_SCAN_BYTES:
         return {"bytes": f"{size}, too many to scan"}
@@ -334,7 +330,7 @@ def _fst(path: Path) -> dict[str, Any]:
     return {"states": fst.num_states, "arcs": fst.num_arcs, "largest_input_label": largest}
 
 
-def _nnet1(path: Path) -> dict[str, Any]:
+def _nnet1(path: Path) -> Fields:
     components = read_nnet1(path)
     shape = [_component(component) for component in components]
     return {"input_dim": components[0].input_dim, "output_dim": components[-1].output_dim, "components": shape}
@@ -345,87 +341,21 @@ def _component(component: Component) -> str:
     name = component.kind if isinstance(component, Activation) else name
     networks = component.networks if isinstance(component, ParallelComponent) else ()
     nested = " | ".join(", ".join(map(_component, network)) for network in networks)
-    return f"{name} {component.input_dim}-{component.output_dim}" + f" ({nested})" * bool(nested)
+    return f"{name} {component.input_dim}-{component.output_dim}" + (f" ({nested})" if nested else "")
 
 
-def _pdf_counts(path: Path) -> dict[str, Any]:
-    counts = read_pdf_counts(path)
-    total, added = float(counts.sum()), {}
-    if (counts % 1 == 0.5).all():  # as ddnn writes them, after Kaldi's scripts
-        total, added = total - 0.5 * len(counts), {"added": "half a frame for each pdf"}
-    return {"pdfs": len(counts), "frames": int(total) if total.is_integer() else total, **added}
-
-
-def _tree(path: Path) -> dict[str, Any]:
-    """Kaldi `tree/context-dep.cc`: context width and central position; the leaves are in the event map as `CE pdf`."""
-    data = _content(path).removeprefix(b"\0B")
-    head = re.match(rb"ContextDependency (?:\x04(.{4})\x04(.{4})|(\d+) (\d+) )", data, re.DOTALL)
-    if head is None:
-        raise DataError("not a Kaldi tree: ContextDependency and two numbers expected", location=path)
-    words = head.groups()[:2] if head[1] else head.groups()[2:]
-    width, position = (int.from_bytes(word, "little") if head[1] else int(word) for word in words)
-    pattern = rb"CE \x04(.{4})" if head[1] else rb"\bCE (\d+)"
-    leaves = (int.from_bytes(n, "little") if head[1] else int(n) for n in re.findall(pattern, data, re.DOTALL))
-    return {"pdfs": max(leaves, default=-1) + 1, "context_width": width, "central_position": position}
-
-
-def _content(path: Path) -> bytes:
-    return read_bytes_limited(path, MAX_SCAN_BYTES)
-
-
-def _table(path: Path) -> dict[str, Any]:
-    keys = [key for _, key, _ in read_keyed_lines(path, path.name)]
-    return {"entries": len(keys), "first_keys": _first(keys)}
-
-
-def _utt2spk(path: Path) -> dict[str, Any]:
-    speakers = read_utt2spk(path)
-    return {"utterances": len(speakers), "speakers": len(set(speakers.values())), "first_keys": _first(speakers)}
-
-
-def _spk2utt(path: Path) -> dict[str, Any]:
-    utterances = {key: len(rest.split()) for _, key, rest in read_keyed_lines(path, "spk2utt")}
-    return {"speakers": len(utterances), "utterances": sum(utterances.values()), "first_keys": _first(utterances)}
-
-
-def _transcripts(path: Path) -> dict[str, Any]:
-    words = read_text(path)
-    counts = {
-        "words": sum(map(len, words.values())),
-        "different_words": len({w for line in words.values() for w in line}),
-    }
-    return {"utterances": len(words), **counts, "first_keys": _first(words)}
-
-
-def _symbols(path: Path) -> dict[str, Any]:
-    symbols = read_symbols(path)
-    return {"symbols": len(symbols), "largest_id": max(symbols, default=0)}
-
-
-def _lines(path: Path) -> dict[str, Any]:
-    lines = _content(path).rstrip(b"\n").split(b"\n")
-    return {"lines": len(lines), "last": _text(lines[-1])}
-
-
-def _lang(path: Path) -> dict[str, Any]:
-    tables = {
-        name: len(read_symbols(path / f"{name}.txt")) for name in ("phones", "words") if (path / f"{name}.txt").exists()
-    }
-    return {**tables, "files": sorted(file.name for file in path.iterdir())[:20]}
-
-
-def _nnet1_dir(path: Path) -> dict[str, Any]:
+def _nnet1_dir(path: Path) -> Fields:
     """The networks of a dir of `ddnn export` or of Kaldi's: name -> input, layer and output dimensions."""
-    names = sorted(file.name for pattern in _NNET1_FILES for file in path.glob(pattern))[:20]
-    fields: dict[str, Any] = {"networks": [f"{name} {_shape(read_nnet1(path / name))}" for name in names]}
+    names = sorted(file.name for pattern in _NNET1_FILES.split() for file in path.glob(pattern))[:20]
+    features = None
     with suppress(DataError):
-        from ddnn.nn.acoustic_model import nnet1_features  # torch, as of `_model`
+        from ddnn.nn.acoustic_model import nnet1_features  # imports torch
 
         features = nnet1_features(path)
-        fields |= {} if features is None else {"features": str(features)}
     return {
-        **fields,
-        **({"pdf_counts": _pdf_counts(path / PDF_COUNTS)["pdfs"]} if (path / PDF_COUNTS).exists() else {}),
+        "networks": [f"{name} {_shape(read_nnet1(path / name))}" for name in names],
+        "features": features and str(features),
+        "pdf_counts": _pdf_counts(path / PDF_COUNTS)["pdfs"] if (path / PDF_COUNTS).exists() else None,
     }
 
 
@@ -434,95 +364,88 @@ def _shape(components: Sequence[Component]) -> str:
     return "-".join(map(str, [components[0].input_dim, *dims]))
 
 
-def _transforms(path: Path, utterances: Sequence[str] = ()) -> dict[str, Any]:
-    """The final.mat and trans.* that the features of a Kaldi dir go through, if any; `utterances`: some of its own."""
-    try:
-        final_mat, files = find_final_mat(path), fmllr_files(path)
-        if final_mat is None and not files:
-            return {}
-        config, keys, size, more = read_transform_config(path), set[str](), 0, ""
-        text = config.as_text()
-        if final_mat is not None:
-            text = text.replace("LDA+MLLT", "LDA+MLLT {} x {}".format(*read_matrix(final_mat).shape))
-        for key, matrix in chain.from_iterable(map(iterate_matrices, files)):
-            if size > MAX_SCAN_BYTES:
-                more = "at least "
-                break
-            keys.add(key)
-            size += matrix.nbytes
-        if not files:
-            return {"transforms": text}
-        kind = "utterance" if keys.intersection(utterances) else "speaker"
-        return {"transforms": f"{text} of {more}{plural(len(keys), kind)}"}
-    except UserError as error:
-        return {"transforms": f"not readable: {error.message} ({error.location})"}
+def _table(path: Path) -> Fields:
+    keys = [key for _, key, _ in read_keyed_lines(path, path.name)]
+    return {"entries": len(keys), "first_keys": _first(keys)}
 
 
-def _lattice_dir(path: Path) -> dict[str, Any]:
-    utterances: list[str] = []
-    with suppress(UserError, StopIteration):
-        utterances = describe_path(next(path.glob("lat.*.gz"))).fields["first_keys"]
-    return {
-        **_transforms(path, utterances),
-        "jobs": len(list(path.glob("lat.*.gz"))),
-        "scoring": sorted(file.name for file in path.glob("wer_*"))[:NUM_KEYS],
-    }
+def _utt2spk(path: Path) -> Fields:
+    speakers = read_utt2spk(path)
+    return {"utterances": len(speakers), "speakers": len(set(speakers.values())), "first_keys": _first(speakers)}
 
 
-def _run_dirs(path: Path) -> dict[str, Any]:
-    runs = [run.parent for run in sorted(path.glob(f"*/{RECIPE}"))]
-    states = [f"{run.name} ({read_status(run, lambda job: None).state})" for run in runs[:50]]
-    return {"number": len(runs), "runs": states}
+def _transcripts(path: Path) -> Fields:
+    words = read_text(path)
+    number, vocabulary = sum(map(len, words.values())), {word for line in words.values() for word in line}
+    counts = {"utterances": len(words), "words": number, "different_words": len(vocabulary)}
+    return {**counts, "first_keys": _first(words)}
 
 
-Fields = Callable[[Path], dict[str, Any]]
-_POSTERIORS = re.compile(
-    # [ pdf weight ... ] of each frame; binary, the number of frames, then pairs with a float
-    rb"([^\s\0]+)[ \t]+(?:(\0B\x04.{4}(?:\x04\0{4})*\x04.{4}\x04.{4}\x04.{3}[\x30-\x4f])|\[[^\]\n]*\][ \t]*\[)",
-    re.DOTALL,
-)
-_NNET1_FILES = ("*.nnet", "*.dbn", "final.feature_transform")
-_NAMES: tuple[tuple[tuple[str, ...], str, Fields], ...] = (
-    (("utt2spk",), "utt2spk of a Kaldi data dir", _utt2spk),
-    (("spk2utt",), "spk2utt of a Kaldi data dir", _spk2utt),
-    (("text",), "transcripts of a Kaldi data dir", _transcripts),
-    (("words.txt", "phones.txt"), "symbol table", _symbols),
+def _symbols(path: Path) -> Fields:
+    symbols = read_symbols(path)
+    return {"symbols": len(symbols), "largest_id": max(symbols, default=0)}
+
+
+def _lines(path: Path) -> Fields:
+    lines = read_bytes_limited(path, MAX_SCAN_BYTES).rstrip(b"\n").split(b"\n")
+    return {"lines": len(lines), "last": lines[-1][:200].decode(errors="replace")}
+
+
+_NNET1_FILES = "*.nnet *.dbn final.feature_transform"
+_KEY = rb"[^\s\0]+[ \t]+"
+_NUMBER = rb"\x04.{4}"
+_POSTERIORS = "archive of Kaldi posteriors, not read by ddnn"
+_TABLES = "segments wav.scp reco2file_and_channel spk2gender utt2dur utt2num_frames stm glm"
+Kind = tuple[str, bytes, str, Callable[[Path], Fields]]  # names, first bytes, what it is, its description
+_FILES: tuple[Kind, ...] = (
+    ("utt2spk", b"", "utt2spk of a Kaldi data dir", _utt2spk),
+    ("spk2utt", b"", "spk2utt of a Kaldi data dir", _nothing),
+    ("text", b"", "transcripts of a Kaldi data dir", _transcripts),
+    ("words.txt phones.txt", b"", "symbol table", _symbols),
+    (_TABLES, b"", "table of a Kaldi data dir", _nothing),
+    ("cv_utterances cv_speakers.txt", b"", "list for cross-validation", _table),
+    ("cmvn_opts splice_opts delta_opts num_jobs", b"", "setting of a Kaldi experiment", _lines),
+    ("train.log job.out", b"", "log of a training", _lines),
+    ("*.safetensors", b"", "ddnn model", _model),
+    ("*.scp", b"", "scp", _scp_file),
+    ("*.jsonl", b"", "metrics of a training", _metrics),
+    ("*.yaml *.yml", b"", "recipe", _recipe),
+    ("*", rb"\0B[FD]M |\0BCM[23]? |\s*\[[ \t]*\n", "Kaldi matrix", _matrix),
+    ("*.counts", rb"\0B[FD]V |\s*\[", "Kaldi vector of pdf counts", _pdf_counts),
+    ("*", rb"\0B[FD]V |\s*\[", "Kaldi vector", _vector),
+    ("*", rb"(?:\0B)?\xd6\xfd\xb2\x7e", "OpenFst graph", _fst),
+    ("*", rb"(?:\0B)?\s*<TransitionModel>", "Kaldi acoustic model (its transition model)", _transitions),
+    ("*", rb"(?:\0B)?\s*ContextDependency", "Kaldi phonetic decision tree", _nothing),
+    ("*", rb"(?:\0B)?\s*<Topology>", "Kaldi HMM topology", _nothing),
+    ("*", rb"(?i:(?:\0B)?\s*(?:<nnet>|%b))" % "|".join(TOKENS).encode(), "Kaldi nnet1 network", _nnet1),
     (
-        ("segments", "wav.scp", "reco2file_and_channel", "spk2gender", "utt2dur", "utt2num_frames", "stm", "glm"),
-        "table of a Kaldi data dir",
-        _table,
+        "*",
+        _KEY + rb"\0B\xd6\xfd\xb2\x7e\x06\0{3}vector.\0{3}(\w*lattice\d*)",
+        "archive of Kaldi lattices ({})",
+        _nothing,
     ),
-    (("cv_utterances", "cv_speakers.txt"), "list for cross-validation", _table),
-    (("cmvn_opts", "splice_opts", "delta_opts", "num_jobs"), "setting of a Kaldi experiment", _lines),
-    (("train.log", "job.out"), "log of a training", _lines),
+    # Frames, then pairs of pdf and weight of each; a weight is a small float, its last byte.
+    ("*", _KEY + rb"\0B%b(?:\x04\0{4})*%b%b\x04.{3}[\x30-\x4f]" % (_NUMBER, _NUMBER, _NUMBER), _POSTERIORS, _nothing),
+    ("*", _KEY + rb"\[[^\]\n]*\][ \t]*\[", _POSTERIORS, _nothing),
+    ("*", _KEY + rb"\0B\x04", "archive of integer vectors (binary)", _integers),
+    ("*", _KEY + rb"-?\d+(?=[ \n]|$)", "archive of integer vectors (text)", _integers),
+    ("*", _KEY + rb"\0B([FD]M|CM[23]?) ", "archive of matrices ({})", _matrices),
+    ("*", _KEY + rb"\[", "archive of matrices (text)", _matrices),
 )
-_SUFFIXES: dict[str, tuple[str, Fields]] = {
-    ".safetensors": ("ddnn model", _model),
-    ".scp": ("scp", _scp_file),
-    ".jsonl": ("metrics of a training", _metrics),
-    ".yaml": ("recipe", _recipe),
-    ".yml": ("recipe", _recipe),
-}
-_BEGINNINGS: tuple[tuple[bytes, str, Fields], ...] = (
-    (b"\xd6\xfd\xb2\x7e", "OpenFst graph", _fst),
-    (b"<TransitionModel>", "Kaldi acoustic model (its transition model)", _transitions),
-    (b"ContextDependency", "Kaldi phonetic decision tree", _tree),
-    (b"<Topology>", "Kaldi HMM topology", _lines),
-    *((token.encode(), "Kaldi nnet1 network", _nnet1) for token in ("<nnet>", *TOKENS)),
-)
-_DIRECTORIES: tuple[tuple[tuple[str, ...], str, Fields], ...] = (
-    ((DBN, "rbm1.safetensors"), "ddnn pretraining dir", _run_dir),
-    ((STATUS, FINAL, METRICS, RECIPE), "ddnn run dir", _run_dir),
-    (("loglikes.scp",), "log-likelihoods for a Kaldi decoder", lambda path: _scp(read_scp(path / "loglikes.scp"))),
-    (("posteriors.scp",), "posteriors or log-posteriors", lambda path: _scp(read_scp(path / "posteriors.scp"))),
-    (("activations.scp",), "activations of a layer", lambda path: _scp(read_scp(path / "activations.scp"))),
-    (("score.json",), "words and word error rates of ddnn score", _scoring),
-    (("feats.scp",), "Kaldi data dir", _data_dir),
-    (("HCLG.fst",), "Kaldi graph dir", _graph),
-    (("lat.*.gz",), "Kaldi decoding dir (lattices)", _lattice_dir),
-    (_NNET1_FILES, "Kaldi nnet1 dir", _nnet1_dir),
-    (("final.mdl", "ali.*.gz"), "Kaldi alignment dir", _alignment_dir),
-    (("trans.1",), "Kaldi dir of transforms", _transforms),
-    (("L.fst", "topo"), "Kaldi lang dir", _lang),
-    ((f"*/{RECIPE}",), "folder of ddnn run dirs", _run_dirs),
+_DIRECTORIES: tuple[Kind, ...] = (
+    # The names are those of files in it, of which one is enough.
+    (f"{DBN} rbm1.safetensors", b"", "ddnn pretraining dir", _run_dir),
+    (f"{STATUS} {FINAL} {METRICS} {RECIPE}", b"", "ddnn run dir", _run_dir),
+    ("loglikes.scp", b"", "log-likelihoods for a Kaldi decoder", lambda path: _scp_file(path / "loglikes.scp")),
+    ("posteriors.scp", b"", "posteriors or log-posteriors", lambda path: _scp_file(path / "posteriors.scp")),
+    ("activations.scp", b"", "activations of a layer", lambda path: _scp_file(path / "activations.scp")),
+    ("score.json", b"", "words and word error rates of ddnn score", _scoring),
+    ("feats.scp", b"", "Kaldi data dir", _data_dir),
+    ("HCLG.fst", b"", "Kaldi graph dir", _graph),
+    ("lat.*.gz", b"", "Kaldi decoding dir (lattices)", _transforms),
+    (_NNET1_FILES, b"", "Kaldi nnet1 dir", _nnet1_dir),
+    ("final.mdl ali.*.gz", b"", "Kaldi alignment dir", _alignment_dir),
+    ("trans.1", b"", "Kaldi dir of transforms", _transforms),
+    ("L.fst topo", b"", "Kaldi lang dir", _nothing),
+    (f"*/{RECIPE}", b"", "folder of ddnn run dirs", _run_dirs),
 )
