@@ -121,6 +121,7 @@ def train(
         SystemExit: a signal (Ctrl-C, SIGTERM) has ended it, with the exit codes of README.md.
     """
     from ddnn.runs.metrics import EpochRow
+    from ddnn.slurm.recovery import SlurmNodes
     from ddnn.training.start import start_training
 
     if isinstance(settings, Mapping):
@@ -138,7 +139,9 @@ def train(
         if run_dir is None and resume and path.is_dir():
             location = path
         with _threads_kept(), _shows_what_logging_shows(), _exits_as_errors(location):
-            start_training(path, location, settings, workers, device, _RESUME[resume], on_epoch and on_row)
+            start_training(
+                path, location, settings, workers, device, _RESUME[resume], on_epoch and on_row, SlurmNodes()
+            )
     return load(location)
 
 

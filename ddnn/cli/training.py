@@ -141,15 +141,17 @@ def _start(
 
         echo(start.dry_run(kind, recipe, run_dir, settings, workers, device, resume, no_data), nl=False)
     elif kind == "training":
+        from ddnn.slurm.recovery import SlurmNodes
         from ddnn.training.start import start_training
 
-        message = start_training(recipe, run_dir, settings, workers, device, resume)
+        message = start_training(recipe, run_dir, settings, workers, device, resume, nodes=SlurmNodes())
         if message is not None:
             echo(printable(message, ""))
     else:
+        from ddnn.slurm.recovery import SlurmNodes
         from ddnn.training.start import start_pretraining
 
-        start_pretraining(recipe, run_dir, settings, workers, device)
+        start_pretraining(recipe, run_dir, settings, workers, device, SlurmNodes())
 
 
 def _start_seeds(

@@ -1,34 +1,23 @@
-"""One worker fails, all stop, none waits for ever; and what failing workers report to their launcher.
-
-The launcher prints the reports below mpirun's own lines once mpirun has ended. They go through an anonymous file of the
-launcher, which the workers of the same host open by /proc: nothing is left behind, whoever is killed. Workers on other
-hosts, and all where the system has no such files, print to stderr. Needs no installed package: watchdogs have none.
-"""
+"""One worker fails, all stop, none waits for ever; and what failing workers report to their launcher, which prints it
+below mpirun's own lines once mpirun has ended. Workers that share no file with the launcher print to stderr."""
 
 from __future__ import annotations
 
 import array
 import fcntl
-import json
-import os
-import secrets
 import sys
 import termios
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
+from ddnn.distributed.launcher_file import append
 from ddnn.distributed.signals import EXIT_KILLED, EXIT_RESUMABLE
 from ddnn.util.errors import exit_code, user_message
-
-ERROR_FILE = "DDNN_ERROR_FILE"
-"""Environment variable: path of the launcher's file, a colon, and the name that it must have there: on another host the
-path may be that of some other file."""
 
 DUPLICATE_MESSAGE_DELAY = 1.0
 """Seconds that the other workers keep back an error of the user's: most are met by all at once, and one message is
@@ -38,7 +27,7 @@ EXIT_BARRIER_TIMEOUT = 5.0  # seconds in which all workers that are to end toget
 
 
 @dataclass(frozen=True)
-class Reports:
+class WorkerReports:
     """What the workers of one attempt have reported."""
 
     # of workers that failed, by rank; what several report alike once, from the lowest rank
@@ -50,66 +39,31 @@ class Reports:
     exit_code: int | None = None
 
 
-class ErrorFile:
-    """The launcher's end."""
-
-    def __init__(self) -> None:
-        self._name = f"ddnn-errors-{secrets.token_hex(8)}"
-        self._file = os.memfd_create(self._name) if hasattr(os, "memfd_create") else None
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {} if self._file is None else {ERROR_FILE: f"/proc/{os.getpid()}/fd/{self._file}:{self._name}"}
-
-    def read(self, killed: bool = False) -> Reports:
-        """What has been reported; afterwards the file is empty. `killed`: whether it is known that a worker was killed.
-        The first worker that fails ends the others by SIGTERM, so what a worker says of a signal counts only where
-        nothing else has ended it before."""
-        if self._file is None:
-            return Reports()
-        content = os.pread(self._file, os.fstat(self._file).st_size, 0)
-        os.ftruncate(self._file, 0)
-        failures, codes, hung, stacks = [], [], None, ""
-        for entry in map(json.loads, content.decode(errors="replace").splitlines()):
-            code = entry.get("exit_code")
-            by_signal = code is not None and (code == EXIT_RESUMABLE or code > 128)
-            if by_signal and killed:
-                continue
-            killed = killed or not by_signal
-            if code is not None:
-                codes.append(code)
-            if "hung" in entry and hung is None:
-                hung, stacks = entry["message"], entry["hung"]
-            elif "message" in entry:
-                failures.append((entry["rank"], entry["message"]))
-        messages: dict[str, str] = {}
-        for _, message in sorted(failures, key=lambda failure: failure[0]):
-            messages.setdefault(message.split(": ", 2)[-1], message)  # "ddnn: worker 1 on host: what went wrong"
-        first = min(codes, key=lambda code: code == EXIT_RESUMABLE, default=None)
-        return Reports(tuple(messages.values()), hung, stacks, first)
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-def report(environment: Mapping[str, str] = os.environ, /, **entry: Any) -> bool:
-    """Reports to the launcher; False where none listens on this host, and a message is to be printed. `entry`:
-    `exit_code` that the job is to end with, omitted where the launcher is to start it again; of a worker that fails
-    `rank` and `message`, with its stacks as `hung` where its watchdog kills it."""
-    path, _, name = environment.get(ERROR_FILE, "").rpartition(":")
-    try:
-        if name not in str(Path(path).readlink()):
-            return False
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        os.write(descriptor, (json.dumps(entry) + "\n").encode())
-    finally:
-        os.close(descriptor)
-    return True
+def read_reports(entries: Iterable[Mapping[str, Any]], killed: bool = False) -> WorkerReports:
+    """What the entries of the launcher's file say. `killed`: whether it is known that a worker was killed. The first
+    worker that fails ends the others by SIGTERM, so what a worker says of a signal counts only where nothing else has
+    ended it before. An entry has the `exit_code` that the job is to end with, omitted where the launcher is to start it
+    again; of a worker that fails `rank` and `message`, with its stacks as `hung` where its watchdog kills it."""
+    failures: list[tuple[int, str]] = []
+    codes: list[int] = []
+    hung, stacks = None, ""
+    for entry in entries:
+        code = entry.get("exit_code")
+        by_signal = code is not None and (code == EXIT_RESUMABLE or code > 128)
+        if "signal" in entry or (by_signal and killed):
+            continue
+        killed = killed or not by_signal
+        if code is not None:
+            codes.append(code)
+        if "hung" in entry:
+            hung, stacks = hung or entry["message"], stacks or entry["hung"]
+        elif "message" in entry:
+            failures.append((entry["rank"], entry["message"]))
+    messages: dict[str, str] = {}
+    for _, message in sorted(failures, key=lambda failure: failure[0]):
+        messages.setdefault(message.split(": ", 2)[-1], message)  # "ddnn: worker 1 on host: what went wrong"
+    first = min(codes, key=lambda code: code == EXIT_RESUMABLE, default=None)
+    return WorkerReports(tuple(messages.values()), hung, stacks, first)
 
 
 class Worker(Protocol):
@@ -126,7 +80,7 @@ class Worker(Protocol):
 
 
 @contextmanager
-def all_stop_on_error(comm: Worker) -> Iterator[None]:
+def abort_all_on_error(comm: Worker) -> Iterator[None]:
     """What runs in this block, on whichever worker it raises, ends every worker, with a message that names the one.
 
     An error of the user's prints its `user_message` and ends the job with its exit code, any other its traceback and 1,
@@ -178,10 +132,10 @@ def _abort(comm: Worker, error: BaseException) -> None:
     sys.stdout.flush()
     if code == EXIT_RESUMABLE and isinstance(error, SystemExit):
         # The code goes by the launcher where there is one: mpirun writes six lines about one that is not 0.
-        launched = report(exit_code=code)
+        launched = append(exit_code=code)
         if threading.current_thread() is threading.main_thread() and comm.try_barrier(EXIT_BARRIER_TIMEOUT):
             sys.exit(0 if launched else code)
-    elif not report(rank=comm.rank, message=message, **({} if code == EXIT_KILLED else {"exit_code": code})):
+    elif not append(rank=comm.rank, message=message, **({} if code == EXIT_KILLED else {"exit_code": code})):
         if user_message(error) is not None and comm.rank > 0:
             time.sleep(DUPLICATE_MESSAGE_DELAY)
         write_stderr_and_drain(message)

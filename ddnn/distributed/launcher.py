@@ -13,20 +13,18 @@ import os
 import platform
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddnn.distributed.failures import ErrorFile, all_stop_on_error
+from ddnn.distributed.failures import abort_all_on_error, read_reports
+from ddnn.distributed.launcher_file import LauncherFile, entries
 from ddnn.distributed.mpirun import (
     IGNORING_SIGUSR1,
     SignalForwarder,
-    count_of,
     find_mpirun,
     in_mpi_job,
     mpirun_command,
@@ -41,9 +39,8 @@ from ddnn.distributed.signals import (
 )
 from ddnn.util.errors import UserError
 from ddnn.util.process import python_command, signal_name
-from ddnn.util.process import run as run_command
 from ddnn.util.progress import LAUNCHER_TERMINAL
-from ddnn.util.system import slurm_job_id, usable_cores
+from ddnn.util.system import usable_cores
 from ddnn.util.text import plural, terminal_level
 
 UNLOCK_TIMEOUT = 60.0  # seconds in which the workers of a job that has ended must let go of the run dir
@@ -58,7 +55,7 @@ class Restart:
     reason: str
 
 
-class NoRun:
+class RunMonitor:
     """What the launcher asks about the run dir that the workers write; of work that leaves none."""
 
     def newest_checkpoint(self) -> object:
@@ -80,6 +77,24 @@ class NoRun:
         """Records why the job ended, for the case that rank 0 could not."""
 
 
+class NodeRecovery:
+    """What the launcher asks about the nodes of its job; the base, which knows of none: `ddnn.slurm.recovery` knows
+    those of an allocation. `remaining`: the only ones to use, once some have been lost; empty before. `times_requeued`:
+    how often the job was queued again."""
+
+    remaining: Sequence[str] = ()
+    times_requeued = 0
+
+    def lost(self) -> list[str]:
+        """Names of the nodes that no longer answer."""
+        return []
+
+    def leave_lost(self, workers: int) -> bool:
+        """Goes on without the nodes that are lost; False where the others cannot run the same number of workers (with
+        it the training's result stays; workers with a GPU each find none elsewhere): the job is to be queued again."""
+        return True
+
+
 def read_restart(environment: Mapping[str, str] = os.environ) -> Restart | None:
     """Why this worker was started again; None where it was not."""
     return Restart(**json.loads(environment[RESTART])) if RESTART in environment else None
@@ -92,7 +107,8 @@ def run_distributed(
     *,
     restart_arguments: Callable[[], Sequence[str]] | None = None,
     max_restarts: int = 0,
-    run: NoRun | None = None,
+    run: RunMonitor | None = None,
+    nodes: NodeRecovery | None = None,
 ) -> None:
     """Calls `work` on every worker, with its `ddnn.distributed.communicator.Communicator`.
 
@@ -108,13 +124,13 @@ def run_distributed(
             from ddnn.distributed.mpi import init_communicator
 
             comm = init_communicator()
-            with all_stop_on_error(comm):
+            with abort_all_on_error(comm):
                 work(comm)
     elif workers > 1:
         environment = dict(os.environ)
         cores = usable_cores()
         if workers > 2 * cores and "SLURM_JOB_ID" not in environment:
-            _say(f"starting {workers} workers on the {cores} cores of this machine")
+            print_status(f"starting {workers} workers on the {cores} cores of this machine")
         if sys.stderr.isatty():
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
             environment[LAUNCHER_TERMINAL] = f"{platform.node()} /proc/{os.getpid()}/fd/2"
@@ -126,9 +142,12 @@ def run_distributed(
             restart_argv=restart_arguments and (lambda: [*ddnn, *restart_arguments()]),
             max_restarts=max_restarts,
             run=run,
+            nodes=nodes,
         )
         if code not in EXIT_CODES:
-            _say(f"mpirun ended with exit code {code}: its messages say why, such as a program that a node lacks")
+            print_status(
+                f"mpirun ended with exit code {code}: its messages say why, such as a program that a node lacks"
+            )
             code = UserError.exit_code
         if code:
             sys.exit(code)
@@ -145,7 +164,8 @@ def launch_workers(
     *,
     restart_argv: Callable[[], Sequence[str]] | None = None,
     max_restarts: int = 0,
-    run: NoRun | None = None,
+    run: RunMonitor | None = None,
+    nodes: NodeRecovery | None = None,
 ) -> int:
     """Runs `workers` copies of `argv` by mpirun and waits; their output goes where this process's goes.
 
@@ -162,20 +182,20 @@ def launch_workers(
     # Open MPI does not start without HOME, which cron, services and containers may lack.
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home() raises for a user that has none)
     environment = {"HOME": home, **(os.environ if environment is None else environment)}
-    with closing(ErrorFile()) as errors, SignalForwarder() as signals:
-        launcher = _Launcher(workers, environment, max_restarts, run or NoRun(), errors, signals)
+    with closing(LauncherFile()) as file, SignalForwarder(file) as signals:
+        launcher = _Launcher(workers, environment, max_restarts, run or RunMonitor(), nodes or NodeRecovery(), signals)
         code, reason = launcher.attempt(argv)
         while reason is not None and launcher.may_restart(reason):
-            if not launcher.choose_nodes():
+            if not launcher.nodes.leave_lost(workers):
                 return launcher.requeue_code(code)
             code, reason = launcher.attempt(argv if restart_argv is None else restart_argv())
         if code not in (0, EXIT_RESUMABLE) and signals.first is None:
             launcher.run.record_failure(launcher.message)
-            if launcher.nodes and code != EXIT_DIVERGED:  # too little memory on the remaining nodes, for one
+            if launcher.nodes.remaining and code != EXIT_DIVERGED:  # too little memory on the remaining nodes, for one
                 return launcher.requeue_code(code)
     hint = launcher.run.failure_hint() if _was_killed(code) else None
     if hint:
-        _say(hint)
+        print_status(hint)
     return code
 
 
@@ -186,19 +206,17 @@ def _was_killed(code: int) -> bool:
 
 @dataclass
 class _Launcher:
-    """The attempts of one job. `nodes`: the only ones to use, once some have been lost; empty before. `message`: why
-    the last attempt ended."""
+    """The attempts of one job. `message`: why the last one ended."""
 
     workers: int
     environment: Mapping[str, str]
     max_restarts: int
-    run: NoRun
-    errors: ErrorFile
+    run: RunMonitor
+    nodes: NodeRecovery
     signals: SignalForwarder
 
     def __post_init__(self) -> None:
         self.mpirun = find_mpirun(self.environment)
-        self.nodes: list[str] = []
         self.message = ""
         self._without_checkpoint = 0
         self._restart: Restart | None = None
@@ -207,13 +225,15 @@ class _Launcher:
     def attempt(self, argv: Sequence[str]) -> tuple[int, str | None]:
         """Runs the workers once. Returns the exit code, and why they should be started again; None if not."""
         argv = [*IGNORING_SIGUSR1, *argv]
-        command, variables = mpirun_command(self.workers, argv, self.environment, self.mpirun, self.nodes)
-        variables |= self.errors.environment
+        command, variables = mpirun_command(self.workers, argv, self.environment, self.mpirun, self.nodes.remaining)
+        file = self.signals.file
+        variables |= file.environment
         if self._restart is not None:
             variables[RESTART] = json.dumps(asdict(self._restart))
         code = self.signals.run(command, variables)
         killed = self.signals.first is None and _was_killed(code) and code - 128 != signal.SIGUSR1
-        reports = self.errors.read(killed)
+        reports = read_reports(entries(file.environment), killed)
+        file.clear()
         explained = reports.exit_code is not None or reports.hung is not None or self.signals.first is not None
         if not explained or terminal_level() <= logging.DEBUG:
             sys.stderr.write(self.signals.own_messages.decode(errors="backslashreplace"))
@@ -227,13 +247,13 @@ class _Launcher:
         self.message = "".join(reports.messages).strip() or reason or f"mpirun ended with exit code {code}"
         # mpirun says 0 where it and its daemons on other nodes are sent SIGTERM, and where a node is lost.
         if code == 0 and not self.run.is_complete():
-            _say("no worker is left, and the work is not done")
+            print_status("no worker is left, and the work is not done")
             code, reason = EXIT_KILLED, reason or "mpirun ended before the work was done"
         if self.signals.first is not None or reports.exit_code is not None or code in (0, EXIT_RESUMABLE):
             return code, None
         if _was_killed(code):
             return code, reason or f"a worker was killed by {signal_name(code - 128)}"
-        lost = self._lost_nodes()
+        lost = self.nodes.lost()
         return code, f"{', '.join(lost)} no longer answers" if lost else None
 
     def may_restart(self, reason: str) -> bool:
@@ -243,11 +263,11 @@ class _Launcher:
         self._checkpoint = newest
         if self._without_checkpoint > self.max_restarts:
             tried = f"; not started again after {plural(self.max_restarts, 'restart')} without a newer checkpoint"
-            _say(f"{reason}{tried if self.max_restarts else ''}")
+            print_status(f"{reason}{tried if self.max_restarts else ''}")
             return False
         self._restart = Restart(self._restart.number + 1 if self._restart else 1, reason)
         start = "the newest checkpoint" if newest is not None else "the beginning"
-        _say(
+        print_status(
             f"{reason}; restart {self._restart.number}, from {start} ({self._without_checkpoint} of at most "
             f"{self.max_restarts} without a newer checkpoint)"
         )
@@ -256,84 +276,12 @@ class _Launcher:
             time.sleep(0.1)
         return self.signals.first is None
 
-    def choose_nodes(self) -> bool:
-        """Takes the nodes of the allocation that still answer; False where these cannot run the same number of workers
-        (with it the training's result stays; workers with a GPU each find none elsewhere): the job is to be queued
-        again."""
-        lost = self._lost_nodes()
-        if not lost:
-            return True
-        remaining = [node for node in self.nodes or allocated_nodes(self.environment) if node not in lost]
-        gpus = any(self.environment.get(name) for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS"))
-        if gpus or self.workers % len(remaining):
-            _say(f"{', '.join(lost)} no longer answers, and the other nodes cannot run {self.workers} workers")
-            return False
-        _say(f"{', '.join(lost)} no longer answers: {self.workers} workers on {', '.join(remaining)}")
-        if not release_other_nodes(remaining, self.environment):
-            _say("they cannot be given back to Slurm, which may end and requeue the job when it notices")
-        self.nodes = remaining
-        return True
-
-    def _lost_nodes(self) -> list[str]:
-        nodes = self.nodes or allocated_nodes(self.environment)
-        answering = nodes if len(nodes) < 2 else answering_nodes(nodes, self.environment)
-        return [node for node in nodes if node not in answering]
-
     def requeue_code(self, code: int) -> int:
         """75, so that the Slurm job is queued again; `code` once that was done as often as restarts are allowed without
         a newer checkpoint."""
-        requeued = count_of(self.environment, "SLURM_RESTART_COUNT")
         progress = self.run.newest_checkpoint() != self._first_checkpoint
-        return EXIT_RESUMABLE if progress or requeued < self.max_restarts else code
+        return EXIT_RESUMABLE if progress or self.nodes.times_requeued < self.max_restarts else code
 
 
-def allocated_nodes(environment: Mapping[str, str]) -> list[str]:
-    """Names of the nodes of the Slurm allocation; empty outside Slurm, and where it cannot be asked."""
-    nodes = environment.get("SLURM_JOB_NODELIST", "")
-    return (_scontrol(["show", "hostnames", nodes], environment) or "").split() if nodes else []
-
-
-def release_other_nodes(nodes: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Gives all other nodes of the allocation back: Slurm ends a job when it notices the failure of a node that it
-    still has. (`sbatch --no-kill` does not serve: where the node of the job's script is lost, the job holds the others
-    until its time limit, seen with Slurm 22.05.)"""
-    words = ["update", f"JobId={slurm_job_id(environment)}", f"NodeList={','.join(nodes)}"]
-    return _scontrol(words, environment) is not None
-
-
-def _scontrol(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """What it prints; None where there is none, it fails, or it does not answer. An update leaves a script where it
-    runs."""
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            done = run_command(["env", f"--chdir={folder}", "scontrol", *words], timeout=30, env=environment)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
-
-
-def answering_nodes(nodes: Sequence[str], environment: Mapping[str, str], timeout: float = 30.0) -> list[str]:
-    """Those of the nodes on which a process starts within `timeout` seconds: Slurm itself notices a failed node only
-    after minutes (SlurmdTimeout). All where it starts on none: then srun does not work here, since this process runs on
-    one."""
-    command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
-    none, probes = subprocess.DEVNULL, {}
-    try:
-        for node in nodes:
-            probe = [*command, f"--nodelist={node}", "true"]
-            probes[node] = subprocess.Popen(probe, env=environment, stdin=none, stdout=none, stderr=none)
-    except OSError:
-        return list(nodes)
-    until, answering = time.monotonic() + timeout, []
-    for node, process in probes.items():
-        try:
-            if process.wait(max(until - time.monotonic(), 0.1)) == 0:
-                answering.append(node)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    return answering or list(nodes)
-
-
-def _say(text: str) -> None:
+def print_status(text: str) -> None:
     print(f"ddnn: {text}", file=sys.stderr, flush=True)

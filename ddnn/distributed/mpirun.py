@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ddnn.distributed.signals import FIRST_SIGNAL, FORCE_SIGNALS, SignalListener
+from ddnn.distributed.launcher_file import LauncherFile, append
+from ddnn.distributed.signals import FORCE_SIGNALS, SignalListener
 from ddnn.util.errors import UserError
 from ddnn.util.process import end_with_parent
 
@@ -136,31 +136,24 @@ class StderrFilter:
 
 class SignalForwarder(SignalListener):
     """Hands signals on to mpirun: the first as SIGUSR1, which leaves the workers time for a checkpoint, the second as
-    SIGTERM. `first`, `second`: number and time of the signal that asks, and of the one that insists; None before.
+    SIGTERM. The name of the first goes into the launcher's file, for workers to read. `first`, `second`: number and
+    time of the signal that asks, and of the one that insists; None before.
     `own_messages`: those of the last mpirun on how its workers have ended."""
 
-    def __init__(self, checkpoint_grace: float = 300.0, kill_grace: float = 10.0) -> None:
+    def __init__(self, file: LauncherFile, checkpoint_grace: float = 300.0, kill_grace: float = 10.0) -> None:
         """Seconds after the first and after the second signal in which mpirun is to end, else it is killed."""
         super().__init__()
+        self.file = file
         self.checkpoint_grace, self.kill_grace = checkpoint_grace, kill_grace
         self.first: tuple[int, float] | None = None
         self.second: tuple[int, float] | None = None
         self.own_messages = b""
         self._process: subprocess.Popen[bytes] | None = None
-        self._name = f"ddnn-signal-{secrets.token_hex(8)}"
-        self._file = os.memfd_create(self._name) if hasattr(os, "memfd_create") else None
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.first is None:
             self.first = number, time.monotonic()
-            if self._file is not None:
-                os.pwrite(self._file, signal.Signals(number).name.encode(), 0)
+            append(self.file.environment, signal=signal.Signals(number).name)
         elif self.second is None and number in FORCE_SIGNALS:
             self.second = number, time.monotonic()
         else:
@@ -182,7 +175,6 @@ class SignalForwarder(SignalListener):
         ended it. Where the second signal here did, that counts; or the first, where the workers say that SIGUSR1 did,
         or had to be killed. What it writes to stderr is passed on but for its `own_messages`. UserError: it cannot be
         started."""
-        told = {} if self._file is None else {FIRST_SIGNAL: f"/proc/{os.getpid()}/fd/{self._file}:{self._name}"}
         sys.stdout.flush()
         sys.stderr.flush()
         set_death_signal = end_with_parent(signal.SIGTERM, os.getpid())
@@ -196,7 +188,7 @@ class SignalForwarder(SignalListener):
             # A session of its own: a terminal's Ctrl-C reaches mpirun once, from here, not twice (that would make it
             # leave in haste).
             self._process = subprocess.Popen(
-                command, env={**variables, **told}, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                command, env=variables, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
                 start_new_session=True, preexec_fn=prepare,
             )  # fmt: skip
             copying = threading.Thread(target=stderr.copy_to_stderr, args=(self._process.stderr,), daemon=True)

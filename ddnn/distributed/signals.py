@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
+
+from ddnn.distributed.launcher_file import entries
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask a training to stop, as SIGUSR1 does, which is Slurm's."""
@@ -24,21 +24,9 @@ EXIT_CODES = frozenset((0, 1, 2, EXIT_DIVERGED, EXIT_RESUMABLE, *range(129, 129 
 """That `ddnn` may end with: README.md says what they mean. Over 128: the number of a signal."""
 
 
-FIRST_SIGNAL = "DDNN_FIRST_SIGNAL"
-"""Environment variable: path of an anonymous file of the launcher, a colon, and the name that it must have there. The
-launcher writes into it the name of the signal that it hands on as SIGUSR1."""
-
-
-def handed_on(environment: Mapping[str, str] = os.environ) -> str | None:
+def forwarded_signal() -> str | None:
     """The signal for which the launcher has sent SIGUSR1; None without a launcher on this host."""
-    path, _, name = environment.get(FIRST_SIGNAL, "").rpartition(":")
-    try:
-        if not path or name not in str(Path(path).readlink()):
-            return None
-        found = Path(path).read_bytes().decode(errors="replace")
-    except OSError:
-        return None
-    return found if found in [one.name for one in STOP_SIGNALS] else None
+    return next((entry["signal"] for entry in entries() if "signal" in entry), None)
 
 
 class TrainingInterrupted(SystemExit):
@@ -110,7 +98,7 @@ class GracefulShutdown(SignalListener):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.signal_name is None:
-            name = handed_on() or name if number == signal.SIGUSR1 else name
+            name = forwarded_signal() or name if number == signal.SIGUSR1 else name
             self.signal_name = name
             if not self.deferred:
                 raise InterruptedBeforeTraining(name)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddnn.distributed.failures import report
+from ddnn.distributed.launcher_file import append
 
 ENABLED = 1  # bit 0 of the second shared word; the rest of it is twice the number of long operations
 LONG_OPERATION_FACTOR = 3
@@ -172,7 +172,7 @@ def main(descriptor: str, pid_: str, rank: str, host: str, timeout: str) -> None
             message = f"ddnn: worker {rank} on {host} (pid {pid}) {error} and was killed\n"
             stacks = read_stacks(pid, int(descriptor)) or f"not known: it has not said so in {STACKS_SECONDS:g} s\n"
             stacks = f"where worker {rank} hung, innermost calls first:\n{stacks}"
-            if not report(rank=int(rank), message=message, hung=stacks):
+            if not append(rank=int(rank), message=message, hung=stacks):
                 with suppress(OSError):
                     if select.select([], [2], [], 1.0)[1]:  # else nobody reads it
                         os.write(2, (message + stacks).encode(errors="backslashreplace"))

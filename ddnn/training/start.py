@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddnn.distributed.launcher import NoRun, read_restart, run_distributed
+from ddnn.distributed.launcher import NodeRecovery, RunMonitor, read_restart, run_distributed
 from ddnn.distributed.mpirun import in_mpi_job
 from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 def start_training(
     recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str, resume: Resume,
-    on_row: Callable[[MetricsRow], object] | None = None,
+    on_row: Callable[[MetricsRow], object] | None = None, nodes: NodeRecovery | None = None,
 ) -> str | None:  # fmt: skip
     """`ddnn train` of a recipe (to resume, also the run dir, which has its own), on as many workers as it says; what to
-    tell where there was nothing to do. `run_dir`: exp/NAME OF THE RECIPE where None. `on_row`: as of `run_training`, in
-    this process. UserError: anything that the user has to fix."""
+    tell where there was nothing to do. `run_dir`: exp/NAME OF THE RECIPE where None. `on_row`: see `run_training`, in
+    this process. `nodes`: what the launcher of several workers does when a node fails. UserError: anything that the user has to fix."""
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
     recipe, location, loaded, finished, done = _read_training(recipe, run_dir, settings, resume)
     if done is not None:
@@ -78,6 +78,7 @@ def start_training(
         restart_arguments=restart_arguments,
         max_restarts=loaded.parallel.max_restarts,
         run=_Run(location, "training"),
+        nodes=nodes,
     )
     return None
 
@@ -194,8 +195,9 @@ def _read_pretraining(
 
 
 def start_pretraining(
-    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str
-) -> None:
+    recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str,
+    nodes: NodeRecovery | None = None,
+) -> None:  # fmt: skip
     """`ddnn pretrain`, on as many workers as the recipe says; arguments and errors as of `start_training`."""
     settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
     location, loaded = _read_pretraining(recipe, run_dir, settings)
@@ -211,13 +213,14 @@ def start_pretraining(
         work,
         max_restarts=loaded.parallel.max_restarts,
         run=_Run(location, "pretraining"),
+        nodes=nodes,
     )
 
 
 _RESUME_OPTIONS: dict[Resume, list[str]] = {"no": [], "yes": ["--resume"], "auto": ["--resume=auto"]}
 
 
-class _Run(NoRun):
+class _Run(RunMonitor):
     """What the launcher asks about a run dir, or the dir of a pretraining."""
 
     def __init__(self, path: Path, kind: Kind) -> None:

@@ -13,7 +13,7 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import assign_shards, build_index, hold_out_fraction, local_positions
 from ddnn.data.loading import Corpus, DataConfig, load_dataset
 from ddnn.data.source import open_source
-from ddnn.distributed.failures import all_stop_on_error
+from ddnn.distributed.failures import abort_all_on_error
 from ddnn.distributed.mpi import init_communicator
 from ddnn.kaldi import archive
 from ddnn.kaldi.alignments import read_alignments
@@ -27,7 +27,7 @@ FEATURES = FeatureConfig("mean-variance", 1, 2)
 def main(data: Path, pdfs: Path, out: Path) -> None:
     comm = init_communicator()
     headers = count_headers()
-    with all_stop_on_error(comm):
+    with abort_all_on_error(comm):
         alignments = read_alignments(pdfs)
         plan = build_index(read_data_dir(data), alignments, comm, max_skipped_fraction=0.5)
         train, cv = hold_out_fraction(plan, FRACTION, SEED)

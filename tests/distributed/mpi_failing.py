@@ -15,7 +15,7 @@ import torch
 from distributed.mpi_checks import PLAIN, strategy
 
 from ddnn.distributed.communicator import Communicator
-from ddnn.distributed.failures import all_stop_on_error
+from ddnn.distributed.failures import abort_all_on_error
 from ddnn.distributed.mpi import init_communicator
 from ddnn.distributed.signals import GracefulShutdown
 from ddnn.distributed.watchdog import Watchdog
@@ -73,7 +73,7 @@ def one_is_slow(comm: Communicator, out: Path) -> None:
 
 def main(way: str, out: Path) -> None:
     comm = init_communicator()
-    with all_stop_on_error(comm):
+    with abort_all_on_error(comm):
         print(f"worker {comm.rank} of {comm.world_size}", flush=True)
         comm.watchdog = Watchdog(comm.rank, comm.host, 2.0) if way.startswith("hung") else comm.watchdog
         comm.barrier()

@@ -15,8 +15,8 @@ from ddnn.util.errors import UserError
 
 HERE = Path(__file__).parent
 LAUNCH = """import sys
-from ddnn.distributed.launcher import NoRun, launch_workers
-class Run(NoRun):
+from ddnn.distributed.launcher import RunMonitor, launch_workers
+class Run(RunMonitor):
     def failure_hint(self):
         return "hint of the test"
 workers, *argv = sys.argv[1:]

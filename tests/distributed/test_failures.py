@@ -19,7 +19,8 @@ import torch.distributed as dist
 from distributed.mpi_worlds import all_gone, launch, need_mpi
 
 from ddnn.distributed.communicator import Communicator, SingleProcess
-from ddnn.distributed.failures import ErrorFile, all_stop_on_error, message_and_code, report
+from ddnn.distributed.failures import abort_all_on_error, message_and_code, read_reports
+from ddnn.distributed.launcher_file import LauncherFile, append, entries
 from ddnn.distributed.signals import EXIT_KILLED
 from ddnn.util.errors import DivergedError, UserError
 
@@ -174,7 +175,7 @@ def test_a_launcher_or_mpirun_that_is_stopped_leaves_no_process(outcomes: dict[s
 
 
 def test_a_single_worker_keeps_its_exceptions() -> None:
-    with pytest.raises(UserError, match="mine"), all_stop_on_error(SingleProcess()):
+    with pytest.raises(UserError, match="mine"), abort_all_on_error(SingleProcess()):
         raise UserError("mine")
 
 
@@ -228,11 +229,14 @@ BAD_DATA_0 = {**BAD_DATA, "rank": 0, "message": "ddnn: worker 0 on n: error: bad
 def test_the_first_error_counts(
     reported: list[dict[str, Any]], killed: bool, messages: list[dict[str, Any]], code: int | None
 ) -> None:
-    with closing(ErrorFile()) as errors:
+    with closing(LauncherFile()) as file:
+        assert append(file.environment, signal="SIGTERM"), "which the launcher says to the workers"
         for entry in reported:
-            assert report(errors.environment, **entry)
-        found = errors.read(killed)
+            assert append(file.environment, **entry)
+        found = read_reports(entries(file.environment), killed)
         assert (found.messages, found.exit_code) == (tuple(entry["message"] for entry in messages), code)
         assert found.hung == (HUNG["message"] if HUNG in reported else None)
         assert found.stacks == ("in x.py\n" if HUNG in reported else "")
-        assert errors.read().exit_code is None, "it was emptied"
+        file.clear()
+        assert entries(file.environment) == []
+    assert not append(file.environment, **BAD_DATA) and not append({}, **BAD_DATA)

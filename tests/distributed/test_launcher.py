@@ -14,7 +14,8 @@ import pytest
 from distributed.mpi_worlds import need_mpi
 
 from ddnn.distributed import launcher
-from ddnn.distributed.launcher import NoRun, Restart, launch_workers, read_restart
+from ddnn.distributed.launcher import Restart, RunMonitor, launch_workers, read_restart
+from ddnn.slurm.recovery import SlurmNodes
 from ddnn.util.errors import UserError
 from ddnn.util.text import TERMINAL_LEVEL
 
@@ -26,7 +27,7 @@ with open(f"attempts/{{len(attempts):02}}", "w") as file:
     json.dump([sys.argv[1:], kept], file)
 end = json.load(open("ends.json"))[len(attempts)]
 if "error" in end:
-    path = os.environ["DDNN_ERROR_FILE"].rpartition(":")[0]
+    path = os.environ["DDNN_LAUNCHER_FILE"].rpartition(":")[0]
     with open(path, "a") as file:
         file.write(json.dumps(end["error"]) + "\\n")
 if "checkpoint" in end:
@@ -39,7 +40,7 @@ sys.exit(end["code"])
 """
 
 
-class Run(NoRun):
+class Run(RunMonitor):
     """A run dir whose checkpoints are files, and which is `locked` so often."""
 
     def __init__(self, locked: int = 0) -> None:
@@ -82,7 +83,12 @@ def launch(*ends: dict[str, object], max_restarts: int = 3, workers: int = 4, ru
     """The exit code, where the attempts end like this; a further one fails the test."""
     Path("ends.json").write_text(json.dumps(ends))
     return launch_workers(
-        workers, ["first"], restart_argv=lambda: ["again"], max_restarts=max_restarts, run=run or Run()
+        workers,
+        ["first"],
+        restart_argv=lambda: ["again"],
+        max_restarts=max_restarts,
+        run=run or Run(),
+        nodes=SlurmNodes(),
     )
 
 

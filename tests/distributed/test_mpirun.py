@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from distributed.mpi_worlds import need_mpi
 
-from ddnn.distributed import mpi
+from ddnn.distributed import launcher_file, mpi
 from ddnn.distributed.launcher import launch_workers
+from ddnn.distributed.launcher_file import LauncherFile
 from ddnn.distributed.mpirun import (
     SignalForwarder,
     StderrFilter,
@@ -25,7 +26,6 @@ from ddnn.distributed.mpirun import (
     in_mpi_job,
     mpirun_command,
 )
-from ddnn.distributed.signals import FIRST_SIGNAL, handed_on
 from ddnn.util.errors import UserError
 
 WAIT = "import signal, sys, time\n"
@@ -68,19 +68,19 @@ def deaf(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def run(code: str, *arguments: object, kill_grace: float = 10, checkpoint_grace: float = 60) -> int:
-    with SignalForwarder(checkpoint_grace, kill_grace) as signals:
-        return signals.run([sys.executable, "-c", code, *map(str, arguments)], os.environ)
+    with closing(LauncherFile()) as file, SignalForwarder(file, checkpoint_grace, kill_grace) as signals:
+        return signals.run([sys.executable, "-c", code, *map(str, arguments)], {**os.environ, **file.environment})
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGTERM", 75), ("SIGINT", 0), ("SIGHUP", 3), ("SIGUSR1", 75)])
-def test_the_first_is_handed_on_until_heard_and_the_workers_code_counts(tmp_path: Path, number: str, code: int) -> None:
+def test_the_first_is_forwarded_until_heard_and_the_workers_code_counts(tmp_path: Path, number: str, code: int) -> None:
     thread = ends(0, signal.Signals[number], ready=(tmp_path / "begun").exists)
     assert run(LISTENS_LATE, tmp_path / "begun", code) == code
     thread.join()
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGUSR1"])
-def test_the_workers_learn_which_signal_is_handed_on(tmp_path: Path, name: str) -> None:
+def test_the_workers_learn_which_signal_is_forwarded(tmp_path: Path, name: str) -> None:
     """Not from any other file, such as another host has in its place."""
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom ddnn.distributed.signals import GracefulShutdown\n"
@@ -92,13 +92,13 @@ def test_the_workers_learn_which_signal_is_handed_on(tmp_path: Path, name: str) 
     thread.join()
     assert (tmp_path / "told").read_text() == name
     other = tmp_path / "other"
-    other.write_text("SIGINT")
+    other.write_text('{"signal": "SIGINT"}\n')
     (tmp_path / "link").symlink_to(other)
     for path in (other, tmp_path / "link", tmp_path / "none"):
-        assert handed_on({FIRST_SIGNAL: f"{path}:ddnn-signal-0123"}) is None
-    assert handed_on({FIRST_SIGNAL: f"{tmp_path / 'link'}:other"}) == "SIGINT"
-    other.write_text("SIGKILL")
-    assert handed_on({FIRST_SIGNAL: f"{tmp_path / 'link'}:other"}) is None is handed_on({})
+        environment = {launcher_file.VARIABLE: f"{path}:ddnn-0123"}
+        assert launcher_file.entries(environment) == [] and not launcher_file.append(environment, exit_code=1)
+    assert launcher_file.entries({launcher_file.VARIABLE: f"{tmp_path / 'link'}:other"}) == [{"signal": "SIGINT"}]
+    assert launcher_file.entries({}) == []
 
 
 def test_what_the_workers_call_sigusr1_is_the_first_signal() -> None:

@@ -289,7 +289,7 @@ def test_importing_the_package_imports_no_mpi(tmp_path: Path) -> None:
         "from ddnn.averaging import strategies\n"
         "from ddnn.distributed.mpi import init_communicator\n"
         "exchange = init_communicator({})\n"
-        "with failures.all_stop_on_error(exchange): exchange.barrier()\n"
+        "with failures.abort_all_on_error(exchange): exchange.barrier()\n"
         "print(exchange.world_size, 'mpi4py' in sys.modules)"
     )
     root = Path(__file__).parents[2]

@@ -18,8 +18,9 @@ from distributed.watched import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddnn.distributed import watchdog
-from ddnn.distributed.failures import ERROR_FILE, ErrorFile
+from ddnn.distributed import launcher_file, watchdog
+from ddnn.distributed.failures import read_reports
+from ddnn.distributed.launcher_file import LauncherFile
 from ddnn.distributed.watchdog import HangDetector, is_stopped
 
 ENDS_WELL = ["works", "exchanges", "disabled", "disabled again"]
@@ -37,27 +38,27 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     """Every worker, all at once."""
-    started, errors = {}, ErrorFile()
+    started, file = {}, LauncherFile()
     for way in WAYS:
         out = tmp_path_factory.mktemp("watchdog")
         environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-        environment.pop(ERROR_FILE, None)
+        environment.pop(launcher_file.VARIABLE, None)
         if "launched" in way:
-            environment |= errors.environment
+            environment |= file.environment
         command = [sys.executable, str(HERE / "watched.py"), way.partition(",")[0], str(out)]
         started[way] = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment), out
-    yield Started(started, errors)
+    yield Started(started, file)
     for process, _ in started.values():
         process.kill()
         process.communicate()
-    errors.close()
+    file.close()
 
 
 class Started(NamedTuple):
     """Processes with their folders, by what they do; what those with a launcher report."""
 
     processes: dict[str, tuple[subprocess.Popen[str], Path]]
-    errors: ErrorFile
+    file: LauncherFile
 
 
 def ended(worker: tuple[subprocess.Popen[str], Path]) -> tuple[int, str]:
@@ -97,7 +98,7 @@ def check_stacks(stacks: list[str], way: str) -> None:
 
 def test_the_launcher_gets_the_report(workers: Started) -> None:
     assert ended(workers.processes["hangs, launched"]) == (-signal.SIGKILL, "")
-    found = workers.errors.read()
+    found = read_reports(launcher_file.entries(workers.file.environment))
     hung, (title, *stacks) = found.hung, found.stacks.splitlines()
     assert hung is not None
     assert hung.startswith("ddnn: worker 2 on n1 (pid ") and hung.endswith("(parallel.hang_timeout) and was killed\n")
