@@ -103,7 +103,7 @@ def train(
             of a mapping are taken from the working directory.
         run_dir: where the training leaves everything; a new or empty directory unless `resume`. Default: exp/NAME OF
             THE RECIPE; a mapping has no name and needs one.
-        settings: keys that replace those of the recipe: a mapping as {"schedule.epochs": 3}, or texts as of `--set`.
+        settings: keys that replace those of the recipe: a mapping as {"schedule.epochs": 3}, or texts as for `--set`.
         workers: how many train; the same as the key parallel.workers.
         device: where to compute.
         resume: True: continue from the newest checkpoint of `run_dir`; "auto": or start where there is none. A training
@@ -113,7 +113,7 @@ def train(
             the cross-validation. What it raises ends the training, which can be resumed. Not for `workers` > 1.
 
     Returns:
-        The trained model, as of `load`, on the CPU.
+        The trained model (see `load`), on the CPU.
 
     Raises:
         UserError: something for the user to fix: recipe, data, device, disk.
@@ -176,7 +176,7 @@ def evaluate(
     """Loss and frame accuracy of a run's model, as `ddnn evaluate` computes them.
 
     Args:
-        run_dir: whose model, as of `load`.
+        run_dir: whose model; see `load`.
         data, alignments: a Kaldi data dir, and its alignment dir or an archive of pdf-ids.
         by: also the figures of each speaker or utterance, under "parts".
         transforms: the Kaldi dir of this data's transforms, where the model was trained with such.
@@ -270,8 +270,8 @@ def score(
         Path(loglikes), graph_dir=Path(graph), model=Path(model), text=Path(text), options=options,
         out=None if out is None else Path(out), frame_shift=frame_shift, jobs=jobs,
     )  # fmt: skip
-    found = scoring.as_json(result)
-    return {**found, "notes": list(map(_for_python, found["notes"]))}
+    figures = scoring.as_json(result)
+    return {**figures, "notes": list(map(_for_python, figures["notes"]))}
 
 
 @_errors_rewritten()

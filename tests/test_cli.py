@@ -323,8 +323,9 @@ def test_info_and_bench(run: Run, called: Any) -> None:
     calls = called("ddnn.bench.step", "run_bench", Result())
     assert run("bench", "--network", "swbd", "--seconds", "1.5", "--threads", "2")[:2] == (0, "loss 1.5, größer\n")
     assert run("bench", "--plain", "--precision", "bf16")[0] == 0
-    plain = (("an4",), "cpu", 20.0, 1, ("bf16",), True, ())
-    assert calls == [((("swbd",), "cpu", 1.5, 2, (), False, ()), {}), (plain, {})]
+    first = {"networks": ("swbd",), "device": "cpu", "seconds": 1.5, "threads": 2, "precisions": (), "plain": False}
+    plain = {**first, "networks": ("an4",), "seconds": 20.0, "threads": 1, "precisions": ("bf16",), "plain": True}
+    assert calls == [((), {**first, "minibatches": None}), ((), {**plain, "minibatches": None})]
     code, _, said = run("bench", "--plain", "--workers", "2")
     assert code == 2 and "--plain" in said and "omit --workers" in said
 

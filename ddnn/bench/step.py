@@ -102,7 +102,7 @@ def run_bench(
     threads: int = 1,
     precisions: tuple[Precision, ...] = (),
     plain: bool = False,
-    minibatches: Sequence[int] = (),
+    minibatches: Sequence[int] | None = None,
 ) -> BenchReport:
     """Measures the named networks for about `seconds` each, with each of these sizes of minibatches (its own if none is
     given). `precisions`: to measure; if none is given, float32, and bf16 if `precision: auto` would select it. `plain`:
@@ -111,7 +111,7 @@ def run_bench(
     if plain and any(NETWORKS[name].convolutional for name in networks):
         hint = "measure networks with convolutions without --plain"
         raise UserError("the loop in plain PyTorch has affine layers only", location="--plain", hint=hint)
-    if wrong := [size for size in minibatches if not 1 <= size <= MAX_MINIBATCH]:
+    if wrong := [size for size in minibatches or () if not 1 <= size <= MAX_MINIBATCH]:
         raise UserError(f"{wrong[0]} found, expected 1 to {MAX_MINIBATCH:,}", location="--minibatch-size")
     torch.set_num_threads(threads)
     results: list[StepBench] = []

@@ -81,13 +81,13 @@ class WorkersBench:
 
 
 def run_bench_workers(
-    networks: Sequence[str],
     options: Mapping[str, Any],
+    arguments: Sequence[str],
+    show: Callable[[WorkersBench], None],
+    networks: Sequence[str],
     device: str,
     seconds: float,
     precisions: Sequence[Precision],
-    arguments: Sequence[str],
-    show: Callable[[WorkersBench], None],
 ) -> None:
     """Starts the workers and shows the result of each network in each precision (float32 if none is given), `seconds`
     for each. `options`: keys of `parallel`, as a recipe gives them. `arguments`: of the command `ddnn` that calls this,

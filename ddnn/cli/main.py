@@ -58,9 +58,9 @@ def completion(shell: str) -> None:
     """Print the completion script of a shell."""
     from click.shell_completion import get_completion_class
 
-    found = get_completion_class(shell)
-    assert found is not None
-    click.echo(found(cli, {}, "ddnn", "_DDNN_COMPLETE").source())
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None
+    click.echo(completion_class(cli, {}, "ddnn", "_DDNN_COMPLETE").source())
 
 
 def main() -> None:

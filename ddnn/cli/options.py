@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 from click import option
 
-from ddnn.slurm import SlurmOptions
+from ddnn.slurm.options import SlurmOptions
 from ddnn.util.errors import UserError
 from ddnn.util.text import set_terminal_level
 
@@ -101,15 +101,15 @@ def slurm_options(command: Callable[..., None]) -> Callable[..., None]:
     return gathered
 
 
-def show(result: Any, json_: bool) -> None:
+def print_result(result: Any, json_: bool) -> None:
     """Prints the result of a command: its `as_text`, or its `as_dict` as JSON."""
     if json_:
-        show_json(result.as_dict())
+        print_json(result.as_dict())
     else:
         click.echo(result.as_text())
 
 
-def show_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 

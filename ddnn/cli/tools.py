@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from click import Choice, IntRange, argument, command, echo, option
 
-from ddnn.cli.options import DEVICES, PATH, device_option, json_option, parse_sizes, show, show_json, slurm_options
+from ddnn.cli.options import (
+    DEVICES,
+    PATH,
+    device_option,
+    json_option,
+    parse_sizes,
+    print_json,
+    print_result,
+    slurm_options,
+)
 from ddnn.util.errors import UserError
 from ddnn.util.text import printable
 
@@ -24,10 +33,10 @@ def info(paths: tuple[Path, ...], json_: bool) -> None:
     from ddnn.inspection.path import describe_path
 
     if json_ and len(paths) > 1:
-        show_json([describe_path(path).as_dict() for path in paths])
+        print_json([describe_path(path).as_dict() for path in paths])
         return
     for path in paths:
-        show(describe_path(path), json_)
+        print_result(describe_path(path), json_)
 
 
 @command(
@@ -47,7 +56,7 @@ def status(run_dirs: tuple[Path, ...], follow: bool, json_: bool) -> None:
     from ddnn.inspection.status import follow_status, read_statuses
 
     if not follow:
-        show(read_statuses(run_dirs), json_)
+        print_result(read_statuses(run_dirs), json_)
         return
     if len(run_dirs) > 1:
         raise UserError("several run dirs found, expected one", location="--follow", hint="leave out --follow")
@@ -65,7 +74,7 @@ def status(run_dirs: tuple[Path, ...], follow: bool, json_: bool) -> None:
 @option("--dim", type=int, default=40, help="Feature dimensions; of log-mel spectra the bands.")
 @option("--pdfs", type=int, default=160, help="Senones.")
 @option("--seed", type=int, default=1, help="Same seed: the same corpus.")
-def synth(out_dir: Path, hours: float, speakers: int, features: str, dim: int, pdfs: int, seed: int) -> None:
+def synth(out_dir: Path, **options: Any) -> None:
     """Write a synthetic corpus in Kaldi's formats.
 
     Paths in feats.scp are relative to its folder, so that the corpus can be moved: run Kaldi's tools in that folder.
@@ -73,11 +82,11 @@ def synth(out_dir: Path, hours: float, speakers: int, features: str, dim: int, p
     from ddnn.synth.corpus import SynthOptions, synthesize
     from ddnn.util.progress import frame_counter
 
-    options = SynthOptions(hours=hours, speakers=speakers, dim=dim, pdfs=pdfs, features=features, seed=seed)
-    with frame_counter("synth", options.expected_frames) as advance:
-        made = synthesize(out_dir, options, progress=advance)
+    corpus = SynthOptions(**options)
+    with frame_counter("synth", corpus.expected_frames) as advance:
+        written = synthesize(out_dir, corpus, progress=advance)
     echo(
-        f"{printable(str(out_dir), '')}: {made.train_utterances} utterances to train on, {made.test_utterances} to test"
+        f"{printable(str(out_dir), '')}: {written.train_utterances} utterances to train on, {written.test_utterances} to test"
     )
 
 
@@ -105,33 +114,27 @@ def synth(out_dir: Path, hours: float, speakers: int, features: str, dim: int, p
 @option("--out", type=PATH, help="Folder for minibatch-size.png; needs ddnn[report].")
 @json_option
 def bench(
-    networks: tuple[str, ...], device: str, threads: int, precisions: tuple[Literal["float32", "bf16"], ...],
-    minibatches: tuple[int, ...] | None, seconds: float, workers: int, strategy: str, averaging_period: int,
-    overlap: bool, plain: bool, out: Path | None, json_: bool,
-) -> None:  # fmt: skip
+    workers: int, strategy: str, averaging_period: int, overlap: bool, out: Path | None, json_: bool, **options: Any
+) -> None:
     """Measure the training step against the machine's GEMM limit, or what it costs workers to average."""
-    if workers > 1:
-        alone = {"--plain": plain, "--minibatch-size": minibatches, "--out": out}
-        if wrong := [name for name, value in alone.items() if value]:
-            raise UserError(
-                "not measured with several workers", location=wrong[0], hint="omit --workers, or this option"
-            )
-        from ddnn.bench.workers import run_bench_workers
+    if workers == 1:
+        from ddnn.bench.step import run_bench
 
-        options = {"workers": workers, "strategy": strategy, "averaging_period": averaging_period}
-        options |= {"overlap": overlap, "cpu_threads": threads}
-        run_bench_workers(
-            networks, options, device, seconds, precisions, sys.argv[1:], lambda result: show(result, json_)
-        )
+        result = run_bench(**options)
+        print_result(result, json_)
+        if out is not None:
+            from ddnn.report.figures import draw_speeds
+
+            echo(f"plot: {printable(str(draw_speeds(result.speeds(), out / 'minibatch-size.png')), '')}", err=True)
         return
-    from ddnn.bench.step import run_bench
+    from ddnn.bench.workers import run_bench_workers
 
-    found = run_bench(networks, device, seconds, threads, precisions, plain, minibatches or ())
-    show(found, json_)
-    if out is not None:
-        from ddnn.report.figures import draw_speeds
-
-        echo(f"plot: {printable(str(draw_speeds(found.speeds(), out / 'minibatch-size.png')), '')}", err=True)
+    alone = {"--plain": options.pop("plain"), "--minibatch-size": options.pop("minibatches"), "--out": out}
+    if wrong := [name for name, value in alone.items() if value]:
+        raise UserError("not measured with several workers", location=wrong[0], hint="omit --workers, or this option")
+    parallel = {"workers": workers, "strategy": strategy, "averaging_period": averaging_period, "overlap": overlap}
+    parallel["cpu_threads"] = options.pop("threads")
+    run_bench_workers(parallel, sys.argv[1:], lambda result: print_result(result, json_), **options)
 
 
 @command(
@@ -166,7 +169,7 @@ def reproduce(tables: tuple[str, ...], json_: bool, **options: Any) -> None:
     from ddnn.reproduce import command
 
     result = command.reproduce(tables, command.Options(**options), lambda line: echo(line, err=True))
-    show(result, json_)
+    print_result(result, json_)
     result.raise_errors()
 
 
@@ -198,11 +201,11 @@ def report(
             f"{' and '.join(on_stdout)} would both be printed", location="the command line", hint="name a file"
         )
     to_files = [None if path == printed else path for path in files.values()]
-    found = table.report(run_dirs, None if no_plots or printed in files.values() else out, *to_files)
+    result = table.report(run_dirs, None if no_plots or printed in files.values() else out, *to_files)
     if printed not in files.values():
-        show(found, json_)
+        print_result(result, json_)
     else:
-        echo(found.runs_csv() if runs_csv == printed else found.epochs_csv(), nl=False)
+        echo(result.runs_csv() if runs_csv == printed else result.epochs_csv(), nl=False)
 
 
 @command(
@@ -231,7 +234,7 @@ def scale(measured: str, out: Path | None, json_: bool, **options: Any) -> None:
     from ddnn.report import scale_command
 
     paths = [Path(part) for part in measured.split(",")]
-    show(scale_command.scale(paths, scale_command.ScaleOptions(**options), out), json_)
+    print_result(scale_command.scale(paths, scale_command.ScaleOptions(**options), out), json_)
 
 
 COMMANDS = (info, status, synth, bench, reproduce, report, scale)

@@ -16,13 +16,13 @@ from ddnn.cli.options import (
     json_option,
     parse_numbers,
     pipes_option,
+    print_json,
+    print_result,
     recipe_options,
-    show,
-    show_json,
     slurm_options,
     transforms_option,
 )
-from ddnn.slurm import Seeds, SlurmOptions, parse_seeds
+from ddnn.slurm.options import Seeds, SlurmOptions, TrainingCommand, parse_seeds
 from ddnn.util.errors import UserError
 from ddnn.util.text import printable
 
@@ -118,72 +118,55 @@ def pretrain(**options: Any) -> None:
 
 
 def _start(
-    kind: Literal["training", "pretraining"], recipe: Path, run_dir: Path | None, settings: tuple[str, ...],
-    workers: int | None, device: str, allow_pipes: bool, dry_run: bool, no_data: bool, slurm: SlurmOptions | None,
-    resume: Literal["no", "yes", "auto"] = "no", seeds: Seeds | None = None,
+    kind: Literal["training", "pretraining"], settings: tuple[str, ...], allow_pipes: bool, dry_run: bool, no_data: bool,
+    slurm: SlurmOptions | None, seeds: Seeds | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """On this machine or as a Slurm job; with `dry_run` only shows what it would be."""
     if no_data and (not dry_run or slurm is not None):
         found = "with --slurm, which does not look at the data" if dry_run else "without --dry-run"
         raise UserError(f"given {found}", location="--no-data", hint="remove it")
-    settings += ("data.allow_pipes=true",) * allow_pipes
-    if seeds is not None:
-        _start_seeds(seeds, recipe, run_dir, settings, workers, device, dry_run, no_data, slurm, resume)
-        return
+    if allow_pipes:
+        settings = (*settings, "data.allow_pipes=true")
+    command = TrainingCommand(kind, settings=settings, **options)
     if slurm is not None:
         from ddnn.slurm.submit import submit
 
-        default = Path("exp", recipe.stem if kind == "training" else f"{recipe.stem}-rbm")
-        run_dir = run_dir or (recipe if resume != "no" and recipe.is_dir() else default)
-        echo(submit(kind, recipe, run_dir, settings, workers, device, slurm, dry_run=dry_run, resume=resume).text)
-    elif dry_run:
-        from ddnn.training import start
-
-        echo(start.dry_run(kind, recipe, run_dir, settings, workers, device, resume, no_data), nl=False)
-    elif kind == "training":
-        from ddnn.slurm.recovery import SlurmNodes
-        from ddnn.training.start import start_training
-
-        message = start_training(recipe, run_dir, settings, workers, device, resume, nodes=SlurmNodes())
-        if message is not None:
-            echo(printable(message, ""))
+        echo(submit(command, slurm, seeds=seeds, dry_run=dry_run).text)
+    elif seeds is not None:
+        _start_seeds(seeds, command, dry_run, no_data)
     else:
-        from ddnn.slurm.recovery import SlurmNodes
-        from ddnn.training.start import start_pretraining
-
-        start_pretraining(recipe, run_dir, settings, workers, device, SlurmNodes())
+        _start_here(command, dry_run, no_data)
 
 
-def _start_seeds(
-    seeds: Seeds, recipe: Path, run_dir: Path | None, settings: tuple[str, ...], workers: int | None, device: str,
-    dry_run: bool, no_data: bool, slurm: SlurmOptions | None, resume: Literal["no", "yes", "auto"],
-) -> None:  # fmt: skip
+def _start_here(command: TrainingCommand, dry_run: bool, no_data: bool) -> None:
+    from ddnn.slurm.recovery import SlurmNodes
+    from ddnn.training import start
+
+    options = command.recipe, command.run_dir, command.settings, command.workers, command.device
+    if dry_run:
+        echo(start.dry_run(command.kind, *options, command.resume, no_data), nl=False)
+    elif command.kind == "pretraining":
+        start.start_pretraining(*options, SlurmNodes())
+    elif message := start.start_training(*options, command.resume, nodes=SlurmNodes()):
+        echo(printable(message, ""))
+
+
+def _start_seeds(seeds: Seeds, command: TrainingCommand, dry_run: bool, no_data: bool) -> None:
     """The same training with each of these seeds. The first that fails is the last."""
-    if recipe.is_dir():
-        hint = "name the recipe; to resume one training, name its run dir without --seeds"
-        raise UserError(f"{recipe} is a run dir, --seeds needs a recipe", location="--seeds", hint=hint)
-    if any(setting.partition("=")[0].strip() == "seed" for setting in settings):
-        raise UserError("the seed is given twice, by --seeds and by --set", location="--seeds", hint="remove one")
-    base = run_dir or Path("exp", recipe.stem)
-    if slurm is not None:
-        from ddnn.slurm.submit import submit_seeds
-
-        sent = submit_seeds(seeds, recipe, base, settings, workers, device, slurm, dry_run=dry_run, resume=resume)
-        echo(sent.text)
-        return
     if seeds.at_once:
         hint = f"remove %{seeds.at_once}: without --slurm they train one after another"
         raise UserError(f"%{seeds.at_once} without --slurm", location="--seeds", hint=hint)
-    for seed in seeds.numbers:
-        echo(f"{'# ' * dry_run}seed {seed}: {printable(str(seeds.run_dir(base, seed)), '')}")
+    for seed, training in seeds.commands(command).items():
+        echo(f"{'# ' if dry_run else ''}seed {seed}: {printable(str(training.location), '')}")
         try:
-            _start("training", recipe, seeds.run_dir(base, seed), (*settings, f"seed={seed}"), workers, device, False,
-                   dry_run, no_data, None, resume)  # fmt: skip
+            _start_here(training, dry_run, no_data)
         except (SystemExit, KeyboardInterrupt):
             if len(seeds.numbers) > 1:
-                words = [str(recipe), f"--run-dir={base}", f"--seeds={seeds}", "--resume=auto", f"--device={device}"]
-                words += [f"--set={setting}" for setting in settings] + [f"--workers={workers}"] * (workers is not None)
-                echo(f"ddnn: continue all seeds with: ddnn train {printable(shlex.join(words), '')}", err=True)
+                words = ["ddnn", "train", str(command.recipe), f"--run-dir={command.location}", f"--seeds={seeds}"]
+                words += ["--resume=auto", f"--device={command.device}", *(f"--set={one}" for one in command.settings)]
+                if command.workers is not None:
+                    words.append(f"--workers={command.workers}")
+                echo(f"ddnn: continue all seeds with: {printable(shlex.join(words), '')}", err=True)
             raise
         if dry_run:
             return
@@ -205,7 +188,7 @@ def evaluate(json_: bool, **options: Any) -> None:
     """
     from ddnn.training.evaluation import evaluate_run
 
-    show(evaluate_run(**options), json_)
+    print_result(evaluate_run(**options), json_)
 
 
 @command(
@@ -252,11 +235,14 @@ def decode_prep(
       ddnn score exp/an4/decode --graph graph --model ali/final.mdl --text test/text --acoustic-scale 0.07,0.1"""
 )
 @argument("loglikes", type=PATH)
-@option("--graph", type=PATH, required=True, help="Kaldi graph dir: HCLG.fst and words.txt.")
+@option("--graph", "graph_dir", type=PATH, required=True, help="Kaldi graph dir: HCLG.fst and words.txt.")
 @option("--model", type=PATH, required=True, help="The final.mdl that the graph was made with.")
 @option("--text", type=PATH, required=True, help="The reference: a Kaldi text of the same utterances.")
 @option(
-    "--acoustic-scale", callback=parse_numbers, help="One or more, with commas between.  [default: 0.05,0.07,0.1,0.143]"
+    "--acoustic-scale",
+    "acoustic_scales",
+    callback=parse_numbers,
+    help="One or more, with commas between.  [default: 0.05,0.07,0.1,0.143]",
 )
 @option(
     "--acoustic-scale-from",
@@ -265,6 +251,7 @@ def decode_prep(
 )
 @option(
     "--word-insertion-penalty",
+    "word_insertion_penalties",
     callback=parse_numbers,
     help="One or more, with commas between, each at every scale.  [default: 0]",
 )
@@ -279,22 +266,23 @@ def decode_prep(
 @option("--per-utterance", is_flag=True, help="Show the words of each utterance at the best scale.")
 @json_option
 def score(
-    loglikes: Path, graph: Path, model: Path, text: Path, acoustic_scale: tuple[float, ...] | None,
-    acoustic_scale_from: Path | None, word_insertion_penalty: tuple[float, ...] | None, beam: float | None,
-    out: Path | None, frame_shift: float, jobs: int, per_utterance: bool, json_: bool,
+    loglikes: Path, acoustic_scale_from: Path | None, acoustic_scales: tuple[float, ...] | None,
+    word_insertion_penalties: tuple[float, ...] | None, beam: float | None, per_utterance: bool, json_: bool,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Compute word error rates without Kaldi; needs ddnn[decode]."""
     from ddnn.decoding import score as scoring
     from ddnn.decoding.options import decode_options
 
-    options = decode_options(
-        acoustic_scale_from, acoustic_scales=acoustic_scale, word_insertion_penalties=word_insertion_penalty, beam=beam
+    decoding = decode_options(
+        acoustic_scale_from,
+        acoustic_scales=acoustic_scales,
+        word_insertion_penalties=word_insertion_penalties,
+        beam=beam,
     )
-    result = scoring.score(
-        loglikes, graph_dir=graph, model=model, text=text, options=options, out=out, frame_shift=frame_shift, jobs=jobs
-    )
+    result = scoring.score(loglikes, options=decoding, **options)
     if json_:
-        show_json(scoring.as_json(result, alignments=per_utterance))
+        print_json(scoring.as_json(result, alignments=per_utterance))
     else:
         echo(scoring.render_text(result, alignments=per_utterance), nl=False)
 
@@ -319,7 +307,7 @@ def compare_wer(text: Path, first: Path, second: Path, utt2spk: Path | None, jso
     """
     from ddnn.decoding.word_errors import compare_hypotheses
 
-    show(compare_hypotheses(text, (first, second), utt2spk), json_)
+    print_result(compare_hypotheses(text, (first, second), utt2spk), json_)
 
 
 @command()

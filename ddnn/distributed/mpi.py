@@ -129,9 +129,9 @@ def require_thread_level(comm: Communicator) -> None:
         return
     from mpi4py import MPI
 
-    given = MPI.Query_thread()
-    if given < MPI.THREAD_SERIALIZED:
-        name = "SINGLE" if given == MPI.THREAD_SINGLE else "FUNNELED"
+    level = MPI.Query_thread()
+    if level < MPI.THREAD_SERIALIZED:
+        name = "SINGLE" if level == MPI.THREAD_SINGLE else "FUNNELED"
         raise UserError(
             f"overlap sends from a second thread, but this MPI allows only MPI_THREAD_{name} "
             f"({MPI.Get_library_version().splitlines()[0].strip()})",

@@ -142,16 +142,16 @@ def is_stopped(pid: int) -> bool:
 def read_stacks(pid: int, descriptor: int) -> str:
     """The stacks of all threads of a worker, which writes them into the shared file when it is asked; empty where it
     does not in time."""
-    found = b""
+    stacks = b""
     with suppress(ProcessLookupError):
         for number in (STACKS_SIGNAL, signal.SIGCONT):  # one that is stopped gets the first with the second
             os.kill(pid, number)
         until, complete = time.monotonic() + STACKS_SECONDS, False
         while time.monotonic() < until and not complete:
             time.sleep(0.1)
-            before, found = found, os.pread(descriptor, 1 << 16, 16)
-            complete = found == before != b""
-    return found.decode(errors="replace")
+            before, stacks = stacks, os.pread(descriptor, 1 << 16, 16)
+            complete = stacks == before != b""
+    return stacks.decode(errors="replace")
 
 
 def main(descriptor: str, pid_: str, rank: str, host: str, timeout: str) -> None:

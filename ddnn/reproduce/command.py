@@ -32,7 +32,7 @@ from ddnn.reproduce.runs import (
     read_records,
 )
 from ddnn.reproduce.tables import ReproduceConfig, Table, find_corpus, load_config, select_tables
-from ddnn.slurm import SlurmOptions
+from ddnn.slurm.options import SlurmOptions
 from ddnn.util.errors import UserError
 from ddnn.util.files import FileLock, ensure_directory
 from ddnn.util.system import usable_cores

@@ -22,8 +22,8 @@ from ddnn.reproduce.measure import TASK, EvaluationTask
 from ddnn.reproduce.runs import OutputLayout, PlannedRun, RunRecord, dbn_parameters, read_record, write_record
 from ddnn.reproduce.tables import ReproduceConfig
 from ddnn.runs.run_status import DBN, JOB_OUTPUT, METRICS
-from ddnn.slurm import SlurmOptions
 from ddnn.slurm.job import Job, SbatchError, SlurmState, last_output, read_job, slurm_states
+from ddnn.slurm.options import SlurmOptions, TrainingCommand
 from ddnn.slurm.submit import submit
 from ddnn.util.errors import DivergedError, UserError
 from ddnn.util.files import ensure_directory, write_text
@@ -377,14 +377,15 @@ class SlurmExecutor:
             job_name=self.options.job_name or f"ddnn-{_dbn_name(run)}",
             settings={k: v for k, v in self.options.settings.items() if k not in ("nodes", "workers_per_node")},
         )
-        place = recipe, self.layout.dbn_dir(run), (f"seed={run.seed}",), load_recipe(recipe).parallel.workers
-        return submit("pretraining", *place, self.device, options, dry_run=dry_run).number or ""
+        run_dir, workers = self.layout.dbn_dir(run), load_recipe(recipe).parallel.workers
+        command = TrainingCommand("pretraining", recipe, run_dir, (f"seed={run.seed}",), workers, self.device)
+        return submit(command, options, dry_run=dry_run).number or ""
 
     def _submit_run(self, run: PlannedRun, after: str | None, *, dry_run: bool = False) -> str:
         settings = run.overrides if dry_run else overrides(self.layout, run)  # in a dry run the RBMs may not exist yet
-        place = run.recipe, self.layout.run_dir(run), settings, run.workers
-        sent = submit("training", *place, self.device, self.options, dry_run=dry_run, resume="auto", after=after)
-        return sent.number or ""
+        run_dir = self.layout.run_dir(run)
+        command = TrainingCommand("training", run.recipe, run_dir, settings, run.workers, self.device, "auto")
+        return submit(command, self.options, dry_run=dry_run, after=after).number or ""
 
 
 def _dbn_name(run: PlannedRun) -> str:

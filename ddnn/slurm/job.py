@@ -18,7 +18,7 @@ from ddnn.util.files import read_bytes_limited, write_text
 from ddnn.util.process import run
 from ddnn.util.text import printable
 
-MOST_BYTES = 10_000
+MAX_BYTES = 10_000
 _TAIL_BYTES = 1 << 16
 _MAX_REASON = 2000
 SBATCH_SECONDS = 120.0
@@ -64,7 +64,7 @@ def read_job(run_dir: Path) -> Job | None:
     if not path.is_file():
         return None
     try:
-        return _JOB.validate_json(read_bytes_limited(path, MOST_BYTES))
+        return _JOB.validate_json(read_bytes_limited(path, MAX_BYTES))
     except (OSError, ValueError) as error:
         raise DataError("damaged: expected what `ddnn train --slurm` writes", location=path) from error
 
@@ -121,6 +121,21 @@ def slurm_states(jobs: Sequence[Job], seconds: float = 30.0) -> dict[Job, SlurmS
     return found
 
 
+_DRY_RUN = "--dry-run shows the script and the options of sbatch"
+_ACCOUNTS = "`sacctmgr show associations user=$USER` lists the accounts and QOS that you may use"
+REFUSALS = {
+    "job array": (
+        "--seeds",
+        "seeds must be below Slurm's MaxArraySize, which `scontrol show config` shows: often 1001",
+    ),
+    "fatal:": ("--slurm", "is this a login node of a Slurm cluster? `sinfo` shows whether Slurm answers here"),
+    "account": ("--account", _ACCOUNTS),
+    "qos": ("--qos", _ACCOUNTS),
+    "partition": ("--partition", "`sinfo` lists the partitions; the cluster's settings may name one too"),
+}
+"""By what an error of sbatch says: the option that causes it, and a hint."""
+
+
 class SbatchError(UserError):
     """sbatch did not accept the job; another one would rarely succeed."""
 
@@ -135,11 +150,10 @@ def sbatch(options: Sequence[str], script: Path | str) -> tuple[str, str | None]
     job, or (NoAnswerError) it has not answered."""
     as_text, file = (script, None) if isinstance(script, str) else (None, script)
     command = ["sbatch", "--parsable", *options, *([] if file is None else [str(file)])]
-    hint = "--dry-run shows the script and the options of sbatch"
     try:
         answer = run(command, timeout=SBATCH_SECONDS, env=submission_environment(os.environ), text=as_text)
     except OSError as error:
-        raise SbatchError(f"sbatch cannot be started: {error.strerror}", hint=hint) from error
+        raise SbatchError(f"sbatch cannot be started: {error.strerror}", hint=_DRY_RUN) from error
     except subprocess.TimeoutExpired as error:
         message = f"sbatch has not answered in {SBATCH_SECONDS:g} s; the job may have been submitted all the same"
         hint = "look for it with `squeue --me`, and end it with scancel before you try again"
@@ -150,23 +164,11 @@ def sbatch(options: Sequence[str], script: Path | str) -> tuple[str, str | None]
         output = answer.stderr.strip() or answer.stdout.strip() or "it printed nothing"
         # The last of several errors where sbatch finds no cluster.
         words = " ".join(next((line for line in output.splitlines() if " fatal: " in line), output).split())
-        causes = [
-            ("fatal:", "--slurm", "is this a login node of a Slurm cluster? `sinfo` shows whether Slurm answers here"),
-            (
-                "account",
-                "--account",
-                "`sacctmgr show associations user=$USER` lists the accounts and QOS that you may use",
-            ),
-            ("qos", "--qos", "`sacctmgr show associations user=$USER` lists the accounts and QOS that you may use"),
-            ("partition", "--partition", "`sinfo` lists the partitions; the cluster's settings may name one too"),
-        ]
-        if file is None:
-            most = "seeds must be below Slurm's MaxArraySize, which `scontrol show config` shows: often 1001"
-            causes.insert(0, ("array", "--seeds", most))
-        causes = [cause for cause in causes if cause[0] in words.lower()]
-        _, location, hint = (*causes, ("", "--slurm", hint))[0]
-        message = f"sbatch refused the job with {answer.returncode}: {words[:1000]}"
-        raise SbatchError(message, location=location, hint=hint)
+        cause = next((cause for cause in REFUSALS if cause in words.lower()), "")
+        location, hint = REFUSALS.get(cause, ("--slurm", _DRY_RUN))
+        raise SbatchError(
+            f"sbatch refused the job with {answer.returncode}: {words[:1000]}", location=location, hint=hint
+        )
     return number, slurm_cluster or None
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import compress
 
 from ddnn.distributed.launcher import NodeRecovery, print_status
 from ddnn.distributed.mpirun import count_of
@@ -72,22 +73,16 @@ def _scontrol(words: Sequence[str], environment: Mapping[str, str]) -> str | Non
 
 
 def answering_nodes(nodes: Sequence[str], environment: Mapping[str, str], timeout: float = 30.0) -> list[str]:
-    """Those of the nodes on which a process starts within `timeout` seconds. All where it starts on none: then srun does not work here, since this process runs on
-    one."""
-    command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none"]
-    none, probes = subprocess.DEVNULL, {}
-    try:
-        for node in nodes:
-            probe = [*command, f"--nodelist={node}", "true"]
-            probes[node] = subprocess.Popen(probe, env=environment, stdin=none, stdout=none, stderr=none)
-    except OSError:
-        return list(nodes)
-    until, answering = time.monotonic() + timeout, []
-    for node, process in probes.items():
+    """Those of the nodes on which a process starts within `timeout` seconds. All where it starts on none: then srun does
+    not work here, since this process runs on one."""
+
+    def answers(node: str) -> bool:
+        command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", f"--nodelist={node}", "true"]
         try:
-            if process.wait(max(until - time.monotonic(), 0.1)) == 0:
-                answering.append(node)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    return answering or list(nodes)
+            return run(command, env=environment, timeout=timeout).returncode == 0
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        answered = list(threads.map(answers, nodes))
+    return list(compress(nodes, answered)) or list(nodes)

@@ -7,13 +7,11 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -22,18 +20,15 @@ from ddnn.recipe.load import dump_recipe, load_recipe
 from ddnn.recipe.schema import Recipe, TrainedModelConfig
 from ddnn.runs import run_status as files
 from ddnn.runs.checkpoint_manifest import peek_checkpoint
-from ddnn.runs.run_status import Kind, Resume, check_run_dir
+from ddnn.runs.run_status import Resume, check_run_dir
 from ddnn.runs.tensorboard import import_tensorboard
-from ddnn.slurm import Seeds, SlurmOptions
 from ddnn.slurm.cluster import ClusterConfig, Placement, check_word, load_cluster, parse_time_limit, place
 from ddnn.slurm.job import Job, NoAnswerError, SbatchError, read_job, sbatch, slurm_state, write_job
+from ddnn.slurm.options import Seeds, SlurmOptions, TrainingCommand
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import ensure_directory, is_locked, write_text
 from ddnn.util.process import python_command
-from ddnn.util.text import environment, plural
-
-if TYPE_CHECKING:
-    import jinja2
+from ddnn.util.text import environment, plural, render
 
 
 @dataclass(frozen=True)
@@ -45,125 +40,89 @@ class Submitted:
 
 
 def submit(
-    kind: Kind,
-    recipe_path: Path,
-    run_dir: Path,
-    settings: Sequence[str],
-    workers: int | None,
-    device: str,
+    command: TrainingCommand,
     options: SlurmOptions,
     *,
+    seeds: Seeds | None = None,
     dry_run: bool = False,
-    resume: Resume = "no",
     after: str | None = None,
 ) -> Submitted:
     """Submits the training of a recipe, or its pretraining alone. A dry run only makes the script. UserError: anything
     that is wrong with the recipe, the settings or the run dir, or sbatch refused the job.
 
     The job trains by the recipe as it is now, resolved, from the run dir: later changes of the file do not count. A
-    pretraining resumes one in `run_dir` that was interrupted.
+    pretraining resumes one in the run dir that was interrupted. The number of workers is that of the command, else of
+    the nodes, the cluster or the recipe. The device `auto` becomes cuda where the job has GPUs, so that a broken one is
+    noticed, and cpu where it has none.
 
-    `recipe_path`: to `resume` a training, also the run dir, which has its own. `workers`: None where the nodes, the
-    cluster or the recipe say the number. `device`: `auto` becomes cuda where the job has GPUs, so that a broken one is
-    noticed, and cpu where it has none. `after`: number of a job that must have ended well first. Where it does not,
-    Slurm cancels this one.
+    `seeds`: train with each of these, as one array: task N trains seed N in RUN_DIR-seedN, by a script of its own there,
+    so that it can also be submitted alone. Those that a resume finds finished are not submitted. `after`: number of a
+    job that must have ended well first. Where it does not, Slurm cancels this one.
     """
-    job, recipe = _plan(kind, recipe_path, run_dir, settings, workers, device, options, resume)
-    text = script_text(job)
+    finished = ""
+    if seeds is None:
+        plans = [_plan(command, options)]
+    else:
+        commands = seeds.commands(command)
+        over = [seed for seed, each in commands.items() if each.resume != "no" and _is_over(each)]
+        finished = "".join(f"\nseed {seed} has finished: {commands.pop(seed).location}" for seed in over)
+        if not commands:
+            return Submitted(None, finished.strip())
+        seeds = replace(seeds, numbers=tuple(commands))
+        plans = [_plan(each, options, array_of=command.location) for each in commands.values()]
+    jobs, scripts = [job for job, _ in plans], [script_text(job) for job, _ in plans]
+    script = scripts[0] if seeds is None else array_text(jobs[0], seeds)
     if dry_run:
-        return Submitted(None, text.rstrip("\n"))
-    _check(job, recipe, resume)
-    # Not in the script: by the time somebody submits it again by hand, Slurm has forgotten the other job.
-    waits = [] if after is None else [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
-    with _removed_if_refused([job.run_dir]):
-        _write(job, recipe, text, resume)
-        number, slurm_cluster = sbatch([*sbatch_options(job), *waits], job.run_dir / files.JOB_SCRIPT)
-    _record(job, number, slurm_cluster, options.as_words(workers, device))
-    follow = f"ddnn status --follow {_quoted(job.run_dir)}"
-    log = f"  log:    {job.run_dir / files.LOG}\n"
-    if job.pretraining:
-        follow, log = f"tail -F {_quoted(job.run_dir / files.JOB_OUTPUT)}", ""
-    output = f"  output: {job.run_dir / files.JOB_OUTPUT}\n"
-    text = f"job {number}: {job.placement}\n{log}{output}  follow: {follow}\n  end it: scancel {number}"
-    return Submitted(number, text)
-
-
-def submit_seeds(
-    seeds: Seeds,
-    recipe_path: Path,
-    run_dir: Path,
-    settings: Sequence[str],
-    workers: int | None,
-    device: str,
-    options: SlurmOptions,
-    *,
-    dry_run: bool = False,
-    resume: Resume = "no",
-) -> Submitted:
-    """Submits the training of a recipe with each of these seeds, as one array: task N trains seed N in RUN_DIR-seedN,
-    by a script of its own there, so that it can also be submitted alone. Those that a resume finds finished are not
-    submitted. Otherwise as `submit`."""
-    over = [
-        seed
-        for seed in seeds.numbers
-        if resume != "no" and _is_over(recipe_path, seeds.run_dir(run_dir, seed), (*settings, f"seed={seed}"))
-    ]
-    finished = "".join(f"\nseed {seed} has finished: {seeds.run_dir(run_dir, seed)}" for seed in over)
-    seeds = replace(seeds, numbers=tuple(seed for seed in seeds.numbers if seed not in over))
-    if not seeds.numbers:
-        return Submitted(None, finished.strip())
-    plans = [
-        _plan("training", recipe_path, seeds.run_dir(run_dir, seed), (*settings, f"seed={seed}"), workers, device,
-              options, resume, array_of=run_dir)
-        for seed in seeds.numbers
-    ]  # fmt: skip
-    first, texts = plans[0][0], [script_text(job) for job, _ in plans]
-    chosen, script = array_options(first, seeds), array_text(first, seeds)
-    if dry_run:
-        title = f"# The script of task {seeds.numbers[0]}, {first.run_dir / files.JOB_SCRIPT}:"
-        return Submitted(None, f"{script}\n{title}\n{texts[0]}".rstrip("\n"))
+        if seeds is not None:
+            script += f"\n# The script of task {seeds.numbers[0]}, {jobs[0].run_dir / files.JOB_SCRIPT}:\n{scripts[0]}"
+        return Submitted(None, script.rstrip("\n"))
     for job, recipe in plans:
-        _check(job, recipe, resume)
-    with _removed_if_refused([job.run_dir for job, _ in plans]):
-        for (job, recipe), text in zip(plans, texts, strict=True):
-            _write(job, recipe, text, resume)
-        number, slurm_cluster = sbatch(chosen, script)
-    for seed, (job, _) in zip(seeds.numbers, plans, strict=True):
-        _record(job, f"{number}_{seed}", slurm_cluster, options.as_words(workers, device))
-    lines = [f"  {number}_{seed}: {job.run_dir}" for seed, (job, _) in zip(seeds.numbers, plans, strict=True)]
-    follow = f"  follow: ddnn status --follow {_quoted(first.run_dir)}"
-    end = f"  end one: scancel {number}_{seeds.numbers[0]}, all of them: scancel {number}"
-    title = f"array {number} of {plural(len(plans), 'job')}, each {first.placement}"
-    return Submitted(number, "\n".join([title, *lines, follow, end]) + finished)
+        _check(job, recipe, command.resume)
+    chosen = sbatch_options(jobs[0], seeds)
+    if after is not None:
+        # Not in the script: by the time somebody submits it again by hand, Slurm has forgotten the other job.
+        chosen += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
+    with _removed_if_refused(jobs):
+        for (job, recipe), text in zip(plans, scripts, strict=True):
+            _write(job, recipe, text, command.resume)
+        number, slurm_cluster = sbatch(chosen, jobs[0].run_dir / files.JOB_SCRIPT if seeds is None else script)
+    numbers = [number] if seeds is None else [f"{number}_{seed}" for seed in seeds.numbers]
+    for job, own in zip(jobs, numbers, strict=True):
+        placement, launcher = job.placement, job.cluster.launcher
+        words = options.as_words(command)
+        write_job(
+            job.run_dir, Job(own, slurm_cluster, time.time(), placement.workers, placement.nodes, launcher, words)
+        )
+    text = render("submitted.txt.j2", number=number, numbers=numbers, jobs=jobs, shortest=_shortest, files=files)
+    return Submitted(number, text + finished)
 
 
-def _is_over(recipe_path: Path, run_dir: Path, settings: Sequence[str]) -> bool:
+def _is_over(command: TrainingCommand) -> bool:
     """Whether a training has finished, and is not asked for more epochs."""
+    run_dir = command.location
     if not files.is_finished(run_dir) or not (run_dir / files.RECIPE).is_file():
         return files.is_finished(run_dir)
     from ddnn.training.start import makes_longer
 
-    trusted = not files.is_of_run_dir(recipe_path, run_dir)
-    recipe = load_recipe(recipe_path, settings, trusted=trusted, may_be_gone=("init.model",))
-    return not makes_longer(recipe, run_dir, settings)
+    trusted = not files.is_of_run_dir(command.recipe, run_dir)
+    recipe = load_recipe(command.recipe, command.settings, trusted=trusted, may_be_gone=("init.model",))
+    return not makes_longer(recipe, run_dir, command.settings)
 
 
-def _plan(
-    kind: Kind, recipe_path: Path, run_dir: Path, settings: Sequence[str], workers: int | None, device: str,
-    options: SlurmOptions, resume: Resume, array_of: Path | None = None,
-) -> tuple[JobScript, Recipe]:  # fmt: skip
+def _plan(command: TrainingCommand, options: SlurmOptions, array_of: Path | None = None) -> tuple[JobScript, Recipe]:
     """The job and the recipe that it trains by. Writes nothing. `array_of`: what the run dirs of an array begin with."""
-    trusted = not files.is_of_run_dir(recipe_path, run_dir)
-    if kind == "training":
-        recipe_path = files.find_recipe(recipe_path, run_dir, resume)
-    cluster = _cluster(options, workers, kind)
-    recipe = load_recipe(recipe_path, settings, trusted=trusted)
-    placement = place(cluster, workers, recipe.parallel.workers, recipe.parallel.oversubscribe_gpus)
-    recipe = load_recipe(recipe_path, (*settings, f"parallel.workers={placement.workers}"), trusted=trusted)
+    run_dir, path, pretraining = command.location, command.recipe, command.kind == "pretraining"
+    trusted = not files.is_of_run_dir(path, run_dir)
+    if not pretraining:
+        path = files.find_recipe(path, run_dir, command.resume)
+    cluster = _cluster(options, command.workers)
+    parallel = load_recipe(path, command.settings, trusted=trusted).parallel
+    placement = place(cluster, command.workers, parallel.workers, parallel.oversubscribe_gpus)
+    recipe = load_recipe(path, (*command.settings, f"parallel.workers={placement.workers}"), trusted=trusted)
     if isinstance(recipe.init, TrainedModelConfig):
         from ddnn.training.initial_model import with_initial_model
 
-        recipe, _ = with_initial_model(recipe, run_dir if resume != "no" else None)
+        recipe, _ = with_initial_model(recipe, run_dir if command.resume != "no" else None)
     if recipe.model.layers is not None:
         from ddnn.training.options import check_layers_fit
 
@@ -175,21 +134,22 @@ def _plan(
         from ddnn.training.pretraining import load_dbn
 
         load_dbn(recipe, dbn)
-    run_dir = Path(os.path.abspath(run_dir))  # noqa: PTH100 (resolve() would follow links, which may be meant)
-    if device == "auto":
-        device = "cuda" if placement.gpus_per_node else "cpu"
-    interpreter = "python3" if cluster.container else sys.executable
-    training, name = (
-        _command(kind, run_dir, recipe, device, interpreter),
-        _job_name(options.job_name, array_of or run_dir),
-    )
-    if kind == "pretraining":
+    if pretraining:
         from ddnn.training.options import check_pretrains
 
         check_pretrains(recipe)
-    pretraining, threads = kind == "pretraining", recipe.parallel.cpu_threads
-    summary = f"{recipe.model.summary()}, seed {recipe.seed}"
-    job = JobScript(run_dir, training, name, placement, threads, cluster, pretraining, array_of is not None, summary)
+    run_dir = Path(os.path.abspath(run_dir))  # noqa: PTH100 (resolve() would follow links, which may be meant)
+    job = JobScript(
+        run_dir=run_dir,
+        training=_training_command(command, run_dir, recipe, cluster, placement),
+        name=_job_name(options.job_name, array_of or run_dir),
+        placement=placement,
+        threads=recipe.parallel.cpu_threads,
+        cluster=cluster,
+        pretraining=pretraining,
+        of_array=array_of is not None,
+        trains=f"{recipe.model.summary()}, seed {recipe.seed}",
+    )
     return job, recipe
 
 
@@ -231,9 +191,9 @@ def _write(job: JobScript, recipe: Recipe, text: str, resume: Resume) -> None:
 
 
 @contextmanager
-def _removed_if_refused(run_dirs: Sequence[Path]) -> Iterator[None]:
-    """Removes the run dirs that did not exist before where one cannot be written or sbatch refuses the job."""
-    new = [run_dir for run_dir in run_dirs if not run_dir.exists()]
+def _removed_if_refused(jobs: Sequence[JobScript]) -> Iterator[None]:
+    """Removes the run dirs of jobs that did not exist before where one cannot be written or sbatch refuses the job."""
+    new = [job.run_dir for job in jobs if not job.run_dir.exists()]
     try:
         yield
     except UserError as error:
@@ -243,21 +203,21 @@ def _removed_if_refused(run_dirs: Sequence[Path]) -> Iterator[None]:
         raise
 
 
-def _record(job: JobScript, number: str, slurm_cluster: str | None, options: tuple[str, ...]) -> None:
-    workers, nodes = job.placement.workers, job.placement.nodes
-    write_job(job.run_dir, Job(number, slurm_cluster, time.time(), workers, nodes, job.cluster.launcher, options))
-
-
 _JOB_RECIPES = {"training": files.RECIPE, "pretraining": files.JOB_RECIPE}  # the recipe that the job reads
 
 
-def _command(kind: Kind, run_dir: Path, recipe: Recipe, device: str, interpreter: str) -> tuple[str, ...]:
+def _training_command(
+    command: TrainingCommand, run_dir: Path, recipe: Recipe, cluster: ClusterConfig, placement: Placement
+) -> tuple[str, ...]:
     """The command that trains: from what is in the run dir when the job begins, or begins again. --allow-pipes: the
     user's word, which the recipe in the run dir is not."""
-    name, more = ("pretrain", []) if kind == "pretraining" else ("train", ["--resume=auto"])
+    device = ("cuda" if placement.gpus_per_node else "cpu") if command.device == "auto" else command.device
+    name, *more = ("train", "--resume=auto") if command.kind == "training" else ("pretrain",)
     more += ["--allow-pipes"] * recipe.data.allow_pipes
-    _, *words = python_command("ddnn.cli", name, str(run_dir / _JOB_RECIPES[kind]), "--run-dir", str(run_dir))
-    return (interpreter, *words, "--workers", str(recipe.parallel.workers), "--device", device, *more)
+    arguments = [str(run_dir / _JOB_RECIPES[command.kind]), "--run-dir", str(run_dir)]
+    interpreter, *words = python_command("ddnn.cli", name, *arguments)
+    first = "python3" if cluster.container else interpreter
+    return (first, *words, "--workers", str(placement.workers), "--device", device, *more)
 
 
 def _check_resume(run_dir: Path, recipe: Recipe) -> None:
@@ -271,11 +231,11 @@ def _check_resume(run_dir: Path, recipe: Recipe) -> None:
     if files.is_finished(run_dir) and not ((run_dir / files.RECIPE).is_file() and makes_longer(recipe, run_dir, ())):
         raise UserError("this training has finished", location=run_dir, hint="name another --run-dir")
     problems: list[str] = []
-    found = peek_checkpoint(path := run_dir / files.CHECKPOINTS, problems.append)
-    if found is None and problems:
+    checkpoint = peek_checkpoint(path := run_dir / files.CHECKPOINTS, problems.append)
+    if checkpoint is None and problems:
         raise DataError(f"there is no checkpoint to resume from: {problems[0]}", location=path)
-    if found is not None:
-        metadata = read_metadata(found.metadata, path)
+    if checkpoint is not None:
+        metadata = read_metadata(checkpoint.metadata, path)
         check_same_recipe(metadata.recipe, recipe, path, metadata.precision)
 
 
@@ -285,22 +245,22 @@ def _pretraining_recipe(recipe: Recipe) -> str:
     return pretraining_recipe(recipe)
 
 
-def _quoted(path: Path) -> str:
+def _shortest(path: Path) -> str:
     """For a shell, as short as it can be named from here."""
     return shlex.quote(min(os.path.relpath(path), str(path), key=len))
 
 
-def _cluster(options: SlurmOptions, workers: int | None, kind: Kind) -> ClusterConfig:
+def _cluster(options: SlurmOptions, workers: int | None) -> ClusterConfig:
     """The settings with the command line's options over them. Its --workers overrides the file's number of nodes."""
     cluster = load_cluster(options.cluster) if options.cluster else ClusterConfig()
-    given = {**cluster.model_dump(), **options.settings}
-    given["options"] = [*cluster.options, *options.settings.get("options", ())]  # of several, sbatch takes the last
+    settings = {**cluster.model_dump(), **options.settings}
+    settings["options"] = [*cluster.options, *options.settings.get("options", ())]  # of several, sbatch takes the last
     if workers is not None:
-        given["nodes"] = options.settings.get("nodes")
+        settings["nodes"] = options.settings.get("nodes")
     if "gpus_per_node" in options.settings and "workers_per_node" not in options.settings:
-        given["workers_per_node"] = None if options.settings["gpus_per_node"] else cluster.workers_per_node
+        settings["workers_per_node"] = None if options.settings["gpus_per_node"] else cluster.workers_per_node
     try:
-        cluster = ClusterConfig.model_validate(given, strict=True)
+        cluster = ClusterConfig.model_validate(settings, strict=True)
     except ValidationError as error:
         detail = error.errors(include_url=False, include_context=False)[0]
         name = str(detail["loc"][0])
@@ -357,12 +317,26 @@ class JobScript:
         return max(self.threads, self.cluster.cpus_per_worker)
 
 
-def sbatch_options(job: JobScript) -> list[str]:
+def sbatch_options(job: JobScript, seeds: Seeds | None = None) -> list[str]:
     """Options of sbatch, each one word, unquoted: for its command line, where they win over SBATCH_* variables.
-    UserError: the run dir's name holds what Slurm cannot write to."""
+    `seeds`: of an array of such jobs, of which this is the first. UserError: the run dir's name holds what Slurm cannot
+    write to."""
     cluster, placement = job.cluster, job.placement
     gpus = placement.gpus_per_node
+    folder = str(job.run_dir)
+    if unfit := next((c for c in folder if c == "\\" or not c.isprintable()), None):
+        message = f"the name of the run dir holds {unfit!r}, which Slurm cannot have in the name of an output file"
+        raise UserError(message, location=repr(folder), hint="name another --run-dir")
+    folder = folder.replace("%", "%%")  # Slurm replaces what follows %; two of them are one
+    if seeds is not None:
+        folder = folder.removesuffix(str(seeds.numbers[0])) + "%a"
     chosen = {
+        "array": seeds,
+        "job-name": job.name,
+        "output": f"{folder}/{files.JOB_OUTPUT}",
+        "open-mode": "append",  # a job that was requeued continues the same file
+        "requeue" if cluster.requeue else "no-requeue": "",
+        "signal": f"B:USR1@{cluster.signal_seconds}" if cluster.signal_seconds else None,
         **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "time")},
         "nodes": placement.nodes,
         "ntasks-per-node": placement.workers_per_node,
@@ -370,39 +344,18 @@ def sbatch_options(job: JobScript) -> list[str]:
         "gres": ":".join(filter(None, ("gpu", cluster.gpu_type, str(gpus)))) if gpus else None,
         "mem": cluster.mem,
     }
-    if unfit := next((c for c in str(job.run_dir) if c == "\\" or not c.isprintable()), None):
-        message = f"the name of the run dir holds {unfit!r}, which Slurm cannot have in the name of an output file"
-        raise UserError(message, location=repr(str(job.run_dir)), hint="name another --run-dir")
-    return [
-        f"--job-name={job.name}",
-        # Slurm replaces what follows %; two of them are one.
-        f"--output={job.run_dir}".replace("%", "%%") + f"/{files.JOB_OUTPUT}",
-        "--open-mode=append",  # a job that was requeued continues the same file
-        "--requeue" if cluster.requeue else "--no-requeue",
-        *([f"--signal=B:USR1@{cluster.signal_seconds}"] if cluster.signal_seconds else []),
-        *(f"--{name}={value}" for name, value in chosen.items() if value is not None),
-        *cluster.options,
-    ]
-
-
-def array_options(job: JobScript, seeds: Seeds) -> list[str]:
-    """As `sbatch_options`, for an array of jobs like `job`, which is its first."""
-    folder = f"--output={job.run_dir}".replace("%", "%%").removesuffix(str(seeds.numbers[0]))
-    others = [option for option in sbatch_options(job) if not option.startswith("--output=")]
-    return [f"--array={seeds}", f"{folder}%a/{files.JOB_OUTPUT}", *others]
+    words = [f"--{name}={value}".removesuffix("=") for name, value in chosen.items() if value is not None]
+    return [*words, *cluster.options]
 
 
 def array_text(job: JobScript, seeds: Seeds) -> str:
     """The script of an array of jobs like `job`, which is its first: it runs that of the task."""
-    return (
-        _templates()
-        .get_template("array.sh.j2")
-        .render(
-            sbatch_options=array_options(job, seeds),
-            summary=f"{plural(len(seeds.numbers), 'job')}, each {job.placement}",
-            prefix=_one_line(str(job.run_dir).removesuffix(str(seeds.numbers[0]))),
-            script=files.JOB_SCRIPT,
-        )
+    return _script(
+        "array.sh.j2",
+        sbatch_options=sbatch_options(job, seeds),
+        summary=f"{plural(len(seeds.numbers), 'job')}, each {job.placement}",
+        prefix=_one_line(str(job.run_dir).removesuffix(str(seeds.numbers[0]))),
+        script=files.JOB_SCRIPT,
     )
 
 
@@ -412,35 +365,29 @@ def script_text(job: JobScript) -> str:
     container = job.cluster.container
     by_srun = job.cluster.launcher == "srun" and (job.placement.workers > 1 or bool(container))
     pyxis = bool(container) and container[0].startswith("-")
-    return (
-        _templates()
-        .get_template("job.sh.j2")
-        .render(
-            job=job,
-            run_dir=str(job.run_dir),
-            sbatch_options=sbatch_options(job),
-            by_srun=by_srun,
-            mpi_settings={name: value for name, value in MPI_SETTINGS.items() if by_srun and "MCA" in name},
-            environment={
-                **{"SLURM_EXPORT_ENV": "ALL", "OMP_NUM_THREADS": str(job.threads)},
-                **job.cluster.environment,
-            },
-            command=[
-                *(container if pyxis else ()),
-                *(IGNORING_SIGUSR1 if by_srun else ()),
-                *(() if pyxis else container),
-                *map(_one_line, job.training),
-            ],
-            checkpoints=files.CHECKPOINTS,
-        )
+    return _script(
+        "job.sh.j2",
+        job=job,
+        run_dir=str(job.run_dir),
+        sbatch_options=sbatch_options(job),
+        by_srun=by_srun,
+        mpi_settings={name: value for name, value in MPI_SETTINGS.items() if by_srun and "MCA" in name},
+        environment={"SLURM_EXPORT_ENV": "ALL", "OMP_NUM_THREADS": str(job.threads), **job.cluster.environment},
+        command=[
+            *(container if pyxis else ()),
+            *(IGNORING_SIGUSR1 if by_srun else ()),
+            *(() if pyxis else container),
+            *map(_one_line, job.training),
+        ],
+        checkpoints=files.CHECKPOINTS,
     )
 
 
-def _templates() -> jinja2.Environment:
+def _script(template: str, **values: object) -> str:
     """Values are written as they are, but for the quotes: a path may hold any byte."""
     templates = environment().overlay(finalize=None)
     templates.filters = {**templates.filters, "sbatch_quote": _sbatch_quote}
-    return templates
+    return templates.get_template(template).render(values)
 
 
 def _sbatch_quote(option: str) -> str:

@@ -52,9 +52,9 @@ def user_message(error: BaseException) -> str | None:
         location = "" if error.filename is None else f"\n  location: {printable(str(error.filename), '')}"
         return f"cannot read or write: {error.strerror or error}{location}"
     if isinstance(error, UnicodeEncodeError):  # a name from the file system in another encoding
-        found = error.object[max(error.start - 100, 0) : error.end + 20]
+        context = error.object[max(error.start - 100, 0) : error.end + 20]
         hint = "rename the file or folder, with convmv for example"
-        return f"a name is not UTF-8\n  location: {found!r}\n  hint: {hint}"
+        return f"a name is not UTF-8\n  location: {context!r}\n  hint: {hint}"
     if isinstance(error, MemoryError):
         return "out of memory\n  hint: use a larger machine, a smaller network, or data.feature_dtype: float16"
     # torch's way to say it, on CPU and GPU

@@ -140,10 +140,10 @@ def require_kind(path: Path, kind: Literal["file", "directory"]) -> None:
     except OSError as error:
         raise UserError(f"cannot look at {path.name}: {error.strerror}", location=path) from error
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
-    found = kinds.get(stat.S_IFMT(mode), "a special file")
-    if found != f"a {kind}":
+    actual = kinds.get(stat.S_IFMT(mode), "a special file")
+    if actual != f"a {kind}":
         expected = "regular file" if kind == "file" else kind
-        raise UserError(f"{path.name} is {found}, expected a {expected}", location=path, hint="remove or rename it")
+        raise UserError(f"{path.name} is {actual}, expected a {expected}", location=path, hint="remove or rename it")
 
 
 def open_for_append(path: Path) -> int:
@@ -160,7 +160,7 @@ def open_for_append(path: Path) -> int:
 
 
 def append_bytes(path: Path, data: bytes) -> None:
-    """Appends `data` completely or not at all; creates the file if it does not exist. UserError: as of
+    """Appends `data` completely or not at all; creates the file if it does not exist. UserError: see
     `open_for_append`. OSError: it cannot be written."""
     descriptor = open_for_append(path)
     size = os.fstat(descriptor).st_size

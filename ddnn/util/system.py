@@ -77,8 +77,8 @@ def choose_device(name: str, local_rank: int = 0, threads: int = 1) -> torch.dev
 
 
 def use_device(device: torch.device) -> None:
-    """Makes a GPU the calling thread's current one, as each begins with GPU 0: pinned memory, and streams that are left,
-    would take memory of that one, or fail where it is another worker's alone. Of a CPU nothing is to be done."""
+    """Makes `device` the current GPU of the calling thread, which starts with GPU 0. Otherwise pinned memory and streams
+    would be created on GPU 0, which may belong to another worker. No-op on CPU."""
     import torch
 
     if device.type == "cuda":
@@ -136,8 +136,8 @@ def available_memory(root: Path = ROOT) -> int | None:
     (a container's, a Slurm job's) if that is less. None where the system does not say. `root`: where proc and sys are.
     """
     machine = [line.split()[1] for line in read_lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
-    found = [*(int(kilobytes) * 1024 for kilobytes in machine), *_left_to_control_groups(root)]
-    return max(0, min(found)) if found else None
+    limits = [*(int(kilobytes) * 1024 for kilobytes in machine), *_left_to_control_groups(root)]
+    return max(0, min(limits)) if limits else None
 
 
 def _left_to_control_groups(root: Path) -> Iterator[int]:

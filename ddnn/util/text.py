@@ -1,5 +1,5 @@
-"""Text that commands show and write: tables, durations, plurals, what is made from templates (`ddnn/templates`), and
-names from files, which must not control the terminal or forge a line of ddnn."""
+"""Text that commands show and write: tables, durations, plurals, rendered templates (`ddnn/templates`); and the escaping
+of names from files, which must not control the terminal or forge a line of ddnn."""
 
 from __future__ import annotations
 

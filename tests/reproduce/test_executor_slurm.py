@@ -19,7 +19,7 @@ from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor
 from ddnn.reproduce.runs import OutputLayout, RunRecord, missing_runs, plan_runs, read_records, write_record
 from ddnn.reproduce.tables import load_config
 from ddnn.runs.run_status import DBN
-from ddnn.slurm import SlurmOptions
+from ddnn.slurm.options import SlurmOptions
 from ddnn.util.errors import UserError
 from ddnn.util.system import cpu_name
 
