@@ -127,11 +127,11 @@ def bench(
 
             echo(f"plot: {printable(str(draw_speeds(result.speeds(), out / 'minibatch-size.png')), '')}", err=True)
         return
-    from ddnn.bench.workers import run_bench_workers
-
     alone = {"--plain": options.pop("plain"), "--minibatch-size": options.pop("minibatches"), "--out": out}
     if wrong := [name for name, value in alone.items() if value]:
         raise UserError("not measured with several workers", location=wrong[0], hint="omit --workers, or this option")
+    from ddnn.bench.workers import run_bench_workers
+
     parallel = {"workers": workers, "strategy": strategy, "averaging_period": averaging_period, "overlap": overlap}
     parallel["cpu_threads"] = options.pop("threads")
     run_bench_workers(parallel, sys.argv[1:], lambda result: print_result(result, json_), **options)
