@@ -40,7 +40,7 @@ def start_training(
     """`ddnn train` of a recipe (to resume, also the run dir, which has its own), on as many workers as it says; what to
     tell where there was nothing to do. `run_dir`: exp/NAME OF THE RECIPE where None. `on_row`: see `run_training`, in
     this process. `nodes`: what the launcher of several workers does when a node fails. UserError: anything that the user has to fix."""
-    settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
+    settings = _with_workers(settings, workers)
     recipe, location, loaded, finished, done = _read_training(recipe, run_dir, settings, resume)
     if done is not None:
         return done
@@ -83,6 +83,10 @@ def start_training(
     return None
 
 
+def _with_workers(settings: Sequence[str], workers: int | None) -> Sequence[str]:
+    return settings if workers is None else (*settings, f"parallel.workers={workers}")
+
+
 def _read_training(
     recipe: Path, run_dir: Path | None, settings: Sequence[str], resume: Resume, must_exist: bool = True
 ) -> tuple[Path, Path, Recipe, bool, str | None]:
@@ -120,7 +124,7 @@ def dry_run(
     from ddnn.training.data import describe_data
     from ddnn.training.initial_model import with_initial_model
 
-    settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
+    settings = _with_workers(settings, workers)
     trained, lines = None, list[str]()
     if kind == "pretraining":
         _, loaded = _read_pretraining(recipe, run_dir, settings, must_exist=not no_data)
@@ -196,10 +200,10 @@ def _read_pretraining(
 
 def start_pretraining(
     recipe: Path, run_dir: Path | None, settings: Sequence[str], workers: int | None, device: str,
-    nodes: NodeRecovery | None = None,
+    nodes: NodeRecovery,
 ) -> None:  # fmt: skip
     """`ddnn pretrain`, on as many workers as the recipe says; arguments and errors as of `start_training`."""
-    settings = (*settings, *(() if workers is None else (f"parallel.workers={workers}",)))
+    settings = _with_workers(settings, workers)
     location, loaded = _read_pretraining(recipe, run_dir, settings)
 
     def work(comm: Any) -> None:
