@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 StrPath = str | os.PathLike[str]
 Device = Literal["auto", "cpu", "cuda"]
 Kind = Literal["log-likelihoods", "posteriors", "log-posteriors"]
-_RESUME: dict[bool | str, Literal["no", "yes", "auto"]] = {False: "no", True: "yes", "auto": "auto"}
 
 _COMMAND_LINE = re.compile(
     r"`[^`]*`|ddnn train (?P<run>'[^']*'|\S+) --resume(?: --allow-pipes)?|--(?P<option>resume=auto|resume|allow-pipes|set|as|"
@@ -124,10 +123,6 @@ def train(
     from ddnn.slurm.recovery import SlurmNodes
     from ddnn.training.start import start_training
 
-    if isinstance(settings, Mapping):
-        settings = [f"{key}={_as_yaml(value)}" for key, value in settings.items()]
-    settings = (*settings, *(("data.allow_pipes=true",) if allow_pipes else ()))
-
     def on_row(row: MetricsRow) -> None:
         if on_epoch is not None and isinstance(row, EpochRow):
             on_epoch(row.model_dump())
@@ -138,10 +133,10 @@ def train(
         location = Path("exp", path.stem) if run_dir is None else Path(run_dir)
         if run_dir is None and resume and path.is_dir():
             location = path
+        how: Literal["no", "yes", "auto"] = "auto" if resume == "auto" else "yes" if resume else "no"
+        options = location, _as_settings(settings, allow_pipes), workers, device, how
         with _threads_kept(), _shows_what_logging_shows(), _exits_as_errors(location):
-            start_training(
-                path, location, settings, workers, device, _RESUME[resume], on_epoch and on_row, SlurmNodes()
-            )
+            start_training(path, *options, on_epoch and on_row, SlurmNodes())
     return load(location)
 
 
@@ -189,8 +184,9 @@ def evaluate(
     """
     from ddnn.training.evaluation import evaluate_run
 
-    where = None if transforms is None else Path(transforms)
-    result = evaluate_run(Path(run_dir), Path(data), Path(alignments), device, allow_pipes, by, where)
+    result = evaluate_run(
+        Path(run_dir), Path(data), Path(alignments), device, allow_pipes, by, _optional_path(transforms)
+    )
     return result.as_dict()
 
 
@@ -218,9 +214,8 @@ def decode_prep(
     """
     from ddnn.decoding.prepare import prepare_decoding
 
-    where = None if transforms is None else Path(transforms)
     prepare_decoding(
-        Path(run_dir), Path(data), Path(out), device, prior_scale, allow_pipes, where, kind=kind, layer=layer, jobs=jobs,
+        Path(run_dir), Path(data), Path(out), device, prior_scale, allow_pipes, _optional_path(transforms), kind=kind, layer=layer, jobs=jobs,
         compress=compress,
     )  # fmt: skip
 
@@ -261,14 +256,14 @@ def score(
     from ddnn.decoding.options import decode_options
 
     options = decode_options(
-        None if acoustic_scale_from is None else Path(acoustic_scale_from),
+        _optional_path(acoustic_scale_from),
         acoustic_scales=None if acoustic_scale is None else tuple(map(float, acoustic_scale)),
         word_insertion_penalties=None if word_insertion_penalty is None else tuple(map(float, word_insertion_penalty)),
         beam=beam,
     )
     result = scoring.score(
         Path(loglikes), graph_dir=Path(graph), model=Path(model), text=Path(text), options=options,
-        out=None if out is None else Path(out), frame_shift=frame_shift, jobs=jobs,
+        out=_optional_path(out), frame_shift=frame_shift, jobs=jobs,
     )  # fmt: skip
     figures = scoring.as_json(result)
     return {**figures, "notes": list(map(_for_python, figures["notes"]))}
@@ -371,8 +366,9 @@ class Model:
         model, device = self.acoustic_model, self.acoustic_model.network.parameters.device
         with _errors_rewritten():
             priors = self._priors(prior_scale) if kind == "log-likelihoods" else None
-            where = None if transforms is None else Path(transforms)
-            dataset = load_for_model(model, Path(data_dir), None, allow_pipes=allow_pipes, transforms=where)
+            dataset = load_for_model(
+                model, Path(data_dir), None, allow_pipes=allow_pipes, transforms=_optional_path(transforms)
+            )
         yield from compute_scores(model, dataset.to(device), kind, priors)
 
     def torch_module(self) -> torch.nn.Module:
@@ -507,6 +503,17 @@ def _float_matrix(values: ArrayLike, name: str, dtype: Any = np.float32) -> NDAr
         raise DataError(f"{name} of dtype {array.dtype} found, expected real numbers")
     with np.errstate(over="ignore", invalid="ignore"):  # too large a double becomes Inf, which is looked for
         return np.require(array, dtype, ["C", "W"])
+
+
+def _optional_path(path: StrPath | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _as_settings(settings: Mapping[str, Any] | Iterable[str], allow_pipes: bool) -> tuple[str, ...]:
+    """The texts of --set."""
+    if isinstance(settings, Mapping):
+        settings = [f"{key}={_as_yaml(value)}" for key, value in settings.items()]
+    return (*settings, *(("data.allow_pipes=true",) if allow_pipes else ()))
 
 
 def _as_yaml(value: Any, indent: int | None = None) -> str:
