@@ -88,11 +88,7 @@ def submit(
         number, slurm_cluster = sbatch(chosen, jobs[0].run_dir / files.JOB_SCRIPT if seeds is None else script)
     numbers = [number] if seeds is None else [f"{number}_{seed}" for seed in seeds.numbers]
     for job, own in zip(jobs, numbers, strict=True):
-        placement, launcher = job.placement, job.cluster.launcher
-        words = options.as_words(command)
-        write_job(
-            job.run_dir, Job(own, slurm_cluster, time.time(), placement.workers, placement.nodes, launcher, words)
-        )
+        _record(job, own, slurm_cluster, options.as_words(command))
     text = render("submitted.txt.j2", number=number, numbers=numbers, jobs=jobs, shortest=_shortest, files=files)
     return Submitted(number, text + finished)
 
@@ -201,6 +197,11 @@ def _removed_if_refused(jobs: Sequence[JobScript]) -> Iterator[None]:
             for run_dir in new:
                 shutil.rmtree(run_dir, ignore_errors=True)
         raise
+
+
+def _record(job: JobScript, number: str, slurm_cluster: str | None, options: tuple[str, ...]) -> None:
+    workers, nodes = job.placement.workers, job.placement.nodes
+    write_job(job.run_dir, Job(number, slurm_cluster, time.time(), workers, nodes, job.cluster.launcher, options))
 
 
 _JOB_RECIPES = {"training": files.RECIPE, "pretraining": files.JOB_RECIPE}  # the recipe that the job reads
