@@ -49,7 +49,7 @@ BUDGETS = {
     "longest function": 55,
     "most imports of ddnn in a file": 35,
     "modules with one importer": 19,
-    "modules that training.trainer imports, directly or not": 63,
+    "modules that training.trainer imports, directly or not": 64,
 }
 """What the code may be at most, by the same rule."""
 
