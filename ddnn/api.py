@@ -386,15 +386,16 @@ class Model:
     def _priors(self, scale: float) -> Any:
         import torch
 
-        from ddnn.decoding.prepare import log_priors, read_counts
+        from ddnn.nn.scorer import log_priors, read_counts
+        from ddnn.runs.run_status import PDF_COUNTS
 
-        counts, _ = read_counts(self.run_dir, self.num_pdfs)
+        counts = read_counts(self.run_dir / PDF_COUNTS, self.num_pdfs)
         return torch.from_numpy(log_priors(counts, scale)).to(self.acoustic_model.network.parameters)
 
     def _scores(
         self, kind: Kind, features: ArrayLike, cmvn_stats: ArrayLike | None, prior_scale: float = 1.0
     ) -> NDArray[np.float32]:
-        from ddnn.decoding.prepare import Scorer, one_utterance
+        from ddnn.nn.scorer import Scorer, one_utterance
 
         model = self.acoustic_model
         priors = self._priors(prior_scale) if kind == "log-likelihoods" else None

@@ -24,11 +24,11 @@ TOKENS = {
     "bench": 4_800,
     "cli": 5_500,
     "data": 17_800,
-    "decoding": 9_800,
+    "decoding": 9_100,
     "distributed": 9_600,
     "inspection": 7_400,
     "kaldi": 21_450,
-    "nn": 26_000,
+    "nn": 26_800,
     "optim": 7_500,
     "recipe": 12_900,
     "report": 14_550,
@@ -37,7 +37,7 @@ TOKENS = {
     "slurm": 7_000,
     "synth": 5_250,
     "training": 32_500,
-    "util": 6_800,
+    "util": 6_850,
 }
 """Tokens of the Python code of each folder of ddnn/ at most, without docstrings and comments; "top" is `ddnn/*.py`. Lines can be
 made longer, tokens cannot. A feature states what it may take before it is begun: a commit of its own raises the folder's number and

@@ -8,18 +8,17 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddnn.data.batches import EVAL_BATCH
 from ddnn.data.dataset import AcousticDataset
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, read_pdf_counts, write_pdf_counts
 from ddnn.kaldi.archive import write_matrices, write_records
@@ -40,12 +39,13 @@ from ddnn.nn.acoustic_model import (
     transform_tensors,
 )
 from ddnn.nn.layers import num_parameters
-from ddnn.nn.network import Network, Workspace
+from ddnn.nn.network import Network
+from ddnn.nn.scorer import PRIOR_CUTOFF, ScoreKind, Scorer, log_priors, one_utterance, read_counts
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import FINAL, MODEL_DIGEST, PDF_COUNTS, check_run_dir, model_digest, run_dir_of
-from ddnn.training.evaluation import forward_batches, load_for_model
+from ddnn.training.evaluation import load_for_model
 from ddnn.util.errors import DataError, UserError
-from ddnn.util.files import atomic_write, ensure_directory, read_bytes_limited, write_text
+from ddnn.util.files import atomic_write, ensure_directory, has_content, write_text
 from ddnn.util.pool import worker_pool
 from ddnn.util.process import closed_at_start
 from ddnn.util.progress import progress_bar
@@ -54,62 +54,11 @@ from ddnn.util.text import binary_output, environment, plural
 
 log = logging.getLogger(__name__)
 
-PRIOR_CUTOFF = 1e-10  # pdfs of a smaller relative frequency are disabled (nnet1's --prior-cutoff)
-
-DISABLED_LOG_PRIOR = math.sqrt(float(np.finfo(np.float32).max))
-"""What nnet1 takes for their log prior: their log-likelihood becomes about -1.8e19 and they never win."""
-
-
-def log_priors(counts: np.ndarray, prior_scale: float = 1.0) -> np.ndarray:
-    """What is subtracted from pre-softmax activations: prior_scale * log(count / total), float64 (pdfs,). Pdfs with
-    relative frequency under 1e-10 have sqrt(FLT_MAX) for log(count / total) (nnet1's PdfPrior)."""
-    relative = counts / counts.sum()
-    seen = relative > PRIOR_CUTOFF
-    priors = np.full(len(counts), DISABLED_LOG_PRIOR)
-    priors[seen] = np.log(relative[seen])
-    return prior_scale * priors
-
-
-Kind = Literal["log-likelihoods", "posteriors", "log-posteriors", "activations"]
-
-FILES = {
-    "log-likelihoods": "loglikes", "posteriors": "posteriors", "log-posteriors": "posteriors",
-    "activations": "activations",
-}  # fmt: skip
-"""Names of the archive and its scp, by kind, without their endings."""
-
-_MAKE: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
-    "log-likelihoods": lambda outputs, priors: outputs if priors is None else outputs - priors,
-    "posteriors": lambda outputs, _: outputs.softmax(1),
-    "log-posteriors": lambda outputs, _: outputs.log_softmax(1),
-    "activations": lambda outputs, _: outputs.clone(),
-}
-"""From the network's outputs (n, pdfs), pre-softmax, to what is written of them, in other memory."""
-
-
-class Scorer:
-    """What decoders read of an utterance. `priors`: of log-likelihoods, as of `log_priors`, float32 (pdfs,), on the
-    model's device. `frames`: of the longest utterance; blocks of 1024 frames at most are computed at once."""
-
-    def __init__(self, model: AcousticModel, kind: Kind, priors: Tensor | None, frames: int) -> None:
-        self.model, self.kind, self.priors = model, kind, priors
-        self.workspace = Workspace(model.network, max(1, min(EVAL_BATCH, frames)))
-
-    def __call__(self, dataset: AcousticDataset, u: int = 0) -> NDArray[np.float32]:
-        """(frames, pdfs) float32 of the utterance with this index. DataError: they are not finite."""
-        blocks = forward_batches(self.model, dataset.subset([u]), self.workspace)
-        parts = [_MAKE[self.kind](outputs, self.priors).cpu().numpy() for _, outputs in blocks]
-        scores: NDArray[np.float32] = np.concatenate(parts)
-        if not np.isfinite(scores).all():
-            message = f"utterance {dataset.utterances[u]}: the network's output is not finite"
-            raise DataError(message, hint="retrain: the model has diverged")
-        return scores
-
 
 def compute_scores(
-    model: AcousticModel, dataset: AcousticDataset, kind: Kind, priors: Tensor | None = None, jobs: int = 1
+    model: AcousticModel, dataset: AcousticDataset, kind: ScoreKind, priors: Tensor | None = None, jobs: int = 1
 ) -> Generator[tuple[str, NDArray[np.float32]], None, None]:
-    """Per utterance, in order, its id and what `Scorer` makes of it; by several processes the same bits."""
+    """The id and the scores of each utterance, in order; several processes compute the same bits."""
     longest, names = int(dataset.num_frames.max()), progress_bar(kind)(dataset.utterances)
     if jobs == 1:
         scorer = Scorer(model, kind, priors, longest)
@@ -129,7 +78,7 @@ _scorer: list[Scorer] = []  # of a process of --jobs
 
 
 def _start_scoring(
-    config: Any, arrays: dict[str, NDArray[np.float32]], kind: Kind, priors: NDArray[np.float32] | None, longest: int,
+    config: Any, arrays: dict[str, NDArray[np.float32]], kind: ScoreKind, priors: NDArray[np.float32] | None, longest: int,
 ) -> None:  # fmt: skip
     choose_device("cpu")
     model = model_from_config(config, {name: torch.from_numpy(array) for name, array in arrays.items()}, Path("model"))
@@ -148,61 +97,40 @@ def _rows(dataset: AcousticDataset, u: int) -> NDArray[np.float32]:
     return rows
 
 
-def one_utterance(name: str, rows: NDArray[np.float32], context: int) -> AcousticDataset:
-    """A dataset of one utterance; `rows`: its features with `context` repeated edge frames on each side."""
-    labels = torch.full((len(rows),), -1, dtype=torch.int32)
-    lengths = np.array([context]), np.array([len(rows) - 2 * context])
-    return AcousticDataset(torch.from_numpy(rows), labels, (name,), None, *lengths, context)
-
-
-def _holds(path: Path, data: bytes) -> bool:
-    """Whether a file holds these bytes and no more."""
-    try:
-        return read_bytes_limited(path, len(data)) == data
-    except OSError:
-        return False
-
-
-def read_counts(run_dir: Path, num_pdfs: int) -> tuple[np.ndarray, bytes]:
-    """The pdf counts of a run, and their file byte for byte: it may be text or binary."""
-    path = run_dir / PDF_COUNTS
-    if not path.exists():
-        hint = "import the network again with --pdf-counts, or copy the counts of its training alignment there"
-        raise DataError(f"there is no {PDF_COUNTS}, of which the priors are made", location=run_dir, hint=hint)
-    counts = read_pdf_counts(path)
-    if len(counts) != num_pdfs:
-        hint = "use the counts of the alignment that the model was trained on"
-        raise DataError(f"{PDF_COUNTS} has {len(counts)} pdfs, the model {num_pdfs}", location=run_dir, hint=hint)
-    if not counts.sum() > 0.0:
-        raise DataError("no pdf has any frame", location=path, hint="use the counts of the training alignment")
-    return counts, path.read_bytes()
-
-
 def prepare_decoding(
     run_dir: Path, data: Path, out: Path, device: str = "auto", prior_scale: float | None = None,
-    allow_pipes: bool = False, transforms: Path | None = None, *, kind: Kind = "log-likelihoods", layer: int | None = None, jobs: int = 1,
+    allow_pipes: bool = False, transforms: Path | None = None, *, kind: ScoreKind = "log-likelihoods", layer: int | None = None, jobs: int = 1,
     compress: int = 0,
 ) -> None:  # fmt: skip
-    """Writes what a network computes of each frame of a data dir to `out`, which must not hold any yet: of kind
-    log-likelihoods `loglikes.ark`, `loglikes.scp`, the counts, the model's digest and a `decode.sh`, else archive and scp alone. Of `-` the
-    archive goes to standard output. `compress`: 0, or the method of Kaldi's copy-feats. UserError: damaged input;
+    """Writes the network's scores of each frame of a data dir to `out`, which must not hold any yet: for kind
+    log-likelihoods `loglikes.ark`, `loglikes.scp`, the counts, the model's digest and a `decode.sh`, else archive and scp alone. If `out`
+    is `-`, the archive goes to standard output. `compress`: 0, or the method of Kaldi's copy-feats. UserError: damaged input;
     another number of pdfs in the counts, or of dims in the features, than in the model; options that do not fit."""
     _check_options(prior_scale, kind, layer)
     target = choose_device(device)
     if jobs > 1 and target.type != "cpu":
         raise UserError("only one process computes on a GPU", location="--jobs", hint="add --device cpu, or remove it")
     model, digest, run_dir = load_run(run_dir), model_digest(run_dir), run_dir_of(run_dir)
-    priors, beside = None, dict[str, bytes]()
+    priors, files = None, dict[str, bytes]()
     if kind == "log-likelihoods":
-        counts, beside[PDF_COUNTS] = read_counts(run_dir, model.network.output_dim)
+        counts = read_counts(run_dir / PDF_COUNTS, model.network.output_dim)
         _check_unseen(counts, run_dir, compress)
         priors = torch.from_numpy(log_priors(counts, 1.0 if prior_scale is None else prior_scale)).float().to(target)
         of_model = f"{digest or ''} {os.path.relpath(run_dir.resolve(), out.resolve())}\n"
-        beside |= {**_scripts(model), MODEL_DIGEST: os.fsencode(of_model)}
+        files = {
+            PDF_COUNTS: (run_dir / PDF_COUNTS).read_bytes(),
+            **_scripts(model),
+            MODEL_DIGEST: os.fsencode(of_model),
+        }
     if layer is not None:
         model = _lower_layers(model, layer)
-    to_stdout, name = str(out) == "-", FILES[kind]
-    _check_free_output(out, f"{name}.scp", kind, beside)
+    scores_name = "posteriors" if kind == "log-posteriors" else kind
+    scp = out / ("loglikes.scp" if kind == "log-likelihoods" else f"{scores_name}.scp")
+    to_stdout = str(out) == "-"
+    if to_stdout:
+        _check_stdout()
+    else:
+        _check_free_output(scp, scores_name, files)
     dataset = load_for_model(model, data, None, allow_pipes=allow_pipes, transforms=transforms)
     with closing(compute_scores(model.to(target), dataset.to(target), kind, priors, jobs)) as scores:
         if to_stdout:
@@ -211,13 +139,12 @@ def prepare_decoding(
                     pass
         else:
             ensure_directory(out)
-            written = _with_files(scores, out, beside)
-            write_matrices(out / f"{name}.ark", out / f"{name}.scp", written, compress=compress)
-    where, what = "standard output" if to_stdout else out / f"{name}.scp", "pdfs" if layer is None else "dims"
-    log.info("%s: %s of %d utterances, %d %s", where, kind, len(dataset.utterances), model.network.output_dim, what)
+            write_matrices(scp.with_suffix(".ark"), scp, _then_write(scores, out, files), compress=compress)
+    where, unit = "standard output" if to_stdout else scp, "pdfs" if layer is None else "dims"
+    log.info("%s: %s of %d utterances, %d %s", where, kind, len(dataset.utterances), model.network.output_dim, unit)
 
 
-def _check_options(prior_scale: float | None, kind: Kind, layer: int | None) -> None:
+def _check_options(prior_scale: float | None, kind: ScoreKind, layer: int | None) -> None:
     if prior_scale is not None and kind != "log-likelihoods":
         message, hint = f"nothing is subtracted from {kind}", "remove it, or write log-likelihoods"
         raise UserError(message, location="--prior-scale", hint=hint)
@@ -255,30 +182,32 @@ def _lower_layers(model: AcousticModel, layer: int) -> AcousticModel:
     return replace(model, network=Network(kept, model.network.parameters[: num_parameters(kept)]))
 
 
-def _check_free_output(out: Path, scp: str, kind: Kind, beside: Mapping[str, bytes]) -> None:
-    """UserError where the output is there already, in part or from another model, or would fill a terminal."""
-    if str(out) == "-":
-        if "stdout" in closed_at_start:
-            raise UserError("standard output is closed", location="--out -", hint="redirect it, or name a folder")
-        if sys.stdout.isatty():
-            hint = "pipe it into a program or redirect it into a file, or name a folder"
-            raise UserError("standard output is a terminal, which shows no archives", location="--out -", hint=hint)
-        return
-    if PDF_COUNTS in beside and (out / PDF_COUNTS).exists() and not _holds(out / PDF_COUNTS, beside[PDF_COUNTS]):
+def _check_stdout() -> None:
+    if "stdout" in closed_at_start:
+        raise UserError("standard output is closed", location="--out -", hint="redirect it, or name a folder")
+    if sys.stdout.isatty():
+        hint = "pipe it into a program or redirect it into a file, or name a folder"
+        raise UserError("standard output is a terminal, which shows no archives", location="--out -", hint=hint)
+
+
+def _check_free_output(scp: Path, scores_name: str, files: Mapping[str, bytes]) -> None:
+    """UserError if the output exists already, or a part of another model's."""
+    out, counts = scp.parent, scp.with_name(PDF_COUNTS)
+    if PDF_COUNTS in files and counts.exists() and not has_content(counts, files[PDF_COUNTS]):
         raise UserError(f"the {PDF_COUNTS} of another model is there", location=out, hint="name another --out")
-    if (out / scp).exists():
-        found = kind if kind in ("log-likelihoods", "activations") else "posteriors"
-        raise UserError(f"{found} are there already", location=out, hint="name another --out, or remove them")
+    if scp.exists():
+        message, hint = f"{scores_name} are there already", "name another --out, or remove them"
+        raise UserError(message, location=out, hint=hint)
 
 
-def _with_files(
-    scores: Iterable[tuple[str, NDArray[np.float32]]], out: Path, beside: Mapping[str, bytes]
+def _then_write(
+    scores: Iterable[tuple[str, NDArray[np.float32]]], out: Path, files: Mapping[str, bytes]
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """The scores; once all are computed, the files of these names and contents are written. All of them have their
-    names before the archive has its own, and none where one cannot be written."""
+    """The scores; once all are computed, the `files` (name, content) are written: all of them before the archive gets its
+    name, or none if one cannot be written."""
     yield from scores
     with ExitStack() as stack:
-        for name, content in beside.items():
+        for name, content in files.items():
             handle = stack.enter_context(atomic_write(out / name))
             handle.write(content)
             handle.flush()

@@ -35,9 +35,9 @@ from ddnn.util.files import (
     atomic_write,
     ensure_directory,
     fsync_directory,
+    has_content,
     is_full_disk,
     open_for_append,
-    open_regular,
     write_text,
 )
 from ddnn.util.system import slurm_job_id
@@ -271,13 +271,13 @@ class RunDir:
         """Removes what is superseded by the newest checkpoint and by the trained model, whose file is `data`."""
         if checkpoint is not None:
             remove_checkpoints(self.path / CHECKPOINTS, keep=checkpoint.number)
-        if not _holds(self.path / BEST, data):
+        if not has_content(self.path / BEST, data, follow_symlinks=False):
             with suppress(OSError):
                 (self.path / BEST).unlink(missing_ok=True)
 
     def _write_result(self, result: Path, data: bytes) -> None:
         """Best.safetensors is renamed where it holds the same model, which needs no space."""
-        if _holds(self.path / BEST, data):
+        if has_content(self.path / BEST, data, follow_symlinks=False):
             with suppress(OSError):
                 (self.path / BEST).replace(result)
                 return
@@ -317,15 +317,6 @@ class RunDir:
             self._log = None
         if self._lock is not None:
             self._lock.release()
-
-
-def _holds(path: Path, data: bytes) -> bool:
-    """Whether `path` is a regular file, no link, of these bytes."""
-    try:
-        with open_regular(path, follow_symlinks=False) as handle:
-            return handle.read(len(data) + 1) == data
-    except OSError:
-        return False
 
 
 class NullRunDir(RunDir):

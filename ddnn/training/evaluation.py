@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ddnn.data.batches import EVAL_BATCH, Batch, SequentialSampler, make_batch_loader
+from ddnn.data.batches import EVAL_BATCH
 from ddnn.data.dataset import AcousticDataset, FrameSubset, labels_of
 from ddnn.data.index import MAX_SKIPPED_FRACTION
 from ddnn.data.loading import Corpus, DataConfig
@@ -24,8 +24,9 @@ from ddnn.kaldi.alignments import Alignments, check_same_tree, read_alignments, 
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.arithmetic import Float32, Precision
 from ddnn.nn.figures import FIGURES, FRAME_ACCURACY, LOSS, Figure, describe
-from ddnn.nn.network import Workspace, evaluation_workspace, tensor_like
+from ddnn.nn.network import evaluation_workspace, tensor_like
 from ddnn.nn.objective import CrossEntropy, MakeObjective
+from ddnn.nn.scorer import forward_batches
 from ddnn.runs.metrics import StartRow, iterate_rows, no_better_than_baseline
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import CV_UTTERANCES, METRICS, PDF_COUNTS, model_digest, run_dir_of
@@ -199,14 +200,6 @@ def learning_rate_hint(learning_rate: float, minibatch_size: int, lr_scale: floa
         f"{learning_rate * lr_scale * minibatch_size:.6g} on the mean gradient of {minibatch_size} frames; "
         f"one that was meant for mean gradients has to be divided by {minibatch_size * lr_scale:g}"
     )
-
-
-def forward_batches(model: AcousticModel, frames: FrameSubset, workspace: Workspace) -> Iterator[tuple[Batch, Tensor]]:
-    """Consecutive frames and their logits (n, pdfs), each valid until the next; as many as fit into `workspace`."""
-    sampler, kernel = SequentialSampler(frames, len(workspace.x)), workspace.arithmetic.gather_kernel
-    with closing(make_batch_loader(frames, model.transform, sampler, out=workspace.x, gather_kernel=kernel)) as loader:
-        for batch in loader.epoch():
-            yield batch, workspace.of(batch.num_frames).forward()
 
 
 def evaluate(

@@ -71,6 +71,15 @@ def read_bytes_limited(path: Path, most: int) -> bytes:
             raise OSError(errno.ENOMEM, f"its {size} bytes do not fit into memory", str(path)) from None
 
 
+def has_content(path: Path, data: bytes, *, follow_symlinks: bool = True) -> bool:
+    """Whether `path` is a regular file with exactly these bytes."""
+    try:
+        with open_regular(path, follow_symlinks=follow_symlinks) as handle:
+            return handle.read(len(data) + 1) == data
+    except OSError:
+        return False
+
+
 @contextmanager
 def atomic_write(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """A binary file that is renamed to `path` only when the block ends without an error; else nothing is left behind.

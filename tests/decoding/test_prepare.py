@@ -23,7 +23,7 @@ from kaldi_files import read_matrix
 
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.decoding.prepare import compute_scores, export_nnet1, import_nnet1, log_priors, prepare_decoding
+from ddnn.decoding.prepare import compute_scores, export_nnet1, import_nnet1, prepare_decoding
 from ddnn.inspection.path import describe_path
 from ddnn.kaldi import compressed
 from ddnn.kaldi.alignments import TRANSITION_DIGEST, kaldi_counts, write_pdf_counts
@@ -33,6 +33,7 @@ from ddnn.kaldi.nnet1_file import write_nnet1
 from ddnn.kaldi.transforms import TransformConfig
 from ddnn.kaldi.transition_model import read_transition_model
 from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, from_nnet1, save_model
+from ddnn.nn.scorer import log_priors
 from ddnn.runs.run_dir import load_run
 from ddnn.training.evaluation import load_for_model
 from ddnn.util import pool
@@ -398,8 +399,8 @@ def test_a_killed_process_is_an_error(deep: tuple[Path, Path], tmp_path: Path, m
 def test_scores_are_computed_as_they_are_read(deep: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """An archive on standard output takes the memory of one utterance."""
     computed = []
-    forward = "ddnn.decoding.prepare.forward_batches"
-    from ddnn.training.evaluation import forward_batches
+    forward = "ddnn.nn.scorer.forward_batches"
+    from ddnn.nn.scorer import forward_batches
 
     monkeypatch.setattr(forward, lambda *args: (computed.append(1), forward_batches(*args))[1])
     model = load_run(deep[0])

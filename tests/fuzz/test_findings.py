@@ -262,8 +262,8 @@ def test_metrics_of_a_begun_pretraining(tmp_path: Path) -> None:
 
 def test_binary_counts_are_copied_as_they_are(tmp_path: Path) -> None:
     """`decode-prep` read them as text in UTF-8, which a binary vector is not."""
-    from ddnn.decoding.prepare import _holds
+    from ddnn.util.files import has_content
 
     (tmp_path / "counts").write_bytes(b"\0BFV \xff")
-    assert _holds(tmp_path / "counts", b"\0BFV \xff") and not _holds(tmp_path / "counts", b"\0BFV")
-    assert not _holds(tmp_path, b"") and not _holds(tmp_path / "none", b"")
+    assert has_content(tmp_path / "counts", b"\0BFV \xff") and not has_content(tmp_path / "counts", b"\0BFV")
+    assert not has_content(tmp_path, b"") and not has_content(tmp_path / "none", b"")

@@ -11,13 +11,14 @@ from corpora import load_all
 from twins import batch_of, biases, weights
 
 from ddnn.data.batches import SequentialSampler
-from ddnn.decoding.prepare import compute_scores, log_priors
+from ddnn.decoding.prepare import compute_scores
 from ddnn.kaldi.alignments import read_alignments, read_pdf_counts
 from ddnn.kaldi.archive import iterate_matrices
 from ddnn.kaldi.nnet1 import AffineTransform
 from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1
 from ddnn.nn.network import Workspace
+from ddnn.nn.scorer import log_priors
 from ddnn.optim.sgd import Sgd, SgdOptions
 from ddnn.training.evaluation import FigureSums
 from ddnn.training.step import EagerStep
