@@ -253,9 +253,8 @@ def score(
         UserError: packages are missing; an input is missing, damaged, or does not fit the others.
     """
     from ddnn.decoding import score as scoring
-    from ddnn.decoding.options import decode_options
 
-    options = decode_options(
+    options = scoring.decode_options(
         _optional_path(acoustic_scale_from),
         acoustic_scales=None if acoustic_scale is None else tuple(map(float, acoustic_scale)),
         word_insertion_penalties=None if word_insertion_penalty is None else tuple(map(float, word_insertion_penalty)),

@@ -49,7 +49,7 @@ BUDGETS = {
     "longest function": 55,
     "most imports of ddnn in a file": 35,
     "modules with one importer": 19,
-    "modules that training.trainer imports, directly or not": 64,
+    "modules that training.trainer imports, directly or not": 65,
 }
 """What the code may be at most, by the same rule."""
 
@@ -259,7 +259,7 @@ def measured() -> dict[str, tuple[int, str]]:
         "longest function": max(functions()),
         "most imports of ddnn in a file": (len(imports_of(widest)), widest),
         "modules with one importer": (sum(len(importers[module]) == 1 for module in plain), ""),
-        "modules that training.trainer imports, directly or not": 64(len(reached), ""),
+        "modules that training.trainer imports, directly or not": (len(reached), ""),
     }
 
 

@@ -331,7 +331,8 @@ def test_info_and_bench(run: Run, called: Any) -> None:
 
 
 def test_score(run: Run, called: Any) -> None:
-    from ddnn.decoding.options import DecodeOptions, decode_options
+    from ddnn.decoding.options import DecodeOptions
+    from ddnn.decoding.score import decode_options
 
     shown: dict[str, Any] = {"as_json": lambda result, alignments: {"wer": 4.14, "alignments": alignments}}
     shown |= {"render_text": lambda result, alignments: f"WER {alignments}\n", "decode_options": decode_options}

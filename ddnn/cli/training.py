@@ -272,9 +272,8 @@ def score(
 ) -> None:  # fmt: skip
     """Compute word error rates without Kaldi; needs ddnn[decode]."""
     from ddnn.decoding import score as scoring
-    from ddnn.decoding.options import decode_options
 
-    decoding = decode_options(
+    decoding = scoring.decode_options(
         acoustic_scale_from,
         acoustic_scales=acoustic_scales,
         word_insertion_penalties=word_insertion_penalties,

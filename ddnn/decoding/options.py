@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -73,17 +72,3 @@ def read_choice(path: Path) -> ScaleChoice:
     except ValidationError as error:
         raise DataError("expected the JSON of a scoring", location=path, hint=hint) from error
     return ScaleChoice(path, scored.best, scored.best_word_insertion_penalty, scored.reference)
-
-
-def decode_options(scale_from: Path | None = None, **options: Any) -> DecodeOptions:
-    """The `options` that are not None; acoustic scale and penalty of an earlier scoring, if `scale_from` names one.
-    UserError: scale or penalty are given, too. DataError: it is no scoring."""
-    chosen = {name: value for name, value in options.items() if value is not None}
-    if scale_from is not None:
-        if chosen.keys() & {"acoustic_scales", "word_insertion_penalties"}:
-            hint = "remove --acoustic-scale and --word-insertion-penalty, which it replaces"
-            raise UserError("given together with what it replaces", location="--acoustic-scale-from", hint=hint)
-        choice = read_choice(scale_from)
-        chosen |= {"acoustic_scales": (choice.acoustic_scale,), "chosen_on": choice}
-        chosen |= {"word_insertion_penalties": (choice.word_insertion_penalty,)}
-    return DecodeOptions(**chosen)

@@ -17,7 +17,7 @@ from numpy import float32
 from numpy.typing import NDArray
 
 from ddnn.decoding.graph import DecodingGraph, read_graph
-from ddnn.decoding.options import DecodeOptions, ScaleChoice
+from ddnn.decoding.options import DecodeOptions, ScaleChoice, read_choice
 from ddnn.decoding.search import Hypothesis, decode_utterances
 from ddnn.decoding.word_errors import (
     Unit,
@@ -104,6 +104,20 @@ class ScoreResult:
                 advice = f"if this is a development set, use it for the test set: --acoustic-scale-from {self.out}/score.json"
             notes.append(f"the scale was chosen on this text, which makes its word error rate optimistic: {advice}")
         return notes
+
+
+def decode_options(scale_from: Path | None = None, **options: Any) -> DecodeOptions:
+    """The `options` that are not None; acoustic scale and penalty of an earlier scoring, if `scale_from` names one.
+    UserError: scale or penalty are given, too. DataError: it is no scoring."""
+    chosen = {name: value for name, value in options.items() if value is not None}
+    if scale_from is not None:
+        if chosen.keys() & {"acoustic_scales", "word_insertion_penalties"}:
+            hint = "remove --acoustic-scale and --word-insertion-penalty, which it replaces"
+            raise UserError("given together with what it replaces", location="--acoustic-scale-from", hint=hint)
+        choice = read_choice(scale_from)
+        chosen |= {"acoustic_scales": (choice.acoustic_scale,), "chosen_on": choice}
+        chosen |= {"word_insertion_penalties": (choice.word_insertion_penalty,)}
+    return DecodeOptions(**chosen)
 
 
 def score(
