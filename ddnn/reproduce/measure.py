@@ -1,5 +1,5 @@
-"""From a run dir to its record: the final model evaluated, decoded and scored. The program `ddnn.reproduce.measure
-FOLDER` does so in a process of its own, which can be stopped or killed without harm to others."""
+"""From a run dir to its record: the final model evaluated, decoded and scored. The program `ddnn.reproduce.measure DRAFT
+CORPUS DEVICE` does so in a process of its own, which can be stopped or killed without harm to others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from ddnn.decoding.word_errors import speaker_numbers
 from ddnn.recipe.keys import keys
 from ddnn.recipe.schema import Recipe
 from ddnn.report.measured import read_measured
-from ddnn.report.runs import compute_cpu_fraction, read_run
+from ddnn.report.runs import Run, compute_cpu_fraction, read_run
 from ddnn.reproduce.runs import (
     ADDED_KEYS,
     FrameMetrics,
@@ -25,130 +26,127 @@ from ddnn.reproduce.runs import (
     RunRecord,
     TimeBreakdown,
     WordErrors,
+    dbn_parameters,
+    read_record,
     write_record,
 )
-from ddnn.reproduce.tables import FrozenModel, TestSet, test_digest
-from ddnn.runs.metrics import EpochRow, Metrics
+from ddnn.reproduce.tables import TestSet, load_config, test_digest
+from ddnn.runs.metrics import Metrics
+from ddnn.runs.run_status import DBN, FINAL
+from ddnn.slurm.job import read_job
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
 from ddnn.util.system import device_name
-from ddnn.util.text import log_to_stderr
+from ddnn.util.text import log_to_stderr, plural
 
 MODULE = "ddnn.reproduce.measure"
-TASK = "task.json"
+EVALUATION = "evaluation"  # folder in a run dir while it is evaluated: the record, log-likelihoods
 MAX_BYTES = 1 << 20  # of sclite's summary, which has a line of some hundred bytes for each speaker
 PAPER_NAMES = {("eval2000", "swbd"): "SWB", ("eval2000", "callhm"): "CH"}
 """Kaldi's data dir and subset -> the paper's name. Other test sets have a `swbd` too: it is not the paper's SWB."""
 
-_N = r"[0-9]{1,9}(?:\.[0-9]{1,4})?"
-_FOLDER = re.compile(r"score_[0-9]{1,4}(?:_[0-9]{1,4}(?:\.[0-9]{1,4})?)?")
-_SUMMARY = re.compile(r"([A-Za-z0-9_-]{1,60})\.ctm(?:\.([A-Za-z0-9_-]{1,60}))?\.filt\.(sys|raw)")
-_TOTALS_LINE = re.compile(r"[ \t]*\|?[ \t]*(Sum/Avg|Sum)[ \t]*(?:\|.*)?")
+_FOLDER = re.compile(r"score_\d+(_\d+(\.\d+)?)?")
+_SUMMARY = re.compile(r"([A-Za-z0-9_-]+)\.ctm(?:\.([A-Za-z0-9_-]+))?\.filt\.(?:sys|raw)")
+_N = rb"[0-9]{1,9}(?:\.[0-9]{1,4})?"
 _TOTALS = re.compile(
-    rf"[ \t]*\|?[ \t]*(Sum/Avg|Sum)[ \t]*\|[ \t]*{_N}[ \t]+({_N})[ \t]*"
-    rf"\|[ \t]*{_N}(?:[ \t]+{_N}){{3}}[ \t]+({_N})[ \t]+{_N}[ \t]*(?:\|.*)?"
+    rb"^[ \t|]*(Sum/Avg|Sum)[ \t]*\|[ \t]*%b[ \t]+(%b)[ \t]*\|(?:[ \t]*%b){4}[ \t]+(%b)[ \t]+%b[ \t]*(?:\|.*)?$"
+    % (_N, _N, _N, _N, _N),
+    re.MULTILINE,
 )
-"""sentences and words | correct, sub, del, ins, all errors, sentence errors: in `.sys` (Sum/Avg) percentages."""
-_HINT = "score again with Kaldi's local/score.sh, or remove the file"
+"""Sentences and words | correct, sub, del, ins, all errors, sentence errors; of Sum/Avg (`.sys`) percentages."""
 
 
-class EvaluationTask(FrozenModel):
-    """A finished training to be evaluated; the results are added to its `record`."""
-
-    record: RunRecord
-    run_dir: Path
-    tests: tuple[TestSet, ...]
-    device: str
-
-
-def main(folder: Path) -> int:
-    """Evaluates the run of the task in `folder`, and leaves its record there. Returns the exit code."""
+def main(draft: Path, corpus: Path, device: str) -> int:
+    """Evaluates the run in whose run dir, in the folder `EVALUATION`, the draft of its record is; completes that.
+    Returns the exit code."""
     log_to_stderr()
     try:
-        task = EvaluationTask.model_validate_json((folder / TASK).read_bytes())
-        write_record(folder, evaluate_run(task, folder))
+        run_dir, tests = draft.parents[1], load_config(corpus).tests
+        write_record(draft.parent, evaluate_run(read_record(draft), run_dir, tests, device, draft.parent))
     except UserError as error:
         print(f"ddnn: error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def evaluate_run(task: EvaluationTask, scratch: Path) -> RunRecord:
-    """The record of a finished training, as if it had been trained on this machine where its metrics do not say on
-    which; `time.cores` is 0: unknown. UserError where a test set is damaged or does not fit the model. Log-likelihoods
-    are in `scratch` meanwhile."""
+def evaluate_run(record: RunRecord, run_dir: Path, tests: tuple[TestSet, ...], device: str, scratch: Path) -> RunRecord:
+    """The record of a finished training, with the results of its model. UserError: a test set is damaged or does not
+    fit the model. Log-likelihoods are in `scratch` meanwhile."""
     import torch
 
     from ddnn.training.evaluation import evaluate_run as evaluate
 
     torch.set_num_threads(1)
-    run_dir, run = task.run_dir, read_run(task.run_dir)
-    metrics = run.metrics
-    tests: dict[str, FrameMetrics] = {}
+    run = read_run(run_dir)
+    results: dict[str, FrameMetrics] = {}
     wers: dict[str, WordErrors] = {}
-    for test in task.tests:
+    for test in tests:
         if test.alignments is not None:
-            result = evaluate(run_dir, test.data, test.alignments, device=task.device)
-            tests[test.name] = FrameMetrics.model_validate(result.figures)
-        wers |= _word_errors(run_dir, test, task.device, scratch)
-    measured_epoch = None
+            result = evaluate(run_dir, test.data, test.alignments, device=device)
+            results[test.name] = FrameMetrics.model_validate(result.figures)
+        wers |= _word_errors(run_dir, test, device, scratch)
+    known = training_figures(run)
     with suppress(UserError):  # the metrics may not say what the scaling model starts from
-        measured_epoch = MeasuredEpoch.of(read_measured(run_dir)[0])
-    initial = next((row for row in metrics.cv if row.epoch == 0), None)
-    epochs = [row for row in metrics.cv if row.epoch > 0]
-    return task.record.model_copy(
+        known["measured"] = MeasuredEpoch.of(read_measured(run_dir)[0])
+    if run.recipe is not None and run.recipe.init == "rbm" and run.recipe.pretrain.dbn is not None:
+        dbn = run.recipe.pretrain.dbn / DBN
+        if dbn.is_file() and dbn.stat().st_mtime <= (run_dir / FINAL).stat().st_mtime:  # else others, trained since
+            known["dbn"] = dbn_parameters(dbn)
+    return record.model_copy(
         update={
-            "test_digest": test_digest(task.tests),
-            "epochs": len(epochs),
-            "cv": _frame_metrics(metrics.last_accepted),
-            "cv_by_epoch": tuple(map(_frame_metrics, epochs)),
-            "initial_cv": _frame_metrics(initial),
-            "baseline": _baseline(metrics),
-            "tests": tests,
+            **known,
+            "test_digest": test_digest(tests),
+            "tests": results,
             "wers": wers,
-            "time": time_breakdown(metrics),
-            "measured": measured_epoch,
-            "machine": _joined(row.machine for row in metrics.starts) or device_name(task.device),
-            "precision": _joined(row.precision for row in metrics.starts),
-            "optimizer": _settings(run.recipe),
-            "train_digest": _joined(row.train_digest for row in metrics.starts),
+            "machine": known["machine"] or device_name(device),
             "date": time.strftime("%Y-%m-%d"),
             "version": f"ddnn {version('ddnn')}, torch {torch.__version__}",
         }
     )
 
 
+def training_figures(run: Run) -> dict[str, Any]:
+    """The fields of a record that the metrics and the recipe of a training say."""
+    metrics, starts, job = run.metrics, run.metrics.starts, read_job(run.path)
+    epochs = [row for row in metrics.cv if row.epoch > 0]
+    initial = [_frame_metrics(row.figures) for row in metrics.cv if row.epoch == 0]
+    baselines = [_frame_metrics(row.baseline) for row in starts]  # all are equal
+    final = metrics.last_accepted
+
+    def joined(field: str) -> str:
+        """Several values if a start found another value than the one before."""
+        return "; ".join(dict.fromkeys(getattr(row, field) for row in starts))
+
+    return {
+        "epochs": len(epochs),
+        "cv": _frame_metrics(final.figures) if final else None,
+        "cv_by_epoch": tuple(_frame_metrics(row.figures) for row in epochs),
+        "initial_cv": next(iter(initial), None),
+        "baseline": next(filter(None, baselines), None),
+        "time": time_breakdown(metrics),
+        "machine": joined("machine") + (f", Slurm, {plural(job.nodes, 'node')}" if job else ""),
+        "precision": joined("precision"),
+        "optimizer": _settings(run.recipe),
+        "train_digest": joined("train_digest"),
+    }
+
+
+def _frame_metrics(figures: Mapping[str, float | None]) -> FrameMetrics | None:
+    return None if not figures or None in figures.values() else FrameMetrics.model_validate(figures)
+
+
 def _settings(recipe: Recipe | None) -> str:
-    """As in the records of before a key was added, where it has its default."""
+    """As in records that are older than a key, if it has its default."""
     if recipe is None:
         return ""
-    neutral = {
-        key: keys()[f"optimizer.{key}"].default for key, _ in recipe.optimizer if f"optimizer.{key}" in ADDED_KEYS
-    }
-    return ", ".join(f"{key} {value}" for key, value in recipe.optimizer if (key, value) not in neutral.items())
-
-
-def _joined(values: Iterable[str]) -> str:
-    """Those of the starts of a training; several where one found another value than the one before."""
-    return "; ".join(dict.fromkeys(values))
-
-
-def _baseline(metrics: Metrics) -> FrameMetrics | None:
-    for row in metrics.starts:  # each finds the same
-        if row.baseline and None not in row.baseline.values():
-            return FrameMetrics.model_validate(row.baseline)
-    return None
-
-
-def _frame_metrics(row: EpochRow | None) -> FrameMetrics | None:
-    if row is None or row.loss is None or row.frame_accuracy is None:
-        return None
-    return FrameMetrics(loss=row.loss, frame_accuracy=row.frame_accuracy)
+    added = {key: keys()[f"optimizer.{key}"].default for key, _ in recipe.optimizer if f"optimizer.{key}" in ADDED_KEYS}
+    return ", ".join(f"{key} {value}" for key, value in recipe.optimizer if (key, value) not in added.items())
 
 
 def time_breakdown(metrics: Metrics) -> TimeBreakdown:
     rows = metrics.workers
-    ranks = max(1, len({row.rank for row in rows}))
+    ranks = max(1, metrics.num_workers or 1)
+    cores = min((row.world_size * (row.cores_per_worker or 0.0) for row in metrics.starts), default=0.0)
 
     def seconds(*names: str) -> float | None:
         parts = ((row.seconds or 0.0) * (getattr(row, f"{name}_fraction") or 0.0) for row in rows for name in names)
@@ -162,14 +160,15 @@ def time_breakdown(metrics: Metrics) -> TimeBreakdown:
         wait_seconds=seconds("wait"),
         averagings=sum(row.averagings for row in rows if row.rank == 0),
         bytes_sent=fmean(sent) * len({row.epoch for row in rows}) if sent else None,
+        cores=round(cores),
         compute_cpu_fraction=compute_cpu_fraction(metrics),
     )
 
 
 def _word_errors(run_dir: Path, test: TestSet, device: str, scratch: Path) -> dict[str, WordErrors]:
-    """Word errors with each graph; of a test set without graphs what Kaldi's scoring has left, if it has run."""
+    """Word errors with each graph; of a test set without graphs those that Kaldi's scoring has counted, if it has run."""
     if not test.graphs or test.model is None or test.text is None:
-        return _kaldi_word_errors(run_dir, test)
+        return kaldi_word_errors(run_dir, test)
     from ddnn.decoding.options import DecodeOptions
     from ddnn.decoding.prepare import prepare_decoding
     from ddnn.decoding.score import score
@@ -191,92 +190,71 @@ def _word_errors(run_dir: Path, test: TestSet, device: str, scratch: Path) -> di
     return word_errors
 
 
-def with_kaldi_wer(
-    records: Mapping[str, RunRecord], run_dirs: Mapping[str, Path], folder: Path, tests: Iterable[TestSet]
-) -> dict[str, RunRecord]:
-    """The records of `folder` with the word error rates that Kaldi's scoring has left in the run dirs since; they are
-    written. DataError where a summary of sclite is damaged, or two test sets have scores of the same name."""
-    result = dict(records)
-    by_kaldi = [test for test in tests if not test.graphs]
-    for name, record in records.items():
-        wers: dict[str, WordErrors] = {}
-        for test in by_kaldi if record.failed is None else []:
-            more = _kaldi_word_errors(run_dirs[name], test)
-            if both := wers.keys() & more.keys():
-                message = f"two test sets have a {min(both)}"
-                raise DataError(message, location=run_dirs[name], hint="rename one of them")
-            wers |= more
-        if wers and wers != record.wers:
-            result[name] = record.model_copy(update={"wers": {**record.wers, **wers}})
-            write_record(folder, result[name])
-    return result
+def with_kaldi_wer(record: RunRecord, run_dir: Path, tests: Iterable[TestSet]) -> RunRecord:
+    """The record with the word error rates that Kaldi's scoring has left in the run dir since. DataError: a summary of
+    sclite is damaged, or two test sets have scores of the same name."""
+    wers: dict[str, WordErrors] = {}
+    for test in tests:
+        if not test.graphs and record.failed is None:
+            scores = kaldi_word_errors(run_dir, test)
+            if common := wers.keys() & scores.keys():
+                message = f"two test sets have a {min(common)}"
+                raise DataError(message, location=run_dir, hint="rename one of them")
+            wers |= scores
+    return record.model_copy(update={"wers": {**record.wers, **wers}})
 
 
-def _kaldi_word_errors(run_dir: Path, test: TestSet) -> dict[str, WordErrors]:
-    """What sclite counted of a decoding by Kaldi in the run dir's decode-TEST; empty where it has not run."""
+def kaldi_word_errors(run_dir: Path, test: TestSet) -> dict[str, WordErrors]:
+    """What sclite counted of a decoding by Kaldi in the run dir's decode-TEST; empty if it has not run."""
     return {name: WordErrors(wer=wer) for name, wer in best_scores(run_dir / f"decode-{test.name}").items()}
 
 
 def best_scores(decode_dir: Path) -> dict[str, float]:
-    """The lowest word error rates, in percent, of what Kaldi's `local/score_sclite.sh` (egs/swbd) leaves:
+    """The lowest word error rates, in percent, among the files of Kaldi's `local/score_sclite.sh` (egs/swbd):
 
         score_LMWT/NAME.ctm[.SUBSET].filt.{sys,raw}             s5b
         score_LMWT_PENALTY/NAME.ctm[.SUBSET].filt.{sys,raw}     s5c, with a word insertion penalty
 
     NAME is that of the data dir; eval2000 has the subsets `swbd` and `callhm`, rt03 `swbd` and `fsh`. `.sys` has
     percentages with one decimal, `.raw` counts of words, which are preferred. The best weight counts for each subset by
-    itself, as in `utils/best_wer.sh`. DataError: a directory or a summary cannot be read, a summary is malformed, or
-    two data dirs have been scored into one directory.
+    itself, as in `utils/best_wer.sh`. DataError: a summary cannot be read or is malformed, or two data dirs have been
+    scored into one directory.
 
     Returns:
         By test set: NAME for the whole of it, SWB and CH for subsets of eval2000, "NAME SUBSET" for those of others.
-        Empty where nothing has been scored, or there is no such directory.
+        Empty if nothing has been scored, or there is no such directory.
     """
+    summaries: dict[tuple[str, str, str], Path] = {}  # score folder, data dir, subset ("" for all of it)
+    for path in sorted(decode_dir.glob("*/*.filt.*")):  # .raw comes before .sys
+        match = _SUMMARY.fullmatch(path.name)
+        if match and _FOLDER.fullmatch(path.parent.name):
+            summaries.setdefault((path.parent.name, match[1], match[2] or ""), path)
+    data_dirs = {data for _, data, _ in summaries}
+    if len(data_dirs) > 1:
+        message = f"two data dirs have been scored here, {' and '.join(sorted(data_dirs))}"
+        raise DataError(message, location=decode_dir, hint="decode each into a directory of its own")
     scores: dict[str, float] = {}
-    owner = ""
-    for folder in filter(lambda entry: _FOLDER.fullmatch(entry.name), _entries(decode_dir)):
-        summaries: dict[tuple[str, str], Path] = {}  # data dir and subset ("" for all of it) -> file
-        for path in _entries(folder):
-            match = _SUMMARY.fullmatch(path.name)
-            if match is not None and (match[3] == "raw" or (match[1], match[2] or "") not in summaries):
-                summaries[match[1], match[2] or ""] = path
-        for (data, subset), summary in sorted(summaries.items()):
-            owner = owner or data
-            if data != owner:
-                message = f"two data dirs have been scored here, {owner} and {data}"
-                raise DataError(message, location=decode_dir, hint="decode each into a directory of its own")
-            name = PAPER_NAMES.get((data, subset), f"{data} {subset}".rstrip())
-            wer = read_summary(summary)
-            scores[name] = min(scores.get(name, wer), wer)
+    for (_, data, subset), path in sorted(summaries.items()):
+        name, wer = PAPER_NAMES.get((data, subset), f"{data} {subset}".rstrip()), read_summary(path)
+        scores[name] = min(scores.get(name, wer), wer)
     return dict(sorted(scores.items()))
 
 
 def read_summary(path: Path) -> float:
-    """The word error rate of a `.sys` or `.raw`, in percent; DataError where it is not what sclite writes."""
+    """The word error rate of a `.sys` or `.raw`, in percent. DataError: it is not what sclite writes."""
+    hint = "score again with Kaldi's local/score.sh, or remove the file"
     try:
-        text = read_bytes_limited(path, MAX_BYTES).decode("utf-8", "replace")
+        totals = _TOTALS.findall(read_bytes_limited(path, MAX_BYTES))
     except OSError as error:
-        raise DataError(f"cannot read sclite's summary: {error.strerror}", location=path, hint=_HINT) from error
-    lines = [line for line in text.splitlines() if _TOTALS_LINE.fullmatch(line)]
-    totals = _TOTALS.fullmatch(lines[0]) if len(lines) == 1 else None
-    if totals is None:
-        shown = f"the totals {lines[0].strip()[:200]!r}" if len(lines) == 1 else f"{len(lines)} lines of totals"
-        expected = "expected 2 and then 6 numbers" if len(lines) == 1 else "expected one (Sum/Avg or Sum)"
-        raise DataError(f"not a summary of sclite: {shown} found, {expected}", location=path, hint=_HINT)
-    words, errors = float(totals[2]), float(totals[3])
+        raise DataError(f"cannot read sclite's summary: {error.strerror}", location=path, hint=hint) from error
+    if len(totals) != 1:
+        message = f"{len(totals)} lines of totals with 8 numbers found, expected one (Sum/Avg or Sum)"
+        raise DataError(f"not a summary of sclite: {message}", location=path, hint=hint)
+    name, words, errors = totals[0][0], float(totals[0][1]), float(totals[0][2])
     if words < 1:
         raise DataError("the reference has no words", location=path, hint="check the stm file that was scored against")
-    return 100.0 * errors / words if totals[1] == "Sum" else errors
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise DataError(f"cannot list it: {error.strerror}", location=folder) from error
+    return 100.0 * errors / words if name == b"Sum" else errors
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))

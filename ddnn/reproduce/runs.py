@@ -1,15 +1,15 @@
-"""Which runs the tables need, and the results of those that are finished: for each a JSON file of a few kilobytes that
-outlives the run dir, and from which tables are made."""
+"""Which runs the tables need, and the records of finished ones: for each run a JSON file of a few kilobytes that outlives
+the run dir, and from which the report is written."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import Field, ValidationError
@@ -51,6 +51,21 @@ Amount = Annotated[float, Field(ge=0.0, le=1e15, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=1e-9, le=1e18, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**53)]
+
+
+class Metric(NamedTuple):
+    """A result of a run, in percent: frame accuracy on the cross-validation set or a test set, or word error rate."""
+
+    kind: Literal["cv", "frames", "words"]
+    name: str = ""  # of the test set, or of test set and graph
+
+    @property
+    def label(self) -> str:
+        return {"cv": "CV frame accuracy", "frames": f"{self.name} frame accuracy"}.get(self.kind, f"{self.name} WER")
+
+    @property
+    def title(self) -> str:
+        return f"{self.label} (%)"
 
 
 class FrameMetrics(FrozenModel):
@@ -147,6 +162,13 @@ class RunRecord(FrozenModel):
         return f"{self.condition}-{self.workers}-{self.seed}"
 
     @property
+    def percents(self) -> dict[Metric, float]:
+        """The results of the final model."""
+        frames = {Metric("cv"): self.cv, **{Metric("frames", name): result for name, result in self.tests.items()}}
+        accuracies = {metric: 100.0 * result.frame_accuracy for metric, result in frames.items() if result is not None}
+        return accuracies | {Metric("words", name): errors.wer for name, errors in self.wers.items()}
+
+    @property
     def kind_of_machine(self) -> str:
         """Without the number of cores; several where it was resumed on another; "": unknown."""
         return "; ".join(sorted({machine.split(",")[0] for machine in self.machine.split("; ")}))
@@ -170,7 +192,7 @@ class RunRecord(FrozenModel):
 
 
 def dbn_parameters(path: Path) -> str:
-    """What tells RBMs from others, whatever file they are in: `OF_PARAMETERS` and 12 digits of their SHA-256."""
+    """Identifies RBMs, whatever file they are in: `OF_PARAMETERS` and 12 digits of the SHA-256 of their parameters."""
     from ddnn.nn.acoustic_model import load_model  # torch takes a second; nothing else here needs it
 
     parameters = load_model(path).network.parameters.numpy()
@@ -178,7 +200,7 @@ def dbn_parameters(path: Path) -> str:
 
 
 def write_record(folder: Path, record: RunRecord) -> Path:
-    """Writes one record as NAME.json, whole or not at all; UserError where that is not possible."""
+    """Writes a record as NAME.json, completely or not at all. UserError: it cannot be written."""
     path = folder / f"{record.name}.json"
     ensure_directory(folder)
     write_text(path, json.dumps(record.model_dump(mode="json"), separators=(",", ":")) + "\n")
@@ -186,103 +208,98 @@ def write_record(folder: Path, record: RunRecord) -> Path:
 
 
 def read_record(path: Path) -> RunRecord:
-    """One record; DataError where it cannot be read, or is none."""
+    """Reads a record. DataError: it cannot be read, or is not a record."""
     hint = "delete it: its run is then evaluated again, or trained again if its run dir is gone"
     if not re.fullmatch(r".+-\d+-\d+", path.stem):
         hint = "move it elsewhere: records are called CONDITION-WORKERS-SEED.json, without any other .json beside them"
     try:
-        return RunRecord.model_validate_json(read_bytes_limited(path, MAX_BYTES), strict=True)
+        record = RunRecord.model_validate_json(read_bytes_limited(path, MAX_BYTES), strict=True)
     except OSError as error:
         raise DataError(f"cannot read: {error.strerror}", location=path, hint=hint) from error
     except ValidationError as error:
         raise DataError(f"not the record of a run: {first_error(error)}", location=path, hint=hint) from error
+    if record.name != path.stem:
+        raise DataError(f"the record of {record.name}", location=path, hint="a record has the name of its run")
+    return record
 
 
 def read_records(folder: Path) -> dict[str, RunRecord]:
-    """Name -> record, of all in a folder, or of none where there is no folder; DataError where one is damaged."""
-    records = {}
-    for path in sorted(folder.glob("*.json")):
-        record = records[path.stem] = read_record(path)
-        if record.name != path.stem:
-            raise DataError(f"the record of {record.name}", location=path, hint="a record has the name of its run")
-    return records
+    """Name -> record, of all in a folder, which need not exist. DataError: one is damaged."""
+    return {path.stem: read_record(path) for path in sorted(folder.glob("*.json"))}
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training that a table needs."""
+    """A training that a table needs, and where its results go: into `output_dir`."""
 
     condition: str  # after the corpus's `aliases`
     workers: int
     seed: int
     recipe: Path
     digest: str  # of what the recipe says; in the run dir's name, so that a changed recipe gets another
-    dbn_digest: str  # of the recipe of the seed's RBMs; empty where it does not start from them
+    dbn_digest: str  # of the recipe of the seed's RBMs; empty if the run does not start from them
     test_digest: str  # of what its model is tested on
+    output_dir: Path
 
     @property
     def name(self) -> str:
         return f"{self.condition}-{self.workers}-{self.seed}"
 
     @property
+    def run_dir(self) -> Path:
+        return self.output_dir / "runs" / f"{self.name}-{self.digest[:8]}"
+
+    @property
+    def dbn_dir(self) -> Path:
+        return self.output_dir / "dbns" / f"{self.seed}-{self.dbn_digest[:8]}"
+
+    @property
+    def dbn_name(self) -> str:
+        return f"dbn-{self.seed}"
+
+    @property
     def overrides(self) -> tuple[str, ...]:
-        """As for --set, without the RBMs."""
-        return f"seed={self.seed}", f"parallel.workers={self.workers}"
+        """For --set."""
+        settings = f"seed={self.seed}", f"parallel.workers={self.workers}"
+        pretrain = json.dumps({"dbn": str(self.dbn_dir), "epochs": None})
+        return (*settings, f"pretrain={pretrain}") if self.dbn_digest else settings
+
+    @property
+    def is_trained(self) -> bool:
+        return (self.run_dir / FINAL).exists()
+
+    @property
+    def lacks_dbn(self) -> bool:
+        """Whether the RBMs that it starts from do not exist yet."""
+        return bool(self.dbn_digest) and not (self.dbn_dir / DBN).exists()
 
     def is_recorded(self, records: Mapping[str, RunRecord]) -> bool:
-        """Whether a record of this very recipe and these tests exists."""
+        """Whether there is a record of this very recipe and these tests."""
         record = records.get(self.name)
         if record is None or record.recipe != self.digest:
             return False
         return record.failed is not None or record.test_digest == self.test_digest
 
 
-@dataclass(frozen=True)
-class OutputLayout:
-    """Where results go: into folders of `output_dir`; the records may be elsewhere."""
-
-    output_dir: Path
-    records: Path
-
-    def run_dir(self, run: PlannedRun) -> Path:
-        return self.output_dir / "runs" / f"{run.name}-{run.digest[:8]}"
-
-    def dbn_dir(self, run: PlannedRun) -> Path:
-        return self.output_dir / "dbns" / f"{run.seed}-{run.dbn_digest[:8]}"
-
-    def is_trained(self, run: PlannedRun) -> bool:
-        return (self.run_dir(run) / FINAL).exists()
-
-    def lacks_dbn(self, run: PlannedRun) -> bool:
-        return bool(run.dbn_digest) and not (self.dbn_dir(run) / DBN).exists()
-
-    def needs_dbn(self, run: PlannedRun) -> bool:
-        """Whether the run is still to be trained, from RBMs that do not exist yet."""
-        return self.lacks_dbn(run) and not self.is_trained(run)
-
-    def log(self, name: str) -> Path:
-        return self.output_dir / "logs" / f"{name}.txt"
-
-
-def plan_runs(config: ReproduceConfig, folder: Path, tables: Iterable[Table]) -> list[PlannedRun]:
+def plan_runs(config: ReproduceConfig, folder: Path, tables: Iterable[Table], output_dir: Path) -> list[PlannedRun]:
     """The runs of these tables, each once, seed by seed, from the recipes in the corpus's folder. UserError: a
     condition has no recipe. RecipeError: a recipe is damaged, or its data do not exist."""
-    cells: dict[tuple[str, int], Path] = {}
+    recipes: dict[tuple[int, str], Path] = {}
     for table in tables:
         for condition in table.conditions:
             for workers in table.columns(condition, config.workers, config.max_workers):
                 name = config.recipe_name(condition.name)
                 path = folder / config.recipes.replace("{condition}", name).replace("{workers}", str(workers))
                 if not condition.extension or path.is_file():
-                    cells[name, workers] = path
-    dbn = recipe_digest(_load(folder / config.dbn_recipe, "the RBMs"))
-    tests = test_digest(config.tests)
+                    recipes.setdefault((workers, name), path)
+    dbn, tests = recipe_digest(_load(folder / config.dbn_recipe, "the RBMs")), test_digest(config.tests)
     runs = []
     for seed in config.seeds:
-        for (name, workers), path in sorted(cells.items(), key=lambda cell: cell[0][1]):  # equal sizes fit side by side
+        for (workers, name), path in sorted(recipes.items(), key=lambda item: item[0][0]):
             recipe = _load(path, f"the condition {name}", (f"seed={seed}", f"parallel.workers={workers}"))
             own_dbn = dbn if recipe.init == "rbm" and recipe.pretrain.dbn is None else ""
-            runs.append(PlannedRun(name, workers, seed, path, recipe_digest(recipe, own_dbn), own_dbn, tests))
+            digest = recipe_digest(recipe, own_dbn)
+            runs.append(PlannedRun(name, workers, seed, path, digest, own_dbn, tests, output_dir))
     return runs
 
 
@@ -297,7 +314,7 @@ def _load(path: Path, subject: str, overrides: tuple[str, ...] = ()) -> Recipe:
 
 
 def recipe_digest(recipe: Recipe, dbn: str = "") -> str:
-    """SHA-256 of what a recipe says, and the digest of its RBMs' recipe. Of data the names and sizes count, not where
+    """SHA-256 of what a recipe says, and of the digest of its RBMs' recipe. For data the names and sizes count, not where
     they are; keys that change no result do not count."""
     tree: dict[str, Any] = yaml.safe_load(dump_recipe(recipe))
     tree.pop("log", None)  # what is reported, not what is computed
@@ -307,8 +324,8 @@ def recipe_digest(recipe: Recipe, dbn: str = "") -> str:
         for part in above:
             inner = section.get(part)  # a key that takes a value or a mapping may have a value here
             section = inner if isinstance(inner, dict) else {}
-        neutral = name in ADDED_KEYS and section.get(last) == key.default
-        if neutral or name in NON_RESULT_KEYS or name.startswith("checkpoint."):
+        has_no_effect = name in ADDED_KEYS and section.get(last) == key.default
+        if has_no_effect or name in NON_RESULT_KEYS or name.startswith("checkpoint."):
             section.pop(last, None)
         elif key.is_path and last in section:
             prints = [file_fingerprint(path) for path in as_list(get_value(recipe, name))]
@@ -316,32 +333,31 @@ def recipe_digest(recipe: Recipe, dbn: str = "") -> str:
     return hashlib.sha256(json.dumps([RESULT_VERSION, tree, dbn], sort_keys=True).encode()).hexdigest()
 
 
-def missing_runs(runs: Sequence[PlannedRun], records: Mapping[str, RunRecord]) -> list[PlannedRun]:
-    """Those without a record that counts."""
+def missing_runs(runs: Iterable[PlannedRun], records: Mapping[str, RunRecord]) -> list[PlannedRun]:
+    """The runs without a record that counts."""
     return [run for run in runs if not run.is_recorded(records)]
 
 
-_OUTDATED = {
-    "recipe": ("of another recipe or other data", "their runs are trained again"),
-    "tests": ("evaluated on other tests", "their runs are evaluated again, or trained again if the run dirs are gone"),
+OUTDATED = {
+    "outdated_recipe": "records of another recipe or other data: {}, which do not count; their runs are trained again: {}",
+    "outdated_tests": "records evaluated on other tests: {}, which do not count; their runs are evaluated again, or trained "
+    "again if the run dirs are gone: {}",
 }
 
 
-def outdated_records(runs: Sequence[PlannedRun], records: Mapping[str, RunRecord]) -> dict[str, list[str]]:
-    """Names of the runs with a record that does not count: by `recipe`, of another recipe or other data; by `tests`, of
-    a model tested otherwise."""
-    outdated: dict[str, list[str]] = {why: [] for why in _OUTDATED}
-    for run in missing_runs(runs, records):
-        if run.name in records:
-            outdated["tests" if records[run.name].recipe == run.digest else "recipe"].append(run.name)
-    return outdated
+def outdated_records(runs: Iterable[PlannedRun], records: Mapping[str, RunRecord]) -> dict[str, list[str]]:
+    """Names of the runs whose record does not count: it is of another recipe or other data, or of a model that was
+    evaluated on other tests."""
+    outdated = [run for run in missing_runs(runs, records) if run.name in records]
+    tests = [run.name for run in outdated if records[run.name].recipe == run.digest]
+    return {"outdated_recipe": [run.name for run in outdated if run.name not in tests], "outdated_tests": tests}
 
 
-def describe_outdated(outdated: Mapping[str, Sequence[str]]) -> list[str]:
-    """What is done about them, in words."""
-    return [
-        f"records {_OUTDATED[why][0]}: {len(names)}, which do not count; {_OUTDATED[why][1]}: {', '.join(names[:5])}"
-        + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        for why, names in outdated.items()
-        if names
-    ]
+def describe_outdated(values: Mapping[str, Any]) -> list[str]:
+    """What is done about `outdated_records`, a sentence each."""
+    lines = []
+    for key, text in OUTDATED.items():
+        names = values[key]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        lines += [text.format(len(names), ", ".join(names[:5]) + more)] if names else []
+    return lines

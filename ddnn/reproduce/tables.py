@@ -24,7 +24,7 @@ Side = tuple[Name, Literal[1, "max"]]  # a condition and its number of workers
 BASE = "base"  # the condition that others are compared with
 FILE = "reproduce.yaml"
 README = "README.md"  # beside it, where there is one: says where the data come from
-RENAMED = {"stack": "dbn_recipe", "same": "aliases", "many": "max_workers"}
+RENAMED_KEYS = {"stack": "dbn_recipe", "same": "aliases", "many": "max_workers"}
 _HINT = "docs/reproduce.md describes its keys"
 
 
@@ -45,13 +45,13 @@ class Condition(FrozenModel):
 
 
 class Hypothesis(FrozenModel):
-    """What the paper says of two conditions: `expected_better` makes fewer errors than `expected_worse`."""
+    """What the paper says about two conditions: `expected_better` makes fewer errors than `expected_worse`."""
 
     statement: str
     expected_better: Side
     expected_worse: Side
-    published: bool = True  # by the paper; else it is asked here only
-    instead_of: Side | None = None  # tests what others of the table ask of this side, where its runs failed
+    published: bool = True  # by the paper; otherwise it is only asked here
+    instead_of: Side | None = None  # tests what the table's other hypotheses ask about this side, if its runs failed
 
 
 class Table(FrozenModel):
@@ -67,7 +67,7 @@ class Table(FrozenModel):
     note: str = ""  # what a reader has to know
 
     def columns(self, condition: Condition, sizes: tuple[int, ...], max_workers: int) -> tuple[int, ...]:
-        """Numbers of workers with which a condition is trained, on a corpus with these sizes."""
+        """The numbers of workers that a condition is trained with, on a corpus with these sizes."""
         selected = condition.workers or self.workers
         if selected != "all":
             sizes = tuple(max_workers if size == "max" else size for size in selected)
@@ -78,7 +78,7 @@ class Table(FrozenModel):
 
 
 class Paper(FrozenModel):
-    """All of the file; `source` says where the published figures are from, and what they are."""
+    """The whole file; `source` says where the published figures are from, and what they are."""
 
     source: str
     published_speed_ups: dict[Name, dict[int, float]]  # condition -> GPUs -> speed-up over one
@@ -98,10 +98,10 @@ def paper() -> Paper:
 
 
 def select_tables(names: tuple[str, ...]) -> tuple[Table, ...]:
-    """The tables of these names, each once, or "all" of them; UserError where there is none of a name."""
+    """The tables with these names, each once, or "all" of them. UserError: there is no table with a name."""
     tables = paper().tables
     for name in names:
-        if name != "all" and name not in tables:
+        if name not in (*tables, "all"):
             raise UserError(f"there is no table {name!r}", hint=f"name one or more of: {', '.join(tables)}, all")
     return tuple(tables[name] for name in (tables if "all" in names else dict.fromkeys(names)))
 
@@ -117,7 +117,7 @@ class TestSet(FrozenModel):
     text: Path | None = None  # the reference; with `graphs`
     graphs: dict[Name, Path] = Field(default={})  # language model -> Kaldi graph dir; none: WERs come from Kaldi
     model: Path | None = None  # the final.mdl that the graphs were made with
-    # Of each run the best counts.
+    # For each run the best one counts.
     acoustic_scales: tuple[Annotated[float, Field(gt=0.0, lt=100.0)], ...] = (0.07, 0.1, 0.143)
 
 
@@ -125,14 +125,16 @@ class ReproduceConfig(FrozenModel):
     """What to run on a corpus, which the tables call `name`."""
 
     name: Name
-    recipes: str = "tables/{condition}.yaml"  # relative to this file; `{workers}` where each size has one of its own
-    dbn_recipe: str = "tables/base.yaml"  # of the RBMs; the runs of a seed share one DBN
-    aliases: dict[Name, Name] = Field(default={})  # condition -> the one that it equals here and whose runs it shares
+    recipes: str = "tables/{condition}.yaml"  # relative to this file; `{workers}` if each size has a recipe of its own
+    dbn_recipe: str = "tables/base.yaml"  # trains the RBMs; the runs of a seed share one DBN
+    aliases: dict[Name, Name] = Field(default={})  # condition -> the one that it equals here, whose runs it shares
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = (1, 2, 3)
     workers: tuple[Annotated[int, Field(ge=1, le=10_000)], ...]  # smallest first
     max_workers: Annotated[int, Field(ge=2, le=10_000)]  # of tables that compare one worker with many
-    notes: dict[Name, Annotated[str, Field(max_length=4000)]] = Field(default={})  # of tables here; `all` is at the top
-    tests: tuple[TestSet, ...] = ()  # by name in the file
+    notes: dict[Name, Annotated[str, Field(max_length=4000)]] = Field(
+        default={}
+    )  # table -> a note on it; `all`: at the top
+    tests: tuple[TestSet, ...] = ()  # a mapping by name in the file
 
     def recipe_name(self, condition: str) -> str:
         """The condition whose recipe and runs count for this one."""
@@ -141,7 +143,7 @@ class ReproduceConfig(FrozenModel):
 
 def find_corpus(name: str) -> Path:
     """The folder of a corpus: `recipes/NAME` in the working directory, a folder with a reproduce.yaml, that file, or
-    `recipes/NAME` in ddnn's checkout; UserError where there is none."""
+    `recipes/NAME` in ddnn's checkout. UserError: there is no such corpus."""
     if Path(name).name == FILE and Path(name).is_file():
         return Path(name).parent
     candidates = [Path("recipes", name), Path(name)]
@@ -156,11 +158,17 @@ def find_corpus(name: str) -> Path:
 
 
 def load_config(folder: Path) -> ReproduceConfig:
-    """Reads reproduce.yaml and resolves its paths; DataError where a value is invalid, or a path does not exist."""
+    """Reads reproduce.yaml and resolves its paths. DataError: a value is invalid, or a path does not exist."""
     path = folder / FILE
-    tree = _read_tree(path)
-    for old in RENAMED.keys() & tree.keys():
-        raise DataError(f"unknown key {old!r}", location=path, hint=f"the key is now called {RENAMED[old]!r}")
+    source = read_yaml(path)
+    for problem in source.problems:  # anchors, tags and the like are refused as in recipes
+        raise DataError(problem.text, location=problem.source, hint=_HINT)
+    tree = source.nested()
+    for old in RENAMED_KEYS.keys() & tree.keys():
+        raise DataError(f"unknown key {old!r}", location=path, hint=f"the key is now called {RENAMED_KEYS[old]!r}")
+    tests = tree.get("tests")
+    if isinstance(tests, dict):  # by name in the file, so that no two have the same
+        tree["tests"] = [{"name": name, **test} if isinstance(test, dict) else test for name, test in tests.items()]
     try:
         config = ReproduceConfig.model_validate(tree)
     except ValidationError as error:
@@ -176,40 +184,29 @@ def load_config(folder: Path) -> ReproduceConfig:
     return config.model_copy(update={"tests": tuple(_with_absolute_paths(test, folder) for test in config.tests)})
 
 
-def _read_tree(path: Path) -> dict[str, Any]:
-    """The file's values, nested; anchors, tags and the like are refused as in recipes."""
-    read = read_yaml(path)
-    for problem in read.problems:
-        raise DataError(problem.text, location=problem.source, hint=_HINT)
-    tree = read.nested()
-    tests = tree.get("tests")
-    if isinstance(tests, dict):  # by their names, so that no two have the same
-        tree["tests"] = [{"name": name, **test} if isinstance(test, dict) else test for name, test in tests.items()]
-    return tree
-
-
 def _with_absolute_paths(test: TestSet, folder: Path) -> TestSet:
     if test.graphs and (test.model is None or test.text is None):
         raise DataError(f"test {test.name}: graphs need `model` and `text`", location=folder / FILE)
 
-    def resolve(key: str, path: Path) -> Path:
-        candidates = list(dict.fromkeys((Path.cwd() / path, folder.absolute() / path)))
+    def resolve(value: Any, key: str) -> Any:
+        if isinstance(value, dict):
+            return {name: resolve(path, f"{key}.{name}") for name, path in value.items()}
+        if not isinstance(value, Path):
+            return value
+        candidates = list(dict.fromkeys((Path.cwd() / value, folder.absolute() / value)))
         for candidate in candidates:
             if candidate.exists():
                 return candidate.resolve()
         source = f"; {folder / README} says where they come from" if (folder / README).is_file() else ""
-        missing = f"{path} does not exist: there is no {' and no '.join(map(str, candidates))}"
+        missing = f"{value} does not exist: there is no {' and no '.join(map(str, candidates))}"
         hint = f"run it in the folder from which this path leads to the data, or put the data there{source}"
-        raise DataError(f"tests.{test.name}.{key}: {missing}", location=folder / FILE, hint=hint)
+        raise DataError(f"{key}: {missing}", location=folder / FILE, hint=hint)
 
-    keys = ("data", "alignments", "text", "model")
-    changes = {key: resolve(key, value) for key in keys if (value := getattr(test, key)) is not None}
-    graphs = {name: resolve(f"graphs.{name}", path) for name, path in test.graphs.items()}
-    return test.model_copy(update={**changes, "graphs": graphs})
+    return test.model_copy(update=resolve(dict(test), f"tests.{test.name}"))
 
 
 def test_digest(tests: Sequence[TestSet]) -> str:
-    """SHA-256 of what models are tested on and how: names and sizes of files, not the folders that hold them."""
+    """SHA-256 of what models are tested on and how: names and sizes of files, not the folders that contain them."""
     fields = [
         [t.name, list(t.acoustic_scales), [file_fingerprint(p) for p in (t.data, t.alignments, t.text, t.model)]]
         + [[name, file_fingerprint(path)] for name, path in sorted(t.graphs.items())]
@@ -219,8 +216,8 @@ def test_digest(tests: Sequence[TestSet]) -> str:
 
 
 def file_fingerprint(path: Path | None) -> list[object]:
-    """What identifies a file or folder wherever it is: its name, and the size of it or of the files directly in it, but
-    for scripts (.scp), which hold paths."""
+    """Identifies a file or folder wherever it is: its name, and the size of the file, or of the files directly in the
+    folder except .scp files, which contain paths."""
     if path is None:
         return []
     files = list(path.iterdir()) if path.is_dir() else [path]

@@ -19,7 +19,7 @@ import pytest
 from reproduce.small import write_corpus
 
 from ddnn.reproduce.command import LOCK, ReproduceResult, exclusive
-from ddnn.reproduce.runs import OutputLayout, PlannedRun, RunRecord, plan_runs, write_record
+from ddnn.reproduce.runs import PlannedRun, RunRecord, plan_runs, write_record
 from ddnn.reproduce.tables import load_config, select_tables
 from ddnn.util.errors import UserError
 from ddnn.util.files import is_locked
@@ -36,7 +36,7 @@ def one_seed(folder: Path) -> Path:
 
 
 def runs_of(folder: Path) -> list[PlannedRun]:
-    return plan_runs(load_config(folder), folder, select_tables(("table6",)))
+    return plan_runs(load_config(folder), folder, select_tables(("table6",)), folder.parents[1] / "out")
 
 
 def record_of(run: PlannedRun, **changes: object) -> RunRecord:
@@ -123,7 +123,7 @@ def test_a_dry_run_lists_what_this_call_would_make(tmp_path: Path, run_cli: RunC
     assert "no estimate of the time: no run is recorded yet" in said
     runs = {run.name: run for run in runs_of(folder)}
     write_record(out / "records", record_of(runs["sgd-1-2"]))
-    run_dir = OutputLayout(out, out / "records").run_dir(runs["base-1-2"])
+    run_dir = runs["base-1-2"].run_dir
     run_dir.mkdir(parents=True)
     (run_dir / "final.safetensors").touch()
     told = json.loads(run_cli(*arguments, "--seeds", "2", "--workers", "1", "--json").stdout)
@@ -177,7 +177,7 @@ def test_records_that_do_not_count_are_named(tmp_path: Path, run_cli: RunCli, mo
     )
     told = json.loads(run_cli(*arguments, "--report-only", "--json").stdout)
     assert (told["outdated_recipe"], told["outdated_tests"]) == ([second.name], [third.name])
-    monkeypatch.setattr("ddnn.reproduce.command.LocalExecutor.execute", lambda *_: [])
+    monkeypatch.setattr("ddnn.reproduce.command.LocalExecutor.execute", lambda *_: {})
     assert "of another recipe or other data: 1" in run_cli(*arguments).stderr, "before it is trained again"
 
 
@@ -205,14 +205,14 @@ def test_a_report_is_called_as_it_is_given_without_its_ending(tmp_path: Path, ru
 
 
 def test_what_failed_is_reported_with_one_hint() -> None:
-    def raised(*errors: str) -> str:
+    def raised(**errors: UserError) -> str:
         with pytest.raises(UserError) as error:
-            ReproduceResult(("table6",), 0, (), (), {}, errors).raise_errors()
+            ReproduceResult({}, errors).raise_errors()
         return str(error.value)
 
-    assert raised("base-1-1: it broke\n  hint: repair it").count("hint:") == 1
-    assert raised("base-1-1: it broke").startswith("1 run failed: base-1-1: it broke\n  hint: fix it, then run")
-    assert raised("a", "b").startswith("2 runs failed, the first of them: a")
+    assert raised(a=UserError("it broke", hint="repair it")).count("hint:") == 1
+    assert raised(a=UserError("it broke")).startswith("1 run failed: a: it broke\n  hint: fix it, then run")
+    assert raised(a=UserError("x"), b=UserError("y")).startswith("2 runs failed, the first of them: a: x")
 
 
 def test_a_stop_leaves_checkpoints_and_the_same_call_goes_on(tmp_path: Path, run_cli: RunCli) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from reproduce.synthetic import SPEAKERS, WORDS, by_name, collapsed, diverged, plan, record, table_records
 
-from ddnn.reproduce.cells import Metric, find_cell, main_accuracy, metrics_of, table_cells
 from ddnn.reproduce.comparison import HypothesisResult, compare, degradations
-from ddnn.reproduce.runs import RunRecord, WordErrors
+from ddnn.reproduce.entries import find_entry, main_accuracy, metrics_of, table_entries
+from ddnn.reproduce.runs import Metric, RunRecord, WordErrors
 from ddnn.reproduce.tables import Condition, Hypothesis, Table, paper
 
 GOOD, BAD = Condition(name="good", label="the good"), Condition(name="bad", label="the bad")
@@ -48,27 +48,27 @@ def pairs(gains: list[float], errors: list[int] | None = None) -> list[RunRecord
     ],
 )
 def test_verdicts(gains: list[float], errors: list[int], verdict: str) -> None:
-    assert compared(*pairs(gains, errors)).verdict.text == verdict
+    assert compared(*pairs(gains, errors)).text == verdict
 
 
 def test_figures_of_a_contrast() -> None:
     found = compared(*pairs([1.0, 2.0, 0.6], [1]))
-    cv, frames, words = found.results
-    assert (cv.metric.kind, frames.metric.title, words.metric.title) == (
-        "cv",
-        "test frame accuracy (%)",
-        "test trigram WER (%)",
+    cv, frames, words = found.metrics
+    assert (cv.metric, frames.metric, words.metric) == (
+        "CV frame accuracy",
+        "test frame accuracy",
+        "test trigram WER",
     )
     assert frames.better == pytest.approx(50.0) and frames.worse == pytest.approx(48.8)
-    assert frames.difference == pytest.approx(1.2) and frames.estimate is not None
-    assert (frames.estimate.low, frames.estimate.high) == pytest.approx((0.6, 2.0))
+    assert frames.difference == pytest.approx(1.2)
+    assert frames.interval == pytest.approx((0.6, 2.0))
     assert words.difference == pytest.approx(100.0 * len(WORDS) / sum(WORDS))
     assert (frames.resampled, words.resampled, words.seeds) == ("seeds", "speakers", 3)
 
 
 def test_only_common_seeds_are_compared() -> None:
     odd = record("bad", 16, 9, 0.1)
-    assert compared(*pairs([1.0, 2.0], [1]), odd).results[:3] == compared(*pairs([1.0, 2.0], [1])).results
+    assert compared(*pairs([1.0, 2.0], [1]), odd).metrics[:3] == compared(*pairs([1.0, 2.0], [1])).metrics
 
 
 def test_runs_of_one_seed_from_different_rbms_are_named() -> None:
@@ -95,32 +95,32 @@ def test_a_cross_validation_set_that_says_the_opposite_is_named() -> None:
         for run in made
         if run.cv is not None
     ]
-    assert compared(*swapped).verdict.text == "confirmed (by test frame accuracy; not by CV frame accuracy)"
+    assert compared(*swapped).text == "confirmed (by test frame accuracy; not by CV frame accuracy)"
 
 
 def test_what_was_not_tested_says_why() -> None:
     one = compared(*pairs([1.0], [1]))
-    assert one.results[1].verdict.text == "not tested (1 common seed, expected 3 or more)"
-    assert one.verdict.text == "not tested (1 common seed, expected 3 or more)"
-    assert compared(record("good", 16, 1, 0.5)).verdict.text == "not tested (no runs of: the bad, 16 workers)"
+    assert one.metrics[1].text == "not tested (1 common seed, expected 3 or more)"
+    assert one.text == "not tested (1 common seed, expected 3 or more)"
+    assert compared(record("good", 16, 1, 0.5)).text == "not tested (no runs of: the bad, 16 workers)"
     apart = compared(record("good", 16, 1, 0.5), record("bad", 16, 2, 0.4))
-    assert apart.verdict.text == "not tested (0 common seeds, expected 3 or more)"
+    assert apart.text == "not tested (0 common seeds, expected 3 or more)"
     same = compared(*pairs([1.0, 1.0]), aliases={"bad": "good"})
-    assert same.verdict.text == "not tested (the same runs on this corpus)"
-    assert compared().verdict.text == "not tested (no runs of: the good, 16 workers)"
+    assert same.text == "not tested (the same runs on this corpus)"
+    assert compared().text == "not tested (no runs of: the good, 16 workers)"
 
 
 @pytest.mark.parametrize("failing", [diverged, collapsed])
 def test_a_failed_run_is_named_and_gives_no_figure(failing: Callable[[str, int, int], RunRecord]) -> None:
     sound = [record("good", 16, 3, 0.5), failing("bad", 16, 3)]
     too_few = compared(*pairs([-1.0, -1.0], [-1]), *sound)
-    assert too_few.verdict.text == (
+    assert too_few.text == (
         "not tested (2 common seeds, expected 3 or more; 1 of 3 runs of the bad, 16 workers failed: seed 3)"
     )
-    assert too_few.results[1].difference == pytest.approx(-1.0) and too_few.results[1].seeds == 2
+    assert too_few.metrics[1].difference == pytest.approx(-1.0) and too_few.metrics[1].seeds == 2
     enough = [r for r in pairs([-1.0, -2.0, 9.0, -0.5], [-1]) if r.seed != 3]
     figures = compared(*enough, *sound)
-    assert figures.verdict.text == (
+    assert figures.text == (
         "contradicted (by test frame accuracy, test trigram WER; 1 of 4 runs of the bad, 16 workers failed: seed 3)"
     )
     assert figures.worse.values(Metric("frames", "test")).keys() == {1, 2, 4}
@@ -133,12 +133,10 @@ def test_a_setting_that_did_not_train_is_compared_with_nothing() -> None:
     swapped = Hypothesis(statement="bad is better", expected_better=("bad", "max"), expected_worse=("good", "max"))
     for asked in (ASKED, swapped):
         found = compared(*good, *bad, asked=asked)
-        assert found.verdict.text == (
-            f"not comparable: the bad on 16 workers did not train (3 of 3 runs; seed 1: {why})"
-        )
-        assert found.results == () and not found.was_tested
+        assert found.text == (f"not comparable: the bad on 16 workers did not train (3 of 3 runs; seed 1: {why})")
+        assert found.metrics == () and not found.was_tested
     both = compared(*(diverged("good", 16, seed) for seed in (1, 2)), *bad)
-    assert both.verdict.text == (
+    assert both.text == (
         "not comparable: the good on 16 workers did not train (2 of 2 runs; seed 1: the training diverged); "
         f"the bad on 16 workers did not train (3 of 3 runs; seed 1: {why})"
     )
@@ -149,13 +147,13 @@ def test_what_was_tested_instead_is_named() -> None:
     records = table_records(corpus, [table], {"sgd": 0.03, "sgd-half": 0.02})
     records |= by_name(collapsed("sgd", 16, seed) for seed in (1, 2, 3))
     one, many, half = (compare(corpus, table, asked, records) for asked in table.hypotheses)
-    assert (one.verdict.word, half.verdict.word) == ("confirmed", "confirmed")
+    assert (one.verdict, half.verdict) == ("confirmed", "confirmed")
     instead = "tested instead: NG-SGD is better than SGD at half the learning rate, on many (confirmed)"
-    assert many.verdict.word == "not comparable" and many.verdict.text.endswith(f"; {instead}")
+    assert many.verdict == "not comparable" and many.text.endswith(f"; {instead}")
     records |= by_name(collapsed("sgd-half", 16, seed) for seed in (1, 2, 3))
-    assert "instead" not in compare(corpus, table, table.hypotheses[1], records).verdict.text, "neither trained"
+    assert "instead" not in compare(corpus, table, table.hypotheses[1], records).text, "neither trained"
     records |= by_name(collapsed("base", 16, seed) for seed in (1, 2, 3))
-    assert "instead" not in compare(corpus, table, table.hypotheses[1], records).verdict.text
+    assert "instead" not in compare(corpus, table, table.hypotheses[1], records).text
 
 
 def test_other_machines_and_precisions_are_named() -> None:
@@ -174,8 +172,8 @@ def test_words_without_utterances_are_tested_over_seeds() -> None:
     bare = [
         r.model_copy(update={"wers": {"SWB": WordErrors(wer=20.0 + (r.condition == "bad"))}}) for r in pairs([1, 1, 1])
     ]
-    words = compared(*bare).results[-1]
-    assert (words.resampled, words.difference, words.verdict.word) == ("seeds", pytest.approx(1.0), "confirmed")
+    words = compared(*bare).metrics[-1]
+    assert (words.resampled, words.difference, words.verdict) == ("seeds", pytest.approx(1.0), "confirmed")
 
 
 @pytest.mark.parametrize(
@@ -192,24 +190,24 @@ def test_words_that_do_not_fit_are_not_tested(words: WordErrors) -> None:
     odd = pairs([1.0, 1.0, 1.0], [1])
     odd[-1] = odd[-1].model_copy(update={"wers": {"test trigram": words}})
     found = compared(*odd)
-    assert found.results[-1].verdict.word == "not tested"
-    assert found.verdict.text == "confirmed (by test frame accuracy)"
+    assert found.metrics[-1].verdict == "not tested"
+    assert found.text == "confirmed (by test frame accuracy)"
 
 
 def test_what_is_not_published_is_tested_alike() -> None:
     own = ASKED.model_copy(update={"published": False})
-    assert compared(*pairs([1.0, 1.0, 1.0]), asked=own).verdict.text == "confirmed (by test frame accuracy)"
+    assert compared(*pairs([1.0, 1.0, 1.0]), asked=own).text == "confirmed (by test frame accuracy)"
 
 
 def test_shared_runs_and_rows_without_a_recipe() -> None:
     corpus = plan(aliases={"minibatch-256": "base"})
     records = table_records(corpus, [TABLES["table4"]])
     assert "minibatch-256-1-1" not in records
-    assert len(find_cell(corpus, records, Condition(name="minibatch-256", label="256"), 16).runs) == 3
-    rows = {cell.condition.name for cell in table_cells(corpus, TABLES["table1"], records)}
+    assert len(find_entry(corpus, records, Condition(name="minibatch-256", label="256"), 16).runs) == 3
+    rows = {cell.condition.name for cell in table_entries(corpus, TABLES["table1"], records)}
     assert rows == {"base"}
     assert "closing" in {
-        cell.condition.name for cell in table_cells(corpus, TABLES["table1"], records, ["closing-16-1"])
+        cell.condition.name for cell in table_entries(corpus, TABLES["table1"], records, ["closing-16-1"])
     }
 
 
@@ -221,14 +219,14 @@ def test_losses_against_one_worker() -> None:
         + [record("other", 16, 1, 0.59), diverged("other", 16, 2)]
     )
     cells = [
-        find_cell(corpus, records, Condition(name=name, label=name), size)
+        find_entry(corpus, records, Condition(name=name, label=name), size)
         for name, size in (("base", 1), ("base", 16), ("other", 16), ("absent", 16))
     ]
     measure, found = degradations(corpus, cells, records)
     assert measure is not None and measure.title == "test frame accuracy (%)"
-    assert [(loss.cell.condition.name, loss.seeds) for loss in found] == [("base", 3), ("other", 1)]
+    assert [(loss.entry.condition.name, loss.seeds) for loss in found] == [("base", 3), ("other", 1)]
     assert [loss.percentage_points for loss in found] == pytest.approx([0.2, 1.0])
-    assert found[0].estimate is not None and found[1].estimate is None
+    assert found[0].interval is not None and found[1].interval is None
     assert degradations(corpus, cells, {}) == (None, [])
 
 
@@ -253,7 +251,7 @@ def test_the_speakers_decide_what_is_resampled() -> None:
         wers = [{"test trigram": r.wers["test trigram"].model_copy(update={"speakers": speakers})} for r in made]
         return compared(*(r.model_copy(update={"wers": w}) for r, w in zip(made, wers, strict=True)))
 
-    assert with_speakers(SPEAKERS).results[-1].resampled == "speakers"
-    assert with_speakers(()).results[-1].resampled == "utterances"
-    few = with_speakers(tuple(n % 4 for n in range(len(WORDS)))).results[-1]
-    assert few.verdict.text == "not tested (4 speakers, expected 5 or more)" and few.resampled == ""
+    assert with_speakers(SPEAKERS).metrics[-1].resampled == "speakers"
+    assert with_speakers(()).metrics[-1].resampled == "utterances"
+    few = with_speakers(tuple(n % 4 for n in range(len(WORDS)))).metrics[-1]
+    assert few.text == "not tested (4 speakers, expected 5 or more)" and few.resampled == ""

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from reproduce.small import TOY, write_corpus
 
-from ddnn.reproduce.executor import EVALUATION, LocalExecutor
-from ddnn.reproduce.runs import OutputLayout, PlannedRun, plan_runs, read_records
+from ddnn.reproduce.executor import LocalExecutor
+from ddnn.reproduce.measure import EVALUATION
+from ddnn.reproduce.runs import PlannedRun, plan_runs, read_records
 from ddnn.reproduce.tables import load_config
 
 
@@ -20,16 +21,16 @@ def local_executor(root: Path, cores: int) -> tuple[LocalExecutor, list[PlannedR
     """With the two runs of one worker and seed 1."""
     folder, out = write_corpus(root, graphs=False, init="random"), root / "out"
     config = load_config(folder)
-    runs = [run for run in plan_runs(config, folder, [TOY]) if run.workers == run.seed == 1]
-    layout = OutputLayout(out, out / "records")
-    return LocalExecutor(config, folder, layout, "cpu", cores, lambda line: None), runs
+    runs = [run for run in plan_runs(config, folder, [TOY], out) if run.workers == run.seed == 1]
+    dbn_recipe = folder / config.dbn_recipe
+    return LocalExecutor(folder, dbn_recipe, out / "records", "cpu", cores, lambda line: None), runs
 
 
 def stand_in(root: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """Evaluations run this module; `folder` is theirs, `main` evaluates."""
     (root / "stand_in.py").write_text(
         "import os, sys, time\nfrom pathlib import Path\nfrom ddnn.reproduce.measure import main\n"
-        f"folder = Path(sys.argv[1])\n{body}\n"
+        f"folder = Path(sys.argv[1]).parent\n{body}\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(root))
     monkeypatch.setattr("ddnn.reproduce.measure.MODULE", "stand_in")
@@ -39,12 +40,12 @@ def test_an_evaluation_that_is_killed_is_the_error_of_its_run(tmp_path: Path, mo
     executor, runs = local_executor(tmp_path, 2)
     kill = "if 'sgd' in str(folder):\n    (folder / 'loglikes.ark').write_bytes(b'x')\n    os.kill(os.getpid(), 9)\n"
     with monkeypatch.context() as patch:
-        stand_in(tmp_path, patch, kill + "sys.exit(main(folder))")
+        stand_in(tmp_path, patch, kill + "sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))")
         errors = executor.execute(runs)
-    assert len(errors) == 1 and errors[0].startswith("sgd-1-1: ended by SIGKILL")
-    assert list(read_records(executor.layout.records)) == ["base-1-1"]
-    assert not list(executor.layout.output_dir.glob(f"runs/*/{EVALUATION}"))
-    assert executor.execute(runs[:1]) == [] and "sgd-1-1" in read_records(executor.layout.records)
+    assert list(errors) == ["sgd-1-1"] and errors["sgd-1-1"].message.startswith("ended by SIGKILL")
+    assert list(read_records(executor.records)) == ["base-1-1"]
+    assert not list(runs[0].output_dir.glob(f"runs/*/{EVALUATION}"))
+    assert executor.execute(runs[:1]) == {} and "sgd-1-1" in read_records(executor.records)
 
 
 def test_a_stop_ends_the_evaluations_and_starts_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,16 +68,14 @@ def test_a_stop_ends_the_evaluations_and_starts_no_more(tmp_path: Path, monkeypa
     (process,) = tmp_path.glob("evaluation-*")
     with pytest.raises(ProcessLookupError):
         os.kill(int(process.name.split("-")[1]), 0)
-    assert read_records(executor.layout.records) == {} and not list(
-        executor.layout.output_dir.glob(f"runs/*/{EVALUATION}")
-    )
+    assert read_records(executor.records) == {} and not list(runs[0].output_dir.glob(f"runs/*/{EVALUATION}"))
 
 
 def test_what_a_killed_call_left_is_removed(tmp_path: Path) -> None:
     executor, (run, _) = local_executor(tmp_path, 1)
-    run_dir = executor.layout.run_dir(run)
+    run_dir = run.run_dir
     (run_dir / EVALUATION / "tmp1").mkdir(parents=True)
     (run_dir / "final.safetensors").touch()
-    (error,) = executor.execute([run])
-    assert error.startswith("sgd-1-1: exit code 2: ddnn: error: there is no metrics.jsonl here")
+    error = executor.execute([run])["sgd-1-1"]
+    assert error.message.startswith("exit code 2: ddnn: error: there is no metrics.jsonl here")
     assert not (run_dir / EVALUATION).exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +14,8 @@ from reproduce.small import TOY, write_corpus
 
 from ddnn.nn.acoustic_model import load_model
 from ddnn.reproduce.command import exclusive
-from ddnn.reproduce.executor import CommandFailed, CorePool, LocalExecutor, summarize
-from ddnn.reproduce.runs import OutputLayout, PlannedRun, RunRecord, missing_runs, plan_runs, read_records, write_record
+from ddnn.reproduce.executor import CommandFailed, LocalExecutor, summarize
+from ddnn.reproduce.runs import PlannedRun, RunRecord, missing_runs, plan_runs, read_records, write_record
 from ddnn.reproduce.tables import load_config
 from ddnn.util.system import usable_cores
 
@@ -24,16 +23,15 @@ from ddnn.util.system import usable_cores
 def local_executor(folder: Path, out: Path) -> tuple[LocalExecutor, list[PlannedRun]]:
     """With all runs of the toy table."""
     config = load_config(folder)
-    return LocalExecutor(config, folder, OutputLayout(out, out / "records"), "cpu", 2, lambda line: None), plan_runs(
-        config, folder, [TOY]
-    )
+    executor = LocalExecutor(folder, folder / config.dbn_recipe, out / "records", "cpu", 2, lambda line: None)
+    return executor, plan_runs(config, folder, [TOY], out)
 
 
 def execute(folder: Path, out: Path, sizes: tuple[int, ...] = (1, 2), seeds: tuple[int, ...] = (1,)) -> list[str]:
     """Executes what is missing; the names of the runs that were missing, and the errors."""
     executor, runs = local_executor(folder, out)
     runs = [run for run in runs if run.workers in sizes and run.seed in seeds]
-    todo = missing_runs(runs, read_records(executor.layout.records))
+    todo = missing_runs(runs, read_records(executor.records))
     return [*(run.name for run in todo), *executor.execute(todo)]
 
 
@@ -77,7 +75,7 @@ def test_what_was_trained_before_a_break_is_only_judged(tmp_path: Path) -> None:
     assert (run_dir / "final.safetensors").stat().st_ino == before.st_ino
     again = read_records(out / "records")
     assert again["sgd-1-1"] == first, "its record said where it was trained, and from what"
-    assert again["base-1-1"].time is not None and again["base-1-1"].time.cores == 0
+    assert again["base-1-1"].time is not None and again["base-1-1"].time.cores == usable_cores()
     assert again["base-1-1"].machine == first.machine, "its metrics say where it was trained"
 
 
@@ -87,7 +85,7 @@ def test_a_stack_that_fails_fails_once_for_all_its_runs(tmp_path: Path) -> None:
     (tmp_path / "data" / "feats.ark").write_bytes(b"")
     problems = executor.execute(runs)
     assert len(runs) == 8 and len(problems) == 8, "all runs of two seeds"
-    assert all(f"dbn-{run.seed}.txt" in problem for run, problem in zip(runs, problems, strict=True))
+    assert all(f"dbn-{run.seed}.txt" in str(problems[run.name]) for run in runs)
     for seed in (1, 2):
         assert (out / "logs" / f"dbn-{seed}.txt").read_text().count("ddnn: error:") == 1
     assert not (out / "runs").exists()
@@ -137,34 +135,31 @@ def test_a_failure_that_is_none_of_the_training_leaves_no_record(tmp_path: Path)
     executor, runs = local_executor(folder, out)
     (tmp_path / "data" / "feats.ark").write_bytes(b"")
     problems = executor.execute([run for run in runs if run.name == "sgd-1-1"])
-    assert len(problems) == 1 and "sgd-1-1.txt" in problems[0]
-    assert "exit code 2: ddnn: error: " in problems[0] and "the file is empty" in problems[0]
+    assert list(problems) == ["sgd-1-1"] and "sgd-1-1.txt" in str(problems["sgd-1-1"])
+    message = problems["sgd-1-1"].message
+    assert message.startswith("exit code 2: ddnn: error: ") and "the file is empty" in message
     assert read_records(out / "records") == {}
 
 
-def test_cores_are_shared_out_in_order() -> None:
-    pool, began, at_once, most = CorePool(2), [], 0, 0
-    lock = threading.Lock()
+@pytest.mark.parametrize(("cores", "sizes", "expected"), [(2, (1,), 2), (2, (2,), 1), (4, (2,), 2), (1, (2,), 1)])
+def test_as_many_runs_at_once_as_there_are_cores_for_their_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, sizes: tuple[int, ...], expected: int
+) -> None:
+    executor, runs = local_executor(write_corpus(tmp_path, init="random"), tmp_path / "out")
+    executor.cores = cores
+    running: list[str] = []
+    most = 0
 
-    def work(name: str, cores: int) -> None:
-        nonlocal at_once, most
-        with pool.acquire(cores):
-            with lock:
-                began.append(name)
-                at_once += min(cores, 2)
-                most = max(most, at_once)
-            time.sleep(0.02)
-            with lock:
-                at_once -= min(cores, 2)
+    def execute(run: PlannedRun) -> str:
+        nonlocal most
+        running.append(run.name)
+        time.sleep(0.05)
+        most = max(most, len(running))
+        running.remove(run.name)
+        return "done"
 
-    threads = []
-    for name, cores in (("a", 1), ("b", 16), ("c", 1), ("d", 1)):
-        threads.append(threading.Thread(target=work, args=(name, cores)))
-        threads[-1].start()
-        time.sleep(0.005)
-    for thread in threads:
-        thread.join()
-    assert most <= 2 and began[:2] == ["a", "b"] and sorted(began) == ["a", "b", "c", "d"]
+    monkeypatch.setattr(executor, "_execute_run", execute)
+    assert executor.execute([run for run in runs if run.workers in sizes]) == {} and most == expected
 
 
 def test_a_record_says_what_came_out() -> None:
@@ -189,9 +184,9 @@ def test_a_record_says_what_came_out() -> None:
 def test_how_a_command_failed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "stand_in.py").write_text(body)
-    executor, _ = local_executor(write_corpus(tmp_path), tmp_path / "out")
+    executor, runs = local_executor(write_corpus(tmp_path), tmp_path / "out")
     with pytest.raises(CommandFailed) as failed:
-        executor._call("stand_in", ["a b"], "log")
+        executor._call("stand_in", ["a b"], runs[0], "log")
     assert failed.value.message == message and "python -m stand_in 'a b'" in str(failed.value)
 
 

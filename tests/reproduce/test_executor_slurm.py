@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from reproduce.small import TOY, write_corpus
 
 from ddnn.recipe.load import load_recipe
 from ddnn.reproduce.command import ReproduceResult, exclusive
-from ddnn.reproduce.executor import JobReport, LocalExecutor, SlurmExecutor
-from ddnn.reproduce.runs import OutputLayout, RunRecord, missing_runs, plan_runs, read_records, write_record
+from ddnn.reproduce.executor import LocalExecutor
+from ddnn.reproduce.jobs import SlurmExecutor
+from ddnn.reproduce.runs import RunRecord, missing_runs, plan_runs, read_records, write_record
 from ddnn.reproduce.tables import load_config
 from ddnn.runs.run_status import DBN
 from ddnn.slurm.options import SlurmOptions
@@ -87,25 +89,26 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 def submit(
     folder: Path, out: Path, *, sizes: tuple[int, ...] = (1, 2), retried: tuple[str, ...] = (), dry_run: bool = False,
     **settings: object,
-) -> tuple[JobReport, list[str]]:  # fmt: skip
+) -> tuple[SimpleNamespace, list[str]]:  # fmt: skip
     """Executes the toy table's runs of seed 1 as jobs; those that have finished are not evaluated."""
     config = load_config(folder)
-    layout = OutputLayout(out, out / "records")
-    records = {n: r for n, r in read_records(layout.records).items() if n not in retried}
-    runs = [run for run in plan_runs(config, folder, [TOY]) if run.workers in sizes and run.seed == 1]
-    local = LocalExecutor(config, folder, layout, "auto", 1, lambda line: None)
-    local.execute = lambda runs: []  # type: ignore[method-assign]
+    records = {n: r for n, r in read_records(out / "records").items() if n not in retried}
+    runs = [run for run in plan_runs(config, folder, [TOY], out) if run.workers in sizes and run.seed == 1]
+    local = LocalExecutor(folder, folder / config.dbn_recipe, out / "records", "auto", 1, lambda line: None)
+    local.execute = lambda runs: {}  # type: ignore[method-assign]
     executor = SlurmExecutor(local, "auto", SlurmOptions(None, None, dict(settings)), retried, dry_run)
     errors = executor.execute(missing_runs(runs, records))
-    return executor.jobs, errors
+    return SimpleNamespace(**executor.jobs), [f"{name}: {error}" for name, error in errors.items()]
 
 
 def test_each_run_gets_one_job_after_that_of_its_stack(slurm: Slurm, tmp_path: Path) -> None:
     folder, out = write_corpus(tmp_path / "a b"), tmp_path / "out"
     dry, _ = submit(folder, out, dry_run=True)
-    assert list(dry.submitted) == ["dbn-1", "sgd-1-1", "base-1-1", "sgd-2-1", "base-2-1"]
+    assert dry.to_submit == ["dbn-1", "sgd-1-1", "base-1-1", "sgd-2-1", "base-2-1"]
     assert not out.exists() and slurm.calls == []
-    told = ReproduceResult(("toy",), 0, (), (), {}, jobs=dry).as_text()
+    values = {"tables": ["toy"], "records": 0, "jobs": vars(dry)}
+    lists = ("missing", "not_selected", "failed", "files", "outdated_recipe", "outdated_tests")
+    told = ReproduceResult(values | {name: [] for name in lists}, {}).as_text()
     assert "\njobs: 5 would be submitted, 0 pending, 0 running, 0 finished, 0 diverged, 0 ended without" in told
 
     jobs, problems = submit(folder, out)
@@ -128,7 +131,9 @@ def test_each_run_gets_one_job_after_that_of_its_stack(slurm: Slurm, tmp_path: P
     slurm.set_states({"1": "RUNNING", **{str(n): "PENDING" for n in (2, 3, 4)}})
     jobs, _ = submit(folder, out)
     assert jobs.submitted == {"base-2-1": "6"} and "--dependency=afterok:1" in slurm.calls[5]
-    assert [ended.job for ended in jobs.ended] == ["5"] and "cancelled" in str(jobs.ended[0])
+    assert [ended["job"] for ended in jobs.ended] == ["5"] and "cancelled" in jobs.ended[0]["error"]
+    told = ReproduceResult({**values, **{name: [] for name in lists}, "jobs": vars(jobs)}, {}).as_text()
+    assert "ended without a result: base-2-1, job 5: Slurm job 5 was cancelled before it began; see" in told
 
 
 def test_from_the_first_call_to_the_records(
@@ -182,7 +187,7 @@ def test_a_dry_run_says_where_the_selection_leaves_nothing_to_submit(
     slurm: Slurm, tmp_path: Path, run_cli: Callable[..., Any]
 ) -> None:
     folder, out = write_corpus(tmp_path, graphs=False), tmp_path / "out"
-    for run in plan_runs(load_config(folder), folder, [TOY])[:2]:
+    for run in plan_runs(load_config(folder), folder, [TOY], out)[:2]:
         made = RunRecord(condition=run.condition, workers=1, seed=1, recipe=run.digest, test_digest=run.test_digest)
         write_record(out / "records", made)
     call = ("reproduce", "table6", "--corpus", folder, "--out", out, "--seeds", "1", "--workers", "1", "--slurm")

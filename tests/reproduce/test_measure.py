@@ -11,8 +11,8 @@ from reproduce.synthetic import by_name, collapsed, diverged, epoch, record
 
 from ddnn.decoding.word_errors import speaker_numbers
 from ddnn.report.scaling import Job, Measurement, Way
-from ddnn.reproduce.cells import overloaded_runs, speed_ups
-from ddnn.reproduce.measure import EvaluationTask, evaluate_run
+from ddnn.reproduce.entries import overloaded_runs, speed_ups
+from ddnn.reproduce.measure import evaluate_run
 from ddnn.reproduce.runs import FrameMetrics, MeasuredEpoch, RunRecord
 from ddnn.reproduce.tables import Condition
 from ddnn.util.errors import DataError
@@ -71,10 +71,7 @@ def test_runs_whose_workers_shared_cores_are_no_measured_speed_up() -> None:
 def test_the_cv_figure_of_a_record_is_that_of_the_last_accepted_epoch(tmp_path: Path) -> None:
     rows = rows_of(1, epochs=3, compute_cpu_seconds=3.1 * 0.93 * 0.5)
     rows[-1] |= {"accepted": False, "loss": 3.0, "frame_accuracy": 0.1}
-    task = EvaluationTask(
-        record=record("base", 1, 1, 0.6), run_dir=write_run(tmp_path / "run", rows), tests=(), device="cpu"
-    )
-    found = evaluate_run(task, tmp_path)
+    found = evaluate_run(record("base", 1, 1, 0.6), write_run(tmp_path / "run", rows), (), "cpu", tmp_path)
     expected = epoch_row(2, "cv")
     assert found.cv is not None and found.epochs == 3
     assert found.time is not None and found.time.compute_cpu_fraction == pytest.approx(0.5)
@@ -96,14 +93,25 @@ def test_a_record_says_what_the_metrics_say_of_the_training(tmp_path: Path) -> N
     for name, accepted in (("trained", True), ("rejected", False)):
         own = [r | {"accepted": accepted} if r["type"] == "epoch" else r for r in rows]
         run_dir = write_run(tmp_path / name, [start, initial, *own, resumed])
-        task = EvaluationTask(record=record("base", 1, 1, 0.6), run_dir=run_dir, tests=(), device="cpu")
-        made[name] = evaluate_run(task, tmp_path)
+        made[name] = evaluate_run(record("base", 1, 1, 0.6), run_dir, (), "cpu", tmp_path)
     found = made["trained"]
     assert found.baseline == FrameMetrics(loss=1.5, frame_accuracy=0.25)
     assert found.initial_cv == FrameMetrics(loss=2.5, frame_accuracy=0.125) == made["rejected"].cv
     assert (found.machine, found.kind_of_machine) == ("a CPU; another", "a CPU; another")
     assert (found.precision, found.train_digest) == ("float32", "aa")
     assert made["rejected"].failure == "CV loss 2.5, 2.5 before training"
+
+
+def test_the_cores_of_a_record_are_those_that_the_start_found(tmp_path: Path) -> None:
+    """Also where another machine evaluates it: 4 workers with a quarter of a core each."""
+    start = {
+        "type": "start", "epoch": 0, "date": "2026-01-01", "command": "c", "version": "v", "host": "h",
+        "machine": "a CPU", "precision": "float32", "world_size": 4, "cores_per_worker": 0.25,
+        "learning_rate_scale": 1.0, "train_frames": 9, "cv_frames": 9, "train_digest": "aa", "cv_digest": "bb",
+    }  # fmt: skip
+    rows = [start, *(row for row in rows_of(4, epochs=2) if row["type"] != "start")]
+    found = evaluate_run(record("base", 4, 1, 0.6), write_run(tmp_path / "run", rows), (), "cpu", tmp_path)
+    assert found.time is not None and found.time.cores == 1
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from reproduce.synthetic import diverged, plan, table_records
 
-from ddnn.reproduce.cells import SpeedUp, metrics_of, table_cells
-from ddnn.reproduce.report import OFFSET, _offsets, draw_accuracies, draw_learning, draw_speed_ups
+from ddnn.reproduce.entries import SpeedUp, metrics_of, table_entries
+from ddnn.reproduce.plots import draw_accuracies, draw_learning, draw_speed_ups
 from ddnn.reproduce.tables import paper
 
 TABLES = paper().tables
@@ -24,7 +24,7 @@ def test_accuracies_and_learning(name: str, tmp_path: Path) -> None:
     records["base-16-1"] = records["base-16-1"].model_copy(
         update={"cv_by_epoch": (None, *records["base-16-1"].cv_by_epoch[1:7])}
     )
-    cells = table_cells(corpus, table, records)
+    cells = table_entries(corpus, table, records)
     shown = metrics_of(corpus, records.values())[1:3]
     for path in (
         draw_accuracies("$a_ <title>", cells, shown, tmp_path / "deep" / "a.png"),
@@ -36,21 +36,9 @@ def test_accuracies_and_learning(name: str, tmp_path: Path) -> None:
 def test_a_table_without_figures_is_drawn(tmp_path: Path) -> None:
     corpus, table = plan(), TABLES["table6"]
     shown = metrics_of(corpus, table_records(corpus, [table]).values())[:1]
-    cells = table_cells(corpus, table, {})
+    cells = table_entries(corpus, table, {})
     assert draw_accuracies("t", cells, shown, tmp_path / "a.png").exists()
     assert draw_learning("t", cells, tmp_path / "b.png").exists()
-
-
-def test_points_are_moved_aside_only_from_those_that_are_there() -> None:
-    corpus, table = plan(), TABLES["reduce"]
-    records = {n: r for n, r in table_records(corpus, [table]).items() if r.condition in ("base", "bmuf")}
-    del records["bmuf-16-1"], records["bmuf-16-2"], records["bmuf-16-3"]
-    cells = table_cells(corpus, table, records)
-    (measure,) = metrics_of(corpus, records.values())[1:2]
-    aside = _offsets([cell.workers for cell in cells], cells, measure)
-    moved = {(cell.condition.name, cell.workers): by for cell, by in zip(cells, aside, strict=True)}
-    assert moved["base", 1] == moved["base", 16] == 0.0, "nobody else is there"
-    assert (moved["base", 2], moved["bmuf", 2]) == (-OFFSET / 2, OFFSET / 2)
 
 
 def test_speed_ups(tmp_path: Path) -> None:

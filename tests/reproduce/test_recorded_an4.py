@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from ddnn.reproduce.cells import speed_ups
+from ddnn.recipe.source import read_yaml
+from ddnn.reproduce.entries import speed_ups
 from ddnn.reproduce.report import build_report
 from ddnn.reproduce.runs import read_records
-from ddnn.reproduce.tables import ReproduceConfig, _read_tree, select_tables
+from ddnn.reproduce.tables import ReproduceConfig, select_tables
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -46,7 +47,9 @@ def test_the_recorded_runs_that_did_not_train() -> None:
 @pytest.mark.parametrize("name", ["an4", "an4-reduce"])
 def test_recorded_figures(name: str) -> None:
     expected = json.loads((RESULTS / f"{name}.json").read_text())
-    config = ReproduceConfig.model_validate(_read_tree(ROOT / "recipes" / "an4" / "reproduce.yaml"))
+    tree = read_yaml(ROOT / "recipes" / "an4" / "reproduce.yaml").nested()
+    tree["tests"] = [{"name": name, **test} for name, test in tree["tests"].items()]
+    config = ReproduceConfig.model_validate(tree)
     tables, records = select_tables(tuple(expected["tables"])), read_records(RESULTS / name / "records")
     speeds = [
         s for table in tables if table.kind == "speed" for s in speed_ups(table.conditions, (1, 2, 4, 8, 16), records)

@@ -22,7 +22,7 @@ from ddnn.util.errors import DataError, RecipeError, UserError
 
 
 def runs_of(folder: Path) -> list[PlannedRun]:
-    return plan_runs(load_config(folder), folder, [TOY])
+    return plan_runs(load_config(folder), folder, [TOY], folder / "out")
 
 
 def made(run: PlannedRun) -> RunRecord:
