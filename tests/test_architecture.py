@@ -30,7 +30,7 @@ TOKENS = {
     "kaldi": 21_450,
     "nn": 26_800,
     "optim": 7_500,
-    "recipe": 12_900,
+    "recipe": 12_450,
     "report": 14_550,
     "reproduce": 18_800,
     "runs": 13_400,

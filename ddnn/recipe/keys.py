@@ -34,6 +34,14 @@ class KeyInfo:
     is_path: bool
     variants: tuple[str, ...] = ()
 
+    def as_missing(self, name: str) -> str:
+        """The problem that the key, `name` in messages, is not given."""
+        return f"{name}: missing, expected {self.expects}. {self.meaning}"
+
+    def as_wrong(self, name: str, value: Any) -> str:
+        """The problem that it does not take this value."""
+        return f"{name}: {format_value(value)} found, expected {self.expects}"
+
 
 def sections() -> dict[str, str]:
     """Dotted names of the recipe's mappings, in schema order, with their meaning. The recipe itself is ""."""
@@ -51,17 +59,14 @@ def keys_of(section: str) -> list[str]:
 
 @cache
 def layer_keys() -> dict[str, dict[str, KeyInfo]]:
-    """Of each kind of `model.layers` its keys by name: first that which its value may stand for, last those of others
-    too."""
+    """For each kind of `model.layers` its keys by name: first the one whose value may stand for all, last those of other
+    kinds too."""
     found = {}
     for kind, section in LAYERS.items():
-        schema = section.model_json_schema()
-        keys = {name: _key_info(name, field, schema) for name, field in schema["properties"].items()}
-        shared = [name for name in TrainedLayerConfig.model_fields if name in keys]
-        order = [name for name in keys if name == section.value_key]
-        order += [name for name in keys if name not in (*shared, *order)] + [
-            name for name in shared if name not in order
-        ]
+        _, keys = _walk_schema(section.model_json_schema())
+        order = sorted(
+            section.model_fields, key=lambda name: (name != section.value_key, name in TrainedLayerConfig.model_fields)
+        )
         found[kind] = {name: keys[name] for name in order}
     return found
 
@@ -129,8 +134,12 @@ def recipe_reference() -> str:
 
 @cache
 def _walk() -> tuple[dict[str, str], dict[str, KeyInfo]]:
-    """The sections and keys of the recipe's JSON schema."""
-    schema = Recipe.model_json_schema()
+    """The sections and keys of a recipe."""
+    return _walk_schema(Recipe.model_json_schema())
+
+
+def _walk_schema(schema: dict[str, Any]) -> tuple[dict[str, str], dict[str, KeyInfo]]:
+    """The sections and keys of a JSON schema."""
     found_sections: dict[str, str] = {}
     found_keys: dict[str, KeyInfo] = {}
 
@@ -142,42 +151,25 @@ def _walk() -> tuple[dict[str, str], dict[str, KeyInfo]]:
             dotted = f"{prefix}.{name}".lstrip(".")
             having = [variant for variant in variants if name in variant["properties"]]
             field = having[0]["properties"][name]
-            inner = [one["$ref"] for one in (field, *field.get("oneOf", ())) if "$ref" in one]
-            mappings = [schema["$defs"][reference.rpartition("/")[2]] for reference in inner]
-            value = next((one for one in field.get("oneOf", ()) if "$ref" not in one), None)
-            if mappings and value is None:
-                visit(dotted, *mappings)
-                continue
-            kinds = [value] if value else _kinds(field)
+            types = [each for kind in field.get("anyOf", [field]) for each in kind.get("oneOf", [kind])]
+            types = [each for each in types if each.get("type") != "null"]
+            mappings = [schema["$defs"][each["$ref"].rpartition("/")[2]] for each in types if "$ref" in each]
+            values = [each for each in types if "$ref" not in each]
             if name == chooser:
-                kinds = [{"enum": _tags(variants, name)}]
-            default = field.get("default", REQUIRED if name in having[0].get("required", ()) else None)
-            only = _tags(having, chooser) if chooser and len(variants) > len(having) else []
-            meaning, is_path = _unwrapped(field["description"]), kinds[0].get("format") == "path"
-            expects = " or ".join(map(_expects, kinds))
-            if mappings:
-                expects += f", or a mapping of {', '.join(mappings[0]['properties'])}"
-            found_keys[dotted] = KeyInfo(dotted, expects, default, meaning, is_path, tuple(only))
+                values = [{"enum": _tags(variants, name)}]
+            if values:
+                default = field.get("default", REQUIRED if name in having[0].get("required", ()) else None)
+                only = _tags(having, chooser) if chooser and len(variants) > len(having) else []
+                meaning, is_path = _unwrapped(field["description"]), values[0].get("format") == "path"
+                expects = " or ".join(map(_expects, values))
+                if mappings:
+                    expects += f", or a mapping of {', '.join(mappings[0]['properties'])}"
+                found_keys[dotted] = KeyInfo(dotted, expects, default, meaning, is_path, tuple(only))
             if mappings:
                 visit(dotted, *mappings)
 
     visit("", schema)
     return found_sections, found_keys
-
-
-def _kinds(field: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a field takes, but a null."""
-    return [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
-
-
-def _key_info(name: str, field: dict[str, Any], schema: dict[str, Any]) -> KeyInfo:
-    """Of a key that takes plain values."""
-    default = field.get("default", REQUIRED if name in schema.get("required", ()) else None)
-    nested = [one for kind in _kinds(field) for one in kind.get("oneOf", [kind])]
-    refs = [schema["$defs"][one["$ref"].rpartition("/")[2]] for one in nested if "$ref" in one]
-    expects = [_expects(one) for one in nested if "$ref" not in one]
-    expects += [f"a mapping of {', '.join(one['properties'])}" for one in refs]
-    return KeyInfo(name, " or ".join(expects), default, _unwrapped(field["description"]), False)
 
 
 def _tags(variants: Sequence[dict[str, Any]], chooser: str) -> list[str]:
@@ -222,85 +214,79 @@ MOST_LAYERS = 1000  # repeated ones as often as they are
 
 def read_layers(given: SourceValue, tree: SourceTree) -> list[LayerConfig] | None:
     """The layers that `model.layers` says; None where anything is wrong, which is added to `tree`."""
+    name, before = "model.layers", len(tree.problems)
     if not isinstance(given.value, list):
         expected = "a list of layers, such as [{affine: 512, repeat: 3}]"
-        tree.refuse(f"model.layers: {format_value(given.value)} found, expected {expected}", given.source)
+        tree.refuse(f"{name}: {format_value(given.value)} found, expected {expected}", given.source)
         return None
-    layers = [_read_layer(item, f"model.layers[{n}]", given.source, tree) for n, item in enumerate(given.value)]
-    sound = [layer for layer in layers if layer is not None]
-    if sum(layer.repeat for layer in sound) > MOST_LAYERS:
-        tree.refuse(f"model.layers: more than {MOST_LAYERS} layers", given.source)
-        return None
-    return sound if len(sound) == len(layers) else None
+    read = [_read_layer(item, f"{name}[{n}]", given.source, tree) for n, item in enumerate(given.value)]
+    layers = [layer for layer in read if layer is not None]
+    if sum(layer.repeat for layer in layers) > MOST_LAYERS:
+        tree.refuse(f"{name}: more than {MOST_LAYERS} layers", given.source)
+    return layers if len(tree.problems) == before else None
 
 
-def _read_layer(given: Any, name: str, source: str, tree: SourceTree) -> LayerConfig | None:
+def _read_layer(item: Any, name: str, source: str, tree: SourceTree) -> LayerConfig | None:
     """One layer, `name` in messages; None where anything is wrong with it."""
-    if isinstance(given, str) and given in LAYERS:
-        given = {given: None}  # - scale-and-shift
-    source, sources = getattr(given, "source", source), getattr(given, "sources", {})
-    if not isinstance(given, dict):
-        tree.refuse(f"{name}: {format_value(given)} found, expected a mapping such as affine: 512", source)
+    source, before = tree.places.get(name, source), len(tree.problems)
+    if isinstance(item, str) and item in LAYERS:
+        item = {item: None}  # - scale-and-shift
+    try:
+        kind = _kind_of_layer(item)
+    except ValueError as error:
+        tree.refuse(f"{name}: {error}", source)
         return None
-    named = [kind for kind in LAYERS if kind in given]
-    kinds = [kind for kind in named if kind not in AFTER_OTHERS] or named[:1]
-    if len(kinds) != 1:
-        found = " and ".join(kinds) or "no kind of layer"
-        meant = "" if kinds else _suggestion([key for key in given if key not in SIBLINGS], LAYERS)
-        tree.refuse(f"{name}: {found} found, expected one of {', '.join(LAYERS)}{meant}", source)
+    section, known, inside = LAYERS[kind], layer_keys()[kind], item[kind]
+
+    def refuse(text: str, key: str = "") -> None:
+        places = (f"{name}.{kind}.{key}", f"{name}.{key}", f"{name}.{kind}")
+        tree.refuse(text, next((tree.places[place] for place in places if place in tree.places), source))
+
+    if section.value_key and (kind == "stored" or not isinstance(inside, dict | None)):
+        inside = {section.value_key: inside}
+    if not isinstance(inside, dict | None):
+        refuse(f"{name}.{kind}: {format_value(inside)} found, expected a mapping of {', '.join(known)}")
         return None
-    kind, value = kinds[0], given[kinds[0]]
-    place, known, before = sources.get(kind, source), layer_keys()[kind], len(tree.problems)
-    inside, places = value, getattr(value, "sources", {})
-    if kind == "stored" or not isinstance(value, dict | None):
-        if not LAYERS[kind].value_key:
-            expected = f"a mapping of {', '.join(known)}"
-            tree.refuse(f"{name}.{kind}: {format_value(value)} found, expected {expected}", place)
-            return None
-        inside, places = {LAYERS[kind].value_key: value}, {}
-    values: dict[str, SourceValue] = {}
-    beside = {key: one for key, one in given.items() if key != kind}
-    for keys_here, where, around, allowed in (
-        (inside or {}, places, f"{name}.{kind}", list(known)),
-        (beside, sources, name, [key for key in known if key in SIBLINGS]),
-    ):
-        for key, one in keys_here.items():
-            at = where.get(key, place)
-            if key not in allowed:
-                meant = _suggestion([key], allowed) or f"; the keys here are {', '.join(allowed)}"
-                if (near := difflib.get_close_matches(key, known, n=1)) and near[0] not in allowed:
-                    meant = f"; did you mean {kind}: {{{near[0]}: ...}}?"
-                tree.refuse(f"{format_key(f'{around}.{key}')}: unknown key{meant}", at)
-            elif key in values:
-                tree.refuse(f"{around}.{key}: given twice, also as {name}.{kind}.{key}", at)
-            elif one is not None:  # a null is as if it had not been given
-                values[key] = SourceValue(one, at)
-    layer = _validated(kind, values, f"{name}.{kind}", place, tree)
+    inside, beside = inside or {}, {key: value for key, value in item.items() if key != kind}
+    siblings = [key for key in known if key in SIBLINGS]
+    for keys_here, where, allowed in ((inside, f"{name}.{kind}", list(known)), (beside, name, siblings)):
+        for key in [key for key in keys_here if key not in allowed]:
+            meant = _nearest([key], allowed) or f"; the keys here are {', '.join(allowed)}"
+            if (near := difflib.get_close_matches(key, known, n=1)) and near[0] not in allowed:
+                meant = f"; did you mean {kind}: {{{near[0]}: ...}}?"
+            refuse(f"{format_key(f'{where}.{key}')}: unknown key{meant}", key)
+    for key in filter(inside.__contains__, beside):
+        refuse(f"{name}.{key}: given twice, also as {name}.{kind}.{key}", key)
+    given = {key: value for key, value in {**inside, **beside}.items() if key in known and value is not None}
+    try:
+        layer = section.model_validate(given, strict=True).at(source)
+    except ValidationError as error:
+        for key in dict.fromkeys(str(detail["loc"][0]) for detail in error.errors(include_url=False)):
+            shown = f"{name}.{kind}" if key == section.value_key and key in given else f"{name}.{kind}.{key}"
+            refuse(known[key].as_wrong(shown, given[key]) if key in given else known[key].as_missing(shown), key)
+        return None
     return layer if len(tree.problems) == before else None
 
 
-def _suggestion(words: Iterable[str], known: Iterable[str]) -> str:
+def _kind_of_layer(item: Any) -> str:
+    """ValueError: it is not one layer."""
+    if not isinstance(item, dict):
+        raise ValueError(f"{format_value(item)} found, expected a mapping such as affine: 512")
+    named = [kind for kind in LAYERS if kind in item]
+    kinds = [kind for kind in named if kind not in AFTER_OTHERS] or named[:1]
+    if len(kinds) == 1:
+        return kinds[0]
+    meant = "" if kinds else _nearest([key for key in item if key not in SIBLINGS], LAYERS)
+    found = " and ".join(kinds) or "no kind of layer"
+    raise ValueError(f"{found} found, expected one of {', '.join(LAYERS)}{meant}")
+
+
+def _nearest(words: Iterable[str], known: Iterable[str]) -> str:
+    """The known word that one of these may mean, as the end of a sentence; else nothing."""
     known, words = list(known), list(words)
     tried = [*(word.replace("_", "-") for word in words), *words]
     near = (difflib.get_close_matches(word, known, n=1) for word in tried)
-    return next((f"; did you mean {one[0]}?" for one in near if one), "")
-
-
-def _validated(
-    kind: str, found: dict[str, SourceValue], name: str, source: str, tree: SourceTree
-) -> LayerConfig | None:
-    """The layer of these keys; problems with their values are added to `tree`."""
-    try:
-        return LAYERS[kind].model_validate({key: one.value for key, one in found.items()}, strict=True).at(source)
-    except ValidationError as error:
-        for key in dict.fromkeys(str(detail["loc"][0]) for detail in error.errors(include_url=False)):
-            expected = layer_keys()[kind][key].expects
-            if key in found:
-                text = f"{format_value(found[key].value)} found, expected {expected}"
-                tree.refuse(f"{name if LAYERS[kind].value_key == key else f'{name}.{key}'}: {text}", found[key].source)
-            else:
-                tree.refuse(f"{name}.{key}: missing, expected {expected}. {layer_keys()[kind][key].meaning}", source)
-        return None
+    return next((f"; did you mean {match[0]}?" for match in near if match), "")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from ddnn.recipe.section import EITHER, MAPPING, VALUE, Fraction, NotNegative, Section, Size
 
@@ -215,13 +215,6 @@ class ActivationLayerConfig(LayerConfig):
         return self.activation
 
 
-def _plain(value: Any) -> Any:
-    """Without what `ddnn.recipe.source.Entry` knows besides."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 class StoredLayerConfig(LayerConfig):
     """A layer as model files have it, any of ddnn or of your own: `{kind: length-norm}`. Its `width` or `in_features` may be
     omitted: it is that of the layer below. Layers of the network of `init.model` that no recipe describes are written so
@@ -231,7 +224,7 @@ class StoredLayerConfig(LayerConfig):
     value_key: ClassVar[str] = "config"
     trained: ClassVar[bool] = True
 
-    config: Annotated[dict[str, Any], AfterValidator(_plain)]
+    config: dict[str, Any]
     """`kind` and the fields of its class: docs/extending.md."""
 
     def written(self) -> dict[str, Any]:

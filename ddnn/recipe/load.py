@@ -62,15 +62,13 @@ def load_recipe(
     tree = SourceTree()
     itself = _read_with_includes(path, tree, [])
     files = dict(tree.values)
-    words = [itself.get(PIPES)] if trusted else []  # what the user says of shell commands
+    words = [itself.values.get(PIPES)] if trusted else []  # what the user says of shell commands
     for setting in overrides:
         given = source.parse_setting(setting)
-        tree.problems += given.problems
-        own = {name: value for name, value in given.values.items() if name.partition(".")[0] != "include"}
-        if len(own) < len(given.values):
-            tree.refuse("include: cannot be set; write it in the recipe", f"--set {setting}")
-        _override(tree, own)
-        words.append(own.get(PIPES))
+        for name in [name for name in given.values if name.partition(".")[0] == "include"]:
+            given.refuse("include: cannot be set; write it in the recipe", given.values.pop(name).source)
+        _override(tree, given)
+        words.append(given.values.get(PIPES))
     pipes = tree.values.get(PIPES)
     if pipes is not None and pipes.value is True and not any(pipes is word for word in words):
         where = "on the command line, or in a recipe that it names: not in included files, run dirs and corpora"
@@ -103,14 +101,13 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _read_with_includes(
-    path: Path, tree: SourceTree, files: list[Path], chain: tuple[Path, ...] = ()
-) -> dict[str, SourceValue]:
-    """Adds a recipe or fragment to `tree`, after what it includes; returns its own values. `files` are all that have
+def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: tuple[Path, ...] = ()) -> SourceTree:
+    """Adds a recipe or fragment to `tree`, after what it includes; returns what is its own. `files` are all that have
     been read, `chain` those, resolved, that led here."""
     files.append(path)
     found = source.read_yaml(path)
     tree.problems += found.problems
+    found.problems = []
     include = found.values.pop("include", SourceValue(None, ""))
     for name in [name for name in found.values if name.startswith("include.")]:
         include = SourceValue({}, found.values.pop(name).source)
@@ -131,14 +128,18 @@ def _read_with_includes(
             tree.refuse(text, include.source, unread=True)
         else:
             _read_with_includes(fragment, tree, files, chain)
-    _override(tree, found.values)
-    return found.values
+    _override(tree, found)
+    return found
 
 
-def _override(tree: SourceTree, later: Mapping[str, SourceValue]) -> None:
-    """Adds values that win over those of `tree`. Of a key that takes a value or a mapping, either replaces the other;
-    a null resets it."""
-    for name, given in later.items():
+def _override(tree: SourceTree, later: SourceTree) -> None:
+    """Adds values that win over those of `tree`, and problems. Of a key that takes a value or a mapping, either replaces the
+    other; a null resets it."""
+    tree.problems += later.problems
+    replaced = tuple(f"{name}[" for name in later.values)
+    kept = {name: place for name, place in tree.places.items() if not name.startswith(replaced)}
+    tree.places = kept | later.places
+    for name, given in later.values.items():
         section = name.rpartition(".")[0]
         if name in keys() and name in sections():
             for other in [other for other in tree.values if other.startswith(f"{name}.")]:
@@ -171,7 +172,7 @@ def _build_read(
     recipe = _build(path, tree, must_exist)
     unread = {key for key in tree.unread_keys if key in files and tree.values.get(key) is files[key]}
     if unread:
-        alone = SourceTree(dict(files))
+        alone = SourceTree(dict(files), tree.places)
         _build(path, alone, must_exist)
         unread -= alone.unread_keys
     if not unread:
@@ -184,49 +185,41 @@ def _build_read(
 
 def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe | None:
     """The recipe; `must_exist`: keys whose paths must. Problems are added to `tree`; wrong values are not used, so that
-    the rest is still checked."""
-    sound = _known(tree)
-    for name, given in list(sound.items()):
-        if not keys()[name].is_path:
-            continue
-        paths = list[Any](given.value) if isinstance(given.value, list) else [given.value]
-        for n, text in enumerate(paths):
-            if isinstance(text, str):
-                paths[n] = source.find_path(text, path.parent, name in must_exist)
-            if isinstance(paths[n], str):
-                tree.refuse(f"{name}: {paths[n]}", given.source)
-                paths[n] = Path("/")
-        sound[name] = SourceValue(paths if isinstance(given.value, list) else paths[0], given.source)
-    layers_refused = False
+    the rest is still checked. A null is as if it had not been given."""
+    sound = {name: given for name, given in tree.values.items() if given.value is not None and name not in REMOVED}
+    for name in [name for name in sound if name in keys() and keys()[name].is_path]:
+        sound[name] = _absolute(name, sound[name], path.parent, name in must_exist, tree)
+    wrong = set[str]()
     if LAYERS_KEY in sound:
         given = sound.pop(LAYERS_KEY)
-        layers = read_layers(given, tree)
-        layers_refused = layers is None
-        if layers is not None:
+        if (layers := read_layers(given, tree)) is None:
+            wrong.add(LAYERS_KEY)
+        else:
             sound[LAYERS_KEY] = SourceValue(layers, given.source)
-    wrong: dict[str, str] = {}
-    recipe = None
+    recipe, first = None, True
     while recipe is None:
+        plain = {name: given.value for name, given in sound.items()}
         try:
-            plain = {name: given.value for name, given in sound.items()}
             recipe = Recipe.model_validate(source.nested({"data": {}} | plain), strict=True)
         except ValidationError as error:
-            found_now = {name: detail["type"] for detail in error.errors() if (name := _key_of(detail)) not in wrong}
-            if not wrong:  # what a second look finds follows from the values that were taken out after the first
-                for name, kind in found_now.items():
-                    _refuse(name, kind, sound, path, tree)
-            wrong |= found_now
-            for name in found_now:
-                sound.pop(name, None)
-                if (section := name.rpartition(".")[0]) in keys():  # the mapping that a key takes: none of it is used
-                    sound = {n: given for n, given in sound.items() if not f"{n}.".startswith(f"{section}.")}
-                elif keys()[name].default is REQUIRED:
+            details = [detail for detail in error.errors() if detail["type"] != "default_factory_not_called"]
+            found = {name: detail for detail in details if (name := _key_of(detail)) not in wrong}
+            if first:  # what a second look finds follows from the values that were removed after the first
+                for name in sorted(found, key=lambda name: name in keys()):
+                    _refuse(name, found[name], path, tree)
+            first = False
+            wrong |= {*found}
+            for name in found:
+                section = name.rpartition(".")[0]
+                removed = section if section in keys() else name  # of the mapping that a key takes none is used
+                sound = {n: given for n, given in sound.items() if not f"{n}.".startswith(f"{removed}.")}
+                if removed == name and name in keys() and keys()[name].default is REQUIRED:
                     sound[name] = SourceValue(Path("/"), "")
     if tree.unread:
         return None
     for name, complaint, unread in contradictions(recipe):
         # How many data dirs there are is not known where they are wrong, nor which keys go with layers that are wrong.
-        follows = name.startswith("model.") and layers_refused
+        follows = name.startswith("model.") and LAYERS_KEY in wrong
         follows = follows or (name in ("data.alignments", "data.transforms") and "data.train" in wrong)
         if name not in wrong and not follows:
             source_of = sound[name].source if name in sound else str(path)
@@ -234,67 +227,51 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
     return recipe
 
 
+def _absolute(name: str, given: SourceValue, folder: Path, must_exist: bool, tree: SourceTree) -> SourceValue:
+    """The path or paths that a key means; one that is wrong is added to `tree`, and is / from then on."""
+    paths = list[Any](given.value) if isinstance(given.value, list) else [given.value]
+    for n, text in enumerate(paths):
+        if isinstance(text, str):
+            paths[n] = source.find_path(text, folder, must_exist)
+        if isinstance(paths[n], str):
+            tree.refuse(f"{name}: {paths[n]}", given.source)
+            paths[n] = Path("/")
+    return SourceValue(paths if isinstance(given.value, list) else paths[0], given.source)
+
+
 def _key_of(detail: ErrorDetails) -> str:
     """The dotted key that an error is about: without the index in a list and the names of a variant or
     of a type."""
     section, *below = [part for part in detail["loc"] if isinstance(part, str) and part not in (VALUE.tag, MAPPING.tag)]
-    if section in VARIANTS:
+    if section in VARIANTS and below:
         below = below[1:] or [VARIANTS[section][0]]
     name = ".".join((section, *below))
-    if name in keys() or name in sections():
+    if name in keys() or name in sections() or detail["type"] == "extra_forbidden":
         return name
     # What follows the key names one of the types that it may have.
     return next((key for key in keys() if name.startswith(f"{key}.")), name)
 
 
-def _refuse(name: str, kind: str, sound: Mapping[str, SourceValue], path: Path, tree: SourceTree) -> None:
-    """Adds the problem with a key; `kind` is pydantic's type of error."""
-    key = keys()[name]
-    if kind == "missing":
+def _refuse(name: str, detail: ErrorDetails, path: Path, tree: SourceTree) -> None:
+    """Adds the problem that pydantic found with a key."""
+    key, section = keys().get(name), name.rpartition(".")[0]
+    place, value = tree.source_of(name) or str(path), detail["input"]
+    if detail["type"] == "missing" and key is not None:
         if not tree.unread:
-            place = (tree.source_of(name) if name.rpartition(".")[0] in keys() else None) or str(path)
-            tree.refuse(f"{name}: missing, expected {key.expects}. {key.meaning}", place)
-    elif kind == "extra_forbidden":
-        section = name.rpartition(".")[0]
+            tree.refuse(key.as_missing(name), place if section in keys() else str(path))
+    elif detail["type"] == "extra_forbidden" and key is not None:
         chooser, default = VARIANTS[section]
-        chosen = sound[f"{section}.{chooser}"].value if f"{section}.{chooser}" in sound else default
+        chosen = tree.values.get(f"{section}.{chooser}", SourceValue(default, "")).value
         text = f"{name}: never read by {chosen}, only by {' or '.join(key.variants)}"
         text += f"; remove it, set it to null, or change {section}.{chooser}"
-        tree.refuse(text, sound[name].source, unread_keys=(name,))
-    elif name in sound:
-        given = sound[name]
-        text = f"{name}: {source.format_value(given.value)} found, expected {key.expects}"
-        tree.refuse(text + suggest_mapping(name, given), given.source)
-
-
-def _known(tree: SourceTree) -> dict[str, SourceValue]:
-    """The values whose keys exist; the others become problems, each once. A null is as if it had not been given."""
-    known: dict[str, SourceValue] = {}
-    reported: set[str] = set()
-    for name, given in tree.values.items():
-        if name in REMOVED:
-            continue
-        if name in keys():
-            if given.value is not None:
-                known[name] = given
-        elif name in sections():
-            if given.value is not None and given.value != {}:
-                text = f"{name}: {source.format_value(given.value)} found, expected a mapping of {', '.join(keys_of(name))}"
-                tree.refuse(text + suggest_mapping(name, given), given.source)
-        else:
-            parts = name.split(".")
-            prefixes = (".".join(parts[: n + 1]) for n in range(len(parts)))
-            wrong = next(prefix for prefix in prefixes if prefix not in sections())
-            if wrong in reported:
-                continue
-            if wrong in keys():
-                text = f"{wrong}: a mapping found, expected {keys()[wrong].expects}"
-            else:
-                meant = f"; {suggest_key(wrong)}" if len(reported) < source.MOST_PROBLEMS else ""
-                text = f"{source.format_key(wrong)}: unknown key{meant}"
-            reported.add(wrong)
-            tree.refuse(text, given.source)
-    return known
+        tree.refuse(text, place, unread_keys=(name,))
+    elif detail["type"] == "extra_forbidden":
+        meant = f"; {suggest_key(name)}" if len(tree.problems) < source.MOST_PROBLEMS else ""
+        tree.refuse(f"{source.format_key(name)}: unknown key{meant}", place)
+    else:
+        mapping = f"{name}: {source.format_value(value)} found, expected a mapping of {', '.join(keys_of(name))}"
+        text = mapping if key is None else key.as_wrong(name, value)
+        tree.refuse(text + suggest_mapping(name, SourceValue(value, place)), place)
 
 
 class Complaint(NamedTuple):
@@ -305,40 +282,101 @@ class Complaint(NamedTuple):
     unread: tuple[str, ...] = ()
 
 
-def _unread(key: str, text: str) -> Complaint:
-    return Complaint(key, text, (key,))
-
-
 def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     """All that is contradictory in a recipe whose single values are sound."""
-    cv, schedule = recipe.data.cv, recipe.schedule
-    ways: dict[str, Any] = {"fraction": cv.fraction, "speakers": cv.speakers, "utterances": cv.utterances}
-    ways["data"] = cv.data or cv.alignments
-    given = [f"data.cv.{key}" for key, value in ways.items() if value is not None]
-    if len(given) > 1:
-        ways_are = "these are different ways to hold out data: keep one, set the others to null"
-        yield Complaint(given[0], f"given together with {' and '.join(given[1:])}; {ways_are}", tuple(given))
-    for key, other in (("data", "alignments"), ("alignments", "data")):
-        if getattr(cv, key) is not None and getattr(cv, other) is None:
-            yield _unread(f"data.cv.{key}", f"needs data.cv.{other}; give both, or neither")
-    if cv.transforms is not None and (cv.data is None or recipe.data.transforms is None):
-        absent = "data.cv.data" if cv.data is None else "data.transforms"
-        yield _unread("data.cv.transforms", f"never read without {absent}; remove it or set it to null")
-    if cv.by is not None and cv.fraction is None:
-        why = f"{cv.by} found, but there is no data.cv.fraction to hold out; remove it or set it to null"
-        yield _unread("data.cv.by", why)
+    for key, why in unread_keys(recipe).items():
+        if _is_chosen(recipe, key):
+            yield Complaint(key, f"never read, as {why}; remove it or set it to null", (key,))
+    yield from _cross_validation(recipe.data.cv)
     yield from _lists("data.train", recipe.data.train, "data.", recipe.data)
-    yield from _lists("data.cv.data", cv.data, "data.cv.", cv)
+    yield from _lists("data.cv.data", recipe.data.cv.data, "data.cv.", recipe.data.cv)
     counted = any(is_given(recipe, key) for key in ("model.hidden_layers", LAYERS_KEY))
     if counted or not isinstance(recipe.init, TrainedModelConfig):
         yield from _freeze(recipe.model)  # else known when init.model is read
-    yield from _model(recipe)
-    yield from _pretrain(recipe)
+    if recipe.init == "rbm":
+        yield from _rbms(recipe.model, recipe.pretrain)
+    schedule = recipe.schedule
     if schedule.name == "exponential" and schedule.final_learning_rate > schedule.initial_learning_rate:
         most = f"at most schedule.initial_learning_rate = {schedule.initial_learning_rate:g}: the rate falls"
         yield Complaint("schedule.final_learning_rate", f"{schedule.final_learning_rate:g} found, expected {most}")
     yield from minibatch_problems(recipe)
-    yield from _parallel(recipe.parallel)
+    yield from _overlap(recipe.parallel)
+
+
+SHORT_FORM = ("hidden_layers", "hidden_units", "activation")  # of `model.layers`
+
+
+def unread_keys(recipe: Recipe) -> dict[str, str]:
+    """The keys that nothing reads because of what others say, each with the reason."""
+    model, pretrain, parallel, cv = recipe.model, recipe.pretrain, recipe.parallel, recipe.data.cv
+    unread = dict[str, str]()
+
+    def add(section: str, why: str, *names: str) -> None:
+        for name in names:
+            unread.setdefault(f"{section}.{name}", why)
+
+    if cv.data is None or recipe.data.transforms is None:
+        add("data.cv", f"there is no {'data.cv.data' if cv.data is None else 'data.transforms'}", "transforms")
+    if cv.fraction is None:
+        add("data.cv", "there is no data.cv.fraction", "by")
+    if model.layers is None:
+        add("model", f"there is no {LAYERS_KEY}", "bands")
+    else:
+        add("model", f"{LAYERS_KEY} says it for each layer", *SHORT_FORM)
+    if recipe.init != "rbm":
+        why = "init is random" if recipe.init == "random" else "training starts from init.model"
+        add("pretrain", why, *PretrainConfig.model_fields)
+    elif pretrain.dbn is not None:
+        others = [key for key in PretrainConfig.model_fields if key not in ("dbn", "feature_transform")]
+        add("pretrain", "pretrain.dbn names a finished DBN", *others)
+    else:
+        add("pretrain", "there is no pretrain.dbn", "feature_transform")
+        if model.layers_below_rbms():
+            add("pretrain", "the visible units of the lowest RBM are those of a convolution", "gaussian_learning_rate")
+        else:
+            add("pretrain", "all hidden layers come from RBMs", "below")
+        if pretrain.epochs is not None:
+            add("pretrain", "pretrain.epochs is given", "hours", "max_epochs")
+    if parallel.strategy == "gradient-all-reduce":
+        add("parallel", "gradients are averaged at every minibatch", "averaging_period")
+        add("parallel", "averaged gradients give every worker the same momentum", "local_momentum")
+    if parallel.warmup == "none":
+        add("parallel", "parallel.warmup is none", "warmup_minibatches")
+    return unread
+
+
+def is_read(recipe: Recipe, key: str) -> bool:
+    section, _, last = key.rpartition(".")
+    return key not in unread_keys(recipe) and (section not in VARIANTS or hasattr(getattr(recipe, section), last))
+
+
+def _is_chosen(recipe: Recipe, key: str) -> bool:
+    """Whether a recipe gives a value to a key that nothing reads, and means it."""
+    section, _, last = key.rpartition(".")
+    fields = get_value(recipe, section)
+    value = getattr(fields, last)
+    if last not in fields.model_fields_set or value is None:
+        return False
+    if section == "parallel":  # fragments that strategies share have the averaging period
+        return last != "averaging_period" and value != type(fields).model_fields[last].default
+    return key != "model.bands" or not isinstance(recipe.init, TrainedModelConfig)
+
+
+def _cross_validation(cv: CrossValidationConfig) -> Iterator[Complaint]:
+    ways = {
+        "fraction": cv.fraction,
+        "speakers": cv.speakers,
+        "utterances": cv.utterances,
+        "data": cv.data or cv.alignments,
+    }
+    given = tuple(f"data.cv.{key}" for key, value in ways.items() if value is not None)
+    if len(given) > 1:
+        ways_are = "these are different ways to hold out data: keep one, set the others to null"
+        yield Complaint(given[0], f"given together with {' and '.join(given[1:])}; {ways_are}", given)
+    for key, other in (("data", "alignments"), ("alignments", "data")):
+        if getattr(cv, key) is not None and getattr(cv, other) is None:
+            name = f"data.cv.{key}"
+            yield Complaint(name, f"needs data.cv.{other}; give both, or neither", (name,))
 
 
 def minibatch_problems(recipe: Recipe) -> Iterator[Complaint]:
@@ -348,35 +386,14 @@ def minibatch_problems(recipe: Recipe) -> Iterator[Complaint]:
     if not isinstance(given, int):
         sizes = {"minibatch_size.start": given.start, "minibatch_size.end": given.end}
         if given.end < given.start:
-            yield Complaint(
-                "minibatch_size.end", f"{given.end} found, expected at least minibatch_size.start = {given.start}"
-            )
+            expected = f"at least minibatch_size.start = {given.start}"
+            yield Complaint("minibatch_size.end", f"{given.end} found, expected {expected}")
     for key, size in sizes.items():
         if size % workers:
-            near = [n for n in (size - size % workers, size - size % workers + workers) if n]
-            nearest = " or ".join(map(str, near))
+            below = size - size % workers
+            nearest = " or ".join(str(n) for n in (below, below + workers) if n)
             share = f"a multiple of parallel.workers = {workers}, as minibatch_scope is total: {nearest}"
             yield Complaint(key, f"{size} found, expected {share}")
-
-
-SHORT_FORM = ("hidden_layers", "hidden_units", "activation")  # of `model.layers`
-OF_LAYERS = ("layers", "bands")
-
-
-def _model(recipe: Recipe) -> Iterator[Complaint]:
-    model = recipe.model
-    for key in (key for key in _unread_model(model) if key in model.model_fields_set):
-        if getattr(model, key) is None:
-            continue
-        if model.layers is not None:
-            why = f"given together with {LAYERS_KEY}, which says it for each layer; give one of the two"
-            yield _unread(f"model.{key}", why)
-        elif not isinstance(recipe.init, TrainedModelConfig):
-            yield _unread(f"model.{key}", f"never read without {LAYERS_KEY}; remove it or set it to null")
-
-
-def _unread_model(model: ModelConfig) -> tuple[str, ...]:
-    return OF_LAYERS[1:] if model.layers is None else SHORT_FORM
 
 
 def _freeze(model: ModelConfig) -> Iterator[Complaint]:
@@ -394,52 +411,15 @@ def _freeze(model: ModelConfig) -> Iterator[Complaint]:
 def _lists(key: str, dirs: MaybePaths, prefix: str, section: DataConfig | CrossValidationConfig) -> Iterator[Complaint]:
     """Of a section whose alignments and transforms are not those of as many corpora as it has data dirs."""
     expected = len(as_list(dirs))
-    for name, paths in (("alignments", section.alignments), ("transforms", section.transforms)):
-        found = len(as_list(paths))
+    for name, single in (("alignments", "an alignment"), ("transforms", "transforms")):
+        found = len(as_list(getattr(section, name)))
         if expected and found not in (0, expected) and not (name == "transforms" and found == 1):
-            hint = (
-                f"give {'an alignment' if name == 'alignments' else 'transforms'} for each data dir, in the same order"
-            )
+            hint = f"give {single} for each data dir, in the same order"
             yield Complaint(f"{prefix}{name}", f"{found} found, but {key} names {expected}; {hint}")
 
 
-def is_read(recipe: Recipe, key: str) -> bool:
-    section, _, last = key.rpartition(".")
-    if section == "model":
-        return last not in _unread_model(recipe.model)
-    if section == "pretrain":
-        return last not in _unread_pretrain(recipe)
-    if section == "parallel" and last in _unread_parallel(recipe.parallel):
-        return False
-    return section not in VARIANTS or hasattr(getattr(recipe, section), last)
-
-
-def _unread_pretrain(recipe: Recipe) -> dict[str, str]:
-    """The keys of `pretrain` that are not read, and why."""
-    if recipe.init != "rbm":
-        why = "init is random" if recipe.init == "random" else "training starts from init.model"
-        return dict.fromkeys(PretrainConfig.model_fields, why)
-    if recipe.pretrain.dbn is not None:
-        of_making = [key for key in PretrainConfig.model_fields if key not in ("dbn", "feature_transform")]
-        return dict.fromkeys(of_making, "pretrain.dbn names a finished DBN")
-    unread = {"feature_transform": "there is no pretrain.dbn"}
-    if recipe.model.layers_below_rbms():
-        unread["gaussian_learning_rate"] = "the visible units of the lowest RBM are those of a convolution"
-    else:
-        unread["below"] = "all hidden layers come from RBMs"
-    by_hours = (
-        {} if recipe.pretrain.epochs is None else dict.fromkeys(("hours", "max_epochs"), "pretrain.epochs is given")
-    )
-    return {**unread, **by_hours}
-
-
-def _pretrain(recipe: Recipe) -> Iterator[Complaint]:
-    for key, why in _unread_pretrain(recipe).items():
-        if key in recipe.pretrain.model_fields_set and getattr(recipe.pretrain, key) is not None:
-            yield _unread(f"pretrain.{key}", f"never read, as {why}; remove it or set it to null")
-    if recipe.init != "rbm":
-        return
-    model, layers, epochs = recipe.model, len(recipe.model.rbm_units()), recipe.pretrain.epochs
+def _rbms(model: ModelConfig, pretrain: PretrainConfig) -> Iterator[Complaint]:
+    layers, epochs = len(model.rbm_units()), pretrain.epochs
     why = "expected sigmoid: RBMs have binary hidden units"
     if model.layers is None and model.activation != "sigmoid":
         yield Complaint("model.activation", f"{model.activation} found, {why}")
@@ -447,37 +427,23 @@ def _pretrain(recipe: Recipe) -> Iterator[Complaint]:
         if (activation := getattr(layer, "activation", "sigmoid")) != "sigmoid":
             yield Complaint(LAYERS_KEY, f"{layer_name(number, layer)}: {activation} found, {why}")
     if epochs is not None and len(epochs) > layers > 0:
-        yield Complaint(
-            "pretrain.epochs", f"{len(epochs)} numbers found, expected at most one for each of {layers} RBMs"
-        )
+        expected = f"at most one for each of {layers} RBMs"
+        yield Complaint("pretrain.epochs", f"{len(epochs)} numbers found, expected {expected}")
     if layers == 0 and model.layers is None:
         yield Complaint("model.hidden_layers", "0 found, expected 1 or more: there is nothing to pretrain")
     elif layers == 0:
         yield Complaint(LAYERS_KEY, "no affine layer at the end: there is nothing to pretrain")
-    elif model.layers_below_rbms() and recipe.pretrain.below is None and recipe.pretrain.dbn is None:
+    elif model.layers_below_rbms() and pretrain.below is None and pretrain.dbn is None:
         hint = "train the network with init: random first, and name its run dir"
         yield Complaint("pretrain.below", f"not given, but there are other layers below those of the RBMs: {hint}")
 
 
-def _unread_parallel(parallel: ParallelConfig) -> dict[str, str]:
-    unread: dict[str, str] = {}
-    if parallel.strategy == "gradient-all-reduce":
-        unread["averaging_period"] = "gradients are averaged at every minibatch"
-        unread["local_momentum"] = "averaged gradients give every worker the same momentum"
-    if parallel.warmup == "none":
-        unread["warmup_minibatches"] = "parallel.warmup is none"
-    return unread
-
-
-def _parallel(parallel: ParallelConfig) -> Iterator[Complaint]:
-    for key, why in _unread_parallel(parallel).items():
-        default = type(parallel).model_fields[key].default
-        # The averaging period is in fragments that strategies share.
-        if key != "averaging_period" and key in parallel.model_fields_set and getattr(parallel, key) != default:
-            yield _unread(f"parallel.{key}", f"never read: {why}; remove it or set it to null")
+def _overlap(parallel: ParallelConfig) -> Iterator[Complaint]:
+    if not parallel.overlap:
+        return
     against = {"gradient-all-reduce": "takes a step from every averaging", "bmuf": "starts a block from the last"}
-    if parallel.overlap and parallel.strategy in against:
+    if parallel.strategy in against:
         which = f"{parallel.strategy}, which {against[parallel.strategy]}"
         yield Complaint("parallel.overlap", f"true found beside strategy: {which}; set it to false")
-    if parallel.overlap and parallel.local_momentum == "average":
+    if parallel.local_momentum == "average":
         yield Complaint("parallel.overlap", "true found beside local_momentum: average; take keep or reset")

@@ -36,14 +36,6 @@ class SourceValue:
     source: str
 
 
-class Entry(dict[str, Any]):
-    """A mapping inside a list; `sources`: where each of its values comes from, `source`: where it does itself."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.source, self.sources = source, dict[str, str]()
-
-
 @dataclass(frozen=True)
 class Problem:
     """Something wrong with a file, in one line. `unread`: a source was not read, so that keys may seem missing.
@@ -61,9 +53,10 @@ class Problem:
 @dataclass
 class SourceTree:
     """Values by dotted key, of one file or merged from several, the later ones winning, and what was wrong with
-    them."""
+    them. `places`: where each thing inside a list comes from, by names such as "model.layers[0].affine"."""
 
     values: dict[str, SourceValue] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def refuse(self, text: str, source: str, *, unread: bool = False, unread_keys: tuple[str, ...] = ()) -> None:
@@ -325,14 +318,15 @@ def _plain(node: yaml.Node, name: str, source: Callable[[int], str], tree: Sourc
     if isinstance(node, yaml.ScalarNode):
         _, convert = _SCALARS.get(node.tag, ("", str))
         return convert(node.value)
+    tree.places.setdefault(name, source(node.start_mark.line + 1))
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, f"{name}[{n}]", source, tree) for n, item in enumerate(node.value)]
     assert isinstance(node, yaml.MappingNode)
-    entry = Entry(source(node.start_mark.line + 1))
+    values = {}
     for key, inner, value in _items(node, f"{name}.", source, tree):
-        entry[key.value] = _plain(value, inner, source, tree)
-        entry.sources[key.value] = source(key.start_mark.line + 1)
-    return entry
+        tree.places[inner] = source(key.start_mark.line + 1)
+        values[key.value] = _plain(value, inner, source, tree)
+    return values
 
 
 def _flatten(mapping: yaml.MappingNode, prefix: str, source: Callable[[int], str], tree: SourceTree) -> None:

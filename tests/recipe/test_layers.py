@@ -121,7 +121,7 @@ KINDS = "affine, conv, pool, scale-and-shift, dropout, activation, stored"
         ),
         (
             "conv: {filters: 9}",
-            "model.layers[0].conv.patch: missing, expected a whole number >= 1 and <= a million or a mapping ",
+            "model.layers[0].conv.patch: missing, expected a whole number >= 1 and <= a million, or a mapping ",
         ),
         ("conv: 9", "model.layers[0].conv: 9 found, expected a mapping of filters, patch, step, dilation, pool, "),
         ("{conv: {filters: 9, patch: 2, weight_stddev: .nan}}", ".weight_stddev: .nan found, expected a number >= 0"),
@@ -180,9 +180,12 @@ def test_what_follows_from_layers_that_are_wrong_is_not_said(tmp_path: Path) -> 
         ),
         (
             "model: {layers: [], hidden_units: 3}",
-            "model.hidden_units: given together with model.layers, which says it for each layer; give one of the two",
+            "model.hidden_units: never read, as model.layers says it for each layer; remove it or set it to null",
         ),
-        ("model: {bands: 3}", "model.bands: never read without model.layers; remove it or set it to null  [line 2]"),
+        (
+            "model: {bands: 3}",
+            "model.bands: never read, as there is no model.layers; remove it or set it to null  [line 2]",
+        ),
         (
             "model: {layers: [{affine: 3, repeat: 2}, dropout: 0.1], freeze: [4]}",
             "model.freeze: 4 found, expected 0 (the first hidden layer) to 3 (the output layer)",

@@ -424,14 +424,14 @@ def test_null_takes_a_key_back_to_its_default(folder: Path) -> None:
         ),
         (
             ["init=rbm", "pretrain.epochs=[2, x]"],
-            "pretrain.epochs: a list found, expected a list, each a whole number >= 1",
+            "pretrain.epochs: the text 'x' found, expected a list, each a whole number >= 1",
         ),
         (["data.cv.data=cv"], "data.cv.data: needs data.cv.alignments"),
         (["data.cv.alignments=cv_ali"], "data.cv.alignments: needs data.cv.data"),
-        (["data.cv.transforms=cv_ali"], "data.cv.transforms: never read without data.cv.data"),
+        (["data.cv.transforms=cv_ali"], "data.cv.transforms: never read, as there is no data.cv.data"),
         (
             ["data.cv.data=cv", "data.cv.alignments=cv_ali", "data.cv.transforms=cv_ali"],
-            "data.cv.transforms: never read without data.transforms",
+            "data.cv.transforms: never read, as there is no data.transforms",
         ),
         (
             ["data.cv={data: cv, alignments: cv_ali, fraction: 0.1}"],
