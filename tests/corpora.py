@@ -13,7 +13,9 @@ from kaldi_files import write_diag_gmms
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import UtteranceIndex, build_index
-from ddnn.data.loading import DataConfig
+from ddnn.data.loading import Corpus, DataConfig
+from ddnn.data.source import DataSource, IndexedCorpus
+from ddnn.distributed.communicator import Communicator, SingleProcess
 from ddnn.kaldi.alignments import Alignments
 from ddnn.kaldi.archive import write_int_vectors, write_matrices
 from ddnn.kaldi.basic_types import BasicTypeWriter
@@ -162,6 +164,18 @@ def load_all(
 ) -> AcousticDataset:
     """A whole data dir; `config` as of `DataConfig`."""
     return load_data_dir(data, alignments, DataConfig(replace(features, splice=splice), **config), transforms)
+
+
+def load_dataset(
+    index: UtteranceIndex,
+    config: DataConfig,
+    utterances: Sequence[int] | None = None,
+    comm: Communicator | None = None,
+) -> AcousticDataset:
+    """Indexed utterances, all or some, from their archives."""
+    path, comm = index.directory.path, comm or SingleProcess()
+    source = DataSource((IndexedCorpus(Corpus(path, path), index),), index, config)
+    return source.load(range(len(index.entries)) if utterances is None else utterances, comm)
 
 
 def index_of(data: Path, alignments: Alignments | None, max_skipped_fraction: float | None = 0.05) -> UtteranceIndex:

@@ -23,7 +23,7 @@ TOKENS = {
     "averaging": 5_700,
     "bench": 4_800,
     "cli": 5_500,
-    "data": 17_800,
+    "data": 17_250,
     "decoding": 9_100,
     "distributed": 9_600,
     "inspection": 7_400,

@@ -33,9 +33,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 
-from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset, utterance_offsets
+from ddnn.data.dataset import frame_labels, utterance_offsets
 from ddnn.data.index import UtteranceIndex, check_skipped
-from ddnn.data.loading import Corpus, DataConfig, FeatureLoader, index_corpus, load_rows
+from ddnn.data.loading import Corpus, DataConfig, FeatureLoader, index_corpus
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.data_dir import DataDir, read_data_dir
@@ -291,6 +291,19 @@ class CacheFile:
         """Closes the file; the arrays stay as they are."""
         os.close(self._descriptor)
 
+    def mapped_rows(self) -> tuple[Tensor, Tensor]:
+        """Features (rows, width) and labels (rows,) as they are in the file, which nobody writes into."""
+        available = available_memory()
+        if available is not None and self.features.nbytes > available:
+            log.warning(
+                "cache: %.1f GiB of frames, %.1f GiB of memory are available: they will be read from disk again and "
+                "again; data.feature_dtype: float16 needs half",
+                *(self.features.nbytes / 2**30, available / 2**30),
+            )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(self.features), torch.from_numpy(self.labels)
+
     def check(self, threads: int, share: int = 0, of: int = 1) -> None:
         """Compares every byte (or the blocks that are `share` of `of`) with its checksum. CorruptCacheError: something is
         not what was written. OSError: the disk failed."""
@@ -368,22 +381,3 @@ class CachedRows:
     def labels(self) -> Tensor:
         pieces = [self.cache.labels[first : first + length] for first, length in self._stretches]
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *pieces]))
-
-
-def load_from_cache(cache: CacheFile, index: UtteranceIndex, utterances: Sequence[int]) -> AcousticDataset:
-    """The whole dataset as it is in the file; a shard is copied out of it, as if loaded by itself. DataError: the file
-    failed while it was read."""
-    if len(utterances) == len(index.entries):
-        available = available_memory()
-        if available is not None and cache.features.nbytes > available:
-            log.warning(
-                "cache: %.1f GiB of frames, %.1f GiB of memory are available: they will be read from disk again and "
-                "again; data.feature_dtype: float16 needs half",
-                *(cache.features.nbytes / 2**30, available / 2**30),
-            )
-        with warnings.catch_warnings():  # nobody writes into it
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            features, labels = torch.from_numpy(cache.features), torch.from_numpy(cache.labels)
-    else:
-        features, labels = load_rows([CachedRows(cache, index, utterances)])
-    return make_dataset(index.subset(utterances), features, labels, cache.index.context)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,40 +73,37 @@ class FeatureSpec:
         return self.width * np.dtype(self.config.dtype).itemsize
 
 
+class Utterance(NamedTuple):
+    """One utterance to read."""
+
+    entry: ScpEntry  # where its features are stored
+    num_frames: int  # how many of its frames to take
+    speaker: str | None  # for CMVN; None without
+    transform: Matrix | None  # its own or its speaker's; None without
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive utterances of a dataset."""
 
     row: int  # the first row, which is a repeated edge frame where there is context
     rows: int  # number of rows of all its utterances, edges included
-    entries: tuple[ScpEntry, ...]  # where their features are stored
-    num_frames: tuple[int, ...]  # how many of their frames to take
-    speakers: tuple[str, ...] | None  # of each, for CMVN; None without
-    transforms: tuple[Matrix, ...] | None  # of each: that of the utterance or its speaker; None without
+    utterances: tuple[Utterance, ...]
 
 
-def make_chunks(
-    entries: Sequence[ScpEntry],
-    num_frames: NDArray[np.int64],
-    speakers: Sequence[str] | None,
-    spec: FeatureSpec,
-    transforms: Mapping[str, Matrix] | None = None,
-) -> list[Chunk]:
+def make_chunks(utterances: Sequence[Utterance], spec: FeatureSpec) -> list[Chunk]:
     """All utterances, in chunks of `CHUNK_BYTES` or more; segments of one recording stay together, because it is read
     once for all of them."""
     chunks, start, row, rows = [], 0, 0, 0
-    edges, lengths = 2 * spec.config.splice, num_frames.tolist()
-    for u, (entry, following) in enumerate(zip_longest(entries, entries[1:])):
-        rows += lengths[u] + edges
-        ends = 4 * rows * spec.width >= CHUNK_BYTES
-        if ends and following is not None and entry.offset is not None:
-            ends = (following.path, following.offset) != (entry.path, entry.offset)
-        if ends or following is None:
-            part = slice(start, u + 1)
-            of_chunk = None if speakers is None else tuple(speakers[part])
-            own = None if transforms is None else tuple(transforms[entry.key] for entry in entries[part])
-            chunks.append(Chunk(row, rows, tuple(entries[part]), tuple(lengths[part]), of_chunk, own))
-            start, row, rows = u + 1, row + rows, 0
+    for end, (utterance, following) in enumerate(zip_longest(utterances, utterances[1:]), start=1):
+        rows += utterance.num_frames + 2 * spec.config.splice
+        if following is not None:
+            entry, path, offset = utterance.entry, following.entry.path, following.entry.offset
+            same_recording = entry.offset is not None and (path, offset) == (entry.path, entry.offset)
+            if same_recording or 4 * rows * spec.width < CHUNK_BYTES:
+                continue
+        chunks.append(Chunk(row, rows, tuple(utterances[start:end])))
+        start, row, rows = end, row + rows, 0
     return chunks
 
 
@@ -124,12 +121,12 @@ def _fill(
 ) -> None:
     """As `read_chunk`; only with `check` it looks for NaN and Inf in the frames that it takes."""
     config, row = spec.config, spec.config.splice
-    for u, (entry, frames) in enumerate(zip(chunk.entries, chunk.num_frames, strict=True)):
+    for entry, frames, speaker, transform in chunk.utterances:
         features = _read(entry, frames, spec, reader)
         if check or len(features) > frames:
             check_finite(entry.key, features, entry.location)
-        if chunk.speakers is not None:
-            speaker_stats = stats[chunk.speakers[u]]
+        if speaker is not None:
+            speaker_stats = stats[speaker]
             dims = speaker_stats.shape[1] - 1
             if dims != spec.dim:
                 message = f"utterance {entry.key}: CMVN statistics of {dims} dims found, features of {spec.dim}"
@@ -137,8 +134,7 @@ def _fill(
                 raise DataError(message, location=spec.data / "cmvn.scp", hint=hint)
             features = apply_cmvn(features, speaker_stats, variance=config.cmvn == "mean-variance")
         if config.transforms is not None:
-            own = None if chunk.transforms is None else chunk.transforms[u]
-            features = config.transforms.apply(features, spec.final_mat, own)
+            features = config.transforms.apply(features, spec.final_mat, transform)
         elif config.deltas:
             features = add_deltas(features, config.deltas)
         end = row + frames

@@ -274,38 +274,30 @@ def _digest(lines: Iterable[str]) -> str:
     return f"{count} entries, digest {digest.hexdigest()[:16]}"
 
 
-def hold_out_speakers(index: UtteranceIndex, path: Path) -> tuple[list[int], list[int]]:
-    """Indices of the utterances to train on, and of those of the speakers listed in `path`, one per line. DataError:
-    the file cannot be read, names a speaker that the data does not have, or leaves one side empty."""
-    try:
-        listed = set(read_bytes_limited(path, MAX_LIST_BYTES).decode("utf-8").split())
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the list of cross-validation speakers: {error}", location=path) from error
-    known = set(_speakers(index, "give data.cv.utterances in place of data.cv.speakers"))
+def hold_out_listed(index: UtteranceIndex, path: Path, by: str) -> tuple[list[int], list[int]]:
+    """Indices of the utterances to train on, and of those that a file lists: by speaker, all words of it; by utterance, the
+    first word of each line, so that it may be a Kaldi table. Listed utterances of the data dir that cannot be used are
+    skipped. DataError: the file cannot be read, names one that the data does not have, or leaves one side empty."""
+    if by == "speaker":
+        try:
+            listed = set(read_bytes_limited(path, MAX_LIST_BYTES).decode("utf-8").split())
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read the list of cross-validation speakers: {error}", location=path) from error
+        groups = _speakers(index, "give data.cv.utterances in place of data.cv.speakers")
+        known = set(groups)
+    else:
+        lines = read_lines(path, "the list of cross-validation utterances")
+        listed = {decode_utf8(parts[0], path, number) for number, parts in lines}
+        groups, known = index.utterances, {entry.key for entry in index.directory.entries}
     if unknown := sorted(listed - known):
-        message = f"{len(unknown)} of {len(listed)} listed speakers are not in the data: {', '.join(unknown[:5])}"
-        hint = f"list speakers of the training data, such as {', '.join(sorted(known)[:3])}"
-        raise DataError(message, location=path, hint=hint)
-    return _split(_speakers(index), listed, str(path), "speaker")
-
-
-def hold_out_utterances(index: UtteranceIndex, path: Path) -> tuple[list[int], list[int]]:
-    """Indices of the utterances to train on, and of those listed in `path`: the first word of each line, so that it may
-    be a Kaldi table. Listed utterances of the data dir that cannot be used are skipped. DataError: the file cannot be
-    read, names an utterance that the data dir does not have, or leaves one side empty."""
-    lines = read_lines(path, "the list of cross-validation utterances")
-    listed = {decode_utf8(parts[0], path, number) for number, parts in lines}
-    known = {entry.key for entry in index.directory.entries}
-    if unknown := sorted(listed - known):
-        message = f"{len(unknown)} of {len(listed)} listed utterances are not in the data: {', '.join(unknown[:5])}"
-        hint = f"list utterances of the training data, such as {', '.join(sorted(known)[:3])}"
-        if not listed - set(index.speakers or ()):
+        message = f"{len(unknown)} of {len(listed)} listed {by}s are not in the data: {', '.join(unknown[:5])}"
+        hint = f"list {by}s of the training data, such as {', '.join(sorted(known)[:3])}"
+        if by == "utterance" and not listed - set(index.speakers or ()):
             hint = "these are speakers: give the list as data.cv.speakers"
         raise DataError(message, location=path, hint=hint)
-    usable = listed & set(index.utterances)
-    if skipped := len(listed - usable):
+    if skipped := len(listed - set(groups)):
         log.info("%s: %d of %d listed utterances are among the skipped ones", path, skipped, len(listed))
-    return _split(index.utterances, usable, str(path), "utterance")
+    return _split(groups, listed & set(groups), str(path), by)
 
 
 def hold_out_fraction(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -20,12 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddnn.data.dataset import AcousticDataset, frame_labels, make_dataset
+from ddnn.data.dataset import frame_labels
 from ddnn.data.feature_reader import (
     Chunk,
     FeatureConfig,
     FeatureSpec,
     Stats,
+    Utterance,
     make_chunks,
     read_chunk,
     with_own_reader,
@@ -121,27 +122,6 @@ def warn_of_contradictions(corpus: Corpus, config: DataConfig, index: UtteranceI
         log.warning("%s: no frame has pdf-id 0: are these transition-ids, which begin at 1?", corpus.alignments)
 
 
-def load_dataset(
-    index: UtteranceIndex,
-    config: DataConfig,
-    *,
-    utterances: Sequence[int] | None = None,
-    comm: Communicator | None = None,
-) -> AcousticDataset:
-    """Loads indexed utterances, all or some (ascending), from their archives: the same frames and labels, whoever loads
-    the others. `comm`: the workers, who all load shards of this index now, and divide the work on CMVN statistics.
-    Collective.
-
-    CMVN statistics are those of all utterances of a speaker in the data dir. Where there is no `cmvn.scp` to read them
-    from, all features of these speakers are read for them. DataError: damaged or unsuitable input, not what the index
-    says (such as on another host). UserError: a loading process died.
-    """
-    chosen = index if utterances is None else index.subset(utterances)
-    comm = comm or SingleProcess()
-    loader = FeatureLoader(chosen, config, config.processes(comm), comm, index.speakers)
-    return make_dataset(chosen, *load_rows([loader]), config.features.splice)
-
-
 class RowSource(Protocol):
     """Some utterances of one data dir whose rows, edges included, can be loaded: from archives or a cache file."""
 
@@ -197,8 +177,13 @@ class FeatureLoader:
         self.spec = FeatureSpec(data, first, index.dim, config.features, transforms.final_mat)
         self.rows = config.features.rows(index.num_frames)
         self.cmvn = config.features.cmvn != "none"
-        speakers = index.speakers if self.cmvn else None
-        self.chunks = make_chunks(index.entries, index.num_frames, speakers, self.spec, transforms.adapted)
+        speakers = index.speakers if self.cmvn and index.speakers is not None else repeat(None)
+        fmllr = transforms.adapted or {}
+        utterances = [
+            Utterance(entry, num_frames, speaker, fmllr.get(entry.key))
+            for entry, num_frames, speaker in zip(index.entries, index.num_frames.tolist(), speakers, strict=False)
+        ]
+        self.chunks = make_chunks(utterances, self.spec)
         self.width, self.dtype = self.spec.width, config.features.dtype
         self.processes = effective_processes(processes, 4 * self.rows * self.spec.width)
         self.speakers = set((index.speakers if self.comm.world_size == 1 else cmvn_speakers) or ())
@@ -231,27 +216,19 @@ class FeatureLoader:
                 run = partial(_run_here, reader=stack.enter_context(MatrixReader()))
             stats = self._cmvn_stats(run) if self.cmvn else {}
             tasks = (
-                (*task(chunk), chunk, {name: stats[name] for name in chunk.speakers or ()}, self.spec)
+                (*task(chunk), chunk, {u.speaker: stats[u.speaker] for u in chunk.utterances if u.speaker}, self.spec)
                 for chunk in self.chunks
             )
             for chunk, result in zip(self.chunks, run(tasks), strict=True):
                 results.append(result)
-                for _ in chunk.entries:
+                for _ in chunk.utterances:
                     next(steps, None)
         next(steps, None)  # to the end of the progress bar
         size, seconds = 4e-9 * self.rows * self.spec.width, time.perf_counter() - started
-        log.log(
-            logging.INFO if seconds > 1 or self.processes > 1 else logging.DEBUG,
-            "%s: loaded %.2f GB of float32 in %.1f s by %d process%s, %.2f GB/s",
-            *(
-                self.index.directory.path,
-                size,
-                seconds,
-                self.processes,
-                "es" * (self.processes > 1),
-                size / max(seconds, 1e-9),
-            ),
-        )
+        by = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        level = logging.INFO if seconds > 1 or self.processes > 1 else logging.DEBUG
+        figures = self.index.directory.path, size, seconds, by, size / max(seconds, 1e-9)
+        log.log(level, "%s: loaded %.2f GB of float32 in %.1f s by %s, %.2f GB/s", *figures)
         return results
 
     def _cmvn_stats(self, run: Run) -> Stats:

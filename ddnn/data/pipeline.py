@@ -26,8 +26,7 @@ from ddnn.data.index import (
     fraction_of,
     hold_out_by_default,
     hold_out_fraction,
-    hold_out_speakers,
-    hold_out_utterances,
+    hold_out_listed,
     is_close,
     local_positions,
 )
@@ -35,7 +34,7 @@ from ddnn.data.loading import Corpus, DataConfig, index_corpus, warn_of_contradi
 from ddnn.data.source import DataSource, IndexedCorpus, open_source, read_tables
 from ddnn.distributed.communicator import Communicator
 from ddnn.kaldi.alignments import Alignments, check_same_tree, transition_digest
-from ddnn.util.errors import DataError, RecipeError
+from ddnn.util.errors import DataError
 from ddnn.util.text import plural
 
 log = logging.getLogger(__name__)
@@ -68,36 +67,40 @@ class TrainingDataConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingData:
-    """What this worker trains on, and its part of the cross-validation."""
+class DataPlan:
+    """Which utterances a training uses, known from tables and headers."""
 
     source: DataSource  # all corpora to train on, of all workers
-    shards: list[list[int]]  # for each rank the utterances of the index that it has in memory, those held out included
-    dataset: AcousticDataset  # this worker's shard: on the device, or in host memory
-    device: torch.device  # where this worker computes
-    train_utterances: list[int]  # all workers' utterances to train on
-    train_shards: list[list[int]]  # for each rank its part of them
-    # this worker's frames; `cv` is empty where nothing is held out
-    train: FrameSubset
-    cv: FrameSubset
-    # the corpora for cross-validation; None where utterances of `source` are held out
-    cv_source: DataSource | None = None
-    normalize: bool = True
+    train_utterances: list[int]  # indices in the index of `source`
+    held_out: list[int]  # from `train_utterances`; none where there is a `cv_source`, or no cross-validation
+    cv_source: DataSource | None  # the corpora for cross-validation, if they are others
+    train_shards: list[list[int]]  # for each rank its part of `train_utterances`
+    held_out_shards: list[list[int]]
 
     @property
     def index(self) -> UtteranceIndex:
         return self.source.index
 
-    def cv_indices(self) -> list[int]:
-        """Indices in the index of `cv_source`, or in that of `source`."""
-        if self.cv_source is not None:
-            return list(range(len(self.cv_source.index.entries)))
-        return sorted(set(range(len(self.index.entries))) - set(self.train_utterances))
+    @property
+    def shards(self) -> list[list[int]]:
+        """For each rank the utterances of the index that it has in memory, those held out included."""
+        return [sorted(a + b) for a, b in zip(self.train_shards, self.held_out_shards, strict=True)]
 
-    def cv_utterances(self) -> list[str]:
-        """Ids of all workers' utterances for cross-validation, in the order of the data."""
-        names = (self.cv_source or self.source).index.utterances
-        return [names[u] for u in self.cv_indices()]
+    def cv_index(self) -> UtteranceIndex:
+        """All workers' utterances for cross-validation."""
+        return self.index.subset(self.held_out) if self.cv_source is None else self.cv_source.index
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingData(DataPlan):
+    """What this worker trains on, and its part of the cross-validation."""
+
+    dataset: AcousticDataset  # this worker's shard: on the device, or in host memory
+    device: torch.device  # where this worker computes
+    # this worker's frames; `cv` is empty where nothing is held out
+    train: FrameSubset
+    cv: FrameSubset
+    normalize: bool = True
 
     def input_transform(self, comm: Communicator, *, all_utterances: bool = False) -> InputTransform:
         """Splice and, if `normalize`, the normalization that the frames to train on give, or all frames. Collective."""
@@ -109,32 +112,6 @@ class TrainingData:
             chosen = [chosen[n * len(chosen) // STATISTICS_UTTERANCES] for n in range(STATISTICS_UTTERANCES)]
         local = local_positions(self.shards[comm.rank], chosen[:STATISTICS_UTTERANCES])
         return estimate_normalization(transform, self.dataset, local, comm)
-
-    def require_minibatch(self, key: str, batch_size: int, shards: list[list[int]]) -> None:
-        """RecipeError, which names the recipe's key, where the smallest of `shards` does not fill one minibatch."""
-        require_minibatch(self.index, key, batch_size, shards)
-
-
-def require_minibatch(index: UtteranceIndex, key: str, batch_size: int, shards: list[list[int]]) -> None:
-    """As `TrainingData.require_minibatch`."""
-    smallest, several = min(int(index.num_frames[shard].sum()) for shard in shards), len(shards) > 1
-    if smallest < batch_size:
-        of_shard = f" of the smallest of {len(shards)} shards" if several else ""
-        message = f"{smallest} frames{of_shard} do not fill one minibatch of {batch_size}"
-        hint = "take a smaller minibatch" + (", fewer workers" if several else "") + " or more data"
-        raise RecipeError(message, location=key, hint=hint)
-
-
-@dataclass(frozen=True, eq=False)
-class DataPlan:
-    """Which utterances a training uses, known from tables and headers; no features have been read."""
-
-    source: DataSource
-    train: list[int]  # indices in the index of `source`
-    cv: list[int]  # of those held out; none where there is a `cv_source`, or nothing is held out
-    cv_source: DataSource | None
-    train_shards: list[list[int]]  # for each rank
-    cv_shards: list[list[int]]  # of `cv`
 
 
 def plan_data(config: TrainingDataConfig, workers: int, comm: Communicator) -> DataPlan:
@@ -163,23 +140,19 @@ def training_data(
         return source.load(shard, comm).to(features_on)
 
     plan = plan_data(config, comm.world_size, comm)
-    source, index, cv_source = plan.source, plan.source.index, plan.cv_source
-    train, cv, train_shards, cv_shards = plan.train, plan.cv, plan.train_shards, plan.cv_shards
+    index, cv_source, shard = plan.index, plan.cv_source, plan.shards[comm.rank]
     if comm.world_size > 1:
-        sizes = [int(index.num_frames[shard].sum()) for shard in train_shards]
+        sizes = [int(index.num_frames[shard].sum()) for shard in plan.train_shards]
         log.info("shards of %s to %s frames for %d workers", f"{min(sizes):,}", f"{max(sizes):,}", comm.world_size)
-    shards = [sorted(a + b) for a, b in zip(train_shards, cv_shards, strict=True)]
-    dataset = load(source, shards[comm.rank])
-    train_frames = dataset.subset(local_positions(shards[comm.rank], train))
+    dataset = load(plan.source, shard)
+    train = dataset.subset(local_positions(shard, plan.train_utterances))
     if cv_source is None:
-        cv_frames = dataset.subset(local_positions(shards[comm.rank], cv))
+        cv = dataset.subset(local_positions(shard, plan.held_out))
     else:
-        cv_index = cv_source.index
-        shard = assign_shards(cv_index.num_frames, range(len(cv_index.entries)), comm.world_size)[comm.rank]
-        cv_frames = load(cv_source, shard).subset(range(len(shard)))
-    return TrainingData(
-        source, shards, dataset, device, train, train_shards, train_frames, cv_frames, cv_source, config.normalize
-    )
+        cv_frames = cv_source.index.num_frames
+        cv_shard = assign_shards(cv_frames, range(len(cv_frames)), comm.world_size)[comm.rank]
+        cv = load(cv_source, cv_shard).subset(range(len(cv_shard)))
+    return TrainingData(**vars(plan), dataset=dataset, device=device, train=train, cv=cv, normalize=config.normalize)
 
 
 def open_data_dir(
@@ -199,9 +172,9 @@ def _hold_out(index: UtteranceIndex, held_out: HeldOut, seed: int, comm: Communi
     it."""
     wanted, reason = None, ""
     if held_out.speakers is not None:
-        train, cv = hold_out_speakers(index, held_out.speakers)
+        train, cv = hold_out_listed(index, held_out.speakers, "speaker")
     elif held_out.utterances is not None:
-        train, cv = hold_out_utterances(index, held_out.utterances)
+        train, cv = hold_out_listed(index, held_out.utterances, "utterance")
     else:
         wanted = held_out.fraction or DEFAULT_FRACTION
         if held_out.by is None:

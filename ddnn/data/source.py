@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from ddnn.data.cache import CachedRows, CacheFile, load_from_cache, open_or_create_cache
+from ddnn.data.cache import CachedRows, CacheFile, open_or_create_cache
 from ddnn.data.dataset import AcousticDataset, make_dataset
 from ddnn.data.index import UtteranceIndex, join
 from ddnn.data.loading import (
@@ -19,7 +19,6 @@ from ddnn.data.loading import (
     FeatureLoader,
     RowSource,
     index_corpus,
-    load_dataset,
     load_rows,
     warn_of_contradictions,
 )
@@ -76,14 +75,17 @@ class DataSource:
         return next((digest for digest in digests if digest is not None), None)
 
     def load(self, utterances: Sequence[int], comm: Communicator) -> AcousticDataset:
-        """The frames of these utterances of the index, ascending. Collective; raises as `load_dataset`."""
-        part = self.parts[0]
-        if len(self.parts) > 1:
+        """Frames and labels of these utterances of the index, ascending: the same, whoever loads the others. `comm`: the
+        workers, who all load shards of this index now, and divide the work on CMVN statistics, which are those of all
+        utterances of a speaker in the data dir. Collective. The whole of a single cache file is mapped, not loaded.
+        DataError: damaged or unsuitable input, not what the index says (such as on another host). UserError: a loading
+        process died."""
+        cache = self.parts[0].cache if len(self.parts) == 1 else None
+        if cache is not None and len(utterances) == len(self.index.entries):
+            rows = cache.mapped_rows()
+        else:
             rows = load_rows([self._rows(part, chosen, comm) for part, chosen in self._by_part(utterances)])
-            return make_dataset(self.index.subset(utterances), *rows, self.config.features.splice)
-        if part.cache is not None:
-            return load_from_cache(part.cache, part.index, utterances)
-        return load_dataset(part.index, self.config, utterances=utterances, comm=comm)
+        return make_dataset(self.index.subset(utterances), *rows, self.config.features.splice)
 
     def _rows(self, part: IndexedCorpus, utterances: Sequence[int], comm: Communicator) -> RowSource:
         if part.cache is not None:

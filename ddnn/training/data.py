@@ -12,7 +12,6 @@ from ddnn.data.index import fraction_of
 from ddnn.data.pipeline import (
     TrainingData,
     plan_data,
-    require_minibatch,
     speakers_in_both,
     training_data,
 )
@@ -59,10 +58,9 @@ def describe_data(recipe: Recipe, kind: Kind, device: str, trained: AcousticMode
         ours.setLevel(level)
     source, index, width = plan.source, plan.source.index, plan.source.width
     if kind == "training":
-        require_minibatch(index, "minibatch_size", sizes.end, plan.train_shards)
+        options.require_minibatch(index, "minibatch_size", sizes.end, plan.train_shards)
         check_initial_model(recipe, trained, source)
-        cv_index = index.subset(plan.cv) if plan.cv_source is None else plan.cv_source.index
-        warn_of_known_utterances(recipe, source, plan.cv_source, cv_index.utterances)
+        warn_of_known_utterances(recipe, source, plan.cv_source, plan.cv_index().utterances)
     else:
         options.check_pretrains(recipe)
     input_dim, frames = width * (2 * recipe.data.splice + 1), int(index.num_frames.sum())
@@ -78,14 +76,15 @@ def describe_data(recipe: Recipe, kind: Kind, device: str, trained: AcousticMode
     if plan.cv_source is not None:
         lines.append(f"cross-validation: {plan.cv_source.data}: {plan.cv_source.index.size()}")
     elif config.held_out is not None:
-        held_out = f"{index.subset(plan.cv).size()}, {100 * fraction_of(index, plan.cv):.1f} % of the frames"
-        shared = speakers_in_both(index, plan.train, plan.cv)
+        held_out = f"{plan.cv_index().size()}, {100 * fraction_of(index, plan.held_out):.1f} % of the frames"
+        shared = speakers_in_both(index, plan.train_utterances, plan.held_out)
         lines.append(f"cross-validation: {held_out}" + f"; {shared} also trained on" * bool(shared))
-    shards = [sorted(a + b) for a, b in zip(plan.train_shards, plan.cv_shards, strict=True)]
     layers, minibatches = network_layers(recipe, input_dim, index.num_pdfs), sizes.start * workers
     return [
         *lines,
         f"network: {describe_sizes(layers)}, {describe_parameters(recipe, layers)}; about "
-        f"{int(index.num_frames[plan.train].sum()) // minibatches} minibatches an epoch for each worker",
-        describe_memory(options.estimate_memory(recipe, input_dim, index.num_pdfs, workers), source, shards, device),
+        f"{int(index.num_frames[plan.train_utterances].sum()) // minibatches} minibatches an epoch for each worker",
+        describe_memory(
+            options.estimate_memory(recipe, input_dim, index.num_pdfs, workers), source, plan.shards, device
+        ),
     ]

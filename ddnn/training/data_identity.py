@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -75,9 +75,8 @@ def data_identity(data: TrainingData, comm: Communicator) -> DataIdentity:
         corpora += [(part, data.cv.dataset) for part in data.cv_source.parts]
     for part, dataset in corpora:
         (data_key, alignments_key), index = part.corpus.keys, part.index
-        digest = utterance_digest(zip(index.utterances, index.num_frames.tolist(), strict=True), digits=32)
         found = f"{len(index.entries)} utterances, {index.num_frames.sum()} frames, digest"
-        contents[data_key] = f"{found} {digest}"
+        contents[data_key] = f"{found} {_digest(index, 32)}"
         contents[alignments_key] = f"pdf-ids of digest {label_digest(dataset, index.utterances, comm)}"
         chosen = index.utterances[:: -(-len(index.entries) // STATISTICS_UTTERANCES)]  # evenly over the corpus
         features[data_key] = feature_statistics(dataset, _positions(dataset, chosen), comm).tolist()
@@ -86,13 +85,11 @@ def data_identity(data: TrainingData, comm: Communicator) -> DataIdentity:
 
 def split_digests(data: TrainingData) -> tuple[str, str]:
     """Short digests of the utterances to train on and of those for cross-validation, with their lengths."""
-    cv_index = (data.cv_source or data.source).index
-    return _digest(data.index, data.train_utterances), _digest(cv_index, data.cv_indices())
+    return _digest(data.index.subset(data.train_utterances)), _digest(data.cv_index())
 
 
-def _digest(index: UtteranceIndex, utterances: Sequence[int]) -> str:
-    chosen = index.subset(utterances)
-    return utterance_digest(zip(chosen.utterances, chosen.num_frames.tolist(), strict=True))
+def _digest(index: UtteranceIndex, digits: int = 16) -> str:
+    return utterance_digest(zip(index.utterances, index.num_frames.tolist(), strict=True), digits)
 
 
 def utterance_digest(utterances: Iterable[tuple[str, int]], digits: int = 16) -> str:

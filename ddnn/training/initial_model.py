@@ -223,7 +223,7 @@ def initial_model(
         warn_of_random_frozen_layers(recipe)
     if trained is not None and isinstance(recipe.init, TrainedModelConfig):
         if comm.rank == 0:
-            warn_of_known_utterances(recipe, data.source, data.cv_source, data.cv_utterances())
+            warn_of_known_utterances(recipe, data.source, data.cv_source, data.cv_index().utterances)
         return _continued(recipe, recipe.init, trained, data)
     if recipe.init == "rbm" and recipe.pretrain.dbn is not None:
         dbn = load_dbn(recipe, recipe.pretrain.dbn)

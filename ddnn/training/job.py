@@ -231,7 +231,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
         run.write_recipe(job.recipe_text)
     dbn = replicated_dbn(job, pretraining) if pretraining is not None else None
     data = load_data(job.recipe, job.device, comm)
-    data.require_minibatch("minibatch_size", options.minibatch_sizes(recipe).end, data.train_shards)
+    options.require_minibatch(data.index, "minibatch_size", options.minibatch_sizes(recipe).end, data.train_shards)
     identity = data_identity(data, comm)
     if pretraining is not None and dbn is None:
         dbn = train_dbn(job, pretraining, comm, data)
@@ -246,7 +246,7 @@ def build_trainer(job: Job, resume: bool, trained: AcousticModel | None = None) 
     if resume and (loaded is not None or read_restart() is not None):
         run.record(resume_event(loaded, run, comm))
     run.write_pdf_counts(kaldi_counts(data.index.pdf_counts))
-    run.write_cv_utterances(data.cv_utterances())
+    run.write_cv_utterances(data.cv_index().utterances)
     network = model.network.to(job.device).with_frozen(frozen_layers(recipe, model.network.layers))
     model = replace(model, transform=model.transform.to(job.device), network=network)
     trainer = assemble_trainer(job, model, data, identity, checkpoints, loaded)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ddnn.averaging.strategies import STRATEGIES, AveragingOptions
 from ddnn.data.batches import EVAL_BATCH
 from ddnn.data.feature_reader import FeatureConfig
+from ddnn.data.index import UtteranceIndex
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import HeldOut, TrainingDataConfig
 from ddnn.distributed.communicator import Communicator
@@ -177,6 +178,16 @@ def data_config(recipe: Recipe, *, held_out: bool = True) -> TrainingDataConfig:
         recipe.seed,
         normalize=of.normalize,
     )
+
+
+def require_minibatch(index: UtteranceIndex, key: str, batch_size: int, shards: list[list[int]]) -> None:
+    """RecipeError, which names the recipe's key, where the smallest of `shards` does not fill one minibatch."""
+    smallest, several = min(int(index.num_frames[shard].sum()) for shard in shards), len(shards) > 1
+    if smallest < batch_size:
+        of_shard = f" of the smallest of {len(shards)} shards" if several else ""
+        message = f"{smallest} frames{of_shard} do not fill one minibatch of {batch_size}"
+        hint = "take a smaller minibatch" + (", fewer workers" if several else "") + " or more data"
+        raise RecipeError(message, location=key, hint=hint)
 
 
 def estimate_memory(recipe: Recipe, input_dim: int, num_pdfs: int, workers: int) -> TrainingMemory:

@@ -47,7 +47,7 @@ from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import DBN, PRETRAIN
 from ddnn.training.data_identity import DataIdentity, data_identity
 from ddnn.training.network_layers import network_layers
-from ddnn.training.options import model_features
+from ddnn.training.options import model_features, require_minibatch
 from ddnn.training.resume import check_same_data
 from ddnn.training.state import CheckpointPolicy, Stateful, TrainingProgress, restore_state
 from ddnn.util.errors import DataError, DivergedError
@@ -319,7 +319,7 @@ def pretrain_dbn(recipe: Recipe, data: TrainingData, checkpoints: CheckpointPoli
     run, comm = checkpoints.run, checkpoints.comm
     device, num_rbms, utterances = data.device, len(recipe.model.rbm_units()), range(len(data.dataset.utterances))
     frames = FrameSubset(data.dataset, data.dataset.rows_of(utterances).to(device))
-    data.require_minibatch("pretrain.minibatch_size", recipe.pretrain.minibatch_size, data.shards)
+    require_minibatch(data.index, "pretrain.minibatch_size", recipe.pretrain.minibatch_size, data.shards)
     handle, identity = checkpoints.store.latest(), data_identity(data, comm).of("data.train")  # no label is read
     if handle is not None:
         with run.may_refuse_resume(comm):

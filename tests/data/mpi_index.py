@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from corpora import load_dataset
 
 from ddnn.data.dataset import estimate_normalization, splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import assign_shards, build_index, hold_out_fraction, local_positions
-from ddnn.data.loading import Corpus, DataConfig, load_dataset
+from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.source import open_source
 from ddnn.distributed.failures import abort_all_on_error
 from ddnn.distributed.mpi import init_communicator

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ddnn.data import feature_reader
 from ddnn.data.dataset import AcousticDataset
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.index import hold_out_fraction, hold_out_speakers
+from ddnn.data.index import hold_out_fraction, hold_out_listed
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.data_dir import accumulate_cmvn_stats, add_deltas, apply_cmvn
 from ddnn.util.errors import DataError
@@ -246,7 +246,7 @@ def test_speakers_file_holds_out_whole_speakers(tmp_path: Path) -> None:
     corpus = load(tmp_path, *labelled_utterances())
     listed = tmp_path / "cv speakers"
     listed.write_text("spk2\nspk0\n")
-    train, cv = hold_out_speakers(corpus, listed)
+    train, cv = hold_out_listed(corpus, listed, "speaker")
     assert sorted(train + cv) == list(range(12))
     assert {corpus.speakers[u] for u in cv} == {"spk0", "spk2"}
     assert {corpus.speakers[u] for u in train} == {"spk1", "spk3"}
@@ -257,12 +257,12 @@ def test_speakers_file_must_name_speakers_of_the_corpus(tmp_path: Path) -> None:
     listed = tmp_path / "cv"
     listed.write_text("spk2\nnobody\n")
     with pytest.raises(DataError, match="1 of 2 listed speakers are not in the data: nobody"):
-        hold_out_speakers(corpus, listed)
+        hold_out_listed(corpus, listed, "speaker")
     listed.write_text("spk0\nspk1\nspk2\nspk3\n")
     with pytest.raises(DataError, match="no utterance remains for training"):
-        hold_out_speakers(corpus, listed)
+        hold_out_listed(corpus, listed, "speaker")
     with pytest.raises(DataError, match="cannot read the list"):
-        hold_out_speakers(corpus, tmp_path / "missing")
+        hold_out_listed(corpus, tmp_path / "missing", "speaker")
 
 
 def test_fraction_holds_out_whole_speakers_by_seed(tmp_path: Path) -> None:
@@ -336,5 +336,5 @@ def test_speakers_are_needed_to_hold_some_out(tmp_path: Path) -> None:
     assert "data.cv.by: utterance" in str(caught.value)
     (tmp_path / "speakers").write_text("spk0\n")
     with pytest.raises(DataError, match=r"in place of data\.cv\.speakers") as caught:
-        hold_out_speakers(corpus, tmp_path / "speakers")
+        hold_out_listed(corpus, tmp_path / "speakers", "speaker")
     assert "data.cv.by" not in str(caught.value), "which is for a fraction"

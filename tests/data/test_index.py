@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import index_of, labelled_utterances, load_all, write_data_dir, write_pdfs
+from corpora import index_of, labelled_utterances, load_all, load_dataset, write_data_dir, write_pdfs
 from data.mpi_index import FEATURES, FRACTION, SEED
 from distributed.mpi_worlds import launch
 from hypothesis import given, settings
@@ -26,10 +26,10 @@ from ddnn.data.index import (
     assign_shards,
     build_index,
     hold_out_fraction,
-    hold_out_speakers,
+    hold_out_listed,
     local_positions,
 )
-from ddnn.data.loading import DataConfig, load_dataset
+from ddnn.data.loading import DataConfig
 from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.archive import MatrixReader, read_scp, write_matrices
@@ -117,7 +117,7 @@ def test_a_plan_splits_as_its_corpus(planned: UtteranceIndex, tmp_path: Path) ->
     corpus = load_dataset(plan, DataConfig(FeatureConfig(splice=1)))
     assert hold_out_fraction(plan, 0.3, seed=7) == hold_out_fraction(corpus, 0.3, seed=7)
     (tmp_path / "cv").write_text("spk2\n")
-    assert hold_out_speakers(plan, tmp_path / "cv") == hold_out_speakers(corpus, tmp_path / "cv")
+    assert hold_out_listed(plan, tmp_path / "cv", "speaker") == hold_out_listed(corpus, tmp_path / "cv", "speaker")
 
 
 @pytest.mark.parametrize("features", [FeatureConfig(), FeatureConfig("mean-variance", 2)])

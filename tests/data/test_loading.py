@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from ddnn.data import feature_reader, loading
 from ddnn.data.dataset import AcousticDataset
-from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, make_chunks, with_own_reader, write_chunk
+from ddnn.data.feature_reader import FeatureConfig, FeatureSpec, Utterance, make_chunks, with_own_reader, write_chunk
 from ddnn.data.loading import default_processes, effective_processes, sum_over_workers
 from ddnn.kaldi.archive import ScpEntry, write_matrices
 from ddnn.kaldi.transforms import read_transform_config
@@ -139,7 +139,8 @@ def test_a_full_disk_comes_back_as_an_os_error(tmp_path: Path) -> None:
     write_matrices(tmp_path / "a.ark", tmp_path / "a.scp", [("a", np.ones((3, 4), np.float32))])
     from ddnn.kaldi.archive import read_scp
 
-    (chunk,) = make_chunks(read_scp(tmp_path / "a.scp"), np.array([3]), None, SPEC)
+    (stored,) = read_scp(tmp_path / "a.scp")
+    (chunk,) = make_chunks([Utterance(stored, 3, None, None)], SPEC)
     descriptor = os.open("/dev/full", os.O_RDWR)
     try:
         with pytest.raises(OSError, match="No space left"), worker_pool(1, "", "", descriptor) as pool:
@@ -168,14 +169,14 @@ def test_chunks_are_all_utterances_in_order(utterances: list[tuple[int, int]], c
     spec = FeatureSpec(Path("data"), "a", 4, FeatureConfig(splice=context))
     entries = [entry(f"u{n}", "a.ark", 18 * place) for n, (_, place) in enumerate(utterances)]
     frames = np.array([length for length, _ in utterances], np.int64)
-    found = make_chunks(entries, frames, [f"s{n}" for n in range(len(entries))], spec)
-    assert [e for chunk in found for e in chunk.entries] == entries
-    assert [n for chunk in found for n in chunk.num_frames] == frames.tolist()
+    listed = [Utterance(e, n, "s", None) for e, n in zip(entries, frames.tolist(), strict=True)]
+    found = make_chunks(listed, spec)
+    assert [utterance for chunk in found for utterance in chunk.utterances] == listed
     rows = np.cumsum([0] + [chunk.rows for chunk in found])
     assert [chunk.row for chunk in found] == rows[:-1].tolist()
     assert rows[-1] == frames.sum() + 2 * context * len(entries)
     for chunk, following in pairwise(found):  # segments of one recording are not torn apart
-        assert chunk.entries[-1].offset != following.entries[0].offset
+        assert chunk.utterances[-1].entry.offset != following.utterances[0].entry.offset
         assert 16 * chunk.rows >= feature_reader.CHUNK_BYTES
 
 

@@ -27,6 +27,7 @@ from ddnn.kaldi.archive import MatrixReader
 from ddnn.recipe.load import load_recipe
 from ddnn.training.data_identity import DataIdentity, data_identity
 from ddnn.training.job import run_training
+from ddnn.training.options import require_minibatch
 from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.text import plural
 
@@ -298,12 +299,12 @@ def test_each_part_is_shared_out_by_itself(tmp_path: Path) -> None:
 
 def test_a_minibatch_must_fit_into_the_smallest_shard(tmp_path: Path) -> None:
     data = load(prepare(tmp_path, *labelled_utterances()))
-    data.require_minibatch("minibatch_size", 9 * 40, data.train_shards)
+    require_minibatch(data.index, "minibatch_size", 9 * 40, data.train_shards)
     with pytest.raises(RecipeError, match="360 frames do not fill one minibatch of 361") as caught:
-        data.require_minibatch("minibatch_size", 9 * 40 + 1, data.train_shards)
+        require_minibatch(data.index, "minibatch_size", 9 * 40 + 1, data.train_shards)
     assert caught.value.location == "minibatch_size"
     with pytest.raises(RecipeError, match="80 frames of the smallest of 2 shards"):
-        data.require_minibatch("minibatch_size", 81, [[0, 1, 2], [4, 5]])
+        require_minibatch(data.index, "minibatch_size", 81, [[0, 1, 2], [4, 5]])
 
 
 def test_data_for_cross_validation_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -432,11 +433,11 @@ def test_a_fraction_far_from_what_was_asked_for_is_a_warning(
 
 def cv_of(data: TrainingData) -> set[str]:
     """Its utterances for cross-validation, which are in memory with labels."""
-    assert sorted(data.cv_utterances()) == sorted(
+    assert sorted(data.cv_index().utterances) == sorted(
         set(data.index.utterances) - {data.index.utterances[u] for u in data.train_utterances}
     )
     assert len(data.cv) + len(data.train) == data.index.num_frames.sum()
-    return set(data.cv_utterances())
+    return set(data.cv_index().utterances)
 
 
 @pytest.mark.parametrize(
@@ -465,12 +466,16 @@ def test_too_few_speakers_hold_out_utterances_with_a_warning(
     assert len(cv_of(data)) == max(1, 24 * fraction)
     assert (f"CV: the training data {reason}. Utterances are held out instead" in caplog.text) == bool(reason)
     if reason:
-        assert data.cv_utterances() == load(folder, HeldOut(fraction=fraction, by="utterance")).cv_utterances()
+        assert (
+            data.cv_index().utterances == load(folder, HeldOut(fraction=fraction, by="utterance")).cv_index().utterances
+        )
         with pytest.raises(DataError) if speakers != "four" else nullcontext():
             load(folder, HeldOut(fraction=fraction, by="speaker"))
     else:
         assert caplog.text.count("WARNING") == (fraction == 0.01), "one utterance is more than that"
-        assert data.cv_utterances() == load(folder, HeldOut(fraction=fraction, by="speaker")).cv_utterances()
+        assert (
+            data.cv_index().utterances == load(folder, HeldOut(fraction=fraction, by="speaker")).cv_index().utterances
+        )
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5, 0.9])
@@ -485,7 +490,7 @@ def test_utterances_come_close_to_the_fraction_on_any_number_of_workers(
     assert "WARNING" not in caplog.text, "it was asked for"
     chosen = cv_of(data)
     for found in run_workers(2, lambda comm: load(folder, own, comm)):
-        assert found.cv_utterances() == data.cv_utterances()
+        assert found.cv_index().utterances == data.cv_index().utterances
     scp = folder / "train/feats.scp"
     scp.write_text("".join(f"{line}\n" for line in reversed(scp.read_text().splitlines())))
     assert cv_of(load(folder, own)) == chosen, "the order of the data dir does not matter"

@@ -19,7 +19,7 @@ from fuzz.targets_kaldi import NNET
 from ddnn.data.cache import CacheFile, CacheIndex, CorruptCacheError
 from ddnn.data.dataset import InputTransform
 from ddnn.data.feature_reader import FeatureConfig
-from ddnn.data.index import UtteranceIndex, hold_out_speakers
+from ddnn.data.index import UtteranceIndex, hold_out_listed
 from ddnn.kaldi.nnet1_file import read_nnet1
 from ddnn.nn.acoustic_model import AcousticModel, from_nnet1, load_model, save_model
 from ddnn.nn.layer import Layer
@@ -233,7 +233,7 @@ def _stack_beside(folder: Path) -> None:
 
 def _speakers(folder: Path) -> None:
     corpus = SimpleNamespace(speakers=("a", "b", "c"), num_frames=np.array([1, 2, 3]))
-    hold_out_speakers(cast(UtteranceIndex, corpus), folder / "speakers")
+    hold_out_listed(cast(UtteranceIndex, corpus), folder / "speakers", "speaker")
 
 
 def model_targets() -> list[Target]:
