@@ -26,7 +26,7 @@ TOKENS = {
     "data": 17_250,
     "decoding": 9_100,
     "distributed": 9_600,
-    "inspection": 7_400,
+    "inspection": 7_200,
     "kaldi": 21_450,
     "nn": 26_800,
     "optim": 7_500,

@@ -8,9 +8,10 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, TypeVar
 
 from rich.console import Console
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from ddnn.runs import run_status as files
 from ddnn.runs.checkpoint_manifest import peek_checkpoint
-from ddnn.runs.metrics import EndRow, EpochRow, Metrics, format_figures, read_metrics
+from ddnn.runs.metrics import EpochRow, Metrics, MetricsRow, format_figures, read_metrics
 from ddnn.runs.run_status import RunStatus, read_run_status, resume_command
 from ddnn.slurm.job import Job, SlurmState, last_output, read_job, slurm_state, slurm_states
 from ddnn.util.errors import UserError
@@ -57,77 +58,91 @@ class Status:
     slurm_reason: str | None  # why Slurm has not started it
     error: str | None  # why it ended, if it did not finish
     warning: str | None  # that it finished, but with a model that is no better than one that ignores its input
-    warmup_loss: float | None
-    end: EndRow | None  # why it ended, and with which model; None while it runs, or where it was killed
-    last: EpochRow | None  # cross-validation
-    last_accepted: EpochRow | None  # cross-validation of the final model, or of the model so far
-    lowest_loss: EpochRow | None  # cross-validation of another, lost model with a lower loss
-    precision: str | None  # as the last start found it, like `machine`
-    machine: str | None
-    learning_rate: float | None  # as it was applied
-    schedule_learning_rate: float | None  # before it was multiplied by the number of workers
-    frames_per_second: float | None  # of the last epoch's training, all workers together
-    fractions: dict[str, float] | None  # `FRACTIONS` of the workers' time in the last epoch, mean over the workers
-    reconstruction_error: float | None  # of RBMs in training, over the epochs of the last one
-    reconstruction_errors: dict[str, float]  # of each RBM ("1", "2"), over its epochs so far
-    restarts: tuple[str, ...]  # by the launcher, a sentence each
+    metrics: Metrics  # of the RBMs, while a training trains them
     estimated_end: float | None  # seconds since 1970, if the remaining epochs take as long as the last three
     seconds_since_update: float | None  # of train.log, status.json or metrics.jsonl, whichever is newest
     checkpoint: dict[str, Any] | None  # the newest: number, world_size, epoch, minibatch, and when it was written
-    resume_command: (
-        str | None
-    )  # of one that ended and did not finish; of one that diverged a resume would diverge again
+    resume_command: str | None  # of one that ended without finishing, unless it diverged, which it would do again
     problems: tuple[str, ...]  # damaged files, and what could not be found out, a sentence each
 
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`; the fields of status.json are among the others."""
-        rows = (EpochRow, EndRow)
-        fields = {name: row.model_dump() if isinstance(row, rows) else row for name, row in vars(self).items()}
-        del fields["run"]
-        run = {} if self.run is None else self.run.model_dump(mode="json", exclude={"schema_version", "state", "error"})
-        return {**run, **fields, "run_dir": str(self.run_dir)}
+    @property
+    def last(self) -> EpochRow | None:
+        """The newest cross-validation."""
+        return self.metrics.cv[-1] if self.metrics.cv else None
 
-    def lines(self) -> dict[str, str | None]:
+    @property
+    def fractions(self) -> dict[str, float]:
+        """Of the workers' time in the last epoch, mean over the workers."""
+        workers = self.metrics.last_worker_rows
+        known = {name: [getattr(row, f"{name}_fraction") for row in workers] for name in FRACTIONS}
+        return {name: fmean(values) for name, values in known.items() if values and None not in values}
+
+    @property
+    def restarts(self) -> list[str]:
+        """By the launcher, a sentence each."""
+        return [event.as_text() for event in self.metrics.events if event.event == "restarted"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`: the fields of status.json, those of this class, and the newest rows of the metrics."""
+        metrics = self.metrics
+        newest = {"start": metrics.starts, "train": metrics.train, "last": metrics.cv, "pretrain": metrics.pretraining}
+        rows: dict[str, MetricsRow | None] = {name: rows[-1] if rows else None for name, rows in newest.items()}
+        rows |= {name: getattr(metrics, name) for name in ("warmup", "last_accepted", "lowest_loss", "end")}
+        run = {} if self.run is None else self.run.model_dump(mode="json", exclude={"schema_version"})
+        return {
+            **run,
+            **{name: value for name, value in vars(self).items() if name not in ("run", "metrics")},
+            **{name: row and row.model_dump() for name, row in rows.items()},
+            "run_dir": str(self.run_dir),
+            "fractions": self.fractions,
+            "reconstruction_errors": metrics.reconstruction_errors,
+            "restarts": self.restarts,
+        }
+
+    def lines(self) -> dict[str, Any]:
         """Name and text of what is known; some texts have several lines."""
-        run, checkpoint, workers = self.run, self.checkpoint, self.world_size or 1
+        run, metrics, checkpoint, resume = self.run, self.metrics, self.checkpoint, self.resume_command or ""
         pretraining = run is not None and "pretraining" in (run.kind, run.phase)
-        speed = None if self.frames_per_second is None else f"{self.frames_per_second:.0f} frames/s"
-        if self.frames_per_second is not None and workers > 1:
-            speed = f"{speed}, {self.frames_per_second / workers:.0f} for each of {workers} workers"
-        epochs = f"{self.last.epoch if self.last else 0}"
+        epochs, rbms = f"{self.last.epoch if self.last else 0}", None
         if run is not None and run.max_epochs is not None:
             epochs += f" of at most {run.max_epochs}"
+        if run is not None and run.rbm is not None and pretraining:
+            rbms = f"{run.rbm} of {run.num_rbms} in training"
+            rbms = f"{run.num_rbms} finished" if run.state == "finished" else rbms
+        rbm = metrics.pretraining[-1].as_text() if pretraining and metrics.pretraining else None
+        begun = metrics.starts[-1] if metrics.starts else None
         return {
-            "ended": None if self.end is None else self.end.reason if self.error else self.end.why,
+            "ended": metrics.end and (metrics.end.reason if self.error else metrics.end.why),
             "error": self.error,
             "warning": self.warning,
             "submitted": _ago(self.submitted) if self.state == "pending" else None,
-            "RBMs": _rbms(run, self.reconstruction_error) if run is not None and pretraining else None,
-            "mean reconstruction error": ", ".join(f"RBM {n} {x:.6g}" for n, x in self.reconstruction_errors.items()),
-            "epochs": None if pretraining else epochs,
-            "warm-up": None if self.warmup_loss is None else f"training loss {self.warmup_loss:.4f}",
-            "last": format_figures(self.last),
-            "final model" if self.state == "finished" else "model so far": format_figures(
-                self.last_accepted, self.end.combination if self.end else ""
+            "RBMs": rbms,
+            "mean reconstruction error": ", ".join(
+                f"RBM {number} {error:.6g}" for number, error in metrics.reconstruction_errors.items()
             ),
-            "lowest loss": f"{format_figures(self.lowest_loss)}; that model was not kept" if self.lowest_loss else None,
-            "learning rate": _learning_rate(self.learning_rate, self.schedule_learning_rate),
-            "precision": None if self.precision is None else f"{self.precision} on {self.machine}",
-            "speed": speed,
-            "time of workers": ", ".join(f"{name} {100 * part:.1f} %" for name, part in (self.fractions or {}).items()),
-            "RBM ends" if pretraining else "ends": None if self.estimated_end is None else _end(self.estimated_end),
+            "epochs": None if pretraining else epochs,
+            "warm-up": metrics.warmup and metrics.warmup.as_text(),
+            "training": metrics.train[-1].as_text() if metrics.train else None,
+            "last": rbm or format_figures(self.last),
+            "final model" if self.state == "finished" else "model so far": format_figures(
+                metrics.last_accepted, metrics.combination
+            ),
+            "lowest loss": metrics.lowest_loss and f"{format_figures(metrics.lowest_loss)}; that model was not kept",
+            "precision": begun and f"{begun.precision} on {begun.machine}",
+            "time of workers": ", ".join(f"{name} {100 * part:.1f} %" for name, part in self.fractions.items()),
+            "RBM ends" if pretraining else "ends": self.estimated_end and _end(self.estimated_end),
             "restarts": "\n".join(self.restarts),
             "checkpoint": f"{checkpoint['where']}, {_ago(checkpoint['written'])}"
             if checkpoint is not None
             else "none: a resume begins from the start"
-            if self.resume_command and not pretraining
+            if resume and not pretraining
             else None,
-            "resume": self.resume_command,
+            "resume": resume,
             "next": _AFTER_DIVERGENCE if self.state == "diverged" else None,
             "note": "--allow-pipes runs the shell commands of its scp files: give it only if they are yours"
-            if " --allow-pipes" in (self.resume_command or "")
+            if " --allow-pipes" in resume
             else None,
-            "last update": None if self.seconds_since_update is None else f"{duration(self.seconds_since_update)} ago",
+            "last update": self.seconds_since_update and f"{duration(self.seconds_since_update)} ago",
         }
 
     @property
@@ -136,19 +151,19 @@ class Status:
 
     def row(self) -> tuple[str, ...]:
         """Its cells in the table of `Statuses`."""
-        model, most = self.last_accepted, self.run.max_epochs if self.run else None
+        run, model, train = self.run, self.metrics.last_accepted, self.metrics.train
         loss, accuracy = (model.loss, model.frame_accuracy) if model else (None, None)
         note = self.slurm_text if self.state == "pending" else (self.error or self.warning or "").partition("\n")[0]
-        epoch = f"{self.last.epoch if self.last else 0}" + (f"/{most}" if most else "")
-        if self.run is not None and self.run.kind == "pretraining":
-            epoch = f"RBM {self.run.rbm}/{self.run.num_rbms}" if self.run.rbm else ""
+        epoch = f"{self.last.epoch if self.last else 0}" + (f"/{run.max_epochs}" if run and run.max_epochs else "")
+        if run is not None and run.kind == "pretraining":
+            epoch = f"RBM {run.rbm}/{run.num_rbms}" if run.rbm else ""
         return (
             str(self.run_dir),
             self.state,
             epoch,
             "" if loss is None else f"{loss:.4f}",
             "" if accuracy is None else f"{100 * accuracy:.2f}",
-            "" if self.frames_per_second is None else f"{self.frames_per_second:.0f}",
+            f"{train[-1].frames_per_second or 0.0:.0f}" if train else "",
             note or (self.problems[0] if self.problems else ""),
         )
 
@@ -167,25 +182,9 @@ def _ago(then: float | None) -> str | None:
     return None if then is None else f"{duration(max(0.0, time.time() - then))} ago"
 
 
-def _rbms(run: RunStatus, error: float | None) -> str | None:
-    if run.rbm is None:
-        return None
-    if run.state == "finished":
-        return f"{run.num_rbms} finished"
-    epochs = f"{run.epoch}" + (f" of {run.max_epochs}" if run.max_epochs else "")
-    text = f"{run.rbm} of {run.num_rbms} in training, epoch {epochs} finished"
-    return text + ("" if error is None else f", mean reconstruction error {error:.6g}")
-
-
 def _end(end: float) -> str:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(end, 4e9)))
     return f"{when} at the latest, in {duration(max(0.0, end - time.time()))}, if epochs take as long as the last"
-
-
-def _learning_rate(applied: float | None, scheduled: float | None) -> str | None:
-    if applied is None or scheduled in (None, 0.0, applied):
-        return None if applied is None else f"{applied:.6g}"
-    return f"{applied:.6g}, {applied / scheduled:.6g} times the schedule's {scheduled:.6g}"
 
 
 @dataclass(frozen=True)
@@ -246,8 +245,8 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], SlurmState | None] = s
     of_rbms = run is not None and run.kind == "training" and run.phase == "pretraining"
     figures = (run_dir / files.PRETRAIN if of_rbms else run_dir) / files.METRICS
     metrics = (_tolerant(problems, lambda: read_metrics(figures)) if figures.exists() else None) or Metrics()
-    train, workers = metrics.train[-1] if metrics.train else None, metrics.last_worker_rows
-    fractions = {name: [getattr(row, f"{name}_fraction") for row in workers] for name in FRACTIONS}
+    if state == "running":  # an earlier start may have ended
+        metrics = replace(metrics, end=None)
     return Status(
         run_dir=run_dir,
         state=state,
@@ -262,20 +261,7 @@ def read_status(run_dir: Path, ask_slurm: Callable[[Job], SlurmState | None] = s
         checkpoint=None if checkpoint is None else checkpoint.to_dict(),
         resume_command=_resume_command(run_dir, run, job, state, problems),
         world_size=run.world_size if run else metrics.num_workers or (job.workers if job else None),
-        end=None if state == "running" else metrics.end,
-        last=metrics.cv[-1] if metrics.cv else None,
-        last_accepted=metrics.last_accepted,
-        lowest_loss=metrics.lowest_loss,
-        precision=metrics.starts[-1].precision if metrics.starts else None,
-        machine=metrics.starts[-1].machine if metrics.starts else None,
-        warmup_loss=None if metrics.warmup is None else metrics.warmup.loss,
-        learning_rate=None if train is None else train.learning_rate,
-        schedule_learning_rate=None if train is None else train.schedule_learning_rate,
-        frames_per_second=None if train is None else train.frames_per_second,
-        fractions={name: sum(v) / len(v) for name, v in fractions.items() if None not in v} if workers else None,
-        reconstruction_error=next(reversed(metrics.reconstruction_errors.values()), None),
-        reconstruction_errors=metrics.reconstruction_errors,
-        restarts=tuple(event.as_text() for event in metrics.events if event.event == "restarted"),
+        metrics=metrics,
         estimated_end=_estimated_end(metrics, run, figures) if state == "running" else None,
         problems=tuple(problems),
     )

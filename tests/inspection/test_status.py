@@ -25,7 +25,7 @@ from report_runs import start_row
 from ddnn.inspection.path import describe_path
 from ddnn.inspection.status import Status, follow_status, read_status
 from ddnn.runs.checkpoint_manifest import CheckpointSummary, encode_manifest, peek_checkpoint
-from ddnn.runs.metrics import read_metrics
+from ddnn.runs.metrics import WarmupRow, read_metrics
 from ddnn.runs.run_status import RunError, RunStatus, write_run_status
 from ddnn.slurm.job import Job, SlurmState, write_job
 from ddnn.util.errors import UserError
@@ -113,12 +113,15 @@ def test_figures(run: Path) -> None:
     assert (status.state, status.world_size, status.error) == ("interrupted", 2, KILLED)
     assert status.run is not None and (status.run.epoch, status.run.max_epochs) == (2, 10)
     assert status.last is not None and (status.last.epoch, status.last.loss, status.last.accepted) == (2, 4.0, False)
-    assert status.last_accepted is not None and status.last_accepted.epoch == 1
-    assert (status.frames_per_second, status.warmup_loss) == (3000.0, 4.25)
+    assert status.metrics.last_accepted is not None and status.metrics.last_accepted.epoch == 1
+    assert (status.metrics.train[-1].frames_per_second, status.metrics.warmup) == (
+        3000.0,
+        WarmupRow.model_validate(WARMUP),
+    )
     assert status.fractions == pytest.approx({"compute": 0.5, "comm": 0.2, "wait": 0.2, "data": 0.1})
     assert status.seconds_since_update is not None and status.seconds_since_update < 60
     assert status.estimated_end is None and status.problems == ()
-    shown = ("2 of at most 10", "rejected", "3000 frames/s, 1500 for each of 2", "wait 20.0 %", "training loss 4.2500")
+    shown = ("2 of at most 10", "rejected", "3000 frames/s", "wait 20.0 %", "warmup loss 4.2500")
     for text in ("interrupted", KILLED, *shown):
         assert text in status.as_text()
     assert json.loads(json.dumps(status.as_dict(), allow_nan=False))["last"]["epoch"] == 2
@@ -135,7 +138,7 @@ def test_the_model_of_a_finished_training_is_the_last_accepted_epochs(run: Path)
     assert lines["final model"] == so_far and "model so far" not in lines
     lower = "epoch 1: cross-validation loss 3.0000, frame accuracy 50.00 %"
     assert lines["lowest loss"] == f"{lower}; that model was not kept"
-    assert lines["learning rate"] == "0.02, 2 times the schedule's 0.01"
+    assert "learning rate 0.02 (2 x 0.01)" in lines["training"]
     assert lines["precision"] == "float32 on Intel(R) Xeon(R) 8481C"
     write_rows(run, [cv(0, 5.0), cv(1, 9.0, accepted=False)])
     lines = read_status(run).lines()
@@ -191,7 +194,7 @@ def test_without_a_status_nothing_is_guessed(run: Path, content: str | None) -> 
     (run / "status.json").unlink() if content is None else (run / "status.json").write_text(content)
     status = read_status(run)
     assert (status.state, len(status.problems)) == ("unknown", int(content is not None))
-    assert status.last_accepted is not None and status.last_accepted.epoch == 1
+    assert status.metrics.last_accepted is not None and status.metrics.last_accepted.epoch == 1
 
 
 @pytest.mark.parametrize(
@@ -313,17 +316,19 @@ def test_how_far_a_pretraining_is(dbn: Path, run_cli: RunCli) -> None:
     assert (finished.state, finished.resume_command, finished.problems) == ("finished", None, ())
     assert "2 finished" in finished.as_text() and finished.run is not None
     means = {str(row.rbm): row.mean_reconstruction_error for row in read_metrics(dbn / "metrics.jsonl").pretraining}
-    assert finished.reconstruction_errors == means and list(means) == ["1", "2"]
+    assert finished.metrics.reconstruction_errors == means and list(means) == ["1", "2"]
     text = ", ".join(f"RBM {n} {mean:.6g}" for n, mean in means.items())
     assert describe_path(dbn).fields["mean reconstruction error"] == text
     (dbn / "dbn.safetensors").unlink()
     (dbn / "rbm2.safetensors").unlink()
     write_run_status(dbn, finished.run.model_copy(update={"state": "running"}))
     killed = read_status(dbn)
-    assert killed.state == "interrupted" and killed.reconstruction_error is not None
+    assert killed.state == "interrupted" and killed.metrics.pretraining
     text = killed.as_text()
-    assert "2 of 2 in training, epoch 1 of 1 finished, mean reconstruction error" in text
-    assert "epochs" not in text and "checkpoint" not in text
+    assert (
+        "RBMs                       2 of 2 in training" in text and "rbm 2 epoch  1 of 1 reconstruction error" in text
+    )
+    assert "  epochs" not in text and "checkpoint" not in text
     json.dumps(killed.as_dict(), allow_nan=False)
     assert killed.resume_command is not None
     again = run_cli(*shlex.split(killed.resume_command)[1:], "--device", "cpu")

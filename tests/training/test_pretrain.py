@@ -441,7 +441,7 @@ def test_rows_and_status_say_how_many_epochs_there_are_and_the_time_left(
     assert [(row["epoch"], row["num_epochs"], row["seconds_left"]) for row in rows] == [(1, 5, 40.0), (2, 5, 30.0)]
     assert "rbm 1 epoch  2 of 5 reconstruction error" in caplog.text and "frames/s  30 s left" in caplog.text
     assert "running, pretraining, RBM 1 of 3" in seen[30]
-    assert "1 of 3 in training, epoch 1 of 5 finished, mean reconstruction error" in seen[30]
+    assert "1 of 3 in training" in seen[30] and "rbm 1 epoch  1 of 5 reconstruction error" in seen[30]
     assert re.search(r"RBM ends +\d.* in (40|39|38) s, if epochs take as long as the last", seen[30])
     assert "epochs  " not in seen[30], "of the network, in which no epoch has begun"
 

@@ -157,7 +157,7 @@ def test_each_start_records_how_it_ended(tmp_path: Path, stop_at: Callable[[int,
     status, stopped = read_status(run), read_metrics(run / "metrics.jsonl").end
     assert stopped is not None and (stopped.why, stopped.epoch, stopped.kept_epoch) == ("stopped: on SIGTERM", 1, 1)
     assert (stopped.loss, stopped.frame_accuracy) == (status.last.loss, status.last.frame_accuracy)  # type: ignore
-    assert status.end == stopped == status.run.end and status.lines()["ended"] == "stopped"  # type: ignore[union-attr]
+    assert status.metrics.end == stopped == status.run.end and status.lines()["ended"] == "stopped"  # type: ignore[union-attr]
     assert status.as_dict()["end"]["reason"] == "stopped"
     stop_at(0)
     run_training(recipe, run, "cpu", resume=True)
@@ -166,7 +166,7 @@ def test_each_start_records_how_it_ended(tmp_path: Path, stop_at: Callable[[int,
     ]
     assert [row["reason"] for row in ends] == ["stopped", "epochs-exhausted"]
     status, info = read_status(run), describe_path(run).fields
-    assert status.end is not None and status.end.kept_epoch == 3
+    assert status.metrics.end is not None and status.metrics.end.kept_epoch == 3
     assert status.lines()["ended"] == info["ended"] == "3 epochs done"
     assert describe_path(run / "metrics.jsonl").fields["ended"] == info["ended"]
     assert (run / "train.log").read_text().count("resumed ") == 1
