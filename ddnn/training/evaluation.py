@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -86,8 +86,9 @@ class EvalResult:
         return "\n".join([*lines, *([parts] if parts else [])])
 
 
-NO_RESULT = EvalResult({}, 0)
-"""Before there is one."""
+def no_result(names: Iterable[str]) -> EvalResult:
+    """Before there is one: figures of these names, NaN, on no frames."""
+    return EvalResult(dict.fromkeys(names, math.nan), 0)
 
 
 class FigureSums:
@@ -108,7 +109,7 @@ class FigureSums:
         total = self.to_tensor() if comm is None else comm.all_gather(self.to_tensor()).sum(dim=0)
         *sums, frames = total.tolist()
         if frames == 0:
-            return NO_RESULT
+            return no_result(self.names)
         return EvalResult({name: value / frames for name, value in zip(self.names, sums, strict=True)}, int(frames))
 
     def to_tensor(self) -> Tensor:

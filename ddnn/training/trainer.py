@@ -28,11 +28,11 @@ from ddnn.runs.run_dir import RunDir
 from ddnn.training.combination import Combination
 from ddnn.training.data_identity import DataIdentity
 from ddnn.training.evaluation import (
-    NO_RESULT,
     EpochFigures,
     EvalResult,
     evaluate,
     learning_rate_hint,
+    no_result,
     raise_if_diverged,
 )
 from ddnn.training.state import (
@@ -81,7 +81,7 @@ class Trainer:
     data: DataIdentity = field(default_factory=lambda: DataIdentity(contents={}, features={}))
     keeps_initial: bool = False  # the initial network was trained before: it is kept where no epoch is accepted
     # What a model that ignores its input reaches in cross-validation.
-    baseline: EvalResult = NO_RESULT
+    baseline: EvalResult = field(default_factory=lambda: no_result(()))
 
     def __post_init__(self) -> None:
         parameters = self.model.network.parameters
@@ -91,7 +91,7 @@ class Trainer:
         )
         self.losses.hint = self.hint
         # In cross-validation: of the initial network, and of `best` with its epoch, 0 where none was accepted.
-        self.initial = self.kept = NO_RESULT
+        self.initial = self.kept = no_result(self.losses.committed.names)
         self.kept_epoch = 0
         # What is delivered: the last accepted epoch's model, or in words the mean that was better.
         self.delivered, self.combined = self.kept, ""

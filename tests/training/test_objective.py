@@ -52,6 +52,12 @@ def test_a_toy_objective_trains_through_the_unchanged_loop() -> None:
     assert trainer.kept.figures == after.figures
 
 
+def test_a_training_that_ends_before_its_first_evaluation_has_figures_that_are_not_known() -> None:
+    trainer = toy_trainer(SingleProcess(), make_parallel_config())
+    row = trainer.end_row("stopped", "on SIGTERM")
+    assert row.figures == {"loss": None, "frame_accuracy": None} and "CV loss nan" in row.summary
+
+
 def test_its_figures_are_means_over_all_frames() -> None:
     trainer = toy_trainer(SingleProcess(), make_parallel_config(), make_objective=SquaredError)
     found = evaluate(trainer.model, trainer.cv, make_objective=SquaredError)
