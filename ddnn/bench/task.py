@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ddnn.data.batches import Batch, BatchLoader, ShuffledSampler, make_batch_loader
-from ddnn.data.dataset import AcousticDataset, FrameSubset, estimate_normalization, splice_only
+from ddnn.data.dataset import AcousticDataset, FrameSubset, splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.nn.acoustic_model import AcousticModel
 from ddnn.nn.convolution import Convolution, MaxPooling
@@ -19,6 +19,7 @@ from ddnn.nn.elementwise import Activation, Scale, Shift
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import mlp_layers
 from ddnn.nn.network import Network, Workspace, initialize
+from ddnn.training.normalization import estimate_normalization
 
 DIM, SPLICE = 40, 5
 

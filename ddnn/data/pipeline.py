@@ -12,12 +12,8 @@ from typing import Literal
 import torch
 
 from ddnn.data.dataset import (
-    STATISTICS_UTTERANCES,
     AcousticDataset,
     FrameSubset,
-    InputTransform,
-    estimate_normalization,
-    splice_only,
 )
 from ddnn.data.index import (
     DEFAULT_FRACTION,
@@ -101,17 +97,6 @@ class TrainingData(DataPlan):
     train: FrameSubset
     cv: FrameSubset
     normalize: bool = True
-
-    def input_transform(self, comm: Communicator, *, all_utterances: bool = False) -> InputTransform:
-        """Splice and, if `normalize`, the normalization that the frames to train on give, or all frames. Collective."""
-        transform = splice_only(self.dataset.dim, self.dataset.context)
-        if not self.normalize:
-            return transform
-        chosen = list(range(len(self.index.entries))) if all_utterances else self.train_utterances
-        if len(self.source.parts) > 1 and len(chosen) > STATISTICS_UTTERANCES:  # evenly; of one the first, as nnet1
-            chosen = [chosen[n * len(chosen) // STATISTICS_UTTERANCES] for n in range(STATISTICS_UTTERANCES)]
-        local = local_positions(self.shards[comm.rank], chosen[:STATISTICS_UTTERANCES])
-        return estimate_normalization(transform, self.dataset, local, comm)
 
 
 def plan_data(config: TrainingDataConfig, workers: int, comm: Communicator) -> DataPlan:

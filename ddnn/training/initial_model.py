@@ -29,6 +29,7 @@ from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import CV_UTTERANCES, FINAL, RECIPE, newest_checkpoint, run_dir_of
 from ddnn.training import options
 from ddnn.training.network_layers import is_equivalent, network_layers, static_dims
+from ddnn.training.normalization import input_transform
 from ddnn.training.pretraining import load_dbn
 from ddnn.training.resume_rules import recorded_values, with_recorded_network
 from ddnn.util.errors import DataError, RecipeError, UserError
@@ -228,7 +229,7 @@ def initial_model(
     if recipe.init == "rbm" and recipe.pretrain.dbn is not None:
         dbn = load_dbn(recipe, recipe.pretrain.dbn)
         dbn.check_features(data.dataset.dim, recipe.pretrain.dbn)
-    transform = data.input_transform(comm) if dbn is None else dbn.transform.to(CPU)
+    transform = input_transform(data, comm) if dbn is None else dbn.transform.to(CPU)
     layers = network_layers(recipe, transform.output_dim, data.index.num_pdfs, on_dbn=dbn is not None)
     network = Network(layers)
     initialize(network, recipe.seed)

@@ -47,6 +47,7 @@ from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import DBN, PRETRAIN
 from ddnn.training.data_identity import DataIdentity, data_identity
 from ddnn.training.network_layers import network_layers
+from ddnn.training.normalization import input_transform
 from ddnn.training.options import model_features, require_minibatch
 from ddnn.training.resume import check_same_data
 from ddnn.training.state import CheckpointPolicy, Stateful, TrainingProgress, restore_state
@@ -355,7 +356,7 @@ def _below(recipe: Recipe, data: TrainingData, comm: Communicator) -> AcousticMo
     """What the lowest RBM is trained on: the spliced, normalized features, or the layers of `pretrain.below`, with its input.
     Collective. DataError: that network does not fit the recipe."""
     if recipe.pretrain.below is None:
-        transform = data.input_transform(comm, all_utterances=True)
+        transform = input_transform(data, comm, all_utterances=True)
         return AcousticModel(model_features(recipe), transform, Network(()))
     model = lower_layers(recipe)
     model.check_features(data.dataset.dim, recipe.pretrain.below)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from corpora import load_dataset
 
-from ddnn.data.dataset import estimate_normalization, splice_only
+from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import assign_shards, build_index, hold_out_fraction, local_positions
 from ddnn.data.loading import Corpus, DataConfig
@@ -20,6 +20,7 @@ from ddnn.kaldi import archive
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.archive import ScpEntry
 from ddnn.kaldi.data_dir import read_data_dir
+from ddnn.training.normalization import estimate_normalization
 
 SEED, FRACTION = 3, 0.3
 FEATURES = FeatureConfig("mean-variance", 1, 2)

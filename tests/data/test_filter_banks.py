@@ -11,12 +11,13 @@ import pytest
 import torch
 from corpora import load_all
 
-from ddnn.data.dataset import AcousticDataset, estimate_normalization, gather, splice_only
+from ddnn.data.dataset import AcousticDataset, gather, splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.kaldi.archive import MatrixReader, iterate_matrices, read_scp
 from ddnn.kaldi.data_dir import add_deltas
 from ddnn.kaldi.nnet1 import AddShift, Rescale, Splice
 from ddnn.kaldi.nnet1_file import read_nnet1
+from ddnn.training.normalization import estimate_normalization
 
 
 def data_dir(golden: Path, name: str, folder: Path, *, with_stats: bool) -> Path:

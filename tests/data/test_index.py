@@ -17,7 +17,7 @@ from distributed.mpi_worlds import launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddnn.data.dataset import estimate_normalization, splice_only
+from ddnn.data.dataset import splice_only
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import (
     UtteranceIndex,
@@ -34,6 +34,7 @@ from ddnn.distributed.communicator import SingleProcess
 from ddnn.kaldi.alignments import read_alignments
 from ddnn.kaldi.archive import MatrixReader, read_scp, write_matrices
 from ddnn.kaldi.data_dir import accumulate_cmvn_stats, read_data_dir
+from ddnn.training.normalization import estimate_normalization
 from ddnn.util.errors import DataError
 
 WORKERS = 3

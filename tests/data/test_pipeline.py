@@ -17,7 +17,7 @@ import torch
 from corpora import labelled_utterances, unlike_utterances, write_ali_dir, write_data_dir, write_pdfs, write_recipe
 from distributed.threads import run_workers
 
-from ddnn.data import dataset, feature_reader, loading, pipeline
+from ddnn.data import feature_reader, loading
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.pipeline import HeldOut, TrainingData, TrainingDataConfig, training_data
@@ -27,6 +27,7 @@ from ddnn.kaldi.archive import MatrixReader
 from ddnn.recipe.load import load_recipe
 from ddnn.training.data_identity import DataIdentity, data_identity
 from ddnn.training.job import run_training
+from ddnn.training.normalization import input_transform
 from ddnn.training.options import require_minibatch
 from ddnn.util.errors import DataError, RecipeError
 from ddnn.util.text import plural
@@ -231,12 +232,12 @@ def test_the_normalization_is_that_of_the_frames_to_train_on(tmp_path: Path) -> 
     data, comm = load(prepare(tmp_path, features, labels)), SingleProcess()
     kept = np.concatenate([matrix for name, matrix in features.items() if not name.startswith("spk1")])
     for found, expected in (
-        (data.input_transform(comm), kept.mean(axis=0)),
-        (data.input_transform(comm, all_utterances=True), np.concatenate(list(features.values())).mean(axis=0)),
+        (input_transform(data, comm), kept.mean(axis=0)),
+        (input_transform(data, comm, all_utterances=True), np.concatenate(list(features.values())).mean(axis=0)),
     ):
         assert found.shift is not None
         np.testing.assert_allclose(found.shift[4:8], -expected, rtol=1e-4, atol=1e-3)
-    assert load(tmp_path, normalize=False).input_transform(comm).shift is None
+    assert input_transform(load(tmp_path, normalize=False), comm).shift is None
 
 
 def test_the_normalization_is_over_the_first_utterances_of_all_workers(
@@ -245,10 +246,9 @@ def test_the_normalization_is_over_the_first_utterances_of_all_workers(
     """The limit is one for all workers together, not for each."""
     features, labels = labelled_utterances()
     folder = prepare(tmp_path, features, labels)
-    for module in (pipeline, dataset):
-        monkeypatch.setattr(module, "STATISTICS_UTTERANCES", 3)
+    monkeypatch.setattr("ddnn.training.normalization.STATISTICS_UTTERANCES", 3)
     kept = [features[name] for name in sorted(features) if not name.startswith("spk1")]
-    for shift in run_workers(2, lambda comm: load(folder, comm=comm).input_transform(comm).shift):
+    for shift in run_workers(2, lambda comm: input_transform(load(folder, comm=comm), comm).shift):
         assert shift is not None
         np.testing.assert_allclose(shift[4:8], -np.concatenate(kept[:3]).mean(axis=0), rtol=1e-4, atol=1e-5)
 

@@ -27,7 +27,7 @@ from distributed.threads import run_workers
 from jobs import RunCli, assert_refused, make_job
 
 from ddnn.averaging.averager import Averager
-from ddnn.data import dataset, feature_reader, loading, pipeline
+from ddnn.data import feature_reader, loading, pipeline
 from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.loading import Corpus, DataConfig
 from ddnn.data.source import DataSource, open_source
@@ -37,6 +37,7 @@ from ddnn.recipe.load import load_recipe
 from ddnn.training.data_identity import data_identity
 from ddnn.training.job import run_training
 from ddnn.training.memory import frames_memory
+from ddnn.training.normalization import input_transform
 from ddnn.training.options import data_config
 from ddnn.util.errors import DataError, RecipeError
 
@@ -272,13 +273,12 @@ def test_the_normalization_is_over_utterances_of_all_corpora(
 ) -> None:
     """Of a corpus of more utterances than the statistics take, the first, as nnet1; of several, some of each."""
     recipe, halves = whole
-    for module in (pipeline, dataset):
-        monkeypatch.setattr(module, "STATISTICS_UTTERANCES", 4)
+    monkeypatch.setattr("ddnn.training.normalization.STATISTICS_UTTERANCES", 4)
     features, shifts = labelled_utterances(count=16)[0], []
     for settings in ([], halves):
         config = data_config(load_recipe(recipe, settings), held_out=False)
         data = pipeline.training_data(config, torch.device("cpu"), SingleProcess())
-        shift = data.input_transform(SingleProcess()).shift
+        shift = input_transform(data, SingleProcess()).shift
         assert shift is not None
         shifts.append(shift[4:8].numpy())
     names = sorted(features)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddnn.data.batches import SequentialSampler, ShuffledSampler
-from ddnn.data.dataset import AcousticDataset, InputTransform, estimate_normalization, gather, splice_only
+from ddnn.data.dataset import AcousticDataset, InputTransform, gather, splice_only
 from ddnn.kaldi.data_dir import add_deltas
+from ddnn.training.normalization import estimate_normalization
 
 
 def make_corpus(
