@@ -201,22 +201,6 @@ class CheckpointStore:
             log.warning("%s: an older checkpoint could not be removed: %s", self.directory, manifest.describe(error))
 
 
-def remove_checkpoints(directory: Path, keep: int | None = None) -> None:
-    """Removes all checkpoints, and the directory if nothing else is in it, or all but the one of number `keep`; what
-    cannot be removed is logged."""
-    try:
-        for prefix in ("", TEMPORARY):
-            for number in set(manifest.checkpoint_numbers(directory, prefix)) - {None if prefix else keep}:
-                with suppress(OSError):  # other files are in it: then the directory is not empty below
-                    manifest.remove_checkpoint(directory / (prefix + manifest.folder_name(number)))
-        if keep is None:
-            directory.rmdir()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        log.warning("not everything in %s could be removed: %s", directory, error.strerror)
-
-
 def _read_tensors(path: Path, name: str, summary: CheckpointSummary) -> dict[str, Tensor]:
     """The tensors of a file, from the very bytes whose SHA-256 was compared; CheckpointError, OSError."""
     size, sha256 = summary.files[name]

@@ -7,10 +7,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import Any, BinaryIO
 import ddnn
 from ddnn.util.errors import DataError
 from ddnn.util.files import open_regular
+
+log = logging.getLogger(__name__)
 
 FORMAT = 2
 MANIFEST, GLOBAL = "manifest.json", "global.safetensors"
@@ -187,6 +191,22 @@ def remove_checkpoint(path: Path) -> None:
         if _FILES.fullmatch(file.name):
             file.unlink()
     path.rmdir()
+
+
+def remove_checkpoints(directory: Path, keep: int | None = None) -> None:
+    """Removes all checkpoints, and the directory if nothing else is in it, or all but the one of number `keep`; what
+    cannot be removed is logged."""
+    try:
+        for prefix in ("", TEMPORARY):
+            for number in set(checkpoint_numbers(directory, prefix)) - {None if prefix else keep}:
+                with suppress(OSError):  # other files are in it: then the directory is not empty below
+                    remove_checkpoint(directory / (prefix + folder_name(number)))
+        if keep is None:
+            directory.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("not everything in %s could be removed: %s", directory, error.strerror)
 
 
 def describe(error: Exception) -> str:

@@ -13,19 +13,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddnn.distributed.communicator import Communicator
 from ddnn.distributed.failures import EXIT_BARRIER_TIMEOUT
 from ddnn.kaldi.alignments import write_pdf_counts
-from ddnn.nn.acoustic_model import AcousticModel, encode_model, load_model, save_model
 from ddnn.runs import run_status
-from ddnn.runs.checkpoint import remove_checkpoints
-from ddnn.runs.checkpoint_manifest import CheckpointSummary, peek_checkpoint
+from ddnn.runs.checkpoint_manifest import CheckpointSummary, peek_checkpoint, remove_checkpoints
 from ddnn.runs.metrics import EndRow, EventRow, MetricsRow, MetricsWriter, WorkerRow
 from ddnn.runs.run_status import BEST, CHECKPOINTS, DBN, FINAL, LOG, RECIPE, Kind, RunStatus, check_run_dir
 from ddnn.runs.tensorboard import TensorBoardWriter
@@ -43,14 +41,34 @@ from ddnn.util.files import (
 from ddnn.util.system import slurm_job_id
 from ddnn.util.text import EscapingFormatter
 
+if TYPE_CHECKING:  # they import torch
+    from ddnn.distributed.communicator import Communicator
+    from ddnn.nn.acoustic_model import AcousticModel
+
 log = logging.getLogger(__name__)
+Arguments = ParamSpec("Arguments")
 
 STATUS_SECONDS = 2.0  # between two updates of status.json within an epoch
 
 
+def _by_writer(
+    method: Callable[Concatenate[RunDir, Arguments], None],
+) -> Callable[Concatenate[RunDir, Arguments], None]:
+    """Does nothing on the ranks that write nothing."""
+
+    @wraps(method)
+    def guarded(run: RunDir, /, *args: Arguments.args, **options: Arguments.kwargs) -> None:
+        if run.writes:
+            method(run, *args, **options)
+
+    return guarded
+
+
 class RunDir:
     """A run directory that this process writes. With several workers that is rank 0; the others have a `NullRunDir`.
-    `status`: as last written to status.json; previous: as an earlier process left it, None where there is none."""
+    `status`: the latest written to status.json; `previous`: the one that an earlier process left, None if there is none."""
+
+    writes = True
 
     def __init__(self, path: Path, kind: Kind = "training", parent: RunDir | None = None) -> None:
         """See `open`. With a `parent`, the directory of the RBMs that a training trains: lock, log and status are the
@@ -117,6 +135,8 @@ class RunDir:
     def pretraining(self, recipe: str) -> RunDir:
         """The directory `pretrain` for the RBMs of this training, new or to be resumed; raises as `check_run_dir`."""
         path = self.path / run_status.PRETRAIN
+        if not self.writes:
+            return NullRunDir(path, "pretraining")
         check_run_dir(path, "pretraining", recipe=recipe, held=True)
         ensure_directory(path)
         run = RunDir(path, "pretraining", self)
@@ -125,7 +145,8 @@ class RunDir:
         run.write_recipe(recipe)
         return run
 
-    def set_status(self, *, sync: bool = True, **fields: Any) -> None:
+    @_by_writer
+    def set_status(self, /, *, sync: bool = True, **fields: Any) -> None:
         """Changes fields of `status` and writes status.json. If it cannot be written that is logged once."""
         if self._parent is not None:
             self._parent.set_status(sync=sync, **fields)
@@ -145,11 +166,13 @@ class RunDir:
             comm.try_barrier(EXIT_BARRIER_TIMEOUT)  # the error of another worker would end this one before
             raise
 
+    @_by_writer
     def _restore_status(self) -> None:
         if (before := self.previous) is not None:
             self._refused, self.status = True, before
             self._tolerate_full_disk(lambda: run_status.write_run_status(self.path, before))
 
+    @_by_writer
     def set_progress(self, epoch: int, minibatch: int, describe: Callable[[], str]) -> None:
         """Says how far the training is, at most every `STATUS_SECONDS`, and logs what `describe` says, which may wait for
         the device, every `log_interval` seconds; cheap enough to be called at each minibatch."""
@@ -172,16 +195,20 @@ class RunDir:
                 log.warning("%s in %s: the training continues and tries again", error.message, self.path)
             self._failed.add(error.message)
 
+    @_by_writer
     def write_recipe(self, text: str) -> None:
         write_text(self.path / RECIPE, text)
 
+    @_by_writer
     def write_pdf_counts(self, pdf_counts: NDArray[np.float64]) -> None:
         write_pdf_counts(self.path / run_status.PDF_COUNTS, pdf_counts)
 
+    @_by_writer
     def write_cv_utterances(self, utterances: Sequence[str]) -> None:
         """The list that `data.cv.utterances` of another recipe takes."""
         write_text(self.path / run_status.CV_UTTERANCES, "".join(f"{name}\n" for name in utterances))
 
+    @_by_writer
     def record(self, row: MetricsRow) -> None:
         """Logs a row and appends it to metrics.jsonl; if the disk is full, as soon as there is space."""
         text, self._logged = row.as_text(), time.monotonic()
@@ -196,11 +223,13 @@ class RunDir:
             self.set_status(end=row)
         self.on_row(row)
 
+    @_by_writer
     def flush(self) -> None:
         """Before a checkpoint: pending rows are tried again, and all rows are flushed to the disk if possible."""
         with suppress(UserError):  # that it is not possible has been logged
             self._metrics.flush()
 
+    @_by_writer
     def truncate_after(self, epoch: int, rbm: int | None = None) -> None:
         """Removes the rows of later epochs from metrics.jsonl, which are trained again: all of them after epoch -1, and
         of a pretraining those of later epochs of `rbm` (counted from 1) and of later RBMs."""
@@ -213,53 +242,41 @@ class RunDir:
         for writer in self._writers:
             writer.truncate(keep)
 
+    @_by_writer
     def save_best(self, model: AcousticModel | None) -> None:
         """Saves the network of the latest accepted epoch, or removes it if that is no better than the initial one.
         UserError if it is not finite. A full disk is only logged."""
+        from ddnn.nn.acoustic_model import save_model  # imports torch
+
         if model is None:
             with suppress(OSError):
                 (self.path / BEST).unlink(missing_ok=True)
         else:
             self._tolerate_full_disk(lambda: save_model(self.path / BEST, model))
 
+    @_by_writer
     def finish(self, model: AcousticModel, *, keep_checkpoint: bool = False) -> None:
         """Writes the trained model (of a pretraining: all RBMs as hidden layers) and all rows of metrics.jsonl, and
         removes what only a resume needs; with `keep_checkpoint` the newest checkpoint stays, from which the training
         can be made longer. On a full disk room is made: for the model by what a resume does not need,
         which is all checkpoints but the newest and the network of an earlier epoch; then for the rows by all that the
         model supersedes. UserError if there still is no room."""
+        from ddnn.nn.acoustic_model import encode_model  # imports torch
+
         result = self.path / (FINAL if self.kind == "training" else DBN)
         data = encode_model(model, result)
         checkpoint = peek_checkpoint(self.path / CHECKPOINTS, lambda problem: None)
-        with self._errors_say(lambda error: self._unfinished_hint(error, checkpoint)):
-            self._twice(lambda: self._write_result(result, data), lambda: self._make_room(data, checkpoint))
+        _write_making_room(
+            lambda: self._write_result(result, data),
+            lambda: self._make_room(data, checkpoint),
+            lambda error: self._unfinished_hint(error, checkpoint),
+        )
         fsync_directory(self.path)
-        hint = f"the model is complete in {result.name}; the newest rows of {run_status.METRICS} are lost"
-        with self._errors_say(lambda error: hint):
-            self._twice(self._metrics.flush, self._remove_superseded)
+        lost = f"the model is complete in {result.name}; the newest rows of {run_status.METRICS} are lost"
+        _write_making_room(self._metrics.flush, self._remove_superseded, lambda error: lost)
         self._remove_superseded(keep=checkpoint.number if keep_checkpoint and checkpoint is not None else None)
         if self._parent is None:
             self.set_status(state="finished", minibatch=0)
-
-    @contextmanager
-    def _errors_say(self, hint: Callable[[UserError], str]) -> Iterator[None]:
-        """Errors of the disk get another hint."""
-        try:
-            yield
-        except UserError as error:
-            if not isinstance(error.__cause__, OSError):
-                raise
-            raise UserError(error.message, location=error.location, hint=hint(error)) from error
-
-    def _twice(self, write: Callable[[], None], make_room: Callable[[], None]) -> None:
-        """Writes; once more after `make_room` where the disk is full."""
-        try:
-            write()
-        except UserError as error:
-            if not is_full_disk(error):
-                raise
-            make_room()
-            write()
 
     def _remove_superseded(self, keep: int | None = None) -> None:
         """What nobody needs once the model is written; the checkpoint `keep` stays."""
@@ -295,6 +312,7 @@ class RunDir:
             return f"there is no checkpoint: {first}, then {resume} starts from the beginning"
         return f"{first}, then resume: {resume}; it continues from checkpoint {checkpoint.to_dict()['where']}"
 
+    @_by_writer
     def close(self, error: BaseException | None = None, message: str | None = None) -> None:
         """Records how the run ended, ends the log and releases the lock. A second call does nothing. `error`: what
         ended it, SystemExit or KeyboardInterrupt after a signal. `message`: to record in place of the error's own."""
@@ -319,24 +337,28 @@ class RunDir:
             self._lock.release()
 
 
+def _write_making_room(
+    write: Callable[[], None], make_room: Callable[[], None], hint: Callable[[UserError], str]
+) -> None:
+    """Writes; on a full disk once more after `make_room`. If the disk is the reason of a UserError, it gets this hint."""
+    try:
+        try:
+            write()
+        except UserError as error:
+            if not is_full_disk(error):
+                raise
+            make_room()
+            write()
+    except UserError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise UserError(error.message, location=error.location, hint=hint(error)) from error
+
+
 class NullRunDir(RunDir):
     """The run directory of the ranks that write nothing."""
 
-    def set_status(self, *, sync: bool = True, **fields: Any) -> None: ...
-    def _restore_status(self) -> None: ...
-    def set_progress(self, epoch: int, minibatch: int, describe: Callable[[], str]) -> None: ...
-    def write_recipe(self, text: str) -> None: ...
-    def write_pdf_counts(self, pdf_counts: NDArray[np.float64]) -> None: ...
-    def write_cv_utterances(self, utterances: Sequence[str]) -> None: ...
-    def record(self, row: MetricsRow) -> None: ...
-    def flush(self) -> None: ...
-    def truncate_after(self, epoch: int, rbm: int | None = None) -> None: ...
-    def save_best(self, model: AcousticModel | None) -> None: ...
-    def finish(self, model: AcousticModel, *, keep_checkpoint: bool = False) -> None: ...
-    def close(self, error: BaseException | None = None, message: str | None = None) -> None: ...
-
-    def pretraining(self, recipe: str) -> RunDir:
-        return NullRunDir(self.path / run_status.PRETRAIN, "pretraining")
+    writes = False
 
 
 def open_run_dir(
@@ -398,8 +420,14 @@ class _RunLog(logging.FileHandler):
 def load_run(path: Path) -> AcousticModel:
     """The final model of a run directory, or the one in a file, such as `BEST` of a training that has not finished;
     DataError if there is none (yet), or a damaged one."""
+    from ddnn.nn.acoustic_model import load_model  # imports torch
+
+    return load_model(_model_file(path))
+
+
+def _model_file(path: Path) -> Path:
     if path.is_file():
-        return load_model(path)
+        return path
     if not path.is_dir():
         raise DataError("there is no such run dir", location=path, hint=run_status.run_dir_hint(path))
     if not (path / FINAL).exists() and (path / RECIPE).exists():
@@ -413,4 +441,4 @@ def load_run(path: Path) -> AcousticModel:
         raise DataError(f"this training {outcome}: there is no {FINAL}", location=path, hint=hint or None)
     if not (path / FINAL).exists():
         raise DataError(f"there is no {FINAL}", location=path, hint=run_status.run_dir_hint(path))
-    return load_model(path / FINAL)
+    return path / FINAL

@@ -753,3 +753,13 @@ def test_nothing_of_the_environment_is_written(
     dry = run_cli("train", job.recipe, "--run-dir", tmp_path / "other", "--slurm", "--dry-run")
     assert dry.exit_code == 0 and dry.stdout.startswith("#!"), dry.stderr
     assert secret not in dry.stdout + dry.stderr + result.stdout + result.stderr
+
+
+def test_run_dirs_are_used_without_torch() -> None:
+    """By `ddnn status`, reports and Slurm jobs: only the tensors of checkpoints need it."""
+    modules = [
+        path.stem for path in Path(run_dir.__file__).parent.glob("*.py") if path.stem not in ("__init__", "checkpoint")
+    ]
+    assert {"run_dir", "metrics", "checkpoint_manifest"} <= set(modules)
+    code = "".join(f"import ddnn.runs.{name}\n" for name in modules) + "import sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=600, check=False).returncode == 0
