@@ -32,7 +32,7 @@ TOKENS = {
     "optim": 7_500,
     "recipe": 12_450,
     "report": 14_550,
-    "reproduce": 18_800,
+    "reproduce": 18_750,
     "runs": 13_400,
     "slurm": 7_000,
     "synth": 5_250,

@@ -1,1 +1,1 @@
-"""The tables of arXiv 1507.01239, trained again on a corpus of one's own: which runs, and what came of them."""
+"""The tables of arXiv 1507.01239 on another corpus: the runs that they need, their records, comparison and report."""

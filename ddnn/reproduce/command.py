@@ -212,9 +212,8 @@ def reproduce(names: tuple[str, ...], options: Options, report: Callable[[str], 
         errors, jobs = call.execute(records, report, ())
     elif execute and not options.dry_run:
         with _StopAsInterrupt(), exclusive(call.out) as lock:
-            records = read_records(
-                call.records_dir
-            )  # with those of a call that ended just before this one had the lock
+            # Another call may have written records just before this one got the lock.
+            records = read_records(call.records_dir)
             errors, jobs = call.execute(records, report, (lock,))
             records = read_records(call.records_dir)
     values = call.result(records)

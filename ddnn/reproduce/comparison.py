@@ -20,7 +20,7 @@ MAX_ENUMERATED = 5  # seeds of which all n**n resamples are enumerated (3,125); 
 MIN_SEEDS = 3  # two differences have the same sign one time in two: that says nothing
 MAX_WORDS = 1 << 31  # of a run's utterances together: what 64 bits can still multiply
 
-Word = Literal[
+VerdictName = Literal[
     "confirmed",
     "expected direction, interval contains 0",
     "no difference",
@@ -31,7 +31,7 @@ Word = Literal[
     "not comparable",
 ]
 NO_ERRORS = WordErrors(wer=0.0)
-SIGNIFICANT: tuple[Word, ...] = ("confirmed", "contradicted")  # by a metric whose interval does not contain 0
+SIGNIFICANT: tuple[VerdictName, ...] = ("confirmed", "contradicted")  # by a metric whose interval does not contain 0
 
 
 def bootstrap_seeds(differences: Sequence[float]) -> Estimate:
@@ -54,7 +54,7 @@ def bootstrap_seeds(differences: Sequence[float]) -> Estimate:
 class Verdict:
     """One of a few words, and the reason if the figures do not show it."""
 
-    verdict: Word
+    verdict: VerdictName
     why: str = ""
 
     @property
@@ -202,7 +202,7 @@ def _untested(better: TableEntry, worse: TableEntry) -> Verdict | None:
 
 
 def _compare_by(metric: Metric, better: TableEntry, worse: TableEntry, untested: Verdict | None) -> MetricResult:
-    """`untested`: the verdict, if it does not depend on figures, which are shown nevertheless."""
+    """Two entries by one metric. `untested`: the verdict, if it does not depend on figures, which are shown nevertheless."""
     values = better.values(metric), worse.values(metric)
     seeds = sorted(values[0].keys() & values[1].keys())
     means = [fmean(side[seed] for seed in seeds) if seeds else None for side in values]
@@ -232,7 +232,7 @@ def _compare_by(metric: Metric, better: TableEntry, worse: TableEntry, untested:
 
 
 def paired_differences(values: Mapping[int, float], subtracted: Mapping[int, float]) -> list[float]:
-    """Of the seeds that both have."""
+    """Differences for the seeds that both have."""
     return [values[seed] - subtracted[seed] for seed in sorted(values.keys() & subtracted.keys())]
 
 

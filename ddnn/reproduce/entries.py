@@ -44,7 +44,7 @@ class TableEntry:
 
     def values(self, metric: Metric) -> dict[int, float]:
         """Seed -> percent, of the runs that trained and have the metric."""
-        return {run.seed: run.percents[metric] for run in self.valid if metric in run.percents}
+        return {run.seed: run.percentages[metric] for run in self.valid if metric in run.percentages}
 
     def to_dict(self) -> dict[str, object]:
         runs = {"runs": len(self.runs), "failed": len(self.failed)}
@@ -76,7 +76,7 @@ def table_entries(
 def metrics_of(config: ReproduceConfig, records: Iterable[RunRecord]) -> list[Metric]:
     """The metrics of these runs: CV, then frame accuracies, then word error rates, in the order of the tests."""
     order = [name for test in config.tests for name in (test.name, *(f"{test.name} {graph}" for graph in test.graphs))]
-    metrics = {metric for run in records if run.failure is None for metric in run.percents}
+    metrics = {metric for run in records if run.failure is None for metric in run.percentages}
 
     def position(metric: Metric) -> tuple[str, int, str]:
         return metric.kind, order.index(metric.name) if metric.name in order else len(order), metric.name

@@ -160,4 +160,4 @@ def new_record(run: PlannedRun, arguments: Sequence[str], diverged: str | None) 
 def summarize(record: RunRecord) -> str:
     if record.failure is not None:
         return f"did not train: {record.failure}"
-    return ", ".join(f"{metric.label} {value:.2f} %" for metric, value in record.percents.items())
+    return ", ".join(f"{metric.label} {value:.2f} %" for metric, value in record.percentages.items())

@@ -63,10 +63,10 @@ class SlurmExecutor:
         return errors | self.local.execute([run for run in runs if run.name in self.jobs["finished"]])
 
     def _needs_job(self, name: str, folder: Path, ask_slurm: Callable[[Job], SlurmState | None]) -> bool:
-        """Notes the state of a run or of RBMs; whether they must be submitted."""
+        """Records the state of a run or of RBMs in `jobs`; returns whether they must be submitted."""
         if not folder.is_dir() or not any(folder.iterdir()):
             return True
-        status, is_run = read_status(folder, ask_slurm), name in folder.name
+        status, is_run = read_status(folder, ask_slurm), folder.name.startswith(name)
         if status.slurm not in (None, "GONE") or status.state == "running":
             self.jobs["pending" if status.state == "pending" else "running"][name] = status.job or "none of Slurm"
         elif status.state == "finished":

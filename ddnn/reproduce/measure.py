@@ -36,7 +36,6 @@ from ddnn.runs.run_status import DBN, FINAL
 from ddnn.slurm.job import read_job
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited
-from ddnn.util.system import device_name
 from ddnn.util.text import log_to_stderr, plural
 
 MODULE = "ddnn.reproduce.measure"
@@ -57,7 +56,7 @@ _TOTALS = re.compile(
 
 
 def main(draft: Path, corpus: Path, device: str) -> int:
-    """Evaluates the run in whose run dir, in the folder `EVALUATION`, the draft of its record is; completes that.
+    """Completes the draft of a record, which is in the folder `EVALUATION` of its run dir, by an evaluation of the run.
     Returns the exit code."""
     log_to_stderr()
     try:
@@ -98,7 +97,6 @@ def evaluate_run(record: RunRecord, run_dir: Path, tests: tuple[TestSet, ...], d
             "test_digest": test_digest(tests),
             "tests": results,
             "wers": wers,
-            "machine": known["machine"] or device_name(device),
             "date": time.strftime("%Y-%m-%d"),
             "version": f"ddnn {version('ddnn')}, torch {torch.__version__}",
         }
@@ -106,7 +104,7 @@ def evaluate_run(record: RunRecord, run_dir: Path, tests: tuple[TestSet, ...], d
 
 
 def training_figures(run: Run) -> dict[str, Any]:
-    """The fields of a record that the metrics and the recipe of a training say."""
+    """The fields of a record that come from the metrics and the recipe of a training."""
     metrics, starts, job = run.metrics, run.metrics.starts, read_job(run.path)
     epochs = [row for row in metrics.cv if row.epoch > 0]
     initial = [_frame_metrics(row.figures) for row in metrics.cv if row.epoch == 0]
@@ -114,7 +112,7 @@ def training_figures(run: Run) -> dict[str, Any]:
     final = metrics.last_accepted
 
     def joined(field: str) -> str:
-        """Several values if a start found another value than the one before."""
+        """The value of a field; several values if starts of the training differ."""
         return "; ".join(dict.fromkeys(getattr(row, field) for row in starts))
 
     return {
@@ -166,7 +164,7 @@ def time_breakdown(metrics: Metrics) -> TimeBreakdown:
 
 
 def _word_errors(run_dir: Path, test: TestSet, device: str, scratch: Path) -> dict[str, WordErrors]:
-    """Word errors with each graph; of a test set without graphs those that Kaldi's scoring has counted, if it has run."""
+    """Word errors with each graph; for a test set without graphs those that Kaldi's scoring counted, if it has run."""
     if not test.graphs or test.model is None or test.text is None:
         return kaldi_word_errors(run_dir, test)
     from ddnn.decoding.options import DecodeOptions
@@ -205,7 +203,7 @@ def with_kaldi_wer(record: RunRecord, run_dir: Path, tests: Iterable[TestSet]) -
 
 
 def kaldi_word_errors(run_dir: Path, test: TestSet) -> dict[str, WordErrors]:
-    """What sclite counted of a decoding by Kaldi in the run dir's decode-TEST; empty if it has not run."""
+    """The word error rates that sclite counted in the run dir's decode-TEST; empty if Kaldi has not scored there."""
     return {name: WordErrors(wer=wer) for name, wer in best_scores(run_dir / f"decode-{test.name}").items()}
 
 

@@ -15,7 +15,7 @@ from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import quote
 
-from ddnn.reproduce.comparison import HypothesisResult, Word, compare, degradations
+from ddnn.reproduce.comparison import HypothesisResult, VerdictName, compare, degradations
 from ddnn.reproduce.entries import SpeedUp, TableEntry, metrics_of, overloaded_runs, table_entries
 from ddnn.reproduce.plots import Picture, table_pictures
 from ddnn.reproduce.runs import RunRecord
@@ -112,7 +112,7 @@ def build_report(
         pictures += drawn
     metric, losses = degradations(config, entries.values(), records)
     counts = Counter(result.verdict for result in hypotheses)
-    verdicts = {word: counts[word] for word in get_args(Word) if counts[word]}
+    verdicts = {name: counts[name] for name in get_args(VerdictName) if counts[name]}
     few = len(tables) <= FEW  # then the title says which
     context = {
         "title": f"{config.name}: {'; '.join(table.title for table in tables) if few else ALL_TABLES}",

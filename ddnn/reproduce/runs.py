@@ -32,7 +32,7 @@ NON_RESULT_KEYS = (
     *("parallel.cpu_threads", "parallel.hang_timeout", "parallel.max_restarts", "parallel.oversubscribe_gpus"),
     "parallel.gpu_transport",
 )
-"""Keys that change nothing that a training computes, or only its last bits; those of `checkpoint` and `log` neither."""
+"""Keys that change nothing that a training computes, or only its last bits; nor do those of `checkpoint` and `log`."""
 ADDED_KEYS = frozenset(
     {
         *("minibatch_scope", "data.transforms", "data.cv.transforms", "data.cv.by", "data.cv.utterances"),
@@ -77,11 +77,11 @@ class FrameMetrics(FrozenModel):
 
 class WordErrors(FrozenModel):
     """Word errors with one decoding graph, at the acoustic scale that was best for this run. `words`, `errors` and
-    `speakers` are of each utterance, in the order of the test set; empty where another scorer counted. `speakers` has
-    numbers; empty where they are unknown: each utterance then counts as a speaker."""
+    `speakers` have a number for each utterance, in the order of the test set; empty if another scorer counted. Without
+    `speakers` each utterance counts as a speaker."""
 
     wer: Percent  # of the words
-    acoustic_scale: Finite | None = None  # the best one; None where another scorer chose
+    acoustic_scale: Finite | None = None  # the best one; None if another scorer chose it
     words: tuple[Count, ...] = ()  # of the reference
     errors: tuple[Count, ...] = ()
     speakers: tuple[Count, ...] = ()
@@ -101,7 +101,7 @@ class TimeBreakdown(FrozenModel):
 
 
 class MeasuredEpoch(FrozenModel):
-    """A mean epoch, as the scaling model starts from: the fields of Way, of Job and of Measurement, in their order."""
+    """A mean epoch, the input of the scaling model: the fields of Way, Job and Measurement, in their order."""
 
     strategy: str
     comm_dtype: str
@@ -154,15 +154,16 @@ class RunRecord(FrozenModel):
     date: str = ""  # when it was recorded
     version: str = ""  # of ddnn and torch
     command: str = ""  # that trains it
-    dbn: str = ""  # `dbn_parameters` of the RBMs that it was trained from; in old records digits of the file's SHA-256,
-    # whose form has changed: they say nothing of the parameters. "": none, or unknown
+    # `dbn_parameters` of the RBMs that it was trained from; in old records digits of the SHA-256 of their file, which say
+    # nothing about the parameters, since its form has changed. "": none, or unknown.
+    dbn: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.condition}-{self.workers}-{self.seed}"
 
     @property
-    def percents(self) -> dict[Metric, float]:
+    def percentages(self) -> dict[Metric, float]:
         """The results of the final model."""
         frames = {Metric("cv"): self.cv, **{Metric("frames", name): result for name, result in self.tests.items()}}
         accuracies = {metric: 100.0 * result.frame_accuracy for metric, result in frames.items() if result is not None}

@@ -23,7 +23,7 @@ def compared(*records: RunRecord, asked: Hypothesis = ASKED, **changes: object) 
 
 
 def pairs(gains: list[float], errors: list[int] | None = None) -> list[RunRecord]:
-    """Runs of both on 16 workers: frame accuracy differs by these percents, each utterance by these errors."""
+    """Runs of both on 16 workers: frame accuracy differs by these percentages, each utterance by these errors."""
     found = []
     for seed, gain in enumerate(gains, 1):
         for name, worse in (("good", 0), ("bad", 1)):
