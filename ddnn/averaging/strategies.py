@@ -44,12 +44,12 @@ class NoFiniteModelError(DivergedError):
 
 
 def gather_weights(comm: Communicator, weight: float) -> Tensor:
-    """Every worker's weight, (world_size,) float64, the same bits on each. Here a worker waits for the slowest.
+    """Every worker's weight, (world_size,) float64, the same bits on each, in memory of its own. Here a worker waits for the slowest.
     ValueError: this worker's weight is negative or not finite. NoFiniteModelError: no worker has a weight above 0."""
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"a weight is a number of frames, or 0 to exclude a worker, not {weight}")
     with comm.time_as_wait():
-        weights = comm.all_gather(torch.tensor([weight], dtype=torch.float64)).view(-1)
+        weights = comm.all_gather(torch.tensor([weight], dtype=torch.float64)).view(-1).clone()
     if not bool(weights.any()):
         raise NoFiniteModelError("the training diverged: no worker has a finite model to average")
     return weights

@@ -135,6 +135,10 @@ class LayerCall(NamedTuple):
 class Workspace:
     """Memory for one minibatch of at most `frames` frames, taken once, and the passes through it.
 
+    A minibatch is used once. The backward pass overwrites derivatives; the step of NG-SGD (`ddnn.optim.ng_sgd`) also overwrites
+    activations and `x` with preconditioned rows. Who needs them afterwards, for a second loss or a line search, copies them
+    before the step, or fills `x` and runs the passes again.
+
     Args:
         network: whose parameters are read.
         frames: of a minibatch at most.

@@ -113,9 +113,11 @@ class NgSgd(Sgd):
             )
         self._memory = self._new_memory(0, Float32())
 
+    def set_arithmetic(self, arithmetic: Float32) -> None:
+        for preconditioner in self.preconditioners:
+            preconditioner.updates_rarely = arithmetic.updates_rarely and not self._options.exact
+
     def _new_memory(self, frames: int, arithmetic: Float32) -> _Memory:
-        for one in self.preconditioners:
-            one.updates_rarely = arithmetic.updates_rarely and not self._options.exact
         return _Memory(
             self._gemms, self._coefs, frames, arithmetic, self.network.parameters.device, self._options.exact
         )

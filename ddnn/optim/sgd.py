@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddnn.nn.arithmetic import Float32
 from ddnn.nn.layer import Layer, Views
 from ddnn.nn.network import Network, Workspace, tensor_like
 from ddnn.optim.natural_gradient import NaturalGradient
@@ -68,6 +69,9 @@ class Sgd:
                     self._without_momentum.append((buffer[name], gradient[name]))
                 if about.l2:
                     self._decayed.append((parameters[name], about.learn_rate_coef))
+
+    def set_arithmetic(self, arithmetic: Float32) -> None:
+        """Before the first step: what the workspaces of all steps compute in."""
 
     @property
     def preconditioners(self) -> list[NaturalGradient]:

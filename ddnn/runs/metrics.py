@@ -332,6 +332,7 @@ class PretrainRow(MetricsRow):
     num_epochs: Count | None = None  # of this RBM
     reconstruction_error: Number = None
     mean_reconstruction_error: Number  # over the RBM's epochs so far
+    data_mean_error: Number = None  # of a reconstruction by the mean of the data, which ignores the frame
     frames: Count | None = None
     seconds: Seconds = None
     frames_per_second: Speed = None
@@ -342,8 +343,9 @@ class PretrainRow(MetricsRow):
         errors = (self.reconstruction_error, self.mean_reconstruction_error)
         error, mean = (math.nan if x is None else x for x in errors)
         epoch = f"{self.epoch:2d}" + ("" if self.num_epochs is None else f" of {self.num_epochs}")
+        baseline = "" if self.data_mean_error is None else f"; data mean {self.data_mean_error:.6g}"
         return (
-            f"rbm {self.rbm} epoch {epoch} reconstruction error {error:.6g}  (mean over epochs {mean:.6g})  "
+            f"rbm {self.rbm} epoch {epoch} reconstruction error {error:.6g}  (mean over epochs {mean:.6g}{baseline})  "
             f"{self.seconds or 0.0:.1f} s  {self.frames_per_second or 0.0:.0f} frames/s"
             + (f"  {duration(self.seconds_left)} left" if self.seconds_left else "")
         )

@@ -152,6 +152,7 @@ class RbmTrainer:
             num_epochs=self.num_epochs,
             reconstruction_error=error / frames,
             mean_reconstruction_error=self.total_error / self.total_frames,
+            data_mean_error=self.mean_error,
             guard_count=self.rbm.guard_count,
             seconds_left=self.seconds_left(progress.epoch + 1),
             **throughput(int(frames), self.epoch_seconds),

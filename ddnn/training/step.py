@@ -33,7 +33,9 @@ run the same kernels; a library may choose another one for a product on another 
 
 
 class EagerStep:
-    """Forward, objective, backward and update, one operation after another; arguments as of `Sgd.step`."""
+    """Forward, objective, backward and update, one operation after another; arguments as of `Sgd.step`. Afterwards the
+    workspace's derivatives hold other values, and with NG-SGD its activations and `x` too: a minibatch that is used twice is
+    loaded twice."""
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class EagerStep:
     ) -> None:
         self.workspace, self.optimizer, self.average = workspace, optimizer, average
         self.objective = make_objective(workspace)
+        optimizer.set_arithmetic(workspace.arithmetic)
 
     def __call__(self, batch: Batch, lr: float) -> Sums:
         workspace = self.workspace.of(batch.num_frames)

@@ -26,6 +26,7 @@ from ddnn.averaging.strategies import (
     CommDtype,
     Traffic,
     _Gossip,
+    gather_weights,
     make_strategy,
 )
 from ddnn.distributed.communicator import CommStats, Communicator, SingleProcess
@@ -370,3 +371,14 @@ def test_the_consensus_distance_of_gossip_is_the_distance_to_the_mean(name: str)
         return made.distance_to_mean(float((theta - before).norm()))
 
     assert run_workers(3, work) == pytest.approx([math.sqrt(2 / 3)] * 3)
+
+
+def test_gathered_weights_outlive_the_next_collective() -> None:
+    """`all_gather` gives the same memory for the next tensor of as many elements."""
+
+    def work(comm: Communicator) -> list[float]:
+        weights = gather_weights(comm, comm.rank + 1.0)
+        comm.all_gather(torch.full((1,), 7.0, dtype=torch.float64))
+        return list(weights.tolist())
+
+    assert run_workers(2, work) == [[1.0, 2.0]] * 2

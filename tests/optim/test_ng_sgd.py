@@ -270,6 +270,7 @@ def test_the_option_says_how_bf16_is_preconditioned(
 def test_in_bf16_a_settled_training_updates_a_quarter_as_often(fast: Float32, exact: bool) -> None:
     made, generator = network(5)
     optimizer, workspace = NgSgd(made, NgSgdOptions(rank_in=3, rank_out=2, exact=exact)), Workspace(made, 20, fast)
+    optimizer.set_arithmetic(fast)
 
     def step() -> bool:
         labels = random_minibatch(workspace, 4, generator)

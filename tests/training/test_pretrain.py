@@ -59,6 +59,9 @@ def test_a_dbn_and_its_reconstruction_errors(recipe: Path, tmp_path: Path) -> No
     assert lines[2]["reconstruction_error"] < lines[0]["reconstruction_error"]
     average = sum(m["reconstruction_error"] for m in lines[:3]) / 3
     assert lines[2]["mean_reconstruction_error"] == pytest.approx(average)
+    yardsticks = {m["rbm"]: m["data_mean_error"] for m in lines}
+    assert yardsticks[1] == pytest.approx(12 / 2, rel=1e-3), "half the variance of normalized features"
+    assert f"; data mean {yardsticks[1]:.6g})" in (tmp_path / "rbm/train.log").read_text()
     assert all(m["frames"] == 480 for m in lines), "all utterances, those held out for cross-validation too"
     dbn = load_model(tmp_path / "rbm" / DBN)
     assert [(layer.input_dim, layer.output_dim) for layer in dbn.network.layers] == [(12, 8), (8, 8), (8, 8)]

@@ -284,6 +284,14 @@ def test_on_a_cpu_and_where_gradients_are_averaged_the_step_is_eager() -> None:
     assert make_step(eager, lambda count: pytest.fail("asked"), RATE) is eager
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_how_often_fisher_matrices_are_updated_is_known_before_the_first_step(exact: bool) -> None:
+    network = Network(mlp_layers(DIM, 1, 8, PDFS))
+    optimizer = make_optimizer(NgSgdOptions(exact=exact), network)
+    EagerStep(Workspace(network, MINIBATCH, make_arithmetic("bf16", CPU)), optimizer)
+    assert all(one.updates_rarely is not exact for one in optimizer.preconditioners)
+
+
 def test_which_steps_of_ng_sgd_have_work_for_the_host() -> None:
     task = make_task("ng-sgd")
     step, found = task.eager(), []
