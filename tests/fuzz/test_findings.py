@@ -148,7 +148,7 @@ def test_signalling_nan(tmp_path: Path, read: type) -> None:
 def test_rates_and_counts_that_overflow(tmp_path: Path) -> None:
     text = b"<Nnet> <AffineTransform> 1 1 <LearnRateCoef> 1e39 [ 1 ] [ 1 ] </Nnet> "
     with np.errstate(all="raise"):
-        refused(read_nnet1, tmp_path / "x.nnet", text, "a finite value of <LearnRateCoef>")
+        refused(read_nnet1, tmp_path / "x.nnet", text, "learn_rate_coef is inf, expected a finite value")
         refused(read_pdf_counts, tmp_path / "counts", b"[ 1e308 1e308 ]", "counts of at most")
 
 
