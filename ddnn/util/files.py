@@ -244,37 +244,38 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: io.FileIO | None = None
+        self._descriptor: int | None = None
 
     def acquire(self, timeout: float = 0.0) -> bool:
         """Takes the lock, trying for `timeout` seconds, and at least twice if that is not 0; False where the file
         system has no locks. BlockingIOError: another process holds it. UserError: the path is not a regular file.
         OSError: it cannot be opened or locked."""
-        file = io.FileIO(open_for_append(self.path), "r+")
+        descriptor = open_for_append(self.path)
         try:
-            locked = _flock(file, time.monotonic() + timeout)
-            if not os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+            locked = _flock(descriptor, time.monotonic() + timeout)
+            if not os.path.samestat(os.fstat(descriptor), self.path.stat()):
                 raise BlockingIOError(errno.EWOULDBLOCK, "the file was replaced meanwhile", str(self.path))
         except BaseException:
-            file.close()
+            os.close(descriptor)
             raise
-        self._file = file
+        self._descriptor = descriptor
         return locked
 
     def fileno(self) -> int:
-        assert self._file is not None, "not acquired"
-        return self._file.fileno()
+        assert self._descriptor is not None, "not acquired"
+        return self._descriptor
 
     def release(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
-def _flock(file: io.FileIO, deadline: float) -> bool:
+def _flock(descriptor: int, deadline: float) -> bool:
     while True:
         last = time.monotonic() >= deadline
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if last:
