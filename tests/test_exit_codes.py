@@ -136,7 +136,7 @@ def test_a_training_needs_no_standard_stream(job: Job, tmp_path: Path, redirect:
     assert ddnn("evaluate", run, "--data", job.data, "--alignments", job.ali).returncode == 0
 
 
-def listed() -> dict[int, str]:
+def format_problems() -> dict[int, str]:
     """Exit code -> meaning, of README.md."""
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", README.read_text(), re.MULTILINE)
     assert len({code for code, _ in rows}) == len(rows)
@@ -196,7 +196,7 @@ def seen(job: Job, folder: Path) -> dict[int, int]:
 def test_every_exit_code_of_the_readme(job: Job, tmp_path: Path) -> None:
     found = seen(job, tmp_path)
     assert found == {code: code for code in found}
-    assert set(listed()) == set(found) <= EXIT_CODES
+    assert set(format_problems()) == set(found) <= EXIT_CODES
 
 
 def test_a_run_that_did_not_finish_ends_those_who_follow_it(job: Job, tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def layer_keys() -> dict[str, dict[str, KeyInfo]]:
     for kind, section in LAYERS.items():
         _, keys = _walk_schema(section.model_json_schema())
         order = sorted(
-            section.model_fields, key=lambda name: (name != section.value_key, name in TrainedLayerConfig.model_fields)
+            section.model_fields,
+            key=lambda name: (name != section.primary_key, name in TrainedLayerConfig.model_fields),
         )
         found[kind] = {name: keys[name] for name in order}
     return found
@@ -206,10 +207,10 @@ def _number(limit: float) -> str:
     return "2^63" if limit == 2**63 else "a million" if limit == 1e6 else f"{limit:g}"
 
 
-SIBLINGS = ("repeat", "activation", "dropout", "learn_rate_coef", "max_norm")
+SHARED_KEYS = ("repeat", "activation", "dropout", "learn_rate_coef", "max_norm")
 """Keys of a layer that may also stand beside its kind: `{affine: 512, repeat: 3}`."""
-AFTER_OTHERS = ("activation", "dropout")  # beside another kind they are its keys
-MOST_LAYERS = 1000  # repeated ones as often as they are
+KINDS_THAT_ARE_ALSO_KEYS = ("activation", "dropout")  # beside another kind they are its keys
+MAX_LAYERS = 1000  # repeated ones as often as they are
 
 
 def read_layers(given: SourceValue, tree: SourceTree) -> list[LayerConfig] | None:
@@ -217,12 +218,12 @@ def read_layers(given: SourceValue, tree: SourceTree) -> list[LayerConfig] | Non
     name, before = "model.layers", len(tree.problems)
     if not isinstance(given.value, list):
         expected = "a list of layers, such as [{affine: 512, repeat: 3}]"
-        tree.refuse(f"{name}: {format_value(given.value)} found, expected {expected}", given.source)
+        tree.add_problem(f"{name}: {format_value(given.value)} found, expected {expected}", given.source)
         return None
     read = [_read_layer(item, f"{name}[{n}]", given.source, tree) for n, item in enumerate(given.value)]
     layers = [layer for layer in read if layer is not None]
-    if sum(layer.repeat for layer in layers) > MOST_LAYERS:
-        tree.refuse(f"{name}: more than {MOST_LAYERS} layers", given.source)
+    if sum(layer.repeat for layer in layers) > MAX_LAYERS:
+        tree.add_problem(f"{name}: more than {MAX_LAYERS} layers", given.source)
     return layers if len(tree.problems) == before else None
 
 
@@ -234,21 +235,21 @@ def _read_layer(item: Any, name: str, source: str, tree: SourceTree) -> LayerCon
     try:
         kind = _kind_of_layer(item)
     except ValueError as error:
-        tree.refuse(f"{name}: {error}", source)
+        tree.add_problem(f"{name}: {error}", source)
         return None
     section, known, inside = LAYERS[kind], layer_keys()[kind], item[kind]
 
     def refuse(text: str, key: str = "") -> None:
         places = (f"{name}.{kind}.{key}", f"{name}.{key}", f"{name}.{kind}")
-        tree.refuse(text, next((tree.places[place] for place in places if place in tree.places), source))
+        tree.add_problem(text, next((tree.places[place] for place in places if place in tree.places), source))
 
-    if section.value_key and (kind == "stored" or not isinstance(inside, dict | None)):
-        inside = {section.value_key: inside}
+    if section.primary_key and (kind == "stored" or not isinstance(inside, dict | None)):
+        inside = {section.primary_key: inside}
     if not isinstance(inside, dict | None):
         refuse(f"{name}.{kind}: {format_value(inside)} found, expected a mapping of {', '.join(known)}")
         return None
     inside, beside = inside or {}, {key: value for key, value in item.items() if key != kind}
-    siblings = [key for key in known if key in SIBLINGS]
+    siblings = [key for key in known if key in SHARED_KEYS]
     for keys_here, where, allowed in ((inside, f"{name}.{kind}", list(known)), (beside, name, siblings)):
         for key in [key for key in keys_here if key not in allowed]:
             meant = _nearest([key], allowed) or f"; the keys here are {', '.join(allowed)}"
@@ -262,7 +263,7 @@ def _read_layer(item: Any, name: str, source: str, tree: SourceTree) -> LayerCon
         layer = section.model_validate(given, strict=True).at(source)
     except ValidationError as error:
         for key in dict.fromkeys(str(detail["loc"][0]) for detail in error.errors(include_url=False)):
-            shown = f"{name}.{kind}" if key == section.value_key and key in given else f"{name}.{kind}.{key}"
+            shown = f"{name}.{kind}" if key == section.primary_key and key in given else f"{name}.{kind}.{key}"
             refuse(known[key].as_wrong(shown, given[key]) if key in given else known[key].as_missing(shown), key)
         return None
     return layer if len(tree.problems) == before else None
@@ -273,10 +274,10 @@ def _kind_of_layer(item: Any) -> str:
     if not isinstance(item, dict):
         raise ValueError(f"{format_value(item)} found, expected a mapping such as affine: 512")
     named = [kind for kind in LAYERS if kind in item]
-    kinds = [kind for kind in named if kind not in AFTER_OTHERS] or named[:1]
+    kinds = [kind for kind in named if kind not in KINDS_THAT_ARE_ALSO_KEYS] or named[:1]
     if len(kinds) == 1:
         return kinds[0]
-    meant = "" if kinds else _nearest([key for key in item if key not in SIBLINGS], LAYERS)
+    meant = "" if kinds else _nearest([key for key in item if key not in SHARED_KEYS], LAYERS)
     found = " and ".join(kinds) or "no kind of layer"
     raise ValueError(f"{found} found, expected one of {', '.join(LAYERS)}{meant}")
 

@@ -8,31 +8,32 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import Field, PrivateAttr
+from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic_core import to_jsonable_python
 
-from ddnn.recipe.section import EITHER, MAPPING, VALUE, Fraction, NotNegative, Section, Size
+from ddnn.recipe.section import MAPPING, VALUE, VALUE_OR_MAPPING, Fraction, NotNegative, Section, Size
 
-MOST_REPEATS = 100
+MAX_REPEATS = 100
 
 
 class LayerConfig(Section):
-    """One of `model.layers`: a mapping of its kind to its keys, or to the value of its `value_key`. `place`: the file and
+    """One of `model.layers`: a mapping of its kind to its keys, or to the value of its `primary_key`. `place`: the file and
     line that it comes from.
 
     Attributes:
         name: the kind, in recipes.
-        value_key: the key whose value may take the place of all keys: `affine: 512`.
+        primary_key: the key whose value may take the place of all keys: `affine: 512`.
         trained: whether training changes anything of it; not known of a stored layer, and true.
         rbm_units: the hidden units of the RBM that it may be; None where it cannot be one.
     """
 
     name: ClassVar[str]
-    value_key: ClassVar[str] = ""
+    primary_key: ClassVar[str] = ""
     trained: ClassVar[bool] = False
     rbm_units: ClassVar[int | None] = None
     _place: str = PrivateAttr("")
 
-    repeat: Annotated[int, Field(ge=1, le=MOST_REPEATS)] = 1
+    repeat: Annotated[int, Field(ge=1, le=MAX_REPEATS)] = 1
     """So many such layers, one above the other, each counted as a layer."""
 
     @property
@@ -47,9 +48,9 @@ class LayerConfig(Section):
 
     def __eq__(self, other: object) -> bool:
         """Wherever they come from."""
-        return isinstance(other, LayerConfig) and self.written() == other.written()
+        return isinstance(other, LayerConfig) and self.as_yaml() == other.as_yaml()
 
-    def written(self) -> dict[str, Any]:
+    def as_yaml(self) -> dict[str, Any]:
         """As a recipe has it, defaults written out."""
         return {self.name: self.model_dump(exclude_none=True)}
 
@@ -65,7 +66,7 @@ class LayerConfig(Section):
         return f"{self.repeat} x {self._words()}" if self.repeat > 1 else self._words()
 
     def _words(self) -> str:
-        return f"{self.name} {getattr(self, self.value_key)}" if self.value_key else self.name
+        return f"{self.name} {getattr(self, self.primary_key)}" if self.primary_key else self.name
 
 
 class TrainedLayerConfig(LayerConfig):
@@ -88,7 +89,7 @@ class AffineLayerConfig(TrainedLayerConfig):
     """A hidden layer of units that read all outputs of the layer below."""
 
     name: ClassVar[str] = "affine"
-    value_key: ClassVar[str] = "units"
+    primary_key: ClassVar[str] = "units"
 
     units: Size
     """Number of units."""
@@ -115,7 +116,7 @@ class TimeAndBands(Section):
         return f"{self.time} x {self.bands}"
 
 
-SizeOrBoth = Annotated[Annotated[Size, VALUE] | Annotated[TimeAndBands, MAPPING], EITHER]
+SizeOrBoth = Annotated[Annotated[Size, VALUE] | Annotated[TimeAndBands, MAPPING], VALUE_OR_MAPPING]
 
 
 class ConvLayerConfig(TrainedLayerConfig):
@@ -159,7 +160,7 @@ class ConvLayerConfig(TrainedLayerConfig):
 
     def _words(self) -> str:
         words = [f"conv {self.filters} of {self.patch}"] + ["bands"] * isinstance(self.patch, int)
-        words += [f"pool {self.pool}"] * (both(self.pool) != both(1))
+        words += [f"pool {self.pool}"] * (as_time_and_bands(self.pool) != as_time_and_bands(1))
         words += [self.activation] * (self.activation != "sigmoid") + ["layout kaldi"] * (self.layout == "kaldi")
         return " ".join(words)
 
@@ -168,7 +169,7 @@ class PoolLayerConfig(LayerConfig):
     """Pooling of the patches of the convolution below."""
 
     name: ClassVar[str] = "pool"
-    value_key: ClassVar[str] = "size"
+    primary_key: ClassVar[str] = "size"
 
     size: SizeOrBoth
     """Patches in a pool; of patches over time and bands a mapping, or the same for both."""
@@ -192,7 +193,7 @@ class DropoutLayerConfig(LayerConfig):
     """Sets inputs to 0 in training, drawn for each frame."""
 
     name: ClassVar[str] = "dropout"
-    value_key: ClassVar[str] = "rate"
+    primary_key: ClassVar[str] = "rate"
 
     rate: Fraction
     """Fraction of the inputs that are set to 0."""
@@ -202,7 +203,7 @@ class ActivationLayerConfig(LayerConfig):
     """An activation on its own."""
 
     name: ClassVar[str] = "activation"
-    value_key: ClassVar[str] = "activation"
+    primary_key: ClassVar[str] = "activation"
 
     activation: Literal["sigmoid", "tanh", "relu", "prelu"]
     """As that of other layers."""
@@ -221,13 +222,13 @@ class StoredLayerConfig(LayerConfig):
     into the run dir's recipe."""
 
     name: ClassVar[str] = "stored"
-    value_key: ClassVar[str] = "config"
+    primary_key: ClassVar[str] = "config"
     trained: ClassVar[bool] = True
 
-    config: dict[str, Any]
+    config: Annotated[dict[str, Any], AfterValidator(to_jsonable_python)]
     """`kind` and the fields of its class: docs/extending.md."""
 
-    def written(self) -> dict[str, Any]:
+    def as_yaml(self) -> dict[str, Any]:
         return {self.name: self.config, **({"repeat": self.repeat} if self.repeat > 1 else {})}
 
     def _words(self) -> str:
@@ -247,11 +248,11 @@ LAYERS: dict[str, type[LayerConfig]] = {kind.name: kind for kind in KINDS}
 """The kinds of `model.layers`."""
 
 
-def both(size: int | TimeAndBands) -> TimeAndBands:
+def as_time_and_bands(size: int | TimeAndBands) -> TimeAndBands:
     return size if isinstance(size, TimeAndBands) else TimeAndBands(time=size, bands=size)
 
 
-def numbered(layers: Sequence[LayerConfig]) -> Iterator[tuple[int, LayerConfig]]:
+def expand_repeats(layers: Sequence[LayerConfig]) -> Iterator[tuple[int, LayerConfig]]:
     """`model.layers` from the lowest on, repeated ones as often as they are, each with its number: that of `model.freeze`
     and of messages."""
     return enumerate(layer for layer in layers for _ in range(layer.repeat))

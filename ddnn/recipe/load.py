@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from ddnn.recipe import source
 from ddnn.recipe.keys import REQUIRED, keys, keys_of, read_layers, sections, suggest_key, suggest_mapping
-from ddnn.recipe.layers import LayerConfig, layer_name, numbered
+from ddnn.recipe.layers import LayerConfig, expand_repeats, layer_name
 from ddnn.recipe.schema import (
     VARIANTS,
     CrossValidationConfig,
@@ -24,13 +24,13 @@ from ddnn.recipe.schema import (
     Recipe,
     TrainedModelConfig,
 )
-from ddnn.recipe.section import MAPPING, VALUE, MaybePaths, Section, as_list, get_value, is_given
+from ddnn.recipe.section import MAPPING, VALUE, OptionalPaths, Section, as_list, get_value, is_given
 from ddnn.recipe.source import SourceTree, SourceValue
 from ddnn.util.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-MOST_FILES = 20  # that a recipe may include, directly or not
+MAX_FILES = 20  # that a recipe may include, directly or not
 LAYERS_KEY = "model.layers"
 OUTPUT_PATHS = ("data.cache_dir",)  # paths that need not exist: they are made
 PIPES = "data.allow_pipes"
@@ -48,37 +48,37 @@ def load_recipe(
     overrides: Sequence[str] = (),
     *,
     must_exist: bool = True,
-    trusted: bool = True,
-    may_be_gone: Collection[str] = (),
+    user_supplied: bool = True,
+    optional_paths: Collection[str] = (),
     note: Callable[..., None] = log.info,
 ) -> Recipe:
     """Reads a recipe: first its includes, then its own keys, then `overrides` ("KEY=VALUE" each); the later one wins.
     Keys of files that an override leaves unread, as it chooses another schedule, are dropped with a `note`.
     Paths in the result are absolute. A key set to null takes its default. `must_exist`: whether a data path that does
-    not exist is a problem; the data of finished runs may be gone; `may_be_gone`: keys of those that are no longer
-    needed. `trusted`: whether the user has named this very file.
+    not exist is a problem; the data of finished runs may be gone; `optional_paths`: keys of those that are no longer
+    needed. `user_supplied`: whether the user has named this very file.
     Else it may be a stranger's, as what it includes may, and cannot allow shell commands: only `overrides` can.
     RecipeError: all problems of all sources, one a line."""
     tree = SourceTree()
     itself = _read_with_includes(path, tree, [])
     files = dict(tree.values)
-    words = [itself.values.get(PIPES)] if trusted else []  # what the user says of shell commands
+    words = [itself.values.get(PIPES)] if user_supplied else []  # what the user says of shell commands
     for setting in overrides:
         given = source.parse_setting(setting)
         for name in [name for name in given.values if name.partition(".")[0] == "include"]:
-            given.refuse("include: cannot be set; write it in the recipe", given.values.pop(name).source)
+            given.add_problem("include: cannot be set; write it in the recipe", given.values.pop(name).source)
         _override(tree, given)
         words.append(given.values.get(PIPES))
     pipes = tree.values.get(PIPES)
     if pipes is not None and pipes.value is True and not any(pipes is word for word in words):
         where = "on the command line, or in a recipe that it names: not in included files, run dirs and corpora"
         hint = f"give --allow-pipes if the commands are yours, or --set {PIPES}=false"
-        tree.refuse(f"{PIPES}: true counts only {where}; {hint}", pipes.source)
-    recipe = _build_read(path, tree, files, {*keys()} - {*OUTPUT_PATHS, *may_be_gone} if must_exist else (), note)
+        tree.add_problem(f"{PIPES}: true counts only {where}; {hint}", pipes.source)
+    recipe = _build_read(path, tree, files, {*keys()} - {*OUTPUT_PATHS, *optional_paths} if must_exist else (), note)
     if recipe is None or tree.problems:
         problems = [problem.text if problem.source == str(path) else problem for problem in tree.problems]
         similar = None if source.exists(path) else source.similar_file(path)
-        message = source.listed(problems, "problems in the recipe", source.MOST_PROBLEMS)
+        message = source.format_problems(problems, "problems in the recipe", source.MAX_PROBLEMS)
         raise RecipeError(message, location=path, hint=similar)
     return recipe
 
@@ -95,7 +95,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _plain(value: Any) -> Any:
     """Paths as text, layers as a recipe has them."""
     if isinstance(value, LayerConfig):
-        return value.written()
+        return value.as_yaml()
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
@@ -114,18 +114,18 @@ def _read_with_includes(path: Path, tree: SourceTree, files: list[Path], chain: 
     names = _included(include, tree)
     chain = (*chain, path.resolve()) if names else chain
     for wanted in names:
-        if len(files) >= MOST_FILES:
-            tree.refuse(f"include: more than {MOST_FILES} files in all", include.source, unread=True)
+        if len(files) >= MAX_FILES:
+            tree.add_problem(f"include: more than {MAX_FILES} files in all", include.source, unread=True)
             break
         tried = [path.parent / wanted, source.configs_folder() / wanted]
         fragment = next(filter(source.exists, tried), None)
         if fragment is None:
             known = ", ".join(source.shipped_fragments()) or "none"
             text = f"include: {wanted} is neither {tried[0]} nor {tried[1]}; ddnn comes with {known}"
-            tree.refuse(text, include.source, unread=True)
+            tree.add_problem(text, include.source, unread=True)
         elif fragment.resolve() in chain:
             text = f"include: {wanted} includes itself, by way of {' -> '.join(p.name for p in chain)}"
-            tree.refuse(text, include.source, unread=True)
+            tree.add_problem(text, include.source, unread=True)
         else:
             _read_with_includes(fragment, tree, files, chain)
     _override(tree, found)
@@ -156,7 +156,7 @@ def _included(include: SourceValue, tree: SourceTree) -> list[str]:
     if all(isinstance(name, str) and name and "\0" not in name for name in wanted):
         return wanted
     text = f"include: {source.format_value(include.value)} found, expected a file name or a list of them"
-    tree.refuse(text, include.source, unread=True)
+    tree.add_problem(text, include.source, unread=True)
     return []
 
 
@@ -223,7 +223,7 @@ def _build(path: Path, tree: SourceTree, must_exist: Collection[str]) -> Recipe 
         follows = follows or (name in ("data.alignments", "data.transforms") and "data.train" in wrong)
         if name not in wrong and not follows:
             source_of = sound[name].source if name in sound else str(path)
-            tree.refuse(f"{name}: {complaint}", source_of, unread_keys=unread)
+            tree.add_problem(f"{name}: {complaint}", source_of, unread_keys=unread)
     return recipe
 
 
@@ -234,7 +234,7 @@ def _absolute(name: str, given: SourceValue, folder: Path, must_exist: bool, tre
         if isinstance(text, str):
             paths[n] = source.find_path(text, folder, must_exist)
         if isinstance(paths[n], str):
-            tree.refuse(f"{name}: {paths[n]}", given.source)
+            tree.add_problem(f"{name}: {paths[n]}", given.source)
             paths[n] = Path("/")
     return SourceValue(paths if isinstance(given.value, list) else paths[0], given.source)
 
@@ -258,20 +258,20 @@ def _refuse(name: str, detail: ErrorDetails, path: Path, tree: SourceTree) -> No
     place, value = tree.source_of(name) or str(path), detail["input"]
     if detail["type"] == "missing" and key is not None:
         if not tree.unread:
-            tree.refuse(key.as_missing(name), place if section in keys() else str(path))
+            tree.add_problem(key.as_missing(name), place if section in keys() else str(path))
     elif detail["type"] == "extra_forbidden" and key is not None:
         chooser, default = VARIANTS[section]
         chosen = tree.values.get(f"{section}.{chooser}", SourceValue(default, "")).value
         text = f"{name}: never read by {chosen}, only by {' or '.join(key.variants)}"
         text += f"; remove it, set it to null, or change {section}.{chooser}"
-        tree.refuse(text, place, unread_keys=(name,))
+        tree.add_problem(text, place, unread_keys=(name,))
     elif detail["type"] == "extra_forbidden":
-        meant = f"; {suggest_key(name)}" if len(tree.problems) < source.MOST_PROBLEMS else ""
-        tree.refuse(f"{source.format_key(name)}: unknown key{meant}", place)
+        meant = f"; {suggest_key(name)}" if len(tree.problems) < source.MAX_PROBLEMS else ""
+        tree.add_problem(f"{source.format_key(name)}: unknown key{meant}", place)
     else:
         mapping = f"{name}: {source.format_value(value)} found, expected a mapping of {', '.join(keys_of(name))}"
         text = mapping if key is None else key.as_wrong(name, value)
-        tree.refuse(text + suggest_mapping(name, SourceValue(value, place)), place)
+        tree.add_problem(text + suggest_mapping(name, SourceValue(value, place)), place)
 
 
 class Complaint(NamedTuple):
@@ -303,7 +303,7 @@ def contradictions(recipe: Recipe) -> Iterator[Complaint]:
     yield from _overlap(recipe.parallel)
 
 
-SHORT_FORM = ("hidden_layers", "hidden_units", "activation")  # of `model.layers`
+UNIFORM_KEYS = ("hidden_layers", "hidden_units", "activation")  # of `model.layers`
 
 
 def unread_keys(recipe: Recipe) -> dict[str, str]:
@@ -322,7 +322,7 @@ def unread_keys(recipe: Recipe) -> dict[str, str]:
     if model.layers is None:
         add("model", f"there is no {LAYERS_KEY}", "bands")
     else:
-        add("model", f"{LAYERS_KEY} says it for each layer", *SHORT_FORM)
+        add("model", f"{LAYERS_KEY} says it for each layer", *UNIFORM_KEYS)
     if recipe.init != "rbm":
         why = "init is random" if recipe.init == "random" else "training starts from init.model"
         add("pretrain", why, *PretrainConfig.model_fields)
@@ -402,13 +402,15 @@ def _freeze(model: ModelConfig) -> Iterator[Complaint]:
         expected = f"0 (the first hidden layer) to {layers - 1} (the output layer)"
         yield Complaint("model.freeze", f"{wrong[0]} found, expected {expected}")
         return
-    bare = {number for number, layer in numbered(model.layers or ()) if not layer.trained}
+    bare = {number for number, layer in expand_repeats(model.layers or ()) if not layer.trained}
     if len(set(frozen) | bare) == layers:
         which = f"all {layers} layers" if not bare else f"all {layers - len(bare)} layers that have parameters"
         yield Complaint("model.freeze", f"{which} are frozen, so that nothing is trained: leave at least one")
 
 
-def _lists(key: str, dirs: MaybePaths, prefix: str, section: DataConfig | CrossValidationConfig) -> Iterator[Complaint]:
+def _lists(
+    key: str, dirs: OptionalPaths, prefix: str, section: DataConfig | CrossValidationConfig
+) -> Iterator[Complaint]:
     """Of a section whose alignments and transforms are not those of as many corpora as it has data dirs."""
     expected = len(as_list(dirs))
     for name, single in (("alignments", "an alignment"), ("transforms", "transforms")):
@@ -423,7 +425,7 @@ def _rbms(model: ModelConfig, pretrain: PretrainConfig) -> Iterator[Complaint]:
     why = "expected sigmoid: RBMs have binary hidden units"
     if model.layers is None and model.activation != "sigmoid":
         yield Complaint("model.activation", f"{model.activation} found, {why}")
-    for number, layer in list(numbered(model.layers or ()))[model.layers_below_rbms() :]:
+    for number, layer in list(expand_repeats(model.layers or ()))[model.layers_below_rbms() :]:
         if (activation := getattr(layer, "activation", "sigmoid")) != "sigmoid":
             yield Complaint(LAYERS_KEY, f"{layer_name(number, layer)}: {activation} found, {why}")
     if epochs is not None and len(epochs) > layers > 0:

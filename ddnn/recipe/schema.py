@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from ddnn.recipe.layers import LayerConfig
 from ddnn.recipe.section import (
-    EITHER,
     MAPPING,
     VALUE,
+    VALUE_OR_MAPPING,
     AutoOrOff,
     Count,
     Fraction,
@@ -435,15 +435,17 @@ class Recipe(Section):
     """Features and alignments."""
     model: ModelConfig = ModelConfig()
     """The network."""
-    init: Annotated[Annotated[Literal["random", "rbm"], VALUE] | Annotated[TrainedModelConfig, MAPPING], EITHER] = (
-        "random"
-    )
+    init: Annotated[
+        Annotated[Literal["random", "rbm"], VALUE] | Annotated[TrainedModelConfig, MAPPING], VALUE_OR_MAPPING
+    ] = "random"
     """Initial parameters: random (as in Kaldi nnet1), pretrained RBMs, or those of a trained network."""
     pretrain: PretrainConfig = PretrainConfig()
     """RBM pretraining."""
     optimizer: OptimizerConfig = Field(default=SgdConfig(), discriminator="name")
     """The optimizer."""
-    minibatch_size: Annotated[Annotated[Count, VALUE] | Annotated[GrowingMinibatchConfig, MAPPING], EITHER] = 256
+    minibatch_size: Annotated[
+        Annotated[Count, VALUE] | Annotated[GrowingMinibatchConfig, MAPPING], VALUE_OR_MAPPING
+    ] = 256
     """Frames in a minibatch. The frames that remain at the end of an epoch are dropped, as in Kaldi. A mapping makes it
     grow from epoch to epoch: docs/algorithms.md."""
     minibatch_scope: Literal["worker", "total"] = "worker"

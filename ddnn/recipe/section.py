@@ -24,10 +24,10 @@ Paths = Annotated[
 ]
 
 
-MaybePaths = Path | list[Path] | None
+OptionalPaths = Path | list[Path] | None
 
 
-def as_list(paths: MaybePaths) -> list[Path]:
+def as_list(paths: OptionalPaths) -> list[Path]:
     """Of a key that takes a path or a list of paths."""
     return paths if isinstance(paths, list) else [] if paths is None else [paths]
 
@@ -65,6 +65,6 @@ def with_defaults(recipe: AnySection, values: Mapping[str, Any]) -> AnySection:
     return recipe
 
 
-# A key that takes a single value or a mapping: Annotated[Annotated[int, VALUE] | Annotated[SomeSection, MAPPING], EITHER].
+# A key that takes a single value or a mapping: Annotated[Annotated[int, VALUE] | Annotated[SomeSection, MAPPING], VALUE_OR_MAPPING].
 VALUE, MAPPING = Tag("(value)"), Tag("(mapping)")
-EITHER = Discriminator(lambda given: MAPPING.tag if isinstance(given, dict | Section) else VALUE.tag)
+VALUE_OR_MAPPING = Discriminator(lambda given: MAPPING.tag if isinstance(given, dict | Section) else VALUE.tag)

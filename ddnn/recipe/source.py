@@ -19,11 +19,11 @@ from pydantic import BaseModel, ValidationError
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import open_regular
 
-MOST_BYTES = 100_000
-DEEPEST = 40  # of a recipe 6, or 33 with networks within networks
-MOST_VALUES = 4_000  # keys and values of one file: a recipe has 200, a list of copied columns thousands. 0.1 s
-MOST_DIGITS = 40  # More than any key takes. Longer ones stay text: Python refuses to convert thousands.
-MOST_PROBLEMS = 50  # where as many keys are unknown it is something else
+MAX_BYTES = 100_000
+MAX_DEPTH = 40  # of a recipe 6, or 33 with networks within networks
+MAX_VALUES = 4_000  # keys and values of one file: a recipe has 200, a list of copied columns thousands. 0.1 s
+MAX_DIGITS = 40  # More than any key takes. Longer ones stay text: Python refuses to convert thousands.
+MAX_PROBLEMS = 50  # where as many keys are unknown it is something else
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -59,7 +59,7 @@ class SourceTree:
     places: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def refuse(self, text: str, source: str, *, unread: bool = False, unread_keys: tuple[str, ...] = ()) -> None:
+    def add_problem(self, text: str, source: str, *, unread: bool = False, unread_keys: tuple[str, ...] = ()) -> None:
         self.problems.append(Problem(text, source, unread, unread_keys))
 
     def nested(self) -> dict[str, Any]:
@@ -143,12 +143,12 @@ def read_yaml(path: Path) -> SourceTree:
     mapping."""
     try:
         with open_regular(path) as handle:
-            raw = handle.read(min(os.fstat(handle.fileno()).st_size, MOST_BYTES + 1))
+            raw = handle.read(min(os.fstat(handle.fileno()).st_size, MAX_BYTES + 1))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         return _unreadable(f"cannot read the file: {reason}", str(path))
-    if len(raw) > MOST_BYTES:
-        return _unreadable(f"more than {MOST_BYTES} bytes found, which no recipe needs; is it a recipe?", str(path))
+    if len(raw) > MAX_BYTES:
+        return _unreadable(f"more than {MAX_BYTES} bytes found, which no recipe needs; is it a recipe?", str(path))
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -184,7 +184,7 @@ def parse_setting(setting: str) -> SourceTree:
     key, equals, text = setting.partition("=")
     tree = SourceTree()
     if not equals or not key.strip():
-        tree.refuse("no KEY=VALUE found, expected for example schedule.initial_learning_rate=0.004", source)
+        tree.add_problem("no KEY=VALUE found, expected for example schedule.initial_learning_rate=0.004", source)
         return tree
     try:
         node = yaml.compose(text, _Loader)
@@ -212,7 +212,7 @@ def validate(
                 return found
         except ValidationError as failure:
             further = _describe(failure, model, tree)
-    raise error(listed([*tree.problems, *further]), location=location, hint=hint)
+    raise error(format_problems([*tree.problems, *further]), location=location, hint=hint)
 
 
 def first_error(error: ValidationError) -> str:
@@ -221,7 +221,7 @@ def first_error(error: ValidationError) -> str:
     return f"{'.'.join(map(str, detail['loc'])) or 'the file'}: {detail['msg']}"
 
 
-def listed(problems: Iterable[object], what: str = "problems", most: int | None = None) -> str:
+def format_problems(problems: Iterable[object], what: str = "problems", most: int | None = None) -> str:
     """One problem as it is; several, at most so many of them, under a line that counts them."""
     lines = list(dict.fromkeys(map(str, problems)))
     if len(lines) == 1:
@@ -258,7 +258,7 @@ def _describe(error: ValidationError, model: type[BaseModel], tree: SourceTree) 
         elif detail["type"] == "extra_forbidden":
             near = difflib.get_close_matches(name, model.model_fields, n=1)
             meant = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(model.model_fields)}"
-            text = f"{format_key(name)}: unknown key{f'; {meant}' if number < MOST_PROBLEMS else ''}"
+            text = f"{format_key(name)}: unknown key{f'; {meant}' if number < MAX_PROBLEMS else ''}"
         else:
             why = detail["msg"].removeprefix("Value error, ")
             text = f"{name}: {format_value(detail['input'])} found: {why}" if name else why
@@ -285,10 +285,10 @@ class _Loader(yaml.SafeLoader):
             refused = "anchors (&) and aliases (*) are not allowed"
         elif getattr(event, "tag", None):
             refused = "tags (!) are not allowed"
-        elif self.depth > DEEPEST:
-            refused = f"more than {DEEPEST} levels"
-        elif self.values >= MOST_VALUES:
-            refused = f"more than {MOST_VALUES} keys and values, which no recipe needs"
+        elif self.depth > MAX_DEPTH:
+            refused = f"more than {MAX_DEPTH} levels"
+        elif self.values >= MAX_VALUES:
+            refused = f"more than {MAX_VALUES} keys and values, which no recipe needs"
         if refused:
             raise _Refused(problem=refused, problem_mark=event.start_mark)  # type: ignore[arg-type]
         self.depth += 1
@@ -302,7 +302,7 @@ _NULL = "tag:yaml.org,2002:null"
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
     _NULL: (r"(?:~|null|Null|NULL|)", lambda text: None),
     "tag:yaml.org,2002:bool": (r"(?i:true|false|yes|no|on|off)", lambda text: text.lower() in ("true", "yes", "on")),
-    "tag:yaml.org,2002:int": (r"[-+]?[0-9]+", lambda text: int(text) if len(text) <= MOST_DIGITS else text),
+    "tag:yaml.org,2002:int": (r"[-+]?[0-9]+", lambda text: int(text) if len(text) <= MAX_DIGITS else text),
     "tag:yaml.org,2002:float": (
         r"(?:[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))",
         lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
@@ -347,15 +347,15 @@ def _items(
     for key, value in mapping.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            tree.refuse("a key that is a list or a mapping found, expected a word", source(line))
+            tree.add_problem("a key that is a list or a mapping found, expected a word", source(line))
             continue
         name = prefix + key.value
         if "." in key.value:
             braces = key.value.replace(".", ": {") + ": ..." + "}" * key.value.count(".")
-            tree.refuse(f"{key.value!r}: names with dots are for --set; here write {braces}", source(line))
+            tree.add_problem(f"{key.value!r}: names with dots are for --set; here write {braces}", source(line))
             continue
         if key.value in lines:
-            tree.refuse(f"{name}: given twice, first in line {lines[key.value]}", source(line))
+            tree.add_problem(f"{name}: given twice, first in line {lines[key.value]}", source(line))
         lines.setdefault(key.value, line)
         yield key, name, value
 

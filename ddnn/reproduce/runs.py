@@ -308,7 +308,7 @@ def _load(path: Path, subject: str, overrides: tuple[str, ...] = ()) -> Recipe:
     if not path.is_file():
         raise UserError(f"{subject} has no recipe on this corpus", location=path, hint="write it, or name other tables")
     try:
-        return load_recipe(path, overrides, trusted=False)
+        return load_recipe(path, overrides, user_supplied=False)
     except RecipeError as error:
         hint = "if data are missing, run it in the folder from which their paths lead to them; else fix the recipe"
         raise RecipeError(error.message, location=error.location, hint=error.hint or hint) from error

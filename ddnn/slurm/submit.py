@@ -101,7 +101,7 @@ def _is_over(command: TrainingCommand) -> bool:
     from ddnn.training.start import makes_longer
 
     trusted = not files.is_of_run_dir(command.recipe, run_dir)
-    recipe = load_recipe(command.recipe, command.settings, trusted=trusted, may_be_gone=("init.model",))
+    recipe = load_recipe(command.recipe, command.settings, user_supplied=trusted, optional_paths=("init.model",))
     return not makes_longer(recipe, run_dir, command.settings)
 
 
@@ -112,9 +112,9 @@ def _plan(command: TrainingCommand, options: SlurmOptions, array_of: Path | None
     if not pretraining:
         path = files.find_recipe(path, run_dir, command.resume)
     cluster = _cluster(options, command.workers)
-    parallel = load_recipe(path, command.settings, trusted=trusted).parallel
+    parallel = load_recipe(path, command.settings, user_supplied=trusted).parallel
     placement = place(cluster, command.workers, parallel.workers, parallel.oversubscribe_gpus)
-    recipe = load_recipe(path, (*command.settings, f"parallel.workers={placement.workers}"), trusted=trusted)
+    recipe = load_recipe(path, (*command.settings, f"parallel.workers={placement.workers}"), user_supplied=trusted)
     if isinstance(recipe.init, TrainedModelConfig):
         from ddnn.training.initial_model import with_initial_model
 

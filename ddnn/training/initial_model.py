@@ -21,10 +21,10 @@ from ddnn.kaldi.alignments import check_same_tree
 from ddnn.nn.acoustic_model import NNET1_FEATURES, AcousticModel, find_nnet1, nnet1_features, read_nnet1_dir
 from ddnn.nn.network import Network, initialize
 from ddnn.recipe.layers import StoredLayerConfig
-from ddnn.recipe.load import SHORT_FORM, contradictions, dump_recipe, load_recipe
+from ddnn.recipe.load import UNIFORM_KEYS, contradictions, dump_recipe, load_recipe
 from ddnn.recipe.schema import ModelConfig, Recipe, TrainedModelConfig
 from ddnn.recipe.section import as_list, get_value, is_given, with_defaults
-from ddnn.recipe.source import format_value, listed
+from ddnn.recipe.source import format_problems, format_value
 from ddnn.runs.run_dir import load_run
 from ddnn.runs.run_status import CV_UTTERANCES, FINAL, RECIPE, newest_checkpoint, run_dir_of
 from ddnn.training import options
@@ -70,7 +70,7 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
         if is_given(recipe, name) and get_value(recipe, name) != value
     ]
     if "model.layers" in found:
-        given = (f"model.{key}" for key in SHORT_FORM if is_given(recipe, f"model.{key}"))
+        given = (f"model.{key}" for key in UNIFORM_KEYS if is_given(recipe, f"model.{key}"))
         has = f"but the network of init.model has layers of its own: {_shown(found['model.layers'])}"
         problems += [f"{name}: {_shown(get_value(recipe, name))} found, {has}" for name in given]
     kept, wanted = model.features.transforms, options.model_features(recipe).transforms
@@ -84,7 +84,7 @@ def with_initial_model(recipe: Recipe, run_dir: Path | None = None) -> tuple[Rec
         hints.append("remove data.transforms" if kept is None else give)
     location = f"the recipe, with init.model: {path}"
     if problems:
-        raise RecipeError(listed(problems, "keys do not fit"), location=location, hint="; ".join(hints))
+        raise RecipeError(format_problems(problems, "keys do not fit"), location=location, hint="; ".join(hints))
     recipe = with_defaults(recipe, found)
     for key, complaint, _ in contradictions(recipe):
         raise RecipeError(f"{key}: {complaint}", location=location)
@@ -134,7 +134,7 @@ def _described_layers(recipe: Recipe, model: AcousticModel, path: Path) -> dict[
         shape = {"model.hidden_units": units, "model.activation": label} if hidden else {}
         return {"model.hidden_layers": len(hidden), **shape}
     with suppress(UserError):
-        trained_by = load_recipe(run_dir_of(path) / RECIPE, must_exist=False, trusted=False).model
+        trained_by = load_recipe(run_dir_of(path) / RECIPE, must_exist=False, user_supplied=False).model
         bands = {} if trained_by.bands is None else {"bands": trained_by.bands}
         same = ModelConfig(layers=trained_by.layers, **bands)
         input_dim, pdfs = model.network.input_dim, model.network.output_dim

@@ -13,7 +13,7 @@ from ddnn.nn.convolution import AveragePooling, Convolution, MaxPooling, nearest
 from ddnn.nn.elementwise import Activation, Dropout, Elementwise, ParametricRelu, Scale, Shift
 from ddnn.nn.layer import Layer
 from ddnn.nn.layers import Affine, layer_from_config, mlp_layers, num_parameters
-from ddnn.recipe.layers import TimeAndBands, both, layer_name, numbered
+from ddnn.recipe.layers import TimeAndBands, as_time_and_bands, expand_repeats, layer_name
 from ddnn.recipe.schema import Recipe
 from ddnn.util.errors import RecipeError
 
@@ -53,7 +53,7 @@ def hidden_layers(recipe: Recipe, input_dim: int) -> Iterator[tuple[Layer, ...]]
     """For each layer of `model.layers`, as `model.freeze` counts them, the layers of the network that it is, on `input_dim`
     values a frame. RecipeError: sizes do not fit, with the nearest that do."""
     network = _Network(input_row(recipe, input_dim))
-    for number, layer in numbered(recipe.model.layers or ()):
+    for number, layer in expand_repeats(recipe.model.layers or ()):
         first = len(network.layers)
         try:
             BUILDERS[layer.name](network, layer)
@@ -130,7 +130,7 @@ class _Network:
 
     def add_pooling(self, kind: str, size: int | TimeAndBands, step: int | TimeAndBands | None) -> None:
         """`size` and `step` of patches; one number is for both axes, of which there is one above filters of all times."""
-        row, sizes, steps = self.row, both(size), both(size if step is None else step)
+        row, sizes, steps = self.row, as_time_and_bands(size), as_time_and_bands(size if step is None else step)
         if not row.bands or not row.channels_last:
             raise ValueError("pooling takes the patches of a convolution, and there is none below")
         pooling = MaxPooling if kind == "max" else AveragePooling
@@ -165,7 +165,7 @@ def _add_convolution(network: _Network, layer: Any) -> None:
     if rectified and layer.weight_stddev is None:
         convolution = replace(convolution, weight_stddev=math.sqrt(2.0 / convolution.fan_in))
     network.add(convolution)
-    if both(layer.pool) != both(1):
+    if as_time_and_bands(layer.pool) != as_time_and_bands(1):
         network.add_pooling(layer.pool_kind, layer.pool, layer.pool_step)
     if layer.scale_and_shift:
         network.add_scale_and_shift(layer.learn_rate_coef)
@@ -176,7 +176,7 @@ def _add_convolution(network: _Network, layer: Any) -> None:
 def _convolution(row: Row, layer: Any, numbers: dict[str, Any]) -> Convolution:
     if not row.bands:
         raise ValueError("there are no bands above an affine layer; convolutions come first")
-    patch, step = layer.patch, both(layer.step)
+    patch, step = layer.patch, as_time_and_bands(layer.step)
     if isinstance(patch, TimeAndBands):
         if patch.time > 1 and row.times == 1:
             more = "data.splice gives more, model.bands the rows of an image"

@@ -26,7 +26,7 @@ from ddnn.optim.schedule import Constant, Exponential, MinibatchSizes, Newbob, P
 from ddnn.optim.sgd import SgdOptions
 from ddnn.recipe.load import minibatch_problems
 from ddnn.recipe.schema import OptimizerConfig, ParallelConfig, Recipe, ScheduleConfig
-from ddnn.recipe.section import MaybePaths, Section, as_list
+from ddnn.recipe.section import OptionalPaths, Section, as_list
 from ddnn.runs.tensorboard import import_tensorboard
 from ddnn.training.combination import BestEpoch, Combination, MeanOfEpochs, MovingAverage
 from ddnn.training.memory import (
@@ -153,7 +153,7 @@ def model_features(recipe: Recipe) -> FeatureConfig:
 
 
 def corpora(
-    keys: tuple[str, str], data: MaybePaths, alignments: MaybePaths, transforms: MaybePaths
+    keys: tuple[str, str], data: OptionalPaths, alignments: OptionalPaths, transforms: OptionalPaths
 ) -> tuple[Corpus, ...]:
     """The corpora that these two keys of the recipe name: each a path, or lists of as many. Transforms: of each, or a
     single dir for all."""

@@ -31,8 +31,8 @@ Changes = Mapping[str, tuple[str, str]]  # by key its value now and before, as t
 def recorded_values(text: str) -> SourceTree:
     """The values by dotted key of what `dump_recipe` wrote into a file that anybody may have changed. As careful as with
     any recipe: YAML alone would build a million things of twenty lines."""
-    if len(text) > source.MOST_BYTES:
-        return SourceTree(problems=[source.Problem(f"more than {source.MOST_BYTES} characters", "manifest.json")])
+    if len(text) > source.MAX_BYTES:
+        return SourceTree(problems=[source.Problem(f"more than {source.MAX_BYTES} characters", "manifest.json")])
     return source.parse_file(text, "manifest.json")
 
 

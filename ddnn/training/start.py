@@ -97,7 +97,9 @@ def _read_training(
     recipe = run_status.find_recipe(recipe, location, resume)
     started = resume != "no" and ((location / FINAL).exists() or run_status.newest_checkpoint(location) is not None)
     gone = ("init.model",) if started else ()
-    loaded = load_recipe(recipe, settings, must_exist=must_exist, trusted=trusted, may_be_gone=gone, note=_note())
+    loaded = load_recipe(
+        recipe, settings, must_exist=must_exist, user_supplied=trusted, optional_paths=gone, note=_note()
+    )
     finished = resume != "no" and run_status.is_finished(location)
     longer = finished and makes_longer(loaded, location, settings)
     done = f"{location}: this training has finished: {location / FINAL}" if finished and not longer else None
@@ -195,7 +197,7 @@ def _read_pretraining(
 ) -> tuple[Path, Recipe]:
     location = run_dir or Path("exp", f"{recipe.stem}-rbm")
     trusted = not run_status.is_of_run_dir(recipe, location)
-    return location, load_recipe(recipe, settings, must_exist=must_exist, trusted=trusted, note=_note())
+    return location, load_recipe(recipe, settings, must_exist=must_exist, user_supplied=trusted, note=_note())
 
 
 def start_pretraining(

@@ -159,6 +159,14 @@ def test_all_problems_of_all_layers_at_once(tmp_path: Path) -> None:
     assert [line.rpartition("  ")[2] for line in found[1:]] == ["[line 4]", "[line 6]", "[line 6]"]
 
 
+def test_layers_of_a_later_file_have_its_lines(tmp_path: Path) -> None:
+    """Not those of the file that it includes, whose layers it replaces."""
+    included = "\n\nmodel:\n  layers:\n  - affine:\n      units: 3\n      dropout: 0.1\n"
+    (tmp_path / "base.yaml").write_text(included)
+    said = problem(tmp_path, "include: base.yaml\nmodel:\n  layers:\n  - affine: x\n")
+    assert said == "model.layers[0].affine: the text 'x' found, expected a whole number >= 1 and <= a million  [line 5]"
+
+
 def test_a_key_of_one_layer_cannot_be_set(tmp_path: Path) -> None:
     said = problem(tmp_path, "model: {layers: [affine: 3]}", "model.layers[0].affine.units=4")
     assert "model.layers[0]: unknown key; model.layers is set as a whole: model.layers=[...]  [--set" in said
@@ -220,4 +228,4 @@ def test_every_kind_has_its_keys_in_the_reference() -> None:
         part = text.partition(f"\n### `{kind}`\n")[2].partition("\n### ")[0]
         rows = [line.split("`")[1] for line in part.split("\n") if line.startswith("| `")]
         assert sorted(rows) == sorted(section.model_fields)
-        assert rows[0] == (section.value_key or rows[0])
+        assert rows[0] == (section.primary_key or rows[0])
