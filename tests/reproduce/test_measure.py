@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,26 @@ def test_the_cores_of_a_record_are_those_that_the_start_found(tmp_path: Path) ->
     rows = [start, *(row for row in rows_of(4, epochs=2) if row["type"] != "start")]
     found = evaluate_run(record("base", 4, 1, 0.6), write_run(tmp_path / "run", rows), (), "cpu", tmp_path)
     assert found.time is not None and found.time.cores == 1
+
+
+@pytest.mark.parametrize(("age", "dbn"), [(-60, "parameters x"), (60, "known before")])
+def test_rbms_that_were_trained_since_are_not_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: int, dbn: str
+) -> None:
+    monkeypatch.setattr("ddnn.reproduce.measure.dbn_parameters", lambda path: "parameters x")
+    pretrain = f"init: rbm\npretrain: {{dbn: {tmp_path}/dbn, epochs: null}}\n"
+    run_dir = write_run(tmp_path / "run", rows_of(1, epochs=2), more=pretrain)
+    monkeypatch.setattr(
+        "ddnn.reproduce.measure.read_measured",
+        lambda path: [Measurement("", 1, Way("ring"), Job(1, 2.0, 3, 4, 5.0), 1.0, 0.0, 0.0)],
+    )
+    (run_dir / "final.safetensors").touch()
+    (tmp_path / "dbn").mkdir()
+    (tmp_path / "dbn" / "dbn.safetensors").touch()
+    when = (run_dir / "final.safetensors").stat().st_mtime + age
+    os.utime(tmp_path / "dbn" / "dbn.safetensors", (when, when))
+    before = record("base", 1, 1, 0.6, dbn="known before")
+    assert evaluate_run(before, run_dir, (), "cpu", tmp_path).dbn == dbn
 
 
 @pytest.mark.parametrize(
