@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from ddnn.recipe.section import Count
 from ddnn.runs.run_status import JOB_RECORD
 from ddnn.util.errors import DataError, UserError
 from ddnn.util.files import read_bytes_limited, write_text
@@ -25,8 +26,7 @@ SBATCH_SECONDS = 120.0
 FORWARDED_ENV = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
 RANK_ENV_PREFIXES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "SLURMD_")
 
-Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
-Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -35,11 +35,11 @@ class Job:
     seconds since 1970; the `options` of ddnn that submit it again. Checked: it is safe to hand on to squeue."""
 
     number: Annotated[str, Field(pattern=r"^[0-9]+(_[0-9]+)?$")]
-    slurm_cluster: Word | None
+    slurm_cluster: Name | None
     submitted: Annotated[float, Field(ge=0, lt=1e11)]
     workers: Count
     nodes: Count
-    launcher: Word
+    launcher: Name
     options: tuple[str, ...] = ()
 
 
