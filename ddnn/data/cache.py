@@ -65,7 +65,6 @@ class CacheIndex(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     key: str  # `cache_key`
-    data: str
     # feature dimension in the archives, and in the file
     dim: PositiveInt
     width: PositiveInt
@@ -230,7 +229,6 @@ def _create(path: Path, key: str, directory: DataDir, corpus: Corpus, config: Da
             sizes = [chunk.rows * loader.spec.row_bytes for chunk in loader.chunks]
             stored = CacheIndex(
                 key=key,
-                data=str(directory.path),
                 dim=index.dim,
                 width=loader.width,
                 context=config.features.splice,

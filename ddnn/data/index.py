@@ -240,38 +240,29 @@ def check_skipped(
 
 def _check_same_tables(comm: Communicator, directory: DataDir, alignments: Alignments | None) -> None:
     """Raises DataError on a worker whose tables are not those of rank 0; paths to the archives may differ."""
-    everyone = comm.all_gather_object([comm.host, _tables(directory, alignments)])
-    first_host, first = everyone[0]
-    for name, local in everyone[comm.rank][1].items():
-        if local != first[name]:
-            where = f"{name} on host {comm.host} (worker {comm.rank}) differs from that of worker 0 on {first_host}"
-            message = f"{where}: found {local or 'there is none'}, expected {first[name] or 'none'}"
-            location = directory.path / name if name != "alignments" or alignments is None else alignments.path
-            hint = "give every host the same files, from one shared file system or from a new copy"
-            raise DataError(message, location=location, hint=hint)
-
-
-def _tables(directory: DataDir, alignments: Alignments | None) -> dict[str, str | None]:
-    """Table -> number of its entries and a digest of what all workers must have in common; None where there is none."""
-    speakers, cmvn = directory.speakers, directory.cmvn
-    aligned = None
+    speakers, aligned = directory.speakers, None
     if alignments is not None:
         pdfs = alignments.num_pdfs
-        aligned = _digest(f"{name} {len(ids)} frames {pdfs} pdfs" for name, ids in alignments.pdfs.items())
-    return {
-        "feats.scp": _digest(f"{entry.key} {entry.rows} {entry.columns}" for entry in directory.entries),
-        "utt2spk": None if speakers is None else _digest(f"{name} {speaker}" for name, speaker in speakers.items()),
-        "cmvn.scp": None if cmvn is None else _digest(cmvn),
+        aligned = [f"{name} {len(ids)} frames {pdfs} pdfs" for name, ids in alignments.pdfs.items()]
+    tables: dict[str, Iterable[str] | None] = {
+        "feats.scp": [f"{entry.key} {entry.rows} {entry.columns}" for entry in directory.entries],
+        "utt2spk": None if speakers is None else [f"{name} {speaker}" for name, speaker in speakers.items()],
+        "cmvn.scp": directory.cmvn,
         "alignments": aligned,
     }
+    own = {name: "none" if lines is None else _digest(lines) for name, lines in tables.items()}
+    first_host, first = comm.all_gather_object([comm.host, own])[0]
+    for name, found in own.items():
+        if found != first[name]:
+            where = f"{name} on host {comm.host} (worker {comm.rank}) differs from that of worker 0 on {first_host}"
+            location = directory.path / name if name != "alignments" or alignments is None else alignments.path
+            hint = "give every host the same files, from one shared file system or from a new copy"
+            raise DataError(f"{where}: found {found}, expected {first[name]}", location=location, hint=hint)
 
 
 def _digest(lines: Iterable[str]) -> str:
-    digest, count = hashlib.sha256(), 0
-    for line in lines:
-        digest.update(line.encode() + b"\n")
-        count += 1
-    return f"{count} entries, digest {digest.hexdigest()[:16]}"
+    text = "".join(f"{line}\n" for line in lines)
+    return f"{text.count(chr(10))} entries, digest {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def hold_out_listed(index: UtteranceIndex, path: Path, by: str) -> tuple[list[int], list[int]]:

@@ -105,43 +105,43 @@ def open_source(corpora: Sequence[Corpus], config: DataConfig, comm: Communicato
     """Indexes corpora: each from its cache file where there is a valid one, else from its tables and headers; what is
     wrong with a cache file is a warning. Collective. DataError: damaged or unsuitable input, or corpora that do not fit
     together."""
-    parts = tuple(_open_named(corpus, config, comm, several=len(corpora) > 1) for corpus in corpora)
-    for part in parts:
-        log.info("%s: %s of %d dims", part.corpus.data, part.index.size(), config.features.width(part.index.dim))
-    _check_fit_together(parts)
-    return DataSource(parts, join([part.index for part in parts]), config)
+    parts = []
+    for corpus in corpora:
+        try:
+            part = _open_corpus(corpus, config, comm)
+        except DataError as error:
+            if len(corpora) == 1 or any(key in error.message for key in corpus.keys):
+                raise
+            message = f"{' with '.join(corpus.keys)}: {error.message}"
+            raise DataError(message, location=error.location, hint=error.hint) from error
+        log.info("%s: %s of %d dims", corpus.data, part.index.size(), config.features.width(part.index.dim))
+        parts.append(part)
+    if len(parts) > 1:
+        _check_fit_together(parts)
+    return DataSource(tuple(parts), join([part.index for part in parts]), config)
 
 
 def check_not_swapped(corpus: Corpus) -> None:
     """DataError, which names the keys, where the alignments are a data dir, or the data dir an alignment dir."""
 
-    def found(path: Path, *names: str) -> str | None:
+    def has(path: Path, *names: str) -> str | None:
         with suppress(OSError):  # a folder without permission
             return next((name for name in names if (path / name).exists()), None)
         return None
 
     data, alignments, (data_key, alignments_key) = corpus.data, corpus.alignments, corpus.keys
-    aligned = None if found(data, "feats.scp") else found(data, "final.mdl", "ali.1.gz", "num_jobs")
-    aligned = "a file" if data.is_file() else aligned and f"an alignment dir (it has {aligned})"
-    if found(alignments, "feats.scp") and not found(alignments, "final.mdl", "ali.1.gz"):
+    aligned = None
+    if data.is_file():
+        aligned = "a file"
+    elif not has(data, "feats.scp") and (name := has(data, "final.mdl", "ali.1.gz", "num_jobs")):
+        aligned = f"an alignment dir (it has {name})"
+    if has(alignments, "feats.scp") and not has(alignments, "final.mdl", "ali.1.gz"):
         message = f"{alignments_key} is a data dir (it has feats.scp)"
         message += f" and {data_key} is {aligned}; did you swap them?" if aligned else ", not an alignment dir"
         hint = f"{data_key} takes a Kaldi data dir, {alignments_key} an alignment dir or an archive of pdf-ids"
         raise DataError(message, location=alignments, hint=hint)
     if aligned and not data.is_file():
         raise DataError(f"{data_key} is {aligned}, not a data dir", location=data, hint="give a dir with feats.scp")
-
-
-def _open_named(corpus: Corpus, config: DataConfig, comm: Communicator, *, several: bool) -> IndexedCorpus:
-    """As `_open_corpus`; of `several` corpora a DataError names the one."""
-    try:
-        return _open_corpus(corpus, config, comm)
-    except DataError as error:
-        if not several or any(key in error.message for key in corpus.keys):
-            raise
-        raise DataError(
-            f"{' with '.join(corpus.keys)}: {error.message}", location=error.location, hint=error.hint
-        ) from error
 
 
 def _open_corpus(corpus: Corpus, config: DataConfig, comm: Communicator) -> IndexedCorpus:
@@ -176,26 +176,23 @@ def _check_fit_together(parts: Sequence[IndexedCorpus]) -> None:
     other pdfs than those of the first corpus, or of the first whose `final.mdl` says how many pdfs there are."""
     corpus_of: dict[str, Corpus] = {}
     reference = next((part for part in parts if part.corpus.alignments.is_dir()), parts[0])
-    expected = transition_digest(reference.corpus.alignments) if len(parts) > 1 else None
-    for part in parts[: len(parts) if len(parts) > 1 else 0]:
-        data, alignments = part.corpus.data, part.corpus.alignments
-        if common := [utterance for utterance in part.index.utterances if utterance in corpus_of]:
-            message = f"{len(common)} of {len(part.index.entries)} utterances of {part.corpus.keys[0]} are also in "
+    origin, num_pdfs, expected_dim = reference.corpus.alignments, reference.index.num_pdfs, parts[0].index.dim
+    tree = transition_digest(origin)
+    for part in parts:
+        corpus, index = part.corpus, part.index
+        if common := [utterance for utterance in index.utterances if utterance in corpus_of]:
             other = corpus_of[common[0]]
+            message = f"{len(common)} of {len(index.entries)} utterances of {corpus.keys[0]} are also in "
             message += f"{other.keys[0]}, {other.data}; the first is {common[0]}"
-            raise DataError(message, location=data, hint=_HINT_PREFIX)
-        corpus_of |= dict.fromkeys(part.index.utterances, part.corpus)
-        if part.index.dim != parts[0].index.dim:
-            message = f"features of {part.index.dim} dims found, {parts[0].index.dim} expected as in "
-            raise DataError(message + str(parts[0].corpus.data), location=data, hint="compute all features alike")
-        check_same_tree(transition_digest(alignments), expected, alignments, str(reference.corpus.alignments))
-        if reference.corpus.alignments.is_dir() and not _fits(part, reference):
-            message = f"{part.index.num_pdfs} pdfs found, {reference.index.num_pdfs} expected as in "
+            raise DataError(message, location=corpus.data, hint=_HINT_PREFIX)
+        corpus_of |= dict.fromkeys(index.utterances, corpus)
+        if index.dim != expected_dim:
+            message = f"features of {index.dim} dims found, {expected_dim} expected as in {parts[0].corpus.data}"
+            raise DataError(message, location=corpus.data, hint="compute all features alike")
+        check_same_tree(transition_digest(corpus.alignments), tree, corpus.alignments, str(origin))
+        # An archive of pdf-ids may lack the last ones.
+        too_few = index.num_pdfs < num_pdfs and corpus.alignments.is_dir()
+        if origin.is_dir() and (index.num_pdfs > num_pdfs or too_few):
+            message = f"{index.num_pdfs} pdfs found, {num_pdfs} expected as in {origin}"
             hint = "use alignments made with the same final.mdl"
-            raise DataError(message + str(reference.corpus.alignments), location=alignments, hint=hint)
-
-
-def _fits(part: IndexedCorpus, reference: IndexedCorpus) -> bool:
-    """Whether the pdfs are those of the reference. An archive of pdf-ids may lack the last ones."""
-    pdfs, expected = part.index.num_pdfs, reference.index.num_pdfs
-    return pdfs == expected or (pdfs < expected and not part.corpus.alignments.is_dir())
+            raise DataError(message, location=corpus.alignments, hint=hint)

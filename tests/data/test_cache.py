@@ -238,7 +238,7 @@ FEATURES = np.arange(14, dtype=np.float32)
 LABELS = np.array([-1, 0, 1, -1, -1, 2, -1], np.int32)
 PIECES = (FEATURES[:8].tobytes(), FEATURES[8:].tobytes(), LABELS.tobytes())
 INDEX = CacheIndex(
-    key=KEY, data="d", dim=2, width=2, context=1, dtype="float32", selected=[0, 2], num_frames=[2, 1],
+    key=KEY, dim=2, width=2, context=1, dtype="float32", selected=[0, 2], num_frames=[2, 1],
     pdf_counts=[1, 1, 1], counts={}, mismatch="", blocks=[(len(piece), zlib.crc32(piece)) for piece in PIECES],
 )  # fmt: skip
 """Two utterances of 2 and 1 frames, context 1, 2 dims, 3 pdfs."""

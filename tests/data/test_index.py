@@ -22,7 +22,6 @@ from ddnn.data.feature_reader import FeatureConfig
 from ddnn.data.index import (
     UtteranceIndex,
     _check_same_tables,
-    _tables,
     assign_shards,
     build_index,
     hold_out_fraction,
@@ -31,7 +30,7 @@ from ddnn.data.index import (
 )
 from ddnn.data.loading import DataConfig
 from ddnn.distributed.communicator import SingleProcess
-from ddnn.kaldi.alignments import read_alignments
+from ddnn.kaldi.alignments import Alignments, read_alignments
 from ddnn.kaldi.archive import MatrixReader, read_scp, write_matrices
 from ddnn.kaldi.data_dir import accumulate_cmvn_stats, read_data_dir
 from ddnn.training.normalization import estimate_normalization
@@ -253,13 +252,26 @@ class OtherHost(SingleProcess):
         return json.loads(json.dumps([self.of_first, value]))
 
 
+def said_by_the_first(data: Path, alignments: Alignments) -> Any:
+    """What worker 0 on n1 tells the others of its tables."""
+    said: list[Any] = []
+
+    class First(SingleProcess):
+        def all_gather_object(self, value: Any) -> list[Any]:
+            said.append(json.loads(json.dumps(value)))
+            return [value]
+
+    _check_same_tables(First(host="n1"), read_data_dir(data), alignments)
+    return said[0]
+
+
 @pytest.mark.parametrize("table", ["feats.scp", "utt2spk", "cmvn.scp", "alignments"])
 def test_a_host_with_other_tables_is_named(tmp_path: Path, table: str) -> None:
     data, pdfs = write_uneven(tmp_path)
     alignments = read_alignments(pdfs)
     other = OtherHost()
     other.rank, other.world_size, other.host = 1, 2, "n2"
-    other.of_first = ["n1", _tables(read_data_dir(data), alignments)]
+    other.of_first = said_by_the_first(data, alignments)
     _check_same_tables(other, read_data_dir(data), alignments)
     if table == "feats.scp":
         (data / table).write_text("".join((data / table).read_text().splitlines(keepends=True)[:-1]))

@@ -157,7 +157,7 @@ def _headers() -> tuple[bytes, ...]:
 
 
 INDEX = CacheIndex(
-    key=KEY, data="/data", dim=2, width=2, context=1, dtype="float32", selected=[0, 2], num_frames=[4, 5],
+    key=KEY, dim=2, width=2, context=1, dtype="float32", selected=[0, 2], num_frames=[4, 5],
     pdf_counts=[3, 3, 3], counts={}, mismatch="", blocks=[],
 )  # fmt: skip
 
